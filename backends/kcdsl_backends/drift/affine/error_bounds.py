@@ -229,7 +229,7 @@ def _reverse(
                 gram.loose += functional.magnitude(entry.radius) * SAFE
             source, part = adjoints[0]
             inexact = FACTORED * part.magnitude(tape.entries[source].error_bound).norm()
-            norm = gram_norm(tape, source, _compressed(part), floor)
+            norm = gram_norm(tape, source, _compressed(tape, part), floor)
             gram.further += (norm + float(inexact)) * SAFE
             if amplified is not None:
                 gram.loose += functional.magnitude(amplified.loose) * SAFE
@@ -251,10 +251,13 @@ def _reverse(
     return gram
 
 
-def _compressed(functionals: Adjoint) -> Adjoint:
-    """Return as many functionals as the window has elements, with the same norm: R of A = QR."""
-    count = functionals.values.shape[0]
-    triangular = torch.linalg.qr(functionals.values.reshape(count, -1), mode="r").R
+def _compressed(tape: Tape, functionals: Adjoint) -> Adjoint:
+    """Return as many functionals as the window has elements, with the same norm: R of A = QR; that
+    of the matrix before if it is the same, as it often is in the next row."""
+    matrix = functionals.values.flatten(1)
+    if tape.factored is None or not torch.equal(tape.factored[0], matrix):
+        tape.factored = matrix, torch.linalg.qr(matrix, mode="r").R
+    triangular = tape.factored[1]
     shape = (triangular.shape[0], *functionals.values.shape[1:])
     return Adjoint(triangular.reshape(shape), functionals.window, functionals.shape)
 

@@ -247,6 +247,8 @@ class Tape:
     chance: Chance | None = None
     settled: int | None = None
     """The last entry with ellipsoids from before a cast: passes to the input find little more."""
+    factored: tuple[Tensor, Tensor] | None = None
+    """The last functionals that were replaced by as many as they read elements, and these."""
 
     def add(self, entry: TapeEntry) -> int:
         self.entries.append(entry)

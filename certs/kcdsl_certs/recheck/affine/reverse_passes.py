@@ -315,8 +315,12 @@ def _beside(
 
 
 def _factored(tape: Tape, place: int, adjoint: Adjoint, floor: int) -> float:
-    """Return the norm of more functionals than elements: of the triangular factor R of A = QR."""
-    triangle = np.asarray(np.linalg.qr(adjoint.values.reshape(adjoint.batch, -1), mode="r"))
+    """Return the norm of more functionals than elements: of the triangular factor R of A = QR,
+    which is kept for the next row."""
+    matrix = adjoint.values.reshape(adjoint.batch, -1)
+    if tape.factored is None or not np.array_equal(tape.factored[0], matrix):
+        tape.factored = matrix, np.asarray(np.linalg.qr(matrix, mode="r"))
+    triangle = tape.factored[1]
     fewer = Adjoint(triangle.reshape(-1, *adjoint.extent), adjoint.start)
     inexact = _FACTORED * float(np.linalg.norm(adjoint.sizes(tape.entries[place].reach)))
     return (length(tape, place, fewer, floor=floor) + inexact) * _MORE

@@ -184,6 +184,7 @@ class Tape:
     cut: int = 0
     settled: int = 0  # the last entry with ellipsoids from before a free cast (Rule 2.12)
     budget: Budget | None = None  # bounds hold but for a share of all runs; None: in the worst case
+    factored: tuple[Floats, Floats] | None = None  # the last matrix with a factor R, and R
     _still: list[bool] = field(default_factory=list)
     _terms: int = 64
     _total: float = 1.0
