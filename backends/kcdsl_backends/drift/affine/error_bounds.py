@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -266,8 +265,6 @@ BATCH = 512
 """Functionals bounded by one reverse pass."""
 REST = 128
 """Elements of the rows of a head from which on each row is bounded by a pass of its own."""
-NUMBERS = 2**19
-"""Numbers of the functionals of several rows that are bounded by one reverse pass."""
 MOST_NUMBERS = 2**28
 """Numbers of the functionals of one reverse pass, where each reads every token: 2 GiB."""
 
@@ -383,58 +380,24 @@ def _lowered(run: KernelRun, name: str) -> bool:
 
 
 def deviations(
-    tape: Tape,
-    index: int,
-    weights: Tensor,
-    needed: Tensor,
-    floor: int = INPUT,
-    *,
-    apart: bool = False,
+    tape: Tape, index: int, weights: Tensor, needed: Tensor, floor: int = INPUT
 ) -> Tensor:
-    """Bound |e_j - Σ_k weights_k e_k| in every row of an entry [..., n].
+    """Bound |e_j - Σ_k weights_k e_k| in every row of an entry [..., n], each row by a pass of its
+    own: what is known of functionals of one row is not known of several together.
 
     Args:
         weights: [..., n], for every row the weights of a mean.
         needed: [..., 1] bool: rows for which reverse passes are made.
         floor: where the passes may stop, see `Tape.bound`.
-        apart: each row in a pass of its own, because functionals of one row are amplified less.
     """
     entry = tape.entries[index]
-    n = entry.shape[-1]
     wide = (entry.error_bound + (weights.abs() * entry.error_bound).sum(-1, keepdim=True)) * SAFE
     found = wide.clone()
-    unit = torch.eye(n, dtype=torch.float64, device=weights.device)
-    largest = max(other.reference.numel() for other in tape.entries)
-    size = 1 if apart else max(1, NUMBERS // (n * largest))
-    for group in _groups(list(_chosen(needed)), size):
-        functionals = _on_rows([unit - weights[row] for row in group], group, entry.shape)
-        bounds = tape.bound(index, functionals, floor).magnitude(tape.radius)
-        for row, bound in zip(group, bounds.reshape(len(group), n), strict=True):
-            found[row] = bound
+    unit = torch.eye(entry.shape[-1], dtype=torch.float64, device=weights.device)
+    for row in _chosen(needed):
+        functionals = on_row(unit - weights[row], row, entry.shape)
+        found[row] = tape.bound(index, functionals, floor).magnitude(tape.radius)
     return torch.minimum(found, wide)
-
-
-def _groups(chosen: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
-    """Yield up to `size` rows of one head at a time."""
-    for _, head in groupby(chosen, key=lambda row: row[:-1]):
-        rest = list(head)
-        while rest:
-            yield rest[:size]
-            rest = rest[size:]
-
-
-def _on_rows(values: Sequence[Tensor], chosen: Sequence[Row], shape: tuple[int, ...]) -> Adjoint:
-    """Return functionals [m, n] of each of some rows of a tensor, all in one batch."""
-    places = torch.tensor(chosen).reshape(len(chosen), -1)
-    starts, stops = places.amin(0).tolist(), (places.amax(0) + 1).tolist()
-    lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
-    each = values[0].shape[0]
-    total = values[0].new_zeros(len(chosen) * each, *lengths, shape[-1])
-    for k, (row, value) in enumerate(zip(chosen, values, strict=True)):
-        inner = tuple(i - start for i, start in zip(row, starts, strict=True))
-        total[(slice(k * each, (k + 1) * each), *inner)] = value
-    window = (*zip(starts, stops, strict=True), (0, shape[-1]))
-    return Adjoint(total, window, shape)
 
 
 def directions(tape: Tape, index: int, along: Tensor, needed: Tensor) -> Tensor:

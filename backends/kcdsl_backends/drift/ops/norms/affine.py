@@ -216,7 +216,7 @@ def _moved(
     needed = ~(square <= run.negligible * v) & ~known
     if run.passing(node, index, "deviations" if centred else "reach", needed):
         if centred:
-            found = deviations(tape, index, torch.full_like(c, 1 / n), needed, apart=True)
+            found = deviations(tape, index, torch.full_like(c, 1 / n), needed)
         else:
             found = elements(tape, index, needed)
             tape.tighten(index, found)

@@ -1,0 +1,46 @@
+"""Softmax behind a norm: the prover bounds rows as the checker does, which confirms whole layers of
+several tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.first_hour_verify import OPTIONS, Row, write_case
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine.error_bounds import deviations
+from kcdsl_backends.drift.affine.tape import INPUT, Nonlinear, SingleRow, Tape, TapeEntry
+
+
+def test_deviations_use_what_is_known_of_single_rows() -> None:
+    ones = torch.ones(3, 2, dtype=torch.float64)
+    tape = Tape(ones)
+    tape.add(TapeEntry("region", 0 * ones, ones, lambda a: []))
+
+    def nothing(a: Adjoint) -> tuple[Tensor, Tensor]:
+        zero = a.values.new_zeros(len(a.values))
+        return zero, zero
+
+    known = SingleRow(Nonlinear(nothing), lambda a: [])
+    vague = TapeEntry("scores", 0 * ones, ones, lambda a: [(INPUT, a)], one_row=known)
+    index = tape.add(vague)
+    needed = torch.tensor([[True], [True], [False]])
+    found = deviations(tape, index, ones / 2, needed)
+    assert (found[:2] <= 1e-12).all()
+    assert (found[2] >= 1.0).all()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_checker_confirms_a_layer(tmp_path: Path, cli: Any, width: int) -> None:
+    write_case(tmp_path, Row("layer_0", width, 8))
+    ran = cli("verify", tmp_path / "contract.yaml", "--json", *OPTIONS)
+    assert ran.code == 0, ran.stdout
+    (goal,) = json.loads(ran.stdout)["goals"]
+    assert goal["verdict"] == "held"
+    assert goal["evidence"]["confirmed"]
