@@ -217,3 +217,53 @@ def quantised_mlp(form: str, *, stored: str = "codes") -> tuple[onnx.ModelProto,
     own = {n: n if stored == "numbers" else names[n] for n in names}
     program = MLP.format(first="", entering="embedded", second="", inner="active", **own)
     return model_of(text, held | around), model_of(program, plain)
+
+
+INTEGERS = """
+<ir_version: 10, opset_import: ["" : 21]>
+mlp (int64[1,T] input_ids) => (float[1,T,12] logits)
+{{
+  embedded = Gather <axis = 0> (embedding, input_ids)
+  {first}
+  wide_sum = MatMulInteger (c1, up_codes, z1, up_zero)
+  wide_float = Cast <to = 1> (wide_sum)
+  wide_scale = Mul (s1, up_scale)
+  wide = Mul (wide_float, wide_scale)
+  biased = Add (wide, up_bias)
+  active = Relu (biased)
+  {second}
+  feed_sum = MatMulInteger (c2, down_codes, z2, down_zero)
+  feed_float = Cast <to = 1> (feed_sum)
+  feed_part = Mul (down_scale, feed_float)
+  feed = Mul (feed_part, s2)
+  layer = Add (embedded, feed)
+  logits = MatMul (layer, head)
+}}
+"""
+
+
+def integer_mlp(form: str) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    """Return a perceptron with products of codes, as `quantised_mlp`, and its program.
+
+    Codes of weights have 7 bits: then sums of pairs in 16 bits are exact on any processor.
+    """
+    given = quantised_mlp(form)[0]
+    held = {t.name: np.array(numpy_helper.to_array(t)) for t in given.graph.initializer}
+    plain = {n: held[n] for n in ("embedding", "up_bias", "head")}
+    for name in ("up", "down"):
+        held[f"{name}_scale"] *= np.float32(2)
+        held[f"{name}_codes"] = held[f"{name}_codes"] // 2
+        held[f"{name}_zero"][::3] = 1
+        zero, scale = (held[f"{name}_{part}"] for part in ("zero", "scale"))
+        plain[f"{name}_read"] = (held[f"{name}_codes"].astype(np.float32) - zero) * scale
+    codes = [
+        f"c{i}, s{i}, z{i} = DynamicQuantizeLinear ({x})"
+        if form == "dynamic"
+        else f"c{i} = QuantizeLinear ({x}, s{i}, z{i})"
+        for i, x in ((1, "embedded"), (2, "active"))
+    ]
+    program = MLP.format(
+        first="", entering="embedded", second="", inner="active", up="up_read", down="down_read"
+    )
+    text = INTEGERS.format(first=codes[0], second=codes[1])
+    return model_of(text, held), model_of(program, plain)

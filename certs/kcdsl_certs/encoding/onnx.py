@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kcdsl_certs.encoding.rejected import Rejected
 
@@ -51,8 +51,8 @@ class OnnxTensor:
 
 @dataclass(frozen=True, slots=True)
 class OnnxCodes:
-    """A node DequantizeLinear of a file: the tensors of its codes, scales and zero points ("":
-    none), and the dimension along which scales differ."""
+    """A node DequantizeLinear of a file, or the weight of MatMulInteger: the tensors of its codes,
+    scales and zero points ("": none), and the dimension along which scales differ."""
 
     codes: str
     scale: str
@@ -78,11 +78,13 @@ def tensors_of(data: bytes) -> dict[str, OnnxTensor]:
 
 
 def codes_of(data: bytes, tensors: Mapping[str, OnnxTensor]) -> dict[str, OnnxCodes]:
-    """Return what tensors of codes are read as, by the names of the results of DequantizeLinear.
+    """Return what tensors of codes are read as, by the names of the results of DequantizeLinear,
+    and of MatMulInteger that a scale of the file multiplies.
 
     Raises Rejected `checkpoint/format` for what is damaged or ambiguous.
     """
     found: dict[str, OnnxCodes] = {}
+    sums = _IntegerSums(frozenset(tensors))
     made = set(tensors)
     for number, _, value in _fields(_graph(data)):
         if number != _NODE:
@@ -92,6 +94,8 @@ def codes_of(data: bytes, tensors: Mapping[str, OnnxTensor]) -> dict[str, OnnxCo
             if name in made:
                 raise _bad(f"{name[:80]!a} is computed twice, or is a tensor of the file")
             made.add(name)
+        if len(outputs) >= 1:
+            found |= sums.coded(operator, (*inputs, "", "", "", "")[:4], outputs[0])
         dequantized = operator == "DequantizeLinear" and len(outputs) == 1
         if not dequantized or not 2 <= len(inputs) <= 3 or set(inputs) - {""} - set(tensors):
             continue
@@ -103,6 +107,45 @@ def codes_of(data: bytes, tensors: Mapping[str, OnnxTensor]) -> dict[str, OnnxCo
         zero_point = inputs[2] if len(inputs) == 3 else ""
         found[outputs[0]] = OnnxCodes(inputs[0], inputs[1], zero_point, attributes.get("axis", 1))
     return found
+
+
+@dataclass(slots=True)
+class _IntegerSums:
+    """Sums of codes on their way to the scales that multiply them, in the order of nodes."""
+
+    tensors: frozenset[str]
+    scales: dict[str, str] = field(default_factory=dict)
+    """The scale of an input, by the name of its codes."""
+    sums: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Name of the sum and scale of its input, by each name that it goes by."""
+    weights: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Codes and zero points of the weight of a sum."""
+    products: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """The factors of any other product of two."""
+
+    def coded(self, operator: str, inputs: tuple[str, ...], result: str) -> dict[str, OnnxCodes]:
+        """Follow a node; return the weight of a sum that it multiplies by the weight's scale."""
+        first, second, _, zero_point = inputs
+        match operator:
+            case "QuantizeLinear":
+                self.scales[result] = second
+            case "MatMulInteger" if second in self.tensors and zero_point in {"", *self.tensors}:
+                self.sums[result] = result, self.scales.get(first, "")
+                self.weights[result] = second, zero_point
+            case "Cast" if first in self.sums:
+                self.sums[result] = self.sums[first]
+            case "Mul" if first in self.sums or second in self.sums:
+                total, other = (first, second) if first in self.sums else (second, first)
+                name, own = self.sums[total]
+                factors = self.products.get(other, (other,))
+                (scale, *more) = [f for f in factors if f in self.tensors and f != own] or [""]
+                if not scale:
+                    self.sums[result] = name, own
+                elif not more:
+                    return {name: OnnxCodes(self.weights[name][0], scale, self.weights[name][1], 1)}
+            case "Mul":
+                self.products[result] = first, second
+        return {}
 
 
 def _graph(data: bytes) -> memoryview:

@@ -19,6 +19,7 @@ from kcdsl.model.numerics import Numerics, Weights
 from kcdsl.model.numerics.specification import linear_name
 from kcdsl.model.onnx.files import Array, OnnxFile, OnnxNode
 from kcdsl.model.onnx.fusion import constant
+from kcdsl.model.onnx.integer_products import as_dequantised
 from kcdsl.source.files import excerpt
 
 Section = dict[str, Any]
@@ -52,7 +53,10 @@ _HELP = (
     " `op_types_to_quantize` and `OpTypesToExcludeOutputQuantization` of ONNX Runtime's quantiser"
 )
 
-_CODES = "write DequantizeLinear behind each quantiser (the format QDQ)"
+_CODES = (
+    "write DequantizeLinear behind each quantiser (the format QDQ), or MatMulInteger of its codes"
+    " and those of a weight, Cast to FLOAT, and products with both scales"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,7 +477,7 @@ def without_quantisers(file: OnnxFile) -> tuple[OnnxFile, FileNumerics]:
 
     Refuse (KC461) what no numerics express, by the operator and the node.
     """
-    compute = COMPUTE[file.own]
+    compute, file = COMPUTE[file.own], as_dequantised(file)
     first = next((node for node in file.nodes if node.kind in QUANTISERS), None)
     if first is None:
         return file, FileNumerics({}, compute)

@@ -1,0 +1,141 @@
+"""MatMulInteger of ONNX files, with the scales behind it, as products of dequantised numbers.
+
+Quantisers write y = Cast (MatMulInteger (c, W, z, w_zero)) · s · w_scale, where c, s and z are
+codes, scale and zero point of x by QuantizeLinear or DynamicQuantizeLinear. Numerics with quantised
+inputs admit sums of codes, so that is MatMul of DequantizeLinear (c, s, z) and
+DequantizeLinear (W, w_scale, w_zero).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from onnx import TensorProto
+
+from kcdsl.model.onnx.files import OnnxFile, OnnxNode
+
+PRODUCT = "MatMulInteger"
+MOST_TERMS = 2**15
+"""Of a sum of products of bytes: it stays inside of 32 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """The nodes by what they make, and those that read each tensor."""
+
+    file: OnnxFile
+    makers: Mapping[str, OnnxNode]
+    readers: Mapping[str, tuple[OnnxNode, ...]]
+
+    @staticmethod
+    def of(file: OnnxFile) -> _Graph:
+        readers: dict[str, tuple[OnnxNode, ...]] = {}
+        for node in file.nodes:
+            for name in dict.fromkeys(node.inputs):
+                readers[name] = (*readers.get(name, ()), node)
+        makers = {name: node for node in file.nodes for name in node.outputs}
+        return _Graph(file, makers, readers)
+
+    def only_reader(self, name: str) -> OnnxNode | None:
+        """Return the node that reads a tensor; None where others do, or the file gives it out."""
+        readers = self.readers.get(name, ())
+        return readers[0] if len(readers) == 1 and name not in self.file.outputs else None
+
+    def quantised(self, name: str) -> tuple[str, str] | None:
+        """Return scale and zero point ("": none) of codes; None for another tensor."""
+        node = self.makers.get(name)
+        if node is None or name != node.outputs[0]:
+            return None
+        if node.kind == "DynamicQuantizeLinear":
+            return node.outputs[1], node.outputs[2]
+        if node.kind == "QuantizeLinear":
+            return node.inputs[1], (*node.inputs, "")[2]
+        return None
+
+    def same(self, one: str, other: str) -> bool:
+        """Say whether two zero points are the same; "" is 0."""
+        if one == other:
+            return True
+        zero = np.zeros((), np.int64)
+        first, second = (self.file.tensors.get(n) if n else zero for n in (one, other))
+        return first is not None and second is not None and np.array_equal(first, second)
+
+
+def as_dequantised(file: OnnxFile) -> OnnxFile:
+    """Return the file with products of dequantised numbers; what is written otherwise stays."""
+    products = [node for node in file.nodes if node.kind == PRODUCT]
+    if not products:
+        return file
+    graph = _Graph.of(file)
+    gone: set[str] = set()
+    made: dict[str, tuple[OnnxNode, ...]] = {}
+    for node in products:
+        found = _dequantised(graph, node)
+        if found is not None:
+            removed, last, added = found
+            gone |= removed
+            made[last] = added
+    nodes: list[OnnxNode] = []
+    for node in file.nodes:
+        nodes += made.get(node.outputs[0], ())
+        if node.outputs[0] not in gone:
+            nodes.append(node)
+    return replace(file, nodes=tuple(nodes))
+
+
+def _dequantised(
+    graph: _Graph, node: OnnxNode
+) -> tuple[set[str], str, tuple[OnnxNode, ...]] | None:
+    """Return what a product and its scales make that is gone, the last of it, and other nodes."""
+    entering, weight, zero, weight_zero = (*node.inputs, "", "")[:4]
+    own, held = graph.quantised(entering), graph.file.tensors.get(weight)
+    if own is None or held is None or held.ndim != 2 or held.shape[0] > MOST_TERMS:
+        return None
+    if graph.file.types[weight] not in (TensorProto.INT8, TensorProto.UINT8):
+        return None
+    cast = graph.only_reader(node.outputs[0])
+    if cast is None or cast.kind != "Cast" or cast.attributes.get("to") != TensorProto.FLOAT:
+        return None
+    gone, current, factors = {node.outputs[0], cast.outputs[0]}, cast, list[str]()
+    while len(factors) < 2:
+        name, multiplied = current.outputs[0], graph.only_reader(current.outputs[0])
+        if multiplied is None or multiplied.kind != "Mul" or len(set(multiplied.inputs)) != 2:
+            return None
+        (other,) = set(multiplied.inputs) - {name}
+        scales = _factors(graph, other, own[0])
+        factors += scales
+        gone.add(multiplied.outputs[0])
+        if len(scales) == 2 and graph.only_reader(other) is not None:
+            gone.add(other)
+        current = multiplied
+    scales = [name for name in factors if name in graph.file.tensors and name != own[0]]
+    if len(factors) != 2 or own[0] not in factors or len(scales) != 1:
+        return None
+    if not graph.same(zero, own[1]) or weight_zero not in (*graph.file.tensors, ""):
+        return None
+    read, turned = cast.outputs[0], node.outputs[0]
+    ends = (entering, own[0], own[1]), (weight, scales[0], weight_zero)
+    return (
+        gone,
+        current.outputs[0],
+        (
+            OnnxNode(node.name, "DequantizeLinear", _without_end(ends[0]), (read,)),
+            OnnxNode(node.name, "DequantizeLinear", _without_end(ends[1]), (turned,)),
+            OnnxNode(node.name, "MatMul", (read, turned), (current.outputs[0],)),
+        ),
+    )
+
+
+def _factors(graph: _Graph, name: str, scale: str) -> list[str]:
+    """Return the scales whose product a tensor is."""
+    node = graph.makers.get(name)
+    known = {scale, *graph.file.tensors}
+    if node is not None and node.kind == "Mul" and set(node.inputs) <= known:
+        return list(node.inputs)
+    return [name]
+
+
+def _without_end(names: tuple[str, str, str]) -> tuple[str, ...]:
+    return names if names[2] else names[:2]
