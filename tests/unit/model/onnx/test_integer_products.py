@@ -119,6 +119,7 @@ def test_the_case_of_the_onnx_package_agrees(tmp_path: Path) -> None:
         cases = [c for c in collect_testcases("MatMulInteger") if c.model is not None]
     compared = 0
     for case in cases:
+        assert case.model is not None
         (node,) = case.model.graph.node
         assert node.op_type == "MatMulInteger"
         for inputs, outputs in case.data_sets or ():
