@@ -1,168 +1,61 @@
-"""Bounds of auto_LiRPA beside ours: how tight, how long, how much memory, on the published MiniLM.
+"""Other people's benchmarks and verifiers, beside ours: one run, one machine, the same goals.
 
-Every bound is of the same goal, norm_inf of the drift between float32 torch eager and the inference
-kernel named, at the point of one sentence, all elements of the output. A method has a process, with
-limits of time and memory; one that does not finish is said so with the reason.
+Each section is a module with a function `figures`; `--only NAME` runs some of them. Networks and
+published figures are data of other people and not in this repository: a section whose folder is not
+named by its variable of the environment is left out, and stderr says so.
 
-    make bench-peers
-    python -m bench.peers attn_0    # only cases of this name, results are not kept
+| section | module | data |
+|---|---|---|
+| acas | bench/equivalence.py | `KCDSL_ACAS` |
+| neurodiff | bench/neurodiff_splits.py | `KCDSL_NEURODIFF` |
+| blocks | bench/peers_blocks.py | the package of MiniLM, which `make setup` installs |
+| qebverif | bench/qebverif.py | `KCDSL_QEBVERIF` |
+
+    KCDSL_ACAS=FOLDER KCDSL_NEURODIFF=FOLDER KCDSL_QEBVERIF=FOLDER make bench-peers
+    python -m bench.peers --only blocks
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import multiprocessing
-import resource
-import signal
+import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
 
-from bench.common import Better, Figure, forget_peak, peak_bytes, report
-from bench.minilm import problem_factory
+from bench import equivalence, neurodiff_splits, peers_blocks, qebverif
+from bench.common import Figure, report
+from bench.neurodiff import FOLDER as NEURODIFF
 
-MOST_SECONDS = 600
-"""Processor time of a method on a case."""
-MOST_BYTES = 8 * 2**30
-"""Address space of the process of a method."""
-SENTENCES = {
-    6: "A cat sleeps.",
-    17: "The quick brown fox jumps over the lazy dog near the big river bank.",
+SECONDS = 20
+"""Processor time of a method on a pair of networks of ACAS-Xu."""
+SECTIONS: dict[str, tuple[str, Callable[[Path], list[Figure]]]] = {
+    "acas": ("KCDSL_ACAS", lambda folder: equivalence.figures(folder, SECONDS)),
+    "neurodiff": (NEURODIFF, neurodiff_splits.figures),
+    "blocks": ("", lambda _: peers_blocks.figures()),
+    "qebverif": ("KCDSL_QEBVERIF", qebverif.figures),
 }
-"""A sentence of so many tokens."""
-KERNELS: dict[str, dict[str, Any]] = {
-    "bfloat16, casts any": {"preset": "torch-sdpa-flash", "compute": "bfloat16"},
-    "fp8, casts to nearest": {"preset": "fp8-w8a8-per-channel", "casts": "nearest"},
-}
-BLOCKS = ("attn_0", "mlp_0", "layer_0")
-METHODS = ("attack", "interval", "affine", "ibp", "crown")
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A block under an inference kernel, on a sentence of some tokens."""
-
-    block: str
-    kernel: str
-    tokens: int
-
-    @property
-    def name(self) -> str:
-        """Return the words of its rows."""
-        return f"{self.block}, {self.kernel}, {self.tokens} tokens"
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a method gave: infinity and a reason where that is nothing."""
-
-    value: float
-    reason: str = ""
-    wall: float = 0.0
-    processor: float = 0.0
-    memory: int = 0
-
-
-CASES = tuple(Case(b, k, t) for b in BLOCKS for k in KERNELS for t in SENTENCES)
+"""The variable that names the folder of a section, and what measures it."""
 
 
 def main() -> int:
-    """Measure every case and report; or those that are named, and print them."""
+    """Measure the sections whose data are there and report them as one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("only", nargs="?", default="", help="cases whose name contains this")
-    only = parser.parse_args().only
-    figures = list[Figure]()
-    for case in CASES:
-        if only in case.name:
-            found = {method: _apart(case, method) for method in METHODS}
-            figures += _figures(case, found)
-    if only:
-        return 0 if figures else 1
-    return report("peers", figures)
-
-
-def _figures(case: Case, found: dict[str, Measured]) -> Iterator[Figure]:
-    """Yield a row for every method that finished; the others stand in the row of the attack."""
-    attack = found["attack"]
-    without = [f"{name}: {one.reason}" for name, one in found.items() if one.reason]
-    yield Figure(f"{case.name}: attack", attack.value, Better.HIGHER, None, _cost(attack, *without))
-    for name, one in found.items():
-        if name != "attack" and math.isfinite(one.value):
-            if one.value < attack.value:
-                raise SystemExit(f"{case.name}: a run attains {attack.value}, {name} {one.value}")
-            ratio = one.value / attack.value
-            yield Figure(f"{case.name}: {name} / attack", ratio, Better.LOWER, None, _cost(one))
-
-
-def _cost(one: Measured, *more: str) -> str:
-    used = f"{one.processor:.2f} s of processor, {one.wall:.2f} s, {one.memory / 2**20:.0f} MiB"
-    return "; ".join((used, *more))
-
-
-def _apart(case: Case, method: str) -> Measured:
-    """Measure in a fresh process, whose end is a result too."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        try:
-            found = pool.submit(measure, case, method).result()
-        except BrokenProcessPool:
-            found = Measured(math.inf, f"not within {MOST_SECONDS} s and {MOST_BYTES >> 30} GB")
-    shown = f"{found.value:.4g} {found.reason}".strip()
-    print(f"{case.name}, {method}: {shown} ({_cost(found)})", file=sys.stderr, flush=True)
-    return found
-
-
-def measure(case: Case, method: str) -> Measured:
-    """Return what a method gives for a case, in this process."""
-    import torch
-
-    from kcdsl_backends.drift.boxes import NoBound
-    from kcdsl_backends.lirpa.library import Unanswered
-
-    torch.set_num_threads(1)
-    factory = problem_factory(KERNELS[case.kernel])
-    tokens = tuple(factory.model.tokenizer.encode(SENTENCES[case.tokens]))
-    problem, centre = factory.problem(case.block, tokens), factory.centre(case.block, tokens)
-    work = _work(problem, centre, torch.zeros(1, 1, dtype=torch.float64), method)
-    before = forget_peak()
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-    spent = math.ceil(time.process_time()) + MOST_SECONDS
-    resource.setrlimit(resource.RLIMIT_CPU, (spent, spent))
-    wall, processor = time.perf_counter(), time.process_time()
-    try:
-        value, reason = work(), ""
-    except (NoBound, Unanswered) as no:
-        value, reason = math.inf, str(no)
-    except MemoryError:
-        value, reason = math.inf, f"more than {MOST_BYTES >> 30} GB"
-    wall, processor = time.perf_counter() - wall, time.process_time() - processor
-    return Measured(value, reason, wall, processor, peak_bytes() - before)
-
-
-def _work(problem: Any, centre: Any, radius: Any, method: str) -> Callable[[], float]:
-    """Return what is measured of a method: the bound of the largest element, or the attack."""
-    from kcdsl_backends.attack import attack
-    from kcdsl_backends.lirpa.backend import drift_box
-
-    match method:
-        case "attack":
-            train, infer = problem.simulators()
-            return lambda: attack(train, infer, "inf", centre, radius).value
-        case "interval":
-            return lambda: float(problem.bound(centre, radius).output.drift.mag().amax())
-        case "affine":
-            return lambda: float(problem.forms(centre, radius).box().mag().amax())
-        case _:
-            return lambda: float(
-                drift_box(problem, centre, radius, method, most=MOST_BYTES).mag().amax()
-            )
+    parser.add_argument("--only", action="append", choices=tuple(SECTIONS), help="a section")
+    wanted = parser.parse_args().only or list(SECTIONS)
+    found: list[Figure] = []
+    for name in wanted:
+        variable, measure = SECTIONS[name]
+        folder = os.environ.get(variable, "") if variable else "."
+        if not folder or not Path(folder).is_dir():
+            print(f"bench peers: {name} is left out: set {variable} to its folder", file=sys.stderr)
+            continue
+        found += measure(Path(folder))
+    if not found:
+        return 2
+    whole = len(wanted) == len(SECTIONS)
+    return report("peers" if whole else f"peers_{'_'.join(wanted)}", found)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
