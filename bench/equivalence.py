@@ -108,7 +108,7 @@ def _rows(
                 one.equivalent
             ):
                 raise SystemExit(f"{pair}: our methods contradict each other")
-    rows = []
+    rows: list[Figure] = []
     for method, answers in found.items():
         decided = {pair: one for pair, one in answers.items() if one.equivalent is not None}
         held = sum(bool(one.equivalent) for one in decided.values())

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import importlib
 import math
 import re
 import sys
@@ -332,9 +333,7 @@ def _whole_ends(image: list[int]) -> tuple[list[int], list[int]]:
 
 def read_h5(path: Path) -> Layers:
     """Return weight [out, in] and bias of every dense layer of a Keras file, in order."""
-    import h5py
-
-    with h5py.File(path) as file:
+    with importlib.import_module("h5py").File(path) as file:
         names = [name.decode() for name in file.attrs["layer_names"]]
         held = [file[name][name] for name in names if len(file[name])]
         return [

@@ -1,0 +1,212 @@
+"""Benchmarks of other people: the tables, and what our side of them answers on small networks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import equivalence, neurodiff_splits, peers, qebverif
+from bench.equivalence_peers import Answer, Pair, product, vnnlib
+
+HELD, BROKEN, OPEN = Answer(True), Answer(False), Answer(None, "too slow")
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def layers(*sizes: int, seed: int = 1, lift: float = 0.0) -> Layers:
+    """Return random weights, `lift` in the mean, and biases."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            lift + 0.5 * torch.randn(n, m, generator=generator),
+            0.2 * torch.randn(n, generator=generator),
+        )
+        for m, n in pairwise(sizes)
+    ]
+
+
+# --- ACAS-Xu --------------------------------------------------------------------------------------
+
+
+def test_a_row_counts_what_is_decided_and_says_why_the_rest_is_open() -> None:
+    found = {"splits": {"a": HELD, "b": BROKEN}, "marabou": {"a": OPEN, "b": OPEN}}
+    ours, theirs = equivalence._rows(found, 20, ["vibecheck"])
+    assert (ours.value, theirs.value) == (2, 0)
+    assert "1 equivalent, 1 not, of 2" in ours.conditions
+    assert "not installed: vibecheck" in ours.conditions
+    assert "2 open: too slow" in theirs.conditions
+
+
+def test_answers_that_contradict_each_other_are_found() -> None:
+    with pytest.raises(SystemExit, match="contradict"):
+        equivalence._rows({"splits": {"a": HELD}, "vnnlib": {"a": BROKEN}}, 20)
+    found = {"splits": {"a": HELD, "b": OPEN}, "marabou": {"a": BROKEN, "b": BROKEN}}
+    ours, theirs = equivalence._rows(found, 20)
+    assert "contradicts" not in ours.conditions
+    assert theirs.conditions.endswith("contradicts a confirmed answer: a")
+
+
+def test_a_perturbed_copy_is_that_of_its_seed() -> None:
+    original = layers(5, 60, 5)
+    first, again, other = (equivalence.perturbed(original, seed) for seed in (1, 1, 2))
+    moved = first[0][0] - original[0][0]
+    assert torch.equal(first[0][0], again[0][0])
+    assert not torch.equal(first[0][0], other[0][0])
+    assert 0.0008 < float(moved.std()) < 0.0012
+    assert first[1][1].dtype == torch.float32
+    assert not torch.equal(first[1][1], original[1][1])
+
+
+@pytest.mark.parametrize(("change", "held"), [(0.001, True), (0.5, False)])
+def test_our_methods_agree_on_a_small_pair(change: float, held: bool) -> None:
+    first = layers(5, 6, 5)
+    second = [(w, b.clone()) for w, b in first]
+    second[-1][1][3] += change
+    networks: Pair = (first, second)
+    x = torch.tensor([[float(low) for low, _ in equivalence.BOX]]).double()
+    assert float(product(networks)(x)[0, 3].detach()) == pytest.approx(change, abs=1e-6)
+    for found in (equivalence._splits(networks, 20), vnnlib(networks, 20)):
+        assert found.equivalent is held, found
+
+
+# --- NeuroDiff ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bound", "verdict"), [(0.5, "proved"), (1e-6, "counterexample")])
+def test_differences_of_images_are_decided(bound: float, verdict: str) -> None:
+    first = layers(6, 5, 3)
+    second = [((w * 64).round() / 64, b) for w, b in first]
+    case = {
+        "image": [0, 255, 100, 30, 2, 200],
+        "published": {"lower": [-bound, 0.0, 0.0], "upper": [0.0, bound / 2, 0.0]},
+    }
+    found, _ = neurodiff_splits.decided([first, second], case, 3, Fraction(1))
+    assert found == verdict
+
+
+def test_the_box_is_clipped_to_pixels() -> None:
+    low, high = neurodiff_splits.ends_of([0, 2, 100, 254], 3)
+    assert low == [0, 0, Fraction(97, 255), Fraction(251, 255)]
+    assert high == [Fraction(3, 255), Fraction(5, 255), Fraction(103, 255), 1]
+
+
+# --- QEBVerif -------------------------------------------------------------------------------------
+
+SIZES = (6, 8, 7, 3)
+IMAGE = [0, 255, 100, 30, 2, 200]
+
+
+def in_integers(given: Layers, bits: int, pixels: list[int]) -> list[Fraction]:
+    """Run the quantised network as its paper says, in integers."""
+    h = [Fraction(p, 256) for p in pixels]
+    for number, (weight, bias) in enumerate(given):
+        sums = []
+        for row, b in zip(weight.tolist(), bias.tolist(), strict=True):
+            codes = [stored(v, bits, bits - 1) for v in row]
+            total = sum((c * x for c, x in zip(codes, h, strict=True)), Fraction(0))
+            sums.append(total + stored(b, bits, bits - 2))
+        if number < len(given) - 1:
+            scale = 2 ** (bits - 2)
+            whole = [int(v * scale + Fraction(1, 2)) if v > 0 else 0 for v in sums]
+            sums = [Fraction(min(v, 2**bits - 1), scale) for v in whole]
+        h = sums
+    return h
+
+
+def stored(value: float, bits: int, after: int) -> Fraction:
+    scaled = Fraction(value) * 2**after
+    whole = int(abs(scaled) + Fraction(1, 2)) * (1 if scaled >= 0 else -1)
+    return Fraction(min(max(whole, -(2 ** (bits - 1))), 2 ** (bits - 1) - 1), 2**after)
+
+
+def images(count: int) -> list[list[int]]:
+    draw = random.Random(3)
+    low, high = qebverif._whole_ends(IMAGE)
+    return [[draw.randint(a, b) for a, b in zip(low, high, strict=True)] for _ in range(count)]
+
+
+@pytest.mark.parametrize("bits", [4, 6, 10])
+def test_the_quantised_run_is_that_of_integers(bits: int) -> None:
+    given = layers(*SIZES, lift=0.5)  # some hidden values are clipped, some weights too
+    served = qebverif.quantised(given, bits)
+    for pixels in images(10):
+        found = qebverif.quantised_run(served, bits, torch.tensor([pixels]).double())[0]
+        assert [Fraction(v) for v in found[0].tolist()] == in_integers(given, bits, pixels)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("lift", [0.0, 0.5])
+def test_no_quantised_run_leaves_its_interval(bits: int, lift: float) -> None:
+    given = layers(*SIZES, lift=lift)
+    pair = qebverif.fixed_point(given, bits, *neurodiff_splits.ends_of(IMAGE, 3))
+    assert any(len(one) for one in pair.clipped) is (lift > 0)
+    served = qebverif.quantised(given, bits)
+    errors = [
+        qebverif._difference(given, served, bits, torch.tensor([pixels]).double())[0]
+        for pixels in images(40)
+    ]
+    for label in range(SIZES[-1]):
+        low, high = qebverif.bounded(pair, label)
+        largest, point = qebverif.attacked(given, bits, IMAGE, label, pair)
+        assert max(-low, high) >= largest
+        assert all(low <= float(error[label]) <= high for error in errors)
+        assert all(a <= x <= b for a, x, b in zip(pair.low, point, pair.high, strict=True))
+
+
+def test_an_interval_without_roundings_is_exceeded() -> None:
+    given = layers(*SIZES)
+    pair = qebverif.fixed_point(given, 4, *neurodiff_splits.ends_of(IMAGE, 3))
+    half, count = Fraction(1, 8), len(IMAGE)
+    none = [half] * (len(pair.low) - count)
+    pair = replace(pair, low=pair.low[:count] + none, high=pair.high[:count] + none)
+    found = [qebverif.attacked(given, 4, IMAGE, k, pair)[0] for k in range(3)]
+    assert any(found[k] > max(map(abs, qebverif.bounded(pair, k))) for k in range(SIZES[-1]))
+
+
+def test_answers_are_confirmed_by_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = layers(*SIZES)
+    low, high = qebverif.bounded(
+        qebverif.fixed_point(given, 4, *neurodiff_splits.ends_of(IMAGE, 3)), 0
+    )
+    above = int(max(-low, high)) + 1
+    assert qebverif.decided(given, 4, IMAGE, 0, [0, above])[1] == {0: False, above: True}
+    monkeypatch.setattr(qebverif, "replay", lambda *_: False)
+    monkeypatch.setattr(qebverif, "bounded", lambda *_: (-1e-9, 1e-9))
+    found = qebverif.decided(given, 4, IMAGE, 0, [0, 1])[1]
+    assert found == {0: None, 1: None}
+
+
+def test_the_published_table_is_read(tmp_path: Path) -> None:
+    text = (
+        " ,P1: 784_100_10,Q bit: 4\n ,Sample ID, ,3236, , ,5656, \n ,,Interval,Result,Time,,,\n"
+        'Error=1,DRA,NA,NA,NA," [-3.5e-01, 0.6].\n",Unknown,1.3\n'
+        ' ,DRA+MILP,NA,NA,Timeout," [-0.35, 0.6].\n"," True\n"," 2\n"\n'
+        " ,DRA+MILP+Diff(sym),NA,NA,Timeout,NA,NA,Timeout\n \n"
+        'Error=2,DRA," [-2.5, 0.6].\n",Unknown,1.3,NA,NA,NA\n'
+        ' ,DRA+MILP," [-2.5, 0.6].\n"," False\n"," 2\n",NA,NA,Timeout\n'
+    )
+    (tmp_path / "table.csv").write_text(text)
+    first, second = qebverif.published(tmp_path / "table.csv")
+    assert (first.network, first.bits, first.image) == ("P1: 784_100_10", 4, 3236)
+    assert (first.interval, first.solved) == ((-2.5, 0.6), {1: None, 2: False})
+    assert (second.interval, second.solved) == ((-0.35, 0.6), {1: True, 2: None})
+
+
+# --- one table ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["", "/nonexistent"])
+def test_without_data_a_section_is_left_out(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KCDSL_ACAS", folder)
+    monkeypatch.setattr("sys.argv", ["peers", "--only", "acas"])
+    assert peers.main() == 2
+    shown = capsys.readouterr()
+    assert "acas is left out: set KCDSL_ACAS" in shown.err
+    assert shown.out == ""
