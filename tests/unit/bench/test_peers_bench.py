@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import equivalence, neurodiff_splits, peers, qebverif
+from bench import equivalence, neurodiff_splits, peers, peers_blocks, qebverif
 from bench.equivalence_peers import Answer, Pair, product, vnnlib
 
 HELD, BROKEN, OPEN = Answer(True), Answer(False), Answer(None, "too slow")
@@ -195,6 +195,44 @@ def test_the_published_table_is_read(tmp_path: Path) -> None:
     assert (first.network, first.bits, first.image) == ("P1: 784_100_10", 4, 3236)
     assert (first.interval, first.solved) == ((-2.5, 0.6), {1: None, 2: False})
     assert (second.interval, second.solved) == ((-0.35, 0.6), {1: True, 2: None})
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+CASE = peers_blocks.Case("tiny LM", "norm_0", "bfloat16, casts any", 6)
+
+
+def measured(**values: float) -> dict[str, peers_blocks.Measured]:
+    return {name: peers_blocks.Measured(value) for name, value in values.items()}
+
+
+def test_a_bound_of_ours_below_a_run_ends_the_benchmark() -> None:
+    with pytest.raises(SystemExit, match="affine"):
+        list(peers_blocks._figures(CASE, measured(attack=2.0, interval=3.0, affine=1.9)))
+
+
+def test_a_bound_of_a_peer_below_a_run_is_named() -> None:
+    found = measured(attack=2.0, interval=3.0, affine=2.5, crown=1.9)
+    found["z3"] = peers_blocks.Measured(float("inf"), "too large")
+    attack, *rows = peers_blocks._figures(CASE, found)
+    assert "crown: below the run, unsound" in attack.conditions
+    assert "z3: too large" in attack.conditions
+    assert [row.value for row in rows] == [1.5, 1.25, 0.95]
+
+
+@pytest.mark.full
+def test_bounds_of_a_norm_of_the_tiny_model_are_above_its_run() -> None:
+    """Each in this process, without the limits that a benchmark sets."""
+    factory = peers_blocks.FACTORIES[CASE.model](peers_blocks.KERNELS[CASE.kernel])
+    tokens = tuple(b"A cat ")
+    problem, centre = factory.problem(CASE.block, tokens), factory.centre(CASE.block, tokens)
+    radius = torch.zeros(1, 1, dtype=torch.float64)
+    found = {
+        method: peers_blocks._work(problem, centre, radius, method)()
+        for method in ("attack", "interval", "affine", "ibp", "crown")
+    }
+    assert 0 < found["attack"] <= min(found["affine"], found["ibp"], found["crown"])
+    assert found["crown"] <= found["ibp"]
 
 
 # --- one table ------------------------------------------------------------------------------------
