@@ -12,7 +12,7 @@ named by its variable of the environment is left out, and stderr says so.
 | qebverif | bench/qebverif.py | `KCDSL_QEBVERIF` |
 
     KCDSL_ACAS=FOLDER KCDSL_NEURODIFF=FOLDER KCDSL_QEBVERIF=FOLDER make bench-peers
-    python -m bench.peers --only blocks
+    python -m bench.peers --only blocks --case "tiny LM norm_0"
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from bench.neurodiff import FOLDER as NEURODIFF
 
 SECONDS = 20
 """Processor time of a method on a pair of networks of ACAS-Xu."""
-SECTIONS: dict[str, tuple[str, Callable[[Path], list[Figure]]]] = {
-    "acas": ("KCDSL_ACAS", lambda folder: equivalence.figures(folder, SECONDS)),
-    "neurodiff": (NEURODIFF, neurodiff_splits.figures),
-    "blocks": ("", lambda _: peers_blocks.figures()),
-    "qebverif": ("KCDSL_QEBVERIF", qebverif.figures),
+SECTIONS: dict[str, tuple[str, Callable[[Path, str], list[Figure]]]] = {
+    "acas": ("KCDSL_ACAS", lambda folder, _: equivalence.figures(folder, SECONDS)),
+    "neurodiff": (NEURODIFF, lambda folder, _: neurodiff_splits.figures(folder)),
+    "blocks": ("", lambda _, case: peers_blocks.figures(case)),
+    "qebverif": ("KCDSL_QEBVERIF", lambda folder, _: qebverif.figures(folder)),
 }
 """The variable that names the folder of a section, and what measures it."""
 
@@ -42,7 +42,9 @@ def main() -> int:
     """Measure the sections whose data are there and report them as one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", choices=tuple(SECTIONS), help="a section")
-    wanted = parser.parse_args().only or list(SECTIONS)
+    parser.add_argument("--case", default="", help="blocks whose name contains this")
+    asked = parser.parse_args()
+    wanted = asked.only or list(SECTIONS)
     found: list[Figure] = []
     for name in wanted:
         variable, measure = SECTIONS[name]
@@ -50,7 +52,7 @@ def main() -> int:
         if not folder or not Path(folder).is_dir():
             print(f"bench peers: {name} is left out: set {variable} to its folder", file=sys.stderr)
             continue
-        found += measure(Path(folder))
+        found += measure(Path(folder), asked.case)
     if not found:
         return 2
     whole = len(wanted) == len(SECTIONS)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench import equivalence, neurodiff_splits, peers, peers_blocks, qebverif
-from bench.equivalence_peers import Answer, Pair, product, vnnlib
+from bench.equivalence_peers import BOX, Answer, Pair, product, vnnlib
 
 HELD, BROKEN, OPEN = Answer(True), Answer(False), Answer(None, "too slow")
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -68,7 +68,7 @@ def test_our_methods_agree_on_a_small_pair(change: float, held: bool) -> None:
     second = [(w, b.clone()) for w, b in first]
     second[-1][1][3] += change
     networks: Pair = (first, second)
-    x = torch.tensor([[float(low) for low, _ in equivalence.BOX]]).double()
+    x = torch.tensor([[float(low) for low, _ in BOX]]).double()
     assert float(product(networks)(x)[0, 3].detach()) == pytest.approx(change, abs=1e-6)
     for found in (equivalence._splits(networks, 20), vnnlib(networks, 20)):
         assert found.equivalent is held, found
