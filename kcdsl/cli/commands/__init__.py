@@ -85,10 +85,11 @@ COMMANDS: Mapping[str, CommandEntry] = {
         "tell apart why a triple failed: loose contract, kernel build, or model update",
     ),
     "fleet": CommandEntry(
-        "release.check:FleetCommand", "say which kernels agree pairwise under one contract"
+        "release.fleet:FleetCommand", "say which kernels agree pairwise under one contract"
     ),
     "transfer": CommandEntry(
-        "release.check:TransferCommand", "carry the results of a certificate over to later weights"
+        "release.transfer:TransferCommand",
+        "carry the results of a certificate over to later weights",
     ),
     "vnnlib": CommandEntry(
         "verify:VnnlibCommand", "answer VNN-LIB queries about ONNX networks, as their solvers do"

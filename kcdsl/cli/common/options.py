@@ -134,6 +134,7 @@ PLAIN_HTTP = "speak HTTP without TLS to registries: for one on this machine"
 KERNELS = (
     "kernel fingerprints, the kernels.json of `kcdsl evaluate`, instead of those of this machine"
 )
+RECHECK = "re-derive every proof by the independent checker"
 
 
 class Device(StrEnum):

@@ -277,7 +277,7 @@ def test_weights_that_change_meanwhile_are_refused(
     cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     """What is compared are the weights that were verified and are named, not others by then."""
-    from kcdsl.cli.commands.release.check import TransferCommand
+    from kcdsl.cli.commands.release.transfer import TransferCommand
 
     path = later(folder)
     honest = TransferCommand._verified
