@@ -13,7 +13,7 @@ from typing import Any, TextIO
 FIXED_WIDTH = 100
 """Columns when the output is not a terminal, so that recorded output never changes."""
 TAB = 4
-RED, GREEN, YELLOW, BLUE, BOLD = "31", "32", "33", "34", "1"
+RED, GREEN, YELLOW, BLUE, BOLD, DIM = "31", "32", "33", "34", "1", "2"
 _BIDIRECTIONAL = frozenset(
     "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 )

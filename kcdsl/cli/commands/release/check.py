@@ -17,16 +17,25 @@ from kcdsl.cli.common.options import (
     register_option,
 )
 from kcdsl.cli.common.output import deliver, long_progress, print_json
-from kcdsl.diagnostics.render.terminal import json_text
+from kcdsl.diagnostics.render.terminal import (
+    BOLD,
+    DIM,
+    GREEN,
+    RED,
+    json_text,
+    one_line,
+    paint,
+    wants_colour,
+    width_of,
+)
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from kcdsl_certs.statement import Expectation
     from kcdsl_certs.verification.report import Combined, Report
 
 
+_STYLES = {"ok": GREEN, "failed": f"{BOLD};{RED}", "not_run": DIM}
 OTHER_KERNELS = (
     "the kernels of this machine were compared; for those of another machine or a server, name the"
     "\nkernels.json of `kcdsl evaluate` there by --kernels"
@@ -114,42 +123,35 @@ class CheckCommand(Trusts):
 
 def print_report(combined: Combined) -> None:
     """Print what the checks say of each certificate, and of all of them."""
-    from rich.text import Text
-
-    from kcdsl.verdict.text.console import print_on
-
+    colour = wants_colour(sys.stdout)
     reasons: list[str] = []
     for name, report in combined.reports:
-        print_on(sys.stdout, _table(report, name))
+        print(paint(one_line(f"certificate {name}"), BOLD, colour))
+        _print_steps(report, colour)
         reasons.extend(report.reasons)
     if combined.coverage is not None and combined.coverage.reason == "clause/missing":
         reasons.append(combined.coverage.reason)
     if combined.accepted:
         for text in combined.assumptions:
-            print_on(sys.stdout, Text(f"assumed: {' '.join(text.split())}"))
+            print(one_line(f"assumed: {' '.join(text.split())}"))
     if combined.trust is not None:
-        print_on(sys.stdout, Text(f"trust: {combined.trust}"), soft_wrap=True)
-    style = "bold green" if combined.accepted else "bold red"
+        print(one_line(f"trust: {combined.trust}"))
+    style = f"{BOLD};{GREEN if combined.accepted else RED}"
     why = f": {', '.join(dict.fromkeys(reasons))}" if reasons else ""
-    print_on(sys.stdout, Text.assemble((combined.verdict, style), why))
+    print(paint(combined.verdict, style, colour) + one_line(why))
     if all(report.accepted for _, report in combined.reports) and combined.outside:
-        print_on(sys.stdout, Text(f"not covered: {', '.join(combined.outside)}"))
+        print(one_line(f"not covered: {', '.join(combined.outside)}"))
 
 
-def _table(report: Report, name: str) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    styles = {"ok": "green", "failed": "bold red", "not_run": "dim"}
-    table = Table(title=Text(f"certificate {name}"), title_justify="left", show_lines=False)
-    for heading in ("step", "outcome", "reason", "detail"):
-        table.add_column(heading, overflow="fold")
+def _print_steps(report: Report, colour: bool) -> None:
+    """Print a line for each step; a terminal folds it, and a file has it whole."""
+    left = max((len(check.name) for check in report.checks), default=0) + len("    not run  ")
     for check in report.checks:
         outcome = check.outcome.value
-        table.add_row(
-            check.name,
-            Text(outcome.replace("_", " "), style=styles[outcome]),
-            Text(check.reason),
-            Text(check.detail),
-        )
-    return table
+        shown = paint(f"{outcome.replace('_', ' '):<7}", _STYLES[outcome], colour)
+        said = one_line(": ".join(part for part in (check.reason, check.detail) if part))
+        if sys.stdout.isatty():
+            from textwrap import wrap
+
+            said = f"\n{' ' * left}".join(wrap(said, max(20, width_of(sys.stdout) - left)))
+        print(f"  {check.name:<{left - 13}}  {shown}  {said}".rstrip())
