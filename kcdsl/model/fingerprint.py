@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -32,7 +31,6 @@ from kcdsl.ir.terms import KernelRef
 from kcdsl.model.adapters import distribution_of
 from kcdsl.model.presets import resolve
 from kcdsl.source.files import is_settled, open_regular, user_place
-from kcdsl.source.writing import write_bytes
 
 FINGERPRINT_SCHEMA = "kcdsl.kernel-fingerprint/2"
 _WITH_DEVICE = ("nvidia-", "triton", "pytorch-triton", "rocm", "amd-")
@@ -99,6 +97,8 @@ def fingerprint_digest(fingerprint: dict[str, Any]) -> str:
 
 _CODE = re.compile(r"\.(py|pyd|dll|dylib|so)(\.[0-9]+)*$")
 """Files of a distribution that can change what a kernel computes."""
+_ROW_OF_CODE = re.compile(r"\.(?:py|pyd|dll|dylib|so)(?:\.[0-9]+)*(?:,|$)")
+"""What a row of RECORD has where its file is one of these and its name is not quoted."""
 _INSTRUCTIONS = re.compile(
     r"avx|fma|f16c|amx|sse4|vnni|bf16|fp16|asimd|neon|sve|sme2?$|i8mm|dotprod|altivec|vsx|rvv"
 )
@@ -199,8 +199,8 @@ def _code_digest(name: str, found: Distribution, record: str | None) -> str | No
     paths = sorted(set(_listed(record)))
     if not paths:
         return None
-    known = _Known.of(name)
     root = str(found.locate_file(""))
+    known = _Known.of(name, root)
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{path} {known.digest(os.path.join(root, path))}\n".encode())
@@ -209,7 +209,10 @@ def _code_digest(name: str, found: Distribution, record: str | None) -> str | No
 
 
 def _listed(record: str | None) -> Iterator[str]:
-    for row in csv.reader((record or "").splitlines()):
+    rows = (record or "").splitlines()
+    if '"' not in (record or ""):  # most of the thousands of rows are of no program
+        rows = [row for row in rows if _ROW_OF_CODE.search(row)]
+    for row in csv.reader(rows):
         if row and _CODE.search(row[0]):
             yield row[0]
 
@@ -228,11 +231,14 @@ class _Known:
     now: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str) -> _Known:
+    def of(cls, name: str, root: str) -> _Known:
+        """Return what is known of a distribution in one environment: each keeps its own."""
         base = user_place("XDG_CACHE_HOME", ".cache")
         if base is None:
             return cls(None, {})
-        place = base / "kcdsl" / "libraries" / f"{re.sub(r'[^a-z0-9.-]', '_', name)}.json"
+        plain = re.sub(r"[^a-z0-9.-]", "_", name)
+        environment = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
+        place = base / "kcdsl" / "libraries" / f"{plain}-{environment}.json"
         try:
             with open_regular(place) as stream:
                 before = json.loads(stream.read())
@@ -263,6 +269,8 @@ class _Known:
         after = {path: list(held) for path, held in self.now.items()}
         if self.place is None or after == self.before:
             return
+        from kcdsl.source.writing import write_bytes
+
         self.before = after
         with suppress(OSError, Refusal):
             self.place.parent.mkdir(parents=True, exist_ok=True)
@@ -333,6 +341,8 @@ def driver() -> str | None:
             found = re.search(r"\b[0-9]+\.[0-9]+(\.[0-9]+)*\b", text)
             if found is not None:
                 return found.group()
+    import subprocess
+
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError):
         run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -343,6 +353,8 @@ def driver() -> str | None:
 @lru_cache(maxsize=1)
 def compiler() -> str | None:
     """Return what the C++ compiler calls itself."""
+    import subprocess
+
     command = [os.environ.get("CXX", "").split(" ")[0] or "g++", "--version"]
     with suppress(OSError, subprocess.SubprocessError, IndexError):
         run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -164,6 +165,41 @@ def test_a_record_that_was_written_anew_shows(wheel: Distribution, tmp_path: Pat
     after = described("fast", wheel)
     assert after["record"] != before["record"]
     assert after["code"] != before["code"]
+
+
+@pytest.mark.parametrize(
+    ("row", "is_a_program"),
+    [
+        ("fast/more.py,sha256=AAAA,3", True),
+        ("fast/more.so.1.2,sha256=AAAA,3", True),
+        ("fast/more.so", True),
+        ("fast/more.py.txt,sha256=AAAA,3", False),
+        ('"fast/more, again.py",sha256=AAAA,3', True),
+        ('"fast/more.py, again",sha256=AAAA,3', False),
+        ("fast/more.txt,sha256=.py,3", False),
+    ],
+)
+def test_the_programs_of_a_record_are_found(
+    wheel: Distribution, tmp_path: Path, row: str, is_a_program: bool
+) -> None:
+    before = described("fast", wheel)
+    with (tmp_path / "fast-1.0+local.dist-info" / "RECORD").open("a") as file:
+        file.write(f"{row}\n")
+    assert (described("fast", wheel)["code"] != before["code"]) == is_a_program
+
+
+def test_two_environments_keep_digests_apart(
+    wheel: Distribution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands that run in turns in two environments would hash all files again each time."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    later = time.time_ns() + 2 * files.SETTLED
+    monkeypatch.setattr(time, "time_ns", lambda: later)
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "fast", other / "fast")
+    about = shutil.copytree(tmp_path / "fast-1.0+local.dist-info", other / "fast-1.0.dist-info")
+    assert described("fast", PathDistribution(about))["code"] == described("fast", wheel)["code"]
+    assert len(list((tmp_path / "cache" / "kcdsl" / "libraries").iterdir())) == 2
 
 
 def test_a_file_that_is_gone_shows(wheel: Distribution) -> None:

@@ -142,13 +142,17 @@ def test_digests_of_libraries_are_not_taken_from_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that lie there would stand in fingerprints in the place of those of the files."""
-    place = tmp_path / "cache" / "kcdsl" / "libraries" / "numpy.json"
+    root = str(tmp_path / "packages")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    place = _Known.of("numpy", root).place
+    assert place is not None
     place.parent.mkdir(parents=True)
     place.write_text('{"file": ["stamp", "digest"]}')
-    monkeypatch.chdir(tmp_path)
+    assert _Known.of("numpy", root).before == {"file": ["stamp", "digest"]}
     monkeypatch.setenv("HOME", ".")
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    known = _Known.of("numpy")
+    known = _Known.of("numpy", root)
     assert known.before == {}
     known.now["file"] = ("stamp", "other")
     known.keep()
