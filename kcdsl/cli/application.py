@@ -22,7 +22,7 @@ COMMON = ("--traceback", "--color")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see `kcdsl.exits`)."""
-    from kcdsl.cli.process import collect_seldom, coloured, isolate, mend_streams
+    from kcdsl.cli.process import collect_seldom, coloured, isolate, leave_garbage, mend_streams
 
     if argv is None:
         isolate()  # the process is ours; a program that calls `main` keeps its search path
@@ -30,7 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     mend_streams()
     with coloured(words):
-        return _guarded(words)
+        code = _guarded(words)
+    if argv is None:
+        leave_garbage()
+    return code
 
 
 def _guarded(words: list[str]) -> int:

@@ -73,6 +73,11 @@ def collect_seldom() -> None:
     gc.set_threshold(10_000)
 
 
+def leave_garbage() -> None:
+    """Have the end of the process look for no cyclic garbage: it frees all memory anyway."""
+    gc.freeze()
+
+
 # --- streams -------------------------------------------------------------------------------------
 
 

@@ -144,7 +144,7 @@ class _Open:
 _ALIAS = re.compile(r"\*([0-9A-Za-z_-]+)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _FORBIDDEN = re.compile(
-    "\r(?!\n)|[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
+    "\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]"
 )
 _BREAKS = {"\r": "\\r", "\x85": "\\N", "\u2028": "\\L", "\u2029": "\\P"}
 """What ends a line, even a comment, for some readers and editors and not for others, and how a text
