@@ -1,7 +1,5 @@
 """The language as data: the expression grammar and the JSON schemas."""
 
-from importlib.resources import files
-
 FILES = ("expression.lark", "contract.schema.json", "ir.schema.json", "training.schema.json")
 """Every file of the package that describes the language."""
 
@@ -10,4 +8,6 @@ def text(name: str) -> str:
     """Return the content of one of `FILES`; raises FileNotFoundError for any other name."""
     if name not in FILES:
         raise FileNotFoundError(f"kcdsl_grammar has no {name}")
+    from importlib.resources import files
+
     return files(__name__).joinpath(name).read_text(encoding="utf-8")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kcdsl_certs.signatures import Trust
     from kcdsl_certs.statement import Expectation
     from kcdsl_certs.verification.report import Combined, Report
+    from kcdsl_certs.verification.transfers import Earlier
 
 PathLike = str | os.PathLike[str]
 
@@ -147,12 +148,12 @@ def check_certificates(certificates: Sequence[PathLike], settings: CheckSettings
     A name that begins with `oci://` is an image: the certificates that are attached to it are read
     from its registry into a folder that goes again.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        return _checked(certificates, settings, Path(folder))
+    with ExitStack() as folders:
+        return _checked(certificates, settings, folders)
 
 
 def _checked(
-    certificates: Sequence[PathLike], settings: CheckSettings, folder: Path
+    certificates: Sequence[PathLike], settings: CheckSettings, folders: ExitStack
 ) -> CheckResult:
     from kcdsl.model.files import Artefacts
     from kcdsl.release.artefacts import ArtefactRefused
@@ -196,7 +197,7 @@ def _checked(
         for each in (
             [(name, Path(name), local[name])]
             if name in local
-            else _pulled(name, folder, trust, plain_http=settings.plain_http)
+            else _pulled(name, folders, trust, plain_http=settings.plain_http)
         )
     ]
     try:
@@ -261,10 +262,9 @@ class _AtHand:
         """Return what the checks of one certificate say."""
         from kcdsl.release.artefacts import input_at_hand
         from kcdsl_certs.verification.proofs import PresentProofs, ProofChecker, Rechecker
-        from kcdsl_certs.verification.transfers import Earlier
         from kcdsl_certs.verification.verify import verify
 
-        settings, expectation, base = self.settings, self.expectation, self.settings.base
+        settings, expectation = self.settings, self.expectation
         proofs: ProofChecker | None = PresentProofs(path.parent)
         if settings.recheck:
             proofs = Rechecker(path.parent, self.checkpoint, self.served)
@@ -286,20 +286,29 @@ class _AtHand:
             data=None if settings.signature_only else partial(input_at_hand, self.files),
             slices=expectation.slices,
             strict=settings.complete or settings.promoting,
-            earlier=None
-            if base is None
-            else Earlier(path.parent, Path(base), self.checkpoint, settings.recheck),
+            earlier=self._earlier(path.parent),
         )
+
+    def _earlier(self, folder: Path) -> Earlier | None:
+        """Return what a weights transfer is compared with."""
+        if self.settings.base is None:
+            return None
+        from kcdsl_certs.verification.transfers import Earlier
+
+        base = Path(self.settings.base)
+        return Earlier(folder, base, self.checkpoint, self.settings.recheck)
 
 
 def _pulled(
-    name: str, folder: Path, trust: Trust, *, plain_http: bool
+    name: str, folders: ExitStack, trust: Trust, *, plain_http: bool
 ) -> list[tuple[str, Path, bytes]]:
     """Return name, file and bytes of the certificates that are attached to an image."""
+    from tempfile import TemporaryDirectory
+
     from kcdsl.release.oci import Repository, pull
 
     registry = Repository.of(name, plain_http=plain_http)
-    own = Path(tempfile.mkdtemp(dir=folder))
+    own = Path(folders.enter_context(TemporaryDirectory()))
     pulled = pull(registry, own, trust.rules.keys)
     return [(each.name, each.path, read_certificate(each.path)) for each in pulled]
 

@@ -145,7 +145,7 @@ def analyse(
     except TooManyFindings as many:
         sink.found[:] = many.diagnostics
         return Analysis(source)
-    if any(found.fix is not None for found in sink):
+    if "#" in source.text and any(found.fix is not None for found in sink):
         from kcdsl.check.suppressions import spare_comments
 
         spare_comments(source, analysis.root, sink)

@@ -85,7 +85,10 @@ def test_what_is_not_asked_is_not_imported(tmp_path: Path) -> None:
 def test_a_check_imports_neither_threads_nor_what_is_not_asked(tmp_path: Path) -> None:
     made = released(tmp_path)
     idle = (
-        *("concurrent.futures", "logging", "rich.progress", "sqlalchemy", "alembic"),
+        *("concurrent.futures", "logging", "rich", "sqlalchemy", "alembic"),
+        *("difflib", "subprocess", "tomllib", "_strptime", "kcdsl_certs.encoding.onnx"),
+        *(f"kcdsl_certs.statement.{name}" for name in ("kernel_class", "register_head")),
+        *("kcdsl_certs.statement.transfer", "kcdsl_certs.verification.transfers"),
         *(name for name in HEAVY if name != "cryptography"),
     )
     words = ("check", str(made.certificate), "--key", "one.key.pub")
@@ -102,3 +105,21 @@ def test_the_check_would_notice() -> None:
     assert imported(
         ("kcdsl.syntax", "yaml"), "lint", str(CORPUS / "accepted" / "statements.kc.yaml")
     )[1] == ["kcdsl.syntax", "yaml"]
+
+
+@pytest.mark.parametrize(("call", "left"), [("main()", "True"), ("main(['--version'])", "False")])
+def test_the_end_of_a_process_of_ours_looks_for_no_garbage(call: str, left: str) -> None:
+    program = (
+        "import atexit, gc, sys\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+        "from kcdsl.cli import main\n"
+        f"sys.exit({call})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--version"],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == left

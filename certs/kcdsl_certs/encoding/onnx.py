@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from kcdsl_certs.encoding.rejected import Rejected
 
-SUFFIX = ".onnx"
 LARGEST = 1 << 31
 """The largest file in bytes."""
 _KINDS = {

@@ -10,11 +10,9 @@ import binascii
 import dataclasses
 import hashlib
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +234,8 @@ class _naming:
 
 
 def _table(path: Path) -> tuple[dict[str, Any], str]:
+    import tomllib
+
     data = read_limited(path, _LARGEST)
     try:
         table = tomllib.loads(data.decode("utf-8"))
@@ -255,6 +255,8 @@ def _dashed(table: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_unknown(table: dict[str, Any], known: Sequence[str]) -> None:
     for name in sorted(table.keys() - set(known)):
+        from difflib import get_close_matches
+
         close = get_close_matches(name, known, n=1)
         way_out = f"did you mean `{close[0]}`?" if close else f"known are {', '.join(known)}"
         raise Rejected("policy/unknown", f"there is no `{name}`; {way_out}")

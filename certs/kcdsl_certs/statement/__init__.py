@@ -1,12 +1,23 @@
-"""What a statement says: results, requirements, the triple and its digest, verdicts of numbers."""
+"""What a statement says: results, requirements, the triple and its digest, verdicts of numbers.
+
+The statements that few certificates need, of transfers, classes and heads of registers, are
+imported when one is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from kcdsl_certs.statement.certificate import (
+    KERNEL_CLASS_TYPE,
     LARGEST_PAYLOAD,
     NEEDED,
     PREDICATE_TYPE,
+    REGISTER_HEAD_TYPE,
     ROLES,
     STAGES,
     STATEMENT_TYPE,
+    TRANSFER_TYPE,
     AcceptedFinding,
     Evaluator,
     EvidenceFile,
@@ -31,21 +42,8 @@ from kcdsl_certs.statement.clauses import (
     Verdict,
     holds,
 )
-from kcdsl_certs.statement.kernel_class import (
-    KERNEL_CLASS_TYPE,
-    ClassMember,
-    KernelClass,
-    class_bytes,
-    parse_class,
-)
 from kcdsl_certs.statement.manifest import Manifest, build_manifest, files_of
 from kcdsl_certs.statement.quantities import Quantity, Region
-from kcdsl_certs.statement.register_head import (
-    REGISTER_HEAD_TYPE,
-    RegisterHead,
-    head_bytes,
-    parse_head,
-)
 from kcdsl_certs.statement.requirements import (
     ChainTerms,
     Comparison,
@@ -53,15 +51,6 @@ from kcdsl_certs.statement.requirements import (
     RequiredClause,
     SliceSource,
     uncovered,
-)
-from kcdsl_certs.statement.transfer import (
-    TRANSFER_TYPE,
-    Carried,
-    Left,
-    Transfer,
-    carried_over,
-    parse_transfer,
-    transfer_bytes,
 )
 from kcdsl_certs.statement.triple import (
     PARTS,
@@ -87,6 +76,27 @@ from kcdsl_certs.statement.verdicts import (
     overall,
 )
 
+if TYPE_CHECKING:
+    from kcdsl_certs.statement.kernel_class import (
+        ClassMember,
+        KernelClass,
+        class_bytes,
+        parse_class,
+    )
+    from kcdsl_certs.statement.register_head import (
+        RegisterHead,
+        head_bytes,
+        parse_head,
+    )
+    from kcdsl_certs.statement.transfer import (
+        Carried,
+        Left,
+        Transfer,
+        carried_over,
+        parse_transfer,
+        transfer_bytes,
+    )
+
 __all__ = [
     "ATTACK", "IMPLIED", "KERNEL_CLASS_TYPE", "LARGEST_ALPHA", "LARGEST_PAYLOAD", "LEAST_ALPHA",
     "LOWER", "MEASURED", "NEEDED", "OPERATORS", "PARTS", "PREDICATE_TYPE", "REGISTER_HEAD_TYPE",
@@ -101,3 +111,21 @@ __all__ = [
     "parse_statement", "parse_transfer", "payload_bytes", "relaxed", "states", "states_machine",
     "transfer_bytes", "uncovered",
 ]  # fmt: skip
+
+_LATER = {
+    "kernel_class": ("ClassMember", "KernelClass", "class_bytes", "parse_class"),
+    "register_head": ("RegisterHead", "head_bytes", "parse_head"),
+    "transfer": ("Carried", "Left", "Transfer", "carried_over", "parse_transfer", "transfer_bytes"),
+}
+"""The names of each module that is imported when one of them is first used."""
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        from importlib import import_module
+
+        for module, names in _LATER.items():
+            if name in names:
+                return getattr(import_module(f"{__name__}.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

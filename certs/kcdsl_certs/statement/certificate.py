@@ -30,6 +30,9 @@ from kcdsl_certs.statement.verdicts import overall
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "urn:kcdsl:attestation:kernel-certificate:v0.3"
+TRANSFER_TYPE = "urn:kcdsl:attestation:weights-transfer:v0.1"
+KERNEL_CLASS_TYPE = "urn:kcdsl:attestation:kernel-class:v0.1"
+REGISTER_HEAD_TYPE = "urn:kcdsl:attestation:register-head:v0.1"
 SUBJECT_NAME = "kcdsl-triple"
 STAGES = ("offline-ci", "shadow", "canary", "full")
 LARGEST_PAYLOAD = 6 * 1024 * 1024

@@ -21,9 +21,8 @@ from kcdsl_certs.encoding.records import (
 )
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import canonical_digest, canonical_json
-from kcdsl_certs.statement.certificate import STAGES, STATEMENT_TYPE, Statement
+from kcdsl_certs.statement.certificate import KERNEL_CLASS_TYPE, STAGES, STATEMENT_TYPE, Statement
 
-KERNEL_CLASS_TYPE = "urn:kcdsl:attestation:kernel-class:v0.1"
 CLASS_SCHEMA = "kcdsl.kernel-class/1"
 CLASS_NAME = "kcdsl-kernel-class"
 

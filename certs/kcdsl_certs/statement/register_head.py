@@ -12,9 +12,8 @@ from datetime import datetime
 from kcdsl_certs.encoding.records import COUNT, DIGEST, TIME, Record, RecordField
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import canonical_json
-from kcdsl_certs.statement.certificate import STATEMENT_TYPE, Statement
+from kcdsl_certs.statement.certificate import REGISTER_HEAD_TYPE, STATEMENT_TYPE, Statement
 
-REGISTER_HEAD_TYPE = "urn:kcdsl:attestation:register-head:v0.1"
 HEAD_NAME = "kcdsl-register"
 
 

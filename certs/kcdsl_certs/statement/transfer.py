@@ -30,6 +30,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement.certificate import (
     BODY,
     NAMED,
+    TRANSFER_TYPE,
     Evaluator,
     Predicate,
     Scope,
@@ -38,7 +39,6 @@ from kcdsl_certs.statement.certificate import (
 from kcdsl_certs.statement.clauses import WIDEST, CertifiedClause, Verdict
 from kcdsl_certs.statement.triple import Triple
 
-TRANSFER_TYPE = "urn:kcdsl:attestation:weights-transfer:v0.1"
 REASONS = ("no-region", "weights", "states")
 """Why a result stays behind: its proof is of one checkpoint alone, weights that it reads have left
 the region of its proof, or the states that enter the block have left that of its inputs."""

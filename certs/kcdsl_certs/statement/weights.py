@@ -7,12 +7,16 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kcdsl_certs.encoding import onnx
 from kcdsl_certs.encoding.files import open_regular, shown
 from kcdsl_certs.encoding.rejected import Rejected
 
+if TYPE_CHECKING:
+    from kcdsl_certs.encoding.onnx import OnnxTensor
+
+ONNX = ".onnx"
+"""How the names of ONNX files end."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIGURATIONS = ("config.json", "hf_quant_config.json")
@@ -44,7 +48,7 @@ def weight_files(checkpoint: Path) -> tuple[Path, ...] | None:
 
     Raises Rejected as `index_of` and `shards_of` do.
     """
-    if checkpoint.name.endswith(onnx.SUFFIX) and not os.path.isdir(checkpoint):
+    if checkpoint.name.endswith(ONNX) and not os.path.isdir(checkpoint):
         beside = onnx_files(read_onnx(checkpoint)[1])
         return (checkpoint, *(checkpoint.parent / name for name in beside)) if beside else None
     index = index_of(checkpoint)
@@ -69,11 +73,13 @@ def storage_files(checkpoint: Path) -> tuple[Path, ...]:
     return (*files, *(path for path in beside if os.path.lexists(path)))
 
 
-def read_onnx(path: Path) -> tuple[bytes, dict[str, onnx.OnnxTensor]]:
+def read_onnx(path: Path) -> tuple[bytes, dict[str, OnnxTensor]]:
     """Return the bytes of an ONNX file, and its tensors.
 
     Raises Rejected `checkpoint/format` for what is none; OSError where it cannot be read.
     """
+    from kcdsl_certs.encoding import onnx
+
     with open_regular(path, "checkpoint/special-file", links=False) as file:
         data = file.read(onnx.LARGEST + 1)
     if len(data) > onnx.LARGEST:
@@ -81,7 +87,7 @@ def read_onnx(path: Path) -> tuple[bytes, dict[str, onnx.OnnxTensor]]:
     return data, onnx.tensors_of(data)
 
 
-def onnx_files(tensors: Mapping[str, onnx.OnnxTensor]) -> tuple[str, ...]:
+def onnx_files(tensors: Mapping[str, OnnxTensor]) -> tuple[str, ...]:
     """Return the names of the files of external data, sorted.
 
     Raises Rejected `checkpoint/index` for a name that leads out of the folder of the ONNX file.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import strict_load
@@ -14,13 +15,14 @@ from kcdsl_certs.statement import (
     LARGEST_PAYLOAD,
     REGISTER_HEAD_TYPE,
     STATEMENT_TYPE,
-    RegisterHead,
     Statement,
     certificate_id,
-    parse_head,
     parse_statement,
 )
 from kcdsl_certs.verification.report import Log, Stop
+
+if TYPE_CHECKING:
+    from kcdsl_certs.statement import RegisterHead
 
 
 @dataclass(slots=True)
@@ -154,4 +156,6 @@ def allowed(keys: tuple[TrustedKey, ...], kind: str, threshold: int) -> tuple[Tr
 
 def authentic_head(bundle: bytes, trusted: TrustPolicy, moment: datetime) -> RegisterHead:
     """Return the head of a register in a bundle; raises Rejected unless trusted keys signed it."""
+    from kcdsl_certs.statement import parse_head
+
     return parse_head(authentic(bundle, trusted, moment, (REGISTER_HEAD_TYPE,)).statement)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kcdsl_certs.encoding.files import open_regular
 from kcdsl_certs.encoding.rejected import Rejected
@@ -19,13 +20,11 @@ from kcdsl_certs.statement import (
     RequiredClause,
     SliceSource,
     Statement,
-    Transfer,
     Triple,
     Verdict,
     certificate_id,
     differences,
     parse_predicate,
-    parse_transfer,
     relaxed,
     states,
 )
@@ -42,7 +41,10 @@ from kcdsl_certs.verification.evidence import compare as compare_evidence
 from kcdsl_certs.verification.proofs import ProofChecker, StepOutcome
 from kcdsl_certs.verification.recount import Data, Recount
 from kcdsl_certs.verification.report import TRANSFER_STEPS, Log, NotRun, Report, Stop, refused
-from kcdsl_certs.verification.transfers import Earlier, compare
+
+if TYPE_CHECKING:
+    from kcdsl_certs.statement import Transfer
+    from kcdsl_certs.verification.transfers import Earlier
 
 Clock = Callable[[], datetime]
 
@@ -102,6 +104,7 @@ def verify(
     assert state.envelope is not None
     payload, required = state.envelope.payload, tuple(required_clauses)
     if state.transfer is not None:
+        from kcdsl_certs.verification.transfers import compare
 
         def base(bundle: bytes, triple: Triple, proofs: ProofChecker) -> Report:
             return verify(
@@ -188,6 +191,8 @@ def _statement_type(state: CheckState, statement: Statement, threshold: int) -> 
     kind = statement.predicate_type
     state.signed_by = allowed(state.signed_by, kind, threshold)
     if kind == TRANSFER_TYPE:
+        from kcdsl_certs.statement import parse_transfer
+
         state.transfer = parse_transfer(statement.predicate)
         return kind
     if kind != PREDICATE_TYPE:
@@ -265,7 +270,7 @@ def check_components(
         raise Rejected(found[0].reason, "; ".join(d.detail for d in found))
     if predicate.triple.digest != expected.digest:
         raise Rejected("triple/inconsistent", "the components repeat another triple")
-    if isinstance(predicate, Transfer):
+    if not isinstance(predicate, Predicate):
         return "checkpoint, both kernels, contract"
     stated = {i.name: i.sha256 for i in predicate.inputs}
     if len(stated) != len(predicate.inputs):
@@ -349,7 +354,7 @@ def check_suppressions(predicate: Predicate | Transfer, trusted: Rules) -> str:
     policy accepts none."""
     contract = predicate.triple.contract
     name = f"{contract.id} {contract.version}"
-    if isinstance(predicate, Transfer) or not predicate.suppressions:
+    if not isinstance(predicate, Predicate) or not predicate.suppressions:
         return name  # what a transfer goes by is the earlier certificate
     accepted = "; ".join(f"{item.code}: {item.reason}" for item in predicate.suppressions)
     if trusted.refuse_suppressions:

@@ -22,6 +22,7 @@ from kcdsl_certs.recheck.graphs.reading import Reader
 from kcdsl_certs.statement.manifest import Manifest, Resource
 from kcdsl_certs.statement.weights import (
     LARGEST_INDEX,
+    ONNX,
     SINGLE,
     index_of,
     onnx_files,
@@ -78,7 +79,7 @@ def read(path: Path, keys: Collection[str] | None = None) -> TensorFile:
     """
     try:
         index = index_of(path)
-        in_graph = path.name.endswith(onnx.SUFFIX) and not os.path.isdir(path)
+        in_graph = path.name.endswith(ONNX) and not os.path.isdir(path)
         if index is None and not in_graph:
             one = path / SINGLE if os.path.isdir(path) else path
             single = read_file(one, keys)
