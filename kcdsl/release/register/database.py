@@ -34,7 +34,7 @@ WAIT = 60.0
 """Seconds for which a writer waits for others, unless it says otherwise."""
 MIGRATIONS = "kcdsl.release.register:migrations"
 _WRITES = "kcdsl_writes"
-_KNOWN = (REVISION,)
+_KNOWN = ("0001", REVISION)
 """The revisions that this program knows, oldest first."""
 _OPTIONS = frozenset(
     {

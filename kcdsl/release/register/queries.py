@@ -26,6 +26,7 @@ from kcdsl.release.register.records import (
     Standing,
 )
 from kcdsl.release.register.schema import (
+    NOT_PASSED,
     certificates,
     promotions,
     revocations,
@@ -47,7 +48,7 @@ _FAILED_LATER = (
         certificates.c.triple == bindparam("triple"),
         certificates.c.stage == bindparam("stage"),
         certificates.c.sequence > bindparam("sequence"),
-        certificates.c.verdict != Verdict.PASSED.value,
+        NOT_PASSED,
     )
     .order_by(certificates.c.sequence.desc())
     .limit(1)

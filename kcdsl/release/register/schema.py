@@ -14,9 +14,12 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    literal_column,
 )
 
-REVISION = "0001"
+from kcdsl_certs.statement import Verdict
+
+REVISION = "0002"
 """The alembic revision that this program reads and writes."""
 metadata = MetaData()
 _digest = String(64)
@@ -69,6 +72,15 @@ certificates = Table(
     Column("supersedes", _digest, index=True),
     Column("record", Text, nullable=False),
     UniqueConstraint("triple", "stage", "sequence"),
+)
+NOT_PASSED = certificates.c.verdict != literal_column(f"'{Verdict.PASSED.value}'")
+"""Which certificates a later failure is looked for among. The word stands in the query: PostgreSQL
+soon keeps one plan for all parameters, which has no index of some rows by a parameter."""
+Index(
+    "ix_certificates_not_passed",
+    *(certificates.c.triple, certificates.c.stage, certificates.c.sequence),
+    sqlite_where=NOT_PASSED,
+    postgresql_where=NOT_PASSED,
 )
 runs = Table(
     "runs",

@@ -22,7 +22,7 @@ from kcdsl.diagnostics.codes import (
     REGISTER_SCHEMA,
     USAGE,
 )
-from kcdsl.release.register import Register, database, schema
+from kcdsl.release.register import Register, database, queries, schema
 from kcdsl.release.register.database import MIGRATIONS, Location, RegisterDatabase
 from tests.support.registers import TRUSTED, certified, clock, recorded, triple
 
@@ -71,35 +71,47 @@ def test_a_newer_register_is_refused(place: str) -> None:
 
 
 def test_an_older_register_is_refused_until_it_is_upgraded(
-    place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Register.open(place, create=True, clock=clock) as register:
-        recorded(register, certified(triple()), TRUSTED)
-        before = register.head()
-    scripts = tmp_path / "scripts"
-    own = Path(database.__file__).parent / "migrations"
-    (scripts / "versions").mkdir(parents=True)
-    (scripts / "env.py").write_text((own / "env.py").read_text())
-    (scripts / "versions" / "v0001.py").write_text((own / "versions" / "v0001.py").read_text())
-    (scripts / "versions" / "v0002.py").write_text(
-        "import sqlalchemy as sa\n"
-        "from alembic import op\n"
-        "revision, down_revision = '0002', '0001'\n"
-        "def upgrade():\n"
-        "    op.create_table('more', sa.Column('number', sa.Integer))\n"
-    )
-    monkeypatch.setattr(database, "MIGRATIONS", str(scripts))
-    monkeypatch.setattr(database, "REVISION", "0002")
-    monkeypatch.setattr(database, "_KNOWN", ("0001", "0002"))
-    monkeypatch.setattr("kcdsl.release.register.store.REVISION", "0002")
+    with monkeypatch.context() as older:
+        older.setattr(database, "REVISION", "0001")
+        with Register.open(place, create=True, clock=clock) as register:
+            recorded(register, certified(triple()), TRUSTED)
+            before = register.head()
     with pytest.raises(Refusal, match="older") as refused:
         Register.open(place)
     assert code_of(refused) is REGISTER_SCHEMA
     assert Register.upgrade(place) == ("0001", "0002")
     assert Register.upgrade(place) == ("0002", "0002")
+    own = RegisterDatabase(Location.of(place), create=False)
+    with own.reading() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, schema.metadata) == []
+    own.close()
     with Register.open(place, clock=clock) as register:
         assert register.head() == before
         assert register.check(trusted=TRUSTED).is_sound
+
+
+def test_a_later_failure_is_found_by_an_index_of_failures(place: str) -> None:
+    """Certificates that passed are not looked at, however many are newer."""
+    index = "ix_certificates_not_passed"
+    values = {"triple": "0" * 64, "stage": "canary", "sequence": 1, "identity": "0" * 64}
+    own = opened(place)
+    with own.reading() as connection:
+        query = queries._NEWER.compile(connection.engine)
+        assert "verdict != 'PASSED'" in str(query)
+        if own.is_sqlite:
+            given = query.construct_params(values)
+            about = tuple(given[name] for name in query.positiontup or ())
+            found = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {query}", about).all()
+            assert f"USING INDEX {index} (triple=? AND stage=? AND sequence>?)" in str(found)
+        else:
+            wanted = "SELECT indexdef FROM pg_indexes WHERE indexname = :name"
+            said = connection.execute(text(wanted), {"name": index}).scalar_one()
+            assert "(triple, stage, sequence) WHERE" in said
+            assert "'PASSED'" in said
+    own.close()
 
 
 def test_a_database_without_a_register_is_refused(place: str) -> None:
