@@ -61,6 +61,7 @@ EXITS = {
 _TRIES = 5
 NO_FALLBACK = "rollback/no-target"
 """The reason of a decision that empties a slot."""
+NOTHING_LIVE = "no other triple that was live in the slot may serve: nothing is live now"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,15 +163,19 @@ def promote(settings: PromoteSettings) -> Promoted:
             look = about.look(register, slot, weak)
             found = look.step
             register.refuse_counted(settings.slot, triple.digest, about.traffic(found))
-            changes = look.restarted or found.counted or found.outcome is not PromotionOutcome.HELD
             decision = about.decision(look, register, slot)
-            told = [f"{r.clause}: {r.detail}" for r in decision.reasons if r.clause == NO_FALLBACK]
-            if changes and not settings.dry_run:
+            withdrawn = about.withdraws(found, slot)
+            go_back = partial(about.gone_back, decision)
+            changes = look.restarted or found.counted or found.outcome is not PromotionOutcome.HELD
+            recorded = bool(changes) and not settings.dry_run
+            if recorded:
                 for report in about.reports:
                     register.record_run(Run("evaluate", triple.digest, settings.stage, report))
                 try:
                     slot = register.promote(
-                        settings.slot, slot.version, decision, about.traffic(look.step)
+                        *(settings.slot, slot.version),
+                        go_back if withdrawn else decision,
+                        about.traffic(found),
                     )
                 except Stale as stale:
                     notes.append(
@@ -178,13 +183,16 @@ def promote(settings: PromoteSettings) -> Promoted:
                         f"{stale.slot.version}"
                     )
                     continue
+            told = []
+            if withdrawn and (slot.triple if recorded else go_back(register).incumbent) is None:
+                told.append(f"{NO_FALLBACK}: {NOTHING_LIVE}")
             return replace(
                 nothing,
                 triple=triple.digest,
                 step=found,
                 version=slot.version,
                 live=slot.triple,
-                recorded=bool(changes) and not settings.dry_run,
+                recorded=recorded,
                 unused={**look.unused, **found.unused},
                 notes=(*notes, *look.notes, *told),
             )
@@ -334,8 +342,22 @@ class _Promotion:
         why = f"traffic is counted, and nothing else: {barred.why}; {barred.way_out}"
         return _Look(found, gathered(previous, found.candidate), unused, notes=(*notes, why))
 
+    def withdraws(self, found: PromotionStep, slot: Slot) -> bool:
+        """Say whether a step takes the triple out of service that is live in the slot."""
+        return found.outcome is PromotionOutcome.ROLLED_BACK and slot.triple == self.triple.digest
+
+    def gone_back(self, decision: Promotion, register: Register) -> Promotion:
+        """Return a decision with the triple that its slot goes back to, as the register is now."""
+        from kcdsl.release.register import PromotionReason
+
+        now = self.settings.clock()
+        target = fallback(register, decision.slot, self.triple.digest, now)
+        none = () if target else (PromotionReason(NO_FALLBACK, NOTHING_LIVE),)
+        return replace(decision, incumbent=target, reasons=(*decision.reasons, *none))
+
     def decision(self, look: _Look, register: Register, slot: Slot) -> Promotion:
-        """Return the decision as the register records it."""
+        """Return the decision as the register records it; one that withdraws the live triple lacks
+        what the slot goes back to."""
         from kcdsl.release.register import Promotion, PromotionReason, PromotionState
         from kcdsl_certs.encoding.reals import real_text
 
@@ -351,7 +373,7 @@ class _Promotion:
         live = found.outcome is PromotionOutcome.ADVANCED and after.stage == FULL
         served = slot.triple == self.triple.digest
         new = live and not served
-        withdrawn = found.outcome is PromotionOutcome.ROLLED_BACK and served
+        withdrawn = self.withdraws(found, slot)
         state = PromotionState.PROMOTED if new else states[found.outcome]
         reasons = [PromotionReason("stage", text) for text in found.lacking]
         for row in found.rows:
@@ -360,21 +382,15 @@ class _Promotion:
                 if row.allowed is not None:
                     numbers["allowed"] = real_text(row.allowed)
                 reasons.append(PromotionReason(row.clause, row.reason, row.slice, numbers))
-        now, incumbent = self.settings.clock(), after.incumbent
-        if withdrawn:
-            incumbent = fallback(register, slot.name, self.triple.digest, now)
-            if incumbent is None:
-                why = "no other triple that was live in the slot may serve: nothing is live now"
-                reasons.append(PromotionReason(NO_FALLBACK, why))
         return Promotion(
             slot=slot.name,
             candidate=self.triple.digest,
-            incumbent=incumbent,
+            incumbent=after.incumbent,
             contract=self.triple.contract.digest,
             stage=FULL if live or withdrawn else stage,
             state=state,
             reasons=tuple(reasons),
-            certificates=_in_force(after.signed(stage), register, now),
+            certificates=_in_force(after.signed(stage), register, self.settings.clock()),
             evidence=found.counted,
             progress=after.to_json(),
         )

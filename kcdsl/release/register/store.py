@@ -84,9 +84,16 @@ class Register:
     transaction, and returns when it is on the disk. Use it as a context manager.
     """
 
-    def __init__(self, database: RegisterDatabase, clock: Callable[[], datetime]) -> None:
+    def __init__(
+        self,
+        database: RegisterDatabase,
+        clock: Callable[[], datetime],
+        within: Connection | None = None,
+    ) -> None:
+        """Take what `open` made; `within` is the transaction that everything is read in."""
         self._database = database
         self._clock = clock
+        self._within = within
 
     @classmethod
     def open(
@@ -207,25 +214,33 @@ class Register:
         return replace(entry, number=event.number)
 
     def promote(
-        self, slot: str, expected_version: int, promotion: Promotion, traffic: Iterable[str] = ()
+        self,
+        slot: str,
+        expected_version: int,
+        promotion: Promotion | Callable[[Register], Promotion],
+        traffic: Iterable[str] = (),
     ) -> Slot:
         """Record a decision about a candidate, and move the slot where the decision says so.
 
+        A decision may be a function of the register: what it reads there is the state that the
+        decision is recorded in, and no other writer changes it in between.
         `expected_version` is that of the slot which the decision is about; each decision increments
         it. Raises Stale where the slot has another one, or where something else is live than the
         incumbent; Refusal where ADVANCED or PROMOTED rests on no certificate, or on one that is not
         of the candidate, did not pass, or is not in force, or where `traffic`, digests of evidence,
         was counted for another candidate or in another slot.
         """
-        decided = replace(promotion, slot=slot, version=expected_version + 1)
-        try:
-            PROMOTION.read(decided.to_json(), "promotion")
-        except Rejected as error:
-            raise _not_recorded(error) from error
         with self._appending() as (connection, chain):
             before = slot_in(connection, slot)
             if before.version != expected_version:
                 raise Stale(before, f"version {before.version}, not {expected_version}")
+            if not isinstance(promotion, Promotion):
+                promotion = promotion(type(self)(self._database, self._clock, connection))
+            decided = replace(promotion, slot=slot, version=expected_version + 1)
+            try:
+                PROMOTION.read(decided.to_json(), "promotion")
+            except Rejected as error:
+                raise _not_recorded(error) from error
             try:
                 slot_after(before, decided, 0)
             except Rejected as error:
@@ -377,11 +392,15 @@ class Register:
 
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
+        if self._within is not None:
+            yield self._within
+            return
         with self._database.reading() as connection, _damaged():
             yield connection
 
     @contextmanager
     def _appending(self) -> Iterator[tuple[Connection, Chain]]:
+        assert self._within is None, "a decision writes nothing itself"
         with self._database.writing() as connection, _damaged():
             chain = Chain(connection, self._clock())
             yield connection, chain
