@@ -21,6 +21,7 @@ from kcdsl.release.promotion import (
     FULL,
     Demand,
     DocumentKind,
+    EvidenceDocument,
     LookRules,
     NotHere,
     PromotionLimits,
@@ -35,17 +36,19 @@ from kcdsl.release.promotion import (
 )
 from kcdsl.release.promotion.gate import fallback
 from kcdsl.release.promotion.recorded import (
+    Distrust,
     candidate_in,
     deployed_in,
+    distrust_of,
+    rests_on,
     standing_of,
-    untrusted_in,
 )
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import time_text
 from kcdsl_certs.statement import Verdict
 
 if TYPE_CHECKING:
-    from kcdsl.release.register import Promotion, Register, Slot
+    from kcdsl.release.register import Promotion, Register, Run, Slot
     from kcdsl_certs.signatures import TrustPolicy
     from kcdsl_certs.statement import Triple
     from kcdsl_certs.verification.report import Report
@@ -302,13 +305,14 @@ class _Promotion:
         settings, now = self.settings, self.settings.clock().replace(microsecond=0)
         history = register.promotions(slot=settings.slot, candidate=self.triple.digest)
         previous, withdrawn, ended = candidate_in(history), dict[str, str](), frozenset[str]()
-        untrusted, counted, passed = untrusted_in(history, register)
+        distrust = distrust_of(register, self.triple.digest, self._runs(weak))
+        counted, passed = rests_on(distrust.why, history)
         if previous is not None:
             read = self.evidence.certificates.items()
             given = [r.certificate for name, (r, _) in read if r.certificate and name not in weak]
             withdrawn, ended = standing_of(previous, register, now, given)
             withdrawn |= passed
-            previous = without(previous, untrusted.keys(), counted, now)
+            previous = without(previous, distrust.why.keys(), counted, now)
         digest, live = self.triple.digest, slot.triple == self.triple.digest
         entered = enter(previous, digest, slot.triple, settings.stage, now, withdrawn)
         barred = entered if isinstance(entered, NotHere) else None
@@ -318,7 +322,7 @@ class _Promotion:
         assert candidate is not None
         documents, unused = self.evidence.documents(self.demands, self.triple, settings.stage)
         unused |= {name: f"it is not in force: {why[-1]}" for name, why in weak.items()}
-        unused |= {d.name: untrusted[d.identity] for d in documents if d.identity in untrusted}
+        unused |= self._untrusted(documents, distrust)
         documents = tuple(each for each in documents if each.name not in unused)
         take = partial(
             step,
@@ -354,6 +358,27 @@ class _Promotion:
         target = fallback(register, decision.slot, self.triple.digest, now)
         none = () if target else (PromotionReason(NO_FALLBACK, NOTHING_LIVE),)
         return replace(decision, incumbent=target, reasons=(*decision.reasons, *none))
+
+    def _untrusted(self, documents: Sequence[EvidenceDocument], known: Distrust) -> dict[str, str]:
+        """Return why documents do not count, by name: the run of one is not trusted, or may be."""
+        found = {}
+        for each in documents:
+            why = known.why.get(each.identity)
+            if each.kind is DocumentKind.REPORT:
+                why = known.of_report(each.identity)
+            if why is not None:
+                found[each.name] = why
+        return found
+
+    def _runs(self, weak: Mapping[str, tuple[str, ...]]) -> dict[str, Run | None]:
+        """Return the runs that the given certificates name, by the identity of the certificate."""
+        from kcdsl.release.register.recording import run_of
+
+        return {
+            report.certificate: run_of(report.predicate)
+            for name, (report, _) in self.evidence.certificates.items()
+            if report.certificate is not None and report.predicate is not None and name not in weak
+        }
 
     def decision(self, look: _Look, register: Register, slot: Slot) -> Promotion:
         """Return the decision as the register records it; one that withdraws the live triple lacks

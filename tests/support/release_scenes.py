@@ -179,7 +179,7 @@ def evidence_of(
     contract = {"digest": f"sha256:{digest(program).removeprefix('sha256:')}"}
     prints = {role: kernel_fingerprint(getattr(program, role)) for role in ("train", "infer")}
     files = {
-        "trace": ("trace.parquet", b"PAR1"),
+        "trace": ("trace.parquet", f"PAR1 {folder.name}".encode()),
         "records": ("trace.jsonl", "\n".join(map(json.dumps, records)).encode()),
         "report": (
             "report.json",

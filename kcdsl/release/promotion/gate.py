@@ -17,8 +17,9 @@ from kcdsl.exits import Exit
 from kcdsl.release.promotion.candidate import CandidateState, StagedCandidate
 from kcdsl.release.promotion.recorded import (
     candidate_in,
+    distrust_of,
+    rests_on,
     standing_of,
-    untrusted_in,
     why_withdrawn,
 )
 from kcdsl.release.promotion.stages import FULL, OFFLINE
@@ -130,7 +131,7 @@ def _judged(
 ) -> tuple[GateAnswer, tuple[str, ...]]:
     looked_at = frozenset(one for each in history for one in each.evidence)
     withdrawn, ended = standing_of(candidate, register, now)
-    _, _, distrusted = untrusted_in(history, register)
+    _, distrusted = rests_on(distrust_of(register, candidate.triple).why, history)
     failures = _undecided_failures(register, candidate, looked_at, now)
     return judge(candidate, live, stage, withdrawn, ended, distrusted, failures)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kcdsl.diagnostics import refuse
@@ -15,7 +16,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import Triple, Verdict, differences, relaxed
 
 if TYPE_CHECKING:
-    from kcdsl.release.register import CertificateStatus, Promotion, Register
+    from kcdsl.release.register import CertificateStatus, Promotion, Register, Run
 
 
 def candidate_in(history: Sequence[Promotion]) -> StagedCandidate | None:
@@ -41,19 +42,68 @@ def _after(last: Promotion) -> StagedCandidate:
     return found
 
 
-def untrusted_in(
-    history: Sequence[Promotion], register: Register
-) -> tuple[dict[str, str], frozenset[str], dict[str, str]]:
-    """Return, of the reports and certificates whose runs a register does not trust: the reasons, by
-    digest; which of them the present window of a candidate counts; and the reasons of those by
-    which it advanced in its present attempt."""
-    about = history[-1].candidate if history else None
-    marked = () if about is None else register.runs(triple=about, trusted=False)
-    why = {run.report: f"the register does not trust it: {run.reason}" for run in marked}
-    for signed in register.certificates(triple=about) if why else ():
-        run = register.run_of(signed.identity)
-        if run is not None and run.report in why:
-            why[signed.identity] = why[run.report]
+@dataclass(frozen=True, slots=True)
+class Distrust:
+    """What a register does not trust about a triple.
+
+    A report is not signed, and names neither its run nor its stage: its bytes can be written anew.
+    Where a run of the triple is not trusted, for the reason `marked`, a report counts only if it is
+    `named`: a certificate states its digest, and its run is trusted. `why` has the reasons by
+    digest, of reports and certificates.
+    """
+
+    why: Mapping[str, str] = field(default_factory=dict)
+    marked: str | None = None
+    named: frozenset[str] = frozenset()
+
+    def of_report(self, identity: str) -> str | None:
+        """Return why a report does not count; None where it does."""
+        if self.marked is None or identity in self.why or identity in self.named:
+            return self.why.get(identity)
+        return f"no certificate names it, and it may be of another run: {self.marked}"
+
+
+def distrust_of(
+    register: Register, triple: str, given: Mapping[str, Run | None] = MappingProxyType({})
+) -> Distrust:
+    """Return what a register does not trust about a triple: the runs that are marked, and whatever
+    has the report or the trace of one. `given` has the runs of certificates that may not be
+    recorded yet, by identity."""
+    told = {
+        run: f"the register does not trust it: {run.reason}"
+        for run in register.runs(triple=triple, trusted=False)
+    }
+    if not told:
+        return Distrust()
+    why = {run.report: text for run, text in told.items()}
+    traces = {run.trace: text for run, text in told.items() if run.trace is not None}
+    recorded = (one.identity for one in register.certificates(triple=triple))
+    signed = dict(given) | {one: register.run_of(one) for one in recorded}
+    for run in signed.values():
+        if run is not None and run.trace is not None and run.report in why:
+            traces[run.trace] = why[run.report]
+    named: set[str] = set()
+    for identity, run in signed.items():
+        if run is None:
+            continue
+        text = why.get(run.report) or traces.get(run.trace or "")
+        if text is not None:
+            why[identity] = why[run.report] = text
+        elif register.status_of(identity).standing.name != "REVOKED":
+            named.add(run.report)
+    found = Distrust(why, next(iter(told.values())), frozenset(named))
+    for run in register.runs(triple=triple, trusted=True):
+        text = found.of_report(run.report)
+        if text is not None:
+            why[run.report] = text
+    return found
+
+
+def rests_on(
+    why: Mapping[str, str], history: Sequence[Promotion]
+) -> tuple[frozenset[str], dict[str, str]]:
+    """Return which of the reports and certificates that are not trusted the present window of a
+    candidate counts; and the reasons of those by which it advanced in its present attempt."""
     passed: set[str] = set()
     window: set[str] = set()
     before: StagedCandidate | None = None
@@ -70,7 +120,7 @@ def untrusted_in(
             passed |= {*after.certificates.get(before.stage, ())}
             window = set()
         before = after
-    return why, frozenset(why.keys() & window), {one: why[one] for one in why.keys() & passed}
+    return frozenset(why.keys() & window), {one: why[one] for one in why.keys() & passed}
 
 
 def deployed_in(register: Register, slot: str, deployed: Triple, parts: Collection[str]) -> Triple:

@@ -19,6 +19,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.release.promotion import CANARY, FULL, OFFLINE, SHADOW, CandidateState, StagedCandidate
 from kcdsl.release.promotion.gate import GateAnswer, ask, fallback
 from kcdsl.release.promotion.gate_server import LARGEST_BODY, GateServer
+from kcdsl.release.promotion.recorded import Distrust, distrust_of
 from kcdsl.release.register import (
     Promotion,
     PromotionReason,
@@ -135,6 +136,46 @@ def test_a_certificate_of_an_earlier_window_whose_run_is_not_trusted_closes_it(
     assert run is not None
     register.mark_run(run.identity, trusted=False, reason="a shared machine")
     assert answer(register, NEW, FULL) is GateAnswer.INCONCLUSIVE
+
+
+def test_what_a_run_that_is_not_trusted_gave_counts_in_no_other_bytes(register: Register) -> None:
+    """By its report, or by its trace under another report. Another report counts where a
+    certificate that is not revoked names it."""
+
+    def signed(sequence: int, report: str, trace: str) -> str:
+        files = [EvidenceFile("report", "report.json", digest_of(report))]
+        files.append(EvidenceFile("trace", "trace.parquet", digest_of(trace)))
+        body = predicate(NEW, stage=CANARY, sequence=sequence)
+        return recorded(register, bundle(replace(body, evidence=tuple(files)))).identity
+
+    def why(name: str) -> str | None:
+        return distrust_of(register, NEW.digest).of_report(digest_of(name))
+
+    one, copied = signed(1, "report", "trace"), signed(2, "copy", "trace")
+    other, lost = signed(3, "other", "another"), signed(4, "lost", "third")
+    unsigned = Run("evaluate", NEW.digest, SHADOW, digest_of("unsigned"))
+    register.record_run(unsigned)
+    register.revoke(lost, "the key was lost")
+    assert distrust_of(register, NEW.digest) == Distrust()
+    run = register.run_of(one)
+    assert run is not None
+    register.mark_run(run.identity, trusted=False, reason="a shared machine")
+    found = distrust_of(register, NEW.digest).why
+    assert found.keys() == {
+        one, copied, *map(digest_of, ("report", "copy", "unsigned", "lost"))
+    }  # fmt: skip
+    assert "a shared machine" in found[copied]
+    assert other not in found
+    assert why("other") is None
+    for name in ("report", "copy", "unsigned", "lost", "never seen"):
+        assert "a shared machine" in (why(name) or ""), name
+    given = {"0" * 64: replace(run, report=digest_of("given"), trace=digest_of("fourth"))}
+    assert distrust_of(register, NEW.digest, given).of_report(digest_of("given")) is None
+    given = {"0" * 64: replace(run, report=digest_of("given"))}
+    assert "0" * 64 in distrust_of(register, NEW.digest, given).why
+    register.mark_run(run.identity, trusted=True, reason="it was alone")
+    assert distrust_of(register, NEW.digest) == Distrust()
+    assert why("never seen") is None
 
 
 # --- answers --------------------------------------------------------------------------------------

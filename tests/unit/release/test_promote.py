@@ -282,14 +282,26 @@ def test_a_live_triple_that_was_stopped_is_rolled_back(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("meanwhile", [False, True])
 def test_a_rollback_to_an_incumbent_without_a_certificate_in_force_empties_the_slot(
-    pipeline: Pipeline,
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, meanwhile: bool
 ) -> None:
+    """Also where another writer revokes it after the look, before the decision is recorded."""
+    real = Register.promote
+
+    def revoke(register: Register) -> None:
+        for identity in first.certificates:
+            register.revoke(identity, "the key was lost")
+
+    def late(self: Register, *decision: Any) -> Any:
+        revoke(self)
+        return real(self, *decision)
+
     pipeline.until("full")
     with pipeline.register() as register:
         first = register.slot(SLOT)
-        for identity in first.certificates:
-            register.revoke(identity, "the key was lost")
+        if not meanwhile:
+            revoke(register)
     pipeline.change_weights(1.0, 3.0)
     pipeline.until("full")
     pipeline.now += timedelta(minutes=1)
@@ -297,7 +309,10 @@ def test_a_rollback_to_an_incumbent_without_a_certificate_in_force_empties_the_s
         replace(c, verdict=Verdict.FAILED, value=Fraction(1, 2)) if c.id == "O-TRACE" else c
         for c in pipeline.results()
     ]
-    back = pipeline.promote("full", pipeline.certificate("full", broken))
+    failing = pipeline.certificate("full", broken)
+    if meanwhile:
+        monkeypatch.setattr(Register, "promote", late)
+    back = pipeline.promote("full", failing)
     assert back.step.outcome is PromotionOutcome.ROLLED_BACK
     assert back.live is None
     assert back.notes[-1].startswith("rollback/no-target: ")
@@ -711,6 +726,15 @@ def test_a_report_whose_run_is_not_trusted_does_not_count(
     held = pipeline.promote("offline-ci", report)
     assert held.step.outcome is PromotionOutcome.HELD
     assert held.unused == {str(report): "the register does not trust it: a shared machine"}
+    stand_in = replace(stand_in, identity=digest("the same results in other bytes"))
+    held = pipeline.promote("offline-ci", report)
+    assert held.step.outcome is PromotionOutcome.HELD
+    (why,) = held.unused.values()
+    assert why == (
+        "no certificate names it, and it may be of another run: "
+        "the register does not trust it: a shared machine"
+    )
+    assert pipeline.promote("offline-ci", report, slot="chat/other").unused == held.unused
 
 
 def mark(pipeline: Pipeline, certificate: Path, *, trusted: bool = False) -> None:
