@@ -9,7 +9,7 @@ import pytest
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.release.promotion import FULL, PromotionOutcome
 from kcdsl.release.promotion.gate import GateAnswer, ask
-from kcdsl.release.register import Promotion, PromotionState, Register
+from kcdsl.release.register import Promotion, PromotionState, Register, Stale
 from kcdsl_certs.signatures import decode, parse_bundle
 from kcdsl_certs.statement import certificate_id
 from tests.support.promotion_scenes import SLOT, Pipeline
@@ -46,6 +46,32 @@ def test_traffic_counts_for_one_candidate_in_one_slot(register: Register) -> Non
         assert register.slot(slot).version == version
         register.promote(slot, version, again, [digest("new")])
     register.refuse_counted(SLOT, first.candidate, [digest("seen by nobody"), "%"])
+
+
+def test_a_decision_that_asks_the_register_is_recorded_in_the_state_that_it_saw(
+    register: Register, place: str
+) -> None:
+    first, seen = held(register, SLOT, "one"), []
+
+    def decide(state: Register) -> Promotion:
+        with (
+            Register.open(place, wait=0.1) as other,
+            pytest.raises(Refusal) as busy,
+        ):
+            other.revoke("0" * 64, "meanwhile")
+        assert busy.value.diagnostics[0].code is codes.REGISTER_BUSY
+        seen.append((state.slot(SLOT), state.revocations()))
+        return first
+
+    before = register.slot(SLOT)
+    assert register.promote(SLOT, 0, decide).version == 1
+    assert seen == [(before, ())]
+    with pytest.raises(Stale):
+        register.promote(SLOT, 0, decide)
+    assert len(seen) == 1
+    with pytest.raises(AssertionError):
+        register.promote(SLOT, 1, lambda state: held(state, SLOT, "two"))
+    assert register.slot(SLOT).version == 1
 
 
 def test_a_certificate_without_a_report_has_no_run(register: Register) -> None:
