@@ -167,12 +167,13 @@ def described(name: str, found: Distribution) -> Mapping[str, Any]:
     that of the list of its programs, hashed as they lie there, so that a file that was changed in
     place shows. What was hashed before and was not written to since is taken from a cache.
     """
-    record = found.read_text("RECORD")
+    record, about = found.read_text("RECORD"), found.metadata
+    digest = None if record is None else hashlib.sha256(record.encode()).hexdigest()
     return {
-        "version": found.version,
-        "record": None if record is None else hashlib.sha256(record.encode()).hexdigest(),
-        "code": _code_digest(name, found, record),
-        **_built(found),
+        "version": about["Version"],
+        "record": digest,
+        "code": None if digest is None else _code_digest(name, found, record or "", digest),
+        **(_built(found) if about["Name"] == "torch" else {}),
     }
 
 
@@ -189,18 +190,18 @@ def _built(found: Distribution) -> dict[str, str]:
     text = ""
     with suppress(OSError):
         path = Path(str(found.locate_file("torch/version.py")))
-        text = path.read_text(encoding="utf-8") if found.metadata["Name"] == "torch" else ""
+        text = path.read_text(encoding="utf-8")
     pairs = re.findall(r"^(git_version|cuda|hip|rocm)\b[^=\n]*= '([^'\n]*)'", text, re.MULTILINE)
     return dict(pairs)
 
 
-def _code_digest(name: str, found: Distribution, record: str | None) -> str | None:
+def _code_digest(name: str, found: Distribution, record: str, sha256: str) -> str | None:
     """Return the sha256 over the names and digests of a distribution's programs."""
-    paths = sorted(set(_listed(record)))
-    if not paths:
-        return None
     root = str(found.locate_file(""))
     known = _Known.of(name, root)
+    paths = known.listing(sha256, record)
+    if not paths:
+        return None
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{path} {known.digest(os.path.join(root, path))}\n".encode())
@@ -208,13 +209,18 @@ def _code_digest(name: str, found: Distribution, record: str | None) -> str | No
     return digest.hexdigest()
 
 
-def _listed(record: str | None) -> Iterator[str]:
-    rows = (record or "").splitlines()
-    if '"' not in (record or ""):  # most of the thousands of rows are of no program
+def _listed(record: str) -> Iterator[str]:
+    rows = record.splitlines()
+    if '"' not in record:  # most of the thousands of rows are of no program
         rows = [row for row in rows if _ROW_OF_CODE.search(row)]
     for row in csv.reader(rows):
         if row and _CODE.search(row[0]):
             yield row[0]
+
+
+_LISTING = ""
+"""Where the list of programs is kept, with the digest of the RECORD that it is of: no file has this
+name."""
 
 
 @dataclass(slots=True)
@@ -246,6 +252,16 @@ class _Known:
             before = {}
         return cls(place, before if isinstance(before, dict) else {})
 
+    def listing(self, sha256: str, record: str) -> list[str]:
+        """Return the programs that a file RECORD lists, by its digest where that is known."""
+        held = self.before.get(_LISTING)
+        if isinstance(held, list) and held[:1] == [sha256] and len(held) == 2:
+            found = str(held[1])
+        else:
+            found = "\n".join(sorted(set(_listed(record))))
+        self.now[_LISTING] = (sha256, found)
+        return found.split("\n") if found else []
+
     def digest(self, path: str) -> str:
         """Return the sha256 of a file; one that is known and settled is not opened."""
         held = self.now.get(path) or self.before.get(path)
@@ -267,7 +283,7 @@ class _Known:
 
     def keep(self) -> None:
         after = {path: list(held) for path, held in self.now.items()}
-        if self.place is None or after == self.before:
+        if self.place is None or after == self.before or after.keys() == {_LISTING}:
             return
         from kcdsl.source.writing import write_bytes
 

@@ -158,8 +158,16 @@ def test_two_changes_within_one_tick_show(
     assert len(list((tmp_path / "cache" / "kcdsl" / "libraries").iterdir())) == 1
 
 
-def test_a_record_that_was_written_anew_shows(wheel: Distribution, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_record_that_was_written_anew_shows(
+    wheel: Distribution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """Also where the list of the earlier one is kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    later = time.time_ns() + 2 * files.SETTLED * kept
+    monkeypatch.setattr(time, "time_ns", lambda: later)
     before = described("fast", wheel)
+    assert described("fast", wheel) == before
     with (tmp_path / "fast-1.0+local.dist-info" / "RECORD").open("a") as file:
         file.write("fast/more.py,sha256=AAAA,3\n")
     after = described("fast", wheel)
