@@ -390,10 +390,10 @@ def paired(
     if not shapes or len(shapes) > 2 or shapes[0] != shapes[-1] or not shapes[0]:
         raise Rejected("document/splits", "one network, or two with the same layers")
     before = shapes[0][0][0][1:]
-    for weight, bias in shapes[0]:
-        if (len(weight), bias, before) != (2, weight[:1], weight[1:]) or 0 in weight:
+    for size, outputs in shapes[0]:
+        if (len(size), outputs, before) != (2, size[:1], size[1:]) or 0 in size:
             raise Rejected("document/splits", "the layers do not fit one another")
-        before = bias
+        before = outputs
     found = []
     for number, layer in enumerate(networks[0]):
         weight, bias = (np.asarray(part, dtype=np.float64) for part in layer)
