@@ -62,6 +62,7 @@ def test_a_perturbed_copy_is_that_of_its_seed() -> None:
     assert not torch.equal(first[1][1], original[1][1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("change", "held"), [(0.001, True), (0.5, False)])
 def test_our_methods_agree_on_a_small_pair(change: float, held: bool) -> None:
     first = layers(5, 6, 5)
