@@ -48,8 +48,8 @@ class Remainder:
             spread = float((np.diagonal(scaled) ** 2).max()) * _MORE
         else:
             spread = largest(scaled @ scaled.T, float((scaled**2).sum()) * _MORE)
-        read = np.asarray((adjoint.values != 0).any(axis=(0, -1)))[..., None]
-        whole = float(total[read].sum())  # a window may have rows that are not read
+        read = np.asarray(adjoint.values.any(axis=(0, -1)))  # a window may be wider
+        whole = float(total[read].sum())
         return min(by_columns, math.sqrt(spread * whole) * _MORE + 2.0**-450)
 
 
