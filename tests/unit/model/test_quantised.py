@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from kcdsl.diagnostics import Refusal
@@ -134,6 +135,7 @@ GROUP = COMPRESSED["config_groups"]["group_0"]
         ("fp8 tensor", {**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}),
         ("fp8 tensor", {**COMPRESSED, "quantization_status": "initialized"}),
         ("fp8 tensor", {**COMPRESSED, "config_groups": []}),
+        ("int4 group", {**FORMATS["int4 group"][0], "format": "marlin-24"}),
         ("fp8 tensor", {**COMPRESSED, "config_groups": {"a": {**GROUP, "format": "dense"}}}),
         (
             "fp8 tensor",
@@ -151,7 +153,22 @@ def test_both_programs_refuse_what_says_other_weights(
     (place / "config.json").write_text(json.dumps({**document, "quantization_config": change}))
     with pytest.raises(Refusal):
         pair(folder).served.quantised(key)  # type: ignore[union-attr]
-    with pytest.raises(Rejected, match=r"compressed-tensors with|GPTQ with|kernels|attribute"):
+    with pytest.raises(Rejected, match=r"compressed-tensors with|GPTQ with|kernels|attribute|marlin"):
+        read_served(place, {key}).matrix(key)
+
+
+@pytest.mark.parametrize("part", ["scale", "zero_point"])
+def test_the_checker_refuses_factors_of_one_output_for_all(folder: Path, part: str) -> None:
+    """Numpy would take the factors of one output for every other one."""
+    place, key = folder / "quantised", "model.layers.0.mlp.up_proj.weight"
+    quantise(folder, place, "torchao int4")
+    path = place / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    held = load_file(path)
+    name = next(n for n in held if n.endswith(f"up_proj._weight_{part}"))
+    save_file({**held, name: held[name][:, :1].clone()}, path, metadata)
+    with pytest.raises((Rejected, ValueError), match="does not fit"):
         read_served(place, {key}).matrix(key)
 
 
