@@ -19,8 +19,8 @@ from kcdsl_backends.drift.affine.tape import TapeEntry as ProverEntry
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.curves import Remainder
 from kcdsl_certs.recheck.affine.ellipsoids import largest
-from kcdsl_certs.recheck.affine.reverse_passes import length
-from kcdsl_certs.recheck.affine.tape import Pull, Tape, TapeEntry
+from kcdsl_certs.recheck.affine.reverse_passes import length, surrounded
+from kcdsl_certs.recheck.affine.tape import Pull, Share, Tape, TapeEntry
 
 Floats = np.ndarray
 
@@ -278,3 +278,20 @@ def test_the_norm_of_a_row_is_that_of_all_its_elements(rows: int) -> None:
     ):
         assert (found >= size.norm(dim=-1, keepdim=True)).all()
         assert (found <= size.norm(dim=-1, keepdim=True) * 2).all()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_norms_add_counts_where_a_pass_stops(rows: int) -> None:
+    """A norm adds shares of what it reads, in passes that stop at what it reads, too."""
+    shape, n = (rows, 4), 4
+    ones = np.ones(shape)
+    tape = Tape(None)
+    tape.add(TapeEntry(0 * ones))
+    tape.add(TapeEntry(ones, radius=ones))
+    share = Share(np.ones((rows, 1)), ones)
+    tape.add(TapeEntry(2 * ones, ((1, lambda a: a),), share=share))
+    functionals = Adjoint(np.eye(rows * n).reshape(-1, *shape), (0, 0))
+    found = surrounded(tape, 2, functionals, floor=1)
+    # every element may be off by 1, and by as much again that the norm adds
+    assert (found.each >= 2).all()
+    assert found.norm >= 2 * np.sqrt(n)
