@@ -85,7 +85,7 @@ def test_links_that_begin_with_a_norm(
     assert outcome.ok, outcome
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("pair", ["float16 any", "float64", "float32 fused"])
 def test_links_with_numbers_that_nothing_moves(pair: str, tmp_path: Path) -> None:
     """Where a norm has no gain its result is its bias, here zero, up to the programs' roundings."""

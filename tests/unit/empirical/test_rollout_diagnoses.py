@@ -211,7 +211,7 @@ def test_a_planted_mistake_is_found_and_named(name: str) -> None:
 SCORED = ("infer at 0.7", "infer at 1.3", "top_p 0.8", "top_p 0.95", "one late")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", SCORED)
 def test_a_training_kernel_that_scores_names_it_with_its_value(name: str) -> None:
     plant, expected, value = PLANTED[name]

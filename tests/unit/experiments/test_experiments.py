@@ -82,6 +82,7 @@ def test_every_combination_has_a_cell(grid: dict[str, Any], follows: Callable[[A
     assert grid["deferred"].keys() == {"R-LATENCY"}
 
 
+@pytest.mark.full
 def test_streams_and_batches_of_one_give_what_a_request_alone_gives(grid: dict[str, Any]) -> None:
     """Threads do not change a result: rows of one and of two streams are the same, bit for bit."""
     cells = _cells(grid)
