@@ -153,7 +153,9 @@ def test_both_programs_refuse_what_says_other_weights(
     (place / "config.json").write_text(json.dumps({**document, "quantization_config": change}))
     with pytest.raises(Refusal):
         pair(folder).served.quantised(key)  # type: ignore[union-attr]
-    with pytest.raises(Rejected, match=r"compressed-tensors with|GPTQ with|kernels|attribute|marlin"):
+    with pytest.raises(
+        Rejected, match=r"compressed-tensors with|GPTQ with|kernels|attribute|marlin"
+    ):
         read_served(place, {key}).matrix(key)
 
 
