@@ -179,15 +179,15 @@ class CompareCommand(Command):
         place = load_config(Path()).register_place if self.register is None else self.register
         if place is None or not read:
             return found
+        from kcdsl.release.promotion.recorded import distrusted_reports
         from kcdsl.release.register import Register
 
+        reports = {
+            name: (hashlib.sha256(read_bytes(Path(name))).hexdigest(), one)
+            for name, one in read.items()
+        }
         with Register.open(place) as register:
-            bad = {run.report: run.reason for run in register.runs() if not run.trusted}
-        for name in read:
-            digest = hashlib.sha256(read_bytes(Path(name))).hexdigest()
-            if digest in bad:
-                found.setdefault(name, f"its run is not trusted: {bad[digest]}")
-        return found
+            return distrusted_reports(register, reports) | found
 
 
 # --- status --------------------------------------------------------------------------------------

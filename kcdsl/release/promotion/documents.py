@@ -135,12 +135,9 @@ def _report(
     inputs: Mapping[str, str],
     parts: Iterable[str],
 ) -> EvidenceDocument:
-    _refuse_other_triple(claimed_triple(document, expected, document["kernels"]), expected, parts)
+    _refuse_other_subject(document, expected, parts)
     if INFER_CHECKPOINT in expected.checkpoint.companions:
         raise OtherSubject("it does not name the weights that the inference kernel read")
-    weights = document["model"]["sha256"]
-    if weights is None or not names_weights_of(str(weights), expected):
-        raise OtherSubject("it is about other weights, or names none")
     data = {str(file["name"]): str(file["sha256"]) for file in document["data"]}
     for name, digest in data.items():
         if inputs.get(name) != digest:
@@ -157,6 +154,29 @@ def _report(
         requests_of=frozenset(data.values()),
         looks=looks if isinstance(looks, int) else 0,
     )
+
+
+def is_about(report: Mapping[str, Any], triple: Triple) -> bool:
+    """Say whether a report says of itself that it is about a triple, on whatever host.
+
+    Raises KeyError, TypeError or ValueError for a report without usable fields.
+    """
+    try:
+        _refuse_other_subject(report, triple, ("host",))
+    except OtherSubject:
+        return False
+    except (Rejected, OverflowError) as error:
+        raise ValueError(f"its kernels: {error}") from error
+    return True
+
+
+def _refuse_other_subject(
+    document: Mapping[str, Any], expected: Triple, parts: Iterable[str]
+) -> None:
+    _refuse_other_triple(claimed_triple(document, expected, document["kernels"]), expected, parts)
+    weights = document["model"]["sha256"]
+    if weights is None or not names_weights_of(str(weights), expected):
+        raise OtherSubject("it is about other weights, or names none")
 
 
 def claimed_triple(

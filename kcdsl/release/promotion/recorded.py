@@ -6,11 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import REGISTER_DAMAGED
 from kcdsl.release.promotion.candidate import StagedCandidate
+from kcdsl.release.promotion.documents import is_about
 from kcdsl.release.promotion.stages import OFFLINE
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import Triple, Verdict, differences, relaxed
@@ -96,6 +97,26 @@ def distrust_of(
         text = found.of_report(run.report)
         if text is not None:
             why[run.report] = text
+    return found
+
+
+def distrusted_reports(
+    register: Register, reports: Mapping[str, tuple[str, Mapping[str, Any]]]
+) -> dict[str, str]:
+    """Return why reports do not count, by name: the run of one is not trusted, or may be.
+
+    `reports` has the sha256 and the document of each. Raises KeyError, TypeError or ValueError for
+    a report without usable fields.
+    """
+    found: dict[str, str] = {}
+    for digest in dict.fromkeys(run.triple for run in register.runs(trusted=False)):
+        known, triple = distrust_of(register, digest), register.triple(digest)
+        for name, (identity, document) in reports.items():
+            why = known.why.get(identity)
+            if why is None and triple is not None and is_about(document, triple):
+                why = known.of_report(identity)
+            if why is not None:
+                found.setdefault(name, why)
     return found
 
 

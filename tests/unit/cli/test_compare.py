@@ -14,13 +14,16 @@ import pytest
 from scipy import stats
 
 from kcdsl.ir.terms import Metric, Statistic
+from kcdsl.release.register import Register, Run
 from kcdsl.verdict.model import Held, InvalidEvidence
 from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.questions import baselines, pairs
 from kcdsl_backends.empirical.statistics import paired
 from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
+from kcdsl_certs.statement import Checkpoint, Contract, EvidenceFile, Kernel, Triple
 from tests.support.commands import run_here
+from tests.support.registers import TRUSTED, bundle, clock, predicate, recorded
 from tests.support.small_models import DECODER, write_model
 
 CONTRACT = """\
@@ -233,29 +236,71 @@ def test_what_is_not_comparable_or_trusted_is_left_out(
 def test_a_run_that_a_register_does_not_trust_is_left_out(
     cli: Any, traces: dict[str, Path], tmp_path: Path
 ) -> None:
-    from kcdsl.release.register import Register, Run
+    """Also as a copy in other bytes, and on another host. A report that a certificate names counts,
+    and so does one about other weights, another contract or another kernel."""
 
-    coarse = traces["coarse"]
-    files = [report(tmp_path, traces["fine"], f"run{i}") for i in range(2)]
+    def host(document: dict[str, Any]) -> None:
+        for kernel in document["kernels"].values():
+            kernel["fingerprint"]["hardware"]["host"] = {"processor": "another"}
+
+    def weights(document: dict[str, Any]) -> None:
+        document["model"]["sha256"] = "0" * 64
+
+    def contract(document: dict[str, Any]) -> None:
+        document["contract"]["digest"] = f"sha256:{'0' * 64}"
+
+    def kernel(document: dict[str, Any]) -> None:
+        document["kernels"]["infer"]["fingerprint"]["run"] = "another"
+
+    fine = traces["fine"]
+    names = ("marked", "copy", "signed", "revoked")
+    files = {name: report(tmp_path, fine, name) for name in names}
+    for change in (host, weights, contract, kernel):
+        files[change.__name__] = report(tmp_path, fine, change.__name__, change)
+    about = triple_of(json.loads(files["marked"].read_text()))
     place = tmp_path / "register.db"
-    with Register.open(place, create=True) as register:
-        base = Path("certs/vectors/valid.cert.json").read_bytes()
-        from kcdsl_certs.encoding.strict import strict_load
-        from kcdsl_certs.signatures import decode, parse_bundle
-        from kcdsl_certs.statement import parse_predicate, parse_statement
 
-        payload = decode(parse_bundle(base)).payload
-        statement = parse_statement(strict_load(payload, 10**7))
-        triple = register.record_triple(parse_predicate(statement.predicate)[0].triple)
-        for file in files:
-            digest = hashlib.sha256(file.read_bytes()).hexdigest()
-            run = register.record_run(Run("evaluate", triple, "offline-ci", digest))
+    def compared(named: dict[str, Path]) -> dict[str, str]:
+        more = (*options("--history", [*named.values()]), "--register", str(place))
+        document = _compare(cli, fine, fine, 0, *more)
+        assert document["history"] == len(named) - len(document["unused"])
+        return {Path(name).stem: why for name, why in document["unused"].items()}
+
+    def digest(name: str) -> str:
+        return hashlib.sha256(files[name].read_bytes()).hexdigest()
+
+    with Register.open(place, create=True, clock=clock) as register:
+        for sequence, name in enumerate(("signed", "revoked"), 1):
+            evidence = (EvidenceFile("report", "report.json", digest(name)),)
+            body = replace(predicate(about, sequence=sequence), evidence=evidence)
+            signed = recorded(register, bundle(body), TRUSTED)
+        register.revoke(signed.identity, "the key was lost")
+        run = register.record_run(Run("evaluate", about.digest, "offline-ci", digest("marked")))
+        assert compared(files) == {}
         register.mark_run(run.identity, trusted=False, reason="the machine was hot")
-    document = _compare(
-        cli, coarse, coarse, 0, *options("--history", files), "--register", str(place)
+    why = compared(files)
+    assert why.keys() == {"marked", "copy", "revoked", "host"}
+    assert why["marked"] == "the register does not trust it: the machine was hot"
+    for name in ("copy", "revoked", "host"):
+        assert (
+            why[name] == f"no certificate names it, and it may be of another run: {why['marked']}"
+        )
+    floating = report(tmp_path, fine, "floating", lambda d: d["kernels"].update(train={"run": 0.5}))
+    ran = cli("compare", fine, fine, "--history", floating, "--register", str(place))
+    assert (ran.code, "error[KC674]" in ran.stderr) == (2, True), ran.stderr
+
+
+def triple_of(document: dict[str, Any]) -> Triple:
+    """Return the triple that a report is about."""
+    weights, named = document["model"]["sha256"], document["contract"]
+    root = hashlib.sha256(bytes.fromhex(weights)).hexdigest()
+    train, infer = (
+        Kernel("torch.eager", document["kernels"][role]["fingerprint"])
+        for role in ("train", "infer")
     )
-    assert document["history"] == 1
-    assert list(document["unused"].values()) == ["its run is not trusted: the machine was hot"]
+    digest = named["digest"].removeprefix("sha256:")
+    contract = Contract(named["name"], named["version"], digest)
+    return Triple(Checkpoint("model.safetensors", weights, root), train, infer, contract)
 
 
 def test_times_of_another_machine_have_no_part_in_a_band() -> None:
