@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
-from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import BACKENDS_DISAGREE, NO_BACKEND
 from kcdsl.ir.terms import EvidenceKind
 from kcdsl.route.catalogue import BackendSpec, Fragment, is_foreign
@@ -30,7 +30,7 @@ Ask = Callable[[Any, Sequence["Goal"], float | None], Sequence["GoalOutcome"]]
 
 @dataclass(slots=True)
 class _Asked:
-    """What was said of a goal so far, and why some backends were not asked."""
+    """What was said of a goal so far, and why some backends were not asked or failed."""
 
     goal: Goal
     answers: list[tuple[BackendSpec, GoalOutcome]] = field(default_factory=list)
@@ -65,6 +65,8 @@ def decide_together(
 ) -> tuple[GoalOutcome, ...]:
     """Decide each goal by the first backend that can; outcomes come in the order of the goals.
 
+    One of another distribution that gives no usable answer decides nothing; the others are asked.
+
     Args:
         offers: backends in the order in which they are asked, with what loads each; not empty.
         goals: what to decide.
@@ -84,7 +86,15 @@ def decide_together(
             continue
         if not taken:
             continue
-        outcomes = ask(load(left), [each.goal for each in taken], left)
+        try:
+            outcomes = ask(load(left), [each.goal for each in taken], left)
+        except Refusal as refusal:
+            (first, *_) = refusal.diagnostics
+            if first.code != NO_BACKEND or not is_foreign(spec):
+                raise
+            for each in taken:
+                each.left_out.append(f"{spec.name}: failed, {first.message}")
+            continue
         for each, outcome in zip(taken, outcomes, strict=True):
             each.answers.append((spec, outcome))
             _refuse_contradiction(each)

@@ -106,6 +106,7 @@ class VerifyCommand(RunsCode, Certifies):
     def run(self) -> Exit:
         """Decide the chosen clauses, and write what was found before it is printed."""
         from kcdsl.api.verification import VerifySettings, verify
+        from kcdsl.diagnostics.render.terminal import printable
 
         settings = VerifySettings(
             blocks=self.block,
@@ -138,6 +139,8 @@ class VerifyCommand(RunsCode, Certifies):
             print_json(found.to_json(), allow_nan=False)
         else:
             _print(found.outcomes, found.implied, found.path, self.contract)
+        for text in dict.fromkeys(note for outcome in found.outcomes for note in outcome.notes):
+            print(f"note: {printable(text)}", file=sys.stderr)
         cached = sum(outcome.cached for outcome in found.outcomes)
         if cached:
             cases = sum(len(outcome.cases) for outcome in found.outcomes)
@@ -153,7 +156,6 @@ def _print(
     contract: str | None,
 ) -> None:
     from kcdsl.api.verification import counterexample_file
-    from kcdsl.diagnostics.render.terminal import printable
     from kcdsl.release.signing import STATEMENT
     from kcdsl.verdict.model import Inconclusive, InvalidEvidence, Violated
     from kcdsl.verdict.text.console import print_on
@@ -182,8 +184,6 @@ def _print(
         tell(f"\n{item.clause_id} on {item.slice} is implied:")
         for step in item.steps:
             tell(f"  {step}")
-    for text in dict.fromkeys(note for outcome in outcomes for note in outcome.notes):
-        print(f"note: {printable(text)}", file=sys.stderr)
     kind = "statement" if certificate.name.endswith(STATEMENT) else "certificate"
     tell(f"{kind}: {certificate}")
 

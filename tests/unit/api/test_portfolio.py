@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kcdsl.api.portfolio import decide_together
-from kcdsl.diagnostics import Refusal, codes
+from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import EvidenceKind
 from kcdsl.route.catalogue import BackendSpec, Fragment
 from kcdsl.route.goals import Goal, goals
@@ -151,6 +151,34 @@ def test_backends_are_left_out_with_the_reason(goal: Goal) -> None:
     assert not second.calls
     with pytest.raises(Refusal, match="no installed backend decides N-0"):
         decided(around, offer("two", second))
+
+
+def test_a_foreign_backend_that_fails_decides_nothing(goal: Goal) -> None:
+    """Refusals of others, and those about what is decided, end the command."""
+
+    def refusing(backend: Any, asked: Any, seconds: float | None) -> list[GoalOutcome]:
+        if backend[0] == "mine":
+            raise refuse(backend[1].code, "it raised", help="leave it out")
+        return ask(backend, asked, seconds)
+
+    @dataclass
+    class Failing(Fake):
+        code: codes.Code = codes.NO_BACKEND
+
+    def mine(code: codes.Code, target: str) -> Any:
+        return offer("mine", Failing(Held(), bound=-1.0, code=code), target=target)
+
+    failing, second = mine(codes.NO_BACKEND, "elsewhere:BACKEND"), Fake(Held(), bound=0.4)
+    (found,) = decide_together([failing, offer("two", second)], [goal], refusing, None)
+    assert (found.backend, found.bound, second.calls) == ("two", 0.4, [1])
+    assert found.notes == ("N-0: decided by two; mine: failed, it raised",)
+    with pytest.raises(Refusal, match="no installed backend decides N-0") as refusal:
+        decide_together([failing], [goal], refusing, None)
+    assert refusal.value.diagnostics[0].notes == ("mine: failed, it raised",)
+    own = mine(codes.NO_BACKEND, "kcdsl_backends.mine:BACKEND")
+    for bad in (own, mine(codes.FILE_MISSING, "elsewhere:BACKEND")):
+        with pytest.raises(Refusal, match="it raised"):
+            decide_together([bad, offer("two", second)], [goal], refusing, None)
 
 
 def test_the_time_limit_is_shared(goal: Goal, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from kcdsl_certs.signatures import decode, parse_bundle
 from tests.support.small_models import write_model
 
 CONTRACT = """\
@@ -88,6 +90,32 @@ def test_its_certificate_is_signed_and_checked(installed: Path, tmp_path: Path) 
     ):
         ran = kcdsl(installed, tmp_path, *words)
         assert ran.returncode == 0, (words, ran.stdout, ran.stderr)
+
+
+@pytest.mark.full
+def test_where_it_raises_the_others_decide(installed: Path, tmp_path: Path) -> None:
+    """With `auto`, where it is asked first; nothing of it is signed. Alone, nothing is written."""
+    site = shutil.copytree(installed, tmp_path / "site")
+    module = site / "quick_backend.py"
+    text = module.read_text().replace("rank=90", "rank=-1")
+    raising = '    ) -> list[GoalOutcome]:\n        raise ZeroDivisionError("a defect of quick")'
+    module.write_text(text.replace("    ) -> list[GoalOutcome]:", raising))
+    write_model(tmp_path, rows=[{"id": "a", "text": "hello"}])
+    (tmp_path / "contract.yaml").write_text(CONTRACT.replace("LIMIT", "1"))
+    assert kcdsl(site, tmp_path, "keygen").returncode == 0
+    words = ("--json", "--cache", "off", "--attack", "off", "--sign", "kcdsl.key")
+    alone = kcdsl(site, tmp_path, "verify", "--backend", "quick", *words)
+    failed = "backend 'quick' gave no usable answer: ZeroDivisionError: a defect of quick"
+    assert (alone.returncode, f"error[KC402]: {failed}" in alone.stderr) == (2, True), alone.stderr
+    assert not (tmp_path / "out").exists()
+    ran = kcdsl(site, tmp_path, "verify", "--backend", "auto", *words)
+    (goal,) = json.loads(ran.stdout)["goals"]
+    assert (ran.returncode, goal["verdict"], goal["backend"]) == (0, "held", "interval"), ran.stderr
+    (note,) = (line for line in ran.stderr.splitlines() if line.startswith("note: N-0: decided by"))
+    assert f"quick: failed, {failed}" in note
+    payload = decode(parse_bundle((tmp_path / "out" / "verify.cert.json").read_bytes())).payload
+    assert b"quick" not in payload
+    assert b"interval" in payload
 
 
 @pytest.mark.full
