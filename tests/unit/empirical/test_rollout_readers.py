@@ -193,6 +193,8 @@ MALFORMED: Mapping[str, tuple[str, Change, str]] = {
     "same id twice": ("KC621", _set("id", 2, "r0"), "'r0' was given in line 1"),
     "text for numbers": ("KC664", _set("train_logs", 1, ["a", "b"]), "something else than numbers"),
     "nested": ("KC664", _set("train_logs", 1, [[-1.0], [-1.0]]), "not 2-dimensional"),
+    "number for a prompt": ("KC664", _set("prompt", 1, 5), "must be a list"),
+    "truth value for tokens": ("KC664", _set("tokens", 1, True), "must be a list"),
     "ragged": ("KC664", _set("train_logs", 1, [[-1.0], [-1.0, -2.0]]), "differ in length"),
 }
 

@@ -198,9 +198,9 @@ def _sliced(
         name = names.get(role, "")
         if name not in rows.columns:
             continue
-        cell = rows.cell(row, name)
-        if role == "advantages" and np.ndim(cell) == 0:
+        if role == "advantages" and rows.single(row, name):
             continue
+        cell = rows.listed(row, name)
         if len(cell) != width:
             raise rows.refusal(row, name, f"{len(cell)} values for {width} tokens")
         found[name] = cell[start:end]
@@ -240,7 +240,7 @@ def _unwrapped(rows: FileRows) -> FileRows:
 
 
 def _nemo_rl(rows: FileRows, row: int, names: Mapping[str, str]) -> dict[str, Any]:
-    whole = rows.cell(row, names["tokens"])
+    whole = rows.listed(row, names["tokens"])
     length = int(rows.whole(row, "input_lengths", 0))
     flags = rows.flags(row, names["mask"])
     if length > len(whole) or flags.size != len(whole):
@@ -248,7 +248,12 @@ def _nemo_rl(rows: FileRows, row: int, names: Mapping[str, str]) -> dict[str, An
         raise rows.refusal(row, names["tokens"], what)
     start = min(_before(flags), length)
     found = _sliced(rows, row, names, start, length, len(whole))
-    counts = "sample_loss_mask" not in rows.columns or rows.cell(row, "sample_loss_mask") == 1
+    counts = True
+    if "sample_loss_mask" in rows.columns:
+        stated = rows.cell(row, "sample_loss_mask")
+        if stated not in (0, 1):
+            raise rows.refusal(row, "sample_loss_mask", "must hold 0 or 1")
+        counts = stated == 1
     mask = flags[start:length] if counts else np.zeros(length - start, dtype=bool)
     return {**found, **_apart(names, whole[:length], start), names["mask"]: mask}
 
@@ -257,7 +262,7 @@ def _nemo_rl(rows: FileRows, row: int, names: Mapping[str, str]) -> dict[str, An
 
 
 def _prime_rl(rows: FileRows, row: int, names: Mapping[str, str]) -> dict[str, Any]:
-    whole = rows.cell(row, names["tokens"])
+    whole = rows.listed(row, names["tokens"])
     flags = rows.flags(row, names["mask"])
     if flags.size != len(whole):
         raise rows.refusal(row, names["mask"], f"{flags.size} values for {len(whole)} tokens")
@@ -266,9 +271,16 @@ def _prime_rl(rows: FileRows, row: int, names: Mapping[str, str]) -> dict[str, A
     for role in ("train_logs", "infer_logs"):  # null is written for what is not finite
         if names[role] in found:
             found[names[role]] = [math.nan if v is None else v for v in found[names[role]]]
-    weights = rows.columns["rl_weights"][row] if "rl_weights" in rows.columns else None
+    weights: Sequence[Any] | NDArray[Any] = ()
+    if "rl_weights" in rows.columns and rows.columns["rl_weights"][row] is not None:
+        weights = rows.listed(row, "rl_weights")
+        if len(weights) != len(whole):
+            what = f"{len(weights)} values for {len(whole)} tokens"
+            raise rows.refusal(row, "rl_weights", what)
+        if not all(w is None or isinstance(w, int | float | np.number) for w in weights):
+            raise rows.refusal(row, "rl_weights", "holds something else than numbers")
     mask = flags[start:]
-    if weights is not None and any(w is not None for w in weights):
+    if any(w is not None for w in weights):
         # tokens of other losses were not sampled by the inference kernel
         mask = mask & np.array([w is not None and w != 0 for w in weights[start:]], dtype=bool)
     return {**found, **_apart(names, whole, start), names["mask"]: mask}
@@ -306,7 +318,7 @@ def _as_samples(rows: FileRows) -> FileRows:
 
 
 def _slime(rows: FileRows, row: int, names: Mapping[str, str]) -> dict[str, Any]:
-    whole = rows.cell(row, names["tokens"])
+    whole = rows.listed(row, names["tokens"])
     length = int(rows.whole(row, "response_length", 0))
     if length > len(whole):
         raise rows.refusal(row, "response_length", f"{length} of {len(whole)} tokens")

@@ -194,7 +194,7 @@ class _Reader:
     def _widths(self, row: int) -> tuple[int, int]:
         """Return how many tokens and prompt tokens a row has, padding included."""
         wide, before = (
-            len(self.rows.cell(row, self.have[role])) if role in self.have else 0
+            len(self.rows.listed(row, self.have[role])) if role in self.have else 0
             for role in ("tokens", "prompt")
         )
         return wide, before
@@ -253,7 +253,7 @@ class _Reader:
         """Return the ids that the sampler kept, one position after the other, and where each
         position ends."""
         column = self.have["infer_kept"]
-        cell = self.rows.cell(row, column)
+        cell = self.rows.listed(row, column)
         if len(cell) != wide:
             raise self.rows.refusal(row, column, f"{len(cell)} values for {wide} tokens")
         parts = [np.asarray(ids) for ids, there in zip(cell, keep, strict=True) if there]
@@ -266,7 +266,7 @@ class _Reader:
 
     def _advantages(self, row: int, wide: int, keep: NDArray[np.bool_]) -> Array:
         column = self.have["advantages"]
-        single = np.ndim(self.rows.cell(row, column)) == 0
+        single = self.rows.single(row, column)
         found = self.rows.finite(row, column, 0 if single else 1)
         if single:
             return np.full(int(keep.sum()), float(found))
@@ -304,7 +304,7 @@ class _Reader:
         }
         for role in _SUMMED:
             if role in self.have:
-                single = np.ndim(self.rows.cell(row, self.have[role])) == 0
+                single = self.rows.single(row, self.have[role])
                 values = self.rows.finite(row, self.have[role], 0 if single else 1)
                 found[role] = float(values.sum())
         for role in _FLAGS:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,17 @@ class FileRows:
             raise self.refusal(row, column, "null")
         return found
 
+    def listed(self, row: int, column: str) -> Sequence[Any] | NDArray[Any]:
+        """Return a cell that is a list; raises Refusal for null and anything else."""
+        found = self.cell(row, column)
+        if not _is_list(found):
+            raise self.refusal(row, column, "must be a list")
+        return cast("Sequence[Any] | NDArray[Any]", found)
+
+    def single(self, row: int, column: str) -> bool:
+        """Say whether a cell is one value for the whole row instead of a list."""
+        return not _is_list(self.cell(row, column))
+
     # --- what roles ask for ----------------------------------------------------------------------
 
     def array(self, row: int, column: str, dimensions: int) -> NDArray[np.float64]:
@@ -102,8 +113,11 @@ class FileRows:
     def whole(self, row: int, column: str, dimensions: int) -> NDArray[np.int64]:
         """Return a cell as whole numbers from 0 on, below 2^53."""
         numbers = self.finite(row, column, dimensions)
-        bad = np.argwhere((numbers != np.floor(numbers)) | (numbers < 0) | (numbers >= 2**53))
-        if bad.size:
+        wrong = (numbers != np.floor(numbers)) | (numbers < 0) | (numbers >= 2**53)
+        if bool(wrong.any()):
+            if dimensions == 0:
+                raise self.refusal(row, column, f"{float(numbers):g} is no whole number from 0 on")
+            bad = np.argwhere(wrong)
             at = ", ".join(map(str, bad[0]))
             raise self.refusal(row, column, f"{_shown(numbers, bad)} at position {at} is no id")
         found: NDArray[np.int64] = numbers.astype(np.int64)
@@ -130,6 +144,10 @@ class FileRows:
         if not isinstance(found, str):
             raise self.refusal(row, column, "must be a text")
         return found
+
+
+def _is_list(cell: Any) -> bool:
+    return isinstance(cell, list | tuple) or (isinstance(cell, np.ndarray) and cell.ndim > 0)
 
 
 def _no_number(value: Any) -> tuple[str, str] | None:
