@@ -14,6 +14,7 @@ from kcdsl.model import registry
 from kcdsl.model.checkpoint.headers import StoredTensor, read_headers, weights_entry
 from kcdsl.model.configuration import check_config, read_config
 from kcdsl.source.files import excerpt, is_file, shown
+from kcdsl_grammar.expression_table import KEYWORDS
 
 COMPUTE = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """The formats that weights are trained and stored in, by the types of safetensors."""
@@ -59,7 +60,8 @@ class ModelFolder:
     def name(self) -> str:
         """Return a name for the contract, from that of the folder."""
         words = re.sub(r"[^a-z0-9]+", "-", self.path.resolve().name.lower()).strip("-")
-        return words if words[:1].isalpha() else f"model-{words}".strip("-")
+        plain = words[:1].isalpha() and words not in KEYWORDS
+        return words if plain else f"model-{words}".strip("-")
 
     @property
     def compute(self) -> str:
@@ -157,7 +159,7 @@ def _architecture(config: Mapping[str, Any]) -> tuple[str, str | None]:
     """Return the built-in architecture of a configuration, or "hf" and why none is built in."""
     kind = config.get("model_type")
     plain = {key: value for key, value in config.items() if key not in QUANTISED}
-    for name in registry.names():
+    for name in registry.names() if isinstance(kind, str) else ():
         if kind not in registry.declared(name).families:
             continue
         try:

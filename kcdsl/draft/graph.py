@@ -14,6 +14,7 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.draft.quantisation import DraftKernel
 from kcdsl.draft.rows import DraftRows, json_rows, slices_of
 from kcdsl.source.files import shown
+from kcdsl_grammar.expression_table import KEYWORDS
 
 if TYPE_CHECKING:
     from kcdsl.model.onnx.files import OnnxNode
@@ -39,7 +40,8 @@ class ModelGraph:
     def name(self) -> str:
         """Return a name for the contract, from that of the file."""
         words = re.sub(r"[^a-z0-9]+", "-", self.path.stem.lower()).strip("-")
-        return words if words[:1].isalpha() else f"model-{words}".strip("-")
+        plain = words[:1].isalpha() and words not in KEYWORDS
+        return words if plain else f"model-{words}".strip("-")
 
     @property
     def width(self) -> int | None:

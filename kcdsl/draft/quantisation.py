@@ -218,7 +218,7 @@ def _fine_grained(config: Mapping[str, Any]) -> Quantised:
             {"format": "fp8_e4m3", "scale": "per_tensor"},
             kept=kept,
         )
-    if list(blocks) != [128, 128]:
+    if blocks != [128, 128]:
         return Quantised("plain weights", {}, unmet=(f"FP8 weights in blocks of {blocks}",))
     end = "_e8m0" if power else ""
     return Quantised(
@@ -243,9 +243,9 @@ def _fbgemm(config: Mapping[str, Any]) -> Quantised:
 def _compressed(config: Mapping[str, Any]) -> Quantised:
     """Read compressed-tensors: one group of schemes for all linears."""
     groups = config.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
+    group = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    if not isinstance(groups, dict) or not isinstance(group, dict):
         return Quantised("plain weights", {}, unmet=("a configuration without config_groups",))
-    group = next(iter(groups.values()))
     unmet = [f"the group {other} of config_groups" for other in list(groups)[1:]]
     weights, wrong = _scheme(group.get("weights"), activation=False)
     unmet += [f"weights: {wrong}"] if wrong else []
@@ -273,7 +273,7 @@ def _scheme(raw: Any, *, activation: bool) -> tuple[Section, str | None]:
         return {}, None
     bits, kind, strategy = raw.get("num_bits"), raw.get("type", "int"), raw.get("strategy")
     size = raw.get("group_size")
-    said = f"{bits}-bit {kind} by {strategy}" + (f" of {size}" if size and size > 0 else "")
+    said = f"{bits}-bit {kind} by {strategy}" + (f" of {size}" if size not in (None, -1) else "")
     if activation and raw.get("dynamic") is False:
         return {}, f"{said} with stored scales"
     if (kind, bits) == ("float", 4) and strategy == "tensor_group":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,10 @@ def given_rows(file: Path, path: str, model: ModelFolder) -> DraftRows:
     encode = _encoder(model)
     rows = json_rows(file)
     for number, row in enumerate(rows, 1):
+        if not isinstance(row.get("length"), bool | int | float | str):
+            row.pop("length", None)  # no field that a slice tests
+        elif not _is_length(row["length"]):
+            raise _no_row(file, number, f"`length` is {excerpt(repr(row['length']))}, no number")
         if isinstance(row.get("tokens"), list):
             row.setdefault("length", len(row["tokens"]))
         elif isinstance(row.get("text"), str):
@@ -120,6 +125,10 @@ def given_rows(file: Path, path: str, model: ModelFolder) -> DraftRows:
                 help='write {"id": "a", "text": "..."} or {"id": "a", "tokens": [1, 2]}',
             )
     return DraftRows(path, slices_of(rows))
+
+
+def _is_length(value: bool | int | float | str) -> bool:
+    return type(value) is int or (isinstance(value, float) and math.isfinite(value))
 
 
 def json_rows(file: Path) -> list[dict[str, Any]]:

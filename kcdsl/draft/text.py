@@ -104,9 +104,8 @@ def _lines(draft: Draft) -> Iterator[str]:
     used = {name for clause in draft.clauses for name in _slices(clause)}
     for each in draft.slices:
         if each.name in used:
-            where = f"{{where: {json.dumps(each.where)}}}" if '"' not in each.where else ""
-            where = where or f"{{where: '{each.where}'}}"
-            yield f"  {each.name}: {where if each.where else '{}'}  # {each.why}"
+            where = f"{{where: {_quoted(each.where)}}}" if each.where else "{}"
+            yield f"  {each.name}: {where}  # {each.why}"
     yield ""
     if any(clause.note == USUAL for clause in draft.clauses):
         yield from _comment(
@@ -175,6 +174,11 @@ def _comment(text: str) -> Iterator[str]:
 def _scalar(text: str) -> str:
     plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS_OF_YAML
     return text if plain else json.dumps(text, ensure_ascii=False)
+
+
+def _quoted(text: str) -> str:
+    """Return a printable text in double quotes, or in single ones where it has double ones."""
+    return "'" + text.replace("'", "''") + "'" if '"' in text else json.dumps(text)
 
 
 def _flow(section: Mapping[str, Any]) -> str:

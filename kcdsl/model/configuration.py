@@ -225,13 +225,14 @@ def family_of(architecture: str, raw: Mapping[str, Any]) -> ModelFamily:
     value that the forward pass does not implement.
     """
     name, own = raw.get("model_type", architecture), declared(architecture).families
-    if name not in own:
+    if not isinstance(name, str) or name not in own:
         message = f"'model_type' is {name!r}; implemented: {', '.join(own)}"
         raise _refusal(architecture, message)
-    family = own[str(name)]
+    family = own[name]
     only = {k: v for k, v in _ONE_STACK.items() if k not in family.read} | dict(family.only)
-    for cls in raw.get("architectures") or ():
-        if cls not in family.classes:
+    classes = raw.get("architectures") or ()
+    for cls in classes if isinstance(classes, list | tuple) else (classes,):
+        if not isinstance(cls, str) or cls not in family.classes:
             raise _refusal(
                 architecture,
                 f"'architectures' names {cls!r}; implemented for {name}: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from pathlib import Path
@@ -22,6 +23,8 @@ from tests.support.onnx_files import model_of, quantised_mlp, save_decoder
 from tests.support.quantised import FORMATS, quantise
 from tests.support.small_models import DECODER, ENCODER, write_model
 
+EMPTY = (2).to_bytes(8, "little") + b"{}"
+"""A safetensors file without tensors."""
 PURPOSES = tuple(DraftPurpose)
 QUICK = ("--seconds", "0.2", "--bound-seconds", "0")
 TINY: dict[str, Any] = {
@@ -157,6 +160,34 @@ def test_slices_come_from_the_columns_of_the_data(cli: Any, tmp_path: Path) -> N
     accepted(cli, tmp_path / "contract.yaml")
 
 
+def test_values_of_columns_are_quoted(cli: Any, tmp_path: Path) -> None:
+    values = ("it's", "plain: yes # no")
+    rows = [{"id": f"r{i}", "tokens": [1, 2 + i], "of": values[i % 2]} for i in range(4)]
+    write_model(tmp_path, rows=rows)
+    ran = cli("init", "--data", "prompts.jsonl", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    where = [str(s.where) for s in load_program(tmp_path / "contract.yaml").slices]
+    assert all(any(value in text for text in where) for value in values)
+
+
+@pytest.mark.parametrize("length", ["3", True, math.inf])
+def test_lengths_of_rows_are_numbers(cli: Any, tmp_path: Path, length: Any) -> None:
+    rows = [{"id": "a", "tokens": [1, 2]}, {"id": "b", "tokens": [1, 3], "length": length}]
+    write_model(tmp_path, rows=rows)
+    ran = cli("init", "--data", "prompts.jsonl", cwd=tmp_path)
+    assert ran.code == 2
+    assert "prompts.jsonl, line 2: `length`" in ran.stderr
+    assert not (tmp_path / "contract.yaml").exists()
+
+
+def test_a_folder_may_be_called_as_a_word_of_contracts(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "true").mkdir()
+    write_model(tmp_path / "true")
+    ran = cli("init", "true", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    assert load_program(tmp_path / "contract.yaml").name == "model-true"
+
+
 def test_a_model_elsewhere_gets_its_contract_beside_it(cli: Any, tmp_path: Path) -> None:
     model, here = tmp_path / "model", tmp_path / "here"
     model.mkdir()
@@ -195,6 +226,11 @@ def test_links_out_of_the_folder_are_named_with_the_way_to_allow_them(
         ({"g.onnx": b""}, ("g.onnx",), "its operators are of version 0"),
         ({"g.onnx": b"\xff\xff"}, ("g.onnx",), "it is no ONNX file"),
         ({"g.onnx": b"", "q/x": b""}, ("g.onnx", "--quantised", "q"), "--quantised names a folder"),
+        (
+            {"m/config.json": b'{"model_type": [1]}', "m/model.safetensors": EMPTY},
+            ("m",),
+            "no model",
+        ),
         ({"r.jsonl": b'{"a": 1}'}, ("r.jsonl",), "no column for infer_logs, tokens, train_logs"),
         ({"r.jsonl": b"[1]"}, ("r.jsonl",), "a row is a JSON object"),
         (
@@ -326,8 +362,23 @@ LINEARS = ("lm_head.weight", "model.layers.0.mlp.up_proj.weight")
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
             *("torch.sdpa", "bfloat16 none", "none none", "the method 'bitsandbytes'"),
         ),
+        (
+            {"quant_method": "fp8", "weight_block_size": 128},
+            *("torch.sdpa", "bfloat16 none", "none none", "blocks of 128"),
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": 1}},
+            *("torch.sdpa", "bfloat16 none", "none none", "without config_groups"),
+        ),
+        (
+            compressed({**eight_bits("int", "group", group_size="x"), "num_bits": 4}, None),
+            *("torch.sdpa", "bfloat16 none", "none none", "this one runs plain ones"),
+        ),
     ],
-    ids=["fp8", "int4", "static", "blocks", "gptq", "awq", "nvfp4", "unknown"],
+    ids=[
+        *("fp8", "int4", "static", "blocks", "gptq", "awq", "nvfp4", "unknown"),
+        *("number of blocks", "number of groups", "word of size"),
+    ],
 )
 def test_the_serving_kernel_follows_the_quantisation(
     config: dict[str, Any], run: str, weights: str, activations: str, unmet: str

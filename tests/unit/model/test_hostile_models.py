@@ -14,6 +14,7 @@ from kcdsl.diagnostics.codes import MODEL_CONFIG, MODEL_FACTORY
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import load_model
 from kcdsl.model.architectures import llama
+from kcdsl.model.configuration import check_config
 from kcdsl.model.configuration import read_config
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 
@@ -44,6 +45,16 @@ def test_a_number_that_no_model_has_is_refused(change: dict[str, Any], word: str
     (diagnostic,) = refusal.value.diagnostics
     assert diagnostic.code == MODEL_CONFIG
     assert word in diagnostic.message
+
+
+@pytest.mark.parametrize("key", ["model_type", "architectures"])
+@pytest.mark.parametrize("value", [5, [[]], {"a": 1}])
+def test_a_name_that_is_none_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(Refusal) as refusal:
+        check_config("llama", CONFIG | {key: value})
+    (diagnostic,) = refusal.value.diagnostics
+    assert diagnostic.code == MODEL_CONFIG
+    assert key in diagnostic.message
 
 
 def test_a_deep_configuration_is_refused(tmp_path: Path) -> None:
