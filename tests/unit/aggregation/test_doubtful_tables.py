@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import Program
-from kcdsl.verdict.model import Held, InvalidEvidence, Verdict
+from kcdsl.verdict.model import Held, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.text.studies import print_aggregate
 from kcdsl_backends.empirical.questions.aggregate import Wish, aggregate
 from kcdsl_backends.empirical.questions.token_clauses import decide_table, prepare
@@ -298,6 +298,26 @@ def test_a_copy_of_a_file_is_refused(tmp_path: Path) -> None:
     columns = {"request": ["a", "b"], "slice": ["chat"] * 2, "kl": [0.01, 0.02]}
     first, second = write(tmp_path, columns), write(tmp_path, columns, "copy")
     assert "copy.parquet has the bytes of" in refused(None, first, second)
+
+
+@pytest.mark.parametrize("name", ["[a].parquet", "*.parquet", "?.parquet", "[!b].parquet"])
+def test_names_of_files_are_no_patterns(tmp_path: Path, name: str) -> None:
+    """DuckDB would read `a.parquet` twice, and never what exceeds the limit."""
+    program = contract(tmp_path, "max(kl) <= 0.05")
+    good = write(tmp_path, {"request": ["a"], "slice": ["chat"], "kl": [0.01]}, "a")
+    bad = write(tmp_path, {"request": ["b"], "slice": ["chat"], "kl": [0.5]}, "b")
+    bad = bad.rename(tmp_path / name)
+    (verdict,) = verdicts(program, good, bad)
+    assert isinstance(verdict, Violated)
+
+
+def test_names_of_folders_are_no_values(tmp_path: Path) -> None:
+    folder = tmp_path / "kl=0" / "slice=chat"
+    folder.mkdir(parents=True)
+    program = contract(tmp_path, "max(kl) <= 0.05")
+    file = write(folder, {"request": ["b"], "slice": ["chat"], "kl": [0.5]})
+    (verdict,) = verdicts(program, file)
+    assert isinstance(verdict, Violated)
 
 
 def test_a_file_without_rows_changes_nothing(tmp_path: Path) -> None:

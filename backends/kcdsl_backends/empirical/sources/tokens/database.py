@@ -31,6 +31,7 @@ from kcdsl_backends.empirical.sources.tokens.tables import (
     belonging_nowhere,
     below,
     double,
+    literal,
     quoted,
     text,
 )
@@ -131,7 +132,7 @@ def _loses_nan(connection: Any, folder: Path) -> bool:
     file = folder / "nan.parquet"
     pq.write_table(pa.table({"x": pa.array([0.1, float("nan")], pa.float32())}), file)
     counts = "count_if(NOT (x::DOUBLE <= '0.5'::DOUBLE)), count_if(isnan(x))"
-    source = f"read_parquet({text(str(file))})"
+    source = f"read_parquet({literal(file)})"
     found = connection.execute(f"SELECT {counts} FROM {source}").fetchone()
     kept = connection.execute(f"SELECT count(*) FROM {source} WHERE x > 0.5").fetchone()
     file.unlink()
@@ -330,11 +331,14 @@ def _value(value: float) -> str:
 
 
 def view(table: TokenTable) -> str:
-    """Return the statement that gives the files a name."""
-    files = ", ".join(text(str(file)) for file in table.files)
+    """Return the statement that gives the files a name.
+
+    Names of folders such as `kl=0` are no values of columns, which DuckDB would take them for.
+    """
+    files = ", ".join(map(literal, table.files))
     return (
         f"CREATE VIEW tokens AS SELECT *, file_index * {2**40} + file_row_number AS {PLACE}\n"
-        f"FROM read_parquet([{files}])"
+        f"FROM read_parquet([{files}], hive_partitioning = false)"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -193,6 +194,15 @@ def quoted(name: str) -> str:
 def text(value: str) -> str:
     """Return a string."""
     return "'" + value.replace("'", "''") + "'"
+
+
+_PATTERN = re.compile(r"[*?\[]")
+
+
+def literal(file: Path) -> str:
+    """Return the name of a file for DuckDB, which would take it for a pattern as it stands: in
+    brackets each sign is itself."""
+    return text(_PATTERN.sub(r"[\g<0>]", str(file)))
 
 
 def double(value: float) -> str:
