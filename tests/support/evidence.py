@@ -91,7 +91,7 @@ def evidence(
     for i in range(count):
         length = int(rng.integers(4, 41))
         key = f"rows.jsonl:{(ids or {}).get(i, str(i))}"
-        requests.append(Request(key, key.partition(":")[2], tuple(range(length)), {}, i + 1))
+        requests.append(Request(key, key.partition(":")[2], tuple(range(i, i + length)), {}, i + 1))
         values = _states(rng, length, drift) if encoder else _values(rng, length, drift)
         runs[key] = RequestRun(
             SamplingUnit(key, length, values), i, {"train.logits": f"{i:064x}"}, 0

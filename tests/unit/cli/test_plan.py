@@ -71,7 +71,7 @@ def write(tmp_path: Path) -> Write:
         (tmp_path / "model.safetensors").write_bytes(b"")
         (tmp_path / "config.json").write_text(DECODER_TEXT)
         if n is not None:
-            rows = ({"id": str(i), "text": "x" * (30 if i % 3 == 0 else 10)} for i in range(n))
+            rows = ({"id": str(i), "text": f"{i:0{30 if i % 3 == 0 else 10}}"} for i in range(n))
             (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         return tmp_path
 
@@ -117,6 +117,18 @@ def test_every_clause_on_every_slice(write: Write, planned: Any) -> None:
     assert (latency["have"], latency["unit"], latency["without_any"]) == (None, "timed runs", 59)
     assert found["TRACE all"]["unit"] == "records"
     assert list(found[""]["elsewhere"]) == ["PROVED"]
+
+
+def test_requests_that_repeat_a_prompt_are_one_unit_of_a_sample(write: Write, planned: Any) -> None:
+    folder = write(300)
+    rows = ({"id": str(i), "text": f"{i % 7:010}"} for i in range(300))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = planned(folder)
+    assert found["P99 all"]["have"] == 7
+    assert found["P99 all"]["state"] == "too_few"
+    assert {row["have"] for name, row in found.items() if name and row["state"] == "census"} == {
+        300
+    }
 
 
 @pytest.mark.parametrize(
@@ -220,7 +232,7 @@ def prior(folder: Path, units: Sequence[SamplingUnit]) -> tuple[str, str]:
     ]
     evidence = EvidenceTable(
         program=program,
-        requests=tuple(Request(key, key, (1,) * 10, {}, 1) for key in keys),
+        requests=tuple(Request(key, key, (i, 2), {}, 1) for i, key in enumerate(keys)),
         runs={unit.key: RequestRun(unit, 0, {}, 0) for unit in units},
         slices={"all": keys},
         measured=frozenset(name for unit in units for name in unit.values),

@@ -13,7 +13,7 @@ from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
 from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.tables import expand_tables, is_bucket
-from kcdsl.ir.terms import Clause, Family, Program
+from kcdsl.ir.terms import Clause, EvidenceKind, Family, Program
 from kcdsl.metrics import MEASURES, MetricDefinition
 from kcdsl.verdict.health import assess, recommend
 from kcdsl.verdict.model import Violated
@@ -22,6 +22,8 @@ from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.charts import charts_of
 from kcdsl_backends.empirical.charts.series import mean
 from kcdsl_backends.empirical.decide.comparison import beside
+from kcdsl_backends.empirical.decide.judgement import evidence_kind
+from kcdsl_backends.empirical.decide.repeats import by_prompt, repeated
 from kcdsl_backends.empirical.decide.results import DecisionCase, decide_all
 from kcdsl_backends.empirical.diagnoses.model import blocking
 from kcdsl_backends.empirical.metrics.user import measures_of
@@ -48,6 +50,7 @@ def conclude(evidence: EvidenceTable) -> Report:
     clauses, deferred = split(program, frozenset(evidence.slices))
     data = slice_data(evidence)
     results, demoted, statistics = decide(evidence, program, clauses, data)
+    evidence = replace(evidence, notes=(*evidence.notes, *_repeats(evidence, results)))
     return build_report(evidence, data, results, {**deferred, **demoted}, statistics)
 
 
@@ -68,18 +71,56 @@ def _on_slice(
     measures: Mapping[str, MetricDefinition],
 ) -> SliceData:
     timing, inside = evidence.timing, set(keys)
-    repeats = [timing.repeats[key] for key in keys if key in timing.repeats]
+    made = [key for key in keys if key in timing.repeats]
+    repeats = [[timing.repeats[made[i]] for i in own] for own in repeated(_prompts(made, evidence))]
     return SliceData(
         name,
         tuple(evidence.runs[key].unit for key in keys),
         tuple(unit for unit in timing.runs if unit.key in inside),
-        (sum(equal == made for equal, made in repeats), len(repeats)) if repeats else None,
+        (sum(all(equal == of for equal, of in own) for own in repeats), len(repeats))
+        if repeats
+        else None,
         timing.peak_memory,
         tuple(written[key] for key in keys),
         measures,
         unit=sampling_unit(evidence.program),
         batch=prompts_are_units(evidence.program),
     )
+
+
+def sampled_data(evidence: EvidenceTable, data: Mapping[str, SliceData]) -> Mapping[str, SliceData]:
+    """Return the data of slices as samples have them: requests that repeat a prompt are one unit.
+
+    Recorded rollouts are units of prompts already, and a token table has no prompts.
+    """
+    if prompts_are_units(evidence.program):
+        return data
+    return {
+        name: own
+        if own.reduced is not None
+        else by_prompt(own, _prompts(evidence.slices[name], evidence))
+        for name, own in data.items()
+    }
+
+
+def _prompts(keys: Sequence[str], evidence: EvidenceTable) -> list[tuple[int, ...]]:
+    """Return the tokens of requests, by which those that repeat a prompt are known."""
+    tokens = {request.key: request.tokens for request in evidence.requests}
+    return [tokens[key] for key in keys]
+
+
+def _repeats(evidence: EvidenceTable, results: Sequence[ClauseResult]) -> tuple[str, ...]:
+    """Say how many requests count with another in samples."""
+    sampled = [
+        row.slice
+        for row in results
+        if row.evidence == EvidenceKind.SAMPLE.value and row.counted != "timed runs"
+    ]
+    keys = list(dict.fromkeys(key for name in sampled for key in evidence.slices[name]))
+    more = len(keys) - len(repeated(_prompts(keys, evidence)))
+    if not more or prompts_are_units(evidence.program):
+        return ()
+    return (f"{more} requests repeat a prompt and count with it in samples",)
 
 
 def decide(
@@ -91,6 +132,7 @@ def decide(
     """Decide every clause; one that demands a proof is only reported where it is violated."""
     cases: list[DecisionCase] = []
     measures = measures_of(program)
+    samples = sampled_data(evidence, data)
     blocked = [
         None
         if clause.family is Family.OBSERVABILITY
@@ -99,7 +141,13 @@ def decide(
     ]
     for clause, why in zip(clauses, blocked, strict=True):
         cases += [
-            DecisionCase(obligation, data[name], why or evidence.spoiled.get(name))
+            DecisionCase(
+                obligation,
+                samples[name]
+                if evidence_kind(obligation.part, data[name]) is EvidenceKind.SAMPLE
+                else data[name],
+                why or evidence.spoiled.get(name),
+            )
             for name in slices_of(clause) or tuple(data)
             if name in data
             for obligation in obligations_of(clause, name)

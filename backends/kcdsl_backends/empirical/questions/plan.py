@@ -78,7 +78,7 @@ def plan(
     stated, program = program, expand_tables(program)
     earlier = None if prior is None else read_prior(prior)
     confidence = estimates.confidence_over(looks)
-    counted = _available(program, base)
+    rows_of, units_of = _available(program, base)
     rows: list[PlanRow] = []
     elsewhere: dict[str, str] = {}
     for clause in program.clauses:
@@ -94,7 +94,8 @@ def plan(
             for obligation in obligations_of(clause, name):
                 seen = None if earlier is None else earlier.observe(obligation)
                 timed = "timing" in _needs(obligation.part, program)
-                case = _Case(obligation, name, counted[name], timed, earlier is not None, seen)
+                there = rows_of[name], units_of[name]
+                case = _Case(obligation, name, *there, timed, earlier is not None, seen)
                 rows.append(_row(case, program, confidence, power))
     if not rows:
         raise refuse(
@@ -127,6 +128,8 @@ class _Case:
     obligation: Obligation
     slice: str
     requests: int | None
+    prompts: int | None
+    """How many units of a sample its requests are."""
     timed: bool
     has_prior: bool
     seen: Observed | None
@@ -163,6 +166,7 @@ def _row(case: _Case, program: Program, confidence: Confidence, power: float) ->
     varies = needs & NOISY or (_drawn(program) and metrics_of(part.require) - {"kv_memory"})
     if part.evidence is not EvidenceKind.SAMPLE and not varies:
         return _census(bare)
+    bare = replace(bare, have=None if case.timed else _units(part, case.prompts))
     if part.evidence is EvidenceKind.CENSUS:
         if prompts_are_units(program):
             return _census(bare)
@@ -307,16 +311,21 @@ def _units(part: Clause, requests: int | None) -> int | None:
     return requests if requests is None or not _by_window(part) else window_count(requests)
 
 
-def _available(program: Program, base: Path) -> Mapping[str, int | None]:
-    """Return how many requests each slice has; None where a file is not here yet.
+def _available(
+    program: Program, base: Path
+) -> tuple[Mapping[str, int | None], Mapping[str, int | None]]:
+    """Return how many requests each slice has, and how many units of a sample they are: those of
+    one prompt are one. None where a file is not here yet.
 
-    Of recorded rollouts, and of requests to a server, those of one prompt are one.
+    Of recorded rollouts and of requests to a server, those of one prompt are one request, too.
     """
     if program.infer.recording is not None and program.infer.recording.format != LOGITS:
         from kcdsl_backends.empirical.collection.recordings import units_available
 
-        return units_available(program, base)
+        units = units_available(program, base)
+        return units, units
     files: dict[str, RequestFile | None] = {}
+    requests: dict[str, int | None] = {}
     found: dict[str, int | None] = {}
     for slice_ in program.slices:
         name = slice_.data if slice_.data is not None else program.data
@@ -324,9 +333,9 @@ def _available(program: Program, base: Path) -> Mapping[str, int | None]:
             files[name] = _load(program, base, name)
         file = None if name is None else files[name]
         rows = () if file is None else select(file, slice_)
-        prompts = {row.tokens for row in rows} if program.infer.service is not None else rows
-        found[slice_.name] = None if file is None else len(prompts)
-    return found
+        found[slice_.name] = None if file is None else len({row.tokens for row in rows})
+        requests[slice_.name] = None if file is None else len(rows)
+    return found if program.infer.service is not None else requests, found
 
 
 def _load(program: Program, base: Path, name: str) -> RequestFile | None:

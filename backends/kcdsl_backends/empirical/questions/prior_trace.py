@@ -13,7 +13,7 @@ import numpy as np
 from kcdsl.ir.obligations import Obligation
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Abs, Statistic, Term
-from kcdsl_backends.empirical.decide.report import slice_data
+from kcdsl_backends.empirical.decide.report import sampled_data, slice_data
 from kcdsl_backends.empirical.decide.values import Side, token_sums, worst_of_units
 from kcdsl_backends.empirical.questions.prior_report import Observed, PriorReport
 from kcdsl_backends.empirical.statistics.bootstrap import linear_error
@@ -29,7 +29,8 @@ from kcdsl_backends.empirical.table.trace import read_trace
 
 def prior_of(path: Path) -> PriorReport:
     """Read a trace; raises Refusal (KC630, KC631) for what cannot be relied upon."""
-    return _FromTrace(slice_data(read_trace(path).evidence))
+    evidence = read_trace(path).evidence
+    return _FromTrace(sampled_data(evidence, slice_data(evidence)))
 
 
 @dataclass(frozen=True, slots=True)
