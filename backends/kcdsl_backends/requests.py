@@ -230,12 +230,24 @@ def _rendered(
             "`kcdsl evaluate` runs the template that stands beside a checkpoint with a tokenizer;"
             " elsewhere give the row its `tokens`",
         )
-    tokens = tuple(render(row))
-    if given is not None and tuple(given) != tokens:
+    tokens = tuple(render({name: _with_floats(cell) for name, cell in row.items()}))
+    if given is not None and (not isinstance(given, list) or tuple(given) != tokens):
         raise refusal("`tokens` differ from those of `messages` under the chat template")
     if not tokens:
         raise refusal("the request has no tokens")
     return tokens
+
+
+def _with_floats(cell: Any) -> Any:
+    """Return a JSON value with numbers as templates write them: 1e-07 and not 1E-7."""
+    match cell:
+        case Decimal():
+            return float(cell)
+        case list():
+            return [_with_floats(one) for one in cell]
+        case dict():
+            return {name: _with_floats(one) for name, one in cell.items()}
+    return cell
 
 
 def _is_unicode(text: str) -> bool:

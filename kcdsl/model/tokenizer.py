@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.files import Artefacts, companion
 from kcdsl.source.files import excerpt, read_bytes, shown
@@ -61,30 +62,43 @@ class FileTokenizer:
     def __init__(self, path: Path, data: bytes | None = None) -> None:
         from tokenizers import Tokenizer as Fast
 
-        try:
-            self._fast: Any = Fast.from_buffer(read_bytes(path) if data is None else data)
-        except Refusal:
-            raise
-        except Exception as error:  # the package raises bare Exception for every defect of the file
-            raise refuse(
-                codes.TOKENIZER,
-                f"{shown(path)} is no tokenizer: {excerpt(error, 200)}",
-                help="take the tokenizer.json of the checkpoint, or write `tokenizer: bytes`",
-            ) from None
+        self._path = path
+        given = read_bytes(path) if data is None else data
+        with _refusing(path, "is no tokenizer"):
+            self._fast: Any = Fast.from_buffer(given)
         self._fast.no_padding()
         self._fast.no_truncation()
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, special tokens included."""
-        return list(self._fast.encode(text).ids)
+        with _refusing(self._path, "fails on a text"):
+            return list(self._fast.encode(text).ids)
 
     def encode_rendered(self, text: str) -> list[int]:
         """Return the token ids of the text alone: a template writes special tokens itself."""
-        return list(self._fast.encode(text, add_special_tokens=False).ids)
+        with _refusing(self._path, "fails on a text"):
+            return list(self._fast.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids."""
-        return str(self._fast.decode(ids))
+        with _refusing(self._path, "fails on token ids"):
+            return str(self._fast.decode(ids))
+
+
+@contextmanager
+def _refusing(path: Path, what: str) -> Iterator[None]:
+    """Refuse a tokenizer where the package fails: with a bare Exception for every defect of the
+    file, and with panics, which are no exceptions of Python."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise refuse(
+            codes.TOKENIZER,
+            f"{shown(path)} {what}: {excerpt(error, 200)}",
+            help="take the tokenizer.json of the checkpoint, or write `tokenizer: bytes`",
+        ) from None
 
 
 def find_tokenizer(

@@ -112,3 +112,33 @@ def test_no_template_is_run_by_what_only_reads(folder: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(Refusal, match="no chat template stands beside"):
         _render(folder, {"messages": MESSAGES})
+
+
+def _requests(folder: Path, line: str, template: str) -> list[bytes]:
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "rows.jsonl").write_text(line + "\n")
+    render = renderer("model.safetensors", Artefacts.of(folder), ByteTokenizer())
+    found = load_requests(
+        folder / "rows.jsonl", "rows.jsonl", ByteTokenizer().encode, render=render
+    )
+    return [bytes(request.tokens) for request in found.requests]
+
+
+def test_numbers_of_rows_are_written_as_python_writes_them(folder: Path) -> None:
+    line = (
+        '{"id": "a", "messages": [{"role": "user", "t": 1e-7}], "tools": [{"least": 0.50, "n": 3}]}'
+    )
+    (text,) = _requests(folder, line, "{{ messages[0].t }} {{ tools | tojson }}")
+    assert text == b'1e-07 [{"least": 0.5, "n": 3}]'
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [('"chat_template_kwargs": [1]', "no object"), ('"tokens": 5', "`tokens` differ")],
+)
+def test_fields_beside_messages_that_are_none_are_refused(
+    folder: Path, more: str, said: str
+) -> None:
+    line = f'{{"id": "a", "messages": [{{"role": "user", "content": "b"}}], {more}}}'
+    with pytest.raises(Refusal, match=said):
+        _requests(folder, line, "{{ messages[0].content }}")

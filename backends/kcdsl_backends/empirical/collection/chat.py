@@ -52,7 +52,9 @@ class ChatTemplate:
         """
         from jinja2 import TemplateError
 
-        messages = row["messages"]
+        messages, settings = row["messages"], row.get("chat_template_kwargs") or {}
+        if not isinstance(settings, dict):
+            raise self.refusal("is given `chat_template_kwargs` that are no object")
         given = {
             **self.special,
             "tools": row.get("tools"),
@@ -60,7 +62,7 @@ class ChatTemplate:
             "add_generation_prompt": row.get(
                 "add_generation_prompt", messages[-1].get("role") != "assistant"
             ),
-            **(row.get("chat_template_kwargs") or {}),
+            **settings,
         }
         parts: list[str] = []
         size = 0
