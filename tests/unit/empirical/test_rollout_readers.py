@@ -340,6 +340,18 @@ def test_padding_has_its_side(tmp_path: Path) -> None:
         read(path, "verl")
 
 
+@pytest.mark.parametrize("trainer", ["verl", "trl"])
+def test_padding_must_be_told_from_sampled_tokens(tmp_path: Path, trainer: str) -> None:
+    """Padding has ln-probabilities of 0 on both sides: a drift of nothing."""
+    table = recordings.trainer_columns(rollouts(), trainer)
+    masks = {"verl": ("attention_mask", "response_mask"), "trl": ("completion_mask",)}[trainer]
+    table = {name: cells for name, cells in table.items() if name not in masks}
+    recordings.write(tmp_path / "batch.jsonl", table)
+    with pytest.raises(Refusal, match="padding cannot be told") as refused:
+        read(tmp_path / "batch.jsonl", trainer)
+    assert all(name in str(refused.value) for name in masks)
+
+
 def test_empty_lines_keep_the_numbers_of_lines(tmp_path: Path) -> None:
     rows = [json.dumps({"id": i, "tokens": [1], "infer_logs": [-0.1]}) for i in range(2)]
     path = tmp_path / "rows.jsonl"

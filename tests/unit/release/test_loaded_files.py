@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,16 @@ def test_recorded_logits_are_held_against_their_digest_when_they_are_read(tmp_pa
     with pytest.raises(Refusal) as caught:
         kernel.logits([1, 2, 3])
     assert caught.value.diagnostics[0].code is codes.CHANGED_MEANWHILE
+
+
+def test_logits_are_of_one_request_of_an_id(tmp_path: Path) -> None:
+    save_file({"1": torch.randn(3, 5)}, tmp_path / "logits.safetensors")
+    ref = KernelRef("recorded", (), recording=Recording("logits", file="logits.safetensors"))
+    one = Request("a.jsonl:1", "1", (1, 2, 3), {}, 1)
+    files = Artefacts.of(tmp_path)
+    assert load_recorded_logits(ref, files, [one, replace(one, key="b.jsonl:1")])
+    with pytest.raises(Refusal, match="have one id"):
+        load_recorded_logits(ref, files, [one, Request("b.jsonl:1", "1", (3, 2, 1), {}, 1)])
 
 
 def test_one_name_has_one_digest(tmp_path: Path) -> None:

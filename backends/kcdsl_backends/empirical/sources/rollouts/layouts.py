@@ -98,6 +98,13 @@ FORMATS: Mapping[str, Mapping[str, str]] = {
 }
 """The column of each role by format. `rows` is ours: columns are named as roles."""
 
+PADDED: Mapping[str, tuple[str, ...]] = {
+    "verl": ("whole_attention", "attention", "mask"),
+    "trl": ("attention", "whole_attention"),
+}
+"""Formats that pad sampled tokens, with the roles of which one must say where: the mask of TRL
+counts padding."""
+
 TEXT_DUMPS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "verl": (("input", "output", "score"), "`trainer.rollout_data_dir` hold texts and scores"),
     "trl": (("prompt", "completion"), "`log_completions` hold texts, rewards and advantages"),

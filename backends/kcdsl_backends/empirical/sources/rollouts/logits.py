@@ -122,6 +122,7 @@ def load_recorded_logits(
         raise _damaged(path, error) from None
     files.record(ref.recording.file, digest)
     ids: dict[tuple[int, ...], str] = {}
+    named: dict[str, Request] = {}
     widths: dict[int, str] = {}
     for request in requests:
         found = stored.get(request.id)
@@ -134,6 +135,13 @@ def load_recorded_logits(
         _check(path, request, found)
         _check_gold(path, request, found, stored.get(f"{GOLD}{request.id}"))
         widths.setdefault(found.shape[1], request.id)
+        other = named.setdefault(request.id, request)
+        if other.tokens != request.tokens:
+            raise _damaged(
+                path,
+                f"the requests {other.key!r} and {request.key!r} of two files have one id, so it is"
+                " not known whose logits are recorded under it",
+            )
         if ids.setdefault(request.tokens, request.id) != request.id:
             raise _damaged(
                 path,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl_backends.empirical.sources.rollouts.kept import problem_of_kept
-from kcdsl_backends.empirical.sources.rollouts.layouts import Mapped, cut, text_dump
+from kcdsl_backends.empirical.sources.rollouts.layouts import PADDED, Mapped, cut, text_dump
 from kcdsl_backends.empirical.sources.rollouts.record import (
     ROUNDING,
     Rollout,
@@ -85,6 +85,15 @@ def assemble(
             raise refuse(codes.ROLLOUT_COLUMN, f"{rows.name}: {why}")
         if any(role.endswith(("_logs", "_ids")) for role in have):
             raise _lacking(rows, "tokens", mapped.columns["tokens"])
+    told = PADDED.get(format, ())
+    if told and "tokens" in have and have.keys().isdisjoint(told):
+        names = " or ".join(f"`{mapped.columns.get(role, role)}`" for role in told)
+        raise refuse(
+            codes.ROLLOUT_COLUMN,
+            f"{rows.name} has no column {names}, so padding cannot be told from sampled tokens",
+            notes=(f"it has {', '.join(sorted(rows.columns))}",),
+            help="write it, or lists without padding, and leave `format` out",
+        )
     reader = _Reader(rows, have, train, infer, vocabulary)
     seen: dict[str, int] = {}
     found = []
