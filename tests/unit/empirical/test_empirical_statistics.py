@@ -149,6 +149,21 @@ def test_equal_values_at_the_end_of_their_range_give_the_limit_of_equal_draws() 
     assert (inside.low, inside.high) == (None, None)
 
 
+def test_some_spread_shows_no_more_than_none() -> None:
+    """Five flips among 100 requests of 1000 tokens exclude no rate that none would not exclude."""
+    flips, sizes = np.array([1.0] * 5 + [0.0] * 95), np.full(100, 1000.0)
+    none = bootstrap.clustered_ratio(np.zeros(100), sizes, seed=0, bounds=(0.0, 1.0)).high
+    few = bootstrap.clustered_ratio(flips, sizes, seed=0, bounds=(0.0, 1.0))
+    assert none is not None
+    assert few.high is not None
+    assert few.high > none
+    turned = bootstrap.clustered_ratio(sizes - flips, sizes, seed=0, bounds=(0.0, 1.0))
+    assert turned.low == pytest.approx(1 - few.high)
+    open_range = bootstrap.clustered_ratio(flips, sizes, seed=0, bounds=(0.0, None))
+    assert open_range.high is not None
+    assert open_range.high < 1e-3, "nothing is known of the end of such a range"
+
+
 def test_many_requests_are_resampled_in_blocks() -> None:
     blocks = list(bootstrap.resamples(5_000_000, 0, 3))
     assert [b.shape for b in blocks] == [(1, 5_000_000)] * 3

@@ -255,7 +255,14 @@ def _mean(row: PlanRow, case: _Case, confidence: Confidence, power: float) -> Pl
     elif needed is not None and bounded is not None:
         away = min(Fraction(1), Fraction(seen.away or 1, seen.n))
         some = planning.units_with_some(away, power, confidence)
-        needed = None if some is None else max(needed, some)
+        unseen = planning.units_with_unseen(
+            float(bounded.share),
+            abs(seen.value - bounded.best) / bounded.width,
+            seen.variance / bounded.width**2,
+            power,
+            confidence,
+        )
+        needed = None if some is None or unseen is None else max(needed, some, unseen)
     row = replace(row, prior=document.PriorSample(seen.n, value=seen.value, needed=needed))
     if needed is None:
         return replace(row, note=row.note or why)

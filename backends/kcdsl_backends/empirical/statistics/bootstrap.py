@@ -61,7 +61,8 @@ def clustered_ratio(
     single value: where every value sits on an end of it, resampling shows no spread, and the
     limit is that of n equal draws instead. Where the requests are too skewed for their number, the
     limit on the side of the long tail is that of the same requests with the worst one counted
-    twice: what is rare and large was hardly all seen. Fewer than 20 requests give no limits, and
+    twice: what is rare and large was hardly all seen. In a range with two ends no limit is nearer
+    than that of equal draws would be. Fewer than 20 requests give no limits, and
     neither does a confidence that is to hold at every look.
     """
     above = check_values(numerators, what)
@@ -98,6 +99,7 @@ def clustered_ratio(
         again = np.append(above, above[worst]), np.append(below, below[worst])
         wider = _studentised_limits(*again, confidence, seed, count)
         low, high = (low, max(high, wider[1])) if skew > 0 else (min(low, wider[0]), high)
+    low, high = _with_unseen(low, high, value, n, confidence, bounds)
     return Estimate(
         value,
         _clip(low, bounds) if math.isfinite(low) else None,
@@ -370,6 +372,21 @@ def _degenerate_limits(
     if bottom is not None and value == bottom:
         return value, None
     return None, None
+
+
+def _with_unseen(
+    low: float, high: float, value: float, n: int, confidence: Confidence, bounds: Range
+) -> tuple[float, float]:
+    """Return limits that leave room for requests of which n draws show none.
+
+    A share of 1 - error^(1/n) of all requests may be at an end of the range unseen, however alike
+    those are that were drawn: a sample with some spread shows no more than one without any.
+    """
+    bottom, top = bounds
+    if bottom is None or top is None:
+        return low, high
+    share = 1 - float(confidence.error) ** (1 / n)
+    return min(low, value - (value - bottom) * share), max(high, value + (top - value) * share)
 
 
 def _check_range(value: float, bounds: Range, what: str) -> None:

@@ -80,6 +80,29 @@ def units_with_some(share: Fraction, power: float, confidence: Confidence = ONE_
     return _least(fewest, lambda n: float(stats.binom.sf(fewest - 1, n, chance)) >= power)
 
 
+def units_with_unseen(
+    share: float, away: float, variance: float, power: float, confidence: Confidence = ONE_LOOK
+) -> int | None:
+    """Return the fewest requests whose mean, with the probability `power`, leaves room below the
+    threshold for requests that none of them shows (`bootstrap.clustered_ratio`).
+
+    In shares of the range: the threshold lies `share` from the good end and the mean `away`;
+    `variance` is that of one request. The normal approximation. None where no number is enough.
+    """
+    if not away < share:
+        return None
+    z = float(stats.norm.ppf(power))
+
+    def enough(n: int) -> bool:
+        mean = max(0.0, away + z * math.sqrt(variance / n))
+        return mean + (1 - mean) * (1 - float(confidence.error) ** (1 / n)) <= share
+
+    try:
+        return _least(FEWEST_CLUSTERS, enough)
+    except ValueError:
+        return None
+
+
 def shown_by(n: int, confidence: Confidence = ONE_LOOK, *, k: int = 0) -> float:
     """Return the rate that n units, k of them beyond, show not to be exceeded."""
     return limits(k, n, confidence)[1]

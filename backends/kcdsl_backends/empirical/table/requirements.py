@@ -324,6 +324,7 @@ class Bounded:
 
     best: float
     share: Fraction
+    width: float
 
 
 def bounded_mean(clause: Clause) -> Bounded | None:
@@ -340,8 +341,9 @@ def bounded_mean(clause: Clause) -> Bounded | None:
     best, room = definition.lower, tau - definition.lower
     if op in _LOWER:
         best, room = definition.upper, definition.upper - tau
-    share = room / (definition.upper - definition.lower)
-    return Bounded(float(best), share) if 0 < share < 1 else None
+    width = definition.upper - definition.lower
+    share = room / width
+    return Bounded(float(best), share, float(width)) if 0 < share < 1 else None
 
 
 def _per_request(name: str) -> bool:
