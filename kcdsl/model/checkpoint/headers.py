@@ -230,7 +230,7 @@ def _stored(name: str, told: Any, first: int) -> StoredTensor:
     match told:
         case {"dtype": str(kind), "shape": list(shape), "data_offsets": [start, end], **rest}:
             numbers = [*shape, start, end]
-            plain = all(type(n) is int and n >= 0 for n in numbers) and not rest
+            plain = all(type(n) is int and 0 <= n < 2**63 for n in numbers) and not rest
             if plain and (end - start) * 8 == math.prod(shape) * _BITS.get(kind, -1):
                 return StoredTensor(kind, tuple(shape), first + start, first + end)
     raise ValueError(f"the type, shape and bytes of {ascii(name)[1:-1][:80]} do not fit")

@@ -318,6 +318,16 @@ def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
         read_rows(path, path.name)
 
 
+@pytest.mark.parametrize("shape", [[0, 2**70], [2**40, 0]])
+def test_tensors_without_numbers_are_refused(tmp_path: Path, shape: list[int]) -> None:
+    path = tmp_path / "batch.safetensors"
+    stored = {"tokens": {"dtype": "I64", "shape": shape, "data_offsets": [0, 0]}}
+    header = json.dumps(stored).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(Refusal, match="cannot be read"):
+        read_rows(path, path.name)
+
+
 def test_tensors_of_different_numbers_of_rows_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "batch.safetensors"
     save_file({"responses": torch.zeros(2, 3), "response_mask": torch.zeros(3, 3)}, path)

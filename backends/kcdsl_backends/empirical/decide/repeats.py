@@ -50,7 +50,7 @@ def _unit(members: Sequence[SamplingUnit]) -> SamplingUnit:
         return first
     shared = [name for name in first.values if all(name in m.values for m in members)]
     return SamplingUnit(
-        first.key,
+        min(m.key for m in members),  # the same in every order of the file
         sum(m.tokens for m in members),
         {name: np.concatenate([m.values[name] for m in members]) for name in shared},
         next((m.failure for m in members if m.failure is not None), None),

@@ -33,7 +33,7 @@ from kcdsl.verdict.studies.pairing import (
     PassRate,
     RunComparison,
 )
-from kcdsl_backends.empirical.decide.report import conclude, slice_data
+from kcdsl_backends.empirical.decide.report import conclude, sampled_data, slice_data
 from kcdsl_backends.empirical.decide.values import Side, token_sums, units_of, worst_of_units
 from kcdsl_backends.empirical.questions.baselines import Document, bands, floors, usable, within
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable, check_values
@@ -73,7 +73,7 @@ class _Run:
         return cls(
             evidence,
             report,
-            slice_data(evidence),
+            sampled_data(evidence, slice_data(evidence)),
             {row.obligation: row for row in report.clauses},
             {obligation.id: obligation for obligation in _obligations(evidence)},
         )

@@ -385,7 +385,7 @@ def _with_unseen(
     bottom, top = bounds
     if bottom is None or top is None:
         return low, high
-    share = 1 - float(confidence.error) ** (1 / n)
+    share = 1 - math.pow(confidence.error, 1 / n)
     return min(low, value - (value - bottom) * share), max(high, value + (top - value) * share)
 
 

@@ -95,7 +95,7 @@ def units_with_unseen(
 
     def enough(n: int) -> bool:
         mean = max(0.0, away + z * math.sqrt(variance / n))
-        return mean + (1 - mean) * (1 - float(confidence.error) ** (1 / n)) <= share
+        return mean + (1 - mean) * (1 - math.pow(confidence.error, 1 / n)) <= share
 
     try:
         return _least(FEWEST_CLUSTERS, enough)

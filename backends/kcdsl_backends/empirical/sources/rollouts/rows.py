@@ -333,6 +333,8 @@ def _safetensors(path: Path, name: str) -> FileRows:
 def _cells(values: NDArray[Any]) -> Sequence[Any]:
     if values.ndim == 0:
         raise ValueError("a tensor without rows")
+    if values.size == 0:
+        raise ValueError("a tensor without numbers")
     return values.tolist() if values.ndim == 1 else list(values)
 
 
