@@ -17,8 +17,8 @@ from kcdsl.diagnostics import Diagnostic, Refusal
 from kcdsl.diagnostics.model import at
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.formulas import NoFlip, Norm, terms_of, walk
-from kcdsl.ir.terms import KernelRef, Program
-from kcdsl.model.adapters import ADAPTERS, refuse_unserved
+from kcdsl.ir.terms import ONNX, KernelRef, Program
+from kcdsl.model.adapters import ADAPTERS, refuse_no_file, refuse_unserved
 from kcdsl.model.files import Artefacts
 from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl.route.goals import goal_of
@@ -38,7 +38,7 @@ def check_artefacts(program: Program, folder: Path) -> tuple[Diagnostic, ...]:
     measured = any(goal_of(clause) is None for clause in program.clauses)
     for kernel in kernels if measured else ():  # proofs are about numerics, whatever runs
         with _collected(found), at(kernel.span):
-            _refuse_unserved(kernel)
+            _refuse_unserved(kernel, of_file=program.model.architecture == ONNX)
     if found or not _weights_at_hand(program.model.checkpoint, folder):
         return tuple(found)
     with _collected(found):
@@ -73,9 +73,12 @@ def _collected(found: list[Diagnostic]) -> Iterator[None]:
         found.extend(refusal.diagnostics)
 
 
-def _refuse_unserved(kernel: KernelRef) -> None:
-    """Refuse numerics that the adapter of a kernel serves on no device."""
+def _refuse_unserved(kernel: KernelRef, *, of_file: bool) -> None:
+    """Refuse numerics that the adapter of a kernel serves on no device, and a model that it does
+    not run."""
     adapter = ADAPTERS.get(kernel.run)
+    if adapter is not None:
+        refuse_no_file(kernel.run, adapter, of_file=of_file)
     if adapter is None or not kernel.claims or adapter.engine in ("server", "recorded"):
         return
     numerics, last = resolve(kernel), None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.draft.quantisation import DraftKernel
 from kcdsl.draft.rows import DraftRows, json_rows, slices_of
+from kcdsl.model.adapters import find_adapter
 from kcdsl.source.files import shown
 from kcdsl_grammar.expression_table import KEYWORDS
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kcdsl.model.onnx.quantisation import FileNumerics
 
 _ATTENTION = frozenset({"Softmax", "Attention"})
+FILE_ADAPTER = "onnxruntime.file"
 _MOST = 16
 """Tokens of the longest request that a draft brings."""
 
@@ -53,19 +55,14 @@ class ModelGraph:
 
     def kernels(self) -> tuple[DraftKernel, DraftKernel]:
         """Return the kernel of the graph in the format of its weights, and that of inference: the
-        one that its quantisers state, else the graph in bfloat16."""
+        file as ONNX Runtime runs it, with its quantisers, where it runs that format."""
         own = self.stated.compute
         plain = {"preset": "torch-eager", "compute": own}
         train = DraftKernel("torch.eager", plain, f"the graph in {own}")
-        if self.stated.quantised:
-            note = "no kernel here runs quantisers of ONNX files, so clauses are proved alone"
-            says = "the quantisers of the file"
-            return train, DraftKernel("torch.eager", self.stated.section(), says, (note,))
-        if own != "float32":
+        if own not in find_adapter(FILE_ADAPTER).computes:
             return train, train
-        served = {"preset": "torch-eager", "compute": "bfloat16"}
-        note = "the inference kernel is assumed to compute in bfloat16; state what yours does"
-        return train, DraftKernel("torch.eager", served, "the graph in bfloat16", (note,))
+        served = {**self.stated.section(), "preset": "onnxruntime-float32", "casts": "any"}
+        return train, DraftKernel(FILE_ADAPTER, served, "the file as ONNX Runtime runs it")
 
     def rows(self, path: str) -> DraftRows:
         """Return requests of token ids from a seed, of the length that the file takes."""

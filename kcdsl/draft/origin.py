@@ -125,15 +125,6 @@ def _of_graph(request: DraftRequest, path: Path, here: Path) -> DraftFiles:
         purpose, DraftEvidence.RUN, width=model.width,
         blocks=tuple(name for name, _, _ in model.blocks)[:2], long=rows.long, named=rows.named,
     )  # fmt: skip
-    if model.stated.quantised:
-        clauses = tuple(clause for clause in clauses if clause.quantified)
-    if not clauses:
-        raise refuse(
-            codes.UNKNOWN_BLOCK,
-            f"{shown(path)}: no part of the graph begins and ends in hidden states of all tokens,"
-            " and its quantised kernel can only be proved",
-            help="write the contract by hand: `kcdsl explain onnx`",
-        )
     about = (
         "The graph is the program of both kernels, and its initializers are the weights"
         f" ({model.stated.compute})."

@@ -49,6 +49,7 @@ class Adapter:
     it needs, and what that brings. `sigmoid` is how good silu's is. `static` names the formats of
     activations that it quantises with static scales, one for each linear. `tier` is what evidence
     it yields: A logits, B the likeliest tokens at each position, C the tokens that it draws.
+    `of_file` says that it runs the ONNX file of the contract, and no other model.
     `unproved` says why nothing here holds it to its numerics, so that a proof about these is none
     about it.
     `engine` says how it is run: "torch", "compile", "hf", "server" and "recorded" by the ways that
@@ -77,6 +78,7 @@ class Adapter:
     library: tuple[str, ...] = ()
     sigmoid: str = "relative"
     tier: str = "A"
+    of_file: bool = False
     unproved: str | None = None
 
     @property
@@ -89,7 +91,8 @@ class Adapter:
         return self.on_cuda if self.on_cuda is not None and device == "cuda" else self.computes
 
 
-_ENGINES = "kcdsl_backends.empirical.sources.kernels.torch_kernel"
+_KERNELS = "kcdsl_backends.empirical.sources.kernels"
+_ENGINES = f"{_KERNELS}.torch_kernel"
 _E4M3_ROWS = Weights("fp8_e4m3", "per_channel")
 _E4M3_TENSOR = Weights("fp8_e4m3", "per_tensor")
 _CPU = ("cpu",)
@@ -232,6 +235,19 @@ ADAPTERS: dict[str, Adapter] = {
         library=_ONNX,
         sigmoid="absolute",
     ),
+    "onnxruntime.file": Adapter(
+        "composed",
+        ("onnxruntime-float32",),
+        engine=f"{_KERNELS}.onnx_file:file_sessions",
+        computes=("float32", "float16"),
+        activations=(*_UNQUANTISED, Activations("uint8", "per_tensor")),
+        static=("uint8", "int8_full", "fp8_e4m3", "fp8_e5m2"),
+        free=True,
+        devices=_CPU,
+        library=_ONNX,
+        sigmoid="absolute",
+        of_file=True,
+    ),
     "hf.transformers": Adapter(
         "composed",
         ("torch-eager",),
@@ -368,6 +384,16 @@ def refuse_unserved(run: str, adapter: Adapter, numerics: Numerics, device: str)
             f"{run} does not compute as its numerics ({numerics.preset}) say:"
             f" {'; '.join(problems)}",
             help=f"numerics for {run}: {', '.join(adapter.presets)}" + _others(adapter, numerics),
+        )
+
+
+def refuse_no_file(run: str, adapter: Adapter, *, of_file: bool) -> None:
+    """Refuse an adapter of ONNX files for a model that is none."""
+    if adapter.of_file and not of_file:
+        raise refuse(
+            codes.KERNEL_NUMERICS,
+            f"{run} runs the ONNX file of a contract, and the model is not an ONNX file",
+            help="run onnxruntime.float32, or name the model as `model: {onnx: model.onnx}`",
         )
 
 

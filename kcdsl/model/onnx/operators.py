@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import torch
 from onnx import TensorProto, helper
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kcdsl.diagnostics import Refusal, codes, refuse
@@ -32,9 +32,18 @@ INTEGERS = {TensorProto.INT64: torch.int64, TensorProto.INT32: torch.int32}
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """A matrix that the file stores as [in, out], held as [out, in]."""
+    """A matrix that the file stores as [in, out], held as [out, in], with the module that
+    multiplies by it, if there is one."""
 
     weight: Tensor
+    linear: nn.Module | None = None
+
+    def times(self, x: Tensor, *bias: Tensor) -> Tensor:
+        """Return x @ weight.T, with a bias added if one is given."""
+        found: Tensor = (
+            F.linear(x, self.weight, *bias) if self.linear is None else self.linear(x, *bias)
+        )
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +364,7 @@ def _softmax(c: OperatorCall) -> Any:
 def _matmul(c: OperatorCall) -> Any:
     weight = c.inputs[1]
     if isinstance(weight, Turned):
-        return F.linear(c.tensor(0), weight.weight)
+        return weight.times(c.tensor(0))
     return c.tensor(0) @ c.tensor(1)
 
 
@@ -366,16 +375,14 @@ def _gemm(c: OperatorCall) -> Any:
     x, weight = c.tensor(0), c.inputs[1]
     x = x.T if c.attribute("transA", 0) else x
     turned = bool(c.attribute("transB", 0))
-    if isinstance(weight, Turned) and not turned:
-        matrix = weight.weight
-    else:
-        matrix = c.tensor(1) if turned else c.tensor(1).T
+    if not isinstance(weight, Turned) or turned:
+        weight = Turned(c.tensor(1) if turned else c.tensor(1).T)
     if not c.given(2):
-        return F.linear(x, matrix)
+        return weight.times(x)
     bias = c.tensor(2)
-    if tuple(bias.shape) == (matrix.shape[0],):
-        return F.linear(x, matrix, bias)
-    return F.linear(x, matrix) + bias
+    if tuple(bias.shape) == (weight.weight.shape[0],):
+        return weight.times(x, bias)
+    return weight.times(x) + bias
 
 
 @_operator("Conv")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from onnx import TensorProto
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.checkpoint.modules import TransposedLinear
@@ -32,12 +33,20 @@ class _Held(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
 
+class _Product(TransposedLinear):
+    """A matrix that inputs are multiplied by; the bias is an operand."""
+
+    def forward(self, x: Tensor, *bias: Tensor) -> Tensor:
+        """Return x @ weight.T, with a bias added if one is given."""
+        return functional.linear(x, self.weight, *bias)
+
+
 def _holder(plan: OnnxPlan, name: str) -> nn.Module:
     held = plan.file.tensors[name]
     weight = torch.from_numpy(held.astype(np.float32))
     if name not in plan.turned:
         return _Held(weight)
-    linear = TransposedLinear(held.shape[0], held.shape[1], bias=False)
+    linear = _Product(held.shape[0], held.shape[1], bias=False)
     linear.weight = nn.Parameter(weight.T.contiguous(), requires_grad=False)
     return linear
 
@@ -74,7 +83,7 @@ class OnnxBlock(nn.Module):
         values: dict[str, Any] = {first: x.reshape(shapes[first].shape)}
         for name, holder in zip(self.read, self.holders, strict=True):
             weight = holder.get_parameter("weight")
-            values[name] = Turned(weight) if name in self.plan.turned else weight
+            values[name] = Turned(weight, holder) if name in self.plan.turned else weight
         for node in self.runs:
             run_node(self.plan, node, known, values, own)
             for name in node.outputs:

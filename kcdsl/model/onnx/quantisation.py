@@ -435,7 +435,7 @@ class FileNumerics:
         return found | {"activations": own}
 
     def refuse_other(self, numerics: Numerics) -> None:
-        """Refuse (KC463) numerics of the inference kernel that are not those of the file."""
+        """Refuse (KC463) numerics of a kernel that are not those of the file."""
         from kcdsl.model.presets import resolve
 
         if not self.quantised:
@@ -467,7 +467,7 @@ def _kind(one: LinearQuantisation) -> tuple[object, ...]:
 def _other(key: str, what: str) -> Refusal:
     return refuse(
         codes.NUMERICS,
-        f"the numerics of the inference kernel are not those of the ONNX file, in which {what}",
+        f"the numerics of the kernel are not those of the ONNX file, in which {what}",
         help="kcdsl init FILE.onnx writes the numerics that the file states",
     )
 

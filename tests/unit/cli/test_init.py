@@ -554,8 +554,8 @@ def test_an_onnx_file_becomes_a_contract(cli: Any, tmp_path: Path) -> None:
     program = load_program(contract)
     wanted = (("attn_0", "embedded", "attended"), ("mlp_0", "attended", "layer"))
     assert program.model.blocks == wanted
-    assert resolve(program.infer).compute == "bfloat16"
-    assert "assumed to compute in bfloat16" in ran.stderr
+    assert program.infer.run == "onnxruntime.file"
+    assert resolve(program.infer).compute == "float32"
     assert {clause.id for clause in program.clauses} >= {"N-ATTN-0", "N-KL"}
 
 
@@ -579,14 +579,14 @@ def test_quantisers_of_an_onnx_file_become_the_inference_kernel(
     (tmp_path / "q.onnx").write_bytes(quantised_mlp(form)[0].SerializeToString())
     ran = cli("init", "q.onnx", cwd=tmp_path)
     assert ran.code == 0, ran.stderr
-    assert "kcdsl evaluate" not in ran.stdout
+    assert "kcdsl evaluate" in ran.stdout
     contract = tmp_path / "contract.yaml"
     accepted(cli, contract)
     program = load_program(contract)
     load_model(program.model, tmp_path)  # refuses other numerics than those of the file
     own = resolve(program.infer).serving("up_read").activations
     assert own.format == {"e4m3": "fp8_e4m3"}.get(form, "uint8")
-    assert [clause.id for clause in program.clauses] == ["N-MLP-0"]
+    assert {"N-MLP-0", "N-KL"} <= {clause.id for clause in program.clauses}
 
 
 SEQUENTIAL = """

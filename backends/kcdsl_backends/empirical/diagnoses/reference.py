@@ -142,17 +142,17 @@ def _as(model: Model, part: nn.Module, claim: Numerics) -> nn.Module:
     stored = any(w not in plain_weights(claim) for w, _ in claim.sections)
     if stored and not model.built_in:
         _store_matrices(model, module, part, claim)
-        return module
     for original, linear in zip(part.modules(), module.modules(), strict=True):
         if not isinstance(original, nn.Linear) or not isinstance(linear, nn.Linear):
             continue
         key = names[id(original.weight)]
         own = model.numerics_of(key, claim)
-        if stored:
+        if stored and model.built_in:
             weight = linear_weight(original.weight, own, key).to(kind)
             linear.weight = nn.Parameter(weight, requires_grad=False)
         if own.activations.format != "none":
-            linear.register_forward_pre_hook(input_quantiser(own, key))
+            written = key if model.built_in else model.linears()[key][0]
+            linear.register_forward_pre_hook(input_quantiser(own, written))
     return module
 
 
@@ -170,11 +170,11 @@ def _store_matrices(model: Model, module: nn.Module, part: nn.Module, claim: Num
 
 def input_quantiser(
     claim: Numerics, key: str
-) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor]]:
+) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
     """Return a hook that rounds the input of a linear to the format that the numerics claim."""
 
-    def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
-        x = arguments[0]
-        return (to_nearest(x.to(torch.float64), claim, key).to(x.dtype),)
+    def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, *bias = arguments
+        return (to_nearest(x.to(torch.float64), claim, key).to(x.dtype), *bias)
 
     return hook

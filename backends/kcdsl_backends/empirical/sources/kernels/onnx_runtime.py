@@ -70,10 +70,10 @@ class Sessions:
                 like.new_zeros(2, min(EXAMPLE, self.longest or EXAMPLE), *like.shape[2:]),
                 path,
             )
-            self._compare(name, part, like, _session(path))
+            self._compare(name, part, like, session_of(path))
             if self.numerics.activations.format != "none":
                 path = self._quantised(name, path)
-            return _session(path)
+            return session_of(path)
 
     def _compare(self, name: str, part: Program, like: Tensor, session: Any) -> None:
         """Refuse a program that computes something else than the part: on rows of zeros, of tiny
@@ -145,10 +145,11 @@ class Sessions:
 
 
 @cache
-def saturates() -> bool:
+def saturates(*settings: str) -> bool:
     """Say whether products of unsigned with signed 8-bit numbers are summed in 16 bits here.
 
-    ONNX Runtime chooses its kernels by the processor alone, so the answer is one for a process.
+    ONNX Runtime chooses its kernels by the processor and its options alone, so the answer is one
+    for a process.
     """
     from onnx import TensorProto, helper
 
@@ -161,7 +162,8 @@ def saturates() -> bool:
         opset_imports=[helper.make_opsetid("", 18)],
         ir_version=9,
     )
-    found = _session(model.SerializeToString()).run(None, {"x": np.full((4, 64), 255, np.uint8)})
+    session = session_of(model.SerializeToString(), *settings)
+    found = session.run(None, {"x": np.full((4, 64), 255, np.uint8)})
     return bool(np.any(found[0] != 64 * 255 * 127))
 
 
@@ -202,10 +204,13 @@ def _export(part: Program, example: Tensor, path: Path) -> None:
     program.save(path)
 
 
-def _session(model: Path | bytes) -> Any:
+def session_of(model: Path | bytes, *settings: str) -> Any:
+    """Return a session of a file, or of its bytes, with settings of ONNX Runtime switched on."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
+    for setting in settings:
+        options.add_session_config_entry(setting, "1")
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
     given = os.fspath(model) if isinstance(model, Path) else model

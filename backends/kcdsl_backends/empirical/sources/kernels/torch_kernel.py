@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import KernelRef
-from kcdsl.model.adapters import ADAPTERS, Adapter, find_adapter, refuse_unserved
+from kcdsl.model.adapters import (
+    ADAPTERS,
+    Adapter,
+    find_adapter,
+    refuse_no_file,
+    refuse_unserved,
+)
 from kcdsl.model.architecture import Model
 from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
 from kcdsl.model.files import Artefacts
@@ -73,7 +79,8 @@ class TorchKernel:
 
     def hidden(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
         """Return the states [..., T, D] that enter the head (encoder: the final ones), float64."""
-        program = getattr(self.module, "hidden", None)
+        own = self.module if self.model.encoder_only else None
+        program = getattr(self.module, "hidden", own)
         if program is None:
             raise refuse(
                 codes.MODEL_FACTORY,
@@ -227,6 +234,11 @@ def _refuse_foreign(run: str, adapter: Adapter, model: Model, numerics: Numerics
     """Refuse a missing library, and a user's module where the adapter would have to take it apart:
     to find its linears, or to be sure how its attention is formed."""
     need(adapter.library, run)
+    if adapter.of_file:
+        from kcdsl.model.onnx.program import OnnxProgram
+
+        refuse_no_file(run, adapter, of_file=isinstance(model.module, OnnxProgram))
+        return
     plain = numerics.weights == Weights(numerics.compute) and not numerics.overrides
     whole = adapter.engine in ("torch", "hf")
     if model.built_in or (adapter.engine == "compile" and plain) or whole:

@@ -1,0 +1,150 @@
+"""An ONNX file run as it is by ONNX Runtime on the CPU, quantisers included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor, nn
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.model.architecture import Model
+from kcdsl.model.checkpoint.ranges import changed
+from kcdsl.model.files import copy_hashed
+from kcdsl.model.numerics import Numerics, Weights
+from kcdsl.model.onnx.files import read_onnx
+from kcdsl.model.onnx.program import OnnxBlock, OnnxProgram
+from kcdsl.model.onnx.quantisation import without_quantisers
+from kcdsl_backends.empirical.sources.kernels.engines import Program, ProgramEngine
+from kcdsl_backends.empirical.sources.kernels.onnx_runtime import saturates, session_of
+
+_EXACT = "session.x64quantprecision"
+"""Sums products of bytes exactly where processors have no instruction for it."""
+_AS_WRITTEN = "session.disable_quant_qdq"
+"""Fuses no quantisers; with FP8 codes it makes graphs of them that it rejects itself."""
+_ARRAYS: dict[str, Any] = {
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+}
+
+
+def file_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics) -> ProgramEngine:
+    """Return sessions of the ONNX file of a model, for all of it and for its blocks.
+
+    Refuse a model that is no ONNX file, a file that is not the one that was read, and numerics that
+    are not those of its quantisers; without quantisers, weights that are not stored as they are.
+    """
+    program, checkpoint, files = model.module, model.checkpoint, model.files
+    assert isinstance(program, OnnxProgram)  # load_kernel
+    folder = TemporaryDirectory(prefix="kcdsl-")
+    path = Path(folder.name) / checkpoint.path.name
+    for held in read_onnx(checkpoint.path, files.admitted).manifest.resources:
+        source = files.admitted(checkpoint.path.parent / held.name)
+        copy_hashed(source, path.parent / held.name)
+    copied = read_onnx(path)
+    if copied.manifest.root_digest != checkpoint.root_digest:
+        raise changed(checkpoint.path)
+    stated = without_quantisers(copied)[1]
+    stated.refuse_other(numerics)
+    plain = all(w == Weights(stated.compute) and not a.quantised for w, a in numerics.sections)
+    if numerics.compute != stated.compute or not (stated.quantised or plain):
+        raise refuse(
+            codes.KERNEL_NUMERICS,
+            f"{run} runs the file as it is, which stores and computes in {stated.compute}",
+            help=f"claim `compute: {stated.compute}`, without formats of weights and activations",
+        )
+    settings = []
+    if numerics.byte_sums == "wide":
+        settings.append(_EXACT)
+        if saturates(_EXACT):
+            raise refuse(
+                codes.KERNEL_NUMERICS,
+                f"{run} sums products of 8-bit numbers in 16 bits on this processor, where they"
+                " saturate",
+                help="run it on a processor with VNNI instructions",
+            )
+    if any(a.format.startswith("fp8") for _, a in numerics.sections):
+        settings.append(_AS_WRITTEN)
+    return FileSessions(program, path, folder, tuple(settings))
+
+
+@dataclass(frozen=True, slots=True)
+class FileSessions:
+    """Runs an ONNX file as it is: all of it, or the nodes between the ends of a block.
+
+    `path` is a copy of the file in `folder`, beside its external data; `settings` are those of its
+    sessions.
+    """
+
+    program: OnnxProgram
+    path: Path
+    folder: TemporaryDirectory[str]
+    settings: tuple[str, ...]
+    _programs: dict[str, Program] = field(default_factory=dict)
+
+    def __call__(self, name: str, part: Program) -> Program:
+        """Return what runs the session of the part."""
+        if name not in self._programs:
+            self._programs[name] = self._program(name)
+        return self._programs[name]
+
+    def _program(self, name: str) -> Program:
+        part = self.program.blocks().get(name)
+        first, last = part.ends if isinstance(part, OnnxBlock) else self.program.ends
+        path = self.path if part is None else self._block(first, last)
+        session, plan = session_of(path, *self.settings), self.program.plan
+        types = {one.name: _ARRAYS[one.type] for one in session.get_inputs()}
+
+        def on(row: Tensor) -> Tensor:
+            known, shapes = plan.at(row.shape[0])
+            given = {plan.ids: np.zeros(tuple(shapes[plan.ids].shape), np.int64), **known}
+            given[first] = row.numpy().reshape(tuple(shapes[first].shape))
+            feeds = {key: np.asarray(given[key], dtype=types[key]) for key in types}
+            found = torch.from_numpy(session.run([last], feeds)[0])
+            return found.reshape(found.shape[-2:])
+
+        def run(argument: Tensor) -> Tensor:
+            if argument.dim() == (2 if argument.is_floating_point() else 1):
+                return on(argument)
+            return torch.stack([on(row) for row in argument])
+
+        return run
+
+    def _block(self, first: str, last: str) -> Path:
+        """Write the nodes between two tensors as a file beside the copy, and return its path."""
+        model = onnx.load(str(self.path), load_external_data=False)
+        graph = model.graph
+        made = {name: place for place, node in enumerate(graph.node) for name in node.output}
+        places, read, waiting = set[int](), set[str](), [last]
+        while waiting:
+            name = waiting.pop()
+            if name == first or name not in made:
+                read.add(name)
+            elif made[name] not in places:
+                places.add(made[name])
+                waiting += [i for i in graph.node[made[name]].input if i]
+        own = self.program.plan.file.own
+        ends = [onnx.helper.make_tensor_value_info(name, own, None) for name in (first, last)]
+        block = onnx.helper.make_graph(
+            [graph.node[place] for place in sorted(places)],
+            "block",
+            [ends[0], *(one for one in graph.input if one.name in read)],
+            [ends[1]],
+            [held for held in graph.initializer if held.name in read],
+        )
+        path = self.path.with_name(f"block-{len(self._programs)}.onnx")
+        onnx.save(
+            onnx.helper.make_model(
+                block, opset_imports=model.opset_import, ir_version=model.ir_version
+            ),
+            str(path),
+        )
+        return path

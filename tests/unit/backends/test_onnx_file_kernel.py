@@ -1,0 +1,263 @@
+"""ONNX files run as they are: the whole program, its blocks, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics.codes import CHANGED_MEANWHILE, KERNEL_NUMERICS, NUMERICS
+from kcdsl.ir.terms import ONNX, KernelRef, ModelRef
+from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.onnx.files import read_onnx
+from kcdsl.model.onnx.quantisation import without_quantisers
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
+from tests.support.onnx_files import BLOCKS, QUANTISERS, model_of, quantised_mlp, save_decoder
+
+BESIDE = "model.onnx.data"
+TOKENS = [3, 1, 4, 1, 5]
+MLP = (("mlp_0", "embedded", "layer"),)
+DECODER = tuple((name, *ends) for name, ends in BLOCKS.items())
+
+
+def plainly(path: Path, tensor: str, tokens: list[int]) -> Any:
+    """Return a tensor of a file as ONNX Runtime computes it operator by operator."""
+    kept = onnx.load(str(path))
+    if tensor not in {o.name for o in kept.graph.output}:
+        kept.graph.output.append(helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None))
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(
+        kept.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return session.run([tensor], {"input_ids": np.asarray([tokens])})[0][0]
+
+
+def reference(section: dict[str, Any], run: str = "onnxruntime.file") -> KernelRef:
+    def pairs(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return tuple(value) if isinstance(value, list) else value
+        return tuple(sorted((k, pairs(v)) for k, v in value.items()))
+
+    stated = {**section, "preset": "onnxruntime-float32", "casts": "any"}
+    return KernelRef(run, pairs(stated))
+
+
+def loaded(path: Path, blocks: tuple[tuple[str, str, str], ...]) -> Model:
+    return load_model(ModelRef(path.name, ONNX, blocks=blocks), path.parent)
+
+
+def kernel_of(path: Path, blocks: tuple[tuple[str, str, str], ...]) -> TorchKernel:
+    section = without_quantisers(read_onnx(path))[1].section()
+    return load_kernel(reference(section), loaded(path, blocks), "cpu")
+
+
+def decoder(folder: Path, *, beside: bool = False) -> Path:
+    """Write the decoder; `beside` puts its matrices into a file of external data."""
+    path = save_decoder(folder)
+    if beside:
+        model = onnx.load(str(path))
+        onnx.save(
+            *(model, str(path)), save_as_external_data=True, location=BESIDE, size_threshold=100
+        )
+    return path
+
+
+def saved(folder: Path, model: onnx.ModelProto) -> Path:
+    path = folder / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+@pytest.mark.parametrize("stored", ["codes", "numbers"])
+@pytest.mark.parametrize("form", QUANTISERS)
+def test_the_file_runs_with_its_quantisers(tmp_path: Path, form: str, stored: str) -> None:
+    quantised, plain = quantised_mlp(form, stored=stored)
+    path = saved(tmp_path, quantised)
+    kernel = kernel_of(path, MLP)
+    wanted = plainly(path, "logits", TOKENS)
+    np.testing.assert_allclose(kernel.logits(TOKENS), wanted, rtol=1e-4, atol=1e-4)
+    entering = torch.from_numpy(plainly(path, "embedded", TOKENS))
+    layer = plainly(path, "layer", TOKENS)
+    np.testing.assert_allclose(kernel.block("mlp_0", entering), layer, rtol=1e-4, atol=1e-4)
+    other = tmp_path / "plain"
+    other.mkdir()
+    unquantised = plainly(saved(other, plain), "layer", TOKENS)
+    assert np.abs(unquantised - layer).max() > 1e-3  # the quantisers are seen
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_blocks_of_a_decoder_run_at_any_length(tmp_path: Path, beside: bool) -> None:
+    path = decoder(tmp_path, beside=beside)
+    kernel = kernel_of(path, DECODER)
+    for tokens in (TOKENS, [2], list(range(12))):
+        found = kernel.logits(tokens)
+        np.testing.assert_allclose(found, plainly(path, "logits", tokens), rtol=1e-4, atol=1e-5)
+        for name, (first, last) in BLOCKS.items():
+            entering = torch.from_numpy(plainly(path, first, tokens))
+            wanted = plainly(path, last, tokens)
+            np.testing.assert_allclose(
+                kernel.block(name, entering), wanted, rtol=1e-4, atol=1e-5, err_msg=name
+            )
+
+
+def test_sequences_of_a_batch_run_one_by_one(tmp_path: Path) -> None:
+    kernel = kernel_of(decoder(tmp_path), DECODER)
+    rows = [TOKENS, TOKENS[::-1]]
+    both = kernel.logits(rows)
+    for row, found in zip(rows, both, strict=True):
+        assert torch.equal(found, kernel.logits(row))
+    states = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    blocks = kernel.block("attn_0", states)
+    assert torch.equal(blocks[1], kernel.block("attn_0", states[1]))
+
+
+WIDE = """
+<ir_version: 10, opset_import: ["" : 21]>
+wide (int64[1,T] input_ids) => (float[1,T,4] logits)
+{
+  x = Gather <axis = 0> (embedding, input_ids)
+  c = QuantizeLinear (x, one, zero) q = DequantizeLinear (c, one, zero)
+  w = DequantizeLinear (codes, one, none)
+  logits = MatMul (q, w)
+}
+"""
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8])
+def test_sums_of_bytes_do_not_saturate(tmp_path: Path, kind: Any) -> None:
+    """Two products of the largest codes leave 16 bits, where some processors add them."""
+    top = float(np.iinfo(kind).max)
+    held = {
+        "embedding": np.full((3, 64), top, np.float32),
+        "codes": np.full((64, 4), 127, np.int8),
+        "one": np.asarray(1, np.float32),
+        "zero": np.asarray(0, kind),
+        "none": np.asarray(0, np.int8),
+    }
+    kernel = kernel_of(saved(tmp_path, model_of(WIDE, held)), ())
+    assert torch.equal(kernel.logits([0, 1]), torch.full((2, 4), 64 * top * 127))
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def refused(code: Any, *words: str) -> Any:
+    def matches(refusal: Refusal) -> bool:
+        (found,) = refusal.diagnostics
+        return found.code is code and all(w in f"{found.message} {found.help}" for w in words)
+
+    return pytest.raises(Refusal, check=matches)
+
+
+def test_numerics_that_are_not_those_of_the_quantisers_are_refused(tmp_path: Path) -> None:
+    """The kernel of training, too: it would run the quantisers."""
+    model = loaded(saved(tmp_path, quantised_mlp("uint8")[0]), MLP)
+    with refused(NUMERICS, "is uint8"):
+        load_kernel(reference({"compute": "float32"}), model, "cpu")
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"compute": "float32", "weights": {"format": "int8", "scale": "per_channel"}},
+        {"compute": "float16"},
+        {"compute": "float32", "activations": {"format": "uint8", "scale": "per_tensor"}},
+    ],
+)
+def test_a_file_without_quantisers_serves_plain_numerics_alone(
+    tmp_path: Path, claim: dict[str, Any]
+) -> None:
+    model = loaded(decoder(tmp_path), DECODER)
+    with refused(KERNEL_NUMERICS, "compute: float32"):
+        load_kernel(reference(claim), model, "cpu")
+
+
+@pytest.mark.parametrize("name", ["model.onnx", BESIDE])
+def test_a_file_that_changed_after_it_was_read_is_refused(tmp_path: Path, name: str) -> None:
+    model = loaded(decoder(tmp_path, beside=True), DECODER)
+    path = tmp_path / name
+    data = bytearray(path.read_bytes())
+    place = data.index(b"decoder") if name == "model.onnx" else len(data) // 2
+    data[place] ^= 1
+    path.write_bytes(data)
+    with refused(CHANGED_MEANWHILE):
+        load_kernel(reference({"compute": "float32"}), model, "cpu")
+
+
+def test_sessions_do_not_read_the_folder_again(tmp_path: Path) -> None:
+    """What runs is the copy that was hashed, whenever a block runs for the first time."""
+    path = decoder(tmp_path, beside=True)
+    wanted = plainly(path, "attention", TOKENS)
+    entering = torch.from_numpy(plainly(path, "weighted", TOKENS))
+    kernel = kernel_of(path, DECODER)
+    for file in tmp_path.iterdir():
+        file.write_bytes(b"")
+    np.testing.assert_allclose(kernel.block("attn_0", entering), wanted, rtol=1e-4, atol=1e-5)
+
+
+OTHER = """\
+kcdsl: 1
+contract: other
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: llama, tokenizer: bytes}
+kernels: {train: {run: torch.eager}, infer: {run: onnxruntime.file}}
+data: rows.jsonl
+slices: {all: {}}
+clauses:
+  N: {require: "p99(kl) <= 0.02", level: L2}
+"""
+
+
+def test_another_model_is_refused_when_it_is_compiled(
+    cli: Any, tmp_path: Path, repository: Path
+) -> None:
+    folder = repository / "examples" / "tiny_lm"
+    model = load_model(ModelRef("model.safetensors", architecture="llama"), folder)
+    with refused(KERNEL_NUMERICS, "is not an ONNX file"):
+        load_kernel(reference({}), model, "cpu")
+    (tmp_path / "contract.yaml").write_text(OTHER)
+    ran = cli("compile", "contract.yaml", cwd=tmp_path)
+    assert ran.code == 2
+    assert "the model is not an ONNX file" in ran.stderr
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+ENCODER = """
+<ir_version: 9, opset_import: ["" : 18]>
+g (int64[1,T] input_ids) => (float[1,T,3] hidden)
+{ states = Gather (table, input_ids) wide = MatMul (states, up) high = Relu (wide)
+  hidden = MatMul (high, down) }
+"""
+
+
+def encoder() -> onnx.ModelProto:
+    drawn = np.random.default_rng(1)
+    shapes = {"table": (9, 3), "up": (3, 5), "down": (5, 3)}
+    return model_of(
+        ENCODER, {n: drawn.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["int8", "e4m3", "encoder"])
+def test_the_contract_of_a_file_is_evaluated(cli: Any, tmp_path: Path, form: str) -> None:
+    """Its errors are those of its numerics: no diagnosis finds other weights or coarser formats."""
+    saved(tmp_path, encoder() if form == "encoder" else quantised_mlp(form)[0])
+    assert cli("init", "model.onnx", cwd=tmp_path).code == 0
+    ran = cli("evaluate", "contract.yaml", "--json", cwd=tmp_path)
+    found = json.loads(ran.stdout)
+    assert found["prechecks"]
+    outcomes = {check["name"]: check["outcome"] for check in found["prechecks"]}
+    assert outcomes["stale_weights"] == outcomes["coarser_layer"] == "passed", found["prechecks"]
+    assert ran.code == 0, ran.stdout + ran.stderr
