@@ -147,6 +147,18 @@ def test_sums_of_bytes_do_not_saturate(tmp_path: Path, kind: Any) -> None:
     assert torch.equal(kernel.logits([0, 1]), torch.full((2, 4), 64 * top * 127))
 
 
+@pytest.mark.parametrize("form", QUANTISERS)
+def test_a_relu_before_a_quantiser_is_not_left_out(tmp_path: Path, form: str) -> None:
+    quantised = quantised_mlp(form)[0]
+    for held in quantised.graph.initializer:
+        if held.name == "up_bias":  # half of what enters the Relu is below zero
+            held.raw_data = np.linspace(-1, 1, 16, dtype=np.float32).tobytes()
+    path = saved(tmp_path, quantised)
+    kernel = kernel_of(path, MLP)
+    wanted = plainly(path, "logits", TOKENS)
+    np.testing.assert_allclose(kernel.logits(TOKENS), wanted, rtol=1e-4, atol=1e-4)
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

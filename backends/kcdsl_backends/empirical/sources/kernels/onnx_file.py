@@ -25,8 +25,6 @@ from kcdsl_backends.empirical.sources.kernels.onnx_runtime import saturates, ses
 
 _EXACT = "session.x64quantprecision"
 """Sums products of bytes exactly where processors have no instruction for it."""
-_AS_WRITTEN = "session.disable_quant_qdq"
-"""Fuses no quantisers; with FP8 codes it makes graphs of them that it rejects itself."""
 _ARRAYS: dict[str, Any] = {
     "tensor(int64)": np.int64,
     "tensor(int32)": np.int32,
@@ -71,9 +69,8 @@ def file_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics)
                 " saturate",
                 help="run it on a processor with VNNI instructions",
             )
-    if any(a.format.startswith("fp8") for _, a in numerics.sections):
-        settings.append(_AS_WRITTEN)
-    return FileSessions(program, path, folder, tuple(settings))
+    basic = any(a.format.startswith("fp8") for _, a in numerics.sections)
+    return FileSessions(program, path, folder, tuple(settings), basic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +78,15 @@ class FileSessions:
     """Runs an ONNX file as it is: all of it, or the nodes between the ends of a block.
 
     `path` is a copy of the file in `folder`, beside its external data; `settings` are those of its
-    sessions.
+    sessions. `basic`: no operators are fused. With FP8 codes ONNX Runtime 1.31 would fuse them into
+    an operator that does not take them, and leave out a Relu before a quantiser.
     """
 
     program: OnnxProgram
     path: Path
     folder: TemporaryDirectory[str]
     settings: tuple[str, ...]
+    basic: bool
     _programs: dict[str, Program] = field(default_factory=dict)
 
     def __call__(self, name: str, part: Program) -> Program:
@@ -100,7 +99,7 @@ class FileSessions:
         part = self.program.blocks().get(name)
         first, last = part.ends if isinstance(part, OnnxBlock) else self.program.ends
         path = self.path if part is None else self._block(first, last)
-        session, plan = session_of(path, *self.settings), self.program.plan
+        session, plan = session_of(path, *self.settings, basic=self.basic), self.program.plan
         types = {one.name: _ARRAYS[one.type] for one in session.get_inputs()}
 
         def on(row: Tensor) -> Tensor:

@@ -204,11 +204,14 @@ def _export(part: Program, example: Tensor, path: Path) -> None:
     program.save(path)
 
 
-def session_of(model: Path | bytes, *settings: str) -> Any:
-    """Return a session of a file, or of its bytes, with settings of ONNX Runtime switched on."""
+def session_of(model: Path | bytes, *settings: str, basic: bool = False) -> Any:
+    """Return a session of a file, or of its bytes, with settings of ONNX Runtime switched on;
+    `basic`: no operators are fused."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
+    if basic:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     for setting in settings:
         options.add_session_config_entry(setting, "1")
     options.intra_op_num_threads = torch.get_num_threads()
