@@ -78,13 +78,15 @@ def tensors_of(data: bytes) -> dict[str, OnnxTensor]:
 
 def codes_of(data: bytes, tensors: Mapping[str, OnnxTensor]) -> dict[str, OnnxCodes]:
     """Return what tensors of codes are read as, by the names of the results of DequantizeLinear,
-    and of MatMulInteger that a scale of the file multiplies.
+    and of MatMulInteger that a scale of the file multiplies; by the name of a lookup in codes, all
+    of them with the one scale of its results.
 
     Raises Rejected `checkpoint/format` for what is damaged or ambiguous.
     """
     found: dict[str, OnnxCodes] = {}
     sums = _IntegerSums(frozenset(tensors))
     made = set(tensors)
+    looked_up: dict[str, str] = {}
     for number, _, value in _fields(_graph(data)):
         if number != _NODE:
             continue
@@ -95,8 +97,15 @@ def codes_of(data: bytes, tensors: Mapping[str, OnnxTensor]) -> dict[str, OnnxCo
             made.add(name)
         if len(outputs) >= 1:
             found |= sums.coded(operator, (*inputs, "", "", "", "")[:4], outputs[0])
+        if operator == "Gather" and outputs and len(inputs) == 2 and inputs[0] in tensors:
+            looked_up[outputs[0]] = inputs[0]
         dequantized = operator == "DequantizeLinear" and len(outputs) == 1
-        if not dequantized or not 2 <= len(inputs) <= 3 or set(inputs) - {""} - set(tensors):
+        if not dequantized or not 2 <= len(inputs) <= 3 or set(inputs[1:]) - {""} - set(tensors):
+            continue
+        source, result = inputs[0], outputs[0]
+        if source in looked_up and math.prod(tensors[inputs[1]].shape) == 1:
+            source, result = looked_up[source], source
+        if source not in tensors:
             continue
         odd = attributes.keys() - {"axis"}
         if any(attributes[name] for name in odd - {"output_dtype"}) or attributes.get(
@@ -104,7 +113,7 @@ def codes_of(data: bytes, tensors: Mapping[str, OnnxTensor]) -> dict[str, OnnxCo
         ) not in (0, 1):
             continue  # in blocks, or to another type than float32: no parameter is made of it
         zero_point = inputs[2] if len(inputs) == 3 else ""
-        found[outputs[0]] = OnnxCodes(inputs[0], inputs[1], zero_point, attributes.get("axis", 1))
+        found[result] = OnnxCodes(source, inputs[1], zero_point, attributes.get("axis", 1))
     return found
 
 

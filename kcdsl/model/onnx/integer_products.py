@@ -1,9 +1,10 @@
-"""MatMulInteger of ONNX files, with the scales behind it, as products of dequantised numbers.
+"""Integer operators of ONNX files as those of dequantised numbers: MatMulInteger, Gather of codes.
 
 Quantisers write y = Cast (MatMulInteger (c, W, z, w_zero)) · s · w_scale, where c, s and z are
 codes, scale and zero point of x by QuantizeLinear or DynamicQuantizeLinear. Numerics with quantised
 inputs admit sums of codes, so that is MatMul of DequantizeLinear (c, s, z) and
-DequantizeLinear (W, w_scale, w_zero).
+DequantizeLinear (W, w_scale, w_zero). An embedding DequantizeLinear (Gather (W, ids), scale, zero)
+with one scale is Gather (DequantizeLinear (W, scale, zero), ids).
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ class _Graph:
 
 def as_dequantised(file: OnnxFile) -> OnnxFile:
     """Return the file with products of dequantised numbers; what is written otherwise stays."""
-    products = [node for node in file.nodes if node.kind == PRODUCT]
-    if not products:
+    rewritten = [node for node in file.nodes if node.kind in _REWRITTEN]
+    if not rewritten:
         return file
     graph = _Graph.of(file)
     gone: set[str] = set()
     made: dict[str, tuple[OnnxNode, ...]] = {}
-    for node in products:
-        found = _dequantised(graph, node)
+    for node in rewritten:
+        found = _REWRITTEN[node.kind](graph, node)
         if found is not None:
             removed, last, added = found
             gone |= removed
@@ -85,9 +86,10 @@ def as_dequantised(file: OnnxFile) -> OnnxFile:
     return replace(file, nodes=tuple(nodes))
 
 
-def _dequantised(
-    graph: _Graph, node: OnnxNode
-) -> tuple[set[str], str, tuple[OnnxNode, ...]] | None:
+_Rewritten = tuple[set[str], str, tuple[OnnxNode, ...]]
+
+
+def _dequantised(graph: _Graph, node: OnnxNode) -> _Rewritten | None:
     """Return what a product and its scales make that is gone, the last of it, and other nodes."""
     entering, weight, zero, weight_zero = (*node.inputs, "", "")[:4]
     own, held = graph.quantised(entering), graph.file.tensors.get(weight)
@@ -139,3 +141,27 @@ def _factors(graph: _Graph, name: str, scale: str) -> list[str]:
 
 def _without_end(names: tuple[str, str, str]) -> tuple[str, ...]:
     return names if names[2] else names[:2]
+
+
+def _looked_up(graph: _Graph, node: OnnxNode) -> _Rewritten | None:
+    """Return what a lookup in codes and their dequantisation make, and the other order of both."""
+    read = graph.only_reader(node.outputs[0])
+    held = graph.file.tensors
+    if node.inputs[0] not in held or read is None or read.kind != "DequantizeLinear":
+        return None
+    if node.attributes.get("axis", 0) or read.inputs[0] != node.outputs[0]:
+        return None
+    if not all(name in held and held[name].size == 1 for name in read.inputs[1:] if name):
+        return None
+    table, result = node.outputs[0], read.outputs[0]
+    return (
+        {table, result},
+        result,
+        (
+            replace(read, inputs=(node.inputs[0], *read.inputs[1:]), outputs=(table,)),
+            replace(node, inputs=(table, *node.inputs[1:]), outputs=(result,)),
+        ),
+    )
+
+
+_REWRITTEN = {PRODUCT: _dequantised, "Gather": _looked_up}

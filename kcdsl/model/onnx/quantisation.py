@@ -49,8 +49,8 @@ _WEIGHT_FORMS = tuple(
     for scale in ("per_tensor", "per_channel")
 )
 _HELP = (
-    "quantise weights and the inputs of products with them, and nothing else:"
-    " `op_types_to_quantize` and `OpTypesToExcludeOutputQuantization` of ONNX Runtime's quantiser"
+    "quantise weights and the inputs of products with them, and nothing else, as `quantize_dynamic`"
+    " of ONNX Runtime does"
 )
 
 _CODES = (

@@ -21,7 +21,7 @@ from kcdsl.model.onnx.quantisation import FileNumerics, without_quantisers
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.interval.tensors import read
 from tests.support.commands import run_here
-from tests.support.onnx_files import integer_mlp, model_of
+from tests.support.onnx_files import BLOCKS, integer_mlp, model_of, save_decoder
 
 TOKENS = [3, 1, 4, 1, 5]
 FORMS = ("dynamic", "uint8", "int8", "int8 zero point")
@@ -108,6 +108,79 @@ def test_runs_of_onnx_runtime_stay_inside_the_bound(tmp_path: Path, form: str) -
     assert 0 < goal["attack"] <= goal["bound"]
     assert 0 < drift <= goal["bound"]
     assert recheck((tmp_path / "out" / "N.proof.json").read_bytes(), tmp_path / "model.onnx").ok
+
+
+def quantised_decoder(folder: Path) -> Path:
+    """Return what `quantize_dynamic` of ONNX Runtime writes of a decoder, its embedding too."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    path = folder / "model.onnx"
+    quantize_dynamic(save_decoder(folder, "plain.onnx"), path, weight_type=QuantType.QInt8)
+    operators = {node.op_type for node in onnx.load(str(path)).graph.node}
+    assert {"MatMulInteger", "DequantizeLinear"} <= operators
+    return path
+
+
+def test_what_quantize_dynamic_writes_is_read(tmp_path: Path) -> None:
+    path = quantised_decoder(tmp_path)
+    blocks = tuple((name, *ends) for name, ends in BLOCKS.items())
+    model = load_model(ModelRef(path.name, ONNX, blocks=blocks), path.parent)
+    wanted = run(onnx.load(str(tmp_path / "plain.onnx")), "logits")
+    found = model.module(model.ids(TOKENS)).numpy()
+    assert 0 < np.abs(found - wanted).max() < 0.1 * np.abs(wanted).max()  # weights of 8 bits
+    own = stated(path)
+    assert own.quantised
+    assert {one.activations.get("format") for one in own.linears.values()} == {"uint8"}
+    held = read(path)
+    assert set(held.tensors) == set(model.checkpoint.tensors)
+    for key, tensor in held.tensors.items():
+        assert bytes(tensor.data) == model.checkpoint.tensors[key].numpy().tobytes(), key
+
+
+LOOKUP = """
+<ir_version: 10, opset_import: ["" : 21]>
+g (int64[1,T] input_ids) => (float[1,T,4] hidden)
+{{ c = Gather {axis} (codes, input_ids)
+  x = DequantizeLinear <axis = -1> (c, scale, zero)
+  {more} }}
+"""
+
+
+def lookup(axis: str = "", scale: Any = 0.5, more: str = "hidden = Add (x, x)") -> onnx.ModelProto:
+    held = {
+        "codes": np.arange(-12, 12, dtype=np.int8).reshape(6, 4),
+        "scale": np.asarray(scale, dtype=np.float32),
+        "zero": np.full(np.shape(scale), 3, dtype=np.int8),
+    }
+    return model_of(LOOKUP.format(axis=axis, more=more), held)
+
+
+def test_a_lookup_in_codes_is_one_in_a_parameter(tmp_path: Path) -> None:
+    path = saved(tmp_path, lookup())
+    model = load_model(ModelRef(path.name, ONNX), path.parent)
+    np.testing.assert_array_equal(model.module(model.ids(TOKENS)).numpy(), run(lookup(), "hidden"))
+    table = (np.arange(-12, 12).reshape(6, 4) - 3) * 0.5
+    np.testing.assert_array_equal(model.checkpoint.tensors["c"].numpy(), table)
+    assert bytes(read(path).tensors["c"].data) == table.astype(np.float32).tobytes()
+
+
+def test_the_checker_makes_no_parameter_of_several_scales(tmp_path: Path) -> None:
+    """Its scales would be those of columns, whatever dimension the results have them along."""
+    assert "c" in read(saved(tmp_path, lookup())).tensors
+    assert "c" not in read(saved(tmp_path, lookup(scale=[0.5, 1.0, 2.0, 4.0]))).tensors
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lookup(scale=[0.5, 1.0, 2.0, 4.0]),
+        lookup(more="y = Cast <to = 1> (c) hidden = Add (x, y)"),
+    ],
+)
+def test_other_lookups_in_codes_are_refused(tmp_path: Path, model: onnx.ModelProto) -> None:
+    path = saved(tmp_path, model)
+    with pytest.raises(Refusal):
+        load_model(ModelRef(path.name, ONNX), path.parent)
 
 
 def test_the_case_of_the_onnx_package_agrees(tmp_path: Path) -> None:
