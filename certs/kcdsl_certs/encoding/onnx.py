@@ -78,15 +78,15 @@ def tensors_of(data: bytes) -> dict[str, OnnxTensor]:
 
 def codes_of(data: bytes, tensors: Mapping[str, OnnxTensor]) -> dict[str, OnnxCodes]:
     """Return what tensors of codes are read as, by the names of the results of DequantizeLinear,
-    and of MatMulInteger that a scale of the file multiplies; by the name of a lookup in codes, all
-    of them with the one scale of its results.
+    and of MatMulInteger that a scale of the file multiplies; by the name of a lookup in codes or of
+    their transpose, all of them with the one scale of its results.
 
     Raises Rejected `checkpoint/format` for what is damaged or ambiguous.
     """
     found: dict[str, OnnxCodes] = {}
     sums = _IntegerSums(frozenset(tensors))
     made = set(tensors)
-    looked_up: dict[str, str] = {}
+    moved: dict[str, str] = {}
     for number, _, value in _fields(_graph(data)):
         if number != _NODE:
             continue
@@ -97,14 +97,14 @@ def codes_of(data: bytes, tensors: Mapping[str, OnnxTensor]) -> dict[str, OnnxCo
             made.add(name)
         if len(outputs) >= 1:
             found |= sums.coded(operator, (*inputs, "", "", "", "")[:4], outputs[0])
-        if operator == "Gather" and outputs and len(inputs) == 2 and inputs[0] in tensors:
-            looked_up[outputs[0]] = inputs[0]
+        if operator in ("Gather", "Transpose") and outputs and inputs and inputs[0] in tensors:
+            moved[outputs[0]] = inputs[0]
         dequantized = operator == "DequantizeLinear" and len(outputs) == 1
         if not dequantized or not 2 <= len(inputs) <= 3 or set(inputs[1:]) - {""} - set(tensors):
             continue
         source, result = inputs[0], outputs[0]
-        if source in looked_up and math.prod(tensors[inputs[1]].shape) == 1:
-            source, result = looked_up[source], source
+        if source in moved and math.prod(tensors[inputs[1]].shape) == 1:
+            source, result = moved[source], source
         if source not in tensors:
             continue
         odd = attributes.keys() - {"axis"}

@@ -45,6 +45,9 @@ def folded(node: OnnxNode, operands: Sequence[Array | None], opset: int) -> list
         for name, value in node.attributes.items()
     }
     _refuse_disputed(node, operands)
+    if node.kind == "GatherElements":
+        data, indices = (v for v in operands if v is not None)
+        return [_elements(data, indices, int(node.attributes.get("axis", 0)))]
     if node.kind == "Unsqueeze" and "axes" in attributes and operands[0] is not None:
         rank = operands[0].ndim + len(attributes["axes"])
         attributes["axes"] = sorted(axis % rank for axis in attributes["axes"])
@@ -63,6 +66,13 @@ def folded(node: OnnxNode, operands: Sequence[Array | None], opset: int) -> list
     with np.errstate(all="ignore"):
         found = ReferenceEvaluator(graph, opsets={"": opset}).run(None, feeds)
     return [np.asarray(value) for value in found]
+
+
+def _elements(data: Array, indices: Array, axis: int) -> Array:
+    """Return data[..., indices[..., k], ...]; the reference implementation fails on long axes."""
+    axis %= data.ndim
+    read = tuple(slice(None if d == axis else n) for d, n in enumerate(indices.shape))
+    return np.take_along_axis(data[read], indices.astype(np.int64), axis)
 
 
 def _refuse_disputed(node: OnnxNode, operands: Sequence[Array | None]) -> None:
@@ -96,6 +106,8 @@ def _size(node: OnnxNode, operands: Sequence[Array | None]) -> int:
             return int(held[0].size) * math.prod(int(n) for n in held[1].reshape(-1))
         case "MatMul":
             return int(int(held[0].size) * max(1, held[1].size // max(1, held[1].shape[0])))
+        case "GatherElements":
+            return int(held[-1].size)
         case "GatherND" | "Gather":
             return int(int(held[1].size) * max(1, held[0].size // max(1, held[0].shape[0])))
         case _ if len(held) > 1 and node.kind not in ("Concat", "Slice", "Reshape", "Split"):

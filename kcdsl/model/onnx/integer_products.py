@@ -4,7 +4,7 @@ Quantisers write y = Cast (MatMulInteger (c, W, z, w_zero)) · s · w_scale, whe
 codes, scale and zero point of x by QuantizeLinear or DynamicQuantizeLinear. Numerics with quantised
 inputs admit sums of codes, so that is MatMul of DequantizeLinear (c, s, z) and
 DequantizeLinear (W, w_scale, w_zero). An embedding DequantizeLinear (Gather (W, ids), scale, zero)
-with one scale is Gather (DequantizeLinear (W, scale, zero), ids).
+with one scale is Gather (DequantizeLinear (W, scale, zero), ids); so is Transpose (W).
 """
 
 from __future__ import annotations
@@ -143,8 +143,9 @@ def _without_end(names: tuple[str, str, str]) -> tuple[str, ...]:
     return names if names[2] else names[:2]
 
 
-def _looked_up(graph: _Graph, node: OnnxNode) -> _Rewritten | None:
-    """Return what a lookup in codes and their dequantisation make, and the other order of both."""
+def _moved(graph: _Graph, node: OnnxNode) -> _Rewritten | None:
+    """Return what a lookup in codes, or their transpose, and its dequantisation make, and the other
+    order of both."""
     read = graph.only_reader(node.outputs[0])
     held = graph.file.tensors
     if node.inputs[0] not in held or read is None or read.kind != "DequantizeLinear":
@@ -153,15 +154,15 @@ def _looked_up(graph: _Graph, node: OnnxNode) -> _Rewritten | None:
         return None
     if not all(name in held and held[name].size == 1 for name in read.inputs[1:] if name):
         return None
-    table, result = node.outputs[0], read.outputs[0]
+    moved, result = node.outputs[0], read.outputs[0]
     return (
-        {table, result},
+        {moved, result},
         result,
         (
-            replace(read, inputs=(node.inputs[0], *read.inputs[1:]), outputs=(table,)),
-            replace(node, inputs=(table, *node.inputs[1:]), outputs=(result,)),
+            replace(read, inputs=(node.inputs[0], *read.inputs[1:]), outputs=(moved,)),
+            replace(node, inputs=(moved, *node.inputs[1:]), outputs=(result,)),
         ),
     )
 
 
-_REWRITTEN = {PRODUCT: _dequantised, "Gather": _looked_up}
+_REWRITTEN = {PRODUCT: _dequantised, "Gather": _moved, "Transpose": _moved}

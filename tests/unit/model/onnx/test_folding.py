@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.onnx.files import OnnxNode
@@ -51,3 +52,16 @@ def test_operands_of_which_runtimes_differ_are_refused(
     more = [np.asarray(one, dtype=np.int64) for one in operands]
     with pytest.raises(Refusal, match="not supported"):
         folded(node(kind, 1 + len(more)), [x, *more], 18)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_elements_are_gathered_along_long_axes(axis: int) -> None:
+    """As `torch.gather` does; the reference implementation stops at 32 choices."""
+    drawn = np.random.default_rng(0)
+    data = drawn.standard_normal((70, 80)).astype(np.float32)
+    indices = drawn.integers(0, 70, (5, 3))
+    (found,) = folded(node("GatherElements", 2, axis=axis), [data, indices], 18)
+    wanted = torch.gather(torch.from_numpy(data), axis, torch.from_numpy(indices)).numpy()
+    np.testing.assert_array_equal(found, wanted)
+    (back,) = folded(node("GatherElements", 2, axis=axis), [data, indices - data.shape[axis]], 18)
+    np.testing.assert_array_equal(back, wanted)

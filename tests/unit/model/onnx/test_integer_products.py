@@ -147,7 +147,7 @@ g (int64[1,T] input_ids) => (float[1,T,4] hidden)
 
 
 def lookup(axis: str = "", scale: Any = 0.5, more: str = "hidden = Add (x, x)") -> onnx.ModelProto:
-    held = {
+    held: dict[str, Any] = {
         "codes": np.arange(-12, 12, dtype=np.int8).reshape(6, 4),
         "scale": np.asarray(scale, dtype=np.float32),
         "zero": np.full(np.shape(scale), 3, dtype=np.int8),
@@ -162,6 +162,35 @@ def test_a_lookup_in_codes_is_one_in_a_parameter(tmp_path: Path) -> None:
     table = (np.arange(-12, 12).reshape(6, 4) - 3) * 0.5
     np.testing.assert_array_equal(model.checkpoint.tensors["c"].numpy(), table)
     assert bytes(read(path).tensors["c"].data) == table.astype(np.float32).tobytes()
+
+
+TRANSPOSED = """
+<ir_version: 10, opset_import: ["" : 21]>
+g (int64[1,T] input_ids) => (float[1,T,6] logits)
+{ x = Gather (table, input_ids)
+  c = Transpose <perm = [1, 0]> (codes)
+  w = DequantizeLinear (c, scale, zero)
+  logits = MatMul (x, w) }
+"""
+
+
+def test_a_transpose_of_codes_is_one_of_a_parameter(tmp_path: Path) -> None:
+    codes = np.arange(-12, 12, dtype=np.int8).reshape(6, 4)
+    held: dict[str, Any] = {
+        "codes": codes,
+        "scale": np.asarray(0.5, dtype=np.float32),
+        "zero": np.asarray(3, dtype=np.int8),
+        "table": np.random.default_rng(0).standard_normal((7, 4)).astype(np.float32),
+    }
+    proto = model_of(TRANSPOSED, held)
+    path = saved(tmp_path, proto)
+    model = load_model(ModelRef(path.name, ONNX), path.parent)
+    np.testing.assert_allclose(
+        model.module(model.ids(TOKENS)).numpy(), run(proto, "logits"), rtol=1e-6
+    )
+    wanted = ((codes - 3.0) * 0.5).astype(np.float32)
+    assert bytes(read(path).tensors["c"].data) == wanted.tobytes()
+    assert set(read(path).tensors) == set(model.checkpoint.tensors)
 
 
 def test_the_checker_makes_no_parameter_of_several_scales(tmp_path: Path) -> None:
