@@ -98,6 +98,12 @@ class Model:
         return bool(getattr(self.module, "encoder_only", False))
 
     @property
+    def fixed_length(self) -> int | None:
+        """Return the only number of tokens that the model takes; None where it varies."""
+        found: int | None = getattr(self.module, "fixed_length", None)
+        return found
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Refuse where the contract and the checkpoint's folder have none."""
         if self.tokenizer_source is None:

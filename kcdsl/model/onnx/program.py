@@ -141,6 +141,11 @@ class OnnxProgram(OnnxBlock):
         return dict(zip(self.names, self.entries, strict=True))
 
     @property
+    def fixed_length(self) -> int | None:
+        """Return the only number of tokens that the program takes; None where it varies."""
+        return self.plan.fixed_length
+
+    @property
     def keys(self) -> dict[str, str]:
         """Return the tensor of the file of every parameter."""
         return {f"holders.{i}.weight": name for i, name in enumerate(self.read)}

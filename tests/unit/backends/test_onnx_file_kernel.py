@@ -136,7 +136,7 @@ wide (int64[1,T] input_ids) => (float[1,T,4] logits)
 def test_sums_of_bytes_do_not_saturate(tmp_path: Path, kind: Any) -> None:
     """Two products of the largest codes leave 16 bits, where some processors add them."""
     top = float(np.iinfo(kind).max)
-    held = {
+    held: dict[str, Any] = {
         "embedding": np.full((3, 64), top, np.float32),
         "codes": np.full((64, 4), 127, np.int8),
         "one": np.asarray(1, np.float32),

@@ -48,12 +48,9 @@ class OfIds(nn.Module):
         return found
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", MODELS)
-def test_an_exported_model_is_drafted_run_and_proved(tmp_path: Path, kind: str, form: str) -> None:
+def export(path: Path, kind: str, form: str) -> bool:
+    """Write a model of transformers as an ONNX file; return whether it takes any length."""
     attention, opset, free = FORMS[form]
-    path = tmp_path / "model.onnx"
     with quietly(logging.ERROR):
         program = torch.onnx.export(
             OfIds(kind, attention),
@@ -67,6 +64,15 @@ def test_an_exported_model_is_drafted_run_and_proved(tmp_path: Path, kind: str, 
         )
     assert program is not None
     program.save(path)
+    return free
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_exported_model_is_drafted_run_and_proved(tmp_path: Path, kind: str, form: str) -> None:
+    path = tmp_path / "model.onnx"
+    free = export(path, kind, form)
     model = load_model(ModelRef(path.name, ONNX), tmp_path)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     drawn = np.random.default_rng(3)
@@ -81,3 +87,28 @@ def test_an_exported_model_is_drafted_run_and_proved(tmp_path: Path, kind: str, 
     goals = {goal["clause"]: goal for goal in json.loads(ran.stdout)["goals"]}
     assert set(goals) == {"N-ATTN-0", "N-MLP-0", "N-ATTN-0-BALL"}
     assert all(0 < goal["attack"] <= goal["bound"] for goal in goals.values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_quantised_model_is_drafted_measured_and_proved(tmp_path: Path, kind: str) -> None:
+    """What `quantize_dynamic` makes of it runs as its numerics say, inside of the bound."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    export(tmp_path / "plain.onnx", kind, "eager, opset 18, 5 tokens")
+    with quietly(logging.ERROR):
+        quantize_dynamic(
+            tmp_path / "plain.onnx", tmp_path / "model.onnx", weight_type=QuantType.QInt8
+        )
+    assert run_here("init", "model.onnx", cwd=tmp_path).code == 0
+    ran = run_here("evaluate", "--json", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    outcomes = {check["name"]: check["outcome"] for check in found["prechecks"]}
+    assert outcomes["stale_weights"] == outcomes["coarser_layer"] == "passed", found["prechecks"]
+    (crossed,) = found["crosschecks"]
+    assert 0 < crossed["measured"] <= crossed["certified"]
+    ran = run_here("verify", "--json", cwd=tmp_path)
+    (goal,) = json.loads(ran.stdout)["goals"]
+    assert 0 < goal["attack"] <= goal["bound"]
+    assert goal["evidence"]["confirmed"]

@@ -341,10 +341,10 @@ def _refuse_overflow(module: nn.Module, numerics: Numerics) -> None:
 
 def _probe(kernel: TorchKernel, adapter: Adapter) -> None:
     """Run once on a short sequence, so that a kernel that cannot run as claimed is refused."""
-    longest = kernel.model.limits[1] or 2
+    count = kernel.model.fixed_length or min(2, kernel.model.limits[1] or 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        kernel.forward(kernel.tokens([0] * min(2, longest)))
+        kernel.forward(kernel.tokens([0] * count))
     watch = kernel.interception
     if watch is None:
         return
