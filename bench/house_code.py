@@ -15,7 +15,7 @@ import ast
 import builtins
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +53,11 @@ class Module:
     def tree(self) -> ast.Module:
         """Return the syntax tree."""
         return ast.parse(self.text, self.path)
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Return the nodes of the tree."""
+        return tuple(ast.walk(self.tree))
 
     @property
     def folder(self) -> str:
@@ -239,7 +244,7 @@ def _candidates(code: Code) -> Iterator[Definition]:
     installed = code.installed.values()
     bases: dict[str, set[str]] = defaultdict(set)
     for module in installed:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 bases[node.name].update(map(_last, node.bases))
     for module in installed:
@@ -300,16 +305,16 @@ def _uses(modules: Iterable[Module], wanted: set[str]) -> dict[str, set[tuple[st
     found: dict[str, set[tuple[str, int]]] = defaultdict(set)
     for module in modules:
         exports = module.name not in PACKAGES
-        for word, line in _loaded(module.tree, exports):
+        for word, line in _loaded(module.nodes, exports):
             if word in wanted:
                 found[word].add((module.path, line))
     return found
 
 
-def _loaded(tree: ast.Module, exports: bool) -> Iterator[tuple[str, int]]:
+def _loaded(nodes: Sequence[ast.AST], exports: bool) -> Iterator[tuple[str, int]]:
     """Find names that are used; with `exports`, `__all__` is no use: that of a package is."""
-    silent = {id(each) for node in ast.walk(tree) for each in _silent(node, exports)}
-    for node in ast.walk(tree):
+    silent = {id(each) for node in nodes for each in _silent(node, exports)}
+    for node in nodes:
         match node:
             case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
                 yield name, node.lineno

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
+import gc
+import itertools
 import json
 import os
 import subprocess
@@ -38,6 +40,8 @@ settings.register_profile(
 )  # fmt: skip
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kcdsl"))
 
+_PLACES = itertools.count()
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -45,6 +49,24 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what belongs to the second tier, before `-m` is applied."""
     mark_tiers(items)
+
+
+def pytest_runtest_setup() -> None:
+    """Have the certifier trace each block of the same model once in this process."""
+    remember_graphs()
+
+
+def pytest_collection() -> None:
+    """Look for no garbage while modules are imported and tests are collected."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules and tests that are there now out of every later search for garbage, which
+    takes a second otherwise."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 class Cli(Protocol):
@@ -61,25 +83,22 @@ class Cli(Protocol):
 @pytest.fixture(scope="session")
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that stands for the user's folder of caches; tests share it."""
-    return tmp_path_factory.mktemp("cache-home")
+    home = tmp_path_factory.mktemp("cache-home")
+    (home / "libraries").mkdir()
+    return home
 
 
 @pytest.fixture(autouse=True)
-def _nothing_remembered(
-    cache_home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def _nothing_remembered(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each test a place of its own for what commands remember and for a configuration that the
     user would have."""
-    name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / name))
+    place = f"{cache_home}/{next(_PLACES)}"
     # The digests of installed libraries are the same for all tests, and take seconds to form.
-    own = cache_home / name / "kcdsl"
-    own.mkdir(parents=True, exist_ok=True)
-    (cache_home / "libraries").mkdir(exist_ok=True)
-    if not (own / "libraries").is_symlink():
-        (own / "libraries").symlink_to(cache_home / "libraries")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(cache_home / name / "configuration"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(cache_home / "state"))
+    os.makedirs(f"{place}/kcdsl")
+    os.symlink(f"{cache_home}/libraries", f"{place}/kcdsl/libraries")
+    monkeypatch.setenv("XDG_CACHE_HOME", place)
+    monkeypatch.setenv("XDG_CONFIG_HOME", f"{place}/configuration")
+    monkeypatch.setenv("XDG_STATE_HOME", f"{cache_home}/state")
     monkeypatch.delenv("KCDSL_POLICY", raising=False)
 
 
@@ -90,12 +109,6 @@ def shared_files(
     """Let contracts name the files of the examples, and those of other temporary folders."""
     allowed = (repository / "examples", tmp_path_factory.getbasetemp())
     monkeypatch.setenv("KCDSL_ALLOW_FOLDERS", ",".join(map(str, allowed)))
-
-
-@pytest.fixture(autouse=True)
-def _graphs_remembered() -> None:
-    """Have the certifier trace each block of the same model once in this process."""
-    remember_graphs()
 
 
 @pytest.fixture(scope="session")
@@ -125,14 +138,16 @@ def schemas(repository: Path) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="session")
 def follows(schemas: dict[str, dict[str, Any]]) -> Callable[..., None]:
     """Return a function that validates a document against the schema that it names, or `name`."""
+    import jsonschema
+
+    @functools.cache
+    def validator(name: str) -> Any:
+        kind = jsonschema.validators.validator_for(schemas[name])
+        kind.check_schema(schemas[name])
+        return kind(schemas[name])
 
     def validate(document: Any, name: str | None = None) -> None:
-        import jsonschema
-
-        schema = schemas[document["schema"] if name is None else name]
-        kind = jsonschema.validators.validator_for(schema)
-        kind.check_schema(schema)
-        kind(schema).validate(document)
+        validator(document["schema"] if name is None else name).validate(document)
 
     return validate
 

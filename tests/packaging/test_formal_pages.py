@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def table(text: str) -> list[tuple[list[str], list[tuple[str, str]], list[tuple[
     return rows
 
 
+@functools.cache
 def defined(path: Path) -> set[str]:
     """Return the names that a file defines: functions, classes, methods and constants."""
     found = set()
