@@ -289,6 +289,30 @@ def test_gains_and_biases_are_the_same_in_both(
     assert (found <= np.maximum(hi, -lo)).all()
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_what_a_norm_shares_holds_every_gain_and_bias(tmp_path: Path, op: str) -> None:
+    """(g' - g)·n + b' - b at the corner of the region where no two terms cancel."""
+    rng, x = np.random.default_rng(8), np.array([[0.75, -1.5, 0.25], [2.0, 0.5, -0.25]])
+    gain, bias = rng.standard_normal(3), rng.standard_normal(3)
+    g = proofs.Graph(x.shape)
+    inputs = [g.add("input", [], x.shape), g.param("gain", gain)]
+    inputs += [g.param("bias", bias)] if op == "layer_norm" else []
+    name = g.add(op, inputs, x.shape, eps=1e-6)
+    found = walks(g, (exact(), exact()), x, RHO, tmp_path)
+    c = x - x.mean(-1, keepdims=True) if op == "layer_norm" else x
+    normal = c / np.sqrt((c**2).mean(-1, keepdims=True) + 1e-6)
+    held = {key: np.abs(tensor.astype(np.float64)) for key, tensor in g.tensors.items()}
+    most = float(RHO) * (np.abs(normal) * held["gain"] + held.get("bias", 0.0))
+    for walk in (found.train, found.infer):
+        (size,) = (
+            entry.shared.size
+            for entry in walk.tape.entries
+            if entry.shared is not None and entry.shared.name == name
+        )
+        assert (size >= most * (1 - 2.0**-12)).all()
+        assert (size <= most * (1 + 2.0**-20)).all()
+
+
 def one_more(op: str) -> tuple[Any, Floats | None, Callable[[dict[str, Any]], Floats]]:
     """Return a block with parameters of one kind, its input, and what it computes."""
     g, x = proofs.Graph((1, 2)), np.array([[0.75, -0.5]])

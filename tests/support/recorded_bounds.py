@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from tests.support.mutation.bases import BASES, Base, N, proof_of
@@ -67,12 +67,13 @@ def bounds_of(base: Base, seed: int, folder: Path) -> Bounds:
     return found
 
 
-def derived(kind: str) -> dict[str, Bounds]:
-    """Return what the checker derives for every base of a kind."""
+def derived(kind: str, names: Collection[str]) -> dict[str, Bounds]:
+    """Return what the checker derives for some bases of a kind."""
     with tempfile.TemporaryDirectory() as folder:
         return {
             name: bounds_of(base, seed, Path(folder))
             for seed, (name, base) in enumerate(PROOFS[kind].items(), 1)
+            if name in names
         }
 
 
@@ -88,7 +89,7 @@ def main() -> None:
     for kind in PROOFS:
         entries = [
             f"    {json.dumps(name)}: {json.dumps(bounds)}"
-            for name, bounds in derived(kind).items()
+            for name, bounds in derived(kind, PROOFS[kind]).items()
         ]
         lines.append(f"  {json.dumps(kind)}: {{\n" + ",\n".join(entries) + "\n  }")
     RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

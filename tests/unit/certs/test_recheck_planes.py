@@ -17,7 +17,10 @@ from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.bounds_walk import derive
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.box import Box
+from kcdsl_certs.recheck.graphs.graph import Node
+from kcdsl_certs.recheck.graphs.reading import Reader
+from kcdsl_certs.recheck.interval.box import Box, exact
+from kcdsl_certs.recheck.interval.state import State
 from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.linear_bounds import context
 from tests.support import proofs
@@ -171,6 +174,21 @@ def test_the_walk_itself_refuses_what_planes_do_not_know(
     more: dict[str, Any] = {"drift": Box(zero, zero), "rho": Fraction(1, 1000)}
     with pytest.raises(Rejected, match="document/domain"):
         derive(replace(scene, **{what: more[what]}))
+
+
+@pytest.mark.parametrize("wide", ["t", "i"])
+def test_an_operand_without_an_entry_must_be_known(base: tuple[Document, Path], wide: str) -> None:
+    """A box that no line stands for would be taken for its middle."""
+    proof = parse(proofs.dump(base[0]))
+    scene = Derivation(proof, read(base[1]).tensors).scene(proof.cases[0])
+    at = context.Context(scene, {})
+    known = State(exact(np.ones((2,))), exact(np.ones((2,))), exact(np.zeros((2,))))
+    node = Node("sum", "add", ("known", "unknown"), (2,), Reader({}, "sum"), "")
+    at.values["known"] = known
+    at.values["unknown"] = replace(known, **{wide: Box(np.ones((2,)), np.full((2,), 1.5))})
+    assert (at.operand(node, 0).reference == 1.0).all()
+    with pytest.raises(Rejected, match="rule/weight"):
+        at.operand(node, 1)
 
 
 @pytest.mark.sample(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from kcdsl_certs.recheck.interval.state import Mask, Scene, State, gamma, reduce
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, FLOAT64, FORMATS
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
-from kcdsl_certs.recheck.ops import functions, norms, views
+from kcdsl_certs.recheck.ops import arithmetic, functions, norms, views
 from kcdsl_certs.recheck.ops.attention import context, probabilities, rope
 from kcdsl_certs.recheck.ops.attention.softmax import softmax_interval
 from kcdsl_certs.recheck.ops.linear import quantised_inputs
@@ -361,6 +362,16 @@ def test_relu_of_a_drift_that_may_be_cut_off() -> None:
     moved = State(box.neg(state.t), box.neg(state.i), box.neg(state.d))
     found = views.relu_interval(scene(kernel(), kernel()), node("relu", (1,)), [moved])
     assert (found.d.lo[0], found.d.hi[0]) == (-0.5, 0.0)
+
+
+@pytest.mark.parametrize("divisor", [3.0, -7.0, 49.0])
+def test_no_quotient_is_outside_of_its_box(divisor: float) -> None:
+    at = np.array([1.0, 2.0, -5.0, 0.0, 10.0])
+    found = arithmetic._divided(Box(at, at), divisor)
+    for low, value, high in zip(found.lo, at, found.hi, strict=True):
+        exact = Fraction(value) / Fraction(divisor)
+        assert Fraction(low) <= exact <= Fraction(high)
+        assert high - low <= 4 * np.spacing(abs(value / divisor))
 
 
 def test_rope_tables_that_differ() -> None:
