@@ -83,6 +83,15 @@ def drawn(
     return tuple((tuple(row[:PROMPT]), tuple(row[PROMPT:])) for row in text.tolist())
 
 
+@cache
+def _logits(which: Program, texts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> Tensor:
+    """Return a kernel's logits of every sampled token [N, T, V]; laws of them change no number."""
+    before = len(texts[0][0])
+    with torch.no_grad():
+        logits = program(which).logits(torch.tensor([p + t for p, t in texts]))
+    return logits[:, before - 1 : -1].double()
+
+
 def side(
     which: Program,
     law: Change,
@@ -91,15 +100,11 @@ def side(
     top: int = 0,
 ) -> list[Side]:
     """Return what a kernel says of sampled tokens under a law of its logits."""
-    kernel = program(which)
     found = []
     with torch.no_grad():
         for start in range(0, len(texts), 64):
-            part = texts[start : start + 64]
-            before = len(part[0][0])
-            logits = kernel.logits(torch.tensor([p + t for p, t in part]))[
-                :, before - 1 : -1
-            ].double()
+            part = tuple(texts[start : start + 64])
+            logits = _logits(which, part)
             logs = torch.log_softmax(law(logits), -1)
             tokens = torch.tensor([t for _, t in part])
             own = logs.gather(-1, tokens[..., None])[..., 0]

@@ -46,7 +46,9 @@ _ROW = ClauseResult(
     "A", "numerical", "L1", "all", "mean(kl) <= 1", "mean(kl)", "nat", "<=", 1.0, None, None, 12,
     "requests", 1.0, Held(), "census", 0.95, obligation="A/all/0",
 )  # fmt: skip
-SCHEMA = json.loads(Path("kcdsl/verdict/compare.schema.json").read_text())
+SCHEMA = jsonschema.Draft202012Validator(
+    json.loads(Path("kcdsl/verdict/compare.schema.json").read_text())
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ def _compare(cli: Any, one: Path, two: Path, code: int, *more: Any) -> dict[str,
     ran = cli("compare", one, two, "--json", *more)
     assert ran.code == code, ran.stdout + ran.stderr
     document = json.loads(ran.stdout)
-    jsonschema.validate(document, SCHEMA)
+    SCHEMA.validate(document)
     assert isinstance(document, dict)
     return document
 

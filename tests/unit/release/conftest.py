@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection, inspect
 
 from kcdsl.check.compile import load_program
 from kcdsl.ir.terms import Program
 from kcdsl.release.issue import issue
+from kcdsl.release.register import Register, store
+from kcdsl.release.register.database import upgrade
 from kcdsl.release.results import proof_reference
 from kcdsl.source.writing import write_bytes
 from kcdsl_certs.signatures import SigningKey, load_private
@@ -23,6 +28,39 @@ from tests.support.release_scenes import (
     stand_in,
     tiny,
 )
+
+
+@pytest.fixture(scope="session")
+def register_tables(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Return the statements that make the tables of a register in SQLite, as Alembic does."""
+    place = tmp_path_factory.mktemp("tables") / "register.db"
+    Register.open(place, create=True).close()
+    with contextlib.closing(sqlite3.connect(place)) as made:
+        listed = made.execute(
+            "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite_%'"
+        ).fetchall()
+        (revision,) = made.execute("SELECT version_num FROM alembic_version").fetchone()
+    return (*(sql for (sql,) in listed), f"INSERT INTO alembic_version VALUES ('{revision}')")
+
+
+@pytest.fixture(autouse=True)
+def _tables_from_statements(
+    request: pytest.FixtureRequest,
+    register_tables: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Make registers in SQLite without Alembic, which takes 50 ms; tests of registers run it."""
+    if request.path.parent.name == "register":
+        return
+
+    def made(connection: Connection) -> None:
+        if connection.dialect.name != "sqlite" or inspect(connection).get_table_names():
+            upgrade(connection)
+            return
+        for statement in register_tables:
+            connection.exec_driver_sql(statement)
+
+    monkeypatch.setattr(store, "upgrade", made)
 
 
 @pytest.fixture
