@@ -185,7 +185,8 @@ def test_an_operand_without_an_entry_must_be_known(base: tuple[Document, Path], 
     known = State(exact(np.ones((2,))), exact(np.ones((2,))), exact(np.zeros((2,))))
     node = Node("sum", "add", ("known", "unknown"), (2,), Reader({}, "sum"), "")
     at.values["known"] = known
-    at.values["unknown"] = replace(known, **{wide: Box(np.ones((2,)), np.full((2,), 1.5))})
+    box = Box(np.ones((2,)), np.full((2,), 1.5))
+    at.values["unknown"] = replace(known, t=box) if wide == "t" else replace(known, i=box)
     assert (at.operand(node, 0).reference == 1.0).all()
     with pytest.raises(Rejected, match="rule/weight"):
         at.operand(node, 1)

@@ -19,7 +19,7 @@ TOLERANCE = {"coarse": 1e-7, "fine": 1e-3}
 
 
 PARTS = ("coarse", "faint", pytest.param("fine", marks=pytest.mark.full))
-"""Proofs of coarse kernels, of float64 kernels at faint inputs, and of float64 kernels elsewhere."""
+"""Proofs of coarse kernels, of float64 kernels at faint inputs, and of these elsewhere."""
 
 
 @pytest.mark.parametrize("part", PARTS)
