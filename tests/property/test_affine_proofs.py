@@ -221,7 +221,7 @@ def test_what_is_proved_of_a_part_is_confirmed(
         assert confirmed(factory, block, where, functional)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("pair", DEEP)
 @pytest.mark.parametrize("block", ["layer_0", "model"])
 @pytest.mark.parametrize("kind", ["llama", "bert"])

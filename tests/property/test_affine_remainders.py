@@ -56,7 +56,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0", "norm_1", "layer_0"])
 @pytest.mark.parametrize("radius", [1e-6, 1e-3, 2e-2, 1e-1])
 def test_no_input_of_the_region_leaves_the_bounds(model: Model, block: str, radius: float) -> None:

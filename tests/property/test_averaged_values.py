@@ -230,7 +230,7 @@ def test_no_row_exceeds_its_bound_and_some_are_near(
     assert nearest > 0.5
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("missing", ["balance", "below", "around"])
 def test_a_bound_without_one_of_its_parts_is_exceeded(tmp_path: Path, missing: str) -> None:
     """The runs above are extreme enough to see that each part is needed."""

@@ -43,7 +43,7 @@ def build(config):
 """
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("pair", "seed"),
     [

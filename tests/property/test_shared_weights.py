@@ -468,7 +468,7 @@ def test_both_programs_say_the_same(
     assert (theirs <= mine * (1 + 2.0**-6) + 2.0**-60).all()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_weights_cost_no_more_than_products_of_errors(

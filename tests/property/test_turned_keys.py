@@ -68,7 +68,7 @@ def quotients(run: KernelRun) -> list[float]:
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("rule", [*TURNED, "scores straight from linears"])
 def test_both_ways_give_the_same_bounds(rule: str) -> None:
     short = 0

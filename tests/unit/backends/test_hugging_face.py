@@ -73,7 +73,7 @@ def gold(folder: Path, architecture: str = "llama") -> Tensor:
     return kernel(folder, "torch.eager", "float64", architecture).logits(IDS)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("run", ["hf.transformers", "hf.transformers.sdpa"])
 @pytest.mark.parametrize("compute", PRECISIONS)
 def test_it_gives_the_logits_of_our_own_program(

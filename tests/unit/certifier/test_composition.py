@@ -76,7 +76,7 @@ def decide(folder: Path) -> Decide:
 # --- where blocks fall apart ----------------------------------------------------------------------
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "block", "names"),
     [

@@ -226,7 +226,7 @@ def test_every_witness_is_compared(good: tuple[Document, Path]) -> None:
     assert compared > 20
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("functional", ["inf", "2", "span"])
 def test_no_functional_is_more_than_that_of_the_box(tmp_path: Path, functional: str) -> None:
     made, path = document(tmp_path, post_norm(np.random.default_rng(8)), 2.0**-12, functional)

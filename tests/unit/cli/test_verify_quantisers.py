@@ -177,7 +177,7 @@ def test_another_cache_is_refused_where_it_stands(folder: Path, written: str, wo
     assert words in ran.stdout + ran.stderr
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["vLLM", "AWQ", "MXFP4", "linears"])
 def test_a_run_outside_of_a_bound_is_replayed(folder: Path, follows: Any, name: str) -> None:
     contract(folder, name, TIGHT)

@@ -99,6 +99,7 @@ def test_two_changes_are_told_apart_by_all_four_runs(
     assert len(found.effects) == 5
 
 
+@pytest.mark.full
 def test_what_fails_together_alone_is_an_interaction_with_its_size(tmp_path: Path) -> None:
     found = both(tmp_path, {NEW}).why(NEW, *OTHERS)
     row = found.row("interaction", "", "N-KL/all/0")
