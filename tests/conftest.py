@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import itertools
@@ -67,6 +68,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
+    atexit.register(gc.unfreeze)  # extensions report what is left when Python ends
 
 
 class Cli(Protocol):
