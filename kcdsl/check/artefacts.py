@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kcdsl.diagnostics import Diagnostic, Refusal
+from kcdsl.diagnostics import Diagnostic, Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.formulas import NoFlip, Norm, terms_of, walk
@@ -39,6 +39,10 @@ def check_artefacts(program: Program, folder: Path) -> tuple[Diagnostic, ...]:
     for kernel in kernels if measured else ():  # proofs are about numerics, whatever runs
         with _collected(found), at(kernel.span):
             _refuse_unserved(kernel, of_file=program.model.architecture == ONNX)
+    for clause in program.clauses if program.infer.own_file is not None else ():
+        if goal_of(clause) is not None:
+            with _collected(found), at(clause.span):
+                resolve(program.infer)
     if found or not _weights_at_hand(program.model.checkpoint, folder):
         return tuple(found)
     with _collected(found):
@@ -77,8 +81,15 @@ def _refuse_unserved(kernel: KernelRef, *, of_file: bool) -> None:
     """Refuse numerics that the adapter of a kernel serves on no device, and a model that it does
     not run."""
     adapter = ADAPTERS.get(kernel.run)
-    if adapter is not None:
-        refuse_no_file(kernel.run, adapter, of_file=of_file)
+    own_file = kernel.own_file is not None
+    if adapter is not None and adapter.engine not in ("server", "recorded"):
+        refuse_no_file(kernel.run, adapter, of_file=of_file or own_file)
+        if own_file and not adapter.of_file:
+            raise refuse(
+                codes.KERNEL_NUMERICS,
+                f"{kernel.run} does not run {kernel.own_file}",
+                help="run onnxruntime.file",
+            )
     if adapter is None or not kernel.claims or adapter.engine in ("server", "recorded"):
         return
     numerics, last = resolve(kernel), None

@@ -15,6 +15,7 @@ from kcdsl.draft.quantisation import DraftKernel
 from kcdsl.draft.rows import DraftRows, json_rows, slices_of
 from kcdsl.model.adapters import find_adapter
 from kcdsl.source.files import shown
+from kcdsl_certs.statement.weights import ONNX as SUFFIX
 from kcdsl_grammar.expression_table import KEYWORDS
 
 if TYPE_CHECKING:
@@ -64,6 +65,10 @@ class ModelGraph:
         served = {**self.stated.section(), "preset": "onnxruntime-float32", "casts": "any"}
         return train, DraftKernel(FILE_ADAPTER, served, "the file as ONNX Runtime runs it")
 
+    def served(self, file: str) -> tuple[DraftKernel, DraftKernel]:
+        """Return the kernels where another file is served, such as a quantised one."""
+        return self.kernels()[0], own_file_kernel(file)
+
     def rows(self, path: str) -> DraftRows:
         """Return requests of token ids from a seed, of the length that the file takes."""
         from random import Random
@@ -76,6 +81,16 @@ class ModelGraph:
             rows.append({"id": f"ids-{number:02}", "tokens": tokens, "length": length})
         text = "".join(json.dumps(row) + "\n" for row in rows)
         return DraftRows(path, slices_of(rows), text)
+
+
+def own_file_kernel(file: str) -> DraftKernel:
+    """Return the kernel that runs an ONNX file in place of the model; it is measured alone."""
+    return DraftKernel(FILE_ADAPTER, {}, "another file, as ONNX Runtime runs it", checkpoint=file)
+
+
+def is_onnx(path: Path | None) -> bool:
+    """Say whether a path is one of an ONNX file, by its name."""
+    return path is not None and path.suffix.lower() == SUFFIX
 
 
 def read_graph(path: Path) -> ModelGraph:

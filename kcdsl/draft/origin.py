@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.draft.clauses import DraftEvidence, DraftPurpose, clauses_for
 from kcdsl.draft.folder import COMPUTE, ModelFolder, quantisation_of, read_folder
+from kcdsl.draft.graph import is_onnx, own_file_kernel
 from kcdsl.draft.quantisation import serving_kernel, stored_kernel, training_kernel
 from kcdsl.draft.rows import given_rows, own_rows, slices_of
 from kcdsl.draft.text import Draft, RecordedKernel, contract_text
@@ -96,7 +97,7 @@ def draft_of(request: DraftRequest, here: Path, recordings: ReadsRecordings) -> 
     path = here if source is None else source
     if not os.path.lexists(path):
         raise missing(path)
-    if path.suffix.lower() == ".onnx":
+    if is_onnx(path):
         return _of_graph(request, path, here)
     beside = is_file(path.parent / "config.json") and path.suffix.lower() not in _DUMPS
     if path.is_dir() or beside:
@@ -108,11 +109,11 @@ def _of_graph(request: DraftRequest, path: Path, here: Path) -> DraftFiles:
     """Return the draft for an ONNX file: its blocks, and the numerics that it states."""
     from kcdsl.draft.graph import read_graph, rows_of_ids
 
-    if request.quantised is not None:
+    if request.quantised is not None and not is_onnx(request.quantised):
         raise refuse(
             codes.USAGE,
             "--quantised names a folder of Hugging Face, and the model is an ONNX file",
-            help="leave it out: quantisers of the file are read",
+            help="name the quantised ONNX file, or leave it out: quantisers of the file are read",
         )
     model = read_graph(path)
     contract = request.output or _beside(path.parent, here) / CONTRACT
@@ -120,13 +121,17 @@ def _of_graph(request: DraftRequest, path: Path, here: Path) -> DraftFiles:
     data = request.data
     rows = model.rows(PROMPTS) if data is None else rows_of_ids(data, _reference(data, base))
     purpose = request.purpose or DraftPurpose.SERVING
-    train, infer = model.kernels()
+    own_file = request.quantised
+    train, infer = model.kernels() if own_file is None else model.served(_reference(own_file, base))
     clauses = clauses_for(
         purpose, DraftEvidence.RUN, width=model.width,
         blocks=tuple(name for name, _, _ in model.blocks)[:2], long=rows.long, named=rows.named,
     )  # fmt: skip
+    if own_file is not None:
+        clauses = tuple(clause for clause in clauses if not clause.quantified)
+    whose = "both kernels" if own_file is None else "the training kernel"
     about = (
-        "The graph is the program of both kernels, and its initializers are the weights"
+        f"The graph is the program of {whose}, and its initializers are the weights"
         f" ({model.stated.compute})."
     )
     draft = Draft(
@@ -134,7 +139,7 @@ def _of_graph(request: DraftRequest, path: Path, here: Path) -> DraftFiles:
         rows.slices, clauses, model.blocks, infer.unmet,
     )  # fmt: skip
     more = () if rows.text is None else ((base / rows.path, rows.text.encode()),)
-    return DraftFiles(draft, contract, more, _outside(base, [path, data]))
+    return DraftFiles(draft, contract, more, _outside(base, [path, data, own_file]))
 
 
 # --- a model --------------------------------------------------------------------------------------
@@ -158,12 +163,15 @@ def _of_model(
     )
     purpose = request.purpose or DraftPurpose.SERVING
     train = training_kernel(model.compute, model.architecture)
-    folder = request.quantised
+    own_file = request.quantised if is_onnx(request.quantised) else None
+    folder = request.quantised if own_file is None else None
     config = None if folder is None else _quantisation(folder)
     if config is None:
         config = model.quantised
     infer = None
     served: tuple[Path, ...] = ()
+    if own_file is not None:
+        infer, served = own_file_kernel(_reference(own_file, base)), (own_file,)
     if folder is not None and config is not None and _has_weights(folder):
         named = _reference(folder, base)
         infer = stored_kernel(model.compute, model.architecture, config, named, capped=model.capped)
@@ -183,6 +191,8 @@ def _of_model(
         long=rows.long,
         named=rows.named,
     )
+    if own_file is not None:
+        clauses = tuple(clause for clause in clauses if not clause.quantified)
     draft = Draft(
         model.name,
         purpose,

@@ -138,7 +138,8 @@ def _kernel(kernel: DraftKernel | RecordedKernel, *, recomputed: bool) -> Iterat
         yield f"run: {kernel.run}  # {kernel.says}"
         if kernel.checkpoint is not None:
             yield f"checkpoint: {_scalar(kernel.checkpoint)}"
-        yield f"numerics: {_flow(kernel.numerics)}"
+        if kernel.numerics:
+            yield f"numerics: {_flow(kernel.numerics)}"
         return
     yield "run: recorded"
     if kernel.format != "rows":

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from kcdsl.diagnostics.spans import Span
+from kcdsl_certs.statement.weights import ONNX as SUFFIX
 
 _NOWHERE = Span(0, 0)
 
@@ -112,9 +113,17 @@ class KernelRef:
     checkpoint: str | None = None
 
     @property
+    def own_file(self) -> str | None:
+        """Return the ONNX file that it runs in place of the model's program; None for others."""
+        found = self.checkpoint or ""
+        return found if found.lower().endswith(SUFFIX) else None
+
+    @property
     def claims(self) -> bool:
         """Say whether it claims any numerics; a server or a recording that states none claims
-        none."""
+        none, and nothing says what an ONNX file of its own computes."""
+        if self.own_file is not None:
+            return False
         return (self.service is None and self.recording is None) or bool(self.numerics)
 
 

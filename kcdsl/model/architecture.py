@@ -62,8 +62,12 @@ from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.weights import linear_weight, served_weight
 from kcdsl.model.presets import resolve
 from kcdsl.model.tokenizer import Tokenizer, find_tokenizer
+from kcdsl.source.files import shown
 from kcdsl.source.modules import find_module
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.statement.manifest import storage_manifest
 from kcdsl_certs.statement.triple import INFER_CHECKPOINT
+from kcdsl_certs.statement.weights import ONNX as SUFFIX
 
 KeyRule = Callable[[str], "str | None"]
 WeightLoader = Callable[[Any, Checkpoint], tuple[nn.Module, Mapping[str, str]]]
@@ -91,6 +95,8 @@ class Model:
     """What the inference kernel reads instead of the checkpoint; None where it reads that."""
     serving: bool = False
     """Whether the module holds these."""
+    served_file: tuple[Path, str] | None = None
+    """The ONNX file that the inference kernel runs instead of the program, and its digest."""
 
     @property
     def encoder_only(self) -> bool:
@@ -163,6 +169,16 @@ class Model:
         """Return the numerics of the linear whose weight has this name in the module."""
         keys = self.linears().get(name, ()) if numerics.overrides else ()
         return numerics.serving(keys[0]) if keys else numerics
+
+    def batch(self, ids: Any) -> Tensor:
+        """Return checked token ids [T], or [B, T] of equal length, on the CPU."""
+        try:
+            given = torch.as_tensor(ids)
+        except (ValueError, TypeError):
+            raise refuse(codes.SEQUENCE, "the sequences of a batch must be equally long") from None
+        if given.dim() == 2 and len(given) > 0:
+            return torch.stack([self.ids(row) for row in given])
+        return self.ids(given)
 
     def as_served(self) -> Model:
         """Return the model with the weights that the inference kernel reads in its module."""
@@ -343,10 +359,27 @@ def _load(ref: ModelRef, files: Artefacts, by_block: bool) -> Model:
     module, keys = load_weights(outline, checkpoint)
     module.eval().requires_grad_(False)
     tokenizer = find_tokenizer(ref, path, files, config)
-    served = None
-    if ref.served is not None:
+    served, own_file = None, _served_file(ref, files)
+    if ref.served is not None and own_file is None:
         served = _served(ref, module, config, keys, files)
-    return Model(module, checkpoint, config, keys, tokenizer, built_in, files, empty, served)
+    return Model(
+        *(module, checkpoint, config, keys, tokenizer, built_in, files, empty, served),
+        served_file=own_file,
+    )
+
+
+def _served_file(ref: ModelRef, files: Artefacts) -> tuple[Path, str] | None:
+    """Return the ONNX file of the inference kernel's own with its digest; None for another or no
+    checkpoint of its own."""
+    if ref.served is None or not ref.served.lower().endswith(SUFFIX):
+        return None
+    path = files.find_weights(ref.served)
+    try:
+        digest = storage_manifest(path).digest
+    except Rejected as error:
+        raise refuse(codes.ONNX_FILE, f"{shown(path)}: {error}") from error
+    files.record(companion(INFER_CHECKPOINT), digest)
+    return path, digest
 
 
 def _of_graph(ref: ModelRef, path: Path, config: dict[str, Any], files: Artefacts) -> Model:
@@ -355,10 +388,11 @@ def _of_graph(ref: ModelRef, path: Path, config: dict[str, Any], files: Artefact
 
     module, checkpoint, stated = read_program(path, ref.blocks, files.admitted)
     files.record(CHECKPOINT, checkpoint.root_digest)
-    if ref.served is not None:
+    own_file = _served_file(ref, files)
+    if ref.served is not None and own_file is None:
         raise refuse(
             codes.UNKNOWN_ARCHITECTURE,
-            "with an ONNX file the inference kernel has no checkpoint of its own",
+            "with an ONNX file the inference kernel has no checkpoint of its own but another one",
             help="say in `numerics` how the inference kernel stores the weights",
         )
     if ref.infer is not None and ref.infer.claims:
@@ -367,7 +401,9 @@ def _of_graph(ref: ModelRef, path: Path, config: dict[str, Any], files: Artefact
     if module.vocabulary is not None:
         config = {**config, "vocab_size": module.vocabulary}
     tokenizer = find_tokenizer(ref, path, files, config)
-    return Model(module, checkpoint, config, module.keys, tokenizer, False, files)
+    return Model(
+        *(module, checkpoint, config, module.keys, tokenizer, False, files), served_file=own_file
+    )
 
 
 def _served(
@@ -445,7 +481,7 @@ def load_structure(ref: ModelRef, base: Path | Artefacts) -> Model | None:
         others = {key: one.kind for key, one in stored.items() if key not in exact}
         checkpoint = Checkpoint(path, "", StoredTensors(exact, {}), others)
         keys = _matched(module, checkpoint, rule, copies=False)
-        if ref.served is not None:
+        if ref.served is not None and not ref.served.lower().endswith(SUFFIX):
             _served(ref, module, config, keys, files, headers_only=True)
         return Model(module, checkpoint, config, keys, None, True, files, True)
 

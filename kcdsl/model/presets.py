@@ -94,6 +94,12 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
     preset, key, format or scale, saying what is allowed, and combinations without a meaning.
     """
     given = as_dictionaries(dict(spec.numerics) if isinstance(spec, KernelRef) else spec)
+    if isinstance(spec, KernelRef) and spec.own_file is not None:
+        raise refuse(
+            codes.NUMERICS,
+            f"{spec.own_file} is a program of its own, so no numerics say how {spec.run} computes",
+            help="nothing is proved about it: measure it with `kcdsl evaluate`",
+        )
     if isinstance(spec, KernelRef) and not spec.claims:
         raise refuse(
             codes.NUMERICS,

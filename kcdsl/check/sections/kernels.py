@@ -193,6 +193,8 @@ def read_kernel(raw: RawKernel | None, reporter: Reporter) -> KernelRef | None:
     )
     if raw.run.text in (*SERVERS, *RECORDED) and raw.numerics is None:
         return kernel  # it claims nothing
+    if kernel.own_file is not None and raw.numerics is None:
+        return kernel
     _check_numerics(kernel, raw, reporter, whole=len(reporter.sink.found) == before)
     return kernel
 

@@ -35,7 +35,7 @@ FOLDERS = ("hf.transformers", "hf.transformers.sdpa")
 """The adapters that read a folder."""
 WITH_CHECKPOINT = (
     *("torch.eager", "torch.sdpa", "torch.sdpa.math", "torch.sdpa.flash", "torch.sdpa.efficient"),
-    *("torch.sdpa.cudnn", "torch.compile", *SAMPLERS),
+    *("torch.sdpa.cudnn", "torch.compile", "onnxruntime.file", *SAMPLERS),
 )
 """The adapters whose weights may come from a checkpoint of their own: they quantise none."""
 SERVER_FIELDS = ("url", "model", "key", "tokens", "concurrency", "logprobs")

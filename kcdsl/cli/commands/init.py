@@ -38,7 +38,9 @@ class InitCommand(Command):
     )
     data: str | None = value("FILE", "requests (JSONL), or rollouts that the model is to score")
     quantised: str | None = value(
-        "FOLDER", "the weights as they are served: its quantisation configuration is read"
+        "FOLDER",
+        "the weights as they are served: its quantisation configuration is read; or the ONNX file "
+        "that is served",
     )
     temperature: str = value("T", "the temperature that recorded tokens were drawn at", "1")
     measure: bool = switch(

@@ -125,7 +125,7 @@ def read_onnx(
     files = [(path.name, data), *sorted(beside.items())]
     every = [Resource(n, len(held), hashlib.sha256(held).hexdigest()) for n, held in files]
     graph = model.graph
-    inputs = tuple(_input(value) for value in graph.input if value.name not in tensors)
+    inputs = tuple(read_input(value) for value in graph.input if value.name not in tensors)
     _refuse_disorder(path, nodes, {*tensors, *(one.name for one in inputs)}, graph)
     return OnnxFile(
         path,
@@ -274,7 +274,8 @@ def _external(
     return held[name]
 
 
-def _input(value: Any) -> OnnxInput:
+def read_input(value: Any) -> OnnxInput:
+    """Return an input of a graph, from its ValueInfoProto."""
     kind = value.type.tensor_type
     if not kind.HasField("shape"):
         return OnnxInput(value.name, kind.elem_type, None)

@@ -7,7 +7,7 @@ on no token is folded, once for each length. There is one sequence in a batch, w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +64,7 @@ class OnnxPlan:
     def __init__(self, file: OnnxFile) -> None:
         """Sort the nodes of a file. Refuse inputs that no sequence of tokens has."""
         self.file = replace(file, nodes=fused(file.nodes, file.tensors))
-        self.ids, self.fillers = _inputs(file)
+        self.ids, self.fillers = token_inputs(file.inputs, file.refusal)
         self._fixed: dict[int, tuple[dict[str, Array], dict[str, Tensor]]] = {}
         dynamic, views = self._flow()
         needed, wanted = self._demand(dynamic, views)
@@ -160,8 +160,7 @@ class OnnxPlan:
     def _laid_out(self, length: int) -> tuple[dict[str, Array], dict[str, Tensor]]:
         known = dict(self._known)
         for one in self.fillers:
-            filled = _FILLED[one.name](length).astype(_FILLED_TYPES[one.type])
-            known[one.name] = filled[0] if one.sizes is not None and len(one.sizes) == 1 else filled
+            known[one.name] = filled(one, length)
         shape = (1, length) if self.batched() else (length,)
         shapes: dict[str, Any] = {self.ids: torch.zeros(shape, dtype=torch.int64, device="meta")}
         for name in self.weights:
@@ -207,20 +206,23 @@ class OnnxPlan:
             known[name] = value
 
 
-def _inputs(file: OnnxFile) -> tuple[str, list[OnnxInput]]:
-    """Return the name of the token ids, and the other inputs, which are filled."""
+def token_inputs(
+    inputs: Sequence[OnnxInput], refusal: Callable[[str, str], Refusal]
+) -> tuple[str, list[OnnxInput]]:
+    """Return the name of the token ids, and the other inputs, which are filled. Refuse, by a
+    message and its help, inputs that no sequence of tokens has."""
     whole = (TensorProto.INT64, TensorProto.INT32)
     tokens = [
-        one for one in file.inputs
+        one for one in inputs
         if one.type in whole and one.name not in _FILLED and _TOKENS.match(one.name)
     ]  # fmt: skip
-    if len(file.inputs) == 1 and file.inputs[0].type in whole:
-        tokens = list(file.inputs)
-    others = [one for one in file.inputs if one not in tokens]
+    if len(inputs) == 1 and inputs[0].type in whole:
+        tokens = list(inputs)
+    others = [one for one in inputs if one not in tokens]
     strange = [one for one in others if one.name not in _FILLED]
     if len(tokens) != 1 or strange:
-        named = ", ".join(excerpt(one.name) for one in file.inputs) or "none"
-        raise file.refusal(
+        named = ", ".join(excerpt(one.name) for one in inputs) or "none"
+        raise refusal(
             f"its inputs are {named}; a model takes token ids (input_ids), and may take"
             f" {', '.join(_FILLED)}",
             "export the model without a cache of keys and values, on token ids",
@@ -229,7 +231,7 @@ def _inputs(file: OnnxFile) -> tuple[str, list[OnnxInput]]:
     if sizes is not None and (
         len(sizes) not in (1, 2) or (len(sizes) == 2 and sizes[0] not in (None, 1))
     ):
-        raise file.refusal(
+        raise refusal(
             f"its token ids have the shape {list(sizes)}; it must be [1, T], or vary",
             "export it for one sequence",
         )
@@ -238,11 +240,17 @@ def _inputs(file: OnnxFile) -> tuple[str, list[OnnxInput]]:
             one.sizes is not None and len(one.sizes) not in (1, 2)
         ):
             kind = f"{TensorProto.DataType.Name(one.type)} of {list(one.sizes or ())}"
-            raise file.refusal(
+            raise refusal(
                 f"its input {one.name} is {kind}; what is filled has one number for each token",
                 "export it with the masks that the tokenizer makes",
             )
     return tokens[0].name, others
+
+
+def filled(one: OnnxInput, length: int) -> Array:
+    """Return an input beside the tokens, for one whole sequence without padding."""
+    found = _FILLED[one.name](length).astype(_FILLED_TYPES[one.type])
+    return found[0] if one.sizes is not None and len(one.sizes) == 1 else found
 
 
 def run_node(

@@ -89,6 +89,7 @@ def prepare(
     shown = (
         not served
         and not recorded
+        and all(kernel.claims for kernel in sides)
         and not any(unproved(kernel.run) is not None for kernel in sides)
     )
     bounded = crosscheck and shown
@@ -234,6 +235,10 @@ def _kernel(
     if holds_logits(kernel):
         every = {r.key: r for rows in selected.values() for r in rows}
         return load_recorded_logits(kernel, model.files, list(every.values()))
+    if kernel.own_file is not None:
+        from kcdsl_backends.empirical.sources.kernels.onnx_file import load_own_file
+
+        return load_own_file(kernel, model)
     if kernel.service is None:
         return load_kernel(kernel, model, place)
     first = next((rows[0].tokens for rows in selected.values() if rows), (0,))

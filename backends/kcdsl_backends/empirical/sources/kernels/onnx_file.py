@@ -12,16 +12,23 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.diagnostics.model import at
+from kcdsl.ir.terms import KernelRef
+from kcdsl.model.adapters import find_adapter
 from kcdsl.model.architecture import Model
 from kcdsl.model.checkpoint.ranges import changed
 from kcdsl.model.files import copy_hashed
+from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.model.numerics import Numerics, Weights
-from kcdsl.model.onnx.files import read_onnx
+from kcdsl.model.onnx.files import OnnxInput, read_input, read_onnx
+from kcdsl.model.onnx.plan import filled, token_inputs
 from kcdsl.model.onnx.program import OnnxBlock, OnnxProgram
 from kcdsl.model.onnx.quantisation import without_quantisers
-from kcdsl_backends.empirical.sources.kernels.engines import Program, ProgramEngine
+from kcdsl.source.files import excerpt, shown
+from kcdsl_backends.empirical.sources.kernels.engines import Program, ProgramEngine, need
 from kcdsl_backends.empirical.sources.kernels.onnx_runtime import saturates, session_of
+from kcdsl_certs.statement.manifest import storage_manifest
 
 _EXACT = "session.x64quantprecision"
 """Sums products of bytes exactly where processors have no instruction for it."""
@@ -71,6 +78,139 @@ def file_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics)
             )
     basic = any(a.format.startswith("fp8") for _, a in numerics.sections)
     return FileSessions(program, path, folder, tuple(settings), basic)
+
+
+def load_own_file(ref: KernelRef, model: Model) -> FileKernel:
+    """Prepare a kernel that runs an ONNX file of its own, of whatever operators ONNX Runtime has.
+
+    Refuse a file that is not the one that was hashed, inputs that no sequence of tokens has, and a
+    file without logits (of an encoder, hidden states).
+    """
+    with at(ref.span):
+        adapter = find_adapter(ref.run)
+        need(adapter.library, ref.run)
+        if not adapter.of_file or model.served_file is None:
+            raise refuse(
+                codes.KERNEL_NUMERICS,
+                f"{ref.run} does not run {ref.own_file}",
+                help="run onnxruntime.file",
+            )
+        given, digest = model.served_file
+        folder = TemporaryDirectory(prefix="kcdsl-")
+        for held in storage_manifest(given).resources:
+            source = model.files.admitted(given.parent / held.name)
+            copy_hashed(source, Path(folder.name) / held.name)
+        path = Path(folder.name) / given.name
+        if storage_manifest(path).digest != digest:
+            raise changed(given)
+        ids, fillers, outputs = _ends(path, given)
+        usual = "last_hidden_state" if model.encoder_only else "logits"
+        output = usual if usual in outputs else outputs[0]
+        if output != usual and len(outputs) > 1:
+            raise refuse(
+                codes.ONNX_FILE,
+                f"{shown(given)}: its outputs are {', '.join(map(excerpt, outputs))}",
+                help=f"name the output `{usual}`",
+            )
+        try:
+            session = session_of(path)
+        except Exception as error:  # of ONNX Runtime, which has no class of its own for all
+            raise _failed(ref, error) from error
+        return FileKernel(ref, model, folder, session, ids, fillers, output)
+
+
+def _ends(path: Path, given: Path) -> tuple[OnnxInput, tuple[OnnxInput, ...], tuple[str, ...]]:
+    """Return the token ids, the inputs that are filled, and the outputs of a file."""
+
+    def refusal(what: str, help: str) -> Refusal:
+        return refuse(codes.ONNX_FILE, f"{shown(given)}: {what}", help=help)
+
+    try:
+        graph = onnx.load(str(path), load_external_data=False).graph
+    except Exception as error:  # of the protobuf library
+        raise refusal(f"it is no ONNX file: {type(error).__name__}", "export it anew") from error
+    held = {tensor.name for tensor in graph.initializer}
+    inputs = [read_input(value) for value in graph.input if value.name not in held]
+    name, fillers = token_inputs(inputs, refusal)
+    outputs = tuple(value.name for value in graph.output)
+    if not outputs:
+        raise refusal("it has no output", "export logits or hidden states of all tokens")
+    ids = next(one for one in inputs if one.name == name)
+    return ids, tuple(fillers), outputs
+
+
+def _failed(ref: KernelRef, error: Exception) -> Refusal:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return refuse(
+        codes.KERNEL_FAILED,
+        f"{ref.run} failed on {ref.own_file}: {first}",
+        help="a file that ONNX Runtime runs on the CPU takes token ids, [1, T] or [T]",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FileKernel:
+    """An ONNX file in place of the model's program: it runs as a whole, on the CPU."""
+
+    ref: KernelRef
+    model: Model
+    folder: TemporaryDirectory[str]
+    session: Any
+    ids: OnnxInput
+    fillers: tuple[OnnxInput, ...]
+    output: str
+
+    def tokens(self, ids: Any) -> Tensor:
+        """Return checked token ids, [T] or [B, T]."""
+        return self.model.batch(ids)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Run the file on checked tokens: logits [..., T, V], or hidden states of an encoder."""
+        if tokens.dim() == 2:
+            return torch.stack([self.forward(row) for row in tokens])
+        whole = tokens.numpy()
+        given = whole if self.ids.sizes is not None and len(self.ids.sizes) == 1 else whole[None]
+        kind = np.int32 if self.ids.type == onnx.TensorProto.INT32 else np.int64
+        feeds = {self.ids.name: given.astype(kind)}
+        feeds |= {one.name: filled(one, len(whole)) for one in self.fillers}
+        try:
+            (found,) = self.session.run([self.output], feeds)
+        except Exception as error:  # of ONNX Runtime, which has no class of its own for all
+            raise _failed(self.ref, error) from error
+        rows = torch.from_numpy(found)
+        if rows.dim() not in (2, 3) or rows.shape[:-1] not in ((len(whole),), (1, len(whole))):
+            raise refuse(
+                codes.ONNX_FILE,
+                f"{self.ref.own_file}: its output {excerpt(self.output)} has the shape"
+                f" {list(rows.shape)} for {len(whole)} tokens",
+                help="export logits or hidden states of all tokens",
+            )
+        return rows.reshape(rows.shape[-2:])
+
+    def logits(self, ids: Any) -> Tensor:
+        """Return the output for token ids [T] or [B, T]."""
+        return self.forward(self.tokens(ids))
+
+    def hidden(self, ids: Any) -> Tensor:
+        """Return the final states of an encoder, float64. Refuse those of a language model."""
+        if not self.model.encoder_only:
+            raise self._refusal("hidden states")
+        return self.logits(ids).to(torch.float64)
+
+    def block(self, name: str, x: Tensor) -> Tensor:
+        """Refuse: nothing says which part of the file a block is."""
+        raise self._refusal(f"the block {name}")
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what certificates bind; see `kcdsl.model.fingerprint`."""
+        return kernel_fingerprint(self.ref, "cpu")
+
+    def _refusal(self, what: str) -> Refusal:
+        return refuse(
+            codes.METRIC_OUT_OF_REACH,
+            f"an ONNX file of its own does not show {what}",
+            help="leave such clauses out",
+        )
 
 
 @dataclass(frozen=True, slots=True)

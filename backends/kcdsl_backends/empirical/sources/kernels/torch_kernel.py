@@ -104,13 +104,7 @@ class TorchKernel:
 
     def tokens(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
         """Return checked token ids on the kernel's device."""
-        try:
-            given = torch.as_tensor(ids)
-        except (ValueError, TypeError):
-            raise refuse(codes.SEQUENCE, "the sequences of a batch must be equally long") from None
-        if given.dim() == 2 and len(given) > 0:
-            return torch.stack([self.model.ids(row) for row in given]).to(self.device)
-        return self.model.ids(given).to(self.device)
+        return self.model.batch(ids).to(self.device)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Run the model on checked tokens; the result stays on the device in its own precision."""
