@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.draft.quantisation import DraftKernel
 from kcdsl.draft.rows import DraftRows, json_rows, slices_of
+from kcdsl.ir.kernels import ONNX_SUFFIX
 from kcdsl.model.adapters import find_adapter
 from kcdsl.source.files import shown
-from kcdsl_certs.statement.weights import ONNX as SUFFIX
 from kcdsl_grammar.expression_table import KEYWORDS
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def own_file_kernel(file: str) -> DraftKernel:
 
 def is_onnx(path: Path | None) -> bool:
     """Say whether a path is one of an ONNX file, by its name."""
-    return path is not None and path.suffix.lower() == SUFFIX
+    return path is not None and path.suffix.lower() == ONNX_SUFFIX
 
 
 def read_graph(path: Path) -> ModelGraph:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from kcdsl.diagnostics.spans import Span
-from kcdsl_certs.statement.weights import ONNX as SUFFIX
 
 _NOWHERE = Span(0, 0)
 
@@ -20,6 +19,10 @@ TOP = 5
 """How many of the likeliest tokens a server is asked for where the contract does not say."""
 MOST_AT_ONCE = 1 << 10
 """The most questions that a server has before it at a time."""
+
+
+ONNX_SUFFIX = ".onnx"
+"""How the names of ONNX files end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class KernelRef:
     def own_file(self) -> str | None:
         """Return the ONNX file that it runs in place of the model's program; None for others."""
         found = self.checkpoint or ""
-        return found if found.lower().endswith(SUFFIX) else None
+        return found if found.lower().endswith(ONNX_SUFFIX) else None
 
     @property
     def claims(self) -> bool:

@@ -22,7 +22,6 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.source.files import excerpt, read_bytes, shown
 from kcdsl_certs.statement.manifest import Manifest, Resource
 
-SUFFIX = ".onnx"
 FIRST_OPSET = 13
 """The first version of the operators whose attributes are those that are read here."""
 _DOMAINS = ("", "ai.onnx")
