@@ -28,25 +28,25 @@ FEWEST = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Roundings:
+class LayerRoundings:
     """How far results may be from exact ones in the training kernel, and how far this may be apart
     in both [R, n]."""
 
     loose: Tensor
     apart: Tensor
 
-    def plus(self, train: Box, infer: Box) -> Roundings:
+    def plus(self, train: Box, infer: Box) -> LayerRoundings:
         """Add errors of the training and the inference kernel."""
         rows = self.loose.shape
         loose, apart = train.mag().reshape(rows), (infer - train).mag().reshape(rows)
-        return Roundings(up(self.loose + loose), up(self.apart + apart))
+        return LayerRoundings(up(self.loose + loose), up(self.apart + apart))
 
-    def through(self, weight: Parameter) -> Roundings:
+    def through(self, weight: Parameter) -> LayerRoundings:
         """Return what a linear makes of them."""
         loose = magnitude_product(self.loose, weight.train.abs().T)
         apart = magnitude_product(self.apart, weight.infer.abs().T)
         across = magnitude_product(self.loose, weight.difference.mag().T)
-        return Roundings(loose, up(apart + across))
+        return LayerRoundings(loose, up(apart + across))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class KernelLayer:
     train: tuple[Tensor, Tensor]
     """Weight [out, in] and bias [out], float64."""
     infer: tuple[Tensor, Tensor]
-    roundings: Roundings
+    roundings: LayerRoundings
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def relu_network(
         witness[node.name] = float(state.train.mag().amax()), float(state.drift.mag().amax())
         if reading is None:
             nothing = torch.zeros_like(centre).reshape(-1, node.shape[-1])
-            reading = _Reading(kernels, nodes, Roundings(nothing, nothing))
+            reading = _Reading(kernels, nodes, LayerRoundings(nothing, nothing))
             reading.store(node, state)
         else:
             assert before is not None
@@ -196,7 +196,7 @@ class _Reading:
 
     kernels: Kernels
     nodes: Mapping[str, Node]
-    before: Roundings
+    before: LayerRoundings
     """What results behind the last ReLU are off by."""
     layers: list[KernelLayer] = field(default_factory=list)
     open: bool = False
@@ -215,7 +215,7 @@ class _Reading:
             case "relu":
                 self.close()
                 nothing = torch.zeros_like(self.layers[-1].roundings.loose)
-                self.before, self.open = Roundings(nothing, nothing), False
+                self.before, self.open = LayerRoundings(nothing, nothing), False
             case "view" if set(node.attrs) == {"split"} and node.shape[-1] == _size(operand):
                 pass
             case _:
@@ -241,7 +241,7 @@ class _Reading:
             self.layers.append(KernelLayer(same, same, self.before))
         self.open = False
 
-    def _quantized(self, node: Node, operand: State) -> Roundings:
+    def _quantized(self, node: Node, operand: State) -> LayerRoundings:
         """Return the roundings of the input of a linear with those of its quantisers (Rule 3.2)."""
         key, here = str(self.nodes[node.inputs[1]].attrs["key"]), self.kernels.at(node, self.nodes)
         train = activation_error(operand.train, here.train, node.name, key)
