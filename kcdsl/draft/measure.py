@@ -16,8 +16,9 @@ from tempfile import TemporaryDirectory
 from kcdsl.api.contract import Contract
 from kcdsl.api.evaluation import EvaluateSettings, measured
 from kcdsl.api.verification import VerifySettings, verify
+from kcdsl.diagnostics import Refusal, codes
 from kcdsl.draft.clauses import USUAL, DraftClause
-from kcdsl.ir.terms import KernelRef
+from kcdsl.ir.terms import ONNX, KernelRef
 from kcdsl.model.presets import resolve
 from kcdsl.verdict.result import ClauseResult
 
@@ -37,17 +38,22 @@ def measured_clauses(
 ) -> tuple[DraftClause, ...]:
     """Return the clauses of a draft, which is written already, with limits from runs.
 
-    A clause keeps its usual limit where no noise is seen and where no bound is found. Raises
-    Refusal where the model does not run.
+    A clause keeps its usual limit where no noise is seen or can be measured, as of an ONNX file
+    with quantisers, and where no bound is found. Raises Refusal where the model does not run.
     """
     clauses = tuple(clauses)
     program, wide = contract.program, WIDER[resolve(contract.program.train).compute]
     numerics = (("compute", wide), ("preset", "torch-eager"))
     reference = KernelRef("torch.eager", numerics, program.train.span)
-    report = measured(contract, evaluating, replace(program, infer=reference))
     rows: dict[str, list[ClauseResult]] = {}
-    for row in report.clauses:
-        rows.setdefault(row.clause, []).append(row)
+    try:
+        report = measured(contract, evaluating, replace(program, infer=reference))
+    except Refusal as refusal:
+        if refusal.diagnostics[0].code is not codes.NUMERICS or program.model.architecture != ONNX:
+            raise
+    else:  # of an ONNX file with quantisers nothing runs in a wider format
+        for row in report.clauses:
+            rows.setdefault(row.clause, []).append(row)
     bounds = _bounds(contract, [c.id for c in clauses if c.quantified], verifying)
     return tuple(
         _proved(clause, bounds) if clause.quantified else _noisy(clause, rows, wide)

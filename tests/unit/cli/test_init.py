@@ -589,6 +589,17 @@ def test_quantisers_of_an_onnx_file_become_the_inference_kernel(
     assert {"N-MLP-0", "N-KL"} <= {clause.id for clause in program.clauses}
 
 
+@pytest.mark.full
+def test_bounds_of_a_quantised_onnx_file_become_limits(cli: Any, tmp_path: Path) -> None:
+    """No wider format of it runs, so that measured clauses keep their usual limits."""
+    (tmp_path / "q.onnx").write_bytes(quantised_mlp("int8")[0].SerializeToString())
+    ran = cli("init", "q.onnx", "--measure", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    text = " ".join((tmp_path / "contract.yaml").read_text("utf-8").replace("#", " ").split())
+    assert "the bound proved today" in text
+    assert "it could not be measured" in text
+
+
 SEQUENTIAL = """
 <ir_version: 9, opset_import: ["" : 18]>
 g (int64[1,4] input_ids) => (float[1,4,3] hidden)
