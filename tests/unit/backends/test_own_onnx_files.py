@@ -133,6 +133,26 @@ def test_an_output_without_a_row_for_each_token_is_refused(tmp_path: Path) -> No
         load_own_file(KERNEL, model).logits(TOKENS)
 
 
+@pytest.mark.parametrize("deep", [False, True])
+def test_tensors_of_other_files_inside_of_nodes_are_refused(tmp_path: Path, deep: bool) -> None:
+    """ONNX Runtime would read them from anywhere, and no digest names them."""
+    secret = onnx.TensorProto(dims=[1], data_type=TensorProto.FLOAT, name="secret")
+    secret.data_location = TensorProto.EXTERNAL
+    secret.external_data.add(key="location", value="../secret")
+    node = helper.make_node("Constant", [], ["secret"], value=secret)
+    if deep:
+        out = [helper.make_tensor_value_info("secret", TensorProto.FLOAT, [1])]
+        branch = helper.make_graph([node], "branch", [], out)
+        node = helper.make_node("If", ["yes"], ["read"], then_branch=branch, else_branch=branch)
+    proto = served()
+    proto.graph.node.append(node)
+    loaded(tmp_path)
+    (tmp_path / "served.onnx").write_bytes(proto.SerializeToString())
+    model = load_model(ModelRef("model.onnx", ONNX, served="served.onnx"), tmp_path)
+    with refused(ONNX_FILE, "inside of a node"):
+        load_own_file(KERNEL, model)
+
+
 def test_adapters_that_run_the_model_refuse_it(tmp_path: Path) -> None:
     model = loaded(tmp_path)
     with refused(KERNEL_NUMERICS, "onnxruntime.file"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -126,9 +127,17 @@ def _ends(path: Path, given: Path) -> tuple[OnnxInput, tuple[OnnxInput, ...], tu
         return refuse(codes.ONNX_FILE, f"{shown(given)}: {what}", help=help)
 
     try:
-        graph = onnx.load(str(path), load_external_data=False).graph
+        model = onnx.load(str(path), load_external_data=False)
     except Exception as error:  # of the protobuf library
         raise refusal(f"it is no ONNX file: {type(error).__name__}", "export it anew") from error
+    graph, functions = model.graph, [node for one in model.functions for node in one.node]
+    if any(
+        onnx.external_data_helper.uses_external_data(t) for t in _inside([*graph.node, *functions])
+    ):
+        raise refusal(
+            "a tensor inside of a node lies in another file",
+            "store such tensors in the file itself",
+        )
     held = {tensor.name for tensor in graph.initializer}
     inputs = [read_input(value) for value in graph.input if value.name not in held]
     name, fillers = token_inputs(inputs, refusal)
@@ -137,6 +146,16 @@ def _ends(path: Path, given: Path) -> tuple[OnnxInput, tuple[OnnxInput, ...], tu
         raise refusal("it has no output", "export logits or hidden states of all tokens")
     ids = next(one for one in inputs if one.name == name)
     return ids, tuple(fillers), outputs
+
+
+def _inside(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yield the tensors inside of nodes: no digest of the file names where they lie."""
+    for node in nodes:
+        for one in node.attribute:
+            yield from (one.t, *one.tensors)
+            for graph in (one.g, *one.graphs):
+                yield from graph.initializer
+                yield from _inside(graph.node)
 
 
 def _failed(ref: KernelRef, error: Exception) -> Refusal:
