@@ -468,7 +468,8 @@ def _quantises(adapter: Adapter, claimed: Activations) -> bool:
 
 def _other_activations(adapter: Adapter, claimed: Activations) -> str:
     if adapter.activations == _UNQUANTISED:
-        able = [name for name, a in ADAPTERS.items() if _quantises(a, claimed)]
+        models = ((name, a) for name, a in ADAPTERS.items() if not a.of_file)
+        able = [name for name, a in models if _quantises(a, claimed)]
         instead = f"; {', '.join(able)} {'does' if len(able) == 1 else 'do'}" if able else ""
         return f"it does not quantise activations ({claimed.format}){instead}"
     static = [f"{name} static" for name in adapter.static]

@@ -130,14 +130,10 @@ def _ends(path: Path, given: Path) -> tuple[OnnxInput, tuple[OnnxInput, ...], tu
         model = onnx.load(str(path), load_external_data=False)
     except Exception as error:  # of the protobuf library
         raise refusal(f"it is no ONNX file: {type(error).__name__}", "export it anew") from error
-    graph, functions = model.graph, [node for one in model.functions for node in one.node]
-    if any(
-        onnx.external_data_helper.uses_external_data(t) for t in _inside([*graph.node, *functions])
-    ):
-        raise refusal(
-            "a tensor inside of a node lies in another file",
-            "store such tensors in the file itself",
-        )
+    graph, outside = model.graph, onnx.external_data_helper.uses_external_data
+    nodes = [*graph.node, *(node for one in model.functions for node in one.node)]
+    if any(outside(tensor) for tensor in _inside(nodes)):
+        raise refusal("a tensor inside of a node lies in another file", "store it in this file")
     held = {tensor.name for tensor in graph.initializer}
     inputs = [read_input(value) for value in graph.input if value.name not in held]
     name, fillers = token_inputs(inputs, refusal)
@@ -153,8 +149,12 @@ def _inside(nodes: Iterable[Any]) -> Iterator[Any]:
     for node in nodes:
         for one in node.attribute:
             yield from (one.t, *one.tensors)
+            for sparse in (one.sparse_tensor, *one.sparse_tensors):
+                yield from (sparse.values, sparse.indices)
             for graph in (one.g, *one.graphs):
                 yield from graph.initializer
+                for sparse in graph.sparse_initializer:
+                    yield from (sparse.values, sparse.indices)
                 yield from _inside(graph.node)
 
 
