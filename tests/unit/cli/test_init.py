@@ -608,6 +608,22 @@ g (int64[1,4] input_ids) => (float[1,4,3] hidden)
 """
 
 
+def test_a_served_onnx_file_is_the_inference_kernel(cli: Any, tmp_path: Path) -> None:
+    save_decoder(tmp_path, "small.onnx")
+    (tmp_path / "q.onnx").write_bytes(quantised_mlp("int8")[0].SerializeToString())
+    ran = cli("init", "small.onnx", "--quantised", "q.onnx", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    accepted(cli, tmp_path / "contract.yaml")
+    program = load_program(tmp_path / "contract.yaml")
+    assert (program.infer.run, program.infer.own_file) == ("onnxruntime.file", "q.onnx")
+    assert "N-KL" in {clause.id for clause in program.clauses}
+    (tmp_path / "contract.yaml").unlink()
+    ran = cli("init", "small.onnx", "--quantised", "gone.onnx", cwd=tmp_path)
+    assert ran.code == 2
+    assert "gone.onnx" in ran.stderr
+    assert not (tmp_path / "contract.yaml").exists()
+
+
 def test_a_graph_without_sums_is_one_block_of_its_length(cli: Any, tmp_path: Path) -> None:
     shapes = {"table": (9, 3), "up": (3, 5), "down": (5, 3)}
     drawn = np.random.default_rng(1)

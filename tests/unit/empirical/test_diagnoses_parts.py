@@ -19,6 +19,7 @@ from kcdsl.verdict.model import Held, InvalidEvidence
 from kcdsl_backends.empirical.diagnoses import reference
 from kcdsl_backends.empirical.diagnoses.alignment import (
     deviating_run,
+    reach,
     swapped_sides,
     token_equality,
 )
@@ -70,6 +71,25 @@ def test_the_repair_that_leaves_least_is_the_cause() -> None:
     assert best.name == "b"
     assert cause_of([Repair("a", "", 0.25), Repair("b", "", math.nan)]) is None
     assert cause_of([]) is None
+
+
+@pytest.mark.parametrize("claims", [False, True])
+def test_a_future_that_is_seen_is_a_wrong_mask_of_kernels_that_claim_numerics(claims: bool) -> None:
+    """A kernel of unknown numerics may have scales of whole sequences, which later tokens move."""
+    table = torch.randn(40, 50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def causal(tokens: list[int]) -> torch.Tensor:
+        return table[tokens].cumsum(0)
+
+    def whole(tokens: list[int]) -> torch.Tensor:
+        return causal(tokens) + table[tokens].sum(0)
+
+    found = reach(probe(lambda x: x, 16), (causal, whole), 1.0, claim=(True, claims))
+    assert "infer sees token" in found.detail
+    assert found.explains == claims
+    other = reach(probe(lambda x: x, 16), (whole, causal), 1.0, claim=(True, claims))
+    assert "train sees token" in other.detail
+    assert other.explains
 
 
 @pytest.mark.parametrize(

@@ -152,11 +152,18 @@ _PADS = (0, 1, 2)
 _LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 
-def reach(probe: Probe, kernels: tuple[Forward, Forward], temperature: float) -> Repair:
+def reach(
+    probe: Probe,
+    kernels: tuple[Forward, Forward],
+    temperature: float,
+    *,
+    claim: tuple[bool, bool] = (True, True),
+) -> Repair:
     """Change single tokens of a request: do both kernels see the change at the same positions?
 
     A kernel that sees the future changes before the token; one whose mask hides a token, or all
-    beyond a window, does not change after it.
+    beyond a window, does not change after it. A kernel that does not `claim` numerics may change
+    before the token: it may quantise with scales of whole sequences.
     """
     tokens = list(probe.request.tokens[:POSITIONS])
     length = len(tokens)
@@ -166,6 +173,7 @@ def reach(probe: Probe, kernels: tuple[Forward, Forward], temperature: float) ->
         effects = _effects(tokens, kernels, temperature)
     except FAILURES:
         return Repair(MASKS, "a kernel failed on a changed token", None)
+    same = "both kernels see the same tokens"
     for place, (train, infer) in effects.items():
         natural = _natural(train, infer, place)
         early = [float(e[:place].median()) if place else 0.0 for e in (train, infer)]
@@ -173,7 +181,9 @@ def reach(probe: Probe, kernels: tuple[Forward, Forward], temperature: float) ->
         if early[side] > _VISIBLE * natural and early[1 - side] < early[side] / 8:
             where = f"positions 0 to {place - 1}"
             detail = f"{probe.request.key}: {SIDES[side]} sees token {place} at {where} before it"
-            return Repair(MASKS, detail, 0.0, float(place))
+            if claim[side]:
+                return Repair(MASKS, detail, 0.0, float(place))
+            same = f"{detail}, as with scales of whole sequences"
     for place, (train, infer) in effects.items():
         for side, (own, other) in enumerate(((train, infer), (infer, train))):
             after = slice(place + 1, None)
@@ -186,7 +196,7 @@ def reach(probe: Probe, kernels: tuple[Forward, Forward], temperature: float) ->
                     f"{seen[0]} to {seen[-1]}"
                 )
                 return Repair(MASKS, detail, 0.0, float(place))
-    return Repair(MASKS, "both kernels see the same tokens", 1.0)
+    return Repair(MASKS, same, 1.0)
 
 
 def _natural(train: Tensor, infer: Tensor, place: int) -> float:

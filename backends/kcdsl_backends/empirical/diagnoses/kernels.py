@@ -149,7 +149,11 @@ def _masks(subject: Subject, probes: Sequence[Probe], noise: RoundingNoise | Non
     kernels = forwards(subject.train, subject.infer, subject.encoder)
     longest = max(probes, key=lambda p: p.train.shape[0])
     behind = visible_padding(longest, kernels, t)
-    return behind if behind.explains else reach(longest, kernels, t)
+    if behind.explains:
+        return behind
+    train, infer = (getattr(kernel, "ref", None) for kernel in subject.kernels)
+    claim = train is None or train.claims, infer is None or infer.claims
+    return reach(longest, kernels, t, claim=claim)
 
 
 def _localised(
