@@ -36,7 +36,7 @@ def _first(
             return spec
     absent = ", ".join(sorted({name for spec in able for name in lacking(spec)}))
     what = f"no installed backend {verb}: {absent} missing" if absent else f"no backend {verb}"
-    raise refuse(NO_BACKEND, what, help=_DOCTOR)
+    raise refuse(NO_BACKEND, what, help="; ".join((_DOCTOR, *faults())))
 
 
 def _absent(names: Sequence[str]) -> tuple[str, ...]:
@@ -128,11 +128,17 @@ def formal_backend(
             lacking = ", ".join(spec.missing())
             why = f"needs {lacking}" if lacking else "does not decide drift for all inputs"
             raise refuse(NO_BACKEND, f"backend {name!r} {why}", help=_DOCTOR)
+    names = ", ".join(s.name for s in able) or "none; see kcdsl doctor"
     raise refuse(
         NO_BACKEND,
         f"there is no backend {name!r}" if name else "no installed backend decides drift clauses",
-        help=f"backends: {', '.join(s.name for s in able) or 'none; see kcdsl doctor'}",
+        help="; ".join((f"backends: {names}", *faults())),
     )
+
+
+def faults() -> tuple[str, ...]:
+    """Return why installed distributions with backends cannot be used."""
+    return tuple(spec.fault for spec in catalogue() if spec.fault)
 
 
 def formal_backends() -> list[BackendSpec]:

@@ -7,7 +7,10 @@ from enum import StrEnum
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 class Fragment(StrEnum):
@@ -32,6 +35,7 @@ OWN = "kcdsl_backends."
 _PROVABLE = frozenset({Fragment.UNIVERSAL_DRIFT, Fragment.UNIVERSAL_FLIP})
 """What a foreign backend can decide: its answers bring a proof or a run that is looked at here.
 What it measured nobody can look at."""
+_LONGEST_FAULT = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class BackendSpec:
     """"package.module:ATTRIBUTE" of what says which cases are small enough; empty if all are."""
     queries: str = ""
     """"package.module:ATTRIBUTE" of what answers VNN-LIB queries; none if empty."""
+    fault: str = ""
+    """Why its distribution cannot be used; it then decides nothing. Empty for one that can."""
 
     def missing(self) -> tuple[str, ...]:
         """Return the needed packages that are not installed, without importing them."""
@@ -112,19 +118,39 @@ def catalogue() -> tuple[BackendSpec, ...]:
     """Return the backends of every installed distribution (entry-point group `kcdsl.backends`).
 
     Those of other distributions have no fragments but those of proofs, and neither plan, decide
-    counts nor attribute.
+    counts nor attribute. An entry point that cannot be used stands at the end, with the reason as
+    its `fault`, and the others are there all the same.
     """
     from importlib.metadata import entry_points
 
     found: dict[str, tuple[str, BackendSpec]] = {}
-    for entry in sorted(entry_points(group="kcdsl.backends"), key=lambda e: e.value):
-        for spec in entry.load():
-            if spec.name in found:
-                raise ValueError(
-                    f"backend {spec.name!r} is offered by {found[spec.name][0]} and {entry.value}"
-                )
-            found[spec.name] = (entry.value, _as_far_as_checked(spec))
-    return tuple(spec for _, spec in sorted(found.values(), key=lambda p: (p[1].rank, p[1].name)))
+    faults: list[BackendSpec] = []
+    points = entry_points(group="kcdsl.backends")
+    for entry in sorted(points, key=lambda e: (not f"{e.module}.".startswith(OWN), e.value)):
+        try:
+            offered = _offered(entry.load())
+            for name in found.keys() & {spec.name for spec in offered}:
+                raise ValueError(f"the backend {name!r} is offered by {found[name][0]} already")
+            found |= {spec.name: (entry.value, _as_far_as_checked(spec)) for spec in offered}
+        except (Exception, SystemExit) as error:
+            faults.append(_unusable(entry, error))
+    ranked = sorted(found.values(), key=lambda pair: (pair[1].rank, pair[1].name))
+    return (*(spec for _, spec in ranked), *faults)
+
+
+def _offered(found: Any) -> tuple[BackendSpec, ...]:
+    specs = tuple(found)
+    if not all(isinstance(spec, BackendSpec) for spec in specs):
+        raise TypeError("it is no tuple of kcdsl.route.catalogue.BackendSpec")
+    return specs
+
+
+def _unusable(entry: EntryPoint, error: BaseException) -> BackendSpec:
+    """Return an entry for what cannot be used, with the distribution and the reason. Its name is
+    that of the entry point's object, which no backend has."""
+    of = entry.value if entry.dist is None else f"{entry.value} of {entry.dist.name}"
+    why = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_FAULT]
+    return BackendSpec(entry.value, entry.value, frozenset(), fault=f"{of} cannot be used: {why}")
 
 
 def _as_far_as_checked(spec: BackendSpec) -> BackendSpec:

@@ -196,6 +196,8 @@ def _against(
     wanted: str | None,
 ) -> str | None:
     """Say why a backend does not take a clause, or None where it can."""
+    if spec.fault:
+        return spec.fault
     if placement.fragment not in spec.fragments:
         decides = ", ".join(sorted(fragment.value for fragment in spec.fragments))
         return f"decides {decides}; {placement.blame[0].reason}"

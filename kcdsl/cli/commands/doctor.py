@@ -19,6 +19,7 @@ from typing import Any
 from kcdsl.cli.common import Command
 from kcdsl.cli.common.options import json_option
 from kcdsl.cli.common.output import print_json
+from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
 
 DISTRIBUTION = "kcdsl"
@@ -317,8 +318,9 @@ def _backends(packages: Mapping[str, Package]) -> tuple[tuple[Backend, ...], tup
             tuple(need for need in spec.needs if need in spec.missing() or need in unusable),
         )
         for spec in specs
+        if not spec.fault
     )
-    return rows, ()
+    return rows, tuple(spec.fault for spec in specs if spec.fault)
 
 
 def _device() -> DeviceReport:
@@ -455,12 +457,16 @@ class BackendsCommand(Command):
                     "needs": list(spec.needs),
                     "missing": list(spec.missing()),
                     "rank": spec.rank,
+                    **({"fault": spec.fault} if spec.fault else {}),
                 }
                 for spec in specs
             ]
             print_json({"schema": "kcdsl.backends/1", "backends": records})
             return Exit.HELD
         for spec in specs:
+            if spec.fault:
+                print(one_line(spec.fault))
+                continue
             missing = spec.missing()
             state = f"lacks {', '.join(missing)}" if missing else "ready"
             print(f"{spec.name}  ({state})")

@@ -369,7 +369,7 @@ def _candidate(clause: Clause, spec: BackendSpec, chosen: Route) -> BackendAnswe
 
     blame = why_uncovered(clause, spec.fragments)
     if blame is not None:
-        return BackendAnswer(spec.name, False, blame.reason, blame)
+        return BackendAnswer(spec.name, False, spec.fault or blame.reason, blame)
     if chosen.fragment is Fragment.IMPLIED and not chosen.premises:
         reason = chosen.why_not[spec.name]
         place = classify(clause).blame[0].span
