@@ -234,6 +234,10 @@ def _results(rows: Any) -> dict[str, ObligationResult]:
     return found
 
 
+def _is_sha256(text: str) -> bool:
+    return len(text) == _SHA256 and not {*text} - {*"0123456789abcdef"}
+
+
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MOST_COUNTED
 
@@ -277,8 +281,9 @@ def _window(
     _refuse_partial(results, demands, document["deferred"])
     given = document["tables"]
     own = [str(file["content"]) for file in given["files"] if "content" in file]
-    tables = frozenset((str(given["content"]), *own))
-    if not own or not all(len(digest) == _SHA256 for digest in tables):
+    sketch = [str(digest) for digest in given["sketch"]]
+    tables = frozenset((str(given["content"]), *own, *sketch))
+    if not own or not sketch or not all(map(_is_sha256, tables)):
         raise ValueError("tables without digests")
     requests = {str(one["slice"]): one["requests"] for one in document["slices"]}
     if not all(_is_count(n) for n in requests.values()):

@@ -49,8 +49,8 @@ class EvidenceDocument:
         kind: what it is.
         name: its file, for people.
         identity: the sha256 of its content, of a certificate that of its payload.
-        parts: the sha256 of the rows of the tables that it counts, of each and of all together, by
-            which a second copy is recognised.
+        parts: the sha256 of the rows of the tables that it counts, of each and of all together, and
+            those of a sketch of its requests, by which a second copy is recognised.
         requests_of: the sha256 of the files whose requests were measured. Within a stability window
             samples of the same requests count once, however often they are measured.
         results: by obligation.

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, Row, Select, bindparam, literal, select, unio
 from kcdsl.release.register.projections import read_record
 from kcdsl.release.register.records import (
     CERTIFICATE,
+    DIGESTS,
     PROMOTION,
     REVOCATION,
     RUN,
@@ -121,15 +122,24 @@ def runs_in(
 
 
 def promotions_in(
-    connection: Connection, slot: str | None, candidate: str | None, naming: str | None = None
+    connection: Connection, slot: str | None, candidate: str | None
 ) -> Iterator[Promotion]:
-    """Yield decisions, in the order in which they were recorded; with `naming` those in whose
-    record this text is."""
+    """Yield decisions, in the order in which they were recorded."""
     wanted = _filtered(select(promotions), promotions.c, slot=slot, candidate=candidate)
-    if naming is not None:
-        wanted = wanted.where(promotions.c.record.contains(naming, autoescape=True))
     for row in connection.execute(wanted.order_by(promotions.c.event)):
         yield replace(read_record(PROMOTION, row.record), number=row.event, at=parse_time(row.time))
+
+
+def evidence_elsewhere(
+    connection: Connection, slot: str, candidate: str
+) -> Iterator[tuple[str, str, frozenset[str]]]:
+    """Yield slot, candidate and digests of evidence of each decision about another candidate, or in
+    another slot."""
+    other = (promotions.c.slot != slot) | (promotions.c.candidate != candidate)
+    wanted = select(promotions.c.slot, promotions.c.candidate, promotions.c.record).where(other)
+    for row in connection.execute(wanted.order_by(promotions.c.event)):
+        record = strict_load(row.record.encode("utf-8"), _LARGEST)
+        yield row.slot, row.candidate, frozenset(DIGESTS.read(record.get("evidence"), "evidence"))
 
 
 def slots_in(connection: Connection) -> Iterator[Slot]:

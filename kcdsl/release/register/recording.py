@@ -178,15 +178,18 @@ def refuse_counted(
     connection: Connection, slot: str, candidate: str, traffic: Iterable[str]
 ) -> None:
     """Refuse evidence, by its digests, that counts for another candidate or in another slot."""
-    for digest in traffic:
-        for other in queries.promotions_in(connection, None, None, naming=digest):
-            if digest in other.evidence and (other.slot, other.candidate) != (slot, candidate):
-                raise refuse(
-                    PROMOTION_EVIDENCE,
-                    f"the traffic sha256:{digest[:12]} was counted for sha256:"
-                    f"{other.candidate[:12]} in {other.slot}",
-                    help="give the traffic of this candidate in this slot; it counts once",
-                )
+    given = frozenset(traffic)
+    if not given:
+        return
+    for place, other, counted in queries.evidence_elsewhere(connection, slot, candidate):
+        if given & counted:
+            raise refuse(
+                PROMOTION_EVIDENCE,
+                f"the traffic sha256:{min(given & counted)[:12]} was counted for sha256:"
+                f"{other[:12]} in {place}",
+                help="give the traffic of this candidate in this slot, each request with an id of "
+                "its own; it counts once",
+            )
 
 
 def _refuse_weak(status: CertificateStatus, candidate: str) -> None:

@@ -253,7 +253,7 @@ def _slot_name(value: Any, place: str) -> str:
 
 
 SLOT_NAME = Codec(lambda value: value, _slot_name)
-_DIGESTS = many(DIGEST)
+DIGESTS = many(DIGEST)
 CERTIFICATE: Record[Certificate] = Record(
     Certificate,
     RecordField("identity", DIGEST),
@@ -266,7 +266,7 @@ CERTIFICATE: Record[Certificate] = Record(
     RecordField("issuedAt", TIME, "issued_at"),
     RecordField("validUntil", TIME, "valid_until"),
     RecordField("complete", FLAG),
-    RecordField("signers", _DIGESTS),
+    RecordField("signers", DIGESTS),
     RecordField("threshold", COUNT),
     RecordField("supersedes", DIGEST, absent=None),
     RecordField("base", DIGEST, absent=None),
@@ -297,8 +297,8 @@ PROMOTION: Record[Promotion] = Record(
     RecordField("stage", _STAGE),
     RecordField("state", member(PromotionState)),
     RecordField("reasons", many(REASON.codec)),
-    RecordField("certificates", _DIGESTS),
-    RecordField("evidence", _DIGESTS),
+    RecordField("certificates", DIGESTS),
+    RecordField("evidence", DIGESTS),
     RecordField("progress", OBJECT, absent={}),
     RecordField("version", COUNT),
 )
@@ -308,7 +308,7 @@ SLOT: Record[Slot] = Record(
     RecordField("version", COUNT),
     RecordField("triple", DIGEST, absent=None),
     RecordField("stage", _STAGE, absent=None),
-    RecordField("certificates", _DIGESTS),
+    RecordField("certificates", DIGESTS),
     RecordField("promotion", COUNT),
 )
 REVOCATION: Record[Revocation] = Record(

@@ -13,7 +13,7 @@ import pytest
 
 from kcdsl.diagnostics import Refusal
 from kcdsl_backends.empirical.questions.aggregate import Wish, aggregate
-from kcdsl_backends.empirical.sources.tokens.content import content_digests
+from kcdsl_backends.empirical.sources.tokens.content import SKETCH, content_digests, sketch
 from kcdsl_backends.empirical.sources.tokens.database import opened
 from kcdsl_backends.empirical.sources.tokens.tables import open_tables
 
@@ -35,6 +35,11 @@ def written(path: Path, table: pa.Table, **how: Any) -> Path:
 def digests(*paths: Path) -> tuple[str, dict[int, str]]:
     with opened(open_tables(paths)) as database:
         return content_digests(database)
+
+
+def sketch_of(*paths: Path) -> list[str]:
+    with opened(open_tables(paths)) as database:
+        return sketch(database, ["kl"])
 
 
 def table(changes: Mapping[str, Any] | None = None) -> pa.Table:
@@ -103,3 +108,51 @@ def test_a_copy_with_other_bytes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as caught:
         aggregate([one, two], None, wish)
     assert "two.parquet has the rows of" in caught.value.diagnostics[0].message
+
+
+# --- sketches -------------------------------------------------------------------------------------
+
+
+def test_a_sketch_knows_requests_however_they_are_spread(tmp_path: Path) -> None:
+    """The other columns, the order of rows and the other requests of a file do not matter."""
+    whole = sketch_of(written(tmp_path / "whole.parquet", table()))
+    assert len(whole) == len({*whole}) == 3
+    turned = table().take([3, 1, 0, 2]).drop_columns(["surface", "cached"])
+    assert sketch_of(written(tmp_path / "turned.parquet", turned)) == whole
+    halves = [
+        sketch_of(written(tmp_path / f"half{i}.parquet", one))
+        for i, one in enumerate((table().slice(0, 2), table().slice(2)))
+    ]
+    assert sorted([*halves[0], *halves[1]]) == whole
+    assert [len(half) for half in halves] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "common"),
+    [
+        ({"request": ["a", "a", "b", "d"]}, 2),
+        ({"request": ["a", "b", "b", "c"]}, 1),
+        ({"kl": [0.5, 0.25, None, float("nan")]}, 3),
+        ({"kl": [0.25, 0.75, None, float("nan")]}, 2),
+        ({"kl": [0.25, 0.5, None, None]}, 2),
+    ],
+)
+def test_other_requests_have_another_digest(
+    tmp_path: Path, changes: dict[str, Any], common: int
+) -> None:
+    plain, other = (
+        sketch_of(written(tmp_path / f"{i}.parquet", table(one)))
+        for i, one in enumerate(({}, changes))
+    )
+    assert len({*plain} & {*other}) == common
+
+
+def test_sketches_of_large_tables_show_a_common_part(tmp_path: Path) -> None:
+    def rows(first: int, last: int) -> list[str]:
+        columns = {"request": [str(i) for i in range(first, last)], "kl": [0.5] * (last - first)}
+        return sketch_of(written(tmp_path / f"{first}.parquet", pa.table(columns)))
+
+    whole, part, other = rows(0, 4000), rows(3600, 4400), rows(4000, 8000)
+    assert {len(one) for one in (whole, part, other)} == {SKETCH}
+    assert {*whole} & {*part}
+    assert not {*whole} & {*other}

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -157,6 +158,27 @@ def test_a_table_that_was_written_anew_counts_once(in_canary: Pipeline) -> None:
 
 
 @pytest.mark.full
+def test_rows_that_were_mixed_anew_count_once(in_canary: Pipeline) -> None:
+    start = in_canary.now
+    window = in_canary.traffic("canary", n=200)
+    in_canary.promote("canary", in_canary.certificate("canary"), window)
+    rows = pq.read_table(in_canary.folder / f"traffic-{in_canary.made - 1}.parquet")
+    half, fresh = rows.slice(0, 100), rows.slice(0, 100)
+    names = pa.array([f"fresh-{i}" for i in range(100)])
+    fresh = fresh.set_column(fresh.column_names.index("request"), "request", names)
+    with_more = half.append_column("queue", pa.array([0.5] * 100))
+    for one in (half, rows.slice(100), with_more, pa.concat_tables([half, fresh])):
+        in_canary.made += 1
+        table = in_canary.folder / f"mixed-{in_canary.made}.parquet"
+        pq.write_table(one, table)
+        again = in_canary.aggregate("canary", [table], start, in_canary.now)
+        counted = in_canary.promote("canary", again)
+        assert set(counted.unused) == {str(again)}
+        assert "counted before" in counted.unused[str(again)]
+        assert counted.step.candidate.window.counts["N-KL/all/0"] == (0, 200)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_traffic_that_counts_in_one_slot_does_not_count_in_another(
     in_canary: Pipeline, dry_run: bool
@@ -172,7 +194,13 @@ def test_traffic_that_counts_in_one_slot_does_not_count_in_another(
     with in_canary.register() as register:
         found = register.promotions(slot=SLOT)
     again = edited(window, environment__seed=1)
-    for given in ((window,), (signed, again)):
+    rows = pq.read_table(in_canary.folder / f"traffic-{in_canary.made}.parquet")
+    pq.write_table(rows.slice(0, 100), in_canary.folder / "half.parquet")
+    in_canary.made += 1
+    half = in_canary.aggregate(
+        "canary", [in_canary.folder / "half.parquet"], in_canary.now - HOUR, in_canary.now
+    )
+    for given in ((window,), (signed, again), (half,)):
         ask = partial(in_canary.promote, "canary", *given, slot=other, dry_run=dry_run)
         problem = refusal_of(ask)
         assert problem.code is codes.PROMOTION_EVIDENCE

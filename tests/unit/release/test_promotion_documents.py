@@ -57,7 +57,10 @@ def window(row: dict[str, Any], requests: int = 600) -> dict[str, Any]:
     return {
         "schema": "kcdsl.aggregate/2", **base(ABOUT, row), "deferred": {},
         "window": window_of(ABOUT, CANARY, period),
-        "tables": {"files": [{"content": digest("table")}], "content": digest("table")},
+        "tables": {
+            "files": [{"content": digest("table")}], "content": digest("table"),
+            "sketch": [digest("request")],
+        },
         "slices": [{"slice": "all", "requests": requests}],
     }  # fmt: skip
 
@@ -86,6 +89,14 @@ def refused(read: Read, document: dict[str, Any]) -> str:
 def test_what_is_well_formed_is_read(read: Read, make: Any) -> None:
     found = read(make(ROW)).results[RATE.obligation]
     assert (found.verdict, found.evidence, found.k, found.n) == ("held", "sample", 0, 600)
+
+
+@pytest.mark.parametrize("sketch", [None, [], ["0"], [3], ["é" * 64], ["A" * 64]])
+def test_a_window_without_a_sketch_of_its_requests_is_refused(read: Read, sketch: Any) -> None:
+    document = window(ROW)
+    assert digest("request") in read(document).parts
+    document["tables"]["sketch"] = sketch
+    refused(read, document)
 
 
 @pytest.mark.parametrize("make", [report, window])

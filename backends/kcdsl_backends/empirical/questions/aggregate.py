@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -26,7 +26,7 @@ from kcdsl_backends.empirical.questions.token_clauses import (
     limits_of,
     prepare,
 )
-from kcdsl_backends.empirical.sources.tokens.content import content_digests
+from kcdsl_backends.empirical.sources.tokens.content import content_digests, sketch
 from kcdsl_backends.empirical.sources.tokens.database import (
     Asked,
     Database,
@@ -104,7 +104,8 @@ def aggregate(
     with opened(table, memory=wish.memory, threads=wish.threads, spill=wish.spill) as database:
         members = None if task is None else task.members
         slice_of = membership(table, members)
-        content = _add_content(files, database) if wish.content else {}
+        read = () if task is None else task.terms
+        content = _add_content(files, database, read) if wish.content else {}
         if task is None:
             check_rows(database, members)
             terms: list[Term] = [Metric(one.metric) for one in asked]
@@ -148,14 +149,18 @@ def aggregate(
         }
 
 
-def _add_content(files: Sequence[dict[str, Any]], database: Database) -> dict[str, str]:
-    """Add the digest of the rows of each file that has any, and return that of all rows; raises
-    Refusal for a file with the rows of another one."""
+def _add_content(
+    files: Sequence[dict[str, Any]], database: Database, read: Iterable[Term]
+) -> dict[str, Any]:
+    """Add the digest of the rows of each file that has any, and return that of all rows and the
+    sketch of the requests by the terms that are `read`; raises Refusal for a file with the rows of
+    another one."""
     whole, found = content_digests(database)
     refuse_copies(database.table, [found.get(i, "") for i in range(len(files))], "rows")
     for i, own in found.items():
         files[i]["content"] = own
-    return {"content": whole}
+    names = {term.name for term in read if isinstance(term, Metric)}
+    return {"content": whole, "sketch": sketch(database, names)}
 
 
 def _asked(table: TokenTable, task: PreparedContract | None, wish: Wish) -> list[Asked]:

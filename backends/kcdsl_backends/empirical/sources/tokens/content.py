@@ -3,15 +3,30 @@
 Each row is written as text, and md5 makes an integer of 64 bits of it. Their sum is the same in any
 order, compression, number of row groups and width of numbers. It finds copies; it is no protection
 against rows that somebody made to collide.
+
+A sketch has the k least digests of single requests (bottom-k; Cohen and Kaplan 2007). It has what
+its table has of the k least of two tables together, so that two sketches show a common request: any
+one of tables of at most k requests, and else with a chance of about 1 - (1 - f)^k, where f is the
+common share of the requests of both.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 
 from kcdsl_backends.empirical.sources.tokens.database import Database
-from kcdsl_backends.empirical.sources.tokens.tables import PLACE, SLICE, TokenTable, quoted
+from kcdsl_backends.empirical.sources.tokens.tables import (
+    PLACE,
+    REQUEST,
+    SLICE,
+    TokenTable,
+    quoted,
+)
+
+SKETCH = 128
+"""How many digests of requests a sketch has: a common share of 5 % stays unseen once in 700."""
 
 
 def content_digests(database: Database) -> tuple[str, dict[int, str]]:
@@ -33,6 +48,24 @@ def content_query(table: TokenTable) -> str:
         "SELECT file, count(*) AS rows, sum(md5_number_lower(row)::HUGEINT)::VARCHAR AS sum\n"
         f"FROM (SELECT {PLACE} // {2**40} AS file, concat({parts}) AS row FROM tokens)\n"
         "GROUP BY file"
+    )
+
+
+def sketch(database: Database, metrics: Iterable[str]) -> list[str]:
+    """Return the least sha256 of requests: of the name of each and its values of these metrics."""
+    rows = database.rows(sketch_query(database.table, sorted(metrics)))
+    return sorted(hashlib.sha256(row["digest"].encode("ascii")).hexdigest() for row in rows)
+
+
+def sketch_query(table: TokenTable, metrics: Sequence[str]) -> str:
+    """Return the query of the least md5 of requests: digest."""
+    parts = ", ' ', ".join([f"'{len(metrics)}'", *(_written(table, name) for name in metrics)])
+    name = f"{quoted(REQUEST)}::VARCHAR"
+    return (
+        "SELECT md5(concat(strlen(name), ':', name, ' ', rows, ' ', sum)) AS digest\n"
+        "FROM (SELECT name, count(*) AS rows, sum(md5_number_lower(row)::HUGEINT) AS sum\n"
+        f"      FROM (SELECT {name} AS name, concat({parts}) AS row FROM tokens)\n"
+        f"      GROUP BY name)\nORDER BY digest LIMIT {SKETCH}"
     )
 
 
