@@ -133,7 +133,36 @@ def _judged(
     withdrawn, ended = standing_of(candidate, register, now)
     _, distrusted = rests_on(distrust_of(register, candidate.triple).why, history)
     failures = _undecided_failures(register, candidate, looked_at, now)
-    return judge(candidate, live, stage, withdrawn, ended, distrusted, failures)
+    found = judge(candidate, live, stage, withdrawn, ended, distrusted, failures)
+    gone = _ended_results(register, candidate, ended)
+    if gone and found[0] is GateAnswer.SUCCESSFUL:
+        return GateAnswer.INCONCLUSIVE, gone
+    return found
+
+
+def _ended_results(
+    register: Register, candidate: StagedCandidate, ended: Set[str]
+) -> tuple[str, ...]:
+    """Return which certificates of the stage that a candidate passed ended, where those in force do
+    not have all of their results."""
+    if candidate.stage == OFFLINE:
+        return ()
+    signed = candidate.signed(_passed(candidate))
+    over = [one for one in signed if one in ended]
+    if not over:
+        return ()
+    stated = (register.obligations_of(one) for one in signed if one not in ended)
+    there = frozenset[str]().union(*stated)
+    return tuple(
+        f"certificate {one[:12]} ended, and no other one shows {min(lost)}"
+        for one in over
+        if (lost := register.obligations_of(one) - there)
+    )
+
+
+def _passed(candidate: StagedCandidate) -> str:
+    """Return the stage whose certificates a candidate rests on."""
+    return candidate.stage if candidate.stage == FULL else _before(candidate.stage)
 
 
 def judge(
@@ -177,7 +206,7 @@ def judge(
     if live not in (candidate.incumbent, candidate.triple):
         return GateAnswer.INCONCLUSIVE, ("another triple became live since it began",)
     if candidate.stage != OFFLINE:
-        passed = candidate.stage if candidate.stage == FULL else _before(candidate.stage)
+        passed = _passed(candidate)
         signed = candidate.signed(passed)
         if all(one in ended for one in signed):
             return GateAnswer.INCONCLUSIVE, (f"no certificate of the stage {passed} is in force",)

@@ -53,7 +53,7 @@ from kcdsl_certs.signatures import (
     parse_bundle,
     sign,
 )
-from kcdsl_certs.statement import RegisterHead, Triple, head_bytes
+from kcdsl_certs.statement import Predicate, RegisterHead, Transfer, Triple, head_bytes
 from kcdsl_certs.verification.admission import read_statement
 
 _BATCH = 1000
@@ -278,11 +278,19 @@ class Register:
 
     def run_of(self, identity: str) -> Run | None:
         """Return the run whose report a recorded certificate names; None without one."""
+        body = self._body(identity)
+        return None if body is None else run_of(body)
+
+    def obligations_of(self, identity: str) -> frozenset[str]:
+        """Return the obligations of which a recorded certificate states results."""
+        body = self._body(identity)
+        stated = body.clauses if isinstance(body, Predicate) else ()
+        return frozenset(clause.obligation for clause in stated)
+
+    def _body(self, identity: str) -> Predicate | Transfer | None:
         data = self.bundle(identity)
         with _damaged():
-            if data is None:
-                return None
-            return run_of(read_statement(decode(parse_bundle(data)).payload))
+            return None if data is None else read_statement(decode(parse_bundle(data)).payload)
 
     def triple(self, digest: str) -> Triple | None:
         """Return a triple by its digest."""

@@ -19,7 +19,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.release.promotion import CANARY, FULL, OFFLINE, SHADOW, CandidateState, StagedCandidate
 from kcdsl.release.promotion.gate import GateAnswer, ask, fallback
 from kcdsl.release.promotion.gate_server import LARGEST_BODY, GateServer
-from kcdsl.release.promotion.recorded import Distrust, distrust_of
+from kcdsl.release.promotion.recorded import Distrust, candidate_in, distrust_of
 from kcdsl.release.register import (
     Promotion,
     PromotionReason,
@@ -27,7 +27,7 @@ from kcdsl.release.register import (
     Register,
     Run,
 )
-from kcdsl_certs.statement import STAGES, EvidenceFile, Triple, Verdict
+from kcdsl_certs.statement import STAGES, EvidenceFile, Scope, Triple, Verdict
 from tests.support.promotions import at
 from tests.support.promotions import digest as digest_of
 from tests.support.registers import (
@@ -321,6 +321,46 @@ def test_it_closes_when_the_certificate_ends(register: Register) -> None:
     record(register, NEW, CANARY, lifetime=timedelta(days=2))
     assert answer(register, NEW, CANARY, NOW + timedelta(days=1, hours=22)) is GateAnswer.SUCCESSFUL
     assert answer(register, NEW, CANARY, NOW + timedelta(days=2)) is GateAnswer.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("stage", [CANARY, FULL])
+@pytest.mark.parametrize("renewed", [False, True])
+def test_it_closes_when_one_of_the_certificates_ends(
+    register: Register, stage: str, renewed: bool
+) -> None:
+    """A proof that ended is not shown by a measurement in force; a newer proof shows it again."""
+    record(
+        register,
+        NEW,
+        stage,
+        state=PromotionState.PROMOTED if stage == FULL else PromotionState.ADVANCED,
+    )
+    passed = CANARY if stage == FULL else SHADOW
+    candidate = candidate_in(register.promotions(candidate=NEW.digest))
+    assert candidate is not None
+    one = replace(predicate(NEW).clauses[0], obligation="N-ATTN/all/0", id="N-ATTN")
+    lives = (timedelta(days=2), *([timedelta(days=9)] if renewed else []))
+    more = [
+        recorded(
+            register,
+            bundle(
+                replace(
+                    predicate(NEW, stage=passed, sequence=number, lifetime=lifetime),
+                    clauses=(one,),
+                    scope=Scope(False, (("N-ATTN", "all"),)),
+                )
+            ),
+        ).identity
+        for number, lifetime in enumerate(lives, 2)
+    ]
+    signed = {**candidate.certificates, passed: (*candidate.certificates[passed], *more)}
+    decide(register, NEW, replace(candidate, certificates=signed), PromotionState.HELD, stage)
+    asked = [answer(register, NEW, stage, NOW + timedelta(days=n)) for n in (1, 3, 10)]
+    ends = GateAnswer.INCONCLUSIVE
+    closes = [GateAnswer.SUCCESSFUL, GateAnswer.SUCCESSFUL if renewed else ends, ends]
+    assert asked == closes
+    told = " ".join(ask(register, SLOT, stage, NEW.digest, NOW + timedelta(days=10)).reasons)
+    assert "no other one shows N-ATTN/all/0" in told
 
 
 def test_another_live_triple_closes_it(register: Register) -> None:
