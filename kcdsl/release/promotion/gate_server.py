@@ -188,6 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
         if method not in methods:
             raise BadQuestion(HTTPStatus.METHOD_NOT_ALLOWED, f"{url.path} takes {methods[0]}")
         server = self.server
+        server.register.refuse_other_revision()
         if url.path == "/health":
             server.register.head()
             return HTTPStatus.NO_CONTENT, None

@@ -16,7 +16,13 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, select, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DatabaseError,
+    DisconnectionError,
+    NoSuchModuleError,
+    SQLAlchemyError,
+)
 from sqlalchemy.pool import QueuePool
 
 from kcdsl.diagnostics import Refusal, refuse
@@ -277,6 +283,15 @@ def _engine(location: Location, create: bool, wait: float) -> Engine:
         ) from error
 
 
+def _file_at(path: Path) -> tuple[int, int] | None:
+    """Return what tells the file at a path from another one; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def _sqlite(path: Path, shown: str, create: bool, wait: float) -> Engine:
     if not create and not path.is_file():
         raise refuse(
@@ -284,7 +299,8 @@ def _sqlite(path: Path, shown: str, create: bool, wait: float) -> Engine:
             f"there is no register {shown}",
             help=f"`kcdsl register init --register {shown}` makes one",
         )
-    uri = f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
+    path = path.absolute()
+    uri = f"{path.as_uri()}?mode={'rwc' if create else 'rw'}"
 
     def connect() -> sqlite3.Connection:
         # Transactions are begun by `begin` below, so that none begins by itself.
@@ -294,8 +310,16 @@ def _sqlite(path: Path, shown: str, create: bool, wait: float) -> Engine:
 
     engine = create_engine("sqlite+pysqlite://", creator=connect, poolclass=QueuePool)
 
+    @event.listens_for(engine, "checkout")
+    def look(raw: Any, record: Any, proxy: Any) -> None:
+        # A connection to a file that was removed or replaced still reads its bytes.
+        found = _file_at(path)
+        if found is None or record.info["file"] != found:
+            raise DisconnectionError
+
     @event.listens_for(engine, "connect")
     def configure(raw: Any, record: Any) -> None:
+        record.info["file"] = _file_at(path)
         for setting in ("synchronous=FULL", "foreign_keys=ON", "trusted_schema=OFF"):
             raw.execute(f"PRAGMA {setting}")
 

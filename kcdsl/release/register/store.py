@@ -143,6 +143,10 @@ class Register:
     def __exit__(self, *problem: object) -> None:
         self.close()
 
+    def refuse_other_revision(self) -> None:
+        """Refuse tables of another version, as when it was opened."""
+        self._database.refuse_other_revision()
+
     def close(self) -> None:
         """Close the connections."""
         self._database.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -647,6 +649,33 @@ def test_a_register_that_cannot_answer_is_no_yes() -> None:
             assert status == 500
             assert document["open"] is False
             assert "secret" not in json.dumps(document)
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "upgraded"])
+def test_a_register_that_changed_under_the_server_is_not_remembered(
+    register: Register, tmp_path: Path, how: str
+) -> None:
+    """A file that is gone still has its bytes for whoever has it open."""
+    file, other = tmp_path / "r.db", tmp_path / "other.db"
+    record(register, NEW, CANARY)
+    with Register.open(file, clock=lambda: NOW) as read, serving(read) as server:
+        assert send(server, "GET", query("/gate"))[0] == 200
+        if how == "replaced":
+            with Register.open(other, create=True, clock=lambda: NOW) as made:
+                record(made, LIVE, FULL, state=PromotionState.PROMOTED, incumbent=None)
+            for log in ("r.db-wal", "r.db-shm"):
+                (tmp_path / log).unlink(missing_ok=True)
+            os.replace(other, file)
+        elif how == "removed":
+            file.unlink()
+        else:
+            with closing(sqlite3.connect(file)) as raw, raw:
+                raw.execute("UPDATE alembic_version SET version_num = '9999'")
+        for path in (query("/gate"), query("/analysis")):
+            assert send(server, "GET", path)[0] == (404 if how == "replaced" else 503)
+        if how != "replaced":
+            assert send(server, "GET", "/health")[0] == 503
+            assert not file.exists() or how == "upgraded"
 
 
 def test_a_server_for_one_slot_needs_less_in_the_question(register: Register) -> None:
