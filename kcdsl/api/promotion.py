@@ -14,7 +14,7 @@ from kcdsl.api.contract import read_contract
 from kcdsl.api.results import Shows
 from kcdsl.api.stage_evidence import StageEvidence, gather
 from kcdsl.diagnostics import refuse
-from kcdsl.diagnostics.codes import PROMOTION_STAGE
+from kcdsl.diagnostics.codes import PROMOTION_EVIDENCE, PROMOTION_STAGE
 from kcdsl.exits import Exit
 from kcdsl.release.issue import utc_now
 from kcdsl.release.promotion import (
@@ -62,6 +62,9 @@ EXITS = {
     PromotionOutcome.ROLLED_BACK: Exit.VIOLATED,
 }
 _TRIES = 5
+_MOST_COUNTED = 40_000
+"""Digests of evidence of one decision, such as those of 300 windows: an event of a register has at
+most 4 MiB."""
 NO_FALLBACK = "rollback/no-target"
 """The reason of a decision that empties a slot."""
 NOTHING_LIVE = "no other triple that was live in the slot may serve: nothing is live now"
@@ -165,6 +168,13 @@ def promote(settings: PromoteSettings) -> Promoted:
             slot = register.slot(settings.slot)
             look = about.look(register, slot, weak)
             found = look.step
+            if len(found.counted) > _MOST_COUNTED:
+                raise refuse(
+                    PROMOTION_EVIDENCE,
+                    f"one look counted {len(found.counted)} digests of evidence; a register keeps "
+                    f"at most {_MOST_COUNTED} of a decision",
+                    help="give some of the windows now, and the others afterwards",
+                )
             register.refuse_counted(settings.slot, triple.digest, about.traffic(found))
             decision = about.decision(look, register, slot)
             withdrawn = about.withdraws(found, slot)

@@ -15,10 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from kcdsl.api import promotion
 from kcdsl.api.checking import CheckSettings
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.release.promotion import CandidateState, PromotionOutcome
 from kcdsl.release.register import PromotionState, Register, Revoked
+from kcdsl.release.register.events import LARGEST_EVENT
 from kcdsl_certs.signatures import decode, parse_bundle
 from kcdsl_certs.statement import Verdict, certificate_id
 from tests.support.commands import run_here
@@ -176,6 +178,21 @@ def test_rows_that_were_mixed_anew_count_once(in_canary: Pipeline) -> None:
         assert set(counted.unused) == {str(again)}
         assert "counted before" in counted.unused[str(again)]
         assert counted.step.candidate.window.counts["N-KL/all/0"] == (0, 200)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_more_evidence_than_a_decision_can_keep_is_refused(
+    in_canary: Pipeline, dry_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 80 * promotion._MOST_COUNTED < LARGEST_EVENT  # {"sha256":"…"}, and a comma
+    windows = [in_canary.traffic("canary", n=200) for _ in range(2)]
+    given = in_canary.certificate("canary"), *windows
+    monkeypatch.setattr(promotion, "_MOST_COUNTED", 200)
+    problem = refusal_of(lambda: in_canary.promote("canary", *given, dry_run=dry_run))
+    assert problem.code is codes.PROMOTION_EVIDENCE
+    assert "at most 200" in problem.message
+    assert in_canary.promote("canary", *given[:2], dry_run=dry_run).exit == 3
 
 
 @pytest.mark.full
