@@ -281,9 +281,9 @@ def _window(
     _refuse_partial(results, demands, document["deferred"])
     given = document["tables"]
     own = [str(file["content"]) for file in given["files"] if "content" in file]
-    sketch = [str(digest) for digest in given["sketch"]]
-    tables = frozenset((str(given["content"]), *own, *sketch))
-    if not own or not sketch or not all(map(_is_sha256, tables)):
+    ids, values = ([str(one) for one in given["sketch"][kind]] for kind in ("ids", "values"))
+    tables = frozenset((str(given["content"]), *own, *values))
+    if not own or not ids or not values or not all(map(_is_sha256, (*tables, *ids))):
         raise ValueError("tables without digests")
     requests = {str(one["slice"]): one["requests"] for one in document["slices"]}
     if not all(_is_count(n) for n in requests.values()):
@@ -296,6 +296,7 @@ def _window(
         results,
         period=period,
         requests=requests,
+        ids=frozenset(ids),
     )
 
 

@@ -50,7 +50,10 @@ class EvidenceDocument:
         name: its file, for people.
         identity: the sha256 of its content, of a certificate that of its payload.
         parts: the sha256 of the rows of the tables that it counts, of each and of all together, and
-            those of a sketch of its requests, by which a second copy is recognised.
+            those of a sketch of its requests with their values, by which a second copy is
+            recognised.
+        ids: a sketch of the ids of its requests. Within a candidate and a slot a request counts
+            once, also where each document has other rows of it.
         requests_of: the sha256 of the files whose requests were measured. Within a stability window
             samples of the same requests count once, however often they are measured.
         results: by obligation.
@@ -71,6 +74,7 @@ class EvidenceDocument:
     looks: int = 1
     period: Period | None = None
     requests: Mapping[str, int] = field(default_factory=dict)
+    ids: frozenset[str] = frozenset()
     valid_until: datetime | None = None
     valid: bool = True
 

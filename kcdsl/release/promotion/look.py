@@ -178,6 +178,8 @@ def why_unusable(
         return "it was counted before"
     if document.parts & seen:
         return "rows of some of its tables were counted before"
+    if document.ids & seen:
+        return "some of its requests were counted before, by their ids"
     if not document.results:
         return "it has no results"
     unknown = sorted(document.results.keys() - demands.keys())

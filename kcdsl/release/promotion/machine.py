@@ -103,7 +103,7 @@ def step(
         if why is None:
             requests = {_in_window(candidate, digest) for digest in document.requests_of}
             repeated = candidate.stage != OFFLINE and bool(requests & seen)
-            seen |= {document.identity, *document.parts, *requests}
+            seen |= {document.identity, *document.parts, *document.ids, *requests}
             fresh.append((document, repeated))
         else:
             unused[document.name] = why

@@ -13,7 +13,7 @@ import pytest
 
 from kcdsl.diagnostics import Refusal
 from kcdsl_backends.empirical.questions.aggregate import Wish, aggregate
-from kcdsl_backends.empirical.sources.tokens.content import SKETCH, content_digests, sketch
+from kcdsl_backends.empirical.sources.tokens.content import SKETCH, content_digests, sketches
 from kcdsl_backends.empirical.sources.tokens.database import opened
 from kcdsl_backends.empirical.sources.tokens.tables import open_tables
 
@@ -37,9 +37,9 @@ def digests(*paths: Path) -> tuple[str, dict[int, str]]:
         return content_digests(database)
 
 
-def sketch_of(*paths: Path) -> list[str]:
+def sketch_of(*paths: Path, kind: str = "values") -> list[str]:
     with opened(open_tables(paths)) as database:
-        return sketch(database, ["kl"])
+        return sketches(database, ["kl"])[kind]
 
 
 def table(changes: Mapping[str, Any] | None = None) -> pa.Table:
@@ -118,6 +118,8 @@ def test_a_sketch_knows_requests_however_they_are_spread(tmp_path: Path) -> None
     whole = sketch_of(written(tmp_path / "whole.parquet", table()))
     assert len(whole) == len({*whole}) == 3
     turned = table().take([3, 1, 0, 2]).drop_columns(["surface", "cached"])
+    for other in ("name", "digest"):  # names within the query
+        turned = turned.append_column(other, pa.array(["x"] * 4))
     assert sketch_of(written(tmp_path / "turned.parquet", turned)) == whole
     halves = [
         sketch_of(written(tmp_path / f"half{i}.parquet", one))
@@ -145,6 +147,9 @@ def test_other_requests_have_another_digest(
         for i, one in enumerate(({}, changes))
     )
     assert len({*plain} & {*other}) == common
+    ids = [sketch_of(tmp_path / f"{i}.parquet", kind="ids") for i in range(2)]
+    assert len({*ids[0]} & {*ids[1]}) == 3 - ("d" in changes.get("request", ""))
+    assert not {*plain, *other} & {*ids[0], *ids[1]}
 
 
 def test_sketches_of_large_tables_show_a_common_part(tmp_path: Path) -> None:

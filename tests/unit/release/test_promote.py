@@ -181,6 +181,19 @@ def test_rows_that_were_mixed_anew_count_once(in_canary: Pipeline) -> None:
 
 
 @pytest.mark.full
+def test_tokens_of_one_request_in_several_windows_are_one_request(in_canary: Pipeline) -> None:
+    """Otherwise a request that is beyond would be one of as many as there are windows."""
+    signed = in_canary.certificate("canary")
+    names = {"request": [f"same-{i}" for i in range(200)]}
+    first = in_canary.promote("canary", signed, in_canary.traffic("canary", n=200, columns=names))
+    assert first.step.candidate.window.counts["N-KL/all/0"] == (0, 200)
+    other = in_canary.traffic("canary", n=200, kl=0.002, columns=names)
+    second = in_canary.promote("canary", other)
+    assert second.unused == {str(other): "some of its requests were counted before, by their ids"}
+    assert second.step.candidate.window.counts["N-KL/all/0"] == (0, 200)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_more_evidence_than_a_decision_can_keep_is_refused(
     in_canary: Pipeline, dry_run: bool, monkeypatch: pytest.MonkeyPatch

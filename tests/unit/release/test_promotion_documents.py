@@ -59,7 +59,7 @@ def window(row: dict[str, Any], requests: int = 600) -> dict[str, Any]:
         "window": window_of(ABOUT, CANARY, period),
         "tables": {
             "files": [{"content": digest("table")}], "content": digest("table"),
-            "sketch": [digest("request")],
+            "sketch": {"ids": [digest("id")], "values": [digest("request")]},
         },
         "slices": [{"slice": "all", "requests": requests}],
     }  # fmt: skip
@@ -91,11 +91,16 @@ def test_what_is_well_formed_is_read(read: Read, make: Any) -> None:
     assert (found.verdict, found.evidence, found.k, found.n) == ("held", "sample", 0, 600)
 
 
+@pytest.mark.parametrize("kind", ["ids", "values"])
 @pytest.mark.parametrize("sketch", [None, [], ["0"], [3], ["é" * 64], ["A" * 64]])
-def test_a_window_without_a_sketch_of_its_requests_is_refused(read: Read, sketch: Any) -> None:
+def test_a_window_without_sketches_of_its_requests_is_refused(
+    read: Read, kind: str, sketch: Any
+) -> None:
     document = window(ROW)
-    assert digest("request") in read(document).parts
-    document["tables"]["sketch"] = sketch
+    found = read(document)
+    assert digest("request") in found.parts
+    assert found.ids == {digest("id")}
+    document["tables"]["sketch"][kind] = sketch
     refused(read, document)
 
 

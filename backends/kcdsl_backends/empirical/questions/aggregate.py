@@ -26,7 +26,7 @@ from kcdsl_backends.empirical.questions.token_clauses import (
     limits_of,
     prepare,
 )
-from kcdsl_backends.empirical.sources.tokens.content import content_digests, sketch
+from kcdsl_backends.empirical.sources.tokens.content import content_digests, sketches
 from kcdsl_backends.empirical.sources.tokens.database import (
     Asked,
     Database,
@@ -153,14 +153,14 @@ def _add_content(
     files: Sequence[dict[str, Any]], database: Database, read: Iterable[Term]
 ) -> dict[str, Any]:
     """Add the digest of the rows of each file that has any, and return that of all rows and the
-    sketch of the requests by the terms that are `read`; raises Refusal for a file with the rows of
-    another one."""
+    sketches of the requests by the terms that are `read`; raises Refusal for a file with the rows
+    of another one."""
     whole, found = content_digests(database)
     refuse_copies(database.table, [found.get(i, "") for i in range(len(files))], "rows")
     for i, own in found.items():
         files[i]["content"] = own
     names = {term.name for term in read if isinstance(term, Metric)}
-    return {"content": whole, "sketch": sketch(database, names)}
+    return {"content": whole, "sketch": sketches(database, names)}
 
 
 def _asked(table: TokenTable, task: PreparedContract | None, wish: Wish) -> list[Asked]:
