@@ -71,7 +71,8 @@ class StagedCandidate:
         attempt: how often it began at the first stage.
         epoch: the number of its present stability window.
         documents: how many documents with counts it has had, at every stage and attempt.
-        looks: how many sampled results without counts it has had, by obligation.
+        looks: how many sampled results without counts it has had, by stage and obligation.
+        planned: the smallest number of looks that any of them was planned for, likewise.
         shown: what documents of this stage show without counts, by obligation.
         certificates: the identities of the certificates that were accepted, by stage.
         served: what was gathered at `full` of a live triple that began anew; None for another one.
@@ -86,6 +87,7 @@ class StagedCandidate:
     window: StabilityWindow
     documents: int = 0
     looks: Mapping[str, int] = field(default_factory=dict)
+    planned: Mapping[str, int] = field(default_factory=dict)
     shown: Mapping[str, ShownObligation] = field(default_factory=dict)
     certificates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     served: StabilityWindow | None = None
@@ -136,6 +138,7 @@ _CANDIDATE: Record[StagedCandidate] = Record(
     RecordField("window", _WINDOW.codec),
     RecordField("documents", COUNT),
     RecordField("looks", by_name(COUNT)),
+    RecordField("planned", by_name(COUNT)),
     RecordField("shown", by_name(_SHOWN.codec)),
     RecordField("certificates", by_name(many(DIGEST))),
     RecordField("served", _WINDOW.codec, absent=None),
@@ -198,6 +201,7 @@ def enter(
             StabilityWindow(now),
             previous.documents,
             previous.looks,
+            previous.planned,
             served=_at_full(previous) if live == triple else None,
         )
     refutable = _served(previous, stage) if live == triple else None

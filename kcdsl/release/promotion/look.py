@@ -10,8 +10,8 @@ error level α is spent like this, so that the chance of a false decision stays 
   j-th document alone at α / (2 m j (j + 1)), with m rates: a fault that begins late is seen beside
   any amount of good traffic before it.
 
-Sampled results without counts, such as means, count as shown only within the looks that their
-document planned.
+Sampled results without counts, such as means, count as shown only within the smallest number of
+looks that any document of the stage planned for them, so that the looks of a stage spend at most α.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Look:
     counts: dict[str, tuple[int, int]]
     shown: dict[str, ShownObligation]
     looks: dict[str, int]
+    planned: dict[str, int]
     documents: int
     live: bool = False
     violated: dict[str, str] = field(default_factory=dict)
@@ -138,8 +139,10 @@ class Look:
             document.kind is DocumentKind.REPORT and self.candidate.stage != OFFLINE
         )
         sampled = result.evidence == "sample"
+        place = f"{self.candidate.stage} {name}"
         if sampled and read_here:
-            self.looks[name] = self.looks.get(name, 0) + 1
+            self.looks[place] = self.looks.get(place, 0) + 1
+            self.planned[place] = min(self.planned.get(place, document.looks), document.looks)
         if result.verdict == "violated" or (demand.allowed == 0 and (result.k or 0) > 0):
             self.violated[name] = f"{document.label}: {result.reason or _units(result)}"
         elif result.verdict != "held":
@@ -148,10 +151,10 @@ class Look:
             self.noted[name] = "traffic cannot show it: a certificate or a report must"
         elif not read_here:
             self.noted[name] = f"a certificate must show it; {document.label} is not signed"
-        elif sampled and self.looks[name] > document.looks:
+        elif sampled and self.looks[place] > self.planned[place]:
             self.noted[name] = (
-                f"{document.label}: held at one of {document.looks} planned looks, and this is "
-                f"number {self.looks[name]}"
+                f"{document.label}: held at look {self.looks[place]}, and the fewest that were"
+                f" planned at this stage are {self.planned[place]}"
             )
         else:
             self.shown[name] = ShownObligation(

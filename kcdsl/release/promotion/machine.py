@@ -120,6 +120,7 @@ def step(
             if (shown.until is None or now < shown.until) and shown.document not in ended
         },
         dict(candidate.looks),
+        dict(candidate.planned),
         candidate.documents,
         live,
     )
@@ -141,6 +142,7 @@ def step(
         ),
         documents=look.documents,
         looks=look.looks,
+        planned=look.planned,
         shown=look.shown,
         certificates=certificates,
     )

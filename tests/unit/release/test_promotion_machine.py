@@ -99,7 +99,13 @@ def test_no_stage_is_left_out_or_repeated(stage: str, asked: str) -> None:
 @pytest.mark.parametrize("state", [s for s in CandidateState if s is not CandidateState.ACTIVE])
 @pytest.mark.parametrize("asked", STAGES)
 def test_what_was_stopped_begins_anew(state: CandidateState, asked: str) -> None:
-    stopped = at(CANARY, state=state, looks={"MEAN/all/0": 1}, epoch=3)
+    stopped = at(
+        CANARY,
+        state=state,
+        looks={"canary MEAN/all/0": 1},
+        planned={"canary MEAN/all/0": 2},
+        epoch=3,
+    )
     found = enter(stopped, TRIPLE, LIVE, asked, START + HOUR)
     if asked != OFFLINE:
         assert isinstance(found, NotHere)
@@ -111,7 +117,8 @@ def test_what_was_stopped_begins_anew(state: CandidateState, asked: str) -> None
         2,
         4,
     )
-    assert found.looks == {"MEAN/all/0": 1}
+    assert found.looks == {"canary MEAN/all/0": 1}
+    assert found.planned == {"canary MEAN/all/0": 2}
     assert (found.certificates, found.shown) == ({}, {})
 
 
@@ -652,14 +659,25 @@ def sampled(name: str, verdict: str, looks: int = 1) -> EvidenceDocument:
     )
 
 
-def test_a_mean_counts_within_the_looks_that_were_planned() -> None:
+def test_a_mean_counts_within_the_fewest_looks_that_were_planned() -> None:
     first = look(at(CANARY), [MEAN], sampled("one", "inconclusive"))
     assert first.rows[0].status == "open"
     second = look(first.candidate, [MEAN], sampled("two", "held"), counted=first.counted)
     assert second.rows[0].status == "open"
-    assert "number 2" in second.rows[0].reason
-    planned = look(first.candidate, [MEAN], sampled("two", "held", looks=2), counted=first.counted)
+    assert "look 2" in second.rows[0].reason
+    # the first look has spent the error level: looks planned later have none
+    more = look(first.candidate, [MEAN], sampled("two", "held", looks=2), counted=first.counted)
+    assert more.rows[0].status == "open"
+    started = look(at(CANARY), [MEAN], sampled("one", "inconclusive", looks=2))
+    planned = look(
+        started.candidate, [MEAN], sampled("two", "held", looks=3), counted=started.counted
+    )
     assert planned.rows[0].status == "shown"
+    third = look(
+        planned.candidate, [MEAN], sampled("three", "held", looks=3), counted=planned.counted
+    )
+    assert third.candidate.looks["canary MEAN/all/0"] == 3
+    assert third.candidate.planned["canary MEAN/all/0"] == 2
 
 
 def test_means_have_no_limits_at_any_number_of_looks() -> None:
