@@ -135,12 +135,13 @@ def model_of(text: str, tensors: Mapping[str, NDArray[Any]]) -> onnx.ModelProto:
 
 
 def save_decoder(folder: Path, name: str = "model.onnx", *, beside: bool = False) -> Path:
-    """Write the decoder; `beside` puts its weights into a file of external data."""
+    """Write the decoder; `beside` puts its matrices into a file of external data, and not the
+    shapes and axes, which ONNX Runtime reads in the file alone."""
     path = folder / name
     model = model_of(DECODER, weights())
     onnx.checker.check_model(model)
     onnx.save(
-        model, str(path), save_as_external_data=beside, location=f"{name}.data", size_threshold=0
+        model, str(path), save_as_external_data=beside, location=f"{name}.data", size_threshold=100
     )
     return path
 

@@ -60,17 +60,6 @@ def kernel_of(path: Path, blocks: tuple[tuple[str, str, str], ...]) -> TorchKern
     return load_kernel(reference(section), loaded(path, blocks), "cpu")
 
 
-def decoder(folder: Path, *, beside: bool = False) -> Path:
-    """Write the decoder; `beside` puts its matrices into a file of external data."""
-    path = save_decoder(folder)
-    if beside:
-        model = onnx.load(str(path))
-        onnx.save(
-            *(model, str(path)), save_as_external_data=True, location=BESIDE, size_threshold=100
-        )
-    return path
-
-
 def saved(folder: Path, model: onnx.ModelProto) -> Path:
     path = folder / "model.onnx"
     path.write_bytes(model.SerializeToString())
@@ -96,7 +85,7 @@ def test_the_file_runs_with_its_quantisers(tmp_path: Path, form: str, stored: st
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_blocks_of_a_decoder_run_at_any_length(tmp_path: Path, beside: bool) -> None:
-    path = decoder(tmp_path, beside=beside)
+    path = save_decoder(tmp_path, beside=beside)
     kernel = kernel_of(path, DECODER)
     for tokens in (TOKENS, [2], list(range(12))):
         found = kernel.logits(tokens)
@@ -110,7 +99,7 @@ def test_blocks_of_a_decoder_run_at_any_length(tmp_path: Path, beside: bool) -> 
 
 
 def test_sequences_of_a_batch_run_one_by_one(tmp_path: Path) -> None:
-    kernel = kernel_of(decoder(tmp_path), DECODER)
+    kernel = kernel_of(save_decoder(tmp_path), DECODER)
     rows = [TOKENS, TOKENS[::-1]]
     both = kernel.logits(rows)
     for row, found in zip(rows, both, strict=True):
@@ -188,14 +177,14 @@ def test_numerics_that_are_not_those_of_the_quantisers_are_refused(tmp_path: Pat
 def test_a_file_without_quantisers_serves_plain_numerics_alone(
     tmp_path: Path, claim: dict[str, Any]
 ) -> None:
-    model = loaded(decoder(tmp_path), DECODER)
+    model = loaded(save_decoder(tmp_path), DECODER)
     with refused(KERNEL_NUMERICS, "compute: float32"):
         load_kernel(reference(claim), model, "cpu")
 
 
 @pytest.mark.parametrize("name", ["model.onnx", BESIDE])
 def test_a_file_that_changed_after_it_was_read_is_refused(tmp_path: Path, name: str) -> None:
-    model = loaded(decoder(tmp_path, beside=True), DECODER)
+    model = loaded(save_decoder(tmp_path, beside=True), DECODER)
     path = tmp_path / name
     data = bytearray(path.read_bytes())
     place = data.index(b"decoder") if name == "model.onnx" else len(data) // 2
@@ -207,7 +196,7 @@ def test_a_file_that_changed_after_it_was_read_is_refused(tmp_path: Path, name: 
 
 def test_sessions_do_not_read_the_folder_again(tmp_path: Path) -> None:
     """What runs is the copy that was hashed, whenever a block runs for the first time."""
-    path = decoder(tmp_path, beside=True)
+    path = save_decoder(tmp_path, beside=True)
     wanted = plainly(path, "attention", TOKENS)
     entering = torch.from_numpy(plainly(path, "weighted", TOKENS))
     kernel = kernel_of(path, DECODER)

@@ -190,7 +190,7 @@ def test_a_document_changed_in_any_field_shows_nothing(
     (program, _), kept = load_contract(folder / "contract.yaml"), {}
     original = ProblemFactory.problem
     model = load_model(program.model, folder)
-    monkeypatch.setattr(replay, "load_model", lambda *_: model)
+    monkeypatch.setattr(replay, "load_model", lambda *_, **__: model)
 
     def problem(factory: Any, block: str, tokens: tuple[int, ...]) -> Any:
         key = block, tokens
