@@ -98,6 +98,18 @@ def test_blocks_of_a_decoder_run_at_any_length(tmp_path: Path, beside: bool) -> 
             )
 
 
+def test_blocks_do_not_take_the_place_of_the_file(tmp_path: Path) -> None:
+    path = decoder(tmp_path).rename(tmp_path / "block-0.onnx")
+    kernel = kernel_of(path, DECODER)
+    first, last = BLOCKS["mlp_0"]
+    for name in ("mlp_0", "norm_0"):
+        kernel.block(name, torch.from_numpy(plainly(path, BLOCKS[name][0], TOKENS)))
+    found = kernel.block("mlp_0", torch.from_numpy(plainly(path, first, TOKENS)))
+    np.testing.assert_allclose(found, plainly(path, last, TOKENS), rtol=1e-4, atol=1e-5)
+    wanted = plainly(path, "logits", TOKENS)
+    np.testing.assert_allclose(kernel.logits(TOKENS), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_sequences_of_a_batch_run_one_by_one(tmp_path: Path) -> None:
     kernel = kernel_of(save_decoder(tmp_path), DECODER)
     rows = [TOKENS, TOKENS[::-1]]

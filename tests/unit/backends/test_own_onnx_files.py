@@ -133,6 +133,27 @@ def test_an_output_without_a_row_for_each_token_is_refused(tmp_path: Path) -> No
         load_own_file(KERNEL, model).logits(TOKENS)
 
 
+@pytest.mark.parametrize(
+    ("kind", "made"),
+    [
+        ("int64[1,T,12]", "Cast <to = 7> (scores)"),
+        ("bool[1,T,12]", "Cast <to = 9> (scores)"),
+        ("float8e4m3fn[1,T,12]", "Cast <to = 17> (scores)"),
+        ("bfloat16[1,T,12]", "Cast <to = 16> (scores)"),
+        ("string[1,T,12]", "Cast <to = 8> (scores)"),
+        ("seq(float[1,T,12])", "SequenceConstruct (scores)"),
+    ],
+)
+def test_an_output_that_is_no_tensor_of_floats_is_refused(
+    tmp_path: Path, kind: str, made: str
+) -> None:
+    text = SERVED.replace("float[1,T,12] logits", f"{kind} logits").replace(
+        "logits = MatMul (kept, head)", f"scores = MatMul (kept, head) logits = {made}"
+    )
+    with refused(ONNX_FILE, "logits is ", "tensor(float16)"):
+        kernel_of(tmp_path, text)
+
+
 @pytest.mark.parametrize("deep", [False, True])
 def test_tensors_of_other_files_inside_of_nodes_are_refused(tmp_path: Path, deep: bool) -> None:
     """ONNX Runtime would read them from anywhere, and no digest names them."""

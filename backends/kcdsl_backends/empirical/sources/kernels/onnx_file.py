@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkstemp
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,9 @@ _ARRAYS: dict[str, Any] = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
 }
+
+_FLOATS = ("tensor(float)", "tensor(float16)", "tensor(double)")
+"""The types of outputs that are read."""
 
 
 def file_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics) -> ProgramEngine:
@@ -117,6 +120,13 @@ def load_own_file(ref: KernelRef, model: Model) -> FileKernel:
             session = session_of(path)
         except Exception as error:  # of ONNX Runtime, which has no class of its own for all
             raise _failed(ref, error) from error
+        types = {one.name: one.type for one in session.get_outputs()}
+        if types[output] not in _FLOATS:
+            raise refuse(
+                codes.ONNX_FILE,
+                f"{shown(given)}: its output {excerpt(output)} is {types[output]}",
+                help=f"cast it to one of {', '.join(_FLOATS)}",
+            )
         return FileKernel(ref, model, folder, session, ids, fillers, output)
 
 
@@ -298,11 +308,10 @@ class FileSessions:
             [ends[1]],
             [held for held in graph.initializer if held.name in read],
         )
-        path = self.path.with_name(f"block-{len(self._programs)}.onnx")
-        onnx.save(
-            onnx.helper.make_model(
-                block, opset_imports=model.opset_import, ir_version=model.ir_version
-            ),
-            str(path),
+        whole = onnx.helper.make_model(
+            block, opset_imports=model.opset_import, ir_version=model.ir_version
         )
-        return path
+        place, path = mkstemp(".onnx", dir=self.folder.name)  # by no name that the copy has
+        with open(place, "wb") as stream:
+            stream.write(whole.SerializeToString())
+        return Path(path)
