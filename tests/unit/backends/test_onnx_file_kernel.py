@@ -19,6 +19,7 @@ from kcdsl.ir.terms import ONNX, KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.onnx.files import read_onnx
 from kcdsl.model.onnx.quantisation import without_quantisers
+from kcdsl_backends.empirical.sources.kernels.onnx_runtime import saturates
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from tests.support.onnx_files import BLOCKS, QUANTISERS, model_of, quantised_mlp, save_decoder
 
@@ -146,6 +147,43 @@ def test_sums_of_bytes_do_not_saturate(tmp_path: Path, kind: Any) -> None:
     }
     kernel = kernel_of(saved(tmp_path, model_of(WIDE, held)), ())
     assert torch.equal(kernel.logits([0, 1]), torch.full((2, 4), 64 * top * 127))
+
+
+MIXED = """
+<ir_version: 10, opset_import: ["" : 21]>
+mixed (int64[1,T] input_ids) => (float[1,T,4] logits)
+{
+  x = Gather <axis = 0> (embedding, input_ids)
+  c = QuantizeLinear (x, one, zero)
+  sum = MatMulInteger (c, codes, zero)
+  wide = Cast <to = 1> (sum)
+  scale = Mul (one, unit)
+  y = Mul (wide, scale)
+  e = QuantizeLinear (y, large, e4m3) q = DequantizeLinear (e, large, e4m3)
+  logits = MatMul (q, identity)
+}
+"""
+
+
+def test_sums_of_bytes_beside_fp8_do_not_saturate(tmp_path: Path) -> None:
+    """With FP8 codes ONNX Runtime optimises less, and its setting for exact sums does nothing."""
+    held: dict[str, Any] = {
+        "embedding": np.full((3, 64), 255, np.float32),
+        "codes": np.full((64, 4), 127, np.int8),
+        "one": np.asarray(1, np.float32),
+        "unit": np.asarray(1, np.float32),
+        "zero": np.asarray(0, np.uint8),
+        "large": np.asarray(64 * 255 * 127 / 256, np.float32),
+        "e4m3": np.asarray(0, helper.tensor_dtype_to_np_dtype(TensorProto.FLOAT8E4M3FN)),
+        "identity": np.eye(4, dtype=np.float32),
+    }
+    path = saved(tmp_path, model_of(MIXED, held))
+    if saturates("session.x64quantprecision", basic=True):
+        with refused(KERNEL_NUMERICS, "VNNI"):
+            kernel_of(path, ())
+    else:
+        found = kernel_of(path, ()).logits([0, 1])
+        assert torch.equal(found, torch.full((2, 4), 64 * 255 * 127.0))
 
 
 @pytest.mark.parametrize("form", QUANTISERS)

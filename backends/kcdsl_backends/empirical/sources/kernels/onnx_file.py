@@ -23,6 +23,7 @@ from kcdsl.model.files import copy_hashed
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.model.numerics import Numerics, Weights
 from kcdsl.model.onnx.files import OnnxInput, read_input, read_onnx
+from kcdsl.model.onnx.integer_products import PRODUCT
 from kcdsl.model.onnx.plan import filled, token_inputs
 from kcdsl.model.onnx.program import OnnxBlock, OnnxProgram
 from kcdsl.model.onnx.quantisation import without_quantisers
@@ -71,16 +72,17 @@ def file_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics)
             help=f"claim `compute: {stated.compute}`, without formats of weights and activations",
         )
     settings = []
+    basic = any(a.format.startswith("fp8") for _, a in numerics.sections)
     if numerics.byte_sums == "wide":
         settings.append(_EXACT)
-        if saturates(_EXACT):
+        of_bytes = not basic or any(node.kind == PRODUCT for node in copied.nodes)
+        if of_bytes and saturates(_EXACT, basic=basic):  # at the basic level it has no effect
             raise refuse(
                 codes.KERNEL_NUMERICS,
                 f"{run} sums products of 8-bit numbers in 16 bits on this processor, where they"
                 " saturate",
                 help="run it on a processor with VNNI instructions",
             )
-    basic = any(a.format.startswith("fp8") for _, a in numerics.sections)
     return FileSessions(program, path, folder, tuple(settings), basic)
 
 

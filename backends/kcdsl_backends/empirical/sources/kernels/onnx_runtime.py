@@ -145,8 +145,9 @@ class Sessions:
 
 
 @cache
-def saturates(*settings: str) -> bool:
-    """Say whether products of unsigned with signed 8-bit numbers are summed in 16 bits here.
+def saturates(*settings: str, basic: bool = False) -> bool:
+    """Say whether products of unsigned with signed 8-bit numbers are summed in 16 bits here, in
+    sessions with such options.
 
     ONNX Runtime chooses its kernels by the processor and its options alone, so the answer is one
     for a process.
@@ -162,7 +163,7 @@ def saturates(*settings: str) -> bool:
         opset_imports=[helper.make_opsetid("", 18)],
         ir_version=9,
     )
-    session = session_of(model.SerializeToString(), *settings)
+    session = session_of(model.SerializeToString(), *settings, basic=basic)
     found = session.run(None, {"x": np.full((4, 64), 255, np.uint8)})
     return bool(np.any(found[0] != 64 * 255 * 127))
 
