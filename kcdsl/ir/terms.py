@@ -198,8 +198,8 @@ class ModelRef:
     distribution. `served` is the checkpoint that the inference kernel reads, where that is
     another; a program takes it from its kernel. Where the architecture is `ONNX`, the checkpoint
     is an ONNX file with the program in it, and `blocks` has the name of each block with the
-    tensors at which it begins and ends; a program gives it its inference kernel, `infer`, whose
-    numerics must be those that the file states.
+    tensors at which it begins and ends; a program gives it its kernels: the numerics of that of
+    inference, and of those that run the file, must be those that the file states.
     """
 
     checkpoint: str
@@ -211,6 +211,7 @@ class ModelRef:
     span: Span = field(default=_NOWHERE, compare=False)
     blocks: tuple[tuple[str, str, str], ...] = ()
     infer: KernelRef | None = field(default=None, compare=False)
+    others: tuple[KernelRef, ...] = field(default=(), compare=False)
 
 
 GUARD_FROM = Fraction(1)
@@ -322,11 +323,13 @@ class Program:
     """The kernel that `fallback` switches to; None where the contract names none."""
 
     def __post_init__(self) -> None:
-        """Have the model name the checkpoint of the inference kernel, and an ONNX file it."""
-        infer = self.infer if self.model.architecture == ONNX else None
-        if self.model.served != self.infer.checkpoint or self.model.infer != infer:
-            model = replace(self.model, served=self.infer.checkpoint, infer=infer)
-            object.__setattr__(self, "model", model)
+        """Have the model name the checkpoint of the inference kernel, and an ONNX file kernels."""
+        of_file = self.model.architecture == ONNX
+        infer = self.infer if of_file else None
+        rest = [kernel for role, kernel in self.kernels.items() if role != "infer" and of_file]
+        own = replace(self.model, served=self.infer.checkpoint, infer=infer, others=tuple(rest))
+        if (own, own.infer, own.others) != (self.model, self.model.infer, self.model.others):
+            object.__setattr__(self, "model", own)
 
     @property
     def kernels(self) -> dict[str, KernelRef]:

@@ -35,6 +35,7 @@ from kcdsl.diagnostics.model import at
 from kcdsl.ir.kernels import ONNX_SUFFIX
 from kcdsl.ir.terms import ONNX, ModelRef
 from kcdsl.model import own_code, registry
+from kcdsl.model.adapters import ADAPTERS
 from kcdsl.model.checkpoint.headers import read_headers
 from kcdsl.model.checkpoint.modules import (
     FilledAsItRuns,
@@ -395,9 +396,14 @@ def _of_graph(ref: ModelRef, path: Path, config: dict[str, Any], files: Artefact
             "with an ONNX file the inference kernel has no checkpoint of its own but another one",
             help="say in `numerics` how the inference kernel stores the weights",
         )
-    if ref.infer is not None and ref.infer.claims:
-        with at(ref.infer.span):
-            stated.refuse_other(resolve(ref.infer))
+    kernels = [] if ref.infer is None or not ref.infer.claims else [ref.infer]
+    for kernel in (*kernels, *ref.others):
+        runs_file = kernel.run in ADAPTERS and ADAPTERS[kernel.run].of_file
+        with at(kernel.span):
+            if runs_file:
+                stated.refuse_unserved(kernel.run, resolve(kernel))
+            elif kernel is ref.infer:
+                stated.refuse_other(resolve(kernel))
     if module.vocabulary is not None:
         config = {**config, "vocab_size": module.vocabulary}
     tokenizer = find_tokenizer(ref, path, files, config)

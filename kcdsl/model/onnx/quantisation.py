@@ -459,6 +459,18 @@ class FileNumerics:
             if own.weights != wanted.weights:
                 raise _other(key, f"{excerpt(key)} is {wanted.weights.format}")
 
+    def refuse_unserved(self, run: str, numerics: Numerics) -> None:
+        """Refuse (KC463, KC465) numerics that are not those of the file as it is, which `run` runs;
+        without quantisers, weights that are not stored as they are."""
+        self.refuse_other(numerics)
+        plain = all(w == Weights(self.compute) and not a.quantised for w, a in numerics.sections)
+        if numerics.compute != self.compute or not (self.quantised or plain):
+            raise refuse(
+                codes.KERNEL_NUMERICS,
+                f"{run} runs the file as it is, which stores and computes in {self.compute}",
+                help=f"claim `compute: {self.compute}`, without formats of weights and activations",
+            )
+
 
 def _kind(one: LinearQuantisation) -> tuple[object, ...]:
     return one.activations.get("format"), one.activations.get("scale")

@@ -284,6 +284,53 @@ def test_another_model_is_refused_when_it_is_compiled(
 # --- the command line -----------------------------------------------------------------------------
 
 
+PROOF = """\
+kcdsl: 1
+contract: proved
+version: 1.0.0
+model: {onnx: model.onnx, blocks: {mlp_0: {from: embedded, to: layer}}}
+kernels: {train: {run: torch.eager}, infer: {run: torch.compile, numerics: STATED}OTHER}
+data: rows.jsonl
+slices: {all: {}}
+clauses:
+  N: {require: "forall x in points(all): norm_inf(drift(mlp_0, x)) <= 9", level: L2}
+"""
+
+
+@pytest.mark.parametrize("role", ["train", "guard", "fallback"])
+def test_nothing_is_proved_of_other_numerics_than_those_of_the_file(
+    cli: Any, tmp_path: Path, role: str
+) -> None:
+    """A kernel that runs the file runs its quantisers, whichever kernel it is."""
+    path = saved(tmp_path, quantised_mlp("uint8")[0])
+    section = json.dumps(without_quantisers(read_onnx(path))[1].section())
+    text = PROOF.replace("STATED", section)
+    if role == "train":
+        text = text.replace("torch.eager", "onnxruntime.file").replace("OTHER", "")
+    else:
+        text = text.replace("OTHER", f", {role}: {{run: onnxruntime.file}}")
+    (tmp_path / "contract.yaml").write_text(text)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"id": "a", "tokens": TOKENS}) + "\n")
+    for command in ("compile", "verify"):
+        ran = cli(command, "contract.yaml", cwd=tmp_path)
+        assert ran.code == 2, ran.stdout
+        assert "not those of the ONNX file" in ran.stderr
+
+
+def test_nothing_is_proved_of_quantisers_that_the_file_does_not_have(
+    cli: Any, tmp_path: Path
+) -> None:
+    decoder(tmp_path)
+    stated = json.dumps({"activations": {"format": "uint8", "scale": "per_tensor"}})
+    text = PROOF.replace("embedded", "second").replace("to: layer", "to: feed")
+    text = text.replace("torch.compile", "onnxruntime.file").replace("OTHER", "")
+    (tmp_path / "contract.yaml").write_text(text.replace("STATED", stated))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"id": "a", "tokens": TOKENS}) + "\n")
+    ran = cli("verify", "contract.yaml", cwd=tmp_path)
+    assert ran.code == 2, ran.stdout
+    assert "runs the file as it is" in ran.stderr
+
+
 ENCODER = """
 <ir_version: 9, opset_import: ["" : 18]>
 g (int64[1,T] input_ids) => (float[1,T,3] hidden)

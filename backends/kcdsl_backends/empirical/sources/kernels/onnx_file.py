@@ -21,7 +21,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.checkpoint.ranges import changed
 from kcdsl.model.files import copy_hashed
 from kcdsl.model.fingerprint import kernel_fingerprint
-from kcdsl.model.numerics import Numerics, Weights
+from kcdsl.model.numerics import Numerics
 from kcdsl.model.onnx.files import OnnxInput, read_input, read_onnx
 from kcdsl.model.onnx.integer_products import PRODUCT
 from kcdsl.model.onnx.plan import filled, token_inputs
@@ -62,15 +62,7 @@ def file_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics)
     copied = read_onnx(path)
     if copied.manifest.root_digest != checkpoint.root_digest:
         raise changed(checkpoint.path)
-    stated = without_quantisers(copied)[1]
-    stated.refuse_other(numerics)
-    plain = all(w == Weights(stated.compute) and not a.quantised for w, a in numerics.sections)
-    if numerics.compute != stated.compute or not (stated.quantised or plain):
-        raise refuse(
-            codes.KERNEL_NUMERICS,
-            f"{run} runs the file as it is, which stores and computes in {stated.compute}",
-            help=f"claim `compute: {stated.compute}`, without formats of weights and activations",
-        )
+    without_quantisers(copied)[1].refuse_unserved(run, numerics)
     settings = []
     basic = any(a.format.startswith("fp8") for _, a in numerics.sections)
     if numerics.byte_sums == "wide":
