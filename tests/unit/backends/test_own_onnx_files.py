@@ -133,6 +133,17 @@ def test_an_output_without_a_row_for_each_token_is_refused(tmp_path: Path) -> No
         load_own_file(KERNEL, model).logits(TOKENS)
 
 
+@pytest.mark.parametrize("name", [b"input_ids", b"logits", b"QuickGelu"])
+def test_names_that_are_no_text_are_refused(tmp_path: Path, capfd: Any, name: bytes) -> None:
+    loaded(tmp_path)
+    path = tmp_path / "served.onnx"
+    path.write_bytes(path.read_bytes().replace(name, b"\xff" + name[1:]))
+    model = load_model(ModelRef("model.onnx", ONNX, served="served.onnx"), tmp_path)
+    with pytest.raises(Refusal):
+        load_own_file(KERNEL, model)
+    assert not capfd.readouterr().out  # it is the output of a command
+
+
 @pytest.mark.parametrize(
     ("kind", "made"),
     [

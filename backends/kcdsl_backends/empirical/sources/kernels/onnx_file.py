@@ -139,6 +139,9 @@ def _ends(path: Path, given: Path) -> tuple[OnnxInput, tuple[OnnxInput, ...], tu
     if any(outside(tensor) for tensor in _inside(nodes)):
         raise refusal("a tensor inside of a node lies in another file", "store it in this file")
     held = {tensor.name for tensor in graph.initializer}
+    ends = [value.name for value in (*graph.input, *graph.output)]
+    if not all(isinstance(name, str) for name in ends):  # protobuf gives them as bytes
+        raise refusal("a name of an input or an output is no UTF-8", "export it anew")
     inputs = [read_input(value) for value in graph.input if value.name not in held]
     name, fillers = token_inputs(inputs, refusal)
     outputs = tuple(value.name for value in graph.output)

@@ -218,4 +218,9 @@ def session_of(model: Path | bytes, *settings: str, basic: bool = False) -> Any:
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
     given = os.fspath(model) if isinstance(model, Path) else model
-    return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(
+        given,
+        options,
+        providers=["CPUExecutionProvider"],
+        enable_fallback=0,  # a second attempt would print
+    )
