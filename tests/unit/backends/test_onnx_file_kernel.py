@@ -100,7 +100,7 @@ def test_blocks_of_a_decoder_run_at_any_length(tmp_path: Path, beside: bool) -> 
 
 
 def test_blocks_do_not_take_the_place_of_the_file(tmp_path: Path) -> None:
-    path = decoder(tmp_path).rename(tmp_path / "block-0.onnx")
+    path = save_decoder(tmp_path).rename(tmp_path / "block-0.onnx")
     kernel = kernel_of(path, DECODER)
     first, last = BLOCKS["mlp_0"]
     for name in ("mlp_0", "norm_0"):
@@ -320,7 +320,7 @@ def test_nothing_is_proved_of_other_numerics_than_those_of_the_file(
 def test_nothing_is_proved_of_quantisers_that_the_file_does_not_have(
     cli: Any, tmp_path: Path
 ) -> None:
-    decoder(tmp_path)
+    save_decoder(tmp_path)
     stated = json.dumps({"activations": {"format": "uint8", "scale": "per_tensor"}})
     text = PROOF.replace("embedded", "second").replace("to: layer", "to: feed")
     text = text.replace("torch.compile", "onnxruntime.file").replace("OTHER", "")
