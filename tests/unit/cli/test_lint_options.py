@@ -156,6 +156,7 @@ def test_findings_of_the_solver_are_accepted_where_it_is_asked(
     (folder / "contract.yaml").write_text(GOOD + FOLLOWS)
     plain = cli_process("lint", "contract.yaml", cwd=folder)
     assert (plain.code, plain.stderr) == (0, "1 contract: nothing found\n")
+    (folder / "m.safetensors").unlink()  # compile reads the headers of weights that are there
     asked = cli_process("compile", "contract.yaml", "--consistency", cwd=folder)
     assert asked.code == 0
     assert "KC" not in asked.stderr
@@ -164,8 +165,8 @@ def test_findings_of_the_solver_are_accepted_where_it_is_asked(
         "compile", "contract.yaml", "--consistency", "--format", "sarif", cwd=folder
     )
     (run,) = json.loads(document.stderr)["runs"]
-    (result,) = run["results"]
-    assert (result["ruleId"], run["invocations"][0]["exitCode"]) == ("KC415", 0)
+    (result,) = [one for one in run["results"] if one["ruleId"] == "KC415"]
+    assert run["invocations"][0]["exitCode"] == 0
     assert result["suppressions"][0]["justification"] == "a promise of its own"
     (folder / "contract.yaml").write_text(GOOD + FOLLOWS.replace("kl) <= 2", "tv) <= 0.5"))
     unused = cli_process("compile", "contract.yaml", "--consistency", cwd=folder)
