@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.draft.quantisation import DraftKernel
 from kcdsl.draft.rows import DraftRows, json_rows, slices_of
-from kcdsl.ir.kernels import ONNX_SUFFIX
 from kcdsl.model.adapters import find_adapter
 from kcdsl.source.files import shown
 from kcdsl_grammar.expression_table import KEYWORDS
@@ -86,11 +85,6 @@ class ModelGraph:
 def own_file_kernel(file: str) -> DraftKernel:
     """Return the kernel that runs an ONNX file in place of the model; it is measured alone."""
     return DraftKernel(FILE_ADAPTER, {}, "another file, as ONNX Runtime runs it", checkpoint=file)
-
-
-def is_onnx(path: Path | None) -> bool:
-    """Say whether a path is one of an ONNX file, by its name."""
-    return path is not None and path.suffix.lower() == ONNX_SUFFIX
 
 
 def read_graph(path: Path) -> ModelGraph:

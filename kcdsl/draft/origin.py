@@ -11,10 +11,11 @@ from typing import Any, Protocol
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.draft.clauses import DraftEvidence, DraftPurpose, clauses_for
 from kcdsl.draft.folder import COMPUTE, ModelFolder, quantisation_of, read_folder
-from kcdsl.draft.graph import is_onnx, own_file_kernel
+from kcdsl.draft.graph import own_file_kernel
 from kcdsl.draft.quantisation import serving_kernel, stored_kernel, training_kernel
 from kcdsl.draft.rows import given_rows, own_rows, slices_of
 from kcdsl.draft.text import Draft, RecordedKernel, contract_text
+from kcdsl.ir.kernels import is_onnx
 from kcdsl.ir.terms import ONNX
 from kcdsl.model.checkpoint.headers import INDEX, SINGLE, read_headers
 from kcdsl.model.configuration import read_config
@@ -98,7 +99,7 @@ def draft_of(request: DraftRequest, here: Path, recordings: ReadsRecordings) -> 
     for named in (path, request.quantised):
         if named is not None and not os.path.lexists(named):
             raise missing(named)
-    if is_onnx(path):
+    if is_onnx(path.name):
         return _of_graph(request, path, here)
     beside = is_file(path.parent / "config.json") and path.suffix.lower() not in _DUMPS
     if path.is_dir() or beside:
@@ -110,7 +111,7 @@ def _of_graph(request: DraftRequest, path: Path, here: Path) -> DraftFiles:
     """Return the draft for an ONNX file: its blocks, and the numerics that it states."""
     from kcdsl.draft.graph import read_graph, rows_of_ids
 
-    if request.quantised is not None and not is_onnx(request.quantised):
+    if request.quantised is not None and not is_onnx(request.quantised.name):
         raise refuse(
             codes.USAGE,
             "--quantised names a folder of Hugging Face, and the model is an ONNX file",
@@ -164,7 +165,8 @@ def _of_model(
     )
     purpose = request.purpose or DraftPurpose.SERVING
     train = training_kernel(model.compute, model.architecture)
-    own_file = request.quantised if is_onnx(request.quantised) else None
+    quantised = request.quantised
+    own_file = quantised if quantised is not None and is_onnx(quantised.name) else None
     folder = request.quantised if own_file is None else None
     config = None if folder is None else _quantisation(folder)
     if config is None:

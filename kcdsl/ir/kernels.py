@@ -21,8 +21,9 @@ MOST_AT_ONCE = 1 << 10
 """The most questions that a server has before it at a time."""
 
 
-ONNX_SUFFIX = ".onnx"
-"""How the names of ONNX files end."""
+def is_onnx(path: str | None) -> bool:
+    """Say whether a path is one of an ONNX file, by its name."""
+    return path is not None and path.lower().endswith(".onnx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +119,7 @@ class KernelRef:
     @property
     def own_file(self) -> str | None:
         """Return the ONNX file that it runs in place of the model's program; None for others."""
-        found = self.checkpoint or ""
-        return found if found.lower().endswith(ONNX_SUFFIX) else None
+        return self.checkpoint if is_onnx(self.checkpoint) else None
 
     @property
     def claims(self) -> bool:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
-from kcdsl.ir.kernels import ONNX_SUFFIX
+from kcdsl.ir.kernels import is_onnx
 from kcdsl.ir.terms import ONNX, ModelRef
 from kcdsl.model import own_code, registry
 from kcdsl.model.adapters import ADAPTERS
@@ -372,7 +372,7 @@ def _load(ref: ModelRef, files: Artefacts, by_block: bool) -> Model:
 def _served_file(ref: ModelRef, files: Artefacts) -> tuple[Path, str] | None:
     """Return the ONNX file of the inference kernel's own with its digest; None for another or no
     checkpoint of its own."""
-    if ref.served is None or not ref.served.lower().endswith(ONNX_SUFFIX):
+    if ref.served is None or not is_onnx(ref.served):
         return None
     path = files.find_weights(ref.served)
     try:
@@ -487,7 +487,7 @@ def load_structure(ref: ModelRef, base: Path | Artefacts) -> Model | None:
         others = {key: one.kind for key, one in stored.items() if key not in exact}
         checkpoint = Checkpoint(path, "", StoredTensors(exact, {}), others)
         keys = _matched(module, checkpoint, rule, copies=False)
-        if ref.served is not None and not ref.served.lower().endswith(ONNX_SUFFIX):
+        if ref.served is not None and not is_onnx(ref.served):
             _served(ref, module, config, keys, files, headers_only=True)
         return Model(module, checkpoint, config, keys, None, True, files, True)
 

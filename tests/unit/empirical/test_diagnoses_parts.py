@@ -6,13 +6,14 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kcdsl.ir.terms import Family
+from kcdsl.ir.terms import Family, KernelRef
 from kcdsl.model.architectures import bert
 from kcdsl.model.presets import resolve
 from kcdsl.verdict.model import Held, InvalidEvidence
@@ -23,6 +24,7 @@ from kcdsl_backends.empirical.diagnoses.alignment import (
     swapped_sides,
     token_equality,
 )
+from kcdsl_backends.empirical.diagnoses.kernels import _masks
 from kcdsl_backends.empirical.diagnoses.model import (
     DIAGNOSES,
     POSITIONS,
@@ -90,6 +92,27 @@ def test_a_future_that_is_seen_is_a_wrong_mask_of_kernels_that_claim_numerics(cl
     other = reach(probe(lambda x: x, 16), (whole, causal), 1.0, claim=(True, claims))
     assert "train sees token" in other.detail
     assert other.explains
+
+
+@pytest.mark.parametrize("checkpoint", [None, "served.onnx"])
+def test_only_a_served_file_may_have_scales_of_whole_sequences(checkpoint: str | None) -> None:
+    table = torch.randn(40, 50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    train = SimpleNamespace(
+        logits=lambda ids: table[ids].cumsum(0), ref=KernelRef("torch.eager", ())
+    )
+    infer = SimpleNamespace(
+        logits=lambda ids: table[ids].cumsum(0) + table[ids].sum(0),
+        ref=KernelRef("onnxruntime.file", (), checkpoint=checkpoint),
+    )
+    subject: Any = SimpleNamespace(
+        train=train, infer=infer, kernels=(train, infer), encoder=False, temperature=1.0
+    )
+    tokens = list(range(16))
+    sides = train.logits(tokens), infer.logits(tokens)
+    found = _masks(subject, [replace(probe(lambda x: x, 16), train=sides[0], infer=sides[1])], None)
+    assert found is not None
+    assert "infer sees token" in found.detail
+    assert found.explains == (checkpoint is None)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def _masks(subject: Subject, probes: Sequence[Probe], noise: RoundingNoise | Non
     if behind.explains:
         return behind
     train, infer = (getattr(kernel, "ref", None) for kernel in subject.kernels)
-    claim = train is None or train.claims, infer is None or infer.claims
+    claim = train is None or train.own_file is None, infer is None or infer.own_file is None
     return reach(longest, kernels, t, claim=claim)
 
 

@@ -19,7 +19,7 @@ from kcdsl.ir.terms import KernelRef
 from kcdsl.model.adapters import find_adapter
 from kcdsl.model.architecture import Model
 from kcdsl.model.checkpoint.ranges import changed
-from kcdsl.model.files import copy_hashed
+from kcdsl.model.files import Artefacts, copy_hashed
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.onnx.files import OnnxInput, read_input, read_onnx
@@ -30,7 +30,7 @@ from kcdsl.model.onnx.quantisation import without_quantisers
 from kcdsl.source.files import excerpt, shown
 from kcdsl_backends.empirical.sources.kernels.engines import Program, ProgramEngine, need
 from kcdsl_backends.empirical.sources.kernels.onnx_runtime import saturates, session_of
-from kcdsl_certs.statement.manifest import storage_manifest
+from kcdsl_certs.statement.manifest import Manifest, storage_manifest
 
 _EXACT = "session.x64quantprecision"
 """Sums products of bytes exactly where processors have no instruction for it."""
@@ -54,11 +54,8 @@ def file_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics)
     """
     program, checkpoint, files = model.module, model.checkpoint, model.files
     assert isinstance(program, OnnxProgram)  # load_kernel
-    folder = TemporaryDirectory(prefix="kcdsl-")
-    path = Path(folder.name) / checkpoint.path.name
-    for held in read_onnx(checkpoint.path, files.admitted).manifest.resources:
-        source = files.admitted(checkpoint.path.parent / held.name)
-        copy_hashed(source, path.parent / held.name)
+    held = read_onnx(checkpoint.path, files.admitted).manifest
+    folder, path = _copied(checkpoint.path, held, files)
     copied = read_onnx(path)
     if copied.manifest.root_digest != checkpoint.root_digest:
         raise changed(checkpoint.path)
@@ -78,6 +75,14 @@ def file_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics)
     return FileSessions(program, path, folder, tuple(settings), basic)
 
 
+def _copied(given: Path, held: Manifest, files: Artefacts) -> tuple[TemporaryDirectory[str], Path]:
+    """Copy a file with those beside it into a folder of its own; return both."""
+    folder = TemporaryDirectory(prefix="kcdsl-")
+    for one in held.resources:
+        copy_hashed(files.admitted(given.parent / one.name), Path(folder.name) / one.name)
+    return folder, Path(folder.name) / given.name
+
+
 def load_own_file(ref: KernelRef, model: Model) -> FileKernel:
     """Prepare a kernel that runs an ONNX file of its own, of whatever operators ONNX Runtime has.
 
@@ -94,11 +99,7 @@ def load_own_file(ref: KernelRef, model: Model) -> FileKernel:
                 help="run onnxruntime.file",
             )
         given, digest = model.served_file
-        folder = TemporaryDirectory(prefix="kcdsl-")
-        for held in storage_manifest(given).resources:
-            source = model.files.admitted(given.parent / held.name)
-            copy_hashed(source, Path(folder.name) / held.name)
-        path = Path(folder.name) / given.name
+        folder, path = _copied(given, storage_manifest(given), model.files)
         if storage_manifest(path).digest != digest:
             raise changed(given)
         ids, fillers, outputs = _ends(path, given)
