@@ -30,6 +30,7 @@ from kcdsl.ir.terms import (
     RegionKind,
 )
 from kcdsl.verdict.model import Held, InvalidEvidence
+from kcdsl_backends.empirical.bounds.blocks import EACH, LENGTHS, compared_requests
 from kcdsl_backends.empirical.diagnoses.weights import watch_weights
 from tests.support.evaluation import evaluate
 from tests.support.reports import report_schema
@@ -74,7 +75,7 @@ def test_equal_kernels_hold_everything(lab: Any) -> None:
     assert (report.health.score, report.action) == (1.0, "log")
     assert all(isinstance(row.verdict, Held) for row in report.clauses)
     assert [c.block for c in report.crosschecks] == ["attn_0"]
-    assert report.crosschecks[0].requests == 20
+    assert report.crosschecks[0].requests == EACH
     assert {p.outcome for p in report.prechecks} == {"passed", "not_applicable"}
     unknown = {p.name for p in report.prechecks if p.outcome == "not_applicable"}
     assert unknown == {"batch_invariance", "swapped_sides", "coarser_layer", "stale_weights"}
@@ -297,6 +298,36 @@ def test_calibration_reads_the_next_token_of_the_text(lab: Any) -> None:
     assert isinstance(hot.report.clauses[0].verdict, InvalidEvidence)
     few = lab.evaluate(clause, rows=lab.requests(2))
     assert few.report.exit is Exit.COULD_NOT_RUN
+
+
+def test_a_block_that_no_clause_measures_is_compared_on_few_lengths(lab: Any) -> None:
+    rows = [
+        replace(row, key=f"r:{n}-{i}", tokens=tuple(range(n)))
+        for n in (*range(40, 2, -1), 5, 5)
+        for i, row in enumerate(lab.requests(6))
+    ]
+    chosen = compared_requests(rows)
+    lengths = [row.length for row in chosen]
+    assert len(chosen) == LENGTHS * EACH
+    assert len(set(lengths)) == LENGTHS
+    assert {min(lengths), max(lengths)} == {3, 40}
+    assert all(lengths.count(n) == EACH for n in lengths)
+    assert compared_requests(rows[:1]) == rows[:1]
+    assert compared_requests([]) == []
+    two = [row for row in rows if row.length in (3, 40)]
+    assert {row.length for row in compared_requests(two)} == {3, 40}
+
+
+def test_a_block_that_a_clause_measures_is_compared_on_every_request(lab: Any) -> None:
+    from fractions import Fraction
+
+    body = Compare("<=", Norm("2", Drift("attn_0", "x", measured=True)), Number(Fraction(1)))
+    found = lab.evaluate(
+        lab.clause(Quantified("forall", "x", Region(RegionKind.POINTS, "all"), body)),
+        certified=1e-9,
+    )
+    assert found.report.crosschecks[0].requests == 20
+    assert not any("compared with its certified bound" in n for n in found.report.notes)
 
 
 def test_measured_drift_above_the_certified_bound_aborts_with_its_own_code(lab: Any) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.terms import Compare, Family, Metric, ModelRef, Number, Statistic, UserMetric
+from kcdsl_backends.empirical.bounds.blocks import EACH
 from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext
 from kcdsl_backends.empirical.decide.report import conclude
@@ -270,7 +271,7 @@ def test_a_torn_or_changed_record_is_dropped_with_all_after_it(
         run(setting(), path)
     content = path.read_bytes()
     frames = list(journals._frames(content))
-    assert len(frames) == 1 + 20 + 20
+    assert len(frames) == 1 + 20 + EACH
     at = data.draw(st.integers(0, len(content) - 1))
     if data.draw(st.booleans()):
         damaged = content[:at]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -34,6 +35,29 @@ class CertifiedBound(Protocol):
 
 Certify = Callable[[str, Tensor], CertifiedBound]
 """Bound the drift of a block on the float32 input x [T, D]."""
+
+
+LENGTHS, EACH = 8, 4
+"""Lengths, and requests of each, on which a block is compared that no clause measures."""
+
+
+def compared_requests(requests: Sequence[Request]) -> list[Request]:
+    """Return the requests on which a block is compared where no clause measures its drift.
+
+    Each length needs a graph of its own, so `LENGTHS` of them are taken at even steps from the
+    shortest to the longest, and the first `EACH` requests of each.
+    """
+    known = sorted({request.length for request in requests})
+    last = len(known) - 1
+    steps = min(LENGTHS, len(known))
+    lengths = {known[round(i * last / max(1, steps - 1))] for i in range(steps)}
+    taken: Counter[int] = Counter()
+    found = []
+    for request in requests:
+        if request.length in lengths and taken[request.length] < EACH:
+            taken[request.length] += 1
+            found.append(request)
+    return found
 
 
 def compare_request(

@@ -21,7 +21,7 @@ from kcdsl.diagnostics.model import refuse
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause
 from kcdsl.verdict.report import Precheck
-from kcdsl_backends.empirical.bounds.blocks import compare_request, summarise
+from kcdsl_backends.empirical.bounds.blocks import compare_request, compared_requests, summarise
 from kcdsl_backends.empirical.bounds.requests import certified_units
 from kcdsl_backends.empirical.collection.context import (
     KernelContext,
@@ -94,7 +94,8 @@ class KernelSource:
         context, plan = self.context, plan_for(self.context, clauses)
         runs = self._runs(plan, progress)
         usable = [r for r in context.requests if runs[r.key].unit.failure is None]
-        comparisons, notes = self._crosschecks(usable, progress)
+        measured_blocks = {block for block, _ in plan.norms}
+        comparisons, notes = self._crosschecks(usable, measured_blocks, progress)
         certified, bounding = certified_units(
             context.bound_model,
             context.requests,
@@ -158,8 +159,9 @@ class KernelSource:
         return {request.key: runs[request.key] for request in requests}
 
     def _crosschecks(
-        self, usable: Sequence[Request], progress: Progress
+        self, usable: Sequence[Request], measured: Collection[str], progress: Progress
     ) -> tuple[dict[str, list[BlockComparison]], tuple[str, ...]]:
+        """Compare blocks: those whose drift clauses measure on all requests, others on some."""
         context, checkpoint = self.context, self.checkpoint
         if context.certify is None:
             return {}, ("no certified bounds were available, so nothing was cross-checked",)
@@ -174,12 +176,13 @@ class KernelSource:
                 span=block_place(program, absent[0]),
             )
         checks: dict[str, list[BlockComparison]] = {}
-        unbounded: list[str] = []
+        notes: list[str] = []
         for block in named if usable else ():
             if block not in context.blocks or block == "model":
                 continue
             found = checks[block] = []
-            for done, request in enumerate(usable, 1):
+            chosen = usable if block in measured else compared_requests(usable)
+            for done, request in enumerate(chosen, 1):
                 known = None if checkpoint is None else checkpoint.comparison(block, request)
                 compared = known or compare_request(
                     request,
@@ -192,14 +195,19 @@ class KernelSource:
                 if checkpoint is not None and known is None:
                     checkpoint.keep_comparison(block, compared)
                 found.append(compared)
-                progress(f"cross-check {block}", done, len(usable))
+                progress(f"cross-check {block}", done, len(chosen))
+            if len(chosen) < len(usable):
+                notes.append(
+                    f"{block}: compared with its certified bound on {len(chosen)} of "
+                    f"{len(usable)} requests; no clause measures its drift"
+                )
             beyond = sum(not math.isfinite(compared.certified) for compared in found)
             if beyond:
-                unbounded.append(
+                notes.append(
                     f"{block}: {beyond} of {len(found)} requests have no certified bound to be "
                     "compared with: too long, or too coarse"
                 )
-        return checks, tuple(unbounded) if checks else ("no block could be cross-checked",)
+        return checks, tuple(notes) if checks else ("no block could be cross-checked",)
 
     def _timing(self, clauses: Sequence[Clause], progress: Progress) -> Timing:
         context, kernel = self.context, self.context.infer
