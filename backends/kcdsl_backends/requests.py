@@ -1,6 +1,7 @@
 """Requests: the rows of JSONL files that slices select.
 
-A row is `{"id": ..., "text": ...}` or `{"id": ..., "tokens": [...]}` with any further fields. What
+A row is `{"id": ..., "text": ...}` or `{"id": ..., "tokens": [...]}` with any further fields. One
+without an `id` is named by the digest of its tokens, so its name does not depend on its place. What
 cannot be read with certainty is refused with its line: a malformed line, a duplicate id, a row
 without a field that a slice asks for.
 """
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 from operator import eq, ge, gt, le, lt, ne
@@ -84,14 +86,20 @@ def load_requests(
             f"{source.name} has more than {LINES} lines",
             help="split it into the files of several slices",
         )
-    digest = hashlib.sha256(source.text.encode("utf-8")).hexdigest()
+    sha256 = hashlib.sha256(source.text.encode("utf-8")).hexdigest()
     requests: list[Request] = []
     seen: dict[str, int] = {}
+    unnamed: Counter[str] = Counter()
     for number in range(1, source.line_count + 1):
         line = source.line(number)
         if not line.strip():
             continue
         request = _read_row(source, number, line, name, (tokenize, render), check)
+        if not request.id:
+            digest = _digest(request.tokens)
+            unnamed[digest] += 1
+            own = digest if unnamed[digest] == 1 else f"{digest}-{unnamed[digest]}"
+            request = replace(request, key=f"{name}:{own}", id=own)
         if request.id in seen:
             raise _refuse_line(
                 codes.DUPLICATE_REQUEST,
@@ -102,7 +110,7 @@ def load_requests(
             )
         seen[request.id] = number
         requests.append(request)
-    return RequestFile(name, digest, tuple(requests), source)
+    return RequestFile(name, sha256, tuple(requests), source)
 
 
 def requests_of(
@@ -129,6 +137,13 @@ def select(file: RequestFile, slice_: Slice) -> tuple[Request, ...]:
 
 # --- rows ----------------------------------------------------------------------------------------
 
+DIGITS = 12
+"""Hexadecimal digits that name a request without an id."""
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:DIGITS]
+
 
 def _read_row(
     source: SourceFile,
@@ -138,6 +153,8 @@ def _read_row(
     readers: tuple[Tokenize | None, Render | None],
     check: Check,
 ) -> Request:
+    """Return the request of a line; its `id` is empty where the row has none."""
+
     def refusal(message: str, help: str | None = None) -> Refusal:
         return _refuse_line(codes.MALFORMED_REQUEST, message, source, number, help)
 
@@ -154,11 +171,14 @@ def _read_row(
         raise refusal(f"not a JSON object: {error}") from None
     if not isinstance(row, dict):
         raise refusal('a request is a JSON object, such as {"id": "a", "text": "..."}')
-    identifier = row.get("id")
+    identifier = row.get("id", "")
     if isinstance(identifier, int) and not isinstance(identifier, bool):
         identifier = str(identifier)
-    if not isinstance(identifier, str) or not identifier:
-        raise refusal("a request needs an `id`, a non-empty string")
+    if not isinstance(identifier, str) or ("id" in row and not identifier):
+        raise refusal(
+            "the `id` of a request is a non-empty string or an integer",
+            "leave it out to name the request by its tokens",
+        )
     try:
         tokens = _tokens(row, *readers, refusal)
         check(tokens)
@@ -185,7 +205,7 @@ def _tokens(
         return _rendered(row, render, refusal)
     if text is None and given is None:
         raise refusal(
-            "a request needs a `text` or its `tokens`",
+            "a request needs a `text`, its `tokens` or `messages`",
             f"the row has {', '.join(f'`{key}`' for key in row)}",
         )
     if given is not None and not (

@@ -186,11 +186,15 @@ def _of_model(
     notes = [f"not in this contract: {text}" for text in infer.unmet]
     if model.unproved:
         notes.append(f"nothing is proved, only measured: {model.unproved}")
+    if not rows.short:
+        notes.append(
+            "nothing is proved about rows with `messages`: `kcdsl verify` runs no chat template"
+        )
     clauses = clauses_for(
         purpose,
         DraftEvidence.RUN,
         width=model.width if model.encoder else None,
-        blocks=model.blocks,
+        blocks=model.blocks if rows.short else (),
         long=rows.long,
         named=rows.named,
     )

@@ -70,6 +70,11 @@ class DraftRows:
         return tuple(s.name for s in self.slices if s.name not in ("all", "short", "long"))
 
     @property
+    def short(self) -> bool:
+        """Say whether there is a slice of short requests, about which blocks are proved."""
+        return any(s.name == "short" for s in self.slices)
+
+    @property
     def long(self) -> bool:
         """Say whether there is a slice of long requests."""
         return any(s.name == "long" for s in self.slices)
@@ -101,12 +106,14 @@ def own_rows(model: ModelFolder, path: str) -> DraftRows:
 
 
 def given_rows(file: Path, path: str, model: ModelFolder) -> DraftRows:
-    """Return the requests of a JSONL file, with slices by its columns and by length.
+    """Return the requests of a JSONL file, with slices by its columns and by length. Rows with
+    `messages` have a length only when the chat template has run, so they give no such slices.
 
-    Refuse rows that have neither text nor tokens.
+    Refuse rows that have no text, tokens or messages.
     """
     encode = _encoder(model)
     rows = json_rows(file)
+    lengths = True
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get("length"), bool | int | float | str):
             row.pop("length", None)  # no field that a slice tests
@@ -117,14 +124,16 @@ def given_rows(file: Path, path: str, model: ModelFolder) -> DraftRows:
         elif isinstance(row.get("text"), str):
             tokens = None if encode is None else encode(row["text"])
             row.setdefault("length", len(tokens if tokens is not None else row["text"]) or 1)
+        elif isinstance(row.get("messages"), list):
+            lengths = False
         else:
             raise refuse(
                 codes.MALFORMED_REQUEST,
-                f"{shown(file)}, line {number}: a row has `text` or `tokens`, and this one "
-                f"{excerpt(', '.join(row)) or 'nothing'}",
-                help='write {"id": "a", "text": "..."} or {"id": "a", "tokens": [1, 2]}',
+                f"{shown(file)}, line {number}: a row has `text`, `tokens` or `messages`, and this "
+                f"one {excerpt(', '.join(row)) or 'nothing'}",
+                help='write {"text": "..."}, {"tokens": [1, 2]} or {"messages": [...]}',
             )
-    return DraftRows(path, slices_of(rows))
+    return DraftRows(path, slices_of(rows, lengths=lengths))
 
 
 def _is_length(value: bool | int | float | str) -> bool:

@@ -170,6 +170,32 @@ def test_values_of_columns_are_quoted(cli: Any, tmp_path: Path) -> None:
     assert all(any(value in text for text in where) for value in values)
 
 
+def test_rows_without_ids_are_evaluated(cli: Any, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"tokens": [1, 2 + i]} for i in range(3)]
+    write_model(tmp_path, rows=[*rows, rows[0]])
+    assert cli("init", "--data", "prompts.jsonl", cwd=tmp_path).code == 0
+    accepted(cli, tmp_path / "contract.yaml")
+    assert evaluated(cli, tmp_path / "contract.yaml")["clauses"][0]["n"] == 4
+
+
+def test_rows_of_messages_are_measured_and_nothing_is_proved_of_them(
+    cli: Any, tmp_path: Path
+) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "ab" * i}], "of": ["even", "odd"][i % 2]}
+        for i in range(1, 5)
+    ]
+    write_model(tmp_path, rows=rows)
+    ran = cli("init", "--data", "prompts.jsonl", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    assert "nothing is proved about rows with `messages`" in ran.stderr
+    assert "kcdsl verify --block" not in ran.stdout + ran.stderr
+    program = load_program(tmp_path / "contract.yaml")
+    assert {s.name for s in program.slices} == {"all", "even", "odd"}
+    assert not any(clause.id.startswith("N-ATTN") for clause in program.clauses)
+    accepted(cli, tmp_path / "contract.yaml")
+
+
 @pytest.mark.parametrize("length", ["3", True, math.inf])
 def test_lengths_of_rows_are_numbers(cli: Any, tmp_path: Path, length: Any) -> None:
     rows = [{"id": "a", "tokens": [1, 2]}, {"id": "b", "tokens": [1, 3], "length": length}]

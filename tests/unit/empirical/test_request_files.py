@@ -61,7 +61,6 @@ def test_a_given_length_is_kept(tmp_path: Path) -> None:
         "[1]",
         '"text"',
         "null",
-        '{"text": "x"}',
         '{"id": "", "text": "x"}',
         '{"id": null, "text": "x"}',
         '{"id": true, "text": "x"}',
@@ -102,6 +101,31 @@ def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
         tmp_path, '{"id": "1", "text": "x"}', '{"id": "b", "text": "x"}', '{"id": 1, "text": "y"}'
     )
     assert (code, number) == ("KC621", 3)
+    assert "line 1" in message
+
+
+def test_a_row_without_an_id_is_named_by_its_tokens(tmp_path: Path) -> None:
+    one, two = '{"text": "one"}', '{"tokens": [5]}'
+    first = [r.id for r in load(tmp_path, one, two, one, one).requests]
+    assert len(set(first)) == 4
+    assert first[2:] == [f"{first[0]}-2", f"{first[0]}-3"]
+    other = load(tmp_path, two, '{"id": "a", "text": "x"}', one).requests
+    assert [r.id for r in other] == [first[1], "a", first[0]]
+    assert other[0].key.endswith(f":{first[1]}")
+
+
+@pytest.mark.parametrize("id", ['""', "null", "true", "[1]"])
+def test_an_id_is_a_name_or_left_out(tmp_path: Path, id: str) -> None:
+    code, number, _ = refused(tmp_path, '{"text": "x"}', f'{{"id": {id}, "text": "x"}}')
+    assert (code, number) == ("KC620", 2)
+
+
+def test_a_name_from_tokens_is_unique_among_given_ones(tmp_path: Path) -> None:
+    (request,) = load(tmp_path, '{"tokens": [5]}').requests
+    code, _, message = refused(
+        tmp_path, f'{{"id": "{request.id}", "tokens": [3]}}', '{"tokens": [5]}'
+    )
+    assert code == "KC621"
     assert "line 1" in message
 
 
