@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kcdsl.model.configuration import ROPE_BY_LAYER, Fields
 from kcdsl.model.decoder import (
     LAYER_KINDS,
     DecoderConfig,
     Rotation,
-    build_decoder,
+    builder_of,
     canonical_key,
     read_common,
     rotation_of,
     scaled_rotation,
     windows_of,
 )
-
-if TYPE_CHECKING:
-    from kcdsl.model.decoder.program import Decoder
 
 __all__ = ["build", "canonical_key", "read"]
 
@@ -125,6 +122,4 @@ def _rotations(
     return local, whole
 
 
-def build(raw: Mapping[str, Any]) -> Decoder:
-    """Build the module of a configuration (Hugging Face field names)."""
-    return build_decoder(read(raw))
+build = builder_of(read)

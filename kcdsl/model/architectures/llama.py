@@ -4,12 +4,12 @@ keys and values have biases, and both with experts, Mixtral and Qwen2-MoE."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kcdsl.model.configuration import Fields
 from kcdsl.model.decoder import (
     DecoderConfig,
-    build_decoder,
+    builder_of,
     mixtral_mixture,
     optional_windows,
     qwen_mixture,
@@ -18,9 +18,6 @@ from kcdsl.model.decoder import (
     windows_of,
 )
 from kcdsl.model.decoder import mixtral_key as canonical_key
-
-if TYPE_CHECKING:
-    from kcdsl.model.decoder.program import Decoder
 
 __all__ = ["build", "canonical_key", "read"]
 
@@ -125,6 +122,4 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def build(raw: Mapping[str, Any]) -> Decoder:
-    """Build the module of a configuration (Hugging Face field names)."""
-    return build_decoder(read(raw))
+build = builder_of(read)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kcdsl.model.configuration import Fields
 from kcdsl.model.decoder import (
     DecoderConfig,
-    build_decoder,
+    builder_of,
     canonical_key,
     read_common,
     rotation_of,
 )
-
-if TYPE_CHECKING:
-    from kcdsl.model.decoder.program import Decoder
 
 __all__ = ["build", "canonical_key", "read"]
 
@@ -36,6 +33,4 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def build(raw: Mapping[str, Any]) -> Decoder:
-    """Build the module of a configuration (Hugging Face field names)."""
-    return build_decoder(read(raw))
+build = builder_of(read)

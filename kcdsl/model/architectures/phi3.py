@@ -7,19 +7,16 @@ program takes other tables, for all positions, by the length of the sequence.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kcdsl.model.configuration import Fields
 from kcdsl.model.decoder import (
     DecoderConfig,
-    build_decoder,
+    builder_of,
     canonical_key,
     read_common,
     scaled_rotation,
 )
-
-if TYPE_CHECKING:
-    from kcdsl.model.decoder.program import Decoder
 
 __all__ = ["build", "canonical_key", "read"]
 
@@ -62,6 +59,4 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(**common, fused=True)
 
 
-def build(raw: Mapping[str, Any]) -> Decoder:
-    """Build the module of a configuration (Hugging Face field names)."""
-    return build_decoder(read(raw))
+build = builder_of(read)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kcdsl.model.configuration import Fields
 from kcdsl.model.decoder import (
     LAYER_KINDS,
     DecoderConfig,
-    build_decoder,
+    builder_of,
     canonical_key,
     read_common,
     rotation_of,
     windows_of,
 )
-
-if TYPE_CHECKING:
-    from kcdsl.model.decoder.program import Decoder
 
 __all__ = ["build", "canonical_key", "read"]
 
@@ -67,6 +64,4 @@ def _turned(f: Fields, raw: Mapping[str, Any], layers: int) -> list[bool]:
     return [one == 1 for one in found]
 
 
-def build(raw: Mapping[str, Any]) -> Decoder:
-    """Build the module of a configuration (Hugging Face field names)."""
-    return build_decoder(read(raw))
+build = builder_of(read)

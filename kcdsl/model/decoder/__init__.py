@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from kcdsl.model.decoder.config import (
     LAYER_KINDS,
@@ -33,7 +34,7 @@ __all__ = [
     "DecoderConfig",
     "Mixture",
     "Rotation",
-    "build_decoder",
+    "builder_of",
     "canonical_key",
     "mixtral_key",
     "mixtral_mixture",
@@ -47,8 +48,15 @@ __all__ = [
 ]
 
 
-def build_decoder(config: DecoderConfig) -> Decoder:
-    """Build the module of a form, its weights at their defaults; imports torch."""
-    from kcdsl.model.decoder.program import Decoder
+def builder_of(
+    read: Callable[[Mapping[str, Any]], DecoderConfig],
+) -> Callable[[Mapping[str, Any]], Decoder]:
+    """Return the function that builds the module of a form from its configuration, in the field
+    names of Hugging Face, with the weights at their defaults; it imports torch."""
 
-    return Decoder(config)
+    def build(raw: Mapping[str, Any]) -> Decoder:
+        from kcdsl.model.decoder.program import Decoder
+
+        return Decoder(read(raw))
+
+    return build
