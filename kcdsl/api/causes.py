@@ -16,7 +16,10 @@ from kcdsl.api.evaluation import EvaluateSettings, gathered
 from kcdsl.api.results import no_progress
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import ARTEFACT_REFUSED, REGISTER_DAMAGED
+from kcdsl.model.files import Artefacts
+from kcdsl.release.artefacts import checkpoint_manifest
 from kcdsl.release.issue import utc_now
+from kcdsl.release.requirements import build_triple, kernel_here
 from kcdsl.source.files import is_parquet, read_bytes
 from kcdsl.verdict.report import read_report, unusable
 from kcdsl.verdict.studies.causes import (
@@ -32,6 +35,7 @@ from kcdsl.verdict.studies.causes import (
     agreed_rows,
 )
 from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.signatures import decode, parse_bundle
 from kcdsl_certs.statement import Predicate, Triple, differences, relaxed
 from kcdsl_certs.statement.triple import INFER_CHECKPOINT
 
@@ -201,7 +205,6 @@ def _before(
 
 def _certified(register: Register, triple: Triple) -> Iterator[tuple[str, Any]]:
     """Yield the results of certificates in force by obligation, the newest last."""
-    from kcdsl_certs.signatures import decode, parse_bundle
     from kcdsl_certs.verification.admission import read_statement
 
     signed = register.certificates(triple=triple.digest)
@@ -344,9 +347,6 @@ def _evaluated(
 ) -> Iterator[_Measured]:
     """Yield runs that are missing and can be made here: kernels of the contracts, on their own
     weights and on the checkpoints that are named."""
-    from kcdsl.release.artefacts import checkpoint_manifest
-    from kcdsl.release.requirements import build_triple, kernel_here
-
     for digest, path in settings.checkpoint.items():
         own = checkpoint_manifest(path).digest
         if own != digest:
@@ -381,8 +381,6 @@ def _evaluated(
 
 def _with_weights(contract: Contract, path: Path | None) -> tuple[Program, Artefacts]:
     """Return the contract with other weights, and the files that it may read."""
-    from kcdsl.model.files import Artefacts
-
     program, files = contract.program, Artefacts.of(contract.base)
     if path is None:
         return program, files

@@ -17,6 +17,7 @@ from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import BAD_TIME, FILE_MISSING, NO_PACKAGE, USAGE
 from kcdsl.release import OCI
 from kcdsl.source.config import load_config
+from kcdsl.source.files import open_regular, read_bytes
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -315,8 +316,6 @@ def _pulled(
 
 def are_certificates(*paths: Path) -> bool:
     """Say whether files are certificates, by how they begin; refuse some beside other files."""
-    from kcdsl.source.files import read_bytes
-
     found = [b'"dsseEnvelope"' in read_bytes(path, 4096) for path in paths]
     if any(found) and not all(found):
         raise refuse(
@@ -361,7 +360,6 @@ def _refuse_without_numpy() -> None:
 
 def read_certificate(path: Path) -> bytes:
     """Return the bytes of a certificate; refuse one that cannot be read."""
-    from kcdsl.source.files import open_regular
     from kcdsl_certs.signatures import LARGEST_BUNDLE
 
     try:

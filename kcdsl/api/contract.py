@@ -7,14 +7,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from kcdsl.api.results import Shows
 from kcdsl.diagnostics import Refusal, Suppressed, refuse
 from kcdsl.diagnostics.codes import FOREIGN_CODE, NO_CONTRACT, SEVERAL_CONTRACTS
-from kcdsl.source.config import load_config
-from kcdsl.source.files import missing, open_regular, shown
+from kcdsl.diagnostics.model import at
+from kcdsl.source.config import load_config, user_file
+from kcdsl.source.files import in_contract, missing, open_regular, read_source, shown
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -144,7 +146,6 @@ def read_contract(given: str | None) -> Contract:
     import hashlib
 
     from kcdsl.check.compile import contract_of
-    from kcdsl.source.files import read_source
 
     path = find_contract(given, Path())
     source = read_source(path)
@@ -242,8 +243,6 @@ def _the_one(start: Path) -> Path:
 def _excluded(path: Path, patterns: Sequence[str], base: Path) -> bool:
     if not patterns:
         return False
-    from fnmatch import fnmatchcase
-
     whole = Path(os.path.relpath(path.resolve(), base.resolve()))
     ways = [step.as_posix() for step in (whole, *whole.parents)]
     return any(
@@ -332,10 +331,6 @@ def refuse_foreign_code(contract: Contract, *, allowed: bool, metrics: bool = Tr
         named += [(name, folders[name]) for name in functions if name in folders]
     if not named:
         return
-    from kcdsl.diagnostics.model import at
-    from kcdsl.source.config import user_file
-    from kcdsl.source.files import in_contract
-
     config = load_config(base)
     origin = config.origin("trusted-folders")
     trusted = [(origin.folder / Path(f).expanduser()).resolve() for f in config.trusted_folders]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from kcdsl.api.results import Shows, no_progress, offered, quiet
 from kcdsl.api.verification import recording
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.exits import Exit
+from kcdsl.source.files import in_contract
 
 if TYPE_CHECKING:
     from kcdsl.api.results import Progress
@@ -103,8 +105,6 @@ def measured(
 ) -> Report:
     """Return the report of an evaluation of a contract, or of `program` in its place; nothing is
     written. Raises Refusal."""
-    from kcdsl.source.files import in_contract
-
     evidence = gathered(contract, settings, program)
     with in_contract(contract.path):
         report: Report = measuring_backend().conclude(evidence)
@@ -121,8 +121,6 @@ def gathered(
 
     `files` says which files may be read. Raises Refusal.
     """
-    from kcdsl.source.files import in_contract
-
     program = contract.program if program is None else program
     refuse_foreign_code(contract, allowed=settings.allow_code)
     backend, device = measuring_backend(), choose_device(settings.device)
@@ -147,7 +145,6 @@ def evaluate(contract: Contract, settings: EvaluateSettings) -> Evaluation:
     none; raises Refusal."""
     from kcdsl.model.files import Artefacts
     from kcdsl.release.signing import Target, written_as
-    from kcdsl.source.files import in_contract
     from kcdsl.source.writing import refuse_targets
 
     program, base = contract.program, contract.base
@@ -364,8 +361,6 @@ def _evidence(
 ) -> dict[str, NewFile]:
     """Return the files that the results rest on, by what a certificate calls them; `resumed` is
     what was taken over from the run checkpoint of an earlier one."""
-    import json
-
     from kcdsl.release.requirements import kernels_document
     from kcdsl.source.writing import result
 

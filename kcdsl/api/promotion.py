@@ -43,6 +43,7 @@ from kcdsl.release.promotion.recorded import (
     rests_on,
     standing_of,
 )
+from kcdsl_certs.encoding.reals import real_text
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import time_text
 from kcdsl_certs.statement import Verdict
@@ -394,7 +395,6 @@ class _Promotion:
         """Return the decision as the register records it; one that withdraws the live triple lacks
         what the slot goes back to."""
         from kcdsl.release.register import Promotion, PromotionReason, PromotionState
-        from kcdsl_certs.encoding.reals import real_text
 
         states = {
             PromotionOutcome.ADVANCED: PromotionState.ADVANCED,

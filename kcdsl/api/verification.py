@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from fractions import Fraction
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ from kcdsl.diagnostics.codes import (
     Code,
 )
 from kcdsl.exits import Exit
+from kcdsl.source.files import in_contract, read_source
+from kcdsl.verdict.model import EXITS, verdict_name, worst
 
 if TYPE_CHECKING:
     from kcdsl.api.results import Progress
@@ -113,9 +116,7 @@ def verify(contract: Contract, settings: VerifySettings) -> Verification:
     from kcdsl.model.files import Artefacts
     from kcdsl.release.artefacts import refuse_untrusted
     from kcdsl.release.signing import Target, signing_keys
-    from kcdsl.source.files import in_contract
     from kcdsl.source.writing import refuse_folder
-    from kcdsl.verdict.model import EXITS, verdict_name, worst
 
     program = contract.program
     refuse_foreign_code(contract, allowed=settings.allow_code, metrics=False)
@@ -302,8 +303,6 @@ def _write(
 def recording(function: Any, program: Program, files: Artefacts) -> dict[str, Any]:
     """Return the argument by which a function of a backend records what it reads. For a backend
     that has none, record the files as they are before it runs."""
-    from inspect import signature
-
     from kcdsl.release.artefacts import record_all
 
     if "artefacts" in signature(function).parameters:
@@ -314,8 +313,6 @@ def recording(function: Any, program: Program, files: Artefacts) -> dict[str, An
 
 def _telling(function: Any, tell: Callable[[str], None]) -> dict[str, Any]:
     """Return the argument by which a backend tells beforehand what work may cost, if it has one."""
-    from inspect import signature
-
     if "tell" not in signature(function).parameters:
         return {}
     return {"tell": lambda text: tell(f"note: {text}")}
@@ -326,8 +323,6 @@ def _telling(function: Any, tell: Callable[[str], None]) -> dict[str, Any]:
 
 def _refuse_inconsistent(contract: Contract, tell: Callable[[str], None]) -> None:
     """Ask the SMT backend whether all clauses can hold at once; refuse if they cannot."""
-    from kcdsl.source.files import read_source
-
     backend = solver_if_installed()
     if backend is None:
         tell("note: consistency of the clauses was not checked (no z3)")
@@ -340,8 +335,6 @@ def _refuse_inconsistent(contract: Contract, tell: Callable[[str], None]) -> Non
 
 def _refuse_unchained(backend: Any) -> None:
     """Refuse a backend that decides a block as one alone."""
-    from inspect import signature
-
     if "chain" not in signature(backend.decide).parameters:
         raise refuse(
             NO_BACKEND,

@@ -40,6 +40,7 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.formulas import terms_of, walk
 from kcdsl.metrics import Registry, user_metric
+from kcdsl.model import registry
 from kcdsl.model.checkpoint.headers import weights_folder
 from kcdsl.source.files import is_there, read_source, suggest_file
 from kcdsl.source.removal import remove_entry
@@ -378,7 +379,6 @@ def _check_configuration(model: ir.ModelRef, folder: Path, reporter: Reporter) -
     beside = folder / named if model.config else weights_folder(folder / named) / "config.json"
     if model.module is not None or not (installed or is_there(beside)):
         return
-    from kcdsl.model import registry
     from kcdsl.model.configuration import check_config, read_config
     from kcdsl.model.files import resolve_file
 

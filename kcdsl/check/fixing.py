@@ -11,6 +11,7 @@ from kcdsl.check.compile import Analysis, analyse
 from kcdsl.diagnostics.codes import DATA_ABSENT
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile
+from kcdsl.ir.canonical import digest, library_digest
 
 _ROUNDS = 20
 _SYNTAX, _ERRORS, _KINDS = 0, 1, 3
@@ -132,8 +133,6 @@ class _State:
     @property
     def meaning(self) -> str | None:
         """Return the digest of the contract or library; None where it is in error."""
-        from kcdsl.ir.canonical import digest, library_digest
-
         if self.analysis.library is not None:
             return library_digest(self.analysis.library)
         return None if self.analysis.program is None else digest(self.analysis.program)

@@ -14,6 +14,7 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.draft.quantisation import DraftKernel
 from kcdsl.draft.rows import DraftRows, json_rows, slices_of
 from kcdsl.model.adapters import find_adapter
+from kcdsl.model.files import Artefacts
 from kcdsl.source.files import shown
 from kcdsl_grammar.expression_table import KEYWORDS
 
@@ -89,7 +90,6 @@ def own_file_kernel(file: str) -> DraftKernel:
 
 def read_graph(path: Path) -> ModelGraph:
     """Read an ONNX file; nothing is run. Refuse what `read_program` refuses."""
-    from kcdsl.model.files import Artefacts
     from kcdsl.model.onnx.program import read_program
 
     program, _, stated = read_program(path, (), Artefacts.of(path.parent).admitted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any
 
@@ -184,8 +185,6 @@ def _pairs(section: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
 
 def _present(names: Iterable[str], linears: Iterable[str]) -> Iterator[str]:
     """Yield the names that fit a linear of the checkpoint."""
-    from fnmatch import fnmatchcase
-
     known = [name.removesuffix(".weight") for name in linears if name.endswith(".weight")]
     for name in dict.fromkeys(names):
         if any(fnmatchcase(one, name) for one in known):

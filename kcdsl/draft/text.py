@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import Any
 
+from kcdsl.diagnostics import Refusal, Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.draft.clauses import USUAL, DraftClause, DraftPurpose
 from kcdsl.draft.quantisation import DraftKernel
 from kcdsl.draft.rows import DraftSlice
@@ -51,8 +53,6 @@ class Draft:
 
 def contract_text(draft: Draft) -> str:
     """Return the text of a contract in the house layout."""
-    from kcdsl.diagnostics import Refusal, Sink
-    from kcdsl.diagnostics.spans import SourceFile
     from kcdsl.format import format_text
 
     raw = "\n".join(_lines(draft)) + "\n"

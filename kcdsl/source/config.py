@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from kcdsl.diagnostics.codes import BAD_CONFIGURATION, RETIRED, all_codes
 from kcdsl.diagnostics.model import FORMATS, Diagnostic, Refusal, Severity, Sink
+from kcdsl.diagnostics.report import suggest
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.files import read_source, shown, user_place
 
@@ -459,8 +460,6 @@ def _instead(option: Option, word: str) -> str:
         return "remove the character U+0000: no path, name or address has it"
     if option.kind is OptionType.CODES:
         return CODES_HELP
-    from kcdsl.diagnostics.report import suggest
-
     return suggest(word, option.allowed)
 
 
@@ -468,8 +467,6 @@ def _near(key: str) -> str:
     """Say what an unknown option should be."""
     if key.replace("_", "-") in _OF_POLICIES:
         return "who is trusted is said by the one who checks: `kcdsl check --policy FILE`"
-    from kcdsl.diagnostics.report import suggest
-
     return suggest(key, [option.name for option in OPTIONS], "options")
 
 

@@ -8,6 +8,7 @@ other, and a staircase of bounds on one and the same slice.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -189,8 +190,6 @@ def _value(value: Value) -> str:
         case Fraction():
             return real_text(value)
         case _:
-            import json
-
             return json.dumps(value, ensure_ascii=False)
 
 

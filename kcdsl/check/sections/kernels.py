@@ -26,7 +26,7 @@ from kcdsl.ir.terms import ONNX, KernelRef, ModelRef
 from kcdsl.model import registry
 from kcdsl.model.adapters import adapter_names, is_adapter
 from kcdsl.model.numerics import Activations, KvCache, MatrixUnit, Numerics, TensorCore, Weights
-from kcdsl.model.presets import RESULTS
+from kcdsl.model.presets import RESULTS, resolve
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, SequenceNode
 
 _SECTIONS: dict[str, type] = {
@@ -213,8 +213,6 @@ def _check_numerics(kernel: KernelRef, raw: RawKernel, reporter: Reporter, whole
     missing, as it is from the start unless the numerics are `whole`, only values that are never
     allowed are reported, for what they have to do with each other may be of no account.
     """
-    from kcdsl.model.presets import resolve
-
     leaves = dict(_leaves(raw.numerics)) if raw.numerics is not None else {}
     numerics = kernel.numerics
     while True:

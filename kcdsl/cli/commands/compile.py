@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kcdsl.api.backends import solver_backend
-from kcdsl.api.contract import contracts_in, find_contract
+from kcdsl.api.contract import contracts_in, find_contract, read_contract, refuse_foreign_code
 from kcdsl.check.compile import analyse, compile_source, no_program
 from kcdsl.cli.common import Command, argument, choice, switch, value
 from kcdsl.cli.common.options import contract_argument, output_option, seconds, whole
-from kcdsl.cli.common.output import counted, deliver, difference
+from kcdsl.cli.common.output import counted, deliver, difference, progress_bars
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
 from kcdsl.diagnostics.codes import NO_BACKEND, UNKNOWN_CLAUSE, USAGE
 from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, Checked, LintRun, render
@@ -21,10 +21,13 @@ from kcdsl.diagnostics.render.full import render_full
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.exits import Exit
+from kcdsl.ir.canonical import digest, document, library_digest
 from kcdsl.ir.terms import ONNX, Library, ModelRef, Program
+from kcdsl.logic import smtlib
+from kcdsl.model.presets import resolve
 from kcdsl.route.router import Route, route
 from kcdsl.source.config import load_config
-from kcdsl.source.files import decode_source, read_source
+from kcdsl.source.files import decode_source, in_contract, read_source
 from kcdsl.source.writing import write_bytes
 
 if TYPE_CHECKING:
@@ -81,8 +84,6 @@ class CompileCommand(Command):
 
     def run(self) -> Exit:
         """Compile; diagnostics go to stderr, the table or the IR to stdout or the file."""
-        from kcdsl.ir.canonical import document
-
         if (self.emit is Emitted.ONNX) is (self.block is None):
             raise refuse(USAGE, "`--emit onnx` and `--block` go together", help=_ONNX_USAGE)
         if self.emit is Emitted.ONNX and self.output is None:
@@ -178,8 +179,6 @@ def _unfit(program: Program, source: SourceFile, folder: Path) -> tuple[Diagnost
 
 
 def _question(program: Program, follows: str | None) -> str:
-    from kcdsl.logic import smtlib
-
     if follows is None:
         return smtlib.consistency(program)
     if all(clause.id != follows for clause in program.clauses):
@@ -197,15 +196,12 @@ def _block_model(path: Path, block: str, length: int) -> bytes:
     Refuse a model that is code of the contract's folder, and a block whose graph is not that of
     every input: one that reads token ids, or has experts.
     """
-    from kcdsl.api.contract import read_contract, refuse_foreign_code
     from kcdsl.model.architecture import load_model
     from kcdsl.model.files import Artefacts
     from kcdsl.model.lowering.evaluate import traced_format
     from kcdsl.model.lowering.export import block_graph
     from kcdsl.model.lowering.routes import routers
     from kcdsl.model.onnx.writer import block_model
-    from kcdsl.model.presets import resolve
-    from kcdsl.source.files import in_contract
 
     contract = read_contract(str(path))
     refuse_foreign_code(contract, allowed=False, metrics=False)
@@ -232,8 +228,6 @@ def _limits(timeout: float) -> tuple[int, int]:
 
 
 def _consistency(program: Program, source: SourceFile, timeout: float) -> Sink:
-    from kcdsl.cli.common.output import progress_bars
-
     backend, sink = solver_backend("--consistency"), Sink()
     question, total = _limits(timeout)
     with progress_bars() as report:
@@ -261,8 +255,6 @@ def _undecided(routes: tuple[Route, ...]) -> Sink:
 
 def _library(library: Library) -> str:
     """Return what `compile` says of a library: its digest, as imports state it, and its names."""
-    from kcdsl.ir.canonical import library_digest
-
     named = {
         "slices": [s.name for s in library.slices],
         "kernels": [name for name, _ in library.kernels],
@@ -292,7 +284,6 @@ def _table(program: Program, weights: str, routes: tuple[Route, ...], terminal: 
     from rich.table import Column
     from rich.text import Text
 
-    from kcdsl.ir.canonical import digest
     from kcdsl.verdict.text.console import rendered, table
 
     clauses = {clause.id: clause for clause in program.clauses}
@@ -365,7 +356,6 @@ class DiffCommand(Command):
         return found.relation, forms[self.format](found)
 
     def _contracts(self) -> tuple[Relation, str]:
-        from kcdsl.cli.common.output import progress_bars
         from kcdsl.verdict.studies.difference import Difference, full, markdown
 
         old, new = _program(self.old), _program(self.new)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,8 +143,6 @@ def _tell(text: str) -> None:
 def _in_format(format: str, report: Report, contract: Contract) -> str:
     """Return the report in a format."""
     if format == "text":
-        from io import StringIO
-
         from kcdsl.verdict.text.report import print_report
 
         stream = StringIO()

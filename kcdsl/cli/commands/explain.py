@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kcdsl.api.contract import find_contract
+from kcdsl.api.contract import find_contract, read_contract, refuse_foreign_code
 from kcdsl.cli.common import Command, argument, choice, switch, value
 from kcdsl.cli.common.options import code_words
 from kcdsl.cli.common.output import counted, print_json
@@ -29,7 +29,9 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.diagnostics.pages import Page, manual_page, manual_pages
 from kcdsl.diagnostics.render.terminal import one_line
+from kcdsl.diagnostics.report import nearest, suggest
 from kcdsl.exits import Exit
+from kcdsl.source.files import in_contract, read_source
 
 if TYPE_CHECKING:
     from kcdsl.check.compile import Analysis
@@ -227,10 +229,8 @@ def _explain_clause(name: str, given: str | None, format: AnswerFormat) -> None:
     there is no such clause, a metric that the contract's user declares under this name is shown.
     """
     from kcdsl.check.compile import analyse, no_program
-    from kcdsl.diagnostics.report import nearest, suggest
     from kcdsl.route.catalogue import catalogue
     from kcdsl.route.router import route
-    from kcdsl.source.files import read_source
 
     path = _contract_for(name, given)
     source, sink = read_source(path), Sink()
@@ -269,11 +269,9 @@ def _explain_clause(name: str, given: str | None, format: AnswerFormat) -> None:
 
 def _show_sizes(name: str, given: str | None, folder: str | None) -> None:
     """Print for each case of a clause whether it is small enough, and why; write its questions."""
-    from kcdsl.api.contract import read_contract, refuse_foreign_code
     from kcdsl.model.files import Artefacts
     from kcdsl.route.catalogue import catalogue
     from kcdsl.route.goals import goals
-    from kcdsl.source.files import in_contract
     from kcdsl.source.writing import make_folder, result, write_together
 
     contract = read_contract(given)
@@ -302,10 +300,8 @@ def _show_sizes(name: str, given: str | None, folder: str | None) -> None:
 def _write_queries(name: str, given: str | None, folder: str) -> None:
     """Write each case of a clause as a VNN-LIB query and its networks, or say why it is none."""
     from kcdsl.api.backends import query_solver
-    from kcdsl.api.contract import read_contract, refuse_foreign_code
     from kcdsl.model.files import Artefacts
     from kcdsl.route.goals import goals
-    from kcdsl.source.files import in_contract
     from kcdsl.source.writing import make_folder, result, write_together
 
     contract = read_contract(given)
@@ -332,7 +328,6 @@ def _write_queries(name: str, given: str | None, folder: str) -> None:
 def _contract_for(topic: str, given: str | None) -> Path:
     """Return the path of the contract. Where none is named and none is here, the topic may be a
     misspelt code or metric, so the refusal says what it is not."""
-    from kcdsl.diagnostics.report import nearest, suggest
     from kcdsl.metrics import BUILT_IN
 
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from kcdsl.cli.common.output import progress_bars, say
 from kcdsl.diagnostics import Refusal, Sink, refuse
 from kcdsl.diagnostics.codes import USAGE
 from kcdsl.diagnostics.render.terminal import one_line
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.draft.clauses import DraftPurpose
 from kcdsl.exits import Exit
 
@@ -87,8 +88,6 @@ class InitCommand(Command):
 
 def _measured(found: DraftFiles) -> DraftFiles:
     """Write the contract once more, with limits from runs; return what was written."""
-    from dataclasses import replace
-
     from kcdsl.api.contract import load
     from kcdsl.api.evaluation import EvaluateSettings
     from kcdsl.api.verification import VerifySettings
@@ -118,7 +117,6 @@ def _recording(path: Path) -> Any:
 def _refuse_defect(text: str, path: Path) -> None:
     """Refuse a draft that would not compile, with its diagnostics: nothing is written then."""
     from kcdsl.check.compile import compile_source
-    from kcdsl.diagnostics.spans import SourceFile
 
     sink = Sink()
     if compile_source(SourceFile(str(path), text), sink) is None:

@@ -14,7 +14,7 @@ from kcdsl.api.contract import contracts_in
 from kcdsl.check.compile import Analysis, analyse
 from kcdsl.cli.common import Command, argument, choice, switch, value, values
 from kcdsl.cli.common.options import code_words, output_option
-from kcdsl.cli.common.output import Output, counted, outputs
+from kcdsl.cli.common.output import Output, counted, difference, outputs
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
 from kcdsl.diagnostics.codes import (
     BAD_CONFIGURATION,
@@ -235,8 +235,6 @@ class _Session:
                 f"{where}: its fix was taken back: the contract would be no better", file=sys.stderr
             )
         if self.command.diff:
-            from kcdsl.cli.common.output import difference
-
             sys.stdout.write(difference(source, mended.source.text, "fixed"))
             return
         if path is None:

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,9 +35,12 @@ from kcdsl.cli.common.output import (
     say,
 )
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.diagnostics.render.terminal import one_line
+from kcdsl.diagnostics.codes import FILE_MISSING
+from kcdsl.diagnostics.render.terminal import one_line, printable
 from kcdsl.exits import Exit
-from kcdsl.verdict.model import EXITS
+from kcdsl.source.config import load_config
+from kcdsl.source.files import in_contract, is_parquet, read_bytes
+from kcdsl.verdict.model import EXITS, SHOWN
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -171,9 +175,6 @@ class CompareCommand(Command):
         register does not trust."""
         import hashlib
 
-        from kcdsl.source.config import load_config
-        from kcdsl.source.files import read_bytes
-
         named = [read[name] for name in self.untrusted]
         found = {name: "named by --untrusted" for name, one in read.items() if one in named}
         place = load_config(Path()).register_place if self.register is None else self.register
@@ -209,8 +210,6 @@ class StatusCommand(Command):
     def run(self) -> Exit:
         """Join results: 0 C-convergent, 1 violated, 3 not decided; signatures are not looked
         at."""
-        from kcdsl.diagnostics import refuse
-        from kcdsl.diagnostics.codes import FILE_MISSING
         from kcdsl.release.artefacts import ArtefactRefused
         from kcdsl.release.requirements import build_expectation
 
@@ -255,8 +254,6 @@ def _join(contract: Contract, expectation: Expectation, files: Sequence[Path]) -
 
 def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
     """Return what a statement says about this triple; raises Rejected where it says nothing."""
-    from datetime import UTC, datetime
-
     from kcdsl.model.files import Artefacts
     from kcdsl.release.artefacts import input_at_hand
     from kcdsl.release.signing import CERTIFICATE, read_envelope
@@ -312,7 +309,6 @@ def _print(found: Convergence) -> None:
 def _table(found: Convergence) -> Table:
     from rich.text import Text
 
-    from kcdsl.verdict.model import SHOWN
     from kcdsl.verdict.text.console import table
 
     rows = (
@@ -357,13 +353,10 @@ class ReplayCommand(RunsCode):
         A counterexample: 1 its run breaks its clause, 3 it does not. A trace: as the evaluation
         did.
         """
-        from kcdsl.source.files import is_parquet
-
         file = Path(self.file)
         return self._trace(file) if is_parquet(file) else self._counterexample(file)
 
     def _counterexample(self, file: Path) -> Exit:
-        from kcdsl.source.files import in_contract
         from kcdsl.verdict.counterexample import read_counterexample
 
         document = read_counterexample(file)
@@ -448,7 +441,6 @@ def _run_document(file: Path, document: Mapping[str, Any], found: Replayed) -> d
 
 
 def _print_run(program: Program, document: Mapping[str, Any], found: Replayed) -> None:
-    from kcdsl.diagnostics.render.terminal import printable
     from kcdsl.ir.printer import region_text
     from kcdsl.route.goals import goals
     from kcdsl.verdict.text.goals import functional_of
@@ -486,7 +478,6 @@ def _print_run(program: Program, document: Mapping[str, Any], found: Replayed) -
 def _under(backend: Any, trace: Any, given: str) -> Concluded:
     """Return what the evidence says of a changed contract."""
     from kcdsl.api.evaluation import accepted_findings, implied_clauses
-    from kcdsl.source.files import in_contract
 
     contract = read_contract(given)
     with in_contract(contract.path):
@@ -511,8 +502,6 @@ def _reproduced(file: Path, report: Concluded, recorded: Mapping[str, Any]) -> s
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:
-    from kcdsl.source.files import read_bytes
-
     try:
         document = json.loads(read_bytes(path))
     except (ValueError, RecursionError):

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
+from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,11 @@ from kcdsl.cli.common.options import (
 from kcdsl.cli.common.options import requirement as read_requirement
 from kcdsl.cli.common.output import deliver, progress_bars, say
 from kcdsl.diagnostics import Refusal, refuse
-from kcdsl.diagnostics.codes import UNKNOWN_SLICE, USAGE
+from kcdsl.diagnostics.codes import BAD_TIME, UNKNOWN_SLICE, USAGE
 from kcdsl.diagnostics.render.terminal import json_text
+from kcdsl.diagnostics.report import suggest
 from kcdsl.exits import Exit
+from kcdsl.source.files import in_contract, read_bytes
 
 if TYPE_CHECKING:
     from kcdsl.ir.terms import Program
@@ -66,8 +69,6 @@ class PlanCommand(Looks):
 
     def run(self) -> Exit:
         """Plan: nothing is measured and nothing is written."""
-        from kcdsl.source.files import in_contract
-
         contract = read_contract(self.contract)
         _refuse_unknown_slices(contract.program, self.slices)
         plan = planner()
@@ -90,8 +91,6 @@ class PlanCommand(Looks):
 
 
 def _refuse_unknown_slices(program: Program, names: tuple[str, ...]) -> None:
-    from kcdsl.diagnostics.report import suggest
-
     known = [s.name for s in program.slices]
     for name in names:
         if name not in known:
@@ -136,8 +135,6 @@ class AttributeCommand(RunsCode):
 
     def run(self) -> Exit:
         """Attribute, write the files, print what was found."""
-        from kcdsl.source.files import in_contract
-
         contract = read_contract(self.contract)
         refuse_foreign_code(contract, allowed=self.allow_code)
         folder = results_folder(self.output, contract.path)
@@ -227,7 +224,6 @@ class AggregateCommand(Looks):
     def run(self) -> Exit:
         """Aggregate: the status is that of the clauses; 0 without a contract."""
         from kcdsl.check.compile import load_program
-        from kcdsl.source.files import in_contract
 
         path = None if self.contract is None else Path(self.contract)
         program = None if path is None else load_program(path)
@@ -280,7 +276,6 @@ class AggregateCommand(Looks):
             raise refuse(USAGE, "a window has all slices", help="leave --slice out")
         from kcdsl.release.promotion.documents import window_of
         from kcdsl.release.requirements import build_triple
-        from kcdsl.source.files import in_contract
 
         with in_contract(path):
             triple = build_triple(
@@ -291,7 +286,6 @@ class AggregateCommand(Looks):
 
 def period(since: str, until: str) -> Period:
     """Return the time of a window; raises Refusal (KC647)."""
-    from kcdsl.diagnostics.codes import BAD_TIME
     from kcdsl.release.promotion import Period
     from kcdsl_certs.encoding.rejected import Rejected
     from kcdsl_certs.encoding.strict import parse_time
@@ -351,7 +345,6 @@ class ExperimentCommand(RunsCode):
     def run(self) -> Exit:
         """Run the experiment: cells are written as they are measured, the rest together at the
         end."""
-        from kcdsl.source.files import in_contract
         from kcdsl.source.writing import make_folder, result, write_together
         from kcdsl.verdict.html.experiment import experiment_page, maps
 
@@ -417,9 +410,6 @@ def _pictures(path: Path) -> set[str]:
 
     Nothing else in the folder is ours. Of a document that is damaged nothing is known.
     """
-    from json import loads
-
-    from kcdsl.source.files import read_bytes
     from kcdsl.verdict.html.experiment import names
     from kcdsl.verdict.report import LARGEST
 

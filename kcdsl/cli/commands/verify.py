@@ -29,6 +29,7 @@ from kcdsl.cli.common.options import (
 from kcdsl.cli.common.output import print_json, progress_bars, say
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import USAGE
+from kcdsl.diagnostics.render.terminal import printable
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
@@ -106,7 +107,6 @@ class VerifyCommand(RunsCode, Certifies):
     def run(self) -> Exit:
         """Decide the chosen clauses, and write what was found before it is printed."""
         from kcdsl.api.verification import VerifySettings, verify
-        from kcdsl.diagnostics.render.terminal import printable
 
         settings = VerifySettings(
             blocks=self.block,

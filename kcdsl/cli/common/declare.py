@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from inspect import get_annotations
 from typing import Any, ClassVar
 
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import USAGE
+from kcdsl.diagnostics.report import suggest
 from kcdsl.exits import Exit
 from kcdsl.source.config import truth
 
@@ -178,8 +179,6 @@ class Command:
 
 
 def _named(option: Argument, field: str) -> Argument:
-    from dataclasses import replace
-
     return replace(option, name=field.replace("_", "-"))
 
 
@@ -211,8 +210,6 @@ def from_environment(
     found = {}
     for variable in given:
         if variable not in known:
-            from kcdsl.diagnostics.report import suggest
-
             raise refuse(
                 USAGE,
                 f"{variable} names no option of `kcdsl {name}`",

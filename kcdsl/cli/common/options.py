@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kcdsl.cli.common.declare import Command, argument, choice, switch, value, values
 from kcdsl.diagnostics import refuse
-from kcdsl.diagnostics.codes import USAGE
+from kcdsl.diagnostics.codes import FAMILIES, USAGE, all_codes
 from kcdsl.route.catalogue import ENGINES
+from kcdsl.source.config import load_config
 
 if TYPE_CHECKING:
     from kcdsl.release.requirements import Fingerprints
@@ -159,8 +160,6 @@ def contract_argument() -> Any:
 
 def code_words() -> tuple[str, ...]:
     """Return what stands for codes of diagnostics: each of them, and each family of them."""
-    from kcdsl.diagnostics.codes import FAMILIES, all_codes
-
     return (*FAMILIES, *(code.id for code in all_codes()))
 
 
@@ -196,8 +195,6 @@ def register_option(what: str) -> Any:
 def register_place(given: str | None) -> str:
     """Return where the register is: as given, else by the user's own configuration; raises
     Refusal where neither says."""
-    from kcdsl.source.config import load_config
-
     found = given if given is not None else load_config(Path()).register_place
     if found is None:
         raise refuse(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import USAGE
 from kcdsl.diagnostics.render.terminal import json_text, one_line
+from kcdsl.source.files import read_source
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -51,7 +54,6 @@ def say(text: str) -> None:
 def difference(source: SourceFile, text: str, how: str = "formatted") -> str:
     """Return what would change in a file, as a unified diff."""
     from difflib import unified_diff
-    from io import StringIO
 
     name, no_end = one_line(source.name), "\n\\ No newline at end of file\n"
     old, new = (list(StringIO(part, newline="\n")) for part in (source.text, text))
@@ -128,8 +130,6 @@ def report_in(
 
 def clause_places(path: Path, program: Program) -> tuple[SourceFile, dict[str, Span]]:
     """Return a contract's file, and where each of its clauses stands in it."""
-    from kcdsl.source.files import read_source
-
     source = read_source(path)
     inside = range(len(source.text) + 1)
     places = {clause.id: clause.span for clause in program.clauses}
@@ -204,7 +204,6 @@ _EVERY = 30.0
 def _progress_lines() -> Iterator[Progress]:
     """Write every 30 s on stderr how far the latest stage is, and how long the rest may take."""
     import threading
-    import time
 
     started, over = time.monotonic(), threading.Event()
     latest = [("", 0, 0, started)]

@@ -46,6 +46,7 @@ from kcdsl.lsp.text.lexemes import (
     next_terminals,
     open_frames,
 )
+from kcdsl.lsp.text.nodes import expressions
 from kcdsl.metrics import MetricDefinition
 from kcdsl.source.files import open_regular
 from kcdsl.units import UNITS, Dimension, describe
@@ -221,8 +222,6 @@ def _block_or_variable(place: _Place, argument: int) -> Iterator[Item]:
 
 def _known_blocks(place: _Place) -> list[str]:
     """Return the blocks that the contract speaks of, then an example of each kind."""
-    from kcdsl.lsp.text.nodes import expressions
-
     used = [
         word.lexeme.text
         for expression in expressions(place.analysis)

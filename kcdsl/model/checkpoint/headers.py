@@ -215,7 +215,7 @@ def _header(data: bytes | memoryview) -> dict[str, Any]:
 
 def _object(data: bytes, what: str) -> dict[str, Any]:
     """Return a JSON object; ValueError where it is none, or a key stands in it twice."""
-    import json  # commands that read no header do not need it
+    import json
 
     try:
         found = json.loads(data.decode(), object_pairs_hook=once)

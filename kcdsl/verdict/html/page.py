@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -108,8 +109,6 @@ def _sections(
 
 def _fingerprints(kernels: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
     """Return (side, run, digest, fingerprint as JSON) of both kernels."""
-    import json
-
     return [
         (
             side,

@@ -27,6 +27,7 @@ from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import CANNOT_TRANSFER
 from kcdsl.diagnostics.render.terminal import one_line, printable
 from kcdsl.exits import Exit
+from kcdsl.source.files import in_contract
 
 if TYPE_CHECKING:
     from kcdsl.release.transfer import Regions, TransferPlan
@@ -59,7 +60,6 @@ class TransferCommand(Trusts, RunsCode, Signs):
         from kcdsl.model.files import Artefacts
         from kcdsl.release.signing import refuse_other_signers, signing_keys, tell_unsigned
         from kcdsl.release.transfer import plan
-        from kcdsl.source.files import in_contract
         from kcdsl.source.writing import write_bytes
         from kcdsl_certs.encoding.rejected import Rejected
         from kcdsl_certs.verification.transfers import Weights
@@ -115,7 +115,6 @@ class TransferCommand(Trusts, RunsCode, Signs):
     ) -> tuple[Report, Triple]:
         """Return what the checks of the earlier certificate say, and the triple of the later
         one."""
-
         from kcdsl.release.requirements import build_expectation
         from kcdsl_certs.encoding.rejected import Rejected
         from kcdsl_certs.signatures import decode, parse_bundle
