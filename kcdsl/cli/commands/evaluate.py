@@ -91,21 +91,9 @@ class EvaluateCommand(Looks, RunsCode, Certifies):
         ]
         if self.svg is not None:
             more.append((Path(self.svg), _picture))
-        settings = EvaluateSettings(
-            slices=self.slices,
-            device=self.device.value,
-            seed=self.seed,
-            seconds=self.seconds,
-            bound_seconds=self.bound_seconds,
-            fresh=self.fresh,
+        settings = self.settings(
+            EvaluateSettings,
             looks=self.looks_taken,
-            jobs=self.jobs,
-            engine=self.engine.value,
-            output=self.output,
-            sign=self.sign,
-            stage=self.stage.value,
-            lifetime=self.lifetime,
-            allow_code=self.allow_code,
             more=more,
             progress=progress_bars,
             tell=_tell,

@@ -48,8 +48,8 @@ class VerifyCommand(RunsCode, Certifies):
     """Decide the clauses about every input of a region, and write certificates."""
 
     contract: str | None = contract_argument()
-    block: tuple[str, ...] = values("NAME", "only clauses on this block")
-    clause: tuple[str, ...] = values("ID", "only this clause")
+    blocks: tuple[str, ...] = values("NAME", "only clauses on this block", name="block")
+    clauses: tuple[str, ...] = values("ID", "only this clause", name="clause")
     backend: str | None = value(
         "NAME",
         "decide with this backend, or with all in turn: `auto` (default: the first)",
@@ -108,29 +108,10 @@ class VerifyCommand(RunsCode, Certifies):
         """Decide the chosen clauses, and write what was found before it is printed."""
         from kcdsl.api.verification import VerifySettings, verify
 
-        settings = VerifySettings(
-            blocks=self.block,
-            clauses=self.clause,
-            backend=self.backend,
-            backend_seconds=self.backend_seconds,
-            domains=self.domains,
-            states=self.states,
-            weights=self.weights,
-            alpha=self.alpha,
+        settings = self.settings(
+            VerifySettings,
             attack=self.attack is Switch.ON,
-            chain=self.chain,
             confirm=self.confirm is Switch.ON,
-            device=self.device.value,
-            engine=self.engine.value,
-            jobs=self.jobs,
-            threads=self.threads,
-            time_limit=self.time_limit,
-            cache=self.cache,
-            output=self.output,
-            sign=self.sign,
-            stage=self.stage.value,
-            lifetime=self.lifetime,
-            allow_code=self.allow_code,
             progress=progress_bars,
             tell=say,
         )

@@ -11,14 +11,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from inspect import get_annotations
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import USAGE
 from kcdsl.diagnostics.report import suggest
 from kcdsl.exits import Exit
 from kcdsl.source.config import truth
+
+Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +169,14 @@ class Command:
     def run(self) -> Exit:
         """Run the command; raises Refusal where it cannot."""
         raise NotImplementedError
+
+    def settings(self, kind: type[Settings], **more: Any) -> Settings:
+        """Return settings, a dataclass: `more`, and of each other field that is an argument or a
+        property of the command the value of that, a word for a member of an enum."""
+        wanted = (f.name for f in fields(kind) if f.name not in more)  # type: ignore[arg-type]  # data
+        found = {name: getattr(self, name) for name in wanted if hasattr(self, name)}
+        plain = {n: v.value if isinstance(v, Enum) else v for n, v in found.items()}
+        return kind(**plain, **more)
 
     @classmethod
     def options(cls) -> Iterator[tuple[str, Argument]]:

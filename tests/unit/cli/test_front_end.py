@@ -7,15 +7,23 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 import kcdsl
+from kcdsl.api.causes import WhySettings
+from kcdsl.api.checking import CheckSettings
 from kcdsl.api.contract import find_contract
+from kcdsl.api.evaluation import EvaluateSettings
+from kcdsl.api.verification import VerifySettings
 from kcdsl.cli import COMMANDS, application, main
+from kcdsl.cli.commands import load
 from kcdsl.cli.common import Command
+from kcdsl.cli.common.options import Stage
 from kcdsl.diagnostics import Refusal
 from kcdsl.exits import Exit
 
@@ -307,3 +315,27 @@ def test_compile_prints_the_digest_of_the_checkpoint(
     result = cli("compile", str(folder / "contract.yaml"))
     assert result.code == 0
     assert f"checkpoint  there is no file model.safetensors (looked in {folder})\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "others"),
+    [
+        ("verify", VerifySettings, {"progress", "tell"}),
+        ("evaluate", EvaluateSettings, {"more", "progress", "tell"}),
+        ("check", CheckSettings, {"promoting", "expected", "progress"}),
+        ("why", WhySettings, {"progress", "clock"}),
+    ],
+)
+def test_settings_have_the_names_of_options(
+    name: str, settings: type[VerifySettings], others: set[str]
+) -> None:
+    # A field whose option has another name would keep its default, whatever the user writes.
+    assert {f.name for f in fields(settings) if not hasattr(load(name), f.name)} == others
+
+
+def test_settings_have_the_values_of_options() -> None:
+    given = {"stage": Stage.CANARY, "valid_for": 3, "blocks": ("mlp_0",)}
+    found = load("verify")(**given).settings(VerifySettings, attack=False, confirm=True)
+    assert (found.stage, type(found.stage)) == ("canary", str)
+    assert found.lifetime == timedelta(days=3)
+    assert (found.blocks, found.attack) == (("mlp_0",), False)

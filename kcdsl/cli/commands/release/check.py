@@ -83,26 +83,8 @@ class CheckCommand(Trusts):
         """Check certificates: 0 valid, 4 invalid; what could not be read is refused (2)."""
         from kcdsl.api.checking import CheckSettings, check_certificates
 
-        settings = CheckSettings(
-            key=self.key,
-            contract=self.contract,
-            recheck=self.recheck,
-            complete=self.complete,
-            signature_only=self.signature_only,
-            policy=self.policy,
-            threshold=self.threshold,
-            revocations=self.revocations,
-            kernels=self.kernels,
-            checkpoint=self.checkpoint,
-            infer_checkpoint=self.infer_checkpoint,
-            base=self.base,
-            stage=self.stage,
-            minimum_sequence=self.minimum_sequence,
-            at=self.at,
-            plain_http=self.plain_http,
-            register=self.register,
-            expected=self._write_expectation,
-            progress=long_progress,
+        settings = self.settings(
+            CheckSettings, expected=self._write_expectation, progress=long_progress
         )
         report = check_certificates(self.certificates, settings).combined
         if self.json:

@@ -104,25 +104,13 @@ class PromoteCommand(OfSlot, Trusts):
         from kcdsl.api.promotion import PromoteSettings, promote
 
         found = promote(
-            PromoteSettings(
+            self.settings(
+                PromoteSettings,
                 register=register_place(self.register),
                 slot=self.named("slot"),
                 stage=self.named("stage"),
-                evidence=self.evidence,
-                contract=self.contract,
                 window=timedelta(days=1) if self.window is None else self.window,
-                requests=self.requests,
-                dry_run=self.dry_run,
-                checks=CheckSettings(
-                    key=self.key,
-                    policy=self.policy,
-                    threshold=self.threshold,
-                    revocations=self.revocations,
-                    recheck=self.recheck,
-                    kernels=self.kernels,
-                    checkpoint=self.checkpoint,
-                    infer_checkpoint=self.infer_checkpoint,
-                ),
+                checks=self.settings(CheckSettings, register=None),
             )
         )
         if self.json:

@@ -317,19 +317,7 @@ class CompanionsCommand(Trusts):
         if not self.sign:
             raise refuse(USAGE, "companions are signed", help="name a private key: --sign KEY")
         keys = signing_keys(self.sign)
-        settings = CheckSettings(
-            key=self.key,
-            contract=self.contract,
-            recheck=self.recheck,
-            complete=True,
-            policy=self.policy,
-            threshold=self.threshold,
-            revocations=self.revocations,
-            kernels=self.kernels,
-            checkpoint=self.checkpoint,
-            infer_checkpoint=self.infer_checkpoint,
-            stage=self.stage,
-        )
+        settings = self.settings(CheckSettings, complete=True)
         checked = check_certificates(self.certificates, settings).combined
         if not checked.accepted:
             print_report(checked)

@@ -54,14 +54,11 @@ class WhyCommand(RunsCode):
         from kcdsl.api.causes import WhySettings, explain
 
         found = explain(
-            WhySettings(
+            self.settings(
+                WhySettings,
                 trace=Path(self.trace),
                 register=register_place(self.register),
-                evidence=self.evidence,
-                contract=self.contract,
                 checkpoint=dict(self.checkpoint),
-                device=self.device,
-                allow_code=self.allow_code,
                 progress=progress_bars,
             )
         )
