@@ -33,6 +33,7 @@ from kcdsl.diagnostics.codes import (
     WEIGHTS_REGION,
     Code,
 )
+from kcdsl.diagnostics.report import suggest
 from kcdsl.exits import Exit
 from kcdsl.source.files import in_contract, read_source
 from kcdsl.verdict.model import EXITS, verdict_name, worst
@@ -345,19 +346,16 @@ def _refuse_unchained(backend: Any) -> None:
 
 def _chosen(program: Program, blocks: Sequence[str], clauses: Sequence[str]) -> tuple[Goal, ...]:
     """Return the goals that the options select; refuse a selection that selects nothing."""
-    from difflib import get_close_matches
-
     from kcdsl.route.goals import goals
 
     every = goals(program)
     known = [clause.id for clause in program.clauses]
     for wanted in clauses:
         if wanted not in known:
-            near = get_close_matches(wanted, known, n=1)
             raise refuse(
                 UNKNOWN_CLAUSE,
                 f"the contract has no clause {wanted!r}",
-                help=f"did you mean {near[0]!r}?" if near else f"clauses: {', '.join(known)}",
+                help=suggest(wanted, known, "clauses"),
             )
     chosen = tuple(
         goal
@@ -400,8 +398,6 @@ def _exact(
 
 def _domains(text: str, backend: str, *, chain: bool) -> tuple[str, ...]:
     """Return the domains that are named; refuse others than those that the backend has."""
-    from difflib import get_close_matches
-
     from kcdsl.route.catalogue import catalogue
 
     known = next((spec.domains for spec in catalogue() if spec.name == backend), ())
@@ -415,11 +411,10 @@ def _domains(text: str, backend: str, *, chain: bool) -> tuple[str, ...]:
     named = tuple(name.strip() for name in text.split(","))
     for name in named:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
             raise refuse(
                 NO_DOMAIN,
                 f"--domains: there is no domain {name[:40]!r}",
-                help=f"did you mean {near[0]!r}?" if near else f"domains: {', '.join(known)}",
+                help=suggest(name, known, "domains"),
             )
     if len(set(named)) != len(named):
         raise refuse(

@@ -133,7 +133,7 @@ def test_states_of_a_language_model_are_split_among_the_blocks_before_its_head(
         (("--metric", "kll"), "KC691", "did you mean `kl`"),
         (("--metric", "latency"), "KC691", "no values of single positions"),
         (("--metric", "hidden_l3"), "KC691", "there is no such metric"),
-        (("--slice", "al"), None, "did you mean 'all'"),
+        (("--slice", "al"), None, "did you mean `all`"),
         (("--slice", "none"), "KC690", "there are no requests"),
         (("--statistic", "median"), None, "invalid choice"),
         (("--batch", "0"), None, "of at least 1"),

@@ -306,7 +306,7 @@ def test_what_a_drift_clause_would_imply_is_shown(cli: Any, write: Write) -> Non
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--slice", "al"], "KC202", "did you mean 'all'"),
+        (["--slice", "al"], "KC202", "did you mean `all`"),
         (["--sign", "none.key"], "KC640", "none.key"),
         (["--device", "cuda"], "KC472", "CUDA"),
         (["nowhere.yaml"], "KC601", "nowhere.yaml"),
@@ -317,7 +317,7 @@ def test_options_that_cannot_be_met(
 ) -> None:
     if "cuda" in arguments and torch.cuda.is_available():
         arguments, code = ["--slice", "al"], "KC202"
-        said = "did you mean 'all'"
+        said = "did you mean `all`"
     folder = write(KL)
     ran = cli("evaluate", *arguments, cwd=folder)
     assert ran.code == 2

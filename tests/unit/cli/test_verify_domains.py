@@ -206,7 +206,7 @@ def test_planes_of_large_blocks_are_asked_only_by_name(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--domains", "interval,plane"), "did you mean 'planes'?"),
+        (("--domains", "interval,plane"), "did you mean `planes`?"),
         (("--domains", "zonotopes"), "domains: interval, affine, planes"),
         (("--domains", ""), "domains: interval, affine, planes"),
         (("--domains", "affine,affine"), "twice"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from kcdsl import __version__
 from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics.report import suggest
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.tables import expand_tables, gaps, whole_of
 from kcdsl.ir.terms import KernelRef, Program, Slice
@@ -216,11 +216,10 @@ def _chosen(program: Program, names: Sequence[str]) -> tuple[Slice, ...]:
     known = [s.name for s in program.slices]
     for name in names:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
             raise refuse(
                 codes.UNKNOWN_SLICE,
                 f"the contract has no slice {name!r}",
-                help=f"did you mean {near[0]!r}?" if near else f"slices: {', '.join(known)}",
+                help=suggest(name, known, "slices"),
             )
     return tuple(s for s in program.slices if not names or s.name in names)
 

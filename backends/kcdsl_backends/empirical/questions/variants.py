@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics.report import suggest
 from kcdsl.ir.terms import KernelRef, Program
 from kcdsl.model.adapters import ADAPTERS
 from kcdsl.model.presets import resolve
@@ -79,11 +79,10 @@ def _chosen(every: Sequence[Variant], only: Sequence[str]) -> tuple[Variant, ...
     known = [variant.name for variant in every]
     for name in only:
         if name not in known and name not in {variant.factor for variant in every}:
-            near = get_close_matches(name, known, n=1)
             raise refuse(
                 codes.EXPERIMENT,
                 f"there is no variant {name!r}",
-                help=f"did you mean {near[0]!r}?" if near else f"variants: {', '.join(known)}",
+                help=suggest(name, known, "variants"),
             )
     return tuple(
         v for v in every if not only or v.name in only or v.factor in only or v.factor == "none"
