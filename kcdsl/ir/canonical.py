@@ -20,23 +20,18 @@ from itertools import count, islice
 from typing import Any, assert_never
 
 from kcdsl.ir import terms as ir
-from kcdsl.ir.formulas import MIRRORED, subterms, walk
+from kcdsl.ir.formulas import MIRRORED, subterms, walk, with_leaves
 from kcdsl.ir.kernels import LogProbabilities, Recording, Service
 from kcdsl.ir.terms import (
-    Abs,
-    Arith,
     Compare,
     Connective,
-    Drift,
     Formula,
     HasFields,
-    Metric,
     NoFlip,
     Norm,
     Not,
     Number,
     Quantified,
-    Statistic,
     TableValue,
     Term,
 )
@@ -100,21 +95,13 @@ def _compare(compare: Compare, names: _Names) -> Compare:
 
 
 def _term(term: Term, names: _Names) -> Term:
-    match term:
-        case Number() | Metric() | TableValue():
-            return term
-        case Statistic(of=of) | Abs(of=of):
-            return replace(term, of=_term(of, names))
-        case Norm(of=drift):
-            return replace(term, of=_drift(drift, names))
-        case Arith(left=left, right=right):
-            return replace(term, left=_term(left, names), right=_term(right, names))
-        case _:
-            assert_never(term)
+    def named(leaf: Term) -> Term:
+        if not isinstance(leaf, Norm):
+            return leaf
+        drift = leaf.of
+        return replace(leaf, of=replace(drift, variable=names.get(drift.variable, drift.variable)))
 
-
-def _drift(drift: Drift, names: _Names) -> Drift:
-    return replace(drift, variable=names.get(drift.variable, drift.variable))
+    return with_leaves(term, named)
 
 
 # --- JSON -----------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ nats, or 1. Spans point into the contract file and take no part in equality.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from dataclasses import field as dataclass_field
 from enum import StrEnum
 from fractions import Fraction
@@ -16,8 +16,10 @@ from typing import assert_never
 from kcdsl.diagnostics.spans import Span
 
 _NOWHERE = Span(0, 0)
-MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}
+MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "==", "!=": "!="}
 """The comparison that says the same when its sides are exchanged."""
+NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
+"""The comparison that holds where another does not."""
 
 
 # --- terms ---------------------------------------------------------------------------------------
@@ -295,5 +297,34 @@ def subterms(term: Term) -> Iterator[Term]:
             yield from subterms(right)
         case Number() | Metric() | Norm() | TableValue():
             return
+        case _:
+            assert_never(term)
+
+
+def rewritten(formula: Formula, part: Callable[[Formula], Formula]) -> Formula:
+    """Return what a function makes of a formula, after what it makes of the formulas inside it."""
+    match formula:
+        case Not(of=of):
+            formula = replace(formula, of=rewritten(of, part))
+        case Connective(parts=parts):
+            formula = replace(formula, parts=tuple(rewritten(each, part) for each in parts))
+        case Quantified(body=body):
+            formula = replace(formula, body=rewritten(body, part))
+        case Compare() | NoFlip() | HasFields():
+            pass
+        case _:
+            assert_never(formula)
+    return part(formula)
+
+
+def with_leaves(term: Term, leaf: Callable[[Term], Term]) -> Term:
+    """Return a term with what a function makes of its numbers, metrics, norms and tables."""
+    match term:
+        case Statistic(of=of) | Abs(of=of):
+            return replace(term, of=with_leaves(of, leaf))
+        case Arith(left=left, right=right):
+            return replace(term, left=with_leaves(left, leaf), right=with_leaves(right, leaf))
+        case Number() | Metric() | Norm() | TableValue():
+            return leaf(term)
         case _:
             assert_never(term)

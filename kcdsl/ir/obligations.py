@@ -15,7 +15,7 @@ from itertools import product
 from math import prod
 from typing import TypeVar
 
-from kcdsl.ir.formulas import walk
+from kcdsl.ir.formulas import NEGATED, walk
 from kcdsl.ir.printer import formula_text, term_text
 from kcdsl.ir.terms import (
     Arith,
@@ -44,7 +44,6 @@ HOLDS: dict[str, Callable[[Fraction, Fraction], bool]] = {
     "==": operator.eq,
 }
 """What each comparison says of two exact numbers."""
-_NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +178,10 @@ def conjunction(parts: Sequence[tuple[tuple[_T, ...], ...]]) -> tuple[tuple[_T, 
 
 def _normal_form(formula: Formula, *, negated: bool) -> Alternatives:
     match formula:
-        case Compare() if negated and formula.op not in _NEGATED:
+        case Compare() if negated and formula.op not in NEGATED:
             return ()
         case Compare(op, left, right):
-            return ((_comparison(_NEGATED[op] if negated else op, left, right),),)
+            return ((_comparison(NEGATED[op] if negated else op, left, right),),)
         case NoFlip() | HasFields() | Quantified() if negated:
             return ()
         case NoFlip():

@@ -15,7 +15,17 @@ from fractions import Fraction
 from itertools import combinations, pairwise, product
 from math import ceil, floor, prod
 
-from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Program
+from kcdsl.ir.terms import (
+    AllOf,
+    AnyOf,
+    FieldTest,
+    NoneOf,
+    Predicate,
+    Program,
+    Region,
+    RegionKind,
+    Slice,
+)
 
 Value = str | Fraction | bool
 Case = Mapping[str, Value]
@@ -164,8 +174,18 @@ def is_empty(predicate: Predicate) -> bool | None:
         return None
 
 
-def inclusion(program: Program) -> Inside:
-    """Return which slices of a program are known to lie inside which; answers are remembered."""
+def _selects_within(program: Program, inner: Slice, outer: Slice) -> bool:
+    same_data = (inner.data or program.data) == (outer.data or program.data)
+    return same_data and implies(inner.where, outer.where) is True
+
+
+def inclusion(
+    program: Program, within: Callable[[Program, Slice, Slice], bool] = _selects_within
+) -> Inside:
+    """Return which slices of a program are known to lie inside which; answers are remembered.
+
+    `within` says whether each request of one slice is known to be one of another.
+    """
     declared = {item.name: item for item in program.slices}
     known: dict[tuple[str, str], bool] = {}
 
@@ -176,12 +196,24 @@ def inclusion(program: Program) -> Inside:
             return False
         key = inner, outer
         if key not in known:
-            a, b = declared[inner], declared[outer]
-            same_data = (a.data or program.data) == (b.data or program.data)
-            known[key] = same_data and implies(a.where, b.where) is True
+            known[key] = within(program, declared[inner], declared[outer])
         return known[key]
 
     return inside
+
+
+def region_inside(inner: Region, outer: Region, inside: Inside) -> bool:
+    """Say whether every input of one region is known to be one of the other."""
+    if inner == outer:
+        return True
+    if not inside(inner.slice, outer.slice):
+        return False
+    if outer.kind is RegionKind.ROWS:  # a request may be longer than the longest sequence
+        shorter = inner.longest is not None and inner.longest <= (outer.longest or 0)
+        return inner.kind is outer.kind and shorter and inner.radius <= outer.radius
+    if inner.kind is RegionKind.POINTS:
+        return True
+    return inner.kind is outer.kind and inner.radius <= outer.radius
 
 
 def division(program: Program, empty: Callable[[Predicate], bool | None] = is_empty) -> Division:

@@ -15,21 +15,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import assert_never
 
-from kcdsl.ir.formulas import terms_of, walk
+from kcdsl.ir.formulas import rewritten, terms_of, walk
 from kcdsl.ir.predicates import Undecided, find_case
 from kcdsl.ir.printer import predicate_text
 from kcdsl.ir.terms import (
     AllOf,
     Clause,
     Compare,
-    Connective,
     Formula,
-    HasFields,
-    NoFlip,
     NoneOf,
-    Not,
     Number,
     Predicate,
     Program,
@@ -185,20 +180,17 @@ def _all(parts: tuple[Predicate, ...]) -> Predicate:
 
 def _within(formula: Formula, bucket: Bucket, slices: dict[str, str]) -> Formula:
     """Return a formula with the value and the slices of a bucket."""
-    match formula:
-        case Compare(left=left, right=right):
-            return replace(formula, left=_value(left, bucket), right=_value(right, bucket))
-        case Not(of=of):
-            return replace(formula, of=_within(of, bucket, slices))
-        case Connective(parts=parts):
-            return replace(formula, parts=tuple(_within(p, bucket, slices) for p in parts))
-        case Quantified(region=region, body=body):
-            inner = replace(region, slice=slices[region.slice])
-            return replace(formula, region=inner, body=_within(body, bucket, slices))
-        case NoFlip() | HasFields():
-            return formula
-        case _:
-            assert_never(formula)
+
+    def part(one: Formula) -> Formula:
+        match one:
+            case Compare(left=left, right=right):
+                return replace(one, left=_value(left, bucket), right=_value(right, bucket))
+            case Quantified(region=region):
+                return replace(one, region=replace(region, slice=slices[region.slice]))
+            case _:
+                return one
+
+    return rewritten(formula, part)
 
 
 def _value(term: Term, bucket: Bucket) -> Term:

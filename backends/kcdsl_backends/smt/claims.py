@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 
 from kcdsl.ir import predicates as selection
 from kcdsl.ir.escalation import kind
@@ -219,20 +219,7 @@ def _bounds_extreme(kind: str, op: str) -> bool:
 
 def inclusion(program: Program, clock: Clock) -> Inside:
     """Return which slices are proved to lie inside which; answers are remembered."""
-    known: dict[tuple[str, str], bool] = {}
-    declared = {s.name: s for s in program.slices}
-
-    def inside(inner: str, outer: str) -> bool:
-        if inner == outer:
-            return True
-        if inner not in declared or outer not in declared:
-            return False
-        key = (inner, outer)
-        if key not in known:
-            known[key] = selects_within(program, declared[inner], declared[outer], clock)
-        return known[key]
-
-    return inside
+    return selection.inclusion(program, partial(selects_within, clock=clock))
 
 
 def division(program: Program, clock: Clock) -> Division:

@@ -18,7 +18,7 @@ from itertools import combinations
 
 from kcdsl.ir.canonical import normal_formula
 from kcdsl.ir.formulas import subterms, walk
-from kcdsl.ir.predicates import Inside
+from kcdsl.ir.predicates import Inside, region_inside
 from kcdsl.ir.printer import region_text
 from kcdsl.ir.terms import (
     Budget,
@@ -41,7 +41,7 @@ from kcdsl_backends.smt.claims import (
 )
 from kcdsl_backends.smt.findings import Implication
 from kcdsl_backends.smt.solver import Clock, Outcome
-from kcdsl_backends.smt.translation import SolverSession, minimal, region_inside
+from kcdsl_backends.smt.translation import SolverSession, minimal
 
 # --- redundant clauses ----------------------------------------------------------------------------
 

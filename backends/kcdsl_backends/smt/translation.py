@@ -21,16 +21,14 @@ a table that was not, nothing is said.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import z3
 
-from kcdsl.ir.formulas import subterms
-from kcdsl.ir.predicates import Division, Inside
+from kcdsl.ir.formulas import MIRRORED, subterms, with_leaves
+from kcdsl.ir.predicates import Division, Inside, region_inside
 from kcdsl.ir.terms import (
-    Abs,
-    Arith,
     Compare,
     Connective,
     Formula,
@@ -43,7 +41,6 @@ from kcdsl.ir.terms import (
     Program,
     Quantified,
     Region,
-    RegionKind,
     Statistic,
     TableValue,
     Term,
@@ -221,8 +218,7 @@ class Translator:
                 every = z3.And(self._true(), *parts)
                 return every if positive else z3.Not(every)
             case Number(), Norm():
-                flipped = {"<=": ">=", "<": ">", ">=": "<=", ">": "<"}.get(op, op)
-                return self._compare(flipped, right, left, name, at, positive, turned)
+                return self._compare(MIRRORED[op], right, left, name, at, positive, turned)
         drifts = [norm.of for side in (left, right) for norm in _norms(side)]
         if any(drift.variable not in at for drift in drifts):
             return self._true()
@@ -295,20 +291,6 @@ class Translator:
         return (fact.expression for fact in assumptions(self))
 
 
-def region_inside(inner: Region, outer: Region, inside: Inside) -> bool:
-    """Say whether every input of one region is known to be one of the other."""
-    if inner == outer:
-        return True
-    if not inside(inner.slice, outer.slice):
-        return False
-    if outer.kind is RegionKind.ROWS:  # a request may be longer than the longest sequence
-        shorter = inner.longest is not None and inner.longest <= (outer.longest or 0)
-        return inner.kind is outer.kind and shorter and inner.radius <= outer.radius
-    if inner.kind is RegionKind.POINTS:
-        return True
-    return inner.kind is outer.kind and inner.radius <= outer.radius
-
-
 def _site(site: str, at: Environment) -> str:
     """Name the input that an existential quantifier chooses, given the inputs chosen outside."""
     outside = sorted((variable, witness.site) for variable, witness in at.items())
@@ -317,15 +299,7 @@ def _site(site: str, at: Environment) -> str:
 
 def _canonical(term: Term) -> Term:
     """Return the term with registered metric names."""
-    match term:
-        case Metric(name):
-            return Metric(canonical(name))
-        case Abs(of) | Statistic(_, of):
-            return replace(term, of=_canonical(of))
-        case Arith(_, left, right):
-            return replace(term, left=_canonical(left), right=_canonical(right))
-        case _:
-            return term
+    return with_leaves(term, lambda t: Metric(canonical(t.name)) if isinstance(t, Metric) else t)
 
 
 def _norms(term: Term) -> Iterator[Norm]:

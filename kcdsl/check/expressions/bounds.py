@@ -26,7 +26,7 @@ from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import Reporter, replacement
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
-from kcdsl.ir.formulas import subterms
+from kcdsl.ir.formulas import NEGATED, subterms
 from kcdsl.logic.relations import Interval, interval
 from kcdsl.metrics import MetricDefinition, Registry
 
@@ -35,7 +35,6 @@ _LOWER = {">=", ">"}
 _WRITTEN = re.compile(r"p[0-9]+(?=[ ]*\()")
 _INSTEAD = re.compile(r"write (p[0-9]+)\(")
 _PLAIN = re.compile(r"[0-9.]+")
-NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 
 
 def check_compare(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from kcdsl.check.expressions.names import Scope, single_comparison
@@ -12,7 +12,8 @@ from kcdsl.diagnostics.model import Edit, Fix, Label
 from kcdsl.diagnostics.report import Reporter, meant, nearest
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
-from kcdsl.ir.formulas import terms_of, walk
+from kcdsl.ir.formulas import MIRRORED, terms_of, walk
+from kcdsl.ir.predicates import tests_of
 from kcdsl.ir.terms import (
     AllOf,
     Clause,
@@ -39,18 +40,6 @@ def value_sort(value: str | Fraction | bool) -> str:
     if isinstance(value, bool):
         return "Bool"
     return "Text" if isinstance(value, str) else "Real"
-
-
-def tests_of(predicate: ir.Predicate) -> Iterator[ir.FieldTest]:
-    """Yield every test of a field in a predicate."""
-    match predicate:
-        case ir.FieldTest():
-            yield predicate
-        case ir.AllOf(parts=parts) | ir.AnyOf(parts=parts):
-            for part in parts:
-                yield from tests_of(part)
-        case ir.NoneOf(part=part):
-            yield from tests_of(part)
 
 
 def field_sorts(slices: Sequence[ir.Slice | None], data: str | None) -> Mapping[str, str]:
@@ -116,7 +105,6 @@ def _compare(
 
 _NEAR = 0.8
 """How alike two names are that may be meant for each other; 1 is equal."""
-_MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "==", "!=": "!="}
 
 
 def _words(expression: ast.Expression) -> str:
@@ -157,7 +145,7 @@ def _comparison(expression: ast.ComparisonChain, reporter: Reporter) -> ir.Predi
         return None
     op, left, right = parts
     if not isinstance(left, ast.Name) and isinstance(right, ast.Name):
-        left, right, op = right, left, _MIRRORED[op]
+        left, right, op = right, left, MIRRORED[op]
     if not isinstance(left, ast.Name):
         help = "compare a field of the request with a value"
         if isinstance(left, ast.Binary | ast.Minus):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from kcdsl.check.expressions.bounds import NEGATED, check_threshold, tables_stand_alone
+from kcdsl.check.expressions.bounds import check_threshold, tables_stand_alone
 from kcdsl.check.expressions.fields import TRACE_FIELDS, doubtful
 from kcdsl.check.expressions.measurements import align, check_signs
 from kcdsl.check.expressions.names import (
@@ -36,6 +36,7 @@ from kcdsl.diagnostics.report import Reporter, meant, suggest
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import free_variables
+from kcdsl.ir.formulas import NEGATED
 from kcdsl.syntax import ast
 
 _FIELD = re.compile(r"[^\s()<>=\[\]{}]+")

@@ -22,8 +22,8 @@ from typing import Literal, assert_never
 
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import normal_formula
-from kcdsl.ir.formulas import subterms, terms_of, walk
-from kcdsl.ir.predicates import Inside
+from kcdsl.ir.formulas import subterms, terms_of, walk, with_leaves
+from kcdsl.ir.predicates import Inside, region_inside
 from kcdsl.ir.printer import formula_text, region_text, term_text
 from kcdsl.logic.algebra import Side, Terms, other
 from kcdsl.logic.axioms import has_two_sides
@@ -147,14 +147,8 @@ class Theory:
 
         Units of different slices are counted apart, so nothing relates their inputs.
         """
-        if not self.inside(inner.slice, outer.slice) or (unit and inner.slice != outer.slice):
-            return False
-        if outer.kind is ir.RegionKind.ROWS:  # a request may be longer than the longest sequence
-            shorter = inner.longest is not None and inner.longest <= (outer.longest or 0)
-            return inner.kind is outer.kind and shorter and inner.radius <= outer.radius
-        if inner.kind is ir.RegionKind.POINTS:
-            return True
-        return inner.kind is outer.kind and inner.radius <= outer.radius
+        apart = bool(unit) and inner.slice != outer.slice
+        return not apart and region_inside(inner, outer, self.inside)
 
     def instances(self) -> list[str]:
         """Return what the opaque statements say about single inputs.
@@ -359,18 +353,14 @@ def _only_observed(formula: ir.Quantified) -> bool:
 
 def _plain(term: ir.Term) -> ir.Term:
     """Return a measured term with registered names of metrics and numbers without a dimension."""
-    match term:
-        case ir.Metric(name):
-            return ir.Metric(canonical(name))
-        case ir.Number(value):
-            return ir.Number(Fraction(value))
-        case ir.Statistic(kind, of, q):
-            return ir.Statistic(kind, _plain(of), q)
-        case ir.Abs(of):
-            return ir.Abs(_plain(of))
-        case ir.Arith(op, left, right):
-            return ir.Arith(op, _plain(left), _plain(right))
-        case ir.Norm() | ir.TableValue():
-            return term
-        case _:
-            assert_never(term)
+
+    def leaf(part: ir.Term) -> ir.Term:
+        match part:
+            case ir.Metric(name):
+                return ir.Metric(canonical(name))
+            case ir.Number(value):
+                return ir.Number(Fraction(value))
+            case _:
+                return part
+
+    return with_leaves(term, leaf)

@@ -13,9 +13,9 @@ from kcdsl.check.stored import from_json
 from kcdsl.diagnostics import Refusal, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, to_json
+from kcdsl.ir.predicates import region_inside
 from kcdsl.ir.printer import region_text
 from kcdsl.ir.terms import Program, Quantified, Region, RegionKind
-from kcdsl_backends.smt.translation import region_inside
 
 HEAD = """kcdsl: 1
 contract: c

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import assert_never
 
 from kcdsl.ir.canonical import kernel_json, normal_formula
-from kcdsl.ir.formulas import terms_of, walk
+from kcdsl.ir.formulas import rewritten, terms_of, walk
 from kcdsl.ir.printer import formula_text, predicate_text
 from kcdsl.ir.tables import expand_tables, table_of
 from kcdsl.ir.terms import (
     AllOf,
     Budget,
     Clause,
-    Compare,
-    Connective,
     Formula,
-    HasFields,
     KernelRef,
     Metric,
     NoFlip,
     Norm,
-    Not,
     Program,
     Quantified,
     Slice,
@@ -131,18 +126,12 @@ def _about(clause: Clause, names: Mapping[str, str]) -> Clause:
 
 
 def _renamed(formula: Formula, names: Mapping[str, str]) -> Formula:
-    match formula:
-        case Quantified(region=region, body=body):
-            inner = replace(region, slice=names[region.slice])
-            return replace(formula, region=inner, body=_renamed(body, names))
-        case Not(of=of):
-            return replace(formula, of=_renamed(of, names))
-        case Connective(parts=parts):
-            return replace(formula, parts=tuple(_renamed(part, names) for part in parts))
-        case Compare() | NoFlip() | HasFields():
-            return formula
-        case _:
-            assert_never(formula)
+    def part(one: Formula) -> Formula:
+        if not isinstance(one, Quantified):
+            return one
+        return replace(one, region=replace(one.region, slice=names[one.region.slice]))
+
+    return rewritten(formula, part)
 
 
 # --- context --------------------------------------------------------------------------------------

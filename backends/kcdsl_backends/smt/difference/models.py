@@ -17,6 +17,7 @@ import z3
 
 from kcdsl.ir.formulas import terms_of, walk
 from kcdsl.ir.obligations import HOLDS
+from kcdsl.ir.predicates import region_inside
 from kcdsl.ir.printer import region_text, term_text
 from kcdsl.ir.terms import (
     Abs,
@@ -53,7 +54,6 @@ from kcdsl_backends.smt.translation import (
     NormKey,
     SolverSession,
     Translator,
-    region_inside,
 )
 from kcdsl_certs.encoding.reals import real_text
 
