@@ -24,7 +24,7 @@ from kcdsl.diagnostics.model import Refusal, refuse
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Slice
 from kcdsl.model.files import Artefacts
-from kcdsl.source.files import MARK, MARKED, UNMARKED, read_source, shown
+from kcdsl.source.files import MARK, MARKED, UNMARKED, read_source, shown, unique_pairs
 
 SIZE_LIMIT = 256 * 2**20
 """Largest request file in bytes."""
@@ -165,7 +165,7 @@ def _read_row(
             line,
             parse_float=_decimal,
             parse_constant=_decimal,
-            object_pairs_hook=without_duplicates,
+            object_pairs_hook=unique_pairs,
         )
     except (ValueError, RecursionError) as error:
         raise refusal(f"not a JSON object: {error}") from None
@@ -291,16 +291,6 @@ def _decimal(digits: str) -> Decimal:
     if number and abs(number.adjusted()) > 400:
         raise ValueError(f"the number {digits} is out of range")
     return number
-
-
-def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object of pairs; raises ValueError where a key is given twice."""
-    row = dict(pairs)
-    if len(row) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} is given twice")
-    return row
 
 
 # --- predicates ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from kcdsl.ir.terms import ONNX, ModelRef
 from kcdsl.model.checkpoint.headers import weights_folder
 from kcdsl.model.files import Artefacts, companion
 from kcdsl.model.registry import ModelFamily, declared, load
-from kcdsl.source.files import excerpt, read_bytes, shown
+from kcdsl.source.files import read_bytes, shown, unique_pairs
 
 LARGEST_COUNT = 1 << 24
 """No width, vocabulary or length is greater; a number beyond would only fill the memory."""
@@ -114,22 +114,12 @@ def parse_config(path: Path, data: bytes) -> dict[str, Any]:
     try:
         if len(data) > _LARGEST_CONFIG:
             raise ValueError(f"it is larger than {_LARGEST_CONFIG} bytes")
-        raw = json.loads(data.decode("utf-8"), object_pairs_hook=_once)
+        raw = json.loads(data.decode("utf-8"), object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
         raise refuse(codes.MODEL_CONFIG, f"{shown(path)} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise refuse(codes.MODEL_CONFIG, f"{shown(path)} must hold a JSON object")
     return raw
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of the pairs; refuse a key that readers may take one way or the other."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {excerpt(twice)!r} is given twice")
-    return found
 
 
 def find_config(ref: ModelRef, checkpoint: Path, base: Path | Artefacts) -> dict[str, Any]:

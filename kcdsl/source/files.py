@@ -12,6 +12,7 @@ from dataclasses import replace
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from kcdsl.diagnostics.codes import FILE_MISSING, INPUT_OUTPUT, NOT_UTF8, TOO_LARGE
 from kcdsl.diagnostics.model import Diagnostic, Refusal, refuse
@@ -138,6 +139,17 @@ def excerpt(text: object, most: int = 60) -> str:
     """Return the beginning of what a file says, as a message may quote it: short, and escaped."""
     said = str(text)
     return ascii(said[:most])[1:-1] + ("…" if len(said) > most else "")
+
+
+def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; ValueError where a key is given twice, of which readers take one or
+    the other."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {excerpt(twice)!r} is given twice")
+    return found
 
 
 def missing(path: Path, notes: tuple[str, ...] = ()) -> Refusal:

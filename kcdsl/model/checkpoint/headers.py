@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.source.files import excerpt, is_file, is_folder, open_file, read_bytes, shown
+from kcdsl.source.files import (
+    excerpt,
+    is_file,
+    is_folder,
+    open_file,
+    read_bytes,
+    shown,
+    unique_pairs,
+)
 
 SINGLE = "model.safetensors"
 """The one file of weights in a folder of Hugging Face."""
@@ -218,7 +226,7 @@ def _object(data: bytes, what: str) -> dict[str, Any]:
     import json
 
     try:
-        found = json.loads(data.decode(), object_pairs_hook=once)
+        found = json.loads(data.decode(), object_pairs_hook=unique_pairs)
     except RecursionError:
         raise ValueError(f"{what} is nested too deeply") from None
     if not isinstance(found, dict):
@@ -234,16 +242,6 @@ def _stored(name: str, told: Any, first: int) -> StoredTensor:
             if plain and (end - start) * 8 == math.prod(shape) * _BITS.get(kind, -1):
                 return StoredTensor(kind, tuple(shape), first + start, first + end)
     raise ValueError(f"the type, shape and bytes of {ascii(name)[1:-1][:80]} do not fit")
-
-
-def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; ValueError where a key stands in it twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{excerpt(twice)} stands in it twice")
-    return found
 
 
 # --- the index of shards --------------------------------------------------------------------------

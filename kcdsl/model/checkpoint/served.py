@@ -24,7 +24,6 @@ from kcdsl.model.checkpoint.headers import (
     header_of,
     metadata_of,
     not_readable,
-    once,
     read_headers,
     weights_folder,
 )
@@ -47,7 +46,7 @@ from kcdsl.model.checkpoint.tensors import TYPES
 from kcdsl.model.checkpoint.torchao import torchao_scheme
 from kcdsl.model.numerics.formats import CODE_FORMATS, LAYOUTS
 from kcdsl.model.numerics.specification import Numerics
-from kcdsl.source.files import excerpt, is_file, read_bytes, shown
+from kcdsl.source.files import excerpt, is_file, read_bytes, shown, unique_pairs
 from kcdsl_certs.statement.manifest import Resource
 
 CONFIG, QUANTISATION = "config.json", "hf_quant_config.json"
@@ -373,7 +372,7 @@ def _refuse_other_model(train: Mapping[str, Any], infer: Mapping[str, Any]) -> N
 
 def _object(path: Path, data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data.decode(), object_pairs_hook=once)
+        found = json.loads(data.decode(), object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
         raise refuse(codes.MODEL_CONFIG, f"{shown(path)} is not JSON: {error}") from None
     if not isinstance(found, dict):

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.checkpoint.activations import stated_by_torchao
-from kcdsl.model.checkpoint.headers import once
 from kcdsl.model.checkpoint.quantised import (
     PLAIN,
     QuantisedWeight,
@@ -28,7 +27,7 @@ from kcdsl.model.checkpoint.quantised import (
     unknown,
 )
 from kcdsl.model.numerics.formats import FORMATS, Format
-from kcdsl.source.files import excerpt
+from kcdsl.source.files import excerpt, unique_pairs
 
 _CLASSES = {
     "Float8Tensor": {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"},
@@ -101,7 +100,7 @@ def _refuse_limits(name: str, kwargs: object) -> None:
 
 def _object(name: str, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text, object_pairs_hook=once)
+        found = json.loads(text, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Refusal
-from kcdsl.source.files import MARK, MARKED, UNMARKED, read_bytes, shown
-from kcdsl_backends.requests import without_duplicates
+from kcdsl.source.files import MARK, MARKED, UNMARKED, read_bytes, shown, unique_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +230,7 @@ def _object(path: Path, number: int, data: bytes) -> dict[str, Any]:
     if number == 1 and line.startswith(MARK):
         raise refuse(codes.MALFORMED_ROLLOUT, f"{shown(path)}, line 1: {MARKED}", help=UNMARKED)
     try:
-        row = json.loads(line, object_pairs_hook=without_duplicates)
+        row = json.loads(line, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
         raise refuse(
             codes.MALFORMED_ROLLOUT,
