@@ -15,20 +15,30 @@ from kcdsl.api.contract import read_contract
 from kcdsl.api.results import Shows, no_progress
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import BAD_TIME, FILE_MISSING, NO_PACKAGE, USAGE
+from kcdsl.model.files import Artefacts
 from kcdsl.release import OCI
+from kcdsl.release.artefacts import ArtefactRefused, input_at_hand
+from kcdsl.release.requirements import build_expectation, read_kernels
+from kcdsl.release.signing import trusted, trusted_if_any
 from kcdsl.source.config import load_config
 from kcdsl.source.files import open_regular, read_bytes
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import parse_time
+from kcdsl_certs.signatures import LARGEST_BUNDLE
+from kcdsl_certs.statement import Predicate
+from kcdsl_certs.verification.inspection import inspect
+from kcdsl_certs.verification.report import Combined, refused
+from kcdsl_certs.verification.verify import verify
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Unpack
 
     from kcdsl.api.results import Progress
-    from kcdsl.model.files import Artefacts
     from kcdsl.verdict.studies.certificate_difference import CertificateDifference
     from kcdsl_certs.signatures import Trust
     from kcdsl_certs.statement import Expectation
-    from kcdsl_certs.verification.report import Combined, Report
+    from kcdsl_certs.verification.report import Report
     from kcdsl_certs.verification.transfers import Earlier
 
 PathLike = str | os.PathLike[str]
@@ -156,13 +166,6 @@ def check_certificates(certificates: Sequence[PathLike], settings: CheckSettings
 def _checked(
     certificates: Sequence[PathLike], settings: CheckSettings, folders: ExitStack
 ) -> CheckResult:
-    from kcdsl.model.files import Artefacts
-    from kcdsl.release.artefacts import ArtefactRefused
-    from kcdsl.release.requirements import build_expectation, read_kernels
-    from kcdsl.release.signing import trusted
-    from kcdsl_certs.encoding.rejected import Rejected
-    from kcdsl_certs.verification.report import Combined, refused
-
     if settings.signature_only and (settings.recheck or settings.complete):
         raise refuse(
             USAGE,
@@ -261,9 +264,7 @@ class _AtHand:
 
     def report(self, path: Path, bundle: bytes) -> Report:
         """Return what the checks of one certificate say."""
-        from kcdsl.release.artefacts import input_at_hand
         from kcdsl_certs.verification.proofs import PresentProofs, ProofChecker, Rechecker
-        from kcdsl_certs.verification.verify import verify
 
         settings, expectation = self.settings, self.expectation
         proofs: ProofChecker | None = PresentProofs(path.parent)
@@ -329,11 +330,8 @@ def are_certificates(*paths: Path) -> bool:
 def differing(old: Path, new: Path) -> CertificateDifference:
     """Return how one certificate differs from another, under the policy of the user; raises Refusal
     for what is none or cannot be read."""
-    from kcdsl.release.signing import trusted_if_any
     from kcdsl.verdict.studies.certificate_difference import compare_certificates
     from kcdsl.verdict.studies.reading import reading_of
-    from kcdsl_certs.statement import Predicate
-    from kcdsl_certs.verification.inspection import inspect
 
     trust, moment = trusted_if_any(None, (), None, ()), datetime.now(UTC)
     found = []
@@ -360,8 +358,6 @@ def _refuse_without_numpy() -> None:
 
 def read_certificate(path: Path) -> bytes:
     """Return the bytes of a certificate; refuse one that cannot be read."""
-    from kcdsl_certs.signatures import LARGEST_BUNDLE
-
     try:
         with open_regular(path) as stream:
             return stream.read(LARGEST_BUNDLE + 1)
@@ -373,9 +369,6 @@ def read_certificate(path: Path) -> bytes:
 
 def moment_of(text: str | None) -> datetime:
     """Return the time that `--at` names, by default now; raises Refusal for what is no time."""
-    from kcdsl_certs.encoding.rejected import Rejected
-    from kcdsl_certs.encoding.strict import parse_time
-
     if text is None:
         return datetime.now(UTC)
     try:

@@ -16,17 +16,25 @@ from kcdsl.api.results import Shows, no_progress, offered, quiet
 from kcdsl.api.verification import recording
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.exits import Exit
+from kcdsl.inequalities import round_up
+from kcdsl.model.files import Artefacts
+from kcdsl.release.artefacts import refuse_untrusted
+from kcdsl.release.issue import issue, resting_on
+from kcdsl.release.requirements import kernels_document
+from kcdsl.release.results import certified_clauses
+from kcdsl.release.signing import Target, signing_keys, written_as
+from kcdsl.route.goals import goals
 from kcdsl.source.files import in_contract
+from kcdsl.source.writing import NewFile, make_folder, refuse_targets, result, write_together
+from kcdsl.verdict.outcome import ProvedDrift
+from kcdsl.verdict.report import ImpliedClause
 
 if TYPE_CHECKING:
     from kcdsl.api.results import Progress
     from kcdsl.diagnostics import Suppressed
     from kcdsl.ir.terms import Program
-    from kcdsl.model.files import Artefacts
     from kcdsl.release.requirements import Fingerprints
-    from kcdsl.release.signing import Target
-    from kcdsl.source.writing import NewFile
-    from kcdsl.verdict.report import ImpliedClause, Report
+    from kcdsl.verdict.report import Report
     from kcdsl_certs.signatures import SigningKey
 
 _UNCERTIFIED = "both kernels are recorded, so nothing ran the checkpoint"
@@ -143,10 +151,6 @@ def gathered(
 def evaluate(contract: Contract, settings: EvaluateSettings) -> Evaluation:
     """Run both kernels, decide the measured clauses and write the files of the evaluation, all or
     none; raises Refusal."""
-    from kcdsl.model.files import Artefacts
-    from kcdsl.release.signing import Target, written_as
-    from kcdsl.source.writing import refuse_targets
-
     program, base = contract.program, contract.base
     refuse_foreign_code(contract, allowed=settings.allow_code)
     keys = _keys_for(program, settings.sign)
@@ -219,9 +223,6 @@ def _certificate(
 ) -> tuple[bytes | None, str]:
     """Return the certificate, or its statement, or why there is none where no key is to
     sign."""
-    from kcdsl.release.issue import issue, resting_on
-    from kcdsl.release.results import certified_clauses
-
     try:
         stated = issue(
             program=contract.program,
@@ -252,7 +253,6 @@ def _write(
     stated: tuple[Path, bytes | None],
 ) -> list[str]:
     """Write all files of the evaluation, all or none, the report last; return their names."""
-    from kcdsl.source.writing import NewFile, make_folder, result, write_together
     from kcdsl.verdict.html import page
 
     make_folder(folder)
@@ -275,8 +275,6 @@ def _unread(program: Program) -> bool:
 
 def _keys_for(program: Program, named: Sequence[str]) -> tuple[SigningKey, ...]:
     """Return the keys that sign the certificate; refuse any that are named for recorded kernels."""
-    from kcdsl.release.signing import signing_keys
-
     if named and _unread(program):
         raise refuse(
             codes.CANNOT_CERTIFY,
@@ -289,8 +287,6 @@ def _keys_for(program: Program, named: Sequence[str]) -> tuple[SigningKey, ...]:
 def _unnamed(program: Program, files: Artefacts, signing: bool) -> str | None:
     """Return why no certificate can name what is read, None if one can; where keys are to sign,
     that is refused."""
-    from kcdsl.release.artefacts import refuse_untrusted
-
     if _unread(program):
         return _UNCERTIFIED
     try:
@@ -316,11 +312,6 @@ def _dropped_if_refused(checkpoint: Any) -> Iterator[None]:
 
 def implied_clauses(program: Program) -> tuple[ImpliedClause, ...]:
     """Return the clauses that would follow from drift clauses, were those proved at their limit."""
-    from kcdsl.inequalities import round_up
-    from kcdsl.route.goals import goals
-    from kcdsl.verdict.outcome import ProvedDrift
-    from kcdsl.verdict.report import ImpliedClause
-
     premises = tuple(
         ProvedDrift(
             clause_id=goal.clause.id,
@@ -361,9 +352,6 @@ def _evidence(
 ) -> dict[str, NewFile]:
     """Return the files that the results rest on, by what a certificate calls them; `resumed` is
     what was taken over from the run checkpoint of an earlier one."""
-    from kcdsl.release.requirements import kernels_document
-    from kcdsl.source.writing import result
-
     lines = (json.dumps(r, allow_nan=False, separators=(",", ":")) + "\n" for r in records)
     found = {
         "trace": result(folder / "trace.parquet", trace),

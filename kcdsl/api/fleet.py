@@ -12,14 +12,37 @@ from typing import TYPE_CHECKING
 from kcdsl.api.checking import read_certificate
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import USAGE
+from kcdsl.ir.canonical import digest
+from kcdsl.release.requirements import required_clauses
+from kcdsl.verdict.studies.convergence import join
+from kcdsl.verdict.studies.fleet import (
+    MOST_KERNELS,
+    CheckedClass,
+    Direction,
+    Fleet,
+    FleetKernel,
+    KernelPair,
+)
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.statement import (
+    KERNEL_CLASS_TYPE,
+    ClassMember,
+    Predicate,
+    Verdict,
+    certificate_id,
+    parse_class,
+)
+from kcdsl_certs.statement import KernelClass as SignedClass
+from kcdsl_certs.statement.triple import INFER_CHECKPOINT
+from kcdsl_certs.verification.authentication import authentic
+from kcdsl_certs.verification.coverage import check_stated
+from kcdsl_certs.verification.inspection import inspect
 
 if TYPE_CHECKING:
     from kcdsl.api.contract import Contract
     from kcdsl.ir.terms import Program
-    from kcdsl.verdict.studies.fleet import CheckedClass, Direction, Fleet
     from kcdsl_certs.signatures import Trust
-    from kcdsl_certs.statement import Kernel, Predicate, RequiredClause
-    from kcdsl_certs.statement import KernelClass as SignedClass
+    from kcdsl_certs.statement import Kernel, RequiredClause
 
 _NOT_PASSED = "clause/not-passed"
 """The one refusal that is a result: a pair that does not keep the contract was certified so."""
@@ -46,8 +69,6 @@ def fleet_of(
     is in force, its contract is one of them, and its results are about the limits, regions and rows
     of the clauses.
     """
-    from kcdsl.release.requirements import required_clauses
-
     known = _alike(contracts)
     files: dict[str, Path] = {}
     program = contracts[0].program
@@ -87,8 +108,6 @@ def _outdated(bodies: Mapping[str, Predicate], ended: Mapping[str, Predicate]) -
     """Return why certificates count no more, by identity: a result of the same triple and stage
     that is at least as new did not pass, whether or not it is in force (`ended`). What refutes a
     clause always counts."""
-    from kcdsl_certs.statement import Verdict
-
     newest: dict[tuple[str, str], tuple[int, str]] = {}
     every = {**ended, **bodies}
     for identity, body in every.items():
@@ -115,9 +134,6 @@ def _joined(
     unused: Mapping[str, str],
 ) -> Fleet:
     """Return the fleet that certificates of one checkpoint speak of, by identity."""
-    from kcdsl.verdict.studies.convergence import join
-    from kcdsl.verdict.studies.fleet import MOST_KERNELS, Direction, Fleet, FleetKernel, KernelPair
-
     kernels: dict[str, Kernel] = {}
     for body in bodies.values():
         for kernel in (body.triple.train, body.triple.infer):
@@ -151,8 +167,6 @@ def _joined(
 
 def _alike(contracts: Sequence[Contract]) -> frozenset[str]:
     """Return the digests of contracts that differ in their kernels alone; raises Refusal."""
-    from kcdsl.ir.canonical import digest
-
     first = contracts[0].program
     for other in contracts[1:]:
         same = replace(other.program, train=first.train, infer=first.infer)
@@ -174,12 +188,6 @@ def _read(
 ) -> tuple[str, Predicate, str] | str:
     """Return identity and body of a certificate, with why it only withdraws older ones, or else an
     empty text; or why it counts for nothing."""
-    from kcdsl_certs.encoding.rejected import Rejected
-    from kcdsl_certs.statement import Predicate, Verdict
-    from kcdsl_certs.statement.triple import INFER_CHECKPOINT
-    from kcdsl_certs.verification.coverage import check_stated
-    from kcdsl_certs.verification.inspection import inspect
-
     seen = inspect(read_certificate(path), trust, moment)
     refused = [check for check in seen.refusals if check.reason != _NOT_PASSED]
     why = "; ".join(f"{check.detail} ({check.reason})" for check in refused)
@@ -213,9 +221,6 @@ def class_statements(reading: FleetReading, moment: datetime) -> list[SignedClas
 
     It is valid as long as every certificate behind it.
     """
-    from kcdsl_certs.statement import ClassMember
-    from kcdsl_certs.statement import KernelClass as SignedClass
-
     names = {kernel.digest: kernel.name for kernel in reading.fleet.kernels}
     found = []
     for one in reading.fleet.classes:
@@ -247,11 +252,6 @@ def checked_class(
     path: Path, reading: FleetReading, trust: Trust, moment: datetime
 ) -> CheckedClass:
     """Check the certificate of a class: trusted keys signed it, and the fleet shows it again."""
-    from kcdsl.verdict.studies.fleet import CheckedClass
-    from kcdsl_certs.encoding.rejected import Rejected
-    from kcdsl_certs.statement import KERNEL_CLASS_TYPE, certificate_id, parse_class
-    from kcdsl_certs.verification.authentication import authentic
-
     members: tuple[str, ...] = ()
     try:
         bundle = read_certificate(path)
@@ -268,8 +268,6 @@ def checked_class(
 
 def _derive(found: SignedClass, reading: FleetReading, moment: datetime) -> None:
     """Raise Rejected unless the certificates that are here show all that a class states."""
-    from kcdsl_certs.encoding.rejected import Rejected
-
     if not found.issued_at <= moment < found.valid_until:
         raise Rejected("validity/outside", "it is not valid at this time")
     fleet = reading.fleet

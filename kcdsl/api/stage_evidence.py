@@ -12,9 +12,11 @@ from kcdsl.api.checking import CheckSettings, PathLike, check_certificates, read
 from kcdsl.api.contract import Contract
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import PROMOTION_EVIDENCE
+from kcdsl.model.files import Artefacts
 from kcdsl.release.promotion import Demand, EvidenceDocument
 from kcdsl.release.promotion.certificates import document_of, states_failure
 from kcdsl.release.promotion.documents import OtherSubject, read_evidence, schema_of
+from kcdsl.release.requirements import build_expectation, read_kernels
 
 if TYPE_CHECKING:
     from kcdsl_certs.signatures import Trust
@@ -95,9 +97,6 @@ def gather(
 
     Raises Refusal for a file that cannot be read.
     """
-    from kcdsl.model.files import Artefacts
-    from kcdsl.release.requirements import build_expectation, read_kernels
-
     names = list(dict.fromkeys(os.fspath(name) for name in evidence))
     signed = [name for name in names if schema_of(Path(name)) is None]
     others = tuple(Path(name) for name in names if name not in signed)

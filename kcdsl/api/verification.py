@@ -35,14 +35,27 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.diagnostics.report import suggest
 from kcdsl.exits import Exit
+from kcdsl.ir.tables import expand_tables, gaps
+from kcdsl.model.files import Artefacts
+from kcdsl.model.presets import resolve
+from kcdsl.release.artefacts import record_all, refuse_untrusted
+from kcdsl.release.issue import issue, resting_on
+from kcdsl.release.requirements import kernel_here
+from kcdsl.release.results import implied_clauses, proof_reference, proved_clauses
+from kcdsl.release.signing import Target, signing_keys
+from kcdsl.route.goals import goals
 from kcdsl.source.files import in_contract, read_source
+from kcdsl.source.writing import make_folder, refuse_folder, result, write_together
 from kcdsl.verdict.model import EXITS, verdict_name, worst
+from kcdsl.verdict.outcome import proved_drifts
+from kcdsl.verdict.text.goals import VERIFY_SCHEMA, goal_json
+from kcdsl_certs.encoding.reals import parse_real
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.statement import LARGEST_ALPHA, LEAST_ALPHA, WIDEST
 
 if TYPE_CHECKING:
     from kcdsl.api.results import Progress
     from kcdsl.ir.terms import Program
-    from kcdsl.model.files import Artefacts
-    from kcdsl.release.signing import Target
     from kcdsl.route.catalogue import BackendSpec, Execution
     from kcdsl.route.goals import Goal
     from kcdsl.verdict.outcome import GoalOutcome, Implied
@@ -114,11 +127,6 @@ class Verification(Shows):
 
 def verify(contract: Contract, settings: VerifySettings) -> Verification:
     """Decide the chosen clauses, and write what was found before it is returned; raises Refusal."""
-    from kcdsl.model.files import Artefacts
-    from kcdsl.release.artefacts import refuse_untrusted
-    from kcdsl.release.signing import Target, signing_keys
-    from kcdsl.source.writing import refuse_folder
-
     program = contract.program
     refuse_foreign_code(contract, allowed=settings.allow_code, metrics=False)
     _refuse_inconsistent(contract, settings.tell)
@@ -163,8 +171,6 @@ def verify(contract: Contract, settings: VerifySettings) -> Verification:
 
 def _asked(options: VerifySettings, goals: tuple[Goal, ...]) -> tuple[Goal, ...]:
     """Return the goals with the regions and the probability that options ask for."""
-    from kcdsl_certs.statement import LARGEST_ALPHA, LEAST_ALPHA, WIDEST
-
     if options.weights is not None:
         rho = _exact(
             options.weights,
@@ -264,11 +270,6 @@ def _write(
     device: str,
 ) -> None:
     """Write the certificate, or its statement, and the proofs that it names, all or none."""
-    from kcdsl.release.issue import issue, resting_on
-    from kcdsl.release.requirements import kernel_here
-    from kcdsl.release.results import implied_clauses, proof_reference, proved_clauses
-    from kcdsl.source.writing import make_folder, result, write_together
-
     program, folder = contract.program, target.path.parent
     proofs = {o.goal.clause.id: o.proof for o in outcomes if o.proof is not None}
     references = {name: proof_reference(name, proof) for name, proof in proofs.items()}
@@ -304,8 +305,6 @@ def _write(
 def recording(function: Any, program: Program, files: Artefacts) -> dict[str, Any]:
     """Return the argument by which a function of a backend records what it reads. For a backend
     that has none, record the files as they are before it runs."""
-    from kcdsl.release.artefacts import record_all
-
     if "artefacts" in signature(function).parameters:
         return {"artefacts": files}
     record_all(program, files)
@@ -346,8 +345,6 @@ def _refuse_unchained(backend: Any) -> None:
 
 def _chosen(program: Program, blocks: Sequence[str], clauses: Sequence[str]) -> tuple[Goal, ...]:
     """Return the goals that the options select; refuse a selection that selects nothing."""
-    from kcdsl.route.goals import goals
-
     every = goals(program)
     known = [clause.id for clause in program.clauses]
     for wanted in clauses:
@@ -383,9 +380,6 @@ def _exact(
 
     `wrong` is the code of the refusal and its message, with a place for the text.
     """
-    from kcdsl_certs.encoding.reals import parse_real
-    from kcdsl_certs.encoding.rejected import Rejected
-
     code, message = wrong
     try:
         found = parse_real(text)
@@ -433,9 +427,6 @@ def _implied(
 
     A clause with a table is implied bucket by bucket, and nowhere if requests are in no bucket.
     """
-    from kcdsl.ir.tables import expand_tables, gaps
-    from kcdsl.verdict.outcome import proved_drifts
-
     proved, smt = proved_drifts(program, outcomes), solver_if_installed()
     if not proved or smt is None:
         return ()
@@ -463,9 +454,6 @@ def _document(
     certificate: Path,
     code: Exit,
 ) -> dict[str, Any]:
-    from kcdsl.model.presets import resolve
-    from kcdsl.verdict.text.goals import VERIFY_SCHEMA, goal_json
-
     numerics = {"train": resolve(program.train), "infer": resolve(program.infer)}
     described = []
     for outcome in outcomes:
