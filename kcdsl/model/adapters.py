@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.numerics import Activations, Numerics, Weights
@@ -95,6 +95,7 @@ _KERNELS = "kcdsl_backends.empirical.sources.kernels"
 _ENGINES = f"{_KERNELS}.torch_kernel"
 _E4M3_ROWS = Weights("fp8_e4m3", "per_channel")
 _E4M3_TENSOR = Weights("fp8_e4m3", "per_tensor")
+_INT8 = (Weights("int8_full", "per_channel"), Weights("int8_full", "per_tensor"))
 _CPU = ("cpu",)
 _TORCHAO = ("torchao", "torchao")
 _ONNX = ("onnxruntime", "onnxruntime", "onnxscript")
@@ -105,16 +106,53 @@ _ELSEWHERE = "it runs elsewhere"
 _HALVES = ("float16", "bfloat16")
 _PLAIN = tuple(Weights(name) for name in ("float32", "float16", "bfloat16"))
 
+_flash = partial(
+    Adapter,
+    "fused",
+    ("torch-sdpa-flash",),
+    scores="wide",
+    tile=_FLASH_TILES,
+    exp_ulps=FUSED_EXP_ULPS,
+    coarse_exp_ulps=FAST_EXP_ULPS,
+)
+_tiled_on_cuda = partial(
+    Adapter,
+    "fused",
+    scores="wide",
+    tile=_SMALL_TILES,
+    exp_ulps=FUSED_EXP_ULPS,
+    coarse_exp_ulps=FUSED_EXP_ULPS,
+    devices=("cuda",),
+)
+_torchao = partial(
+    Adapter,
+    "composed",
+    engine=f"{_ENGINES}:torchao_linears",
+    computes=("float32",),
+    free=True,
+    library=_TORCHAO,
+)
+_onnxruntime = partial(
+    Adapter,
+    "composed",
+    engine=f"{_ENGINES}:onnx_sessions",
+    computes=("float32",),
+    free=True,
+    devices=_CPU,
+    library=_ONNX,
+    sigmoid="absolute",
+)
+_transformers: dict[str, Any] = {
+    "engine": "hf",
+    "computes": ("float32", *_HALVES),
+    "weights": _PLAIN,
+    "free": True,
+    "library": _HF,
+    "unproved": _OTHER_ROUNDINGS,
+}
 ADAPTERS: dict[str, Adapter] = {
     "torch.eager": Adapter("composed", ("torch-eager", "fp8-weights", "int8-weights")),
-    "torch.sdpa": Adapter(
-        "fused",
-        ("torch-sdpa-flash",),
-        scores="wide",
-        tile=_FLASH_TILES,
-        exp_ulps=FUSED_EXP_ULPS,
-        coarse_exp_ulps=FAST_EXP_ULPS,
-    ),
+    "torch.sdpa": _flash(),
     "torch.sdpa.math": Adapter(
         "fused",
         ("torch-sdpa-math",),
@@ -123,38 +161,11 @@ ADAPTERS: dict[str, Adapter] = {
         probabilities="wide",
         tile=_ROW,
     ),
-    "torch.sdpa.flash": Adapter(
-        "fused",
-        ("torch-sdpa-flash",),
-        backend="flash",
-        scores="wide",
-        tile=_FLASH_TILES,
-        on_cuda=_HALVES,
-        exp_ulps=FUSED_EXP_ULPS,
-        coarse_exp_ulps=FAST_EXP_ULPS,
+    "torch.sdpa.flash": _flash(backend="flash", on_cuda=_HALVES),
+    "torch.sdpa.efficient": _tiled_on_cuda(
+        ("torch-sdpa-efficient",), backend="efficient", computes=("float32", *_HALVES)
     ),
-    "torch.sdpa.efficient": Adapter(
-        "fused",
-        ("torch-sdpa-efficient",),
-        backend="efficient",
-        computes=("float32", *_HALVES),
-        scores="wide",
-        tile=_SMALL_TILES,
-        exp_ulps=FUSED_EXP_ULPS,
-        coarse_exp_ulps=FUSED_EXP_ULPS,
-        devices=("cuda",),
-    ),
-    "torch.sdpa.cudnn": Adapter(
-        "fused",
-        ("torch-sdpa-cudnn",),
-        backend="cudnn",
-        scores="wide",
-        tile=_SMALL_TILES,
-        exp_ulps=FUSED_EXP_ULPS,
-        coarse_exp_ulps=FUSED_EXP_ULPS,
-        computes=_HALVES,
-        devices=("cuda",),
-    ),
+    "torch.sdpa.cudnn": _tiled_on_cuda(("torch-sdpa-cudnn",), backend="cudnn", computes=_HALVES),
     "torch.compile": Adapter(
         "composed",
         ("torch-compile",),
@@ -162,7 +173,7 @@ ADAPTERS: dict[str, Adapter] = {
         tile=_SMALL_TILES,
         exp_ulps=FUSED_EXP_ULPS,
         coarse_exp_ulps=FAST_EXP_ULPS,
-        computes=("float32", "float16", "bfloat16"),
+        computes=("float32", *_HALVES),
         free=True,
     ),
     "torch.scaled_mm": Adapter(
@@ -175,103 +186,37 @@ ADAPTERS: dict[str, Adapter] = {
         static=("fp8_e4m3",),
         free=True,
     ),
-    "torchao.float8_weight_only": Adapter(
-        "composed",
+    "torchao.float8_weight_only": _torchao(
         ("torchao-float8-weights", "fp8-weights"),
-        engine=f"{_ENGINES}:torchao_linears",
         computes=("float32", "bfloat16"),
         weights=(_E4M3_ROWS, _E4M3_TENSOR),
-        free=True,
-        library=_TORCHAO,
     ),
-    "torchao.int8_weight_only": Adapter(
-        "composed",
-        ("torchao-int8-weights",),
-        engine=f"{_ENGINES}:torchao_linears",
-        computes=("float32",),
-        weights=(Weights("int8_full", "per_channel"), Weights("int8_full", "per_tensor")),
-        free=True,
-        library=_TORCHAO,
-    ),
-    "torchao.int8_dynamic": Adapter(
-        "composed",
+    "torchao.int8_weight_only": _torchao(("torchao-int8-weights",), weights=_INT8),
+    "torchao.int8_dynamic": _torchao(
         ("torchao-int8-dynamic",),
-        engine=f"{_ENGINES}:torchao_linears",
-        computes=("float32",),
-        weights=(Weights("int8_full", "per_channel"), Weights("int8_full", "per_tensor")),
+        weights=_INT8,
         activations=(Activations("int8_full", "per_token"),),
-        free=True,
-        library=_TORCHAO,
     ),
-    "torchao.int4_weight_only": Adapter(
-        "composed",
+    "torchao.int4_weight_only": _torchao(
         ("torchao-int4-weights",),
-        engine=f"{_ENGINES}:torchao_linears",
-        computes=("float32",),
         weights=(Weights("int4_full", "per_channel"), Weights("int4_full", "group_128")),
-        free=True,
-        library=_TORCHAO,
     ),
-    "onnxruntime.float32": Adapter(
-        "composed",
-        ("onnxruntime-float32",),
-        engine=f"{_ENGINES}:onnx_sessions",
-        computes=("float32",),
-        weights=(Weights("float32"),),
-        free=True,
-        devices=_CPU,
-        library=_ONNX,
-        sigmoid="absolute",
-    ),
-    "onnxruntime.dynamic_int8": Adapter(
-        "composed",
+    "onnxruntime.float32": _onnxruntime(("onnxruntime-float32",), weights=(Weights("float32"),)),
+    "onnxruntime.dynamic_int8": _onnxruntime(
         ("onnxruntime-int8", "onnxruntime-int8-pairs"),
-        engine=f"{_ENGINES}:onnx_sessions",
-        computes=("float32",),
         weights=(Weights("int8", "per_tensor"), Weights("int8", "per_channel")),
         activations=(Activations("uint8", "per_tensor"),),
-        free=True,
-        devices=_CPU,
-        library=_ONNX,
-        sigmoid="absolute",
     ),
-    "onnxruntime.file": Adapter(
-        "composed",
+    "onnxruntime.file": _onnxruntime(
         ("onnxruntime-float32",),
         engine=f"{_KERNELS}.onnx_file:file_sessions",
         computes=("float32", "float16"),
         activations=(*_UNQUANTISED, Activations("uint8", "per_tensor")),
         static=("uint8", "int8_full", "fp8_e4m3", "fp8_e5m2"),
-        free=True,
-        devices=_CPU,
-        library=_ONNX,
-        sigmoid="absolute",
         of_file=True,
     ),
-    "hf.transformers": Adapter(
-        "composed",
-        ("torch-eager",),
-        engine="hf",
-        computes=("float32", "float16", "bfloat16"),
-        weights=_PLAIN,
-        free=True,
-        library=_HF,
-        unproved=_OTHER_ROUNDINGS,
-    ),
-    "hf.transformers.sdpa": Adapter(
-        "fused",
-        ("torch-sdpa-flash",),
-        engine="hf",
-        scores="wide",
-        tile=_FLASH_TILES,
-        exp_ulps=FUSED_EXP_ULPS,
-        coarse_exp_ulps=FAST_EXP_ULPS,
-        computes=("float32", "float16", "bfloat16"),
-        weights=_PLAIN,
-        free=True,
-        library=_HF,
-        unproved=_OTHER_ROUNDINGS,
-    ),
+    "hf.transformers": Adapter("composed", ("torch-eager",), **_transformers),
+    "hf.transformers.sdpa": _flash(**_transformers),
     "server": Adapter("", (), engine="server", library=_SERVER, tier="B", unproved=_ELSEWHERE),
     "recorded": Adapter("", (), engine="recorded", tier="C", unproved=_ELSEWHERE),
 }
