@@ -12,6 +12,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any, ClassVar
 
+from kcdsl.diagnostics.render.terminal import json_text
 from kcdsl_certs.encoding.reals import real_text
 
 
@@ -26,6 +27,21 @@ class Record:
         own: Any = self
         names = (*(field.name for field in fields(own)), *self.derived)
         return {name: plain(getattr(self, name)) for name in names}
+
+
+class DocumentRecord(Record):
+    """A record that is a JSON document of its own, with the name of its schema."""
+
+    __slots__ = ()
+    schema: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document as plain data."""
+        return {"schema": self.schema, **Record.to_json(self)}
+
+    def dumps(self) -> str:
+        """Return the document as text."""
+        return json_text(self.to_json(), allow_nan=False)
 
 
 def plain(value: Any) -> Any:

@@ -10,16 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import ATTRIBUTION_FILE, FILE_MISSING, REPORT_FILE, Code
-from kcdsl.diagnostics.render.terminal import json_text
 from kcdsl.exits import Exit
 from kcdsl.source.files import open_regular
 from kcdsl.verdict.health import Health
 from kcdsl.verdict.model import EXITS, WORST_FIRST, verdict_name, worst
-from kcdsl.verdict.records import Record
+from kcdsl.verdict.records import DocumentRecord, Record
 from kcdsl.verdict.result import ClauseResult
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import loose_load
@@ -106,8 +105,10 @@ class SliceSummary(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Report(Record):
+class Report(DocumentRecord):
     """Everything that one evaluation found."""
+
+    schema: ClassVar[str] = REPORT_SCHEMA
 
     contract: Mapping[str, str]
     """name, version, digest (sha256 of the canonical contract)."""
@@ -147,12 +148,8 @@ class Report(Record):
 
     def to_json(self) -> dict[str, Any]:
         """Return the document "kcdsl.report/2"."""
-        head = {"schema": REPORT_SCHEMA, "verdict": self.verdict, "exit": int(self.exit)}
+        head = {"schema": self.schema, "verdict": self.verdict, "exit": int(self.exit)}
         return head | Record.to_json(self)
-
-    def dumps(self) -> str:
-        """Return the document as text."""
-        return json_text(self.to_json(), allow_nan=False)
 
 
 def not_decided(deferred: Mapping[str, str]) -> str:

@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from kcdsl.diagnostics.render.terminal import json_text
 from kcdsl.exits import Exit
-from kcdsl.verdict.records import Record
+from kcdsl.verdict.records import DocumentRecord, Record
 
-ATTRIBUTION_SCHEMA = "kcdsl.attribution/1"
 Status = Literal["attributed", "no_drift", "inconclusive", "invalid_evidence"]
 State = Literal["differs", "equal", "absent"]
 Method = Literal["shapley", "orders_that_run", "none"]
@@ -259,8 +257,10 @@ class Candidate(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Attribution(Record):
+class Attribution(DocumentRecord):
     """What `kcdsl attribute` found; drifts are in `unit`s of the metric."""
+
+    schema: ClassVar[str] = "kcdsl.attribution/1"
 
     contract: Mapping[str, str]
     kernels: Mapping[str, str]
@@ -301,10 +301,9 @@ class Attribution(Record):
 
     def to_json(self) -> dict[str, Any]:
         """Return the document "kcdsl.attribution/1"."""
-        layers, found = self.layers, Record.to_json(self)
+        layers, found = self.layers, DocumentRecord.to_json(self)
         parts = {} if layers is None else layers.to_json()
         return {
-            "schema": ATTRIBUTION_SCHEMA,
             **found,
             **_interval("total", self.total),
             "orders": dict(zip(("run", "all"), self.orders, strict=True)),
@@ -315,10 +314,6 @@ class Attribution(Record):
             "first_block": parts.get("first_block"),
             "first_mismatch": parts.get("first_mismatch"),
         }
-
-    def dumps(self) -> str:
-        """Return the document as text."""
-        return json_text(self.to_json(), allow_nan=False)
 
 
 def _interval(name: str, figure: EstimatedNumber | None) -> dict[str, float | None]:

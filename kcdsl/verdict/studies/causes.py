@@ -18,11 +18,10 @@ from kcdsl.exits import Exit
 from kcdsl.ir.obligations import HOLDS, obligations_of, slices_of
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause, Program
-from kcdsl.verdict.records import Record
+from kcdsl.verdict.records import DocumentRecord, Record
 from kcdsl.verdict.studies.pairing import PairedRow, worse_text
 from kcdsl_certs.statement import CertifiedClause, Verdict
 
-WHY_SCHEMA = "kcdsl.why/1"
 Factor = Literal["kernels", "checkpoint"]
 Place = tuple[str, str]
 """Which checkpoint and which kernels a run is of, each `PREVIOUS` or `PRESENT`."""
@@ -127,7 +126,7 @@ class Cause(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation(Record):
+class Explanation(DocumentRecord):
     """The causes of a failure, with all that they rest on.
 
     `found_by` says how the previous triple was found, or why there is none, `changed` what differs
@@ -135,6 +134,7 @@ class Explanation(Record):
     nothing.
     """
 
+    schema: ClassVar[str] = "kcdsl.why/1"
     derived: ClassVar[tuple[str, ...]] = ("causes", "exit")
 
     trace: str
@@ -178,10 +178,6 @@ class Explanation(Record):
         """Return an obligation in an effect; None where a run is missing or says nothing of it."""
         found = (e for e in self.effects if (e.factor, e.at) == (factor, at))
         return next((row for e in found for row in e.rows if row.obligation == obligation), None)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document "kcdsl.why/1"."""
-        return {"schema": WHY_SCHEMA, **Record.to_json(self)}
 
 
 # --- what was agreed ------------------------------------------------------------------------------

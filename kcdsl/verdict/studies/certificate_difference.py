@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from kcdsl.diagnostics.render.terminal import json_text, printable
+from kcdsl.diagnostics.render.terminal import printable
 from kcdsl.verdict.quantities import UNREACHED
-from kcdsl.verdict.records import Record
+from kcdsl.verdict.records import DocumentRecord, Record
 from kcdsl.verdict.studies.difference import (
     Change,
     ClauseStatus,
@@ -28,7 +28,6 @@ from kcdsl.verdict.studies.reading import Content, Reading, ReadResult
 from kcdsl_certs.statement import LOWER, UPPER, Evidence, Predicate, Region, Verdict
 from kcdsl_certs.verification.inspection import Inspection
 
-SCHEMA = "kcdsl.certificate-diff/1"
 _VERDICTS = (Verdict.FAILED, Verdict.INCONCLUSIVE, Verdict.PASSED)
 _MEANING = {
     Relation.EQUAL: "both state the same results",
@@ -64,9 +63,10 @@ class ResultDifference(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class CertificateDifference(Record):
+class CertificateDifference(DocumentRecord):
     """How a certificate differs from another: its triple, its results, and what is around them."""
 
+    schema: ClassVar[str] = "kcdsl.certificate-diff/1"
     derived: ClassVar[tuple[str, ...]] = ("relation",)
 
     old: NamedCertificate
@@ -80,10 +80,6 @@ class CertificateDifference(Record):
         """Return how all that NEW states relates to all that OLD states."""
         around = [c.relation for c in self.changes if c.relation is not None]
         return together((*around, *(result.relation for result in self.results)))
-
-    def dumps(self) -> str:
-        """Return the document "kcdsl.certificate-diff/1" as text."""
-        return json_text({"schema": SCHEMA, **self.to_json()})
 
 
 # --- finding --------------------------------------------------------------------------------------

@@ -6,12 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
-from kcdsl.diagnostics.render.terminal import json_text
-from kcdsl.verdict.records import Record
-
-SCHEMA = "kcdsl.diff/1"
+from kcdsl.verdict.records import DocumentRecord, Record
 
 
 class Relation(StrEnum):
@@ -167,18 +164,16 @@ class ContractName(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Difference(Record):
+class Difference(DocumentRecord):
     """How a contract differs from another: as a whole, clause by clause, and around the clauses."""
+
+    schema: ClassVar[str] = "kcdsl.diff/1"
 
     old: ContractName
     new: ContractName
     relation: Relation
     clauses: tuple[ClauseDifference, ...]
     changes: tuple[Change, ...] = ()
-
-    def dumps(self) -> str:
-        """Return the document "kcdsl.diff/1" as text."""
-        return json_text({"schema": SCHEMA, **self.to_json()})
 
 
 # --- for people -----------------------------------------------------------------------------------

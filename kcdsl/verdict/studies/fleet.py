@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from kcdsl.exits import Exit
-from kcdsl.verdict.records import Record
+from kcdsl.verdict.records import DocumentRecord, Record
 from kcdsl.verdict.studies.convergence import Convergence
 
-FLEET_SCHEMA = "kcdsl.fleet/1"
 MOST_KERNELS = 24
 """How many kernels a fleet may have: there are up to 3^(n/3) largest sets that agree."""
 Agreement = Literal["agree", "disagree", "open"]
@@ -103,10 +102,11 @@ class CheckedClass(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet(Record):
+class Fleet(DocumentRecord):
     """All kernels, the agreement of every two, and the classes. `unused` names certificates that
     count for nothing, and why."""
 
+    schema: ClassVar[str] = "kcdsl.fleet/1"
     derived: ClassVar[tuple[str, ...]] = ("classes", "exit")
 
     contract: Mapping[str, str]
@@ -157,10 +157,6 @@ class Fleet(Record):
         if "disagree" in states:
             return Exit.VIOLATED
         return Exit.HELD if states == {"agree"} else Exit.INCONCLUSIVE
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document "kcdsl.fleet/1"."""
-        return {"schema": FLEET_SCHEMA, **Record.to_json(self)}
 
 
 def _cliques(

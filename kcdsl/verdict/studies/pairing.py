@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from kcdsl.verdict.model import HELD
-from kcdsl.verdict.records import Record
+from kcdsl.verdict.records import DocumentRecord, Record
 
-COMPARE_SCHEMA = "kcdsl.compare/2"
 Change = Literal["regressed", "improved", "unchanged", "undecided", "within_noise", "not_compared"]
 BandState = Literal["inactive", "inside", "above", "below"]
 
@@ -123,9 +122,10 @@ class MeasureDelta(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class RunComparison(Record):
+class RunComparison(DocumentRecord):
     """All obligations of the candidate's contract, and what else differs between the runs."""
 
+    schema: ClassVar[str] = "kcdsl.compare/2"
     derived: ClassVar[tuple[str, ...]] = ("verdict",)
 
     contract: Mapping[str, str]
@@ -163,10 +163,6 @@ class RunComparison(Record):
         invalid = any("invalid_evidence" in row.verdicts for row in self.rows)
         compared = any(row.change != "not_compared" for row in self.rows)
         return HELD if compared and not invalid else "inconclusive"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document "kcdsl.compare/2"."""
-        return {"schema": COMPARE_SCHEMA, **Record.to_json(self)}
 
 
 def _severest(rows: list[PairedRow]) -> tuple[PairedRow, ...]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from kcdsl.diagnostics.render.terminal import json_text
-from kcdsl.verdict.records import Record
+from kcdsl.verdict.records import DocumentRecord, Record
 
-PLAN_SCHEMA = "kcdsl.plan/3"
 State = Literal["enough", "too_few", "unknown", "never", "census"]
 
 
@@ -65,9 +63,11 @@ class PlanRow(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Record):
+class Plan(DocumentRecord):
     """The rows of a contract, and what they rest on: the confidence over all `looks` (None: any
     number of them), and the power."""
+
+    schema: ClassVar[str] = "kcdsl.plan/3"
 
     contract: Mapping[str, str]
     confidence: float
@@ -79,11 +79,7 @@ class Plan(Record):
 
     def to_json(self) -> dict[str, Any]:
         """Return the document "kcdsl.plan/3"; allowed shares as texts `p/q`."""
-        found = Record.to_json(self)
+        found = DocumentRecord.to_json(self)
         for row, own in zip(found["rows"], self.rows, strict=True):
             row["allowed"] = None if own.allowed is None else str(own.allowed)
-        return {"schema": PLAN_SCHEMA, **found}
-
-    def dumps(self) -> str:
-        """Return the document as text."""
-        return json_text(self.to_json(), allow_nan=False)
+        return found

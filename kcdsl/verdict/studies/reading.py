@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from kcdsl.exits import Exit
 from kcdsl.verdict.quantities import scale, stated, told
-from kcdsl.verdict.records import Record
+from kcdsl.verdict.records import DocumentRecord, Record
 from kcdsl_certs.encoding.reals import real_text
 from kcdsl_certs.encoding.strict import time_text
 from kcdsl_certs.signatures import Trust
@@ -30,7 +30,6 @@ from kcdsl_certs.statement import (
 )
 from kcdsl_certs.verification.inspection import Inspection, SeenSignature
 
-SHOW_SCHEMA = "kcdsl.show/1"
 _UNVERIFIED = "SIGNATURE NOT VERIFIED: anybody may have written this; name a key or a policy"
 _AUTHENTIC = {True: "verified", False: "refused", None: "not_verified"}
 _EVIDENCE = {
@@ -223,13 +222,14 @@ class Content(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading(Record):
+class Reading(DocumentRecord):
     """A certificate as people read it, and what the steps of a check say that need it alone.
 
     `content` is None where nothing of it can be read. `signed` is `verified`, `refused` or
     `not_verified`, the last where nobody is trusted.
     """
 
+    schema: ClassVar[str] = "kcdsl.show/1"
     derived: ClassVar[tuple[str, ...]] = ("exit",)
 
     file: str
@@ -283,10 +283,6 @@ class Reading(Record):
             return "violated", f"`kcdsl check` refuses it: {reasons}"
         rest = ", ".join(self.left_out)
         return "inconclusive", f"nothing speaks against it so far; not run: {rest}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document "kcdsl.show/1"."""
-        return {"schema": SHOW_SCHEMA, **Record.to_json(self)}
 
 
 def reading_of(file: str, inspection: Inspection, trust: Trust | None, moment: datetime) -> Reading:
