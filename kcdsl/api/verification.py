@@ -33,7 +33,7 @@ from kcdsl.diagnostics.codes import (
     WEIGHTS_REGION,
     Code,
 )
-from kcdsl.diagnostics.report import suggest
+from kcdsl.diagnostics.report import refuse_unknown
 from kcdsl.exits import Exit
 from kcdsl.ir.tables import expand_tables, gaps
 from kcdsl.model.files import Artefacts
@@ -347,13 +347,7 @@ def _chosen(program: Program, blocks: Sequence[str], clauses: Sequence[str]) -> 
     """Return the goals that the options select; refuse a selection that selects nothing."""
     every = goals(program)
     known = [clause.id for clause in program.clauses]
-    for wanted in clauses:
-        if wanted not in known:
-            raise refuse(
-                UNKNOWN_CLAUSE,
-                f"the contract has no clause {wanted!r}",
-                help=suggest(wanted, known, "clauses"),
-            )
+    refuse_unknown(clauses, known, UNKNOWN_CLAUSE, "the contract has no clause", "clauses")
     chosen = tuple(
         goal
         for goal in every
@@ -403,13 +397,7 @@ def _domains(text: str, backend: str, *, chain: bool) -> tuple[str, ...]:
             help="leave --domains out" + (", or --chain" if chain else ""),
         )
     named = tuple(name.strip() for name in text.split(","))
-    for name in named:
-        if name not in known:
-            raise refuse(
-                NO_DOMAIN,
-                f"--domains: there is no domain {name[:40]!r}",
-                help=suggest(name, known, "domains"),
-            )
+    refuse_unknown(named, known, NO_DOMAIN, "--domains: there is no domain", "domains")
     if len(set(named)) != len(named):
         raise refuse(
             NO_DOMAIN, f"--domains: {text[:80]!r} names a domain twice", help="name each once"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from kcdsl.diagnostics.codes import Code
-from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Sink
+from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Sink, refuse
 from kcdsl.diagnostics.spans import SourceFile, Span
 
 _NAME = re.compile(r"""([\"']?)[^\s"'()]+\1""")
@@ -108,6 +108,15 @@ def suggest(name: str, allowed: Iterable[str], listed: str = "allowed") -> str:
         text.same = close.lower() == name.lower()
         return text
     return f"{listed}: {', '.join(names)}" if names else f"{listed}: none"
+
+
+def refuse_unknown(
+    names: Iterable[str], known: Collection[str], code: Code, said: str, listed: str
+) -> None:
+    """Refuse a name that is not known: what is `said` of it stands before the name."""
+    for name in names:
+        if name not in known:
+            raise refuse(code, f"{said} {name[:80]!r}", help=suggest(name, known, listed))
 
 
 def meant(name: str, text: str) -> Suggestion:

@@ -37,7 +37,7 @@ from kcdsl.cli.common.output import deliver, progress_bars, say
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import BAD_TIME, UNKNOWN_SLICE, USAGE
 from kcdsl.diagnostics.render.terminal import json_text
-from kcdsl.diagnostics.report import suggest
+from kcdsl.diagnostics.report import refuse_unknown
 from kcdsl.exits import Exit
 from kcdsl.source.files import in_contract, read_bytes
 
@@ -70,7 +70,8 @@ class PlanCommand(Looks):
     def run(self) -> Exit:
         """Plan: nothing is measured and nothing is written."""
         contract = read_contract(self.contract)
-        _refuse_unknown_slices(contract.program, self.slices)
+        known = [s.name for s in contract.program.slices]
+        refuse_unknown(self.slices, known, UNKNOWN_SLICE, "the contract has no slice", "slices")
         plan = planner()
         with in_contract(contract.path):
             found: Planned = plan(
@@ -88,14 +89,6 @@ class PlanCommand(Looks):
 
             print_plan(found, sys.stdout)
         return Exit.HELD
-
-
-def _refuse_unknown_slices(program: Program, names: tuple[str, ...]) -> None:
-    known = [s.name for s in program.slices]
-    for name in names:
-        if name not in known:
-            help = suggest(name, known, "slices")
-            raise refuse(UNKNOWN_SLICE, f"the contract has no slice {name!r}", help=help)
 
 
 # --- attribute -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kcdsl import __version__
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.diagnostics.report import suggest
+from kcdsl.diagnostics.report import refuse_unknown
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.tables import expand_tables, gaps, whole_of
 from kcdsl.ir.terms import KernelRef, Program, Slice
@@ -214,13 +214,7 @@ def _identity(stated: Program) -> dict[str, str]:
 
 def _chosen(program: Program, names: Sequence[str]) -> tuple[Slice, ...]:
     known = [s.name for s in program.slices]
-    for name in names:
-        if name not in known:
-            raise refuse(
-                codes.UNKNOWN_SLICE,
-                f"the contract has no slice {name!r}",
-                help=suggest(name, known, "slices"),
-            )
+    refuse_unknown(names, known, codes.UNKNOWN_SLICE, "the contract has no slice", "slices")
     return tuple(s for s in program.slices if not names or s.name in names)
 
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from kcdsl import __version__
-from kcdsl.diagnostics import codes, refuse
-from kcdsl.diagnostics.report import suggest
+from kcdsl.diagnostics import codes
+from kcdsl.diagnostics.report import refuse_unknown
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Metric, Program, Term
 from kcdsl.metrics import MEASURES
@@ -169,13 +169,8 @@ def _asked(table: TokenTable, task: PreparedContract | None, wish: Wish) -> list
         for name, own in source.items():
             limits.setdefault(name, {}).update(dict.fromkeys(own))
     given = [*wish.metrics, *(wish.limits or {})]
-    for name in given:
-        if name not in table.metrics:
-            raise refuse(
-                codes.TOKEN_TABLE,
-                f"the token table has no column {name!r} of floating numbers",
-                help=suggest(name, list(table.metrics), "metrics"),
-            )
+    said = "the token table has no column of floating numbers"
+    refuse_unknown(given, table.metrics, codes.TOKEN_TABLE, said, "metrics")
     names = list(given)
     if task is not None:
         names += [name for term in task.terms for name in limits if Metric(name) == term]
@@ -187,13 +182,7 @@ def _asked(table: TokenTable, task: PreparedContract | None, wish: Wish) -> list
 
 
 def _chosen(there: tuple[str, ...], wanted: Sequence[str]) -> tuple[str, ...]:
-    for name in wanted:
-        if name not in there:
-            raise refuse(
-                codes.UNKNOWN_SLICE,
-                f"the token table has no slice {name!r}",
-                help=suggest(name, list(there), "slices"),
-            )
+    refuse_unknown(wanted, there, codes.UNKNOWN_SLICE, "the token table has no slice", "slices")
     return tuple(name for name in there if not wanted or name in wanted)
 
 

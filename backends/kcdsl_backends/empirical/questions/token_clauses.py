@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.diagnostics.report import suggest
+from kcdsl.diagnostics.report import refuse_unknown
 from kcdsl.ir.formulas import subterms, terms_of, walk
 from kcdsl.ir.tables import expand_tables, gaps, is_bucket, whole_of
 from kcdsl.ir.terms import (
@@ -85,7 +85,8 @@ class PreparedContract:
 def prepare(program: Program, table: TokenTable, only: Sequence[str] = ()) -> PreparedContract:
     """Return what is to be asked of a table; raises Refusal (KC623) where nothing is left."""
     expanded, measures = expand_tables(program), measures_of(program)
-    _refuse_unknown(program, only)
+    known = [s.name for s in program.slices]
+    refuse_unknown(only, known, codes.UNKNOWN_SLICE, "the contract has no slice", "slices")
     chosen = [
         s
         for s in expanded.slices
@@ -125,17 +126,6 @@ def prepare(program: Program, table: TokenTable, only: Sequence[str] = ()) -> Pr
         tuple(there),
         measures,
     )
-
-
-def _refuse_unknown(program: Program, names: Sequence[str]) -> None:
-    known = [s.name for s in program.slices]
-    for name in names:
-        if name not in known:
-            raise refuse(
-                codes.UNKNOWN_SLICE,
-                f"the contract has no slice {name!r}",
-                help=suggest(name, known, "slices"),
-            )
 
 
 def decide_table(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.diagnostics.report import suggest
+from kcdsl.diagnostics.report import refuse_unknown
 from kcdsl.ir.terms import KernelRef, Program
 from kcdsl.model.adapters import ADAPTERS
 from kcdsl.model.presets import resolve
@@ -76,14 +76,9 @@ def run_single(
 
 
 def _chosen(every: Sequence[Variant], only: Sequence[str]) -> tuple[Variant, ...]:
-    known = [variant.name for variant in every]
-    for name in only:
-        if name not in known and name not in {variant.factor for variant in every}:
-            raise refuse(
-                codes.EXPERIMENT,
-                f"there is no variant {name!r}",
-                help=suggest(name, known, "variants"),
-            )
+    named = [*(variant.name for variant in every), *(variant.factor for variant in every)]
+    known = tuple(dict.fromkeys(named))
+    refuse_unknown(only, known, codes.EXPERIMENT, "there is no variant", "variants")
     return tuple(
         v for v in every if not only or v.name in only or v.factor in only or v.factor == "none"
     )
