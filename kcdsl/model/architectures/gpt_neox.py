@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kcdsl.model.attention import AttentionProgram, Composed, merge_heads, split_heads
 from kcdsl.model.configuration import LARGEST_DEPTH, Fields, family_of
+from kcdsl.model.decoder.config import Rotation
 from kcdsl.model.decoder.gpt import FORMS, GPTModel, Names
+from kcdsl.model.decoder.rotary import Rotary
 
 READ = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -93,41 +94,10 @@ def _stated(fields: Mapping[str, Any], names: tuple[str, str], default: float) -
     return stated[0] if stated else default
 
 
-class NeoXRotary(nn.Module):
-    """Rotation of the two halves of the first numbers of each head by position.
-
-    The tables are computed in float64 on the CPU and stored as float32, so that every device and
-    every kernel starts from the same numbers.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, config: NeoXConfig) -> None:
-        super().__init__()
-        self.width = config.rotary_width
-        exponents = torch.arange(0, self.width, 2, dtype=torch.float64) / self.width
-        steps = config.rope_theta**-exponents
-        angles = torch.outer(torch.arange(config.positions, dtype=torch.float64), steps)
-        table = torch.cat((angles, angles), dim=-1)
-        self.register_buffer("cos", table.cos().to(torch.float32), persistent=False)
-        self.register_buffer("sin", table.sin().to(torch.float32), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the rotated [..., H, T, d]; the arithmetic is at least float32, rounded once."""
-        length, half = x.shape[-2], self.width // 2
-        wide = x[..., : self.width].to(torch.promote_types(x.dtype, torch.float32))
-        turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
-        rotated = (wide * self.cos[:length] + turned * self.sin[:length]).to(x.dtype)
-        if self.width == x.shape[-1]:
-            return rotated
-        return torch.cat((rotated, x[..., self.width :]), dim=-1)
-
-
 class NeoXAttention(nn.Module):
     """The attention sub-layer, without residual and norm."""
 
-    def __init__(self, config: NeoXConfig, rotary: NeoXRotary) -> None:
+    def __init__(self, config: NeoXConfig, rotary: Rotary) -> None:
         super().__init__()
         self.heads = config.heads
         self.attention_program: AttentionProgram = Composed()
@@ -165,7 +135,7 @@ class NeoXMLP(nn.Module):
 class NeoXLayer(nn.Module):
     """Pre-norm attention and feed-forward with their residuals, in parallel or in sequence."""
 
-    def __init__(self, config: NeoXConfig, rotary: NeoXRotary) -> None:
+    def __init__(self, config: NeoXConfig, rotary: Rotary) -> None:
         super().__init__()
         self.parallel = config.parallel
         self.input_layernorm = nn.LayerNorm(config.width, eps=config.eps)
@@ -190,7 +160,7 @@ class NeoXStack(nn.Module):
     def __init__(self, config: NeoXConfig) -> None:
         super().__init__()
         self.embed_in = nn.Embedding(config.vocabulary, config.width)
-        rotary = NeoXRotary(config)
+        rotary = Rotary(Rotation(config.rope_theta), config.rotary_width, config.positions)
         self.layers = nn.ModuleList(NeoXLayer(config, rotary) for _ in range(config.layers))
         self.final_layer_norm = nn.LayerNorm(config.width, eps=config.eps)
 

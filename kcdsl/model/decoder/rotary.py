@@ -11,7 +11,8 @@ from kcdsl.model.decoder.config import Rotation
 
 
 class Rotary(nn.Module):
-    """Rotation of the two halves of each head by position (half-rotation RoPE).
+    """Rotation of the two halves of each head by position (half-rotation RoPE), or of the first
+    `width` numbers of each head.
 
     The tables are computed in float64 on the CPU and stored as float32, so that every device and
     every kernel starts from the same numbers.
@@ -20,9 +21,9 @@ class Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, rotation: Rotation, head_width: int, positions: int) -> None:
+    def __init__(self, rotation: Rotation, width: int, positions: int) -> None:
         super().__init__()
-        steps, size = frequencies(rotation, head_width)
+        steps, size = frequencies(rotation, width)
         angles = torch.outer(torch.arange(positions, dtype=torch.float64), steps)
         for name, function in (("cos", torch.cos), ("sin", torch.sin)):
             half = (function(angles) * size).to(torch.float32)
@@ -30,10 +31,12 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the rotated [..., H, T, d]; the arithmetic is at least float32, rounded once."""
-        length, half = x.shape[-2], x.shape[-1] // 2
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        length, width = x.shape[-2], self.cos.shape[-1]
+        part = x if width == x.shape[-1] else x[..., :width]
+        wide, half = part.to(torch.promote_types(x.dtype, torch.float32)), width // 2
         turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
-        return (wide * self.cos[:length] + turned * self.sin[:length]).to(x.dtype)
+        rotated = (wide * self.cos[:length] + turned * self.sin[:length]).to(x.dtype)
+        return rotated if part is x else torch.cat((rotated, x[..., width:]), dim=-1)
 
 
 def frequencies(rotation: Rotation, head_width: int) -> tuple[Tensor, float]:
