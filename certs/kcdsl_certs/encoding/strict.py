@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NoReturn
@@ -38,14 +39,31 @@ def strict_load(raw: bytes, limit: int, nesting: int | None = DEEPEST_NESTING) -
     """
     if len(raw) > limit:
         raise Rejected("json/size", f"{len(raw)} bytes, at most {limit} are read")
+    return _load(raw, nesting, _no_float, _integer)
+
+
+def loose_load(raw: bytes) -> Any:
+    """Parse one JSON document that may hold floats; else as strict as `strict_load`.
+
+    Integers may be of any size that Python reads, and no float is infinite or NaN.
+    """
+    return _load(raw, DEEPEST_NESTING, _finite, int)
+
+
+def _load(
+    raw: bytes,
+    nesting: int | None,
+    read_float: Callable[[str], float],
+    read_integer: Callable[[str], int],
+) -> Any:
     try:
         text = raw.decode("utf-8")
         value = json.loads(
             text,
             object_pairs_hook=_unique_pairs,
             parse_constant=_no_float,
-            parse_float=_no_float,
-            parse_int=_integer,
+            parse_float=read_float,
+            parse_int=read_integer,
         )
         _refuse_surrogates(text, value)
     except RecursionError:
@@ -56,30 +74,6 @@ def strict_load(raw: bytes, limit: int, nesting: int | None = DEEPEST_NESTING) -
         raise Rejected("json/syntax", str(error)) from None
     if nesting is not None:
         _limit_nesting(value, nesting)
-    return value
-
-
-def loose_load(raw: bytes) -> Any:
-    """Parse one JSON document that may hold floats; else as strict as `strict_load`.
-
-    Integers may be of any size that Python reads, and no float is infinite or NaN.
-    """
-    try:
-        text = raw.decode("utf-8")
-        value = json.loads(
-            text,
-            object_pairs_hook=_unique_pairs,
-            parse_constant=_no_float,
-            parse_float=_finite,
-        )
-        _refuse_surrogates(text, value)
-    except RecursionError:
-        raise Rejected("json/nesting", "too deeply nested") from None
-    except UnicodeError:
-        raise Rejected("json/encoding", "not UTF-8, or a lone surrogate") from None
-    except ValueError as error:
-        raise Rejected("json/syntax", str(error)) from None
-    _limit_nesting(value, DEEPEST_NESTING)
     return value
 
 
