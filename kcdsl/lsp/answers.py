@@ -9,6 +9,7 @@ from typing import Any
 
 from lsprotocol import types as lsp
 from lsprotocol.types import PositionEncodingKind as Encoding
+from pygls.capabilities import get_capability
 
 from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.features import decorations
@@ -81,9 +82,11 @@ class Question:
     @property
     def versioned(self) -> bool:
         """Say whether the client takes edits of a stated version."""
-        workspace = self.client.workspace
-        about = workspace.workspace_edit if workspace is not None else None
-        return about is not None and bool(about.document_changes)
+        return bool(self.able("workspace.workspace_edit.document_changes"))
+
+    def able(self, what: str) -> Any:
+        """Return what the client says of one of its capabilities, by the path of its name."""
+        return get_capability(self.client, what)
 
 
 # --- findings ------------------------------------------------------------------------------------
@@ -150,15 +153,13 @@ def hovered(question: Question, params: lsp.HoverParams) -> lsp.Hover | None:
     found = hover(view, offset)
     if found is None:
         return None
-    about = question.client.text_document
-    formats = about.hover.content_format if about is not None and about.hover else None
+    formats = question.able("text_document.hover.content_format")
     return lsp.Hover(markup(found.text, formats), ranges.of(found.span))
 
 
 def completed(question: Question, params: lsp.CompletionParams) -> lsp.CompletionList:
     """Return what may stand at the cursor."""
-    about = question.client.text_document
-    item = about.completion.completion_item if about is not None and about.completion else None
+    item = question.able("text_document.completion.completion_item")
     found = complete(question.snapshot, question.ranges.offset(params.position))
     return lsp.CompletionList(
         is_incomplete=False, items=[completion_item(one, question.ranges, item) for one in found]
@@ -170,11 +171,8 @@ def signed(question: Question, params: lsp.SignatureHelpParams) -> lsp.Signature
     found = signature(question.snapshot.source, question.ranges.offset(params.position))
     if found is None:
         return None
-    about = question.client.text_document
-    able = about.signature_help if about is not None else None
-    information = able.signature_information if able is not None else None
-    formats = information.documentation_format if information is not None else None
-    return signature_help(found, formats)
+    able = "text_document.signature_help.signature_information.documentation_format"
+    return signature_help(found, question.able(able))
 
 
 def signature_help(
@@ -263,10 +261,8 @@ def _joined(found: Iterable[lsp.WorkspaceEdit]) -> lsp.WorkspaceEdit:
 def symbols(question: Question, params: lsp.DocumentSymbolParams) -> list[Any]:
     """Return the outline, as a tree where the client shows trees."""
     view, ranges, _ = question.settled()
-    about = question.client.text_document
-    tree = about.document_symbol if about is not None else None
     found = outline(view.analysis, ranges)
-    if tree is not None and tree.hierarchical_document_symbol_support:
+    if question.able("text_document.document_symbol.hierarchical_document_symbol_support"):
         return found
     return _flat_symbols(found, ranges.uri)
 

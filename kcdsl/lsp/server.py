@@ -12,6 +12,7 @@ from typing import Any
 
 from lsprotocol import types as lsp
 from lsprotocol.types import PositionEncodingKind as Encoding
+from pygls.capabilities import get_capability
 from pygls.exceptions import JsonRpcException
 from pygls.lsp.server import LanguageServer
 from pygls.protocol import LanguageServerProtocol, lsp_method
@@ -83,8 +84,7 @@ class Server(LanguageServer):
     @property
     def pulls(self) -> bool:
         """Say whether the client asks for diagnostics, so that they need not be pushed."""
-        about = self.client_capabilities.text_document
-        return about is not None and about.diagnostic is not None
+        return get_capability(self.client_capabilities, "text_document.diagnostic") is not None
 
     # --- findings --------------------------------------------------------------------------------
 
@@ -110,9 +110,7 @@ class Server(LanguageServer):
             self._refresh()
 
     def _refresh(self) -> None:
-        workspace = self.client_capabilities.workspace
-        about = workspace.diagnostics if workspace is not None else None
-        if about is not None and about.refresh_support:
+        if get_capability(self.client_capabilities, "workspace.diagnostics.refresh_support"):
             self.workspace_diagnostic_refresh(None)
 
     def closed(self, uri: str) -> None:
@@ -237,8 +235,7 @@ class Server(LanguageServer):
         severity = lsp.MessageType.Info if finished.code == 0 else lsp.MessageType.Warning
         self.window_log_message(lsp.LogMessageParams(lsp.MessageType.Log, finished.output))
         self.window_show_message(lsp.ShowMessageParams(severity, finished.message(subject)))
-        workspace = self.client_capabilities.workspace
-        if workspace is not None and workspace.code_lens is not None:
+        if get_capability(self.client_capabilities, "workspace.code_lens") is not None:
             self.workspace_code_lens_refresh(None)
         return {"status": finished.code, "output": finished.output}
 
@@ -246,9 +243,8 @@ class Server(LanguageServer):
         """Show what a code means, by its page where the client shows documents, and return it."""
         text, found = code_text(code), find_code(code)
         page = found.uri if found is not None else None
-        window = self.client_capabilities.window
-        able = window.show_document if window is not None else None
-        if page is not None and able is not None and able.support:
+        able = get_capability(self.client_capabilities, "window.show_document.support")
+        if page is not None and able:
             self.window_show_document(lsp.ShowDocumentParams(page))
         else:
             self.window_show_message(lsp.ShowMessageParams(lsp.MessageType.Info, text))
@@ -326,9 +322,8 @@ def _follow_documents(server: Server) -> None:
 
 
 def _watch_files(server: Server) -> None:
-    workspace = server.client_capabilities.workspace
-    about = workspace.did_change_watched_files if workspace is not None else None
-    if about is None or not about.dynamic_registration:
+    able = "workspace.did_change_watched_files.dynamic_registration"
+    if not get_capability(server.client_capabilities, able):
         return
     watchers = [lsp.FileSystemWatcher(pattern) for pattern in _WATCHED]
     options = lsp.DidChangeWatchedFilesRegistrationOptions(watchers)
