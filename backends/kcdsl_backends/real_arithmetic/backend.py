@@ -78,20 +78,9 @@ class RealBackend:
         """Decide goals; their outcomes come in the same order.
 
         A goal is held only if its clause asks for `evidence: proof-real`. There is no proof object.
-
-        Args:
-            program: the compiled contract.
-            base: folder of the contract, to which its paths are relative.
-            goals: what to decide; the domains of a goal are methods of the solver.
-            device: where the training kernel runs that gives the regions; bounds are of the CPU.
-            attacks: search for concrete runs, and compare every bound with them.
-            progress: told after every case.
-            execution: of which only the time limit counts: everything runs in this process.
-            artefacts: the files of the command, with which the digests of what is read are
-                recorded.
-
-        Raises:
-            Refusal: the model, the kernels, the data or a block cannot be used.
+        Arguments and errors are those of `kcdsl_backends.certifier.backend`; but the domains of a
+        goal are methods of the solver, and of `execution` the time limit alone counts: everything
+        runs in this process, bounds on the CPU.
         """
         files = artefacts or Artefacts.of(base.resolve())
         model = load_model(program.model, files)
