@@ -100,6 +100,18 @@ def clauses_for(
     return tuple(found)
 
 
+_RATIO = DraftClause(
+    "N-RATIO", "mean(abs(log_ratio))", "<=", "0.01", "nats",
+    "Importance ratios of sampled tokens stay near 1; beyond, gradients are biased.",
+    then="importance_correct",
+)  # fmt: skip
+_W_LOG_W = DraftClause(
+    "N-W-LOG-W", "mean(w_log_w)", "<=", "1e-3", "nats",
+    "The policy that samples is the one that is trained, up to this divergence.",
+    then="importance_correct",
+)  # fmt: skip
+
+
 def _proved(blocks: Sequence[str], *, ball: bool) -> list[DraftClause]:
     found = [
         DraftClause(
@@ -153,19 +165,7 @@ def _of_policies(
             slices=("all",),
         )  # fmt: skip
         return [kl, tv, top] if release else [kl, top]
-    return [
-        DraftClause(
-            "N-RATIO", "mean(abs(log_ratio))", "<=", "0.01", "nats",
-            "Importance ratios of sampled tokens stay near 1; beyond, gradients are biased.",
-            then="importance_correct",
-        ),
-        DraftClause(
-            "N-W-LOG-W", "mean(w_log_w)", "<=", "1e-3", "nats",
-            "The policy that samples is the one that is trained, up to this divergence.",
-            then="importance_correct",
-        ),
-        replace(kl, slices=("all",)),
-    ]  # fmt: skip
+    return [_RATIO, _W_LOG_W, replace(kl, slices=("all",))]
 
 
 def _of_states(width: int, wide: tuple[str, ...], named: Sequence[str]) -> list[DraftClause]:
@@ -189,16 +189,8 @@ def _of_states(width: int, wide: tuple[str, ...], named: Sequence[str]) -> list[
 
 def _of_rollouts(slices: tuple[str, ...]) -> list[DraftClause]:
     return [
-        DraftClause(
-            "N-RATIO", "mean(abs(log_ratio))", "<=", "0.01", "nats",
-            "Importance ratios of sampled tokens stay near 1; beyond, gradients are biased.",
-            slices=slices, then="importance_correct",
-        ),
-        DraftClause(
-            "N-W-LOG-W", "mean(w_log_w)", "<=", "1e-3", "nats",
-            "The policy that sampled is the one that is trained, up to this divergence.",
-            then="importance_correct",
-        ),
+        replace(_RATIO, slices=slices),
+        _W_LOG_W,
         DraftClause(
             "N-K3", "mean(k3)", "<=", "1e-3", "nats",
             "The k3 estimate of the divergence, which trainers log.",
