@@ -32,7 +32,7 @@ from kcdsl_backends.empirical.diagnoses.model import (
     finite,
     noise_of,
     not_applicable,
-    outcome,
+    told_as,
 )
 from kcdsl_backends.empirical.diagnoses.policies import (
     support_check,
@@ -101,7 +101,7 @@ def run_prechecks(subject: Subject, units: Sequence[SamplingUnit]) -> tuple[Prec
     named = any(check.outcome == "failed" for check in void if check.name == "weights_checksum")
     repairs = _repairs(subject, probes, noise)
     cause = cause_of(repairs)
-    told = [_told(repair, cause) for repair in repairs]
+    told = [told_as(repair, cause) for repair in repairs]
     shown = [repair.name for repair in repairs if repair is cause or repair.seen]
     known = shown[0] if shown else ("weights_checksum" if named else None)
     localised = None if known else _localised(subject, probes, noise)
@@ -166,13 +166,6 @@ def _localised(
     if noise is None or not noise.beyond or (found is not None and found.strayed):
         return found
     return whole_model(probes[0], noise.beyond, reference) or found
-
-
-def _told(repair: Repair, cause: Repair | None) -> Precheck:
-    if repair.left is None:
-        return not_applicable(repair.name, repair.detail)
-    good = repair is not cause and not repair.seen
-    return outcome(repair.name, good, repair.detail, repair.value)
 
 
 def _explained(name: str, cause: str) -> Precheck:

@@ -191,6 +191,14 @@ def cause_of(repairs: Sequence[Repair]) -> Repair | None:
     return min(found, key=lambda r: 0.0 if r.left is None else r.left, default=None)
 
 
+def told_as(repair: Repair, cause: Repair | None) -> Precheck:
+    """Return a repair as a precondition, which fails where it is the cause or seen by itself."""
+    if repair.left is None:
+        return not_applicable(repair.name, repair.detail)
+    good = repair is not cause and not repair.seen
+    return outcome(repair.name, good, repair.detail, repair.value)
+
+
 def blocking(prechecks: Sequence[Precheck]) -> str | None:
     """Return the reason of the first failed precondition that blocks every clause."""
     for check in prechecks:

@@ -16,11 +16,11 @@ from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses import recorded_logs
 from kcdsl_backends.empirical.diagnoses.drawn_law import drawn_law, listed_law
 from kcdsl_backends.empirical.diagnoses.model import (
-    Repair,
     cause_of,
     empty_slice,
     not_applicable,
     outcome,
+    told_as,
 )
 from kcdsl_backends.empirical.diagnoses.policies import support_check
 from kcdsl_backends.empirical.sources.rollouts.record import Array, Law, Policy, Rollout, Semantics
@@ -81,14 +81,8 @@ def recorded_prechecks(subject: Recorded) -> tuple[Precheck, ...]:
         recorded_logs.swapped(both),
     ]
     cause = cause_of(repairs)
-    ratios = _ratios(both)
-    return (*declared, *shared, copied, *[_told(r, cause) for r in repairs], support_check(ratios))
-
-
-def _told(repair: Repair, cause: Repair | None) -> Precheck:
-    if repair.left is None:
-        return not_applicable(repair.name, repair.detail)
-    return outcome(repair.name, repair is not cause, repair.detail, repair.value)
+    told = [told_as(repair, cause) for repair in repairs]
+    return (*declared, *shared, copied, *told, support_check(_ratios(both)))
 
 
 def _ratios(rollouts: Sequence[Rollout]) -> list[Array]:
