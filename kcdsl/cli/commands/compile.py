@@ -13,12 +13,12 @@ from kcdsl.api.contract import contracts_in, find_contract, read_contract, refus
 from kcdsl.check.compile import analyse, compile_source, no_program
 from kcdsl.cli.common import Command, argument, choice, switch, value
 from kcdsl.cli.common.options import contract_argument, output_option, seconds, whole
-from kcdsl.cli.common.output import counted, deliver, difference, progress_bars
+from kcdsl.cli.common.output import deliver, difference, progress_bars
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
 from kcdsl.diagnostics.codes import NO_BACKEND, UNKNOWN_CLAUSE, USAGE
 from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, Checked, LintRun, render
 from kcdsl.diagnostics.render.full import render_full
-from kcdsl.diagnostics.render.terminal import one_line
+from kcdsl.diagnostics.render.terminal import counted, one_line
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.exits import Exit
 from kcdsl.ir.canonical import digest, document, library_digest

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.api.contract import find_contract, read_contract, refuse_foreign_code
 from kcdsl.cli.common import Command, argument, choice, switch, value
 from kcdsl.cli.common.options import code_words
-from kcdsl.cli.common.output import counted, print_json
+from kcdsl.cli.common.output import print_json
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, refuse
 from kcdsl.diagnostics.codes import (
     FAMILIES,
@@ -28,7 +28,7 @@ from kcdsl.diagnostics.codes import (
     find,
 )
 from kcdsl.diagnostics.pages import Page, manual_page, manual_pages
-from kcdsl.diagnostics.render.terminal import one_line
+from kcdsl.diagnostics.render.terminal import counted, one_line
 from kcdsl.diagnostics.report import nearest, suggest
 from kcdsl.exits import Exit
 from kcdsl.source.files import in_contract, read_source

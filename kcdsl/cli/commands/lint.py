@@ -14,7 +14,7 @@ from kcdsl.api.contract import contracts_in
 from kcdsl.check.compile import Analysis, analyse
 from kcdsl.cli.common import Command, argument, choice, switch, value, values
 from kcdsl.cli.common.options import code_words, output_option
-from kcdsl.cli.common.output import Output, counted, difference, outputs
+from kcdsl.cli.common.output import Output, difference, outputs
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
 from kcdsl.diagnostics.codes import (
     BAD_CONFIGURATION,
@@ -25,6 +25,7 @@ from kcdsl.diagnostics.codes import (
     USAGE,
 )
 from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, SUFFIXES, Checked, LintRun, render
+from kcdsl.diagnostics.render.terminal import counted
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.exits import Exit
 from kcdsl.source.config import CODES_HELP, code_or_beginning, load_config

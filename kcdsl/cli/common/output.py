@@ -61,11 +61,6 @@ def difference(source: SourceFile, text: str, how: str = "formatted") -> str:
     return "".join(line if line.endswith("\n") else f"{line}{no_end}" for line in lines)
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 # --- formats -------------------------------------------------------------------------------------
 
 

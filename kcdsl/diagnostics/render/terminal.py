@@ -57,6 +57,11 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def json_for_terminals(text: str) -> str:
     """Return the text of a JSON document with escapes where a terminal, or the log of a build
     server, would obey what it says: the document is the same."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kcdsl.diagnostics.render.terminal import counted
 from kcdsl.verdict.html.document import Part, Sheet, SheetCell, document_page
 from kcdsl.verdict.model import SIGNS
 from kcdsl.verdict.quantities import UNREACHED, quantity, rate_text, scale, told
@@ -14,7 +15,6 @@ from kcdsl.verdict.studies.pairing import (
     RunComparison,
     band_text,
     baseline_lines,
-    counted,
     worse_text,
 )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from kcdsl.diagnostics.render.terminal import printable
+from kcdsl.diagnostics.render.terminal import counted, printable
 from kcdsl.verdict.quantities import UNREACHED
 from kcdsl.verdict.records import DocumentRecord, Record
 from kcdsl.verdict.studies.difference import (
@@ -368,5 +368,4 @@ def _status(result: ResultDifference) -> str:
 def _counts(found: CertificateDifference) -> str:
     counts = Counter(result.relation for result in found.results)
     parts = [f"{counts[relation]} {relation}" for relation in Relation if counts[relation]]
-    noun = "result" if len(found.results) == 1 else "results"
-    return f"{len(found.results)} {noun}: {', '.join(parts) or 'none'}"
+    return f"{counted(len(found.results), 'result')}: {', '.join(parts) or 'none'}"

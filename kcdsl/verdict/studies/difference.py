@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from kcdsl.diagnostics.render.terminal import counted
 from kcdsl.verdict.records import DocumentRecord, Record
 
 
@@ -230,8 +231,7 @@ def _is_shown(clause: ClauseDifference) -> bool:
 def _counts(found: Difference) -> str:
     counts = Counter(clause.relation for clause in found.clauses)
     parts = [f"{counts[relation]} {relation}" for relation in _ORDER if counts[relation]]
-    plural = "clause" if len(found.clauses) == 1 else "clauses"
-    return f"{len(found.clauses)} {plural}: {', '.join(parts) or 'none'}"
+    return f"{counted(len(found.clauses), 'clause')}: {', '.join(parts) or 'none'}"
 
 
 def _title(clause: ClauseDifference) -> str:

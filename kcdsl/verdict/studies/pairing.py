@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from kcdsl.diagnostics.render.terminal import counted
 from kcdsl.verdict.model import HELD
 from kcdsl.verdict.records import DocumentRecord, Record
 
@@ -175,11 +176,6 @@ def _severest(rows: list[PairedRow]) -> tuple[PairedRow, ...]:
 def number_text(value: float | None) -> str:
     """Return a number in a few characters; a dash where there is none."""
     return "–" if value is None else f"{value:.4g}"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def worse_text(row: PairedRow) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kcdsl.cli.common.output import counted
-from kcdsl.diagnostics.render.terminal import one_line
+from kcdsl.diagnostics.render.terminal import counted, one_line
 
 if TYPE_CHECKING:
     from kcdsl.release.register import Audit, CertificateStatus, Event
