@@ -113,7 +113,8 @@ def gather(
         )
         return StageEvidence(expected, {}, others, {}, None)
     told: list[Expectation] = []
-    checked = check_certificates(signed, _telling(checks, told)).combined
+    checks = replace(checks, promoting=True, expected=told.append)
+    checked = check_certificates(signed, checks).combined
     found: dict[str, tuple[Report, bytes]] = {}
     invalid: dict[str, tuple[str, ...]] = {}
     for name, report in checked.reports:
@@ -122,7 +123,3 @@ def gather(
         else:
             invalid[name] = report.reasons or ("statement/transfer",)
     return StageEvidence(told[0] if told else None, found, others, invalid, checked.trust)
-
-
-def _telling(checks: CheckSettings, told: list[Expectation]) -> CheckSettings:
-    return replace(checks, promoting=True, expected=told.append)

@@ -26,16 +26,10 @@ def remove_parts(
 ) -> tuple[Edit, ...]:
     """Return the edits that remove the chosen entries or items; others must be left."""
     if isinstance(node, Mapping):
-        entries = node.entries
-        return remove_spans(
-            source, node.span, len(entries), lambda i: _of_entry(entries[i]), chosen
-        )
-    items = node.items
-    return remove_spans(source, node.span, len(items), lambda i: items[i].span, chosen)
-
-
-def _of_entry(entry: MappingEntry) -> Span:
-    return entry.key.span.hull(entry.value.span)
+        spans = [entry.key.span.hull(entry.value.span) for entry in node.entries]
+    else:
+        spans = [item.span for item in node.items]
+    return remove_spans(source, node.span, len(spans), spans.__getitem__, chosen)
 
 
 def remove_spans(

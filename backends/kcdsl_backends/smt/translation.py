@@ -219,7 +219,8 @@ class Translator:
                 return every if positive else z3.Not(every)
             case Number(), Norm():
                 return self._compare(MIRRORED[op], right, left, name, at, positive, turned)
-        drifts = [norm.of for side in (left, right) for norm in _norms(side)]
+        terms = (*subterms(left), *subterms(right))
+        drifts = [term.of for term in terms if isinstance(term, Norm)]
         if any(drift.variable not in at for drift in drifts):
             return self._true()
         if not positive and any(not drift.measured for drift in drifts):
@@ -300,10 +301,6 @@ def _site(site: str, at: Environment) -> str:
 def _canonical(term: Term) -> Term:
     """Return the term with registered metric names."""
     return with_leaves(term, lambda t: Metric(canonical(t.name)) if isinstance(t, Metric) else t)
-
-
-def _norms(term: Term) -> Iterator[Norm]:
-    return (part for part in subterms(term) if isinstance(part, Norm))
 
 
 def translator_for(program: Program, inside: Inside, clock: Clock, unit: str = "") -> Translator:

@@ -28,7 +28,7 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.formulas import NEGATED, subterms
 from kcdsl.logic.relations import Interval, interval
-from kcdsl.metrics import MetricDefinition, Registry
+from kcdsl.metrics import Registry
 
 _UPPER = {"<=", "<"}
 _LOWER = {">=", ">"}
@@ -309,7 +309,8 @@ def leaves(term: ir.Term, metrics: Registry, polarity: int | None = 1) -> Iterat
             yield Leaf(term, "lower", "the norm of a drift", polarity)
         case ir.Metric(name=name):
             definition = metrics[name]
-            yield Leaf(term, _better(definition), f"`{name}`", polarity)
+            better = None if definition.signed else definition.better
+            yield Leaf(term, better, f"`{name}`", polarity)
         case ir.Statistic(of=of):
             for leaf in leaves(of, metrics, polarity):
                 yield leaf._replace(statistic=term, outer=polarity)
@@ -342,10 +343,6 @@ def _magnitude(
 
 def _times(polarity: int | None, sign: int | None) -> int | None:
     return None if polarity is None or sign is None else polarity * sign
-
-
-def _better(definition: MetricDefinition) -> str | None:
-    return None if definition.signed else definition.better
 
 
 def sign(term: ir.Term, metrics: Registry) -> int | None:

@@ -186,11 +186,7 @@ class Command:
             for name in get_annotations(owner):
                 if name in declared:
                     option = declared.pop(name)
-                    yield name, option if option.name else _named(option, name)
-
-
-def _named(option: Argument, field: str) -> Argument:
-    return replace(option, name=field.replace("_", "-"))
+                    yield name, replace(option, name=option.name or name.replace("_", "-"))
 
 
 def declare(parser: argparse.ArgumentParser, command: type[Command]) -> None:

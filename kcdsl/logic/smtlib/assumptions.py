@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from itertools import permutations
+from operator import eq
 from typing import Any
 
 from kcdsl.ir.predicates import Division
@@ -42,7 +43,7 @@ def assumptions(
         group = [quantity for quantity in measured if quantity.unit == unit]
         # Units of different slices are counted apart, so nothing relates them.
         setting = ContractFacts(
-            _same if unit else theory.inside,
+            eq if unit else theory.inside,
             temperature,
             undivided if unit else division,
             dict(known),
@@ -76,10 +77,6 @@ def _groups(items: Iterable[Any], key: Any) -> Iterator[list[Any]]:
     for item in items:
         found[key(item)].append(item)
     return (group for group in found.values() if len(group) > 1)
-
-
-def _same(inner: str, outer: str) -> bool:
-    return inner == outer
 
 
 def _extremes(theory: Theory) -> Iterator[Fact]:

@@ -147,13 +147,10 @@ def encode(found: list[SemanticToken], lines: Lines, encoding: Encoding) -> list
         for line, character, length in _pieces(token, lines, encoding):
             same = line == last_line
             data += [line - last_line, character - last_character if same else character, length]
-            data += [TYPES.index(token.type), _bits(token.modifiers)]
+            bits = sum(1 << MODIFIERS.index(name) for name in token.modifiers)
+            data += [TYPES.index(token.type), bits]
             last_line, last_character = line, character
     return data
-
-
-def _bits(modifiers: tuple[str, ...]) -> int:
-    return sum(1 << MODIFIERS.index(name) for name in modifiers)
 
 
 def _pieces(

@@ -48,17 +48,14 @@ def definition(snapshot: Snapshot, offset: int) -> list[LinkTarget]:
     analysis, found = snapshot.analysis, snapshot.occurrences
     here = at(found, offset, foreign=True)
     if here is None:
-        return [LinkTarget(_START, link.path) for link in links(snapshot) if _holds(link, offset)]
+        here_linked = (link for link in links(snapshot) if link.span.holds(offset))
+        return [LinkTarget(_START, link.path) for link in here_linked]
     if here.foreign is not None:
         return _in_library(analysis, here)
     if here.kind is NameKind.METRIC:
         return _user_metric(snapshot, here.name)
     declared = [o for o in found if o.declares and o.key == here.key]
     return [LinkTarget(o.span) for o in declared]
-
-
-def _holds(link: Link, offset: int) -> bool:
-    return link.span.holds(offset)
 
 
 def references(snapshot: Snapshot, offset: int, declaration: bool = True) -> list[Span]:

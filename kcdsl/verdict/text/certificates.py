@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TextIO
 
 from rich.console import RenderableType
@@ -58,7 +58,7 @@ def print_reading(reading: Reading, stream: TextIO) -> None:
 
 
 def _content(reading: Reading, content: Content) -> Iterator[RenderableType]:
-    yield _pairs(_facts(reading, content))
+    yield table(("", ""), _facts(reading, content), show_header=False)
     if content.results:
         yield ""
         columns = ("claim", ">bound or value", ">attained", ">ratio", "rests on", "stated")
@@ -115,10 +115,6 @@ def _facts(reading: Reading, content: Content) -> Iterator[tuple[str, object]]:
     if content.earlier is not None:
         yield "earlier", f"{content.earlier['path']}  sha256:{content.earlier['digest']}"
     yield "evaluator", f"{content.evaluator['id']} {content.evaluator['version']}"
-
-
-def _pairs(rows: Iterable[tuple[str, object]]) -> RenderableType:
-    return table(("", ""), rows, show_header=False)
 
 
 def _row(result: ReadResult) -> tuple[object, ...]:

@@ -164,7 +164,9 @@ def _attentions(kernel: KernelRef) -> Iterator[Variant]:
                 "attention",
                 f"runs {name} instead of {kernel.run}",
                 _with(
-                    replace(kernel, run=name), preset=adapter.presets[0], compute=_compute(kernel)
+                    replace(kernel, run=name),
+                    preset=adapter.presets[0],
+                    compute=resolve(kernel).compute,
                 ),
             )
 
@@ -185,10 +187,6 @@ def _quantisations(kernel: KernelRef) -> Iterator[Variant]:
                 f"{name}: quantises weights and the inputs of linears",
                 _with(replace(kernel, run=name), preset=ADAPTERS[name].presets[0]),
             )
-
-
-def _compute(kernel: KernelRef) -> str:
-    return resolve(kernel).compute
 
 
 def _with(kernel: KernelRef, **changes: Any) -> KernelRef:
