@@ -528,6 +528,7 @@ def _recorded_factory(target: str, config: dict[str, Any], files: Artefacts) -> 
     if source is not None:
         files.record(name, file_digest(source))
         files.record(name, own_code.compiled_digest(source) or file_digest(source))
+    own_code.imported_code(files)  # a later import of a changed file is refused
     return module
 
 

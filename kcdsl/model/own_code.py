@@ -1,47 +1,49 @@
 """The Python code of a contract's own: compiled from its source, and known by its digests.
 
-`module: package.module:factory` and the modules of metrics import what else they need. While such
-code is imported, now or later, its files are read by the loader here: the bytes that are compiled
-are the bytes that are hashed, and no cache of compiled code is read or written.
+`module: package.module:factory` and the modules of metrics import what else they need. From the
+first of them on, every source file of theirs is compiled by the function here, also one that code
+loads by its path: the bytes that are compiled are the bytes that are hashed, and no cache of
+compiled code is read or written.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib import invalidate_caches
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from kcdsl.model.files import MODULE, Artefacts, file_digest
 from kcdsl.source.modules import is_file_name
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
-_NOT_OWN = frozenset({"kcdsl", "kcdsl_backends", "kcdsl_certs"})
+_NOT_OWN = frozenset({"kcdsl", "kcdsl_backends", "kcdsl_certs", "__main__", "__mp_main__"})
+_SEVERAL = "several"
+"""In place of a digest: the file was another one when it was loaded again."""
 
 
-class SourceOnly(SourceFileLoader):
-    """Compiles a module from its source, and records the digest of that."""
+class _Loaded(NamedTuple):
+    """A file that was compiled or loaded: the name of the module, where it was found and where
+    that leads, and the sha256 (hex) of what was compiled."""
 
-    def get_code(self, fullname: str) -> CodeType:
-        """Return the code of the source as it is now."""
-        path = self.get_filename(fullname)
-        data = self.get_data(path)
-        _FINDER.digests[Path(path).resolve()] = hashlib.sha256(data).hexdigest()
-        code: CodeType = self.source_to_code(data, path)
-        return code
+    module: str
+    places: tuple[Path, Path]
+    sha256: str
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules where the import system would, and gives those of a contract their loader."""
+    """Finds modules where the import system would, before any other finder gives them another
+    loader."""
 
     def __init__(self) -> None:
         self.roots: dict[Path, set[Path]] = {}
-        self.digests: dict[Path, str] = {}
+        self.loaded: dict[Path, _Loaded] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -52,41 +54,93 @@ class _Finder(MetaPathFinder):
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.origin is None or not spec.has_location:
             return None
-        place = Path(spec.origin).resolve()
-        if not any(_is_below(place, root) for roots in self.roots.values() for root in roots):
+        places = _places(spec.origin)
+        if not self.owns(fullname, places):
             return None
         if isinstance(spec.loader, SourceFileLoader):
-            spec.loader = SourceOnly(fullname, spec.origin)
             spec.cached = None
         else:
-            self.digests[place] = file_digest(place)
+            self.record(fullname, places, file_digest(places[0]))
         return spec
+
+    def owns(self, module: str, places: tuple[Path, Path]) -> bool:
+        """Say whether a module that lies there is a contract's own."""
+        found = any(_is_below(places, roots) for roots in self.roots.values())
+        return found and module.partition(".")[0] not in _NOT_OWN
+
+    def record(self, module: str, places: tuple[Path, Path], sha256: str) -> None:
+        """Record a file by the digest of what is about to be run."""
+        before = self.loaded.get(places[1])
+        same = before is None or before.sha256 == sha256
+        self.loaded[places[1]] = _Loaded(module, places, sha256 if same else _SEVERAL)
 
 
 _FINDER = _Finder()
+_CODE_OF_PYTHON = SourceFileLoader.get_code
 
 
-def _is_below(path: Path, root: Path) -> bool:
-    return path.is_relative_to(root) and not _INSTALLED & set(path.relative_to(root).parts)
+def _code_of(loader: SourceFileLoader, fullname: str) -> CodeType | None:
+    """Return the code of a module: of a contract's own, that of its source as it is now."""
+    path = loader.get_filename(fullname)
+    places = _places(path)
+    if not _FINDER.owns(fullname, places):
+        return _CODE_OF_PYTHON(loader, fullname)
+    data = loader.get_data(path)
+    _FINDER.record(fullname, places, hashlib.sha256(data).hexdigest())
+    code: CodeType = loader.source_to_code(data, path)
+    return code
+
+
+def _places(origin: str) -> tuple[Path, Path]:
+    return Path(os.path.abspath(origin)), Path(os.path.realpath(origin))
+
+
+def _is_below(places: tuple[Path, Path], roots: Collection[Path]) -> bool:
+    """Say whether a file is found, or lies, below a root and there in no installed package."""
+    return any(
+        place.is_relative_to(root) and not _INSTALLED & set(place.relative_to(root).parts)
+        for root in roots
+        for place in places
+    )
 
 
 def watch(name: str, source: Path | None, base: Path) -> None:
     """From now on, import a module and what else is its own from their sources, and record that.
 
-    Its own is what lies below the contract's folder `base`, or below the folder that its outermost
-    package lies in; of an installed package, the package. What was imported before and has changed
-    since is forgotten.
+    Its own is what is found or lies below the contract's folder `base`, a folder of PYTHONPATH, or
+    the folder of its outermost package; of an installed package, the package. What was imported
+    before and has changed since is forgotten. So are the modules of other contracts, and a package
+    in the contract's folder that somebody else imported: nothing says what its files held then.
     """
-    roots = _FINDER.roots.setdefault(base.resolve(), {base.resolve()})
+    roots = _FINDER.roots.setdefault(base.resolve(), {base.resolve(), Path(os.path.abspath(base))})
+    roots.update(_added_folders())
     if source is not None:
         roots.add(_root_of(name, source.resolve()))
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
-    known = _imported()
-    if any(not path.is_file() or file_digest(path) != _FINDER.digests[path] for path, _ in known):
-        for _, module in known:  # those that did not change hold on to what did
+    # code may load a file by its path, with the loader of Python and no finder
+    SourceFileLoader.get_code = _code_of  # type: ignore[method-assign]
+    loaded = _FINDER.loaded
+    if any(not path.is_file() or file_digest(path) != loaded[path].sha256 for path in loaded):
+        for one in loaded.values():  # those that did not change hold on to what did
+            sys.modules.pop(one.module, None)
+        loaded.clear()
+    for one in loaded.values():  # a module of another contract may have the name of one of this
+        if not _is_below(one.places, roots):
+            sys.modules.pop(one.module, None)
+    for module, places in _modules():
+        same_package = module.partition(".")[0] == name.partition(".")[0]
+        if same_package and places[1] not in loaded and _is_below(places, (base.resolve(),)):
             del sys.modules[module]
     invalidate_caches()
+
+
+def _added_folders() -> Iterator[Path]:
+    """Yield the folders of PYTHONPATH that hold no installed packages."""
+    for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        folder = Path(os.path.realpath(entry))
+        if os.path.isabs(entry) and not _INSTALLED & set(folder.parts):
+            yield folder
 
 
 def _root_of(name: str, source: Path) -> Path:
@@ -102,41 +156,45 @@ def _root_of(name: str, source: Path) -> Path:
     return package if package.is_dir() else source
 
 
-def _imported() -> tuple[tuple[Path, str], ...]:
-    """Return the files of the modules that are imported and were recorded, with their names."""
-    found: list[tuple[Path, str]] = []
-    if not _FINDER.digests:
-        return ()
+def _modules() -> Iterator[tuple[str, tuple[Path, Path]]]:
+    """Yield the names of the modules that are imported from files, and where these are."""
     for name, module in tuple(sys.modules.items()):
         origin: Any = getattr(getattr(module, "__spec__", None), "origin", None)
-        if isinstance(origin, str) and (path := Path(origin).resolve()) in _FINDER.digests:
-            found.append((path, name))
-    return tuple(found)
+        if name.partition(".")[0] in _NOT_OWN or not isinstance(origin, str):
+            continue
+        if os.path.isfile(origin):
+            yield name, _places(origin)
 
 
 def compiled_digest(source: Path) -> str | None:
     """Return the sha256 (hex) of a source as it was compiled; None where it was not."""
-    return _FINDER.digests.get(source.resolve())
+    found = _FINDER.loaded.get(source.resolve())
+    return None if found is None else found.sha256
 
 
 def imported_code(files: Artefacts) -> dict[Path, tuple[str, str]]:
-    """Return the files of the own modules that are imported now, here or by a worker, each with its
+    """Return the files of the own modules that were imported, here or by a worker, each with its
     name in a statement and the sha256 of what was compiled or loaded of it.
 
-    The name is the path below the contract's folder; elsewhere, that of the module.
+    The name is the path below the contract's folder; elsewhere, that of the module. A module that
+    somebody else imported before is known by its file as it is now.
+
+    Raises Refusal where a file is another one than before.
     """
     roots = _FINDER.roots.get(files.base.resolve(), set())
     found = {Path(path): item for path, item in files.code.items()}
-    for path, module in _imported():
-        if not any(_is_below(path, root) for root in roots):
-            continue
+    own = [one for one in _FINDER.loaded.values() if _is_below(one.places, roots)]
+    for name, places in _modules():
+        if places[1] not in _FINDER.loaded and places[1] not in found and _is_below(places, roots):
+            own.append(_Loaded(name, places, file_digest(places[1])))
+    for module, (_, path), sha256 in own:
         inside = path.is_relative_to(files.base)
         name = path.relative_to(files.base).as_posix() if inside else f"{MODULE}{module}"
-        found[path] = (name, _FINDER.digests[path])
+        found[path] = (name, sha256)
         files.record_code({str(path): found[path]})
     return dict(sorted(found.items()))
 
 
 def compiled_files() -> int:
     """Return how many own files were compiled or loaded so far in this process."""
-    return len(_FINDER.digests)
+    return len(_FINDER.loaded)

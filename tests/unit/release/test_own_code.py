@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import py_compile
 import sys
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal
+from kcdsl.model.architecture import load_model
 from kcdsl.model.files import Artefacts
-from kcdsl.model.own_code import imported_code
+from kcdsl.model.own_code import imported_code, watch
 from kcdsl_backends.empirical.collection.resume import OwnCode, taken_over_code
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from tests.support.small_models import write_model
@@ -136,6 +139,107 @@ def test_a_file_that_changes_meanwhile_gets_no_statement(cli: Any, folder: Path)
     assert ran.code == 2
     assert "own/late.py changed while the command ran" in ran.stderr
     assert not (folder / "out" / "evaluate.statement.json").exists()
+
+
+WAYS = {
+    "by its path": """\
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("another", PLACE)
+another = module_from_spec(spec)
+spec.loader.exec_module(another)
+""",
+    "a module that another object replaces": "from own import another",
+    "a module that is forgotten": "import sys, own.another as one; del sys.modules[one.__name__]",
+    "a link that leads elsewhere": "from own import another",
+    "a folder of PYTHONPATH": "import another",
+    "imported before": "from own import another",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_import_a_file_is_recorded(
+    folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+) -> None:
+    """The cache of compiled code would set another mark, if anything read it."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    place = (elsewhere if "PYTHONPATH" in way else folder / "own") / "another.py"
+    real = elsewhere / "real.py" if "link" in way else place
+    text = f"open({str(folder / 'mark')!r}, 'a').write('source ')\n"
+    if "replaces" in way:
+        text += "import sys; sys.modules[__name__] = object()\n"
+    real.write_text(text)
+    if real != place:
+        place.symlink_to(real)
+    stale = folder / "stale.py"
+    stale.write_text(text.replace("source", "cache"))
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    cache = cache_from_source(str(place))
+    py_compile.compile(str(stale), cache, dfile=str(place), invalidation_mode=mode)
+    monkeypatch.delitem(sys.modules, "another", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(elsewhere))
+    monkeypatch.syspath_prepend(elsewhere)
+    (folder / "own" / "net.py").write_text(f"PLACE = {str(place)!r}\n{WAYS[way]}\n")
+    if way == "imported before":
+        monkeypatch.syspath_prepend(folder)
+        importlib.import_module("own.net")
+        (folder / "mark").unlink()
+    watch("own.net", folder / "own" / "net.py", folder)
+    monkeypatch.syspath_prepend(folder)
+    importlib.import_module("own.net")
+    found = imported_code(Artefacts.of(folder))
+    name, digest = found[real.resolve()]
+    assert digest == sha256(real)
+    assert name == {
+        "a link that leads elsewhere": "module own.another",
+        "a folder of PYTHONPATH": "module another",
+    }.get(way, "own/another.py")
+    assert (folder / "mark").read_text().split() == ["source"]
+
+
+def test_a_package_that_was_imported_before_runs_as_its_files_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(folder)
+    (folder / "own" / "late.py").write_text("MARK = 1\n")
+    assert importlib.import_module("own.late").MARK == 1
+    (folder / "own" / "late.py").write_text("MARK = 234\n")
+    watch("own.net", folder / "own" / "net.py", folder)
+    assert importlib.import_module("own.late").MARK == 234
+
+
+def test_a_helper_of_another_contract_is_not_taken_for_one_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, name in enumerate(("one", "other")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / f"net_of_{name}.py").write_text("import helper_of_both\n")
+        (folder / "helper_of_both.py").write_text(f"NUMBER = {number}\n")
+        watch(f"net_of_{name}", folder / f"net_of_{name}.py", folder)
+        with monkeypatch.context() as patched:
+            patched.syspath_prepend(folder)
+            net = importlib.import_module(f"net_of_{name}")
+        found: int = net.helper_of_both.NUMBER
+        assert found == number
+        assert (folder / "helper_of_both.py").resolve() in imported_code(Artefacts.of(folder))
+
+
+def test_a_file_that_changes_between_two_imports_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A metric that is loaded after the model would import the new one."""
+    program, files = load_program(folder / "contract.yaml"), Artefacts.of(folder)
+    load_model(program.model, files)
+    (folder / "own" / "parts.py").write_text(PARTS + "# another\n")
+    watch("own.gauge", folder / "own" / "gauge.py", folder)
+    monkeypatch.syspath_prepend(folder)
+    importlib.import_module("own.parts")
+    with pytest.raises(Refusal) as refused:
+        imported_code(files)
+    assert "own/parts.py changed" in refused.value.diagnostics[0].message
 
 
 METRIC = """\

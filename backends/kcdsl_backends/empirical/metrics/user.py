@@ -125,15 +125,14 @@ def _load(metric: UserMetric, declared: Declared | None, base: Path) -> UserFunc
             source=declared.source,
             span=declared.span,
         )
-    compiled = own_code.compiled_digest(path)
-    if compiled is not None and compiled != file_digest(path):
+    digest = sha256(declared.source.text.encode("utf-8")).hexdigest()
+    if digest != (own_code.compiled_digest(path) or file_digest(path)):
         raise refuse(
             codes.CHANGED_MEANWHILE,
             f"{path} changed while the command ran",
             help="run it again: what it found is about the files as they were",
         )
     parameters = tuple(signature(function).parameters)
-    digest = sha256(declared.source.text.encode("utf-8")).hexdigest()
     return UserFunction(metric, function, parameters, digest)
 
 
@@ -166,7 +165,6 @@ def _import_file(path: Path) -> ModuleType:
     spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
-    spec.loader = own_code.SourceOnly(name, str(path))
     module = module_from_spec(spec)
     sys.modules[name] = module
     try:
