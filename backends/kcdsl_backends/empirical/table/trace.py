@@ -37,6 +37,7 @@ from kcdsl.source.files import read_bytes
 from kcdsl.verdict.report import CrossCheck, ImpliedClause, Precheck
 from kcdsl_backends.empirical.table import rows
 from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun, Timing
+from kcdsl_backends.empirical.table.parquet import read_parquet
 from kcdsl_backends.empirical.table.rows import CERTIFIED, FLOOR, TIMED_RUN, Row, sampling_of
 from kcdsl_backends.requests import Request
 
@@ -146,7 +147,7 @@ def _read(data: bytes, name: str, stated: str) -> Trace:
             if columns.field(column.name).type != column.type:
                 kind = columns.field(column.name).type
                 raise ValueError(f"its column {column.name} holds {kind}, not {column.type}")
-        table = file.read(columns=expected.names, use_threads=False)
+    table = read_parquet(data).select(expected.names)
     evidence = evidence_of(header, list(rows.rows_of(table, header["metrics"])))
     return Trace(evidence, header["report"], f"sha256:{stated}")
 

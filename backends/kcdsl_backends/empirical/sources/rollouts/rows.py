@@ -267,11 +267,12 @@ class _Lists(Sequence[Any]):
 
 def _parquet(path: Path, name: str) -> FileRows:
     import pyarrow as pa
-    import pyarrow.parquet as pq
+
+    from kcdsl_backends.empirical.table.parquet import read_parquet
 
     data = read_bytes(path)
     try:
-        table = pq.read_table(pa.BufferReader(data))
+        table = read_parquet(data)
         columns = {n: _column(table.column(n)) for n in table.column_names}
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _damaged(path, str(error).splitlines()[0]) from None
