@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,16 +69,20 @@ class FileTokenizer:
         given = read_bytes(path) if data is None else data
         with _refusing(path, "is no tokenizer"):
             self._fast: Any = Fast.from_buffer(given)
+            stages = json.loads(given)
+        self._growth = prod(_growth(stages.get(name)) for name in _STAGES)
         self._fast.no_padding()
         self._fast.no_truncation()
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, special tokens included."""
+        self._refuse_growth(text)
         with _refusing(self._path, "fails on a text"):
             return list(self._fast.encode(text).ids)
 
     def encode_rendered(self, text: str) -> list[int]:
         """Return the token ids of the text alone: a template writes special tokens itself."""
+        self._refuse_growth(text)
         with _refusing(self._path, "fails on a text"):
             return list(self._fast.encode(text, add_special_tokens=False).ids)
 
@@ -83,6 +90,48 @@ class FileTokenizer:
         """Return the text of token ids."""
         with _refusing(self._path, "fails on token ids"):
             return str(self._fast.decode(ids))
+
+    def _refuse_growth(self, text: str) -> None:
+        """Refuse a text of which the tokenizer may make so much that it fills the memory."""
+        if self._growth * len(text) > max(_LARGEST_TEXT, _USUAL_GROWTH * len(text)):
+            raise refuse(
+                codes.TOKENIZER,
+                f"{shown(self._path)} may make {self._growth * len(text)} characters of a text of"
+                f" {len(text)}",
+                help="take the tokenizer.json of the checkpoint, or write `tokenizer: bytes`",
+            )
+
+
+_STAGES = ("normalizer", "pre_tokenizer", "post_processor")
+_LARGEST_TEXT = 2**24
+"""Characters that any text may become."""
+_USUAL_GROWTH = 512
+"""How many times longer any text may become: tables of Unicode alone make 18 characters of one."""
+
+
+def _growth(stage: Any) -> int:
+    """Return how many characters, or tokens, a stage of a tokenizer.json may make of one."""
+    match stage:
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
+            return max(1, -(-len(new) // len(old)))
+        case {"type": "Replace", "content": str(new)}:
+            return 1 + len(new)
+        case {"type": "Prepend", "prepend": str(new)}:
+            return 1 + len(new)
+        case {"type": "Precompiled", "precompiled_charsmap": str(packed)}:
+            table = base64.b64decode(packed)
+            texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
+            return max(1, *(len(text.decode(errors="replace")) for text in texts))
+        case {"type": "ByteLevel"}:
+            return 2
+        case {"type": "TemplateProcessing", "single": list(items), "special_tokens": dict(own)}:
+            return len(items) + sum(len(token.get("ids", ())) for token in own.values())
+        case dict():
+            return prod(_growth(part) for part in stage.values())
+        case list():
+            return prod(_growth(part) for part in stage)
+        case _:
+            return 1
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -51,3 +52,48 @@ def test_ids_that_are_none_are_refused(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("a b")) == "a a"
     with pytest.raises(Refusal):
         tokenizer.decode([-1])
+
+
+TENFOLD = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+TEMPLATE = {
+    "type": "TemplateProcessing", "pair": [], "special_tokens": {},
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 10**6,
+}  # fmt: skip
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+TABLE = base64.b64encode(bytes(4) + b"a" * 10**6 + b"\0").decode()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Sequence", "normalizers": [TENFOLD] * 12}},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 10**6}},
+        {"normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "a" * 10**6}, TENFOLD]}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": TABLE}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 40}},
+        {"post_processor": TEMPLATE},
+    ],
+    ids=["sequence", "empty pattern", "prefix", "table", "bytes", "template"],
+)  # fmt: skip
+def test_a_tokenizer_that_would_fill_the_memory_is_refused(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(FILE | change))
+    with pytest.raises(Refusal, match="characters of a text of 60|is no tokenizer"):
+        FileTokenizer(tmp_path / "tokenizer.json").encode("a" * 60)
+
+
+def test_an_ordinary_tokenizer_takes_long_texts(tmp_path: Path) -> None:
+    stages = {
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "NFKC"}, {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]},
+        "post_processor": {
+            "type": "TemplateProcessing", "pair": [],
+            "single": [{"Sequence": {"id": "A", "type_id": 0}},
+                       {"SpecialToken": {"id": "</s>", "type_id": 0}}],
+            "special_tokens": {"</s>": {"id": "</s>", "ids": [0], "tokens": ["a"]}}},
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(FILE | stages))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    assert len(tokenizer.encode("a  " * 200_000)) == 200_001
