@@ -98,22 +98,17 @@ def read_document(path: Path) -> Document | None:
 
 
 def contracts_below(folder: Path) -> list[Path]:
-    """Return the contracts and libraries below a folder, hidden folders left out."""
+    """Return the contracts and libraries below a folder; hidden folders, and links that lead out of
+    it, are left out."""
     found: list[Path] = []
-    waiting = [folder]
-    while waiting and len(found) < _MOST_FILES:
-        place = waiting.pop()
-        try:
-            entries = sorted(place.iterdir())
-        except OSError:
-            continue
-        for entry in entries:
-            if entry.name.startswith(".") or entry.name in _LEFT_OUT:
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                waiting.append(entry)
-            elif entry.name.endswith(_NAMES) or entry.name == "contract.yaml":
-                found.append(entry)
+    real = Path(os.path.realpath(folder))
+    for place, inside, files in os.walk(folder):
+        inside[:] = sorted(n for n in inside if not n.startswith(".") and n not in _LEFT_OUT)
+        names = (n for n in sorted(files) if n.endswith(_NAMES) or n == "contract.yaml")
+        paths = [Path(place, name) for name in names if not name.startswith(".")]
+        found += [path for path in paths if Path(os.path.realpath(path)).is_relative_to(real)]
+        if len(found) >= _MOST_FILES:
+            break
     return found[:_MOST_FILES]
 
 

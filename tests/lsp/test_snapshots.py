@@ -19,6 +19,7 @@ from kcdsl.lsp.features.decorations import TYPES, encode, hints, lenses, tokens
 from kcdsl.lsp.features.hover import hover
 from kcdsl.lsp.features.knowledge import description_at, fields_at, values_at
 from kcdsl.lsp.features.navigation import folds, outline, selection
+from kcdsl.lsp.session import contracts_below
 from kcdsl.lsp.text import documents, reports
 from kcdsl.lsp.text.cursor import mend
 from kcdsl.lsp.text.documents import Checker, Snapshot, document
@@ -398,6 +399,8 @@ def test_what_is_current_wins_over_what_is_newer(tmp_path: Path) -> None:
         '{"payload": "!"}',
         '{"schema": "kcdsl.report/2", "contract": {}, "clauses": [{}]}',
         "[" * 5000,
+        '{"schema": "kcdsl.report/2", "contract": {"name": "demo", "digest": ""}, "clauses": '
+        f'[{{"clause": "N", "slice": "all", "verdict": "held", "value": 1{"0" * 400}}}]}}',
     ],
 )
 def test_files_that_are_no_reports_say_nothing(tmp_path: Path, text: str) -> None:
@@ -452,3 +455,18 @@ def test_routes_are_those_of_the_whole_contract(repository: Path, name: str) -> 
     expected = route(known.analysis.program)
     assert [known.route(item.clause_id) for item in expected] == list(expected)
     assert known.route("nothing") is None
+
+
+def test_links_that_lead_out_of_the_workspace_are_no_documents_of_it(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    inside, outside = tmp_path_factory.mktemp("inside"), tmp_path_factory.mktemp("outside")
+    (outside / "contract.yaml").write_text("kcdsl: 1\n", encoding="utf-8")
+    (inside / "real").mkdir()
+    (inside / "real" / "a.kc.yaml").write_text("kcdsl: 1\n", encoding="utf-8")
+    (inside / "b.kc.yaml").symlink_to(inside / "real" / "a.kc.yaml")
+    (inside / "c.kc.yaml").symlink_to(outside / "contract.yaml")
+    (inside / "d").symlink_to(outside)
+    (inside / "loop").symlink_to(inside)
+    found = [path.relative_to(inside).as_posix() for path in contracts_below(inside)]
+    assert found == ["b.kc.yaml", "real/a.kc.yaml"]

@@ -92,7 +92,10 @@ def _read(file: Path, modified: int, size: int) -> tuple[Verdict, ...]:
         if data.get("schema") == "kcdsl.report/2":
             return tuple(_of_report(data, file.name, modified))
         return tuple(_of_certificate(data, file.name, modified))
-    except (Refusal, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (
+        Refusal, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
+        OverflowError,
+    ):  # fmt: skip
         return ()
 
 
