@@ -106,7 +106,7 @@ def _malformed() -> tuple[type[Exception], ...]:
     """Return what a document of another shape raises while it is shown."""
     from jinja2 import UndefinedError
 
-    wrong = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
+    wrong = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
     return (*wrong, UndefinedError)
 
 

@@ -113,6 +113,7 @@ DAMAGE: dict[str, Any] = {
     "no clauses": lambda text: json.dumps({**json.loads(text), "clauses": []}),
     "clauses that are none": lambda text: json.dumps({**json.loads(text), "clauses": [1]}),
     "a part without its field": lambda text: text.replace('"hardware"', '"software"'),
+    "a number beyond floats": lambda text: text.replace('"p95": 0', f'"p95": 1{"0" * 400}'),
     "charts of another shape": lambda text: text.replace('"edges"', '"sides"'),
     "deep": lambda text: "[" * 100_000,
 }
