@@ -113,7 +113,9 @@ DAMAGE: dict[str, Any] = {
     "no clauses": lambda text: json.dumps({**json.loads(text), "clauses": []}),
     "clauses that are none": lambda text: json.dumps({**json.loads(text), "clauses": [1]}),
     "a part without its field": lambda text: text.replace('"hardware"', '"software"'),
-    "a number beyond floats": lambda text: text.replace('"p95": 0', f'"p95": 1{"0" * 400}'),
+    "a number beyond floats": lambda text: re.sub(
+        r'("counts": \[\s*)[0-9]+', rf"\g<1>1{'0' * 400}", text
+    ),
     "charts of another shape": lambda text: text.replace('"edges"', '"sides"'),
     "deep": lambda text: "[" * 100_000,
 }
