@@ -224,6 +224,18 @@ def test_every_requirement_is_pinned(repository: Path) -> None:
         assert requirement.specifier.contains(specifier.version), f"{requirement} excludes its pin"
 
 
+def test_no_jinja2_is_admitted_whose_sandbox_is_left(repository: Path) -> None:
+    """Chat templates of checkpoints run in it without being asked for: CVE-2025-27516."""
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (jinja,) = (r for r in map(Requirement, project["dependencies"]) if r.name == "jinja2")
+    assert jinja.specifier.contains("3.1.6")
+    assert not jinja.specifier.contains("3.1.5")
+
+
 def test_setup_and_ci_name_no_place_to_install_from(repository: Path) -> None:
     for name in ("Makefile", "constraints.txt", "pyproject.toml", ".ci/run", ".ci/lock", *LOCKS):
         text = (repository / name).read_text(encoding="utf-8")

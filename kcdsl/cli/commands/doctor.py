@@ -30,7 +30,7 @@ PURPOSES: Mapping[str, tuple[str, str]] = {
     "alembic": ("alembic", "registers of certificates: their tables"),
     "cryptography": ("cryptography", "keygen, signatures, check"),
     "duckdb": ("duckdb", "tables of tokens, recorded runs"),
-    "jinja2": ("jinja2", "the HTML report"),
+    "jinja2": ("jinja2", "the HTML report, chat templates"),
     "lark": ("lark", "expressions of contracts"),
     "numpy": ("numpy", "block graphs, interval backend, check --recheck"),
     "onnx": ("onnx", "kernels onnxruntime.*: the exported program"),

@@ -76,6 +76,8 @@ def test_the_file_of_a_template_goes_before_the_configuration(folder: Path) -> N
     "template",
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ('{0.__class__.name}' | attr('format'))(messages) }}",
+        "{{ namespace(f='{0.__class__.name}'.format).f(messages) }}",
         "{{ messages.append(1) }}",
         "{% for i in range(1000000000) %}{% endfor %}",
         "{% for i in range(99999) %}{{ 'aaaaaaaaaaaaaaaa' * 9999 }}{% endfor %}",
