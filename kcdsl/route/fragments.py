@@ -57,6 +57,8 @@ class Placement(NamedTuple):
 def classify(clause: Clause) -> Placement:
     """Return the fragment of a clause with its blame."""
     placement = _place(clause.require)
+    if placement.fragment in _MEASURED:
+        placement = _on_one_slice(clause) or placement
     if (
         placement.fragment is Fragment.STATISTICAL
         and clause.evidence in _PROOFS
@@ -128,6 +130,52 @@ def _together(op: str, placements: list[Placement], span: Span) -> Placement:
     if op != "and":
         return _outside(f"`{op}` joins claims about every input", span, *blame)
     return placements[0]
+
+
+def _on_one_slice(clause: Clause) -> Placement | None:
+    """Return the placement of a clause with a part that speaks of several slices at once, None
+    where there is none.
+
+    Each part of a conjunction is decided slice by slice, which says nothing of alternatives between
+    slices: whether one holds of one slice or another of another.
+    """
+    whole = clause.require
+    for part in _conjuncts(whole) if clause.budget is None else (whole,):
+        quantified = [inner for inner in walk(part) if isinstance(inner, Quantified)]
+        if isinstance(part, Quantified) or not quantified:
+            continue
+        first, *others = quantified
+        named = {inner.region.slice for inner in quantified}
+        if _is_measured_outside(part):
+            named.update(clause.slices)
+        if len(named) > 1:
+            return _outside(
+                f"one statement about the slices {' and '.join(sorted(named))}",
+                part.span,
+                *(Blame(f"about {q.region.slice}", q.region.span) for q in (first, *others)),
+            )
+    return None
+
+
+def _conjuncts(formula: Formula) -> Iterator[Formula]:
+    if isinstance(formula, Connective) and formula.op == "and":
+        for part in formula.parts:
+            yield from _conjuncts(part)
+    else:
+        yield formula
+
+
+def _is_measured_outside(formula: Formula) -> bool:
+    """Say whether a part of a formula is about a whole slice, and stands under no quantifier."""
+    match formula:
+        case Compare() | HasFields():
+            return True
+        case Not(of=of):
+            return _is_measured_outside(of)
+        case Connective(parts=parts):
+            return any(map(_is_measured_outside, parts))
+        case _:
+            return False
 
 
 def _quantified(formula: Quantified) -> Placement:

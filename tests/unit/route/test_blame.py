@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl.diagnostics.model import Sink
+from kcdsl.diagnostics.model import Severity, Sink
 from kcdsl.ir.terms import Clause
 from kcdsl.route.catalogue import Fragment, catalogue
 from kcdsl.route.fragments import classify, why_uncovered
@@ -73,3 +73,41 @@ def test_the_nearest_fragment_speaks_of_the_same_things(
     assert blame is not None
     assert path.read_text("utf-8")[blame.span.start : blame.span.end] == blamed
     assert "a measurement sees a few" in blame.reason
+
+
+_ON_A = "(forall x in points(a): norm_inf(measured_drift(attn_0, x)) <= 1)"
+_ON_B = "(forall y in points(b): norm_inf(measured_drift(mlp_0, y)) <= 1)"
+
+
+@pytest.mark.parametrize(
+    ("requirement", "more", "outside"),
+    [
+        (f"{_ON_A} or {_ON_B}", "", True),
+        (f"not ({_ON_A} and {_ON_B})", "", True),
+        (f"{_ON_A} implies {_ON_B}", "", True),
+        (f"{_ON_A} or mean(kl) <= 1", "", True),
+        (f"{_ON_A} or mean(kl) <= 1", "slices: [b], ", True),
+        (f"{_ON_A} and mean(kl) <= 1", "budget: 5% of requests, ", True),
+        (f"{_ON_A} or mean(kl) <= 1", "slices: [a], ", False),
+        (f"{_ON_A} and {_ON_B}", "", False),
+        (f"{_ON_A} and mean(kl) <= 1", "slices: [b], ", False),
+        (f"not {_ON_A}", "", False),
+    ],
+)
+def test_a_statement_about_several_slices_at_once_has_no_backend(
+    tmp_path: Path, requirement: str, more: str, outside: bool
+) -> None:
+    """Slices are decided one by one: each alternative would hold on the slice of the other."""
+    path = tmp_path / "c.kc.yaml"
+    path.write_text(
+        "kcdsl: 1\ncontract: c\nversion: 1.0.0\ndata: rows.jsonl\n"
+        "model: {checkpoint: m, architecture: llama}\n"
+        "kernels: {train: {run: torch.eager}, infer: {run: torch.sdpa}}\n"
+        "slices: {all: {}, a: {where: length > 3}, b: {where: length <= 3}}\n"
+        f'clauses:\n  A: {{require: "{requirement}", {more}override: direction, level: L1}}\n',
+        encoding="utf-8",
+    )
+    program, sink = compile_contract(path)
+    assert (program is None) is outside
+    errors = [found.code.id for found in sink.found if found.severity is Severity.ERROR]
+    assert errors == (["KC401"] if outside else [])
