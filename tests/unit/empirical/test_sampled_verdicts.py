@@ -391,3 +391,28 @@ def test_a_request_is_deterministic_if_all_its_repeats_are(lab: Any) -> None:
     timing = Timing((), {keys[0]: (2, 2), keys[1]: (1, 2), keys[2]: (2, 2)}, None)
     data = slice_data(replace(evidence, timing=timing))["all"]
     assert data.repeats == (2, 3)
+
+
+# --- shares at their thresholds --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "limit", "value", "found"),
+    [
+        (">", "1/10", 0.1, "violated"),
+        (">=", "1/10", 0.1, "held"),
+        (">=", "3/10", 0.3, "held"),
+        (">", "3/10", 0.3, "violated"),
+        (">=", "3/5", float(np.float32(0.6)), "held"),
+        (">", "3/5", float(np.float32(0.6)), "violated"),
+    ],
+)
+def test_limits_of_shares_are_shares(
+    lab: Any, op: str, limit: str, value: float, found: str
+) -> None:
+    """0.1 is stored as a little more than one tenth and 0.3 as a little less than three."""
+    term = lab.statistic("quantile", "top10_overlap", "1/10")
+    clause = lab.clause(term, op, limit, evidence=SAMPLE)
+    row = decided(lab, clause, lab.slice_data({"top10_overlap": [[value]] * 100}))
+    assert verdict_name(row.verdict) == found
+    assert row.low <= row.exact_value <= row.high

@@ -42,6 +42,8 @@ from kcdsl_backends.empirical.statistics.estimates import (
 from kcdsl_backends.empirical.table.evidence import Array, SliceData
 
 _TAILS: dict[str, Side] = {"max": "upper", "min": "lower"}
+_OF_UNITS = frozenset({"order-statistic", "maximum", "minimum"})
+"""Methods whose limits are values of single units."""
 _STORED = Fraction(1, 10**6)
 """How far a stored share may lie from the share itself, in steps: float32 rounds within it."""
 
@@ -73,17 +75,18 @@ def evaluate(
             found = _once(kind, of, q, data, side, settings)
         case Metric() | Norm() | Abs():
             found = _once("aggregate", term, None, data, side, settings)
-    return EstimateInterval.of(found), found.n
+    return found
 
 
 def _once(
     kind: str, of: Term, q: Fraction | None, data: SliceData, side: Side, settings: Settings
-) -> Estimate:
-    """Return the estimate of a statistic, formed once for a slice."""
+) -> tuple[EstimateInterval, int]:
+    """Return the interval of a statistic and its number of units, formed once for a slice."""
     key = (kind, of, q, side, settings)
     if key not in data.known:
-        data.known[key] = _exactly(of, _statistic(kind, of, q, data, side, settings), data)
-    found: Estimate = data.known[key]
+        estimate = _statistic(kind, of, q, data, side, settings)
+        data.known[key] = (_exactly(of, estimate, data), estimate.n)
+    found: tuple[EstimateInterval, int] = data.known[key]
     return found
 
 
@@ -169,20 +172,32 @@ def _statistic(
     raise NotMeasurable(f"{kind}({name}) is no statistic of measured values")
 
 
-def _exactly(of: Term, found: Estimate, data: SliceData) -> Estimate:
-    """Return the estimate with its exact value, for metrics whose values are shares of k tokens.
+def _exactly(of: Term, found: Estimate, data: SliceData) -> EstimateInterval:
+    """Return the interval of an estimate, exact for metrics whose values are shares of k tokens.
 
     Such a share is stored as the nearest double: 3/5 as a little less than it, which a threshold
-    of 60 % must not notice. What is no such share stays what it is.
+    of 60 % must not notice. What is no such share stays what it is. Limits that are themselves
+    values of units are shares, too.
     """
+    interval = EstimateInterval.of(found)
     measure = data.measures.get(of.name) if isinstance(of, Metric) else None
     steps = None if measure is None else measure.steps
     if steps is None:
-        return found
-    total = found.rational * found.weight * steps
-    if abs(total - round(total)) > _STORED * found.weight * steps:
-        return found
-    return replace(found, exact=Fraction(round(total), steps) / found.weight)
+        return interval
+
+    def share(stored: Fraction, weight: Fraction) -> Fraction:
+        total = stored * weight * steps
+        if abs(total - round(total)) > _STORED * weight * steps:
+            return stored
+        return Fraction(round(total), steps) / weight
+
+    value = share(interval.value, found.weight)
+    if found.method not in _OF_UNITS:
+        return replace(interval, value=value)
+    ends = (
+        None if end is None else share(end, Fraction(1)) for end in (interval.low, interval.high)
+    )
+    return EstimateInterval(value, *ends)
 
 
 def _opposite(side: Side) -> Side:
