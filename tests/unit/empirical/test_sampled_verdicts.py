@@ -393,7 +393,7 @@ def test_a_request_is_deterministic_if_all_its_repeats_are(lab: Any) -> None:
     assert data.repeats == (2, 3)
 
 
-# --- shares at their thresholds --------------------------------------------------------------------
+# --- shares at their thresholds -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -416,3 +416,17 @@ def test_limits_of_shares_are_shares(
     row = decided(lab, clause, lab.slice_data({"top10_overlap": [[value]] * 100}))
     assert verdict_name(row.verdict) == found
     assert row.low <= row.exact_value <= row.high
+
+
+@pytest.mark.parametrize(
+    ("evidence", "found"), [(None, "held"), (SAMPLE, "inconclusive")], ids=["rows", "population"]
+)
+@pytest.mark.parametrize("kind", ["mean", "rate"])
+def test_equal_policies_on_a_sample_show_nothing_of_other_requests(
+    lab: Any, kind: str, evidence: EvidenceKind | None, found: str
+) -> None:
+    """Whichever tokens are drawn, these requests give the same; others may not."""
+    metric = {"mean": "k3", "rate": "ratio_above2"}[kind]
+    data = lab.slice_data({metric: [[0.0, 0.0]], "log_ratio_linf": [[0.0, 0.0]]})
+    clause = lab.clause(lab.statistic(kind, metric), limit="1/1000000000", evidence=evidence)
+    assert verdict_name(decided(lab, clause, data).verdict) == found

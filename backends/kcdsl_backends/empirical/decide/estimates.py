@@ -210,10 +210,12 @@ def _opposite(side: Side) -> Side:
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How estimates are formed: the seed of resampling and the confidence of each limit (None:
-    values alone, without limits)."""
+    values alone, without limits). `population`: the requests stand for others, too, rather than for
+    themselves with other draws of tokens."""
 
     seed: int
     confidence: Confidence | None
+    population: bool = False
 
     def halved(self) -> Settings:
         """Return the same with half the error: for limits of which either may be missed."""
@@ -232,7 +234,7 @@ def mean_of(of: Term, data: SliceData, settings: Settings) -> Estimate:
         sizes,
         seed=settings.seed,
         confidence=settings.confidence,
-        bounds=value_range(of, data),
+        bounds=value_range(of, data, population=settings.population),
         what=term_text(of),
     )
 

@@ -155,7 +155,8 @@ def judge_for(clause: Clause, data: SliceData, seed: int, confidence: Confidence
     """Return the judge of a clause: the error level is shared among the estimates it compares."""
     share = confidence.divided(statistic_count(clause.require))
     sample = evidence_kind(clause, data) is EvidenceKind.SAMPLE
-    return Judge(data, Settings(seed, share), sample)
+    population = clause.evidence is EvidenceKind.SAMPLE
+    return Judge(data, Settings(seed, share, population), sample)
 
 
 def evidence_kind(clause: Clause, data: SliceData) -> EvidenceKind:

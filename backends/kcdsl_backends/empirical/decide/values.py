@@ -190,14 +190,17 @@ def _possible(name: str, unit: SamplingUnit, measures: Mapping[str, MetricDefini
 # --- ranges --------------------------------------------------------------------------------------
 
 
-def value_range(term: Term, data: SliceData) -> tuple[float | None, float | None]:
+def value_range(
+    term: Term, data: SliceData, *, population: bool = False
+) -> tuple[float | None, float | None]:
     """Return the range of one value of a pointwise term, as far as it is known.
 
     Where both policies are equal at every position, the value of a sampled token is the same
-    whichever token is drawn, so its range is one point.
+    whichever token is drawn, so its range is one point. Of a `population` that is not known:
+    policies that are equal on these requests may differ on others.
     """
     sampled = {t.name for t in subterms(term) if isinstance(t, Metric)} & DRAWN
-    if sampled and _equal_policies(data):
+    if sampled and not population and _equal_policies(data):
         if data.reduced is not None:
             constant = float(column_of(term, data.reduced).least[0])
         else:
