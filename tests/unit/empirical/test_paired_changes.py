@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy import stats
 
 from kcdsl.api import causes
+from kcdsl.ir.terms import Clause
 from kcdsl_backends.empirical.questions import pairs
+from kcdsl_backends.empirical.questions.pairs import compare_runs
 from kcdsl_backends.empirical.statistics import paired
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
+from kcdsl_backends.empirical.table.evidence import EvidenceTable
+from kcdsl_backends.empirical.table.requirements import metrics_of
+from tests.support.evidence import clause, evidence
 
 
 def test_an_interaction_counts_units_by_the_sign_of_two_differences() -> None:
@@ -56,3 +64,58 @@ def test_no_units_are_no_evidence() -> None:
         paired.change_of_shares([np.zeros(0, dtype=bool)] * 4)
     with pytest.raises(NotMeasurable):
         paired.change_of_means([0.0] * 4, [np.zeros(1)] * 4, upward=True)
+
+
+# --- units are those of the verdict ---------------------------------------------------------------
+
+
+def _measured(asked: Clause, name: str, values: Callable[[int], Sequence[float]]) -> EvidenceTable:
+    """Return evidence of 40 requests of one metric."""
+    table = evidence((asked,), count=40, certified={}, floor={}, measured=frozenset({name}))
+    runs = {
+        key: replace(run, unit=replace(run.unit, values={name: np.array(values(run.unit.tokens))}))
+        for key, run in table.runs.items()
+    }
+    return replace(table, runs=runs)
+
+
+@pytest.mark.parametrize(
+    ("asked", "incumbent", "candidate", "change"),
+    [
+        # 3/5 is stored as a little less than it: each request keeps the threshold
+        (
+            clause("S", "min", "top5_overlap", "3/5", op=">="),
+            lambda tokens: [0.6] * tokens,
+            lambda tokens: [0.4] * tokens,
+            "regressed",
+        ),
+        # a budget on a mean counts requests by their means, not by their worst tokens
+        (
+            clause("M", "mean", "kl", "1/10", budget="1/20"),
+            lambda tokens: [0.11] + [0.0] * (tokens - 1),
+            lambda tokens: [0.11] * tokens,
+            "regressed",
+        ),
+        (
+            clause("M", "mean", "kl", "1/10", budget="1/20"),
+            lambda tokens: [0.01] * tokens,
+            lambda tokens: [0.11] + [0.0] * (tokens - 1),
+            "unchanged",
+        ),
+    ],
+    ids=["share", "mean beyond", "mean within"],
+)
+def test_a_unit_keeps_a_threshold_as_it_does_for_the_verdict(
+    asked: Clause,
+    incumbent: Callable[[int], Sequence[float]],
+    candidate: Callable[[int], Sequence[float]],
+    change: str,
+) -> None:
+    (metric,) = metrics_of(asked.require)
+    one, two = (_measured(asked, metric, values) for values in (incumbent, candidate))
+    (row,) = compare_runs(one, two).rows
+    assert row.change == change
+    kept = [rate.kept for rate in row.rates if rate is not None]
+    assert row.worse is not None
+    assert row.better is not None
+    assert kept[0] - kept[1] == row.worse - row.better

@@ -16,10 +16,10 @@ import numpy as np
 
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NOT_IN_TRACE
-from kcdsl.ir.obligations import HOLDS, Obligation, obligations_of
+from kcdsl.ir.obligations import Obligation, obligations_of
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.tables import expand_tables
-from kcdsl.ir.terms import Abs, Metric, Program, Statistic, Term
+from kcdsl.ir.terms import Abs, Compare, Metric, Number, Program, Statistic, Term
 from kcdsl.verdict.model import InvalidEvidence, verdict_name
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult
@@ -33,10 +33,12 @@ from kcdsl.verdict.studies.pairing import (
     PassRate,
     RunComparison,
 )
+from kcdsl_backends.empirical.decide.estimates import Settings
+from kcdsl_backends.empirical.decide.judgement import Judge, count
 from kcdsl_backends.empirical.decide.report import conclude, sampled_data, slice_data
-from kcdsl_backends.empirical.decide.values import Side, token_sums, units_of, worst_of_units
+from kcdsl_backends.empirical.decide.values import token_sums, units_of
 from kcdsl_backends.empirical.questions.baselines import Document, bands, floors, usable, within
-from kcdsl_backends.empirical.statistics.estimates import NotMeasurable, check_values
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from kcdsl_backends.empirical.statistics.paired import (
     ERROR,
     PairedChange,
@@ -244,10 +246,10 @@ def _changed(
     Units are compared with the threshold, or with the noise floor where the threshold is stricter.
     """
     part = obligation.part
-    found = threshold(part.require)
-    if found is None:
+    compared = threshold(part.require)
+    if compared is None:
         raise NotMeasurable("it is no comparison with a number")
-    term, op, tau = found
+    term, op, tau = compared
     if term_text(term) == "failure_rate":
         ordered = [sorted(data.requests, key=lambda unit: unit.key) for data in runs]
         kept = [np.array([unit.failure is None for unit in units]) for units in ordered]
@@ -258,13 +260,16 @@ def _changed(
         raise NotMeasurable("it is no statement about single requests and no mean of them")
     if part.budget is not None and part.budget.unit == "windows":
         raise NotMeasurable("its units are windows of requests")
-    side: Side = "upper" if op in ("<=", "<") else "lower"
+    asked = part
     if floor is not None and floor.above:
         tau, op = Fraction(floor.value), {"<": "<=", ">": ">="}.get(op, op)
+        asked = replace(part, require=Compare(op, term, Number(tau)))
     shares = []
     for data, order in zip(runs, _orders(term.of, runs), strict=True):
-        worst = check_values(worst_of_units(term.of, data, side), term_text(term.of))[order]
-        shares.append(np.array([HOLDS[op](Fraction(value), tau) for value in worst.tolist()]))
+        found = count(asked, Judge(data, Settings(0, None), sample=False))
+        if found is None:
+            raise NotMeasurable("a single unit has no value")
+        shares.append(~np.array(found.beyond)[order])
     return replace(change_of_shares(shares), compared_at=float(tau))
 
 
