@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from kcdsl.api.results import Shows
 from kcdsl.diagnostics import Refusal, Suppressed, refuse
-from kcdsl.diagnostics.codes import FOREIGN_CODE, NO_CONTRACT, SEVERAL_CONTRACTS
+from kcdsl.diagnostics.codes import FOREIGN_CODE, NO_CONTRACT, SEVERAL_CONTRACTS, USAGE
 from kcdsl.diagnostics.model import at
 from kcdsl.source.config import load_config, user_file
 from kcdsl.source.files import in_contract, missing, open_regular, read_source, shown
@@ -69,6 +71,30 @@ class Evaluates(TypedDict, total=False):
     stage: str
     lifetime: timedelta
     allow_code: bool
+
+
+_WHOLE = {"looks": 1, "jobs": 1, "threads": 1, "seed": 0}
+_LARGEST = 2**63 - 1
+_SECONDS = ("seconds", "bound_seconds", "backend_seconds", "time_limit")
+
+
+def refuse_values(settings: Any) -> None:
+    """Raise Refusal for a number or a stage that the command would refuse, by the name of the
+    option; the command line reads its own."""
+    from kcdsl_certs.statement import STAGES
+
+    for name, least in _WHOLE.items():
+        value = getattr(settings, name, None)
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if value is not None and not (whole and least <= value <= _LARGEST):
+            raise refuse(USAGE, f"{name} is {value!r}", help=f"a whole number from {least} on")
+    for name in _SECONDS:
+        value = getattr(settings, name, None)
+        if value is not None and not (isinstance(value, Real) and 0 <= float(value) < math.inf):
+            raise refuse(USAGE, f"{name} is {value!r}", help="a number of seconds, from 0 on")
+    if settings.stage not in STAGES:
+        allowed = ", ".join(STAGES)
+        raise refuse(USAGE, f"stage is {settings.stage!r}", help=f"allowed: {allowed}")
 
 
 @dataclass(frozen=True, slots=True)

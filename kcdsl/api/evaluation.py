@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.backends import choose_device, measuring_backend, solver_if_installed
-from kcdsl.api.contract import Contract, refuse_foreign_code, results_folder
+from kcdsl.api.contract import Contract, refuse_foreign_code, refuse_values, results_folder
 from kcdsl.api.results import Shows, no_progress, offered, quiet
 from kcdsl.api.verification import recording
 from kcdsl.diagnostics import Refusal, codes, refuse
@@ -64,6 +64,9 @@ class EvaluateSettings:
     more: Sequence[tuple[Path, Callable[[Report], bytes]]] = ()
     progress: Callable[[], AbstractContextManager[Progress]] = no_progress
     tell: Callable[[str], None] = quiet
+
+    def __post_init__(self) -> None:
+        refuse_values(self)
 
 
 @dataclass(frozen=True, slots=True)

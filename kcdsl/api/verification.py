@@ -20,7 +20,7 @@ from kcdsl.api.backends import (
     loaded,
     solver_if_installed,
 )
-from kcdsl.api.contract import Contract, refuse_foreign_code, results_folder
+from kcdsl.api.contract import Contract, refuse_foreign_code, refuse_values, results_folder
 from kcdsl.api.portfolio import AUTO, decide_together
 from kcdsl.api.results import Shows, no_progress, quiet
 from kcdsl.diagnostics import Refusal, Severity, refuse
@@ -89,6 +89,9 @@ class VerifySettings:
     allow_code: bool = False
     progress: Callable[[], AbstractContextManager[Progress]] = no_progress
     tell: Callable[[str], None] = quiet
+
+    def __post_init__(self) -> None:
+        refuse_values(self)
 
 
 @dataclass(frozen=True, slots=True)

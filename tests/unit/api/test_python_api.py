@@ -96,3 +96,30 @@ def test_the_checker_stays_a_package() -> None:
 
     assert callable(kcdsl.check)
     assert compiled.load_program is not None
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"looks": 0},
+        {"looks": 0.06},
+        {"looks": True},
+        {"jobs": -1},
+        {"seed": -1},
+        {"seconds": float("nan")},
+        {"bound_seconds": -1.0},
+        {"stage": "production"},
+    ],
+    ids=str,
+)
+def test_values_that_the_command_refuses_are_refused(folder: Path, option: dict[str, Any]) -> None:
+    """0.06 looks would be an error of 83 %, and no time ends after NaN seconds."""
+    (name,) = option
+    with pytest.raises(kcdsl.Refusal) as refusal:
+        kcdsl.load(folder).evaluate(**option)
+    (found,) = refusal.value.diagnostics
+    assert found.message.startswith(f"{name} is ")
+    assert not (folder / "out").exists()
+    if name in ("jobs", "stage"):
+        with pytest.raises(kcdsl.Refusal):
+            kcdsl.load(folder).verify(**option)
