@@ -18,7 +18,7 @@ from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, r
 from kcdsl.diagnostics.codes import NO_BACKEND, UNKNOWN_CLAUSE, USAGE
 from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, Checked, LintRun, render
 from kcdsl.diagnostics.render.full import render_full
-from kcdsl.diagnostics.render.terminal import counted, one_line
+from kcdsl.diagnostics.render.terminal import counted, json_for_terminals, one_line
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.exits import Exit
 from kcdsl.ir.canonical import digest, document, library_digest
@@ -125,7 +125,9 @@ class CompileCommand(Command):
         self._print(sink, path, accepted, code, frozenset(findings))
         if self.emit is Emitted.IR:
             written = document(program) if withheld is None else training_document(full)
-            deliver(written.decode("utf-8") + "\n", self.output)
+            text = written.decode("utf-8") + "\n"
+            seen = self.output is None and sys.stdout.isatty()
+            deliver(json_for_terminals(text) if seen else text, self.output)
         elif self.block is not None and self.output is not None:
             write_bytes(Path(self.output), _block_model(path, self.block, self.tokens))
         elif self.emit is Emitted.SMTLIB or self.follows:

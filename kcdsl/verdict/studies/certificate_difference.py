@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from kcdsl.diagnostics.render.terminal import counted, printable
+from kcdsl.diagnostics.render.terminal import counted
 from kcdsl.verdict.quantities import UNREACHED
 from kcdsl.verdict.records import DocumentRecord, Record
 from kcdsl.verdict.studies.difference import (
@@ -21,6 +21,7 @@ from kcdsl.verdict.studies.difference import (
     ClauseStatus,
     Relation,
     change_lines,
+    plain,
     review_row,
     together,
 )
@@ -323,7 +324,7 @@ def full(found: CertificateDifference) -> str:
         if _is_shown(result):
             lines += ["", f"{_title(result)}: {_status(result)}", f"  states  {result.claim}"]
             lines += change_lines(result.changes)
-    return printable("\n".join(lines)) + "\n"
+    return plain(lines)
 
 
 def markdown(found: CertificateDifference) -> str:
@@ -339,7 +340,7 @@ def markdown(found: CertificateDifference) -> str:
             cells += [f"{c.name}: {c.old} -> {c.new}" for c in result.changes]
             lines.append(review_row(_title(result), result.relation, cells))
     lines += ["", f"OLD: {_line(found.old)}  ", f"NEW: {_line(found.new)}"]
-    return printable("\n".join(lines)) + "\n"
+    return plain(lines)
 
 
 def _line(named: NamedCertificate) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from kcdsl.diagnostics.render.terminal import counted
+from kcdsl.diagnostics.render.terminal import counted, one_line
 from kcdsl.verdict.records import DocumentRecord, Record
 
 
@@ -207,7 +207,7 @@ def full(found: Difference) -> str:
     for clause in found.clauses:
         if _is_shown(clause):
             lines += ["", f"{_head(clause)}", *_body(clause)]
-    return "\n".join(lines) + "\n"
+    return plain(lines)
 
 
 def markdown(found: Difference) -> str:
@@ -220,7 +220,12 @@ def markdown(found: Difference) -> str:
         if _is_shown(clause):
             lines.append(review_row(_title(clause), clause.relation, list(_cells(clause))))
     lines += ["", f"OLD: {found.old}  ", f"NEW: {found.new}"]
-    return "\n".join(lines) + "\n"
+    return plain(lines)
+
+
+def plain(lines: Iterable[str]) -> str:
+    """Return lines as text; what they quote begins no line of its own and steers no terminal."""
+    return "".join(f"{one_line(line)}\n" for line in lines)
 
 
 def _is_shown(clause: ClauseDifference) -> bool:
@@ -321,6 +326,6 @@ def _cells(clause: ClauseDifference) -> Iterator[str]:
 
 
 def review_row(title: str, relation: Relation | None, cells: list[str]) -> str:
-    """Return a row of a table in Markdown."""
-    inside = "<br>".join(cell.replace("|", "\\|").replace("<=", "&lt;=") for cell in cells)
-    return f"| {title} | {relation or ''} | {inside} |"
+    """Return a row of a table in Markdown, whose texts are no marks of HTML."""
+    name, *texts = (text.replace("|", "\\|").replace("<", "&lt;") for text in (title, *cells))
+    return f"| {name} | {relation or ''} | {'<br>'.join(texts)} |"

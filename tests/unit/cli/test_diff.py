@@ -185,3 +185,16 @@ def test_a_contract_with_errors_is_refused(diff: Ask) -> None:
     ran = diff(KL, KL.replace("kl)", "klx)"))
     assert (ran.code, ran.stdout) == (2, "")
     assert "KC203" in ran.stderr
+
+
+def test_what_a_contract_quotes_steers_no_terminal_and_is_no_markup(cli: Cli, folder: Path) -> None:
+    where = r'"task == \"a\e[2J\u009b31m\u202e <img src=x> | \""'
+    old, new = (folder / name for name in ("old.yaml", "new.yaml"))
+    old.write_text(HEAD + KL, encoding="utf-8")
+    new.write_text(HEAD.replace("all: {}", f"all: {{where: {where}}}") + KL, encoding="utf-8")
+    for form in ("full", "markdown"):
+        ran = cli("diff", "old.yaml", "new.yaml", "--format", form, cwd=folder)
+        assert ran.code == 1, ran.stderr
+        assert all(char == "\n" or char.isprintable() for char in ran.stdout), ran.stdout
+        assert "task ==" in ran.stdout
+        assert form == "full" or ("<img" not in ran.stdout and "&lt;img src=x>" in ran.stdout)
