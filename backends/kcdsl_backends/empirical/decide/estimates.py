@@ -31,7 +31,7 @@ from kcdsl_backends.empirical.decide.values import (
     worst_of_units,
 )
 from kcdsl_backends.empirical.metrics.measures import AGGREGATES, MAGNITUDES, RECORDED_AGGREGATES
-from kcdsl_backends.empirical.metrics.sums import REDRAWN, SHARES, SUMS, SumFunction
+from kcdsl_backends.empirical.metrics.sums import EXCESS, REDRAWN, SHARES, SUMS, SumFunction
 from kcdsl_backends.empirical.statistics import bootstrap, estimates, rates
 from kcdsl_backends.empirical.statistics.estimates import (
     Confidence,
@@ -339,9 +339,13 @@ def _joined(name: str, data: SliceData, settings: Settings) -> Estimate:
         except NotMeasurable:
             return None
 
-    return bootstrap.clustered_statistic(
+    found = bootstrap.clustered_statistic(
         redrawn, len(parts), seed=seed, confidence=confidence, count=_RESAMPLES
     )
+    if name not in EXCESS or found.low is None or found.high is None:
+        return found
+    excess = EXCESS[name](parts)
+    return replace(found, low=max(0.0, found.low - excess), high=found.high + excess)
 
 
 def _share(name: str, values: Sequence[Array], settings: Settings) -> Estimate:

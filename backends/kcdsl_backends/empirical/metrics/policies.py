@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.metrics.definition import CONFIDENCES
+from kcdsl_backends.empirical.metrics.sums import BINS, RANKS
 from kcdsl_backends.empirical.statistics.estimates import Array, NotMeasurable
 
 NORMALISATION_TOLERANCE = 1e-9
@@ -157,8 +158,6 @@ def topk_tail_tv(train_log: Tensor, infer_log: Tensor) -> Tensor:
 
 # --- calibration ----------------------------------------------------------------------------------
 
-BINS = 15
-
 
 def confidences(pair: PolicyPair, labels: Tensor) -> dict[str, Array]:
     """Return the confidences of both kernels at N positions whose next tokens are `labels` [N].
@@ -203,9 +202,6 @@ def ece_gap(train: Array, train_right: Array, infer: Array, infer_right: Array) 
 
 
 # --- beyond the first token --------------------------------------------------------------------
-
-RANKS = 5
-"""The likeliest tokens that `ace_gap` compares."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,10 @@ _LARGE = 300.0
 """The square of e^x for x beyond this is soon no float64."""
 _FAR = 700.0
 _SHOWN, _UNSEEN = 100, 0.25
+BINS = 15
+"""The bins of a calibration error."""
+RANKS = 5
+"""The likeliest tokens that `ace_gap` compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +372,40 @@ REDRAWN: Mapping[str, Redrawn] = {
     "router_agreement": _least,
 }
 """Functions of a few numbers of each request that are not smooth, by metric."""
+
+
+# --- calibration ----------------------------------------------------------------------------------
+
+
+def _calibration_excess(requests: Requests, bins: int, ranks: int) -> float:
+    """Return how far a calibration error of these requests may exceed that of their population on
+    average, the larger of both kernels.
+
+    The error sums |S| over bins, S the sum of confidence - accuracy in a bin, and E|S| exceeds |ES|
+    by at most the standard deviation of S (Jensen), here over whole requests. So few requests make
+    a calibrated kernel look worse, and one that is off hardly so: their difference is too small.
+    """
+    n, found = len(requests), [0.0]
+    for side in (0, 2):
+        rows = [(part[side] - part[side + 1]).reshape(-1, ranks) for part in requests]
+        own = np.repeat(np.arange(n), [len(row) for row in rows])
+        gaps, sure = np.concatenate(rows), np.concatenate([part[side] for part in requests])
+        right = np.concatenate([part[side + 1] for part in requests]).reshape(-1, ranks)
+        total = 0.0
+        for rank, confidence in enumerate(sure.reshape(-1, ranks).T):
+            order = np.lexsort((right[:, rank], confidence))
+            for part in np.array_split(order, bins):
+                sums = np.bincount(own[part], gaps[part, rank], n)
+                total += math.sqrt(n * float(np.var(sums, ddof=1))) / len(part)
+        found.append(total / (bins * ranks))
+    return max(found)
+
+
+EXCESS: Mapping[str, Callable[[Requests], float]] = {
+    "ece_gap": lambda requests: _calibration_excess(requests, BINS, 1),
+    "ace_gap": lambda requests: _calibration_excess(requests, BINS, RANKS),
+}
+"""By how much limits of numbers that few requests bias are widened, by metric."""
 
 SHARES: Mapping[str, Callable[[Array], Array]] = {
     "tail_mass_seq": lambda sums: (np.abs(sums) > math.log(2)).astype(np.float64),
