@@ -31,6 +31,7 @@ from kcdsl.ir.terms import KernelRef
 from kcdsl.model.adapters import distribution_of
 from kcdsl.model.presets import resolve
 from kcdsl.source.files import is_settled, open_regular, user_place
+from kcdsl.source.modules import find_module
 
 FINGERPRINT_SCHEMA = "kcdsl.kernel-fingerprint/2"
 _WITH_DEVICE = ("nvidia-", "triton", "pytorch-triton", "rocm", "amd-")
@@ -165,14 +166,16 @@ def described(name: str, found: Distribution) -> Mapping[str, Any]:
 
     `record` is the sha256 of its file RECORD, which lists every file with its digest; `code` is
     that of the list of its programs, hashed as they lie there, so that a file that was changed in
-    place shows. What was hashed before and was not written to since is taken from a cache.
+    place shows. The RECORD of one that was installed by a link to its source (`pip install -e`)
+    does not list them: they are those of its packages. What was hashed before and was not written
+    to since is taken from a cache.
     """
     record, about = found.read_text("RECORD"), found.metadata
     digest = None if record is None else hashlib.sha256(record.encode()).hexdigest()
     return {
         "version": about["Version"],
         "record": digest,
-        "code": None if digest is None else _code_digest(name, found, record or "", digest),
+        "code": _code_digest(name, found, record or "", digest or ""),
         **(_built(found) if about["Name"] == "torch" else {}),
     }
 
@@ -199,14 +202,44 @@ def _code_digest(name: str, found: Distribution, record: str, sha256: str) -> st
     """Return the sha256 over the names and digests of a distribution's programs."""
     root = str(found.locate_file(""))
     known = _Known.of(name, root)
-    paths = known.listing(sha256, record)
+    paths = {path: os.path.join(root, path) for path in known.listing(sha256, record)}
+    if not record or _is_linked(found):
+        paths |= _programs_of_packages(name, found)
     if not paths:
         return None
     digest = hashlib.sha256()
-    for path in paths:
-        digest.update(f"{path} {known.digest(os.path.join(root, path))}\n".encode())
+    for path, place in paths.items():
+        digest.update(f"{path} {known.digest(place)}\n".encode())
     known.keep()
     return digest.hexdigest()
+
+
+def _is_linked(found: Distribution) -> bool:
+    """Say whether a distribution was installed by a link to its source."""
+    try:
+        about = json.loads(found.read_text("direct_url.json") or "{}")
+        return bool(about.get("dir_info", {}).get("editable"))
+    except (ValueError, AttributeError, RecursionError):
+        return True
+
+
+def _programs_of_packages(name: str, found: Distribution) -> dict[str, str]:
+    """Return the programs of the packages that a distribution brings, by their names below the
+    folder of each; nothing is imported."""
+    modules = {entry.module for entry in found.entry_points if entry.group.startswith("kcdsl.")}
+    modules |= {module.partition(".")[0] for module in modules}
+    modules |= {name.replace("-", "_"), *(found.read_text("top_level.txt") or "").split()}
+    programs: dict[str, str] = {}
+    for module in sorted(modules):
+        source = find_module(module, [entry for entry in sys.path if entry])
+        if source is None:
+            continue
+        alone = source.name != "__init__.py" and "." not in module
+        root, inside = source.parent, [source] if alone else sorted(source.parent.rglob("*"))
+        for path in inside:
+            if _CODE.search(path.name):
+                programs[f"{root.name}/{path.relative_to(root).as_posix()}"] = str(path)
+    return dict(sorted(programs.items()))
 
 
 def _listed(record: str) -> Iterator[str]:

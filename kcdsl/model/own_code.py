@@ -118,8 +118,8 @@ def watch(name: str, source: Path | None, base: Path) -> None:
         roots.add(_root_of(name, source.resolve()))
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
-    # code may load a file by its path, with the loader of Python and no finder
-    SourceFileLoader.get_code = _code_of  # type: ignore[assignment, method-assign]
+    # code may load a file by its path: by the loader of Python, without a finder
+    SourceFileLoader.get_code = _code_of  # type: ignore[method-assign, assignment]
     loaded = _FINDER.loaded
     if any(not path.is_file() or file_digest(path) != loaded[path].sha256 for path in loaded):
         for one in loaded.values():  # those that did not change hold on to what did

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import shutil
 import time
@@ -214,6 +215,46 @@ def test_a_file_that_is_gone_shows(wheel: Distribution) -> None:
     before = described("fast", wheel)
     Path(str(wheel.locate_file("fast/kernels.so"))).unlink()
     assert described("fast", wheel)["code"] != before["code"]
+
+
+@pytest.mark.parametrize("layout", ["package", "module", "inside of a namespace", "of no adapter"])
+@pytest.mark.parametrize("finder", [False, True])
+def test_a_changed_source_of_an_editable_installation_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, finder: bool
+) -> None:
+    """Its RECORD lists a path, or the finder of setuptools, and stays what it is."""
+    project, site = tmp_path / "project", tmp_path / "site"
+    about = site / "edited_kernels-1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: edited-kernels\nVersion: 1.0\n")
+    (about / "direct_url.json").write_text(
+        json.dumps({"url": project.as_uri(), "dir_info": {"editable": True}})
+    )
+    record = "__editable___finder.py,sha256=AAAA,3\n" if finder else "edited.pth,sha256=AAAA,3\n"
+    (about / "RECORD").write_text(record)
+    changed, module = {
+        "package": ("edited/inner/helper.py", "edited"),
+        "module": ("edited.py", "edited"),
+        "inside of a namespace": ("edited/helper.py", "edited.adapter"),
+        "of no adapter": ("edited_kernels/helper.py", ""),
+    }[layout]
+    (project / changed).parent.mkdir(parents=True)
+    (project / changed).write_text("GAIN = 1\n")
+    top = "edited_kernels" if not module else "edited"
+    if layout in ("package", "of no adapter"):
+        (project / top / "__init__.py").write_text("")
+    if "." in module:
+        (project / "edited" / "adapter.py").write_text("")
+    if module:
+        (about / "entry_points.txt").write_text(f"[kcdsl.adapters]\nmine = {module}:ADAPTER\n")
+    monkeypatch.syspath_prepend(project)
+    found = PathDistribution(about)
+    before = described("edited-kernels", found)
+    assert described("edited-kernels", found) == before
+    (project / changed).write_text("GAIN = 2\n")
+    after = described("edited-kernels", found)
+    assert after["record"] == before["record"]
+    assert after["code"] != before["code"]
 
 
 def test_settings_of_torch_that_are_not_as_it_comes_are_stated() -> None:
