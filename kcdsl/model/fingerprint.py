@@ -19,7 +19,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
+from importlib.metadata import (
+    Distribution,
+    PackageNotFoundError,
+    distribution,
+    distributions,
+    packages_distributions,
+)
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +160,15 @@ def here() -> Machine:
 
 @lru_cache(maxsize=64)
 def installed(name: str) -> Mapping[str, Any] | None:
-    """Return what `described` says of a distribution; None where it is not installed."""
+    """Return what `described` says of a distribution, or of that which brings its package under
+    another name (`onnxruntime-gpu`) with that name; None where neither is installed."""
     try:
         return described(name, distribution(name))
     except PackageNotFoundError:
+        others = sorted(set(packages_distributions().get(name.replace("-", "_"), ())))
+    if not others:
         return None
+    return {"name": others[0], **described(others[0], distribution(others[0]))}
 
 
 def described(name: str, found: Distribution) -> Mapping[str, Any]:

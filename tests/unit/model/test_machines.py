@@ -22,6 +22,7 @@ from kcdsl.model.fingerprint import (
     Machine,
     described,
     fingerprint_digest,
+    installed,
     kernel_fingerprint,
     torch_flags,
 )
@@ -215,6 +216,22 @@ def test_a_file_that_is_gone_shows(wheel: Distribution) -> None:
     before = described("fast", wheel)
     Path(str(wheel.locate_file("fast/kernels.so"))).unlink()
     assert described("fast", wheel)["code"] != before["code"]
+
+
+def test_a_package_of_another_distribution_is_described(
+    wheel: Distribution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of onnxruntime-gpu, which no distribution of its own name brings."""
+    about = tmp_path / "fast-1.0+local.dist-info"
+    text = (about / "METADATA").read_text().replace("Name: fast", "Name: fast-gpu")
+    (about / "METADATA").write_text(text)
+    about.rename(tmp_path / "fast_gpu-1.0+local.dist-info")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = installed.__wrapped__("fast")
+    assert found is not None
+    assert (found["name"], found["version"]) == ("fast-gpu", "1.0+local")
+    assert found["code"] == described("fast", wheel)["code"]
+    assert installed.__wrapped__("slow") is None
 
 
 @pytest.mark.parametrize("layout", ["package", "module", "inside of a namespace", "of no adapter"])
