@@ -112,13 +112,22 @@ _INSTRUCTIONS = re.compile(
 """Instruction sets between which libraries choose their programs."""
 _SWITCHES = re.compile(
     r"ATEN_CPU_CAPABILITY|LD_PRELOAD|LD_LIBRARY_PATH|NVIDIA_TF32_OVERRIDE|CUDA_LAUNCH_BLOCKING"
-    r"|CUDA_MODULE_LOADING|TORCH_(ALLOW|BLAS|CUDNN|DISABLE|FORCE|LINALG|NCCL|ROCM)_\w+"
-    r"|PYTORCH_(TUNABLEOP|NO|MPS)_\w+|TORCHDYNAMO_\w+|TORCHINDUCTOR_(?!CACHE_DIR)\w+"
+    r"|CUDA_MODULE_LOADING|CUDA_(FORCE|DISABLE)_PTX_JIT|GLIBC_TUNABLES|PYTORCH_JIT"
+    r"|TORCH_(ALLOW|BLAS|COMPILE|CUDNN|DISABLE|DYNAMO|FORCE|JIT|LINALG|NATIVE|NCCL|ROCM)_\w+"
+    r"|PYTORCH_(JIT|MIOPEN|MPS|NO|TENSOREXPR|TUNABLEOP)_\w+|PYTORCH_TENSOREXPR"
+    r"|TORCHDYNAMO_\w+|TORCHINDUCTOR_(?!CACHE_DIR)\w+|TORCHAO_\w+"
     r"|(OMP|KMP|GOMP|MKL|OPENBLAS|BLIS|DNNL|ONEDNN|VECLIB|NUMEXPR)_\w+"
     r"|(CUBLAS|CUBLASLT|CUDNN|CUTLASS|FLASH_ATTENTION|XFORMERS|VLLM|SGL|SGLANG|ORT|NCCL)_\w+"
     r"|(HSA|HIP|HIPBLASLT|ROCBLAS|MIOPEN)_\w+|TRITON_(?!CACHE_DIR)\w+"
 )
-_PRIVATE = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|CACHE|HOME|LOG|DEBUG|TRACE|PATH$|DIR$")
+_PRIVATE = re.compile(
+    r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|(^|_)(CACHE|HOME|LOG[A-Z]*|DEBUG|TRACE)(_|$)|PATH$|DIR$"
+)
+"""What no statement shows: secrets, and places and remarks, which change no result."""
+_SHOWN = frozenset({
+    "LD_LIBRARY_PATH", "MKL_DEBUG_CPU_TYPE", "TORCHINDUCTOR_CPP_GEMM_CACHE_BLOCKING"
+})  # fmt: skip
+"""What does change results, whatever its name says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +154,7 @@ class Machine:
         return {
             name: value
             for name, value in sorted(self.environment.items())
-            if _SWITCHES.fullmatch(name)
-            and (name == "LD_LIBRARY_PATH" or not _PRIVATE.search(name))
+            if _SWITCHES.fullmatch(name) and (name in _SHOWN or not _PRIVATE.search(name))
         }
 
 

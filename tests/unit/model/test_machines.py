@@ -76,6 +76,10 @@ CHANGES: dict[str, dict[str, Any]] = {
             "NVIDIA_TF32_OVERRIDE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "VLLM_ATTENTION_BACKEND": "FLASHINFER", "XFORMERS_FORCE_DISABLE_TRITON": "1",
             "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "LD_PRELOAD": "fast.so",
+            "TORCH_COMPILE_DISABLE": "1", "TORCH_COMPILE_OVERRIDE_BACKENDS": "0:eager",
+            "TORCHINDUCTOR_PROLOGUE_FUSION": "0", "TORCHINDUCTOR_CPP_GEMM_CACHE_BLOCKING": "1,1,1",
+            "MKL_DEBUG_CPU_TYPE": "5", "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2",
+            "PYTORCH_JIT": "0", "CUTLASS_EPILOGUE_FUSION": "1",
         }.items()
     },
 }  # fmt: skip
