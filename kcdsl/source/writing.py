@@ -53,11 +53,13 @@ def _pour(path: Path, data: bytes) -> None:
 def open_to_append(path: Path) -> int:
     """Open a regular file to read and to append, and make it where there is none.
 
-    Raises OSError for anything else that lies there, such as a link or a pipe.
+    Raises OSError for anything else that lies there, such as a link, also one of two names of a
+    file, or a pipe.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | _flag("O_NOFOLLOW") | _flag("O_NONBLOCK")
     descriptor = os.open(path, flags | _flag("O_BINARY"), 0o644)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode) and not path.is_symlink():
+    about = os.fstat(descriptor)
+    if stat.S_ISREG(about.st_mode) and about.st_nlink == 1 and not path.is_symlink():
         return descriptor
     os.close(descriptor)
     raise OSError(errno.EINVAL, "it is no regular file")

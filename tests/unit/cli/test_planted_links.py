@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kcdsl.diagnostics import Refusal
+from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from tests.support.commands import run_here
 from tests.support.small_models import write_model
 
@@ -147,3 +149,14 @@ def test_a_configuration_names_no_contract_elsewhere(folder: Path) -> None:
     ran = run_here("fmt", cwd=folder)
     assert (ran.code, "KC610" in ran.stderr) == (2, True)
     assert (folder.parent / "home" / "other.kc.yaml").read_text() == text
+
+
+def test_a_second_name_of_a_file_is_not_written_through(tmp_path: Path) -> None:
+    """An archive may bring one: of a file of its own, or where it is unpacked carelessly."""
+    (tmp_path / "profile").write_bytes(PRECIOUS)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "evaluate.journal").hardlink_to(tmp_path / "profile")
+    checkpoint = RunCheckpoint(tmp_path / "out" / "evaluate.journal")
+    with pytest.raises(Refusal, match="cannot be written"):
+        checkpoint.open("key")
+    assert (tmp_path / "profile").read_bytes() == PRECIOUS
