@@ -283,6 +283,29 @@ def _engine(location: Location, create: bool, wait: float) -> Engine:
         ) from error
 
 
+_COMPUTED = """
+SELECT m.name FROM sqlite_master AS m
+WHERE m.type = 'view' OR m.sql LIKE 'CREATE VIRTUAL%'
+   OR (m.type = 'table'
+       AND EXISTS (SELECT 1 FROM pragma_table_xinfo(m.name) AS c WHERE c.hidden <> 0))
+LIMIT 1
+"""
+
+
+def _refuse_computed(raw: sqlite3.Connection, shown: str) -> None:
+    """Refuse a file in which reading a table would run queries of its own, perhaps without end."""
+    try:
+        found = raw.execute(_COMPUTED).fetchall()
+    except (sqlite3.Error, UnicodeDecodeError):
+        return  # what reads the tables says so, in its place
+    if found:
+        raise refuse(
+            REGISTER_DAMAGED,
+            f"the register {shown} computes {str(found[0][0])[:40]!a}, which no register does",
+            help="restore it from a copy; nothing was written",
+        )
+
+
 def _file_at(path: Path) -> tuple[int, int] | None:
     """Return what tells the file at a path from another one; None where there is none."""
     try:
@@ -322,6 +345,7 @@ def _sqlite(path: Path, shown: str, create: bool, wait: float) -> Engine:
         record.info["file"] = _file_at(path)
         for setting in ("synchronous=FULL", "foreign_keys=ON", "trusted_schema=OFF"):
             raw.execute(f"PRAGMA {setting}")
+        _refuse_computed(raw, shown)
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -454,3 +455,32 @@ def test_a_head_without_a_trusted_key_is_no_evidence(cli: Cli, folder: Path, pla
     ran = cli("register", "check", "--head", "head.json", "--register", place, cwd=folder)
     assert ran.code == 2
     assert "KC641" in ran.stderr
+
+
+ENDLESS = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "ALTER TABLE events RENAME TO more; CREATE VIEW events AS "
+        f"{ENDLESS} n AS number, '' AS kind, '' AS time, '' AS previous, '' AS hash, '' AS body"
+        " FROM t",
+        f"DROP TABLE alembic_version; CREATE VIEW alembic_version AS {ENDLESS} n AS version_num"
+        " FROM t",
+        "ALTER TABLE slots ADD COLUMN x AS (hex(zeroblob(100000000)))",
+        "CREATE VIRTUAL TABLE more USING fts5(x)",
+    ],
+    ids=["a view", "a view of the revision", "a computed column", "a virtual table"],
+)
+@pytest.mark.parametrize("command", ["log", "check", "slots"])
+def test_a_file_that_computes_its_rows_is_refused(
+    cli: Cli, tmp_path: Path, change: str, command: str
+) -> None:
+    """Reading an endless view would never end."""
+    assert cli("register", "init", "--register", tmp_path / "r.db").code == 0
+    with closing(sqlite3.connect(tmp_path / "r.db")) as opened:
+        opened.executescript(change)
+    ran = cli("register", command, "--register", tmp_path / "r.db")
+    assert (ran.code, "KC695" in ran.stderr) == (2, True), ran.stderr
+    assert "which no register does" in ran.stderr
