@@ -199,3 +199,32 @@ def test_the_magnitude_of_a_paired_difference_errs_no_more_often(lab: Any) -> No
         assert estimate.low is not None
         found += estimate.low > 0.001
     assert found / runs <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / runs)
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [([1.0, 0.0], "violated"), ([0.0, 0.5], "violated"), ([1.0, 1.0], "held")],
+)
+@pytest.mark.parametrize("evidence", [EvidenceKind.CENSUS, EvidenceKind.SAMPLE])
+@pytest.mark.parametrize("budget", [None, ("1/20", "requests")])
+def test_a_percentile_equals_a_number_in_both_tails(
+    lab: Any,
+    values: list[float],
+    found: str,
+    evidence: EvidenceKind,
+    budget: tuple[str, str] | None,
+) -> None:
+    """Tokens with another first choice are as unequal to 100 % where the best token has it."""
+    clause = lab.clause(
+        lab.statistic("quantile", "top1_overlap", "1/2"),
+        "==",
+        "1",
+        evidence=evidence,
+        budget=budget,
+    )
+    data = lab.slice_data({"top1_overlap": [values] * 100})
+    row = decide_clause(clause, lab.program(clause), data, seed=0)
+    assert verdict_name(row.verdict) == found
+    assert row.exceedance is not None
+    assert row.exceedance.k == (100 if found == "violated" else 0)
+    assert row.value == min(values)

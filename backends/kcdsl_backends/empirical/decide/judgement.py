@@ -58,6 +58,8 @@ _OF_MANY = frozenset({"ece_gap"})
 """Metrics that one request by itself does not have, and a window of them does."""
 
 _Records = Sequence[Mapping[str, Any]]
+_Reading = tuple[EstimateInterval, EstimateInterval, int]
+"""Both sides of a comparison, and the number of units behind them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,31 +88,42 @@ class Judge:
             case Connective("and", parts):
                 return _and([self.outcome(p, negated) for p in parts])
             case Connective("or", parts):
-                return _not(_and([_not(self.outcome(p, negated)) for p in parts]))
+                return _or([self.outcome(p, negated) for p in parts])
             case Connective("implies", (first, second)):
                 given = self.outcome(first, not negated)
-                return _not(_and([given, _not(self.outcome(second, negated))]))
+                return _or([_not(given), self.outcome(second, negated)])
             case Quantified(quantifier, _, _, body):
                 return self._quantified(quantifier, body, negated)
             case NoFlip():
                 raise NotMeasurable("no_flip speaks of every admissible run")
         raise NotMeasurable(f"the formula {formula} has no meaning for measured values")
 
-    def sides(
-        self, formula: Compare, negated: bool = False
-    ) -> tuple[EstimateInterval, EstimateInterval, int]:
-        """Return both sides of a comparison, and the number of units behind them."""
+    def sides(self, formula: Compare, negated: bool = False) -> _Reading:
+        """Return both sides of a comparison, and the number of units behind them: of what is to be
+        equal with the tail that differs more, or less under a negation."""
+        choose = min if negated else max
+        readings = self._readings(formula, negated)
+        return choose(readings, key=lambda read: abs(read[0].value - read[1].value))
+
+    def _readings(self, formula: Compare, negated: bool) -> list[_Reading]:
+        """Return the sides of a comparison with the tail that harms; where both must be equal,
+        each does."""
         harmful: Side = "lower" if (formula.op in (">=", ">")) != negated else "upper"
+        tails: tuple[Side, ...] = ("upper", "lower") if formula.op == "==" else (harmful,)
+        return [self._read(formula, tail) for tail in tails]
+
+    def _read(self, formula: Compare, harmful: Side) -> _Reading:
         opposite: Side = "upper" if harmful == "lower" else "lower"
         left, n = evaluate(formula.left, self.data, harmful, self.settings)
         right, m = evaluate(formula.right, self.data, opposite, self.settings)
         return left, right, max(n, m)
 
     def _compare(self, formula: Compare, negated: bool) -> Outcome:
-        left, right, _ = self.sides(formula, negated)
-        if not self.sample:
-            left, right = left.as_point(), right.as_point()
-        return compare(left, formula.op, right)
+        found: list[Outcome] = []
+        for left, right, _ in self._readings(formula, negated):
+            one, two = (left, right) if self.sample else (left.as_point(), right.as_point())
+            found.append(compare(one, formula.op, two))
+        return _or(found) if negated else _and(found)
 
     def _quantified(self, quantifier: str, body: Formula, negated: bool) -> Outcome:
         if self.data.reduced is not None:
@@ -120,7 +133,7 @@ class Judge:
             rows = [self.on(unit).outcome(body, negated) for unit in self.data.requests]
         if not rows:
             raise NotMeasurable(f"there are no {self.data.unit}s")
-        found = _and(rows) if quantifier == "forall" else _not(_and([_not(r) for r in rows]))
+        found = _and(rows) if quantifier == "forall" else _or(rows)
         settled: Outcome = "violated" if quantifier == "forall" else "held"
         return found if not self.sample or found == settled else "unknown"
 
@@ -285,6 +298,10 @@ def _and(outcomes: Sequence[Outcome]) -> Outcome:
     if "violated" in outcomes:
         return "violated"
     return "unknown" if "unknown" in outcomes else "held"
+
+
+def _or(outcomes: Sequence[Outcome]) -> Outcome:
+    return _not(_and([_not(outcome) for outcome in outcomes]))
 
 
 # --- counterexamples -----------------------------------------------------------------------------
