@@ -23,6 +23,7 @@ from kcdsl_certs.statement import (
     ATTACK,
     MEASURED,
     CertifiedClause,
+    Evidence,
     SliceSource,
     Verdict,
 )
@@ -215,11 +216,13 @@ class Recount:
     def _measured(self, clause: CertifiedClause, source: SliceSource, chosen: Selected) -> None:
         if self.records is None:
             self._note(self.missing, "the records of requests")
-        if clause.counted in ("requests", "records") and not clause.quantity.is_timed:
-            least, most = len(chosen.rows), len(chosen.rows) + len(chosen.open)
-            if clause.n is None or not least <= clause.n <= most or clause.n == 0:
-                detail = f"{clause.label}: {clause.n} {clause.counted}, the slice has {least} rows"
-                raise Rejected("recount/count", detail)
+        least, most = _units_in(clause, chosen)
+        rows = clause.counted in ("requests", "records") and not clause.quantity.is_timed
+        if rows and (clause.n is None or not least <= clause.n <= most or clause.n == 0):
+            what = "rows" if clause.evidence is Evidence.CENSUS else "prompts"
+            found = str(least) if least == most else f"{least} to {most}"
+            detail = f"{clause.label}: {clause.n} {clause.counted}, the slice has {found} {what}"
+            raise Rejected("recount/count", detail)
         if self.records is None:
             return
         own = [r for r in self._read_records() if clause.slice in _slices(r)]
@@ -228,26 +231,35 @@ class Recount:
         if not all(str(r.get("request")).startswith(prefix) for r in own):
             raise Rejected("recount/rows-extra", f"{clause.label}: a record of other data")
         self._same_names(clause, names, len(own), chosen, "record")
-        self._units(clause, own)
+        self._units(clause, own, range(least, most + 1))
         self._fields(clause, own)
         self._say(clause, f"{clause.n} {clause.counted}", chosen)
 
-    def _units(self, clause: CertifiedClause, own: list[Mapping[str, Any]]) -> None:
+    def _units(
+        self, clause: CertifiedClause, own: list[Mapping[str, Any]], requests: range
+    ) -> None:
         runs = [len(_times(record)) for record in own]
-        timed = sum(runs) if clause.quantity.is_timed else len(own)
+        timed = clause.quantity.is_timed
+        there = range(len(own), len(own) + 1)
+        if clause.evidence is not Evidence.CENSUS and not timed:
+            there = requests
         match clause.counted:
             case "requests" | "records":
-                counted = {len(own), timed}
+                counted = [there, *([range(sum(runs), sum(runs) + 1)] if timed else [])]
             case "timed runs":
-                counted = {sum(runs)}
+                counted = [range(sum(runs), sum(runs) + 1)]
             case "windows":
-                counted = {max(1, timed // _WINDOW)}
+                ends = (sum(runs), sum(runs)) if timed else (there[0], there[-1])
+                least, most = (max(1, n // _WINDOW) for n in ends)
+                counted = [range(least, most + 1)]
             case _:
                 raise Rejected(
                     "recount/unit", f"{clause.label}: {clause.counted!r} is no unit here"
                 )
-        if clause.n not in counted:
-            found = " or ".join(map(str, sorted(counted)))
+        if not any(clause.n in some for some in counted):
+            found = " or ".join(
+                dict.fromkeys(str(n) for some in counted for n in (some[0], some[-1]))
+            )
             detail = f"{clause.label}: {clause.n} {clause.counted} are stated, {found} are recorded"
             raise Rejected("recount/count", detail)
         if clause.quantity.is_timed and min(runs) == 0:
@@ -262,7 +274,8 @@ class Recount:
         if lacking and clause.verdict is Verdict.PASSED and clause.is_hard:
             detail = f"{clause.label}: {lacking} record(s) lack a field"
             raise Rejected("recount/fields-missing", detail)
-        if clause.exceed is not None and clause.exceed != lacking:
+        least = lacking if clause.evidence is Evidence.CENSUS else min(1, lacking)
+        if clause.exceed is not None and not least <= clause.exceed <= lacking:
             detail = f"{clause.label}: {clause.exceed} without a field, {lacking} are recorded"
             raise Rejected("recount/count", detail)
 
@@ -275,6 +288,22 @@ class Recount:
                 raise Rejected("recount/duplicate", "a request is recorded twice")
             self._records = list(records)
         return self._records
+
+
+def _units_in(clause: CertifiedClause, chosen: Selected) -> tuple[int, int]:
+    """Return the least and the largest number of requests of a slice that a result counts.
+
+    A census counts rows. A sample counts prompts, since a copy of a row shows nothing more; which
+    rows repeat one is known where their tokens are.
+    """
+    every = (*chosen.rows, *chosen.open)
+    if clause.evidence is Evidence.CENSUS:
+        return len(chosen.rows), len(every)
+    known = {row.tokens for row in chosen.rows if row.tokens is not None}
+    unknown = sum(row.tokens is None for row in every)
+    least = max(len(known), min(1, len(chosen.rows)))
+    known |= {row.tokens for row in chosen.open if row.tokens is not None}
+    return least, len(known) + unknown
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from kcdsl_certs.statement import (
     CertifiedClause,
     Evidence,
     ProofReference,
+    Quantity,
     Region,
     SliceSource,
     Verdict,
@@ -111,3 +113,65 @@ def test_boxes_are_counted_and_their_rows_are_not(tmp_path: Path) -> None:
 def test_other_boxes_are_refused(tmp_path: Path, kind: str, names: list[str], reason: str) -> None:
     with pytest.raises(Rejected, match=reason):
         counted(tmp_path, kind, names)
+
+
+# --- samples of rows that repeat a prompt ---------------------------------------------------------
+
+REPEATED = b'{"id": "a", "tokens": [1]}\n{"id": "b", "tokens": [1]}\n{"id": "c", "tokens": [2]}\n'
+UNKNOWN = b'{"id": "a", "tokens": [1]}\n{"id": "b", "text": "x"}\n{"id": "c", "text": "y"}\n'
+
+
+@pytest.mark.parametrize(
+    ("data", "evidence", "admitted"),
+    [
+        (REPEATED, Evidence.SAMPLE, {2}),
+        (REPEATED, Evidence.CENSUS, {3}),
+        (UNKNOWN, Evidence.SAMPLE, {1, 2, 3}),
+        (UNKNOWN, Evidence.CENSUS, {3}),
+    ],
+    ids=["prompts", "rows", "unknown prompts", "rows of unknown prompts"],
+)
+@pytest.mark.parametrize("counted", ["requests", "windows"])
+@pytest.mark.parametrize("records", [True, False])
+def test_a_sample_counts_prompts_and_a_census_rows(
+    tmp_path: Path,
+    data: bytes,
+    evidence: Evidence,
+    admitted: set[int],
+    counted: str,
+    records: bool,
+) -> None:
+    if counted == "windows":  # of 16 units, or one
+        admitted = {1} if records else {0, 1, 2, 3, 4}
+    (tmp_path / "rows.jsonl").write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()
+    lines = [{"request": f"rows.jsonl:{name}", "slices": ["all"]} for name in "abc"]
+    found = set()
+    for n in range(5):
+        clause = CertifiedClause(
+            obligation="C/all/0",
+            id="C",
+            quantity=Quantity("statistic", "mean", (Quantity("metric", "kl"),)),
+            op="<=",
+            tau=Fraction(1, 2),
+            unit="nat",
+            evidence=evidence,
+            method="census/1" if evidence is Evidence.CENSUS else "one-sided-limits/1",
+            verdict=Verdict.PASSED,
+            slice="all",
+            slice_digest=canonical_digest({"data": digest, "where": WHERE}),
+            n=n,
+            counted=counted,
+        )
+        text = "\n".join(map(json.dumps, lines)).encode()
+        count = Recount(
+            {"all": SliceSource("rows.jsonl", WHERE, units="rows")},
+            lambda name: tmp_path / name,
+            {"rows.jsonl": digest},
+            tmp_path,
+            text if records else None,
+        )
+        with suppress(Rejected):
+            count.run([clause])
+            found.add(n)
+    assert found == admitted
