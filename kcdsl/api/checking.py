@@ -166,6 +166,8 @@ def check_certificates(certificates: Sequence[PathLike], settings: CheckSettings
 def _checked(
     certificates: Sequence[PathLike], settings: CheckSettings, folders: ExitStack
 ) -> CheckResult:
+    if not certificates:
+        raise refuse(USAGE, "no certificate is named", help="name at least one")
     if settings.signature_only and (settings.recheck or settings.complete):
         raise refuse(
             USAGE,

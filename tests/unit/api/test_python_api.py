@@ -123,3 +123,10 @@ def test_values_that_the_command_refuses_are_refused(folder: Path, option: dict[
     if name in ("jobs", "stage"):
         with pytest.raises(kcdsl.Refusal):
             kcdsl.load(folder).verify(**option)
+
+
+def test_a_check_of_no_certificate_is_refused(folder: Path) -> None:
+    with pytest.raises(kcdsl.Refusal) as refusal:
+        kcdsl.check([], contract=folder)
+    (found,) = refusal.value.diagnostics
+    assert found.message == "no certificate is named"
