@@ -19,10 +19,10 @@ from kcdsl.source.files import shown
 from kcdsl_grammar.expression_table import KEYWORDS
 
 if TYPE_CHECKING:
+    from kcdsl.model.onnx.file_numerics import FileNumerics
     from kcdsl.model.onnx.files import OnnxNode
     from kcdsl.model.onnx.plan import OnnxPlan
     from kcdsl.model.onnx.program import OnnxProgram
-    from kcdsl.model.onnx.quantisation import FileNumerics
 
 _ATTENTION = frozenset({"Softmax", "Attention"})
 FILE_ADAPTER = "onnxruntime.file"

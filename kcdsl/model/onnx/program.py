@@ -15,10 +15,11 @@ from torch.nn import functional
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.checkpoint.modules import TransposedLinear
 from kcdsl.model.checkpoint.tensors import Checkpoint
+from kcdsl.model.onnx.file_numerics import FileNumerics
 from kcdsl.model.onnx.files import KINDS, OnnxNode, read_onnx
 from kcdsl.model.onnx.operators import Turned
 from kcdsl.model.onnx.plan import VIEWS, OnnxPlan, run_node
-from kcdsl.model.onnx.quantisation import FileNumerics, without_quantisers
+from kcdsl.model.onnx.quantisation import without_quantisers
 from kcdsl.source.files import excerpt
 
 BlockEnds = tuple[str, str]

@@ -16,8 +16,9 @@ from onnx import TensorProto, helper, numpy_helper
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import ONNX, ModelRef
 from kcdsl.model.architecture import load_model
+from kcdsl.model.onnx.file_numerics import FileNumerics
 from kcdsl.model.onnx.files import read_onnx
-from kcdsl.model.onnx.quantisation import FileNumerics, without_quantisers
+from kcdsl.model.onnx.quantisation import without_quantisers
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.interval.tensors import read
 from tests.support.commands import run_here

@@ -17,8 +17,9 @@ from kcdsl.ir.terms import ONNX, KernelRef, ModelRef
 from kcdsl.model.architecture import load_model
 from kcdsl.model.files import Artefacts
 from kcdsl.model.numerics import Numerics
+from kcdsl.model.onnx.file_numerics import FileNumerics
 from kcdsl.model.onnx.files import read_onnx
-from kcdsl.model.onnx.quantisation import FileNumerics, without_quantisers
+from kcdsl.model.onnx.quantisation import without_quantisers
 from kcdsl.model.presets import resolve
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.check import recheck

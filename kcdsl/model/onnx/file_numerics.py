@@ -1,0 +1,120 @@
+"""The numerics that the quantisers of an ONNX file state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.model.numerics import Numerics, Weights
+from kcdsl.model.numerics.specification import linear_name
+from kcdsl.source.files import excerpt
+
+Section = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearQuantisation:
+    """What a file states of one linear, as the sections `activations` and `weights` of numerics;
+    empty where it quantises nothing."""
+
+    activations: Section = field(default_factory=dict)
+    weights: Section = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FileNumerics:
+    """What the quantisers of a file state: how each linear is quantised, by its weight; nothing
+    where there are none. `compute` is the format of the program."""
+
+    linears: Mapping[str, LinearQuantisation]
+    compute: str
+
+    @property
+    def quantised(self) -> bool:
+        """Say whether any linear is quantised."""
+        return any(one != LinearQuantisation() for one in self.linears.values())
+
+    def section(self) -> Section:
+        """Return the numerics as a contract states them.
+
+        Where all linears are quantised alike but for static scales, they are those of the kernel;
+        else each has an override.
+        """
+        found: Section = {"preset": "torch-eager", "compute": self.compute, "casts": "nearest"}
+        if not self.quantised:
+            return found
+        every = {linear_name(key): one for key, one in self.linears.items()}
+        first = next(iter(every.values()))
+        alike = all(
+            one.weights == first.weights and _kind(one) == _kind(first) for one in every.values()
+        )
+        if not alike:
+            parts = {
+                name: {
+                    **({"weights": one.weights} if one.weights else {}),
+                    **({"activations": one.activations} if one.activations else {}),
+                }
+                for name, one in every.items()
+            }
+            return found | {"overrides": {name: part for name, part in parts.items() if part}}
+        if first.weights:
+            found["weights"] = first.weights
+        if not first.activations:
+            return found
+        own = dict(first.activations)
+        for name in ("input_scale", "input_zero_point"):
+            given = {key: one.activations.get(name) for key, one in every.items()}
+            if any(value != own.get(name) for value in given.values()):
+                own[name] = given
+        return found | {"activations": own}
+
+    def refuse_other(self, numerics: Numerics) -> None:
+        """Refuse (KC463) numerics of a kernel that are not those of the file."""
+        from kcdsl.model.presets import resolve
+
+        if not self.quantised:
+            return
+        for key, one in self.linears.items():
+            stated = {"activations": one.activations} if one.activations else {}
+            stated |= {"weights": one.weights} if one.weights else {}
+            wanted = resolve({"preset": "torch-eager", "compute": self.compute, **stated})
+            own = numerics.serving(key)
+            if own.compute != self.compute:
+                raise _other(key, f"it computes in {self.compute}, not in {own.compute}")
+            mine, file = own.activations, wanted.activations
+            same = (mine.format, mine.scale) == (file.format, file.scale)
+            if file.static:
+                same = same and mine.calibrated(key) == file.calibrated(key)
+            else:
+                same = same and mine == file
+            if not same:
+                what = file.format if file.quantised else "not quantised"
+                raise _other(key, f"the input of {excerpt(linear_name(key))} is {what}")
+            if own.weights != wanted.weights:
+                raise _other(key, f"{excerpt(key)} is {wanted.weights.format}")
+
+    def refuse_unserved(self, run: str, numerics: Numerics) -> None:
+        """Refuse (KC463, KC465) numerics that are not those of the file as it is, which `run` runs;
+        without quantisers, weights that are not stored as they are."""
+        self.refuse_other(numerics)
+        plain = all(w == Weights(self.compute) and not a.quantised for w, a in numerics.sections)
+        if numerics.compute != self.compute or not (self.quantised or plain):
+            raise refuse(
+                codes.KERNEL_NUMERICS,
+                f"{run} runs the file as it is, which stores and computes in {self.compute}",
+                help=f"claim `compute: {self.compute}`, without formats of weights and activations",
+            )
+
+
+def _kind(one: LinearQuantisation) -> tuple[object, ...]:
+    return one.activations.get("format"), one.activations.get("scale")
+
+
+def _other(key: str, what: str) -> Refusal:
+    return refuse(
+        codes.NUMERICS,
+        f"the numerics of the kernel are not those of the ONNX file, in which {what}",
+        help="kcdsl init FILE.onnx writes the numerics that the file states",
+    )
