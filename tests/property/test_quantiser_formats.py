@@ -21,7 +21,7 @@ from kcdsl_backends.attack.quantized_inputs import to_nearest
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
 from kcdsl_backends.drift.boxes.rounding import Rounding
-from kcdsl_backends.drift.ops.quantized_input import activation_error
+from kcdsl_backends.drift.ops.quantized.inputs import activation_error
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import array_digest
 from kcdsl_certs.recheck.interval import box

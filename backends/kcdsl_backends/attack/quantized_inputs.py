@@ -19,7 +19,7 @@ from kcdsl_backends.drift.boxes.quantizers import (
     static_scale,
 )
 from kcdsl_backends.drift.boxes.rounding import Rounding
-from kcdsl_backends.drift.ops.quantized_input import activation_error
+from kcdsl_backends.drift.ops.quantized.inputs import activation_error
 from kcdsl_backends.drift.ops.view import ANY, arranged, as_linears, cache_quantizer, replaced
 
 

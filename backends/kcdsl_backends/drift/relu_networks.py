@@ -16,7 +16,7 @@ from kcdsl_backends.drift.boxes.state import Kernels, Parameter, State
 from kcdsl_backends.drift.interval import states
 from kcdsl_backends.drift.linear.constraints import LinearConstraint
 from kcdsl_backends.drift.linear.splitting import SplitDecision, split
-from kcdsl_backends.drift.ops.quantized_input import activation_error
+from kcdsl_backends.drift.ops.quantized.inputs import activation_error
 from kcdsl_backends.process import threads_for
 
 MOST_BOXES = 2**16

@@ -14,7 +14,7 @@ from kcdsl_backends.drift.boxes.rounding import ONCE, Rounding, several
 from kcdsl_backends.drift.boxes.state import Known, SoftmaxState, Step
 from kcdsl_backends.drift.interval import block_input
 from kcdsl_backends.drift.ops import operation_of
-from kcdsl_backends.drift.ops.quantized_input import activation_error
+from kcdsl_backends.drift.ops.quantized.inputs import activation_error
 
 LEAVES = frozenset({"param", "constant"})
 """Operations whose results are known numbers."""

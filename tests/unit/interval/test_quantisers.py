@@ -16,7 +16,7 @@ from kcdsl_backends.drift.boxes.quantizers import (
     scale_range,
 )
 from kcdsl_backends.drift.boxes.rounding import Rounding
-from kcdsl_backends.drift.ops.quantized_input import activation_error
+from kcdsl_backends.drift.ops.quantized.inputs import activation_error
 
 DTYPES = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 FORMATS = ["fp8_e4m3", "fp8_e5m2", "int8"]

@@ -19,7 +19,7 @@ from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.quantizers import codes, quantized_hull, quantizer, quantizer_steps
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.sums import Sums
-from kcdsl_backends.drift.ops.quantized_input import activation_error
+from kcdsl_backends.drift.ops.quantized.inputs import activation_error
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval import quantisers as checked
 from kcdsl_certs.recheck.interval.box import Box as CheckedBox

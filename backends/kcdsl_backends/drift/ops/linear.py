@@ -45,7 +45,7 @@ from kcdsl_backends.drift.linear import LinearOperand, LinearPart, LinearRun, St
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source, added_adjoints
 from kcdsl_backends.drift.ops.bilinear import Heads, bilinear_remainder
 from kcdsl_backends.drift.ops.operation import Operation
-from kcdsl_backends.drift.ops.quantized_input import activation_error, quantise
+from kcdsl_backends.drift.ops.quantized.inputs import activation_error, quantise
 
 
 def interval_linear(step: Step) -> State:

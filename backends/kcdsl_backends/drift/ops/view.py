@@ -25,7 +25,7 @@ from kcdsl_backends.drift.boxes.state import State, Step, combine
 from kcdsl_backends.drift.linear import LinearOperand, LinearPart, LinearRun, zero_part
 from kcdsl_backends.drift.linear.tape import Functional, Source
 from kcdsl_backends.drift.ops.operation import Operation, Pointwise
-from kcdsl_backends.drift.ops.quantized_input import activation_error
+from kcdsl_backends.drift.ops.quantized.inputs import activation_error
 
 
 def move(state: State, change: Callable[[Tensor], Tensor]) -> State:

@@ -1,0 +1,1 @@
+"""Quantizers in boxes and affine forms."""
