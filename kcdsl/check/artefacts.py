@@ -65,7 +65,7 @@ def check_artefacts(program: Program, folder: Path) -> tuple[Diagnostic, ...]:
         for kernel in kernels:
             if kernel.claims:
                 with _collected(found), at(kernel.span):
-                    refuse_strays(resolve(kernel), linears)
+                    refuse_strays(resolve(kernel), linears, model.quantised_tensors)
     return tuple(found)
 
 

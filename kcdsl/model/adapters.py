@@ -361,6 +361,7 @@ def _problems(adapter: Adapter, numerics: Numerics, device: str) -> list[str]:
         f"it reads keys and values as they are, not from a cache ({numerics.kv_cache.format})"
         if numerics.kv_cache is not None
         else "",
+        "it quantises no single tensors" if numerics.quantisers and not adapter.of_file else "",
         _other_weights(adapter, numerics),
         _other_overrides(adapter, numerics),
         "it multiplies weights with their scales before the product, not sums"

@@ -166,6 +166,12 @@ class Model:
             if id(tensor) in keys and (id(tensor) in weights or not self.built_in)
         }
 
+    @property
+    def quantised_tensors(self) -> tuple[str, ...]:
+        """Return the tensors that an ONNX file quantises, by the names that it gives them."""
+        found: tuple[str, ...] = getattr(self.module, "quantised", ())
+        return found
+
     def numerics_of(self, name: str, numerics: Numerics) -> Numerics:
         """Return the numerics of the linear whose weight has this name in the module."""
         keys = self.linears().get(name, ()) if numerics.overrides else ()

@@ -11,6 +11,7 @@ masks) and token ids. Nodes stand in an order in which every node comes after it
 | constant | – | key | an array of `constants` (float32, or bool for masks) |
 | cast | x | – | x, in the node's format |
 | cache | x | part, source | x: keys or values, stored and read back by a kernel with a kv_cache |
+| quantise | x | tensor | x: a tensor of the program, which a kernel may quantise |
 | embedding | weight | ids (list of int) | weight[ids] |
 | linear | x, weight[, bias] | – | x @ weight.T + bias |
 | matmul | a, b | – | a @ b over the last two dimensions, leading dimensions broadcast |
@@ -43,8 +44,8 @@ kernels choose them for every input, and both programs derive that.
 (`Numerics.stored_format`); float64, float32, float16 or bfloat16 is *pinned*: the program stores it
 so whatever the kernel computes in, and computes it as a kernel of that format does
 (`Numerics.pinned`). A constant of format "" is rounded to the kernel's compute format, a pinned one
-is held exactly as it stands. Operations that only move elements store nothing, and neither do neg
-and relu: their format is not read. Parameters, embeddings and inputs have none.
+is held exactly as it stands. Operations that only move elements store nothing, and neither do neg,
+relu and quantise: their format is not read. Parameters, embeddings and inputs have none.
 
 `form` "fused" (or absent) is one operation that rounds its result once; "written" is the same
 written out, each of its `parts` a stored result: a list of [part, format], the format as above, in
@@ -54,6 +55,9 @@ written too, without parts: their sigmoid and their products are stored in the f
 `cache` stands before a product that reads keys (part "keys", [.., d, T]) or values ("values",
 [.., T, d]), if one of two kernels has a quantised cache; `source` is the key of the weight of the
 linear that alone makes them, or "".
+
+`quantise` names a tensor as the program calls it. A kernel that has a quantiser of that name reads
+the tensor from its codes, which it forms once for all readers.
 
 Float attributes are exact doubles. A kernel may round a factor, a divisor or an offset to the
 format of the result first, or not.

@@ -5,7 +5,7 @@ Imports neither numpy nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
@@ -33,6 +33,7 @@ from kcdsl.model.numerics.fields import (
     refusal,
     refuse_unknown,
     section_of,
+    static_quantisers,
     static_scales,
 )
 from kcdsl.model.numerics.formats import (
@@ -156,16 +157,32 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
         shards=shards,
         overrides=overrides,
         kv_cache=_kv_cache(section_of(base, given, "kv_cache"), merged.get("casts", "any")),
+        quantisers=static_quantisers(
+            merged.get("quantisers", {}),
+            compute,
+            MEANINGS[choice_of("casts", merged.get("casts", "any"), CASTS)],
+        ),
     )
 
 
-def refuse_strays(numerics: Numerics, linears: Mapping[str, tuple[str, ...]]) -> None:
+def refuse_strays(
+    numerics: Numerics, linears: Mapping[str, tuple[str, ...]], tensors: Collection[str] = ()
+) -> None:
     """Refuse an override that fits no linear of a model, overrides of one linear that disagree, and
-    static scales of a linear that the model does not have.
+    static scales of a linear, or quantisers of a tensor, that the model does not have.
 
     Args:
         linears: the names of weights in the checkpoint, by those of linears in the module.
+        tensors: the tensors that the model may quantise.
     """
+    for name, _ in numerics.quantisers:
+        if name not in tensors:
+            raise refusal(
+                f"the model quantises no tensor {name!r}",
+                near=sorted(tensors),
+                tried=name,
+                help="quantisers are those of an ONNX file: kcdsl init FILE.onnx writes them",
+            )
     groups = tuple(linears.values())
     known = [name for names in groups for name in names]
     named = {linear_name(each) for each in (*linears, *known)}

@@ -257,6 +257,13 @@ class Run:
         code = np.rint(ratio) if kind == "int8" else ratio.astype(DTYPES[kind]).astype(np.float32)
         return self._back(code * s, x, scale)
 
+    def requantised(self, x: Floats, scale: str, zero: int) -> Floats:
+        """Return a tensor as float32 arithmetic stores it in codes 0 to 255 and reads it back."""
+        s, v = np.float32(float.fromhex(scale)), x.astype(np.float32)
+        ratio = v * (np.float32(1) / s) if self.rng.random() < 0.5 else v / s
+        code = np.clip(np.rint(ratio) + np.float32(zero), 0, 255)
+        return ((code - np.float32(zero)) * s).astype(np.float32).astype(np.float64)
+
     def cached(self, x: Floats, part: str, source: str) -> Floats:
         """Return keys [.., d, T] or values [.., T, d] as float32 arithmetic stores and reads them.
 
@@ -457,6 +464,11 @@ def simulate(graph: Any, run: Run, x: Floats | None, plain: Any, linear: Any) ->
                 y, settled = args[0], False
                 if "kv_cache" in run.numerics:
                     y = run.cached(args[0], attrs["part"], attrs["source"])
+            case "quantise":
+                y, settled = args[0], False
+                by = run.numerics.get("quantisers", {}).get(attrs["tensor"])
+                if by is not None:
+                    y = run.requantised(args[0], by["scale"], by["zero_point"])
             case "concat":
                 y, settled = np.concatenate(args, axis=attrs["dim"]), False
             case "softmax":

@@ -86,6 +86,11 @@ def override(
     return {"weights": stored, "activations": quantised(activations)}
 
 
+def tensor_codes(scale: float, zero_point: int) -> Document:
+    """Return the record of the quantiser of a tensor."""
+    return {"scale": float(np.float32(scale)).hex(), "zero_point": zero_point}
+
+
 def quantised(activations: tuple[str, str] | Document) -> Document:
     """Return the record of quantised activations: format and scale, or all of it."""
     if isinstance(activations, tuple):

@@ -15,6 +15,7 @@ from kcdsl.model.numerics import (
     MatrixUnit,
     Numerics,
     Override,
+    StaticQuantiser,
     TensorCore,
     Weights,
 )
@@ -38,6 +39,10 @@ def numerics(record: Any) -> Numerics:
                 for pattern, section in sorted(record.get("overrides", {}).items())
             ),
             "kv_cache": _cache(record.get("kv_cache")),
+            "quantisers": tuple(
+                (name, StaticQuantiser(float.fromhex(one["scale"]), one["zero_point"]))
+                for name, one in sorted(record.get("quantisers", {}).items())
+            ),
         }
     )
     assert found.to_json() == record

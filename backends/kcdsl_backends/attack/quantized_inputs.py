@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
-from kcdsl.model.numerics import Activations, Numerics
+from kcdsl.model.numerics import Activations, Numerics, StaticQuantiser
 from kcdsl.model.numerics.formats import LAYOUTS
 from kcdsl.model.numerics.weights import nested_codes
 from kcdsl_backends.attack.operations import straight
@@ -20,6 +20,7 @@ from kcdsl_backends.drift.boxes.quantizers import (
 )
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.ops.quantized.inputs import activation_error
+from kcdsl_backends.drift.ops.quantized.tensors import LAST
 from kcdsl_backends.drift.ops.view import ANY, arranged, as_linears, cache_quantizer, replaced
 
 
@@ -84,6 +85,15 @@ def cached(x: Tensor, node: Node, numerics: Numerics, share: Tensor | None) -> T
     if share is None:
         return replaced(to_nearest(rows, inside, ANY), node, numerics, x)
     return replaced(moved_by(rows, inside, ANY, arranged(share, node, numerics)), node, numerics, x)
+
+
+def quantised_tensor(x: Tensor, by: StaticQuantiser) -> Tensor:
+    """Return the values of the codes of a tensor; the gradient is that of what is not cut off."""
+    first, last = -by.zero_point, LAST - by.zero_point
+    inside = x.clamp(first * by.scale, last * by.scale)
+    code = torch.round(_single(x.detach() / by.scale)).clamp(first, last)
+    value = _single(code * by.scale)
+    return value + (inside - inside.detach())
 
 
 def _asymmetric(v: Tensor, spec: Activations, weight: str) -> tuple[Tensor, Tensor]:

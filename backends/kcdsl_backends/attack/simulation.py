@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node, weight_of
 from kcdsl.model.lowering.caching import uncached
-from kcdsl.model.numerics import Numerics, held_formats
+from kcdsl.model.numerics import Numerics, StaticQuantiser, held_formats
 from kcdsl.model.numerics.formats import FORMATS, LAYOUTS, Format
 from kcdsl_backends.attack.operations import (
     ELEMENTWISE,
@@ -45,7 +45,13 @@ from kcdsl_backends.attack.operations import (
     straight,
     sum_error,
 )
-from kcdsl_backends.attack.quantized_inputs import Exceeded, cached, moved_by, to_nearest
+from kcdsl_backends.attack.quantized_inputs import (
+    Exceeded,
+    cached,
+    moved_by,
+    quantised_tensor,
+    to_nearest,
+)
 from kcdsl_backends.attack.versions import Version, versions
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.boxes.rounding import ONCE, Rounding, several
@@ -186,7 +192,27 @@ class Simulator:
         stores = any(self._stores(node) and self._stepped(node) for node in self.graph.nodes)
         caches = self.numerics.kv_cache is not None
         quantises = caches or any(map(self._quantises, self.graph.nodes))
-        return stores or (not self.free and quantises)
+        tensors = any(self._tensor_quantiser(node) is not None for node in self.graph.nodes)
+        return stores or tensors or (not self.free and quantises)
+
+    def _once(self, node: Node) -> bool:
+        """Say whether a result is formed once for all of its readings."""
+        return node.op in ONCE or self._tensor_quantiser(node) is not None
+
+    def _tensor_quantiser(self, node: Node) -> StaticQuantiser | None:
+        """Return the quantiser of a tensor that the kernel has at a node."""
+        return self.numerics.quantiser(node) if node.op == "quantise" else None
+
+    def _tensor(self, node: Node, x: Tensor, through: Through | None) -> Tensor:
+        """Return what a kernel that may quantise a tensor reads of it."""
+        by = self._tensor_quantiser(node)
+        if by is None:
+            return x
+
+        def step(value: Tensor) -> Tensor:
+            return quantised_tensor(value, by)
+
+        return step(x) if through is None else through(_entering(node), step, x)
 
     def _quantises(self, node: Node) -> bool:
         """Say whether a node is a linear whose input is quantised."""
@@ -258,7 +284,7 @@ class Simulator:
                     raise ValueError("the block reads hidden states")
                 values[name] = self._store(node, x, cast, through)
                 continue
-            if version.first or node.op not in ONCE:
+            if version.first or not self._once(node):
                 operands = self._operands(version, values)
                 if node.op == "linear":
                     symbol = symbols.get(f"quantised {node.name}")
@@ -267,6 +293,8 @@ class Simulator:
                 if node.op == "cache":
                     symbol = symbols.get(f"quantised {node.name}")
                     value = self._cached(node, operands[0], symbol, through)
+                elif node.op == "quantise":
+                    value = self._tensor(node, operands[0], through)
                 elif orders and node.name in orders:
                     form = self._kernel(node).numerics.accumulate
                     value = ordered_product(*factors(node, operands), form, orders[node.name])

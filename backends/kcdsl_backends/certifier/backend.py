@@ -120,7 +120,7 @@ class IntervalBackend:
         train, infer = resolve(program.train), resolve(program.infer)
         for kernel, numerics in ((program.train, train), (program.infer, infer)):
             with at(kernel.span):
-                refuse_strays(numerics, model.linears())
+                refuse_strays(numerics, model.linears(), model.quantised_tensors)
         for goal in goals:
             with at(goal.span):
                 model.block(goal.block)

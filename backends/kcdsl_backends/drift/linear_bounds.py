@@ -82,6 +82,8 @@ def linear_walk(
         raise NoBound(graph.output, "planes do not cover a region around the weights")
     if any(node.op == "cache" for node in graph.nodes):
         raise NoBound(graph.output, "planes do not cover a quantised kv_cache")
+    if any(node.op == "quantise" for node in graph.nodes):
+        raise NoBound(graph.output, "planes do not cover quantised tensors")
     refuse_uncached(graph, kernels.train.numerics, kernels.infer.numerics)
     run = LinearRun(graph, kernels, LinearTape(), {node.name: node for node in graph.nodes})
     for node in graph.nodes:

@@ -55,7 +55,7 @@ def allowances(problem: BlockProblem, centre: Tensor | None, radius: Tensor) -> 
     """Return what both kernels may be off at every node, of numbers as large as intervals say.
 
     Raises:
-        NoBound: a node has no interval, or is a quantised kv_cache.
+        NoBound: a node has no interval, or is a quantised kv_cache or tensor.
     """
     graph, kernels = problem.graph, problem.kernels()
     nodes = {node.name: node for node in graph.nodes}
@@ -69,6 +69,8 @@ def allowances(problem: BlockProblem, centre: Tensor | None, radius: Tensor) -> 
             state: Known = block_input(node, kernels, centre, radius)
         elif node.op == "cache":
             raise NoBound(node.name, "errors of a quantised kv_cache are not followed")
+        elif node.op == "quantise":
+            raise NoBound(node.name, "errors of quantised tensors are not followed")
         else:
             state = operation_of(node).interval(step)
         known[node.name] = state

@@ -46,6 +46,8 @@ def walk(scene: Scene, hints: PlaneHints | None = None) -> Context:
         raise Rejected("document/domain", "planes are of one length, checkpoint and input alone")
     if any(node.op == "cache" for node in scene.block.nodes):
         raise Rejected("document/domain", "planes do not cover a quantised cache")
+    if any(node.op == "quantise" for node in scene.block.nodes):
+        raise Rejected("document/domain", "planes do not cover quantised tensors")
     if any(node.op == "route" for node in scene.block.nodes):
         raise Rejected("document/domain", "planes do not cover routes of experts")
     errors: dict[str, tuple[Box, Box]] = {}

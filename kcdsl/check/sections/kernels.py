@@ -45,8 +45,9 @@ _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
     "results": RESULTS,
 }
 _NUMBERS = {"tile", "exp_ulps", "shards", *_NUMERICS_FIELDS["linears"]}
-_BY_LINEAR = {"input_scale", "input_zero_point", "key_scale", "value_scale"}
-"""Numbers that may stand in mappings of names of linears, and in lists; kept as written."""
+_BY_NAME = {"input_scale", "input_zero_point", "key_scale", "value_scale", "quantisers"}
+"""Numbers that may stand in mappings of names of linears or tensors, and in lists; kept as
+written."""
 _AS_WRITTEN = {"least_scale", "amax_limit", "batch_amax"}
 """Numbers that are kept as written, as decimals or float.hex()."""
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -274,7 +275,7 @@ def _pairs(node: Mapping, section: str, reader: StructureReader) -> Pairs:
         if name == "overrides":
             pairs.append((name, _overrides(entry.value, reader)))
             continue
-        if name in _BY_LINEAR:
+        if name in _BY_NAME:
             written = _written(entry.value, name, reader)
             if written is not None:
                 pairs.append((name, written))
@@ -323,7 +324,7 @@ def _written(node: Node, name: str, reader: StructureReader) -> object:
         case Mapping():
             pairs = ((e.key.text, _written(e.value, name, reader)) for e in node.entries)
             return tuple(sorted((key, value) for key, value in pairs if value is not None))
-    wanted = "a number, a list of numbers or a mapping of linears"
+    wanted = "a number, a list of numbers or a mapping of names"
     reader.reporter.error(
         codes.WRONG_KIND, f"`{name}` takes {wanted} and is {node.kind}", node.span
     )

@@ -302,6 +302,7 @@ MEANING: dict[str, Callable[..., Array]] = POINTWISE | {
     "cast": lambda n, s, x: x,
     "cache": lambda n, s, x: x,
     "route": lambda n, s, x: x,
+    "quantise": lambda n, s, x: x,
     "embedding": lambda n, s, w: w[np.asarray(n.attrs["ids"])],
     "linear": _linear,
     "matmul": lambda n, s, a, b: a @ b,

@@ -50,6 +50,14 @@ def _route(s: Lowering, a: Arguments) -> Any:
     return s.emit("route", [logits], s.out_shape, experts=route.tolist())
 
 
+@_handles("kcdsl::quantise")
+def _quantise(s: Lowering, a: Arguments) -> Any:
+    """Note where kernels may quantise a tensor, which may be a table."""
+    tensor = a["tensor"]
+    assert isinstance(tensor, str)
+    return s.emit("quantise", [a["x"]], s.out_shape, tensor=tensor)
+
+
 @_handles("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 def _dropout(s: Lowering, a: Arguments) -> Any:
     share, training = a["p"], a["train"]

@@ -12,7 +12,8 @@ from fractions import Fraction
 from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.model.numerics.formats import CODE_FORMATS, LAYOUTS
+from kcdsl.model.numerics.formats import CODE_FORMATS, LAYOUTS, Casts
+from kcdsl.model.numerics.specification import StaticQuantiser
 
 LEAST_STATIC, LARGEST_STATIC = 2.0**-100, 2.0**24
 """Between these no product of a scale with a code, nor with another usual scale, loses bits."""
@@ -88,6 +89,29 @@ def cache_scales(section: Mapping[str, Any], scale: str) -> tuple[Scales, Scales
             raise refusal(f"kv_cache has `least_scale` and the scale {scale!r}")
         least = _scale("kv_cache.least_scale", section["least_scale"])
     return (found[0], found[1], least) if found else ((), (), least)
+
+
+def static_quantisers(
+    value: object, compute: str, casts: Casts
+) -> tuple[tuple[str, StaticQuantiser], ...]:
+    """Return the field `quantisers`, a mapping of tensors to `scale` and `zero_point`, sorted."""
+    found = []
+    for name, given in sorted(mapping_of("quantisers", value).items()):
+        place = f"quantisers.{name}"
+        section = mapping_of(place, given)
+        refuse_unknown(section, place, ("scale", "zero_point"))
+        if not name or len(section) < 2:
+            raise refusal(
+                f"{place} needs `scale` and `zero_point`", help="kcdsl init FILE.onnx writes both"
+            )
+        scale = _scale(f"{place}.scale", section["scale"])
+        zero_point = _zero_point(f"{place}.zero_point", section["zero_point"])
+        found.append((name, StaticQuantiser(scale, zero_point)))
+    if found and compute != "float32":
+        raise refusal(f"compute is {compute}; quantisers of tensors belong to float32 programs")
+    if found and casts.units != 1:
+        raise refusal("casts are directed, and quantisers of tensors round to nearest")
+    return tuple(found)
 
 
 def dynamic_limits(

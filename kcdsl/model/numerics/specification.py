@@ -201,6 +201,19 @@ class KvCache:
         return _record(self)
 
 
+@dataclass(frozen=True, slots=True)
+class StaticQuantiser:
+    """The quantiser of one tensor: x becomes (code - zero_point) · scale, its code x/scale to the
+    nearest even integer, plus the zero point, kept within 0 to 255. Both were calibrated before."""
+
+    scale: float
+    zero_point: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record; the scale stands in it as float.hex()."""
+        return _record(self)
+
+
 def linear_name(weight: str) -> str:
     """Return the name of a linear by that of its weight in the checkpoint."""
     return weight.removesuffix(".weight")
@@ -316,6 +329,8 @@ class Numerics:
     `products` is "compute", or "tfloat32": what products of matrices read is cut to tfloat32 first.
     `overrides` gives linears other `weights` and `activations`, sorted by pattern.
     `kv_cache` None: keys and values are read as they are computed.
+    `quantisers` are those of single tensors, sorted by the names that the program gives these:
+    every reader has the same quantised number, whatever casts are.
     """
 
     preset: str
@@ -333,6 +348,11 @@ class Numerics:
     shards: int = 1
     overrides: tuple[Override, ...] = ()
     kv_cache: KvCache | None = None
+    quantisers: tuple[tuple[str, StaticQuantiser], ...] = ()
+
+    def quantiser(self, node: Node) -> StaticQuantiser | None:
+        """Return the quantiser of a node `quantise`; None where the kernel passes its tensor on."""
+        return dict(self.quantisers).get(str(node.attrs["tensor"]))
 
     def serving(self, weight: str) -> Numerics:
         """Return the numerics of the linear with this weight: a name goes before patterns, and
@@ -480,8 +500,9 @@ def narrower(nodes: Mapping[str, Node], node: Node, numerics: Numerics) -> str |
     return None
 
 
-UNROUNDED = frozenset({"view", "concat", "neg", "relu", "embedding", "route"})
-"""Operations that store nothing; inputs, parameters and constants are stored before."""
+UNROUNDED = frozenset({"view", "concat", "neg", "relu", "embedding", "route", "quantise"})
+"""Operations that store nothing; inputs, parameters and constants are stored before. `quantise`
+forms numbers of float32, in a kernel that has a quantiser there."""
 
 
 def held_formats(
@@ -495,7 +516,9 @@ def held_formats(
     waiting = [nodes[name]]
     while waiting:
         node = waiting.pop()
-        if node.op in UNROUNDED:
+        if node.op == "quantise" and numerics.quantiser(node) is not None:
+            found.add("float32")
+        elif node.op in UNROUNDED:
             waiting += [nodes[source] for source in node.inputs]
         elif node.op in ("param", "constant"):
             wide = node.format or numerics.compute

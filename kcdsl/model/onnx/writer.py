@@ -37,6 +37,7 @@ _PROTO = {
 _ELEMENTWISE = {
     "relu": "Relu", "neg": "Neg", "tanh": "Tanh", "add": "Add", "sub": "Sub", "mul": "Mul",
     "matmul": "MatMul", "cast": "Identity", "cache": "Identity", "route": "Identity",
+    "quantise": "Identity",
 }  # fmt: skip
 _BY_NUMBER = {"scale": ("Mul", "factor"), "divide": ("Div", "divisor"), "shift": ("Add", "offset")}
 

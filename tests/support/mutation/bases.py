@@ -28,6 +28,7 @@ from tests.support.mutation.blocks import (
     feed,
     gated,
     head,
+    requantised,
     short_decoder,
     wide,
 )
@@ -293,6 +294,16 @@ BASES: dict[str, Base] = {
         gated, "planes", "inf", "points", N("float32", "nearest", **BYTES),
         N("float32", "any", products="tfloat32", shards=2),
     ),
+    **{
+        f"residual, {domain}, quantised tensors": Base(
+            requantised, domain, "inf", region,
+            N("float32", "nearest", quantisers={"x": proofs.tensor_codes(0.05, 120)}),
+            N("float32", "any", quantisers={
+                "x": proofs.tensor_codes(0.05, 120), "y": proofs.tensor_codes(0.01, 128),
+            }),
+        )
+        for domain, region in (("interval", "points"), ("affine", "ball"))
+    },
 }  # fmt: skip
 
 

@@ -25,6 +25,17 @@ def cached(rng: np.random.Generator) -> Any:
     return with_caches(decoder(rng))
 
 
+def requantised(rng: np.random.Generator) -> Any:
+    """Return a residual sum and a norm that read a quantised tensor."""
+    g = proofs.Graph((2, 4))
+    x = g.add("quantise", [g.add("input", [], (2, 4))], (2, 4), tensor="x")
+    y = g.add("linear", [x, g.param("w", rng.standard_normal((4, 4)) / 2)], (2, 4))
+    y = g.add("quantise", [g.add("add", [x, y], (2, 4))], (2, 4), tensor="y")
+    norm = g.add("rms_norm", [y, g.param("gain", rng.standard_normal(4))], (2, 4), eps=1e-5)
+    g.add("add", [y, norm], (2, 4))
+    return g
+
+
 def short_decoder(rng: np.random.Generator) -> Any:
     """Return the same at two rows, to be read at any length."""
     return proofs.attention(rng, rows=2, heads=2, kv_heads=1, size=4)

@@ -24,7 +24,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 # Objects whose keys are names, not fields.
 NAMED = (
     *("graphs", "constants", "parameters", "results", "tables"),
-    *("input_scale", "input_zero_point", "overrides", "key_scale", "value_scale"),
+    *("input_scale", "input_zero_point", "overrides", "key_scale", "value_scale", "quantisers"),
 )
 
 LOWERINGS = {"one step": None, "0.1 %": 0.999, "1 %": 0.99, "50 %": 0.5}

@@ -9,7 +9,7 @@ OPS = (
     "input", "param", "constant", "embedding", "linear", "matmul", "add", "sub", "mul", "scale",
     "divide", "shift", "neg", "relu", "tanh", "silu", "gelu", "view", "concat", "softmax",
     "rms_norm", "layer_norm", "rope", "exp",
-    "cache",
+    "cache", "quantise",
 )  # fmt: skip
 SCALES = (
     "none", "per_tensor", "per_channel", "per_token", "per_batch", "block_128", "group_128", "mx",

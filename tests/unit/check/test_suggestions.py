@@ -59,6 +59,7 @@ kernels:
       activations: {format: uint8, scale: static, input_scale: 0.1, input_zero_point: 12}
       attention: {style: fused, tile: 16, probabilities: float32, scores: float32, exp_ulps: 2}
       kv_cache: {format: int8, scale: static, key_scale: 0.5, value_scale: {"*": 0.5}}
+      quantisers: {attended: {scale: 0.5, zero_point: 12}}
 slices:
   all: {}
   long: {data: requests.jsonl, where: not (length <= 128 or length == 3)}

@@ -8,7 +8,7 @@ from kcdsl.model.lowering.drafts import OPERATIONS as GRAPH
 from kcdsl_backends.drift.ops import OPERATIONS, operation_of
 from kcdsl_certs.recheck.ops.table import OPERATIONS as CHECKED
 
-WITHOUT_LINEAR_BOUNDS = {"cache", "route"}
+WITHOUT_LINEAR_BOUNDS = {"cache", "quantise", "route"}
 
 
 def test_the_prover_knows_what_a_lowering_may_emit() -> None:

@@ -19,6 +19,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.lowering import block_graph, traced_format
 from kcdsl.model.lowering.caching import with_caches
+from kcdsl.model.lowering.quantisers import with_quantisers
 from kcdsl.model.lowering.routes import Routes, chosen_routes, routers
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.numerics.formats import FORMATS
@@ -236,10 +237,10 @@ class ProblemFactory:
     _around: dict[tuple[str, Fraction], WeightBall] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse numerics that name linears that the model does not have."""
+        """Refuse numerics that name linears or tensors that the model does not have."""
         for numerics in (self.train, self.infer):
-            if numerics.overrides or numerics.calibrated_linears:
-                refuse_strays(numerics, self.model.linears())
+            if numerics.overrides or numerics.calibrated_linears or numerics.quantisers:
+                refuse_strays(numerics, self.model.linears(), self.model.quantised_tensors)
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -317,6 +318,12 @@ class ProblemFactory:
                 f"block {block!r} cannot be bounded at any length with a quantised kv_cache",
                 help="use hull(...), which bounds it at each length of the slice",
             )
+        if self.train.quantisers or self.infer.quantisers:
+            raise refuse(
+                codes.FIXED_LENGTH,
+                f"block {block!r} cannot be bounded at any length with quantised tensors",
+                help="use hull(...), which bounds it at each length of the slice",
+            )
         if key not in self._sequences:
             with threads_for(0):
                 graph, axes, tables = sequence_graph(self.model, block, longest, self.formats)
@@ -346,7 +353,8 @@ class ProblemFactory:
 
     def problem_of_graph(self, graph: BlockGraph) -> BlockProblem:
         """Return the problem of a graph of the model, such as a part of a block."""
-        graph = with_caches(graph, (self.train, self.infer))
+        kernels = self.train, self.infer
+        graph = with_caches(with_quantisers(graph, kernels), kernels)
         tensors = self.model.weights
         train = StoredParameters(tensors, graph.constants, self.train, self.device)
         return BlockProblem(graph, train, train.under(self.infer, self.model.served))

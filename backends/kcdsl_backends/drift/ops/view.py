@@ -26,6 +26,7 @@ from kcdsl_backends.drift.linear import LinearOperand, LinearPart, LinearRun, ze
 from kcdsl_backends.drift.linear.tape import Functional, Source
 from kcdsl_backends.drift.ops.operation import Operation, Pointwise
 from kcdsl_backends.drift.ops.quantized.inputs import activation_error
+from kcdsl_backends.drift.ops.quantized.tensors import affine_tensor, interval_quantise
 
 
 def move(state: State, change: Callable[[Tensor], Tensor]) -> State:
@@ -435,10 +436,20 @@ def affine_cache(run: KernelRun, node: Node) -> None:
     round_result(run, node, result)
 
 
+def affine_quantise(run: KernelRun, node: Node) -> None:
+    """Append what a kernel reads of a tensor that it may quantise."""
+    by = run.rounding.numerics.quantiser(node)
+    if by is None:
+        same(run, node)
+    else:
+        affine_tensor(run, node, by)
+
+
 OPERATIONS = {
     "embedding": Operation(interval_embedding, affine_embedding, linear_embedding),
     "cast": Operation(Step.cast, affine_cast, linear_cast),
     "cache": Operation(interval_cache, affine_cache),
+    "quantise": Operation(interval_quantise, affine_quantise),
     "neg": Operation(interval_neg, affine_neg, linear_neg, pointwise=Pointwise(lambda x, node: -x)),
     "view": Operation(interval_view, affine_view, linear_view),
     "concat": Operation(interval_concat, affine_concat, linear_concat),

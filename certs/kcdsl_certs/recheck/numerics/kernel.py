@@ -65,6 +65,15 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorCodes:
+    """How a tensor is stored: as codes 0 to 255, of which `zero` stands for 0 and each further one
+    for `scale` more."""
+
+    scale: float
+    zero: int
+
+
+@dataclass(frozen=True, slots=True)
 class KernelNumerics:
     """What one kernel may round, and how far."""
 
@@ -95,6 +104,7 @@ class KernelNumerics:
     amax_limit: float = math.inf  # what dynamic scales are made of is no larger
     batch_amax: float = 0.0  # no number of a batch that shares a scale is larger
     cache: Cache | None = None  # None: keys and values are read as they are computed
+    tensors: tuple[tuple[str, TensorCodes], ...] = ()  # that are stored as codes, by name
     served: bool = False  # its weights are those of the inference kernel's checkpoint
     base: KernelNumerics | None = None  # where a node pins its format: the kernel itself
     others: tuple[
@@ -183,6 +193,10 @@ class KernelNumerics:
         kernel, found, waiting = self.own, [], [name]
         while waiting:
             node = nodes[waiting.pop()]
+            named = node.attrs.text("tensor") if node.op == "quantise" else None
+            if named is not None and any(tensor == named for tensor, _ in kernel.tensors):
+                found.append(FLOAT32)
+                continue
             if node.op in _UNROUNDED:
                 waiting += node.inputs
                 continue
@@ -283,7 +297,7 @@ def fits(pattern: str, name: str) -> bool:
     return len(name) in ends
 
 
-_UNROUNDED = ("view", "concat", "neg", "relu", "embedding", "route")
+_UNROUNDED = ("view", "concat", "neg", "relu", "embedding", "route", "quantise")
 
 
 def _grid(value: float, form: Format) -> Fraction:

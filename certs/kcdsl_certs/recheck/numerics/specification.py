@@ -16,7 +16,7 @@ from kcdsl_certs.recheck.numerics.formats import (
     PLAIN_WEIGHTS,
     Format,
 )
-from kcdsl_certs.recheck.numerics.kernel import Cache, KernelNumerics, Static, Unit
+from kcdsl_certs.recheck.numerics.kernel import Cache, KernelNumerics, Static, TensorCodes, Unit
 
 _WEIGHTS = {
     **dict.fromkeys(FORMATS, ("none",)),
@@ -55,8 +55,7 @@ def parse_kernel(value: object, place: str) -> KernelNumerics:
         *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
         optional=(
             *("results", "tensor_core", "sigmoid", "byte_sums", "products", "shards"),
-            "overrides",
-            "kv_cache",
+            *("overrides", "kv_cache", "quantisers"),
         ),
     )
     record.text("preset")
@@ -89,7 +88,10 @@ def parse_kernel(value: object, place: str) -> KernelNumerics:
         units=most,
         shortened=_shortened(record),
         shards=_shards(record),
+        tensors=_tensors(record),
     )
+    if kernel.tensors and (kernel.compute != FLOAT32 or most != 1):
+        raise Rejected("document/numerics", "tensors of codes beside other numbers than float32")
     kernel = _of_linears(record, kernel, pairs)
     found = replace(kernel, others=_others(record, kernel, pairs))
     kernels = (found, *(other for _, other in found.others))
@@ -177,6 +179,24 @@ def _cache(record: Reader) -> Cache:
     if scale == "none" or not (_STATIC[0] <= least <= _STATIC[1] and _is_single(least)):
         raise wrong
     return Cache(kind, scale, least)
+
+
+def _tensors(record: Reader) -> tuple[tuple[str, TensorCodes], ...]:
+    """Read how tensors are stored, sorted by name; scales are float32 numbers by float.hex()."""
+    if not record.has("quantisers"):
+        return ()
+    named, found = record.reader("quantisers"), []
+    for name in sorted(named.value):
+        wrong = Rejected("document/numerics", f"the codes of the tensor {name[:80]!r}")
+        one = named.reader(name).exactly("scale", "zero_point")
+        scale, zero = real(one.text("scale"), wrong), one.integer("zero_point", 0)
+        inside = _STATIC[0] <= scale <= _STATIC[1] and _is_single(scale)
+        if not name or not inside or zero > 255:
+            raise wrong
+        found.append((name, TensorCodes(scale, zero)))
+    if not found:
+        raise Rejected("document/numerics", "quantisers of no tensor")
+    return tuple(found)
 
 
 def _calibrations(record: Reader, field: str) -> tuple[tuple[str, tuple[float, ...]], ...]:

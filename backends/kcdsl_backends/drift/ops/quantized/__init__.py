@@ -1,1 +1,1 @@
-"""Quantizers in boxes and affine forms."""
+"""Quantizers in boxes and affine forms: of inputs of linears, and of tensors."""

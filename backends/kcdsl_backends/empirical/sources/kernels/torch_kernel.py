@@ -186,7 +186,7 @@ def _load(
         )
     numerics = resolve(ref)
     refuse_unserved(ref.run, adapter, numerics, place.type)
-    refuse_strays(numerics, model.linears())
+    refuse_strays(numerics, model.linears(), model.quantised_tensors)
     if ref.checkpoint is not None:
         if adapter.engine not in ("torch", "compile"):
             raise refuse(
