@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.model.numerics import Numerics, Weights
+from kcdsl.model.numerics import Numerics, StaticQuantiser, Weights
 from kcdsl.model.numerics.specification import linear_name
 from kcdsl.source.files import excerpt
 
@@ -25,16 +25,18 @@ class LinearQuantisation:
 
 @dataclass(frozen=True, slots=True)
 class FileNumerics:
-    """What the quantisers of a file state: how each linear is quantised, by its weight; nothing
-    where there are none. `compute` is the format of the program."""
+    """What the quantisers of a file state: how each linear is quantised, by its weight, and the
+    quantisers of tensors; nothing where there are none. `compute` is the format of the program."""
 
     linears: Mapping[str, LinearQuantisation]
     compute: str
+    quantisers: Mapping[str, StaticQuantiser] = field(default_factory=dict)
 
     @property
     def quantised(self) -> bool:
-        """Say whether any linear is quantised."""
-        return any(one != LinearQuantisation() for one in self.linears.values())
+        """Say whether any linear or tensor is quantised."""
+        linears = any(one != LinearQuantisation() for one in self.linears.values())
+        return linears or bool(self.quantisers)
 
     def section(self) -> Section:
         """Return the numerics as a contract states them.
@@ -43,7 +45,12 @@ class FileNumerics:
         else each has an override.
         """
         found: Section = {"preset": "torch-eager", "compute": self.compute, "casts": "nearest"}
-        if not self.quantised:
+        if self.quantisers:
+            found["quantisers"] = {
+                name: {"scale": one.scale, "zero_point": one.zero_point}
+                for name, one in self.quantisers.items()
+            }
+        if not self.linears:
             return found
         every = {linear_name(key): one for key, one in self.linears.items()}
         first = next(iter(every.values()))
@@ -74,6 +81,14 @@ class FileNumerics:
         """Refuse (KC463) numerics of a kernel that are not those of the file."""
         from kcdsl.model.presets import resolve
 
+        claimed = dict(numerics.quantisers)
+        for name in sorted({*claimed, *self.quantisers}):
+            stated_one = self.quantisers.get(name)
+            if claimed.get(name) != stated_one:
+                what = "is not quantised"
+                if stated_one is not None:
+                    what = f"has scale {stated_one.scale} and zero point {stated_one.zero_point}"
+                raise _other(name, f"the tensor {excerpt(name)} {what}")
         if not self.quantised:
             return
         for key, one in self.linears.items():

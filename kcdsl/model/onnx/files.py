@@ -31,6 +31,8 @@ _MOST_ELEMENTS = 1 << 32
 KINDS = {TensorProto.FLOAT: "F32", TensorProto.FLOAT16: "F16", TensorProto.BFLOAT16: "BF16"}
 """The types of weights, as safetensors files call them."""
 
+_OTHER_FORMAT = "quantise with `quantize_static(..., quant_format=QuantFormat.QDQ)`"
+
 Array = NDArray[Any]
 
 
@@ -183,7 +185,9 @@ def _node(path: Path, node: Any, opset: int) -> OnnxNode:
             codes.OPERATION_UNSUPPORTED,
             f"{shown(path)}: {excerpt(node.op_type)} of node {excerpt(node.name)} is an operator of"
             f" the domain {excerpt(node.domain)}",
-            help="export with the operators of ONNX itself, before a runtime optimises the graph",
+            help=_OTHER_FORMAT
+            if node.op_type.startswith("QLinear")
+            else "export with the operators of ONNX itself, before a runtime optimises the graph",
         )
     for one in node.attribute:
         if one.type == onnx.AttributeProto.TENSOR:
@@ -205,6 +209,13 @@ def _node(path: Path, node: Any, opset: int) -> OnnxNode:
     outputs = tuple(node.output)
     if not outputs or not outputs[0]:
         raise ValueError(f"the node {node.name!r} has no output")
+    if not onnx.defs.has(node.op_type):
+        raise refuse(
+            codes.OPERATION_UNSUPPORTED,
+            f"{shown(path)}: {excerpt(node.op_type)} of node {excerpt(node.name or outputs[0])} is"
+            " no operator of ONNX",
+            help="export with the operators of ONNX itself",
+        )
     if onnx.defs.has(node.op_type, opset):
         _refuse_unlike(node, onnx.defs.get_schema(node.op_type, opset))
     return OnnxNode(node.name, node.op_type, tuple(node.input), outputs, attributes)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.model.lowering.quantisers import quantised
 from kcdsl.model.onnx.files import Array, OnnxNode
 from kcdsl.source.files import excerpt
 
@@ -27,6 +28,9 @@ PINNED = {
     TensorProto.BFLOAT16: torch.bfloat16,
     TensorProto.DOUBLE: torch.float64,
 }
+QUANTISE = "quantise"
+"""The operator of a program that kernels may quantise a tensor at, in the place of QuantizeLinear
+and DequantizeLinear; the tensor has the name of its result."""
 INTEGERS = {TensorProto.INT64: torch.int64, TensorProto.INT32: torch.int32}
 
 
@@ -51,7 +55,7 @@ class OperatorCall:
     """One node with its operands: tensors that are computed, and arrays that are fixed.
 
     `own` is the ONNX type in which the program computes, `dtype` that of the module as it is
-    converted.
+    converted, `device` where it runs.
     """
 
     node: OnnxNode
@@ -59,6 +63,7 @@ class OperatorCall:
     own: int
     dtype: torch.dtype
     opset: int
+    device: torch.device | None = None
     read: set[str] = field(default_factory=set)
 
     def refusal(self, what: str = "") -> Refusal:
@@ -77,7 +82,7 @@ class OperatorCall:
     def run(self) -> list[Any]:
         """Return the results. Refuse an operator that is not in the table, and an attribute that
         it does not honour."""
-        operator = OPERATORS.get(self.node.kind)
+        operator = _quantise if self.node.kind == QUANTISE else OPERATORS.get(self.node.kind)
         if operator is None:
             raise self.refusal()
         found = operator(self)
@@ -110,7 +115,7 @@ class OperatorCall:
 
     def _plain(self, array: Array) -> Tensor:
         kind = helper.np_dtype_to_tensor_dtype(array.dtype)
-        device = next((v.device for v in self.inputs if isinstance(v, Tensor)), None)
+        device = next((v.device for v in self.inputs if isinstance(v, Tensor)), self.device)
         if kind in PINNED:
             wide = torch.from_numpy(np.array(array, dtype=np.float64 if kind == 11 else np.float32))
             return wide.to(device=device, dtype=self.dtype if kind == self.own else PINNED[kind])
@@ -135,6 +140,10 @@ class OperatorCall:
                     value.reshape(()).astype(np.float64 if kind == self.own else value.dtype).item()
                 )
         return self.tensor(place)
+
+
+def _quantise(c: OperatorCall) -> Any:
+    return quantised(c.tensor(0), c.node.outputs[0])
 
 
 _INERT = frozenset({"kernel_shape", "seed"})

@@ -20,7 +20,7 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.onnx.files import KINDS, Array, OnnxFile, OnnxInput, OnnxNode
 from kcdsl.model.onnx.folding import folded
 from kcdsl.model.onnx.fusion import constant, fused
-from kcdsl.model.onnx.operators import OperatorCall, Turned
+from kcdsl.model.onnx.operators import QUANTISE, OperatorCall, Turned
 from kcdsl.source.files import excerpt
 
 _TOKENS = re.compile(r"(.*[._/])?(input_?ids?|tokens?|ids|input)(:0)?$")
@@ -90,7 +90,8 @@ class OnnxPlan:
         """Return the tensors that depend on the tokens, and those that are weights, moved."""
         dynamic, views = {self.ids}, {n for n in self.file.tensors if self._is_weight(n)}
         for node in self.file.nodes:
-            if node.kind not in _OF_SHAPE and dynamic.intersection(node.inputs):
+            reads = dynamic.intersection(node.inputs) or node.kind == QUANTISE
+            if node.kind not in _OF_SHAPE and reads:
                 dynamic.update(filter(None, node.outputs))
             elif node.kind in VIEWS and node.inputs[0] in views:
                 views.add(node.outputs[0])
@@ -262,7 +263,8 @@ def run_node(
 ) -> None:
     """Run one node; add its results to the values."""
     operands = tuple(values.get(name, known.get(name)) for name in node.inputs)
-    call = OperatorCall(node, operands, plan.file.own, dtype, plan.file.opset)
+    device = next((v.device for v in values.values() if isinstance(v, Tensor)), None)
+    call = OperatorCall(node, operands, plan.file.own, dtype, plan.file.opset, device)
     for name, operand in zip(node.inputs, operands, strict=True):
         call.need(not name or operand is not None, f"it reads the second result {excerpt(name)}")
     for name, value in zip(node.outputs, call.run(), strict=False):

@@ -17,7 +17,7 @@ from kcdsl.model.checkpoint.modules import TransposedLinear
 from kcdsl.model.checkpoint.tensors import Checkpoint
 from kcdsl.model.onnx.file_numerics import FileNumerics
 from kcdsl.model.onnx.files import KINDS, OnnxNode, read_onnx
-from kcdsl.model.onnx.operators import Turned
+from kcdsl.model.onnx.operators import QUANTISE, Turned
 from kcdsl.model.onnx.plan import VIEWS, OnnxPlan, run_node
 from kcdsl.model.onnx.quantisation import without_quantisers
 from kcdsl.source.files import excerpt
@@ -53,7 +53,10 @@ def _holder(plan: OnnxPlan, name: str) -> nn.Module:
 
 
 class OnnxBlock(nn.Module):
-    """The nodes between two tensors of a program: hidden states [T, D] in and out."""
+    """The nodes between two tensors of a program: hidden states [T, D] in and out.
+
+    `quantisers` are applied to the tensors that the file quantises, by name; by default none is.
+    """
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class OnnxBlock(nn.Module):
         self.runs = tuple(runs)
         self.ends = ends
         self.read = tuple(holders)
+        self.quantisers: dict[str, Callable[[Tensor], Tensor]] = {}
         self.holders = nn.ModuleList(holders.values())
         self.register_buffer("own", torch.zeros(()), persistent=False)
 
@@ -88,6 +92,8 @@ class OnnxBlock(nn.Module):
         for node in self.runs:
             run_node(self.plan, node, known, values, own)
             for name in node.outputs:
+                if node.kind == QUANTISE and name in self.quantisers:
+                    values[name] = self.quantisers[name](values[name])
                 for entry in entries:
                     if isinstance(entry, _Entry) and entry.tensor == name:
                         entry(_rows(values[name]))
@@ -140,6 +146,11 @@ class OnnxProgram(OnnxBlock):
     def block_entries(self) -> dict[str, nn.Module]:
         """Return the modules through which the inputs of the blocks pass."""
         return dict(zip(self.names, self.entries, strict=True))
+
+    @property
+    def quantised(self) -> tuple[str, ...]:
+        """Return the tensors that the file quantises."""
+        return tuple(n.outputs[0] for n in self.plan.file.nodes if n.kind == QUANTISE)
 
     @property
     def fixed_length(self) -> int | None:

@@ -3,6 +3,8 @@
 The graph without them is the program. Codes that the file stores become parameters: (code - zero
 point) · scale as float32, by the name of the result of DequantizeLinear. What quantises the input
 of a product with a weight, or the weight itself, becomes a part of the numerics of that linear.
+Where other operators read quantised tensors, all static quantisers are those of tensors
+(docs/adr/0036): in the place of both operators the program has one that marks the tensor.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.model.numerics import Weights
+from kcdsl.model.numerics import StaticQuantiser, Weights
+from kcdsl.model.numerics.fields import LARGEST_STATIC, LEAST_STATIC
 from kcdsl.model.onnx.file_numerics import FileNumerics, LinearQuantisation, Section
 from kcdsl.model.onnx.files import Array, OnnxFile, OnnxNode
 from kcdsl.model.onnx.fusion import constant
 from kcdsl.model.onnx.integer_products import as_dequantised
+from kcdsl.model.onnx.operators import QUANTISE
 from kcdsl.source.files import excerpt
 
 COMPUTE: dict[int, str] = {
@@ -39,6 +43,8 @@ _FORMATS: dict[int, str] = {
 _STORED = frozenset({*_FORMATS, TensorProto.INT32})
 _MOVES = frozenset({"Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Dropout"})
 """Operators behind which an input with one scale is the same input of a product."""
+_SIGNED = frozenset({"MatMul", "Gemm", "Conv", "Add", "Sub", "Mul", "LayerNormalization"})
+"""Operators after which ONNX Runtime leaves out a Relu before a quantiser that cuts off alike."""
 _PRODUCTS = frozenset({"MatMul", "Gemm"})
 _WEIGHT_FORMS = tuple(
     Weights(form, scale)
@@ -46,13 +52,13 @@ _WEIGHT_FORMS = tuple(
     for scale in ("per_tensor", "per_channel")
 )
 _HELP = (
-    "quantise weights and the inputs of products with them, and nothing else, as `quantize_dynamic`"
-    " of ONNX Runtime does"
+    "quantise as `quantize_dynamic` and `quantize_static` of ONNX Runtime do: to 8 bits, tensors"
+    " with one scale, weights with one scale or one for each channel"
 )
 
 _CODES = (
-    "write DequantizeLinear behind each quantiser (the format QDQ), or MatMulInteger of its codes"
-    " and those of a weight, Cast to FLOAT, and products with both scales"
+    "write DequantizeLinear behind each quantiser (quant_format=QuantFormat.QDQ), or MatMulInteger"
+    " of its codes and those of a weight, Cast to FLOAT, and products with both scales"
 )
 
 
@@ -64,6 +70,8 @@ class _Coded:
     source: str
     parts: tuple[str, ...]
     section: Section
+    quantiser: StaticQuantiser | None = None
+    """Where it is that of a tensor, whatever reads it."""
 
 
 class _Reader:
@@ -82,6 +90,11 @@ class _Reader:
         self._constants = self.tensors.keys() - file.tensors.keys()
         self.nodes: list[OnnxNode] = []
         self.linears: dict[str, LinearQuantisation] = {}
+        self.quantisers: dict[str, StaticQuantiser] = {}
+        self._by_tensor = _quantises_tensors(file)
+        self._made = {name: node.kind for node in file.nodes for name in node.outputs}
+        self._read_back: dict[str, str] = {}
+        """The tensors that codes are read back as."""
         self._is: dict[str, str] = {}
         """Tensors that are others once quantisers are gone."""
         self._coded: dict[str, _Coded] = {}
@@ -132,6 +145,8 @@ class _Reader:
             else:
                 section = _static(node, scale, zero, kind)
             coded = _Coded(node, source, (*node.inputs[1:], ""), section)
+            if self._by_tensor and source not in self.tensors:
+                coded = replace(coded, quantiser=_of_tensor(node, section))
         self._coded[node.outputs[0]] = coded
 
     def _parts(self, node: OnnxNode) -> tuple[Array, Array, int]:
@@ -161,6 +176,8 @@ class _Reader:
         if kind not in _STORED:
             raise _refusal(node, f"its codes are {TensorProto.DataType.Name(kind)}")
         zero = np.zeros_like(scale) if zero is None else zero.astype(np.float32)
+        if zero.size == scale.size == 1:  # a number, or a list of one
+            zero = zero.reshape(scale.shape)
         if zero.shape != scale.shape:
             raise _refusal(node, "its zero points and its scales differ in shape")
         if kind not in (TensorProto.UINT8, TensorProto.INT8) and zero.any():
@@ -206,11 +223,31 @@ class _Reader:
             TensorProto.FLOAT,
         ):
             raise _refusal(node, f"it does not undo {coded.node.place}")
+        if coded.quantiser is not None:
+            self._mark(node, coded.source, coded.node.outputs[0], coded.quantiser)
+            return
         self._is[result] = coded.source
         if coded.source in self.tensors:
             self._fixed[result] = coded
         else:
             self._inputs[result] = coded
+
+    def _mark(self, node: OnnxNode, source: str, codes: str, by: StaticQuantiser) -> None:
+        """Put an operator in the place of a quantiser and its inverse; all that read the same codes
+        read one result."""
+        result = node.outputs[0]
+        if codes in self._read_back:
+            self._is[result] = self._read_back[codes]
+            return
+        if by.zero_point == 0 and self._made.get(source) in _SIGNED:
+            positive = f"{result}/Relu"
+            while positive in self._made or positive in self.tensors:
+                positive += "_"
+            self.nodes.append(OnnxNode(positive, "Relu", (source,), (positive,)))
+            source = positive
+        self.nodes.append(OnnxNode(node.name, QUANTISE, (source,), (result,)))
+        self.quantisers[result] = by
+        self._read_back[codes] = result
 
     # --- everything else --------------------------------------------------------------------------
 
@@ -309,6 +346,27 @@ class _Reader:
         )
 
 
+def _quantises_tensors(file: OnnxFile) -> bool:
+    """Say whether anything but products with weights, in the first place, reads a tensor that was
+    quantised with a scale of the file."""
+    computed = {one.name for one in file.inputs}
+    codes, read = set[str](), set[str]()
+    for node in file.nodes:
+        first = node.inputs[0] if node.inputs else ""
+        weight = len(node.inputs) > 1 and node.inputs[1] not in computed
+        if (node.kind == _DEQUANTIZE and first in codes) or (node.kind in _MOVES and first in read):
+            read.add(node.outputs[0])
+        elif read.intersection(node.inputs[1:]) or (
+            first in read and not (node.kind in _PRODUCTS and weight)
+        ):
+            return True
+        elif node.kind == _QUANTIZE and first in computed:
+            codes.add(node.outputs[0])
+        if node.kind not in ("Shape", "Size") and computed.intersection(node.inputs):
+            computed.update(node.outputs)
+    return not read.isdisjoint(file.outputs)
+
+
 def _refusal(node: OnnxNode, what: str, help: str | None = None) -> Refusal:
     return refuse(
         codes.OPERATION_UNSUPPORTED,
@@ -372,6 +430,23 @@ def _static(node: OnnxNode, scale: Array, zero: Array, kind: int) -> Section:
     return section | ({"input_zero_point": zero_point} if form == "uint8" else {})
 
 
+def _of_tensor(node: OnnxNode, section: Section) -> StaticQuantiser:
+    """Return a quantiser with one scale, its codes counted from 0."""
+    scale = section["input_scale"]
+    if isinstance(scale, list):
+        raise _refusal(node, "its scales are of channels, and its tensor is no input of products")
+    if not LEAST_STATIC <= scale <= LARGEST_STATIC:
+        raise _refusal(
+            node,
+            f"its scale is {scale:g}; it must lie between 2^-100 and 2^24",
+            "calibrate without what hides scores: leave the sum with the mask, and the softmax"
+            " behind it, out of `quantize_static` (nodes_to_exclude, op_types_to_quantize)",
+        )
+    if section["format"] not in ("uint8", "int8_full"):
+        raise _refusal(node, f"it quantises a tensor to {section['format']}")
+    return StaticQuantiser(scale, section.get("input_zero_point", 128))
+
+
 def without_quantisers(file: OnnxFile) -> tuple[OnnxFile, FileNumerics]:
     """Return the program of a file without quantisers, and the numerics that these state.
 
@@ -384,4 +459,4 @@ def without_quantisers(file: OnnxFile) -> tuple[OnnxFile, FileNumerics]:
     if compute != "float32":
         raise _refusal(first, f"the weights of the file are {compute}", "export it in FLOAT")
     reader = _Reader(file)
-    return reader.read(), FileNumerics(reader.linears, compute)
+    return reader.read(), FileNumerics(reader.linears, compute, reader.quantisers)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from kcdsl.model.architecture import Model
 from kcdsl.model.attention import Composed, ScaledDotProduct, caps_scores, use_attention
-from kcdsl.model.numerics import Numerics, plain_weights
+from kcdsl.model.numerics import Numerics, StaticQuantiser, plain_weights
 from kcdsl.model.numerics.weights import linear_weight
-from kcdsl_backends.attack.quantized_inputs import to_nearest
+from kcdsl_backends.attack.quantized_inputs import quantised_tensor, to_nearest
 from kcdsl_backends.empirical.diagnoses.model import POSITIONS
 
 LARGEST = 2**28
@@ -153,7 +153,21 @@ def _as(model: Model, part: nn.Module, claim: Numerics) -> nn.Module:
         if own.activations.format != "none":
             written = key if model.built_in else model.linears()[key][0]
             linear.register_forward_pre_hook(input_quantiser(own, written))
+    if claim.quantisers:
+        _quantise_tensors(module, claim)
     return module
+
+
+def _quantise_tensors(module: nn.Module, claim: Numerics) -> None:
+    """Let the program of an ONNX file quantise tensors as the numerics claim."""
+    from kcdsl.model.onnx.program import OnnxBlock
+
+    def step(by: StaticQuantiser) -> Callable[[Tensor], Tensor]:
+        return lambda x: quantised_tensor(x.to(torch.float64), by).to(x.dtype)
+
+    for part in module.modules():
+        if isinstance(part, OnnxBlock):
+            part.quantisers = {name: step(by) for name, by in claim.quantisers}
 
 
 def _store_matrices(model: Model, module: nn.Module, part: nn.Module, claim: Numerics) -> None:

@@ -180,7 +180,7 @@ def _dequantized(key: str, one: onnx.OnnxCodes, held: Mapping[str, Tensor]) -> T
     whole = scale.shape in ((), (1,))
     if not whole and (not 0 <= axis < len(codes.shape) or scale.shape != (codes.shape[axis],)):
         raise _bad(f"the scales of {key[:80]!r} do not fit its codes")
-    if one.zero_point and zero.shape != scale.shape:
+    if one.zero_point and zero.shape != scale.shape and not (whole and zero.shape in ((), (1,))):
         raise _bad(f"the zero points of {key[:80]!r} do not fit its scales")
     along = [1] * len(codes.shape)
     if not whole:

@@ -249,9 +249,28 @@ def _not_finite(model: onnx.ModelProto) -> None:
     _tensor(model, "up_scale", np.full(16, np.inf, dtype=np.float32))
 
 
+def _channels(model: onnx.ModelProto) -> None:
+    _tensor(model, "s1", np.full(8, 0.03, dtype=np.float32))
+    _tensor(model, "z1", np.full(8, 128, dtype=np.uint8))
+    _node(model, "c1").attribute.append(helper.make_attribute("axis", -1))
+    _node(model, "q1").attribute.append(helper.make_attribute("axis", -1))
+    _residual(model)
+
+
+def _own_operator(model: onnx.ModelProto) -> None:
+    _node(model, "layer").op_type = "quantise"
+    del _node(model, "layer").input[1]
+
+
 REFUSED = {
-    "residual": (_residual, "Add of node layer is not supported: it reads what QuantizeLinear"),
+    "residual": (_residual, "Add of node layer is not supported: it reads what DynamicQuantize"),
     "output": (_output, "the output of the file is quantised"),
+    "fp8 residual": (
+        _residual,
+        "it quantises a tensor to fp8_e4m3",
+    ),
+    "channels of a residual": (_channels, "its scales are of channels"),
+    "own operator": (_own_operator, "quantise of node layer is no operator of ONNX"),
     "codes": (_codes_read, "MatMulInteger of node wide is not supported: it reads the codes of"),
     "computed": (_computed, "QuantizeLinear of node c1 is not supported: its scale is no tensor"),
     "blocks": (_blocks, "DequantizeLinear of node up_read is not supported: its scales are of"),
@@ -265,9 +284,12 @@ REFUSED = {
 }
 
 
+FORMS = {"residual": "dynamic", "output": "dynamic", "fp8 residual": "e4m3"}
+
+
 @pytest.mark.parametrize("change", REFUSED)
 def test_what_no_numerics_express_is_refused(tmp_path: Path, change: str) -> None:
-    model = quantised_mlp("uint8")[0]
+    model = quantised_mlp(FORMS.get(change, "uint8"))[0]
     REFUSED[change][0](model)
     path = saved(tmp_path, model)
     with pytest.raises(Refusal) as refused:

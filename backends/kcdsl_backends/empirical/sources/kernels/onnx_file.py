@@ -34,6 +34,8 @@ from kcdsl_certs.statement.manifest import Manifest, storage_manifest
 
 _EXACT = "session.x64quantprecision"
 """Sums products of bytes exactly where processors have no instruction for it."""
+_UNFUSED = "session.disable_quant_qdq"
+"""Runs quantisers of tensors as they stand, and fuses them into no operators on codes."""
 _ARRAYS: dict[str, Any] = {
     "tensor(int64)": np.int64,
     "tensor(int32)": np.int32,
@@ -62,9 +64,12 @@ def file_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics)
     without_quantisers(copied)[1].refuse_unserved(run, numerics)
     settings = []
     basic = any(a.format.startswith("fp8") for _, a in numerics.sections)
+    if numerics.quantisers:
+        settings.append(_UNFUSED)
     if numerics.byte_sums == "wide":
         settings.append(_EXACT)
-        of_bytes = not basic or any(node.kind == PRODUCT for node in copied.nodes)
+        apart = basic or bool(numerics.quantisers)  # quantisers are fused into no products
+        of_bytes = not apart or any(node.kind == PRODUCT for node in copied.nodes)
         if of_bytes and saturates(_EXACT, basic=basic):  # at the basic level it has no effect
             raise refuse(
                 codes.KERNEL_NUMERICS,
@@ -290,13 +295,18 @@ class FileSessions:
         graph = model.graph
         made = {name: place for place, node in enumerate(graph.node) for name in node.output}
         places, read, waiting = set[int](), set[str](), [last]
+        alike = _read_alike(graph, first)
         while waiting:
             name = waiting.pop()
-            if name == first or name not in made:
-                read.add(name)
+            if name in alike or name not in made:
+                read.add(first if name in alike else name)
             elif made[name] not in places:
                 places.add(made[name])
                 waiting += [i for i in graph.node[made[name]].input if i]
+        for node in (graph.node[place] for place in places):
+            for position, name in enumerate(node.input):
+                if name in alike:
+                    node.input[position] = first
         own = self.program.plan.file.own
         ends = [onnx.helper.make_tensor_value_info(name, own, None) for name in (first, last)]
         block = onnx.helper.make_graph(
@@ -313,3 +323,10 @@ class FileSessions:
         with open(place, "wb") as stream:
             stream.write(whole.SerializeToString())
         return Path(path)
+
+
+def _read_alike(graph: Any, tensor: str) -> set[str]:
+    """Return the tensors that DequantizeLinear makes of the same codes as a tensor, it included."""
+    makers = [node for node in graph.node if node.op_type == "DequantizeLinear"]
+    codes = {node.input[0] for node in makers if tensor in node.output}
+    return {tensor, *(node.output[0] for node in makers if node.input[0] in codes)}
