@@ -356,13 +356,28 @@ def test_a_sampled_reference_counts_with_its_limit() -> None:
     base = {"obligation": "A/all/0", "metric": "mean(kl)", "op": "<=", "unit": "nat"}
     sampled = {**base, "value": 1.0, "high": 2.0, "evidence": "sample"}
     row = replace(_ROW, metric="mean(kl)", threshold=1.5)
-    (floor,) = baselines.floors([row], [{"clauses": [sampled]}]).values()
+    (floor,) = baselines.floors([row], {}, [{"clauses": [sampled]}]).values()
     assert (floor.value, floor.above) == (2.0, True)
     census = {**sampled, "evidence": "census"}
-    (floor,) = baselines.floors([row], [{"clauses": [census]}]).values()
+    (floor,) = baselines.floors([row], {}, [{"clauses": [census]}]).values()
     assert (floor.value, floor.above) == (1.0, False)
     invalid = [{**sampled, "verdict": "invalid_evidence"}, {**sampled, "value": None}]
-    assert baselines.floors([row], [{"clauses": invalid}]) == {}
+    assert baselines.floors([row], {}, [{"clauses": invalid}]) == {}
+
+
+@pytest.mark.parametrize("name", ["all", "all[tau: length > 9]"])
+def test_another_slice_of_the_same_name_is_no_earlier_run_and_no_reference(name: str) -> None:
+    """Another contract may select other rows of the same data under the name."""
+    row = replace(_ROW, slice=name, threshold=1.5)
+    own = {"slices": [{"slice": "all", "requests": 12, "tokens": 80}], "kernels": {}}
+    other = {**own, "slices": [{"slice": "all", "requests": 12, "tokens": 79}]}
+    base = {"obligation": row.obligation, "metric": row.metric, "op": "<=", "unit": "nat"}
+    clause = {**base, "requirement": row.requirement, "value": 9.0, "evidence": "census"}
+    for document, counts in ((own, True), (other, False)):
+        earlier = [{**document, "clauses": [clause]}] * 8
+        (band,) = baselines.bands([row], own, earlier, 0.05).values()
+        assert band.runs == (8 if counts else 0)
+        assert bool(baselines.floors([row], own, earlier)) is counts
 
 
 def test_a_report_of_another_shape_is_refused(

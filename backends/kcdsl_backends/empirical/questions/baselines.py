@@ -131,6 +131,8 @@ def _earlier(row: ClauseResult, candidate: Document, history: Sequence[Document]
     for document in history:
         if row.family == "runtime" and _machine(document) != _machine(candidate):
             continue
+        if _rows_of(document, row.slice) != _rows_of(candidate, row.slice):
+            continue
         for other in document["clauses"]:
             same = (other.get("obligation"), other.get("requirement")) == (
                 row.obligation,
@@ -143,6 +145,14 @@ def _earlier(row: ClauseResult, candidate: Document, history: Sequence[Document]
             ):
                 found.append(float(other["value"]))
     return found
+
+
+def _rows_of(document: Document, slice: str) -> Any:
+    """Return how many requests and tokens a slice has: with the digest of the data they tell it from
+    another slice of the same name, which another contract may have."""
+    whole = slice.partition("[")[0]
+    found = (own for own in document.get("slices", ()) if own.get("slice") == whole)
+    return [(own.get("requests"), own.get("tokens")) for own in found]
 
 
 def _machine(document: Document) -> Any:
@@ -158,7 +168,9 @@ def _is_number(value: Any) -> bool:
 # --- noise floors ---------------------------------------------------------------------------------
 
 
-def floors(rows: Sequence[ClauseResult], references: Sequence[Document]) -> dict[str, Floor]:
+def floors(
+    rows: Sequence[ClauseResult], candidate: Document, references: Sequence[Document]
+) -> dict[str, Floor]:
     """Return the noise floor of each obligation that compares with a number, where one is known.
 
     The drift of the candidate's training kernel from itself under another batching counts as one
@@ -169,7 +181,12 @@ def floors(rows: Sequence[ClauseResult], references: Sequence[Document]) -> dict
         if row.threshold is None or row.op not in ("<=", "<", ">=", ">"):
             continue
         upper = row.op in ("<=", "<")
-        values = [v for document in references for v in _reference_values(row, document, upper)]
+        values = [
+            value
+            for document in references
+            if _rows_of(document, row.slice) == _rows_of(candidate, row.slice)
+            for value in _reference_values(row, document, upper)
+        ]
         own = None if row.beside is None else row.beside.noise_floor
         if own is not None and own.value is not None and math.isfinite(own.value):
             values.append(own.value)

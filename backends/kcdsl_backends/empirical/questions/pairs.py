@@ -101,7 +101,7 @@ def compare_runs(
     own = report.to_json()
     baselines = usable(own, history or {}, references or {}, untrusted or {})
     banded = bands(report.clauses, own, baselines.history, ERROR) if history else {}
-    floored = floors(report.clauses, baselines.references)
+    floored = floors(report.clauses, own, baselines.references)
     return RunComparison(
         candidate.contract,
         tuple(_differences(incumbent, candidate)),
