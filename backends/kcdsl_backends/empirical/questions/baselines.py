@@ -148,8 +148,8 @@ def _earlier(row: ClauseResult, candidate: Document, history: Sequence[Document]
 
 
 def _rows_of(document: Document, slice: str) -> Any:
-    """Return how many requests and tokens a slice has: with the digest of the data they tell it from
-    another slice of the same name, which another contract may have."""
+    """Return how many requests and tokens a slice has: with the digest of the data they tell it
+    from another slice of the same name, which another contract may have."""
     whole = slice.partition("[")[0]
     found = (own for own in document.get("slices", ()) if own.get("slice") == whole)
     return [(own.get("requests"), own.get("tokens")) for own in found]
