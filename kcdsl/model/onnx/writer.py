@@ -109,8 +109,8 @@ def block_model(
 ) -> onnx.ModelProto:
     """Return a block as an ONNX model: input `hidden` [T, D] if it has one, output `output`.
 
-    `params` holds the checkpoint tensors by key; an initializer has the name of its key. `own` is
-    the format, of `TYPES`, of results that the graph leaves to the kernel.
+    `params` holds the tensors of the checkpoint by key, as the module holds them (GPT-2 stores some
+    transposed); an initializer has the name of its key. `own` is the format, of `TYPES`, of results that the graph leaves to the kernel.
 
     Raises:
         KeyError: a parameter of the graph is not in `params`.
@@ -180,17 +180,13 @@ class _BlockWriter:
     def _param(self, node: Node) -> _Stored:
         values, key = torch.as_tensor(self.params[node.attrs["key"]]), node.attrs["key"]
         format = self._format(node.format)
-        turned = bool(node.attrs.get("transposed", False))
-        shape = tuple(reversed(node.shape)) if turned else node.shape
-        if tuple(values.shape) != shape:
-            raise ValueError(f"{key} has shape {tuple(values.shape)}, the graph says {shape}")
+        if tuple(values.shape) != node.shape:
+            raise ValueError(f"{key} has shape {tuple(values.shape)}, the graph says {node.shape}")
         name = key if format == self.own else f"{key} {format}"
         stored = values.to(TYPES[format])
         # NumPy has no bfloat16 of its own; float32 holds each of its numbers.
         wide = stored.to(torch.float32) if format == "bfloat16" else stored
         tensor = self.builder.constant(name, wide.numpy().astype(_NUMPY[format], copy=False))
-        if turned:
-            tensor = self.builder.node("Transpose", tensor, perm=[1, 0])
         return _Stored(tensor, format)
 
     # --- operations -------------------------------------------------------------------------------

@@ -17,13 +17,15 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from kcdsl.model.architecture import Model
+from kcdsl.ir.terms import ONNX, ModelRef
+from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.lowering.evaluate import graph_output
 from kcdsl.model.lowering.export import block_graph
 from kcdsl.model.onnx.writer import block_model
 from tests.conftest import Cli
 from tests.support.decoders import FORMS, saved_model
+from tests.support.static_files import encoder
 
 TOKENS = (3, 1, 4, 1, 5)
 BLOCKS = ("attn_0", "mlp_0", "layer_0", "model")
@@ -75,6 +77,17 @@ def test_a_written_decoder_is_its_graph(name: str, block: str, tmp_path: Path) -
     found = session.run(None, fed(x, np.float32))[0]
     wanted = graph_output(graph, params, x, "float32")
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_block_whose_weights_are_stored_transposed_is_written(tmp_path: Path) -> None:
+    onnx.save(encoder(), tmp_path / "model.onnx")
+    model = load_model(ModelRef("model.onnx", ONNX), tmp_path)
+    graph, params = graph_of(model, "mlp_0")
+    assert any(node.attrs.get("transposed") for node in graph.nodes)
+    x = drawn(graph)
+    written = reference(block_model(graph, params))
+    (found,) = np.asarray(written.run(None, fed(x, np.float32)))
+    np.testing.assert_allclose(found, graph_output(graph, params, x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.sample(2)
