@@ -81,7 +81,8 @@ def test_a_written_decoder_is_its_graph(name: str, block: str, tmp_path: Path) -
 
 def test_a_block_whose_weights_are_stored_transposed_is_written(tmp_path: Path) -> None:
     onnx.save(encoder(), tmp_path / "model.onnx")
-    model = load_model(ModelRef("model.onnx", ONNX), tmp_path)
+    blocks = (("mlp_0", "normed", "fed"),)
+    model = load_model(ModelRef("model.onnx", ONNX, blocks=blocks), tmp_path)
     graph, params = graph_of(model, "mlp_0")
     assert any(node.attrs.get("transposed") for node in graph.nodes)
     x = drawn(graph)
