@@ -1,5 +1,5 @@
-"""Passes before free casts (Rule 2.12), and norms of the errors of a product behind them (Rule
-3.8): runs stay inside, and both programs find the same.
+"""Passes before free casts (Rule 2.12), norms of the errors of a product behind them (Rule 3.8) and
+squares with weights (Rule 3.9): runs stay inside, and both programs find the same.
 
 A residual whose worst cases exceed it leads to a norm: box by box its casts would be larger than
 what any run meets, and the norm would have no bound.
@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.drift.affine import before_casts
+from kcdsl_backends.drift.affine import before_casts, row_ellipsoids
 from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.affine.tape import TapeEntry
 from kcdsl_backends.drift.affine_forms import AffineForms, affine_forms
 from kcdsl_backends.drift.ops import arithmetic
 from kcdsl_certs.encoding.rejected import Rejected
@@ -107,9 +108,15 @@ def asked_of_itself(run: KernelRun) -> set[tuple[str, str]]:
     return {(at, kind) for at, of, kind, _ in run.passes.rows if at == of and kind != "norm"}
 
 
-def asked_norms(run: KernelRun) -> set[str]:
-    """Return the nodes that asked for the norm of another one's error."""
-    return {at for at, of, kind, _ in run.passes.rows if at != of and kind == "norm"}
+def asked_of_operands(run: KernelRun, kind: str) -> set[str]:
+    """Return the nodes that asked for this of another one's error."""
+    return {at for at, of, asked, _ in run.passes.rows if at != of and asked == kind}
+
+
+def asks(run: KernelRun, kind: str, *operations: str) -> bool:
+    """Say whether all of these operations asked for this of another one's error."""
+    found = {at.rsplit("_", 1)[-1] for at in asked_of_operands(run, kind)}
+    return found >= set(operations)
 
 
 def mistaken(run: KernelRun, walk: Walk, values: dict[str, Floats]) -> list[str]:
@@ -126,6 +133,27 @@ def mistaken(run: KernelRun, walk: Walk, values: dict[str, Floats]) -> list[str]
             other = 0.0 if version is None else version.own
             if (np.abs(value - form.reference) > form.reach + other).any():
                 found.append(f"checker, {name}")
+            if private is None and version is None:
+                found += [f"{where}, {name}" for where in too_long(entry, walk, form, value)]
+    return found
+
+
+def too_long(entry: TapeEntry, walk: Walk, form: Form, value: Floats) -> list[str]:
+    """Return what a run has more of than programs say: norms of rows, squares with weights."""
+    assert form.place is not None
+    errors, found = value - entry.reference.numpy(), []
+    known, weights = walk.tape.entries[form.place], np.abs(errors) + np.abs(value)
+    lengths = np.linalg.norm(errors, axis=-1, keepdims=True)
+    if entry.length is not None and (lengths > entry.length.numpy()).any():
+        found.append("length of the prover")
+    if known.length is not None and (lengths > known.length).any():
+        found.append("length of the checker")
+    roots = np.sqrt((weights * errors**2).sum(axis=-1, keepdims=True))
+    by_rows = None if entry.squares is None else entry.squares.whole(torch.from_numpy(weights))
+    if by_rows is not None and (roots > by_rows.numpy()).any():
+        found.append("squares of the prover")
+    if known.squares is not None and (roots > known.squares.each(weights)).any():
+        found.append("squares of the checker")
     return found
 
 
@@ -152,7 +180,9 @@ def test_runs_stay_inside_of_what_both_find(
     graph, centre, outer = drawn(radius, gated=gated)
     forms = forms_of(graph, record, centre, radius)
     assert (outer, "ellipsoid") in asked_of_itself(forms.infer)
-    assert gated == any(at.endswith("_mul") for at in asked_norms(forms.infer))
+    kinds = [kind for kind in ("norm", "ellipsoid") if asks(forms.infer, kind, "mul")]
+    assert len(kinds) == gated
+    assert not (gated and radius) or asks(forms.infer, "ellipsoid", "silu", "mul")
     both = derived(tmp_path, graph, record, centre, radius, forms.passes)
     found, most = both.output(), forms.box().mag().numpy()
     assert (np.maximum(-found.lo, found.hi) <= most * (1 + 2.0**-10)).all()
@@ -197,20 +227,26 @@ def test_passes_bound_less_than_boxes(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.full
-def test_norms_bound_products_of_errors_by_less(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rule", ["3.8", "3.9"])
+def test_norms_and_squares_bound_products_of_errors_by_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
     radius = RADII["ball"]
     graph, centre, _ = drawn(radius, gated=True)
     record = KERNELS["any"]
+    if rule == "3.8":
+        monkeypatch.setattr(row_ellipsoids, "LARGEST", 0)
     forms = forms_of(graph, record, centre, radius)
+    assert asks(forms.infer, *("norm", "mul") if rule == "3.8" else ("ellipsoid", "silu", "mul"))
     named = derived(tmp_path, graph, record, centre, radius, forms.passes)
+    asking = ("_mul",) if rule == "3.8" else ("_mul", "_silu")
     unnamed = {
-        side: [p for p in made if not p["at"].endswith("_mul")]
+        side: [p for p in made if not p["at"].endswith(asking) or p["kind"] == "reach"]
         for side, made in forms.passes.items()
     }
     plain = derived(tmp_path, graph, record, centre, radius, unnamed)
-    monkeypatch.setattr(arithmetic, "_sums_by_norms", lambda run, node: None)
+    monkeypatch.setattr(row_ellipsoids, "LARGEST", 0)
+    monkeypatch.setattr(arithmetic, "_sums", lambda run, node: None)
     other = forms_of(graph, record, centre, radius)
     for at, small, large in (
         ("prover", forms.box(), other.box()),

@@ -181,8 +181,9 @@ class _Gram:
     def ellipsoid(self) -> Tensor:
         """Return an ellipsoid [B, B] around the functionals."""
         unit = torch.eye(len(self.middle), dtype=self.middle.dtype, device=self.middle.device)
-        own = self.trace * self.products
-        return around_sum([*self.parts, own, self.rest**2 * unit])
+        own, middle = self.trace * self.products, torch.outer(self.middle, self.middle)
+        rest = float(self.loose.norm()) + self.further
+        return around_sum([*self.parts, own, middle, rest**2 * unit])
 
 
 def gram_norm(tape: Tape, index: int, functionals: Adjoint, floor: int = INPUT) -> float:
@@ -439,20 +440,24 @@ def _norms(
     return found
 
 
-def surround_rows(tape: Tape, index: int, needed: Tensor, floor: int) -> tuple[Tensor, Tensor]:
+def surround_rows(
+    tape: Tape, index: int, needed: Tensor, floor: int, *, lengths: bool = True
+) -> tuple[Tensor, Tensor]:
     """Find ellipsoids around the errors of the rows [..., 1] needed, by reverse passes that stop at
-    `floor` (see `Tape.bound`); return bounds of elements and of the norms of these rows, infinite
-    in others."""
+    `floor` (see `Tape.bound`); return bounds of elements and of the norms of these rows (infinite
+    without `lengths`), infinite in others."""
     entry = tape.entries[index]
     unit = torch.eye(entry.shape[-1], dtype=torch.float64, device=needed.device)
     single, found = torch.full_like(entry.error_bound, torch.inf), {}
-    lengths = torch.full_like(entry.error_bound[..., :1], torch.inf)
+    norm = torch.full_like(entry.error_bound[..., :1], torch.inf)
     for row in _chosen(needed):
         pending = {index: on_row(unit, row, entry.shape)}
         gram = _reverse(tape, pending, unit, floor, surround=True)
-        found[row], single[row], lengths[row] = gram.ellipsoid(), gram.elements, gram.norm()
+        found[row], single[row] = gram.ellipsoid(), gram.elements
+        if lengths:
+            norm[row] = gram.norm()
     tape.surround(index, found)
-    return single, lengths
+    return single, norm
 
 
 def _chosen(needed: Tensor) -> Iterator[Row]:

@@ -342,7 +342,7 @@ def _stepped(entry: TapeEntry, form: Format, kernel: Rounding, formed: Cases | N
         None if entry.centre is None else entry.centre * keep,
         torch.where(stairs, gap * SAFE, radius),
         None if nonlinear is None else nonlinear.where(keep),
-        None if amplified is None else Amplified(amplified.factor, amplified.loose * keep),
+        None if amplified is None else replace(amplified, loose=amplified.loose * keep),
         kept=not bool(stairs.any()),
         ends=ends,
         cases=cases,

@@ -21,13 +21,17 @@ from torch import Tensor
 from kcdsl_backends.drift.affine.adjoint import (
     Adjoint,
     Ellipsoids,
+    Row,
     at,
+    by_rows,
     diagonal,
     largest_eigenvalue,
+    quadratic,
     reached,
     square_of,
 )
 from kcdsl_backends.drift.affine.cases import Cases, Ends, Together
+from kcdsl_backends.drift.affine.ellipsoids import Squares
 from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings
 from kcdsl_backends.drift.affine.row_sums import BoundedRows, RowSums
 from kcdsl_backends.drift.boxes import SAFE, gamma
@@ -39,8 +43,12 @@ VJP = Callable[[Adjoint], Adjoints]
 """Lᵀ: the functionals of the operands' errors that a functional of the result's error is."""
 RowVJP = Callable[[Adjoint], Sequence[tuple[int, Adjoint | RowSums]]]
 """The same of one row of a product, of operands of which many rows are read."""
+RowBounds = Callable[[Row, Tensor], Tensor]
+"""Bounds Σ |α_k o_k| of a row of a vector o for weights |α| [B, n] -> [B]."""
 PASS = 8
 """Roundings of a reverse pass at an entry beside the products of its map: sums of adjoints."""
+SMALL = 2.0**-9
+"""Up to this multiple of the linear part a remainder is worth no ellipsoids."""
 INPUT = 0
 """The entry of the block input."""
 
@@ -104,6 +112,20 @@ class Amplified:
     factor: Tensor
     loose: Tensor
 
+    def size(self, functional: Adjoint, read: Adjoint, source: TapeEntry) -> Tensor:
+        """Bound the remainder of functionals [B], the linear part of which is what they `read` of
+        the source: row by row by its ellipsoid, or element by element."""
+        if not source.ellipsoids:
+            return functional.magnitude(self.loose)
+        total = torch.zeros_like(functional.values.flatten(1)[:, 0])
+        for (row, part), (_, below) in zip(by_rows(functional), by_rows(read), strict=True):
+            found, factor = part.magnitude(self.loose), float(self.factor[row].amax())
+            if row in source.ellipsoids and factor > SMALL:
+                along = quadratic(source.ellipsoids[row], below.values.flatten(1))
+                found = torch.minimum(found, along * factor * SAFE)
+            total = total + found
+        return total * SAFE
+
 
 @dataclass(frozen=True, slots=True)
 class SplitError:
@@ -146,7 +168,8 @@ class TapeEntry:
     apart for bounds by chance, `apart` for others, `shared` for those of both kernels together.
     `balance` [..., 1] bounds |Σ e| of every row of probabilities; `one_row` is for functionals of
     one row of a product, `rows` for those of many rows at once. `moved` is the entry whose elements
-    these are, and how they were moved or copied.
+    these are, and how they were moved or copied. `squares` bounds weighted squares of errors, and
+    `length` [..., 1] their Euclidean norm in every row.
     """
 
     name: str
@@ -172,6 +195,8 @@ class TapeEntry:
     shared: Shared | None = None
     rows: BoundedRows | None = None
     moved: tuple[int, Callable[[Tensor], Tensor]] | None = None
+    squares: Squares | None = None
+    length: Tensor | None = None
 
     @property
     def by_row(self) -> bool:
@@ -393,7 +418,11 @@ class Tape:
                     together = _beside(parts, rest.parts)
                     common.update(rest.shared)
                     return Range(low, high, rest.region, together, self.chance, common)
-                spread = spread + functional.magnitude(entry.amplified.loose)
+                if len(adjoints) == 1:
+                    source, part = adjoints[0]
+                    spread = spread + entry.amplified.size(functional, part, self.entries[source])
+                else:
+                    spread = spread + functional.magnitude(entry.amplified.loose)
             for source, part in adjoints:
                 spread = spread + self._meet(pending, source, part)
         return self._range(middle, spread, terms, None, parts, common)
@@ -455,12 +484,13 @@ SAMPLE = 192
 class Remainder:
     """A vector o with low <= o <= high element by element, and Σ|o| <= total in every row.
 
-    `low` <= 0 <= `high` [..., n], `total` [..., 1].
+    `low` <= 0 <= `high` [..., n], `total` [..., 1]. `sums` bounds Σ |α_k o_k| of one row as well.
     """
 
     low: Tensor
     high: Tensor
     total: Tensor
+    sums: RowBounds | None = None
 
     def nonlinear(self) -> Nonlinear:
         return Nonlinear(self._between, self._norm)
@@ -473,6 +503,10 @@ class Remainder:
         order = weights[..., :: _step(weights)].argsort(dim=-1, descending=True)
         most = _largest(weights, torch.where(positive, high, low), total, order)
         least = _largest(weights, torch.where(positive, low, high), total, order)
+        if self.sums is not None and a.single_row:
+            whole = a.on((*a.window[:-1], (0, a.shape[-1]))).flatten(1).abs()
+            size = self.sums(a.first[:-1], whole)
+            least, most = torch.minimum(least, size), torch.minimum(most, size)
         return -least, most
 
     def _norm(self, a: Adjoint) -> float:

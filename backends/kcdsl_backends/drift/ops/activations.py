@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kcdsl.model.graph import Node
-from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine.adjoint import Adjoint, Row
 from kcdsl_backends.drift.affine.error_bounds import tighten_error, weighted_norms
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
+from kcdsl_backends.drift.affine.row_ellipsoids import squares
 from kcdsl_backends.drift.affine.tape import INPUT, PASS, Adjoints, Remainder, TapeEntry
 from kcdsl_backends.drift.boxes import EPS, SAFE, Box, gamma, refuse_overflow, up
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, times
@@ -260,6 +261,8 @@ def activation_error(
     return (error + stored) * (1.0 + 2.0**-10)
 
 
+STEEP = 2.0**-3
+"""From this share of the linear part on a remainder is worth ellipsoids."""
 SMALL = 2.0**-9
 """Up to this share of the linear part a remainder is worth no norms."""
 _OWN = 2.0**-52
@@ -316,7 +319,11 @@ def affine_activation(choice: Choice, run: KernelRun, node: Node) -> None:
         _, _, sums, large = known(error_bound)
         return large & ~(sums <= worth)
 
-    near = run.tape.near
+    near, energies = run.tape.near, None
+    if run.again(node, 0) is None:
+        linear = (slope * x.error_bound).abs().sum(-1, keepdim=True)
+        bent = bool((known(x.error_bound)[2] > STEEP * linear).any())
+        energies = squares(run, node, index, matters(x.error_bound) & bent)
     later = near != INPUT and not bool(run.tape.radius.any())  # passes to the input, if at all
     floors = run.tape.floors
     tighten_error(run, node, index, matters, floors[:1] if later else floors)
@@ -326,8 +333,10 @@ def affine_activation(choice: Choice, run: KernelRun, node: Node) -> None:
         needed = ~large & ~(sums <= worth)
         if run.passing(node, before.source, "norm", needed, near):
             sharper = before.sharpened(run.tape, steepest, sharper, needed, near)
-    needed = large & ~(sums <= worth)
-    if run.passing(node, index, "norm", needed, near):
+    if energies is not None:
+        sharper = torch.minimum(sharper, energies.whole(steepest).square() / 2 * SAFE)
+    needed = large & ~(torch.minimum(sums, sharper) <= worth)
+    if energies is None and run.passing(node, index, "norm", needed, near):
         together = weighted_norms(run.tape, index, steepest.sqrt() * SAFE, needed, near)
         sharper = torch.minimum(sharper, together.square() / 2 * SAFE)
     if later:
@@ -360,10 +369,20 @@ def affine_activation(choice: Choice, run: KernelRun, node: Node) -> None:
     def vjp(adjoint: Adjoint) -> Adjoints:
         return [(index, adjoint.times(slope))]
 
-    remainder = Remainder(low, high, sums).nonlinear()
+    half = torch.maximum(least.abs(), most.abs()) / 2 * SAFE
+
+    def by_energy(row: Row, weights: Tensor) -> Tensor:
+        assert energies is not None
+        return energies.root(row, weights * half[row]).square() * SAFE
+
+    remainder = Remainder(low, high, sums, None if energies is None else by_energy).nonlinear()
     extra = torch.maximum(-low, high)
     result = Result(reference, vjp, linear, internal, nonlinear=remainder, extra=extra, again=again)
-    round_result(run, node, result)
+    place = round_result(run, node, result)
+    radius = run.tape.entries[place].radius
+    if energies is not None and node.name not in run.private and radius is not None:
+        found = replace(energies, factor=slopes.mag(), own=radius)
+        run.tape.entries[place] = replace(run.tape.entries[place], squares=found)
 
 
 def _around(reference: Tensor, error_bound: Tensor) -> tuple[Box, Tensor]:

@@ -15,13 +15,14 @@ from kcdsl_backends.drift.affine.error_bounds import norms
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
-from kcdsl_backends.drift.affine.tape import INPUT, PASS, Adjoints, Remainder
+from kcdsl_backends.drift.affine.row_ellipsoids import squares
+from kcdsl_backends.drift.affine.tape import INPUT, PASS, Adjoints, Remainder, RowBounds
 from kcdsl_backends.drift.boxes import EPS, SAFE, Box, NoBound, gamma, refuse_wide, up
 from kcdsl_backends.drift.boxes.rounding import Rounding, added, times
 from kcdsl_backends.drift.boxes.state import State, Step
 from kcdsl_backends.drift.linear import LinearOperand, LinearPart, LinearRule, LinearRun
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source
-from kcdsl_backends.drift.ops.activations import _OWN
+from kcdsl_backends.drift.ops.activations import _OWN, STEEP
 from kcdsl_backends.drift.ops.matmul import linear_mul, tighten_product
 from kcdsl_backends.drift.ops.operation import Operation
 
@@ -224,7 +225,7 @@ def affine_mul(run: KernelRun, node: Node) -> None:
     refuse_wide(run.nodes, node, run.rounding.numerics)
     _same_shape(node, run.operand(node, 0), run.operand(node, 1))
     tighten_product(run, node, torch.mul, run.tape.floors[:1])
-    sums = _sums_by_norms(run, node)
+    sums = _sums(run, node)
     if sums is None or bool(run.tape.radius.any()):
         tighten_product(run, node, torch.mul, run.tape.floors[1:])
     a, b = run.operand(node, 0), run.operand(node, 1)
@@ -250,27 +251,36 @@ def affine_mul(run: KernelRun, node: Node) -> None:
         internal = internal + run.rounding.u_function * again
     result = Result(reference, vjp, linear, internal, roundings=parts, again=again)
     if sums is not None:
-        remainder = Remainder(-second, second, sums).nonlinear()
+        remainder = Remainder(-second, second, *sums).nonlinear()
         result = replace(result, nonlinear=remainder, extra=second)
     round_result(run, node, result)
 
 
-def _sums_by_norms(run: KernelRun, node: Node) -> Tensor | None:
-    """Bound Σ|e_a e_b| <= |e_a|₂ |e_b|₂ in every row [..., 1] of a product, by passes that stop at
-    ellipsoids, where elements do not say that it is negligible; None where they do everywhere, or
-    without ellipsoids."""
+def _sums(run: KernelRun, node: Node) -> tuple[Tensor, RowBounds | None] | None:
+    """Bound Σ|e_a e_b| <= |e_a|₂ |e_b|₂ in every row [..., 1] of a product, and with weights, by
+    passes that stop at ellipsoids, where elements do not say that it is negligible; None where they
+    do everywhere, or without ellipsoids."""
     a, b, floor = run.operand(node, 0), run.operand(node, 1), run.tape.near
     if a.index is None or b.index is None or floor == INPUT:
         return None
     sums = (a.error_bound * b.error_bound).sum(-1, keepdim=True) * SAFE
     worth = run.negligible * (a.reference * b.reference).abs().sum(-1, keepdim=True)
     needed, lengths = ~(sums <= worth), []
+    linear = (a.error_bound * b.reference.abs() + a.reference.abs() * b.error_bound).sum(
+        -1, keepdim=True
+    )
+    steep = needed & bool((sums > STEEP * linear).any())
+    one, two = (squares(run, node, index, steep) for index in (a.index, b.index))
+    if one is not None and two is not None:
+        every = torch.ones_like(a.error_bound)
+        sums = torch.minimum(sums, one.whole(every) * two.whole(every) * SAFE)
+        return sums, lambda row, weights: one.root(row, weights) * two.root(row, weights) * SAFE
     unit = torch.eye(a.reference.shape[-1], dtype=torch.float64, device=sums.device)
     for index in (a.index, b.index):
         if not run.passing(node, index, "norm", needed, floor):
             return None
         lengths.append(norms(run.tape, index, unit, needed, floor))
-    return torch.minimum(sums, lengths[0] * lengths[1] * SAFE)
+    return torch.minimum(sums, lengths[0] * lengths[1] * SAFE), None
 
 
 def affine_scale(run: KernelRun, node: Node) -> None:

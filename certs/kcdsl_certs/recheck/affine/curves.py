@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kcdsl_certs.recheck.affine.adjoint import Adjoint, reads_one_each
-from kcdsl_certs.recheck.affine.ellipsoids import Row, largest, longest, reached, rows_of, sum_of
-from kcdsl_certs.recheck.affine.form import Walk
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.recheck.affine import reverse_passes
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, reads_one_each, units
+from kcdsl_certs.recheck.affine.before_casts import LARGEST
+from kcdsl_certs.recheck.affine.ellipsoids import (
+    Row,
+    RowSquares,
+    Squares,
+    largest,
+    longest,
+    norm_of,
+    reached,
+    rows_of,
+    sum_of,
+)
+from kcdsl_certs.recheck.affine.form import Form, Walk, form_of
 from kcdsl_certs.recheck.affine.tape import NonlinearPart, TapeEntry
+from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.box import TINY, Floats, raised
 from kcdsl_certs.recheck.interval.state import Held
 
@@ -19,11 +34,13 @@ _MORE = 1 + 2.0**-38
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
-    """o with low ≤ o ≤ high, low ≤ 0 ≤ high [..., n], and Σ|o| ≤ total [..., 1] in each row."""
+    """o with low ≤ o ≤ high, low ≤ 0 ≤ high [..., n], and Σ|o| ≤ total [..., 1] in each row; `sums`
+    bounds Σ|α o| of one row for |α| [B, n]."""
 
     low: Floats
     high: Floats
     total: Floats
+    sums: Callable[[Row, Floats], Floats] | None = None
 
     @property
     def curve(self) -> NonlinearPart:
@@ -36,6 +53,11 @@ class Remainder:
         total = self.total[adjoint.window[:-1]]
         least = most_of(weights, np.where(up, below, above), total)
         most = most_of(weights, np.where(up, above, below), total)
+        if self.sums is not None and all(size == 1 for size in adjoint.extent[:-1]):
+            whole = np.zeros((adjoint.batch, self.low.shape[-1]))
+            whole[:, adjoint.window[-1]] = weights.reshape(adjoint.batch, -1)
+            size = self.sums(tuple(map(int, adjoint.start[:-1])), whole)
+            least, most = np.minimum(least, size), np.minimum(most, size)
         return -least, most
 
     def _length(self, adjoint: Adjoint) -> float:
@@ -105,3 +127,49 @@ def symbol(walk: Walk, held: Held, middle: Floats, half: Floats, reference: Floa
 def ball(radius: Floats) -> Floats:
     """Return an ellipsoid around all that is no longer than a box."""
     return raised(np.eye(len(radius)) * float((radius**2).sum()))
+
+
+def squares(walk: Walk, node: Node, name: str) -> Squares | None:
+    """Return what bounds weighted squares of an operand's errors: what is known of them, or
+    ellipsoids by the passes that an operation asks for, which also lower its reach.
+
+    Raises Rejected "document/passes".
+    """
+    form, cut = form_of(walk.forms[name]), walk.tape.cut
+    if form.place is None:
+        return None
+    entry = walk.tape.entries[form.place]
+    named = walk.passes.rows is not None and walk.tape.budget is None and cut > 0
+    if entry.squares is not None or not named or form.place <= cut:
+        return entry.squares
+    needed = walk.chosen(node, name, "ellipsoid", cut)
+    if not needed.any():
+        return None
+    if int(needed.sum()) * form.shape[-1] ** 2 > LARGEST:
+        raise Rejected("document/passes", f"the ellipsoids of {name} are too large")
+    reach, lengths = form.reach.copy(), _lengths(walk, form)
+    found: dict[Row, RowSquares] = {}
+    for row in reverse_passes.rows(needed):
+        functionals = units(form.shape, row, 0, form.shape[-1])
+        around = reverse_passes.surrounded(walk.tape, form.place, functionals, cut)
+        place = tuple(map(int, row))
+        found[place] = RowSquares.of(around.shape, float(lengths[row][0]))
+        reach[row] = np.minimum(reach[row], around.each)
+    reverse_passes.kept(walk, name, reach)
+    known, entry = Squares(found), walk.tape.entries[form.place]
+    walk.tape.entries[form.place] = replace(entry, squares=known)
+    return known
+
+
+def _lengths(walk: Walk, form: Form) -> Floats:
+    """Return bounds of the norms of rows [..., 1] of what a linear made of rows of bounded norm."""
+    nothing, origin = np.full((*form.shape[:-1], 1), np.inf), form.origin
+    if origin is None or origin.rest.shape != form.shape:
+        return nothing
+    straight = np.arange(form.reference.size).reshape(form.shape)
+    source = form_of(walk.forms[origin.source]).place
+    below = None if source is None else walk.tape.entries[source].length
+    if below is None or not np.array_equal(origin.index, straight):
+        return nothing
+    rest = np.linalg.norm(origin.rest, axis=-1, keepdims=True)
+    return raised((norm_of(origin.weight, 1.0) * below + rest) * _MORE) + TINY

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -155,3 +156,76 @@ def norm_of(matrix: Floats, size: float) -> float:
     small = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
     trace = float((matrix**2).sum()) * (1 + 2.0**-30) + TINY
     return math.sqrt(largest(small, trace)) * size * (1 + 2.0**-40)
+
+
+def segment(ends: Floats, lost: float) -> Floats:
+    """Return an ellipsoid around multiples by -1 to 1 of a vector that is off from `ends` [B] by up
+    to `lost`: (v + w)(v + w)ᵀ ≤ (1 + t) v vᵀ + (1 + 1/t) w wᵀ."""
+    size = float(np.linalg.norm(ends)) * _MORE
+    t = lost / size if size > lost else 1.0
+    return np.asarray(
+        np.outer(ends, ends) * ((1 + t) * _MORE)
+        + np.eye(len(ends)) * (lost * (lost + size) * _MORE)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RowSquares:
+    """One row e in the ellipsoid `shape`, with Σ e_k² at most `whole`; `lines` are sums of squares
+    of the rows of the shape."""
+
+    shape: Floats
+    whole: float
+    lines: Floats
+
+    @staticmethod
+    def of(shape: Floats, norm: float) -> RowSquares:
+        """Return what an ellipsoid and a norm say of the squares of a row."""
+        most = largest(shape, float(np.trace(shape)) * _MORE)
+        return RowSquares(shape, min(most, norm**2) * _MORE, (shape**2).sum(axis=-1))
+
+    def root(self, weights: Floats) -> Floats:
+        """Return bounds [B] of √(Σ β e²) for weights β ≥ 0 [B, n].
+
+        Q = shape: Σ β e² ≤ c·whole + |√Q diag(β - c) √Q|_F for every c ≥ 0, and the square of this
+        norm is Σ_kl β_k β_l Q_kl² - 2c Σ_kl β_k Q_kl² + c² Σ_kl Q_kl².
+        """
+        squares, total = weights @ self.shape**2, float(self.lines.sum())
+        both, one = (squares * weights).sum(axis=-1), squares.sum(axis=-1)
+        least = np.full(len(weights), np.inf)
+        if not total > 0:
+            return least
+        off = np.sqrt(np.maximum(both - one**2 / total, 0.0) / total)
+        steep = self.whole / math.sqrt(max(total - self.whole**2, 2.0**-40 * total))
+        lost = gamma(4 * len(self.lines) + 64, UNIT)
+        for price in (np.maximum(one / total - steep * off, 0.0), np.zeros(len(weights))):
+            middle, last = 2 * price * one, price**2 * total
+            norm = np.maximum(both - middle + last, 0.0) + lost * (both + middle + last)
+            least = np.minimum(least, price * self.whole + np.sqrt(norm) * _MORE)
+        return np.asarray(np.sqrt(least * _MORE) * _MORE)
+
+
+@dataclass(frozen=True, slots=True)
+class Squares:
+    """Rows |e_k| ≤ factor_k·|x_k| + own_k, x as `rows` say."""
+
+    rows: Mapping[Row, RowSquares]
+    factor: Floats | None = None
+    own: Floats | None = None
+
+    def root(self, row: Row, weights: Floats) -> Floats:
+        """Return bounds [B] of √(Σ β e²) of a row for β [B, n], infinite where none is known."""
+        if row not in self.rows:
+            return np.full(len(weights), np.inf)
+        sized = weights if self.factor is None else weights * (self.factor[row] ** 2 * _MORE)
+        found = self.rows[row].root(sized)
+        if self.own is not None:
+            found = found + np.sqrt(weights @ self.own[row] ** 2 * _MORE) * _MORE
+        return np.asarray(found * _MORE)
+
+    def each(self, weights: Floats) -> Floats:
+        """Return bounds [..., 1] of √(Σ β e²) of every row for β [..., n]."""
+        found = np.full((*weights.shape[:-1], 1), np.inf)
+        for row in self.rows:
+            found[row] = self.root(row, weights[row][None])[0]
+        return found

@@ -56,12 +56,19 @@ def ellipsoid(tape: Tape, place: int, functionals: Adjoint, floor: int) -> Float
 
 @dataclass(frozen=True, slots=True)
 class Surrounded:
-    """What one pass says of functionals [B]: an ellipsoid [B, B] around them, the size of each, and
-    the norm of all."""
+    """What one pass says of functionals [B]: an ellipsoid [B, B] around them, and the size of each;
+    they are sums of members of the ellipsoids `parts` and of a vector no longer than `rest`."""
 
     shape: Floats
     each: Floats
-    norm: float
+    parts: tuple[Floats, ...]
+    rest: float
+
+    @property
+    def norm(self) -> float:
+        """Return a bound of the norm of all functionals."""
+        norms = [math.sqrt(largest(p, float(np.trace(p)) * _MORE)) for p in self.parts]
+        return (sum(norms) + self.rest) * _MORE
 
 
 def surrounded(tape: Tape, place: int, functionals: Adjoint, floor: int) -> Surrounded:
@@ -103,10 +110,9 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
             pending[operand] = merged(pending[operand], part) if operand in pending else part
     if found.gram is not None:
         parts.append(found.gram * found.trace)
-    norms = [math.sqrt(largest(p, float(np.trace(p)) * _MORE)) for p in parts]
-    norm = (sum(norms) + found.rest) * _MORE
-    parts.append(np.eye(count) * found.rest**2)
-    return Surrounded(sum_of(parts), found.sizes, norm)
+    alone = np.eye(count) * found.uncentred**2
+    shape = sum_of([*parts, np.outer(found.centre, found.centre), alone])
+    return Surrounded(shape, found.sizes, tuple(parts), found.rest)
 
 
 def _stopped(entry: TapeEntry, adjoint: Adjoint, found: _Length, parts: list[Floats]) -> None:
@@ -158,6 +164,11 @@ class _Length:
         """Return a bound of the norm of what is no symbol."""
         alone = float(np.linalg.norm(self.centre) + np.linalg.norm(self.each))
         return (alone + self.more) * _MORE + _LOST
+
+    @property
+    def uncentred(self) -> float:
+        """Return the same without the centre."""
+        return (float(np.linalg.norm(self.each)) + self.more) * _MORE + _LOST
 
     @property
     def total(self) -> float:

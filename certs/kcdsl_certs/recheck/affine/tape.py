@@ -11,12 +11,19 @@ import numpy as np
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged
 from kcdsl_certs.recheck.affine.cases import Together
-from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, reached
+from kcdsl_certs.recheck.affine.ellipsoids import (
+    Ellipsoids,
+    Squares,
+    extent_along,
+    reached,
+    rows_of,
+)
 from kcdsl_certs.recheck.affine.independent import Budget, Likely, Split, read
 from kcdsl_certs.recheck.affine.many_rows import ManyRows, RowReach
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import UNIT, Bools, Floats
 
+_SLIGHT = 2.0**-10  # ratios up to it are worth no ellipsoids
 Pull = Callable[[Adjoint], Adjoint | None]
 RowPull = Callable[[Adjoint], Adjoint | ManyRows | None]
 
@@ -114,6 +121,8 @@ class TapeEntry:
     averaged: Averaged | None = None
     shared: Shared | None = None  # for functionals of both kernels, instead of the radius
     rows: RowReach | None = None  # for functionals of single rows, instead of a pass
+    squares: Squares | None = None  # of errors, with weights
+    length: Floats | None = None  # a bound of the norms of rows [..., 1]
 
     @property
     def nearest(self) -> Floats:
@@ -367,7 +376,23 @@ class Tape:
             ratio = float(entry.share.ratio[kept.window[:-1]].max())
             frames.append(self._frame(kept.batch, ratio))
         else:
-            frame.radius = frame.radius + kept.sizes(entry.share.otherwise)
+            frame.radius = frame.radius + self._shared_out(entry, kept, entry.share)
+
+    def _shared_out(self, entry: TapeEntry, kept: Adjoint, share: Share) -> Floats:
+        """Return bounds of a share for functionals [B] of any rows: of each row at most its ratio
+        times the linear part, which ellipsoids of the operand bound."""
+        if len(entry.operands) != 1 or not self.entries[entry.operands[0][0]].ellipsoids:
+            return kept.sizes(share.otherwise)
+        place, pull = entry.operands[0]
+        shapes, total = self.entries[place].ellipsoids, np.zeros(kept.batch)
+        for row, part in rows_of(kept):
+            found, ratio = part.sizes(share.otherwise), float(share.ratio[row].max())
+            below = pull(part) if row in shapes and ratio > _SLIGHT else None
+            if below is not None:
+                values = below.values.reshape(part.batch, -1)
+                found = np.minimum(found, ratio * extent_along(shapes[row], values))
+            total = total + found
+        return total * (1 + 2.0**-40)
 
     def _gather(
         self,

@@ -9,8 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from kcdsl_certs.recheck.affine.curves import Remainder
-from kcdsl_certs.recheck.affine.ellipsoids import longest, norm_of
+from kcdsl_certs.recheck.affine.curves import Remainder, squares
+from kcdsl_certs.recheck.affine.ellipsoids import Row, longest, norm_of
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
 from kcdsl_certs.recheck.affine.reverse_passes import asked_together, until
 from kcdsl_certs.recheck.affine.storing import Formed, settle_form
@@ -104,11 +104,15 @@ def _activation_affine(choice: Choice, walk: Walk, node: Node, inputs: list[Oper
     function, bend = activation.curve.function, activation.curve.bend
     reference, wrong = _middle(*function.value(x.reference))
     slope, lean = _middle(*function.slope(x.reference))
+    apart = walk.own(node, 0)
+    around = None if apart is not None else squares(walk, node, node.inputs[0])
     x = until(walk, node, node.inputs[0])
     total = _total(walk, node, bend, x)
+    steepest = raised(_steepest(bend, x) / 2)
+    if around is not None:
+        total = np.minimum(total, raised(around.each(steepest) ** 2) + TINY)
     remainder = second_order(function, bend, x, slope, lean)
     carried = raised(np.abs(slope) * x.reach)
-    apart = walk.own(node, 0)
     wide = x if apart is None else replace(x, reach=raised(x.reach + apart))
     value = image(function, wide.box)
     sizes = wide.size, box.mag(value)
@@ -122,9 +126,20 @@ def _activation_affine(choice: Choice, walk: Walk, node: Node, inputs: list[Oper
     own = raised(wrong + tilted + error + gamma(4, UNIT) * carried + TINY)
     operands = () if x.place is None else ((x.place, lambda a: a.times(slope)),)
     bent = np.maximum(-remainder.lo, remainder.hi)
-    curved = (Remainder(remainder.lo, remainder.hi, total).curve,)
+
+    def sums(row: Row, weights: Floats) -> Floats:
+        assert around is not None
+        return raised(around.root(row, weights * steepest[row]) ** 2) + TINY
+
+    curved = (Remainder(remainder.lo, remainder.hi, total, None if around is None else sums).curve,)
     formed = Formed(reference, carried, operands, own, bent=bent, curved=curved, own=turned)
-    return settle_form(walk, node, formed, target(walk.kernel, node), walk.kernel.inner)
+    form = settle_form(walk, node, formed, target(walk.kernel, node), walk.kernel.inner)
+    if around is not None and form.place is not None and node.name not in walk.versions:
+        entry = walk.tape.entries[form.place]
+        most = raised(box.mag(slopes(function, x.box)))
+        known = None if entry.radius is None else replace(around, factor=most, own=entry.radius)
+        walk.tape.entries[form.place] = replace(entry, squares=known)
+    return form
 
 
 def _middle(lo: Floats, hi: Floats) -> tuple[Floats, Floats]:

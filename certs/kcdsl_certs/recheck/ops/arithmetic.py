@@ -9,7 +9,8 @@ import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, summed
-from kcdsl_certs.recheck.affine.curves import Remainder
+from kcdsl_certs.recheck.affine.curves import Remainder, squares
+from kcdsl_certs.recheck.affine.ellipsoids import Row, Squares
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import only_sure
 from kcdsl_certs.recheck.affine.reverse_passes import asked_together, until
@@ -219,12 +220,13 @@ def mul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     """Return a * b."""
     node.attrs.exactly()
     a, b = form_of(inputs[0]), form_of(inputs[1])
-    reference, sums = a.reference * b.reference, None
+    reference, sums, weighted = a.reference * b.reference, None, None
     if a.shape == b.shape:
+        found = [squares(walk, node, name) for name in node.inputs]
         for name in node.inputs:
             until(walk, node, name)
         a, b = (form_of(walk.forms[name]) for name in node.inputs)
-        sums = _sums(walk, node, a)
+        sums, weighted = _sums(walk, node, a, found[0], found[1])
     carried = raised(a.reach * np.abs(b.reference) + np.abs(a.reference) * b.reach)
     rest = raised(a.reach * b.reach)
     own = 2 * UNIT * np.abs(reference) + TINY
@@ -237,7 +239,7 @@ def mul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         others = others + rest
     else:
         boxed = raised(rest.sum(axis=-1, keepdims=True) * (1 + 2 * rest.shape[-1] * UNIT))
-        bent, curved = rest, (Remainder(-rest, rest, np.minimum(sums, boxed)).curve,)
+        bent, curved = rest, (Remainder(-rest, rest, np.minimum(sums, boxed), weighted).curve,)
     radius, split = raised(others + error), only_sure(others).with_one(error)
     left, right = _broadcast(b, reference), _broadcast(a, reference)
     operands = operands_of((a, times(left, a.shape)), (b, times(right, b.shape)))
@@ -251,9 +253,25 @@ def mul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     return settled(walk, node, formed)
 
 
-def _sums(walk: Walk, node: Node, like: Form) -> Floats | None:
-    """Return a bound of Σ|e_a e_b| in every row [..., 1] by the norms that a product asks of both
-    errors, infinite where it asks none; None where it asks none at all, or without names."""
+_Sums = tuple[Floats | None, Callable[[Row, Floats], Floats] | None]
+
+
+def _sums(walk: Walk, node: Node, like: Form, one: Squares | None, two: Squares | None) -> _Sums:
+    """Return a bound of Σ|e_a e_b| in every row [..., 1], and with weights: by what is known of
+    squares of both errors, or by the norms that a product asks of them, infinite where it asks
+    none; None where it asks none at all, or without names."""
+    if one is not None and two is not None:
+        every = np.ones(like.shape)
+
+        def weighted(row: Row, weights: Floats) -> Floats:
+            return raised(one.root(row, weights) * two.root(row, weights)) + TINY
+
+        return raised(one.each(every) * two.each(every)) + TINY, weighted
+    return _by_norms(walk, node, like), None
+
+
+def _by_norms(walk: Walk, node: Node, like: Form) -> Floats | None:
+    """Return a bound of Σ|e_a e_b| by the norms that a product asks of both errors."""
     if walk.passes.rows is None or walk.tape.budget is not None:
         return None
     identity = np.eye(like.shape[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine import reverse_passes
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
-from kcdsl_certs.recheck.affine.ellipsoids import extent_along, longest
+from kcdsl_certs.recheck.affine.ellipsoids import extent_along, longest, rows_of, segment
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import only_sure
 from kcdsl_certs.recheck.affine.many_rows import Line, RowReach
@@ -101,9 +102,11 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     inner, loss = _rounding(walk.kernel, x, at, moved, y_mag, eps, centred, own_x), None
     if node.written:
         inner, loss = _written(walk.kernel, node, x, at, moved, y_mag, eps, own_x)
-    tilt = raised(inner.theta * sides)
+    # B is multiplied by κ/(1 + μ) and by the root's error
+    ratio = raised(moved.chi + inner.theta * sides)
+    sides = 1 + ratio
     # scalars per row: κ - 1 and the root's error in the direction y, the mean's in 1
-    turned = raised(inner.theta * (1 + sides * moved.along + moved.shrink))
+    turned = raised(inner.theta * (1 + moved.shrink))
     by_y = raised(moved.shrink / 2 + turned)
     own = _float_errors(x, at, moved, centred) * size_g
     own = raised(
@@ -112,7 +115,7 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
         + 4 * UNIT * (size_y * size_g + np.abs(bias) + np.abs(reference))
     )
     own = raised(own * sides)
-    element = raised(size_g * (tilt * at.r * moved.delta + at.wrong_y * (by_y + sides)))
+    element = raised(size_g * at.wrong_y * (by_y + sides))
     scalars = raised(inner.theta * y_mag + inner.mean)
     whole = raised(scalars + inner.element + inner.cast)
     last = 3 * walk.kernel.inner.u * raised(y_mag * size_g + whole * size_g + np.abs(bias))
@@ -134,7 +137,7 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
             shared = Shared(node.name, size, raised(beside + away + rounded + cast))
         last = raised(last + others + rounded)
     others = raised(own + element + size_g * inner.element + last + TINY)
-    share = Share(raised(moved.chi), raised(size_g * tangent * moved.chi))
+    share = Share(ratio, raised(size_g * tangent * ratio))
     bent = raised(size_g * (size_y * by_y + inner.mean) + share.otherwise)
     centre = at.y * gain * (-moved.shrink / 2)
     scales = [(at.y * gain, by_y)]
@@ -156,6 +159,7 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     if not centred and x.place is not None:
         walk.tape.cut = x.place
     form = settle_form(walk, node, formed, target(kernel, node), kernel.inner, sums=True)
+    _by_length(walk, node, form, size_g, raised(np.sqrt(2 * moved.shrink)), inner)
     lines = [Line(at.y * gain, raised(moved.along * sides + by_y + moved.shrink / 2)[..., 0])]
     if centred:
         level = raised(inner.mean + at.r * _mean(x.reach) * sides)[..., 0]
@@ -167,6 +171,21 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     if centred and form.place is not None and x.place is not None and rows.any():
         reverse_passes.surround(walk, form.place, form.shape, rows, x.place)
     return form
+
+
+def _by_length(
+    walk: Walk, node: Node, form: Form, gain: Floats, chord: Floats, inner: _Inner
+) -> None:
+    """Bound the norms of rows: normalised rows of length √n whose angle has the cosine κ are apart
+    by √(2n(1 - κ)), here `chord` times √n; what the entry adds by itself comes to it."""
+    if form.place is None or node.name in walk.versions:
+        return
+    entry, n = walk.tape.entries[form.place], form.shape[-1]
+    if entry.radius is None or entry.kept is not None:
+        return
+    moved = float(gain.max()) * math.sqrt(n) * (chord + inner.theta + inner.mean)
+    length = raised(moved + np.linalg.norm(entry.radius, axis=-1, keepdims=True)) * (1 + 2.0**-30)
+    walk.tape.entries[form.place] = replace(entry, length=length)
 
 
 def _by_rows(walk: Walk, x: Form, form: Form, scale: Floats, lines: list[Line]) -> None:
@@ -434,7 +453,19 @@ def _scalars(scales: list[tuple[Floats, Floats]]) -> NonlinearPart:
             found = found + (sums * rows).reshape(adjoint.batch, -1).sum(axis=-1)
         return -found, found
 
-    return NonlinearPart(between)
+    def around(adjoint: Adjoint) -> list[Floats]:
+        found = []
+        for direction, size in scales:
+            for row, part in rows_of(adjoint):
+                most = float(size[row][0])
+                values, read = part.values.reshape(part.batch, -1), direction[row][part.window[-1]]
+                if most > 0:
+                    size = float(np.linalg.norm(np.abs(values) @ np.abs(read))) * most
+                    lost = size * gamma(len(read) + 16, UNIT)
+                    found.append(segment(values @ read * most, lost))
+        return found
+
+    return NonlinearPart(between, around=around)
 
 
 def _bracket(at: _Reference, gain: Floats, centred: bool) -> Pull:

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
-from kcdsl_backends.drift.affine.adjoint import Adjoint, at, image, largest_eigenvalue, quadratic
+from kcdsl_backends.drift.affine.adjoint import (
+    Adjoint,
+    at,
+    by_rows,
+    image,
+    largest_eigenvalue,
+    quadratic,
+)
+from kcdsl_backends.drift.affine.ellipsoids import line
 from kcdsl_backends.drift.affine.error_bounds import (
     deviations,
     directions,
@@ -83,15 +91,19 @@ def affine_norm(run: KernelRun, node: Node, *, centred: bool) -> None:
     moved = _moved(run, node, index, c, v, centred=centred)
     steep = g * y
     linear = g.abs() * (r * moved.error_bound + y.abs() * moved.mean) * SAFE
-    loose = moved.factor * linear * SAFE
     again = run.again(node, 0)
-    inside, cast, flat, along, formed = _inside(
+    inside, cast, flat, theta, formed = _inside(
         run, node, x, y, r, moved, g, b, again, centred=centred
     )
+    # the root is off by one factor 1 + θ, of B(1 + f) and of y κ
+    along = theta * (1 + moved.shrink)
+    moved = replace(moved, factor=(moved.factor + theta * (1 + moved.factor)) * SAFE)
+    loose = moved.factor * linear * SAFE
     along = (along + moved.shrink / 2) * SAFE
     h = x.reference.abs()
     h = h + h.mean(-1, keepdim=True) if centred else h
     own = gamma(n + 32) * (linear + steep.abs() + b.abs() + r * h * g.abs())
+    own = own * (1 + moved.factor)
     centre = steep * (-moved.shrink / 2)
     others, shared = _others(run, node, y, formed, gamma(n + 32) * (y.abs() + r * h))
     if shared is not None:
@@ -117,6 +129,17 @@ def affine_norm(run: KernelRun, node: Node, *, centred: bool) -> None:
         total = found.flatten(1).sum(-1) * SAFE
         return -total, total
 
+    def around(a: Adjoint) -> list[Tensor]:
+        found = []
+        for direction, sizes in ((steep, along), (g.expand(y.shape), flat)):
+            for row, part in by_rows(a):
+                columns, size = slice(*part.window[-1]), float(sizes[row])
+                read, values = direction[row][columns] * size, part.values.flatten(1)
+                if size > 0:
+                    lost = gamma(n + 8) * float((values.abs() @ read.abs()).norm()) * SAFE
+                    found.append(line(values @ read, lost))
+        return found
+
     extra = loose + steep.abs() * along + g.abs() * flat + centre.abs()
     if not centred and run.operand(node, 0).index is not None and index != run.plain:
         run.tape.cut = index
@@ -129,13 +152,14 @@ def affine_norm(run: KernelRun, node: Node, *, centred: bool) -> None:
             linear,
             (inside + cast + own) * SAFE,
             centre=centre,
-            nonlinear=Nonlinear(between),
+            nonlinear=Nonlinear(between, around=around),
             amplified=Amplified(moved.factor, loose),
             extra=extra * SAFE,
             roundings=Roundings.one((inside + own) * SAFE, cast, run.rounding.casts),
             shared=shared,
         ),
     )
+    _bound_lengths(run, stored, g, moved.shrink, theta, flat)
     lines = [(steep, moved.mean * (1 + moved.factor) + along + moved.shrink / 2)]
     if centred:
         shift = r * x.error_bound.mean(-1, keepdim=True) * (1 + moved.factor)
@@ -146,6 +170,20 @@ def affine_norm(run: KernelRun, node: Node, *, centred: bool) -> None:
     run.tape.cut = stored
     if bool(moved.rows.any()):
         surround_rows(run.tape, stored, moved.rows, INPUT if index == run.plain else index)
+
+
+def _bound_lengths(
+    run: KernelRun, stored: int, g: Tensor, shrink: Tensor, theta: Tensor, flat: Tensor
+) -> None:
+    """Bound the norms of the rows of a result: normalised rows are of length √n, and 1 - κ is the
+    cosine of the angle between two of them less than 1."""
+    entry, n = run.tape.entries[stored], g.shape[-1]
+    if entry.name in run.private or entry.radius is None or not entry.kept:
+        return
+    turned = (2 * n * shrink).sqrt() + math.sqrt(n) * (theta + flat)
+    radius = entry.radius.norm(dim=-1, keepdim=True)
+    length = (float(g.abs().amax()) * turned + radius) * SAFE * SAFE
+    run.tape.entries[stored] = replace(entry, length=length)
 
 
 def _bound_rows(
@@ -285,7 +323,7 @@ def _inside(
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the roundings inside: of each element [..., n] and of a cast before the gain, of mean
-    and of root [..., 1]; and a bound of what the gain is multiplied with.
+    and of root, relatively [..., 1]; and a bound of what the gain is multiplied with.
 
     What is normalised may be a reading of x by itself, as may be that of mean and root: `again`.
     """
@@ -332,10 +370,8 @@ def _inside(
     steep, formed = g.abs(), (magnitude + shifted + each + cast) * SAFE
     scaled = 3 * u * (formed * steep + b.abs())
     underflow = lost * (1 + steep + 3 * size.amax(-1, keepdim=True))
-    second = theta * grown * r * moved.error_bound
-    inside = (each * steep + scaled + underflow + second * steep) * SAFE
-    along = theta * (1 + grown * moved.mean + moved.shrink)
-    return inside, cast * steep * SAFE, shifted, along, formed
+    inside = (each * steep + scaled + underflow) * SAFE
+    return inside, cast * steep * SAFE, shifted, theta, formed
 
 
 def _written(
@@ -365,12 +401,9 @@ def _written(
     shifted = found.mean * root * SAFE
     each = (found.apart((magnitude + again * root) * SAFE, root) + again * root) * SAFE
     formed = (magnitude * (1 + found.theta) + shifted + each) * SAFE
-    second = found.theta * grown * r * moved.error_bound
     error = (formed - magnitude).clamp_min(0) + 2.0**-50 * formed
-    own = (each + second) * SAFE
-    inside = found.result(node.name, magnitude, error, own, g.abs(), b.abs())
-    along = found.theta * (1 + grown * moved.mean + moved.shrink)
-    return inside, torch.zeros_like(inside), shifted, along, formed
+    inside = found.result(node.name, magnitude, error, each * SAFE, g.abs(), b.abs())
+    return inside, torch.zeros_like(inside), shifted, found.theta, formed
 
 
 def _others(

@@ -1,0 +1,88 @@
+"""Squares with weights on an ellipsoid (Rule 3.9), and ellipsoids around one direction, in both
+programs: no member has more, and where the bound is exact nothing is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl_backends.drift.affine import ellipsoids as prover
+from kcdsl_certs.recheck.affine import ellipsoids as checker
+
+N, SEEDS = 12, range(8)
+Floats = np.ndarray
+
+
+def drawn(seed: int) -> tuple[Floats, Floats]:
+    """Return an ellipsoid with axes of very different lengths, and weights [5, n]."""
+    rng = np.random.default_rng(seed)
+    turned, _ = np.linalg.qr(rng.standard_normal((N, N)))
+    axes = np.exp(2 * rng.standard_normal(N))
+    shape = (turned * axes) @ turned.T
+    weights = np.abs(rng.standard_normal((5, N))) ** (1 + seed % 4)
+    weights[-1, 3:] = 0.0
+    return (shape + shape.T) / 2, weights
+
+
+def roots(shape: Floats, weights: Floats, length: float = np.inf) -> tuple[Floats, Floats]:
+    """Return the bounds of both programs."""
+    one = prover.Energy.of(torch.from_numpy(shape), length).root(torch.from_numpy(weights))
+    return one.numpy(), checker.RowSquares.of(shape, length).root(weights)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_member_has_larger_squares(seed: int) -> None:
+    shape, weights = drawn(seed)
+    found, again = roots(shape, weights)
+    np.testing.assert_allclose(found, again, rtol=1e-4)
+    for weight, bound in zip(weights, found, strict=True):
+        sized = np.sqrt(weight)[:, None] * shape * np.sqrt(weight)
+        largest = float(np.linalg.eigvalsh(sized)[-1]) ** 0.5
+        assert largest <= bound <= 3 * largest
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_norms_that_are_known_count(seed: int) -> None:
+    shape, _ = drawn(seed)
+    most = float(np.linalg.eigvalsh(shape)[-1]) ** 0.5
+    for share in (0.25, 1.0, 4.0):
+        for found in roots(shape, np.full((1, N), 2.25), share * most):
+            assert found[0] == pytest.approx(1.5 * min(share, 1.0) * most, rel=1e-3)
+
+
+def test_one_axis_and_one_element_are_exact() -> None:
+    rng = np.random.default_rng(1)
+    axis, weights = rng.standard_normal(N), np.abs(rng.standard_normal((3, N)))
+    for found in roots(np.outer(axis, axis), weights):
+        np.testing.assert_allclose(found, np.sqrt(weights @ axis**2), rtol=1e-2)
+    shape, only = drawn(2)[0], np.zeros((1, N))
+    only[0, 4] = 9.0
+    for found in roots(shape, only):
+        assert found[0] == pytest.approx(3 * shape[4, 4] ** 0.5, rel=1e-3)
+
+
+def test_factors_and_own_errors_of_a_function_count() -> None:
+    shape, weights = drawn(3)
+    factor, own = np.linspace(0.5, 2.0, N)[None], np.linspace(0.1, 0.9, N)[None]
+    plain, _ = roots(shape, weights * factor[0] ** 2)
+    expected = plain + np.sqrt(weights @ own[0] ** 2)
+    energy = prover.Energy.of(torch.from_numpy(shape), np.inf)
+    one = prover.Squares({(0,): energy}, torch.from_numpy(factor), torch.from_numpy(own))
+    two = checker.Squares({(0,): checker.RowSquares.of(shape, np.inf)}, factor, own)
+    np.testing.assert_allclose(one.root((0,), torch.from_numpy(weights)), expected, rtol=1e-6)
+    np.testing.assert_allclose(two.root((0,), weights), expected, rtol=1e-6)
+    assert not np.isfinite(two.root((1,), weights)).any()
+    assert not torch.isfinite(one.root((1,), torch.from_numpy(weights))).any()
+
+
+@pytest.mark.parametrize("lost", [0.0, 1e-3, 10.0])
+def test_ellipsoids_hold_multiples_of_a_vector_and_what_was_lost(lost: float) -> None:
+    rng = np.random.default_rng(5)
+    ends = rng.standard_normal(N)
+    shapes = prover.line(torch.from_numpy(ends), lost).numpy(), checker.segment(ends, lost)
+    for shape in shapes:
+        for _ in range(64):
+            functional, off = rng.standard_normal((2, N))
+            off = off / np.linalg.norm(off) * lost
+            assert abs(functional @ (ends + off)) <= (functional @ shape @ functional) ** 0.5
