@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from kcdsl_backends.drift.affine import ellipsoids as prover
+from kcdsl_backends.drift.affine import row_ellipsoids
+from kcdsl_certs.recheck.affine import curves
 from kcdsl_certs.recheck.affine import ellipsoids as checker
 
 N, SEEDS = 12, range(8)
@@ -68,7 +70,7 @@ def test_factors_and_own_errors_of_a_function_count() -> None:
     plain, _ = roots(shape, weights * factor[0] ** 2)
     expected = plain + np.sqrt(weights @ own[0] ** 2)
     energy = prover.Energy.of(torch.from_numpy(shape), np.inf)
-    one = prover.Squares({(0,): energy}, torch.from_numpy(factor), torch.from_numpy(own))
+    one = prover.RowEnergies({(0,): energy}, torch.from_numpy(factor), torch.from_numpy(own))
     two = checker.Squares({(0,): checker.RowSquares.of(shape, np.inf)}, factor, own)
     np.testing.assert_allclose(one.root((0,), torch.from_numpy(weights)), expected, rtol=1e-6)
     np.testing.assert_allclose(two.root((0,), weights), expected, rtol=1e-6)
@@ -86,3 +88,32 @@ def test_ellipsoids_hold_multiples_of_a_vector_and_what_was_lost(lost: float) ->
             functional, off = rng.standard_normal((2, N))
             off = off / np.linalg.norm(off) * lost
             assert abs(functional @ (ends + off)) <= (functional @ shape @ functional) ** 0.5
+
+
+def test_images_of_rows_of_bounded_norm_hold_all_of_them() -> None:
+    rng = np.random.default_rng(7)
+    weight, own, length = rng.standard_normal((N, 5)), np.linspace(0.0, 0.4, N), 1.5
+    mine = row_ellipsoids.LinearImage(
+        torch.from_numpy(weight @ weight.T),
+        float(np.linalg.norm(weight, 2)),
+        torch.tensor([[length]]),
+        torch.from_numpy(own[None]),
+    )
+    other = curves._Image(
+        weight @ weight.T, float(np.linalg.norm(weight, 2)), np.array([[length]]), own[None]
+    )
+    wide = torch.eye(N, dtype=torch.float64) * 1e6
+    energy, (shape, norm, elements) = mine.energy((0,), wide), other.row((0,))
+    np.testing.assert_allclose(energy.matrix.numpy(), shape, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(mine.elements.numpy()[0], elements, rtol=1e-6)
+    narrow = wide * 1e-12
+    assert torch.equal(mine.energy((0,), narrow).matrix, narrow)
+    for k in range(64):
+        inner = weight[k % N] if k < N else rng.standard_normal(5)
+        off = own * rng.choice([-1.0, 1.0], N)
+        error = weight @ (inner / np.linalg.norm(inner) * length) + off
+        assert (np.abs(error) <= elements).all()
+        assert error @ error <= min(norm**2, energy.largest)
+        functional = rng.standard_normal(N)
+        assert (functional @ error) ** 2 <= functional @ shape @ functional
+    assert norm <= 1.5 * np.linalg.norm(weight, 2) + np.linalg.norm(own) + 1e-6

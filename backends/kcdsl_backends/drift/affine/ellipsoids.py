@@ -50,7 +50,7 @@ class Energy:
 
 
 @dataclass(frozen=True, slots=True)
-class Squares:
+class RowEnergies:
     """The same of errors |e_k| <= factor_k |x_k| + own_k, x in an ellipsoid, by rows."""
 
     rows: Mapping[Row, Energy]

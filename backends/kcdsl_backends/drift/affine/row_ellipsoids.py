@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
-from kcdsl_backends.drift.affine.adjoint import stretch
-from kcdsl_backends.drift.affine.ellipsoids import Energy, Squares
+from kcdsl_backends.drift.affine.adjoint import Row, around_sum, product_of, stretch
+from kcdsl_backends.drift.affine.ellipsoids import Energy, RowEnergies
 from kcdsl_backends.drift.affine.error_bounds import surround_rows
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.tape import INPUT
@@ -19,7 +19,7 @@ LARGEST = 2**27
 """Numbers in the ellipsoids of an operand; where there would be more, none are found."""
 
 
-def squares(run: KernelRun, node: Node, index: int, needed: Tensor) -> Squares | None:
+def squares(run: KernelRun, node: Node, index: int, needed: Tensor) -> RowEnergies | None:
     """Return what bounds weighted squares of an operand's errors in the rows [..., 1] needed, by
     ellipsoids from passes that stop at those of the cut; None without these, or where they would
     be too large."""
@@ -30,25 +30,53 @@ def squares(run: KernelRun, node: Node, index: int, needed: Tensor) -> Squares |
     if numbers > LARGEST or not run.passing(node, index, "ellipsoid", needed, tape.near):
         return None
     tape.tighten(index, surround_rows(tape, index, needed, tape.near, lengths=False)[0])
-    entry, length = tape.entries[index], _length(run, index)
-    found = Squares(
-        {row: Energy.of(matrix, float(length[row])) for row, matrix in entry.ellipsoids.items()}
-    )
-    tape.entries[index] = replace(entry, squares=found)
-    return found
+    image = LinearImage.of(run, index)
+    entry, found = tape.entries[index], {}
+    for row, matrix in entry.ellipsoids.items():
+        found[row] = Energy.of(matrix, torch.inf) if image is None else image.energy(row, matrix)
+    known = RowEnergies(found)
+    tape.entries[index] = replace(entry, squares=known)
+    if image is not None:
+        tape.tighten(index, image.elements)
+    return known
 
 
-def _length(run: KernelRun, index: int) -> Tensor:
-    """Bound the norms of the rows of an entry [..., 1]: of the image of one that are bounded."""
-    entry = run.tape.entries[index]
-    nothing = torch.full_like(entry.error_bound[..., :1], torch.inf)
-    linear = run.nodes.get(entry.name)
-    if linear is None or linear.op != "linear" or run.quantises(linear) or entry.radius is None:
-        return nothing
-    below = run.operand(linear, 0).index
-    length = None if below is None else run.tape.entries[below].length
-    if length is None or not entry.kept:
-        return nothing
-    weight = run.parameters.kept(run.source(linear, 1)).to(torch.float64)
-    found: Tensor = stretch(weight) * length + entry.radius.norm(dim=-1, keepdim=True)
-    return found * SAFE * SAFE
+@dataclass(frozen=True, slots=True)
+class LinearImage:
+    """Rows W e_x + o with |e_x|₂ <= `length` [..., 1] and |o| <= `own` [..., n].
+
+    `products` is W Wᵀ, `largest` bounds the largest singular value of W.
+    """
+
+    products: Tensor
+    largest: float
+    length: Tensor
+    own: Tensor
+
+    @staticmethod
+    def of(run: KernelRun, index: int) -> LinearImage | None:
+        """Return what a linear made of rows of bounded norm; None of other entries."""
+        entry = run.tape.entries[index]
+        linear = run.nodes.get(entry.name)
+        if linear is None or linear.op != "linear" or run.quantises(linear):
+            return None
+        below = run.operand(linear, 0).index
+        length = None if below is None else run.tape.entries[below].length
+        if length is None or entry.radius is None or not entry.kept:
+            return None
+        weight = run.parameters.kept(run.source(linear, 1)).to(torch.float64)
+        return LinearImage(product_of(weight), stretch(weight), length, entry.radius)
+
+    def energy(self, row: Row, matrix: Tensor) -> Energy:
+        """Return the energy of errors of a row in an ellipsoid, or in that of the image, whichever
+        has the lesser trace."""
+        length, own = float(self.length[row]), float(self.own[row].norm()) * SAFE
+        unit = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+        ball = around_sum([self.products * (length**2 * SAFE), own**2 * unit])
+        lesser = ball if float(ball.trace()) < float(matrix.trace()) else matrix
+        return Energy.of(lesser, (self.largest * length + own) * SAFE)
+
+    @property
+    def elements(self) -> Tensor:
+        """Return bounds of the errors element by element."""
+        return (self.products.diagonal().sqrt() * self.length + self.own) * SAFE * SAFE

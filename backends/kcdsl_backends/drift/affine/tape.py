@@ -31,7 +31,7 @@ from kcdsl_backends.drift.affine.adjoint import (
     square_of,
 )
 from kcdsl_backends.drift.affine.cases import Cases, Ends, Together
-from kcdsl_backends.drift.affine.ellipsoids import Squares
+from kcdsl_backends.drift.affine.ellipsoids import RowEnergies
 from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings
 from kcdsl_backends.drift.affine.row_sums import BoundedRows, RowSums
 from kcdsl_backends.drift.boxes import SAFE, gamma
@@ -195,7 +195,7 @@ class TapeEntry:
     shared: Shared | None = None
     rows: BoundedRows | None = None
     moved: tuple[int, Callable[[Tensor], Tensor]] | None = None
-    squares: Squares | None = None
+    squares: RowEnergies | None = None
     length: Tensor | None = None
 
     @property

@@ -18,6 +18,7 @@ from kcdsl_certs.recheck.affine.ellipsoids import (
     Squares,
     largest,
     longest,
+    moved,
     norm_of,
     reached,
     rows_of,
@@ -147,29 +148,52 @@ def squares(walk: Walk, node: Node, name: str) -> Squares | None:
         return None
     if int(needed.sum()) * form.shape[-1] ** 2 > LARGEST:
         raise Rejected("document/passes", f"the ellipsoids of {name} are too large")
-    reach, lengths = form.reach.copy(), _lengths(walk, form)
+    reach, image = form.reach.copy(), _Image.of(walk, form)
     found: dict[Row, RowSquares] = {}
     for row in reverse_passes.rows(needed):
         functionals = units(form.shape, row, 0, form.shape[-1])
         around = reverse_passes.surrounded(walk.tape, form.place, functionals, cut)
-        place = tuple(map(int, row))
-        found[place] = RowSquares.of(around.shape, float(lengths[row][0]))
-        reach[row] = np.minimum(reach[row], around.each)
+        shape, norm, each = around.shape, math.inf, around.each
+        if image is not None:
+            ball, norm, elements = image.row(row)
+            shape = ball if np.trace(ball) < np.trace(shape) else shape
+            each = np.minimum(each, elements)
+        found[tuple(map(int, row))] = RowSquares.of(shape, norm)
+        reach[row] = np.minimum(reach[row], each)
     reverse_passes.kept(walk, name, reach)
     known, entry = Squares(found), walk.tape.entries[form.place]
     walk.tape.entries[form.place] = replace(entry, squares=known)
     return known
 
 
-def _lengths(walk: Walk, form: Form) -> Floats:
-    """Return bounds of the norms of rows [..., 1] of what a linear made of rows of bounded norm."""
-    nothing, origin = np.full((*form.shape[:-1], 1), np.inf), form.origin
-    if origin is None or origin.rest.shape != form.shape:
-        return nothing
-    straight = np.arange(form.reference.size).reshape(form.shape)
-    source = form_of(walk.forms[origin.source]).place
-    below = None if source is None else walk.tape.entries[source].length
-    if below is None or not np.array_equal(origin.index, straight):
-        return nothing
-    rest = np.linalg.norm(origin.rest, axis=-1, keepdims=True)
-    return raised((norm_of(origin.weight, 1.0) * below + rest) * _MORE) + TINY
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """Rows W e_x + o, |e_x|₂ ≤ lengths [..., 1], |o| ≤ rest: W Wᵀ, and a bound of |W|₂."""
+
+    square: Floats
+    stretch: float
+    lengths: Floats
+    rest: Floats
+
+    @staticmethod
+    def of(walk: Walk, form: Form) -> _Image | None:
+        """Return what a linear made of rows of bounded norm; None of other results."""
+        origin = form.origin
+        if origin is None or origin.rest.shape != form.shape:
+            return None
+        straight = np.arange(form.reference.size).reshape(form.shape)
+        source = form_of(walk.forms[origin.source]).place
+        below = None if source is None else walk.tape.entries[source].length
+        if below is None or not np.array_equal(origin.index, straight):
+            return None
+        weight = origin.weight
+        square = moved(np.eye(weight.shape[1]), weight)
+        return _Image(square, norm_of(weight, 1.0), below, origin.rest)
+
+    def row(self, row: Row) -> tuple[Floats, float, Floats]:
+        """Return an ellipsoid around a row, a bound of its norm, and bounds of its elements."""
+        length, rest = float(self.lengths[row][0]), self.rest[row]
+        own = float(np.linalg.norm(rest)) * _MORE + TINY
+        shape = sum_of([self.square * (length**2 * _MORE), np.eye(len(rest)) * own**2])
+        elements = raised(np.sqrt(np.diagonal(self.square)) * length * _MORE + rest) + TINY
+        return shape, (self.stretch * length + own) * _MORE, elements
