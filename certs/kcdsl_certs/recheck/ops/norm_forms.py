@@ -460,8 +460,8 @@ def _scalars(scales: list[tuple[Floats, Floats]]) -> NonlinearPart:
                 most = float(size[row][0])
                 values, read = part.values.reshape(part.batch, -1), direction[row][part.window[-1]]
                 if most > 0:
-                    size = float(np.linalg.norm(np.abs(values) @ np.abs(read))) * most
-                    lost = size * gamma(len(read) + 16, UNIT)
+                    terms = float(np.linalg.norm(np.abs(values) @ np.abs(read))) * most
+                    lost = terms * gamma(len(read) + 16, UNIT)
                     found.append(segment(values @ read * most, lost))
         return found
 
