@@ -26,7 +26,8 @@ Floats = np.ndarray
 
 
 def prover_remainder(low: Floats, high: Floats, total: Floats) -> ProverRemainder:
-    return ProverRemainder(*(torch.from_numpy(part.copy()) for part in (low, high, total)))
+    parts = [torch.from_numpy(part.copy()) for part in (low, high, total)]
+    return ProverRemainder(parts[0], parts[1], parts[2])
 
 
 def prover_adjoint(values: Floats) -> ProverAdjoint:

@@ -37,7 +37,7 @@ class Energy:
         """
         mixed = weights @ self.matrix.square()
         first, second = (mixed * weights).sum(-1), mixed.sum(-1)
-        third = self.squares.sum()
+        third = self.squares.sum().clamp_min(2.0**-1000)
         middle = second / third
         left = (first - middle * second).clamp_min(0) / third
         slope = self.largest / (third - self.largest**2).clamp_min(2.0**-40 * third).sqrt()
@@ -79,9 +79,11 @@ def line(values: Tensor, lost: float) -> Tensor:
     """Return an ellipsoid around multiples by -1 to 1 of a vector [B] that is within `lost` of
     these values.
 
-    (v + w)(v + w)ᵀ is at most (1 + t) v vᵀ + (1 + 1/t) w wᵀ for every t > 0; t = |w|/|v| here.
+    (v + w)(v + w)ᵀ is at most (1 + t) v vᵀ + (1 + 1/t) w wᵀ for every t > 0; t = |w|/|v| here, 1
+    where v is shorter than w.
     """
     length = float(values.norm()) * SAFE
     share = lost / length if length > lost else 1.0
     unit = torch.eye(len(values), dtype=values.dtype, device=values.device)
-    return (torch.outer(values, values) * (1 + share) + unit * (lost * (lost + length))) * SAFE
+    rounding = unit * (lost * (lost + max(lost, length)))
+    return (torch.outer(values, values) * (1 + share) + rounding) * SAFE

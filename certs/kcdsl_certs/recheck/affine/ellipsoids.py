@@ -163,10 +163,8 @@ def segment(ends: Floats, lost: float) -> Floats:
     to `lost`: (v + w)(v + w)ᵀ ≤ (1 + t) v vᵀ + (1 + 1/t) w wᵀ."""
     size = float(np.linalg.norm(ends)) * _MORE
     t = lost / size if size > lost else 1.0
-    return np.asarray(
-        np.outer(ends, ends) * ((1 + t) * _MORE)
-        + np.eye(len(ends)) * (lost * (lost + size) * _MORE)
-    )
+    rounding = np.eye(len(ends)) * (lost * (lost + max(lost, size)) * _MORE)
+    return np.asarray(np.outer(ends, ends) * ((1 + t) * _MORE) + rounding)
 
 
 @dataclass(frozen=True, slots=True)
