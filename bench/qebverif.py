@@ -42,7 +42,8 @@ from bench.common import Better, Figure
 from bench.neurodiff_splits import differences, ends_of
 from kcdsl_backends.drift.linear.paired import OutputRows, PairedLayer, PairedNetwork
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.linear_bounds.splits import recheck_split, replay
+from kcdsl_certs.recheck.linear_bounds.constraints import replay
+from kcdsl_certs.recheck.linear_bounds.splits import recheck_split
 
 PIXELS = 3
 NAMES = {

@@ -18,7 +18,8 @@ from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box, Floats, raised
 from kcdsl_certs.recheck.interval.state import Mask, Scene, State, StoredMatrix, numeric, pinned
 from kcdsl_certs.recheck.interval_walk import magnitudes, propagate
-from kcdsl_certs.recheck.linear_bounds.splits import Halfspace, Layer, recheck_split
+from kcdsl_certs.recheck.linear_bounds.constraints import Halfspace, Layer
+from kcdsl_certs.recheck.linear_bounds.splits import recheck_split
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation
 
 _KNOWN = ("param", "constant")

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.linear_bounds.splits import leaves_of, recheck_split, replay
+from kcdsl_certs.recheck.linear_bounds.constraints import replay
+from kcdsl_certs.recheck.linear_bounds.splits import leaves_of, recheck_split
 from tests.support import proofs
 from tests.support.mutation.changes import record_of
 from tests.support.mutation.trying import exceeded

@@ -14,13 +14,13 @@ from kcdsl_backends.drift.linear.constraints import LinearConstraint
 from kcdsl_backends.drift.linear.paired import OutputRows, PairedLayer, PairedNetwork
 from kcdsl_backends.drift.linear.splitting import LEAF, SplitDecision, decide
 from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.recheck.linear_bounds.constraints import replay
 from kcdsl_certs.recheck.linear_bounds.splits import (
     Halfspace,
     Layer,
     Leaves,
     paired,
     recheck_split,
-    replay,
 )
 from tests.support.pretend_device import pretend_device
 

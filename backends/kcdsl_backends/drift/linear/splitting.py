@@ -22,7 +22,8 @@ from kcdsl_backends.drift.linear.constraints import Layers, LinearConstraint, ho
 from kcdsl_backends.drift.linear.paired import Hidden, OutputRows, PairedLayer, PairedNetwork
 from kcdsl_backends.process import refuse_late
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.linear_bounds.splits import recheck_split, replay
+from kcdsl_certs.recheck.linear_bounds.constraints import replay
+from kcdsl_certs.recheck.linear_bounds.splits import recheck_split
 
 LEAF = 0xFFFF
 """What stands in a tree for a box that is not split."""

@@ -6,7 +6,6 @@ bounded here by itself, so the leaves cover the box whatever the tree says.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,20 +15,14 @@ from numpy.typing import NDArray
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval.box import Floats, above
-
-Layer = tuple[NDArray[np.floating], NDArray[np.floating]]
-"""Weight [out, in] and bias [out], of at most float64."""
-Halfspace = tuple[Sequence[float], Sequence[float], Sequence[float], Fraction]
-"""p, a, b, c of the constraint p·x + a·f(x) + b·g(x) <= c; b is empty for one network."""
+from kcdsl_certs.recheck.linear_bounds.constraints import LARGEST, Halfspace, Layer, Query
 
 _LEAF = 0xFFFF
 _AT_ONCE = 32
 _DEEPER = 12
 """How often a leaf may be halved once more, where this program's rounding asks for it."""
 _ROUNDOFF = 2.0**-53
-_LARGEST = 2.0**100
 _FAINT = 2.0**-800
-_MOST_LIMIT = 2**1000
 _MOST_LAYERS, _MOST_WIDTH = 32, 4096
 
 
@@ -232,7 +225,7 @@ class Leaves:
         spare = (2 * a.shape[-1] + 512) * _ROUNDOFF
         lost = lost + spare * reach + 512 * _ROUNDOFF * (np.abs(total) + np.abs(known))
         found = above(above(total + lost * (1 + 2.0**-40) + _FAINT))
-        return np.where(np.abs(found) <= _LARGEST, found, np.inf)
+        return np.where(np.abs(found) <= LARGEST, found, np.inf)
 
 
 def _dot(rows: Floats, vectors: Floats) -> Floats:
@@ -328,43 +321,17 @@ def recheck_split(
     """
     layers = paired(networks, off)
     inputs, outputs = layers[0].weight.shape[1], len(layers[-1].bias)
-    lengths = inputs, outputs, outputs if len(networks) == 2 else 0
-    facts = [one for group in unsafe for one in group]
-    if (
-        not facts
-        or not all(unsafe)
-        or any(tuple(map(len, one[:3])) != lengths for one in facts)
-        or not all(math.isfinite(number) for one in facts for part in one[:3] for number in part)
-        or not all(abs(one[3]) <= _MOST_LIMIT for one in facts)
-        or not (len(low) == len(high) == inputs)
-    ):
-        raise Rejected("document/splits", "the constraints or the box do not fit the networks")
-    if not all(-_LARGEST <= a <= b <= _LARGEST for a, b in zip(low, high, strict=True)):
-        # what underflows in a functional is below _FAINT only up to this size
-        raise Rejected("document/splits", "the box is empty or too large")
-    first, second, direct = (
-        np.array([one[k] for one in facts], dtype=np.float64).reshape(len(facts), -1)
-        for k in (1, 2, 0)
-    )
-    corners = np.array([_towards(v, -1) for v in low]), np.array([_towards(v, 1) for v in high])
-    limits = np.array([_towards(-one[3], -1) for group in unsafe for one in group])
-    places, start = [], 0
-    for group in unsafe:
-        places.append(list(range(start, start + len(group))))
-        start += len(group)
-    last = len(layers) - 1
+    pair = len(networks) == 2
+    query = Query.of(inputs, (outputs, outputs if pair else 0), low, high, unsafe)
 
     def proved(leaves: Leaves) -> NDArray[np.bool_]:
-        both, change = (first + second, -second) if len(networks) == 2 else (first, None)
-        most = leaves.most(last, -both, change, -direct)
-        cannot = most < limits
-        found: NDArray[np.bool_] = np.ones(len(cannot), dtype=np.bool_)
-        for place in places:
-            found &= cannot[:, place].any(1)
-        return found
+        both, change = query.first, None
+        if pair:
+            both, change = query.first + query.second, -query.second
+        return query.cannot(leaves.most(len(layers) - 1, -both, change, -query.direct))
 
     count = 0
-    for leaves in groups_of_leaves(layers, leaves_of(tree, *corners)):
+    for leaves in groups_of_leaves(layers, leaves_of(tree, query.low, query.high)):
         count += len(leaves.low)
         left = [(leaves.low[k], leaves.high[k], 0) for k in np.flatnonzero(~proved(leaves))]
         while left:
@@ -404,63 +371,9 @@ def paired(
         zero = np.zeros_like(bias)
         loose, apart = (zero, zero) if off is None else off[number]
         held = [weight, bias, shift, loose, apart] + ([] if served is None else [served])
-        if not all(bool((np.abs(part) <= _LARGEST / 2).all()) for part in held):
+        if not all(bool((np.abs(part) <= LARGEST / 2).all()) for part in held):
             raise Rejected("bound/not-finite", f"layer {number} has numbers that are too large")
         found.append(Linear(weight, bias, served, shift, loose, apart))
     if len(found) > _MOST_LAYERS or max(max(one.weight.shape) for one in found) > _MOST_WIDTH:
         raise Rejected("document/splits", "the networks are too large")
     return tuple(found)
-
-
-def _towards(value: Fraction, side: int) -> float:
-    """Return the nearest double that is not below (side 1) or not above (side -1)."""
-    near = value.numerator / value.denominator
-    if (Fraction(near) - value) * side >= 0:
-        return near
-    return math.nextafter(near, side * math.inf)
-
-
-def replay(
-    networks: Sequence[Sequence[Layer]],
-    low: Sequence[Fraction],
-    high: Sequence[Fraction],
-    unsafe: Sequence[Sequence[Halfspace]],
-    point: Sequence[Fraction],
-) -> bool:
-    """Say whether an input of the box meets all constraints of a conjunction, exactly."""
-    if len(point) != len(low) or not all(
-        a <= x <= b for a, x, b in zip(low, point, high, strict=True)
-    ):
-        return False
-    outputs = [_exactly(network, point) for network in networks] + [[]]
-    for group in unsafe:
-        sums = [
-            sum(Fraction(c) * x for c, x in zip(p, point, strict=True))
-            + sum(Fraction(c) * y for c, y in zip(a, outputs[0], strict=True))
-            + sum(Fraction(c) * y for c, y in zip(b, outputs[1], strict=True))
-            <= limit
-            for p, a, b, limit in group
-        ]
-        if sums and all(sums):
-            return True
-    return False
-
-
-def _exactly(network: Sequence[Layer], point: Sequence[Fraction]) -> list[Fraction]:
-    """Return the outputs of a network: every layer as integers over a power of two."""
-    common = math.lcm(*(x.denominator for x in point))
-    values = [x.numerator * (common // x.denominator) for x in point]
-    for number, (weight, bias) in enumerate(network):
-        parts = [float(v).as_integer_ratio() for v in [*np.ravel(weight), *np.ravel(bias)]]
-        scale = max(below for _, below in parts)
-        whole = [top * (scale // below) for top, below in parts]
-        rows, columns = np.shape(weight)
-        values = [
-            sum(w * v for w, v in zip(whole[r * columns : (r + 1) * columns], values, strict=True))
-            + whole[rows * columns + r] * common
-            for r in range(rows)
-        ]
-        common *= scale
-        if number + 1 < len(network):
-            values = [max(v, 0) for v in values]
-    return [Fraction(v, common) for v in values]
