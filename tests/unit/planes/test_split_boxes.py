@@ -12,12 +12,11 @@ import torch
 
 from kcdsl_backends.drift.linear.constraints import LinearConstraint
 from kcdsl_backends.drift.linear.paired import OutputRows, PairedLayer, PairedNetwork
-from kcdsl_backends.drift.linear.splitting import LEAF, SplitDecision, decide
+from kcdsl_backends.drift.linear.splitting import LEAF, SplitDecision, decide, split
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.linear_bounds.constraints import replay
+from kcdsl_certs.recheck.linear_bounds import splits
+from kcdsl_certs.recheck.linear_bounds.constraints import Halfspace, Layer, replay
 from kcdsl_certs.recheck.linear_bounds.splits import (
-    Halfspace,
-    Layer,
     Leaves,
     paired,
     recheck_split,
@@ -259,3 +258,26 @@ def test_a_device_gives_a_tree(pair: list[Network], proved: tuple[SplitDecision,
     assert again.tree is not None
     known = facts(apart(limit))
     assert recheck_split(plain(pair), LOW, HIGH, known, again.tree.data) == again.tree.leaves
+
+
+def test_the_checker_uses_what_boxes_around_a_leaf_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planes of a part can be farther from a ReLU than those of the box that was cut."""
+    networks = [network(0, (3, 10, 10, 10, 1), 2.0)]
+    networks.append(near(networks[0], 0))
+    unsafe = apart(Fraction(1.5 * largest(networks)), 1)
+    found = split(networks, LOW, HIGH, unsafe, most=300)
+    assert found.tree is not None
+    monkeypatch.setattr(splits, "_DEEPER", 0)
+    given = plain(networks), LOW, HIGH, facts(unsafe), found.tree.data
+    assert recheck_split(*given) == found.tree.leaves
+    monkeypatch.setattr(splits, "_AROUND", 1)
+    with pytest.raises(Rejected, match="claim/too-small"):
+        recheck_split(*given)
+
+
+def test_no_number_of_boxes_around_a_leaf_is_too_many() -> None:
+    """A tree of one cut after the other is deeper than calls may be nested."""
+    networks = [network(0), near(network(0), 1)]
+    tree = np.array([*[0] * 3000, *[LEAF] * 3001], "<u2").tobytes()
+    with pytest.raises(Rejected, match="claim/too-small"):
+        recheck_split(plain(networks), LOW, HIGH, facts(apart(Fraction(1, 10**6))), tree)

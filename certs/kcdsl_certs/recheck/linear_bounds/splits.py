@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from kcdsl_certs.recheck.linear_bounds.constraints import LARGEST, Halfspace, La
 
 _LEAF = 0xFFFF
 _AT_ONCE = 32
+_AROUND = 64
+"""Boxes around a leaf that are bounded too, where the hull of its group is not enough."""
 _DEEPER = 12
 """How often a leaf may be halved once more, where this program's rounding asks for it."""
 _ROUNDOFF = 2.0**-53
@@ -250,7 +253,41 @@ def _behind_relu(
     return back, moved, known, lost + 2 * _dot(np.abs(b), own)
 
 
-def leaves_of(tree: bytes, low: Floats, high: Floats) -> Iterator[tuple[Floats, Floats]]:
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """A box of a tree [inputs], and the box that was cut to get it."""
+
+    low: Floats
+    high: Floats
+    around: Part | None = None
+
+    def halves(self, cut: int) -> tuple[Part, Part]:
+        """Return both halves: whatever the middle rounds to, together they are the box."""
+        low, high = self.low, self.high
+        middle = min(max(low[cut] + (high[cut] - low[cut]) / 2, low[cut]), high[cut])
+        below, over = high.copy(), low.copy()
+        below[cut], over[cut] = middle, middle
+        return Part(low, below, self), Part(over, high, self)
+
+
+def _nested(layers: Sequence[Linear], part: Part, known: dict[Part, Leaves]) -> Leaves:
+    """Bound one box with what the boxes around it show; `known` keeps these for the next."""
+    path = [part]
+    while path[-1].around is not None and len(path) < _AROUND:
+        path.append(path[-1].around)
+    kept = {one: known[one] for one in path if one in known}
+    known.clear()
+    known.update(kept)
+    found: Leaves | None = None
+    for one in reversed(path):
+        if one not in known:
+            known[one] = Leaves.of(layers, one.low[None], one.high[None], found)
+        found = known[one]
+    assert found is not None
+    return found
+
+
+def leaves_of(tree: bytes, low: Floats, high: Floats) -> Iterator[Part]:
     """Yield the boxes that a tree does not cut, which together are [low, high] [inputs].
 
     Raises Rejected "document/splits" where the bytes are no tree of this box.
@@ -258,49 +295,24 @@ def leaves_of(tree: bytes, low: Floats, high: Floats) -> Iterator[tuple[Floats, 
     if len(tree) % 2:
         raise Rejected("document/splits", "the tree has half a number")
     cuts = np.frombuffer(tree, "<u2").tolist()
-    open_boxes = [(low, high)]
+    open_parts = [Part(low, high)]
     for number, cut in enumerate(cuts):
-        if not open_boxes:
+        if not open_parts:
             raise Rejected("document/splits", f"the tree ends before number {number}")
-        box = open_boxes.pop()
+        part = open_parts.pop()
         if cut == _LEAF:
-            yield box
+            yield part
             continue
         if cut >= len(low):
             raise Rejected("document/splits", f"there is no input {cut}")
-        first, second = _halves(box, cut)
-        open_boxes += [second, first]
-    if open_boxes:
+        open_parts += reversed(part.halves(cut))
+    if open_parts:
         raise Rejected("document/splits", "the tree is cut short")
 
 
-def _halves(
-    box: tuple[Floats, Floats], cut: int
-) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-    """Return both halves: whatever the middle rounds to, together they are the box."""
-    low, high = box
-    middle = min(max(low[cut] + (high[cut] - low[cut]) / 2, low[cut]), high[cut])
-    below, over = high.copy(), low.copy()
-    below[cut], over[cut] = middle, middle
-    return (low, below), (over, high)
-
-
-def groups_of_leaves(
-    layers: Sequence[Linear], leaves: Iterator[tuple[Floats, Floats]]
-) -> Iterator[Leaves]:
-    """Yield leaves some at a time, bounded; what one box around them shows is used for each."""
-    waiting: list[tuple[Floats, Floats]] = []
-    for leaf in leaves:
-        waiting.append(leaf)
-        if len(waiting) == _AT_ONCE:
-            yield _together(layers, waiting)
-            waiting = []
-    if waiting:
-        yield _together(layers, waiting)
-
-
-def _together(layers: Sequence[Linear], boxes: Sequence[tuple[Floats, Floats]]) -> Leaves:
-    low, high = (np.stack([box[end] for box in boxes]) for end in (0, 1))
+def _together(layers: Sequence[Linear], parts: Sequence[Part]) -> Leaves:
+    """Bound boxes; what one box around them shows is used for each."""
+    low, high = np.stack([part.low for part in parts]), np.stack([part.high for part in parts])
     hull = Leaves.of(layers, low.min(0)[None], high.max(0)[None])
     return Leaves.of(layers, low, high, hull)
 
@@ -330,19 +342,20 @@ def recheck_split(
             both, change = query.first + query.second, -query.second
         return query.cannot(leaves.most(len(layers) - 1, -both, change, -query.direct))
 
-    count = 0
-    for leaves in groups_of_leaves(layers, leaves_of(tree, query.low, query.high)):
-        count += len(leaves.low)
-        left = [(leaves.low[k], leaves.high[k], 0) for k in np.flatnonzero(~proved(leaves))]
+    known: dict[Part, Leaves] = {}
+    count, leaves = 0, leaves_of(tree, query.low, query.high)
+    while parts := list(islice(leaves, _AT_ONCE)):
+        count += len(parts)
+        missed = np.flatnonzero(~proved(_together(layers, parts)))
+        left = [(parts[k], 0) for k in missed]
         while left:
-            lo, hi, depth = left.pop()
+            part, depth = left.pop()
+            if bool(proved(_nested(layers, part, known)).all()):
+                continue
             if depth == _DEEPER:
                 raise Rejected("claim/too-small", "a leaf of the tree does not follow")
-            halves = _halves((lo, hi), int((hi - lo).argmax()))
-            held = proved(_together(layers, halves))
-            left += [
-                (*half, depth + 1) for half, fine in zip(halves, held, strict=True) if not fine
-            ]
+            halves = part.halves(int((part.high - part.low).argmax()))
+            left += [(half, depth + 1) for half in halves]
     return count
 
 
