@@ -5,10 +5,10 @@ without quantisation; every pixel ± 3. Is |quantised - original| < ε for the o
 class, ε of 1, 2, 4, 6, 8? Published are the answers of its difference analysis (DRA) and of that
 with a mixed-integer solver behind it (an hour for each, Gurobi), with the intervals of DRA.
 
-Here the rounding of every hidden value is an input of the network with a box, `fixed_point` says
-how; the bound is one of linear bounds, without splitting, and the checker derives it again. A
-violation is an image of integers whose quantised run is exact in float64, and the checker replays
-the difference in exact arithmetic.
+Here the bound is one of linear bounds with slopes that are searched, without splitting
+(bench/qebverif_bounds.py), and another program derives it again (bench/qebverif_checker.py). A
+violation is an image of integers that a local search finds, and the checker replays its difference
+in exact arithmetic.
 
     KCDSL_QEBVERIF=FOLDER python -m bench.peers --only qebverif
 
@@ -28,7 +28,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -40,10 +40,10 @@ from torch import Tensor
 
 from bench.common import Better, Figure
 from bench.neurodiff_splits import differences, ends_of
-from kcdsl_backends.drift.linear.paired import OutputRows, PairedLayer, PairedNetwork
+from bench.qebverif_bounds import FixedPointPair, Functionals
+from bench.qebverif_checker import SlopeProof, recheck_fixed_point
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.linear_bounds.constraints import replay
-from kcdsl_certs.recheck.linear_bounds.splits import recheck_split
+from kcdsl_certs.recheck.linear_bounds.constraints import Grid, replay
 
 PIXELS = 3
 NAMES = {
@@ -51,8 +51,11 @@ NAMES = {
     "P2: 784_100_100_10": "PTQ_mnist_2blk_100_100_in_8_relu_0.h5",
     "P4: 784_100_100_100_10": "PTQ_mnist_3blk_100_100_100_in_8_relu_0.h5",
 }
-WHOLE = b"\xff\xff"
-"""The tree of a box that is not split."""
+
+STARTS, SIGN_STEPS = 32, 12
+CLIMBS, CLIMB_STEPS = 3, 60
+MANY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
+"""Numbers of pixels that are changed at once."""
 
 Layers = list[tuple[Tensor, Tensor]]
 Interval = tuple[float, float]
@@ -68,24 +71,6 @@ class Published:
     interval: Interval | None
     solved: dict[int, bool | None]
     """Whether the error is below ε, by DRA and the solver in either mode; None: not decided."""
-
-
-@dataclass(frozen=True, slots=True)
-class FixedPoint:
-    """Two networks with the same layers, f and g, and the box of their inputs.
-
-    The inputs are pixels over 255, then one for each hidden value that can be rounded: half a step
-    and what rounding adds to it.
-    """
-
-    f: Layers
-    g: Layers
-    low: list[Fraction]
-    high: list[Fraction]
-    rounded: list[Tensor]
-    """The hidden values of each layer that can be rounded, as indices."""
-    clipped: list[Tensor]
-    """Those that can be clipped at the largest number of the format."""
 
 
 def figures(folder: Path) -> list[Figure]:
@@ -133,32 +118,54 @@ def decided(
 
     None: not decided, or the checker did not confirm the answer.
     """
-    pair = fixed_point(layers, bits, *ends_of(image, PIXELS))
-    interval = bounded(pair, label)
-    largest, point = attacked(layers, bits, image, label, pair)
-    answers = {
-        limit: True if max(map(abs, interval)) < limit else False if largest >= limit else None
-        for limit in limits
-    }
-    plain = [[(w.numpy(), b.numpy()) for w, b in one] for one in (pair.f, pair.g)]
-    outputs, inputs = len(plain[0][-1][1]), len(pair.low)
+    networks, grid = fixed_point(layers, bits)
+    low, high = ends_of(image, PIXELS)
+    outputs, inputs = len(layers[-1][1]), len(image)
 
     def facts(limit: int) -> list[Any]:
         unsafe = differences(outputs, inputs, Fraction(limit), label)
         return [[(c.inputs, c.first, c.second, c.limit) for c in group] for group in unsafe]
 
+    interval, proof = bounded(FixedPointPair(networks, grid, low, high), label)
+    size = max(map(abs, interval))
+    left = [limit for limit in limits if limit <= size]
+    largest, pixels = attacked(layers, bits, image, label, max(left)) if left else (-1.0, image)
+    answers = {
+        limit: True if size < limit else False if largest >= limit else None for limit in limits
+    }
+    plain = [[(w.numpy(), b.numpy()) for w, b in one] for one in networks]
     below = [limit for limit, answer in answers.items() if answer]
     above = [limit for limit, answer in answers.items() if answer is False]
     if below:
         try:
-            recheck_split(plain, pair.low, pair.high, facts(min(below)), WHOLE)
+            recheck_fixed_point(plain, grid, low, high, facts(min(below)), proof)
         except Rejected as rejected:
             print(f"the checker does not follow: {rejected}", file=sys.stderr)
             answers |= dict.fromkeys(below)
-    if above and not replay(plain, pair.low, pair.high, facts(max(above)), point):
+    point = [Fraction(pixel, 255) for pixel in pixels]
+    if above and not replay(plain, low, high, facts(max(above)), point, grid):
         print("the checker does not replay the violation", file=sys.stderr)
         answers |= dict.fromkeys(above)
     return interval, answers
+
+
+def fixed_point(layers: Layers, bits: int) -> tuple[tuple[Layers, Layers], Grid]:
+    """Return the original network and the quantised one, both of pixels over 255, and the grid.
+
+    The quantised network reads pixels over 256; float64 holds its first weights times 255/256.
+    """
+    step, most = hidden_format(bits)
+    (weight, bias), *others = quantised(layers, bits)
+    first = [(w.double(), b.double()) for w, b in layers]
+    return (first, [(weight * (255 / 256), bias), *others]), Grid(step, round(most / step))
+
+
+def bounded(pair: FixedPointPair, label: int) -> tuple[Interval, SlopeProof]:
+    """Return an interval of the difference of one output, and what shows it."""
+    signs = torch.zeros(2, len(pair.networks[0][-1][1]), dtype=torch.float64)
+    signs[0, label], signs[1, label] = 1.0, -1.0
+    (above, below), slopes = pair.bounded(Functionals(-signs, signs))
+    return (-float(below), float(above)), pair.proof(slopes)
 
 
 def quantised(layers: Layers, bits: int) -> Layers:
@@ -178,144 +185,106 @@ def hidden_format(bits: int) -> tuple[float, float]:
     return 2.0 ** -(bits - 2), (2.0**bits - 1) * 2.0 ** -(bits - 2)
 
 
-def quantised_run(
-    layers: Layers, bits: int, pixels: Tensor, rounds: bool = True
-) -> tuple[Tensor, list[Tensor]]:
-    """Return outputs [B, 10] of quantised layers for whole pixels [B, 784], and what rounding adds.
+def quantised_run(layers: Layers, bits: int, pixels: Tensor, rounds: bool = True) -> Tensor:
+    """Return outputs [B, 10] of quantised layers for whole pixels [B, 784].
 
     Float64 holds every value exactly. Without `rounds` hidden values are only clipped.
     """
-    step, most = hidden_format(bits)
-    h, added = pixels / 256, []
+    h = pixels / 256
     for number, (weight, bias) in enumerate(layers):
         h = h @ weight.T + bias
         if number < len(layers) - 1:
-            clipped = h.clamp(0, most)
-            h = ((clipped / step + 0.5).floor() * step).clamp(0, most) if rounds else clipped
-            added.append(h - clipped)
-    return h, added
+            h = hidden_values(h, bits, rounds)
+    return h
 
 
-def fixed_point(layers: Layers, bits: int, low: list[Fraction], high: list[Fraction]) -> FixedPoint:
-    """Return the original network f and the quantised network g, with rounding as inputs.
-
-    A hidden value of g is clip(z, 0, t) + e with |e| at most half a step: clipping and rounding are
-    both monotone, and t is a number of the format. With two elements, z and z - t, the clip is
-    relu(z) - relu(z - t); the second is left out where z stays below t. e + half a step is not
-    negative, so it passes ReLU as it is. Where z stays below 0 nothing is rounded; where it stays
-    below half a step, rounding only takes it away. f has the same elements and does not read those
-    that it does not need.
-    """
-    half, most = hidden_format(bits)[0] / 2, hidden_format(bits)[1]
-    pair = FixedPoint([], [], low, high, [], [])
-    for number in range(len(layers)):
-        pair = _widened(layers, bits, pair)
-        if number == len(layers) - 1:
-            break
-        largest = _largest(pair)
-        places = torch.nonzero(largest > 0).flatten()
-        taken = [min(half, v) for v in largest[places].tolist()]
-        pair = replace(
-            pair,
-            low=pair.low + [Fraction(half) - Fraction(v) for v in taken],
-            high=pair.high + [Fraction(half) * (2 if v >= half else 1) for v in taken],
-            rounded=[*pair.rounded, places],
-            clipped=[*pair.clipped, torch.nonzero(largest > most).flatten()],
-        )
-    return pair
-
-
-def _widened(layers: Layers, bits: int, pair: FixedPoint) -> FixedPoint:
-    """Return the networks with one layer more than the hidden values that are known."""
-    half, most = hidden_format(bits)[0] / 2, hidden_format(bits)[1]
-    f: Layers = []
-    g: Layers = []
-    known = len(pair.rounded)
-    served = quantised(layers[: known + 1], bits)
-    for number, ((w, b), (v, c)) in enumerate(zip(layers, served, strict=False)):
-        left = sum(len(one) for one in pair.rounded[number:])
-        first, second = w.double(), v
-        bias, shift = b.double(), c
-        if number == 0:
-            second = second * (255 / 256)
-            none = 0
-        else:
-            folded, rounds = v[:, pair.clipped[number - 1]], v[:, pair.rounded[number - 1]]
-            second = torch.cat([second, -folded, rounds], 1)
-            shift = shift - half * rounds.sum(1)
-            none = folded.shape[1] + rounds.shape[1]
-        first = torch.cat([first, v.new_zeros(len(v), none + left)], 1)
-        second = torch.cat([second, v.new_zeros(len(v), left)], 1)
-        if number < known:
-            over, zeros = pair.clipped[number], v.new_zeros(left)
-            first = _with_passes(torch.cat([first, first[over]]), left)
-            second = _with_passes(torch.cat([second, second[over]]), left)
-            bias = torch.cat([bias, bias[over] - most, zeros])
-            shift = torch.cat([shift, shift[over] - most, zeros])
-        f.append((first, bias))
-        g.append((second, shift))
-    return replace(pair, f=f, g=g)
-
-
-def _largest(pair: FixedPoint) -> Tensor:
-    """Return an upper bound of every output of g."""
-    eye = torch.eye(len(pair.g[-1][1]), dtype=torch.float64)
-    return _above(pair, eye, eye)
-
-
-def _above(pair: FixedPoint, first: Tensor, drift: Tensor) -> Tensor:
-    """Bound functionals [M, outputs] of f and of g - f from above."""
-    layers = tuple(PairedLayer.of(*both) for both in zip(pair.f, pair.g, strict=True))
-    ends = [
-        [math.nextafter(float(v), side * math.inf) for v in values]
-        for side, values in ((-1, pair.low), (1, pair.high))
-    ]
-    low, high = torch.tensor(ends, dtype=torch.float64).unsqueeze(1)
-    rows = OutputRows(first.new_zeros(len(first), len(pair.low)), first, drift)
-    return PairedNetwork(layers).above(low, high, rows)[0][0]
-
-
-def _with_passes(weight: Tensor, count: int) -> Tensor:
-    """Append rows that pass the last elements on."""
-    passed = weight.new_zeros(count, weight.shape[1])
-    if count:
-        passed[:, -count:] = torch.eye(count, dtype=weight.dtype)
-    return torch.cat([weight, passed])
-
-
-def bounded(pair: FixedPoint, label: int) -> Interval:
-    """Return an interval of the difference of one output."""
-    signs = torch.zeros(2, len(pair.f[-1][1]), dtype=torch.float64)
-    signs[0, label], signs[1, label] = 1.0, -1.0
-    above, below = _above(pair, torch.zeros_like(signs), signs).tolist()
-    return -below, above
+def hidden_values(sums: Tensor, bits: int, rounds: bool = True) -> Tensor:
+    """Return sums clipped to the hidden format, and rounded to it."""
+    step, most = hidden_format(bits)
+    clipped = sums.clamp(0, most)
+    return ((clipped / step + 0.5).floor() * step).clamp(0, most) if rounds else clipped
 
 
 def attacked(
-    layers: Layers, bits: int, image: list[int], label: int, pair: FixedPoint
-) -> tuple[float, list[Fraction]]:
-    """Return the largest |difference| of images that sign steps find, and its point of `pair`."""
+    layers: Layers, bits: int, image: list[int], label: int, enough: float
+) -> tuple[float, list[int]]:
+    """Return the largest |difference| of an output that a search over images finds, and its pixels.
+
+    Sign steps along the gradient of the network that does not round, from random images; then
+    changes of single pixels, and of many at once, that increase the difference of the rounding one.
+    The search ends where the difference is large enough.
+    """
     served, generator = quantised(layers, bits), torch.Generator().manual_seed(0)
     low, high = (torch.tensor(v).double() for v in _whole_ends(image))
-    signs = torch.tensor([1.0, -1.0]).double().repeat(8)
-    x = torch.where(torch.rand(len(signs), len(image), generator=generator) < 0.5, low, high)
-    best, winner = -1.0, x[0]
-    for _ in range(12):
-        with torch.no_grad():
-            size = (_difference(layers, served, bits, x)[:, label]).abs()
-        if float(size.max()) > best:
-            best, winner = float(size.max()), x[int(size.argmax())]
+    signs = torch.tensor([1.0, -1.0]).double().repeat(STARTS // 2)
+    x = torch.where(torch.rand(STARTS, len(image), generator=generator) < 0.5, low, high)
+    size, images = torch.full_like(signs, -math.inf), x.clone()
+    for _ in range(SIGN_STEPS):
+        found = _difference(layers, served, bits, x)[:, label] * signs
+        images = torch.where((found > size).unsqueeze(1), x, images)
+        size = torch.maximum(size, found)
         y = x.clone().requires_grad_(True)
         value = (_difference(layers, served, bits, y, rounds=False)[:, label] * signs).sum()
         (slope,) = torch.autograd.grad(value, y)
         kept = torch.rand(x.shape, generator=generator) < 0.1
         x = torch.where(kept, x, torch.where(slope > 0, high, low))
-    added = quantised_run(served, bits, winner.unsqueeze(0))[1]
-    half = hidden_format(bits)[0] / 2
-    point = [Fraction(int(v), 255) for v in winner.tolist()]
-    for one, places in zip(added, pair.rounded, strict=True):
-        point += [Fraction(v) + Fraction(half) for v in one[0, places].tolist()]
-    return best, point
+    best, pixels = float(size.max()), images[int(size.argmax())]
+    for place in size.argsort(descending=True)[:CLIMBS].tolist():
+        if best >= enough:
+            break
+        climb = _Climb(layers, served, bits, label, float(signs[place]), (low, high), generator)
+        top, reached = climb.from_image(images[place])
+        if top > best:
+            best, pixels = top, reached
+    return best, [int(v) for v in pixels.tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Climb:
+    """A local search over whole pixels for the largest difference of one sign."""
+
+    layers: Layers
+    served: Layers
+    bits: int
+    label: int
+    sign: float
+    ends: tuple[Tensor, Tensor]
+    generator: torch.Generator
+
+    def from_image(self, x: Tensor) -> tuple[float, Tensor]:
+        """Return the largest difference, and its image."""
+        (weight, bias), (other, shift) = self.layers[0], self.served[0]
+        weight, other = weight.double() / 255, other / 256
+        low, high = self.ends
+        best = float(self._behind(x @ weight.T + bias, x @ other.T + shift))
+        for step in range(CLIMB_STEPS):
+            share = torch.rand(len(x), generator=self.generator).double()
+            share = share.round() if step % 2 == 0 else share
+            change = (low + share * (high - low)).round() - x
+            places = torch.nonzero(change).flatten()
+            each = change[places].unsqueeze(1)
+            z, served = x @ weight.T + bias, x @ other.T + shift
+            found = self._behind(z + each * weight.T[places], served + each * other.T[places])
+            order = places[found.argsort(descending=True)]
+            rising = int((found > best).sum())
+            many = [k for k in MANY if k <= rising]
+            if not many:
+                continue
+            tried = x.repeat(len(many), 1)
+            for row, count in zip(tried, many, strict=True):
+                row[order[:count]] += change[order[:count]]
+            found = self._behind(tried @ weight.T + bias, tried @ other.T + shift)
+            if float(found.max()) > best:
+                best, x = float(found.max()), tried[int(found.argmax())]
+        found = _difference(self.layers, self.served, self.bits, x.unsqueeze(0))[0, self.label]
+        return float(found) * self.sign, x
+
+    def _behind(self, z: Tensor, served: Tensor) -> Tensor:
+        """Return signed differences for sums of the first layer [..., n] of either network."""
+        for (weight, bias), (other, shift) in zip(self.layers[1:], self.served[1:], strict=True):
+            z = z.clamp_min(0) @ weight.double().T + bias.double()
+            served = hidden_values(served, self.bits) @ other.T + shift
+        return self.sign * (served - z)[..., self.label]
 
 
 def _difference(
@@ -325,7 +294,7 @@ def _difference(
     for number, (weight, bias) in enumerate(layers):
         h = h @ weight.double().T + bias.double()
         h = h if number == len(layers) - 1 else h.clamp_min(0)
-    return quantised_run(served, bits, pixels, rounds)[0] - h
+    return quantised_run(served, bits, pixels, rounds) - h
 
 
 def _whole_ends(image: list[int]) -> tuple[list[int], list[int]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import random
-from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +13,8 @@ import torch
 
 from bench import equivalence, neurodiff_splits, peers, peers_blocks, qebverif
 from bench.equivalence_peers import BOX, Answer, Pair, product, vnnlib
+from bench.qebverif_bounds import FixedPointPair
+from kcdsl_certs.recheck.linear_bounds.constraints import _exactly
 
 HELD, BROKEN, OPEN = Answer(True), Answer(False), Answer(None, "too slow")
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -135,49 +137,57 @@ def images(count: int) -> list[list[int]]:
 def test_the_quantised_run_is_that_of_integers(bits: int) -> None:
     given = layers(*SIZES, lift=0.5)  # some hidden values are clipped, some weights too
     served = qebverif.quantised(given, bits)
+    (_, other), grid = qebverif.fixed_point(given, bits)
+    shown = [[(weight.numpy(), bias.numpy()) for weight, bias in other]] * 2
     for pixels in images(10):
-        found = qebverif.quantised_run(served, bits, torch.tensor([pixels]).double())[0]
-        assert [Fraction(v) for v in found[0].tolist()] == in_integers(given, bits, pixels)
+        found = qebverif.quantised_run(served, bits, torch.tensor([pixels]).double())
+        expected = in_integers(given, bits, pixels)
+        assert [Fraction(v) for v in found[0].tolist()] == expected
+        assert _exactly(shown[1], grid, [Fraction(p, 255) for p in pixels]) == expected
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("lift", [0.0, 0.5])
 def test_no_quantised_run_leaves_its_interval(bits: int, lift: float) -> None:
     given = layers(*SIZES, lift=lift)
-    pair = qebverif.fixed_point(given, bits, *neurodiff_splits.ends_of(IMAGE, 3))
-    assert any(len(one) for one in pair.clipped) is (lift > 0)
+    networks, grid = qebverif.fixed_point(given, bits)
+    pair = FixedPointPair(networks, grid, *neurodiff_splits.ends_of(IMAGE, 3))
+    top = grid.step * grid.most
+    assert bool((pair.ranges[-1].other[1] > top).any()) is (lift > 0)
     served = qebverif.quantised(given, bits)
     errors = [
         qebverif._difference(given, served, bits, torch.tensor([pixels]).double())[0]
         for pixels in images(40)
     ]
+    ends = zip(*qebverif._whole_ends(IMAGE), strict=True)
     for label in range(SIZES[-1]):
-        low, high = qebverif.bounded(pair, label)
-        largest, point = qebverif.attacked(given, bits, IMAGE, label, pair)
+        low, high = qebverif.bounded(pair, label)[0]
+        largest, pixels = qebverif.attacked(given, bits, IMAGE, label, math.inf)
         assert max(-low, high) >= largest
         assert all(low <= float(error[label]) <= high for error in errors)
-        assert all(a <= x <= b for a, x, b in zip(pair.low, point, pair.high, strict=True))
+        assert all(a <= x <= b for x, (a, b) in zip(pixels, ends, strict=False))
 
 
-def test_an_interval_without_roundings_is_exceeded() -> None:
+def test_single_pixels_raise_what_sign_steps_find(monkeypatch: pytest.MonkeyPatch) -> None:
     given = layers(*SIZES)
-    pair = qebverif.fixed_point(given, 4, *neurodiff_splits.ends_of(IMAGE, 3))
-    half, count = Fraction(1, 8), len(IMAGE)
-    none = [half] * (len(pair.low) - count)
-    pair = replace(pair, low=pair.low[:count] + none, high=pair.high[:count] + none)
-    found = [qebverif.attacked(given, 4, IMAGE, k, pair)[0] for k in range(3)]
-    assert any(found[k] > max(map(abs, qebverif.bounded(pair, k))) for k in range(SIZES[-1]))
+
+    def found() -> list[float]:
+        return [qebverif.attacked(given, 4, IMAGE, k, math.inf)[0] for k in range(SIZES[-1])]
+
+    climbed = found()
+    monkeypatch.setattr(qebverif, "CLIMBS", 0)
+    assert sum(climbed) > sum(found())
 
 
 def test_answers_are_confirmed_by_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:
     given = layers(*SIZES)
-    low, high = qebverif.bounded(
-        qebverif.fixed_point(given, 4, *neurodiff_splits.ends_of(IMAGE, 3)), 0
-    )
+    networks, grid = qebverif.fixed_point(given, 4)
+    pair = FixedPointPair(networks, grid, *neurodiff_splits.ends_of(IMAGE, 3))
+    (low, high), proof = qebverif.bounded(pair, 0)
     above = int(max(-low, high)) + 1
     assert qebverif.decided(given, 4, IMAGE, 0, [0, above])[1] == {0: False, above: True}
     monkeypatch.setattr(qebverif, "replay", lambda *_: False)
-    monkeypatch.setattr(qebverif, "bounded", lambda *_: (-1e-9, 1e-9))
+    monkeypatch.setattr(qebverif, "bounded", lambda *_: ((-1e-9, 1e-9), proof))
     found = qebverif.decided(given, 4, IMAGE, 0, [0, 1])[1]
     assert found == {0: None, 1: None}
 

@@ -274,27 +274,27 @@ def _unit(
     size = gamma(2 * own.shape[-1] + ROUNDINGS) * (own + moved)
     # the ends of z + D are rounded: they are moved by more than that
     other_low, other_high = z_low + d_low - size, z_high + d_high + size
-    chord, const = _chord(z_low, z_high)
-    h = _Slopes.of(chord, (z_low + z_high > 0).double())
-    other, other_const = _chord(other_low, other_high)
-    rising, rising_const = _chord(d_low, d_high)
-    falling, falling_const = _chord(-d_high, -d_low)
-    zero = torch.zeros_like(chord)
+    steep, const = chord(z_low, z_high)
+    h = _Slopes.of(steep, (z_low + z_high > 0).double())
+    other, other_const = chord(other_low, other_high)
+    rising, rising_const = chord(d_low, d_high)
+    falling, falling_const = chord(-d_high, -d_low)
+    zero = torch.zeros_like(steep)
     alone, both = (z_high > 0).double(), (other_high > 0).double()
     middle = (z_low + z_high) / 2, (d_low + d_high) / 2
-    above = _nearest(
+    above = nearest(
         middle,
         1.0,
         (zero, rising, rising_const),
         (other, other, other_const),
         (other - alone, other, other_const),
     )
-    below = _nearest(
+    below = nearest(
         middle,
         -1.0,
         (zero, falling, -falling_const),
-        (-chord, zero, -const),
-        (both - chord, both, -const),
+        (-steep, zero, -const),
+        (both - steep, both, -const),
     )
     by_z, by_d = _Slopes.of(above[0], below[0]), _Slopes.of(above[1], below[1])
     lost_h = SAFE * (size + h.size * radii[0])
@@ -319,7 +319,7 @@ def _unit(
     )
 
 
-def _chord(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+def chord(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """Return (s, c) with relu(t) <= s t + c for low <= t <= high, but for the rounding of c."""
     width = high - low
     slope = (high / torch.where(width > 0, width, torch.ones_like(width))).clamp(0, 1)
@@ -332,7 +332,7 @@ Plane = tuple[Tensor, Tensor, Tensor]
 """Slope in z, slope in D, constant [B, n]."""
 
 
-def _nearest(middle: tuple[Tensor, Tensor], sign: float, *planes: Plane) -> Plane:
+def nearest(middle: tuple[Tensor, Tensor], sign: float, *planes: Plane) -> Plane:
     """Return, element by element, the plane that is lowest in the middle (sign -1: highest)."""
     best, least = planes[0], torch.full_like(middle[0], torch.inf)
     for plane in planes:

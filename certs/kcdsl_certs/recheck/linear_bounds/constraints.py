@@ -1,6 +1,6 @@
 """Linear constraints on inputs and outputs of ReLU networks: what bounds say of them, and points.
 
-Rules 9.5 and 9.10 of docs/proofs/difference-planes.md.
+Rule 9.5 of docs/proofs/difference-planes.md.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ Halfspace = tuple[Sequence[float], Sequence[float], Sequence[float], Fraction]
 LARGEST = 2.0**100
 """Numbers of larger size have no bound."""
 _MOST_LIMIT = 2**1000
+_MOST_LEVELS = 2**16 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +98,43 @@ def _towards(value: Fraction, side: int) -> float:
     return math.nextafter(near, side * math.inf)
 
 
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What hidden values of the second network are rounded to: 0 to `most` times a power of two."""
+
+    step: float
+    most: int
+
+    def __post_init__(self) -> None:
+        if not (2.0**-40 <= self.step <= 2.0**40 and math.frexp(self.step)[0] == 0.5):
+            raise Rejected("document/splits", f"a step of {self.step}")
+        if not 1 <= self.most < _MOST_LEVELS:
+            raise Rejected("document/splits", f"{self.most} levels")
+
+    def level(self, value: Fraction) -> int:
+        """Return the multiple to which a number is rounded, halves upward."""
+        nearest = math.floor(value / Fraction(self.step) + Fraction(1, 2))
+        return min(max(nearest, 0), self.most)
+
+
 def replay(
     networks: Sequence[Sequence[Layer]],
     low: Sequence[Fraction],
     high: Sequence[Fraction],
     unsafe: Sequence[Sequence[Halfspace]],
     point: Sequence[Fraction],
+    grid: Grid | None = None,
 ) -> bool:
-    """Say whether an input of the box meets all constraints of a conjunction, exactly."""
+    """Say whether an input of the box meets all constraints of a conjunction, exactly.
+
+    With a grid the second network rounds its hidden values to it, instead of ReLU.
+    """
     if len(point) != len(low) or not all(
         a <= x <= b for a, x, b in zip(low, point, high, strict=True)
     ):
         return False
-    outputs = [_exactly(network, point) for network in networks] + [[]]
+    grids = (None, grid)
+    outputs = [_exactly(*both, point) for both in zip(networks, grids, strict=False)] + [[]]
     for group in unsafe:
         sums = [
             sum(Fraction(c) * x for c, x in zip(p, point, strict=True))
@@ -123,8 +148,10 @@ def replay(
     return False
 
 
-def _exactly(network: Sequence[Layer], point: Sequence[Fraction]) -> list[Fraction]:
-    """Return the outputs of a network: every layer as integers over a power of two."""
+def _exactly(
+    network: Sequence[Layer], grid: Grid | None, point: Sequence[Fraction]
+) -> list[Fraction]:
+    """Return the outputs of a network: every layer as integers over one denominator."""
     common = math.lcm(*(x.denominator for x in point))
     values = [x.numerator * (common // x.denominator) for x in point]
     for number, (weight, bias) in enumerate(network):
@@ -138,6 +165,12 @@ def _exactly(network: Sequence[Layer], point: Sequence[Fraction]) -> list[Fracti
             for r in range(rows)
         ]
         common *= scale
-        if number + 1 < len(network):
+        if number + 1 == len(network):
+            break
+        if grid is None:
             values = [max(v, 0) for v in values]
+        else:
+            step, below = Fraction(grid.step).as_integer_ratio()
+            values = [grid.level(Fraction(v, common)) * step for v in values]
+            common = below
     return [Fraction(v, common) for v in values]

@@ -1,0 +1,249 @@
+"""Bounds of a ReLU network and its copy in fixed point, with slopes that are searched.
+
+"Fixed point" in section 9 of docs/proofs/difference-planes.md. The second network rounds its
+hidden values to multiples of a step. What is found here is a proof only if the checker derives it
+again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bench.qebverif_checker import SlopeProof
+from kcdsl_backends.drift.boxes import NoBound
+from kcdsl_backends.drift.linear.constraints import Layers
+from kcdsl_backends.drift.linear.paired import chord, nearest
+from kcdsl_certs.recheck.linear_bounds.constraints import Grid
+
+_STEPS = 100
+"""Of the search for slopes of the outputs."""
+_RATE, _LAST = 0.1, 0.05
+"""The size of its first step; the last is this share of it."""
+
+Slopes = list[tuple[Tensor, Tensor]]
+"""Of each hidden layer: slopes in z and in z + D [M, n]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Functionals:
+    """P·f + Q·g of a layer's results in both networks, [M, n] each."""
+
+    first: Tensor
+    second: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranges:
+    """Boxes [n] of z, D and z + D in a layer."""
+
+    z: tuple[Tensor, Tensor]
+    d: tuple[Tensor, Tensor]
+    other: tuple[Tensor, Tensor]
+
+    def points(self, grid: Grid) -> _Points:
+        """Return the points [C, n] of section 9."""
+        (z_low, z_high), (d_low, d_high), (low, high) = self.z, self.d, self.other
+        bends = torch.stack([low, high, d_low, d_high, *(a + b for a in self.z for b in self.d)])
+        bends = torch.minimum(torch.maximum(bends, low), high)
+        step = grid.step
+        jumps = torch.cat([(bends / step + 0.5).floor() - 0.5, (bends / step - 0.5).ceil() + 0.5])
+        jumps = step * jumps.clamp(0.5, grid.most - 0.5)
+        second = torch.cat([bends, torch.where((jumps >= low) & (jumps <= high), jumps, low)])
+        least = torch.maximum(z_low, second - d_high)
+        largest = torch.maximum(least, torch.minimum(z_high, second - d_low))
+        zero = torch.minimum(torch.maximum(torch.zeros_like(least), least), largest)
+        first, second = torch.cat([least, largest, zero]), torch.cat([second] * 3)
+        upper, lower = (second / step + 0.5).floor(), (second / step - 0.5).ceil()
+        ends = (step * level.clamp(0, grid.most) for level in (upper, lower))
+        return _Points(first, second, first.clamp_min(0), *ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Points:
+    """z, z + D, relu(z), and the highest and the lowest level there [C, n]."""
+
+    first: Tensor
+    second: Tensor
+    value: Tensor
+    high: Tensor
+    low: Tensor
+
+    def most(self, p: Tensor, q: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return the sum [M] of the largest p relu(z) + q g - a z - b (z + D) of each element."""
+        p, q, a, b = (part.unsqueeze(1) for part in (p, q, a, b))
+        heights = p * self.value + q * torch.where(q > 0, self.high, self.low)
+        return (heights - a * self.first - b * self.second).amax(1).sum(-1)
+
+
+@dataclass(slots=True)
+class FixedPointPair:
+    """A network f and its copy g, whose hidden values are rounded to a grid, on a box.
+
+    Raises:
+        NoBound: a hidden element has no bound.
+    """
+
+    networks: tuple[Layers, Layers]
+    grid: Grid
+    low: Sequence[Fraction]
+    high: Sequence[Fraction]
+    box: Tensor = field(init=False)
+    ranges: list[_Ranges] = field(init=False, default_factory=list)
+    points: list[_Points] = field(init=False, default_factory=list)
+    hidden: list[NDArray[np.float32]] = field(init=False, default_factory=list)
+    """The slopes that show the ranges."""
+
+    def __post_init__(self) -> None:
+        first, second = (
+            [(weight.double(), bias.double()) for weight, bias in network]
+            for network in self.networks
+        )
+        self.networks = first, second
+        ends = [
+            [math.nextafter(float(v), side * math.inf) for v in values]
+            for side, values in ((-1, self.low), (1, self.high))
+        ]
+        self.box = torch.tensor(ends, dtype=torch.float64)
+        for number in range(len(first) - 1):
+            self._grow(number)
+
+    def _grow(self, number: int) -> None:
+        one = torch.eye(len(self.networks[0][number][1]), dtype=torch.float64)
+        none = torch.zeros_like(one)
+        p = torch.cat([one, -one, -one, one, none, none])
+        q = torch.cat([none, none, one, -one, one, -one])
+        found, slopes = self._started(number, Functionals(p, q))
+        self.hidden.append(packed(slopes, len(p)))
+        if not bool(torch.isfinite(found).all()):
+            raise NoBound(f"layer {number}", "a hidden element has no bound")
+        high, low, d_high, d_low, upper, lower = (
+            sign * part for sign, part in zip((1, -1) * 3, found.chunk(6), strict=True)
+        )
+        lower, upper = torch.maximum(lower, low + d_low), torch.minimum(upper, high + d_high)
+        d_low, d_high = torch.maximum(d_low, lower - high), torch.minimum(d_high, upper - low)
+        self.ranges.append(_Ranges((low, high), (d_low, d_high), (lower, upper)))
+        self.points.append(self.ranges[-1].points(self.grid))
+
+    def bounded(self, rows: Functionals) -> tuple[Tensor, Slopes]:
+        """Bound functionals of the outputs from above [M], and return slopes that show the bounds.
+
+        Steps along the gradient of the bounds search for the slopes.
+        """
+        number = len(self.networks[0]) - 1
+        best, kept = self._started(number, rows)
+        own = [(a.clone(), b.clone()) for a, b in kept]
+        flat = [part.requires_grad_() for both in own for part in both]
+        if not flat:
+            return best, kept
+        optimiser = torch.optim.Adam(flat, lr=_RATE)
+        for step in range(_STEPS):
+            optimiser.param_groups[0]["lr"] = _RATE * _LAST ** (step / _STEPS)
+            found, _ = self._above(number, rows, own)
+            best, kept = _better(best, kept, found.detach(), own)
+            optimiser.zero_grad()
+            torch.autograd.backward(found.sum())
+            optimiser.step()
+        return best, kept
+
+    def _started(self, number: int, rows: Functionals) -> tuple[Tensor, Slopes]:
+        """Bound functionals of a layer with the better of two kinds of planes."""
+        first = self._above(number, rows, together=True)
+        return _better(*first, *self._above(number, rows, together=False))
+
+    def proof(self, slopes: Slopes) -> SlopeProof:
+        """Return what the checker reads, from slopes of the constraints."""
+        return SlopeProof(self.hidden, packed(slopes, 0))
+
+    def _above(
+        self, number: int, rows: Functionals, slopes: Slopes | None = None, together: bool = True
+    ) -> tuple[Tensor, Slopes]:
+        """Bound functionals with slopes, or with those of planes to begin with.
+
+        Args:
+            together: planes of the change of ReLU; otherwise planes of either network.
+        """
+        used: Slopes = []
+        p, q, total = rows.first, rows.second, torch.zeros_like(rows.first[:, 0])
+        for k in range(number, -1, -1):
+            (weight, bias), (other, shift) = (network[k] for network in self.networks)
+            total = total + p @ bias + q @ shift
+            p, q = p @ weight, q @ other
+            if not k:
+                break
+            if slopes is not None:
+                a, b = slopes[k - 1]
+            elif together:
+                a, b = _of_the_change(self.ranges[k - 1], p, q)
+            else:
+                a, b = _of_either(self.ranges[k - 1], self.grid, p, q)
+            used.append((a, b))
+            total = total + self.points[k - 1].most(p, q, a, b)
+            p, q = a, b
+        back = p + q
+        total = total + back.clamp_min(0) @ self.box[1] + back.clamp_max(0) @ self.box[0]
+        return total, used[::-1]
+
+
+def _better(best: Tensor, kept: Slopes, found: Tensor, slopes: Slopes) -> tuple[Tensor, Slopes]:
+    """Return the lower bound of each functional, and its slopes."""
+    lower = found < best
+    chosen = [
+        (torch.where(lower[:, None], a.detach(), c), torch.where(lower[:, None], b.detach(), d))
+        for (a, b), (c, d) in zip(slopes, kept, strict=True)
+    ]
+    return torch.minimum(best, found), chosen
+
+
+def packed(slopes: Slopes, count: int) -> NDArray[np.float32]:
+    """Return slopes as the checker reads them [M, hidden elements, 2]; M = `count` without any."""
+    if not slopes:
+        return np.zeros((count, 0, 2), dtype=np.float32)
+    both = [torch.stack(part, -1) for part in slopes]
+    return np.asarray(torch.cat(both, 1).detach().float().numpy(), dtype=np.float32)
+
+
+def _of_either(ranges: _Ranges, grid: Grid, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return slopes of ReLU in z, and of the rounded and clipped value in z + D."""
+    (z_low, z_high), (low, high) = ranges.z, ranges.other
+    half, top = grid.step / 2, grid.step * grid.most
+    width = (high - low).clamp_min(grid.step * 2.0**-30)
+    clipped = ((top - low) / width).clamp(0, 1)
+    upper = torch.where(high > top - half, clipped, 1.0)
+    upper = torch.where(low < half, (high / width).clamp(0, 1), upper)
+    upper = torch.where(high < half, 0.0, upper)
+    lower = ((low + high > grid.step) & (high > half)).double()
+    lower = torch.where((high > top - half) & (low > 0), clipped, lower)
+    lower = torch.where(low >= top - half, 0.0, lower)
+    in_z = p * torch.where(p > 0, chord(z_low, z_high)[0], (z_low + z_high > 0).double())
+    return in_z, q * torch.where(q > 0, upper, lower)
+
+
+def _of_the_change(ranges: _Ranges, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slopes of Rule 9.3, as if nothing were rounded."""
+    (z_low, z_high), (d_low, d_high) = ranges.z, ranges.d
+    middle = (z_low + z_high) / 2, (d_low + d_high) / 2
+    alone, served = chord(z_low, z_high), chord(*ranges.other)
+    up, down = chord(d_low, d_high), chord(-d_high, -d_low)
+    on, other_on = (z_high > 0).double(), (ranges.other[1] > 0).double()
+    zero = torch.zeros_like(on)
+    above = nearest(middle, 1.0, (zero, *up), (served[0], *served), (served[0] - on, *served))
+    below = nearest(
+        middle,
+        -1.0,
+        (zero, down[0], -down[1]),
+        (-alone[0], zero, -alone[1]),
+        (other_on - alone[0], other_on, -alone[1]),
+    )
+    own = p + q
+    in_z = own * torch.where(own > 0, alone[0], (z_low + z_high > 0).double())
+    in_z = in_z + q * torch.where(q > 0, above[0], below[0])
+    in_d = q * torch.where(q > 0, above[1], below[1])
+    return in_z - in_d, in_d

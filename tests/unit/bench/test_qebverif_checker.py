@@ -1,0 +1,239 @@
+"""Bounds of networks in fixed point that the checker derives: any slopes, and forged proofs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from bench.qebverif_bounds import FixedPointPair, Functionals
+from bench.qebverif_checker import (
+    Bounds,
+    SlopeProof,
+    recheck_fixed_point,
+)
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.recheck.linear_bounds.constraints import Grid, replay
+from kcdsl_certs.recheck.linear_bounds.splits import paired
+
+SIZES = (3, 7, 6, 2)
+LOW, HIGH = [Fraction(-1)] * 3, [Fraction(1), Fraction(1, 3), Fraction(1)]
+Network = list[tuple[NDArray[np.float64], NDArray[np.float64]]]
+Point = list[Fraction]
+
+
+def networks(seed: int, step: float) -> tuple[Network, Network]:
+    """Return a network, and a copy whose numbers are multiples of a step."""
+    draw = np.random.default_rng(seed)
+    first = [(draw.normal(0, 0.8, (n, m)), draw.normal(0.2, 0.3, n)) for m, n in pairwise(SIZES)]
+    second = [(np.round(w / step) * step, np.round(b / step) * step) for w, b in first]
+    return first, second
+
+
+def tensors(network: Network) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.tensor(w), torch.tensor(b)) for w, b in network]
+
+
+def points(count: int, seed: int = 0) -> list[Point]:
+    """Return points of the box: corners and others, all of few bits."""
+    draw = np.random.default_rng(seed)
+    shares = draw.integers(0, 9, (count, 3))
+    shares[::2] = np.where(shares[::2] > 4, 8, 0)
+    return [
+        [a + (b - a) * Fraction(int(s), 8) for a, b, s in zip(LOW, HIGH, row, strict=True)]
+        for row in shares
+    ]
+
+
+def hidden_and_outputs(
+    network: Network, point: Point, grid: Grid | None
+) -> tuple[list[list[Fraction]], list[Fraction]]:
+    """Return what every layer gives before ReLU or rounding, in exact arithmetic."""
+    h, sums = point, list[list[Fraction]]()
+    for weight, bias in network:
+        sums.append(
+            [
+                sum((Fraction(w) * v for w, v in zip(row, h, strict=True)), Fraction(b))
+                for row, b in zip(weight.tolist(), bias.tolist(), strict=True)
+            ]
+        )
+        if grid is None:
+            h = [max(v, Fraction(0)) for v in sums[-1]]
+        else:
+            step = Fraction(grid.step)
+            levels = [(v / step + Fraction(1, 2)).__floor__() for v in sums[-1]]
+            h = [min(max(level, 0), grid.most) * step for level in levels]
+    return sums[:-1], sums[-1]
+
+
+def apart(limit: Fraction, output: int = 0) -> list[Any]:
+    """Return that an output differs by at least a limit."""
+    one = [float(k == output) for k in range(SIZES[-1])]
+    none, other = [0.0] * 3, [-v for v in one]
+    return [[(none, one, other, -limit)], [(none, other, one, -limit)]]
+
+
+def proved(seed: int, grid: Grid) -> tuple[tuple[Network, Network], float, SlopeProof]:
+    """Return networks, a bound of the first output's difference, and what shows it."""
+    both = networks(seed, grid.step)
+    pair = FixedPointPair((tensors(both[0]), tensors(both[1])), grid, LOW, HIGH)
+    one = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).double()
+    bounds, slopes = pair.bounded(Functionals(-one, one))
+    return both, float(bounds.max()), pair.proof(slopes)
+
+
+GRIDS = [Grid(0.25, 7), Grid(2.0**-6, 200), Grid(1.0, 1)]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [0.0, 0.5, 30.0])
+def test_no_run_leaves_the_bounds_whatever_the_slopes(grid: Grid, seed: int, size: float) -> None:
+    both, draw = networks(seed, grid.step), np.random.default_rng(seed)
+    ends = [np.array([float(v) for v in end]) for end in (LOW, HIGH)]
+    ends[1] = np.nextafter(ends[1], 2)
+    bounds = Bounds(paired(both), grid, ends[0], ends[1], [], [])
+    behind = 0
+    for n in SIZES[1:-1]:
+        bounds.grow(size * draw.normal(size=(6 * n, behind, 2)))
+        behind += n
+    rows = draw.normal(size=(2, 20, SIZES[-1]))
+    most = bounds.most(len(SIZES) - 2, (rows[0], rows[1]), size * draw.normal(size=(20, behind, 2)))
+    for point in points(40, seed):
+        (first, f), (second, g) = (
+            hidden_and_outputs(*one) for one in ((both[0], point, None), (both[1], point, grid))
+        )
+        for ranges, z, other in zip(bounds.ranges, first, second, strict=True):
+            for (low, high), values in (
+                (ranges.z, z),
+                (ranges.other, other),
+                (ranges.d, [b - a for a, b in zip(z, other, strict=True)]),
+            ):
+                assert all(a <= v <= b for a, v, b in zip(low, values, high, strict=True))
+        found = rows[0] @ [float(v) for v in f] + rows[1] @ [float(v) for v in g]
+        assert bool((found <= most + 1e-9).all())
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_checker_derives_what_the_search_found(grid: Grid, seed: int) -> None:
+    both, bound, proof = proved(seed, grid)
+    largest = max(
+        abs(
+            hidden_and_outputs(both[1], point, grid)[1][0]
+            - hidden_and_outputs(both[0], point, None)[1][0]
+        )
+        for point in points(200)
+    )
+    assert largest <= bound
+    recheck_fixed_point(both, grid, LOW, HIGH, apart(Fraction(bound * 1.000001)), proof)
+    with pytest.raises(Rejected, match="claim/too-small"):
+        recheck_fixed_point(both, grid, LOW, HIGH, apart(Fraction(bound * 0.999)), proof)
+    with pytest.raises(Rejected, match="claim/too-small"):
+        recheck_fixed_point(both, grid, LOW, HIGH, apart(largest), proof)
+
+
+def test_a_proof_for_one_grid_shows_nothing_of_a_coarser_one() -> None:
+    both, bound, proof = proved(0, GRIDS[1])
+    with pytest.raises(Rejected, match="claim/too-small"):
+        recheck_fixed_point(both, Grid(0.5, 7), LOW, HIGH, apart(Fraction(bound * 1.01)), proof)
+
+
+def test_searched_slopes_show_more_than_those_of_planes() -> None:
+    grid = GRIDS[0]
+    both = networks(0, grid.step)
+    pair = FixedPointPair((tensors(both[0]), tensors(both[1])), grid, LOW, HIGH)
+    one = torch.tensor([[1.0, 0.0]]).double()
+    first = pair._started(2, Functionals(-one, one))[0]
+    assert float(pair.bounded(Functionals(-one, one))[0]) < 0.999 * float(first)
+
+
+def _with_slope(value: float) -> Callable[[SlopeProof], SlopeProof]:
+    def changed(proof: SlopeProof) -> SlopeProof:
+        outputs = proof.outputs.copy()
+        outputs[0, 3, 1] = value
+        return replace(proof, outputs=outputs)
+
+    return changed
+
+
+def _with_hidden_slope(value: float) -> Callable[[SlopeProof], SlopeProof]:
+    def changed(proof: SlopeProof) -> SlopeProof:
+        hidden = [part.copy() for part in proof.hidden]
+        hidden[1][0, 0, 0] = value
+        return replace(proof, hidden=hidden)
+
+    return changed
+
+
+FORGED: dict[str, tuple[Callable[[SlopeProof], SlopeProof], str]] = {
+    "no number": (_with_slope(float("nan")), "bound/not-finite"),
+    "infinite": (_with_slope(float("inf")), "bound/not-finite"),
+    "infinite downward": (_with_slope(-float("inf")), "bound/not-finite"),
+    "huge": (_with_slope(3e38), "claim/too-small"),
+    "no number in a hidden layer": (_with_hidden_slope(float("nan")), "bound/not-finite"),
+    "huge in a hidden layer": (_with_hidden_slope(3e38), "bound/not-finite"),
+    "none": (lambda proof: replace(proof, outputs=proof.outputs[:0]), "document/splits"),
+    "one row": (lambda proof: replace(proof, outputs=proof.outputs[:1]), "document/splits"),
+    "few": (lambda proof: replace(proof, outputs=proof.outputs[:, 1:]), "document/splits"),
+    "flat": (lambda proof: replace(proof, outputs=proof.outputs[..., 0]), "document/splits"),
+    "a layer less": (lambda proof: replace(proof, hidden=proof.hidden[:1]), "document/splits"),
+    "a layer more": (
+        lambda proof: replace(proof, hidden=[*proof.hidden, proof.hidden[1]]),
+        "document/splits",
+    ),
+    "other layers": (lambda proof: replace(proof, hidden=proof.hidden[::-1]), "document/splits"),
+    "other signs": (lambda proof: replace(proof, outputs=-proof.outputs), "claim/too-small"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_slopes_are_rejected(name: str) -> None:
+    grid = GRIDS[0]
+    both, bound, proof = proved(1, grid)
+    claim = apart(Fraction(bound * 1.000001))
+    recheck_fixed_point(both, grid, LOW, HIGH, claim, proof)
+    edit, reason = FORGED[name]
+    with pytest.raises(Rejected, match=reason):
+        recheck_fixed_point(both, grid, LOW, HIGH, claim, edit(proof))
+
+
+@pytest.mark.parametrize(
+    ("step", "most"), [(0.3, 4), (0.0, 4), (-0.5, 4), (float("nan"), 4), (0.5, 0), (0.5, 2**17)]
+)
+def test_a_grid_is_a_power_of_two_and_has_few_levels(step: float, most: int) -> None:
+    with pytest.raises(Rejected, match="document/splits"):
+        Grid(step, most)
+
+
+def test_one_network_has_no_difference() -> None:
+    grid = GRIDS[0]
+    both, bound, proof = proved(0, grid)
+    with pytest.raises(Rejected, match="document/splits"):
+        recheck_fixed_point(both[:1], grid, LOW, HIGH, apart(Fraction(bound * 2)), proof)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_replayed_run_rounds_its_hidden_values(grid: Grid) -> None:
+    both = networks(2, grid.step)
+    for point in points(20):
+        f = hidden_and_outputs(both[0], point, None)[1][0]
+        error = abs(hidden_and_outputs(both[1], point, grid)[1][0] - f)
+        above = error + Fraction(1, 10**9)
+        assert replay(both, LOW, HIGH, apart(error), point, grid)
+        assert not replay(both, LOW, HIGH, apart(above), point, grid)
+
+
+@pytest.mark.parametrize(
+    ("value", "level"),
+    [(Fraction(1, 8), 1), (Fraction(1, 8) - Fraction(1, 10**30), 0), (-5, 0), (99, 7)],
+)
+def test_halves_are_rounded_upward(value: Fraction, level: int) -> None:
+    assert Grid(0.25, 7).level(Fraction(value)) == level
