@@ -109,8 +109,9 @@ def block_model(
 ) -> onnx.ModelProto:
     """Return a block as an ONNX model: input `hidden` [T, D] if it has one, output `output`.
 
-    `params` holds the tensors of the checkpoint by key, as the module holds them (GPT-2 stores some
-    transposed); an initializer has the name of its key. `own` is the format, of `TYPES`, of results that the graph leaves to the kernel.
+    `params` holds the tensors of the checkpoint by key, as the module holds them: a matrix that is
+    stored transposed is turned. An initializer has the name of its key. `own` is the format, of
+    `TYPES`, of results that the graph leaves to the kernel.
 
     Raises:
         KeyError: a parameter of the graph is not in `params`.
