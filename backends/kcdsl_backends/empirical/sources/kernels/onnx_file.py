@@ -36,6 +36,8 @@ _EXACT = "session.x64quantprecision"
 """Sums products of bytes exactly where processors have no instruction for it."""
 _UNFUSED = "session.disable_quant_qdq"
 """Runs quantisers of tensors as they stand, and fuses them into no operators on codes."""
+_MERGING = "DoubleQDQPairsRemover"
+"""The optimiser that makes one quantiser of two in a row, with a scale that no file states."""
 _ARRAYS: dict[str, Any] = {
     "tensor(int64)": np.int64,
     "tensor(int32)": np.int32,
@@ -77,7 +79,8 @@ def file_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics)
                 " saturate",
                 help="run it on a processor with VNNI instructions",
             )
-    return FileSessions(program, path, folder, tuple(settings), basic)
+    without = (_MERGING,) if numerics.quantisers else ()
+    return FileSessions(program, path, folder, tuple(settings), basic, without)
 
 
 def _copied(given: Path, held: Manifest, files: Artefacts) -> tuple[TemporaryDirectory[str], Path]:
@@ -251,7 +254,8 @@ class FileSessions:
 
     `path` is a copy of the file in `folder`, beside its external data; `settings` are those of its
     sessions. `basic`: no operators are fused. With FP8 codes ONNX Runtime 1.31 would fuse them into
-    an operator that does not take them, and leave out a Relu before a quantiser.
+    an operator that does not take them, and leave out a Relu before a quantiser. `without`:
+    optimisers of graphs that do not run.
     """
 
     program: OnnxProgram
@@ -259,6 +263,7 @@ class FileSessions:
     folder: TemporaryDirectory[str]
     settings: tuple[str, ...]
     basic: bool
+    without: tuple[str, ...] = ()
     _programs: dict[str, Program] = field(default_factory=dict)
 
     def __call__(self, name: str, part: Program) -> Program:
@@ -271,7 +276,8 @@ class FileSessions:
         part = self.program.blocks().get(name)
         first, last = part.ends if isinstance(part, OnnxBlock) else self.program.ends
         path = self.path if part is None else self._block(first, last)
-        session, plan = session_of(path, *self.settings, basic=self.basic), self.program.plan
+        session = session_of(path, *self.settings, basic=self.basic, without=self.without)
+        plan = self.program.plan
         types = {one.name: _ARRAYS[one.type] for one in session.get_inputs()}
 
         def on(row: Tensor) -> Tensor:

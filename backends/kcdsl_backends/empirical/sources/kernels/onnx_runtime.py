@@ -205,9 +205,11 @@ def _export(part: Program, example: Tensor, path: Path) -> None:
     program.save(path)
 
 
-def session_of(model: Path | bytes, *settings: str, basic: bool = False) -> Any:
+def session_of(
+    model: Path | bytes, *settings: str, basic: bool = False, without: Sequence[str] = ()
+) -> Any:
     """Return a session of a file, or of its bytes, with settings of ONNX Runtime switched on;
-    `basic`: no operators are fused."""
+    `basic`: no operators are fused; `without` these optimisers of graphs."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -222,5 +224,6 @@ def session_of(model: Path | bytes, *settings: str, basic: bool = False) -> Any:
         given,
         options,
         providers=["CPUExecutionProvider"],
+        disabled_optimizers=list(without),
         enable_fallback=0,  # a second attempt would print
     )
