@@ -45,6 +45,8 @@ _MOVES = frozenset({"Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "D
 """Operators behind which an input with one scale is the same input of a product."""
 _SIGNED = frozenset({"MatMul", "Gemm", "Conv", "Add", "Sub", "Mul", "LayerNormalization"})
 """Operators after which ONNX Runtime leaves out a Relu before a quantiser that cuts off alike."""
+_REARRANGE = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze", "Split", "Slice", "Concat"})
+"""Operators after which it does so too, whose results are negative where their operands are."""
 _PRODUCTS = frozenset({"MatMul", "Gemm"})
 _WEIGHT_FORMS = tuple(
     Weights(form, scale)
@@ -92,7 +94,7 @@ class _Reader:
         self.linears: dict[str, LinearQuantisation] = {}
         self.quantisers: dict[str, StaticQuantiser] = {}
         self._by_tensor = _quantises_tensors(file)
-        self._made = {name: node.kind for node in file.nodes for name in node.outputs}
+        self._made = {name: node for node in file.nodes for name in node.outputs}
         self._read_back: dict[str, str] = {}
         """The tensors that codes are read back as."""
         self._is: dict[str, str] = {}
@@ -239,7 +241,7 @@ class _Reader:
         if codes in self._read_back:
             self._is[result] = self._read_back[codes]
             return
-        if by.zero_point == 0 and self._made.get(source) in _SIGNED:
+        if by.zero_point == 0 and self._signed(source):
             positive = f"{result}/Relu"
             while positive in self._made or positive in self.tensors:
                 positive += "_"
@@ -248,6 +250,22 @@ class _Reader:
         self.nodes.append(OnnxNode(node.name, QUANTISE, (source,), (result,)))
         self.quantisers[result] = by
         self._read_back[codes] = result
+
+    def _signed(self, tensor: str) -> bool:
+        """Say whether a tensor may be negative, by what made it, and ONNX Runtime may have left out
+        a Relu behind it."""
+        waiting, seen = [tensor], set[str]()
+        while waiting:
+            name = waiting.pop()
+            node, by = self._made.get(name), self.quantisers.get(self._is.get(name, name))
+            if node is None or name in seen:
+                continue
+            seen.add(name)
+            if node.kind in _SIGNED or (by is not None and by.zero_point > 0):
+                return True
+            if node.kind in _REARRANGE:
+                waiting += node.inputs if node.kind == "Concat" else node.inputs[:1]
+        return False
 
     # --- everything else --------------------------------------------------------------------------
 

@@ -305,3 +305,65 @@ def test_no_bound_is_known_at_any_length(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as refused:
         factory.sequences("mlp_0", 64)
     assert "quantised tensors" in refused.value.diagnostics[0].message
+
+
+MOVES = {
+    "transposed": "b = Transpose <perm = [0, 2, 1]> (a) r = Relu (b)"
+                  " c = Transpose <perm = [0, 2, 1]> (r)",
+    "reshaped": "b = Reshape (a, apart) r = Relu (b) c = Reshape (r, whole)",
+    "concatenated": "b = Concat <axis = -1> (embedded, a) r = Relu (b)"
+                    " c = Slice (r, second, end, last)",
+    "sliced": "b = Slice (a, first, end, last) c = Relu (b)",
+    "split": "b, d = Split <axis = -1> (a, halves) r = Relu (b) s = Relu (d)"
+             " c = Concat <axis = -1> (s, r)",
+}  # fmt: skip
+MOVED = """
+<ir_version: 10, opset_import: ["" : 20]>
+moved (int64[1,T] input_ids) => (float[1,T,8] last_hidden_state)
+{ embedded = Gather <axis = 0> (embedding, input_ids) a = MatMul (embedded, up)
+  MOVE
+  fed = MatMul (c, down) last_hidden_state = Add (embedded, fed) }
+"""
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_two_quantisers_in_a_row_run_apart_and_a_relu_behind_a_move_is_read(
+    tmp_path: Path, move: str
+) -> None:
+    """ONNX Runtime would make one of two quantisers between which transposes cancel, with a scale
+    that no file states; and it leaves out the Relu before the second."""
+    rng = np.random.default_rng(3)
+    sizes = {"embedding": (16, 8), "up": (8, 8), "down": (8, 8)}
+    held: dict[str, Any] = {
+        name: rng.standard_normal(shape).astype(np.float32) for name, shape in sizes.items()
+    }
+    held |= {"apart": np.array([1, -1, 2, 4]), "whole": np.array([1, -1, 8])}
+    held |= {name: np.array([at]) for name, at in
+             (("first", 0), ("second", 8), ("end", 16), ("last", -1))}  # fmt: skip
+    held["halves"] = np.array([4, 4])
+    plain = onnx.parser.parse_model(MOVED.replace("MOVE", MOVES[move]))
+    read = {name for node in plain.graph.node for name in node.input}
+    plain.graph.initializer.extend(
+        numpy_helper.from_array(value, name) for name, value in held.items() if name in read
+    )
+    path = quantised(tmp_path, plain)
+    assert "Relu" not in {node.op_type for node in onnx.load(path).graph.node}
+    blocks = (("layer_0", "embedded", "last_hidden_state"),)
+    model = load_model(ModelRef(path.name, ONNX, blocks=blocks), tmp_path)
+    kernel, infer = file_kernel(path, model), resolve(section_of(path))
+    factory = ProblemFactory(
+        model, resolve({"preset": "torch-eager"}), infer, torch.device("cpu")
+    )  # fmt: skip
+    problem = factory.problem("layer_0", tuple(TOKENS))
+    for tokens in (TOKENS, [0, 15, 7]):
+        wanted = plainly(path, "last_hidden_state", tokens)
+        assert np.mean(np.abs(kernel.hidden(tokens).numpy() - wanted) < 1e-4) > 0.95
+        close = plainly(tmp_path / "float.onnx", "last_hidden_state", tokens)
+        found = model.module(model.ids(tokens)).numpy()
+        assert np.abs(found - close).max() < 0.5
+    for size in (0.1, 1.0, 8.0):
+        x = torch.from_numpy(rng.standard_normal((5, 8)).astype(np.float32) * size)
+        with torch.no_grad():
+            drift = kernel.block("layer_0", x).double() - model.block("layer_0")(x).double()
+        bound = problem.bound(x.double(), torch.zeros(1, 1, dtype=torch.float64)).output.drift
+        assert bool(((bound.lo <= drift) & (drift <= bound.hi)).all()), size
