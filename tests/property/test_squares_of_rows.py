@@ -53,6 +53,15 @@ def test_norms_that_are_known_count(seed: int) -> None:
             assert found[0] == pytest.approx(1.5 * min(share, 1.0) * most, rel=1e-3)
 
 
+@pytest.mark.parametrize(("size", "weight"), [(1e-90, 1e-90), (1e-150, 1.0), (1e-170, 1e40)])
+def test_squares_that_float64_cannot_hold_are_not_lost(size: float, weight: float) -> None:
+    shape, weights = drawn(2)
+    for found in roots(shape * size, weights * weight):
+        for each, bound in zip(weights, found, strict=True):
+            sized = np.sqrt(each)[:, None] * shape * np.sqrt(each)
+            assert bound >= (float(np.linalg.eigvalsh(sized)[-1]) * size * weight) ** 0.5
+
+
 def test_one_axis_and_one_element_are_exact() -> None:
     rng = np.random.default_rng(1)
     axis, weights = rng.standard_normal(N), np.abs(rng.standard_normal((3, N)))

@@ -11,6 +11,9 @@ from torch import Tensor
 from kcdsl_backends.drift.affine.adjoint import Row, largest_eigenvalue
 from kcdsl_backends.drift.boxes import SAFE, gamma
 
+FAINT = 2.0**-240
+"""Added to weights and ellipsoids, so that float64 holds the products of their squares."""
+
 
 @dataclass(frozen=True, slots=True)
 class Energy:
@@ -26,6 +29,8 @@ class Energy:
     @staticmethod
     def of(matrix: Tensor, length: float) -> Energy:
         """Return the energy of errors in an ellipsoid that are no longer than `length`."""
+        unit = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+        matrix = matrix + FAINT * unit
         largest = largest_eigenvalue(matrix, float(matrix.diagonal().sum()) * SAFE)
         return Energy(matrix, min(largest, length**2 * SAFE), matrix.square().sum(-1))
 
@@ -35,9 +40,10 @@ class Energy:
         Σ β e² = c Σ e² + Σ (β - c) e², for every c >= 0. The first sum is at most `largest`,
         the second the root of Σ_kl (β_k - c)(β_l - c) Q_kl².
         """
+        weights = (weights + FAINT) * SAFE
         mixed = weights @ self.matrix.square()
         first, second = (mixed * weights).sum(-1), mixed.sum(-1)
-        third = self.squares.sum().clamp_min(2.0**-1000)
+        third = self.squares.sum()
         middle = second / third
         left = (first - middle * second).clamp_min(0) / third
         slope = self.largest / (third - self.largest**2).clamp_min(2.0**-40 * third).sqrt()

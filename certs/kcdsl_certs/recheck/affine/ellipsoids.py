@@ -69,6 +69,7 @@ def _estimate(even: Floats) -> float:
 Row = tuple[int, ...]
 Ellipsoids = Mapping[Row, Floats]
 _MORE = 1 + 2.0**-30
+_FAINT = 2.0**-240  # so that float64 holds products of squares of weights and shapes
 
 
 def extent_along(shape: Floats, functionals: Floats) -> Floats:
@@ -179,6 +180,7 @@ class RowSquares:
     @staticmethod
     def of(shape: Floats, norm: float) -> RowSquares:
         """Return what an ellipsoid and a norm say of the squares of a row."""
+        shape = shape + _FAINT * np.eye(len(shape))
         most = largest(shape, float(np.trace(shape)) * _MORE)
         return RowSquares(shape, min(most, norm**2) * _MORE, (shape**2).sum(axis=-1))
 
@@ -188,6 +190,7 @@ class RowSquares:
         Q = shape: Σ β e² ≤ c·whole + |√Q diag(β - c) √Q|_F for every c ≥ 0, and the square of this
         norm is Σ_kl β_k β_l Q_kl² - 2c Σ_kl β_k Q_kl² + c² Σ_kl Q_kl².
         """
+        weights = (weights + _FAINT) * _MORE
         squares, total = weights @ self.shape**2, float(self.lines.sum())
         both, one = (squares * weights).sum(axis=-1), squares.sum(axis=-1)
         least = np.full(len(weights), np.inf)
