@@ -167,7 +167,9 @@ def _calibrated(generator: np.random.Generator, ranks: int) -> dict[str, estimat
     return {n.format(kinds[0]): c for n, c in zip(names, columns, strict=True)}
 
 
-@pytest.mark.parametrize(("metric", "ranks"), [("ece_gap", 1), ("ace_gap", 5)])
+@pytest.mark.parametrize(
+    ("metric", "ranks"), [("ece_gap", 1), pytest.param("ace_gap", 5, marks=pytest.mark.full)]
+)
 def test_few_requests_do_not_hide_a_difference_of_calibration(metric: str, ranks: int) -> None:
     """Noise makes the calibrated kernel look worse, and the other one hardly so: the upper limit
     from resamples alone lay below the true difference in 78 % of the runs (30 requests)."""
