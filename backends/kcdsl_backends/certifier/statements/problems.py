@@ -47,10 +47,11 @@ _NOISE = 2.0**-36
 LEAST_CLAIM = 2.0**-300
 """The least claim above zero: more than either program leaves of products that underflow float64
 (it lifts them to 2^-500), however large the weights behind them are."""
+_MODELS_KEPT = 8
+"""Graphs of the block `model`, one for each sequence, that are kept."""
 
-
-Graphs = dict[tuple[str, int, tuple[str, ...], Routes], BlockGraph]
-"""Block graphs by block, length, formats and routes."""
+Graphs = dict[tuple[str, int | tuple[int, ...], tuple[str, ...], Routes], BlockGraph]
+"""Block graphs by block, length (`model`: token ids), formats and routes."""
 
 
 def claim_margin(train: Numerics, infer: Numerics, graph: BlockGraph | None = None) -> float:
@@ -284,10 +285,10 @@ class ProblemFactory:
     def _graph(
         self, block: str, tokens: tuple[int, ...], routes: Routes, entering: Tensor | None
     ) -> BlockGraph:
-        key = (block, len(tokens), self.formats, routes)
-        if block != "model" and key in self.graphs:
-            return self.graphs[key]
         ids = tokens if block == "model" else None
+        key = (block, len(tokens) if ids is None else ids, self.formats, routes)
+        if key in self.graphs:
+            return self.graphs[key]
         with threads_for(0):
             if routes and ids is None and entering is None:
                 entering = self.model.block_inputs(list(tokens), block)
@@ -296,8 +297,10 @@ class ProblemFactory:
                 routes=routes,
                 centre=None if entering is None else entering.to("cpu"),
             )
-        if block != "model":
-            self.graphs[key] = graph
+        if ids is not None:  # each sequence has its own: the latest are kept
+            for other in [k for k in self.graphs if k[0] == block][: -_MODELS_KEPT + 1]:
+                del self.graphs[other]
+        self.graphs[key] = graph
         return graph
 
     def sequences(self, block: str, longest: int) -> BlockProblem:
