@@ -62,7 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "config.json").write_text(json.dumps(CONFIG))
     (path / "prompts.jsonl").write_text(json.dumps({"id": "p0", "text": "hey"}) + "\n")
     (path / "contract.yaml").write_text(CONTRACT)
-    ran = run_here("verify", "--json", "--cache", "off", cwd=path)
+    options = ("--json", "--cache", "off", "--domains", "interval", "--confirm", "off")
+    ran = run_here("verify", *options, cwd=path)
     assert ran.code == 1, ran.stderr
     for goal in json.loads(ran.stdout)["goals"]:
         assert goal["verdict"] == "violated"

@@ -28,8 +28,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_chain_is_certified_and_checked(cli: Any, follows: Any, folder: Path) -> None:
-    write_contract(folder, MODEL, BALL, FLIP)
+@pytest.mark.parametrize("clauses", [(BALL,), pytest.param((MODEL, FLIP), marks=pytest.mark.full)])
+def test_a_chain_is_certified_and_checked(
+    cli: Any, follows: Any, folder: Path, clauses: tuple[str, ...]
+) -> None:
+    write_contract(folder, *clauses)
     assert cli("keygen", "-o", folder / "kcdsl.key").code == 0
     ran = cli("verify", "--chain", "--json", *QUICK, "--sign", "kcdsl.key", cwd=folder)
     assert ran.code == 0, ran.stderr

@@ -156,6 +156,7 @@ spec.loader.exec_module(another)
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_import_a_file_is_recorded(
     folder: Path,

@@ -87,7 +87,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("broken", EXPECTED, ids=str)
 def test_two_changes_are_told_apart_by_all_four_runs(
     tmp_path: Path, broken: tuple[tuple[str, str], ...]

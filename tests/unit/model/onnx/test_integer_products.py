@@ -213,6 +213,7 @@ def test_other_lookups_in_codes_are_refused(tmp_path: Path, model: onnx.ModelPro
         load_model(ModelRef(path.name, ONNX), path.parent)
 
 
+@pytest.mark.full
 def test_the_case_of_the_onnx_package_agrees(tmp_path: Path) -> None:
     """Sums of bytes less their zero points, exactly: with scales of 1 they are the results."""
     from onnx.backend.test.case.node import collect_testcases
