@@ -127,13 +127,13 @@ def derivation(
     shown: Sequence[ImpliedBound],
 ) -> tuple[str, ...]:
     """Return the steps from the proved drift to the clause."""
-    drift = f"{_NORM_TEXT[proof.norm]}(drift({proof.block}))"
+    drift = f"{_NORM_TEXT[proof.norm]}(drift({proof.block}, x))"
     steps = [f"{drift} <= {number(bounds.norm_bound)} ({proof.clause_id})"]
     if slice_name != proof.slice:
         steps.append(f"every row of slice {slice_name} is a row of slice {proof.slice}")
     if proof.norm in _CONVERSIONS:
         conversion = _CONVERSIONS[proof.norm]
-        steps.append(f"span(drift({proof.block})) <= {conversion} <= {number(bounds.span)}")
+        steps.append(f"span(drift({proof.block}, x)) <= {conversion} <= {number(bounds.span)}")
     steps.append(f"s = span/T <= {number(bounds.s)} (T = {real_text(bounds.temperature)})")
     for metric in used:
         limit = bounds.known[metric].high

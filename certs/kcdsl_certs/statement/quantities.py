@@ -18,6 +18,7 @@ kind           fields                        meaning
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -159,6 +160,8 @@ class Quantity:
         return found
 
     def __str__(self) -> str:
+        """Return the quantity as contracts write it; `margin` and `share`, which they have no word
+        for, are those of `no_flip` and `has`."""
         parts = ", ".join(map(str, self.of))
         match self.kind:
             case "number" if self.value is not None:
@@ -174,12 +177,12 @@ class Quantity:
             case "arithmetic":
                 return f"({self.of[0]} {self.name} {self.of[1]})"
             case "norm":
-                drift = f"{'measured_' if self.measured else ''}drift({self.block})"
+                drift = f"{'measured_' if self.measured else ''}drift({self.block}, x)"
                 return f"{'span' if self.name == 'span' else f'norm_{self.name}'}({drift})"
             case "margin":
-                return f"margin({self.block}, top {self.k})"
+                return f"margin({self.block}, x, {self.k})"
             case "share":
-                return f"share({', '.join(self.fields)})"
+                return f"share(has(trace, [{', '.join(map(json.dumps, self.fields))}]))"
             case _:
                 return self.name
 
@@ -201,8 +204,10 @@ class Region:
     longest: int | None = None
 
     def __str__(self) -> str:
+        """Return the region as contracts write it."""
         longest = "" if self.longest is None else f", {self.longest}"
-        return f"{self.kind}({self.slice}{longest}, {real_text(self.radius)})"
+        radius = f", {real_text(self.radius)}" if self.radius or self.kind == "ball" else ""
+        return f"{self.kind}({self.slice}{longest}{radius})"
 
 
 def _region(**found: Any) -> Region:

@@ -418,10 +418,11 @@ def _tightness(clause: CertifiedClause, attained: float | None) -> float | None:
 
 
 def _claim(clause: CertifiedClause) -> str:
-    """Return the claim as a sentence of the language: for which inputs, what, in what limit."""
-    text = f"{clause.quantity} {clause.op} {_in_unit(clause.tau, clause.unit)}"
+    """Return the claim in the spelling of contracts, then what they state beside the requirement:
+    the slice, the region around the weights, the budget."""
+    text = _comparison(clause)
     if clause.region is not None:
-        text = f"for every x in {clause.region}: {text}"
+        text = f"forall x in {clause.region}: {text}"
     elif clause.slice is not None:
         text += f" on {clause.slice}"
     if clause.weights is not None:
@@ -430,6 +431,15 @@ def _claim(clause: CertifiedClause) -> str:
         assert clause.budget is not None
         text += f", up to {_in_unit(clause.budget, '%')} of {clause.counted or 'units'} beyond"
     return text
+
+
+def _comparison(clause: CertifiedClause) -> str:
+    quantity = clause.quantity
+    if quantity.kind == "margin" and (clause.op, clause.tau) == (">", 0):
+        return f"no_flip({quantity.block}, x{'' if quantity.k == 1 else f', {quantity.k}'})"
+    if quantity.kind == "share" and (clause.op, clause.tau) == (">=", 1):
+        return str(quantity).removeprefix("share(").removesuffix(")")
+    return f"{quantity} {clause.op} {_in_unit(clause.tau, clause.unit)}"
 
 
 def _nearest(exact: Fraction) -> float:

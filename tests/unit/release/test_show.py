@@ -47,7 +47,7 @@ def test_a_trusted_certificate_is_shown_whole(cli: Any) -> None:
     text = " ".join(ran.stdout.split())
     for words in (
         "Signature verified: signed by",
-        "for every x in",
+        "forall x in",
         "0.0312",
         "0.0123",
         "2.54",
@@ -229,7 +229,7 @@ def test_the_page_needs_no_other_file(tmp_path: Path, cli: Any) -> None:
     assert "default-src 'none'" in text
     assert "<script" not in text
     for words in (
-        "for every x in ball(short, 0.001): norm_inf(drift(attn_0)) &lt;= 0.05",
+        "forall x in ball(short, 0.001): norm_inf(drift(attn_0, x)) &lt;= 0.05",
         "up to 5% of timed runs beyond",
         "sample, 600 timed runs, 12 beyond, confidence 95%",
     ):

@@ -309,9 +309,9 @@ def test_the_chain_is_written_out(build: Build) -> None:
     )
     (implied,) = BACKEND.derive(program, (proof,))
     assert implied.steps == (
-        "norm_inf(drift(model)) <= 1.55e-4 (N-LOGIT)",
+        "norm_inf(drift(model, x)) <= 1.55e-4 (N-LOGIT)",
         "every row of slice long is a row of slice all",
-        "span(drift(model)) <= 2 norm_inf <= 3.1e-4",
+        "span(drift(model, x)) <= 2 norm_inf <= 3.1e-4",
         "s = span/T <= 3.1e-4 (T = 1)",
         "TV <= tanh(s/4) <= 7.75e-5",
         "p99(tv) <= max(tv) <= 7.75e-5 <= 0.01",
