@@ -126,6 +126,10 @@ RATIO_LOG = "log_ratio"
 CONFIDENCES = ("ece_train", "ece_train_right", "ece_infer", "ece_infer_right")
 """Of each labelled position [T]: the probability of the likeliest token of both kernels, and 1
 where it is the label."""
+BINS = 15
+"""The bins of a calibration error."""
+RANKS = 5
+"""The likeliest tokens that `ace_gap` compares."""
 RANKED = ("ace_train", "ace_train_hits", "ace_infer", "ace_infer_hits")
 """Flattened [T, 5] arrays: probabilities of the five likeliest tokens, and which is the label."""
 LENGTHS = "rollout_lengths"

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kcdsl.metrics.definition import CONFIDENCES
-from kcdsl_backends.empirical.metrics.sums import BINS, RANKS
+from kcdsl.metrics.definition import BINS, CONFIDENCES, RANKS
 from kcdsl_backends.empirical.statistics.estimates import Array, NotMeasurable
 
 NORMALISATION_TOLERANCE = 1e-9

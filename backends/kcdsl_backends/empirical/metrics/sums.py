@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kcdsl.metrics.definition import BINS, RANKS
 from kcdsl_backends.empirical.statistics.estimates import (
     Array,
     NotMeasurable,
@@ -35,10 +36,6 @@ _LARGE = 300.0
 """The square of e^x for x beyond this is soon no float64."""
 _FAR = 700.0
 _SHOWN, _UNSEEN = 100, 0.25
-BINS = 15
-"""The bins of a calibration error."""
-RANKS = 5
-"""The likeliest tokens that `ace_gap` compares."""
 
 
 @dataclass(frozen=True, slots=True)
