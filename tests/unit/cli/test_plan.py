@@ -141,6 +141,16 @@ def test_more_looks_need_more(write: Write, planned: Any, options: Any, fewest: 
     assert found["MEAN all"]["state"] == ("never" if options == ("--anytime",) else "unknown")
 
 
+def test_no_number_of_runs_is_enough_for_any_number_of_looks(write: Write, planned: Any) -> None:
+    """Each evaluation makes its runs anew, so that limits at every look do not hold for them."""
+    found = planned(write(300, "LATENCY", "FAILED", "SAME"), "--anytime")
+    assert {row["state"] for name, row in found.items() if name} == {"never"}
+    assert "plan the looks (--looks K)" in found["LATENCY all"]["note"]
+    found = planned(write(300, "LATENCY", "FAILED", "SAME"), "--looks", "2")
+    assert found["LATENCY all"]["without_any"] is not None
+    assert found["FAILED all"]["state"] == "enough"
+
+
 def test_enough_means_that_evaluate_could_hold_it(write: Write, planned: Any) -> None:
     """One row fewer than needed is too few, and what may exceed keeps a sampled verdict held."""
     from fractions import Fraction

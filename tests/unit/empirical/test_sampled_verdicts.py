@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kcdsl.ir.kernels import LogProbabilities, Recording, Service
 from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.terms import (
     Abs,
@@ -18,6 +19,7 @@ from kcdsl.ir.terms import (
     Compare,
     Connective,
     EvidenceKind,
+    Family,
     HasFields,
     Metric,
     Number,
@@ -29,7 +31,7 @@ from kcdsl.verdict.model import Held, Inconclusive, verdict_name
 from kcdsl_backends.empirical.decide.results import DecisionCase, decide_all, decide_clause
 from kcdsl_backends.empirical.statistics import estimates, planning, rates
 from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK
-from kcdsl_backends.empirical.table.evidence import SliceData
+from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
 from kcdsl_backends.empirical.table.requirements import allowed_rate, is_mean
 
 SAMPLE = EvidenceKind.SAMPLE
@@ -250,6 +252,69 @@ def test_repeated_evaluation_of_growing_data(lab: Any) -> None:
     assert found[1] > 8
     assert found[30] <= 6
     assert found[None] <= 6
+
+
+def _timed(seconds: Sequence[float]) -> SliceData:
+    runs = tuple(SamplingUnit("a", 1, {"latency": np.array([s])}) for s in seconds)
+    return SliceData("all", (SamplingUnit("a", 1),), runs)
+
+
+def _of_times(lab: Any) -> tuple[Clause, ...]:
+    """Return clauses about times at a limit that is exceeded once in a hundred runs."""
+    return (
+        lab.clause(lab.statistic("quantile", "latency", "99/100"), family=Family.RUNTIME),
+        lab.clause(
+            lab.statistic("max", "latency"), budget=("1/100", "requests"), family=Family.RUNTIME
+        ),
+    )
+
+
+def test_times_of_every_look_are_a_sample_of_its_own(lab: Any) -> None:
+    """Every look times the requests anew: at the limit, with 400 runs a look, one of 50 looks
+    passed by chance in more than half of the evaluations, where 5 % were stated."""
+    generator, passed = np.random.default_rng(4), 0
+    anytime = estimates.confidence_over(None)
+    for _ in range(200):
+        k = generator.binomial(400, 0.01, size=50)
+        passed += any(rates.shows_below(int(x), 400, Fraction(1, 100), anytime) for x in k)
+    assert passed > 100
+    good, bad = _timed([0.5] * 800), _timed([0.5] * 400 + [2.0] * 400)
+    for clause in _of_times(lab):
+        for data in (good, bad):
+            row = decided(lab, clause, data, None)
+            assert isinstance(row.verdict, Inconclusive)
+            assert "measured anew at every look: plan the looks" in row.verdict.reason
+            assert (row.high, row.shown, row.needed) == (None, None, None)
+            assert row.exceedance is not None
+            assert (row.exceedance.low, row.exceedance.high) == (None, None)
+        assert verdict_name(decided(lab, clause, good, 2).verdict) == "held"
+        assert verdict_name(decided(lab, clause, bad, 2).verdict) == "violated"
+
+
+def test_one_run_beyond_a_maximum_is_a_violation_at_any_look(lab: Any) -> None:
+    clause = lab.clause(lab.statistic("max", "latency"), family=Family.RUNTIME)
+    assert verdict_name(decided(lab, clause, _timed([0.5] * 9 + [2.0]), None).verdict) == "violated"
+    row = decided(lab, clause, _timed([0.5] * 9), None)
+    assert isinstance(row.verdict, Inconclusive)
+
+
+def test_a_server_answers_anew_at_every_look_and_what_was_recorded_stays(lab: Any) -> None:
+    """The same values of a kernel here, of a server, and of a file that has what a server gave."""
+    clause = lab.clause(lab.statistic(*P99), evidence=SAMPLE)
+    data = lab.slice_data(column([0.0] * 800))
+    here = lab.program(clause)
+    server = Service("http://localhost", LogProbabilities("raw"))
+    served = replace(here, infer=replace(here.infer, service=server))
+    file = replace(here, infer=replace(here.infer, recording=Recording("trl")))
+    found = [
+        verdict_name(
+            decide_clause(
+                clause, program, data, seed=0, confidence=estimates.confidence_over(None)
+            ).verdict
+        )
+        for program in (here, served, file)
+    ]
+    assert found == ["held", "inconclusive", "held"]
 
 
 # --- many clauses --------------------------------------------------------------------------------

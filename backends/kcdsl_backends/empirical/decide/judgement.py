@@ -164,9 +164,10 @@ class Judge:
         )
 
 
-def judge_for(clause: Clause, data: SliceData, seed: int, confidence: Confidence) -> Judge:
-    """Return the judge of a clause: the error level is shared among the estimates it compares."""
-    share = confidence.divided(statistic_count(clause.require))
+def judge_for(clause: Clause, data: SliceData, seed: int, confidence: Confidence | None) -> Judge:
+    """Return the judge of a clause: the error level is shared among the estimates it compares.
+    Without one a sample has no limits."""
+    share = None if confidence is None else confidence.divided(statistic_count(clause.require))
     sample = evidence_kind(clause, data) is EvidenceKind.SAMPLE
     population = clause.evidence is EvidenceKind.SAMPLE
     return Judge(data, Settings(seed, share, population), sample)

@@ -55,7 +55,12 @@ from kcdsl_backends.empirical.statistics.estimates import (
     Outcome,
 )
 from kcdsl_backends.empirical.table.evidence import SliceData
-from kcdsl_backends.empirical.table.requirements import main_comparison, metrics_of, statistic_count
+from kcdsl_backends.empirical.table.requirements import (
+    main_comparison,
+    measured_anew,
+    metrics_of,
+    statistic_count,
+)
 
 
 def decide_clause(
@@ -75,13 +80,14 @@ def decide_clause(
     why no value of the model may be trusted (a failed precheck); the clause is then
     `InvalidEvidence` whatever was measured.
     """
-    judge = judge_for(clause, data, seed, confidence)
+    anew = _without_limits(clause, program, data, confidence)
+    judge = judge_for(clause, data, seed, None if anew else confidence)
     try:
         found = _count_if_possible(clause, judge)
         display = display_of(clause, judge)
-        outcome = _outcome(clause, judge, found, confidence)
-        chance = None
-        if judge.sample and outcome == "violated":
+        outcome = _outcome(clause, judge, found, None if anew else confidence)
+        chance = anew
+        if judge.sample and outcome == "violated" and not anew:
             chance = _by_chance(clause, data, seed, confidence, alarm, found)
     except NotMeasurable as error:
         return _row(
@@ -91,19 +97,21 @@ def decide_clause(
     counts = shows = enough = None
     if found is not None and exceedance is not None:
         k, n, low, high = exceedance.k, exceedance.n, exceedance.low, exceedance.high
-        counts = ExceedanceCount(k, n, found.of, low, high)
-        shows = shown(clause, found.of, exceedance, confidence) if judge.sample else None
+        limits = (None, None) if anew else (low, high)
+        counts = ExceedanceCount(k, n, found.of, *limits)
+        if judge.sample and not anew:
+            shows = shown(clause, found.of, exceedance, confidence)
     verdict: Verdict
     match outcome:
         case "held":
             verdict = Held()
-        case "violated" if chance is None:
+        case "violated" if chance is None or anew:
             verdict = Violated(
                 {"value": display.value, "threshold": display.threshold}
                 | counterexample(clause, judge, found)
             )
         case _:
-            enough = needed(clause, display, exceedance, confidence)
+            enough = None if anew else needed(clause, display, exceedance, confidence)
             why = why_open(clause, display, shows, enough, confidence)
             verdict = Inconclusive(chance or why)
     obstacle = blocked or _demand(clause, data)
@@ -134,6 +142,22 @@ def _demand(clause: Clause, data: SliceData) -> str | None:
             return None
 
 
+def _without_limits(
+    clause: Clause, program: Program, data: SliceData, confidence: Confidence
+) -> str | None:
+    """Return why a sample has no limit that holds at every look, None where it may have some.
+
+    Limits at every look are those of one sequence of values. Where each look measures the requests
+    it has seen anew, every look is a sample of its own, and some of many pass by chance.
+    """
+    sampled = evidence_kind(clause, data) is EvidenceKind.SAMPLE
+    if not (confidence.anytime and sampled and data.reduced is None):
+        return None
+    if not measured_anew(clause.require, program):
+        return None
+    return "its values are measured anew at every look: plan the looks (--looks K)"
+
+
 def _count_if_possible(clause: Clause, judge: Judge) -> Counted | None:
     if clause.budget is not None:
         found = count(clause, judge)
@@ -147,10 +171,12 @@ def _count_if_possible(clause: Clause, judge: Judge) -> Counted | None:
 
 
 def _outcome(
-    clause: Clause, judge: Judge, found: Counted | None, confidence: Confidence
+    clause: Clause, judge: Judge, found: Counted | None, confidence: Confidence | None
 ) -> Outcome:
     if clause.budget is None:
         return judge.outcome(clause.require)
+    if confidence is None:
+        return "unknown"
     assert found is not None
     return within_budget(found.exceedance(confidence), clause.budget, judge.sample, confidence)
 

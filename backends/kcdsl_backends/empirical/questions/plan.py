@@ -37,8 +37,10 @@ from kcdsl_backends.empirical.table.requirements import (
     bounded_mean,
     is_mean,
     main_comparison,
+    measured_anew,
     metrics_of,
     obstacle,
+    of_runs,
     prompts_are_units,
     requirement_text,
     sampling_unit,
@@ -171,6 +173,11 @@ def _row(case: _Case, program: Program, confidence: Confidence, power: float) ->
         if prompts_are_units(program):
             return _census(bare)
         return replace(bare, state="never", note="a census of values that vary from run to run")
+    if confidence.anytime and measured_anew(part.require, program):
+        if of_runs(part.require):
+            why = "runs are made anew at every look; plan the looks (--looks K)"
+            return replace(bare, state="never", note=why)
+        bare = replace(bare, note=bare.note or "logged tokens: a server answers anew at every look")
     if allowed is None:
         if not is_mean(part):
             return replace(bare, note="what it needs depends on the values")

@@ -230,6 +230,28 @@ def prompts_are_units(program: Program) -> bool:
     return any(found is not None and found.format != LOGITS for found in recordings)
 
 
+_OF_RUNS = frozenset(
+    name
+    for name, metric in METRICS.items()
+    if {"timing", "outcomes", "repeats"} & set(metric.needs)
+)
+"""Metrics of runs, which give other values whenever they are made."""
+
+
+def of_runs(formula: Formula) -> bool:
+    """Say whether a formula reads what each run of a request gives anew: times, failures."""
+    return bool(metrics_of(formula) & _OF_RUNS)
+
+
+def measured_anew(formula: Formula, program: Program) -> bool:
+    """Say whether another evaluation measures the same requests anew: their runs, and whatever a
+    server answers. What was recorded stays as it is, and draws of a kernel here follow the seed."""
+    if program.infer.recording is not None:
+        return False
+    served = any(kernel.service is not None for kernel in (program.train, program.infer))
+    return of_runs(formula) or (served and bool(metrics_of(formula)))
+
+
 def sampling_unit(program: Program) -> str:
     """Return what one sampling unit is called: "prompt" or "request"."""
     return "prompt" if prompts_are_units(program) else "request"
