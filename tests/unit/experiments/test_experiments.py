@@ -120,6 +120,26 @@ def test_a_cell_of_single_requests_is_the_evaluation_of_cut_requests(
         assert row["passed"] == same.exceedance.n - same.exceedance.k
 
 
+@pytest.mark.full
+def test_requests_that_are_one_prompt_once_cut_are_one_unit_of_a_sample(
+    folder: Path, tmp_path: Path
+) -> None:
+    """40 requests that differ after their 8th token alone: at that length they are one prompt, of
+    which nothing about others follows; at 16 tokens they are 40."""
+    for name in ("model.safetensors", "config.json"):
+        shutil.copy(folder / name, tmp_path / name)
+    rows = [{"id": str(i), "text": f"Please, request {i:02}."} for i in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    clauses = "clauses:\n  N: {require: p90(kl) <= 1 nats, evidence: sample, level: L2}\n"
+    head = _CONTRACT.partition("clauses:")[0].partition("slices:")[0]
+    (tmp_path / "contract.yaml").write_text(f"{head}slices: {{all: {{}}}}\n{clauses}")
+    program = load_program(tmp_path / "contract.yaml")
+    axes = Axes(("cpu",), (8, 18), (1,), (1,))
+    short, long = run_grid(BACKEND.prepare, program, tmp_path, tmp_path / "e2", axes=axes)["cells"]
+    assert [(row["n"], row["verdict"]) for row in short["rows"]] == [(1, "inconclusive")]
+    assert [(row["n"], row["verdict"]) for row in long["rows"]] == [(40, "held")]
+
+
 def test_pass_rates_have_exact_limits(grid: dict[str, Any]) -> None:
     rows = [row for cell in grid["cells"] if cell["status"] == "ran" for row in cell["rows"]]
     assert any(0 < row["rate"] < 1 for row in rows)

@@ -24,7 +24,7 @@ from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.formulas import walk
 from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.tables import expand_tables
-from kcdsl.ir.terms import Clause, HasFields, Program
+from kcdsl.ir.terms import Clause, EvidenceKind, HasFields, Program
 from kcdsl.model.adapters import find_adapter
 from kcdsl.model.attention import SDP_BACKENDS
 from kcdsl_backends.empirical.collection.context import (
@@ -35,6 +35,8 @@ from kcdsl_backends.empirical.collection.context import (
 )
 from kcdsl_backends.empirical.collection.kernels import prechecks_of
 from kcdsl_backends.empirical.decide.comparison import narrowness
+from kcdsl_backends.empirical.decide.judgement import evidence_kind
+from kcdsl_backends.empirical.decide.repeats import by_prompt
 from kcdsl_backends.empirical.decide.report import why_blocked
 from kcdsl_backends.empirical.decide.results import DecisionCase, decide_all
 from kcdsl_backends.empirical.metrics.user import measures_of
@@ -242,10 +244,21 @@ def _measure(
         name: SliceData(name, tuple(runs[key].unit for key in keys), measures=measures)
         for name, keys in slices.items()
     }
+    # cut to one length, requests with the same beginning are one unit of a sample
+    tokens = {request.key: request.tokens for request in requests}
+    samples = {
+        name: by_prompt(data[name], [tokens[k] for k in keys]) for name, keys in slices.items()
+    }
     prechecks = prechecks_of(context, runs, plan, requests)
     blocked = {clause.id: why_blocked(clause, prechecks, measures) for clause in clauses}
     cases = [
-        DecisionCase(obligation, data[name], blocked[clause.id] or context.spoiled.get(name))
+        DecisionCase(
+            obligation,
+            samples[name]
+            if evidence_kind(obligation.part, data[name]) is EvidenceKind.SAMPLE
+            else data[name],
+            blocked[clause.id] or context.spoiled.get(name),
+        )
         for clause in clauses
         for name in slices_of(clause) or tuple(data)
         if name in data
