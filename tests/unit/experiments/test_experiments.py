@@ -26,6 +26,7 @@ from kcdsl_backends.empirical.backend import BACKEND
 from kcdsl_backends.empirical.questions.cells import CHECKPOINT, cells_in, manifest
 from kcdsl_backends.empirical.questions.conditions import Axes, run_grid
 from kcdsl_backends.empirical.questions.variants import run_single, variants
+from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.empirical.statistics import estimates, rates
 
 if TYPE_CHECKING:
@@ -138,6 +139,35 @@ def test_requests_that_are_one_prompt_once_cut_are_one_unit_of_a_sample(
     short, long = run_grid(BACKEND.prepare, program, tmp_path, tmp_path / "e2", axes=axes)["cells"]
     assert [(row["n"], row["verdict"]) for row in short["rows"]] == [(1, "inconclusive")]
     assert [(row["n"], row["verdict"]) for row in long["rows"]] == [(40, "held")]
+
+
+@pytest.mark.full
+def test_states_of_a_batch_are_those_of_the_batch(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel whose states move by 1 for every further request of a batch: a cell shows it."""
+    for name in ("model.safetensors", "config.json", "prompts.jsonl"):
+        shutil.copy(folder / name, tmp_path / name)
+    clauses = "clauses:\n  N: {require: max(hidden_linf) <= 1/2, slices: [all], level: L2}\n"
+    (tmp_path / "contract.yaml").write_text(_CONTRACT.partition("clauses:")[0] + clauses)
+    plain = TorchKernel.hidden
+
+    def moved(kernel: TorchKernel, ids: Any) -> torch.Tensor:
+        states = plain(kernel, ids)
+        return states + (len(states) - 1 if states.dim() == 3 else 0)
+
+    monkeypatch.setattr(TorchKernel, "hidden", moved)
+    axes = Axes(("cpu",), (16,), (1, 3), (1, 2))
+    program = load_program(tmp_path / "contract.yaml")
+    cells = _cells(run_grid(BACKEND.prepare, program, tmp_path, tmp_path / "e2", axes=axes))
+    found = {key[2:]: cell["rows"][0] for key, cell in cells.items()}
+    assert {key: row["verdict"] for key, row in found.items()} == {
+        (1, 1): "held",
+        (1, 2): "held",
+        (3, 1): "violated",
+        (3, 2): "violated",
+    }
+    assert found[3, 1]["value"] == pytest.approx(2, abs=0.5)
 
 
 def test_pass_rates_have_exact_limits(grid: dict[str, Any]) -> None:

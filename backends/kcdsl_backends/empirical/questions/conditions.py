@@ -99,13 +99,16 @@ class Axes:
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """A kernel whose logits for one request are known already."""
+    """A kernel whose logits and states for one request are known already."""
 
     kernel: TorchKernel
-    known: Tensor
+    known: Mapping[str, Tensor]
 
     def logits(self, ids: Any) -> Tensor:
-        return self.known
+        return self.known["logits"]
+
+    def hidden(self, ids: Any) -> Tensor:
+        return self.known["hidden"]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
@@ -287,13 +290,20 @@ def _runs(
     """Run batches, `streams` of them at a time; what they gave is measured before the next."""
     batches = [requests[i : i + size] for i in range(0, len(requests), size)]
     runs: dict[str, RequestRun] = {}
+
+    def answer(batch: Sequence[Request]) -> dict[str, Tensor]:
+        tokens = [request.tokens for request in batch]
+        found = {"logits": kernel.logits(tokens)} if plan.needs_logits else {}
+        return found | ({"hidden": kernel.hidden(tokens)} if plan.needs_hidden else {})
+
     with ThreadPoolExecutor(streams) as threads, _settled(kernel):
         for start in range(0, len(batches), streams):
             wave = batches[start : start + streams]
-            answers = list(threads.map(lambda b: kernel.logits([r.tokens for r in b]), wave))
-            for batch, answer in zip(wave, answers, strict=True):
-                for request, logits in zip(batch, answer, strict=True):
-                    answered: Kernel = _Answered(kernel, logits)
+            for batch, answers in zip(wave, list(threads.map(answer, wave)), strict=True):
+                for i, request in enumerate(batch):
+                    answered: Kernel = _Answered(
+                        kernel, {name: rows[i] for name, rows in answers.items()}
+                    )
                     runs[request.key] = run_request(
                         request, context.train, answered, plan, context.block_input
                     )
