@@ -17,6 +17,10 @@ Change = Literal["regressed", "improved", "unchanged", "undecided", "within_nois
 BandState = Literal["inactive", "inside", "above", "below"]
 
 
+OF_TIMED_RUNS = "requests with timed runs"
+"""What is counted where a request has several runs: by itself, in how many it keeps a threshold."""
+
+
 @dataclass(frozen=True, slots=True)
 class PassRate(Record):
     """The share of units that keep the threshold in one run, with limits of the rate in the
@@ -69,9 +73,10 @@ class PairedRow(Record):
     verdicts and the shares of units that keep the threshold. Of a statement about units, `worse` of
     `n` units kept the threshold in the incumbent's run alone and `better` in the candidate's alone;
     `delta` is the difference of the shares that keep it. Of a mean it is the difference of the
-    means. `low` and `high` are its limits at 95 %. `error` is the chance of a change as harmful, or
-    as useful, if there were none. `compared_at` is the threshold that the units were compared with:
-    that of the clause, or the noise floor where that is less strict.
+    means. Of timed runs (`counted` is `OF_TIMED_RUNS`), `worse` of `n` requests kept it in more of
+    their runs in the incumbent's. `low` and `high` are its limits at 95 %. `error` is the chance of
+    a change as harmful, or as useful, if there were none. `compared_at` is the threshold that the
+    units were compared with: that of the clause, or the noise floor where that is less strict.
     """
 
     obligation: str
@@ -183,6 +188,9 @@ def worse_text(row: PairedRow) -> str:
     found = f"{row.clause} {row.slice} ({row.level}): "
     if row.worse is None:
         return f"{found}mean {number_text(row.incumbent)} → {number_text(row.candidate)}"
+    if row.counted == OF_TIMED_RUNS:
+        how = "keep the threshold in fewer timed runs than before"
+        return f"{found}{row.worse} of {row.n} requests {how}, {row.better} in more"
     return (
         f"{found}{row.worse} of {row.n} {row.counted} kept the threshold before and do not now, "
         f"{row.better} the other way"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kcdsl.ir.terms import Metric, Statistic
+from kcdsl.ir.obligations import Obligation, obligations_of
+from kcdsl.ir.terms import Clause, Compare, Family, Level, Metric, Number, Statistic
 from kcdsl.release.register import Register, Run
 from kcdsl.verdict.model import Held, InvalidEvidence
 from kcdsl.verdict.result import ClauseResult
+from kcdsl.verdict.studies.pairing import OF_TIMED_RUNS, PairedRow, worse_text
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.questions import baselines, pairs
 from kcdsl_backends.empirical.statistics import paired
@@ -501,3 +504,54 @@ def test_timed_runs_of_one_request_count_as_one_request() -> None:
     assert found.n == 20
     assert found.delta == pytest.approx(0.1)
     assert found.harm < 1e-5
+
+
+def _of_latency(limit: str) -> Obligation:
+    clause = Clause(
+        "R", Family.RUNTIME, Compare("<=", Statistic("quantile", Metric("latency"), Fraction(1, 2)),
+        Number(Fraction(limit))), Level.L1, ("all",),
+    )  # fmt: skip
+    (found,) = obligations_of(clause, "all")
+    return found
+
+
+def _timed_at(seconds: np.ndarray) -> SliceData:
+    """Return a slice with the runs of requests [requests, rounds], round after round."""
+    runs = (
+        SamplingUnit(f"p{i}", 4, {"latency": np.array([seconds[i, turn]])})
+        for turn in range(seconds.shape[1])
+        for i in range(seconds.shape[0])
+    )
+    return SliceData("all", (), tuple(runs))
+
+
+@pytest.mark.full
+def test_runs_of_one_request_are_no_units_of_their_own() -> None:
+    """Two processes in which each request is a little faster or slower, by one law: where its 20
+    runs counted as units, one process was "worse" in a third of the comparisons."""
+    rng, worse, runs = np.random.default_rng(5), 0, 60
+    for _ in range(runs):
+        sides = [
+            _timed_at(1 + rng.normal(0, 0.02, (20, 1)) + rng.normal(0, 0.01, (20, 20)))
+            for _ in range(2)
+        ]
+        found = pairs._changed(_of_latency("1"), sides, None)
+        assert found.n == 20
+        worse += found.harm <= 0.05
+    assert worse / runs <= 0.05 + 3 * (0.05 * 0.95 / runs) ** 0.5
+
+
+def test_requests_that_are_slow_more_often_are_worse() -> None:
+    early, late = np.full((9, 300), 0.5), np.full((9, 300), 0.5)
+    late[:8, :200] = 2.0
+    late[8], early[8, :299] = 2.0, 2.0
+    found = pairs._changed(_of_latency("1"), [_timed_at(early), _timed_at(late)], None)
+    assert (found.n, found.worse, found.better) == (9, 9, 0)
+    assert found.harm == 2.0**-9
+    row = PairedRow(
+        "R/all/0", "R", "all", "p50(latency) <= 1", "L1", "regressed", "s", OF_TIMED_RUNS,
+        ("held", "held"), n=9, worse=9, better=0,
+    )  # fmt: skip
+    assert worse_text(row) == (
+        "R all (L1): 9 of 9 requests keep the threshold in fewer timed runs than before, 0 in more"
+    )

@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NOT_IN_TRACE
@@ -26,6 +27,7 @@ from kcdsl.verdict.result import ClauseResult
 from kcdsl.verdict.result import reason as verdict_reason
 from kcdsl.verdict.studies.causes import EFFECTS, FAILED, Effect, Place
 from kcdsl.verdict.studies.pairing import (
+    OF_TIMED_RUNS,
     Band,
     Floor,
     MeasureDelta,
@@ -174,7 +176,9 @@ def _paired(
         try:
             _refuse_unequal(name, obligation, runs)
             data = [run.slices[obligation.slice or ""] for run in runs]
-            found.append((row, _changed(obligation, data, row.floor)))
+            change = _changed(obligation, data, row.floor)
+            timed = row.counted == "timed runs"
+            found.append((replace(row, counted=OF_TIMED_RUNS) if timed else row, change))
         except NotMeasurable as error:
             found.append((replace(row, reason=str(error)), None))
     return found
@@ -269,8 +273,23 @@ def _changed(
         found = count(asked, Judge(data, Settings(0, None), sample=False))
         if found is None:
             raise NotMeasurable("a single unit has no value")
-        shares.append(~np.array(found.beyond)[order])
+        shares.append(_of_requests(~np.array(found.beyond)[order], term.of, data, order))
     return replace(change_of_shares(shares), compared_at=float(tau))
+
+
+def _of_requests(
+    kept: NDArray[np.bool_], term: Term, data: SliceData, order: Sequence[int]
+) -> NDArray[np.int64]:
+    """Return in how many of its runs each request keeps the threshold: its timed runs share what
+    makes a process slow, and are no units of their own."""
+    counts: NDArray[np.int64] = np.add.reduceat(kept.astype(np.int64), _firsts(term, data, order))
+    return counts
+
+
+def _firsts(term: Term, data: SliceData, order: Sequence[int]) -> NDArray[np.intp]:
+    """Return where the units of each request begin, in an order that keeps them together."""
+    keys = np.array([unit.key for unit in units_of(term, data)])[order]
+    return np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
 
 
 def _orders(term: Term, runs: Sequence[SliceData]) -> list[list[int]]:
@@ -301,8 +320,7 @@ def _means(term: Term, runs: Sequence[SliceData]) -> tuple[list[float], list[Arr
     values, residuals = [], []
     for data, order in zip(runs, _orders(inner.of, runs), strict=True):
         sums, sizes = token_sums(inner.of, data)
-        keys = np.array([unit.key for unit in units_of(inner.of, data)])[order]
-        first = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
+        first = _firsts(inner.of, data, order)
         sums, sizes = (np.add.reduceat(found[order], first) for found in (sums, sizes))
         value, residual = _linear(sums, sizes)
         sign = -1.0 if isinstance(term, Abs) and value < 0 else 1.0

@@ -46,8 +46,9 @@ def contrast(runs: Sequence[Any]) -> Any:
 
 
 def change_of_shares(kept: Sequence[Any]) -> PairedChange:
-    """Compare which units keep the threshold, one array for each run (McNemar's exact test)."""
-    moved = contrast([np.asarray(each, dtype=np.int8) for each in kept])
+    """Compare which units keep the threshold, one array for each run (McNemar's exact test); or how
+    often they do, of which the sign of the change counts (sign test)."""
+    moved = contrast([np.asarray(each, dtype=np.int64) for each in kept])
     n, worse, better = int(moved.size), int(np.sum(moved < 0)), int(np.sum(moved > 0))
     if not n:
         raise NotMeasurable("there are no units")
