@@ -55,7 +55,8 @@ class EvidenceDocument:
         ids: a sketch of the ids of its requests. Within a candidate and a slot a request counts
             once, also where each document has other rows of it.
         requests_of: the sha256 of the files whose requests were measured. Within a stability window
-            samples of the same requests count once, however often they are measured.
+            samples of the same requests count once for each obligation, however often they are
+            measured.
         results: by obligation.
         looks: over how many evaluations its sampled results without counts share the error.
         period: when the traffic of a window was served.

@@ -77,13 +77,13 @@ class Look:
         """Return how many obligations alarms share the error among."""
         return max(1, sum(demand.is_rate for demand in self.demands.values()))
 
-    def take(self, document: EvidenceDocument, repeated: bool) -> None:
-        """Take what a document says of each obligation; what it sampled is left out where it
-        repeats another document."""
+    def take(self, document: EvidenceDocument, repeated: Set[str]) -> None:
+        """Take what a document says of each obligation; those that it sampled on the requests of
+        another document (`repeated`) are left out unless they are violated."""
         counting = False
         for name, result in document.results.items():
             demand = self.demands[name]
-            if repeated and result.evidence == "sample" and result.verdict != "violated":
+            if name in repeated and result.verdict != "violated":
                 continue
             if result.verdict == "invalid_evidence":
                 self.spoiled[name] = f"{document.label}: {result.reason or 'no valid evidence'}"

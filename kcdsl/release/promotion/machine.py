@@ -97,13 +97,13 @@ def step(
     """
     by_name = {demand.obligation: demand for demand in demands}
     seen, unused = set(counted), dict[str, str]()
-    fresh: list[tuple[EvidenceDocument, bool]] = []
+    fresh: list[tuple[EvidenceDocument, frozenset[str]]] = []
     for document in sorted(documents, key=order_of):
         why = why_unusable(document, candidate, by_name, seen, now)
         if why is None:
-            requests = {_in_window(candidate, digest) for digest in document.requests_of}
-            repeated = candidate.stage != OFFLINE and bool(requests & seen)
-            seen |= {document.identity, *document.parts, *document.ids, *requests}
+            marks = _sampled_in_window(candidate, document)
+            repeated = frozenset(name for name, own in marks.items() if own & seen)
+            seen |= {document.identity, *document.parts, *document.ids}.union(*marks.values())
             fresh.append((document, repeated))
         else:
             unused[document.name] = why
@@ -155,10 +155,22 @@ def step(
     return PromotionStep(after, outcome, rows, lacking, unused, tuple(sorted(seen - counted)))
 
 
-def _in_window(candidate: StagedCandidate, digest: str) -> str:
-    """Return the mark of requests that were measured in the present stability window."""
-    mark = f"{candidate.stage} {candidate.epoch} {digest}"
-    return hashlib.sha256(mark.encode("ascii")).hexdigest()
+def _sampled_in_window(
+    candidate: StagedCandidate, document: EvidenceDocument
+) -> dict[str, frozenset[str]]:
+    """Return, by obligation, the marks of the requests on which a document sampled it in the
+    present stability window; none offline, where looks count."""
+    if candidate.stage == OFFLINE:
+        return {}
+    where = f"{candidate.stage} {candidate.epoch}"
+    return {
+        name: frozenset(
+            hashlib.sha256(f"{where} {digest} {name}".encode()).hexdigest()
+            for digest in document.requests_of
+        )
+        for name, result in document.results.items()
+        if result.evidence == "sample"
+    }
 
 
 def _lacking(

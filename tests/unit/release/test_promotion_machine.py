@@ -485,6 +485,26 @@ def test_samples_of_the_same_requests_count_once() -> None:
     assert again.outcome is PromotionOutcome.ROLLED_BACK
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_another_document_did_not_sample_is_no_repetition(first: int) -> None:
+    """Certificates of `verify` name the data too, and evaluations of single slices share its file:
+    whichever has the smaller digest, each obligation counts once."""
+    other = demand("RATE", "b")
+    mean = ObligationResult("held", "sample")
+    told: tuple[dict[str, ObligationResult], ...] = (
+        {EVERY.obligation: ObligationResult("held", "proof"), RATE.obligation: counts(0, 300)},
+        {MEAN.obligation: mean, RATE.obligation: counts(0, 300), other.obligation: counts(0, 200)},
+    )
+    documents = [
+        replace(certificate(f"c{i}", results), identity=("0" if i == first else "1") * 64)
+        for i, results in enumerate(told)
+    ]
+    step = look(at(CANARY), [RATE, EVERY, MEAN, other], *documents)
+    assert step.candidate.window.counts == {RATE.obligation: (0, 300), other.obligation: (0, 200)}
+    status = {row.obligation: row.status for row in step.rows}
+    assert (status[EVERY.obligation], status[MEAN.obligation]) == ("shown", "shown")
+
+
 @given(st.permutations(range(6)), st.integers(1, 5))
 def test_counts_do_not_depend_on_order_and_grouping(order: list[int], cut: int) -> None:
     parts = [(0, 100), (1, 50), (2, 400), (0, 7), (3, 500), (1, 90)]
