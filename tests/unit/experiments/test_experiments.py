@@ -491,6 +491,22 @@ def test_a_cell_is_of_every_file_that_its_numbers_rest_on(
     assert manifest(program, tmp_path, 0) != before
 
 
+def test_a_cell_is_of_the_machine_and_its_settings(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels choose other programs by variables of the environment and settings of torch."""
+    program = load_program(folder / "contract.yaml")
+    before = manifest(program, folder, 0)
+    assert manifest(program, folder, 0) == before
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    switched = manifest(program, folder, 0)
+    assert switched != before
+    assert switched["machine"]["switches"]["environment"]["MKL_CBWR"] == "COMPATIBLE"
+    monkeypatch.delenv("MKL_CBWR")
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert manifest(program, folder, 0) != before
+
+
 def test_a_checkpoint_that_is_a_folder_is_digested_file_by_file(tmp_path: Path) -> None:
     program = load_program(Path("examples/tiny_lm/contract.yaml").resolve())
     (tmp_path / "weights").mkdir()

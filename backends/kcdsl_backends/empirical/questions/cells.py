@@ -24,6 +24,7 @@ from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts, file_digest
+from kcdsl.model.fingerprint import here
 from kcdsl.release.artefacts import companions, data_digests
 from kcdsl_backends.empirical.collection.resume import OwnCode, taken_over_code
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
@@ -36,7 +37,7 @@ CHECKPOINT = "cells.journal"
 
 def manifest(program: Program, base: Path, seed: int, **more: Any) -> dict[str, Any]:
     """Return what an experiment is of: digests of the contract and of every file that its numbers
-    rest on; seed; versions and processor.
+    rest on; seed; versions; the machine, with what of its settings can change a result.
 
     A file that is not there has no digest; what reads it refuses it.
     """
@@ -62,7 +63,19 @@ def manifest(program: Program, base: Path, seed: int, **more: Any) -> dict[str, 
             "threads": str(torch.get_num_threads()),
             "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         },
+        "machine": _machine(),
         **more,
+    }
+
+
+def _machine() -> dict[str, Any]:
+    """Return what fingerprints of kernels say of this machine, whichever kernel runs on it."""
+    place = here()
+    return {
+        "processor": dict(place.processor()),
+        "host": dict(place.host()),
+        **({"gpu": dict(place.device())} if torch.cuda.is_available() else {}),
+        "switches": {"environment": place.switches(), "torch": dict(place.flags())},
     }
 
 
