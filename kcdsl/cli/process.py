@@ -74,8 +74,12 @@ def collect_seldom() -> None:
 
 
 def leave_garbage() -> None:
-    """Have the end of the process look for no cyclic garbage: it frees all memory anyway."""
-    gc.freeze()
+    """Have the end of the process look for no cyclic garbage: it frees all memory anyway.
+
+    DuckDB, whose bindings print whatever is left of their objects then, is excepted.
+    """
+    if "duckdb" not in sys.modules:
+        gc.freeze()
 
 
 # --- streams -------------------------------------------------------------------------------------

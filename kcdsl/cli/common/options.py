@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -120,7 +121,7 @@ def requirement(text: str) -> tuple[str, str, Fraction]:
         name, found, limit = text.partition(op)
         if found:
             exact = fraction(limit)
-            if name.strip() and exact is not None:
+            if name.strip() and exact is not None and abs(exact) <= sys.float_info.max:
                 return name.strip(), op, exact
             break
     raise argparse.ArgumentTypeError(

@@ -220,6 +220,15 @@ def test_the_command_decides_and_says_what_it_asked(
     assert cli("aggregate", str(tmp_path / "tables"), "--slice", "chta").code == 2
 
 
+@pytest.mark.full
+def test_the_end_of_the_process_says_nothing(cli_process: Cli, tmp_path: Path) -> None:
+    """The bindings of DuckDB print what is left of their objects when an interpreter ends."""
+    (tmp_path / "tables").mkdir()
+    Rows(["a", "b"], ["chat", "code"], {"kl": [0.001, 0.01]}).write(tmp_path / "tables")
+    ran = cli_process("aggregate", "tables", cwd=tmp_path)
+    assert (ran.code, ran.stderr) == (0, "")
+
+
 def test_slices_by_predicates_and_tables_of_thresholds(tmp_path: Path) -> None:
     """Rows without the field, and requests in no row of a table, spoil the evidence."""
     import pyarrow as pa

@@ -55,6 +55,7 @@ def test_exact_numbers() -> None:
         ("aggregate", "t.parquet", "--limit", "kl <= 5 ms"),
         ("aggregate", "t.parquet", "--limit", "<= 5"),
         ("aggregate", "t.parquet", "--limit", "kl <= 1e999999999"),
+        ("aggregate", "t.parquet", "--limit", "kl >= -1e309"),
         ("aggregate", "t.parquet", "--percentile", "1/0"),
         ("aggregate", "t.parquet", "--percentile", "1e-999999999"),
         ("aggregate", "t.parquet", "--seed", "-1"),
