@@ -51,12 +51,14 @@ class ShownObligation:
 @dataclass(frozen=True, slots=True)
 class StabilityWindow:
     """What was gathered since the window began: counts (k, n) by obligation, requests by slice, and
-    the time that they cover."""
+    the time that they cover. `traffic` has the counts of windows alone, without those of reports
+    and certificates."""
 
     since: datetime
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     requests: Mapping[str, int] = field(default_factory=dict)
     covered: tuple[Period, ...] = ()
+    traffic: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ _WINDOW = Record(
     RecordField("counts", by_name(_COUNTS.codec)),
     RecordField("requests", by_name(COUNT)),
     RecordField("covered", many(_PERIOD.codec)),
+    RecordField("traffic", by_name(_COUNTS.codec), absent={}),
 )
 _SHOWN = Record(
     ShownObligation,

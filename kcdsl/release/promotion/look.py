@@ -3,7 +3,8 @@
 Counts of units add up over the documents of a stability window, however often somebody looks. An
 error level α is spent like this, so that the chance of a false decision stays below it:
 
-- a rate is shown on the counts of the whole window, at α / (e (e + 1)) in the e-th window of the
+- a rate is shown on the counts of traffic in the whole window (pinned rows would dilute it), or on
+  those of reports where no traffic counts it, at α / (e (e + 1)) in the e-th window of the
   triple at any stage, restarts and later attempts included: the terms add up to α. Nothing is
   promoted from `full`, so there each window has α.
 - an alarm is raised on the counts of the whole window at α / (2 m e (e + 1)), and on those of the
@@ -63,6 +64,7 @@ class Look:
     rules: LookRules
     error: Fraction
     counts: dict[str, tuple[int, int]]
+    traffic: dict[str, tuple[int, int]]
     shown: dict[str, ShownObligation]
     looks: dict[str, int]
     planned: dict[str, int]
@@ -119,9 +121,9 @@ class Look:
                 why = "it has no counts; report.json of the same evaluation has"
             kept[name] = f"{document.label}: {why}"
             return False
-        before = self.counts.get(name, (0, 0))
-        k, n = before[0] + result.k, before[1] + result.n
-        self.counts[name] = k, n
+        k, n = _added(self.counts, name, result.k, result.n)
+        if document.kind is DocumentKind.WINDOW:
+            _added(self.traffic, name, result.k, result.n)
         epoch = self.candidate.epoch
         whole = self.error / (2 * self.rates * epoch * (epoch + 1))
         alone = self.error / (2 * self.rates * number * (number + 1))
@@ -201,7 +203,7 @@ def why_unusable(
 def row_of(demand: Demand, candidate: StagedCandidate, look: Look, error: Fraction) -> LookRow:
     """Return what is known of an obligation after a look."""
     name, stage = demand.obligation, candidate.stage
-    k, n = look.counts.get(name, (None, None))
+    k, n = look.traffic.get(name) or look.counts.get(name) or (None, None)
     status, reason, reacts = OPEN, look.noted.get(name, "there is no evidence"), None
     if name in look.violated:
         status, reason = VIOLATED, look.violated[name]
@@ -240,6 +242,13 @@ def _error_of(candidate: StagedCandidate, error: Fraction) -> Fraction:
     if candidate.stage == FULL:
         return error
     return error / (candidate.epoch * (candidate.epoch + 1))
+
+
+def _added(counts: dict[str, tuple[int, int]], name: str, k: int, n: int) -> tuple[int, int]:
+    """Add k of n units to the counts of an obligation, and return them."""
+    before = counts.get(name, (0, 0))
+    counts[name] = before[0] + k, before[1] + n
+    return counts[name]
 
 
 # --- words ----------------------------------------------------------------------------------------

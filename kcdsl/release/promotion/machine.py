@@ -114,6 +114,7 @@ def step(
         rules,
         limits.error,
         dict(window.counts),
+        dict(window.traffic),
         {
             name: shown
             for name, shown in candidate.shown.items()
@@ -138,7 +139,11 @@ def step(
     after = replace(
         candidate,
         window=StabilityWindow(
-            window.since, look.counts, served, merged((*window.covered, *periods))
+            window.since,
+            look.counts,
+            served,
+            merged((*window.covered, *periods)),
+            look.traffic,
         ),
         documents=look.documents,
         looks=look.looks,

@@ -518,6 +518,38 @@ def test_counts_do_not_depend_on_order_and_grouping(order: list[int], cut: int) 
     assert then.candidate.documents == 6
 
 
+def test_pinned_rows_do_not_dilute_traffic() -> None:
+    """Of 1000 requests of traffic 1.5 % are beyond the 1 % that may be; 20,000 pinned rows without
+    any would show 0.07 %. Traffic decides, in every order and over several looks."""
+    report = EvidenceDocument(
+        DocumentKind.REPORT,
+        "r",
+        digest("r"),
+        frozenset(),
+        {RATE.obligation: counts(0, 20_000)},
+        requests_of=frozenset({digest("data")}),
+    )
+    shown = certificate("c", {EVERY.obligation: HELD})
+    bad = window("bad", {RATE.obligation: counts(15, 1000)})
+    alone = look(at(CANARY), BOTH, shown, report, limits=PromotionLimits(timedelta(), 0))
+    assert alone.outcome is PromotionOutcome.ADVANCED
+    for documents in ([shown, report, bad], [bad, shown, report]):
+        step = look(at(CANARY), BOTH, *documents)
+        assert step.outcome is PromotionOutcome.HELD
+        row = next(row for row in step.rows if row.obligation == RATE.obligation)
+        assert (row.status, row.k, row.n) == ("open", 15, 1000)
+        assert step.candidate.window.counts == {RATE.obligation: (15, 21_000)}
+    first = look(at(CANARY), BOTH, shown, report, limits=PromotionLimits(HOUR, 1))
+    assert first.outcome is PromotionOutcome.HELD
+    later = look(first.candidate, BOTH, bad, counted=first.counted)
+    assert later.outcome is PromotionOutcome.HELD
+    read = StagedCandidate.from_json(later.candidate.to_json())
+    good = window("good", {RATE.obligation: counts(0, 4000)}, start=START + HOUR)
+    counted = {*first.counted, *later.counted}
+    last = look(read, BOTH, good, counted=counted, now=START + 3 * HOUR)
+    assert last.outcome is PromotionOutcome.ADVANCED
+
+
 # --- alarms ---------------------------------------------------------------------------------------
 
 
