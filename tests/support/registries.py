@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -35,6 +35,10 @@ class FakeRegistry:
     """Where blobs are, if not here."""
     place: str = ""
     """Where uploads go, if not here."""
+    scopes: bool = False
+    """Whether a token lets its owner write only where the challenge that it answers said so."""
+    raw: Callable[[str, str], Iterable[bytes] | None] = lambda method, path: None
+    """What is sent for a method and a path in the place of a whole answer, in pieces."""
     host: str = ""
     documents: dict[str, tuple[str, bytes]] = field(default_factory=dict)
     blobs: dict[str, bytes] = field(default_factory=dict)
@@ -88,12 +92,23 @@ def serving(registry: FakeRegistry) -> Iterator[FakeRegistry]:
             body, given = self.rfile.read(length), self.headers.get("Authorization", "")
             path = self.path
             registry.requests.append((self.command, path, given))
-            if path.startswith("/token"):
-                found = json.dumps({"token": registry.token}).encode()
-                self.answer(200 if given == "Basic dXNlcjpwYXNz" else 401, found)
+            pieces = registry.raw(self.command, path)
+            if pieces is not None:
+                self.close_connection = True
+                with suppress(OSError):
+                    for piece in pieces:
+                        self.wfile.write(piece)
                 return
-            if registry.token and given != f"Bearer {registry.token}":
-                asked = f'Bearer realm="http://{registry.host}/token",service="s",scope="pull"'
+            token = registry.token
+            if path.startswith("/token"):
+                scope = parse_qs(urlsplit(path).query)["scope"][0]
+                found = json.dumps({"token": f"{token}.{scope}" if registry.scopes else token})
+                self.answer(200 if given == "Basic dXNlcjpwYXNz" else 401, found.encode())
+                return
+            scope = "pull" if self.command in ("GET", "HEAD") else "pull,push"
+            wanted = (token, f"{token}.{scope}", f"{token}.pull,push")
+            if token and given not in [f"Bearer {each}" for each in wanted]:
+                asked = f'Bearer realm="http://{registry.host}/token",service="s",scope="{scope}"'
                 self.answer(401, WWW_Authenticate=asked)
                 return
             rest = urlsplit(path).path.removeprefix(f"/v2/{NAME}/")

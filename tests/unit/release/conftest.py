@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from kcdsl.release.results import proof_reference
 from kcdsl.source.writing import write_bytes
 from kcdsl_certs.signatures import SigningKey, load_private
 from kcdsl_certs.statement import CertifiedClause, EvidenceFile, ProofReference
+from tests.support.registries import FakeRegistry, serving
 from tests.support.release_scenes import (
     NOW,
     SLICES,
@@ -28,6 +30,9 @@ from tests.support.release_scenes import (
     stand_in,
     tiny,
 )
+
+VALID_AT = datetime(2026, 12, 1, tzinfo=UTC)
+"""A time at which the certificate of `certificate` is valid."""
 
 
 @pytest.fixture(scope="session")
@@ -138,3 +143,39 @@ def certificate(
     path = folder / "out" / "tiny.cert.json"
     write_bytes(path, bundle)
     return path
+
+
+@pytest.fixture
+def while_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Run at a time when the certificate is valid, without credentials of this machine."""
+    monkeypatch.setattr("kcdsl.api.checking.moment_of", lambda text: VALID_AT)
+    monkeypatch.setattr("kcdsl.release.issue.utc_now", lambda: VALID_AT)
+    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "no.json"))
+
+
+@pytest.fixture
+def plain() -> Iterator[FakeRegistry]:
+    """Serve a registry with the referrers API."""
+    with serving(FakeRegistry()) as served:
+        yield served
+
+
+@pytest.fixture
+def attach(cli: Callable[..., Any], folder: Path, certificate: Path) -> Callable[..., Any]:
+    """Return a function that attaches the certificate to an image."""
+
+    def run(image: str, path: Path = certificate) -> Any:
+        return cli("attach", path, image, "--plain-http", cwd=folder)
+
+    return run
+
+
+@pytest.fixture
+def check(cli: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+    """Return a function that checks what is attached to an image."""
+
+    def run(image: str, *words: str, plain_http: bool = True) -> Any:
+        given = (*(["--plain-http"] if plain_http else []), "--key", "kcdsl.key.pub", *words)
+        return cli("check", f"oci://{image}", *given, cwd=folder)
+
+    return run

@@ -7,15 +7,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kcdsl.ir.terms import Program
-from kcdsl.release import oci
 from kcdsl.release.issue import issue
+from kcdsl.release.oci import transport
 from kcdsl.release.results import proof_reference
 from kcdsl_certs.encoding.strict import canonical_json
 from kcdsl_certs.signatures import (
@@ -31,15 +30,7 @@ from tests.support.registries import NAME, FakeRegistry, artefacts, digest_of, s
 from tests.support.release_scenes import NOW, results
 
 Cli = Callable[..., Any]
-AT = datetime(2026, 12, 1, tzinfo=UTC)
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Run at a time when the certificate is valid, without credentials of this machine."""
-    monkeypatch.setattr("kcdsl.api.checking.moment_of", lambda text: AT)
-    monkeypatch.setattr("kcdsl.release.issue.utc_now", lambda: AT)
-    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "no.json"))
+pytestmark = pytest.mark.usefixtures("while_valid")
 
 
 @pytest.fixture(params=[True, False], ids=["referrers API", "fallback tag"])
@@ -47,34 +38,6 @@ def registry(request: pytest.FixtureRequest) -> Iterator[FakeRegistry]:
     """Serve a registry with the referrers API, and one without it."""
     with serving(FakeRegistry(lists_referrers=request.param)) as served:
         yield served
-
-
-@pytest.fixture
-def plain() -> Iterator[FakeRegistry]:
-    """Serve a registry with the referrers API."""
-    with serving(FakeRegistry()) as served:
-        yield served
-
-
-@pytest.fixture
-def attach(cli: Cli, folder: Path, certificate: Path) -> Callable[..., Any]:
-    """Return a function that attaches the certificate to an image."""
-
-    def run(image: str, path: Path = certificate) -> Any:
-        return cli("attach", path, image, "--plain-http", cwd=folder)
-
-    return run
-
-
-@pytest.fixture
-def check(cli: Cli, folder: Path) -> Callable[..., Any]:
-    """Return a function that checks what is attached to an image."""
-
-    def run(image: str, *words: str) -> Any:
-        given = ("--plain-http", "--key", "kcdsl.key.pub", *words)
-        return cli("check", f"oci://{image}", *given, cwd=folder)
-
-    return run
 
 
 def test_what_is_attached_is_found_and_checked_as_the_file_is(
@@ -206,7 +169,7 @@ def test_too_large_answers_are_not_read_to_their_end(
 ) -> None:
     image = plain.image()
     assert attach(image).code == 0
-    monkeypatch.setattr(oci, "_LARGEST_MANIFEST", 100)
+    monkeypatch.setattr(transport, "LARGEST_DOCUMENT", 100)
     ran = check(image)
     assert ran.code == 2
     assert "it sent more than 100 bytes" in ran.stderr

@@ -1,0 +1,207 @@
+"""Certificates in OCI registries: attached to a manifest as referrers, found and read by digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics.codes import ARTEFACT_REFUSED, FILE_MISSING
+from kcdsl.release import OCI
+from kcdsl.release.oci.repository import (
+    ARTEFACT_TYPE,
+    EMPTY,
+    FILE_TYPE,
+    MANIFEST_TYPE,
+    Descriptor,
+    Repository,
+)
+from kcdsl.release.oci.transport import CHUNK, reply
+from kcdsl.source.files import open_regular
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import plain_name, strict_load, time_text
+from kcdsl_certs.signatures import LARGEST_BUNDLE, TrustedKey, decode, parse_bundle, signers
+from kcdsl_certs.statement import (
+    LARGEST_PAYLOAD,
+    TRANSFER_TYPE,
+    Predicate,
+    Transfer,
+    certificate_id,
+    parse_predicate,
+    parse_statement,
+    parse_transfer,
+)
+from kcdsl_certs.verification.admission import admit
+from kcdsl_certs.verification.proofs import LARGEST_PROOF
+
+BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+CREATED = "org.opencontainers.image.created"
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A certificate that was read from a registry into a folder of its own."""
+
+    name: str
+    path: Path
+    body: Predicate | Transfer | None
+    identity: str
+    """The sha256 of its statement; "" where no trusted key signed it."""
+
+
+def attach(certificate: Path, registry: Repository, moment: datetime) -> tuple[Descriptor, int]:
+    """Attach a certificate, with every file that it names, to an image.
+
+    What the registry has already is not sent again, and the same certificate gives the same
+    artefact: an attachment that was cut off is finished by the same command.
+
+    Returns the descriptor of the artefact, and how many bytes were sent.
+
+    Raises:
+        Refusal: it is no certificate, a file that it names is missing or another one, or the
+            registry does not take it.
+    """
+    with open_regular(certificate) as file:
+        bundle = file.read(LARGEST_BUNDLE + 1)
+    folder = certificate.parent
+    try:
+        body = admit(decode(parse_bundle(bundle)).payload, folder, moment).body
+        names = _named(body, folder)
+    except Rejected as error:
+        raise refuse(
+            ARTEFACT_REFUSED,
+            f"{certificate}: {error.detail} ({error.reason})",
+            help="attach a certificate that `kcdsl check` finds valid, with the files beside it",
+        ) from error
+    _, subject = registry.manifest(f"sha256:{registry.image.sha256}")
+    parts = [_described(certificate, BUNDLE_TYPE, "certificate.json")]
+    parts += [_described(folder / name, FILE_TYPE, name) for name in names]
+    sent = 0
+    registry.push(EMPTY, b"{}")
+    for descriptor, path in parts:
+        sent += descriptor.size if registry.push(descriptor, path) else 0
+    own = registry.push_manifest(
+        {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST_TYPE,
+            "artifactType": ARTEFACT_TYPE,
+            "config": EMPTY.to_json(),
+            "layers": [descriptor.to_json() for descriptor, _ in parts],
+            "subject": subject.to_json(),
+            "annotations": {CREATED: time_text(body.issued_at)},
+        }
+    )
+    return own, sent
+
+
+def pull(registry: Repository, folder: Path, keys: Sequence[TrustedKey]) -> list[Pulled]:
+    """Read the certificates that are attached to an image, or the one that is named itself.
+
+    Files beside a certificate are read only where a trusted key signed it. Where any is signed so,
+    those that are not are left out, and those that a signed one supersedes: whoever may write to
+    the registry can attach anything.
+
+    Raises:
+        Refusal: there is none, or the registry sends something else than digests name.
+    """
+    digest = f"sha256:{registry.image.sha256}"
+    document, _ = registry.manifest(digest)
+    if document.get("artifactType") == ARTEFACT_TYPE:
+        return [_pulled(registry, digest, document, folder, keys)]
+    found = []
+    for each in registry.referrers():
+        artefact, _ = registry.manifest(each.digest)
+        subject = artefact.get("subject")
+        about = subject.get("digest") if isinstance(subject, dict) else None
+        if about == digest and artefact.get("artifactType") == ARTEFACT_TYPE:
+            found.append(_pulled(registry, each.digest, artefact, folder, keys))
+    if not found:
+        raise refuse(
+            FILE_MISSING,
+            f"no certificate is attached to {registry.image.name}@{digest}",
+            help="attach one: kcdsl attach CERT HOST/NAME@sha256:DIGEST",
+        )
+    signed = [each for each in found if each.identity]
+    gone = {each.body.supersedes for each in signed if isinstance(each.body, Predicate)}
+    return [each for each in signed if each.identity not in gone] or found
+
+
+def _pulled(
+    registry: Repository,
+    digest: str,
+    document: Mapping[str, Any],
+    folder: Path,
+    keys: Sequence[TrustedKey],
+) -> Pulled:
+    """Read one artefact into a folder that is named by its digest."""
+    name, where = f"{OCI}{registry.image.name}@{digest}", f"{registry.root}/manifests/{digest}"
+    listed = document.get("layers")
+    layers = [Descriptor.of(each, where) for each in (listed if isinstance(listed, list) else [])]
+    bundles = [layer for layer in layers if layer.media_type == BUNDLE_TYPE]
+    if len(bundles) != 1:
+        raise reply(where, f"{len(bundles)} bundles in one artefact")
+    own = folder / digest.removeprefix("sha256:")
+    own.mkdir()
+    path = own / "certificate.json"
+    registry.blob(bundles[0], path, LARGEST_BUNDLE)
+    try:
+        envelope = decode(parse_bundle(path.read_bytes()))
+        if not signers(envelope, keys):
+            return Pulled(name, path, None, "")
+    except Rejected:  # which the check says
+        return Pulled(name, path, None, "")
+    identity = certificate_id(envelope.payload)
+    try:
+        body = _body(envelope.payload)
+    except Rejected:  # signed, so it is not left out: the check refuses it
+        return Pulled(name, path, None, identity)
+    files = {layer.title: layer for layer in layers if layer is not bundles[0]}
+
+    def read(names: Sequence[str]) -> None:
+        for title in names:
+            if title in files and not (own / title).exists():
+                registry.blob(files[title], own / title, LARGEST_PROOF)
+
+    if isinstance(body, Transfer):
+        read([plain_name(body.path, "transfer")])
+    with suppress(Rejected):  # the base of a transfer is missing or another one: the check says so
+        read(_named(body, own))
+    return Pulled(name, path, body, identity)
+
+
+def _body(payload: bytes) -> Predicate | Transfer:
+    statement = parse_statement(strict_load(payload, LARGEST_PAYLOAD))
+    if statement.predicate_type == TRANSFER_TYPE:
+        return parse_transfer(statement.predicate)
+    return parse_predicate(statement.predicate)[0]
+
+
+def _named(body: Predicate | Transfer, folder: Path) -> list[str]:
+    """Return the files that a certificate names, each once; those of the certificate that a
+    transfer carries over are its own. Raises Rejected where that one cannot be read."""
+    if isinstance(body, Predicate):
+        proofs = [clause.proof.path for clause in body.clauses if clause.proof is not None]
+        return list(dict.fromkeys([*proofs, *(file.path for file in body.evidence)]))
+    try:
+        with open_regular(folder / body.path) as file:
+            base = _body(decode(parse_bundle(file.read(LARGEST_BUNDLE + 1))).payload)
+    except OSError as error:
+        raise Rejected("transfer/base-missing", f"{body.path}: {error.strerror}") from None
+    return [body.path, *(_named(base, folder) if isinstance(base, Predicate) else [])]
+
+
+def _described(path: Path, kind: str, title: str) -> tuple[Descriptor, Path]:
+    found, size = hashlib.sha256(), 0
+    try:
+        with open_regular(path) as file:
+            while chunk := file.read(CHUNK):
+                found.update(chunk)
+                size += len(chunk)
+    except OSError as error:
+        raise refuse(FILE_MISSING, f"{path} cannot be read: {error.strerror}") from error
+    return Descriptor(kind, f"sha256:{found.hexdigest()}", size, title), path

@@ -1,0 +1,408 @@
+"""Requests to an OCI registry: within limits of size and time, with credentials for it alone.
+
+A registry is foreign: it names addresses, and may send bytes without end. So an address that it
+names is one of its own, or is asked without credentials, and every request ends in time.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from threading import Timer
+from typing import IO, TYPE_CHECKING, Any, cast
+from urllib.error import HTTPError, URLError
+from urllib.parse import urldefrag, urlencode, urljoin, urlsplit
+from urllib.request import (
+    HTTPHandler,
+    HTTPRedirectHandler,
+    HTTPSHandler,
+    Request,
+    build_opener,
+)
+
+from kcdsl.diagnostics import Refusal, refuse
+from kcdsl.diagnostics.codes import FILE_MISSING, SERVER_REPLY, SERVER_UNREACHABLE, USAGE
+from kcdsl.source.files import open_regular
+
+if TYPE_CHECKING:
+    from email.message import Message
+    from http.client import HTTPResponse
+
+LARGEST_DOCUMENT = 4 * 2**20
+"""Bytes of a manifest or a list, as registries must accept them."""
+CHUNK = 1 << 20
+SECONDS = 60.0
+"""For a request with its whole answer, beside the time for its blob."""
+SLOWEST = 2**17
+"""Bytes of a blob in a second: a request that is slower is given up."""
+_MOST_REDIRECTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a registry answers to one request.
+
+    `where` is what was asked for: the address of a redirect may hold a secret and is not shown.
+    """
+
+    where: str
+    status: int
+    headers: Message
+    links: str
+    """The fields `Link`, joined."""
+    _body: HTTPResponse
+    _watch: Watch
+
+    def read(self, size: int) -> bytes:
+        """Return at most so many bytes, none at the end; raises Refusal where it breaks off."""
+        try:
+            found = self._body.read(size)
+        except (OSError, HTTPException, ValueError) as error:
+            self._watch.refuse_late(self.where)
+            raise reply(self.where, "it ended in the middle of an answer") from error
+        self._watch.refuse_late(self.where)
+        return found
+
+    def data(self) -> bytes:
+        """Return the whole answer; raises Refusal where it is larger than a document may be."""
+        found = bytearray()
+        while len(found) <= LARGEST_DOCUMENT and (chunk := self.read(CHUNK)):
+            found += chunk
+        if len(found) > LARGEST_DOCUMENT:
+            raise reply(self.where, f"it sent more than {LARGEST_DOCUMENT} bytes")
+        return bytes(found)
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON object that was sent; raises Refusal for anything else."""
+        return parse_document(self.data(), self.where)
+
+    def expect(self, wanted: int) -> None:
+        """Raise Refusal for another status."""
+        if self.status == wanted:
+            return
+        if self.status in (401, 403):
+            raise _denied(urlsplit(self.where).netloc)
+        if self.status == 404:
+            raise refuse(
+                FILE_MISSING,
+                f"{self.where} is not there",
+                help="look at the name and the digest of the manifest",
+            )
+        raise reply(self.where, f"status {self.status}, not {wanted}")
+
+
+@dataclass(slots=True)
+class Transport:
+    """Asks one registry."""
+
+    host: str
+    plain_http: bool = False
+    _token: str | None = None
+
+    @property
+    def origin(self) -> str:
+        """Return the address of the registry."""
+        return f"{'http' if self.plain_http else 'https'}://{self.host}"
+
+    def own(self, base: str, where: str) -> str:
+        """Return an address that the registry named in answer to `base`, if it is one of its own;
+        raises Refusal."""
+        found = _address(base, where)
+        if _origin(found) != _origin(self.origin):
+            raise reply(self.origin, f"it sends its client to {found[:80]!a}")
+        return urldefrag(found).url
+
+    @contextmanager
+    def send(
+        self,
+        method: str,
+        where: str,
+        *,
+        body: bytes | IO[bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
+        follow: bool = False,
+        size: int = 0,
+    ) -> Iterator[Answer]:
+        """Send a request, once more with a token where one is asked for, and give its answer.
+
+        Redirects are followed where `follow` says so, without credentials and never from TLS to
+        plain text. `size` is the number of bytes of the blob that comes or goes.
+        """
+        ask = partial(self._once, method, headers=headers or {}, size=size, named=where)
+        with ExitStack() as open_now:
+            answer = open_now.enter_context(ask(where, body=body, token=self._token))
+            if answer.status == 401:  # without a token, or with one that may less than this
+                challenge = answer.headers.get("WWW-Authenticate", "")
+                open_now.close()
+                self._token = self._authorised(challenge)
+                if body is not None and not isinstance(body, bytes):
+                    body.seek(0)
+                answer = open_now.enter_context(ask(where, body=body, token=self._token))
+            place = where
+            for _ in range(_MOST_REDIRECTS):
+                if not follow or answer.status not in (301, 302, 303, 307, 308):
+                    break
+                place = _address(place, answer.headers.get("Location", ""))
+                open_now.close()
+                if urlsplit(place).scheme not in self._schemes:
+                    raise reply(where, f"it redirects to {place[:80]!a}")
+                token = self._token if _origin(place) == _origin(self.origin) else None
+                answer = open_now.enter_context(ask(place, token=token))
+            yield answer
+
+    @property
+    def _schemes(self) -> tuple[str, ...]:
+        return ("https", "http") if self.plain_http else ("https",)
+
+    @contextmanager
+    def _once(
+        self,
+        method: str,
+        where: str,
+        *,
+        named: str,
+        headers: Mapping[str, str],
+        token: str | None,
+        body: bytes | IO[bytes] | None = None,
+        size: int = 0,
+    ) -> Iterator[Answer]:
+        """Send one request to `where`; messages show `named`."""
+        with Watch.over(SECONDS + size / SLOWEST) as watch:
+            try:
+                request = Request(where, data=body, headers=dict(headers), method=method)
+                if token is not None:
+                    request.add_unredirected_header("Authorization", token)
+                opener = build_opener(_Plain, _Http(watch), _Https(watch))
+                found: HTTPResponse = opener.open(request, timeout=SECONDS)
+            except HTTPError as error:
+                found = cast("HTTPResponse", error)
+            except (URLError, OSError, HTTPException, ValueError) as error:
+                watch.refuse_late(named)
+                reason = getattr(error, "reason", error)
+                said = getattr(reason, "strerror", None) or reason
+                raise refuse(
+                    SERVER_UNREACHABLE,
+                    f"the registry {self.host} does not answer: {str(said)[:200]!a}",
+                    help="look at its address; a registry without TLS needs --plain-http, and a"
+                    " certificate of an own authority needs SSL_CERT_FILE",
+                ) from error
+            with found:
+                links = ", ".join(found.headers.get_all("Link", []))
+                yield Answer(named, found.status, found.headers, links, found, watch)
+
+    def _authorised(self, challenge: str) -> str:
+        """Return the value of `Authorization` that a registry asks for."""
+        scheme, _, rest = challenge.partition(" ")
+        basic = _credentials(self.host)
+        if scheme.lower() == "basic" and basic is not None:
+            return f"Basic {basic}"
+        given = dict(re.findall(r'([a-z]+)="([^"]*)"', rest))
+        realm = _address(self.origin, given.get("realm", ""))
+        if scheme.lower() != "bearer" or urlsplit(realm).scheme not in self._schemes:
+            raise _denied(self.host)
+        query = {key: given[key] for key in ("service", "scope") if key in given}
+        token = None if basic is None else f"Basic {basic}"
+        where = f"{realm}{'&' if urlsplit(realm).query else '?'}{urlencode(query)}"
+        with self._once("GET", where, named=realm, headers={}, token=token) as answer:
+            if answer.status in (401, 403):
+                raise _denied(self.host)
+            answer.expect(200)
+            document = answer.document()
+        found = document.get("token") or document.get("access_token")
+        if not isinstance(found, str) or not re.fullmatch(r"[!-~]+", found):
+            raise reply(realm, "it sent no token")
+        return f"Bearer {found}"
+
+
+# --- connections ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Watch:
+    """Ends the connections of a request when its time is over, whatever they wait for.
+
+    A limit of each read would not do: a byte now and then keeps it.
+    """
+
+    seconds: float
+    is_over: bool = False
+    _held: list[socket.socket] = field(default_factory=list)
+
+    @classmethod
+    @contextmanager
+    def over(cls, seconds: float) -> Iterator[Watch]:
+        """Watch for so many seconds, or until the end of the block."""
+        watch = cls(seconds)
+        timer = Timer(seconds, watch._end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield watch
+        finally:
+            timer.cancel()
+            for held in watch._held:
+                held.close()
+
+    def hold(self, connection: socket.socket) -> None:
+        """Take a connection that is open, before there is TLS on it."""
+        self._held.append(connection.dup())
+        if self.is_over:
+            self._end()
+
+    def _end(self) -> None:
+        self.is_over = True
+        for held in self._held:
+            with suppress(OSError):
+                held.shutdown(socket.SHUT_RDWR)
+
+    def refuse_late(self, where: str) -> None:
+        """Raise Refusal where the time is over: what came is not whole."""
+        if self.is_over:
+            raise reply(where, f"no whole answer in {self.seconds:.0f} s")
+
+
+class _Held(HTTPConnection):
+    """A connection that a watch can end."""
+
+    watch: Watch
+
+    def connect(self) -> None:
+        super().connect()
+        self.watch.hold(self.sock)
+
+
+class _HeldTls(HTTPSConnection, _Held):
+    """The same with TLS: `HTTPSConnection` calls the method above before it begins TLS."""
+
+
+class _Http(HTTPHandler):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def http_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(partial(_watched, _Held, self.watch), req)
+
+
+class _Https(HTTPSHandler):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def https_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(partial(_watched, _HeldTls, self.watch), req)
+
+
+def _watched(kind: type[_Held], watch: Watch, host: str, **options: Any) -> _Held:
+    made = kind(host, **options)
+    made.watch = watch
+    return made
+
+
+class _Plain(HTTPRedirectHandler):
+    """Leaves redirects to the caller, who knows where credentials may go."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Follow nothing."""
+
+
+# --- addresses and credentials --------------------------------------------------------------------
+
+
+def _address(base: str, given: str) -> str:
+    """Return an address that a registry named in answer to `base`; raises Refusal for none."""
+    try:
+        found = urljoin(base, given)
+        port = urlsplit(found).port
+    except ValueError:
+        port = -1
+    if port is not None and not port > 0:
+        raise reply(base, f"it names {given[:80]!a}, which is no address")
+    return found
+
+
+def _origin(where: str) -> tuple[str, str]:
+    parts = urlsplit(where)
+    return parts.scheme, parts.netloc
+
+
+def _credentials(host: str) -> str | None:
+    """Return what the configuration of docker or podman holds for a host, in base64.
+
+    Raises Refusal where a program keeps it: this command runs none.
+    """
+    named = os.environ.get("REGISTRY_AUTH_FILE")
+    folder = os.environ.get("DOCKER_CONFIG")
+    usual = Path(folder) if folder else Path.home() / ".docker"
+    path = Path(named) if named else usual / "config.json"
+    try:
+        with open_regular(path) as file:
+            document = json.loads(file.read(LARGEST_DOCUMENT))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise refuse(FILE_MISSING, f"the credentials in {path} cannot be read") from error
+    known: Any = document if isinstance(document, dict) else {}
+    entry = _entry(known.get("auths"), host)
+    found = entry.get("auth") if isinstance(entry, dict) else None
+    if isinstance(found, str) and found:
+        try:
+            base64.b64decode(found, validate=True)
+        except binascii.Error as error:
+            raise refuse(FILE_MISSING, f"{path}: `auth` of {host} is no base64") from error
+        return found
+    helper = _entry(known.get("credHelpers"), host) or known.get("credsStore")
+    if isinstance(helper, str) and helper:
+        raise refuse(
+            USAGE,
+            f"a program keeps the credentials of {host}, docker-credential-{helper[:40]}, and this"
+            " command runs none",
+            help=f"write them to a file of their own and name it: REGISTRY_AUTH_FILE=FILE, with"
+            f' {{"auths": {{"{host}": {{"auth": "…"}}}}}}',
+        )
+    return None
+
+
+def _entry(table: Any, host: str) -> Any:
+    return table.get(host) if isinstance(table, dict) else None
+
+
+# --- what registries send -------------------------------------------------------------------------
+
+
+def parse_document(data: bytes, where: str) -> dict[str, Any]:
+    """Return a JSON object; raises Refusal for anything else."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise reply(where, "it sent no JSON object")
+    return found
+
+
+def _denied(host: str) -> Refusal:
+    return refuse(
+        SERVER_REPLY,
+        f"the registry {host} wants other credentials",
+        help="log in with docker or podman, or name a file of credentials: REGISTRY_AUTH_FILE=FILE",
+    )
+
+
+def reply(where: str, message: str) -> Refusal:
+    """Return the refusal of an answer that cannot be used."""
+    return refuse(
+        SERVER_REPLY,
+        f"{where}: {message}",
+        help="the registry, or something before it, is at fault; nothing of it was used",
+    )

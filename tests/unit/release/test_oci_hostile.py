@@ -1,0 +1,290 @@
+"""Registries that answer wrongly, slowly, or for somebody else."""
+
+from __future__ import annotations
+
+import json
+import socketserver
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl.release.oci import transport
+from tests.support.registries import FakeRegistry, artefacts
+
+pytestmark = pytest.mark.usefixtures("while_valid")
+
+
+@pytest.fixture
+def known(
+    while_valid: None, plain: FakeRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let the registry ask for a token, and have its credentials."""
+    plain.token = "secret"
+    file = tmp_path / "auth.json"
+    file.write_text(json.dumps({"auths": {plain.host: {"auth": "dXNlcjpwYXNz"}}}))
+    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(file))
+
+
+def head(status: str, *lines: str) -> bytes:
+    """Return the beginning of an answer."""
+    return "\r\n".join([f"HTTP/1.1 {status}", *lines, "", ""]).encode("latin-1")
+
+
+def only(method: str, part: str, *pieces: bytes) -> Any:
+    """Return what sends these pieces to requests of one method for paths with this part."""
+
+    def raw(verb: str, path: str) -> Iterable[bytes] | None:
+        return pieces if verb == method and part in path else None
+
+    return raw
+
+
+@pytest.mark.usefixtures("known")
+def test_a_token_that_may_only_read_is_not_the_last_one(
+    plain: FakeRegistry, attach: Any, check: Any
+) -> None:
+    image, plain.scopes = plain.image(), True
+    ran = attach(image)
+    assert ran.code == 0, ran.stderr
+    assert check(image).code == 0
+
+
+ODD = [
+    "http://[x",
+    "//[",
+    "http://localhost:99999/v2/x",
+    "http://localhost:port/",
+    "http://\x9b2J/",
+]
+
+
+@pytest.mark.parametrize("place", ODD)
+@pytest.mark.parametrize(
+    ("method", "part", "status", "name"),
+    [
+        ("POST", "/uploads/", "202 Accepted", "Location: {}"),
+        ("GET", "/blobs/", "307 Temporary Redirect", "Location: {}"),
+        (
+            "GET",
+            "/referrers/",
+            "401 Unauthorized",
+            'WWW-Authenticate: Bearer realm="{}",service="s"',
+        ),
+    ],
+    ids=["upload", "redirect", "realm"],
+)
+def test_an_address_that_is_none_is_a_wrong_answer(
+    plain: FakeRegistry, attach: Any, check: Any, place: str, method: str, part: str, status: str,
+    name: str,
+) -> None:  # fmt: skip
+    image = plain.image()
+    if method == "GET":
+        assert attach(image).code == 0
+    plain.raw = only(method, part, head(status, name.format(place), "Content-Length: 0"))
+    ran = check(image) if method == "GET" else attach(image)
+    assert ran.code == 2
+    assert "error[KC65" in ran.stderr
+    assert "\x9b" not in ran.stderr
+
+
+@pytest.mark.parametrize("place", ODD)
+def test_a_next_page_that_is_nowhere_is_a_wrong_answer(
+    plain: FakeRegistry, attach: Any, check: Any, place: str
+) -> None:
+    image = plain.image()
+    assert attach(image).code == 0
+    data = plain.referrers(image.rpartition("@")[2])
+    more = f'Link: <{place}>; rel="next"', f"Content-Length: {len(data)}"
+    plain.raw = only("GET", "/referrers/", head("200 OK", *more), data)
+    ran = check(image)
+    assert ran.code == 2
+    assert "error[KC65" in ran.stderr
+
+
+@pytest.mark.usefixtures("certificate")
+def test_a_port_that_is_none_is_a_wrong_name(check: Any) -> None:
+    ran = check("localhost:99999/llm/tiny@sha256:" + "ab" * 32)
+    assert ran.code == 2
+    assert "error[KC6" in ran.stderr
+
+
+def drip(start: bytes, piece: bytes) -> Iterator[bytes]:
+    """Yield a piece every moment, for ever as far as a test is concerned."""
+    yield start
+    for _ in range(400):
+        time.sleep(0.05)
+        yield piece
+
+
+@pytest.mark.parametrize(
+    ("start", "piece"),
+    [
+        (b"HTTP/1.1 ", b"2"),
+        (b"HTTP/1.1 200 OK\r\n", b"A: b\r\n"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (head("200 OK", "Content-Length: 1000000"), b" "),
+        (head("200 OK", "Transfer-Encoding: chunked"), b"1\r\n \r\n"),
+    ],
+    ids=["status", "headers", "continue", "body", "chunks"],
+)
+@pytest.mark.parametrize("part", ["/manifests/", "/blobs/"])
+def test_an_answer_that_never_ends_is_left_in_time(
+    plain: FakeRegistry, attach: Any, check: Any, monkeypatch: pytest.MonkeyPatch, part: str,
+    start: bytes, piece: bytes,
+) -> None:  # fmt: skip
+    image = plain.image()
+    assert attach(image).code == 0
+    monkeypatch.setattr(transport, "SECONDS", 0.3)
+    plain.raw = lambda method, path: drip(start, piece) if part in path else None
+    begun = time.monotonic()
+    ran = check(image)
+    assert time.monotonic() - begun < 10
+    assert ran.code == 2
+    assert "error[KC65" in ran.stderr
+
+
+def test_referrers_of_others_do_not_matter_whatever_they_are(
+    plain: FakeRegistry, attach: Any, check: Any
+) -> None:
+    image = plain.image()
+    assert attach(image).code == 0
+    listed = json.loads(plain.referrers(image.rpartition("@")[2]))
+    strange: list[Any] = [
+        {"mediaType": "x", "digest": f"sha512:{'ab' * 64}", "size": 1, "artifactType": "sbom"},
+        {"mediaType": "x", "digest": f"sha256:{'ab' * 32}", "size": 1, "artifactType": None},
+        {"mediaType": "x", "digest": f"sha256:{'ab' * 32}", "size": -1},
+        {"artifactType": ["x"]},
+        "text",
+        None,
+    ]
+    data = json.dumps({**listed, "manifests": [*strange, *listed["manifests"], *strange]}).encode()
+    plain.changed = lambda path, found: data if path == "referrers" else found
+    ran = check(image)
+    assert ran.code == 0, ran.stderr
+
+
+def pages(registry: FakeRegistry, image: str, status: str, *links: str) -> Any:
+    """Return what lists nothing on the first page, and answers with a status on the next one."""
+    empty = json.dumps({"schemaVersion": 2, "manifests": []}).encode()
+    data = registry.referrers(image.rpartition("@")[2])
+
+    def raw(method: str, path: str) -> Iterable[bytes] | None:
+        if "/referrers/" not in path:
+            return None
+        if "page=2" in path:
+            return head(status, f"Content-Length: {len(data)}"), data
+        return head("200 OK", *links, f"Content-Length: {len(empty)}"), empty
+
+    return raw
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        ('Link: <?page=2>; rel="next"',),
+        ("Link: <?page=2>; rel=next",),
+        ('Link: <?page=1>; rel="first", <?page=2>; title="a, b"; rel="next"',),
+        ('Link: <?page=1>; rel="first"', 'Link: <?page=2> ; REL="next"'),
+        ('Link: <?page=2>; rel="last next"',),
+    ],
+)
+def test_the_next_page_is_found_among_other_links(
+    plain: FakeRegistry, attach: Any, check: Any, links: tuple[str, ...]
+) -> None:
+    image = plain.image()
+    assert attach(image).code == 0
+    plain.raw = pages(plain, image, "200 OK", *links)
+    ran = check(image)
+    assert ran.code == 0, ran.stderr
+
+
+def test_a_list_that_breaks_off_is_not_looked_for_elsewhere(
+    plain: FakeRegistry, attach: Any, check: Any
+) -> None:
+    image = plain.image()
+    plain.lists_referrers = False
+    assert attach(image).code == 0  # so that the tag has a list
+    plain.lists_referrers = True
+    plain.raw = pages(plain, image, "404 Not Found", 'Link: <?page=2>; rel="next"')
+    ran = check(image)
+    assert ran.code == 2
+    assert "error[KC6" in ran.stderr
+
+
+def test_a_tag_that_is_no_list_is_not_overwritten(
+    plain: FakeRegistry, attach: Any, check: Any
+) -> None:
+    image, plain.lists_referrers = plain.image(), False
+    tag = image.rpartition("@")[2].replace(":", "-")
+    other = ("application/vnd.oci.image.manifest.v1+json", json.dumps({"layers": []}).encode())
+    plain.documents[tag] = other
+    for ran in (attach(image), check(image)):
+        assert ran.code == 2
+        assert "error[KC655]" in ran.stderr
+    assert plain.documents[tag] == other
+
+
+def test_a_list_that_another_client_replaces_meanwhile_keeps_both(
+    plain: FakeRegistry, attach: Any, check: Any
+) -> None:
+    image, plain.lists_referrers = plain.image(), False
+    tag = image.rpartition("@")[2].replace(":", "-")
+    theirs = {"mediaType": "x", "digest": f"sha256:{'cd' * 32}", "size": 3, "artifactType": "sbom"}
+    puts = 0
+
+    def raw(method: str, path: str) -> Iterable[bytes] | None:
+        nonlocal puts
+        if method == "PUT" and path.endswith(tag) and not (puts := puts + 1) > 1:
+            index = {"schemaVersion": 2, "manifests": [theirs]}
+            kind = "application/vnd.oci.image.index.v1+json"
+            plain.documents[tag] = (kind, json.dumps(index).encode())
+            return (head("201 Created", "Content-Length: 0"),)
+        return None
+
+    plain.raw = raw
+    ran = attach(image)
+    assert ran.code == 0, ran.stderr
+    listed = [each["digest"] for each in json.loads(plain.documents[tag][1])["manifests"]]
+    assert listed == [theirs["digest"], *artefacts(plain)]
+
+
+@pytest.mark.usefixtures("known")
+def test_no_secret_and_no_sign_of_a_terminal_is_in_a_message(
+    plain: FakeRegistry, attach: Any, check: Any
+) -> None:
+    image = plain.image()
+    realm = f"http://{plain.host}/token#\x1b[2J"
+    asked = f'WWW-Authenticate: Bearer realm="{realm}",service="s",scope="pull"'
+    plain.token = "secret"
+    plain.raw = only("GET", "/manifests/", head("401 Unauthorized", asked, "Content-Length: 0"))
+    ran = attach(image)
+    assert ran.code == 2
+    for secret in ("dXNlcjpwYXNz", "secret", "pass", "\x1b[2J"):
+        assert secret not in ran.stderr + ran.stdout
+
+
+@pytest.mark.usefixtures("certificate")
+def test_tls_that_never_begins_is_left_in_time(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "SECONDS", 0.3)
+
+    class Slow(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                for piece in drip(b"\x16\x03\x03\x40\x00", b"\x00"):
+                    self.request.sendall(piece)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Slow) as server:
+        server.daemon_threads, server.block_on_close = True, False
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        begun = time.monotonic()
+        image = f"localhost:{server.server_address[1]}/llm/tiny@sha256:{'ab' * 32}"
+        ran = check(image, plain_http=False)
+        server.shutdown()
+    assert time.monotonic() - begun < 10
+    assert ran.code == 2
+    assert "error[KC65" in ran.stderr
