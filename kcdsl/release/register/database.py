@@ -27,6 +27,7 @@ from sqlalchemy.pool import QueuePool
 
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import (
+    INPUT_OUTPUT,
     NO_PACKAGE,
     REGISTER_BUSY,
     REGISTER_DAMAGED,
@@ -207,7 +208,7 @@ class RegisterDatabase:
     def _translating(self) -> Iterator[None]:
         try:
             yield
-        except SQLAlchemyError as error:
+        except (SQLAlchemyError, sqlite3.Error) as error:
             raise self._refusal(error) from error
         except UnicodeDecodeError as error:  # SQLite quotes what is damaged when it reports it
             raise refuse(
@@ -216,9 +217,11 @@ class RegisterDatabase:
                 help="restore it from a copy; nothing was written",
             ) from error
 
-    def _refusal(self, error: SQLAlchemyError) -> Refusal:
+    def _refusal(self, error: SQLAlchemyError | sqlite3.Error) -> Refusal:
         where = self.location.shown
-        cause = error.orig if isinstance(error, DatabaseError) else None
+        cause: BaseException | None = error if isinstance(error, sqlite3.Error) else None
+        if isinstance(error, DatabaseError):
+            cause = error.orig
         said = " ".join(str(cause or error).split())[:300]
         if _is_busy(cause):
             return refuse(
@@ -232,8 +235,19 @@ class RegisterDatabase:
                 f"the register {where} cannot be reached: {said}",
                 help="check the URL, the server, and the password in ~/.pgpass",
             )
-        if isinstance(cause, sqlite3.OperationalError) and "unable to open" in said:
-            return refuse(REGISTER_MISSING, f"the register {where} cannot be opened: {said}")
+        if _kind(cause) == sqlite3.SQLITE_CANTOPEN:
+            return refuse(
+                REGISTER_MISSING,
+                f"the register {where} cannot be opened: {said}",
+                help="its folder must be there and writable, also for those who only read: SQLite"
+                " keeps files beside it",
+            )
+        if _kind(cause) in {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY}:
+            return refuse(
+                INPUT_OUTPUT,
+                f"the disk does not take the register {where}: {said}",
+                help="make room, or let this user write there; nothing was written",
+            )
         return refuse(
             REGISTER_DAMAGED,
             f"the register {where} cannot be used: {said}",
@@ -242,10 +256,14 @@ class RegisterDatabase:
 
 
 def _is_busy(cause: BaseException | None) -> bool:
-    if isinstance(cause, sqlite3.OperationalError):
-        code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
-        return code in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+    if _kind(cause) in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
+        return True
     return getattr(cause, "sqlstate", None) == "55P03"  # lock_not_available
+
+
+def _kind(cause: BaseException | None) -> int:
+    """Return the primary result code of SQLite; 0 for other errors."""
+    return getattr(cause, "sqlite_errorcode", 0) & 0xFF if cause is not None else 0
 
 
 def upgrade(connection: Connection) -> None:

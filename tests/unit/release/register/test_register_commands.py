@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -455,6 +457,28 @@ def test_a_head_without_a_trusted_key_is_no_evidence(cli: Cli, folder: Path, pla
     ran = cli("register", "check", "--head", "head.json", "--register", place, cwd=folder)
     assert ran.code == 2
     assert "KC641" in ran.stderr
+
+
+FULL_DISK = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+from kcdsl.cli import main
+sys.exit(main())
+"""
+"""A process in which no file grows."""
+
+
+@pytest.mark.parametrize("words", [("init",), ("revoke", "ab" * 32, "--reason", "x")])
+def test_a_full_disk_is_no_damage(tmp_path: Path, cli: Cli, words: tuple[str, ...]) -> None:
+    place = str(tmp_path / "r.db")
+    if words[0] != "init":
+        assert cli("register", "init", "--register", place).code == 0
+    full = [sys.executable, "-c", FULL_DISK, "register", *words, "--register", place]
+    ran = subprocess.run(full, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr[:12]) == (2, "error[KC602]"), ran.stderr
+    again = cli("register", *words, "--register", place)
+    assert again.code == 0, again.stderr
+    assert cli("register", "check", "--register", place).code == 0
 
 
 ENDLESS = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT"
