@@ -86,10 +86,13 @@ def question(given: Mapping[str, Any], usual: Mapping[str, str]) -> tuple[str, s
 
 
 class GateServer(ThreadingHTTPServer):
-    """Answers from one register; at most `MOST_AT_A_TIME` questions at a time."""
+    """Answers from one register; at most `MOST_AT_A_TIME` questions at a time.
 
-    daemon_threads = True
-    block_on_close = False
+    When it is closed, it first ends what it answers: that takes no longer than `SECONDS` and the
+    register.
+    """
+
+    daemon_threads = False
     request_queue_size = MOST_AT_A_TIME
 
     def __init__(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
 import socket
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -760,3 +763,26 @@ def test_more_connections_than_are_served_are_closed(
         finally:
             for one in silent:
                 one.close()
+
+
+@pytest.mark.full
+def test_a_server_that_is_stopped_ends_its_answers_first(tmp_path: Path) -> None:
+    place = tmp_path / "r.db"
+    Register.open(place, create=True).close()
+    words = ["-m", "kcdsl", "gate", "--serve", "0", "--register", str(place)]
+    with subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            address = ("127.0.0.1", int(server.stderr.readline().rpartition(":")[2]))
+            with socket.create_connection(address) as first:
+                first.sendall(b"GET /health HTTP/1.1\r\n")
+                with socket.create_connection(address) as second:  # accepted after the first
+                    second.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+                    assert second.recv(100).startswith(b"HTTP/1.0 204")
+                server.send_signal(signal.SIGTERM)
+                assert server.stderr.readline().startswith("gate: stopping")
+                first.sendall(b"\r\n")
+                assert first.recv(100).startswith(b"HTTP/1.0 204")
+            assert server.wait(60) == 0
+        finally:
+            server.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -238,10 +239,14 @@ class GateCommand(OfSlot):
             ) from error
         with server:
             say(f"gate: http://{host}:{server.server_address[1]}")
+            # The first process of a container ignores this signal unless it is handled.
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
             try:
                 server.serve_forever()
             except KeyboardInterrupt:
-                say("gate: stopped")
+                say("gate: stopping, after the answers that are under way")
+            finally:
+                signal.signal(signal.SIGTERM, before)
         return Exit.HELD
 
 
