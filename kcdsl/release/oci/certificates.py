@@ -103,8 +103,8 @@ def pull(registry: Repository, folder: Path, keys: Sequence[TrustedKey]) -> list
     """Read the certificates that are attached to an image, or the one that is named itself.
 
     Files beside a certificate are read only where a trusted key signed it. Where any is signed so,
-    those that are not are left out, and those that a signed one supersedes: whoever may write to
-    the registry can attach anything.
+    those that are not are left out, for whoever may write to the registry can attach anything; and
+    those that a signed one supersedes or states anew.
 
     Raises:
         Refusal: there is none, or the registry sends something else than digests name.
@@ -127,8 +127,26 @@ def pull(registry: Repository, folder: Path, keys: Sequence[TrustedKey]) -> list
             help="attach one: kcdsl attach CERT HOST/NAME@sha256:DIGEST",
         )
     signed = [each for each in found if each.identity]
-    gone = {each.body.supersedes for each in signed if isinstance(each.body, Predicate)}
-    return [each for each in signed if each.identity not in gone] or found
+    bodies = [each.body for each in signed if isinstance(each.body, Predicate)]
+    gone = {body.supersedes for body in bodies}
+    return [
+        each
+        for each in signed
+        if each.identity not in gone and not any(_is_anew(body, each.body) for body in bodies)
+    ] or found
+
+
+def _is_anew(later: Predicate, earlier: Predicate | Transfer | None) -> bool:
+    """Say whether a certificate states every result of an earlier one again, whatever they are: of
+    the same triple and stage, with a later sequence."""
+    if not isinstance(earlier, Predicate) or later.sequence <= earlier.sequence:
+        return False
+    if (later.triple.digest, later.stage) != (earlier.triple.digest, earlier.stage):
+        return False
+    stated = {(clause.slice, clause.obligation) for clause in later.clauses}
+    return {*earlier.scope.covers} <= {*later.scope.covers} and stated.issuperset(
+        (clause.slice, clause.obligation) for clause in earlier.clauses
+    )
 
 
 def _pulled(

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +319,85 @@ def test_a_signed_statement_of_another_kind_is_not_left_out(
     ran = check(image)
     assert ran.code == 4
     assert "statement/key-not-allowed" in ran.stdout
+
+
+@pytest.fixture
+def issued(
+    folder: Path,
+    certificate: Path,
+    program: Program,
+    proof: bytes,
+    key: SigningKey,
+    evidence: tuple[EvidenceFile, ...],
+) -> Callable[..., Path]:
+    """Return a function that issues a certificate beside the other one."""
+
+    def run(
+        sequence: int,
+        *,
+        failed: bool = False,
+        part: slice = slice(None),
+        signer: SigningKey = key,
+        **options: Any,
+    ) -> Path:
+        found = results(program, folder, proof_reference("N-ATTN-0", proof))
+        if failed:
+            found[0] = replace(found[0], verdict=Verdict.INCONCLUSIVE)
+        path = certificate.with_name(f"{sequence}.cert.json")
+        given: dict[str, Any] = {"clock": lambda: NOW, "sequence": sequence, "evidence": evidence}
+        bundle = issue(
+            program=program, base=folder, clauses=found[part], keys=[signer], **given | options
+        )
+        path.write_bytes(bundle)
+        return path
+
+    return run
+
+
+LATER, LATEST = 2_000_000_000, 2_000_000_001
+SHORT = {"lifetime": timedelta(hours=1)}
+
+
+@pytest.mark.parametrize("earlier", [{"failed": True}, SHORT, {"part": slice(1)}])
+def test_a_certificate_that_a_later_one_states_anew_counts_no_more(
+    plain: FakeRegistry,
+    attach: Any,
+    check: Any,
+    issued: Any,
+    earlier: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    image = plain.image()
+    with monkeypatch.context() as then:
+        then.setattr("kcdsl.release.issue.utc_now", lambda: NOW)
+        assert attach(image, issued(LATER, **earlier)).code == 0
+    assert check(image).code == (0 if "part" in earlier else 4)
+    assert attach(image, issued(LATEST)).code == 0
+    ran = check(image, "--json")
+    assert ran.code == 0, ran.stdout
+    assert "certificates" not in json.loads(ran.stdout)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [{"stage": "shadow"}, {"part": slice(1, None)}, {"sequence": LATER - 1}, {"failed": True}],
+    ids=["another stage", "less", "earlier", "failed as well"],
+)
+def test_a_failure_counts_until_all_of_it_is_stated_anew(
+    plain: FakeRegistry, attach: Any, check: Any, issued: Any, later: dict[str, Any]
+) -> None:
+    image = plain.image()
+    assert attach(image, issued(LATER, failed=True)).code == 0
+    assert attach(image, issued(**({"sequence": LATEST} | later))).code == 0
+    ran = check(image)
+    assert ran.code == 4
+    assert "clause/" in ran.stdout
+
+
+def test_a_strangers_certificate_states_nothing_anew(
+    plain: FakeRegistry, attach: Any, check: Any, issued: Any
+) -> None:
+    image = plain.image()
+    assert attach(image, issued(LATER, failed=True)).code == 0
+    assert attach(image, issued(LATEST, signer=generate())).code == 0
+    assert check(image).code == 4
