@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,15 +13,18 @@ from typing import Any
 import pytest
 
 from kcdsl.release import companions
+from kcdsl.release.register import Register
 from kcdsl_certs.signatures import (
     SigningKey,
     TrustedKey,
+    TrustPolicy,
     decode,
     load_private,
     pae,
     parse_bundle,
     signers,
 )
+from kcdsl_certs.signatures.policy import ROLES
 
 Cli = Callable[..., Any]
 DIGEST = "ab" * 32
@@ -104,6 +108,22 @@ def test_nothing_is_signed_for_a_certificate_that_is_not_valid(
     ran = companion()
     assert ran.code == 4
     assert "triple/checkpoint-mismatch" in ran.stdout
+    assert not (folder / "made").exists()
+
+
+def test_nothing_is_signed_for_a_certificate_that_a_register_revoked(
+    companion: Callable[..., Any], folder: Path, certificate: Path, key: SigningKey
+) -> None:
+    place = folder / "r.db"
+    trusted = TrustPolicy(keys=(TrustedKey("key", key.public, frozenset(ROLES.values())),))
+    with Register.open(place, create=True, clock=lambda: AT) as register:
+        (found,) = register.record_certificates([certificate.read_bytes()], trusted)
+        assert companion("--register", str(place)).code == 0
+        shutil.rmtree(folder / "made")
+        register.revoke(found.identity, "wrong data")
+    ran = companion("--register", str(place))
+    assert ran.code == 4
+    assert "register/revoked" in ran.stdout
     assert not (folder / "made").exists()
 
 

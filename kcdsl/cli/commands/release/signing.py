@@ -22,6 +22,7 @@ from kcdsl.cli.common.options import (
     Trusts,
     json_option,
     output_option,
+    register_option,
 )
 from kcdsl.cli.common.output import deliver, print_json, say
 from kcdsl.diagnostics import refuse
@@ -297,6 +298,7 @@ class CompanionsCommand(Trusts):
         "FILE", "the weights of the inference kernel, where the contract names some of its own"
     )
     stage: Stage | None = choice(Stage, "the stage that is asked for")
+    register: str | None = register_option("in which each certificate must be in force")
     output: str | None = output_option("DIR", "where they are written (default: beside CERT)")
 
     def run(self) -> Exit:
