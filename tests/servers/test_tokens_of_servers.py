@@ -66,6 +66,7 @@ def test_an_id_is_taken_as_it_is(token: int) -> None:
         (BYTES, ServedToken(None, None, "\ufffd")),
         (BYTES, ServedToken(None, None, None)),
         (Vocabulary(256, None), ServedToken(None, None, "A")),
+        (Vocabulary(None, None), ServedToken(2**63, None, None)),
     ],
 )
 def test_a_token_in_doubt_is_refused(vocabulary: Vocabulary, token: ServedToken) -> None:

@@ -267,6 +267,8 @@ def _bad(what: str, help: str | None = None) -> Refusal:
     return refuse(codes.SERVER_REPLY, f"the answer of the server is not usable: {what}", help=help)
 
 
+_LARGEST = 1 << 31
+"""More tokens than any vocabulary has, for a model that does not say how many it has."""
 _LOST = "\ufffd"
 """What stands for bytes that are no text."""
 
@@ -312,8 +314,9 @@ class Vocabulary:
             return None
 
     def _checked(self, found: int, token: ServedToken) -> int:
-        if found < 0 or (self.size is not None and found >= self.size):
-            raise _doubt(f"the token {found} is out of the vocabulary of {self.size}")
+        size = _LARGEST if self.size is None else self.size
+        if not 0 <= found < size:
+            raise _doubt(f"the token {found} is out of the vocabulary of {size}")
         if token.bytes is None or self.tokenizer is None:
             return found
         if isinstance(self.tokenizer, ByteTokenizer):
