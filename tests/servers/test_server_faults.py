@@ -291,6 +291,24 @@ def test_what_vllm_says_of_its_values_is_held_against_the_contract(
     assert mode in caught.value.diagnostics[0].message
 
 
+@pytest.mark.parametrize("listed", [7, True, "tiny", {"id": "tiny"}, None])
+def test_a_list_of_models_that_is_none_is_a_wrong_answer(
+    load: Loader, train: TorchKernel, listed: object
+) -> None:
+    fake = Fake(train.logits, pages={"/v1/models": {"data": listed}})
+    with serving(fake) as url, pytest.raises(Refusal) as caught:
+        load(url)
+    assert caught.value.diagnostics[0].code is codes.SERVER_REPLY
+
+
+def test_many_long_names_of_models_are_cut_off(load: Loader, train: TorchKernel) -> None:
+    listed = [{"id": f"{i}{'x' * 10_000}"} for i in range(1000)]
+    fake = Fake(train.logits, pages={"/v1/models": {"data": listed}})
+    with serving(fake) as url, pytest.raises(Refusal) as caught:
+        load(url)
+    assert len(caught.value.diagnostics[0].message) < 2000
+
+
 @pytest.mark.parametrize("owner", ["vllm", "sglang", "tensorrt_llm", "llamacpp", "someone"])
 def test_each_server_is_told_the_whole_law(load: Loader, train: TorchKernel, owner: str) -> None:
     """Nothing is left to defaults that change the law, such as llama.cpp's `top_k` of 40."""

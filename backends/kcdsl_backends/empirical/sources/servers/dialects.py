@@ -91,7 +91,8 @@ def identify(transport: Transport, service: Service) -> Identity:
     """
     listed = transport.get("/v1/models")
     entries = listed.get("data") if isinstance(listed, dict) else None
-    models = [e for e in entries or () if isinstance(e, dict) and isinstance(e.get("id"), str)]
+    given = entries if isinstance(entries, list) else []
+    models = [e for e in given if isinstance(e, dict) and isinstance(e.get("id"), str)]
     if not models:
         raise refuse(
             codes.SERVER_REPLY,
@@ -132,9 +133,10 @@ def _chosen(models: list[dict[str, Any]], service: Service, transport: Transport
     if wanted in names:
         return models[names.index(wanted)]
     missing = "several models" if wanted is None else f"no model {wanted!r}"
+    shown = [name[:80] for name in names[:10]] + (["…"] if len(names) > 10 else [])
     raise refuse(
         codes.SERVER_CHANGED,
-        f"the server {transport.url} has {missing}; it has {', '.join(names)}",
+        f"the server {transport.url} has {missing}; it has {', '.join(shown)}",
         help="name one of them as `model` of the kernel",
     )
 
