@@ -37,12 +37,12 @@ class Chain:
         self._connection = connection
         self._before = head_in(connection)
         self._head = self._before
-        self.moment = max(moment.replace(microsecond=0), self._before.at)
+        self._moment = max(moment.replace(microsecond=0), self._before.at)
 
     def append(self, kind: EventKind, data: Mapping[str, Any]) -> Event:
         """Append an event with what follows from it; raises Rejected where it is not admissible."""
         last = self._head
-        event = Event(last.number + 1, self.moment, last.hash, kind, data)
+        event = Event(last.number + 1, self._moment, last.hash, kind, data)
         insert_event(self._connection, event)
         apply(self._connection, event)
         self._head = RegisterHead(last.register, event.number, event.hash, event.time)

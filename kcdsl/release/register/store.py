@@ -249,7 +249,7 @@ class Register:
                 slot_after(before, decided, 0)
             except Rejected as error:
                 raise Stale(before, error.detail) from error
-            refuse_unfounded(connection, decided, before, chain.moment)
+            refuse_unfounded(connection, decided, before, self._clock())
             refuse_counted(connection, slot, decided.candidate, traffic)
             chain.append(EventKind.PROMOTION, decided.to_json())
             return slot_in(connection, slot)

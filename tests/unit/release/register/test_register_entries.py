@@ -388,3 +388,14 @@ def test_a_clock_that_goes_back_does_not_turn_the_chain_back(place: str) -> None
         register.record_triple(ONE)
         register.record_triple(TWO)
         assert [event.time for event in register.events()] == [NOW] * 3
+
+
+def test_an_event_of_a_clock_that_was_ahead_ends_no_certificate(place: str) -> None:
+    with Register.open(place, create=True, clock=lambda: NOW) as register:
+        one = record(register)
+        with Register.open(place, clock=lambda: NOW + timedelta(days=3650)) as ahead:
+            ahead.record_triple(TWO)
+            with pytest.raises(Refusal):
+                ahead.promote(SLOT, 0, decision(one))
+        register.promote(SLOT, 0, decision(one))
+        assert [event.time for event in register.events()][-1] > NOW + timedelta(days=3000)
