@@ -8,10 +8,12 @@ sends is compared with the digest under which it was asked for before it is read
 from __future__ import annotations
 
 import hashlib
+import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 from typing import IO, Any
 from urllib.parse import urlencode, urlsplit
 
@@ -36,6 +38,9 @@ _ACCEPTED = (
     "application/vnd.docker.distribution.manifest.list.v2+json",
 )
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+SETTLED = 0.5
+"""Seconds within which another client writes a list that it read."""
+_TRIES = 10
 _MOST_LISTED, _MOST_CERTIFICATES, _MOST_PAGES = 10_000, 100, 64
 _LINK = re.compile(
     r"""<([^<>]*)>((?:\s*+;\s*+[^\s;,="]++\s*+(?:=\s*+(?:"[^"]*+"|[^\s;,"]*+))?+)*+)"""
@@ -224,18 +229,18 @@ class Repository:
         return own
 
     def _tag(self, own: Descriptor, notes: Mapping[str, str]) -> None:
-        """Add an artefact to the list under the fallback tag. Another client may write the list at
-        the same time, so it is read again."""
-        for _ in range(5):
+        """Add an artefact to the list under the fallback tag, and see that it stays there: another
+        client that read the list before replaces it without this artefact."""
+        where = f"{self.root}/manifests/sha256-{self.image.sha256}"
+        for _ in range(_TRIES):
             index = self._tagged()
             known = index["manifests"]
             if any(isinstance(each, dict) and each.get("digest") == own.digest for each in known):
                 return
             index["manifests"] = [*known, {**own.to_json(), "annotations": dict(notes)}]
-            data = canonical_json(index)
-            where = f"{self.root}/manifests/sha256-{self.image.sha256}"
-            self._put(where, data, {"Content-Type": INDEX_TYPE})
-        raise reply(self.root, "the list of referrers was replaced by others five times")
+            self._put(where, canonical_json(index), {"Content-Type": INDEX_TYPE})
+            sleep(SETTLED * random.uniform(1, 2))  # other lengths than those of the others
+        raise reply(self.root, f"the list of referrers was replaced by others {_TRIES} times")
 
     def _put(
         self, where: str, data: bytes | IO[bytes], headers: Mapping[str, str], size: int = 0

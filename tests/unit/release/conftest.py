@@ -147,7 +147,9 @@ def certificate(
 
 @pytest.fixture
 def while_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Run at a time when the certificate is valid, without credentials of this machine."""
+    """Run at a time when the certificate is valid, without credentials of this machine, and beside
+    no other client of a registry."""
+    monkeypatch.setattr("kcdsl.release.oci.repository.SETTLED", 0.0)
     monkeypatch.setattr("kcdsl.api.checking.moment_of", lambda text: VALID_AT)
     monkeypatch.setattr("kcdsl.release.issue.utc_now", lambda: VALID_AT)
     monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "no.json"))

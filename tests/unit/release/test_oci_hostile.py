@@ -230,23 +230,22 @@ def test_a_tag_that_is_no_list_is_not_overwritten(
 
 
 def test_a_list_that_another_client_replaces_meanwhile_keeps_both(
-    plain: FakeRegistry, attach: Any, check: Any
+    plain: FakeRegistry, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image, plain.lists_referrers = plain.image(), False
     tag = image.rpartition("@")[2].replace(":", "-")
     theirs = {"mediaType": "x", "digest": f"sha256:{'cd' * 32}", "size": 3, "artifactType": "sbom"}
-    puts = 0
+    left = 3
 
-    def raw(method: str, path: str) -> Iterable[bytes] | None:
-        nonlocal puts
-        if method == "PUT" and path.endswith(tag) and not (puts := puts + 1) > 1:
+    def another(seconds: float) -> None:
+        nonlocal left
+        left -= 1
+        if left > 0:
             index = {"schemaVersion": 2, "manifests": [theirs]}
             kind = "application/vnd.oci.image.index.v1+json"
             plain.documents[tag] = (kind, json.dumps(index).encode())
-            return (head("201 Created", "Content-Length: 0"),)
-        return None
 
-    plain.raw = raw
+    monkeypatch.setattr("kcdsl.release.oci.repository.sleep", another)
     ran = attach(image)
     assert ran.code == 0, ran.stderr
     listed = [each["digest"] for each in json.loads(plain.documents[tag][1])["manifests"]]
