@@ -10,8 +10,9 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 
 from tests.support.commands import PLAIN_TERMINAL, Ran
@@ -45,15 +46,18 @@ class Installation:
         return Ran(done.returncode, done.stdout, done.stderr)
 
 
-def install(wheel: Path, folder: Path, *extras: str) -> Installation:
-    """Make an environment, and install a wheel there with what it requires for some extras."""
+def install(
+    wheel: Path, folder: Path, *extras: str, only: Collection[str] | None = None
+) -> Installation:
+    """Make an environment, and install a wheel there with what it requires for some extras, or with
+    `only` the distributions of these names."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "-qq"]
     command = [*pip, "install", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
     required = folder / "required"
     required.mkdir()
-    for found in _required(extras):
+    for found in _required(extras) if only is None else map(distribution, only):
         for name in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
             place = Path(str(found.locate_file(name)))
             if place.exists() and not (required / name).exists():
