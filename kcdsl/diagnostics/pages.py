@@ -7,7 +7,9 @@ how they are written. A block `file NAME` is the text of a file.
 
 from __future__ import annotations
 
+import posixpath
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -19,18 +21,32 @@ FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SENTENCE_END = re.compile(r"(?<=\.)\s+")
 MANUAL = ("tutorials", "how-to", "reference", "explanation", "proofs")
 """The folders of the manual, below docs/ in the sources and below `manual/` in the wheel."""
-_PAGE_LINK = re.compile(
-    r"\[([^\]]+)\]\((?:\.\./)*(?:[\w-]+/)*(KC[0-9]{3}|[a-z0-9-]+)\.md(?:#[\w-]*)?\)"
+FURTHER: Mapping[str, str] = {
+    "backends": "backends/README.md",
+    "certs": "certs/README.md",
+    "grammar": "grammar/README.md",
+    "security": "SECURITY.md",
+}
+"""Pages of the manual beside docs/: their names, also of the files in `manual/` of the wheel, and
+their files in the sources."""
+_CODES = "kcdsl/diagnostics/pages"
+_LINK = re.compile(
+    r"^```.*?^```$|!?\[((?:`[^`\n]*`|[^\]\n]|\n(?!\n))*)\]\((?![a-z]+:)([^)\s]+)\)|`[^`\n]+`",
+    re.MULTILINE | re.DOTALL,
 )
+"""A link inside the repository, its text and its target; or an example or a code span, in which
+there is none."""
 _LANGUAGES = {"py": "python", "yaml": "yaml", "toml": "toml", "json": "json"}
 """The languages of files by their suffixes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page: its whole text and its summary, which is the first paragraph."""
+    """A page: its whole text, its summary, which is the first paragraph, and its folder in the
+    sources, from which its links start."""
 
     text: str
+    folder: str = _CODES
 
     @property
     def summary(self) -> str:
@@ -47,13 +63,18 @@ class Page:
     def markdown(self) -> str:
         """Return the page as Markdown for readers: without what only tests need, with the names of
         files before their text."""
-        return with_examples(_PAGE_LINK.sub(_cited, self.text))
+        return with_examples(self._cited())
 
     @property
     def plain(self) -> str:
         """Return the page as plain text: examples are indented, marks left out."""
-        text = FENCE.sub(_indented, _PAGE_LINK.sub(_cited, self.text)).rstrip("\n") + "\n"
+        text = FENCE.sub(_indented, self._cited()).rstrip("\n") + "\n"
         return re.sub(r"^#+ ", "", text, flags=re.MULTILINE).replace("**", "")
+
+    def _cited(self) -> str:
+        """Return the text with links to pages as the commands that print them, and with links to
+        other files as their paths in the sources."""
+        return _LINK.sub(lambda link: _citation(link, self.folder), self.text)
 
 
 def page(code: Code) -> Page:
@@ -64,7 +85,10 @@ def page(code: Code) -> Page:
 def manual_page(name: str) -> Page | None:
     """Return the page of the manual whose file has a name; None where there is none."""
     file = _manual().get(name)
-    return None if file is None else Page(file.read_text("utf-8"))
+    if file is None:
+        return None
+    folder = posixpath.dirname(FURTHER[name]) if name in FURTHER else f"docs/{file.parent.name}"
+    return Page(file.read_text("utf-8"), folder)
 
 
 def manual_pages() -> tuple[str, ...]:
@@ -77,9 +101,11 @@ def _manual() -> dict[str, Path]:
     """Return the files of the manual by their names: those of the wheel, or of the sources."""
     package = Path(__file__).resolve().parents[1]
     root, sources = package / "manual", package.parent
+    further = {name: root / f"{name}.md" for name in FURTHER}
     if not root.is_dir() and (sources / "mkdocs.yml").is_file():
-        root = sources / "docs"
-    return {file.stem: file for folder in MANUAL for file in sorted((root / folder).glob("*.md"))}
+        root, further = sources / "docs", {n: sources / path for n, path in FURTHER.items()}
+    pages = {file.stem: file for folder in MANUAL for file in sorted((root / folder).glob("*.md"))}
+    return pages | {name: file for name, file in further.items() if file.is_file()}
 
 
 def with_examples(text: str) -> str:
@@ -94,15 +120,33 @@ def place(code: Code) -> str | None:
     return file.as_uri() if isinstance(file, Path) and file.is_file() else None
 
 
-def _cited(link: re.Match[str]) -> str:
-    """Return a link to another page as the command that prints it; other links stay."""
-    text, name = link[1], link[2]
-    if name in {text, text.strip("`")}:
-        return text
-    if not name.startswith("KC") and name not in _manual():
+def _citation(link: re.Match[str], folder: str) -> str:
+    """Return what a page says instead of a link."""
+    text, target = link[1], link[2]
+    if target is None:
         return link[0]
+    file = target.partition("#")[0]
+    if not file:
+        return text
+    path = posixpath.normpath(posixpath.join(folder, file))
+    name = _name(path)
+    if name is None:
+        return text if text.strip("`") == path else f"{text} (`{path}`)"
+    if text.strip("`") == name:
+        return text
     command = f"`kcdsl explain {name}`"
-    return command if text.endswith(f"{name}.md") else f"{text} ({command})"
+    return command if text.endswith((f"{name}.md", path)) else f"{text} ({command})"
+
+
+def _name(path: str) -> str | None:
+    """Return the name of the page that lies at a path of the sources; None where it is none."""
+    folder, _, file = path.rpartition("/")
+    stem = file.removesuffix(".md")
+    named = {further: name for name, further in FURTHER.items()}.get(path)
+    if folder == _CODES:
+        return stem
+    known = folder.startswith("docs/") and folder.removeprefix("docs/") in MANUAL and stem != file
+    return named or (stem if known and stem in _manual() else None)
 
 
 def _readable(fence: re.Match[str]) -> str:

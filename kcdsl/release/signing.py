@@ -286,7 +286,7 @@ def _refused(error: Rejected) -> Refusal:
                 "contract is not asked",
             )
         case "policy/malformed" | "policy/unknown":
-            return refuse(BAD_CONFIGURATION, text, help="certs/README.md describes policies")
+            return refuse(BAD_CONFIGURATION, text, help="`kcdsl explain certs` describes policies")
         case reason if reason.startswith("policy/"):
             return refuse(
                 TRUST_POLICY,

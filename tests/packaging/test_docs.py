@@ -14,7 +14,8 @@ import pytest
 from docs.site import man
 from docs.site.assemble import pages as pages_of_the_manual
 from kcdsl.cli import COMMANDS
-from kcdsl.diagnostics.pages import manual_pages
+from kcdsl.diagnostics.codes import FAMILIES, all_codes
+from kcdsl.diagnostics.pages import Page, manual_page, manual_pages
 from kcdsl.exits import Exit
 from kcdsl.metrics import BUILT_IN
 
@@ -145,15 +146,55 @@ def test_messages_name_pages_that_are_installed(project_files: tuple[Path, ...])
         if path.suffix != ".py" or not {"kcdsl", "backends", "certs"} & set(path.parts):
             continue
         text = path.read_text(encoding="utf-8")
-        if "tests" in path.parts or not re.search(r"docs/[a-z]|kcdsl explain", text):
+        if "tests" in path.parts or not re.search(r"docs/[a-z]|kcdsl explain|[A-Z]\.md", text):
             continue
         tree = ast.parse(text)
         prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and node not in prose and isinstance(node.value, str):
-                assert not re.search(r"docs/[\w-]+[/.]", node.value), f"{path}: {node.value}"
+                page = (
+                    r"docs/[\w-]+[/.]|(README|SECURITY|CONTRIBUTING)\.md .| .*(README|SECURITY)\.md"
+                )
+                assert not re.search(page, node.value), f"{path}: {node.value}"
                 named = re.findall(r"kcdsl explain ([a-z][\w-]*)", node.value)
                 assert set(named) <= known, f"{path}: {node.value}"
+
+
+def test_printed_pages_cite_pages_that_are_installed(repository: Path) -> None:
+    """A link is printed as `kcdsl explain NAME`; what only a checkout has, as its path there."""
+    shipped = re.compile(r"docs/(?!adr/|README|images/)|(grammar|certs|backends)/README|SECURITY")
+    printed = {name: manual_page(name) for name in manual_pages()}
+    printed |= {code.id: code.page for code in all_codes()}
+    assert {"certs", "grammar", "backends", "security", "verify", "KC203"} <= set(printed)
+    cited = set()
+    for name, page in printed.items():
+        assert page is not None
+        for text in (page.plain, page.markdown):
+            bare = re.sub(r"^ {4}.*$|`[^`\n]+`", "", FENCE.sub("", text), flags=re.MULTILINE)
+            assert not re.search(r"\]\((?![a-z]+:)", bare), name
+            paths = re.findall(r"\(`([\w/.-]+\.md)`\)", FENCE.sub("", page.markdown))
+            assert [path for path in paths if shipped.match(path)] == [], name
+            cited |= set(re.findall(r"`kcdsl explain ([\w-]+)`", text))
+    known = {*printed, *BUILT_IN.names(), *FAMILIES}
+    assert {name for name in cited if not name.isupper()} <= known
+    assert {"certs", "grammar", "security"} <= cited
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[policies](../../certs/README.md#trust)", "policies (`kcdsl explain certs`)"),
+        ("[certs/README.md](../../certs/README.md)", "`kcdsl explain certs`"),
+        ("[verify.md](verify.md#a)", "`kcdsl explain verify`"),
+        ("[a\nrule](../proofs/chains.md)", "a\nrule (`kcdsl explain chains`)"),
+        ("[`f`](../../kcdsl/exits.py)", "`f` (`kcdsl/exits.py`)"),
+        ("[here](#below)", "here"),
+        ("[elsewhere](https://example.org/a.md)", "[elsewhere](https://example.org/a.md)"),
+        ("`[no](link.md)`", "`[no](link.md)`"),
+    ],
+)
+def test_links_of_printed_pages(text: str, said: str) -> None:
+    assert Page(f"# A page\n\n{text}\n", "docs/reference").markdown == f"# A page\n\n{said}\n"
 
 
 def test_every_make_target_that_the_docs_name_exists(repository: Path, pages: list[Path]) -> None:

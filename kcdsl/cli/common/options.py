@@ -253,7 +253,7 @@ class RunsCode(Command):
 
     epilog: ClassVar[str | None] = (
         "This command runs code of the contract, once that is allowed: a model factory, and "
-        "metrics of its own. SECURITY.md says when."
+        "metrics of its own. `kcdsl explain security` says when."
     )
     allow_code: bool = switch(
         "run the Python code that the contract names, with your rights (default: only where the "
