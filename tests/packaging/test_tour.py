@@ -53,6 +53,20 @@ def test_each_road_has_few_steps_and_every_function_exists(repository: Path) -> 
             assert name in defined(page.parent / file), row
 
 
+def test_every_package_has_its_row(repository: Path) -> None:
+    text = (repository / "docs" / "explanation" / "tour.md").read_text(encoding="utf-8")
+    table = text.partition("| package | content |")[2].partition("\n\n")[0]
+    first = " ".join(row.split("|")[1] for row in table.splitlines() if row.startswith("| `"))
+    listed = re.findall(r"`([\w/]+)`", first)
+    packages = {"grammar/kcdsl_grammar"}
+    for parent in ("kcdsl", "backends/kcdsl_backends", "certs/kcdsl_certs"):
+        made = (repository / parent).glob("*/__init__.py")
+        packages |= {file.parent.relative_to(repository).as_posix() for file in made}
+    assert sorted(listed) == sorted(packages)
+    for part in ("`register`", "`promotion`", "`z3`", "`marabou`"):
+        assert part in table
+
+
 def test_the_threshold_is_exact_at_every_step(tiny: Path) -> None:
     sink = Sink()
     source = read_source(tiny / "contract.yaml")
