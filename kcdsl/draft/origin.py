@@ -120,7 +120,7 @@ def _of_graph(request: DraftRequest, path: Path, here: Path) -> DraftFiles:
     model = read_graph(path)
     contract = request.output or _beside(path.parent, here) / CONTRACT
     base = contract.parent
-    data = request.data
+    data = request.data or _prompts_there(base)
     rows = model.rows(PROMPTS) if data is None else rows_of_ids(data, _reference(data, base))
     purpose = request.purpose or DraftPurpose.SERVING
     own_file = request.quantised
@@ -153,6 +153,7 @@ def _of_model(
     _refuse_quantised(model)
     contract = request.output or _beside(model.path, here) / CONTRACT
     base = contract.parent
+    request = replace(request, data=request.data or _prompts_there(base))
     recorded = None if request.data is None else recordings(request.data)
     if recorded is not None and "infer_logs" in recorded[1]:
         return _scored(
@@ -356,6 +357,8 @@ def _example(request: DraftRequest, here: Path) -> DraftFiles:
     from kcdsl.draft import example
 
     contract = request.output or here / CONTRACT
+    base = contract.parent
+    prompts = _prompts_there(base)
     brought = (
         ("config.json", example.config_text().encode()),
         ("model.safetensors", example.weights()),
@@ -365,12 +368,11 @@ def _example(request: DraftRequest, here: Path) -> DraftFiles:
         folder.mkdir()
         for file, data in brought:
             (folder / file).write_bytes(data)
-        inner = replace(request, source=folder, output=folder / CONTRACT)
+        inner = replace(request, source=folder, output=folder / CONTRACT, data=prompts)
         made = draft_of(inner, folder, lambda path: None)
-    base = contract.parent
     files = tuple((base / file, data) for file, data in brought)
     more = tuple((base / path.name, data) for path, data in made.more)
-    return DraftFiles(made.draft, contract, (*files, *more))
+    return DraftFiles(replace(made.draft, data=PROMPTS), contract, (*files, *more))
 
 
 # --- places ---------------------------------------------------------------------------------------
@@ -379,6 +381,11 @@ def _example(request: DraftRequest, here: Path) -> DraftFiles:
 def _beside(folder: Path, here: Path) -> Path:
     """Return the folder of the contract: `here` where the files lie below it, else theirs."""
     return here if folder.resolve().is_relative_to(here.resolve()) else folder
+
+
+def _prompts_there(base: Path) -> Path | None:
+    """Return the requests that lie beside a contract already; a draft takes them for its data."""
+    return base / PROMPTS if is_file(base / PROMPTS) else None
 
 
 def _reference(path: Path, base: Path) -> str:

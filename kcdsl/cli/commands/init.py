@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from kcdsl.cli.common import Command, argument, choice, switch, value
 from kcdsl.cli.common.options import output_option
 from kcdsl.cli.common.output import progress_bars, say
 from kcdsl.diagnostics import Refusal, Sink, refuse
-from kcdsl.diagnostics.codes import USAGE
+from kcdsl.diagnostics.codes import KEY_EXISTS, USAGE
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.draft.clauses import DraftPurpose
@@ -37,7 +38,11 @@ class InitCommand(Command):
         "what the contract is for (default: serving; rl for recorded rollouts)",
         name="for",
     )
-    data: str | None = value("FILE", "requests (JSONL), or rollouts that the model is to score")
+    data: str | None = value(
+        "FILE",
+        "requests (JSONL), or rollouts that the model is to score (default: prompts.jsonl beside "
+        "the contract, which is written where there is none)",
+    )
     quantised: str | None = value(
         "FOLDER",
         "the weights as they are served: its quantisation configuration is read; or the ONNX file "
@@ -48,13 +53,13 @@ class InitCommand(Command):
         "run the model: limits from the noise of the training kernel, and from bounds that are "
         "proved now"
     )
-    force: bool = switch("replace files that are already there")
+    force: bool = switch("replace a contract that is already there; no other file is replaced")
     output: str | None = output_option(
         "FILE", "the contract (default: contract.yaml here, or beside a model that lies elsewhere)"
     )
 
     def run(self) -> Exit:
-        """Write the contract, and what it needs beside it; nothing is replaced without --force."""
+        """Write the contract and what it needs beside it; --force replaces a contract alone."""
         from kcdsl.draft.origin import DraftRequest, draft_of
         from kcdsl.source.writing import NewFile, make_folder, write_together
 
@@ -75,9 +80,9 @@ class InitCommand(Command):
                 help="leave it out",
             )
         make_folder(found.contract.parent)
-        files = [NewFile(path, data, 0o644) for path, data in found.more]
         text = found.text
         _refuse_defect(text, found.contract)
+        files = [NewFile(path, data, 0o644) for path, data in found.more if _is_new(path, data)]
         files.append(NewFile(found.contract, text.encode(), 0o644))
         write_together(files, replace=self.force)
         if self.measure:
@@ -121,6 +126,21 @@ def _refuse_defect(text: str, path: Path) -> None:
     sink = Sink()
     if compile_source(SourceFile(str(path), text), sink) is None:
         raise Refusal(tuple(sink))
+
+
+def _is_new(path: Path, data: bytes) -> bool:
+    """Say whether a file of the draft is not there yet; refuse another of its name."""
+    from kcdsl.source.files import read_bytes
+
+    if not os.path.lexists(path):
+        return True
+    if read_bytes(path) != data:
+        raise refuse(
+            KEY_EXISTS,
+            f"{path} is already there, and no draft replaces it",
+            help="name the model, `kcdsl init FROM`, or draft in another folder",
+        )
+    return False
 
 
 def _print(found: DraftFiles, paths: Sequence[Path]) -> None:

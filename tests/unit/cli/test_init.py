@@ -147,6 +147,49 @@ def test_nothing_is_replaced_without_force(cli: Any, tmp_path: Path) -> None:
     assert (tmp_path / "contract.yaml").read_text() != "mine"
 
 
+@pytest.mark.parametrize("source", ["model", "graph", "nothing"])
+def test_prompts_that_are_there_are_taken_and_never_replaced(
+    cli: Any, tmp_path: Path, source: str
+) -> None:
+    words: tuple[str, ...] = ()
+    match source:
+        case "model":
+            write_model(tmp_path)
+        case "graph":
+            save_decoder(tmp_path, "small.onnx")
+            words = ("small.onnx",)
+    kinds = ("mine", "mine", "other", "other")
+    rows = [{"id": f"m{i}", "tokens": [1, 2 + i], "kind": kind} for i, kind in enumerate(kinds)]
+    mine = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "prompts.jsonl").write_text(mine)
+    for more in ((), ("--force",), ("-o", "q.yaml")):
+        ran = cli("init", *words, *more, cwd=tmp_path)
+        assert ran.code == 0, ran.stderr
+        assert "prompts.jsonl" not in ran.stdout
+        assert (tmp_path / "prompts.jsonl").read_text() == mine
+        accepted(cli, tmp_path / "contract.yaml")
+    for name in ("contract.yaml", "q.yaml"):
+        assert 'kind == "mine"' in (tmp_path / name).read_text()
+
+
+def test_a_second_contract_shares_the_prompts_of_the_first(cli: Any, tmp_path: Path) -> None:
+    for words in ((), ("-o", "q.yaml"), ("--force",)):
+        ran = cli("init", *words, cwd=tmp_path)
+        assert ran.code == 0, ran.stderr
+    one, two = ((tmp_path / name).read_text() for name in ("contract.yaml", "q.yaml"))
+    assert one == two
+
+
+def test_weights_without_a_config_are_not_replaced_by_the_example(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"mine")
+    for words in ((), ("--force",)):
+        ran = cli("init", *words, cwd=tmp_path)
+        assert ran.code == 2
+        assert "no draft replaces it" in ran.stderr
+        assert os.listdir(tmp_path) == ["model.safetensors"]
+        assert (tmp_path / "model.safetensors").read_bytes() == b"mine"
+
+
 def test_slices_come_from_the_columns_of_the_data(cli: Any, tmp_path: Path) -> None:
     rows = [
         {"id": f"r{i}", "tokens": [1 + i] * (i + 2), "lang": "de" if i % 2 else "en", "n": i}
