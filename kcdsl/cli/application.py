@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from kcdsl import __version__
@@ -16,7 +17,8 @@ from kcdsl.diagnostics.codes import INPUT_OUTPUT, INTERNAL, NO_PACKAGE, USAGE
 from kcdsl.exits import INTERRUPTED, Exit
 from kcdsl.source.config import Colour
 
-COMMON = ("--traceback", "--color")
+COLOR = "--color"
+COMMON = ("--traceback", COLOR)
 """Options that stand before the command, or among its own."""
 
 
@@ -96,16 +98,40 @@ def _run(words: list[str]) -> int:
     command = None if name is None else load(name)
     parser = parser_of(name, command)
     try:
-        given, unknown = parser.parse_known_args(words)
+        given, unknown = parser.parse_known_args(gathered(words, name, command))
     except SystemExit as stop:
         # --help, --version, or words that make no command; nothing that runs may end the process.
         return stop.code if isinstance(stop.code, int) else int(Exit.COULD_NOT_RUN)
+    unknown = [word for word in unknown if word != "--"]
     if unknown:
         raise _not_taken(unknown[0], name, command)
     if name is None or command is None:
         parser.print_help(sys.stderr)
         return int(Exit.COULD_NOT_RUN)
     return int(built(name, command, vars(given)).run())
+
+
+def gathered(words: Sequence[str], name: str | None, command: type[Command] | None) -> list[str]:
+    """Return the words of a command with its positional arguments together at the end.
+
+    argparse gives an argument that may be left out nothing at all where an option stands before it.
+    """
+    if name is None or command is None:
+        return list(words)
+    start = words.index(name) + 1
+    valued = {n for _, option in command.options() for n in option.names if not option.is_switch}
+    options = list(words[:start])
+    positionals: list[str] = []
+    rest = iter(words[start:])
+    for word in rest:
+        if word == "--":
+            positionals += rest
+        elif not word.startswith("-") or word == "-":
+            positionals.append(word)
+        else:
+            options.append(word)
+            options += islice(rest, int(word in valued or word == COLOR))
+    return [*options, "--", *positionals] if positionals else options
 
 
 def built(name: str, command: type[Command], given: dict[str, Any]) -> Command:
@@ -152,7 +178,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         help="show the Python traceback of an internal error",
     )
     parser.add_argument(
-        "--color",
+        COLOR,
         choices=tuple(colour.value for colour in Colour),
         default=argparse.SUPPRESS,
         help="when output is coloured (default: auto, where it goes to a terminal)",

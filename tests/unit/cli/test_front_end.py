@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,7 +25,7 @@ from kcdsl.api.evaluation import EvaluateSettings
 from kcdsl.api.verification import VerifySettings
 from kcdsl.cli import COMMANDS, application, main
 from kcdsl.cli.commands import load
-from kcdsl.cli.common import Command
+from kcdsl.cli.common import Argument, Command
 from kcdsl.cli.common.options import Stage
 from kcdsl.diagnostics import Refusal
 from kcdsl.exits import Exit
@@ -184,6 +187,7 @@ def test_usage_errors(cli: Cli, words: list[str]) -> None:
         (["--colour=always", "lint"], "`kcdsl lint` has no option `--colour`", "`--color`?"),
         (["config", "show", "--frmat=x"], "`kcdsl config` has no option `--frmat`", "`--format`?"),
         (["compile", "a", "b"], "`kcdsl compile` has no use for `b`", "`kcdsl compile --help`"),
+        (["doctor", "--json", "b"], "`kcdsl doctor` has no use for `b`", "`kcdsl doctor --help`"),
         (["--zzz"], "`kcdsl` has no option `--zzz`", "`kcdsl --help`"),
     ],
 )
@@ -194,6 +198,79 @@ def test_a_word_that_is_not_taken_is_named(
     assert (ran.code, ran.stdout) == (2, "")
     assert f"error[KC901]: {message}" in ran.stderr
     assert help in ran.stderr
+
+
+def _readable(option: Argument) -> str:
+    """Return a text that an argument takes."""
+    for text in (*option.choices, "1", "0.5", "kl <= 1", "24h", "0" * 64, f"{'0' * 64}=m"):
+        with suppress(argparse.ArgumentTypeError, ValueError):
+            option.read(text)
+            return text
+    raise AssertionError(option)
+
+
+def _pieces(command: type[Command]) -> tuple[list[list[str]], list[str]]:
+    """Return an occurrence of each option, one of a group, and as many positional arguments as
+    may be, each different where its words are free."""
+    options: list[list[str]] = []
+    positionals: list[str] = []
+    groups: set[str] = set()
+    for _, option in command.options():
+        if option.positional is not None:
+            free = 1 if option.positional in ("", "?") else 3
+            texts = [f"word{len(positionals) + i}" for i in range(free)]
+            positionals += [_readable(option)] if option.choices else texts
+        elif option.group is None or option.group not in groups:
+            groups.add(option.group or "")
+            named = option.names[-1]
+            options.append([named] if option.is_switch else [named, _readable(option)])
+    return options, positionals
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_options_and_positional_arguments_stand_in_any_order(name: str) -> None:
+    command = load(name)
+    parser = application.parser_of(name, command)
+    options, positionals = _pieces(command)
+
+    def parsed(words: list[str]) -> dict[str, object]:
+        given, unknown = parser.parse_known_args(
+            application.gathered([name, *words], name, command)
+        )
+        assert [word for word in unknown if word != "--"] == []
+        return vars(given)
+
+    flat = [word for option in options for word in option]
+    expected = parsed([*positionals, *flat])
+    assert {f for f, o in command.options() if o.positional is not None} <= set(expected)
+    assert parsed([*flat, "--", *positionals]) == expected
+    chance = Random(0)
+    for _ in range(30):
+        pieces = [*options, *([word] for word in positionals)]
+        places = chance.sample(range(len(pieces)), len(positionals))
+        order = iter(chance.sample(options, len(options)))
+        left = iter(positionals)
+        taken = set(places)
+        mixed = [[next(left)] if i in taken else next(order) for i in range(len(pieces))]
+        assert parsed([word for piece in mixed for word in piece]) == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["register", "add", "--register", "r.db", "nothere.json"],
+        ["explain", "N-KL", "--format", "text", "nothere.yaml"],
+        ["experiment", "e1", "--seconds", "0.1", "nothere.yaml"],
+        ["vnnlib", "verify", "--timeout", "5", "nothere.vnnlib", "--network", "f=nothere.onnx"],
+    ],
+)
+def test_a_positional_argument_after_an_option_is_taken(
+    cli: Cli, words: list[str], tmp_path: Path
+) -> None:
+    ran = cli(*words, cwd=tmp_path)
+    assert ran.code == 2
+    assert "nothere" in ran.stderr
+    assert "has no use for" not in ran.stderr
 
 
 def test_lint_of_several_contracts_without_a_path(cli: Cli, folder: Path) -> None:
