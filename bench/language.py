@@ -108,7 +108,7 @@ def large_contract() -> str:
         requirement = (
             f'"forall x in ball(short, 1e-3): norm_inf(drift(attn_{i % 12}, x)) <= 0.0{i % 9 + 1}"',
             f"p99(kl) <= 0.{i % 90 + 10} nats",
-            f"mean(top1_agreement) >= 9{i % 9}.5%",
+            f"mean(top1_overlap) >= 9{i % 9}.5%",
             f"p95(latency) <= {i + 1} ms",
         )[i % 4]
         lines += [f"  C-{i}:", f"    require: {requirement}", "    level: L2", "    # reason"]

@@ -11,7 +11,7 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
-from kcdsl.metrics import ALIASES, LN_2_UP, METRICS, MetricDefinition
+from kcdsl.metrics import LN_2_UP, METRICS, MetricDefinition
 from kcdsl.metrics.definition import ABSOLUTE_MEAN
 from kcdsl.model import registry
 from kcdsl.model.adapters import ADAPTERS
@@ -51,7 +51,6 @@ def _end(value: Fraction | None, infinite: str) -> str:
 
 
 def _stated(metric: MetricDefinition) -> tuple[str, ...]:
-    also = [alias for alias, name in ALIASES.items() if name == metric.name]
     statistics = [s for s in _ORDER if s in metric.statistics]
     if "aggregate" in metric.statistics:
         statistics.insert(0, "alone")
@@ -59,7 +58,7 @@ def _stated(metric: MetricDefinition) -> tuple[str, ...]:
         statistics.append("through `abs`")
     dimension = str(metric.dimension)
     return (
-        ", also ".join(f"`{name}`" for name in (metric.name, *also)),
+        f"`{metric.name}`",
         metric.family.value,
         metric.counted,
         metric.better,

@@ -154,7 +154,7 @@ def _of_policies(
     if release:
         kl = replace(kl, then="fallback")
     top = DraftClause(
-        "S-TOP1", "mean(top1_agreement)", ">=", "99", "%",
+        "S-TOP1", "mean(top1_overlap)", ">=", "99", "%",
         "Both kernels choose the same likeliest token.",
         level="L3", slices=named,
     )  # fmt: skip

@@ -11,7 +11,6 @@ from kcdsl.metrics.definition import (
     Tier,
 )
 from kcdsl.metrics.registry import (
-    ALIASES,
     BUILT_IN,
     DRAWN,
     MEASURES,
@@ -28,7 +27,6 @@ from kcdsl.metrics.registry import (
 )
 
 __all__ = [
-    "ALIASES",
     "BUILT_IN",
     "DRAWN",
     "LN_2_UP",

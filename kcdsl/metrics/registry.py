@@ -35,13 +35,6 @@ DRAWN = frozenset(
 )
 """Metrics of which each sampled token has a value."""
 
-ALIASES: dict[str, str] = {
-    "top1_agreement": "top1_overlap",
-    "top5_agreement": "top5_overlap",
-    "top10_agreement": "top10_overlap",
-}
-"""Second names of the language; they compile to the canonical name, which the IR holds alone."""
-
 
 class RecordMetric(NamedTuple):
     """A metric name of the record form, taken apart; `unit` is that of its threshold."""
@@ -81,13 +74,13 @@ class Registry:
     more: Callable[[], Mapping[str, MetricDefinition]] = _nothing
 
     def find(self, name: str) -> MetricDefinition | None:
-        """Return the definition for a canonical name or an alias."""
-        found = METRICS.get(ALIASES.get(name, name)) or self.own.get(name)
+        """Return the definition of a name."""
+        found = METRICS.get(name) or self.own.get(name)
         return found if found is not None else self.more().get(name)
 
     def known(self, name: str) -> bool:
         """Say whether a name is a metric, installed packages that were not needed left out."""
-        return ALIASES.get(name, name) in METRICS or name in self.own
+        return name in METRICS or name in self.own
 
     def __getitem__(self, name: str) -> MetricDefinition:
         found = self.find(name)
@@ -96,8 +89,8 @@ class Registry:
         return found
 
     def names(self) -> tuple[str, ...]:
-        """Return every name that stands for a metric, aliases and the user's own included."""
-        return (*METRICS, *ALIASES, *dict.fromkeys((*self.own, *self.more())))
+        """Return every name that stands for a metric, the user's own included."""
+        return (*METRICS, *dict.fromkeys((*self.own, *self.more())))
 
     def definitions(self) -> Iterator[MetricDefinition]:
         """Yield every definition once, those built in first."""
@@ -150,7 +143,7 @@ BUILT_IN = Registry()
 
 
 def find_metric(name: str) -> MetricDefinition | None:
-    """Return the definition of a built-in metric for its name or an alias."""
+    """Return the definition of a built-in metric."""
     return BUILT_IN.find(name)
 
 

@@ -23,7 +23,7 @@ _NAMES = (
 _ALIKE = (
     ("<=", "<"), (">=", ">"), ("<=", ">="), ("==", "!="), ("and", "or", "implies"),
     ("L1", "L2", "L3"), ("forall", "exists"), ("ball", "points"), ("+", "-", "*", "/"),
-    ("kl", "js", "tv", "log_ratio", "top1_agreement", "latency", "throughput"),
+    ("kl", "js", "tv", "log_ratio", "top1_overlap", "latency", "throughput"),
     ("mean", "max", "p50", "p90", "p95", "p99", "rate"), ("ms", "s", "us", "min"),
     ("norm_inf", "norm_2", "norm_1"), ("requests", "windows", "tokens"), ("true", "false"),
     ("log", "guard", "fallback", "rollback", "higher_precision"), ("all", "long"),

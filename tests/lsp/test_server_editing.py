@@ -28,7 +28,7 @@ clauses:
       mean(tv)
       <= 5%
     level: L1
-  S-TOP: {require: mean(top1_agreement) >= 99.5%, slices: [long], level: L3, then: rollback}
+  S-TOP: {require: mean(top1_overlap) >= 99.5%, slices: [long], level: L3, then: rollback}
   N-WRONG: {"é🜁": 1, require: "p99(klx) <= 0.02", level: L2}
   O-TRACE: {level: L2, require: "has(trace, ['🜁', rng_sead])"}
 """

@@ -213,7 +213,7 @@ SAME: tuple[tuple[str, ...], ...] = (
     ),
     (
         "{require: mean(top1_overlap) >= 99.5%, level: L3, slices: all}",
-        "{require: mean(top1_agreement) >= 0.995, level: L3, holdout: false}",
+        "{require: mean(top1_overlap) >= 0.995, level: L3, holdout: false}",
         "{require: 'mean(top1_overlap) >= 995e-3 ratio', level: L3}",
         "{metric: top1_overlap, threshold: 99.5%, level: L3}",
         "{metric: mean_top1_overlap, threshold: 0.995, level: L3, family: statistical}",

@@ -34,7 +34,7 @@ CLAUSES = """\
         norm_inf(drift(attn_0, x)) <= 0.05
     level: L2
 
-  S-TOP: {require: mean(top1_agreement) >= 99.5%, slices: [long], level: L3, then: rollback}
+  S-TOP: {require: mean(top1_overlap) >= 99.5%, slices: [long], level: L3, then: rollback}
   N-QUOTED: {require: "forall x in points(all): no_flip(model, x)", level: L3}
   N-BARE: {require: quantile(0.999, kl) <= 0.1 nats, level: L2}
   R-LAT: {require: p95(latency) <= 250 ms, budget: 5% of windows, level: L1}

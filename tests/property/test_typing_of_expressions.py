@@ -189,7 +189,7 @@ measurements = st.recursive(
 # --- expressions of any kind ---------------------------------------------------------------------
 
 _WORDS = ["kl", "tv", "log_ratio", "latency", "throughput", "all", "attn_0", "x", "trace", "mean",
-          "top1_agreement", "p99_kl", "nothing", "length", "model"]  # fmt: skip
+          "top1_overlap", "p99_kl", "nothing", "length", "model"]  # fmt: skip
 _CALLS = [
     "mean",
     "max",

@@ -167,7 +167,7 @@ clauses:
   N-K3: {{require: mean(k3) <= 1e-3, level: L2}}
   N-RATIO: {{require: mean(abs(log_ratio)) <= 1e-2, level: L2}}
   N-TV: {{require: p90(tv_is) <= 1e-2, level: L2}}
-  S-TOP: {{require: mean(top1_agreement) >= 90%, level: L2}}
+  S-TOP: {{require: mean(top1_overlap) >= 90%, level: L2}}
 """
 
 

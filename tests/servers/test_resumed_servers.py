@@ -49,7 +49,7 @@ kernels:
 slices: {{all: {{}}, long: {{where: length >= 20}}}}
 clauses:
   N-K3: {{require: mean(k3) <= {limit}, level: L2}}
-  S-TOP: {{require: mean(top1_agreement) >= 90%, level: L2}}
+  S-TOP: {{require: mean(top1_overlap) >= 90%, level: L2}}
 """
 
 

@@ -10,7 +10,7 @@ EXPRESSIONS = (
     "mean( abs( log_ratio ) )<=1e-3 nats",
     "quantile(0.999,kl) <= .1",
     "p95(latency) <= 250 ms and max(tv) <= 5 %",
-    "mean(top1_agreement) >= 99.5%",
+    "mean(top1_overlap) >= 99.5%",
     "throughput >= 4000 tok/s",
     "forall x in ball(all, 1e-3): norm_inf(drift(attn_0, x)) <= 0.05",
     "forall x in points(all):no_flip(model,x,5)",

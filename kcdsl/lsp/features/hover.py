@@ -291,12 +291,7 @@ def _word_text(analysis: Analysis, expression: DocumentExpression, word: Word) -
     match word.lexeme.role:
         case Role.METRIC:
             metric = analysis.scope.metrics.find(name)
-            alias = (
-                f"`{name}` is another name of `{metric.name}`.\n\n"
-                if metric and metric.name != name
-                else ""
-            )
-            return alias + describe_metric(metric) if metric is not None else ""
+            return describe_metric(metric) if metric is not None else ""
         case Role.FUNCTION:
             function = find_function(name)
             return (

@@ -65,16 +65,10 @@ def references(snapshot: Snapshot, offset: int, declaration: bool = True) -> lis
     if here is None:
         return []
     if here.kind is NameKind.METRIC:
-        metrics = snapshot.analysis.scope.metrics
-        name = _canonical(here, snapshot.analysis)
-        same = [o for o in found if o.kind is NameKind.METRIC and metrics.find(o.name) is not None]
-        return [o.span for o in same if _canonical(o, snapshot.analysis) == name]
+        if snapshot.analysis.scope.metrics.find(here.name) is None:
+            return []
+        return [o.span for o in found if o.kind is NameKind.METRIC and o.name == here.name]
     return [o.span for o in found if o.key == here.key and (declaration or not o.declares)]
-
-
-def _canonical(occurrence: Occurrence, analysis: Analysis) -> str:
-    metric = analysis.scope.metrics.find(occurrence.name)
-    return occurrence.name if metric is None else metric.name
 
 
 def highlights(snapshot: Snapshot, offset: int) -> list[tuple[Span, bool]]:

@@ -260,7 +260,7 @@ kernels: {{train: {{run: {train}}}, infer: {{run: {infer}, folder: {other}}}}}
 slices: {{all: {{}}}}
 clauses:
   N-KL: {{require: max(kl) <= 1e-6, level: L2}}
-  S-TOP: {{require: mean(top1_agreement) >= 99%, level: L2}}
+  S-TOP: {{require: mean(top1_overlap) >= 99%, level: L2}}
 """
 
 

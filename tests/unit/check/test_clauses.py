@@ -75,7 +75,7 @@ def clause(body: str) -> Clause:
         ("require: p95(logit_l2) <= 1", "metric: p95_logit_l2, threshold: 1"),
         ("require: p99(logit_l2) <= 1", "metric: p99_logit_l2, threshold: 1"),
         ("require: mean(top1_overlap) >= 99.5%", "metric: top1_overlap, threshold: 0.995"),
-        ("require: mean(top1_agreement) >= 99.5%", "metric: top1_overlap, threshold: 99.5%"),
+        ("require: mean(top1_overlap) >= 99.5%", "metric: mean_top1_overlap, threshold: 99.5%"),
         ("require: mean(top5_overlap) >= 0.9", "metric: top5_overlap, threshold: 0.9, op: '>='"),
         ("require: mean(top10_overlap) >= 0.9", "metric: top10_overlap, threshold: 0.9"),
         (

@@ -8,12 +8,10 @@ import pytest
 
 from kcdsl.ir.terms import Family
 from kcdsl.metrics import (
-    ALIASES,
     BUILT_IN,
     METRICS,
     PREFIX,
     RECORD_NAMES,
-    find_metric,
 )
 from kcdsl.units import NAMED, UNITS
 
@@ -68,13 +66,7 @@ def test_families() -> None:
 
 
 def test_what_names_of_the_record_form_begin_with_begins_no_metric() -> None:
-    assert [name for name in (*METRICS, *ALIASES) if PREFIX.match(name)] == []
-
-
-def test_aliases_lead_to_metrics() -> None:
-    for alias, name in ALIASES.items():
-        assert find_metric(alias) is METRICS[name]
-        assert alias not in METRICS
+    assert [name for name in METRICS if PREFIX.match(name)] == []
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ def test_stored_metrics_that_cannot_be(project: Project, change: dict[str, str])
         (HEAD + GOOD.replace("def gap", "def mean_gap"), "KC219", "mean_gap"),
         (HEAD + GOOD.replace("def gap", "def p99"), "KC219", "p99"),
         (HEAD + GOOD.replace("needs=", 'name="head", needs='), "KC219", '"head"'),
-        (HEAD + GOOD.replace("def gap", "def top1_agreement"), "KC219", "top1_agreement"),
+        (HEAD + GOOD.replace("def gap", "def top10_overlap"), "KC219", "top10_overlap"),
         (HEAD + GOOD + "\n" + GOOD, "KC218", None),
         (HEAD + GOOD + "\n" + GOOD.replace("def gap", "def g").replace("(\n", "(name='gap',\n", 1),
          "KC219", "'gap'"),

@@ -353,7 +353,7 @@ def test_metrics_of_whole_logits_are_refused(decide: Callable[..., dict[str, Any
 
 def test_lists_that_are_too_short_are_refused(decide: Callable[..., dict[str, Any]]) -> None:
     table = with_lists(recordings.rollouts(prompts=2, top=3))
-    report = decide({"S-1": "require: mean(top1_agreement) >= 0.5",
+    report = decide({"S-1": "require: mean(top1_overlap) >= 0.5",
                      "N-TAIL": "require: mean(topk_tail_kl) <= 1"}, table)  # fmt: skip
     assert report["clauses"][0]["value"] > 0.9
     assert 0 <= report["clauses"][1]["value"] < 1e-3
@@ -367,7 +367,7 @@ def test_ranks_at_tokens_that_were_drawn_are_a_sample(
     """A row of a recording is a census only if the clause asks for this batch alone."""
     table = with_lists(recordings.rollouts(prompts=4, group=1, top=5))
     clauses = {
-        "S-1": "require: mean(top1_agreement) >= 0.5",
+        "S-1": "require: mean(top1_overlap) >= 0.5",
         "S-5": "require: p50(top5_overlap) >= 0.5",
         "S-J": "require: mean(jaccard5) >= 0.5, evidence: census",
     }
@@ -489,7 +489,7 @@ def test_recorded_logits_give_every_metric_of_tier_a(
     _logits(tmp_path)
     clauses = {
         "N-KL": "require: p99(kl) <= 1",
-        "S-TOP": "require: mean(top1_agreement) >= 0.5",
+        "S-TOP": "require: mean(top1_overlap) >= 0.5",
         "N-NOISE": "require: p50(noise_ratio) <= 1000",
         "N-K3": "require: mean(k3) <= 1",
     }

@@ -20,7 +20,7 @@ from kcdsl.diagnostics.report import Reporter
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.escalation import ACTIONS, FAMILY_DEFAULTS
 from kcdsl.ir.terms import Family, Level
-from kcdsl.metrics import ALIASES, LN_2_UP, METRICS
+from kcdsl.metrics import LN_2_UP, METRICS
 from kcdsl.metrics.declarations import PARAMETERS
 from kcdsl.route.fragments import classify
 from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
@@ -226,8 +226,7 @@ def test_metrics() -> None:
     assert list(rows) == list(METRICS)
     for name, definition in METRICS.items():
         named, family, counted, better, dimension, span, statistics, needs, what = rows[name]
-        also = [alias for alias, canonical in ALIASES.items() if canonical == name]
-        assert re.findall(r"`(\w+)`", named) == [name, *also]
+        assert re.findall(r"`(\w+)`", named) == [name]
         assert (family, counted, better) == (
             definition.family,
             definition.counted,

@@ -25,7 +25,6 @@ from kcdsl.check.sections.sources import LOGPROBS_FIELDS, RECORDED, SERVERS, VAL
 from kcdsl.check.sections.structure import CLAUSE_FIELDS, LIBRARY_SECTIONS, SECTIONS
 from kcdsl.ir.escalation import ACTIONS, ALIASES
 from kcdsl.ir.terms import EvidenceKind, Level
-from kcdsl.metrics import ALIASES as METRIC_ALIASES
 from kcdsl.metrics import METRICS, RECORD_NAMES
 from kcdsl.model import registry
 from kcdsl.model.adapters import ADAPTERS, preset_of
@@ -86,7 +85,7 @@ def test_the_schema_lists_the_fields_of_kernels(schema: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *METRICS, *METRIC_ALIASES, *RECORD_NAMES, *FUNCTIONS, *ACTIONS, *ADAPTERS,
+        *METRICS, *RECORD_NAMES, *FUNCTIONS, *ACTIONS, *ADAPTERS,
         *registry.names(),
         *SECTIONS, *LIBRARY_SECTIONS, *IMPORT_FIELDS, *TABLE_FIELDS, *ROW_FIELDS,
         *CLAUSE_FIELDS, *UNITS, *TRACE_FIELDS, *(kind.value for kind in EvidenceKind),

@@ -129,7 +129,7 @@ def test_nothing_is_signed_for_a_certificate_that_a_register_revoked(
 
 def test_a_part_of_the_contract_is_not_enough(companion: Callable[..., Any], folder: Path) -> None:
     text = (folder / "contract.yaml").read_text()
-    more = "  S-TOP1: {require: mean(top1_agreement) >= 0.5, slices: [all], level: L2}\n"
+    more = "  S-TOP1: {require: mean(top1_overlap) >= 0.5, slices: [all], level: L2}\n"
     (folder / "contract.yaml").write_text(text + more)
     assert companion().code == 4
     assert not (folder / "made").exists()

@@ -146,12 +146,6 @@ def test_every_pair_that_shares_a_clause_is_named(build: Build) -> None:
     ]
 
 
-def test_aliases_mean_the_same_metric(build: Build) -> None:
-    low = build.clause("A", build.compare(build.stat("mean", "top1_agreement"), ">=", "0.9"))
-    high = build.clause("B", build.compare(build.stat("mean", "top1_overlap"), "<=", "0.8"))
-    assert len(found(build.program(low, high))) == 1
-
-
 def test_metrics_that_bound_each_other_token_by_token(build: Build) -> None:
     def pair(small: Term, low: str, large: Term, high: str) -> list[tuple[str, str]]:
         return found(

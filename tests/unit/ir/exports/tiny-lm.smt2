@@ -72,7 +72,7 @@
 (assert (! (<= |p99(tv) on all| (/ 1.0 1000.0)) :named |N-TV on all|))
 ; N-RATIO, L2, hard: mean(abs(log_ratio)) <= 1e-4
 (assert (! (<= |mean(abs(log_ratio)) on all| (/ 1.0 10000.0)) :named |N-RATIO on all|))
-; S-TOP1, L3, hard: mean(top1_agreement) >= 99.5%
+; S-TOP1, L3, hard: mean(top1_overlap) >= 99.5%
 (assert (! (>= |mean(top1_overlap) on all| (/ 199.0 200.0)) :named |S-TOP1 on all|))
 (assert (! (>= |mean(top1_overlap) on safety| (/ 199.0 200.0)) :named |S-TOP1 on safety|))
 ; R-LATENCY, L1, hard: p95(latency) <= 2 s
