@@ -268,16 +268,17 @@ def _library(library: Library) -> str:
 
 
 def _weights(model: ModelRef, folder: Path) -> str:
-    """Return the digest of the checkpoint as it is now, or where it was looked for in vain."""
-    from kcdsl.model.checkpoint.ranges import weights_digest
+    """Return how certificates name the checkpoint as it is now, or where it was looked for in
+    vain."""
+    from kcdsl.model.checkpoint.ranges import manifest_now
     from kcdsl.model.files import Artefacts
     from kcdsl.release.artefacts import checkpoint_manifest
 
     try:
         path = Artefacts.of(folder).find_weights(model.checkpoint)
         if model.architecture == ONNX:
-            return f"sha256:{checkpoint_manifest(path).weights_digest}"
-        return f"sha256:{weights_digest(path)}"
+            return f"sha256:{checkpoint_manifest(path).digest}"
+        return f"sha256:{manifest_now(path).digest}"
     except Refusal as refusal:
         return refusal.diagnostics[0].message
 

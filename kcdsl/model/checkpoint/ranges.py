@@ -99,16 +99,21 @@ def hashed_file(path: Path) -> HashedFile:
 
 def weights_digest(checkpoint: Path) -> str:
     """Return how proofs name a checkpoint as it is now; refuse files that cannot be read."""
+    return manifest_now(checkpoint).weights_digest
+
+
+def manifest_now(checkpoint: Path) -> Manifest:
+    """Return the manifest of a checkpoint as it is now; refuse files that cannot be read."""
     if checkpoint.suffix == ".onnx":
         from kcdsl.model.onnx.files import read_onnx
 
-        return read_onnx(checkpoint).manifest.weights_digest
+        return read_onnx(checkpoint).manifest
     headers = read_headers(checkpoint)
     files = [Resource(path.name, *_digest(path)) for path in headers.files]
     if headers.index is not None:
         index, data = headers.index
         files.append(Resource(index.name, len(data), hashlib.sha256(data).hexdigest()))
-    return manifest_of(files).weights_digest
+    return manifest_of(files)
 
 
 def _digest(path: Path) -> tuple[int, str]:

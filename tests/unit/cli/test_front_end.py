@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -29,6 +28,7 @@ from kcdsl.cli.common import Argument, Command
 from kcdsl.cli.common.options import Stage
 from kcdsl.diagnostics import Refusal
 from kcdsl.exits import Exit
+from kcdsl_certs.statement import build_manifest
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
@@ -379,13 +379,13 @@ def test_a_configured_contract_that_is_absent(tmp_path: Path) -> None:
     assert refused(tmp_path) == "KC601"
 
 
-def test_compile_prints_the_digest_of_the_checkpoint(
+def test_compile_names_the_checkpoint_as_certificates_do(
     cli: Cli, tmp_path: Path, repository: Path
 ) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(repository / "examples" / "tiny_lm", folder)
     weights = folder / "model.safetensors"
-    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    digest = build_manifest(weights).digest
     result = cli("compile", str(folder / "contract.yaml"))
     assert f"checkpoint  sha256:{digest}\n" in result.stdout
     weights.unlink()
