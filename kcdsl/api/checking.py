@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import parse_time
 from kcdsl_certs.signatures import LARGEST_BUNDLE
 from kcdsl_certs.statement import Predicate
+from kcdsl_certs.statement.certificate import STATEMENT_TYPE
 from kcdsl_certs.verification.inspection import inspect
 from kcdsl_certs.verification.report import Combined, refused
 from kcdsl_certs.verification.verify import verify
@@ -359,14 +361,32 @@ def _refuse_without_numpy() -> None:
 
 
 def read_certificate(path: Path) -> bytes:
-    """Return the bytes of a certificate; refuse one that cannot be read."""
+    """Return the bytes of a certificate; refuse one that cannot be read, and a statement."""
     try:
         with open_regular(path) as stream:
-            return stream.read(LARGEST_BUNDLE + 1)
+            data = stream.read(LARGEST_BUNDLE + 1)
     except OSError as error:
         raise refuse(
-            FILE_MISSING, f"the certificate {path} cannot be read: {error.strerror}"
+            FILE_MISSING,
+            f"the certificate {path} cannot be read: {error.strerror}",
+            help="name what `kcdsl sign`, or `--sign` of verify and evaluate, wrote: *.cert.json",
         ) from error
+    if _is_statement(data):
+        raise refuse(
+            USAGE,
+            f"{path} is a statement that is not signed",
+            help=f"`kcdsl sign {path} --key KEY` makes a certificate of it",
+        )
+    return data
+
+
+def _is_statement(data: bytes) -> bool:
+    """Say whether data are the statement of a certificate, without its signatures."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.get("_type") == STATEMENT_TYPE
 
 
 def moment_of(text: str | None) -> datetime:

@@ -294,5 +294,7 @@ def _refused(error: Rejected) -> Refusal:
                 help="the threshold lies between that of the policy and the number of distinct "
                 "keys; repeat --key",
             )
+        case "key/private-given":
+            return refuse(UNREADABLE_KEY, text, help="name the file beside it that ends in .pub")
         case _:
             return refuse(UNREADABLE_KEY, text, help="`kcdsl keygen` makes a key pair")

@@ -39,7 +39,15 @@ from kcdsl_certs.statement import (
 )
 from kcdsl_certs.verification.coverage import check_results, refuse_stray
 from kcdsl_certs.verification.proofs import StepOutcome
-from kcdsl_certs.verification.report import STEPS, TRANSFER_STEPS, Check, Log, NotRun, Stop
+from kcdsl_certs.verification.report import (
+    EARLIER_FAILED,
+    STEPS,
+    TRANSFER_STEPS,
+    Check,
+    Log,
+    NotRun,
+    Stop,
+)
 from kcdsl_certs.verification.verify import (
     CheckState,
     check_evidence,
@@ -245,7 +253,7 @@ def _results(body: Predicate, stated: Verdict) -> str:
 def _with_rest(log: Log, steps: tuple[str, ...], *, stopped: bool) -> tuple[Check, ...]:
     """Return the steps in order; those that nothing was said of are not run."""
     done = {check.name: check for check in log.checks}
-    reason = "step/earlier-failed" if stopped else NEEDS_ARTEFACTS
+    reason = EARLIER_FAILED if stopped else NEEDS_ARTEFACTS
     return tuple(done.get(n, Check(n, StepOutcome.NOT_RUN, reason)) for n in steps)
 
 

@@ -35,6 +35,8 @@ STEPS = (
 )
 TRANSFER_STEPS = (*STEPS[:12], "base", "weights", *STEPS[12:15])
 """The steps of a weights transfer: also the earlier certificate, and how far the weights moved."""
+EARLIER_FAILED = "step/earlier-failed"
+"""The reason of a step that was not run because one before it failed."""
 _OPTIONAL = frozenset({"sequence", "stage", "proofs", "evidence", "recount"})
 """Steps that may be left out because nothing was given to compare with."""
 
@@ -149,7 +151,7 @@ class Log:
 
     def finish(self, steps: tuple[str, ...] = STEPS) -> tuple[Check, ...]:
         done = {c.name: c for c in self.checks}
-        skipped = (Check(n, StepOutcome.NOT_RUN, "step/earlier-failed") for n in steps)
+        skipped = (Check(n, StepOutcome.NOT_RUN, EARLIER_FAILED) for n in steps)
         return tuple(done.get(check.name, check) for check in skipped)
 
 
@@ -183,7 +185,7 @@ class Combined:
         if len(self.reports) == 1:
             return None
         if not all(report.accepted for _, report in self.reports):
-            return Check("coverage", StepOutcome.NOT_RUN, "step/earlier-failed")
+            return Check("coverage", StepOutcome.NOT_RUN, EARLIER_FAILED)
         lacking = ", ".join(self.outside)
         if lacking and self.complete:
             return Check(

@@ -40,7 +40,7 @@ from kcdsl_certs.verification.proofs import (
     bind,
     load_proof,
 )
-from kcdsl_certs.verification.report import Check, Log, NotRun, Report
+from kcdsl_certs.verification.report import EARLIER_FAILED, Check, Log, NotRun, Report
 
 VerifyBase = Callable[[bytes, Triple, ProofChecker], Report]
 """Verifies an earlier certificate against the triple with the earlier checkpoint."""
@@ -100,7 +100,7 @@ def compare(
 
     def proofs() -> str:
         if found.proofs is None:
-            raise NotRun("step/earlier-failed", "")
+            raise NotRun(EARLIER_FAILED, "")
         if found.proofs.outcome is StepOutcome.OK:
             return found.proofs.detail
         kind = NotRun if found.proofs.outcome is StepOutcome.NOT_RUN else Rejected

@@ -12,7 +12,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.signatures import TrustPolicy
 from kcdsl_certs.statement import PREDICATE_TYPE, TRANSFER_TYPE
 from kcdsl_certs.verification.authentication import authentic, meets_threshold
-from kcdsl_certs.verification.report import Log, NotRun, Report
+from kcdsl_certs.verification.report import EARLIER_FAILED, Log, NotRun, Report
 
 STEP = "register"
 
@@ -39,7 +39,7 @@ def _step(
     if identity is None:
 
         def earlier() -> str:
-            raise NotRun("step/earlier-failed", "")
+            raise NotRun(EARLIER_FAILED, "")
 
         return earlier
     status, head = register.status_of(identity, moment), register.head()

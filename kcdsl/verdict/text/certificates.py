@@ -11,6 +11,7 @@ from rich.text import Text
 from kcdsl.verdict.quantities import UNREACHED
 from kcdsl.verdict.studies.reading import Content, Reading, ReadResult
 from kcdsl.verdict.text.console import print_on, table
+from kcdsl_certs.verification.report import EARLIER_FAILED
 
 STATED = {
     "PASSED": ("✓ passed", "green"),
@@ -50,9 +51,13 @@ def print_reading(reading: Reading, stream: TextIO) -> None:
             step["detail"],
         )
         for step in reading.steps
+        if step["reason"] != EARLIER_FAILED
     )
     heads = ("step", "outcome", "reason", "detail")
     print_on(stream, "", table(heads, steps, "steps of a check that need no other file"))
+    stopped = [step["name"] for step in reading.steps if step["reason"] == EARLIER_FAILED]
+    if stopped:
+        print_on(stream, f"not run, because a step failed: {', '.join(stopped)}")
     colour, words = reading.gate
     print_on(stream, "", Text(words, _COLOURS[colour]))
 

@@ -319,6 +319,40 @@ def test_anything_else_than_a_certificate_is_invalid(
     assert (code, _first(report)[0]) == (4, "bundle")
 
 
+@pytest.mark.parametrize("words", [("check",), ("show",), ("register", "add", "--register", "r")])
+def test_a_statement_is_told_from_a_certificate(
+    words: tuple[str, ...], folder: Path, certificate: Path, cli: Cli
+) -> None:
+    bundle = json.loads(certificate.read_bytes())
+    statement = folder / "own.statement.json"
+    statement.write_bytes(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+    ran = cli(*words, statement, "--key", "kcdsl.key.pub", cwd=folder)
+    assert (ran.code, ran.stdout) == (2, "")
+    assert "own.statement.json is a statement that is not signed" in ran.stderr
+    assert f"`kcdsl sign {statement} --key KEY`" in ran.stderr
+
+
+@pytest.mark.parametrize("command", ["check", "show"])
+def test_steps_that_were_not_run_are_one_line(
+    command: str, folder: Path, certificate: Path, cli: Cli
+) -> None:
+    certificate.write_text("{}")
+    ran = cli(command, certificate, "--key", "kcdsl.key.pub", cwd=folder)
+    assert ran.code == 4
+    text = " ".join(ran.stdout.split())
+    assert "bundle failed bundle/malformed" in text
+    assert f"not run, because a step failed: {', '.join(STEPS[1:])}" in text
+    assert "step/earlier-failed" not in text
+
+
+def test_a_private_key_in_place_of_a_public_one_is_named(
+    folder: Path, certificate: Path, cli: Cli
+) -> None:
+    ran = cli("check", certificate, "--key", "kcdsl.key", cwd=folder)
+    assert ran.code == 2
+    assert "help: name the file beside it that ends in .pub" in ran.stderr
+
+
 def test_the_stand_alone_checker_agrees(
     folder: Path,
     certificate: Path,

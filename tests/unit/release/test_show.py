@@ -224,6 +224,7 @@ def test_the_page_needs_no_other_file(tmp_path: Path, cli: Any) -> None:
     page = tmp_path / "page.html"
     ran = cli("show", VECTORS / "valid.cert.json", "--at", AT, "--html", page)
     assert (ran.code, ran.stdout) == (3, "")
+    assert "SIGNATURE NOT VERIFIED" in ran.stderr
     text = page.read_text()
     assert "SIGNATURE NOT VERIFIED" in text
     assert "default-src 'none'" in text

@@ -126,9 +126,15 @@ def print_report(combined: Combined) -> None:
 
 
 def _print_steps(report: Report, colour: bool) -> None:
-    """Print a line for each step; a terminal folds it, and a file has it whole."""
+    """Print a line for each step, and one for all that an earlier one stopped; a terminal folds
+    it, and a file has it whole."""
+    from kcdsl_certs.verification.report import EARLIER_FAILED
+
     left = max((len(check.name) for check in report.checks), default=0) + len("    not run  ")
+    stopped = [check.name for check in report.checks if check.reason == EARLIER_FAILED]
     for check in report.checks:
+        if check.reason == EARLIER_FAILED:
+            continue
         outcome = check.outcome.value
         shown = paint(f"{outcome.replace('_', ' '):<7}", _STYLES[outcome], colour)
         said = one_line(": ".join(part for part in (check.reason, check.detail) if part))
@@ -137,3 +143,5 @@ def _print_steps(report: Report, colour: bool) -> None:
 
             said = f"\n{' ' * left}".join(wrap(said, max(20, width_of(sys.stdout) - left)))
         print(f"  {check.name:<{left - 13}}  {shown}  {said}".rstrip())
+    if stopped:
+        print(f"  not run, because a step failed: {', '.join(stopped)}")

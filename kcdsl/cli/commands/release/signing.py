@@ -267,6 +267,7 @@ class ShowCommand(Trusts):
 
             deliver(certificate_page(reading), self.html)
             say(f"wrote {self.html}")
+            say(reading.headline[1])
         if self.json:
             print_json(reading.to_json())
         elif self.html is None:
