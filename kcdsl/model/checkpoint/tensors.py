@@ -304,26 +304,29 @@ def match_tensors(
     found: dict[str, str] = {}
     problems: list[Diagnostic] = []
     unexpected: list[str] = []
+    stored: dict[str, list[str]] = {}
     for key, name in names.items():
         if name is None:
             continue
         if name not in expected and name not in optional:
             unexpected.append(key)
         elif key in checkpoint.others:
-            kind = checkpoint.others[key]
-            problems.append(
-                Diagnostic(
-                    codes.CHECKPOINT_DTYPE,
-                    f"{key} is stored as {kind}; supported: F32, BF16, F16",
-                    help="save the weights as they were trained; `numerics` says how a kernel "
-                    "stores them",
-                )
-            )
+            stored.setdefault(checkpoint.others[key], []).append(key)
             found[name] = key
         elif name in found:
             unexpected.append(key)
         else:
             found[name] = key
+    for kind, keys in stored.items():
+        verb = "is" if len(keys) == 1 else "are"
+        problems.append(
+            Diagnostic(
+                codes.CHECKPOINT_DTYPE,
+                f"{_listed(keys, 3)} {verb} stored as {kind}; supported: F32, BF16, F16",
+                help="save the weights as they were trained; `numerics` says how a kernel "
+                "stores them",
+            )
+        )
     missing = [name for name in expected if name not in found]
     if missing:
         problems.append(
@@ -354,16 +357,20 @@ def _shape_problems(
     expected: Mapping[str, tuple[int, ...]],
     optional: Mapping[str, str],
 ) -> list[Diagnostic]:
-    problems = [
-        Diagnostic(
-            codes.CHECKPOINT_SHAPE,
-            f"{found[name]} has shape {checkpoint.shape(found[name])};"
-            f" the configuration demands {shape}",
-            help=_OTHER_PROGRAM,
-        )
+    wrong = [
+        (found[name], checkpoint.shape(found[name]), shape)
         for name, shape in expected.items()
         if checkpoint.shape(found[name]) != shape
     ]
+    problems = []
+    if wrong:
+        key, has, wants = wrong[0]
+        said = f"{key} has shape {has}; the configuration demands {wants}"
+        if len(wrong) > 1:
+            cases = [f"{key} has {has}, not {wants}" for key, has, wants in wrong]
+            said = f"{len(wrong)} tensors have other shapes than the configuration demands: "
+            said += _listed(cases, 3)
+        problems.append(Diagnostic(codes.CHECKPOINT_SHAPE, said, help=_OTHER_PROGRAM))
     problems += [
         Diagnostic(
             codes.CHECKPOINT_TENSORS,

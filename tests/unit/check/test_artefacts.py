@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,31 @@ def test_a_kernel_need_not_run_here_to_be_proved(cli: Any, folder: Path) -> None
 def test_no_weights_are_no_error(cli: Any, folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert cli("compile", cwd=folder).code == 0
+
+
+def test_many_tensors_of_a_wrong_shape_are_one_finding(cli: Any, folder: Path) -> None:
+    configured(folder, hidden_size=32)
+    ran = cli("compile", cwd=folder)
+    assert ran.code == 2
+    assert ran.stderr.count("error[KC454]") == 1
+    said = " ".join(ran.stderr.split())
+    assert re.search(
+        r"(\d+) tensors have other shapes than the configuration demands: "
+        r"(\S+ has \([\d, ]+\), not \([\d, ]+\),? (and )?){3}\d+ more",
+        said,
+    )
+
+
+def test_many_tensors_of_a_wrong_type_are_one_finding_of_each(cli: Any, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    types = iter((torch.float64, torch.float64, torch.float64, torch.float64, torch.int32))
+    save_file({n: t.to(next(types, t.dtype)) for n, t in load_file(path).items()}, path)
+    ran = cli("compile", cwd=folder)
+    assert ran.code == 2
+    assert ran.stderr.count("error[KC451]") == 2
+    said = " ".join(ran.stderr.split())
+    assert "and 1 more are stored as F64; supported" in said
+    assert " is stored as I32; supported" in said
 
 
 def test_a_factory_of_the_contract_is_not_run(folder: Path) -> None:
