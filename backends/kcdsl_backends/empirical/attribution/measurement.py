@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
@@ -24,6 +25,7 @@ from kcdsl_backends.empirical.attribution.hybrids import (
 )
 from kcdsl_backends.empirical.attribution.shapley import Array, CoalitionColumn, column
 from kcdsl_backends.empirical.collection.context import Progress
+from kcdsl_backends.empirical.decide.repeats import repeated
 from kcdsl_backends.empirical.sources.kernels import MeasurementPlan, tensor_digest
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.requests import Request
@@ -209,14 +211,20 @@ def _why_no_routing(
 
 
 def _column(subject: AttributedMetric, base: _Base, runs: Iterable[Ran]) -> CoalitionColumn:
-    """Return the column of a kernel."""
+    """Return the column of a kernel; requests that repeat a prompt are one, with the values of
+    all, since copies say nothing of others."""
     values = {
         ran.request.key: values_between(
             subject, ran.request, base.outputs(ran.request), ran.outputs
         )
         for ran in runs
     }
-    return column([values[r.key] for r in subject.requests], subject.better, subject.metric)
+    requests = subject.requests
+    units = [
+        np.concatenate([values[requests[i].key] for i in own])
+        for own in repeated([request.tokens for request in requests])
+    ]
+    return column(units, subject.better, subject.metric)
 
 
 def values_between(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,17 @@ def test_a_kernel_that_takes_no_batches_has_no_such_source() -> None:
     assert batch.state == "absent"
     assert batch.shapley is None
     assert "one request at a time" in (batch.reason or "")
+
+
+def test_copies_of_a_request_are_one_unit() -> None:
+    """Seven prompts five times each are seven, which is too few for an interval."""
+    pair = pair_of(small_model(), EAGER, ref("torch.sdpa.math", "bfloat16"))
+    copies = tuple(replace(r, key=f"{r.key}-{i}") for i in range(5) for r in REQUESTS)
+    once, found = (attributed(subject_of(pair, rows)) for rows in (REQUESTS, copies))
+    assert found.requests == once.requests == 7
+    assert found.total.low is None
+    assert found.total.value == pytest.approx(once.total.value, rel=1e-9)
+    assert not any(source.shown for source in found.sources)
 
 
 def test_outputs_that_are_not_kept_are_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
