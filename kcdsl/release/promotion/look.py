@@ -81,11 +81,11 @@ class Look:
 
     def take(self, document: EvidenceDocument, repeated: Set[str]) -> None:
         """Take what a document says of each obligation; those that it sampled on the requests of
-        another document (`repeated`) are left out unless they are violated."""
+        another document (`repeated`) are left out unless they are violated or invalid."""
         counting = False
         for name, result in document.results.items():
             demand = self.demands[name]
-            if name in repeated and result.verdict != "violated":
+            if name in repeated and result.verdict not in ("violated", "invalid_evidence"):
                 continue
             if result.verdict == "invalid_evidence":
                 self.spoiled[name] = f"{document.label}: {result.reason or 'no valid evidence'}"

@@ -518,6 +518,28 @@ def test_counts_do_not_depend_on_order_and_grouping(order: list[int], cut: int) 
     assert then.candidate.documents == 6
 
 
+def test_invalid_evidence_holds_although_its_requests_counted_before() -> None:
+    """The second report of one file of requests has a NaN: it is no repetition to be left out."""
+    first = certificate("c", {RATE.obligation: counts(0, 3000), EVERY.obligation: HELD})
+    broken = ObligationResult("invalid_evidence", "sample", reason="3 values are not finite")
+    report = EvidenceDocument(
+        DocumentKind.REPORT,
+        "r",
+        digest("r"),
+        frozenset(),
+        {RATE.obligation: broken},
+        requests_of=first.requests_of,
+    )
+    limits = PromotionLimits(timedelta(), 0)
+    assert look(at(CANARY), BOTH, first, limits=limits).outcome is PromotionOutcome.ADVANCED
+    once = look(at(CANARY), BOTH, first)
+    step = look(once.candidate, BOTH, report, counted=once.counted, limits=limits)
+    assert step.outcome is PromotionOutcome.HELD
+    assert step.candidate.epoch == 2
+    row = next(row for row in step.rows if row.obligation == RATE.obligation)
+    assert "3 values are not finite" in row.reason
+
+
 def test_pinned_rows_do_not_dilute_traffic() -> None:
     """Of 1000 requests of traffic 1.5 % are beyond the 1 % that may be; 20,000 pinned rows without
     any would show 0.07 %. Traffic decides, in every order and over several looks."""
