@@ -435,9 +435,9 @@ def _claim(clause: CertifiedClause) -> str:
 
 def _comparison(clause: CertifiedClause) -> str:
     quantity = clause.quantity
-    if quantity.kind == "margin" and (clause.op, clause.tau) == (">", 0):
+    if quantity.kind == "margin" and clause.op == ">" and clause.tau == 0:
         return f"no_flip({quantity.block}, x{'' if quantity.k == 1 else f', {quantity.k}'})"
-    if quantity.kind == "share" and (clause.op, clause.tau) == (">=", 1):
+    if quantity.kind == "share" and clause.op == ">=" and clause.tau == 1:
         return str(quantity).removeprefix("share(").removesuffix(")")
     return f"{quantity} {clause.op} {_in_unit(clause.tau, clause.unit)}"
 
