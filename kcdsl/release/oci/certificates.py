@@ -165,7 +165,8 @@ def _pulled(
         raise reply(where, f"{len(bundles)} bundles in one artefact")
     own = folder / digest.removeprefix("sha256:")
     own.mkdir()
-    path = own / "certificate.json"
+    path = own / f"{own.name}.json"  # which no file beside it is called: its digest says all names
+    files = {layer.title: layer for layer in layers if layer is not bundles[0]}
     registry.blob(bundles[0], path, LARGEST_BUNDLE)
     try:
         envelope = decode(parse_bundle(path.read_bytes()))
@@ -178,7 +179,6 @@ def _pulled(
         body = _body(envelope.payload)
     except Rejected:  # signed, so it is not left out: the check refuses it
         return Pulled(name, path, None, identity)
-    files = {layer.title: layer for layer in layers if layer is not bundles[0]}
 
     def read(names: Sequence[str]) -> None:
         for title in names:
@@ -207,9 +207,12 @@ def _named(body: Predicate | Transfer, folder: Path) -> list[str]:
         return list(dict.fromkeys([*proofs, *(file.path for file in body.evidence)]))
     try:
         with open_regular(folder / body.path) as file:
-            base = _body(decode(parse_bundle(file.read(LARGEST_BUNDLE + 1))).payload)
+            payload = decode(parse_bundle(file.read(LARGEST_BUNDLE + 1))).payload
     except OSError as error:
         raise Rejected("transfer/base-missing", f"{body.path}: {error.strerror}") from None
+    if certificate_id(payload) != body.base:
+        raise Rejected("transfer/another-base", f"{body.path} is not the one that is carried over")
+    base = _body(payload)
     return [body.path, *(_named(base, folder) if isinstance(base, Predicate) else [])]
 
 

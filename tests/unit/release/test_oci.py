@@ -26,7 +26,16 @@ from kcdsl_certs.signatures import (
     parse_bundle,
     sign,
 )
-from kcdsl_certs.statement import EvidenceFile, Verdict, certificate_id
+from kcdsl_certs.statement import (
+    Carried,
+    EvidenceFile,
+    Predicate,
+    Transfer,
+    Verdict,
+    certificate_id,
+    transfer_bytes,
+)
+from kcdsl_certs.verification.admission import read_statement
 from tests.support.registries import NAME, FakeRegistry, artefacts, digest_of, serving
 from tests.support.release_scenes import NOW, results
 
@@ -401,3 +410,59 @@ def test_a_strangers_certificate_states_nothing_anew(
     assert attach(image, issued(LATER, failed=True)).code == 0
     assert attach(image, issued(LATEST, signer=generate())).code == 0
     assert check(image).code == 4
+
+
+def test_a_file_beside_a_certificate_may_have_any_name(
+    plain: FakeRegistry, attach: Any, check: Any, issued: Any, evidence: tuple[EvidenceFile, ...]
+) -> None:
+    image, path = plain.image(), issued(LATER)
+    (path.parent / evidence[0].path).rename(path.parent / "certificate.json")
+    renamed = replace(evidence[0], path="certificate.json")
+    assert attach(image, issued(LATER, evidence=(renamed, *evidence[1:]))).code == 0
+    ran = check(image)
+    assert ran.code == 0, ran.stdout
+
+
+def test_files_are_read_of_that_earlier_certificate_alone_which_a_transfer_names(
+    plain: FakeRegistry, attach: Any, check: Any, certificate: Path, key: SigningKey
+) -> None:
+    payload = decode(parse_bundle(certificate.read_bytes())).payload
+    body = read_statement(payload)
+    assert isinstance(body, Predicate)
+    transfer = Transfer(
+        body.triple,
+        certificate_id(payload),
+        certificate.name,
+        body.stage,
+        body.issued_at,
+        body.valid_until,
+        body.sequence + 1,
+        (Carried("N-ATTN-0", "all"),),
+        (),
+        body.evaluator,
+    )
+    path = certificate.with_name("moved.json")
+    path.write_bytes(bundle_bytes(sign(transfer_bytes(transfer), [key]), key.public.hint))
+    image = plain.image()
+    ran = attach(image, path)
+    assert ran.code == 0, ran.stderr
+    changed_payload = json.loads(payload)
+    changed_payload["predicate"]["sequence"] += 1
+    other = bundle_bytes(sign(canonical_json(changed_payload), [generate()]), "another")
+    reads = []
+    for base in (certificate.read_bytes(), other):
+        (own,) = artefacts(plain)
+        kind, data = plain.documents.pop(own)
+        artefact = json.loads(data)
+        (layer,) = (
+            each for each in artefact["layers"] if certificate.name in each["annotations"].values()
+        )
+        layer |= {"digest": digest_of(base), "size": len(base)}
+        plain.blobs[digest_of(base)] = base
+        changed = json.dumps(artefact).encode()
+        plain.documents[digest_of(changed)] = (kind, changed)
+        plain.requests.clear()
+        assert check(image).code == 4
+        reads.append(len([p for p in plain.sent("GET") if "/blobs/" in p]))
+    assert reads[0] > 2  # the transfer, the certificate, and what this rests on
+    assert reads[1] == 2
