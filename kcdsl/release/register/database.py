@@ -151,7 +151,7 @@ class RegisterDatabase:
     def writing(self) -> Iterator[Connection]:
         """Yield a connection that alone may append; all that it writes is committed, or nothing."""
         with self._translating(), self._engine.connect() as plain:
-            connection = plain.execution_options(**{_WRITES: True})
+            connection = plain.execution_options(**self._of_writers)
             with connection.begin():
                 if not self.is_sqlite:
                     connection.execute(select(head.c.id).with_for_update()).all()
@@ -166,11 +166,18 @@ class RegisterDatabase:
                     raw: Any = own.connection.dbapi_connection
                     raw.execute("PRAGMA journal_mode=WAL")
             with self._engine.connect() as plain:
-                connection = plain.execution_options(**{_WRITES: True})
+                connection = plain.execution_options(**self._of_writers)
                 with connection.begin():
                     if not self.is_sqlite:
                         connection.execute(text("SELECT pg_advisory_xact_lock(:n)"), {"n": _LOCK})
                     yield connection
+
+    @property
+    def _of_writers(self) -> dict[str, Any]:
+        """Return the options of a transaction that writes: what it reads after it waited for its
+        lock is what others wrote before, whatever the usual isolation of the database is."""
+        found: dict[str, Any] = {_WRITES: True}
+        return found if self.is_sqlite else found | {"isolation_level": "READ COMMITTED"}
 
     def revision(self) -> str | None:
         """Return the revision of the tables; None where there is no register yet."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kcdsl.release.register import Register
+from tests.support.postgres import Server
 from tests.support.register_writers import (
     forked_promotions,
     kill_writers,
@@ -85,3 +86,17 @@ def test_a_register_that_was_being_made_can_be_made_again(place: str, tmp_path: 
         with Register.open(path, create=True, clock=clock) as register:
             assert register.check(trusted=TRUSTED).is_sound
             assert next(register.events()).kind.value == "register"
+
+
+@pytest.mark.programs
+def test_writers_wait_whatever_the_isolation_of_a_database_is(postgres_server: Server) -> None:
+    """A snapshot from before the lock of the head would make the second writer fail."""
+    import psycopg
+
+    place = postgres_server.database()
+    with psycopg.connect(place, autocommit=True) as connection:
+        connection.execute(
+            f"ALTER DATABASE {connection.info.dbname}"
+            " SET default_transaction_isolation = 'serializable'"
+        )
+    _together(place, writers=4, rounds=2)
