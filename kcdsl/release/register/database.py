@@ -298,7 +298,9 @@ def _engine(location: Location, create: bool, wait: float) -> Engine:
     settings = f"-c lock_timeout={int(wait * 1000)} -c synchronous_commit=on"
     try:
         return create_engine(
-            location.url, connect_args={"options": settings, "connect_timeout": int(WAIT)}
+            location.url,
+            connect_args={"options": settings, "connect_timeout": int(WAIT)},
+            pool_pre_ping=True,  # a restart of the server ends connections that are kept
         )
     except (ModuleNotFoundError, NoSuchModuleError) as error:
         raise refuse(

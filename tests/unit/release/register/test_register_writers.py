@@ -100,3 +100,19 @@ def test_writers_wait_whatever_the_isolation_of_a_database_is(postgres_server: S
             " SET default_transaction_isolation = 'serializable'"
         )
     _together(place, writers=4, rounds=2)
+
+
+@pytest.mark.programs
+def test_a_server_that_was_restarted_is_asked_anew(postgres_server: Server) -> None:
+    """A gate that runs for weeks keeps connections, which a restart ends."""
+    import psycopg
+
+    place = postgres_server.database()
+    with Register.open(place, create=True, clock=clock) as register:
+        head = register.head()
+        with psycopg.connect(place, autocommit=True) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+        assert register.head() == head
