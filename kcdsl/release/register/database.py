@@ -63,6 +63,8 @@ _OPTIONS = frozenset(
 )
 """Options of libpq that the URL of a register may have: none holds a password, or names a file of
 passwords."""
+_OF_THE_SERVER = ("25006", "42501", "53", "57", "58")
+"""States of SQL that say nothing of the tables: read-only, no right, no room, stopped, its disk."""
 _LOCK = 0x6B6364736C
 """The advisory lock of PostgreSQL under which a register is made or upgraded."""
 
@@ -254,6 +256,12 @@ class RegisterDatabase:
                 INPUT_OUTPUT,
                 f"the disk does not take the register {where}: {said}",
                 help="make room, or let this user write there; nothing was written",
+            )
+        if str(getattr(cause, "sqlstate", "")).startswith(_OF_THE_SERVER):
+            return refuse(
+                INPUT_OUTPUT,
+                f"the server of the register {where} does not do it: {said}",
+                help="it lacks room, is read-only or stopping, or the user lacks a right",
             )
         return refuse(
             REGISTER_DAMAGED,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kcdsl.diagnostics import Refusal, codes
 from kcdsl.release.register import Register
 from tests.support.postgres import Server
 from tests.support.register_writers import (
@@ -116,3 +117,32 @@ def test_a_server_that_was_restarted_is_asked_anew(postgres_server: Server) -> N
                 " WHERE datname = current_database() AND pid <> pg_backend_pid()"
             )
         assert register.head() == head
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        ("53100", codes.INPUT_OUTPUT),
+        ("42501", codes.INPUT_OUTPUT),
+        ("25006", codes.INPUT_OUTPUT),
+        ("XX001", codes.REGISTER_DAMAGED),
+    ],
+    ids=["disk full", "no right", "read-only", "corrupted"],
+)
+def test_a_server_that_does_not_write_is_no_damage(
+    postgres_server: Server, state: str, code: object
+) -> None:
+    import psycopg
+
+    place = postgres_server.database()
+    Register.open(place, create=True, clock=clock).close()
+    with psycopg.connect(place, autocommit=True) as connection:
+        connection.execute(
+            "CREATE FUNCTION no() RETURNS trigger LANGUAGE plpgsql AS"
+            f" $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '{state}'; END $$;"
+            " CREATE TRIGGER no BEFORE INSERT ON events FOR EACH ROW EXECUTE FUNCTION no()"
+        )
+    with Register.open(place, clock=clock) as register, pytest.raises(Refusal) as caught:
+        register.revoke("ab" * 32, "wrong data")
+    assert caught.value.diagnostics[0].code is code
