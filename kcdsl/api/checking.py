@@ -205,7 +205,7 @@ def _checked(
         for each in (
             [(name, Path(name), local[name])]
             if name in local
-            else _pulled(name, folders, trust, plain_http=settings.plain_http)
+            else _pulled(name, folders, trust, settings)
         )
     ]
     try:
@@ -306,16 +306,16 @@ class _AtHand:
 
 
 def _pulled(
-    name: str, folders: ExitStack, trust: Trust, *, plain_http: bool
+    name: str, folders: ExitStack, trust: Trust, settings: CheckSettings
 ) -> list[tuple[str, Path, bytes]]:
     """Return name, file and bytes of the certificates that are attached to an image."""
     from tempfile import TemporaryDirectory
 
     from kcdsl.release.oci import Repository, pull
 
-    registry = Repository.of(name, plain_http=plain_http)
+    registry = Repository.of(name, plain_http=settings.plain_http)
     own = Path(folders.enter_context(TemporaryDirectory()))
-    pulled = pull(registry, own, trust.rules.keys)
+    pulled = pull(registry, own, trust.rules.keys, settings.stage)
     return [(each.name, each.path, read_certificate(each.path)) for each in pulled]
 
 

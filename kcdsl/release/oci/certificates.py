@@ -99,12 +99,15 @@ def attach(certificate: Path, registry: Repository, moment: datetime) -> tuple[D
     return own, sent
 
 
-def pull(registry: Repository, folder: Path, keys: Sequence[TrustedKey]) -> list[Pulled]:
+def pull(
+    registry: Repository, folder: Path, keys: Sequence[TrustedKey], stage: str | None = None
+) -> list[Pulled]:
     """Read the certificates that are attached to an image, or the one that is named itself.
 
     Files beside a certificate are read only where a trusted key signed it. Where any is signed so,
     those that are not are left out, for whoever may write to the registry can attach anything; and
-    those that a signed one supersedes or states anew.
+    those that a signed one supersedes or states anew. With `stage`, those of other stages are left
+    out, if there is one of it.
 
     Raises:
         Refusal: there is none, or the registry sends something else than digests name.
@@ -129,11 +132,14 @@ def pull(registry: Repository, folder: Path, keys: Sequence[TrustedKey]) -> list
     signed = [each for each in found if each.identity]
     bodies = [each.body for each in signed if isinstance(each.body, Predicate)]
     gone = {body.supersedes for body in bodies}
-    return [
+    kept = [
         each
         for each in signed
         if each.identity not in gone and not any(_is_anew(body, each.body) for body in bodies)
-    ] or found
+    ]
+    if any(each.body is not None and each.body.stage == stage for each in kept):
+        kept = [each for each in kept if each.body is None or each.body.stage == stage]
+    return kept or found
 
 
 def _is_anew(later: Predicate, earlier: Predicate | Transfer | None) -> bool:

@@ -466,3 +466,36 @@ def test_files_are_read_of_that_earlier_certificate_alone_which_a_transfer_names
         reads.append(len([p for p in plain.sent("GET") if "/blobs/" in p]))
     assert reads[0] > 2  # the transfer, the certificate, and what this rests on
     assert reads[1] == 2
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_stage_that_is_asked_for_counts_alone(
+    plain: FakeRegistry, attach: Any, check: Any, issued: Any, failed: bool
+) -> None:
+    image = plain.image()
+    assert attach(image, issued(LATER, failed=failed)).code == 0
+    assert attach(image, issued(LATEST, stage="shadow")).code == 0
+    assert check(image, "--stage", "shadow").code == 0
+    assert check(image, "--stage", "offline-ci").code == (4 if failed else 0)
+    assert check(image).code == (4 if failed else 0)
+    ran = check(image, "--stage", "canary")
+    assert ran.code == 4
+    assert "stage/mismatch" in ran.stdout
+
+
+def test_a_stage_does_not_hide_what_cannot_be_read(
+    plain: FakeRegistry, attach: Any, check: Any, issued: Any, key: SigningKey
+) -> None:
+    image, path = plain.image(), issued(LATEST, stage="shadow")
+    assert attach(image, path).code == 0
+    (own,) = artefacts(plain)
+    payload = json.loads(decode(parse_bundle(path.read_bytes())).payload)
+    other = canonical_json({**payload, "predicateType": "urn:kcdsl:of-a-later-version"})
+    bundle = bundle_bytes(sign(other, [key]), key.public.hint)
+    plain.blobs[digest_of(bundle)] = bundle
+    kind, data = plain.documents[own]
+    artefact = json.loads(data)
+    artefact["layers"][0] |= {"digest": digest_of(bundle), "size": len(bundle)}
+    changed = json.dumps(artefact).encode()
+    plain.documents[digest_of(changed)] = (kind, changed)
+    assert check(image, "--stage", "shadow").code == 4
