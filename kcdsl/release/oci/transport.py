@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from math import isfinite
 from pathlib import Path
 from threading import Timer
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -383,11 +384,18 @@ def _entry(table: Any, host: str) -> Any:
 def parse_document(data: bytes, where: str) -> dict[str, Any]:
     """Return a JSON object; raises Refusal for anything else."""
     try:
-        found = json.loads(data)
+        found = json.loads(data, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise reply(where, "it sent no JSON object")
+    return found
+
+
+def _finite(text: str) -> float:
+    found = float(text)
+    if not isfinite(found):
+        raise ValueError(f"{text} is no number")
     return found
 
 

@@ -252,6 +252,27 @@ def test_a_list_that_another_client_replaces_meanwhile_keeps_both(
     assert listed == [theirs["digest"], *artefacts(plain)]
 
 
+@pytest.mark.parametrize("odd", ["1.5", '"\\ud800"', "NaN", "1e999"])
+def test_a_list_with_odd_values_is_kept_or_refused(
+    plain: FakeRegistry, attach: Any, odd: str
+) -> None:
+    image, plain.lists_referrers = plain.image(), False
+    tag = image.rpartition("@")[2].replace(":", "-")
+    kind = "application/vnd.oci.image.index.v1+json"
+    before = f'{{"schemaVersion": 2, "manifests": [{{"digest": {odd}}}]}}'.encode()
+    plain.documents[tag] = (kind, before)
+    ran = attach(image)
+    if odd in ("NaN", "1e999"):
+        assert ran.code == 2
+        assert "error[KC655]" in ran.stderr
+        assert plain.documents[tag] == (kind, before)
+        return
+    assert ran.code == 0, ran.stderr
+    first, own = json.loads(plain.documents[tag][1])["manifests"]
+    assert first == {"digest": json.loads(odd)}
+    assert [own["digest"]] == artefacts(plain)
+
+
 @pytest.mark.usefixtures("known")
 def test_no_secret_and_no_sign_of_a_terminal_is_in_a_message(
     plain: FakeRegistry, attach: Any, check: Any
