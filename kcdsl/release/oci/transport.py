@@ -6,10 +6,7 @@ names is one of its own, or is asked without credentials, and every request ends
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
-import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
@@ -18,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from math import isfinite
-from pathlib import Path
 from threading import Timer
 from typing import IO, TYPE_CHECKING, Any, cast
 from urllib.error import HTTPError, URLError
@@ -32,8 +28,8 @@ from urllib.request import (
 )
 
 from kcdsl.diagnostics import Refusal, refuse
-from kcdsl.diagnostics.codes import FILE_MISSING, SERVER_REPLY, SERVER_UNREACHABLE, USAGE
-from kcdsl.source.files import open_regular
+from kcdsl.diagnostics.codes import FILE_MISSING, SERVER_REPLY, SERVER_UNREACHABLE
+from kcdsl.release.oci.credentials import credentials
 
 if TYPE_CHECKING:
     from email.message import Message
@@ -204,7 +200,7 @@ class Transport:
     def _authorised(self, challenge: str) -> str:
         """Return the value of `Authorization` that a registry asks for."""
         scheme, _, rest = challenge.partition(" ")
-        basic = _credentials(self.host)
+        basic = credentials(self.host)
         if scheme.lower() == "basic" and basic is not None:
             return f"Basic {basic}"
         given = dict(re.findall(r'([a-z]+)="([^"]*)"', rest))
@@ -317,7 +313,7 @@ class _Plain(HTTPRedirectHandler):
         """Follow nothing."""
 
 
-# --- addresses and credentials --------------------------------------------------------------------
+# --- addresses ------------------------------------------------------------------------------------
 
 
 def _address(base: str, given: str) -> str:
@@ -335,47 +331,6 @@ def _address(base: str, given: str) -> str:
 def _origin(where: str) -> tuple[str, str]:
     parts = urlsplit(where)
     return parts.scheme, parts.netloc
-
-
-def _credentials(host: str) -> str | None:
-    """Return what the configuration of docker or podman holds for a host, in base64.
-
-    Raises Refusal where a program keeps it: this command runs none.
-    """
-    named = os.environ.get("REGISTRY_AUTH_FILE")
-    folder = os.environ.get("DOCKER_CONFIG")
-    usual = Path(folder) if folder else Path.home() / ".docker"
-    path = Path(named) if named else usual / "config.json"
-    try:
-        with open_regular(path) as file:
-            document = json.loads(file.read(LARGEST_DOCUMENT))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise refuse(FILE_MISSING, f"the credentials in {path} cannot be read") from error
-    known: Any = document if isinstance(document, dict) else {}
-    entry = _entry(known.get("auths"), host)
-    found = entry.get("auth") if isinstance(entry, dict) else None
-    if isinstance(found, str) and found:
-        try:
-            base64.b64decode(found, validate=True)
-        except binascii.Error as error:
-            raise refuse(FILE_MISSING, f"{path}: `auth` of {host} is no base64") from error
-        return found
-    helper = _entry(known.get("credHelpers"), host) or known.get("credsStore")
-    if isinstance(helper, str) and helper:
-        raise refuse(
-            USAGE,
-            f"a program keeps the credentials of {host}, docker-credential-{helper[:40]}, and this"
-            " command runs none",
-            help=f"write them to a file of their own and name it: REGISTRY_AUTH_FILE=FILE, with"
-            f' {{"auths": {{"{host}": {{"auth": "…"}}}}}}',
-        )
-    return None
-
-
-def _entry(table: Any, host: str) -> Any:
-    return table.get(host) if isinstance(table, dict) else None
 
 
 # --- what registries send -------------------------------------------------------------------------
