@@ -11,6 +11,8 @@ WIDTH, HEIGHT = 1000, 420
 LEFT, TOP, PANEL, GAP, BOTTOM = 74, 84, 400, 90, 352
 COLOURS = ("#1f6feb", "#d9730d", "#2da44e", "#8250df")
 """Of the regions, in order of appearance."""
+RADII = (2.5, 4.5, 6.5, 8.5)
+"""Of their rings, so that runs at one place are seen beside each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +52,27 @@ def draw(curves: Sequence[Curve]) -> str:
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         '<text x="16" y="24" font-size="15" font-weight="bold">'
         "One bound for every length (line), the bound of each length (dashes), the strongest run"
-        " found (dots)</text>",
+        " found (rings)</text>",
     ]
     regions = list(dict.fromkeys(curve.region for curve in curves))
     colours = dict(zip(regions, COLOURS, strict=False))
+    radii = dict(zip(regions, RADII, strict=False))
     for i, region in enumerate(regions):
         x = LEFT + 170 * i
         parts.append(f'<rect x="{x}" y="40" width="12" height="12" fill="{colours[region]}"/>')
         parts.append(f'<text x="{x + 18}" y="51">{escape(region)}</text>')
     for i, model in enumerate(dict.fromkeys(curve.model for curve in curves)):
         own = [curve for curve in curves if curve.model == model]
-        parts += _panel(model, own, colours, LEFT + i * (PANEL + GAP))
+        parts += _panel(model, own, colours, radii, LEFT + i * (PANEL + GAP))
     return "\n".join([*parts, "</svg>", ""])
 
 
 def _panel(
-    model: str, curves: Sequence[Curve], colours: Mapping[str, str], left: float
+    model: str,
+    curves: Sequence[Curve],
+    colours: Mapping[str, str],
+    radii: Mapping[str, float],
+    left: float,
 ) -> list[str]:
     values = [v for c in curves for v in (c.any_length, *c.exact.values(), *c.attacked.values())]
     powers = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
@@ -85,11 +92,11 @@ def _panel(
     middle = left + PANEL / 2
     parts.append(f'<text x="{middle}" y="{BOTTOM + 40}" text-anchor="middle">rows</text>')
     for curve in curves:
-        parts += _curve(curve, colours[curve.region], scale)
+        parts += _curve(curve, colours[curve.region], radii[curve.region], scale)
     return parts
 
 
-def _curve(curve: Curve, colour: str, scale: _Scale) -> list[str]:
+def _curve(curve: Curve, colour: str, radius: float, scale: _Scale) -> list[str]:
     level = scale.y(curve.any_length)
     ends = " ".join(f"{scale.x(n):.1f},{scale.y(v):.1f}" for n, v in sorted(curve.exact.items()))
     return [
@@ -97,7 +104,8 @@ def _curve(curve: Curve, colour: str, scale: _Scale) -> list[str]:
         f' stroke="{colour}" stroke-width="2"/>',
         f'<polyline points="{ends}" fill="none" stroke="{colour}" stroke-dasharray="5 4"/>',
         *(
-            f'<circle cx="{scale.x(n):.1f}" cy="{scale.y(v):.1f}" r="4" fill="{colour}"/>'
+            f'<circle cx="{scale.x(n):.1f}" cy="{scale.y(v):.1f}" r="{radius}"'
+            f' fill="none" stroke="{colour}" stroke-width="1.6"/>'
             for n, v in sorted(curve.attacked.items())
         ),
     ]

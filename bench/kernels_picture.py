@@ -42,7 +42,8 @@ def draw(runs: Iterable[tuple[str, str, float]]) -> str:
             f'<line x1="{x:.1f}" y1="{TOP - 6}" x2="{x:.1f}" y2="{bottom}"'
             f' stroke="{colour}" stroke-width="{wide}"/>'
         )
-        label = "the bound" if limit else f"10<tspan dy='-4' font-size='9'>{power}</tspan>"
+        least = "≤ " if 10.0**power <= LEAST else ""
+        label = "the bound" if limit else f"{least}10<tspan dy='-4' font-size='9'>{power}</tspan>"
         parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
     for i, (kernel, found) in enumerate(rows.items()):
         y = TOP + ROW * i + ROW / 2

@@ -38,6 +38,15 @@ def test_the_picture_has_what_is_compared(repository: Path) -> None:
     assert not agrees(text, text.replace("0.125", "0.525"), roughly=True)
 
 
+def test_the_overview_has_what_its_label_names(repository: Path) -> None:
+    picture = (repository / "docs" / "images" / "overview.svg").read_text(encoding="utf-8")
+    label = re.findall(r'aria-label="([^"]*)"', picture)[0].lower()
+    titles = re.findall(r'class="t">([^<]*)<', picture)
+    for word in ("contract", "data", "certificate", "gate", "checkpoint"):
+        assert word in label
+        assert word in titles
+
+
 @pytest.mark.slow
 def test_the_picture_is_that_of_the_report(repository: Path, tmp_path: Path, cli: Cli) -> None:
     folder = tmp_path / "minilm"

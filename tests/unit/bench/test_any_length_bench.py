@@ -17,11 +17,15 @@ CURVES = [
 ]
 
 
-def test_the_picture_has_a_line_and_dots_for_every_region() -> None:
+def test_the_picture_has_a_line_and_rings_for_every_region() -> None:
     drawn = ET.fromstring(draw(CURVES))
     space = "{http://www.w3.org/2000/svg}"
     assert len(drawn.findall(f"{space}polyline")) == len(CURVES)
-    assert len(drawn.findall(f"{space}circle")) == len(CURVES) * len(LENGTHS)
+    rings = drawn.findall(f"{space}circle")
+    assert len(rings) == len(CURVES) * len(LENGTHS)
+    assert all(ring.get("fill") == "none" for ring in rings)
+    sizes = {ring.get("r"): ring.get("stroke") for ring in rings}
+    assert len(sizes) == len(set(sizes.values())) == len({curve.region for curve in CURVES})
     assert {t.text for t in drawn.findall(f"{space}text")} >= {"one", "a < b", "hull", "256"}
 
 

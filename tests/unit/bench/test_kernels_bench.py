@@ -47,6 +47,8 @@ def test_the_picture_is_well_formed_and_places_runs_by_their_quotient() -> None:
     ]
     assert places == sorted(places)
     assert len(set(places)) == 4
+    labels = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert labels.count("≤ 10") == 1  # at the left edge, where smaller quotients are, too
     limit = next(
         line
         for line in root.iter("{http://www.w3.org/2000/svg}line")
