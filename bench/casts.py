@@ -1,4 +1,4 @@
-"""What kernels whose casts do not round to nearest drift by: MiniLM, bound beside attack.
+"""Drift of kernels whose casts do not round to nearest: MiniLM, bound beside attack.
 
 Every word that `casts` may be, on attention and feed-forward at a point, bfloat16 against float32
 in any order. A kernel whose casts are steps has one run at a point, up to the order of its sums.

@@ -1,4 +1,4 @@
-"""How near the affine domain's bounds are to the best attack, on the published MiniLM.
+"""Bounds of the affine domain beside the best attack, on the published MiniLM.
 
 For every case the bound and the attack of the same statement, at the point (the region of a ball
 where a radius is named), norm_inf of the drift between float32 torch eager and the inference

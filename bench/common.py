@@ -1,4 +1,4 @@
-"""What every benchmark shares: figures, limits, the table, and the file that keeps the results.
+"""The common part of benchmarks: figures, limits, the table, and the file that keeps the results.
 
 A benchmark is a module `bench/NAME.py`, run by `make bench-NAME`. It measures in that run, calls
 `report(NAME, figures)`, and exits with the status that `report` returns. The results file

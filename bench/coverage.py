@@ -1,4 +1,4 @@
-"""How often the limits of samples err: false passes, false violations, coverage, by simulation.
+"""Errors of the limits of samples: false passes, false violations, coverage, by simulation.
 
 `make bench-coverage` prints the figures that docs/explanation/statistics.md quotes. Every
 simulation is seeded, so that a second run prints the same.

@@ -1,4 +1,4 @@
-"""How often limits of numbers of importance ratios err, by simulation.
+"""Errors of limits of numbers of importance ratios, by simulation.
 
     python -m bench.coverage_ratios [RUNS]
 

@@ -1,4 +1,4 @@
-"""How often the intervals of an attribution hold: shares of three sources, by simulation.
+"""Coverage of the intervals of an attribution: shares of three sources, by simulation.
 
 `make bench-coverage` prints the figures that docs/reference/attribution.md quotes. The effects of
 the sources vary from request to request by a level with a mean of 1; two add up but for a tenth,

@@ -1,4 +1,4 @@
-"""How many pairs of ACAS-Xu networks are decided: is |g - f| < 0.05 for every input of a box?
+"""Pairs of ACAS-Xu networks that are decided: is |g - f| < 0.05 for every input of a box?
 
 Original networks against pruned and against perturbed copies on the box of VNN-COMP 2026
 (`isomorphic_acasxu_2026`), in real arithmetic. Our answers are confirmed: the checker derives a

@@ -1,4 +1,4 @@
-"""What the evaluator costs, and what it finds: every metric of full logits in one pass over both
+"""Cost and findings of the evaluator: every metric of full logits in one pass over both
 kernels' logits, the mistakes planted around the kernels of the tiny language model, and tokens
 counted by slice.
 

@@ -1,4 +1,4 @@
-"""What a recorded batch of reinforcement learning costs to evaluate, in time and memory.
+"""Time and memory to evaluate a recorded batch of reinforcement learning.
 
     python -m bench.first_hour_rollouts [REQUESTS] [TOKENS]
 

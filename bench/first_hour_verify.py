@@ -1,4 +1,4 @@
-"""What `kcdsl verify` costs at ordinary sizes: one case of attention, and of a whole layer.
+"""Cost of `kcdsl verify` at ordinary sizes: one case of attention, and of a whole layer.
 
 Random weights of the size that training begins with, float32 torch eager against bfloat16 flash
 attention with free casts; the command as users run it, without attacks, its checker included, on

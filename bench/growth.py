@@ -1,4 +1,4 @@
-"""How cost grows with the width of a block, and what working on several cases at a time brings.
+"""Growth of cost with the width of a block, and the gain of several cases at a time.
 
 Width: the attention half of an encoder layer with random weights, 16 tokens, heads of 32, float32
 in any order, all outputs, by affine forms; each width in a fresh process. The exponent of time is

@@ -1,4 +1,4 @@
-"""How large the house is and how it is built: sizes, cycles, floors, and what nothing uses.
+"""Size and structure of the tree: sizes, cycles, floors, and what nothing uses.
 
 Each figure is of the tree as it lies here; beside it stands that of an earlier commit.
 

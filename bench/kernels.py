@@ -1,4 +1,4 @@
-"""How far real kernels are from what their numerics admit, on the published MiniLM and the tiny LM.
+"""Distance of real kernels from what their numerics admit, on the published MiniLM and the tiny LM.
 
 Every kernel of the matrix runs blocks of both models on hundreds of inputs
 (bench/kernels_inputs.py); the training kernel is PyTorch's eager float32. For every element of

@@ -1,4 +1,4 @@
-"""How far kernels of a CUDA device are from what their numerics admit, on a small random decoder.
+"""Distance of kernels of a CUDA device from what their numerics admit, on a small random decoder.
 
 As bench/kernels.py does on the CPU: both kernels run on the device, the bounds are those of the
 CPU, and no quotient of a drift by its bound may exceed 1. Half-precision and float8 products are

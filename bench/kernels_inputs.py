@@ -1,4 +1,4 @@
-"""What bench/kernels.py runs kernels on: several hundred inputs of each of two models.
+"""Inputs of bench/kernels.py: several hundred for each of two models.
 
 What enters each block on real text, on its beginnings and on random tokens, and hidden states that
 no text leads to: subnormal, large, with outliers, alone, constant.

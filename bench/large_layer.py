@@ -1,4 +1,4 @@
-"""What one layer of a 7B-class decoder costs: width 4096, 32 heads, inner width 11008.
+"""Cost of one layer of a 7B-class decoder: width 4096, 32 heads, inner width 11008.
 
 Random weights of the size that training begins with. `attn_0`, all outputs, at a point, by affine
 forms, float32 torch eager against float32 flash attention in any order; each number of tokens in a

@@ -1,4 +1,4 @@
-"""What is likely beside the worst case: MiniLM, bounds of the drift with independent roundings.
+"""Likely drift beside the worst case: MiniLM, bounds of the drift with independent roundings.
 
 For every case the bound of the worst case, the bound that fails in at most one of 10^9 runs, and
 the largest drift of runs whose roundings are signs drawn at random.

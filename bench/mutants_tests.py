@@ -1,4 +1,4 @@
-"""Which parts of the checker each test executes."""
+"""Parts of the checker that each test executes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How wide the difference of a published pair of networks is proved, beside NeuroDiff.
+"""Proved width of the difference of a published pair of networks, beside NeuroDiff.
 
 Two ReLU networks on MNIST with float32 and with float16 weights, 20 images, every pixel ± 3 of 255;
 the sum over the outputs of the widths of [least, largest] difference, without splitting the box.

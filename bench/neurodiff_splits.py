@@ -1,4 +1,4 @@
-"""Which differences of NeuroDiff's pair are proved small, with splitting, and by the checker too.
+"""Differences of NeuroDiff's pair that are proved small, with splitting, and by the checker too.
 
 The networks and images of bench/neurodiff.py. Two questions for each image, in real arithmetic:
 

@@ -1,4 +1,4 @@
-"""How many quantisation errors of QEBVerif's benchmark are decided, beside its published table.
+"""Quantisation errors of QEBVerif's benchmark that are decided, beside its published table.
 
 Networks on MNIST with weights and hidden values in fixed point of Q bits, against the same networks
 without quantisation; every pixel ± 3. Is |quantised - original| < ε for the output of the image's

@@ -1,4 +1,4 @@
-"""What documents and the schema of contracts list, made from the definitions in the code.
+"""Tables of documents and of the schema of contracts, made from the definitions in the code.
 
 `python -m bench.tables` writes the tables of metrics, and the names of architectures and adapters;
 a test says whether they are fresh.

@@ -1,4 +1,4 @@
-"""What a region around the weights costs: bounds as a function of ρ.
+"""Cost of a region around the weights: bounds as a function of ρ.
 
 The largest elementwise bound at one sentence (hidden states at a point), by the interval domain and
 met with affine forms, for all weights within ρ of those of the checkpoint. The training kernel is

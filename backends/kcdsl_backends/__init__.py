@@ -1,4 +1,4 @@
-"""How clauses are decided. Importing this package imports no backend."""
+"""The built-in backends, which decide clauses. Importing this package imports none of them."""
 
 from kcdsl.route.catalogue import BackendSpec, Fragment
 

@@ -1,4 +1,4 @@
-"""Why a triple failed: its trace beside runs of the triples that were registered before it."""
+"""Causes of a failure: the trace of a triple beside runs of the triples registered before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What results have in common: how notebooks show them, and their rows as tables."""
+"""The common part of results: their display in notebooks, and their rows as tables."""
 
 from __future__ import annotations
 

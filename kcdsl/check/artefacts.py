@@ -1,4 +1,4 @@
-"""Whether the files of a contract fit it: architecture, tensors, blocks and kernels.
+"""Checks of a contract against its files: architecture, tensors, blocks and kernels.
 
 What later commands would refuse is found here, from config.json and the headers of the weights:
 nothing that the contract names is run, and no weight is read. torch is imported where there are

@@ -1,4 +1,4 @@
-"""How a scalar is written: verbatim, except for expressions, which have one spelling.
+"""The layout of scalars: verbatim, except for expressions, which have one spelling.
 
 What is written is decoded again; where it would be another text, it is put in double quotation
 marks with escapes instead.

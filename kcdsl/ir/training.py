@@ -1,4 +1,4 @@
-"""What a training loss may know of a contract.
+"""The part of a contract that a training loss may use.
 
 A clause with `holdout: true` is evaluated and gates releases. Were it part of a training loss, the
 loss would be driven to satisfy the clause and not what the clause stands for; so a trainer is given

@@ -1,4 +1,4 @@
-"""Which metrics of one token bound which others, with the reason of each bound.
+"""Metrics of one token that bound others, with the reason of each bound.
 
 Edges are linear: *small* <= factor times *large* for every token. Their products along paths are
 bounds too, so `least_factor` looks at all paths. Curves are not linear: *small* <= f(bound) where

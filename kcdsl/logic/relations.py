@@ -1,4 +1,4 @@
-"""What is true of measured quantities whatever the kernels do, as data.
+"""Relations that measured quantities satisfy whatever the kernels do, as data.
 
 Every translation of contracts into logic takes its assumptions from here and makes no others. A
 *small* quantity is at most a factor times a *large* one, value by value; an order that holds value

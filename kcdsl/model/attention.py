@@ -1,4 +1,4 @@
-"""How a module evaluates attention: a value that the kernel adapter sets, not a global."""
+"""The evaluation of attention in a module: a value that the kernel adapter sets, not a global."""
 
 from __future__ import annotations
 

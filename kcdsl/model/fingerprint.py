@@ -1,4 +1,4 @@
-"""What identifies a kernel: adapter, numerics, and the build, machine and switches it runs with.
+"""The identity of a kernel: adapter, numerics, and the build, machine and switches it runs with.
 
 Nothing is imported that computes; torch is asked only where it has been imported, and where the
 device is a GPU. The rest is told by the installed distributions, the system and the environment.

@@ -1,4 +1,4 @@
-"""What a verifier must know beforehand: the clauses of a contract, and the triple that is deployed.
+"""Requirements of a verifier: the clauses of a contract, and the triple that is deployed.
 
 The triple is rebuilt from what is about to be deployed; its kernels may be in a file. No tensor
 library is needed.

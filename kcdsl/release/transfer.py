@@ -1,4 +1,4 @@
-"""Which results of a certificate hold for a later checkpoint, and why the others do not."""
+"""Transfer of a certificate: results that hold for a later checkpoint, and why others do not."""
 
 from __future__ import annotations
 

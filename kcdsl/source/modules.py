@@ -1,4 +1,4 @@
-"""Where modules of the user are: their files are found, and none of them is run.
+"""Modules of the user: their files are found, and none of them is run.
 
 `importlib.util.find_spec("a.b")` would run `a`, so the folders are searched here, in the order in
 which the import system searches them.

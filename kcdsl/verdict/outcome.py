@@ -1,4 +1,4 @@
-"""What a formal backend says about a goal, what that proves, and what follows from it."""
+"""The answer of a formal backend to a goal, what it proves, and what follows from it."""
 
 from __future__ import annotations
 

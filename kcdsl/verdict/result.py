@@ -1,4 +1,4 @@
-"""What was decided for one clause on one slice, and on what evidence."""
+"""The result of one clause on one slice, and the evidence it rests on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of every document, however damaged; the first thing that does not is returned."""
+"""Properties of every document, however damaged; the first that does not hold is returned."""
 
 from __future__ import annotations
 

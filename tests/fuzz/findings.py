@@ -1,4 +1,4 @@
-"""What must hold of every finding: its places, and what every format makes of it."""
+"""Properties of every finding: its places, and what every format makes of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of a document and what `kcdsl fmt` makes of it."""
+"""Properties of a document and what `kcdsl fmt` makes of it."""
 
 from __future__ import annotations
 

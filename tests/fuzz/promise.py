@@ -1,4 +1,4 @@
-"""How a check of a document says that something does not hold."""
+"""The error by which a check of a document says that something does not hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of the answers of the language server about a document, wherever the cursor is."""
+"""Properties of the answers of the language server about a document, wherever the cursor is."""
 
 from __future__ import annotations
 

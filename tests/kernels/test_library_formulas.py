@@ -1,4 +1,4 @@
-"""What the libraries do to numbers, as docs/reference/numerics.md writes it down: formula by
+"""Formulas of the libraries, as docs/reference/numerics.md writes them down: formula by
 formula."""
 
 from __future__ import annotations

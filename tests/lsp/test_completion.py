@@ -1,4 +1,4 @@
-"""Where the cursor stands, and what may stand there, in finished and in broken documents."""
+"""Completions at every place of the cursor, in finished and in broken documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hovers say of the parts of libraries, and of what is no name."""
+"""Hovers on the parts of libraries, and on what is no name."""
 
 from __future__ import annotations
 

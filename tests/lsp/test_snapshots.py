@@ -1,4 +1,4 @@
-"""What is known of a document: finished or not, large or small, with what lies beside it."""
+"""Snapshots of a document: finished or not, large or small, with what lies beside it."""
 
 from __future__ import annotations
 

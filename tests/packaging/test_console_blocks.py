@@ -1,4 +1,4 @@
-"""What the documentation shows of commands is what they print, and no command escapes this test.
+"""Commands of the documentation print what it shows, and no command escapes this test.
 
 A block ```console has lines `$ COMMAND` with what they print, and is run; see
 `tests.support.pages.agrees` for `…` and for ```console roughly, and `settled` for `varies="…"`. A

@@ -1,4 +1,4 @@
-"""What the documentation names exists: modules, attributes, files, options and schemas."""
+"""Names in the documentation exist: modules, attributes, files, options and schemas."""
 
 from __future__ import annotations
 

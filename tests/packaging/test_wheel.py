@@ -1,4 +1,4 @@
-"""What is shipped: four packages with their data, the same from the tree and from the sdist."""
+"""The wheel: four packages with their data, the same from the tree and from the sdist."""
 
 from __future__ import annotations
 

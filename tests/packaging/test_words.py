@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -32,6 +33,16 @@ TEXT = {
 }
 
 
+QUESTIONS = {"What", "How", "Where", "Which", "Whether", "Why", "When", "Who"}
+"""No first words of a module's docstring: it names its subject."""
+
+
+def opening(text: str) -> str | None:
+    """Return the first word of the docstring of a module; None where there is none."""
+    words = (ast.get_docstring(ast.parse(text)) or "").split()
+    return words[0].strip("`,:") if words else None
+
+
 def findings(text: str) -> list[str]:
     """Return what the patterns find, line by line."""
     return [
@@ -53,6 +64,22 @@ def test_files_of_the_project(repository: Path, project_files: tuple[Path, ...])
         and (found := findings(path.read_text(encoding="utf-8", errors="replace")))
     }
     assert bad == {}
+
+
+def test_docstrings_of_modules_begin_with_their_subject(
+    repository: Path, project_files: tuple[Path, ...]
+) -> None:
+    modules = [path for path in project_files if path.suffix == ".py"]
+    assert repository / "kcdsl" / "units.py" in modules
+    bad = [p for p in modules if opening(p.read_text(encoding="utf-8")) in QUESTIONS]
+    assert [path.relative_to(repository).as_posix() for path in bad] == []
+
+
+def test_a_docstring_that_begins_with_a_question_is_found() -> None:
+    assert opening('"""What a thing is."""') in QUESTIONS
+    assert opening('"""Which: one."""') in QUESTIONS
+    assert opening('"""Things."""') not in QUESTIONS
+    assert opening("x = 1") is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the backend proves by affine forms is confirmed; what it does not prove is not."""
+"""Proofs of the backend by affine forms are confirmed; claims that it does not prove are not."""
 
 from __future__ import annotations
 

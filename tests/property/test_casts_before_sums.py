@@ -1,4 +1,4 @@
-"""What an early cast is off by is rounded once more with the sum that it goes into.
+"""Errors of an early cast are rounded once more with the sum that they go into.
 
 All numbers are as good as zero, so that only the subnormals of casts are left: the first cast is
 off by η, the sum's rounding makes (1 + u)η of it, the last cast (1 + u_c)(1 + u)η + η.

@@ -1,4 +1,4 @@
-"""What free casts make of errors, bounded by the sums of these over rows: against every vertex."""
+"""Errors after free casts, bounded by their sums over rows: against every vertex."""
 
 from __future__ import annotations
 

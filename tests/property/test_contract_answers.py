@@ -1,4 +1,4 @@
-"""What is said of contracts holds in every small world, by the reference evaluator."""
+"""Answers about contracts hold in every small world, by the reference evaluator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of contracts as a whole has no counterexample among measured worlds.
+"""Answers about contracts as a whole have no counterexample among measured worlds.
 
 Worlds are made of real distributions: logits by chance, and every metric computed from them, with
 several tokens for each request. The reference evaluator says what is true in them.

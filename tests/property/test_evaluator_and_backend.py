@@ -1,4 +1,4 @@
-"""What running the kernels decides is what the reference evaluator says of the same values."""
+"""Decisions of the running kernels are those of the reference evaluator on the same values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another block hands over: centre and drift are added in float64, which rounds."""
+"""The interface of a stage: centre and drift are added in float64, which rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only moves numbers moves functionals back: Σ a·f(x) = Σ (fᵀa)·x, in both programs.
+"""Operations that only move numbers move functionals back: Σ a·f(x) = Σ (fᵀa)·x, in both programs.
 
 Every entry and every functional is of a number of its own, so that no two elements, dimensions or
 copies may be taken for each other.

@@ -1,4 +1,4 @@
-"""What storing the parts of a norm costs (relational-interval.md, section 6, Written out): both
+"""Errors of storing the parts of a norm (relational-interval.md, section 6, Written out): both
 programs against the formulas of the page, part by part."""
 
 from __future__ import annotations

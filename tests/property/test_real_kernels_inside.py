@@ -1,4 +1,4 @@
-"""What PyTorch computes lies inside the boxes: odd weights, odd inputs, every adapter."""
+"""Results of PyTorch lie inside the boxes: odd weights, odd inputs, every adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What free casts do to boxes and errors, in fractions: no last bit of float64 is lost.
+"""Free casts of boxes and errors, in fractions: no last bit of float64 is lost.
 
 Errors here are as large as what is cast or far larger, so that sums of both are rounded.
 """

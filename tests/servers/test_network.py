@@ -1,4 +1,4 @@
-"""Where questions go: addresses, keys, redirections, and answers that do not end."""
+"""Addresses of questions: keys, redirections, and answers that do not end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which token a server means, and prompts as texts where it takes no ids."""
+"""Tokens of servers, and prompts as texts where a server takes no ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operation computes on one run or on many, the roundings inside it, and sums in an
+"""Operations on one run or on many, the roundings inside them, and sums in an
 accumulator: how far any order may be off, and concrete orders.
 
 The formulas of roundings are those of docs/proofs/relational-interval.md (sections 4 to 6), taken

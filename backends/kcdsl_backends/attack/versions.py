@@ -1,4 +1,4 @@
-"""Which results a run has in several versions (relational-interval.md, section 2, Readings).
+"""Results that a run has in several versions (relational-interval.md, section 2, Readings).
 
 Where casts are free, what a sum forms is rounded by each of its readers in its own way, and any
 other operation is computed again for each of its readings, from readings of its own of the

@@ -1,4 +1,4 @@
-"""What earlier runs found, by what it depends on.
+"""Results of earlier runs, by what they depend on.
 
 A file of the cache is named by the digest of everything that its value depends on, and carries the
 digest of itself. It is a memory, never evidence: a proof whose numbers come from here is re-derived

@@ -1,4 +1,4 @@
-"""What bounding a block costs, before it is done: from shapes, and a product that is timed."""
+"""The cost of bounding a block, estimated before: from shapes, and a product that is timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a block graph falls apart into links (docs/proofs/chains.md), and the bound of one link on
+"""The stages of a block graph (docs/proofs/chains.md), and the bound of one stage on
 the interface before it: a region that every training run stays in, and a box of the drift.
 
 A graph can be cut behind an operation if nothing after it reads anything else that was computed

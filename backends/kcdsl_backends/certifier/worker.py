@@ -1,4 +1,4 @@
-"""What one process does with tasks: their shared context, their answers, and what ends them.
+"""Work of one process on tasks: their shared context, their answers, and what ends them.
 
 A task and its answer can be pickled, and the answer depends on nothing but the task and the
 settings of the run: not on which process works, nor on what it did before.

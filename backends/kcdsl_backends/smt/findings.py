@@ -1,4 +1,4 @@
-"""What the checks of a contract find, gathered into diagnostics."""
+"""Findings of the checks of a contract, gathered into diagnostics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which clauses follow from others, from which, and by what.
+"""Clauses that follow from others, from which, and by what.
 
 The clauses that are reported can all be dropped at once: one that is found to follow is no longer
 used as a premise, and later clauses are tried first.

@@ -1,4 +1,4 @@
-"""What is read off the output: functionals of its drift, orders that stay, interface ellipsoids.
+"""Values read off the output: functionals of its drift, orders that stay, interface ellipsoids.
 
 Ellipsoids stand in no document: who checks a chain derives them, link by link.
 """

@@ -1,4 +1,4 @@
-"""Who signed: keys, envelopes, and the trust policy of the one who checks."""
+"""Signatures: keys, envelopes, and the trust policy of the one who checks."""
 
 from kcdsl_certs.signatures.envelope import (
     LARGEST_BUNDLE,

@@ -1,4 +1,4 @@
-"""What a statement says: results, requirements, the triple and its digest, verdicts of numbers.
+"""Statements: results, requirements, the triple and its digest, verdicts of numbers.
 
 The statements that few certificates need, of transfers, classes and heads of registers, are
 imported when one is first used.

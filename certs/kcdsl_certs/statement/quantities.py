@@ -1,4 +1,4 @@
-"""What a comparison is about, and for which inputs: records of typed fields, never text.
+"""The subject of a comparison, and its inputs: records of typed fields, never text.
 
 A quantity is a tree of nodes, each with the fields that its kind has:
 

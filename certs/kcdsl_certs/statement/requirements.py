@@ -1,4 +1,4 @@
-"""What a certificate must cover: the comparisons of a contract as plain data."""
+"""Requirements of a certificate: the comparisons of a contract as plain data."""
 
 from __future__ import annotations
 

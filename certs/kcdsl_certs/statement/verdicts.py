@@ -1,4 +1,4 @@
-"""Which verdicts the numbers of a clause result admit, binomial tails included."""
+"""Verdicts that the numbers of a clause result admit, binomial tails included."""
 
 from __future__ import annotations
 

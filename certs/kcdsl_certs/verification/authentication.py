@@ -1,4 +1,4 @@
-"""Who signed a statement: the steps of a verification that come before its content is read."""
+"""Authentication of a statement: the steps of a verification before its content is read."""
 
 from __future__ import annotations
 

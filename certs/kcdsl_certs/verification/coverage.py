@@ -1,4 +1,4 @@
-"""Whether the clause results of a certificate show what the contract demands.
+"""Coverage: clause results of a certificate against what the contract demands.
 
 Results that follow from a proved drift of the logits are derived again by the bound chain.
 """

@@ -1,4 +1,4 @@
-"""What a verification reports: named steps, each with an outcome and a stable reason.
+"""Reports of a verification: named steps, each with an outcome and a stable reason.
 
 Several certificates about one triple may together cover a contract.
 """

@@ -1,4 +1,4 @@
-"""What is measured beside the clauses: `kcdsl plan`, `attribute`, `aggregate`, `experiment`."""
+"""Commands that measure beside clauses: `kcdsl plan`, `attribute`, `aggregate`, `experiment`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands have in common: arguments, the contract, backends, output."""
+"""The common parts of commands: arguments, the contract, backends, output."""
 
 from kcdsl.cli.common.declare import (
     Argument,

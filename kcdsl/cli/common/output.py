@@ -1,4 +1,4 @@
-"""What commands print and write: JSON, reports in several formats, tables, progress."""
+"""Output of commands: JSON, reports in several formats, tables, progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a terminal shows: colour, width, the cells of a character, and nothing that a hostile file
+"""Text for a terminal: colour, width, the cells of a character, and nothing that a hostile file
 could do to it."""
 
 from __future__ import annotations

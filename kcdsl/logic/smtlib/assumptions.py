@@ -1,4 +1,4 @@
-"""What the constants of a theory satisfy whatever the kernels do, as assertions with reasons.
+"""Properties of the constants of a theory that no kernel changes, as assertions with reasons.
 
 What holds of measured quantities is `kcdsl.logic.axioms`; here the laws become assertions.
 """

@@ -1,1 +1,1 @@
-"""What an open document says: its text, positions, names and results."""
+"""The content of an open document: its text, positions, names and results."""

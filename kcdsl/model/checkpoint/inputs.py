@@ -1,4 +1,4 @@
-"""What a quantised checkpoint says beside its matrices: codes of their inputs and of cached keys
+"""Statements of a quantised checkpoint beside its matrices: codes of their inputs, of cached keys
 and values, static scales of both, and limits of dynamic ones.
 
 They are none of the numbers of a matrix. The numerics of the kernel state them, and are compared

@@ -1,4 +1,4 @@
-"""What GPT-2 and GPT-NeoX share: a stack of layers with layer norms and GELU, and a head."""
+"""The common part of GPT-2 and GPT-NeoX: layers with layer norms and GELU, and a head."""
 
 from __future__ import annotations
 

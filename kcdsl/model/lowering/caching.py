@@ -1,4 +1,4 @@
-"""Where a block stores keys and values: nodes of the op `cache` in block graphs.
+"""Places where a block stores keys and values: nodes of the op `cache` in block graphs.
 
 A kernel with a quantised cache (`Numerics.kv_cache`) stores there and reads back; to any other it
 is nothing. Graphs have these nodes only where a kernel of the pair has such a cache.

@@ -1,4 +1,4 @@
-"""What each aten operation becomes; see `calls.py`.
+"""Handlers of aten operations, which make nodes of each; see `calls.py`.
 
 A handler gets the state and the arguments by their names in the operator's schema, of which at
 least one is a `Ref`, and returns a `Ref` or a list of them. It reads every argument that counts:

@@ -1,4 +1,4 @@
-"""How the nodes of an ONNX file run: which are folded, and which tensors are parameters.
+"""The plan of an ONNX file: which nodes run, which are folded, and which tensors are parameters.
 
 A tensor of the file is a parameter where the program reads it as it is, or moved. What else depends
 on no token is folded, once for each length. There is one sequence in a batch, without padding.

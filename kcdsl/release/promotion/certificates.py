@@ -1,4 +1,4 @@
-"""What a checked certificate says of the obligations of a contract."""
+"""The obligations of a contract that a checked certificate decides."""
 
 from __future__ import annotations
 

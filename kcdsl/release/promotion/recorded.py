@@ -1,4 +1,4 @@
-"""What a register says of a candidate: its last state, and the standing of its certificates."""
+"""Records of a candidate in a register: its last state, and the standing of its certificates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from the events: the tables that are read. Each event changes them in one way."""
+"""The tables that follow from the events and are read. Each event changes them in one way."""
 
 from __future__ import annotations
 

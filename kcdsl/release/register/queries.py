@@ -1,4 +1,4 @@
-"""What a register says: entries by their keys, and the standing of a certificate."""
+"""Queries of a register: entries by their keys, and the standing of a certificate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which source makes two kernels drift, and in which block: the document of `kcdsl attribute`.
+"""The document of `kcdsl attribute`: sources of the drift of two kernels, and its blocks.
 
 Plain frozen data, JSON with the schema "kcdsl.attribution/1" (`attribution.schema.json`) and
 nothing heavy.

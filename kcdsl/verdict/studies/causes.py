@@ -1,4 +1,4 @@
-"""Why a triple failed in production: the document of `kcdsl why`.
+"""The document of `kcdsl why`: causes of a failure in production.
 
 Three causes are told apart: the contract admits what went wrong, the kernel build regressed, or the
 update of the model interacted with the kernels. A change is held responsible where the clause held

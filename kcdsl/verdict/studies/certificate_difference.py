@@ -1,4 +1,4 @@
-"""How one certificate differs from another: what `kcdsl diff` says of two certificates.
+"""The differences of two certificates, as `kcdsl diff` states them.
 
 A certificate is stricter than another where it states more: a lower limit or bound, stronger
 evidence, less budget, fewer assumptions. That two certificates are of different triples is what

@@ -1,4 +1,4 @@
-"""How one contract differs from another: what `kcdsl diff` says."""
+"""The differences of two contracts, as `kcdsl diff` states them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an experiment found of a clause on a slice in one cell, and what it did not.
+"""Findings of an experiment about a clause on a slice in one cell, and what was not found.
 
 A conjunction has a row for each of its parts. A cell shows the one that decides: the worst verdict,
 and of equal verdicts the fewest units that pass.

@@ -1,4 +1,4 @@
-"""How many units the clauses of a contract need: the document of `kcdsl plan`.
+"""The document of `kcdsl plan`: the number of units that each clause of a contract needs.
 
 Plain frozen data, JSON with the schema "kcdsl.plan/3" (`plan.schema.json`) and nothing heavy.
 """

@@ -1,4 +1,4 @@
-"""Why a triple failed, at a terminal: what `kcdsl why` prints."""
+"""The terminal output of `kcdsl why`: causes of a failure of a triple."""
 
 from __future__ import annotations
 

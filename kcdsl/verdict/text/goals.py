@@ -1,4 +1,4 @@
-"""How the outcomes of goals are shown: JSON for programs, a table for people."""
+"""Display of the outcomes of goals: JSON for programs, a table for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often the nodes of a graph are read where casts are free (section 2, Readings)."""
+"""The number of readings of each node of a graph where casts are free (section 2, Readings)."""
 
 from __future__ import annotations
 

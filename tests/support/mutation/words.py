@@ -1,4 +1,4 @@
-"""What a field of a fixed vocabulary may also say, by field."""
+"""Other words of a fixed vocabulary, by field."""
 
 from __future__ import annotations
 

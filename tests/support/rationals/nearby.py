@@ -1,4 +1,4 @@
-"""What both kernels store of every θ' near the checkpoint, in rational numbers."""
+"""Stored parameters of both kernels at every θ' near the checkpoint, in rational numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a node, and what storing a result adds, in rational numbers."""
+"""The state of a node, and the error of storing a result, in rational numbers."""
 
 from __future__ import annotations
 

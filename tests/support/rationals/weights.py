@@ -1,4 +1,4 @@
-"""What each kernel stores for a parameter, in rational numbers (standard library alone)."""
+"""Stored parameters of each kernel, in rational numbers (standard library alone)."""
 
 from __future__ import annotations
 

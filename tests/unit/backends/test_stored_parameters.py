@@ -1,4 +1,4 @@
-"""What two kernels store of the same parameters: one copy where that is the same."""
+"""Stored parameters of two kernels: one copy where both are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bench/house.py says of small trees: sizes, cycles, floors, and what nothing uses."""
+"""Figures of bench/house.py for small trees: sizes, cycles, floors, and what nothing uses."""
 
 from __future__ import annotations
 

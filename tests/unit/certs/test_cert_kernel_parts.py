@@ -1,4 +1,4 @@
-"""What of a kernel's fingerprint may differ, and what must be stated: by the checker's policy."""
+"""Parts of a kernel's fingerprint that may differ or must be stated, by the checker's policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which results show a required clause."""
+"""Results that show a required clause."""
 
 from __future__ import annotations
 

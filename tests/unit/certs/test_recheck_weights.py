@@ -1,4 +1,4 @@
-"""What kernels store for parameters, against ml_dtypes and against the exact tier."""
+"""Stored parameters of kernels, against ml_dtypes and against the exact tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the checker derives for small proofs is what was recorded, at every node.
+"""The checker derives for small proofs what was recorded, at every node.
 
 A rule that loses a term gives a lower bound, which no proof with honest claims shows. Differences
 between processors are in the last bits, of float32 where sums over rows are formed in it: relative

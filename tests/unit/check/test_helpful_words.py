@@ -1,4 +1,4 @@
-"""What messages say to people who write what other tools would take."""
+"""Messages to people who write what other tools would take."""
 
 from __future__ import annotations
 

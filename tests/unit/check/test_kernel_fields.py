@@ -1,4 +1,4 @@
-"""Where a kernel is: folders and servers in contracts, and what is said of values and draws."""
+"""Fields of kernels: folders and servers in contracts, and messages about values and draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where `kcdsl evaluate` cannot write is said before anything is measured."""
+"""Targets that `kcdsl evaluate` cannot write are named before anything is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a contract's folder holds is data: it runs where its user allowed that, and nowhere else."""
+"""A contract's folder is data: its code runs where the user allowed that, and nowhere else."""
 
 from __future__ import annotations
 

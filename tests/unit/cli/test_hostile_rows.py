@@ -1,4 +1,4 @@
-"""What rows and configurations of somebody else say is refused or shown, and never obeyed."""
+"""Hostile rows and configurations are refused or shown, and never obeyed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands beside clauses: percentiles, certified bounds, the noise floor, narrow results."""
+"""Values beside clauses: percentiles, certified bounds, the noise floor, narrow results."""
 
 from __future__ import annotations
 

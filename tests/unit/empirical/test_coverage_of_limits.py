@@ -1,4 +1,4 @@
-"""How often limits err, by simulation: small editions of `make bench-coverage`, which has more."""
+"""Coverage of limits, by simulation: small editions of `make bench-coverage`, which has more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rollouts give of each metric: closed forms, the prompt as the unit, tokens that count."""
+"""Metrics of rollouts: closed forms, the prompt as the unit, tokens that count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks are read at any length: both programs say the same, and refuse what mixes rows."""
+"""Blocks that are read at any length: both programs say the same, and refuse what mixes rows."""
 
 from __future__ import annotations
 

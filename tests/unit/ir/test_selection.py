@@ -1,4 +1,4 @@
-"""Which slices can have requests and which lie inside others, without a solver."""
+"""Slices that can have requests or lie inside others, without a solver."""
 
 from __future__ import annotations
 

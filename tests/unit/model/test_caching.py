@@ -1,4 +1,4 @@
-"""Where keys and values are cached, and what is refused instead of being left out."""
+"""Places where keys and values are cached, and what is refused instead of being left out."""
 
 from __future__ import annotations
 

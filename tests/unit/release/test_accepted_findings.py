@@ -1,4 +1,4 @@
-"""What comments of a contract accept is in its certificates, and a gate may refuse it."""
+"""Findings that comments of a contract accept are in its certificates; a gate may refuse them."""
 
 from __future__ import annotations
 

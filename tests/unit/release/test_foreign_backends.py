@@ -1,4 +1,4 @@
-"""What a backend of another distribution says is believed only as far as it can be looked at."""
+"""Answers of a foreign backend are believed only as far as they can be looked at."""
 
 from __future__ import annotations
 

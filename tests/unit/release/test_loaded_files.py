@@ -1,4 +1,4 @@
-"""What is signed is what was loaded: links, swaps and special files, each really carried out."""
+"""Signed files are those that were loaded: links, swaps and special files, each carried out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What evidence makes of a candidate: advance, hold, freeze, roll back; nothing counts twice."""
+"""Decisions about a candidate: advance, hold, freeze, roll back; nothing counts twice."""
 
 from __future__ import annotations
 

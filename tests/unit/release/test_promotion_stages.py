@@ -1,4 +1,4 @@
-"""What each stage demands, and how it reacts: families × levels × stages."""
+"""Demands and reactions of each stage: families × levels × stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How contracts differ where units, budgets and the whole contract matter."""
+"""Differences of contracts where units, budgets and the whole contract matter."""
 
 from __future__ import annotations
 

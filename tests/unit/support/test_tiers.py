@@ -1,4 +1,4 @@
-"""Which cases of a sampled test the first tier takes."""
+"""Cases of a sampled test that the first tier takes."""
 
 from __future__ import annotations
 

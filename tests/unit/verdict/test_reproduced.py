@@ -1,4 +1,4 @@
-"""What differs between two reports of one evaluation."""
+"""Differences between two reports of one evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reverse passes say of a sum before a free cast of it, which is sized by that (Rule 2.12)."""
+"""Reverse passes of a sum before a free cast of it, whose error they bound (Rule 2.12)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ellipsoids around the errors of rows say of sums of squares with weights (Rule 3.9)."""
+"""Bounds of weighted sums of squares by ellipsoids around the errors of rows (Rule 3.9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a kernel rounds: casts of results (section 2), and which results have several readings."""
+"""Roundings of a kernel: casts of results (section 2), and results that have several readings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transfer functions read: both kernels, boxes of each and of their difference (section 1)."""
+"""State of transfer functions: both kernels, boxes of each and of their difference (section 1)."""
 
 from __future__ import annotations
 

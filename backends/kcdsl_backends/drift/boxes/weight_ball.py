@@ -1,4 +1,4 @@
-"""What a kernel stores for parameters that may lie anywhere near those of the checkpoint.
+"""Stored parameters of a kernel whose weights may lie anywhere near those of the checkpoint.
 
 The region around the weights (docs/proofs/weights-region.md): every float32 element θ' with
 |θ' - θ| <= ρ|θ|. Both kernels store the same θ', each in its own format and with scales of its own,

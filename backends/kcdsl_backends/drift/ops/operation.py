@@ -1,4 +1,4 @@
-"""What the table of operations holds of each operation of a block graph."""
+"""The entries of the table of operations, one for each operation of a block graph."""
 
 from __future__ import annotations
 

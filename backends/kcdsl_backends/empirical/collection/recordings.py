@@ -1,4 +1,4 @@
-"""What an evaluation of recordings reads: files, the rows of slices, the kernel that scores."""
+"""The input of an evaluation of recordings: files, the rows of slices, the kernel that scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server decides of a contract: clauses about drawn tokens, each row of them a sample."""
+"""Decisions of a server about a contract: clauses about drawn tokens, each row of them a sample."""
 
 from __future__ import annotations
 

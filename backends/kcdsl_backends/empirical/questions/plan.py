@@ -1,4 +1,4 @@
-"""How many units a contract needs: what a sample of each size can show, before it is drawn.
+"""The number of units a contract needs: what a sample of each size can show, before it is drawn.
 
 No kernel is run and no model loaded; of the model only its tokenizer is read, where slices select
 by length.

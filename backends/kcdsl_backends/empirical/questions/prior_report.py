@@ -1,4 +1,4 @@
-"""What an earlier evaluation says of a clause: its report, or the evidence of its trace."""
+"""An earlier evaluation of a clause: its report, or the evidence of its trace."""
 
 from __future__ import annotations
 

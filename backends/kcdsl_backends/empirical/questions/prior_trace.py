@@ -1,4 +1,4 @@
-"""What the trace of an earlier evaluation says of a clause: the values that it was decided on."""
+"""The trace of an earlier evaluation of a clause: the values that it was decided on."""
 
 from __future__ import annotations
 

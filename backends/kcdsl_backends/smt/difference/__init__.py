@@ -1,4 +1,4 @@
-"""How one contract differs from another, clause by clause and as a whole.
+"""The differences of two contracts, clause by clause and as a whole.
 
 A clause is at least as strict as another if it implies it: on every slice, with its budget, and
 with at least its level, action and demand of evidence. z3 decides the implications of requirements

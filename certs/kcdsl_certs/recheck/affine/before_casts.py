@@ -1,4 +1,4 @@
-"""What reverse passes say of a result before a free cast of it, which is sized by that (Rules 2.2
+"""Reverse passes of a result before a free cast of it, whose error they bound (Rules 2.2
 and 2.12): those that a node asks of itself."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one kernel may round, and how far (docs/proofs/relational-interval.md, section 2)."""
+"""Roundings of one kernel, and their sizes (docs/proofs/relational-interval.md, section 2)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the checker knows of every operation: its rule in each domain."""
+"""The operations of the checker: their rules in each domain."""

@@ -1,4 +1,4 @@
-"""What storing the parts of a norm adds, fused or written out (section 6)."""
+"""Errors of storing the parts of a norm, fused or written out (section 6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What alembic runs: the revisions, in the transaction of the connection that it is given."""
+"""The environment of alembic: it runs the revisions in the transaction of the given connection."""
 
 from __future__ import annotations
 

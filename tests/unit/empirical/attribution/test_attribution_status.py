@@ -1,4 +1,4 @@
-"""What an attribution is called: no drift only where no request drifts."""
+"""The status of an attribution: no drift only where no request drifts."""
 
 from __future__ import annotations
 

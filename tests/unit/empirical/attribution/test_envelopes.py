@@ -1,4 +1,4 @@
-"""What bounds exclude: never what a real kernel does, always what lies beyond them."""
+"""Bounds exclude never what a real kernel does, always what lies beyond them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was planted in one source is attributed to that source, and to no other."""
+"""Drift that is planted in one source is attributed to that source, and to no other."""
 
 from __future__ import annotations
 

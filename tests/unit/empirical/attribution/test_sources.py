@@ -1,4 +1,4 @@
-"""Which sources differ, and the kernels between both sides."""
+"""Sources that differ, and the kernels between both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What promotions ask of a register, on SQLite and on PostgreSQL."""
+"""Questions of promotions to a register, on SQLite and on PostgreSQL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rollout gives of each metric, and which columns each metric reads.
+"""The values of each metric in one rollout, and the columns that each metric reads.
 
 Only tokens inside the mask are read. What a rollout does not carry has no value.
 """

@@ -1,4 +1,4 @@
-"""Where questions to a server may go: what the contract names, within what the user allowed.
+"""Addresses for questions to a server: what the contract names, within what the user allowed.
 
 A contract is foreign text: it names an address and a variable, and may name those of others. So
 keys are in variables of their own and go to hosts that the user listed, the name of a host is

@@ -1,4 +1,4 @@
-"""What a server answers to `/v1/completions`: checked, or refused, before anything reads it.
+"""Replies of a server to `/v1/completions`: checked, or refused, before anything reads them.
 
 Two forms are in use. The one of chats, which llama.cpp gives: `logprobs.content`, a list of tokens
 with ids, bytes and likeliest tokens. And the older one, which vLLM, SGLang and TensorRT-LLM give:

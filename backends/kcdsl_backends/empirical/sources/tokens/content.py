@@ -1,4 +1,4 @@
-"""What rows a token table has, as digests that do not depend on how its files are written.
+"""The rows of a token table, as digests that do not depend on how its files are written.
 
 Each row is written as text, and md5 makes an integer of 64 bits of it. Their sum is the same in any
 order, compression, number of row groups and width of numbers. It finds copies; it is no protection

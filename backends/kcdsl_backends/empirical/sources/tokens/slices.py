@@ -1,4 +1,4 @@
-"""Which rows of a token table belong to which slice, and whether they can be told.
+"""The slices of the rows of a token table, and whether they can be told.
 
 A slice has a name in a column or a predicate on fields of the table; thresholds of predicates are
 exact, as they are where requests are selected. A row without what tells slices apart belongs

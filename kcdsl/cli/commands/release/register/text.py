@@ -1,4 +1,4 @@
-"""What `kcdsl register` prints: certificates, events and audits, for people."""
+"""The texts of `kcdsl register`: certificates, events and audits, for people."""
 
 from __future__ import annotations
 
