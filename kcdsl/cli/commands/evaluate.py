@@ -75,7 +75,6 @@ class EvaluateCommand(Looks, RunsCode, Certifies):
     )
     jobs: int | None = jobs_option("requests", "1")
     engine: Engine = engine_option("requests")
-    svg: str | None = value("FILE", "write the printed report as a picture")
 
     def run(self) -> Exit:
         """Evaluate, write the files, print the report."""
@@ -89,8 +88,6 @@ class EvaluateCommand(Looks, RunsCode, Certifies):
             for output in wanted
             if output.file is not None
         ]
-        if self.svg is not None:
-            more.append((Path(self.svg), _picture))
         settings = self.settings(
             EvaluateSettings,
             looks=self.looks_taken,
@@ -116,12 +113,6 @@ class EvaluateCommand(Looks, RunsCode, Certifies):
 
 def _encoded(format: str, report: Report, contract: Contract) -> bytes:
     return _in_format(format, report, contract).encode()
-
-
-def _picture(report: Report) -> bytes:
-    from kcdsl.verdict.text.report import svg
-
-    return svg(report).encode()
 
 
 def _tell(text: str) -> None:

@@ -1,25 +1,20 @@
-"""The report for people: tables that fit 100 columns, and the same as a picture (SVG)."""
+"""The report for people: tables that fit 100 columns."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from io import StringIO
 from typing import Any, TextIO
 
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from kcdsl.diagnostics.render.terminal import printable
 from kcdsl.ir.tables import is_bucket
 from kcdsl.verdict.model import SHOWN
 from kcdsl.verdict.quantities import quantity, stated
 from kcdsl.verdict.report import Report, not_decided
 from kcdsl.verdict.result import domains_in_words
 from kcdsl.verdict.text.console import (
-    WIDTH,
-    HarmlessConsole,
     folded,
     heading,
     print_on,
@@ -29,24 +24,12 @@ from kcdsl.verdict.text.console import (
 from kcdsl.verdict.words import beside_rows, limit_of, looks_in_words, terse, where
 
 Document = Mapping[str, Any]
-_FONT = re.compile(r"@font-face\s*\{.*?\}\s*", re.DOTALL)
 _STATISTICS = ("mean", "p50", "p95", "p99", "worst")
 
 
 def print_report(report: Report, stream: TextIO) -> None:
     """Print the report; colours only where the stream is a terminal."""
     print_on(stream, render(report.to_json()))
-
-
-def svg(report: Report) -> str:
-    """Return the report as an SVG picture that fetches nothing: no font from elsewhere."""
-    # with a height too, as rich takes terminals called "dumb" to be 80 columns wide else
-    console = HarmlessConsole(
-        record=True, width=WIDTH, height=50, file=StringIO(), force_terminal=True
-    )
-    console.print(render(report.to_json()))
-    picture = console.export_svg(title=f"kcdsl evaluate · {report.contract['name']}")
-    return printable(_FONT.sub("", picture))
 
 
 def render(report: Document) -> RenderableType:

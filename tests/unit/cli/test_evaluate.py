@@ -103,13 +103,13 @@ def test_the_report_and_the_certificate_list_what_comments_accept(cli: Any, writ
 
 
 @pytest.mark.full
-def test_json_and_picture_and_folder(cli: Any, write: Write) -> None:
+def test_json_and_format_and_folder(cli: Any, write: Write) -> None:
     folder = write(KL)
-    ran = cli("evaluate", "--json", "-o", "made/here", "--svg", "report.svg", cwd=folder)
+    ran = cli("evaluate", "--json", "-o", "made/here", "--format", "junit=report.xml", cwd=folder)
     assert ran.code == 0
     report = document(ran.stdout)
     assert report == json.loads((folder / "made" / "here" / "report.json").read_text())
-    assert (folder / "report.svg").read_text().startswith("<svg")
+    assert (folder / "report.xml").read_text().startswith("<?xml")
 
 
 def test_a_coarse_kernel_violates_and_the_report_says_where(cli: Any, write: Write) -> None:
@@ -427,7 +427,7 @@ def test_an_unwritable_folder_leaves_nothing_behind(cli: Any, write: Write) -> N
     ran = cli("evaluate", cwd=folder)
     assert ran.code == 2
     assert "Traceback" not in ran.stderr
-    ran = cli("evaluate", "-o", "made", "--svg", "no/such/folder.svg", cwd=folder)
+    ran = cli("evaluate", "-o", "made", "--format", "junit=no/such/folder.xml", cwd=folder)
     assert ran.code == 2
     assert not (folder / "made").exists()
 

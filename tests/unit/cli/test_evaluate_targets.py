@@ -39,13 +39,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("words", "said"),
     [
         (("--format", "junit=absent/x.xml"), "there is no folder absent"),
-        (("--svg", "absent/x.svg"), "there is no folder absent"),
         (("--format", "html=."), "is a folder, not a file"),
         (("--format", "sarif=a", "--format", "junit=a"), "a is to be written twice"),
-        (("--format", "sarif=a", "--svg", "./a"), "a is to be written twice"),
+        (("--format", "sarif=a", "--format", "junit=./a"), "a is to be written twice"),
         (("--format", "json=out/report.json"), "out/report.json is to be written twice"),
         (("--format", "html=out/report.html"), "out/report.html is to be written twice"),
-        (("-o", "new", "--svg", "new/trace.parquet"), "new/trace.parquet is to be written twice"),
+        (
+            ("-o", "new", "--format", "junit=new/trace.parquet"),
+            "new/trace.parquet is to be written twice",
+        ),
         (("--json", "--format", "github"), "two formats for standard output"),
         (("--format", "text", "--format", "github"), "two formats for standard output"),
     ],

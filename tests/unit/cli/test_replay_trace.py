@@ -357,7 +357,7 @@ def test_another_seed_starts_anew(cli: Any, begun: Path, tmp_path: Path) -> None
 def test_where_nothing_could_be_written_what_was_measured_is_kept(
     cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder of the picture is there when the evaluation begins, and gone at its end."""
+    """The folder of the JUnit file is there when the evaluation begins, and gone at its end."""
     (folder / "there").mkdir()
     write = evaluation._write
 
@@ -367,7 +367,7 @@ def test_where_nothing_could_be_written_what_was_measured_is_kept(
 
     with monkeypatch.context() as patched:
         patched.setattr(evaluation, "_write", late)
-        ran = cli(*EVALUATE, "-o", "made", "--svg", "there/x.svg", cwd=folder)
+        ran = cli(*EVALUATE, "-o", "made", "--format", "junit=there/x.xml", cwd=folder)
     assert ran.code == 2
     assert "there is no folder there" in ran.stderr
     assert [path.name for path in (folder / "made").iterdir()] == ["evaluate.journal"]

@@ -13,13 +13,14 @@ from typing import Any
 import jsonschema
 import pytest
 
+from docs.site.report_picture import draw
 from kcdsl.exits import Exit
 from kcdsl.verdict.html import page
 from kcdsl.verdict.model import InvalidEvidence, Violated
 from kcdsl.verdict.quantities import quantity
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import Beside, Certified, MeasuredPercentiles, NoiseFloor
-from kcdsl.verdict.text.report import print_report, svg
+from kcdsl.verdict.text.report import print_report
 from tests.support.reports import ROW, VERDICTS, report, report_schema
 
 
@@ -114,7 +115,7 @@ def test_missing_fields_are_listed() -> None:
 
 
 def test_the_picture_is_an_svg_of_the_same_report() -> None:
-    picture = svg(report(ROW))
+    picture = draw(report(ROW).to_json())
     assert picture.startswith("<svg")
     assert "url(http" not in picture
     assert "@font-face" not in picture
