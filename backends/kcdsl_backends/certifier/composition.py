@@ -81,7 +81,9 @@ class CompositionTask:
                 return _without(case, "stages have no rule for routes of experts"), None
             links = stages_of(context.factory.model, whole)
             if len(links) < 2:
-                return _without(case, f"block {whole.block!r} does not fall apart into links"), None
+                return _without(
+                    case, f"block {whole.block!r} does not fall apart into stages"
+                ), None
             best: tuple[BoundedCase, Lookup | None] | None = None
             damaged = False
             for plan, some in _plans(whole, links):

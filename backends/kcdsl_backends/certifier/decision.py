@@ -197,7 +197,7 @@ def _measure_slack(pool: WorkerPool, batch: Sequence[OpenGoal], progress: Progre
                 shown = tuple(replace(link, attack=value) for link, value in pairs)
                 one.outcomes[index] = replace(outcome, links=shown)
             case Unfinished(reason):
-                one.notes.append(f"{outcome.name}: no runs beside the links, {reason}")
+                one.notes.append(f"{outcome.name}: no runs beside the stages, {reason}")
             case other:
                 raise AssertionError(f"no answer to a search: {other}")
 

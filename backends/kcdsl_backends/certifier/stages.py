@@ -3,7 +3,7 @@ the interface before it: a region that every training run stays in, and a box of
 
 A graph can be cut behind an operation if nothing after it reads anything else that was computed
 before: only one state goes on. Between two such places stands either a single operation or a knot,
-such as a sub-layer with its residual; a link has at least one knot.
+such as a sub-layer with its residual; a stage has at least one knot.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kcdsl_backends.drift.functionals import drift_bound
 
 _LEAVES = ("param", "constant")
 _WORTH = ("linear", "matmul", "embedding")
-"""Operations one of which a link has: cutting off less, such as a norm, only loses."""
+"""Operations one of which a stage has: cutting off less, such as a norm, only loses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class Segment:
 
 
 def stages_of(model: Model, graph: BlockGraph) -> tuple[BlockGraph, ...]:
-    """Return the links of a graph in order; one alone where it does not fall apart.
+    """Return the stages of a graph in order; one alone where it does not fall apart.
 
-    A link is as long as a block of the model that has a name, and then has this name, such as the
+    A stage is as long as a block of the model that has a name, and then has this name, such as the
     layers of `model`; or it is one knot with the single operations behind it. What stands before
-    the first knot, and what follows the last without being of its block, are links of their own.
+    the first knot, and what follows the last without being of its block, are stages of their own.
     Names of nodes stay what they are in the graph.
     """
     computed = [node for node in graph.nodes if node.op not in (*_LEAVES, "input")]
@@ -84,48 +84,50 @@ def stages_of(model: Model, graph: BlockGraph) -> tuple[BlockGraph, ...]:
         else:
             spans.append((name, first, end))
     return tuple(
-        _link(graph, computed, first, end, name or f"{graph.block}[{number}]")
+        _stage(graph, computed, first, end, name or f"{graph.block}[{number}]")
         for number, (name, first, end) in enumerate(spans)
     )
 
 
 def partitions(
-    graph: BlockGraph, links: tuple[BlockGraph, ...]
+    graph: BlockGraph, stages: tuple[BlockGraph, ...]
 ) -> Iterator[tuple[BlockGraph, ...]]:
-    """Yield the links of a graph, then half as many longer ones, and so on down to two.
+    """Yield the stages of a graph, then half as many longer ones, and so on down to two.
 
-    Fewer links lose less between them; what changed takes longer to verify again.
+    Fewer stages lose less between them; what changed takes longer to verify again.
     """
-    yield links
-    count = len(links)
+    yield stages
+    count = len(stages)
     while count > 2:
         count = (count + 1) // 2
-        yield _longer(graph, links, count)
+        yield _longer(graph, stages, count)
 
 
-def _longer(graph: BlockGraph, links: tuple[BlockGraph, ...], count: int) -> tuple[BlockGraph, ...]:
-    """Return `count` links, each made of as many consecutive ones as the others or one less."""
+def _longer(
+    graph: BlockGraph, stages: tuple[BlockGraph, ...], count: int
+) -> tuple[BlockGraph, ...]:
+    """Return `count` stages, each made of as many consecutive ones as the others or one less."""
     computed = [node for node in graph.nodes if node.op not in (*_LEAVES, "input")]
     places = {node.name: place for place, node in enumerate(computed)}
     first, before, found = 0, 0, []
     for number in range(1, count + 1):
-        behind = -(-len(links) * number // count)
-        end = places[links[behind - 1].output] + 1
-        names = links[before].block, links[behind - 1].block
+        behind = -(-len(stages) * number // count)
+        end = places[stages[behind - 1].output] + 1
+        names = stages[before].block, stages[behind - 1].block
         name = "..".join(names if behind - before > 1 else names[:1])
-        found.append(_link(graph, computed, first, end, name))
+        found.append(_stage(graph, computed, first, end, name))
         first, before = end, behind
     return tuple(found)
 
 
 def named(
-    graph: BlockGraph, links: tuple[BlockGraph, ...], names: Sequence[str]
+    graph: BlockGraph, stages: tuple[BlockGraph, ...], names: Sequence[str]
 ) -> tuple[BlockGraph, ...]:
-    """Return the partition of a graph whose first links have these names."""
+    """Return the partition of a graph whose first stages have these names."""
     return next(
         some
-        for some in partitions(graph, links)
-        if [link.block for link in some[: len(names)]] == list(names)
+        for some in partitions(graph, stages)
+        if [stage.block for stage in some[: len(names)]] == list(names)
     )
 
 
@@ -133,7 +135,7 @@ def until(graph: BlockGraph, output: str) -> BlockGraph:
     """Return the graph up to a result, and all that it has before, for runs that end there."""
     computed = [node for node in graph.nodes if node.op not in (*_LEAVES, "input")]
     end = next(place for place, node in enumerate(computed) if node.name == output)
-    return _link(graph, computed, 0, end + 1, graph.block)
+    return _stage(graph, computed, 0, end + 1, graph.block)
 
 
 def _pieces(graph: BlockGraph, computed: Sequence[Node]) -> list[Segment]:
@@ -192,7 +194,7 @@ def _tensors(module: nn.Module) -> list[tuple[str, object]]:
     ]
 
 
-def _link(
+def _stage(
     graph: BlockGraph, computed: Sequence[Node], first: int, end: int, name: str
 ) -> BlockGraph:
     """Return operations [first, end) as a graph of its own, on what the one before them returns."""
@@ -230,7 +232,7 @@ Readings = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """What a link reads: states [T, D] in centre ± radius, and their drift (None: no drift).
+    """What a stage reads: states [T, D] in centre ± radius, and their drift (None: no drift).
 
     `centre` None stands for the token ids of the block. `around` holds ellipsoids around the rows
     of the drift, which a reader of the proof derives as well. `readings` None: they are all the
@@ -258,7 +260,7 @@ class Interface:
         return Entering(self.drift, self.around, self.readings or (None, None), followed)
 
     def region(self) -> dict[str, Any]:
-        """Return it as the region of a link in a proof; only with a drift."""
+        """Return it as the region of a stage in a proof; only with a drift."""
         assert self.centre is not None
         assert self.drift is not None
         stated = {**box_region("hull", self.centre, self.radius), "drift": box_record(self.drift)}
@@ -268,7 +270,7 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """Boxes of the training value and of the drift of a link's output, as they are claimed, and
+    """Boxes of the training value and of the drift of a stage's output, as they are claimed, and
     ellipsoids around the rows of the drift where they were asked for."""
 
     train: Box
@@ -316,7 +318,7 @@ class StageOutput:
 
 @dataclass(frozen=True, slots=True)
 class BoundedStage:
-    """What is proved of a link: its largest drift, its output, and what the proof states."""
+    """What is proved of a stage: its largest drift, its output, and what the proof states."""
 
     claim: float
     output: StageOutput
@@ -332,7 +334,7 @@ def bound_stage(
     *,
     ellipsoids: bool = False,
 ) -> BoundedStage:
-    """Bound the output of a link by every domain at once.
+    """Bound the output of a stage by every domain at once.
 
     Args:
         name: what the stage is called in the proof.

@@ -123,7 +123,7 @@ def parsed(graph: Any) -> Any:
 @pytest.mark.full
 def test_what_does_not_fall_apart_is_inconclusive(decide: Decide) -> None:
     (found,) = decide("forall x in points(all): norm_inf(drift(attn_0, x)) <= 1")
-    assert found.verdict == Inconclusive("p0: block 'attn_0' does not fall apart into links")
+    assert found.verdict == Inconclusive("p0: block 'attn_0' does not fall apart into stages")
     assert found.proof is None
 
 
@@ -222,7 +222,7 @@ def test_attacks_of_links_may_not_finish(decide: Decide, monkeypatch: pytest.Mon
     (found,) = decide(MODEL)
     assert found.verdict == Held()
     assert found.cases[0].links[0].attack is None
-    assert any("no runs beside the links" in note for note in found.notes)
+    assert any("no runs beside the stages" in note for note in found.notes)
 
 
 # --- what is remembered ---------------------------------------------------------------------------

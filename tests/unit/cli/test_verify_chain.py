@@ -113,7 +113,7 @@ def test_a_block_that_does_not_fall_apart(cli: Any, folder: Path) -> None:
     write_contract(folder, WHOLE)
     ran = cli("verify", "--chain", *QUICK, cwd=folder)
     assert ran.code == 3
-    assert "does not fall apart into links" in " ".join(ran.stdout.split())
+    assert "does not fall apart into stages" in " ".join(ran.stdout.split())
 
 
 def test_a_backend_that_has_no_chains_is_refused() -> None:
