@@ -1,15 +1,19 @@
-"""Checks of a contract against its files: architecture, tensors, blocks and kernels.
+"""Checks of a contract against its files: architecture, tensors, blocks, kernels and requests.
 
-What later commands would refuse is found here, from config.json and the headers of the weights:
-nothing that the contract names is run, and no weight is read. torch is imported where there are
-weights of a built-in architecture.
+A contract may be compiled before there is any of its files. Where some files of its model are
+there, those that it names must be too. What later commands would refuse is found here, from
+config.json, the headers of the weights and the first rows of requests: nothing that the contract
+names is run, and no weight is read. torch is imported where there are weights of a built-in
+architecture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,23 +21,31 @@ from kcdsl.diagnostics import Diagnostic, Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.formulas import NoFlip, Norm, terms_of, walk
-from kcdsl.ir.terms import ONNX, KernelRef, Program
+from kcdsl.ir.predicates import tests_of
+from kcdsl.ir.terms import ONNX, KernelRef, ModelRef, Program, Slice
 from kcdsl.model.adapters import ADAPTERS, refuse_no_file, refuse_unserved
+from kcdsl.model.checkpoint.headers import weights_folder
 from kcdsl.model.files import Artefacts
 from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl.route.goals import goal_of
+from kcdsl.source.files import is_file, open_file, shown
 
 if TYPE_CHECKING:
     from kcdsl.model.architecture import Model
+
+_ROWS = 1000
+"""Rows of requests that are looked at."""
 
 
 def check_artefacts(program: Program, folder: Path) -> tuple[Diagnostic, ...]:
     """Return what is wrong with the model and the kernels of a contract in a folder.
 
-    Weights that are not there yet, of either kernel, are no error; kernels of other distributions
-    are not imported.
+    That no file of the model is there yet is no error; kernels of other distributions are not
+    imported.
     """
     found: list[Diagnostic] = []
+    if _has_files(program.model, folder):
+        found += _absent(program, folder)
     kernels = [k for k in (program.train, program.infer, program.guard, program.fallback) if k]
     measured = any(goal_of(clause) is None for clause in program.clauses)
     for kernel in kernels if measured else ():  # proofs are about numerics, whatever runs
@@ -123,6 +135,60 @@ def _blocks(program: Program) -> Iterator[tuple[str, Span]]:
             if block not in seen:
                 seen.add(block)
                 yield block, span
+
+
+def _has_files(model: ModelRef, folder: Path) -> bool:
+    """Say whether the folder of the weights has some, or their configuration."""
+    place = weights_folder(folder / model.checkpoint)
+    there = is_file(place / "config.json") or any(place.glob("*.safetensors"))
+    return there or _weights_at_hand(model.checkpoint, folder)
+
+
+def _absent(program: Program, folder: Path) -> Iterator[Diagnostic]:
+    """Yield the diagnostics of weights and data that are not there, and of the first row that has
+    no field that a slice tests."""
+    files, model = Artefacts.of(folder), program.model
+    found: list[Diagnostic] = []
+    adapters = [ADAPTERS.get(kernel.run) for kernel in (program.train, program.infer)]
+    recorded = [adapter is not None and adapter.engine == "recorded" for adapter in adapters]
+    for weights in (model.checkpoint, model.served) if not all(recorded) else ():
+        if weights is not None:
+            with _collected(found), at(model.span):
+                files.find_weights(weights)
+    seen: set[tuple[str, str | None]] = set()
+    for one in program.slices:
+        data = one.data or program.data
+        if data is None:
+            continue
+        if (data, None) not in seen:
+            seen.add((data, None))
+            with _collected(found), at(one.span):
+                files.find(data)
+        fields = [test.field for test in tests_of(one.where) if (data, test.field) not in seen]
+        path = files.at_hand(data)
+        if path is not None and path.suffix == ".jsonl" and not any(recorded):
+            seen |= {(data, field) for field in fields}
+            with _collected(found), at(one.span):
+                _refuse_lacking(one, fields, path)
+    yield from found
+
+
+def _refuse_lacking(one: Slice, fields: Sequence[str], path: Path) -> None:
+    """Refuse requests of which one of the first rows lacks a field that a slice tests."""
+    with open_file(path) as lines:
+        for number, line in enumerate(islice(lines, _ROWS if fields else 0), 1):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue  # a blank line, or one that the reader of requests refuses
+            for field in fields if isinstance(row, dict) else ():
+                if row.get(field) is None and field != "length":
+                    raise refuse(
+                        codes.REQUEST_FIELD,
+                        f"{shown(path)}, line {number}: the row has no field `{field}`, which the "
+                        f"slice `{one.name}` tests",
+                        help="give the field to every row, or name a field that all rows have",
+                    )
 
 
 def _weights_at_hand(named: str, folder: Path) -> bool:

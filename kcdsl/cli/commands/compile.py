@@ -15,7 +15,7 @@ from kcdsl.cli.common import Command, argument, choice, switch, value
 from kcdsl.cli.common.options import contract_argument, output_option, seconds, whole
 from kcdsl.cli.common.output import deliver, difference, progress_bars
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
-from kcdsl.diagnostics.codes import NO_BACKEND, UNKNOWN_CLAUSE, USAGE
+from kcdsl.diagnostics.codes import DATA_ABSENT, NO_BACKEND, UNKNOWN_CLAUSE, USAGE
 from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, Checked, LintRun, render
 from kcdsl.diagnostics.render.full import render_full
 from kcdsl.diagnostics.render.terminal import counted, json_for_terminals, one_line
@@ -148,8 +148,8 @@ class CompileCommand(Command):
         code: Exit,
         asked: frozenset[Diagnostic] = frozenset(),
     ) -> None:
-        """Print errors and warnings, and what was asked for; of other notes and of accepted
-        findings only their number."""
+        """Print errors and warnings, what was asked for, and which files are not there yet; of
+        other notes and of accepted findings only their number."""
         if self.format in DOCUMENTS:
             docs_url = load_config(path.parent).docs_url
             run = LintRun(
@@ -157,7 +157,10 @@ class CompileCommand(Command):
             )
             print(render(sink, self.format, sys.stderr, run), file=sys.stderr)
             return
-        shown = [d for d in sink if d.severity is not Severity.NOTE or d in asked]
+        absent = () if sink.has_errors else (DATA_ABSENT,)
+        shown = [
+            d for d in sink if d.severity is not Severity.NOTE or d in asked or d.code in absent
+        ]
         if shown:
             print(render(shown, self.format, sys.stderr), file=sys.stderr)
         if self.format != "full":

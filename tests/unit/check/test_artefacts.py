@@ -95,9 +95,42 @@ def test_a_kernel_need_not_run_here_to_be_proved(cli: Any, folder: Path) -> None
     assert cli("compile", cwd=folder).code == 0
 
 
-def test_no_weights_are_no_error(cli: Any, folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
+def test_a_contract_is_compiled_before_its_files_are_there(cli: Any, folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name != "contract.yaml":
+            path.unlink()
+    ran = cli("compile", cwd=folder)
+    assert ran.code == 0
+    assert ran.stderr.count("note[KC606]: there is no file") == 3
+    assert "compiling does not need it; `verify` and `evaluate` do" in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "prompts.jsonl"])
+def test_a_file_that_lacks_beside_others_is_refused_by_compile_and_later_commands(
+    cli: Any, folder: Path, name: str
+) -> None:
+    (folder / name).unlink()
+    for command in ("compile", "verify", "evaluate"):
+        ran = cli(command, cwd=folder)
+        assert ran.code == 2, command
+        assert f"error[KC601]: there is no file {name}" in ran.stderr
+
+
+def test_rows_without_the_field_of_a_slice_are_refused_by_compile_and_evaluate(
+    cli: Any, folder: Path
+) -> None:
+    rewritten(folder, "slices: {all: {}", "slices: {some: {where: 'kind == \"a\"'}, all: {}")
+    path = folder / "prompts.jsonl"
+    rows = [{**json.loads(line), "kind": "a"} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert cli("compile", cwd=folder).code == 0
+    del rows[-1]["kind"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for command in ("compile", "evaluate"):
+        ran = cli(command, cwd=folder)
+        assert ran.code == 2, command
+        assert "error[KC622]" in ran.stderr
+        assert "has no field `kind`" in ran.stderr
 
 
 def test_many_tensors_of_a_wrong_shape_are_one_finding(cli: Any, folder: Path) -> None:

@@ -157,10 +157,10 @@ def test_compile_reads_the_headers_of_the_second_checkpoint(
     ran = cli("compile", cwd=folder)
     assert ran.code == 2
     assert word in ran.stderr
-    (folder / "quantised").rename(
-        folder / "later"
-    )  # weights that are not there yet are no error of a contract
-    assert cli("compile", cwd=folder).code == 0
+    (folder / "quantised").rename(folder / "later")
+    ran = cli("compile", cwd=folder)
+    assert ran.code == 2
+    assert "error[KC601]: there is no file quantised" in ran.stderr
 
 
 def gpt2(folder: Path) -> dict[str, torch.Tensor]:
