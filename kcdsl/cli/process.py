@@ -78,7 +78,7 @@ def leave_garbage() -> None:
 
     DuckDB, whose bindings print whatever is left of their objects then, is excepted.
     """
-    if "duckdb" not in sys.modules:
+    if "_duckdb" not in sys.modules:
         gc.freeze()
 
 

@@ -130,7 +130,7 @@ class Environment:
 
     @property
     def ready(self) -> bool:
-        """Say whether the main road works: compile, verify, evaluate, check."""
+        """Say whether compile, verify, evaluate and check can run."""
         return (
             not self.problems
             and self.python_problem is None
@@ -350,7 +350,7 @@ class DoctorCommand(Command):
     json: bool = json_option("print one JSON document")
 
     def run(self) -> Exit:
-        """Print the report; 0 where the main road works, 2 where something it needs is missing."""
+        """Print the report; 0 where compile, verify, evaluate and check can run, else 2."""
         found = examine()
         if self.json:
             print_json(to_json(found))
@@ -429,9 +429,9 @@ def _advice(found: Environment) -> Iterator[str]:
         if not package.required and package.command is not None:
             yield f"optional {package.name} ({package.purpose}): {package.command}"
     if found.ready:
-        yield "The main road works: compile, verify, evaluate, check."
+        yield "compile, verify, evaluate and check can run."
     else:
-        yield "The main road does not work yet."
+        yield "compile, verify, evaluate and check cannot run yet."
 
 
 # --- backends ------------------------------------------------------------------------------------

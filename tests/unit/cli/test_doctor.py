@@ -220,7 +220,7 @@ def test_commands_are_printed_on_one_line(
     lines = capsys.readouterr().out.splitlines()
     (run,) = [line for line in lines if line.startswith("run: ")]
     assert shlex.split(run.removeprefix("run: "))[1:4] == ["-m", "pip", "install"]
-    assert "The main road does not work yet." in lines
+    assert "compile, verify, evaluate and check cannot run yet." in lines
     assert max(len(line) for line in lines if "pip" not in line) <= 100
 
 
@@ -276,3 +276,10 @@ def test_importing_the_command_loads_nothing_heavy() -> None:
     loaded = set(done.stdout.split())
     assert "kcdsl.cli.commands.doctor" in loaded
     assert not loaded & {"torch", "numpy", "z3", "onnx", "scipy", "rich"}
+
+
+@pytest.mark.full
+def test_the_process_writes_nothing_on_stderr(cli_process: Any, tmp_path: Path) -> None:
+    ran = cli_process("doctor", cwd=tmp_path)
+    assert ran.stderr == ""
+    assert "compile, verify, evaluate and check can run." in ran.stdout
