@@ -7,7 +7,7 @@ import re
 from docs.site.reference import ROOT, meaning, spelling, synopsis
 from kcdsl import __version__
 from kcdsl.cli.application import parser_of
-from kcdsl.cli.commands import COMMANDS, load
+from kcdsl.cli.commands import COMMANDS, GROUPS, load
 from kcdsl.exits import Exit
 
 PAGE = ROOT / "docs" / "man" / "kcdsl.1"
@@ -36,6 +36,8 @@ def page() -> str:
         text("option: KCDSL_LINT_FAIL_ON that of kcdsl lint --fail-on."),
         ".SH COMMANDS",
     ]
+    for heading, commands in GROUPS.items():
+        lines += [".PP", text(f"{heading}: {', '.join(commands)}")]
     for name in COMMANDS:
         lines += _command(name)
     lines += [".SH EXIT STATUS"]

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from kcdsl import __version__
-from kcdsl.cli.commands import COMMANDS, command_of, load
+from kcdsl.cli.commands import COMMANDS, GROUPS, command_of, load
 from kcdsl.cli.common import Command, declare, from_environment
 from kcdsl.diagnostics import Diagnostic, Refusal, refuse
 from kcdsl.diagnostics.codes import INPUT_OUTPUT, INTERNAL, NO_PACKAGE, USAGE
@@ -151,23 +151,44 @@ def parser_of(name: str | None, command: type[Command] | None) -> argparse.Argum
     """Return the parser of one command; without one, a parser whose help lists all of them."""
     parser = argparse.ArgumentParser(
         prog="kcdsl",
+        usage="kcdsl [-h] [--version] [--traceback] [--color WHEN] COMMAND ...",
         description="Kernel contracts: state, certify and check how far an inference kernel may "
-        "drift from the training kernel.",
-        epilog="exit codes: 0 holds, 1 violated or findings, 2 could not run, 3 inconclusive, "
-        "4 certificate invalid",
+        "drift\nfrom the training kernel.",
+        epilog=_listed() if name is None else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kcdsl {__version__}")
     _add_common(parser)
-    children = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    children = parser.add_subparsers(dest="command", prog="kcdsl", help=argparse.SUPPRESS)
     for each in COMMANDS if name is None else (name,):
-        help = COMMANDS[each].help
-        child = children.add_parser(each, help=help, description=help, allow_abbrev=False)
+        about = COMMANDS[each].help
+        child = children.add_parser(each, description=about, allow_abbrev=False)
         if command is not None:
             _add_common(child)
             child.epilog = command.epilog
             declare(child, command)
     return parser
+
+
+def _listed() -> str:
+    """Return the commands under their headings, and the exit codes, as wide as the terminal."""
+    from shutil import get_terminal_size
+    from textwrap import fill
+
+    width = get_terminal_size().columns - 2
+    lines = []
+    for heading, commands in GROUPS.items():
+        lines.append(f"{heading}:")
+        for name, entry in commands.items():
+            lines.append(
+                fill(entry.help, width, initial_indent=f"  {name:<12}", subsequent_indent=" " * 14)
+            )
+        lines.append("")
+    codes = (
+        "0 holds, 1 violated or findings, 2 could not run, 3 inconclusive, 4 certificate invalid"
+    )
+    return "\n".join([*lines, fill(f"exit codes: {codes}", width)])
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -17,117 +17,142 @@ class CommandEntry(NamedTuple):
     help: str
 
 
+GROUPS: Mapping[str, Mapping[str, CommandEntry]] = {
+    "write a contract": {
+        "init": CommandEntry(
+            "init:InitCommand", "draft a contract from a model, recorded rollouts, or nothing"
+        ),
+        "compile": CommandEntry(
+            "compile:CompileCommand",
+            "check a contract, build its IR and show the route of each clause",
+        ),
+        "lint": CommandEntry(
+            "lint:LintCommand", "check contracts and report what is wrong, without running anything"
+        ),
+        "fmt": CommandEntry(
+            "compile:FmtCommand", "write contracts in the house layout; comments and meaning stay"
+        ),
+        "diff": CommandEntry(
+            "compile:DiffCommand",
+            "say whether a contract, or what a certificate states, became weaker",
+        ),
+        "explain": CommandEntry(
+            "explain:ExplainCommand",
+            "explain a code, a metric, or which backends cover a clause and why",
+        ),
+    },
+    "decide it": {
+        "verify": CommandEntry(
+            "verify:VerifyCommand",
+            "decide the clauses about every input of a region, write certificates",
+        ),
+        "replay": CommandEntry(
+            "results:ReplayCommand",
+            "run a counterexample again, or decide every clause from a trace",
+        ),
+        "plan": CommandEntry(
+            "studies:PlanCommand", "tell how many requests the clauses need to be decidable"
+        ),
+        "evaluate": CommandEntry(
+            "evaluate:EvaluateCommand",
+            "run both kernels on the slices and decide the measured clauses",
+        ),
+        "report": CommandEntry(
+            "results:ReportCommand",
+            "write the page of a report again, or show it in another format",
+        ),
+        "compare": CommandEntry(
+            "results:CompareCommand", "compare a candidate with the incumbent on the same requests"
+        ),
+        "attribute": CommandEntry(
+            "studies:AttributeCommand", "split the drift among its sources and blocks"
+        ),
+        "aggregate": CommandEntry(
+            "studies:AggregateCommand",
+            "count logged tokens by slice, and decide a contract on them",
+        ),
+        "experiment": CommandEntry(
+            "studies:ExperimentCommand",
+            "sweep kernels, batches, lengths and streams under one contract",
+        ),
+        "status": CommandEntry(
+            "results:StatusCommand", "join proofs and measurements: is the whole contract kept?"
+        ),
+    },
+    "release what it covers": {
+        "keygen": CommandEntry(
+            "release.signing:KeygenCommand", "make a key pair for signing certificates"
+        ),
+        "sign": CommandEntry(
+            "release.signing:SignCommand",
+            "show and sign the statement of a certificate; no contract is run",
+        ),
+        "check": CommandEntry(
+            "release.check:CheckCommand",
+            "verify signature, triple, freshness and coverage of a certificate",
+        ),
+        "show": CommandEntry(
+            "release.signing:ShowCommand",
+            "show a certificate for people, in the terminal or as a page",
+        ),
+        "register": CommandEntry(
+            "release.register:RegisterCommand",
+            "keep a register of certificates: record, revoke, list, audit",
+        ),
+        "promote": CommandEntry(
+            "release.promotion:PromoteCommand",
+            "look at the evidence of a stage: advance, hold, freeze or roll back a candidate",
+        ),
+        "gate": CommandEntry(
+            "release.promotion:GateCommand",
+            "say whether a triple may serve at a stage, also over HTTP",
+        ),
+        "why": CommandEntry(
+            "release.why:WhyCommand",
+            "tell apart why a triple failed: loose contract, kernel build, or model update",
+        ),
+        "fleet": CommandEntry(
+            "release.fleet:FleetCommand", "say which kernels agree pairwise under one contract"
+        ),
+        "transfer": CommandEntry(
+            "release.transfer:TransferCommand",
+            "carry the results of a certificate over to later weights",
+        ),
+        "companions": CommandEntry(
+            "release.signing:CompanionsCommand",
+            "state valid certificates about an OCI image, in forms that other verifiers take",
+        ),
+        "attach": CommandEntry(
+            "release.signing:AttachCommand", "attach certificates to an image in an OCI registry"
+        ),
+    },
+    "tools": {
+        "vnnlib": CommandEntry(
+            "verify:VnnlibCommand",
+            "answer VNN-LIB queries about ONNX networks, as their solvers do",
+        ),
+        "lsp": CommandEntry(
+            "settings:LspCommand", "serve an editor by the language server protocol"
+        ),
+        "doctor": CommandEntry(
+            "doctor:DoctorCommand",
+            "say what is installed, what that enables, and how to get the rest",
+        ),
+        "backends": CommandEntry(
+            "doctor:BackendsCommand", "list the backends, what they decide and what they lack"
+        ),
+        "config": CommandEntry(
+            "settings:ConfigCommand",
+            "show the options of the configuration and where values came from",
+        ),
+        "completion": CommandEntry(
+            "settings:CompletionCommand", "print the completion script for a shell"
+        ),
+    },
+}
+"""The commands by what they are for."""
 COMMANDS: Mapping[str, CommandEntry] = {
-    "init": CommandEntry(
-        "init:InitCommand", "draft a contract from a model, recorded rollouts, or nothing"
-    ),
-    "compile": CommandEntry(
-        "compile:CompileCommand", "check a contract, build its IR and show the route of each clause"
-    ),
-    "lint": CommandEntry(
-        "lint:LintCommand", "check contracts and report what is wrong, without running anything"
-    ),
-    "fmt": CommandEntry(
-        "compile:FmtCommand", "write contracts in the house layout; comments and meaning stay"
-    ),
-    "diff": CommandEntry(
-        "compile:DiffCommand", "say whether a contract, or what a certificate states, became weaker"
-    ),
-    "explain": CommandEntry(
-        "explain:ExplainCommand",
-        "explain a code, a metric, or which backends cover a clause and why",
-    ),
-    "verify": CommandEntry(
-        "verify:VerifyCommand",
-        "decide the clauses about every input of a region, write certificates",
-    ),
-    "replay": CommandEntry(
-        "results:ReplayCommand", "run a counterexample again, or decide every clause from a trace"
-    ),
-    "plan": CommandEntry(
-        "studies:PlanCommand", "tell how many requests the clauses need to be decidable"
-    ),
-    "evaluate": CommandEntry(
-        "evaluate:EvaluateCommand", "run both kernels on the slices and decide the measured clauses"
-    ),
-    "report": CommandEntry(
-        "results:ReportCommand", "write the page of a report again, or show it in another format"
-    ),
-    "compare": CommandEntry(
-        "results:CompareCommand", "compare a candidate with the incumbent on the same requests"
-    ),
-    "attribute": CommandEntry(
-        "studies:AttributeCommand", "split the drift among its sources and blocks"
-    ),
-    "aggregate": CommandEntry(
-        "studies:AggregateCommand", "count logged tokens by slice, and decide a contract on them"
-    ),
-    "experiment": CommandEntry(
-        "studies:ExperimentCommand",
-        "sweep kernels, batches, lengths and streams under one contract",
-    ),
-    "status": CommandEntry(
-        "results:StatusCommand", "join proofs and measurements: is the whole contract kept?"
-    ),
-    "check": CommandEntry(
-        "release.check:CheckCommand",
-        "verify signature, triple, freshness and coverage of a certificate",
-    ),
-    "promote": CommandEntry(
-        "release.promotion:PromoteCommand",
-        "look at the evidence of a stage: advance, hold, freeze or roll back a candidate",
-    ),
-    "gate": CommandEntry(
-        "release.promotion:GateCommand", "say whether a triple may serve at a stage, also over HTTP"
-    ),
-    "why": CommandEntry(
-        "release.why:WhyCommand",
-        "tell apart why a triple failed: loose contract, kernel build, or model update",
-    ),
-    "fleet": CommandEntry(
-        "release.fleet:FleetCommand", "say which kernels agree pairwise under one contract"
-    ),
-    "transfer": CommandEntry(
-        "release.transfer:TransferCommand",
-        "carry the results of a certificate over to later weights",
-    ),
-    "vnnlib": CommandEntry(
-        "verify:VnnlibCommand", "answer VNN-LIB queries about ONNX networks, as their solvers do"
-    ),
-    "keygen": CommandEntry(
-        "release.signing:KeygenCommand", "make a key pair for signing certificates"
-    ),
-    "sign": CommandEntry(
-        "release.signing:SignCommand",
-        "show and sign the statement of a certificate; no contract is run",
-    ),
-    "show": CommandEntry(
-        "release.signing:ShowCommand", "show a certificate for people, in the terminal or as a page"
-    ),
-    "companions": CommandEntry(
-        "release.signing:CompanionsCommand",
-        "state valid certificates about an OCI image, in forms that other verifiers take",
-    ),
-    "attach": CommandEntry(
-        "release.signing:AttachCommand", "attach certificates to an image in an OCI registry"
-    ),
-    "register": CommandEntry(
-        "release.register:RegisterCommand",
-        "keep a register of certificates: record, revoke, list, audit",
-    ),
-    "lsp": CommandEntry("settings:LspCommand", "serve an editor by the language server protocol"),
-    "doctor": CommandEntry(
-        "doctor:DoctorCommand", "say what is installed, what that enables, and how to get the rest"
-    ),
-    "backends": CommandEntry(
-        "doctor:BackendsCommand", "list the backends, what they decide and what they lack"
-    ),
-    "config": CommandEntry(
-        "settings:ConfigCommand", "show the options of the configuration and where values came from"
-    ),
-    "completion": CommandEntry(
-        "settings:CompletionCommand", "print the completion script for a shell"
-    ),
+    name: entry for group in GROUPS.values() for name, entry in group.items()
 }
 
 

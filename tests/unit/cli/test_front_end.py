@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +24,7 @@ from kcdsl.api.contract import find_contract
 from kcdsl.api.evaluation import EvaluateSettings
 from kcdsl.api.verification import VerifySettings
 from kcdsl.cli import COMMANDS, application, main
-from kcdsl.cli.commands import load
+from kcdsl.cli.commands import GROUPS, load
 from kcdsl.cli.common import Argument, Command
 from kcdsl.cli.common.options import Stage
 from kcdsl.diagnostics import Refusal
@@ -164,10 +165,18 @@ def test_backends(cli: Cli, follows: Callable[..., None]) -> None:
 # --- what surrounds every command ----------------------------------------------------------------
 
 
-def test_help_lists_every_command(cli: Cli) -> None:
+def test_help_lists_every_command_once_under_a_heading(cli: Cli) -> None:
     ran = cli("--help")
     assert ran.code == 0
-    assert all(f"  {name}" in ran.stdout for name in COMMANDS)
+    found: dict[str, list[str]] = {}
+    for line in ran.stdout.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            heading = line.removesuffix(":")
+        elif re.match(r"  [a-z]", line):
+            found.setdefault(heading, []).append(line.split()[0])
+    assert found == {heading: list(commands) for heading, commands in GROUPS.items()}
+    assert ran.stdout.startswith("usage: kcdsl [-h]")
+    assert max(map(len, ran.stdout.splitlines())) <= 100
     assert cli("--version").stdout == f"kcdsl {kcdsl.__version__}\n"
 
 
