@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kcdsl.diagnostics.codes import TOO_LARGE, Code
 from kcdsl.diagnostics.spans import SourceFile, Span
 
-FORMATS = ("full", "concise", "json", "github", "sarif", "junit")
+FORMATS = ("text", "concise", "json", "github", "sarif", "junit")
 """The formats that `kcdsl.diagnostics.render` knows."""
 
 

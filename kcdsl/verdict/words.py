@@ -254,7 +254,7 @@ def beside_rows(
 # --- diagnostics ----------------------------------------------------------------------------------
 
 
-DIAGNOSTIC_FORMATS = ("junit", "github", "sarif", "concise", "full")
+DIAGNOSTIC_FORMATS = ("junit", "github", "sarif", "concise", "text")
 """The formats that show a report as diagnostics."""
 _FOUND = {
     "violated": (codes.CLAUSE_VIOLATED, Severity.ERROR),

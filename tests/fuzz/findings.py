@@ -98,10 +98,10 @@ def check_rendering(
 
 def check_colours(found: tuple[Diagnostic, ...]) -> None:
     """On a terminal the same is said, and nothing but colours is added."""
-    text = _COLOUR.sub("", render(found, "full", _Terminal(), LintRun()))
-    _plain("full", text)
+    text = _COLOUR.sub("", render(found, "text", _Terminal(), LintRun()))
+    _plain("text", text)
     heads = re.findall(r"^(?:error|warning|note)\[(KC\d+)\]: ", text, re.MULTILINE)
-    _count("full", found, (), heads)
+    _count("text", found, (), heads)
 
 
 def _count(

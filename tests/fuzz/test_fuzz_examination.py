@@ -199,7 +199,7 @@ def test_a_terminal_that_is_told_less(monkeypatch: pytest.MonkeyPatch) -> None:
         return "\x1b[31m\x1b[0m" if stream is not None else render(found, format, stream, *rest)
 
     monkeypatch.setattr("tests.fuzz.findings.render", shy)
-    assert failure(NOTED) == ("colours", "full")
+    assert failure(NOTED) == ("colours", "text")
 
 
 @pytest.mark.parametrize("name", FORMATS)

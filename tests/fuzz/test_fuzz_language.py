@@ -109,7 +109,7 @@ def test_findings_become_figures(tmp_path: Path, follows: Callable[..., None]) -
     def examining(made: Mutant) -> Examined:
         failure = {
             1: Failure("lint", "KeyError in terms.py:read", "Traceback", raised=True),
-            2: Failure("full", "hang", "more than 2 s"),
+            2: Failure("text", "hang", "more than 2 s"),
             3: Failure("meaning", "formatted means something else", "…"),
             4: Failure("format", "a comment moved", "…"),
         }.get(made.number)

@@ -138,7 +138,7 @@ def test_annotations_name_each_result_that_does_not_hold(found: Report, placed: 
     bad = counted["violated"] + counted["invalid_evidence"]
     shown = {
         format: in_format(found.to_json(), format, "kcdsl evaluate", source, places)
-        for format in ("github", "sarif", "concise", "full")
+        for format in ("github", "sarif", "concise", "text")
     }
     marks = Counter(re.findall(r"^::(\w+)", shown["github"], re.MULTILINE))
     assert (marks["error"], marks["warning"]) == (bad, counted["inconclusive"])
@@ -146,7 +146,7 @@ def test_annotations_name_each_result_that_does_not_hold(found: Report, placed: 
     levels = Counter(result["level"] for result in run["results"])
     assert (levels["error"], levels["warning"]) == (bad, counted["inconclusive"])
     assert run["invocations"][0]["exitCode"] == int(found.exit)
-    for format in ("concise", "full"):
+    for format in ("concise", "text"):
         codes = Counter(re.findall(r"\b(?:error|warning)\[(KC67[123])\]", shown[format]))
         wanted = {
             "KC671": counted["violated"],

@@ -67,7 +67,7 @@ def test_every_renderer(
         if form == "github":
             assert len(commands_in(text)) == 1
             assert len(text.splitlines()) == 1
-        elif form in ("full", "concise"):
+        elif form in ("text", "concise"):
             assert not commands_in(text), form
 
 

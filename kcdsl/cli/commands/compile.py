@@ -73,7 +73,7 @@ class CompileCommand(Command):
         group="written",
     )
     output: str | None = output_option("FILE", "write the result to a file")
-    format: str = choice(FORMATS, "form of diagnostics", "full")
+    format: str = choice(FORMATS, "form of diagnostics", "text")
     purpose: Purpose | None = choice(
         Purpose, "leave out held-out clauses and what they alone speak of", name="for"
     )
@@ -163,7 +163,7 @@ class CompileCommand(Command):
         ]
         if shown:
             print(render(shown, self.format, sys.stderr), file=sys.stderr)
-        if self.format != "full":
+        if self.format != "text":
             return
         hidden = len(sink.found) - len(shown)
         if hidden:
@@ -319,7 +319,7 @@ def _table(program: Program, weights: str, routes: tuple[Route, ...], terminal: 
 class DiffForm(StrEnum):
     """The forms of a difference."""
 
-    FULL = "full"
+    TEXT = "text"
     JSON = "json"
     MARKDOWN = "markdown"
 
@@ -330,7 +330,7 @@ class DiffCommand(Command):
 
     old: str = argument("OLD", "the contract as it was, or what --emit ir wrote; or a certificate")
     new: str = argument("NEW", "the contract as it is to be, or the like; or a certificate")
-    format: DiffForm = choice(DiffForm, "form of the result", DiffForm.FULL)
+    format: DiffForm = choice(DiffForm, "form of the result", DiffForm.TEXT)
     output: str | None = output_option("FILE", "write the result to a file")
     timeout: float = value("SECONDS", "how long z3 may take for all questions", 60.0, read=seconds)
 
@@ -358,7 +358,7 @@ class DiffCommand(Command):
 
         found = differing(old, new)
         dumps = CertificateDifference.dumps
-        forms = {DiffForm.FULL: full, DiffForm.JSON: dumps, DiffForm.MARKDOWN: markdown}
+        forms = {DiffForm.TEXT: full, DiffForm.JSON: dumps, DiffForm.MARKDOWN: markdown}
         return found.relation, forms[self.format](found)
 
     def _contracts(self) -> tuple[Relation, str]:
@@ -369,7 +369,7 @@ class DiffCommand(Command):
         question, total = _limits(self.timeout)
         with progress_bars() as report:
             found: Difference = backend.difference(old, new, question, total, report)
-        forms = {DiffForm.FULL: full, DiffForm.JSON: Difference.dumps, DiffForm.MARKDOWN: markdown}
+        forms = {DiffForm.TEXT: full, DiffForm.JSON: Difference.dumps, DiffForm.MARKDOWN: markdown}
         return found.relation, forms[self.format](found)
 
 
@@ -386,7 +386,7 @@ def _program(given: str) -> Program:
         raise no_program(path, sink)
     errors = [d for d in sink if d.severity is Severity.ERROR]
     if errors:
-        print(render(errors, "full", sys.stderr), file=sys.stderr)
+        print(render(errors, "text", sys.stderr), file=sys.stderr)
     return program
 
 

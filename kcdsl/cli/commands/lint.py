@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _UNREADABLE = {FILE_MISSING, INPUT_OUTPUT, NO_CONTRACT, SEVERAL_CONTRACTS, BAD_CONFIGURATION}
 _STDIN = "-"
-_LISTS = ("full", "concise")
+_LISTS = ("text", "concise")
 """The formats that are lists for people."""
 _SEVERITIES = tuple(Severity)
 """The most severe first."""
@@ -54,7 +54,7 @@ class LintCommand(Command):
     format: tuple[str, ...] = values(
         "FORMAT[=FILE]",
         f"how findings are written: {', '.join(FORMATS)}; with a file, there; may be repeated "
-        "(default: full, and github in GitHub Actions)",
+        "(default: text, and github in GitHub Actions)",
         words=lambda: FORMATS,
     )
     output: str | None = output_option("FILE", "write findings to a file too, format by its suffix")
@@ -117,7 +117,7 @@ class _Wishes:
                     help=f"one of {', '.join(SUFFIXES)}, or --format FORMAT={path}",
                 )
             more.append(Output(SUFFIXES[path.suffix], path))
-        usual = "github" if os.environ.get("GITHUB_ACTIONS") == "true" else "full"
+        usual = "github" if os.environ.get("GITHUB_ACTIONS") == "true" else "text"
         words = given.format or self.config.format
         return outputs(words, FORMATS, usual, more, screen=given.output is None)
 
@@ -289,7 +289,7 @@ class _Session:
                 text = ""
             if text:
                 print(text, file=stream, flush=True)
-            if output.format == "full" and self.files:
+            if output.format == "text" and self.files:
                 print(self._summary(shown, len(accepted)), file=sys.stderr)
 
     def _summary(self, shown: list[Diagnostic], accepted: int) -> str:

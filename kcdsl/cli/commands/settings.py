@@ -28,7 +28,7 @@ _SERVER_NEEDS = ("pygls", "lsprotocol")
 class ConfigFormat(StrEnum):
     """The forms of the configuration."""
 
-    TABLE = "table"
+    TEXT = "text"
     JSON = "json"
 
 
@@ -38,7 +38,7 @@ class ConfigCommand(Command):
 
     action: str = choice(["show"], "show every option", positional="")
     folder: str | None = argument("FOLDER", "of a contract (default: the current one)", "?")
-    format: ConfigFormat = choice(ConfigFormat, "form of the answer", ConfigFormat.TABLE)
+    format: ConfigFormat = choice(ConfigFormat, "form of the answer", ConfigFormat.TEXT)
 
     def run(self) -> Exit:
         """Print the table or the JSON document; a configuration that cannot be used is refused

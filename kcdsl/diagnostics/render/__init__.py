@@ -9,7 +9,7 @@ from kcdsl.diagnostics.model import FORMATS as FORMATS
 from kcdsl.diagnostics.model import Diagnostic, Severity, Suppressed
 from kcdsl.diagnostics.spans import Span
 
-SUFFIXES = {".json": "json", ".sarif": "sarif", ".xml": "junit", ".txt": "full"}
+SUFFIXES = {".json": "json", ".sarif": "sarif", ".xml": "junit", ".txt": "text"}
 """The format of a file that is written, by its suffix."""
 DOCUMENTS = ("json", "sarif", "junit")
 """The formats that are a document even where nothing was found."""
@@ -40,7 +40,7 @@ def render(
     stream: TextIO | None = None,
     run: LintRun | None = None,
 ) -> str:
-    """Render in one of `FORMATS`. `stream` decides colour and width of `full`."""
+    """Render in one of `FORMATS`. `stream` decides colour and width of `text`."""
     about = run if run is not None else LintRun()
     if format in DOCUMENTS:
         from kcdsl.diagnostics.render import documents

@@ -91,7 +91,7 @@ def test_commands_options_and_values() -> None:
     assert words_for("completion", "") == set(SCRIPTS)
     assert words_for("config", "") == {"show"}
     assert words_for("config", "show", "--fo") == {"--format"}
-    assert words_for("config", "show", "--format", "") == {"table", "json"}
+    assert words_for("config", "show", "--format", "") == {"text", "json"}
     assert words_for("--color", "never", "lint", "--fail-on", "e") == {"error"}
     assert words_for("nothing", "") == set()
 

@@ -192,9 +192,9 @@ def test_what_a_contract_quotes_steers_no_terminal_and_is_no_markup(cli: Cli, fo
     old, new = (folder / name for name in ("old.yaml", "new.yaml"))
     old.write_text(HEAD + KL, encoding="utf-8")
     new.write_text(HEAD.replace("all: {}", f"all: {{where: {where}}}") + KL, encoding="utf-8")
-    for form in ("full", "markdown"):
+    for form in ("text", "markdown"):
         ran = cli("diff", "old.yaml", "new.yaml", "--format", form, cwd=folder)
         assert ran.code == 1, ran.stderr
         assert all(char == "\n" or char.isprintable() for char in ran.stdout), ran.stdout
         assert "task ==" in ran.stdout
-        assert form == "full" or ("<img" not in ran.stdout and "&lt;img src=x>" in ran.stdout)
+        assert form == "text" or ("<img" not in ran.stdout and "&lt;img src=x>" in ran.stdout)

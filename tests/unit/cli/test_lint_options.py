@@ -62,7 +62,7 @@ def test_github_actions_get_their_format(folder: Path) -> None:
         ("--format", "yaml"),
         ("--format", "sarif="),
         ("-o", "out.doc"),
-        ("--format", "json", "--format", "full"),
+        ("--format", "json", "--format", "text"),
     ],
 )
 def test_unusable_outputs(cli: Cli, folder: Path, words: tuple[str, ...]) -> None:
@@ -260,7 +260,7 @@ def test_several_files_one_of_them_missing(cli: Cli, folder: Path) -> None:
 
 def test_a_file_whose_name_is_no_text(cli: Cli, folder: Path) -> None:
     os.rename(folder / "bad.kc.yaml", os.fsencode(folder) + b"/b\xff.kc.yaml")
-    words = [f"--format={name}=out.{name}" for name in ("json", "sarif", "junit", "github", "full")]
+    words = [f"--format={name}=out.{name}" for name in ("json", "sarif", "junit", "github", "text")]
     ran = cli("lint", ".", *words, "--format", "concise", cwd=folder)
     assert ran.code == 1
     assert "error[KC203]" in ran.stdout

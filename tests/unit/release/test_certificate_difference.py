@@ -43,7 +43,7 @@ def ask(cli: Any, tmp_path: Path, key: SigningKey, follows: Any) -> Callable[[Ch
         ran = cli("diff", old, new, "--format", "json")
         document = json.loads(ran.stdout)
         follows(document, "kcdsl.certificate-diff/1")
-        for form in ("full", "markdown"):
+        for form in ("text", "markdown"):
             shown = cli("diff", old, new, "--format", form)
             assert shown.code == ran.code
             assert document["relation"] in shown.stdout
