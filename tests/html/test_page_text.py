@@ -85,6 +85,20 @@ def test_markup_in_names_of_slices_clauses_and_requests_reaches_the_page_as_text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
 
 
+def test_commands_between_backticks_are_code_and_markup_in_them_is_text() -> None:
+    report = conclude(evidence()).to_json()
+    report["deferred"] = {
+        "N-1": "`kcdsl verify` decides it",
+        "N-2": "one ` alone",
+        "N-3": "`<img src=x>`",
+    }
+    text = page(report, None)
+    assert "<code>kcdsl verify</code> decides it" in text
+    assert "<dd>one ` alone</dd>" in text
+    assert "<code>&lt;img src=x&gt;</code>" in text
+    assert text.count("`") == 1
+
+
 def test_a_page_names_no_address_to_load_from(attribution: Any) -> None:
     text = page(conclude(evidence()).to_json(), attribution)
     assert re.findall(r"https?:|//[a-z]|@import|url\(", text) == []

@@ -61,9 +61,22 @@ def rendered(template: str, **values: Any) -> str:
     folder = files("kcdsl.verdict.html")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["picture"] = Markup  # made by svg.py, which escapes
+    environment.filters["coded"] = _coded
     made = environment.from_string(folder.joinpath(template).read_text(encoding="utf-8"))
     style = Markup(folder.joinpath("style.css").read_text(encoding="utf-8"))
     return printable(made.render(style=style, **values))
+
+
+def _coded(text: str) -> str:
+    """Return a text as HTML, in which what stands between backticks is code."""
+    from markupsafe import Markup, escape
+
+    parts = str(text).split("`")
+    if len(parts) % 2 == 0:
+        return escape(text)
+    code = Markup("<code>{}</code>")
+    shown = (code.format(part) if i % 2 else escape(part) for i, part in enumerate(parts))
+    return Markup("").join(shown)
 
 
 def _by_outcome(check: Mapping[str, Any]) -> int:
