@@ -335,7 +335,7 @@ def differing(old: Path, new: Path) -> CertificateDifference:
     """Return how one certificate differs from another, under the policy of the user; raises Refusal
     for what is none or cannot be read."""
     from kcdsl.verdict.studies.certificate_difference import compare_certificates
-    from kcdsl.verdict.studies.reading import reading_of
+    from kcdsl.verdict.studies.certificate_view import certificate_view
 
     trust, moment = trusted_if_any(None, (), None, ()), datetime.now(UTC)
     found = []
@@ -346,7 +346,7 @@ def differing(old: Path, new: Path) -> CertificateDifference:
             if seen.body is None:
                 why = "; ".join(f"{c.detail} ({c.reason})" for c in seen.refusals)
             raise refuse(FILE_MISSING, f"{path} cannot be compared: {why}")
-        found.append((reading_of(str(path), seen, trust, moment), seen))
+        found.append((certificate_view(str(path), seen, trust, moment), seen))
     return compare_certificates(found[0], found[1])
 
 

@@ -13,8 +13,8 @@ from kcdsl.verdict.html.causes import causes_page
 from kcdsl.verdict.html.certificate import certificate_page
 from kcdsl.verdict.html.comparison import comparison_page
 from kcdsl.verdict.html.fleet import fleet_page
+from kcdsl.verdict.studies.certificate_view import certificate_view
 from kcdsl.verdict.studies.fleet import CheckedClass, Direction, Fleet, FleetKernel, KernelPair
-from kcdsl.verdict.studies.reading import reading_of
 from kcdsl_backends.empirical.questions.pairs import compare_runs
 from kcdsl_certs.verification.inspection import inspect
 from tests.support.browser import Browser
@@ -32,7 +32,7 @@ def certificate(name: str) -> str:
     """Return the page of a test vector, with no key that is trusted."""
     path = VECTORS / f"{name}.cert.json"
     found = inspect(path.read_bytes(), None, NOON)
-    return certificate_page(reading_of(str(path), found, None, NOON))
+    return certificate_page(certificate_view(str(path), found, None, NOON))
 
 
 def comparison() -> str:

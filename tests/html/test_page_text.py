@@ -12,8 +12,8 @@ import pytest
 from kcdsl.verdict.html import page
 from kcdsl.verdict.html.page import heatmap
 from kcdsl.verdict.html.svg import labels, powers, ticks
+from kcdsl.verdict.messages import brief, findings, how_far
 from kcdsl.verdict.report import Precheck
-from kcdsl.verdict.words import brief, findings, how_far
 from kcdsl_backends.empirical.decide.report import conclude
 from tests.support.evidence import clause, evidence
 

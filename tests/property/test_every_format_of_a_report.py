@@ -19,6 +19,7 @@ from kcdsl.exits import Exit
 from kcdsl.verdict.html import page
 from kcdsl.verdict.html.experiment import experiment_page, maps
 from kcdsl.verdict.html.page import heatmap
+from kcdsl.verdict.messages import in_format
 from kcdsl.verdict.model import (
     EXITS,
     SHOWN,
@@ -35,7 +36,6 @@ from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult, ExceedanceCount
 from kcdsl.verdict.text.report import print_report, svg
 from kcdsl.verdict.text.studies import print_experiment
-from kcdsl.verdict.words import in_format
 from tests.support.reports import ROW, report
 
 NAMES = ("N-A", "N-B", "S-C", "R-D")

@@ -117,7 +117,7 @@ def report_in(
 
             return page(report, attribution) + "\n"
         case _:
-            from kcdsl.verdict.words import in_format
+            from kcdsl.verdict.messages import in_format
 
             text = in_format(report, format, command, source, places)
             return text + "\n" if text and not text.endswith("\n") else text

@@ -244,7 +244,7 @@ def _is_count(value: Any) -> bool:
 
 def _far(row: Mapping[str, Any]) -> str | None:
     """Return by how much a row is violated; None for one that is not."""
-    from kcdsl.verdict.words import how_far, where
+    from kcdsl.verdict.messages import how_far, where
 
     if row["verdict"] != "violated":
         return None

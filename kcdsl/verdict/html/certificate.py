@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kcdsl.verdict.html.document import Part, Sheet, SheetCell, document_page
 from kcdsl.verdict.model import SIGNS
 from kcdsl.verdict.quantities import UNREACHED
-from kcdsl.verdict.studies.reading import Content, Reading, ReadResult
+from kcdsl.verdict.studies.certificate_view import CertificateView, Content, ResultView
 
 _STATED = {
     "PASSED": ("held", "✓ passed"),
@@ -17,58 +17,58 @@ _STATED = {
 _OUTCOMES = {"ok": "held", "failed": "violated", "not_run": "none"}
 
 
-def certificate_page(reading: Reading) -> str:
-    """Return the page of a reading: who signed stands at its head, then what a check would say."""
-    colour, headline = reading.headline
-    content = reading.content
+def certificate_page(view: CertificateView) -> str:
+    """Return the page of a view: who signed stands at its head, then what a check would say."""
+    colour, headline = view.headline
+    content = view.content
     parts: list[Part | None] = []
     facts: list[tuple[str, str]] = []
     about: list[str] = []
     if content is not None:
         parts += _claims(content)
-    parts += [_gate(reading), _signatures(reading)]
+    parts += [_gate(view), _signatures(view)]
     if content is not None:
-        parts += _rest(reading, content)
+        parts += _rest(view, content)
         about = [f"stage {content.stage}", f"checkpoint {content.checkpoint['name']}"]
         if content.verdict is not None:
             facts.append(("states", content.verdict))
         facts.append(("validity", content.validity.state))
     return document_page(
         Sheet(
-            title=_title(reading),
+            title=_title(view),
             headline=headline,
             colour=colour,
             sign=SIGNS[colour],
             parts=[part for part in parts if part is not None],
             about=about,
             facts=facts,
-            foot=f"read at {reading.moment}; nothing beside the certificate was looked at",
+            foot=f"read at {view.moment}; nothing beside the certificate was looked at",
         )
     )
 
 
-def _title(reading: Reading) -> str:
-    if reading.content is None:
-        return reading.file
-    contract = reading.content.contract
+def _title(view: CertificateView) -> str:
+    if view.content is None:
+        return view.file
+    contract = view.content.contract
     return f"{contract['id']} {contract['version']}"
 
 
-def _gate(reading: Reading) -> Part:
-    _, words = reading.gate
+def _gate(view: CertificateView) -> Part:
+    _, words = view.gate
     rows = [
         [
             SheetCell(step["name"]),
             SheetCell(step["outcome"].replace("_", " "), colour=_OUTCOMES[step["outcome"]]),
             SheetCell(step["detail"], step["reason"]),
         ]
-        for step in reading.steps
+        for step in view.steps
     ]
     lead = f"The steps that need no other file than the certificate: {words}."
     return Part("What a check says", lead, head=("step", "outcome", ""), rows=rows)
 
 
-def _signatures(reading: Reading) -> Part | None:
+def _signatures(view: CertificateView) -> Part | None:
     rows = [
         [
             SheetCell(s.keyid or UNREACHED),
@@ -77,7 +77,7 @@ def _signatures(reading: Reading) -> Part | None:
             if s.trusted
             else SheetCell(s.problem, colour="inconclusive"),
         ]
-        for s in reading.signatures
+        for s in view.signatures
     ]
     if not rows:
         return None
@@ -97,7 +97,7 @@ def _claims(content: Content) -> Iterator[Part]:
         yield Part("Carried over", lines=over)
 
 
-def _rest(reading: Reading, content: Content) -> Iterator[Part]:
+def _rest(view: CertificateView, content: Content) -> Iterator[Part]:
     yield Part("Numerics", "What both kernels claim to compute.", (), *_numerics(content))
     for title, lead, lines in (
         ("Assumptions", "Signed by the issuer, and verified by no step.", content.assumptions),
@@ -119,7 +119,7 @@ def _rest(reading: Reading, content: Content) -> Iterator[Part]:
         ]
         lead = "Named by digest; none of them was looked at."
         yield Part("Files", lead, head=("role", "name", "sha256"), rows=rows)
-    yield Part("Identity", pairs=list(_facts(reading, content)))
+    yield Part("Identity", pairs=list(_facts(view, content)))
     for role, name in (("train", "Training kernel"), ("infer", "Inference kernel")):
         yield Part(name, pairs=list(content.kernels[role].build.items()) or [("build", UNREACHED)])
 
@@ -129,7 +129,7 @@ def _where(item: object) -> str:
     return str(item["id"]) if "slice" not in item else f"{item['id']} on {item['slice']}"
 
 
-def _result(result: ReadResult) -> list[SheetCell]:
+def _result(result: ResultView) -> list[SheetCell]:
     colour, word = _STATED[result.verdict]
     ratio = UNREACHED if result.tightness is None else f"{result.tightness:.3g}"
     return [
@@ -159,9 +159,9 @@ def _numerics(content: Content) -> tuple[tuple[str, ...], list[list[SheetCell]],
     return ("field", "training", "inference"), rows, lines
 
 
-def _facts(reading: Reading, content: Content) -> Iterator[tuple[str, str]]:
+def _facts(view: CertificateView, content: Content) -> Iterator[tuple[str, str]]:
     window, contract, checkpoint = content.validity, content.contract, content.checkpoint
-    yield "certificate", f"sha256:{reading.identity}"
+    yield "certificate", f"sha256:{view.identity}"
     yield "subject", f"sha256:{content.subject}"
     yield "contract", f"{contract['id']} {contract['version']} sha256:{contract['digest']}"
     if contract["source"] is not None:
@@ -183,7 +183,7 @@ def _facts(reading: Reading, content: Content) -> Iterator[tuple[str, str]]:
     if content.complete is not None:
         covers = "the whole contract" if content.complete else ", ".join(content.covers)
         yield "covers", covers
-    if reading.trust is not None:
-        trust = reading.trust
+    if view.trust is not None:
+        trust = view.trust
         named = trust["policy"]["file"] if trust["policy"] else "keys named by --key; no policy"
         yield "trust", f"{named}: {trust['threshold']} of {len(trust['keys'])} key(s) must sign"

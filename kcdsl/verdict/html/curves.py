@@ -19,7 +19,7 @@ from kcdsl.verdict.html.svg import (
     ticks,
     with_unit,
 )
-from kcdsl.verdict.words import brief, share
+from kcdsl.verdict.messages import brief, share
 
 _LINES = 4
 _UNITS = {"position": "tokens", "length": "tokens", "entropy": "nats", "margin": "logits"}

@@ -21,7 +21,7 @@ from kcdsl.verdict.html.svg import (
     ticks,
     with_unit,
 )
-from kcdsl.verdict.words import brief, shown
+from kcdsl.verdict.messages import brief, shown
 
 _STRIP = 46.0
 _LIMITS, _LINE = 3, 12.5

@@ -10,6 +10,7 @@ from typing import Any
 
 from kcdsl.verdict.html.page import rendered
 from kcdsl.verdict.html.svg import Drawing
+from kcdsl.verdict.messages import VERDICTS, against
 from kcdsl.verdict.model import SIGNS
 from kcdsl.verdict.quantities import rate_text
 from kcdsl.verdict.studies.experiment import (
@@ -21,7 +22,6 @@ from kcdsl.verdict.studies.experiment import (
     not_run,
     not_shown,
 )
-from kcdsl.verdict.words import VERDICTS, against
 
 _CELL, _HIGH, _LEFT, _TOP, _GAP = 86.0, 44.0, 58.0, 62.0, 26.0
 _FOOT = 50.0

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from kcdsl.diagnostics.render.terminal import printable
-from kcdsl.verdict import words
+from kcdsl.verdict import messages
 from kcdsl.verdict.html import curves, distributions
 from kcdsl.verdict.html.svg import Figure
 from kcdsl.verdict.model import WORST_FIRST
@@ -24,25 +24,25 @@ def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None
     """
     charts = report.get("charts") or {}
     unit = str(report["environment"].get("unit", "request"))
-    beside, reasons = words.beside_rows(report["clauses"])
+    beside, reasons = messages.beside_rows(report["clauses"])
     return rendered(
         "page.html.j2",
         report=report,
-        shown=words.shown,
-        against=words.against,
-        brief=words.brief,
-        sign=words.VERDICTS[report["verdict"]][0],
-        word=words.VERDICTS[report["verdict"]][1],
-        verdicts=words.VERDICTS,
-        headline=words.headline(report),
-        advice=words.advice(report),
-        findings=words.findings(report),
+        shown=messages.shown,
+        against=messages.against,
+        brief=messages.brief,
+        sign=messages.VERDICTS[report["verdict"]][0],
+        word=messages.VERDICTS[report["verdict"]][1],
+        verdicts=messages.VERDICTS,
+        headline=messages.headline(report),
+        advice=messages.advice(report),
+        findings=messages.findings(report),
         heatmap=heatmap(report["clauses"]),
         beside=beside,
         reasons=reasons,
         numerics=_numerics(report),
         domains=domains_in_words(report.get("bounding") or {}),
-        limit_of=words.limit_of,
+        limit_of=messages.limit_of,
         sections=_sections(charts, attribution, unit),
         unit=unit,
         what_if=charts.get("what_if") or [],
@@ -214,7 +214,7 @@ def _requirement(row: Mapping[str, Any]) -> str:
 
 def _cell(parts: Sequence[Mapping[str, Any]]) -> Cell:
     row = min(parts, key=lambda part: WORST_FIRST.index(part["verdict"]))
-    sign, word = words.VERDICTS[row["verdict"]]
+    sign, word = messages.VERDICTS[row["verdict"]]
     counted = row.get("exceedance")
     rate = None if counted is None else 1.0 - counted["rate"]
     beside = row.get("beside") or {}
@@ -223,7 +223,7 @@ def _cell(parts: Sequence[Mapping[str, Any]]) -> Cell:
         sign,
         word,
         "" if rate is None else rate_text(rate),
-        words.against(row["value"], row),
+        messages.against(row["value"], row),
         f"{row['n']} {row['counted']}" if counted is None else f"{counted['n']} {counted['of']}",
         tuple(beside.get("narrow") or ()),
     )

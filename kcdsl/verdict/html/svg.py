@@ -10,7 +10,7 @@ from html import escape
 from itertools import count
 from typing import Any
 
-from kcdsl.verdict.words import brief
+from kcdsl.verdict.messages import brief
 
 Scale = Callable[[float], float]
 """From a value to a coordinate."""

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from kcdsl.diagnostics.render.terminal import counted
 from kcdsl.verdict.quantities import UNREACHED
 from kcdsl.verdict.records import DocumentRecord, Record
+from kcdsl.verdict.studies.certificate_view import CertificateView, Content, ResultView
 from kcdsl.verdict.studies.difference import (
     Change,
     ClauseStatus,
@@ -25,7 +26,6 @@ from kcdsl.verdict.studies.difference import (
     review_row,
     together,
 )
-from kcdsl.verdict.studies.reading import Content, Reading, ReadResult
 from kcdsl_certs.statement import LOWER, UPPER, Evidence, Predicate, Region, Verdict
 from kcdsl_certs.verification.inspection import Inspection
 
@@ -87,7 +87,7 @@ class CertificateDifference(DocumentRecord):
 
 
 def compare_certificates(
-    old: tuple[Reading, Inspection], new: tuple[Reading, Inspection]
+    old: tuple[CertificateView, Inspection], new: tuple[CertificateView, Inspection]
 ) -> CertificateDifference:
     """Return how two certificates differ; both have a predicate that could be read."""
     contents = [_content(each[0]) for each in (old, new)]
@@ -103,14 +103,14 @@ def compare_certificates(
     )
 
 
-def _content(reading: Reading) -> Content:
-    assert reading.content is not None
-    return reading.content
+def _content(view: CertificateView) -> Content:
+    assert view.content is not None
+    return view.content
 
 
-def _named(reading: Reading, content: Content) -> NamedCertificate:
+def _named(view: CertificateView, content: Content) -> NamedCertificate:
     contract = f"{content.contract['id']} {content.contract['version']}"
-    return NamedCertificate(reading.file, reading.identity, contract, reading.signed)
+    return NamedCertificate(view.file, view.identity, contract, view.signed)
 
 
 def _triple(old: Content, new: Content) -> Iterator[Change]:
@@ -140,7 +140,9 @@ def _shown(value: Any) -> str:
     return UNREACHED if value is None or value == "" else str(value)
 
 
-def _around(reading: Reading, later: Reading, old: Content, new: Content) -> Iterator[Change]:
+def _around(
+    view: CertificateView, later: CertificateView, old: Content, new: Content
+) -> Iterator[Change]:
     """Yield what differs around the results."""
     if old.stage != new.stage:
         yield Change("stage", old.stage, new.stage, Relation.INCOMPARABLE)
@@ -158,11 +160,11 @@ def _around(reading: Reading, later: Reading, old: Content, new: Content) -> Ite
     ):
         if one != other:
             yield Change(name, one, other, None)
-    signers = [_signers(each) for each in (reading, later)]
+    signers = [_signers(each) for each in (view, later)]
     if signers[0] != signers[1] or later.signed == "refused":
         trusted: Relation | None = None
         if later.signed == "refused":  # whoever wrote it is not known to state anything
-            lost = reading.signed == "verified"
+            lost = view.signed == "verified"
             trusted = Relation.WEAKER if lost else Relation.UNDECIDED
         yield Change("signers", signers[0], signers[1], trusted)
     for name, texts in (
@@ -181,9 +183,9 @@ def _around(reading: Reading, later: Reading, old: Content, new: Content) -> Ite
     yield from _fields("evidence", files[0], files[1])
 
 
-def _signers(reading: Reading) -> str:
-    names = [s.key or s.keyid or "without a hint" for s in reading.signatures]
-    return f"{', '.join(names) or UNREACHED} ({reading.signed.replace('_', ' ')})"
+def _signers(view: CertificateView) -> str:
+    names = [s.key or s.keyid or "without a hint" for s in view.signatures]
+    return f"{', '.join(names) or UNREACHED} ({view.signed.replace('_', ' ')})"
 
 
 def _findings(content: Content) -> tuple[str, ...]:
@@ -222,12 +224,12 @@ def _results(
         yield _difference(other, ClauseStatus.BOTH, relation, changes)
 
 
-def _key(result: ReadResult) -> _Key:
+def _key(result: ResultView) -> _Key:
     return result.obligation, result.quantity, result.op
 
 
 def _difference(
-    result: ReadResult, status: ClauseStatus, relation: Relation, changes: tuple[Change, ...]
+    result: ResultView, status: ClauseStatus, relation: Relation, changes: tuple[Change, ...]
 ) -> ResultDifference:
     return ResultDifference(
         result.obligation,
@@ -240,7 +242,7 @@ def _difference(
     )
 
 
-def _ordered(one: ReadResult, other: ReadResult) -> Iterator[Change]:
+def _ordered(one: ResultView, other: ResultView) -> Iterator[Change]:
     """Yield the changes by which a result states more or less."""
     if one.verdict != other.verdict:
         more = _VERDICTS.index(Verdict(other.verdict)) > _VERDICTS.index(Verdict(one.verdict))
@@ -294,7 +296,7 @@ def _inputs(
         yield Change("rows of the slice", _shown(one[1]), _shown(other[1]), Relation.INCOMPARABLE)
 
 
-def _numbers(one: ReadResult, other: ReadResult) -> Iterator[Change]:
+def _numbers(one: ResultView, other: ResultView) -> Iterator[Change]:
     """Yield the changes that state nothing by themselves."""
     for name in ("value", "attained", "low", "high", "n", "counted", "exceed", "method"):
         old, new = getattr(one, name), getattr(other, name)

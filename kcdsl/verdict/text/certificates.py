@@ -1,4 +1,4 @@
-"""Certificates at a terminal: the reading of one, and how one differs from another."""
+"""Certificates at a terminal: the view of one, and how one differs from another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kcdsl.verdict.quantities import UNREACHED
-from kcdsl.verdict.studies.reading import Content, Reading, ReadResult
+from kcdsl.verdict.studies.certificate_view import CertificateView, Content, ResultView
 from kcdsl.verdict.text.console import print_on, table
 from kcdsl_certs.verification.report import EARLIER_FAILED
 
@@ -23,23 +23,23 @@ _COLOURS = {"held": "bold green", "violated": "bold red", "inconclusive": "bold 
 _OUTCOMES = {"ok": "green", "failed": "bold red", "not_run": "dim"}
 
 
-def print_reading(reading: Reading, stream: TextIO) -> None:
+def print_certificate(view: CertificateView, stream: TextIO) -> None:
     """Print a certificate: who signed comes first, what a check would say last."""
-    colour, words = reading.headline
-    print_on(stream, Text(reading.file, "bold"), soft_wrap=True)
+    colour, words = view.headline
+    print_on(stream, Text(view.file, "bold"), soft_wrap=True)
     print_on(stream, Text(words, _COLOURS[colour]))
-    if reading.content is None:
+    if view.content is None:
         print_on(stream, Text("nothing can be read of it"))
     else:
-        print_on(stream, "", *_content(reading, reading.content))
-    if reading.signatures:
+        print_on(stream, "", *_content(view, view.content))
+    if view.signatures:
         rows = (
             (
                 s.keyid or UNREACHED,
                 s.key or UNREACHED,
                 Text("✓ counts", "green") if s.trusted else Text(f"✗ {s.problem}", "yellow"),
             )
-            for s in reading.signatures
+            for s in view.signatures
         )
         columns = ("named key (a hint)", "trusted key", "")
         print_on(stream, "", table(columns, rows, "signatures"))
@@ -50,20 +50,20 @@ def print_reading(reading: Reading, stream: TextIO) -> None:
             step["reason"],
             step["detail"],
         )
-        for step in reading.steps
+        for step in view.steps
         if step["reason"] != EARLIER_FAILED
     )
     heads = ("step", "outcome", "reason", "detail")
     print_on(stream, "", table(heads, steps, "steps of a check that need no other file"))
-    stopped = [step["name"] for step in reading.steps if step["reason"] == EARLIER_FAILED]
+    stopped = [step["name"] for step in view.steps if step["reason"] == EARLIER_FAILED]
     if stopped:
         print_on(stream, f"not run, because a step failed: {', '.join(stopped)}")
-    colour, words = reading.gate
+    colour, words = view.gate
     print_on(stream, "", Text(words, _COLOURS[colour]))
 
 
-def _content(reading: Reading, content: Content) -> Iterator[RenderableType]:
-    yield table(("", ""), _facts(reading, content), show_header=False)
+def _content(view: CertificateView, content: Content) -> Iterator[RenderableType]:
+    yield table(("", ""), _facts(view, content), show_header=False)
     if content.results:
         yield ""
         columns = ("claim", ">bound or value", ">attained", ">ratio", "rests on", "stated")
@@ -97,14 +97,14 @@ def _where(item: object) -> str:
     return str(item["id"]) if "slice" not in item else f"{item['id']} [{item['slice']}]"
 
 
-def _facts(reading: Reading, content: Content) -> Iterator[tuple[str, object]]:
+def _facts(view: CertificateView, content: Content) -> Iterator[tuple[str, object]]:
     contract, checkpoint, window = content.contract, content.checkpoint, content.validity
     yield "kind", content.kind
     if content.verdict is not None:
         part = "of the whole contract" if content.complete else "of a part of the contract"
         sign, style = STATED[content.verdict]
         yield "states", Text.assemble((sign, style), f", {part}")
-    yield "identity", f"sha256:{reading.identity}"
+    yield "identity", f"sha256:{view.identity}"
     yield "contract", f"{contract['id']} {contract['version']}  sha256:{contract['digest']}"
     yield "checkpoint", f"{checkpoint['name']}  sha256:{checkpoint['digest']}"
     for role, name in (("train", "training kernel"), ("infer", "inference kernel")):
@@ -112,7 +112,7 @@ def _facts(reading: Reading, content: Content) -> Iterator[tuple[str, object]]:
         yield name, f"{kernel.name}  sha256:{kernel.digest}"
     yield "stage", content.stage
     left = "" if window.days_left is None else f", {window.days_left} days left"
-    state = f"{window.state}{left} at {reading.moment}"
+    state = f"{window.state}{left} at {view.moment}"
     yield "valid", f"from {window.issued_at} until {window.valid_until}: {state}"
     yield "sequence", str(content.sequence)
     if content.supersedes is not None:
@@ -122,7 +122,7 @@ def _facts(reading: Reading, content: Content) -> Iterator[tuple[str, object]]:
     yield "evaluator", f"{content.evaluator['id']} {content.evaluator['version']}"
 
 
-def _row(result: ReadResult) -> tuple[object, ...]:
+def _row(result: ResultView) -> tuple[object, ...]:
     sign, style = STATED[result.verdict]
     words = f"{result.clause}: {result.claim}"
     if result.reason is not None:

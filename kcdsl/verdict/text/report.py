@@ -10,6 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kcdsl.ir.tables import is_bucket
+from kcdsl.verdict.messages import beside_rows, limit_of, looks_in_words, terse, where
 from kcdsl.verdict.model import SHOWN
 from kcdsl.verdict.quantities import quantity, stated
 from kcdsl.verdict.report import Report, not_decided
@@ -21,7 +22,6 @@ from kcdsl.verdict.text.console import (
     short,
     table,
 )
-from kcdsl.verdict.words import beside_rows, limit_of, looks_in_words, terse, where
 
 Document = Mapping[str, Any]
 _STATISTICS = ("mean", "p50", "p95", "p99", "worst")

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from kcdsl.verdict.messages import looks_in_words
 from kcdsl.verdict.model import SHOWN
 from kcdsl.verdict.quantities import UNREACHED
 from kcdsl.verdict.result import share_above
@@ -24,7 +25,6 @@ from kcdsl.verdict.studies.experiment import (
 from kcdsl.verdict.studies.plan import Plan, PlanRow
 from kcdsl.verdict.text.console import folded, heading, print_on, short, table
 from kcdsl.verdict.text.report import clause_table, conclusion, reasons
-from kcdsl.verdict.words import looks_in_words
 
 # --- aggregates -----------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import pytest
 
 from kcdsl.api.checking import moment_of
 from kcdsl.verdict.html.certificate import certificate_page
-from kcdsl.verdict.studies.reading import Reading, reading_of
+from kcdsl.verdict.studies.certificate_view import CertificateView, certificate_view
 from kcdsl_certs.signatures import Algorithm, bundle_bytes, generate, sign, trust
 from kcdsl_certs.verification.inspection import inspect
 
@@ -117,11 +117,11 @@ def test_every_vector_is_shown_in_every_form(
         keys = [VECTORS / name for name in vector["options"]["keys"]]
         trusted = trust(None, keys=keys)
         moment = moment_of(vector["options"]["at"])
-        reading = reading_of(vector["file"], inspect(bundle, trusted, moment), trusted, moment)
-        follows(json.loads(json.dumps(reading.to_json())), "kcdsl.show/1")
-        page = certificate_page(reading)
-        assert ("Signature verified" in page) is (reading.signed == "verified")
-        assert reading.exit == (4 if reading.refusals else 0)
+        view = certificate_view(vector["file"], inspect(bundle, trusted, moment), trusted, moment)
+        follows(json.loads(json.dumps(view.to_json())), "kcdsl.show/1")
+        page = certificate_page(view)
+        assert ("Signature verified" in page) is (view.signed == "verified")
+        assert view.exit == (4 if view.refusals else 0)
 
 
 def test_a_transfer_is_shown(cli: Any, tmp_path: Path) -> None:
@@ -241,8 +241,8 @@ def test_the_page_needs_no_other_file(tmp_path: Path, cli: Any) -> None:
 def test_a_reading_without_a_run_says_nothing_of_a_ratio() -> None:
     moment = moment_of(AT)
     bundle = (VECTORS / "valid.cert.json").read_bytes()
-    reading: Reading = reading_of("x", inspect(bundle, None, moment), None, moment)
-    assert reading.content is not None
-    ratios = {result.clause: result.tightness for result in reading.content.results}
+    view: CertificateView = certificate_view("x", inspect(bundle, None, moment), None, moment)
+    assert view.content is not None
+    ratios = {result.clause: result.tightness for result in view.content.results}
     assert ratios["N-ATTN-0"] == pytest.approx(0.03125 / 0.0123)
     assert {ratios[name] for name in ("N-KL", "R-LAT", "O-TRACE")} == {None}

@@ -255,26 +255,26 @@ class ShowCommand(Trusts):
         check would refuse it. Files beside it are not looked at, so 0 is no pass."""
         from kcdsl.api.checking import moment_of, read_certificate
         from kcdsl.release.signing import trusted_if_any
-        from kcdsl.verdict.studies.reading import reading_of
+        from kcdsl.verdict.studies.certificate_view import certificate_view
         from kcdsl_certs.verification.inspection import inspect
 
         bundle, moment = read_certificate(Path(self.certificate)), moment_of(self.at)
         trust = trusted_if_any(self.policy, self.key, self.threshold, self.revocations)
         seen = inspect(bundle, trust, moment, stage=self.stage)
-        reading = reading_of(self.certificate, seen, trust, moment)
+        view = certificate_view(self.certificate, seen, trust, moment)
         if self.html is not None:
             from kcdsl.verdict.html.certificate import certificate_page
 
-            deliver(certificate_page(reading), self.html)
+            deliver(certificate_page(view), self.html)
             say(f"wrote {self.html}")
-            say(reading.headline[1])
+            say(view.headline[1])
         if self.json:
-            print_json(reading.to_json())
+            print_json(view.to_json())
         elif self.html is None:
-            from kcdsl.verdict.text.certificates import print_reading
+            from kcdsl.verdict.text.certificates import print_certificate
 
-            print_reading(reading, sys.stdout)
-        return reading.exit
+            print_certificate(view, sys.stdout)
+        return view.exit
 
 
 # --- companions -----------------------------------------------------------------------------------

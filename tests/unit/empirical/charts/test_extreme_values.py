@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kcdsl.verdict.html import curves
 from kcdsl.verdict.html import distributions as bounds
 from kcdsl.verdict.html import distributions as histograms
-from kcdsl.verdict.words import brief
+from kcdsl.verdict.messages import brief
 from kcdsl_backends.empirical.charts.series import (
     by_rank,
     drift_by,

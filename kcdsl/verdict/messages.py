@@ -1,4 +1,4 @@
-"""A report document in words: its numbers, its findings, and these as diagnostics.
+"""Numbers, findings and diagnostics of a report document, as sentences.
 
 Build servers show diagnostics: violated clauses and invalid evidence are errors, open clauses are
 warnings that fail too, and nothing but a held clause is a success. What is no verdict is a note.

@@ -42,7 +42,7 @@ _EVIDENCE = {
 
 
 @dataclass(frozen=True, slots=True)
-class ReadResult(Record):
+class ResultView(Record):
     """One result: what is claimed, for which inputs and weights, and what it rests on.
 
     `tau`, `value`, `budget`, `weights` and `confidence` are exact texts in the base unit `unit`.
@@ -119,7 +119,7 @@ class ReadResult(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class ReadKernel(Record):
+class KernelView(Record):
     """One kernel: its name, a hint, and what its fingerprint says of numerics and machine."""
 
     name: str
@@ -171,7 +171,7 @@ class ReadSignature(Record):
 
 @dataclass(frozen=True, slots=True)
 class Window(Record):
-    """When a certificate is valid, and how that is at the moment of the reading."""
+    """When a certificate is valid, and how that is at the moment of reading."""
 
     issued_at: str
     valid_until: str
@@ -201,7 +201,7 @@ class Content(Record):
     subject: str | None
     contract: Mapping[str, str | None]
     checkpoint: Mapping[str, Any]
-    kernels: Mapping[str, ReadKernel]
+    kernels: Mapping[str, KernelView]
     stage: str
     validity: Window
     sequence: int
@@ -210,7 +210,7 @@ class Content(Record):
     verdict: str | None
     complete: bool | None
     covers: tuple[str, ...]
-    results: tuple[ReadResult, ...]
+    results: tuple[ResultView, ...]
     assumptions: tuple[str, ...]
     non_claims: tuple[str, ...]
     inputs: Mapping[str, str]
@@ -222,7 +222,7 @@ class Content(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading(DocumentRecord):
+class CertificateView(DocumentRecord):
     """A certificate as people read it, and what the steps of a check say that need it alone.
 
     `content` is None where nothing of it can be read. `signed` is `verified`, `refused` or
@@ -285,10 +285,12 @@ class Reading(DocumentRecord):
         return "inconclusive", f"nothing speaks against it so far; not run: {rest}"
 
 
-def reading_of(file: str, inspection: Inspection, trust: Trust | None, moment: datetime) -> Reading:
+def certificate_view(
+    file: str, inspection: Inspection, trust: Trust | None, moment: datetime
+) -> CertificateView:
     """Return a certificate as people read it."""
     body = inspection.body
-    return Reading(
+    return CertificateView(
         file=file,
         moment=time_text(moment.replace(microsecond=0)),
         identity=inspection.identity,
@@ -354,18 +356,18 @@ def _content(body: Predicate | Transfer, inspection: Inspection, moment: datetim
     )
 
 
-def _kernel(kernel: Kernel) -> ReadKernel:
-    return ReadKernel(kernel.name, kernel.digest, numerics_digest(kernel), kernel.fingerprint)
+def _kernel(kernel: Kernel) -> KernelView:
+    return KernelView(kernel.name, kernel.digest, numerics_digest(kernel), kernel.fingerprint)
 
 
 def _label(clause: str, slice: str | None) -> str:
     return clause if slice is None else f"{clause} [{slice}]"
 
 
-def _result(clause: CertifiedClause) -> ReadResult:
+def _result(clause: CertifiedClause) -> ResultView:
     proof, lower = clause.evidence.is_proof, clause.op in LOWER
     attained = (clause.high if lower else clause.low) if proof else None
-    return ReadResult(
+    return ResultView(
         obligation=clause.obligation,
         clause=clause.id,
         slice=clause.slice,
