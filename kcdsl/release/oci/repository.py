@@ -22,7 +22,7 @@ from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import USAGE
 from kcdsl.release import OCI
 from kcdsl.release.companions import Image
-from kcdsl.release.oci.transport import CHUNK, Transport, parse_document, reply
+from kcdsl.release.oci.transport import CHUNK, RegistryClient, parse_document, reply
 from kcdsl.source.files import open_regular
 from kcdsl_certs.encoding.strict import canonical_json
 
@@ -97,7 +97,7 @@ class Repository:
     """One repository of a registry."""
 
     image: Image
-    transport: Transport
+    client: RegistryClient
 
     @classmethod
     def of(cls, text: str, *, plain_http: bool = False) -> Repository:
@@ -110,19 +110,19 @@ class Repository:
                 f"{image.name[:80]!a} names no registry",
                 help="begin with its host: registry.example/llm/model@sha256:…",
             )
-        return cls(image, Transport(host, plain_http))
+        return cls(image, RegistryClient(host, plain_http))
 
     @property
     def root(self) -> str:
         """Return the address under which everything of the repository is."""
-        return f"{self.transport.origin}/v2/{self.image.name.partition('/')[2]}"
+        return f"{self.client.origin}/v2/{self.image.name.partition('/')[2]}"
 
     # --- reading ----------------------------------------------------------------------------------
 
     def manifest(self, digest: str) -> tuple[dict[str, Any], Descriptor]:
         """Return a manifest and its descriptor; raises Refusal if it is not what was asked for."""
         where = f"{self.root}/manifests/{digest}"
-        with self.transport.send("GET", where, headers={"Accept": ", ".join(_ACCEPTED)}) as answer:
+        with self.client.send("GET", where, headers={"Accept": ", ".join(_ACCEPTED)}) as answer:
             answer.expect(200)
             data = answer.data()
             kind = answer.headers.get("Content-Type", "").partition(";")[0].strip()
@@ -139,7 +139,7 @@ class Repository:
             raise reply(where, f"{descriptor.size} bytes, more than {limit}")
         found, size = hashlib.sha256(), 0
         with (
-            self.transport.send("GET", where, follow=True, size=descriptor.size) as answer,
+            self.client.send("GET", where, follow=True, size=descriptor.size) as answer,
             path.open("xb") as file,
         ):
             answer.expect(200)
@@ -171,7 +171,7 @@ class Repository:
         first = where = f"{self.root}/referrers/sha256:{self.image.sha256}"
         found: list[Any] = []
         for _ in range(_MOST_PAGES):
-            with self.transport.send("GET", where, headers={"Accept": INDEX_TYPE}) as answer:
+            with self.client.send("GET", where, headers={"Accept": INDEX_TYPE}) as answer:
                 if where == first and answer.status in (404, 405):
                     return None
                 answer.expect(200)
@@ -179,13 +179,13 @@ class Repository:
                 following = _next_of(answer.links)
             if following is None or len(found) > _MOST_LISTED:
                 return found
-            where = self.transport.own(where, following)
+            where = self.client.own(where, following)
         raise reply(where, f"more than {_MOST_PAGES} pages of referrers")
 
     def _tagged(self) -> dict[str, Any]:
         """Return the list that is kept under the fallback tag."""
         where = f"{self.root}/manifests/sha256-{self.image.sha256}"
-        with self.transport.send("GET", where, headers={"Accept": INDEX_TYPE}) as answer:
+        with self.client.send("GET", where, headers={"Accept": INDEX_TYPE}) as answer:
             if answer.status == 404:
                 return {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": []}
             answer.expect(200)
@@ -196,14 +196,14 @@ class Repository:
     def push(self, descriptor: Descriptor, data: bytes | Path) -> bool:
         """Upload a blob unless the registry has it; say whether it was sent."""
         where = f"{self.root}/blobs/{descriptor.digest}"
-        with self.transport.send("HEAD", where, follow=True) as answer:
+        with self.client.send("HEAD", where, follow=True) as answer:
             if answer.status == 200:
                 return False
             answer.expect(404)
         begin = f"{self.root}/blobs/uploads/"
-        with self.transport.send("POST", begin, body=b"") as answer:
+        with self.client.send("POST", begin, body=b"") as answer:
             answer.expect(202)
-            place = self.transport.own(begin, answer.headers.get("Location", ""))
+            place = self.client.own(begin, answer.headers.get("Location", ""))
         mark = "&" if urlsplit(place).query else "?"
         where = f"{place}{mark}{urlencode({'digest': descriptor.digest})}"
         headers = {"Content-Type": FILE_TYPE, "Content-Length": str(descriptor.size)}
@@ -219,7 +219,7 @@ class Repository:
         data = canonical_json(document)
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
         where = f"{self.root}/manifests/{digest}"
-        with self.transport.send(
+        with self.client.send(
             "PUT", where, body=data, headers={"Content-Type": MANIFEST_TYPE}
         ) as answer:
             answer.expect(201)
@@ -247,7 +247,7 @@ class Repository:
     def _put(
         self, where: str, data: bytes | IO[bytes], headers: Mapping[str, str], size: int = 0
     ) -> None:
-        sent = self.transport.send("PUT", where, body=data, headers=headers, size=size)
+        sent = self.client.send("PUT", where, body=data, headers=headers, size=size)
         with sent as answer:
             answer.expect(201)
 

@@ -46,7 +46,7 @@ _MOST_REDIRECTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RegistryAnswer:
     """What a registry answers to one request.
 
     `where` is what was asked for: the address of a redirect may hold a secret and is not shown.
@@ -99,7 +99,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Transport:
+class RegistryClient:
     """Asks one registry."""
 
     host: str
@@ -129,7 +129,7 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         follow: bool = False,
         size: int = 0,
-    ) -> Iterator[Answer]:
+    ) -> Iterator[RegistryAnswer]:
         """Send a request, once more with a token where one is asked for, and give its answer.
 
         Redirects are followed where `follow` says so, without credentials and never from TLS to
@@ -172,7 +172,7 @@ class Transport:
         token: str | None,
         body: bytes | IO[bytes] | None = None,
         size: int = 0,
-    ) -> Iterator[Answer]:
+    ) -> Iterator[RegistryAnswer]:
         """Send one request to `where`; messages show `named`."""
         with Watch.over(SECONDS + size / SLOWEST) as watch:
             try:
@@ -195,7 +195,7 @@ class Transport:
                 ) from error
             with found:
                 links = ", ".join(found.headers.get_all("Link", []))
-                yield Answer(named, found.status, found.headers, links, found, watch)
+                yield RegistryAnswer(named, found.status, found.headers, links, found, watch)
 
     def _authorised(self, challenge: str) -> str:
         """Return the value of `Authorization` that a registry asks for."""
