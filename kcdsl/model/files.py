@@ -12,7 +12,7 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.checkpoint.headers import weights_folder
 from kcdsl.source.config import allowed_folders
-from kcdsl.source.files import excerpt, open_file, read_bytes, shown
+from kcdsl.source.files import excerpt, neighbours, open_file, read_bytes, shown
 
 PACKAGE_PREFIX = "package:"
 CHECKPOINT = "the checkpoint"
@@ -155,7 +155,7 @@ class Artefacts:
 
     def _missing(self, reference: str) -> Refusal:
         place = f"there is no file {reference} (looked in {shown(self.base)})"
-        return refuse(codes.FILE_MISSING, place)
+        return refuse(codes.FILE_MISSING, place, help=neighbours(self.base / reference))
 
     def _inside_package(self, reference: str) -> Path:
         root, path = _package_file(reference)

@@ -32,6 +32,7 @@ UNMARKED = "save the file as UTF-8 without a byte order mark"
 SETTLED = 2_000_000_000
 """Nanoseconds after which another change of a file has another time, in any file system."""
 _LONGEST_NAME = 255
+_LISTED = 4
 _NEIGHBOURS = 1000
 """How many files of a folder are looked at for a suggestion."""
 
@@ -154,9 +155,23 @@ def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def missing(path: Path, notes: tuple[str, ...] = ()) -> Refusal:
     """Return the refusal of a path where there is no file."""
+    return refuse(FILE_MISSING, f"there is no file {path}", help=neighbours(path), notes=notes)
+
+
+def neighbours(path: Path) -> str:
+    """Return what may be meant by a path where no file is: the files of its kind beside it."""
     close = similar_file(path)
-    help = None if close is None else f"did you mean {path.with_name(close)}?"
-    return refuse(FILE_MISSING, f"there is no file {path}", help=help, notes=notes)
+    if close is not None:
+        return f"did you mean {path.with_name(close)}?"
+    if not is_folder(path.parent):
+        return f"there is no folder {shown(path.parent)} either"
+    place = "this folder" if path.parent.resolve() == Path.cwd() else str(shown(path.parent))
+    kind = [name for name in _names(path.parent) if Path(name).suffix == path.suffix]
+    if not kind:
+        return f"no file of {place} is of this kind; name one that is there"
+    listed = excerpt(", ".join(sorted(kind)[:_LISTED]), 200)
+    more = f" and {len(kind) - _LISTED} more" if len(kind) > _LISTED else ""
+    return f"in {place} there is {listed}{more}"
 
 
 def decode_source(name: str, data: bytes, limit: int = SIZE_LIMIT) -> SourceFile:
@@ -199,13 +214,17 @@ def similar_file(path: Path) -> str | None:
         return None
     from difflib import get_close_matches
 
-    try:
-        with os.scandir(path.parent) as entries:
-            names = [entry.name for entry in islice(entries, _NEIGHBOURS) if entry.is_file()]
-    except (OSError, ValueError):
-        return None
-    close = get_close_matches(path.name, names, n=1, cutoff=0.8)
+    close = get_close_matches(path.name, _names(path.parent), n=1, cutoff=0.8)
     return close[0] if close else None
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names of the first files of a folder; none where it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in islice(entries, _NEIGHBOURS) if entry.is_file()]
+    except (OSError, ValueError):
+        return []
 
 
 def is_file(path: Path) -> bool:

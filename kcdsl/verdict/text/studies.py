@@ -185,7 +185,8 @@ def _plan_table(plan: Plan) -> Table:
     return table(
         (
             *(short("clause", 15), folded("slice", 12), folded("requirement", 24)),
-            *(">have", ">none", ">half", f">{100 * plan.power:.4g} %", ">shows"),
+            *(">units\nhere", ">needed:\n0 beyond", ">needed:\nhalf"),
+            *(f">for {100 * plan.power:.4g} %\npower", ">these\nshow"),
             Column("", no_wrap=True),
         ),
         (
@@ -203,8 +204,8 @@ def _plan_table(plan: Plan) -> Table:
 def _legend(plan: Plan) -> Text:
     return Text(
         "units needed with none beyond, with half of what is allowed beyond, and to be shown "
-        f"{100 * plan.power:.4g} % of the\ntime at half the allowed rate; shows: the rate that the "
-        "units there are exclude if none is beyond",
+        f"{100 * plan.power:.4g} % of the\ntime at half the allowed rate; these show: the rate "
+        "that the units here exclude if none is beyond",
         style="dim",
     )
 

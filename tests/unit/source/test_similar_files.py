@@ -43,6 +43,11 @@ def test_a_missing_file_is_refused_with_the_one_that_is_there(folder: Path) -> N
     (diagnostic,) = refused.value.diagnostics
     assert diagnostic.code.id == "KC601"
     assert diagnostic.help == f"did you mean {folder / 'contract.yaml'}?"
-    with pytest.raises(Refusal) as refused:
-        read_source(folder / "other.yaml")
-    assert refused.value.diagnostics[0].help is None
+    for name, help in (
+        ("other.yaml", f"in {folder} there is contract.yaml"),
+        ("other.onnx", f"no file of {folder} is of this kind; name one that is there"),
+        ("gone/other.yaml", f"there is no folder {folder / 'gone'} either"),
+    ):
+        with pytest.raises(Refusal) as refused:
+            read_source(folder / name)
+        assert refused.value.diagnostics[0].help == help

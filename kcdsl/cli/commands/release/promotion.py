@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 _DURATION = re.compile(r"(\d{1,9})(s|min|h|d)", re.ASCII)
 _UNITS = {"s": "seconds", "min": "minutes", "h": "hours", "d": "days"}
 _AT_LEAST_NONE = whole(0)
+_HOW_NAMED = {
+    "slot": "--slot NAME, such as chat/production; `kcdsl register slots` lists those there are",
+    "stage": f"--stage {', '.join(stage.value for stage in Stage)}",
+}
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})", re.ASCII)
 
 
@@ -67,7 +71,7 @@ class OfSlot(Command):
         """Return the value of an option that the command needs; raises Refusal."""
         found = getattr(self, option)
         if found is None:
-            raise refuse(USAGE, f"--{option} is needed", help=f"name it: --{option}")
+            raise refuse(USAGE, f"--{option} is not given", help=_HOW_NAMED[option])
         return str(found)
 
 
