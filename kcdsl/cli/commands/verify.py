@@ -155,6 +155,9 @@ def _print(
             case Violated(counterexample):
                 told = ", ".join(f"{name} {value}" for name, value in counterexample.items())
                 tell(f"{outcome.goal.clause.id}: counterexample ({told})")
+                shown, attack = counterexample.get("value"), outcome.attack
+                if isinstance(shown, float) and attack is not None and shown < 0.99 * attack:
+                    tell(f"  each sum of this run has one order; {attack:.3g} leaves orders free")
                 if outcome.counterexample is not None:
                     file = counterexample_file(certificate.parent, outcome)
                     named = f" --contract {contract}" if contract is not None else ""

@@ -92,8 +92,8 @@ def test_a_drift_below_its_limit_is_proved(cli: Any, write: Write, folder: Path)
     assert f"not signed: kcdsl sign {statement}" in ran.stderr
     assert cli("keygen", "-o", folder / "kcdsl.key").code == 0
     unsigned = cli("check", statement, "--key", "kcdsl.key.pub", "--json", cwd=folder)
-    assert unsigned.code == 4
-    assert "bundle/malformed" in unsigned.stdout
+    assert unsigned.code == 2
+    assert "is a statement that is not signed" in unsigned.stderr
     signed = cli("sign", statement, "--key", "kcdsl.key", cwd=folder)
     assert signed.code == 0, signed.stderr
     words = ("out/verify-attn_0.cert.json", "--key", "kcdsl.key.pub")
@@ -108,6 +108,10 @@ def test_a_limit_below_a_concrete_run_is_violated(cli: Any, write: Write, folder
     assert goal["verdict"] == "violated"
     assert goal["counterexample"]["value"] > 1e-9
     assert goal["counterexample"]["case"] in ("p0", "p1")
+    assert 0 < goal["counterexample"]["value"] < 0.9 * goal["attack"]
+    told = cli("verify", cwd=folder).stdout
+    assert "each sum of this run has one order;" in told
+    assert f"{goal['attack']:.3g} leaves orders free" in told
 
 
 @pytest.mark.full
