@@ -32,18 +32,30 @@ def load_bytes(data: bytes, name: str = "stored program") -> ir.Program:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise refuse(STORED_PROGRAM, f"{name} is not JSON: {error}") from error
+        raise refuse(
+            STORED_PROGRAM,
+            f"{name} is not JSON: {error}",
+            help="`kcdsl compile CONTRACT --emit ir -o FILE` writes it anew",
+        ) from error
     program = from_json(value, name)
     stated = value.get("digest")
     if stated is not None and stated != digest(program):
-        raise refuse(STORED_PROGRAM, f"{name}: the digest does not belong to the program")
+        raise refuse(
+            STORED_PROGRAM,
+            f"{name}: the digest does not belong to the program",
+            help="`kcdsl compile CONTRACT --emit ir -o FILE` writes it anew",
+        )
     return program
 
 
 def from_json(value: Any, name: str = "stored program") -> ir.Program:
     """Return the program of plain JSON data; raises Refusal where it is not `kcdsl.ir/1`."""
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-        raise refuse(STORED_PROGRAM, f"{name} is not a document of the schema {SCHEMA}")
+        raise refuse(
+            STORED_PROGRAM,
+            f"{name} is not a document of the schema {SCHEMA}",
+            help="`kcdsl compile CONTRACT --emit ir -o FILE` writes it anew",
+        )
     try:
         program = _program(value)
         _check_references(program)
@@ -51,7 +63,11 @@ def from_json(value: Any, name: str = "stored program") -> ir.Program:
         KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, RecursionError,
     ) as error:  # fmt: skip
         detail = f"{type(error).__name__}: {error}"
-        raise refuse(STORED_PROGRAM, f"{name} does not follow {SCHEMA} ({detail})") from error
+        raise refuse(
+            STORED_PROGRAM,
+            f"{name} does not follow {SCHEMA} ({detail})",
+            help="`kcdsl compile CONTRACT --emit ir -o FILE` writes it anew",
+        ) from error
     return program
 
 

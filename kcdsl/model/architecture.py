@@ -252,12 +252,18 @@ class Model:
         vocabulary, longest = self.limits
         if longest is not None and len(ids) > longest:
             raise refuse(
-                codes.SEQUENCE, f"a sequence of {len(ids)} tokens; the model takes {longest}"
+                codes.SEQUENCE,
+                f"a sequence of {len(ids)} tokens; the model takes {longest}",
+                help="shorten the request, or leave it out",
             )
         worst, least = int(ids.max()), int(ids.min())
         if least < 0 or (vocabulary is not None and worst >= vocabulary):
             bad = least if least < 0 else worst
-            raise refuse(codes.SEQUENCE, f"token {bad} is out of the vocabulary of {vocabulary}")
+            raise refuse(
+                codes.SEQUENCE,
+                f"token {bad} is out of the vocabulary of {vocabulary}",
+                help="write the requests with the tokenizer of this model",
+            )
         return ids.to(torch.long)
 
     def block_inputs(self, tokens: Sequence[int] | Tensor, name: str) -> Tensor | None:
@@ -542,7 +548,11 @@ def _from_factory(target: str, config: dict[str, Any], base: Path) -> nn.Module:
     """Call `package.module:factory`; the contract's folder is searched for the package as well."""
     name, _, attribute = target.partition(":")
     if not attribute:
-        raise refuse(codes.MODEL_FACTORY, f"{target!r} is not of the form package.module:factory")
+        raise refuse(
+            codes.MODEL_FACTORY,
+            f"{target!r} is not of the form package.module:factory",
+            help="name a function of a module, such as models.mine:build",
+        )
     _forget_namesake(name.partition(".")[0], base)
     sys.path.insert(0, str(base))
     try:

@@ -116,9 +116,17 @@ def parse_config(path: Path, data: bytes) -> dict[str, Any]:
             raise ValueError(f"it is larger than {_LARGEST_CONFIG} bytes")
         raw = json.loads(data.decode("utf-8"), object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
-        raise refuse(codes.MODEL_CONFIG, f"{shown(path)} is not JSON: {error}") from None
+        raise refuse(
+            codes.MODEL_CONFIG,
+            f"{shown(path)} is not JSON: {error}",
+            help="give the config.json that was saved with the model",
+        ) from None
     if not isinstance(raw, dict):
-        raise refuse(codes.MODEL_CONFIG, f"{shown(path)} must hold a JSON object")
+        raise refuse(
+            codes.MODEL_CONFIG,
+            f"{shown(path)} must hold a JSON object",
+            help="give the config.json that was saved with the model",
+        )
     return raw
 
 

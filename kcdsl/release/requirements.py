@@ -372,7 +372,11 @@ def read_kernels(path: Path) -> Fingerprints:
         with open_regular(path) as stream:
             value: Any = strict_load(stream.read(_LARGEST + 1), _LARGEST)
     except OSError as error:
-        raise refuse(FILE_MISSING, f"{path} cannot be read: {error.strerror}") from error
+        raise refuse(
+            FILE_MISSING,
+            f"{path} cannot be read: {error.strerror}",
+            help="name the kernels.json that `kcdsl evaluate` wrote",
+        ) from error
     except Rejected as error:
         raise _refused(path, f": {error.detail} ({error.reason})") from error
     match value:

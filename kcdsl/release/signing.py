@@ -143,7 +143,11 @@ class Target:
 def certificate_of(statement: Path) -> Path:
     """Return the file of the certificate that a statement becomes."""
     if not statement.name:
-        raise refuse(CANNOT_SIGN, f"{statement} is a folder, not a statement")
+        raise refuse(
+            CANNOT_SIGN,
+            f"{statement} is a folder, not a statement",
+            help="name the *.statement.json in it",
+        )
     stem = statement.name.removesuffix(STATEMENT).removesuffix(".json")
     ending = ".json" if stem.endswith(".transfer") else CERTIFICATE
     return statement.with_name(stem + ending)

@@ -99,7 +99,9 @@ def open_file(path: Path) -> BufferedReader:
     except FileNotFoundError as error:
         raise missing(path) from error
     except IsADirectoryError as error:
-        raise refuse(FILE_MISSING, f"{path} is a folder, not a file") from error
+        raise refuse(
+            FILE_MISSING, f"{path} is a folder, not a file", help=f"name a file in {path}"
+        ) from error
     except OSError as error:
         raise refuse(INPUT_OUTPUT, f"{path} cannot be read: {error.strerror}") from error
 

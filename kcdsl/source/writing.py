@@ -87,7 +87,11 @@ def refuse_folder(folder: Path) -> None:
     if not place.is_dir():
         raise refuse(INPUT_OUTPUT, f"{place} is a file, not a folder")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise refuse(INPUT_OUTPUT, f"{folder} cannot be written: no right to write in {place}")
+        raise refuse(
+            INPUT_OUTPUT,
+            f"{folder} cannot be written: no right to write in {place}",
+            help="write to another folder",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +168,11 @@ def refuse_targets(paths: Sequence[Path], made: Sequence[Path] = ()) -> None:
             help = f"name a file in {path}"
             raise refuse(INPUT_OUTPUT, f"{path} is a folder, not a file", help=help)
         if not path.parent.is_dir() and path.parent.absolute() not in {p.absolute() for p in made}:
-            raise refuse(INPUT_OUTPUT, f"there is no folder {path.parent}")
+            raise refuse(
+                INPUT_OUTPUT,
+                f"there is no folder {path.parent}",
+                help="make the folder first, or name another file",
+            )
         if path.resolve() in taken and not _takes_data(path):
             raise refuse(INPUT_OUTPUT, f"{path} is to be written twice", help="name another file")
         taken.add(path.resolve())

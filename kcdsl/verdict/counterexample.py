@@ -130,7 +130,11 @@ def read_counterexample(path: Path) -> dict[str, Any]:
         with open_regular(path) as stream:
             document: Any = strict_load(stream.read(LARGEST + 1), LARGEST)
     except OSError as error:
-        raise refuse(FILE_MISSING, f"{path} cannot be read: {error.strerror}") from error
+        raise refuse(
+            FILE_MISSING,
+            f"{path} cannot be read: {error.strerror}",
+            help="name the *.counterexample.json that `kcdsl verify` wrote",
+        ) from error
     except Rejected as error:
         raise unusable(path, f"{error.detail} ({error.reason})") from error
     wrong = _misshapen(document)

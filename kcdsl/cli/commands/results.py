@@ -390,6 +390,7 @@ class ReplayCommand(RunsCode):
             raise refuse(
                 codes.USAGE,
                 "--checkpoint is for counterexamples: a trace is replayed without any weights",
+                help="leave it out",
             )
         backend = measuring_backend()
         trace = backend.read_trace(file)

@@ -374,7 +374,15 @@ def _object(path: Path, data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data.decode(), object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
-        raise refuse(codes.MODEL_CONFIG, f"{shown(path)} is not JSON: {error}") from None
+        raise refuse(
+            codes.MODEL_CONFIG,
+            f"{shown(path)} is not JSON: {error}",
+            help="give the file that was saved with the quantised weights",
+        ) from None
     if not isinstance(found, dict):
-        raise refuse(codes.MODEL_CONFIG, f"{shown(path)} must hold a JSON object")
+        raise refuse(
+            codes.MODEL_CONFIG,
+            f"{shown(path)} must hold a JSON object",
+            help="give the file that was saved with the quantised weights",
+        )
     return found

@@ -31,7 +31,11 @@ def credentials(host: str) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise refuse(FILE_MISSING, f"the credentials in {path} cannot be read") from error
+        raise refuse(
+            FILE_MISSING,
+            f"the credentials in {path} cannot be read",
+            help="log in to the registry again",
+        ) from error
     known: Any = document if isinstance(document, dict) else {}
     entry = _entry(known.get("auths"), host)
     found = entry.get("auth") if isinstance(entry, dict) else None
@@ -39,7 +43,11 @@ def credentials(host: str) -> str | None:
         try:
             base64.b64decode(found, validate=True)
         except binascii.Error as error:
-            raise refuse(FILE_MISSING, f"{path}: `auth` of {host} is no base64") from error
+            raise refuse(
+                FILE_MISSING,
+                f"{path}: `auth` of {host} is no base64",
+                help="log in to the registry again",
+            ) from error
         return found
     helper = _entry(known.get("credHelpers"), host) or known.get("credsStore")
     if isinstance(helper, str) and helper:

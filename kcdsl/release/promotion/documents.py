@@ -112,7 +112,11 @@ def _load(path: Path) -> tuple[dict[str, Any], str]:
             data = stream.read(LARGEST + 1)
     except OSError as error:
         why = error.strerror or "it cannot be read"
-        raise refuse(FILE_MISSING, f"the evidence {path} cannot be read: {why}") from None
+        raise refuse(
+            FILE_MISSING,
+            f"the evidence {path} cannot be read: {why}",
+            help="name the certificates and the evidence of the stage that are to be looked at",
+        ) from None
     if len(data) > LARGEST:
         raise unusable(path, f"it is larger than {LARGEST} bytes")
     try:

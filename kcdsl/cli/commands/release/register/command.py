@@ -119,7 +119,11 @@ class RegisterCommand(Trusts):
         least, most = ARGUMENTS[self.action]
         if len(self.names) < least or (most is not None and len(self.names) > most):
             wanted = "no argument" if most == 0 else "an argument"
-            raise refuse(USAGE, f"`kcdsl register {self.action}` takes {wanted}")
+            raise refuse(
+                USAGE,
+                f"`kcdsl register {self.action}` takes {wanted}",
+                help="`kcdsl register --help` says what each action takes",
+            )
         defaults = {name: option.default for name, option in type(self).options()}
         for name, actions in OPTIONS.items():
             if self.action not in actions and getattr(self, name) != defaults[name]:
