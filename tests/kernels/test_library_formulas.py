@@ -18,7 +18,7 @@ from kcdsl.model.presets import resolve
 from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.sums import pair_loss
-from kcdsl_backends.drift.ops.quantized.inputs import activation_error
+from kcdsl_backends.drift.ops.quantised.inputs import activation_error
 from kcdsl_backends.empirical.sources.kernels.engines import ScaledLinear, quantise, quantise_linear
 from kcdsl_backends.empirical.sources.kernels.onnx_runtime import saturates
 

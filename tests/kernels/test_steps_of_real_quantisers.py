@@ -17,7 +17,7 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box
-from kcdsl_backends.drift.boxes.quantizers import codes, quantizer
+from kcdsl_backends.drift.boxes.quantisers import codes, quantiser
 from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.empirical.sources.kernels.engines import exact_bytes, quantise_linear
 
@@ -73,7 +73,7 @@ def within(x: Tensor, found: Tensor, spec: Any, wide: float) -> None:
     """The codes of x are among those of a region around x, and at a point they are these."""
     centre = x.double()
     spread = wide * centre.abs().amax()
-    by = quantizer(Box(centre - spread, centre + spread), spec, "w.weight", "n")
+    by = quantiser(Box(centre - spread, centre + spread), spec, "w.weight", "n")
     expected = codes(Box(centre - spread, centre + spread), by)
     assert bool((expected.low <= found).all() & (found <= expected.high).all())
     if not wide and spec.scale != "static":

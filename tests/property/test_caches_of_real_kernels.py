@@ -22,7 +22,7 @@ from kcdsl.model.graph import Node
 from kcdsl.model.lowering.caching import with_caches
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
-from kcdsl_backends.attack.quantized_inputs import cached
+from kcdsl_backends.attack.quantised_inputs import cached
 from kcdsl_backends.certifier.statements.problems import ProblemFactory, claim_margin
 from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.rounding import Rounding

@@ -20,7 +20,7 @@ from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine_forms import affine_forms
-from kcdsl_backends.drift.ops.quantized import inputs as prover
+from kcdsl_backends.drift.ops.quantised import inputs as prover
 from kcdsl_certs.recheck.affine.adjoint import Adjoint as CheckedAdjoint
 from kcdsl_certs.recheck.affine_walk import drift
 from kcdsl_certs.recheck.derivation import Derivation

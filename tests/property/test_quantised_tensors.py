@@ -12,11 +12,11 @@ import torch
 
 from kcdsl.model.lowering.quantisers import with_quantisers
 from kcdsl.model.numerics import StaticQuantiser
-from kcdsl_backends.attack.quantized_inputs import quantised_tensor
+from kcdsl_backends.attack.quantised_inputs import quantised_tensor
 from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.functionals import drift_bound
-from kcdsl_backends.drift.ops.quantized.tensors import quantized_tensor
+from kcdsl_backends.drift.ops.quantised.tensors import quantised_box
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.affine_walk import pair as derive
@@ -206,7 +206,7 @@ def test_the_steps_of_both_programs_hold_every_number_around_every_edge(
         code = np.clip(np.rint(ratio) + np.float32(zero), 0, 255)
         value = ((code - np.float32(zero)) * np.float32(step)).astype(np.float64)
         x = v.astype(np.float64)
-        mine = quantized_tensor(Box.point(torch.from_numpy(x)), StaticQuantiser(step, zero))
+        mine = quantised_box(Box.point(torch.from_numpy(x)), StaticQuantiser(step, zero))
         theirs, off = read_back(CheckedBox(x, x), TensorCodes(step, zero))
         for low, high, found in (
             (mine.value.lo.numpy(), mine.value.hi.numpy(), value),

@@ -17,11 +17,11 @@ from kcdsl.model.numerics import Activations
 from kcdsl.model.numerics.formats import CODE_FORMATS, LAYOUTS
 from kcdsl.model.numerics.weights import linear_weight
 from kcdsl.model.presets import ACTIVATION_SCALES, WEIGHT_SCALES, resolve
-from kcdsl_backends.attack.quantized_inputs import to_nearest
+from kcdsl_backends.attack.quantised_inputs import to_nearest
 from kcdsl_backends.drift.boxes import Box, NoBound
-from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
+from kcdsl_backends.drift.boxes.quantisers import quantiser_steps
 from kcdsl_backends.drift.boxes.rounding import Rounding
-from kcdsl_backends.drift.ops.quantized.inputs import activation_error
+from kcdsl_backends.drift.ops.quantised.inputs import activation_error
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import array_digest
 from kcdsl_certs.recheck.interval import box
@@ -306,7 +306,7 @@ def test_quantised_inputs_lie_in_the_boxes_of_both_programs(
             granted = quantisation(kernel, theirs)
             np.testing.assert_allclose(error.numpy(), granted, rtol=2.0**-10, atol=2.0**-120)
             value, off = quantised(kernel, theirs, granted)
-            ours = quantizer_steps(around, error, rounding)
+            ours = quantiser_steps(around, error, rounding)
             for pick in range(4):
                 share = torch.rand(x.shape, generator=torch.Generator().manual_seed(pick))
                 met = (around.lo + (around.hi - around.lo) * share).float()
@@ -460,7 +460,7 @@ def test_a_batch_may_hold_larger_numbers_than_the_sequence() -> None:
             done = np.clip(np.rint(x.numpy() / s), -127, 127).astype(np.float32) * s
             away = done.astype(np.float64) - x.double().numpy()
             assert (np.abs(away) <= error.numpy()).all()
-            steps = quantizer_steps(point, error, rounding)
+            steps = quantiser_steps(point, error, rounding)
             if steps is not None:
                 assert bool((steps.value.lo.numpy() <= done).all())
                 assert bool((done <= steps.value.hi.numpy()).all())

@@ -45,7 +45,7 @@ from kcdsl_backends.attack.operations import (
     straight,
     sum_error,
 )
-from kcdsl_backends.attack.quantized_inputs import (
+from kcdsl_backends.attack.quantised_inputs import (
     Exceeded,
     cached,
     moved_by,

@@ -16,7 +16,7 @@ from kcdsl_backends.drift.boxes.state import Kernels, Parameter, State
 from kcdsl_backends.drift.interval import states
 from kcdsl_backends.drift.linear.constraints import LinearConstraint
 from kcdsl_backends.drift.linear.splitting import SplitDecision, split
-from kcdsl_backends.drift.ops.quantized.inputs import activation_error
+from kcdsl_backends.drift.ops.quantised.inputs import activation_error
 from kcdsl_backends.process import threads_for
 
 MOST_BOXES = 2**16
@@ -204,7 +204,7 @@ class _Reading:
     def read(self, node: Node, operand: State, state: State) -> None:
         match node.op:
             case "linear" if not self.open:
-                self.before = self._quantized(node, operand)
+                self.before = self._quantised(node, operand)
                 self._linear(node)
                 self.store(node, state)
             case "add" if self.open:
@@ -241,7 +241,7 @@ class _Reading:
             self.layers.append(KernelLayer(same, same, self.before))
         self.open = False
 
-    def _quantized(self, node: Node, operand: State) -> LayerRoundings:
+    def _quantised(self, node: Node, operand: State) -> LayerRoundings:
         """Return the roundings of the input of a linear with those of its quantisers (Rule 3.2)."""
         key, here = str(self.nodes[node.inputs[1]].attrs["key"]), self.kernels.at(node, self.nodes)
         train = activation_error(operand.train, here.train, node.name, key)

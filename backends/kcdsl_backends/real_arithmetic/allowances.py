@@ -9,12 +9,12 @@ from torch import Tensor
 
 from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box, NoBound
-from kcdsl_backends.drift.boxes.quantizers import quantizer_steps, scale_steps, static_quantizer
+from kcdsl_backends.drift.boxes.quantisers import quantiser_steps, scale_steps, static_quantiser
 from kcdsl_backends.drift.boxes.rounding import ONCE, Rounding, several
 from kcdsl_backends.drift.boxes.state import Known, SoftmaxState, Step
 from kcdsl_backends.drift.interval import block_input
 from kcdsl_backends.drift.ops import operation_of
-from kcdsl_backends.drift.ops.quantized.inputs import activation_error
+from kcdsl_backends.drift.ops.quantised.inputs import activation_error
 
 LEAVES = frozenset({"param", "constant"})
 """Operations whose results are known numbers."""
@@ -120,7 +120,7 @@ def _entering(step: Step, side: int) -> Box | None:
     error = activation_error(box, kernel, step.node.name, key)
     if error is None:
         return None
-    known = quantizer_steps(box, error, kernel, key, step.node.name)
+    known = quantiser_steps(box, error, kernel, key, step.node.name)
     return Box.around(error) if known is None else known.error
 
 
@@ -134,4 +134,4 @@ def _scale(step: Step, side: int) -> Tensor | None:
     known = scale_steps((x.train, x.infer)[side], kernel, key, step.node.name)
     if known is None or not bool(known[1].all()):
         return None
-    return static_quantizer((x.train, x.infer)[side], spec, key, step.node.name).scale.lo
+    return static_quantiser((x.train, x.infer)[side], spec, key, step.node.name).scale.lo

@@ -99,8 +99,8 @@ def codes_of(data: bytes, tensors: Mapping[str, OnnxTensor]) -> dict[str, OnnxCo
             found |= sums.coded(operator, (*inputs, "", "", "", "")[:4], outputs[0])
         if operator in ("Gather", "Transpose") and outputs and inputs and inputs[0] in tensors:
             moved[outputs[0]] = inputs[0]
-        dequantized = operator == "DequantizeLinear" and len(outputs) == 1
-        if not dequantized or not 2 <= len(inputs) <= 3 or set(inputs[1:]) - {""} - set(tensors):
+        dequantised = operator == "DequantizeLinear" and len(outputs) == 1
+        if not dequantised or not 2 <= len(inputs) <= 3 or set(inputs[1:]) - {""} - set(tensors):
             continue
         source, result = inputs[0], outputs[0]
         if source in moved and math.prod(tensors[inputs[1]].shape) == 1:

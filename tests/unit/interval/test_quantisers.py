@@ -8,15 +8,15 @@ import torch
 from kcdsl.model.numerics import Activations, Attention, Numerics, Weights
 from kcdsl.model.numerics.formats import CODE_FORMATS
 from kcdsl_backends.drift.boxes import Box
-from kcdsl_backends.drift.boxes.quantizers import (
+from kcdsl_backends.drift.boxes.quantisers import (
     codes,
     known_steps,
-    quantized_hull,
-    quantizer_steps,
+    quantised_hull,
+    quantiser_steps,
     scale_range,
 )
 from kcdsl_backends.drift.boxes.rounding import Rounding
-from kcdsl_backends.drift.ops.quantized.inputs import activation_error
+from kcdsl_backends.drift.ops.quantised.inputs import activation_error
 
 DTYPES = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 FORMATS = ["fp8_e4m3", "fp8_e5m2", "int8"]
@@ -69,7 +69,7 @@ def test_the_hull_is_that_of_all_codes(format: str, spread: float) -> None:
     v = np.minimum(v, high * every[-1])
     _least, _most = oracle(v, low, high, format)
     point, around = Box.point(torch.from_numpy(v)), Box(*map(torch.from_numpy, (low, high)))
-    box = quantized_hull(point, known_steps(CODE_FORMATS[format], point, around))
+    box = quantised_hull(point, known_steps(CODE_FORMATS[format], point, around))
     lo, hi = box.lo.numpy(), box.hi.numpy()
     # The oracle does not round: a product may be off by a rounding, and a ratio within one of a
     # tie gets either code, where the hull may be a step wider or narrower than the oracle.
@@ -90,7 +90,7 @@ def test_every_code_of_a_known_scale_is_known(format: str) -> None:
     scale = Box.point(torch.tensor([0.037], dtype=torch.float64).expand(len(inside)).contiguous())
     v = Box.point(torch.from_numpy(inside * 0.037))
     by = known_steps(CODE_FORMATS[format], v, scale)
-    hull = quantized_hull(v, by)
+    hull = quantised_hull(v, by)
     expected = torch.from_numpy(every[1:] * 0.037)
     assert bool(((hull.lo - expected).abs() <= 1e-6 * expected).all())
     assert bool(((hull.hi - expected).abs() <= 1e-6 * expected).all())
@@ -112,7 +112,7 @@ def test_float32_quantisers_lie_in_the_hull(format: str, scale: str) -> None:
         around = scale_range(x, Activations(format, scale))
         assert bool((around.lo > 0).all())
         by = known_steps(CODE_FORMATS[format], x, around)
-        hull, found = quantized_hull(x, by), codes(x, by)
+        hull, found = quantised_hull(x, by), codes(x, by)
         for _ in range(40):
             v = centre + wide * rng.choice([-0.99, 0.99, 0.3, -0.7], centre.shape)
             held = v.astype(np.float32)
@@ -143,7 +143,7 @@ def test_ties_of_known_numbers_are_known() -> None:
     assert ties.sum() > 100
     x = Box.point(torch.from_numpy(held.astype(np.float64)))
     around = scale_range(x, Activations("fp8_e4m3", "per_token"))
-    hull = quantized_hull(x, known_steps(CODE_FORMATS["fp8_e4m3"], x, around))
+    hull = quantised_hull(x, known_steps(CODE_FORMATS["fp8_e4m3"], x, around))
     value = coded(held / s, "fp8_e4m3") * s
     assert (hull.lo.numpy() == value).all()
     assert (hull.hi.numpy() == value).all()
@@ -172,7 +172,7 @@ def test_the_staircase_is_never_wider_than_the_error_and_often_far_narrower() ->
             box = Box(x - wide, x + wide)
             error = activation_error(box, rounding, "n")
             assert error is not None
-            stored = quantizer_steps(box, error, rounding)
+            stored = quantiser_steps(box, error, rounding)
             assert stored is not None
             widest = box.widen(error)
             assert bool((stored.value.lo >= widest.lo).all() & (stored.value.hi <= widest.hi).all())
@@ -191,7 +191,7 @@ def test_mx_codes_saturate_inside_the_hull() -> None:
         box = Box(x * 0.999, x * 1.001)
         box = Box(torch.minimum(box.lo, box.hi), torch.maximum(box.lo, box.hi))
         around = scale_range(box, Activations("fp8_e4m3", "mx"))
-        hull = quantized_hull(box, known_steps(CODE_FORMATS["fp8_e4m3"], box, around))
+        hull = quantised_hull(box, known_steps(CODE_FORMATS["fp8_e4m3"], box, around))
         for factor in (0.999, 0.9995, 1.0, 1.0004, 1.001):
             v = (x * factor).numpy().astype(np.float32)
             s = np.float32(2.0 ** (np.floor(np.log2(np.abs(v).max())) - 8))
@@ -205,7 +205,7 @@ def test_free_casts_have_no_staircase() -> None:
     for rounding in (kernel("fp8_e4m3", "per_token", "any"), kernel("uint8", "per_tensor", "any")):
         error = activation_error(x, rounding, "n")
         assert error is not None
-        assert quantizer_steps(x, error, rounding) is None
+        assert quantiser_steps(x, error, rounding) is None
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -223,7 +223,7 @@ def test_subnormal_products_are_within(format: str) -> None:
         x = Box(torch.from_numpy(centre - wide), torch.from_numpy(centre + wide))
         error = activation_error(x, rounding, "n")
         assert error is not None
-        stored = quantizer_steps(x, error, rounding)
+        stored = quantiser_steps(x, error, rounding)
         assert stored is not None
         for _ in range(40):
             held = (centre + wide * rng.uniform(-1, 1, centre.shape)).astype(np.float32)
@@ -241,7 +241,7 @@ def test_a_group_that_may_be_zero_keeps_the_error() -> None:
     box = Box(zero - 1e-3, zero + 1e-3)
     error = activation_error(box, rounding, "n")
     assert error is not None
-    stored = quantizer_steps(box, error, rounding)
+    stored = quantiser_steps(box, error, rounding)
     assert stored is not None
     assert bool(torch.isfinite(stored.value.lo).all())
     assert torch.equal(stored.value.hi, box.widen(error).hi)

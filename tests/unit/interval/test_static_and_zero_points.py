@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from kcdsl.model.numerics import Activations, Attention, Numerics, Weights
-from kcdsl_backends.attack.quantized_inputs import Exceeded, moved_by, to_nearest
+from kcdsl_backends.attack.quantised_inputs import Exceeded, moved_by, to_nearest
 from kcdsl_backends.drift.boxes import Box, NoBound
-from kcdsl_backends.drift.boxes.quantizers import codes, quantized_hull, quantizer, quantizer_steps
+from kcdsl_backends.drift.boxes.quantisers import codes, quantised_hull, quantiser, quantiser_steps
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.sums import Sums
-from kcdsl_backends.drift.ops.quantized.inputs import activation_error
+from kcdsl_backends.drift.ops.quantised.inputs import activation_error
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval import quantisers as checked
 from kcdsl_certs.recheck.interval.box import Box as CheckedBox
@@ -66,18 +66,18 @@ def static_codes(v: Floats, s: np.float32, format: str, times: bool) -> Floats:
     return np.clip(np.rint(ratio), every[0], every[-1]).astype(np.float64)
 
 
-def checker_steps(activations: Any, x: Box, key: str = "w.weight") -> checked.QuantizerSteps:
+def checker_steps(activations: Any, x: Box, key: str = "w.weight") -> checked.QuantiserSteps:
     kernel = parse_kernel(proofs.numerics("float32", "nearest", activations=activations), "kernel")
     return checked.steps(kernel, CheckedBox(x.lo.numpy(), x.hi.numpy()), key)
 
 
-def agree(x: Box, mine: Any, other: checked.QuantizerSteps) -> None:
+def agree(x: Box, mine: Any, other: checked.QuantiserSteps) -> None:
     """Both programs find the same scales, codes and hulls, to the last bit of float32."""
     seen = CheckedBox(x.lo.numpy(), x.hi.numpy())
     mine_codes, other_codes = codes(x, mine), checked.codes(other, seen)
     assert np.array_equal(mine_codes.low.numpy(), other_codes[0])
     assert np.array_equal(mine_codes.high.numpy(), other_codes[1])
-    hull, theirs = quantized_hull(x, mine), checked.hull(other, seen)
+    hull, theirs = quantised_hull(x, mine), checked.hull(other, seen)
     for one, two in ((hull.lo, theirs.lo), (hull.hi, theirs.hi)):
         assert np.allclose(one.numpy(), two, rtol=1e-12, atol=0)
 
@@ -100,8 +100,8 @@ def test_every_boundary_of_a_static_scale(format: str, scale: float) -> None:
     v = np.concatenate([*steps, inside]).astype(np.float64)
     x = Box.point(torch.from_numpy(v))
     spec = static(format, float(s))
-    by = quantizer(x, spec, "w.weight", "n")
-    found, hull = codes(x, by), quantized_hull(x, by)
+    by = quantiser(x, spec, "w.weight", "n")
+    found, hull = codes(x, by), quantised_hull(x, by)
     for times in (False, True):
         code = static_codes(v, s, format, times)
         value = (code.astype(np.float32) * s).astype(np.float64)
@@ -153,23 +153,23 @@ def test_a_box_of_which_one_end_exceeds_the_scale_has_no_bound() -> None:
     high = x.clone()
     high[0, 1] = 128.0
     with pytest.raises(NoBound, match=r"element \[0, 1\]"):
-        quantizer(Box(x, high), static("int8", 1.0), "w.weight", "n")
+        quantiser(Box(x, high), static("int8", 1.0), "w.weight", "n")
     high[0, 1] = torch.nan
     with pytest.raises(NoBound):
-        quantizer(Box(x, high), static("int8", 1.0), "w.weight", "n")
+        quantiser(Box(x, high), static("int8", 1.0), "w.weight", "n")
 
 
 def test_linears_have_scales_by_their_names() -> None:
     x = Box.point(torch.full((2, 3), 2.0, dtype=torch.float64))
     spec = Activations("int8", "static", (("a", (0.5,)), ("b", (0.5, 0.25, 1.0))))
-    assert bool((quantizer(x, spec, "a.weight", "n").scale.lo == 0.5).all())
-    assert quantizer(x, spec, "b.weight", "n").scale.lo.tolist() == [[0.5, 0.25, 1.0]] * 2
+    assert bool((quantiser(x, spec, "a.weight", "n").scale.lo == 0.5).all())
+    assert quantiser(x, spec, "b.weight", "n").scale.lo.tolist() == [[0.5, 0.25, 1.0]] * 2
     for weight in ("c.weight", ""):
         with pytest.raises(NoBound, match="no static scale"):
-            quantizer(x, spec, weight, "n")
+            quantiser(x, spec, weight, "n")
     wide = Box.point(torch.ones(2, 4, dtype=torch.float64))
     with pytest.raises(NoBound, match="3 static scales are given for the 4 inputs"):
-        quantizer(wide, spec, "b.weight", "n")
+        quantiser(wide, spec, "b.weight", "n")
     # whoever does not say which linear it is about has no bound, whatever there is for the others
     default = Activations("int8", "static", (("*", (0.5,)),))
     with pytest.raises(NoBound, match="no static scale"):
@@ -248,13 +248,13 @@ def test_float32_quantisers_lie_in_the_hull(format: str, scale: str, shift: floa
         centre = ((rng.standard_normal((8, 64)) + shift) * size).astype(np.float32)
         centre = centre.astype(np.float64)
         x = Box(torch.from_numpy(centre - wide * size), torch.from_numpy(centre + wide * size))
-        by = quantizer(x, spec, "", "n")
+        by = quantiser(x, spec, "", "n")
         assert bool((by.scale.lo > 0).all())
-        hull, found = quantized_hull(x, by), codes(x, by)
+        hull, found = quantised_hull(x, by), codes(x, by)
         agree(x, by, checker_steps((format, scale), x))
         error = activation_error(x, kernel, "n")
         assert error is not None
-        stored = quantizer_steps(x, error, kernel)
+        stored = quantiser_steps(x, error, kernel)
         assert stored is not None
         for trial in range(40):
             moves = wide * size * rng.choice([-0.99, 0.99, 0.3, -0.7], centre.shape)
@@ -305,7 +305,7 @@ def test_a_group_of_zeros_keeps_the_error() -> None:
         for box in (Box.point(zero), Box(zero - 1e-3, zero + 1e-3)):
             error = activation_error(box, kernel, "n")
             assert error is not None
-            stored = quantizer_steps(box, error, kernel)
+            stored = quantiser_steps(box, error, kernel)
             assert stored is not None
             assert bool(
                 torch.isfinite(stored.value.lo).all() & torch.isfinite(stored.value.hi).all()
@@ -317,7 +317,7 @@ def test_a_group_of_zeros_keeps_the_error() -> None:
 def test_one_sided_rows_have_all_their_steps_on_one_side(scale: str) -> None:
     """Of numbers that are all positive the zero point is 0, and Q half of 1/255 of the largest."""
     x = Box.point(torch.rand(4, 32, dtype=torch.float64).to(torch.float32).to(torch.float64) + 1)
-    by = quantizer(x, Activations("uint8", scale), "", "n")
+    by = quantiser(x, Activations("uint8", scale), "", "n")
     assert bool((by.tops.below.hi == 0).all())
     assert bool((by.tops.above.lo == 255).all())
     error = activation_error(x, rounding(Activations("uint8", scale), "any"), "n")

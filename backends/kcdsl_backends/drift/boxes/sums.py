@@ -12,7 +12,7 @@ from kcdsl.model.numerics import Activations, MatrixUnit, Numerics, Weights
 from kcdsl.model.numerics.formats import CODE_FORMATS, FORMATS, CodeFormat, ScaleLayout
 from kcdsl_backends.drift.boxes import Box, NoBound, gamma, up
 from kcdsl_backends.drift.boxes.matrices import Magnitudes
-from kcdsl_backends.drift.boxes.quantizers import quantizer, static_scale
+from kcdsl_backends.drift.boxes.quantisers import quantiser, static_scale
 from kcdsl_backends.drift.boxes.rounding import Rounding
 
 _BLOCK = 2**22
@@ -154,7 +154,7 @@ def saturation_error(
         if weight.lo is not weight.hi:
             raise NoBound(node, "sums of bytes in 16 bits with weights that are not known")
         weight = weight.lo
-    scale = quantizer(x, numerics.activations, key, node).scale.hi.amax(-1, keepdim=True)
+    scale = quantiser(x, numerics.activations, key, node).scale.hi.amax(-1, keepdim=True)
     return up(scale * pair_loss(weight, numerics) * _DIVISION, 4)
 
 

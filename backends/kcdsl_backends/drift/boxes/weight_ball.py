@@ -28,11 +28,11 @@ from kcdsl.model.numerics.formats import (
 )
 from kcdsl.model.numerics.weights import group_amax
 from kcdsl_backends.drift.boxes import Box, NoBound, down, refuse_overflow, up
-from kcdsl_backends.drift.boxes.quantizers import (
+from kcdsl_backends.drift.boxes.quantisers import (
     LEAST_SCALE,
     code_error,
     known_steps,
-    quantized_hull,
+    quantised_hull,
 )
 from kcdsl_backends.drift.boxes.rounding import power_of_two
 
@@ -215,7 +215,7 @@ def _scaled(w: Box, stored: Weights, name: str) -> StoredRange:
     if form.reciprocal:
         value = _full_range(w, scales, form)
     else:
-        value = quantized_hull(w, known_steps(form, w, scales))
+        value = quantised_hull(w, known_steps(form, w, scales))
     value = value.meet(w.widen(off))
     return StoredRange(value, (value - w).meet(Box.around(off)))
 

@@ -1,4 +1,4 @@
-"""Linear layers: a weight times what may be quantized, in every domain (section 3)."""
+"""Linear layers: a weight times what may be quantised, in every domain (section 3)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kcdsl_backends.drift.boxes import (
     up,
 )
 from kcdsl_backends.drift.boxes.matrices import Magnitudes, joined, products
-from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
+from kcdsl_backends.drift.boxes.quantisers import quantiser_steps
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, StoredResult
 from kcdsl_backends.drift.boxes.state import Parameter, State, Step
 from kcdsl_backends.drift.boxes.sums import (
@@ -45,7 +45,7 @@ from kcdsl_backends.drift.linear import LinearOperand, LinearPart, LinearRun, St
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source, added_adjoints
 from kcdsl_backends.drift.ops.bilinear import Heads, bilinear_remainder
 from kcdsl_backends.drift.ops.operation import Operation
-from kcdsl_backends.drift.ops.quantized.inputs import activation_error, quantise
+from kcdsl_backends.drift.ops.quantised.inputs import activation_error, quantise
 
 
 def interval_linear(step: Step) -> State:
@@ -55,7 +55,7 @@ def interval_linear(step: Step) -> State:
     name, key = step.node.name, str(step.operand_node(1).attrs["key"])
     entering, drift_in = [x.train, x.infer], x.drift
     for side, kernel in enumerate(kernels):
-        stored = _interval_quantized(entering[side], kernel, name, key)
+        stored = _interval_quantised(entering[side], kernel, name, key)
         if stored is not None:
             entering[side] = stored.value
             drift_in = drift_in + stored.error if side else drift_in - stored.error
@@ -89,12 +89,12 @@ def interval_linear(step: Step) -> State:
     )
 
 
-def _interval_quantized(x: Box, kernel: Rounding, node: str, weight: str) -> StoredResult | None:
+def _interval_quantised(x: Box, kernel: Rounding, node: str, weight: str) -> StoredResult | None:
     """Return a linear's input after its quantisation, and its error; None without it."""
     error = activation_error(x, kernel, node, weight)
     if error is None:
         return None
-    known = quantizer_steps(x, error, kernel, weight, node)
+    known = quantiser_steps(x, error, kernel, weight, node)
     return known or StoredResult(x.widen(error), Box.around(error))
 
 
@@ -177,7 +177,7 @@ def _linear_error(
 
 def affine_linear(run: KernelRun, node: Node) -> None:
     """Append x @ weight.T + bias."""
-    index, x = _affine_quantized(run, node)
+    index, x = _affine_quantised(run, node)
     weight = run.parameters.kept(run.source(node, 1))
     bias, kernel, terms = run.optional(node, 2), run.rounding, weight.shape[1]
     absolute, shift = Magnitudes.of(weight), None if bias is None else bias.abs()
@@ -300,7 +300,7 @@ def _shared(
     return Shared(size, away if bias is None else (away + bias) * SAFE)
 
 
-def _affine_quantized(run: KernelRun, node: Node) -> tuple[int, TapeEntry]:
+def _affine_quantised(run: KernelRun, node: Node) -> tuple[int, TapeEntry]:
     """Return the input of a linear, as an entry of its own where it is quantised."""
     index, x = run.entry(node, 0)
     box = Box(x.reference - x.error_bound * SAFE, x.reference + x.error_bound * SAFE)
@@ -425,7 +425,7 @@ def before_linear(run: KernelRun, node: Node) -> BeforeLinear | None:
 
 def linear_linear(run: LinearRun, node: Node) -> None:
     """Append x @ weight.T + bias: Δy = W' Δx + (W' - W) x + (b' - b)."""
-    x = _linear_quantized(run, node)
+    x = _linear_quantised(run, node)
     weight = run.kernels.linear(run.source(node, 1))
     bias = run.kernels.plain(run.source(node, 2)) if len(node.inputs) > 2 else None
     train, infer, same = weight.train, weight.infer, weight.alike
@@ -463,7 +463,7 @@ def linear_linear(run: LinearRun, node: Node) -> None:
         run.straight[node.name] = StraightLinear(x.index, run.index[node.name], train, infer)
 
 
-def _linear_quantized(run: LinearRun, node: Node) -> LinearOperand:
+def _linear_quantised(run: LinearRun, node: Node) -> LinearOperand:
     """Return the input of a linear, with an entry of its own where a kernel quantises it."""
     x, state = run.operand(node, 0), run.state(run.source(node, 0))
     weight = str(run.source(node, 1).attrs["key"])

@@ -19,14 +19,14 @@ from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
 from kcdsl_backends.drift.affine.tape import Adjoints, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, gamma, up
-from kcdsl_backends.drift.boxes.quantizers import quantizer_steps
+from kcdsl_backends.drift.boxes.quantisers import quantiser_steps
 from kcdsl_backends.drift.boxes.rounding import Apart, Rounding, StoredResult
 from kcdsl_backends.drift.boxes.state import State, Step, combine
 from kcdsl_backends.drift.linear import LinearOperand, LinearPart, LinearRun, zero_part
 from kcdsl_backends.drift.linear.tape import Functional, Source
 from kcdsl_backends.drift.ops.operation import Operation, Pointwise
-from kcdsl_backends.drift.ops.quantized.inputs import activation_error
-from kcdsl_backends.drift.ops.quantized.tensors import affine_tensor, interval_quantise
+from kcdsl_backends.drift.ops.quantised.inputs import activation_error
+from kcdsl_backends.drift.ops.quantised.tensors import affine_tensor, interval_quantise
 
 
 def move(state: State, change: Callable[[Tensor], Tensor]) -> State:
@@ -339,14 +339,14 @@ def coded(x: Box, node: Node, kernel: Rounding) -> StoredResult | None:
     Raises:
         NoBound: a static scale is missing, or may be exceeded.
     """
-    spec = cache_quantizer(node, kernel.numerics)
+    spec = cache_quantiser(node, kernel.numerics)
     if spec is None:
         return None
     inside = replace(kernel, numerics=as_linears(kernel.numerics, spec))
     rows = Box(*(arranged(end, node, kernel.numerics) for end in (x.lo, x.hi)))
     error = activation_error(rows, inside, node.name, ANY)
     assert error is not None
-    found = quantizer_steps(rows, error, inside, ANY, node.name)
+    found = quantiser_steps(rows, error, inside, ANY, node.name)
     found = found or StoredResult(rows.widen(error), Box.around(error))
 
     def back(box: Box) -> Box:
@@ -360,7 +360,7 @@ def as_linears(numerics: Numerics, spec: Activations) -> Numerics:
     return replace(numerics, activations=spec, overrides=())
 
 
-def cache_quantizer(node: Node, numerics: Numerics) -> Activations | None:
+def cache_quantiser(node: Node, numerics: Numerics) -> Activations | None:
     """Return the quantiser of arranged keys or values; None where they are not cached.
 
     Raises:

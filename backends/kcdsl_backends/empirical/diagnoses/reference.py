@@ -18,7 +18,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.attention import Composed, ScaledDotProduct, caps_scores, use_attention
 from kcdsl.model.numerics import Numerics, StaticQuantiser, plain_weights
 from kcdsl.model.numerics.weights import linear_weight
-from kcdsl_backends.attack.quantized_inputs import quantised_tensor, to_nearest
+from kcdsl_backends.attack.quantised_inputs import quantised_tensor, to_nearest
 from kcdsl_backends.empirical.diagnoses.model import POSITIONS
 
 LARGEST = 2**28

@@ -43,7 +43,7 @@ class _Ladder:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizerSteps:
+class QuantiserSteps:
     """The quantisers of all elements of a box: where their scales lie (from 0: unknown), and the
     last code over zero and below it. `ratio`: the scale divides ("over"), its float32 reciprocal
     multiplies ("times"), or either ("free")."""
@@ -110,7 +110,7 @@ def given(kernel: KernelNumerics, key: str, shape: tuple[int, ...]) -> tuple[Flo
     return np.broadcast_to(np.array(scales, dtype=np.float64), shape), zero
 
 
-def steps(kernel: KernelNumerics, x: Box, key: str) -> QuantizerSteps:
+def steps(kernel: KernelNumerics, x: Box, key: str) -> QuantiserSteps:
     """Return the quantisers of what enters the linear with the weight `key`.
 
     Raises Rejected "rule/static-scale"; "bound/overflow" where a static scale may be exceeded.
@@ -140,14 +140,14 @@ def within_batch(kernel: KernelNumerics, x: Box) -> None:
         raise Rejected("bound/overflow", f"element {element} may exceed the batch's largest")
 
 
-def plain(kind: str, scale: Box) -> QuantizerSteps:
+def plain(kind: str, scale: Box) -> QuantiserSteps:
     """Return the quantisers of a format without a zero point, with scales in a box."""
     code = CODES[kind]
     above, below = (box.exact(np.full(scale.shape, top)) for top in (code.last, code.below))
-    return QuantizerSteps(kind, scale, above, below, "times" if code.full else "over")
+    return QuantiserSteps(kind, scale, above, below, "times" if code.full else "over")
 
 
-def _asymmetric(x: Box, scale: str) -> QuantizerSteps:
+def _asymmetric(x: Box, scale: str) -> QuantiserSteps:
     """Return uint8: s = (max - min)/255 around zero, z the nearest even of -min/s."""
     above, below = extent(x, scale)
     wide = Box(_single(box.add_down(above.lo, below.lo)), _single(box.add_up(above.hi, below.hi)))
@@ -165,10 +165,10 @@ def _asymmetric(x: Box, scale: str) -> QuantizerSteps:
     least = np.where(found.hi > 0, np.maximum(least, by_scale[0]), least)
     most = np.where(found.lo > 0, np.minimum(most, by_scale[1]), most)
     zero = Box(np.clip(np.rint(least), 0, 255), np.clip(np.rint(most), 0, 255))
-    return QuantizerSteps("uint8", found, Box(255 - zero.hi, 255 - zero.lo), zero, "over")
+    return QuantiserSteps("uint8", found, Box(255 - zero.hi, 255 - zero.lo), zero, "over")
 
 
-def _calibrated(kernel: KernelNumerics, x: Box, key: str) -> QuantizerSteps:
+def _calibrated(kernel: KernelNumerics, x: Box, key: str) -> QuantiserSteps:
     """Return static quantisers; integers hold half a step more than their last codes."""
     kind = kernel.activations[0]
     scale, zero = given(kernel, key, x.shape)
@@ -183,7 +183,7 @@ def _calibrated(kernel: KernelNumerics, x: Box, key: str) -> QuantizerSteps:
     if not bool(inside.all()):
         element = [int(i) for i in np.argwhere(~inside)[0]]
         raise Rejected("bound/overflow", f"element {element} may exceed its static {kind} scale")
-    return QuantizerSteps(kind, box.exact(scale), box.exact(above), box.exact(below), "free")
+    return QuantiserSteps(kind, box.exact(scale), box.exact(above), box.exact(below), "free")
 
 
 def nested(kernel: KernelNumerics, x: Box, key: str) -> tuple[Floats, Floats]:
@@ -253,7 +253,7 @@ def _ratio(values: Floats, by: Floats | np.float64, how: str, upward: bool) -> F
     return np.maximum(np.where(whole, once.astype(np.float64), _single(push(other))), 0.0)
 
 
-def _rank(by: QuantizerSteps, values: Floats, scale: Floats, top: Floats, upward: bool) -> Ranks:
+def _rank(by: QuantiserSteps, values: Floats, scale: Floats, top: Floats, upward: bool) -> Ranks:
     """Return the rank of the code of values/scale (values ≥ 0), or a bound of it."""
     ratio = np.minimum(_ratio(values, scale, by.ratio, upward), top)
     return np.searchsorted(_ladder(by.kind).codes, CODES[by.kind].rounded(ratio))
@@ -267,7 +267,7 @@ def half_step(kind: str, code: Floats) -> Floats:
     return np.asarray(np.ldexp(1.0, np.maximum(np.frexp(code)[1] - 1, form.least) - form.precision))
 
 
-def codes(by: QuantizerSteps, x: Box) -> tuple[Floats, Floats]:
+def codes(by: QuantiserSteps, x: Box) -> tuple[Floats, Floats]:
     """Return the least and the greatest code that numbers in x may get; scales are positive."""
     grid, scale = _ladder(by.kind).codes, by.scale
     lo, hi = np.abs(x.lo), np.abs(x.hi)
@@ -284,7 +284,7 @@ def codes(by: QuantizerSteps, x: Box) -> tuple[Floats, Floats]:
     return least, most
 
 
-def hull(by: QuantizerSteps, x: Box) -> Box:
+def hull(by: QuantiserSteps, x: Box) -> Box:
     """Return where the quantised values of x lie; scales are positive float32 numbers."""
     lo, hi = np.abs(x.lo), np.abs(x.hi)
     return Box(
@@ -293,7 +293,7 @@ def hull(by: QuantizerSteps, x: Box) -> Box:
     )
 
 
-def _most(by: QuantizerSteps, v: Floats, top: Floats) -> Floats:
+def _most(by: QuantiserSteps, v: Floats, top: Floats) -> Floats:
     """Return the greatest float32(c·s): c·s_h as far as s_h gives c, c/b⁻·v beyond."""
     ladder, scale = _ladder(by.kind), by.scale
     first, last = _rank(by, v, scale.hi, top, True), _rank(by, v, scale.lo, top, True)
@@ -302,7 +302,7 @@ def _most(by: QuantizerSteps, v: Floats, top: Floats) -> Floats:
     return np.where(last > first, np.maximum(sure, beyond), sure)
 
 
-def _least(by: QuantizerSteps, v: Floats, top: Floats) -> Floats:
+def _least(by: QuantiserSteps, v: Floats, top: Floats) -> Floats:
     """Return the least float32(c·s): c·s_l from where s_l gives c on, c/b⁺·v before."""
     ladder, scale = _ladder(by.kind), by.scale
     first, last = _rank(by, v, scale.hi, top, False), _rank(by, v, scale.lo, top, False)
@@ -311,11 +311,11 @@ def _least(by: QuantizerSteps, v: Floats, top: Floats) -> Floats:
     return np.where(last > first, np.minimum(sure, before), sure)
 
 
-def known(by: QuantizerSteps) -> tuple[QuantizerSteps, NDArray[np.bool_]]:
+def known(by: QuantiserSteps) -> tuple[QuantiserSteps, NDArray[np.bool_]]:
     """Return the quantisers with scales of 1 where they may be too small; where they are not."""
     sure = by.scale.lo >= LEAST_SCALE
     scale = Box(np.where(sure, by.scale.lo, 1.0), np.where(sure, by.scale.hi, 1.0))
-    return QuantizerSteps(by.kind, scale, by.above, by.below, by.ratio), sure
+    return QuantiserSteps(by.kind, scale, by.above, by.below, by.ratio), sure
 
 
 def quantised(kernel: KernelNumerics, x: Box, error: Floats, key: str = "") -> tuple[Box, Box]:

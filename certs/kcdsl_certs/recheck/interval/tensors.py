@@ -158,13 +158,13 @@ def read_graph(
     made = {
         key: tensor
         for key, one in coded.items()
-        if (keys is None or key in keys) and (tensor := _dequantized(key, one, found)) is not None
+        if (keys is None or key in keys) and (tensor := _dequantised(key, one, found)) is not None
     }
     plain = {k: t for k, t in found.items() if t.dtype in FLOATS and (keys is None or k in keys)}
     return resources, {**plain, **made}, []
 
 
-def _dequantized(key: str, one: onnx.OnnxCodes, held: Mapping[str, Tensor]) -> Tensor | None:
+def _dequantised(key: str, one: onnx.OnnxCodes, held: Mapping[str, Tensor]) -> Tensor | None:
     """Return (codes - zero points) · scales as float32, rounded once after the difference, which is
     exact; None where the operands are of types that no parameter is made of.
 

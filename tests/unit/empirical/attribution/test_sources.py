@@ -158,7 +158,7 @@ def test_simulated_inputs_are_those_of_the_definition() -> None:
     """The first linear of a simulated kernel sees the values of codes, not what went in."""
     import torch
 
-    from kcdsl_backends.attack.quantized_inputs import to_nearest
+    from kcdsl_backends.attack.quantised_inputs import to_nearest
 
     infer = ref("torch.scaled_mm", weights=FP8, activations=TOKENS)
     pair = pair_of(small_model(), EAGER, infer)

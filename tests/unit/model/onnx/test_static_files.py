@@ -23,7 +23,7 @@ from kcdsl.model.onnx.files import read_onnx
 from kcdsl.model.onnx.program import OnnxBlock
 from kcdsl.model.onnx.quantisation import without_quantisers
 from kcdsl.model.presets import resolve
-from kcdsl_backends.attack.quantized_inputs import quantised_tensor
+from kcdsl_backends.attack.quantised_inputs import quantised_tensor
 from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 from tests.support.commands import run_here

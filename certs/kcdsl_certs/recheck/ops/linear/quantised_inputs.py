@@ -14,7 +14,7 @@ from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine.tape import Pull, TapeEntry
 from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Box, Floats, raised
-from kcdsl_certs.recheck.interval.quantisers import QuantizerSteps, Ranks
+from kcdsl_certs.recheck.interval.quantisers import QuantiserSteps, Ranks
 from kcdsl_certs.recheck.interval.state import gamma
 from kcdsl_certs.recheck.interval.sums import FAINT_SCALE, SMALL
 from kcdsl_certs.recheck.numerics.formats import CODES, LAYOUTS, LEAST_POWER, NESTED, Format
@@ -168,13 +168,13 @@ def quantised(walk: Walk, x: Form, error: Floats, key: str) -> Form:
     return Form(reference, reach, walk.tape.add(entry))
 
 
-def _codes(by: QuantizerSteps, of: Cases, least: Floats, most: Floats) -> tuple[Floats, Floats]:
+def _codes(by: QuantiserSteps, of: Cases, least: Floats, most: Floats) -> tuple[Floats, Floats]:
     """Return the least and the greatest codes in every case, within those of all cases."""
     low, high = quantisers.codes(by, Box(of.lo, of.hi))
     return np.clip(low, least, most), np.clip(high, least, most)
 
 
-def _widest(walk: Walk, codes: tuple[Floats, Floats], by: QuantizerSteps, x: Form) -> Floats:
+def _widest(walk: Walk, codes: tuple[Floats, Floats], by: QuantiserSteps, x: Form) -> Floats:
     """Return a bound of |x̂ - x|: half a step of the farthest code met, and float32 roundings.
 
     With mx, a limited scale, or a zero point, the last code may stand for numbers that were cut
@@ -280,7 +280,7 @@ def _leads(kind: str, around: Box, x: Form, scale: str) -> list[tuple[_Lead, Flo
     ]
 
 
-def _shared(walk: Walk, x: Form, around: Box, by: QuantizerSteps) -> _Shared:
+def _shared(walk: Walk, x: Form, around: Box, by: QuantiserSteps) -> _Shared:
     """Write the entry of the scales: that of the leading elements, where it is certain which."""
     name, scale = walk.kernel.activations[1], by.scale
     middle = scale.lo / 2 + scale.hi / 2

@@ -11,17 +11,17 @@ from kcdsl.model.numerics.formats import LAYOUTS
 from kcdsl.model.numerics.weights import nested_codes
 from kcdsl_backends.attack.operations import straight
 from kcdsl_backends.drift.boxes import Box, NoBound
-from kcdsl_backends.drift.boxes.quantizers import (
-    Quantizer,
+from kcdsl_backends.drift.boxes.quantisers import (
+    Quantiser,
     group_maximum,
     scale_range,
-    static_quantizer,
+    static_quantiser,
     static_scale,
 )
 from kcdsl_backends.drift.boxes.rounding import Rounding
-from kcdsl_backends.drift.ops.quantized.inputs import activation_error
-from kcdsl_backends.drift.ops.quantized.tensors import LAST
-from kcdsl_backends.drift.ops.view import ANY, arranged, as_linears, cache_quantizer, replaced
+from kcdsl_backends.drift.ops.quantised.inputs import activation_error
+from kcdsl_backends.drift.ops.quantised.tensors import LAST
+from kcdsl_backends.drift.ops.view import ANY, arranged, as_linears, cache_quantiser, replaced
 
 
 class Exceeded(ArithmeticError):
@@ -76,7 +76,7 @@ def cached(x: Tensor, node: Node, numerics: Numerics, share: Tensor | None) -> T
         Exceeded: there is no admitted run.
     """
     try:
-        spec = cache_quantizer(node, numerics)
+        spec = cache_quantiser(node, numerics)
     except NoBound as reason:
         raise Exceeded(str(reason)) from None
     if spec is None:
@@ -130,9 +130,9 @@ def _scale(v: Tensor, spec: Activations, weight: str) -> Tensor:
     return torch.where(found > 0, found, torch.ones_like(found))
 
 
-def _static(v: Tensor, spec: Activations, weight: str) -> Quantizer:
+def _static(v: Tensor, spec: Activations, weight: str) -> Quantiser:
     try:
-        return static_quantizer(Box.point(v), spec, weight, weight)
+        return static_quantiser(Box.point(v), spec, weight, weight)
     except NoBound as reason:
         raise Exceeded(str(reason)) from None
 

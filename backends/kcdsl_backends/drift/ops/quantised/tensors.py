@@ -1,4 +1,4 @@
-"""Static quantizers of tensors: relational-interval.md, Rule 2.22, and affine-forms.md, 2.13."""
+"""Static quantisers of tensors: relational-interval.md, Rule 2.22, and affine-forms.md, 2.13."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.tape import Adjoints, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, up
-from kcdsl_backends.drift.boxes.quantizers import SLACK, single
+from kcdsl_backends.drift.boxes.quantisers import SLACK, single
 from kcdsl_backends.drift.boxes.rounding import StoredResult
 from kcdsl_backends.drift.boxes.state import State, Step, combine
 
@@ -23,7 +23,7 @@ _HALF, _SLIP = 0.5 + 2.0**-12, 2.0**-12
 """Half a step, and more than what the roundings of a ratio and of a product are, in steps."""
 
 
-def quantized_tensor(x: Box, by: StaticQuantiser) -> StoredResult:
+def quantised_box(x: Box, by: StaticQuantiser) -> StoredResult:
     """Return the numbers that a tensor is read back as, and their errors."""
     scale, first, last = by.scale, -by.zero_point, LAST - by.zero_point
 
@@ -39,7 +39,7 @@ def quantized_tensor(x: Box, by: StaticQuantiser) -> StoredResult:
 
 
 def interval_quantise(step: Step) -> State:
-    """Bound what both kernels read of a tensor; one without a quantizer of it reads the operand.
+    """Bound what both kernels read of a tensor; one without a quantiser of it reads the operand.
 
     Raises:
         NoBound: the graph stands for any number of rows.
@@ -53,7 +53,7 @@ def interval_quantise(step: Step) -> State:
     ):
         by = kernel.numerics.quantiser(node)
         passed = StoredResult(own, Box(zero, zero), apart)
-        sides.append(passed if by is None else quantized_tensor(own, by))
+        sides.append(passed if by is None else quantised_box(own, by))
     return combine(node.name, x.drift, *sides)
 
 
@@ -64,7 +64,7 @@ def affine_tensor(run: KernelRun, node: Node, by: StaticQuantiser) -> None:
     index = run.reading(name, node.name) if name in run.private else run.entry(node, 0)[0]
     x = run.tape.entries[index]
     spread = x.error_bound * SAFE
-    found = quantized_tensor(beyond(Box(x.reference - spread, x.reference + spread)), by)
+    found = quantised_box(beyond(Box(x.reference - spread, x.reference + spread)), by)
     low, high, error = found.value.lo, found.value.hi, found.error
     middle, shift = low / 2 + high / 2, error.lo / 2 + error.hi / 2
     half = up(torch.maximum(high - middle, middle - low), 2)

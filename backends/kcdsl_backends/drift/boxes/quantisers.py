@@ -1,4 +1,4 @@
-"""Quantizers (section 3): their scales, the steps of their codes, and boxes through them."""
+"""Quantisers (section 3): their scales, the steps of their codes, and boxes through them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Tops:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantizer:
+class Quantiser:
     """What is known of the quantisers of all elements of a box.
 
     `scale` from 0 where it may be 0. `ratio` forms x/s for x >= 0, pushed to one side.
@@ -71,7 +71,7 @@ def group_maximum(magnitude: Tensor, layout: ScaleLayout | None) -> Tensor:
     return blocks.repeat_interleave(size, dim=-1)[..., :width]
 
 
-def quantizer(x: Box, spec: Activations, weight: str, node: str) -> Quantizer:
+def quantiser(x: Box, spec: Activations, weight: str, node: str) -> Quantiser:
     """Return the scales and codes of the input x of a linear.
 
     Args:
@@ -82,7 +82,7 @@ def quantizer(x: Box, spec: Activations, weight: str, node: str) -> Quantizer:
         NoBound: there is no static scale, or the input may exceed it.
     """
     if spec.static:
-        return static_quantizer(x, spec, weight, node)
+        return static_quantiser(x, spec, weight, node)
     form = spec.codes
     if spec.nested:  # the multiple may be cut to 0, so no code is known
         _, most = nested_scales(x, spec, weight, node)
@@ -90,13 +90,13 @@ def quantizer(x: Box, spec: Activations, weight: str, node: str) -> Quantizer:
     refuse_batch(x, spec, node)
     scale = scale_range(x, spec)
     if form.zero_point:
-        return Quantizer(form, scale, _zero_points(x, spec), divided_by(form))
+        return Quantiser(form, scale, _zero_points(x, spec), divided_by(form))
     return known_steps(form, x, scale)
 
 
-def known_steps(form: CodeFormat, v: Box, scale: Box) -> Quantizer:
+def known_steps(form: CodeFormat, v: Box, scale: Box) -> Quantiser:
     """Return the quantiser of scales in a box, with the codes of a format without zero point."""
-    return Quantizer(form, scale, _tops(v.lo, form.above, form.below), divided_by(form))
+    return Quantiser(form, scale, _tops(v.lo, form.above, form.below), divided_by(form))
 
 
 def _tops(like: Tensor, above: float, below: float) -> Tops:
@@ -202,7 +202,7 @@ def static_scale(x: Tensor, spec: Activations, weight: str, node: str) -> Tensor
     return scales.expand_as(x)
 
 
-def static_quantizer(x: Box, spec: Activations, weight: str, node: str) -> Quantizer:
+def static_quantiser(x: Box, spec: Activations, weight: str, node: str) -> Quantiser:
     """Return the quantiser of a static scale, which holds the whole box.
 
     Raises:
@@ -224,7 +224,7 @@ def static_quantizer(x: Box, spec: Activations, weight: str, node: str) -> Quant
         side = high if bool((x.hi - high).flatten()[flat] >= (-x.lo - low).flatten()[flat]) else low
         limit = f"{float(side.flatten()[flat]):g} ({spec.format} with its static scale)"
         raise overflow(node, share, f" of the input may exceed {limit}")
-    return Quantizer(form, Box.point(scale), tops, either)
+    return Quantiser(form, Box.point(scale), tops, either)
 
 
 def single(x: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ class Codes:
 
 def scale_steps(
     x: Box, kernel: Rounding, weight: str, node: str
-) -> tuple[Quantizer, Tensor] | None:
+) -> tuple[Quantiser, Tensor] | None:
     """Return the quantiser of the input of a linear, and where it is known to be a step function.
 
     Elsewhere its scale is put to 1. None where casts are free.
@@ -303,14 +303,14 @@ def scale_steps(
     """
     if kernel.free:
         return None
-    found = quantizer(x, kernel.numerics.activations, weight, node)
+    found = quantiser(x, kernel.numerics.activations, weight, node)
     known = found.scale.lo >= LEAST_SCALE
     one = torch.ones_like(found.scale.lo)
     low, high = (torch.where(known, end, one) for end in (found.scale.lo, found.scale.hi))
     return replace(found, scale=Box(low, high)), known
 
 
-def codes(v: Box, by: Quantizer) -> Codes:
+def codes(v: Box, by: Quantiser) -> Codes:
     """Return the codes q(v/s) that numbers in v may get with scales s > 0."""
     scale, above, below = by.scale, by.tops.above, by.tops.below
     return Codes(
@@ -327,7 +327,7 @@ def codes(v: Box, by: Quantizer) -> Codes:
     )
 
 
-def quantized_hull(v: Box, by: Quantizer) -> Box:
+def quantised_hull(v: Box, by: Quantiser) -> Box:
     """Return the hull of s·q(v/s) for v and s (> 0) in their boxes, q saturating.
 
     Up to the roundings of ratios the hull is exact: s·q(v/s) grows with v, and with one code c it
@@ -349,7 +349,7 @@ def quantized_hull(v: Box, by: Quantizer) -> Box:
     )
 
 
-def _code(v: Tensor, scale: Tensor, top: Tensor, by: Quantizer, push: Push) -> Tensor:
+def _code(v: Tensor, scale: Tensor, top: Tensor, by: Quantiser, push: Push) -> Tensor:
     """Return the code of v/s for v >= 0, at most `top`, or its bound from one side."""
     ratio = by.ratio(v.clamp_min(0), scale, push)
     return by.form.grid.nearest(torch.minimum(ratio, top))
@@ -367,7 +367,7 @@ def _below(code: Tensor, form: Format) -> Tensor:
     return torch.where(leads, quantum / 2, quantum)
 
 
-def _largest(v: Tensor, top: Tensor, by: Quantizer) -> Tensor:
+def _largest(v: Tensor, top: Tensor, by: Quantiser) -> Tensor:
     """Return the largest s·q(v/s) for v >= 0.
 
     Up to the code of v/s_h the largest scale serves all. A code c beyond needs s <= v/b⁻, and c/b⁻
@@ -387,7 +387,7 @@ def _largest(v: Tensor, top: Tensor, by: Quantizer) -> Tensor:
     return best
 
 
-def _least(v: Tensor, top: Tensor, by: Quantizer) -> Tensor:
+def _least(v: Tensor, top: Tensor, by: Quantiser) -> Tensor:
     """Return the least s·q(v/s) for v >= 0.
 
     From the code of v/s_l on the least scale serves all. A code c before needs s >= v/b⁺, and c/b⁺
@@ -410,7 +410,7 @@ def _binade(code: Tensor, form: Format) -> Tensor:
     return power_of_two(exponent - 1)
 
 
-def quantizer_steps(
+def quantiser_steps(
     x: Box, error: Tensor, kernel: Rounding, weight: str = "", node: str = ""
 ) -> StoredResult | None:
     """Return the quantised values and their errors, each met with what `error` (Q) says.
@@ -424,7 +424,7 @@ def quantizer_steps(
     if found is None:
         return None
     by, known = found
-    hull, wide = quantized_hull(x, by), x.widen(error)
+    hull, wide = quantised_hull(x, by), x.widen(error)
     hull = Box(
         torch.where(known, torch.maximum(hull.lo, wide.lo), wide.lo),
         torch.where(known, torch.minimum(hull.hi, wide.hi), wide.hi),

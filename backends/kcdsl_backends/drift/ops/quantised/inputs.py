@@ -1,4 +1,4 @@
-"""Quantized inputs of linears: their errors, and their entries in affine forms (section 6)."""
+"""Quantised inputs of linears: their errors, and their entries in affine forms (section 6)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.result_rounding import half_step
 from kcdsl_backends.drift.affine.tape import PASS, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, down, gamma, refuse_overflow, up
-from kcdsl_backends.drift.boxes.quantizers import (
+from kcdsl_backends.drift.boxes.quantisers import (
     ROUNDING,
     SLACK,
     Codes,
-    Quantizer,
+    Quantiser,
     code_error,
     codes,
     group_maximum,
     nested_scales,
-    quantized_hull,
+    quantised_hull,
     refuse_batch,
     scale_steps,
-    static_quantizer,
+    static_quantiser,
 )
 from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.sums import _DIVISION, _FAINT_SCALE
@@ -104,7 +104,7 @@ def _largest_scale(magnitude: Tensor, spec: Activations, form: CodeFormat) -> Te
 def _static_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tensor:
     """Return Q of a static scale that holds all of x: half a step, or that of the fp8 number."""
     spec, magnitude = kernel.numerics.activations, x.mag()
-    scale = static_quantizer(x, spec, weight, node).scale.hi
+    scale = static_quantiser(x, spec, weight, node).scale.hi
     return up(code_error(spec.codes, magnitude, scale), 4)
 
 
@@ -173,7 +173,7 @@ def quantise(
     if step is None:
         return None
     by, known = step
-    safe, found, hull = by.scale, codes(box, by), quantized_hull(box, by)
+    safe, found, hull = by.scale, codes(box, by), quantised_hull(box, by)
     each = found if x.cases is None else _in_cases(x.cases, found, by)
     if x.cases is not None:
         found = Codes(each.low.amin(0), each.high.amax(0))
@@ -218,14 +218,14 @@ def quantise(
     )
 
 
-def _in_cases(cases: Cases, found: Codes, by: Quantizer) -> Codes:
+def _in_cases(cases: Cases, found: Codes, by: Quantiser) -> Codes:
     """Return the codes [C, ...] in every case, within those that are found without cases."""
     each = codes(Box(cases.low, cases.high), by)
     low = torch.minimum(torch.maximum(each.low, found.low), found.high)
     return Codes(low, torch.maximum(torch.minimum(each.high, found.high), found.low))
 
 
-def _widest_step(spec: Activations, found: Codes, by: Quantizer, x: TapeEntry) -> Tensor:
+def _widest_step(spec: Activations, found: Codes, by: Quantiser, x: TapeEntry) -> Tensor:
     """Bound |x̂ - x|: half a step of the codes that are met, times the scale, and roundings.
 
     A scale of mx, a limited one and a zero point may cut numbers off, which then have the largest
@@ -340,7 +340,7 @@ def _leader(
     return _Leader(value, error_bound, selector, certain | nothing)
 
 
-def _scale(run: KernelRun, name: str, index: int, x: TapeEntry, box: Box, by: Quantizer) -> _Scale:
+def _scale(run: KernelRun, name: str, index: int, x: TapeEntry, box: Box, by: Quantiser) -> _Scale:
     """Append the entry of the scales, where a group shares one that is not exactly known."""
     spec, around = run.rounding.numerics.activations, by.scale
     form, layout = spec.codes, spec.layout

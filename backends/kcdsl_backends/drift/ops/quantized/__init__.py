@@ -1,1 +1,0 @@
-"""Quantizers in boxes and affine forms: of inputs of linears, and of tensors."""
