@@ -71,6 +71,11 @@ def test_lint_needs_no_table_printer() -> None:
     assert imported(("rich", "jsonschema", "rfc8785"), "lint", path) == (0, [])
 
 
+def test_a_metric_is_explained_without_the_packages_of_the_language_server() -> None:
+    """They come with an extra."""
+    assert imported(("lsprotocol", "pygls"), "explain", "kl") == (0, [])
+
+
 def test_what_is_not_asked_is_not_imported(tmp_path: Path) -> None:
     text = (CORPUS / "accepted" / "example.kc.yaml").read_text(encoding="utf-8")
     text = text.replace("slices:", "data: refusals.jsonl\nslices:", 1)

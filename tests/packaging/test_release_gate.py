@@ -120,6 +120,7 @@ def test_a_gate_checks_and_records_certificates(gate: Installation, released: Pa
         ("fmt", "--check"),
         ("explain", "KC641"),
         ("explain", "register"),
+        ("explain", "kl"),
         (*CHECK, *TRUST),
         ("diff", PROVED, PROVED),
         ("register", "init", *REGISTER),

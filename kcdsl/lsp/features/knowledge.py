@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import kcdsl_grammar
 from kcdsl.check.compile import Analysis
@@ -20,7 +20,6 @@ from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.formulas import walk
 from kcdsl.ir.printer import predicate_text, term_text
-from kcdsl.lsp.text.documents import Snapshot
 from kcdsl.lsp.text.nodes import Path
 from kcdsl.lsp.text.reports import Verdict, latest
 from kcdsl.metrics import MetricDefinition
@@ -28,6 +27,9 @@ from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax import ast
 from kcdsl.units import UNITS, describe
 from kcdsl.verdict.model import SIGNS
+
+if TYPE_CHECKING:
+    from kcdsl.lsp.text.documents import Snapshot  # needs lsprotocol, unlike `kcdsl explain`
 
 
 @dataclass(frozen=True, slots=True)
