@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from docs.site.report_picture import draw
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.exits import Exit
 from kcdsl.verdict.html import page
@@ -34,7 +35,7 @@ from kcdsl.verdict.model import (
 )
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult, ExceedanceCount
-from kcdsl.verdict.text.report import print_report, svg
+from kcdsl.verdict.text.report import print_report
 from kcdsl.verdict.text.studies import print_experiment
 from tests.support.reports import ROW, report
 
@@ -165,7 +166,8 @@ def test_a_terminal_and_its_picture_show_as_many_signs_as_there_are_verdicts(
     stream = io.StringIO()
     print_report(found, stream)
     wanted = Counter(names_of(found)) + Counter([found.verdict])  # the last line has the worst
-    picture = re.sub(r"<[^>]*>", "", svg(found)).replace("&#160;", " ").replace("\xa0", " ")
+    picture = re.sub(r"<[^>]*>", "", draw(found.to_json()))
+    picture = picture.replace("&#160;", " ").replace("\xa0", " ")
     for name, (words, _) in SHOWN.items():
         assert stream.getvalue().count(words) == wanted[name], name
         assert picture.count(words) == wanted[name], name
