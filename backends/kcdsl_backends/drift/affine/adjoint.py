@@ -103,6 +103,18 @@ class Adjoint:
         kept = (~some).reshape(-1, *(1 for _ in self.window))
         return Adjoint(self.values * kept, self.window, self.shape)
 
+    def narrowed(self, dim: int) -> Adjoint:
+        """Return the same on the window without what is zero at both ends of a dimension."""
+        others = [d for d in range(len(self.values.shape)) if d != dim % len(self.shape) + 1]
+        used = (self.values != 0).sum(others).nonzero()
+        if not len(used):
+            return self
+        first, last = int(used[0]), int(used[-1]) + 1
+        window, start = list(self.window), self.window[dim][0]
+        window[dim] = (start + first, start + last)
+        values = self.values.narrow(dim % len(self.shape) + 1, first, last - first)
+        return Adjoint(values, tuple(window), self.shape)
+
     def against(self, tensor: Tensor) -> Tensor:
         """Return Σ values·tensor [B]."""
         part = tensor.expand(self.shape)[at(self.window)]

@@ -117,6 +117,7 @@ def affine_product(run: KernelRun, a: Operand, b: Operand, steps: int, before: i
     own = gamma(terms + 4) * total + gamma(max(terms, *p.shape[-2:], q.shape[-1]) + PASS) * linear
 
     def vjp(adjoint: Adjoint) -> Adjoints:
+        adjoint = adjoint.narrowed(-1)  # columns that are masked have no adjoint
         *lead, rows, columns = adjoint.window
         inner = (0, terms)
         found = []
@@ -124,6 +125,7 @@ def affine_product(run: KernelRun, a: Operand, b: Operand, steps: int, before: i
             back = adjoint.values @ q[at((*lead, inner, columns))].mT
             found.append((a.index, Adjoint(back, (*lead, rows, inner), tuple(p.shape))))
         if b.index is not None:
+            inner = _used(p[at((*lead, rows, inner))])
             part = p[at((*lead, rows, inner))].mT
             single = rows[1] - rows[0] == 1  # then every product has one term
             back = part * adjoint.values if single else part @ adjoint.values
@@ -132,6 +134,12 @@ def affine_product(run: KernelRun, a: Operand, b: Operand, steps: int, before: i
 
     internal = (error + own) * SAFE
     return Result(reference, vjp, linear, internal, roundings=parts.beside(own))
+
+
+def _used(p: Tensor) -> tuple[int, int]:
+    """Return the range of columns of p [..., columns] that are not zero; of one if all are."""
+    used = p.flatten(0, -2).any(0).nonzero()
+    return (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
 
 
 def _sharpened(run: KernelRun, node: Node, query: Heads, key: Heads) -> Tensor:

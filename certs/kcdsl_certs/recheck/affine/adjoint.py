@@ -113,6 +113,19 @@ def merged(a: Adjoint, b: Adjoint) -> Adjoint:
     return Adjoint(one.values + two.values, start)
 
 
+def shortened(adjoint: Adjoint, axis: int) -> Adjoint:
+    """Return the same functionals without the ends of the window along an axis where all are 0."""
+    others = tuple(k for k in range(adjoint.values.ndim) if k != axis + 1)
+    used = np.flatnonzero(adjoint.values.any(axis=others))
+    if not used.size:
+        return adjoint
+    first, last = int(used[0]), int(used[-1]) + 1
+    values = adjoint.values[(slice(None),) * (axis + 1) + (slice(first, last),)]
+    start = list(adjoint.start)
+    start[axis] += first
+    return Adjoint(values, tuple(start))
+
+
 def permuted(adjoint: Adjoint, dims: list[int]) -> Adjoint:
     """Return the adjoint of the operand of a permutation."""
     back = [dims.index(axis) for axis in range(len(dims))]

@@ -9,7 +9,7 @@ import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine import cases
-from kcdsl_certs.recheck.affine.adjoint import Adjoint, summed
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, shortened, summed
 from kcdsl_certs.recheck.affine.cases import Cases
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.independent import of_sum
@@ -186,17 +186,22 @@ def _left(b: Floats, shape: tuple[int, ...]) -> Pull:
 
 
 def _right(a: Floats, shape: tuple[int, ...]) -> Pull:
-    """Return the pullback b ← aᵀ α."""
+    """Return the pullback b ← aᵀ α, without the rows of b that nothing reads at either end, as
+    masked columns of a are, and without such columns of α."""
 
     def pull(adjoint: Adjoint) -> Adjoint:
+        adjoint = shortened(adjoint, len(adjoint.start) - 1)
         *lead, rows, _ = adjoint.window
         lead_a = _leading(a, lead)
         matrices = a[(*lead_a, rows, slice(None))].swapaxes(-1, -2)
+        used = np.flatnonzero(matrices.any(axis=(*range(matrices.ndim - 2), -1)))
+        first, last = (int(used[0]), int(used[-1]) + 1) if used.size else (0, 1)
+        matrices = matrices[..., first:last, :]
         alpha = np.moveaxis(adjoint.values, 0, -2)  # [*lead, rows, B, columns]
         head, (batch, width) = alpha.shape[:-3], alpha.shape[-2:]
         flat = matrices @ alpha.reshape(*head, alpha.shape[-3], -1)
         values = np.moveaxis(flat.reshape(*head, -1, batch, width), -2, 0)
-        start = (*adjoint.start[:-2], 0, adjoint.start[-1])
+        start = (*adjoint.start[:-2], first, adjoint.start[-1])
         return summed(Adjoint(np.ascontiguousarray(values), start), shape)
 
     return pull
