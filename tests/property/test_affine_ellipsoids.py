@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.optimize import lsq_linear
 
-from kcdsl_backends.drift.affine import adjoint as prover
+from kcdsl_backends.drift.affine import ellipsoids as prover
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_certs.recheck.affine import ellipsoids as checker
@@ -204,23 +204,34 @@ def test_sums_images_and_lengths_hold_their_members(seed: int) -> None:
     shapes = [positive(rng, n) * 4.0 ** rng.integers(-6, 6) for _ in range(4)]
     shapes[-1] = np.zeros((n, n))
     total = np.sum([members(rng, shape, 400) for shape in shapes], axis=0)
+    vector, rest = 2.0 * rng.standard_normal(n), 0.5
+    total += rng.choice([-1.0, 1.0], (400, 1)) * vector
+    total += rest * members(rng, np.eye(n), 400)
+    lines = [(vector, 1.0, 0.0), (vector, 0.0, rest**2)]
     matrix = rng.standard_normal((int(rng.integers(1, 2 * n)), n))
     tensors = [torch.from_numpy(shape) for shape in shapes]
+    theirs = checker.moved_with_extents(shapes[0], matrix)
+    image, extents = prover.image(tensors[0], torch.from_numpy(matrix))
     both = (
         (
-            checker.sum_of(shapes),
-            checker.moved(shapes[0], matrix),
+            checker.sum_of([*shapes, *(checker.Segment(*line) for line in lines)]),
+            theirs[0],
+            theirs[1],
             checker.longest(shapes[0], matrix),
             checker.extent_along(shapes[0], matrix),
         ),
         (
-            prover.around_sum(tensors).numpy(),
-            prover.image(tensors[0], torch.from_numpy(matrix)).numpy(),
+            prover.around_sum(
+                [*tensors, *(prover.Line(torch.from_numpy(v), *more) for v, *more in lines)]
+            ).numpy(),
+            image.numpy(),
+            extents.numpy(),
             prover.longest(tensors[0], torch.from_numpy(matrix)),
             prover.quadratic(tensors[0], torch.from_numpy(matrix)).numpy(),
         ),
     )
-    for around, image, longest, along in both:
+    for around, moved_shape, sizes, longest, along in both:
+        np.testing.assert_allclose(sizes, along, rtol=1e-9, atol=1e-9 * np.abs(matrix).max())
         for point in total:
             assert beyond(point, around) <= 1 + 2.0**-20
         moved = members(rng, shapes[0], 400) @ matrix.T
@@ -229,7 +240,9 @@ def test_sums_images_and_lengths_hold_their_members(seed: int) -> None:
         exact = np.sqrt(np.einsum("bi,ij,bj->b", matrix, shapes[0], matrix))
         assert (along >= exact).all()
         assert (along <= exact * (1 + 2.0**-20) + 2.0**-20 * np.abs(matrix).max()).all()
-        assert float(np.linalg.eigvalsh(image - matrix @ shapes[0] @ matrix.T)[0]) >= -(2.0**-40)
+        assert float(np.linalg.eigvalsh(moved_shape - matrix @ shapes[0] @ matrix.T)[0]) >= -(
+            2.0**-40
+        )
         singular = np.linalg.norm(matrix @ np.linalg.cholesky(shapes[0] + 1e-14 * np.eye(n)), 2)
         assert longest >= singular * (1 - 1e-6)
 

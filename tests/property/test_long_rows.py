@@ -1,6 +1,7 @@
 """Short cuts of both programs in long rows say no less than what they are short for.
 
-Windows lose what is zero at their ends.
+Prices of remainders are found among some elements by the prover, sums with weights that were asked
+before are kept, windows lose what is zero at their ends, and eigenvalues are found by few steps.
 """
 
 from __future__ import annotations
@@ -10,7 +11,72 @@ import pytest
 import torch
 
 from kcdsl_backends.drift.affine import adjoint as prover
+from kcdsl_backends.drift.affine import tape
 from kcdsl_certs.recheck.affine import adjoint as reader
+from kcdsl_certs.recheck.affine import curves, ellipsoids
+from kcdsl_certs.recheck.interval.box import Floats
+
+LONG = 1800
+"""Elements of a row, more than the prover looks at for a price."""
+
+
+def dearest(weights: Floats, caps: Floats, total: float) -> float:
+    """Return the largest Σ w·t over 0 <= t <= caps with a sum of at most `total`."""
+    order = np.argsort(-weights)
+    room = np.clip(total - np.concatenate([[0.0], np.cumsum(caps[order])[:-1]]), 0.0, None)
+    return float(weights[order] @ np.minimum(caps[order], room))
+
+
+@pytest.mark.parametrize("share", [1e-4, 0.05, 0.5, 2.0])
+@pytest.mark.parametrize("even", [True, False])
+def test_no_price_says_less_than_the_dearest_choice(share: float, even: bool) -> None:
+    rng = np.random.default_rng(11)
+    values = rng.standard_normal((3, 1, LONG)) * np.exp(rng.standard_normal(LONG))
+    low, high = -rng.random((1, LONG)), rng.random((1, LONG))
+    low = -high if even else low
+    total = np.array([[share * high.sum()]])
+    mine = tape.Remainder(torch.from_numpy(low), torch.from_numpy(high), torch.from_numpy(total))
+    adjoint = prover.Adjoint(torch.from_numpy(values), ((0, 1), (0, LONG)), (1, LONG))
+    one = [end.numpy() for end in mine.nonlinear().between(adjoint)]
+    two = curves.Remainder(low, high, total).curve.between(reader.Adjoint(values, (0, 0)))
+    for k, functional in enumerate(values[:, 0]):
+        for sign, place in ((-1.0, 0), (1.0, 1)):
+            caps = np.where(sign * functional > 0, high[0], -low[0])
+            most = dearest(np.abs(functional), caps, float(total[0, 0]))
+            assert most <= sign * one[place][k]
+            assert most <= sign * two[place][k] <= most * (1 + 1e-9)
+
+
+def test_sums_are_kept_for_the_weights_and_the_row_that_they_are_of() -> None:
+    rng, asked = np.random.default_rng(3), list[tuple[int, ...]]()
+    high, total = np.ones((2, 8)), np.full((2, 1), 100.0)
+    scale = np.array([0.25, 0.5])
+
+    def summed(row: tuple[int, ...], weights: Floats) -> Floats:
+        asked.append(row)
+        return np.asarray(weights.sum(axis=-1) * scale[row[0]])
+
+    mine = tape.Remainder(
+        torch.from_numpy(-high),
+        torch.from_numpy(high),
+        torch.from_numpy(total),
+        lambda row, weights: torch.from_numpy(summed(row, weights.numpy())),
+    )
+    other = curves.Remainder(-high, high, total, summed)
+    first = rng.standard_normal((2, 1, 8))
+    second = first.copy()
+    second[1, 0, 3] += 2.0**-40
+    for _ in range(2):
+        for row in (0, 1):
+            for values in (first, second, -first):
+                wanted = np.abs(values[:, 0]).sum(axis=-1) * scale[row]
+                window = ((row, row + 1), (0, 8))
+                adjoint = prover.Adjoint(torch.from_numpy(values), window, (2, 8))
+                one = mine.nonlinear().between(adjoint)[1].numpy()
+                two = other.curve.between(reader.Adjoint(values, (row, 0)))[1]
+                np.testing.assert_array_equal(one, wanted)
+                np.testing.assert_array_equal(two, wanted)
+    assert len(asked) == 8, "two rows and two kinds of weights in two programs"
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -33,3 +99,23 @@ def test_windows_without_zeros_read_the_same(axis: int) -> None:
     np.testing.assert_array_equal(again.values, values)
     for nothing in (whole.times(0.0), whole.times(0.0).narrowed(axis)):
         assert nothing.values.shape == whole.values.shape
+
+
+@pytest.mark.parametrize("kind", ["one far above", "all alike", "slowly falling", "two alike"])
+def test_eigenvalues_found_by_few_steps_are_none_too_small(kind: str) -> None:
+    n = 224
+    rng = np.random.default_rng(5)
+    basis = np.linalg.qr(rng.standard_normal((n, n)))[0]
+    values = {
+        "one far above": np.concatenate([[1e3], rng.random(n - 1)]),
+        "all alike": 1.0 + 1e-9 * rng.random(n),
+        "slowly falling": 1.0 - np.arange(n) / (4.0 * n),
+        "two alike": np.concatenate([[5.0, 5.0 - 1e-7], rng.random(n - 2)]),
+    }[kind]
+    gram = basis * values @ basis.T
+    most, trace = float(values.max()), float(values.sum())
+    for found in (
+        prover.largest_eigenvalue(torch.from_numpy(gram), trace),
+        ellipsoids.largest(gram, trace),
+    ):
+        assert most <= found <= most * (1 + 1e-3)

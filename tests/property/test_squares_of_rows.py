@@ -9,6 +9,7 @@ import torch
 
 from kcdsl_backends.drift.affine import ellipsoids as prover
 from kcdsl_backends.drift.affine import row_ellipsoids
+from kcdsl_backends.drift.affine.ellipsoids import Line, around_sum
 from kcdsl_certs.recheck.affine import curves
 from kcdsl_certs.recheck.affine import ellipsoids as checker
 
@@ -91,7 +92,14 @@ def test_factors_and_own_errors_of_a_function_count() -> None:
 def test_ellipsoids_hold_multiples_of_a_vector_and_what_was_lost(lost: float) -> None:
     rng = np.random.default_rng(5)
     ends = rng.standard_normal(N)
-    shapes = prover.line(torch.from_numpy(ends), lost).numpy(), checker.segment(ends, lost)
+    line, segment = Line.near(torch.from_numpy(ends), lost), checker.Segment.near(ends, lost)
+    whole = around_sum([line]).numpy(), checker.sum_of([segment])
+    shapes = (
+        *whole,
+        *((np.outer(ends, ends) * x.scale + np.eye(N) * x.rest) for x in (line, segment)),
+    )
+    for one in (line, segment):
+        assert np.linalg.eigvalsh(shapes[0])[-1] == pytest.approx(one.largest, rel=1e-6)
     for shape in shapes:
         for trial in range(64):
             functional, off = rng.standard_normal((2, N))
@@ -115,10 +123,10 @@ def test_images_of_rows_of_bounded_norm_hold_all_of_them() -> None:
     )
     wide = torch.eye(N, dtype=torch.float64) * 1e6
     energy, (shape, norm, elements) = mine.energy((0,), wide), other.row((0,))
-    np.testing.assert_allclose(energy.matrix.numpy(), shape, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(energy.squares.numpy(), shape**2, rtol=2e-6, atol=1e-9)
     np.testing.assert_allclose(mine.elements.numpy()[0], elements, rtol=1e-6)
     narrow = wide * 1e-12
-    assert torch.equal(mine.energy((0,), narrow).matrix, narrow)
+    assert torch.equal(mine.energy((0,), narrow).squares, narrow.square())
     for k in range(64):
         inner = weight[k % N] if k < N else rng.standard_normal(5)
         off = own * rng.choice([-1.0, 1.0], N)

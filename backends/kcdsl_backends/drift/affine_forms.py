@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph
-from kcdsl_backends.drift.affine.adjoint import Adjoint, around_sum
+from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine.ellipsoids import Line, around_sum
 from kcdsl_backends.drift.affine.error_bounds import (
     at_once,
     gram_ellipsoid,
@@ -366,8 +367,8 @@ def output_ellipsoids(forms: AffineForms) -> InterfaceEllipsoids | None:
             for run, end, size in zip((forms.train, forms.infer), ends, sizes, strict=True)
         ]
         slip = float(off[row].norm()) * SAFE
-        unit = torch.eye(shape[1], dtype=torch.float64, device=middle.device)
-        shapes.append(around_sum([*parts, slip**2 * unit]))
+        rest = Line(off[row], 0.0, slip**2)
+        shapes.append(around_sum([*parts, rest]))
     return InterfaceEllipsoids(middle, torch.stack(shapes))
 
 

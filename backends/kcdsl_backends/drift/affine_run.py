@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node, weight_of
-from kcdsl_backends.drift.affine.adjoint import (
-    Adjoint,
-    Ellipsoids,
-    around_sum,
-    by_rows,
-    longest,
-    reached,
-)
+from kcdsl_backends.drift.affine.adjoint import Adjoint, by_rows
+from kcdsl_backends.drift.affine.ellipsoids import Ellipsoids, Line, around_sum, longest, reached
 from kcdsl_backends.drift.affine.independent import Chance
 from kcdsl_backends.drift.affine.kernel import KernelRun, Private, StoredSpread
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result, stored_format
@@ -179,14 +173,9 @@ def drift_entry(
     """
     shifts = handed.middle - middle
     slips = 2.0**-51 * reference.abs()  # what the shifts lost is less than around_sum adds
-    unit = torch.eye(middle.shape[-1], dtype=torch.float64, device=middle.device)
     found: Ellipsoids = {
         (t,): around_sum(
-            [
-                handed.shapes[t],
-                torch.outer(shifts[t], shifts[t]),
-                float(slips[t].norm()) ** 2 * unit,
-            ]
+            [handed.shapes[t], Line(shifts[t]), Line(slips[t], 0.0, float(slips[t].norm()) ** 2)]
         )
         for t in range(middle.shape[0])
     }

@@ -13,7 +13,7 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
 from kcdsl_certs.recheck.affine.form import Form, Operand, Passes, Uncast, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import Budget
 from kcdsl_certs.recheck.affine.many_rows import RowReach
-from kcdsl_certs.recheck.affine.reverse_passes import kept, room
+from kcdsl_certs.recheck.affine.reverse_passes import AT_ONCE, kept, room
 from kcdsl_certs.recheck.affine.tape import Bound, Tape, TapeEntry
 from kcdsl_certs.recheck.documents.document import Hints
 from kcdsl_certs.recheck.graphs.graph import Node
@@ -26,7 +26,6 @@ from kcdsl_certs.recheck.ops.table import computed, operation_of
 
 Row = tuple[int, ...]
 
-_WIDEST = 256  # functionals of an output row at a time
 # Up to this share of the error of the inference kernel a part of that of the training kernel is not
 # followed further. Claims are 2^-10 above what a prover finds, and a few such parts fit in.
 _FAINT = 2.0**-12
@@ -132,7 +131,7 @@ class Pair:
     @property
     def step(self) -> int:
         """Return how many functionals of a row may be carried at a time."""
-        return min(_WIDEST, room(self.train), room(self.infer))
+        return min(AT_ONCE, room(self.train), room(self.infer))
 
     def output(self) -> Box:
         """Return the box of the output's drift, element by element."""
@@ -265,7 +264,7 @@ def _stored(at: Walk, form: Form, spare: Floats | None = None) -> Box:
         entry, reference = before.entry, before.reference
     around = box.widen(box.exact(reference), form.reach if entry is None else entry.nearest)
     lo, hi = around.lo.copy(), around.hi.copy()
-    step, floor = min(_WIDEST, _room(at)), at.tape.last_floor
+    step, floor = min(AT_ONCE, _room(at)), at.tape.last_floor
     for first in range(0, form.shape[-1], step):
         count = min(step, form.shape[-1] - first)
         for row in np.ndindex(*form.shape[:-1]):
@@ -292,7 +291,7 @@ def _room(at: Walk) -> int:
     """Return how many functionals of one row may be carried at a time. Of a block with one softmax
     they read many rows only where these are bounded one by one, if any are."""
     if len(at.softmaxes) == 1 and any(entry.rows is not None for entry in at.tape.entries):
-        return _WIDEST
+        return AT_ONCE
     return room(at)
 
 

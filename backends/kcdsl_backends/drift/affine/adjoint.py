@@ -1,10 +1,10 @@
-"""Batches of linear functionals of a tensor, on the window where they are not zero; ellipsoids that
-bound them, row by row, and largest eigenvalues."""
+"""Batches of linear functionals of a tensor, on the window where they are not zero, their products,
+and largest eigenvalues of these."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
@@ -175,14 +175,15 @@ PARTS = 8
 """Parts of the rows of a matrix, each of which is multiplied with those up to it."""
 
 
-def square_of(matrix: Tensor) -> Tensor:
-    """Return A Aᵀ of a matrix [B, n]; what lies above the diagonal is copied from below."""
-    count = len(matrix)
+def square_of(matrix: Tensor, other: Tensor | None = None) -> Tensor:
+    """Return A Aᵀ of a matrix [B, n], or A Bᵀ where that is symmetric; what lies above the diagonal
+    is copied from below."""
+    count, other = len(matrix), matrix if other is None else other
     size = max(64, -(-count // PARTS))
     found = matrix.new_empty(count, count)
     for start in range(0, count, size):
         stop = min(start + size, count)
-        torch.mm(matrix[start:stop], matrix[:stop].T, out=found[start:stop, :stop])
+        torch.mm(matrix[start:stop], other[:stop].T, out=found[start:stop, :stop])
         found[:start, start:stop] = found[start:stop, :start].T
     return found
 
@@ -321,6 +322,10 @@ RISES = (-20, -14, -12, -10, -8, -6, -4, -4)
 once more, so that a reader whose estimate is off in other digits finds no larger bound."""
 STEPS = 48
 """Steps of the Lanczos iteration."""
+AGAIN = 6
+"""Steps after which the largest eigenvalue found so far is looked at."""
+SETTLED = 2.0**-28
+"""By what share of itself it may grow in so many steps and count as found."""
 SMALL = 160
 """Up to this size all eigenvalues are computed."""
 
@@ -335,12 +340,15 @@ def largest_eigenvalue(products: Tensor, trace: float) -> float:
     if not (0 < trace < math.inf and bool(torch.isfinite(products).all())):
         return trace
     n = products.shape[0]
-    even = products / 2 / trace + products.T / 2 / trace
-    unit = torch.eye(n, dtype=even.dtype, device=even.device)
+    even = products / 2 / trace
+    even = even + even.T
     value = _estimate(even)
+    below = even.neg_()
+    diagonal = below.diagonal().clone()
     for rise, more in pairwise(RISES):
         value = value * (1 + 2.0**rise)
-        _, failed = torch.linalg.cholesky_ex(value * unit - even)
+        below.diagonal().copy_(diagonal + value)
+        _, failed = torch.linalg.cholesky_ex(below)
         if not int(failed) and math.isfinite(value):
             sure = value * (1 + 2.0**more) * (1 + 4 * n * gamma(n + 4)) + 2.0**-30
             return trace * min(1.0, sure) * (1 + 2.0**-50)
@@ -348,128 +356,42 @@ def largest_eigenvalue(products: Tensor, trace: float) -> float:
 
 
 def _estimate(even: Tensor) -> float:
-    """Return about the largest eigenvalue, by the Lanczos iteration."""
+    """Return about the largest eigenvalue, by the Lanczos iteration: until it has not grown for
+    some steps."""
     n = even.shape[0]
     if n <= SMALL:
-        return float(torch.linalg.eigvalsh(even)[-1])
+        return _last(even)
     vector = even.abs().sum(-1)
     length = float(vector.norm())
     if length == 0:
         return 0.0
     vector = vector / length
-    basis = even.new_zeros(STEPS, n)
+    basis, found = even.new_zeros(STEPS, n), 0.0
+    projected = even.new_zeros(STEPS, STEPS)
     for step in range(STEPS):
         basis[step] = vector
         known = basis[: step + 1]
         vector = even @ vector
+        projected[step, : step + 1] = known @ vector
+        if step % AGAIN == AGAIN - 1 or step == STEPS - 1:
+            before, found = found, _last(projected[: step + 1, : step + 1])
+            if found - before <= SETTLED * found:
+                break
         for _ in range(2):
             vector = vector - known.T @ (known @ vector)
         size = float(vector.norm())
         if size < 2.0**-40:
-            basis = known
-            break
+            return _last(projected[: step + 1, : step + 1])
         vector = vector / size
-    return float(torch.linalg.eigvalsh(basis @ even @ basis.T)[-1])
+    return found
+
+
+def _last(matrix: Tensor) -> float:
+    """Return about the largest eigenvalue of a small matrix."""
+    return float(torch.linalg.eigvalsh(matrix)[-1])
 
 
 Row = tuple[int, ...]
 """The index of a row of the last dimension."""
-Ellipsoids = Mapping[Row, Tensor]
-"""P [n, n] of some rows of a tensor [..., n]."""
 MORE = 1.0 + 2.0**-30
 """More than the relative error of what is formed of few sums here."""
-
-
-def quadratic(matrix: Tensor, functionals: Tensor) -> Tensor:
-    """Bound |a·e| by √(aᵀ P a) for functionals a [B, n] -> [B]; infinite where that is none."""
-    alone = diagonal(functionals)
-    if alone is None:
-        value = ((functionals @ matrix) * functionals).sum(-1)
-    else:
-        value = alone.square() * matrix.diagonal()
-    found = (value.clamp_min(0) + _rounding(matrix, functionals)).sqrt() * MORE
-    return found.nan_to_num(nan=torch.inf, posinf=torch.inf)
-
-
-def image(matrix: Tensor, functionals: Tensor) -> Tensor:
-    """Return A P Aᵀ for functionals A [B, n], with what float64 may have lost on the diagonal."""
-    lost = float(_rounding(matrix, functionals).sum())
-    unit = torch.eye(functionals.shape[0], dtype=matrix.dtype, device=matrix.device)
-    alone = diagonal(functionals)
-    if alone is not None:
-        return alone[:, None] * matrix * alone + lost * unit
-    return functionals @ matrix @ functionals.T + lost * unit
-
-
-def longest(matrix: Tensor, functionals: Tensor) -> float:
-    """Bound |A e|₂ for functionals A [B, n]: √λ_max of A P Aᵀ.
-
-    Of many functionals that is the largest singular value of A L, with P + 2^-30·trace = L Lᵀ;
-    infinite where the factorisation fails.
-    """
-    n = matrix.shape[0]
-    if functionals.shape[0] <= n:
-        inner = image(matrix, functionals)
-        return math.sqrt(largest_eigenvalue(inner, float(inner.diagonal().sum()) * MORE)) * MORE
-    unit = torch.eye(n, dtype=matrix.dtype, device=matrix.device)
-    trace = float(matrix.diagonal().sum())
-    root, failed = torch.linalg.cholesky_ex(matrix + 2.0**-30 * trace * unit)
-    if int(failed) or not math.isfinite(trace):
-        return math.inf
-    sized = functionals @ root
-    products = square_of(sized.T)
-    size = math.sqrt(largest_eigenvalue(products, float(sized.square().sum()) * MORE))
-    lost = gamma(n + 4) * float(functionals.norm() * root.norm())
-    return (size + lost) * MORE
-
-
-def stretch(functionals: Tensor) -> float:
-    """Bound the largest singular value of functionals [B, n]."""
-    few = functionals.shape[0] <= functionals.shape[1]
-    products = square_of(functionals if few else functionals.T)
-    trace = float(functionals.square().sum()) * MORE
-    return math.sqrt(largest_eigenvalue(products, trace)) * MORE
-
-
-def product_of(functionals: Tensor) -> Tensor:
-    """Return A Aᵀ of functionals A [B, n], with what float64 may have lost on the diagonal."""
-    products = square_of(functionals)
-    lost = 4 * gamma(functionals.shape[1] + 8) * float(functionals.square().sum())
-    return products + lost * torch.eye(len(products), dtype=products.dtype).to(products)
-
-
-def _rounding(matrix: Tensor, functionals: Tensor) -> Tensor:
-    """Return what aᵀ P a may be off by: γ (Σ |a_i| √P_ii)², as |P_ij| <= √P_ii √P_jj."""
-    size = functionals.abs() @ matrix.diagonal().clamp_min(0).sqrt()
-    return 4 * gamma(2 * matrix.shape[0] + 8) * size.square()
-
-
-def around_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Return an ellipsoid that holds the sums of members of others: (Σ w) Σ P_k/w_k.
-
-    By Cauchy and Schwarz (Σ √q_k)² <= (Σ w) Σ q_k/w_k for all w > 0; w_k = √trace here. The share
-    of 2^-30 of the trace is more than what sums of up to 2^22 products lost.
-    """
-    weights = [math.sqrt(max(float(part.diagonal().sum()), 0.0)) for part in parts]
-    total = torch.zeros_like(parts[0])
-    for part, weight in zip(parts, weights, strict=True):
-        if weight > 0:
-            total = total + part * (sum(weights) / weight)
-    unit = torch.eye(total.shape[0], dtype=total.dtype, device=total.device)
-    even = (total + total.T) / 2
-    return even * MORE + unit * (2.0**-30 * float(total.diagonal().sum()))
-
-
-def reached(ellipsoids: Ellipsoids, error_bound: Tensor, functional: Adjoint) -> Tensor:
-    """Bound functionals [B] of an error: row by row by the ellipsoid, or by the error bound."""
-    if not ellipsoids:
-        return functional.magnitude(error_bound)
-    total = torch.zeros_like(functional.values.flatten(1)[:, 0])
-    columns = slice(*functional.window[-1])
-    for row, part in by_rows(functional):
-        within = part.magnitude(error_bound)
-        if row in ellipsoids:
-            matrix = ellipsoids[row][columns, columns]
-            within = torch.minimum(within, quadratic(matrix, part.values.flatten(1)))
-        total = total + within
-    return total * MORE

@@ -1,38 +1,189 @@
-"""Bounds of weighted sums of squares by ellipsoids around the errors of rows (Rule 3.9)."""
+"""Ellipsoids around the errors of rows, and what they say of functionals and of sums of squares
+with weights (Rules 1.6 and 3.9)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kcdsl_backends.drift.affine.adjoint import Row, largest_eigenvalue
+from kcdsl_backends.drift.affine.adjoint import (
+    MORE,
+    Adjoint,
+    Row,
+    by_rows,
+    diagonal,
+    largest_eigenvalue,
+    square_of,
+)
 from kcdsl_backends.drift.boxes import SAFE, gamma
 
+Ellipsoids = Mapping[Row, Tensor]
+"""P [n, n] of some rows of a tensor [..., n]."""
 FAINT = 2.0**-240
 """Added to weights and ellipsoids, so that float64 holds the products of their squares."""
 
 
+def quadratic(matrix: Tensor, functionals: Tensor) -> Tensor:
+    """Bound |a·e| by √(aᵀ P a) for functionals a [B, n] -> [B]; infinite where that is none."""
+    alone = diagonal(functionals)
+    if alone is None:
+        value = ((functionals @ matrix) * functionals).sum(-1)
+    else:
+        value = alone.square() * matrix.diagonal()
+    found = (value.clamp_min(0) + _rounding(matrix, functionals)).sqrt() * MORE
+    return found.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def image(matrix: Tensor, functionals: Tensor) -> tuple[Tensor, Tensor]:
+    """Return A P Aᵀ for functionals A [B, n], with what float64 may have lost on the diagonal; and
+    the bounds of `quadratic` [B], which the diagonal is."""
+    lost = _rounding(matrix, functionals)
+    alone = diagonal(functionals)
+    if alone is not None:
+        found = alone[:, None] * matrix * alone
+    else:
+        found = square_of(functionals @ matrix, functionals)
+    sizes = (found.diagonal().clamp_min(0) + lost).sqrt() * MORE
+    found.diagonal().add_(lost.sum())
+    return found, sizes.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def longest(matrix: Tensor, functionals: Tensor) -> float:
+    """Bound |A e|₂ for functionals A [B, n]: √λ_max of A P Aᵀ.
+
+    Of many functionals that is the largest singular value of A L, with P + 2^-30·trace = L Lᵀ;
+    infinite where the factorisation fails.
+    """
+    n = matrix.shape[0]
+    if functionals.shape[0] <= n:
+        inner, _ = image(matrix, functionals)
+        return math.sqrt(largest_eigenvalue(inner, float(inner.diagonal().sum()) * MORE)) * MORE
+    unit = torch.eye(n, dtype=matrix.dtype, device=matrix.device)
+    trace = float(matrix.diagonal().sum())
+    root, failed = torch.linalg.cholesky_ex(matrix + 2.0**-30 * trace * unit)
+    if int(failed) or not math.isfinite(trace):
+        return math.inf
+    sized = functionals @ root
+    products = square_of(sized.T)
+    size = math.sqrt(largest_eigenvalue(products, float(sized.square().sum()) * MORE))
+    lost = gamma(n + 4) * float(functionals.norm() * root.norm())
+    return (size + lost) * MORE
+
+
+def stretch(functionals: Tensor) -> float:
+    """Bound the largest singular value of functionals [B, n]."""
+    few = functionals.shape[0] <= functionals.shape[1]
+    products = square_of(functionals if few else functionals.T)
+    trace = float(functionals.square().sum()) * MORE
+    return math.sqrt(largest_eigenvalue(products, trace)) * MORE
+
+
+def product_of(functionals: Tensor) -> Tensor:
+    """Return A Aᵀ of functionals A [B, n], with what float64 may have lost on the diagonal."""
+    products = square_of(functionals)
+    lost = 4 * gamma(functionals.shape[1] + 8) * float(functionals.square().sum())
+    return products + lost * torch.eye(len(products), dtype=products.dtype).to(products)
+
+
+def _rounding(matrix: Tensor, functionals: Tensor) -> Tensor:
+    """Return what aᵀ P a may be off by: γ (Σ |a_i| √P_ii)², as |P_ij| <= √P_ii √P_jj."""
+    size = functionals.abs() @ matrix.diagonal().clamp_min(0).sqrt()
+    return 4 * gamma(2 * matrix.shape[0] + 8) * size.square()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The ellipsoid scale·v vᵀ + rest·1, for a vector v [n]."""
+
+    values: Tensor
+    scale: float = 1.0
+    rest: float = 0.0
+
+    @staticmethod
+    def near(values: Tensor, lost: float) -> Line:
+        """Return an ellipsoid around multiples by -1 to 1 of a vector [n] that is within `lost` of
+        these values.
+
+        (v + w)(v + w)ᵀ is at most (1 + t) v vᵀ + (1 + 1/t) w wᵀ for every t > 0; t = |w|/|v| here,
+        1 where v is shorter than w.
+        """
+        length = float(values.norm()) * SAFE
+        share = lost / length if length > lost else 1.0
+        return Line(values, (1 + share) * SAFE, lost * (lost + max(lost, length)) * SAFE)
+
+    @property
+    def largest(self) -> float:
+        """Return a bound of the largest eigenvalue."""
+        return (self.scale * float(self.values.square().sum()) + self.rest) * MORE
+
+    @property
+    def trace(self) -> float:
+        """Return the trace, as float64 forms it."""
+        return self.scale * float(self.values.square().sum()) + self.rest * len(self.values)
+
+
+def around_sum(parts: Sequence[Tensor | Line]) -> Tensor:
+    """Return an ellipsoid that holds the sums of members of others: (Σ w) Σ P_k/w_k.
+
+    By Cauchy and Schwarz (Σ √q_k)² <= (Σ w) Σ q_k/w_k for all w > 0; w_k = √trace here. The share
+    of 2^-30 of the trace is more than what sums of up to 2^22 products lost.
+    """
+    traces = [part.trace if isinstance(part, Line) else float(part.trace()) for part in parts]
+    weights = [math.sqrt(max(trace, 0.0)) for trace in traces]
+    first = next(part.values if isinstance(part, Line) else part for part in parts)
+    total = first.new_zeros(len(first), len(first))
+    for part, weight in zip(parts, weights, strict=True):
+        share = sum(weights) / weight if weight > 0 else 0.0
+        if share == 0:
+            continue
+        if isinstance(part, Line):
+            if part.scale > 0:
+                total.addr_(part.values, part.values, alpha=share * part.scale)
+            total.diagonal().add_(share * part.rest)
+        else:
+            total.add_(part, alpha=share)
+    found = (total + total.T).mul_(MORE / 2)
+    found.diagonal().add_(2.0**-30 * float(total.diagonal().sum()))
+    return found
+
+
+def reached(ellipsoids: Ellipsoids, error_bound: Tensor, functional: Adjoint) -> Tensor:
+    """Bound functionals [B] of an error: row by row by the ellipsoid, or by the error bound."""
+    if not ellipsoids:
+        return functional.magnitude(error_bound)
+    total = torch.zeros_like(functional.values.flatten(1)[:, 0])
+    columns = slice(*functional.window[-1])
+    for row, part in by_rows(functional):
+        within = part.magnitude(error_bound)
+        if row in ellipsoids:
+            matrix = ellipsoids[row][columns, columns]
+            within = torch.minimum(within, quadratic(matrix, part.values.flatten(1)))
+        total = total + within
+    return total * MORE
+
+
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """What bounds Σ β_k e_k² of one row for weights β >= 0: e is in the ellipsoid `matrix` [n, n].
+    """What bounds Σ β_k e_k² of one row for weights β >= 0: e is in an ellipsoid Q.
 
-    `largest` bounds Σ e_k²; `squares` [n] are the sums of the squares of its rows.
+    `largest` bounds Σ e_k²; `squares` [n, n] are the Q_kl², `total` their sum.
     """
 
-    matrix: Tensor
     largest: float
     squares: Tensor
+    total: Tensor
 
     @staticmethod
     def of(matrix: Tensor, length: float) -> Energy:
         """Return the energy of errors in an ellipsoid that are no longer than `length`."""
-        unit = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-        matrix = matrix + FAINT * unit
-        largest = largest_eigenvalue(matrix, float(matrix.diagonal().sum()) * SAFE)
-        return Energy(matrix, min(largest, length**2 * SAFE), matrix.square().sum(-1))
+        most = largest_eigenvalue(matrix, float(matrix.diagonal().sum()) * SAFE)
+        squares = matrix.square()
+        squares.diagonal().copy_((matrix.diagonal() + FAINT).square())
+        return Energy(min(most + FAINT, length**2) * SAFE, squares, squares.sum(-1).sum())
 
     def root(self, weights: Tensor) -> Tensor:
         """Bound √(Σ β_k e_k²) for weights β [B, n] -> [B].
@@ -41,9 +192,8 @@ class Energy:
         the second the root of Σ_kl (β_k - c)(β_l - c) Q_kl².
         """
         weights = (weights + FAINT) * SAFE
-        mixed = weights @ self.matrix.square()
-        first, second = (mixed * weights).sum(-1), mixed.sum(-1)
-        third = self.squares.sum()
+        mixed = weights @ self.squares
+        first, second, third = (mixed * weights).sum(-1), mixed.sum(-1), self.total
         middle = second / third
         left = (first - middle * second).clamp_min(0) / third
         slope = self.largest / (third - self.largest**2).clamp_min(2.0**-40 * third).sqrt()
@@ -79,17 +229,3 @@ class RowEnergies:
         for row in self.rows:
             found[row] = self.root(row, weights[row][None])
         return found
-
-
-def line(values: Tensor, lost: float) -> Tensor:
-    """Return an ellipsoid around multiples by -1 to 1 of a vector [B] that is within `lost` of
-    these values.
-
-    (v + w)(v + w)ᵀ is at most (1 + t) v vᵀ + (1 + 1/t) w wᵀ for every t > 0; t = |w|/|v| here, 1
-    where v is shorter than w.
-    """
-    length = float(values.norm()) * SAFE
-    share = lost / length if length > lost else 1.0
-    unit = torch.eye(len(values), dtype=values.dtype, device=values.device)
-    rounding = unit * (lost * (lost + max(lost, length)))
-    return (torch.outer(values, values) * (1 + share) + rounding) * SAFE

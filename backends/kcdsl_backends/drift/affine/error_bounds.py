@@ -13,19 +13,16 @@ from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import (
     Adjoint,
     Row,
-    around_sum,
     at,
     by_rows,
     diagonal,
-    image,
     largest_eigenvalue,
-    longest,
     meet,
     parallel,
-    quadratic,
     square_of,
     whole,
 )
+from kcdsl_backends.drift.affine.ellipsoids import Line, around_sum, image, longest
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.row_sums import RowBound
 from kcdsl_backends.drift.affine.tape import INPUT, Nonlinear, Tape, TapeEntry
@@ -54,7 +51,7 @@ class _Gram:
     loose: Tensor
     trace: float = 0.0
     further: float = 0.0
-    parts: list[Tensor] = field(default_factory=list)
+    parts: list[Tensor | Line] = field(default_factory=list)
     single: Tensor | None = None
 
     @staticmethod
@@ -143,23 +140,24 @@ class _Gram:
         self.middle = self.middle + below.middle
         self.loose += below.loose
 
-    def floor(self, functional: Adjoint, entry: TapeEntry, *, surround: bool) -> None:
-        """Take in the error of an entry at which a pass stops, row by row; without `surround` by
-        the norms that ellipsoids have."""
+    def floor(self, functional: Adjoint, entry: TapeEntry) -> None:
+        """Take in the error of an entry at which a pass stops, row by row; where no ellipsoid is
+        looked for, by the norms that those of the rows have."""
         self.loose += ROUNDED * functional.magnitude(entry.widest)
         for row, part in by_rows(functional):
             columns = slice(*part.window[-1])
             if row not in entry.ellipsoids:
                 self.add(part, entry.error_bound)
                 continue
+            if not bool(part.values.any()):
+                continue
             matrix = entry.ellipsoids[row][columns, columns]
-            if self.single is not None:
-                by_box = part.magnitude(entry.error_bound)
-                self.single += torch.minimum(quadratic(matrix, part.values.flatten(1)), by_box)
-            if surround:
-                self.parts.append(image(matrix, part.values.flatten(1)))
-            else:
+            if self.single is None:
                 self.further += longest(matrix, part.values.flatten(1))
+                continue
+            inner, sizes = image(matrix, part.values.flatten(1))
+            self.parts.append(inner)
+            self.single += torch.minimum(sizes, part.magnitude(entry.error_bound))
 
     @property
     def rest(self) -> float:
@@ -168,8 +166,11 @@ class _Gram:
     def norm(self) -> float:
         together = math.sqrt(self.trace * largest_eigenvalue(self.products, self.trace))
         for part in self.parts:
-            size = float(part.diagonal().sum()) * (1 + 2.0**-30)
-            together += math.sqrt(largest_eigenvalue(part, size))
+            if isinstance(part, Line):
+                together += math.sqrt(part.largest)
+            else:
+                size = float(part.diagonal().sum()) * (1 + 2.0**-30)
+                together += math.sqrt(largest_eigenvalue(part, size))
         return (together + self.rest) * (1 + 2.0**-30)
 
     @property
@@ -180,10 +181,9 @@ class _Gram:
 
     def ellipsoid(self) -> Tensor:
         """Return an ellipsoid [B, B] around the functionals."""
-        unit = torch.eye(len(self.middle), dtype=self.middle.dtype, device=self.middle.device)
-        own, middle = self.trace * self.products, torch.outer(self.middle, self.middle)
         rest = float(self.loose.norm()) + self.further
-        return around_sum([*self.parts, own, middle, rest**2 * unit])
+        own, alone = self.trace * self.products, Line(self.middle, 0.0, rest**2)
+        return around_sum([*self.parts, own, Line(self.middle), alone])
 
 
 def gram_norm(tape: Tape, index: int, functionals: Adjoint, floor: int = INPUT) -> float:
@@ -215,7 +215,7 @@ def _reverse(
             break
         entry = tape.entries[index]
         if index <= floor:
-            gram.floor(functional, entry, surround=surround)
+            gram.floor(functional, entry)
             continue
         if entry.rows is not None:
             gram.rows(functional, entry.rows.rows)
@@ -440,24 +440,34 @@ def _norms(
     return found
 
 
-def surround_rows(
-    tape: Tape, index: int, needed: Tensor, floor: int, *, lengths: bool = True
-) -> tuple[Tensor, Tensor]:
+def surround_rows(tape: Tape, index: int, needed: Tensor, floor: int) -> tuple[Tensor, Tensor]:
     """Find ellipsoids around the errors of the rows [..., 1] needed, by reverse passes that stop at
-    `floor` (see `Tape.bound`); return bounds of elements and of the norms of these rows (infinite
-    without `lengths`), infinite in others."""
+    `floor` (see `Tape.bound`); return bounds of elements and of the norms of these rows, infinite
+    in others."""
     entry = tape.entries[index]
-    unit = torch.eye(entry.shape[-1], dtype=torch.float64, device=needed.device)
     single, found = torch.full_like(entry.error_bound, torch.inf), {}
     norm = torch.full_like(entry.error_bound[..., :1], torch.inf)
-    for row in _chosen(needed):
-        pending = {index: on_row(unit, row, entry.shape)}
-        gram = _reverse(tape, pending, unit, floor, surround=True)
-        found[row], single[row] = gram.ellipsoid(), gram.elements
-        if lengths:
-            norm[row] = gram.norm()
+    for row, gram in _surrounded(tape, index, needed, floor):
+        found[row], single[row], norm[row] = gram.ellipsoid(), gram.elements, gram.norm()
     tape.surround(index, found)
     return single, norm
+
+
+def each_ellipsoid(
+    tape: Tape, index: int, needed: Tensor, floor: int
+) -> Iterator[tuple[Row, Tensor, Tensor]]:
+    """Yield such ellipsoids one by one, with bounds of the elements, and keep none."""
+    for row, gram in _surrounded(tape, index, needed, floor):
+        yield row, gram.ellipsoid(), gram.elements
+
+
+def _surrounded(tape: Tape, index: int, needed: Tensor, floor: int) -> Iterator[tuple[Row, _Gram]]:
+    """Yield the passes of the unit functionals of the rows needed."""
+    shape = tape.entries[index].shape
+    unit = torch.eye(shape[-1], dtype=torch.float64, device=needed.device)
+    for row in _chosen(needed):
+        pending = {index: on_row(unit, row, shape)}
+        yield row, _reverse(tape, pending, unit, floor, surround=True)
 
 
 def _chosen(needed: Tensor) -> Iterator[Row]:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
-from kcdsl_backends.drift.affine.adjoint import Row, around_sum, product_of, stretch
-from kcdsl_backends.drift.affine.ellipsoids import Energy, RowEnergies
-from kcdsl_backends.drift.affine.error_bounds import surround_rows
+from kcdsl_backends.drift.affine.adjoint import Row
+from kcdsl_backends.drift.affine.ellipsoids import (
+    Energy,
+    Line,
+    RowEnergies,
+    around_sum,
+    product_of,
+    stretch,
+)
+from kcdsl_backends.drift.affine.error_bounds import each_ellipsoid
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.tape import INPUT
 from kcdsl_backends.drift.boxes import SAFE
@@ -29,13 +37,14 @@ def squares(run: KernelRun, node: Node, index: int, needed: Tensor) -> RowEnergi
     numbers = entry.reference.numel() * entry.shape[-1]
     if numbers > LARGEST or not run.passing(node, index, "ellipsoid", needed, tape.near):
         return None
-    tape.tighten(index, surround_rows(tape, index, needed, tape.near, lengths=False)[0])
-    image = LinearImage.of(run, index)
-    entry, found = tape.entries[index], {}
-    for row, matrix in entry.ellipsoids.items():
+    image, single = LinearImage.of(run, index), torch.full_like(entry.error_bound, torch.inf)
+    found = {}
+    for row, matrix, elements in each_ellipsoid(tape, index, needed, tape.near):
         found[row] = Energy.of(matrix, torch.inf) if image is None else image.energy(row, matrix)
+        single[row] = elements
+    tape.tighten(index, single)
     known = RowEnergies(found)
-    tape.entries[index] = replace(entry, squares=known)
+    tape.entries[index] = replace(tape.entries[index], squares=known)
     if image is not None:
         tape.tighten(index, image.elements)
     return known
@@ -71,10 +80,13 @@ class LinearImage:
         """Return the energy of errors of a row in an ellipsoid, or in that of the image, whichever
         has the lesser trace."""
         length, own = float(self.length[row]), float(self.own[row].norm()) * SAFE
-        unit = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-        ball = around_sum([self.products * (length**2 * SAFE), own**2 * unit])
-        lesser = ball if float(ball.trace()) < float(matrix.trace()) else matrix
-        return Energy.of(lesser, (self.largest * length + own) * SAFE)
+        norm = (self.largest * length + own) * SAFE
+        by_length = math.sqrt(float(self.products.trace())) * length
+        if (by_length + own * math.sqrt(len(matrix))) ** 2 >= float(matrix.trace()):
+            return Energy.of(matrix, norm)  # whose trace is less than that of the other
+        rest = Line(self.own[row], 0.0, own**2)
+        ball = around_sum([self.products * (length**2 * SAFE), rest])
+        return Energy.of(ball, norm)
 
     @property
     def elements(self) -> Tensor:

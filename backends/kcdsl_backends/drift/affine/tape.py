@@ -10,6 +10,7 @@ so a functional a·e_n is bounded by one reverse pass: Σ over entries of adjoin
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,18 +21,15 @@ from torch import Tensor
 
 from kcdsl_backends.drift.affine.adjoint import (
     Adjoint,
-    Ellipsoids,
     Row,
     at,
     by_rows,
     diagonal,
     largest_eigenvalue,
-    quadratic,
-    reached,
     square_of,
 )
 from kcdsl_backends.drift.affine.cases import Cases, Ends, Together
-from kcdsl_backends.drift.affine.ellipsoids import RowEnergies
+from kcdsl_backends.drift.affine.ellipsoids import Ellipsoids, Line, RowEnergies, quadratic, reached
 from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings
 from kcdsl_backends.drift.affine.row_sums import BoundedRows, RowSums
 from kcdsl_backends.drift.boxes import SAFE, gamma
@@ -64,7 +62,7 @@ class Nonlinear:
 
     between: Callable[[Adjoint], tuple[Tensor, Tensor]]
     norm: Callable[[Adjoint], float] | None = None
-    around: Callable[[Adjoint], list[Tensor]] | None = None
+    around: Callable[[Adjoint], list[Tensor | Line]] | None = None
 
     def together(self, adjoint: Adjoint) -> float:
         """Bound the Euclidean norm of what is added to the functionals."""
@@ -491,6 +489,8 @@ class Remainder:
     high: Tensor
     total: Tensor
     sums: RowBounds | None = None
+    known: dict[tuple[Row, bytes], Tensor] = field(default_factory=dict)
+    """Such sums by row and digest of the weights: the next passes often have the same ones."""
 
     def nonlinear(self) -> Nonlinear:
         return Nonlinear(self._between, self._norm)
@@ -498,16 +498,25 @@ class Remainder:
     def _between(self, a: Adjoint) -> tuple[Tensor, Tensor]:
         part = at(a.window)
         weights, low, high = a.values.abs(), -self.low[part], self.high[part]
-        positive = a.values > 0
         total = self.total[part[:-1]]
         order = weights[..., :: _step(weights)].argsort(dim=-1, descending=True)
-        most = _largest(weights, torch.where(positive, high, low), total, order)
-        least = _largest(weights, torch.where(positive, low, high), total, order)
+        if torch.equal(low, high):
+            most = least = _largest(weights, high[None], total, order)
+        else:
+            positive = a.values > 0
+            most = _largest(weights, torch.where(positive, high, low), total, order)
+            least = _largest(weights, torch.where(positive, low, high), total, order)
         if self.sums is not None and a.single_row:
-            whole = a.on((*a.window[:-1], (0, a.shape[-1]))).flatten(1).abs()
-            size = self.sums(a.first[:-1], whole)
+            size = self._summed(self.sums, a.first[:-1], a.on((*a.window[:-1], (0, a.shape[-1]))))
             least, most = torch.minimum(least, size), torch.minimum(most, size)
         return -least, most
+
+    def _summed(self, sums: RowBounds, row: Row, values: Tensor) -> Tensor:
+        weights = values.flatten(1).abs().contiguous()
+        key = row, hashlib.sha256(weights.cpu().numpy().data).digest()
+        if key not in self.known:
+            self.known[key] = sums(row, weights)
+        return self.known[key]
 
     def _norm(self, a: Adjoint) -> float:
         """Bound |A o|: by column norms, and as Σ o²/cap <= Σ|o|, by that of A∘√cap; rows that are
@@ -537,7 +546,7 @@ def _largest(weights: Tensor, caps: Tensor, total: Tensor, order: Tensor) -> Ten
     """
     step = _step(weights)
     if bool((caps.sum(-1, keepdim=True) <= total).all()):
-        return (weights * caps).flatten(1).sum(-1) * SAFE
+        return _against(weights, caps).flatten(1).sum(-1) * SAFE
     ordered = weights[..., ::step].gather(-1, order)
     some = caps[..., ::step].expand_as(ordered).gather(-1, order) * step
     last = (some.cumsum(-1) < total).sum(-1, keepdim=True)
@@ -546,8 +555,15 @@ def _largest(weights: Tensor, caps: Tensor, total: Tensor, order: Tensor) -> Ten
         ordered.gather(-1, last.clamp_max(ordered.shape[-1] - 1)),
         torch.zeros_like(ordered[..., :1]),
     )
-    value = price[..., 0] * total[..., 0] + ((weights - price).clamp_min(0) * caps).sum(-1)
+    over = (weights - price).clamp_min_(0)
+    value = price[..., 0] * total[..., 0] + _against(over, caps)
     return value.flatten(1).sum(-1) * SAFE if value.dim() > 1 else value * SAFE
+
+
+def _against(weights: Tensor, caps: Tensor) -> Tensor:
+    """Bound Σ weights·caps over the last dimension; caps [1, ..., n] are those of all."""
+    sums = torch.einsum("b...n,b...n->b...", weights, caps.expand_as(weights))
+    return sums * (1 + 2 * gamma(weights.shape[-1]))
 
 
 def _step(weights: Tensor) -> int:

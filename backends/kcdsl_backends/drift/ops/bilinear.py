@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node, View
-from kcdsl_backends.drift.affine.adjoint import Adjoint, Ellipsoids, largest_eigenvalue, longest
+from kcdsl_backends.drift.affine.adjoint import Adjoint, largest_eigenvalue
+from kcdsl_backends.drift.affine.ellipsoids import Ellipsoids, longest
 from kcdsl_backends.drift.affine.error_bounds import rows
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.row_sums import (

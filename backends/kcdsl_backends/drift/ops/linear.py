@@ -14,9 +14,9 @@ from kcdsl_backends.drift.affine.adjoint import (
     Row,
     diagonal,
     largest_eigenvalue,
-    longest,
     square_of,
 )
+from kcdsl_backends.drift.affine.ellipsoids import longest
 from kcdsl_backends.drift.affine.error_bounds import norms, rows
 from kcdsl_backends.drift.affine.independent import Roundings, of_sums
 from kcdsl_backends.drift.affine.kernel import KernelRun, StoredSpread

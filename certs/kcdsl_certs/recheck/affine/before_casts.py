@@ -8,7 +8,7 @@ import numpy as np
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.affine.form import Walk
-from kcdsl_certs.recheck.affine.reverse_passes import room, rows, surrounded
+from kcdsl_certs.recheck.affine.reverse_passes import AT_ONCE, room, rows, surrounded
 from kcdsl_certs.recheck.affine.tape import TapeEntry
 from kcdsl_certs.recheck.documents.document import Pass
 from kcdsl_certs.recheck.graphs.graph import Node
@@ -43,11 +43,12 @@ def passed(walk: Walk, node: Node, entry: TapeEntry) -> Floats | None:
     needed = deep | near
     if not _named(walk, node) or node.op != "linear" or not needed.any():
         return None
-    found, above, step = np.full(shape, np.inf), len(walk.tape.entries), room(walk)
-    for row in rows(needed):
-        floor = 0 if deep[row].any() else walk.tape.cut
-        for first in range(0, shape[-1], step):
-            count = min(step, shape[-1] - first)
+    found, above = np.full(shape, np.inf), len(walk.tape.entries)
+    step = min(AT_ONCE, room(walk))
+    for first in range(0, shape[-1], step):  # the same of all rows one after the other
+        count = min(step, shape[-1] - first)
+        for row in rows(needed):
+            floor = 0 if deep[row].any() else walk.tape.cut
             functionals = units(shape, row, first, count)
             bound = walk.tape.bound(above, functionals, floor, formed=entry)
             columns: tuple[int | slice, ...] = (*row, slice(first, first + count))

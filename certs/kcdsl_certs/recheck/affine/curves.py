@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine import reverse_passes
@@ -15,6 +17,7 @@ from kcdsl_certs.recheck.affine.before_casts import LARGEST
 from kcdsl_certs.recheck.affine.ellipsoids import (
     Row,
     RowSquares,
+    Segment,
     Squares,
     largest,
     longest,
@@ -36,12 +39,14 @@ _MORE = 1 + 2.0**-38
 @dataclass(frozen=True, slots=True)
 class Remainder:
     """o with low ≤ o ≤ high, low ≤ 0 ≤ high [..., n], and Σ|o| ≤ total [..., 1] in each row; `sums`
-    bounds Σ|α o| of one row for |α| [B, n]."""
+    bounds Σ|α o| of one row for |α| [B, n], and `known` holds what it said, by row and digest of
+    these: a later pass often reads the same."""
 
     low: Floats
     high: Floats
     total: Floats
     sums: Callable[[Row, Floats], Floats] | None = None
+    known: dict[tuple[Row, bytes], Floats] = field(default_factory=dict)
 
     @property
     def curve(self) -> NonlinearPart:
@@ -51,13 +56,19 @@ class Remainder:
     def _between(self, adjoint: Adjoint) -> tuple[Floats, Floats]:
         below, above = -self.low[adjoint.window], self.high[adjoint.window]
         up, weights = adjoint.values > 0, np.abs(adjoint.values)
-        total = self.total[adjoint.window[:-1]]
-        least = most_of(weights, np.where(up, below, above), total)
-        most = most_of(weights, np.where(up, above, below), total)
+        total, order = self.total[adjoint.window[:-1]], np.argsort(-weights, axis=-1)
+        if np.array_equal(below, above):
+            least = most = most_of(weights, above, total, order)
+        else:
+            least = most_of(weights, np.where(up, below, above), total, order)
+            most = most_of(weights, np.where(up, above, below), total, order)
         if self.sums is not None and all(size == 1 for size in adjoint.extent[:-1]):
             whole = np.zeros((adjoint.batch, self.low.shape[-1]))
             whole[:, adjoint.window[-1]] = weights.reshape(adjoint.batch, -1)
-            size = self.sums(tuple(map(int, adjoint.start[:-1])), whole)
+            key = tuple(map(int, adjoint.start[:-1])), hashlib.sha256(whole.data).digest()
+            if key not in self.known:
+                self.known[key] = self.sums(key[0], whole)
+            size = self.known[key]
             least, most = np.minimum(least, size), np.minimum(most, size)
         return -least, most
 
@@ -76,21 +87,25 @@ class Remainder:
         return min(by_columns, math.sqrt(spread * whole) * _MORE + 2.0**-450)
 
 
-def most_of(weights: Floats, caps: Floats, total: Floats) -> Floats:
+def most_of(
+    weights: Floats, caps: Floats, total: Floats, order: NDArray[np.int64] | None = None
+) -> Floats:
     """Return a bound of Σ w·t, 0 ≤ t ≤ caps, with rows of t that sum to at most `total`.
 
     It is λ·total + Σ max(w - λ, 0)·caps for any λ ≥ 0; that λ is best at which elements of larger
-    weight use up the total. weights and caps are [B, ..., n], total [..., 1]; returned is [B].
+    weight use up the total. weights and caps are [B, ..., n] (or caps those of all), total
+    [..., 1]; returned is [B]. `order` is that of the weights, the largest first.
     """
+    order = np.argsort(-weights, axis=-1) if order is None else order
     caps = np.broadcast_to(caps, weights.shape)
-    order = np.argsort(-weights, axis=-1)
     ordered = np.take_along_axis(weights, order, axis=-1)
     used = np.cumsum(np.take_along_axis(caps, order, axis=-1), axis=-1)
     last = (used < total).sum(axis=-1, keepdims=True)
-    n = weights.shape[-1]
+    n = ordered.shape[-1]
     price = np.take_along_axis(ordered, np.minimum(last, n - 1), axis=-1)
     price = np.where(last < n, price, 0.0)
-    over = (np.maximum(weights - price, 0.0) * caps).sum(axis=-1)
+    rest = weights - price
+    over = np.einsum("...n,...n->...", np.maximum(rest, 0.0, out=rest), caps)
     # a price of 0 costs nothing, whatever the total, which may be infinite
     paid = np.where(price > 0, price * np.where(price > 0, total, 0.0), 0.0)[..., 0]
     return np.asarray((over + paid).reshape(weights.shape[0], -1).sum(axis=-1) * _MORE)
@@ -105,7 +120,7 @@ def symbol(walk: Walk, held: Held, middle: Floats, half: Floats, reference: Floa
     rounded = 2.0**-51 * np.abs(reference)  # what centres - middle lost is a share of sum_of
     found: dict[Row, Floats] = {}
     for row, (shift, slip) in enumerate(zip(centres - middle, rounded, strict=True)):
-        found[(row,)] = sum_of([shapes[row], np.outer(shift, shift), ball(slip)])
+        found[(row,)] = sum_of([shapes[row], Segment(shift, 1.0, 0.0), ball(slip)])
 
     def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
         size = reached(found, half, adjoint)
@@ -194,6 +209,7 @@ class _Image:
         """Return an ellipsoid around a row, a bound of its norm, and bounds of its elements."""
         length, rest = float(self.lengths[row][0]), self.rest[row]
         own = float(np.linalg.norm(rest)) * _MORE + TINY
-        shape = sum_of([self.square * (length**2 * _MORE), np.eye(len(rest)) * own**2])
+        rounding = Segment(rest, 0.0, own**2)
+        shape = sum_of([self.square * (length**2 * _MORE), rounding])
         elements = raised(np.sqrt(np.diagonal(self.square)) * length * _MORE + rest) + TINY
         return shape, (self.stretch * length + own) * _MORE, elements

@@ -6,7 +6,7 @@ Eigenvalues of their Gram matrices are bounded in floating point.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from kcdsl_certs.recheck.interval.state import gamma
 
 _SMALL = 160  # up to this size all eigenvalues are computed
 _STEPS = 48  # of the Lanczos iteration
+_LOOKS, _STILL = 5, 2.0**-28  # after so many steps each it has settled if it grew no more
 _RISES = (-20, -14, -12, -10, -8, -6, -4)
 
 
@@ -30,12 +31,16 @@ def largest(gram: Floats, trace: float) -> float:
     if not (math.isfinite(trace) and trace > 0 and bool(np.isfinite(gram).all())):
         return trace
     n = gram.shape[0]
-    even = gram / 2 / trace + gram.T / 2 / trace
+    even = gram / 2 / trace
+    even = even + even.T
     value = _estimate(even)
+    rest = np.negative(even, out=even)
+    own, places = np.diagonal(rest).copy(), np.arange(n)
     for rise in _RISES:
         value = value * (1 + 2.0**rise)
+        rest[places, places] = own + value
         try:
-            np.linalg.cholesky(value * np.eye(n) - even)
+            np.linalg.cholesky(rest)
         except np.linalg.LinAlgError:
             continue
         sure = value * (1 + 4 * n * gamma(n + 4, UNIT)) + 2.0**-30
@@ -44,26 +49,30 @@ def largest(gram: Floats, trace: float) -> float:
 
 
 def _estimate(even: Floats) -> float:
-    """Return about the largest eigenvalue."""
+    """Return about the largest eigenvalue: after enough steps of Lanczos that it stands still."""
     n = even.shape[0]
     if n <= _SMALL:
         return float(np.linalg.eigvalsh(even)[-1])
     start = np.abs(even).sum(axis=-1)
     if not start.any():
         return 0.0
-    basis = np.zeros((_STEPS, n))
+    basis, inner, best = np.zeros((_STEPS, n)), np.zeros((_STEPS, _STEPS)), 0.0
     vector = start / np.linalg.norm(start)
     for step in range(_STEPS):
         basis[step] = vector
+        so_far = basis[: step + 1]
         vector = even @ vector
+        inner[step, : step + 1] = so_far @ vector
         for _ in range(2):
-            vector = vector - basis[: step + 1].T @ (basis[: step + 1] @ vector)
+            vector = vector - so_far.T @ (so_far @ vector)
         size = float(np.linalg.norm(vector))
-        if size < 2.0**-40:
-            basis = basis[: step + 1]
-            break
+        ends = size < 2.0**-40 or step == _STEPS - 1
+        if ends or step % _LOOKS == 0:
+            last, best = best, float(np.linalg.eigvalsh(inner[: step + 1, : step + 1])[-1])
+            if ends or best - last <= _STILL * best:
+                break
         vector = vector / size
-    return float(np.linalg.eigvalsh(basis @ even @ basis.T)[-1])
+    return best
 
 
 Row = tuple[int, ...]
@@ -84,12 +93,36 @@ def extent_along(shape: Floats, functionals: Floats) -> Floats:
 
 def moved(shape: Floats, functionals: Floats) -> Floats:
     """Return the ellipsoid A P Aᵀ of functionals A [B, n], raised by what the products lost."""
+    return moved_with_extents(shape, functionals)[0]
+
+
+def moved_with_extents(shape: Floats, functionals: Floats) -> tuple[Floats, Floats]:
+    """Return the same, and what `extent_along` says, which is on its diagonal."""
     if reads_one_each(functionals):
         alone = np.diagonal(functionals)
         product = alone[:, None] * shape * alone
     else:
-        product = functionals @ shape @ functionals.T
-    return np.asarray(product + np.eye(len(product)) * _lost(shape, functionals).sum())
+        product = symmetric(functionals @ shape, functionals)
+    lost, places = _lost(shape, functionals), np.arange(len(functionals))
+    squares = np.diagonal(product).copy()
+    extents = np.sqrt(np.maximum(squares, 0.0) + lost) * _MORE
+    product[places, places] = squares + lost.sum()
+    return product, np.where(np.isfinite(extents), extents, np.inf)
+
+
+_BLOCK = 256
+
+
+def symmetric(a: Floats, b: Floats) -> Floats:
+    """Return A Bᵀ, a symmetric matrix, of which only one half is computed."""
+    n = len(a)
+    found = np.empty((n, n))
+    for first in range(0, n, _BLOCK):
+        last = min(n, first + _BLOCK)
+        rows = found[first:last]
+        rows[:, :last] = a[first:last] @ b[:last].T
+        found[:first, first:last] = rows[:, :first].T
+    return found
 
 
 def _lost(shape: Floats, functionals: Floats) -> Floats:
@@ -98,15 +131,52 @@ def _lost(shape: Floats, functionals: Floats) -> Floats:
     return np.asarray(size**2 * 4 * gamma(2 * len(shape) + 8, UNIT))
 
 
-def sum_of(parts: list[Floats]) -> Floats:
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The ellipsoid scale·e eᵀ + rest·1 of the vector `ends`, e [n]."""
+
+    ends: Floats
+    scale: float
+    rest: float
+
+    @staticmethod
+    def near(ends: Floats, lost: float) -> Segment:
+        """Return an ellipsoid around multiples by -1 to 1 of a vector that is off from `ends` by up
+        to `lost`: (v + w)(v + w)ᵀ ≤ (1 + t) v vᵀ + (1 + 1/t) w wᵀ."""
+        size = float(np.linalg.norm(ends)) * _MORE
+        t = lost / size if size > lost else 1.0
+        return Segment(ends, (1 + t) * _MORE, lost * (lost + max(lost, size)) * _MORE)
+
+    @property
+    def largest(self) -> float:
+        """Return a bound of the largest eigenvalue."""
+        return (self.scale * float((self.ends**2).sum()) + self.rest) * _MORE
+
+    @property
+    def trace(self) -> float:
+        """Return the trace, as float64 forms it."""
+        return self.scale * float((self.ends**2).sum()) + self.rest * len(self.ends)
+
+
+def sum_of(parts: Sequence[Floats | Segment]) -> Floats:
     """Return an ellipsoid around sums of members: (Σ w) Σ P_k/w_k, w_k = √trace(P_k)."""
-    roots = [math.sqrt(max(float(np.trace(part)), 0.0)) for part in parts]
-    total, whole = np.zeros_like(parts[0]), sum(roots)
+    traces = [part.trace if isinstance(part, Segment) else float(np.trace(part)) for part in parts]
+    roots = [math.sqrt(max(trace, 0.0)) for trace in traces]
+    n = len(parts[0].ends if isinstance(parts[0], Segment) else parts[0])
+    total, whole, places = np.zeros((n, n)), sum(roots), np.arange(n)
     for part, root in zip(parts, roots, strict=True):
-        if root > 0:
+        if root == 0:
+            continue
+        if isinstance(part, Segment):
+            if part.scale > 0:
+                total += np.outer(whole / root * part.scale * part.ends, part.ends)
+            total[places, places] += whole / root * part.rest
+        else:
             total += whole / root * part
-    rounding = 2.0**-30 * float(np.trace(total)) * np.eye(len(total))
-    return np.asarray((total / 2 + total.T / 2) * _MORE + rounding)
+    found = total + total.T
+    found *= _MORE / 2
+    found[places, places] += 2.0**-30 * float(np.trace(total))
+    return found
 
 
 def longest(shape: Floats, functionals: Floats) -> float:
@@ -159,46 +229,38 @@ def norm_of(matrix: Floats, size: float) -> float:
     return math.sqrt(largest(small, trace)) * size * (1 + 2.0**-40)
 
 
-def segment(ends: Floats, lost: float) -> Floats:
-    """Return an ellipsoid around multiples by -1 to 1 of a vector that is off from `ends` [B] by up
-    to `lost`: (v + w)(v + w)ᵀ ≤ (1 + t) v vᵀ + (1 + 1/t) w wᵀ."""
-    size = float(np.linalg.norm(ends)) * _MORE
-    t = lost / size if size > lost else 1.0
-    rounding = np.eye(len(ends)) * (lost * (lost + max(lost, size)) * _MORE)
-    return np.asarray(np.outer(ends, ends) * ((1 + t) * _MORE) + rounding)
-
-
 @dataclass(frozen=True, slots=True)
 class RowSquares:
-    """One row e in the ellipsoid `shape`, with Σ e_k² at most `whole`; `lines` are sums of squares
-    of the rows of the shape."""
+    """One row e in an ellipsoid Q, with Σ e_k² at most `whole`; `squares` are the Q_kl², `total`
+    is their sum."""
 
-    shape: Floats
     whole: float
-    lines: Floats
+    squares: Floats
+    total: float
 
     @staticmethod
     def of(shape: Floats, norm: float) -> RowSquares:
         """Return what an ellipsoid and a norm say of the squares of a row."""
-        shape = shape + _FAINT * np.eye(len(shape))
-        most = largest(shape, float(np.trace(shape)) * _MORE)
-        return RowSquares(shape, min(most, norm**2) * _MORE, (shape**2).sum(axis=-1))
+        most = largest(shape, float(np.trace(shape)) * _MORE) + _FAINT
+        squares, places = shape**2, np.arange(len(shape))
+        squares[places, places] = (np.diagonal(shape) + _FAINT) ** 2
+        return RowSquares(min(most, norm**2) * _MORE, squares, float(squares.sum(axis=-1).sum()))
 
     def root(self, weights: Floats) -> Floats:
         """Return bounds [B] of √(Σ β e²) for weights β ≥ 0 [B, n].
 
-        Q = shape: Σ β e² ≤ c·whole + |√Q diag(β - c) √Q|_F for every c ≥ 0, and the square of this
-        norm is Σ_kl β_k β_l Q_kl² - 2c Σ_kl β_k Q_kl² + c² Σ_kl Q_kl².
+        Σ β e² ≤ c·whole + |√Q diag(β - c) √Q|_F for every c ≥ 0, and the square of this norm is
+        Σ_kl β_k β_l Q_kl² - 2c Σ_kl β_k Q_kl² + c² Σ_kl Q_kl².
         """
         weights = (weights + _FAINT) * _MORE
-        squares, total = weights @ self.shape**2, float(self.lines.sum())
-        both, one = (squares * weights).sum(axis=-1), squares.sum(axis=-1)
+        mixed, total = weights @ self.squares, self.total
+        both, one = np.einsum("bn,bn->b", mixed, weights), mixed.sum(axis=-1)
         least = np.full(len(weights), np.inf)
         if not total > 0:
             return least
         off = np.sqrt(np.maximum(both - one**2 / total, 0.0) / total)
         steep = self.whole / math.sqrt(max(total - self.whole**2, 2.0**-40 * total))
-        lost = gamma(4 * len(self.lines) + 64, UNIT)
+        lost = gamma(4 * len(self.squares) + 64, UNIT)
         for price in (np.maximum(one / total - steep * off, 0.0), np.zeros(len(weights))):
             middle, last = 2 * price * one, price**2 * total
             norm = np.maximum(both - middle + last, 0.0) + lost * (both + middle + last)

@@ -10,10 +10,10 @@ import numpy as np
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, gathered, merged, reads_one_each, units
 from kcdsl_certs.recheck.affine.ellipsoids import (
-    extent_along,
+    Segment,
     largest,
     longest,
-    moved,
+    moved_with_extents,
     rows_of,
     sum_of,
 )
@@ -61,14 +61,19 @@ class Surrounded:
 
     shape: Floats
     each: Floats
-    parts: tuple[Floats, ...]
+    parts: tuple[Floats | Segment, ...]
     rest: float
 
     @property
     def norm(self) -> float:
         """Return a bound of the norm of all functionals."""
-        norms = [math.sqrt(largest(p, float(np.trace(p)) * _MORE)) for p in self.parts]
-        return (sum(norms) + self.rest) * _MORE
+        total = self.rest
+        for part in self.parts:
+            if isinstance(part, Segment):
+                total += math.sqrt(part.largest)
+            else:
+                total += math.sqrt(largest(part, float(np.trace(part)) * _MORE))
+        return total * _MORE
 
 
 def surrounded(tape: Tape, place: int, functionals: Adjoint, floor: int) -> Surrounded:
@@ -77,7 +82,7 @@ def surrounded(tape: Tape, place: int, functionals: Adjoint, floor: int) -> Surr
 
 
 def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int) -> Surrounded:
-    found, parts = _Length(count, single=np.zeros(count)), [np.zeros((count, count))]
+    found, parts = _Length(count, single=np.zeros(count)), list[Floats | Segment]()
     while pending:
         place = max(pending)
         adjoint = pending.pop(place)
@@ -110,20 +115,24 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
             pending[operand] = merged(pending[operand], part) if operand in pending else part
     if found.gram is not None:
         parts.append(found.gram * found.trace)
-    alone = np.eye(count) * found.uncentred**2
-    shape = sum_of([*parts, np.outer(found.centre, found.centre), alone])
+    alone = Segment(found.centre, 0.0, found.uncentred**2)
+    shape = sum_of([*parts, Segment(found.centre, 1.0, 0.0), alone])
     return Surrounded(shape, found.sizes, tuple(parts), found.rest)
 
 
-def _stopped(entry: TapeEntry, adjoint: Adjoint, found: _Length, parts: list[Floats]) -> None:
+def _stopped(
+    entry: TapeEntry, adjoint: Adjoint, found: _Length, parts: list[Floats | Segment]
+) -> None:
     """Take in the error of an entry at which a pass stops, row by row."""
     for row, part in rows_of(adjoint):
+        if not part.values.any():
+            continue
         if row in entry.ellipsoids:
             columns = part.window[-1]
             values = part.values.reshape(part.batch, -1)
-            shape = entry.ellipsoids[row][columns, columns]
-            parts.append(moved(shape, values))
-            found.alone(np.minimum(part.sizes(entry.nearest), extent_along(shape, values)))
+            around, extents = moved_with_extents(entry.ellipsoids[row][columns, columns], values)
+            parts.append(around)
+            found.alone(np.minimum(part.sizes(entry.nearest), extents))
         else:
             found.symbols(part, entry.nearest)
 
@@ -277,6 +286,8 @@ def _descend(
 def _at_floor(entry: TapeEntry, adjoint: Adjoint, found: _Length) -> None:
     """Take in the error of an entry at which a pass stops, by the norms of its rows."""
     for row, part in rows_of(adjoint):
+        if not part.values.any():
+            continue
         if row in entry.ellipsoids:
             columns = part.window[-1]
             values = part.values.reshape(part.batch, -1)
@@ -308,7 +319,7 @@ def _beside(
     adjoint: Adjoint,
     kept: Adjoint,
     found: _Length,
-    parts: list[Floats] | None = None,
+    parts: list[Floats | Segment] | None = None,
 ) -> None:
     """Add what an entry contributes that is not one symbol for each element; ellipsoids to `parts`,
     where these are wanted."""
@@ -340,6 +351,7 @@ def _factored(tape: Tape, place: int, adjoint: Adjoint, floor: int) -> float:
 Row = tuple[int, ...]
 
 _WIDEST = 64  # unit functionals at a time: their windows are cut to the columns they touch
+AT_ONCE = 256  # of an output row, and of a result before its cast, which both read the same
 _LARGEST = 2**24  # doubles in one batch of adjoints of the largest node
 
 

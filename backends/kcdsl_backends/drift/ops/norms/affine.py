@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
-from kcdsl_backends.drift.affine.adjoint import (
-    Adjoint,
-    at,
-    by_rows,
-    image,
-    largest_eigenvalue,
-    quadratic,
-)
-from kcdsl_backends.drift.affine.ellipsoids import line
+from kcdsl_backends.drift.affine.adjoint import Adjoint, at, by_rows, largest_eigenvalue
+from kcdsl_backends.drift.affine.ellipsoids import Line, image, quadratic
 from kcdsl_backends.drift.affine.error_bounds import (
     deviations,
     directions,
@@ -129,15 +122,15 @@ def affine_norm(run: KernelRun, node: Node, *, centred: bool) -> None:
         total = found.flatten(1).sum(-1) * SAFE
         return -total, total
 
-    def around(a: Adjoint) -> list[Tensor]:
-        found = []
+    def around(a: Adjoint) -> list[Tensor | Line]:
+        found = list[Tensor | Line]()
         for direction, sizes in ((steep, along), (g.expand(y.shape), flat)):
             for row, part in by_rows(a):
                 columns, size = slice(*part.window[-1]), float(sizes[row])
                 read, values = direction[row][columns] * size, part.values.flatten(1)
                 if size > 0:
                     lost = gamma(n + 8) * float((values.abs() @ read.abs()).norm()) * SAFE
-                    found.append(line(values @ read, lost))
+                    found.append(Line.near(values @ read, lost))
         return found
 
     extra = loose + steep.abs() * along + g.abs() * flat + centre.abs()
@@ -288,7 +281,7 @@ def _square(tape: Tape, index: int, error_bound: Tensor, *, centred: bool) -> Te
     """Bound mean(δ²) of every row: by the error bound, or by the longest axis of its ellipsoid."""
     square, n = error_bound.square().mean(-1, keepdim=True) * SAFE, error_bound.shape[-1]
     for row, matrix in tape.entries[index].ellipsoids.items():
-        axes = image(matrix, _centring(matrix)) if centred else matrix
+        axes = image(matrix, _centring(matrix))[0] if centred else matrix
         longest = largest_eigenvalue(axes, float(axes.diagonal().sum()) * SAFE)
         square[row] = square[row].clamp_max(longest / n * SAFE)
     return square
