@@ -64,6 +64,9 @@ def test_the_lock_has_what_the_group_names_in_the_versions_of_set_up(repository:
 def test_every_road_to_a_gate_has_the_same_two_lines(repository: Path) -> None:
     """`make wheel`, the action, the jobs and the pages."""
     locked = f"--require-hashes --no-deps -r {LOCK}"
+    count = f"{len(pins(repository / LOCK))} packages"
+    for name in ("README.md", "docs/how-to/ci.md", "CHANGELOG.md"):
+        assert count in (repository / name).read_text(encoding="utf-8"), name
     for name in ("README.md", "docs/how-to/ci.md", "docs/how-to/pipelines.md", "Makefile"):
         assert locked in (repository / name).read_text(encoding="utf-8"), name
     for name in ("action.yml", "contracts.yml", "gitlab-ci.yml"):
