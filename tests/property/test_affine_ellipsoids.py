@@ -214,7 +214,7 @@ def test_sums_images_and_lengths_hold_their_members(seed: int) -> None:
     image, extents = prover.image(tensors[0], torch.from_numpy(matrix))
     both = (
         (
-            checker.sum_of([*shapes, *(checker.Segment(*line) for line in lines)]),
+            checker.sum_of([*shapes, *(checker.RankOne(*line) for line in lines)]),
             theirs[0],
             theirs[1],
             checker.longest(shapes[0], matrix),
@@ -222,7 +222,7 @@ def test_sums_images_and_lengths_hold_their_members(seed: int) -> None:
         ),
         (
             prover.around_sum(
-                [*tensors, *(prover.Line(torch.from_numpy(v), *more) for v, *more in lines)]
+                [*tensors, *(prover.RankOne(torch.from_numpy(v), *more) for v, *more in lines)]
             ).numpy(),
             image.numpy(),
             extents.numpy(),

@@ -9,7 +9,7 @@ import torch
 
 from kcdsl_backends.drift.affine import ellipsoids as prover
 from kcdsl_backends.drift.affine import row_ellipsoids
-from kcdsl_backends.drift.affine.ellipsoids import Line, around_sum
+from kcdsl_backends.drift.affine.ellipsoids import RankOne, around_sum
 from kcdsl_certs.recheck.affine import curves
 from kcdsl_certs.recheck.affine import ellipsoids as checker
 
@@ -92,7 +92,7 @@ def test_factors_and_own_errors_of_a_function_count() -> None:
 def test_ellipsoids_hold_multiples_of_a_vector_and_what_was_lost(lost: float) -> None:
     rng = np.random.default_rng(5)
     ends = rng.standard_normal(N)
-    line, segment = Line.near(torch.from_numpy(ends), lost), checker.Segment.near(ends, lost)
+    line, segment = RankOne.near(torch.from_numpy(ends), lost), checker.RankOne.near(ends, lost)
     whole = around_sum([line]).numpy(), checker.sum_of([segment])
     shapes = (
         *whole,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph
 from kcdsl_backends.drift.affine.adjoint import Adjoint
-from kcdsl_backends.drift.affine.ellipsoids import Line, around_sum
+from kcdsl_backends.drift.affine.ellipsoids import RankOne, around_sum
 from kcdsl_backends.drift.affine.error_bounds import (
     at_once,
     gram_ellipsoid,
@@ -367,7 +367,7 @@ def output_ellipsoids(forms: AffineForms) -> InterfaceEllipsoids | None:
             for run, end, size in zip((forms.train, forms.infer), ends, sizes, strict=True)
         ]
         slip = float(off[row].norm()) * SAFE
-        rest = Line(off[row], 0.0, slip**2)
+        rest = RankOne(off[row], 0.0, slip**2)
         shapes.append(around_sum([*parts, rest]))
     return InterfaceEllipsoids(middle, torch.stack(shapes))
 

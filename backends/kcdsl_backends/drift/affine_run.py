@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node, weight_of
 from kcdsl_backends.drift.affine.adjoint import Adjoint, by_rows
-from kcdsl_backends.drift.affine.ellipsoids import Ellipsoids, Line, around_sum, longest, reached
+from kcdsl_backends.drift.affine.ellipsoids import Ellipsoids, RankOne, around_sum, longest, reached
 from kcdsl_backends.drift.affine.independent import Chance
 from kcdsl_backends.drift.affine.kernel import KernelRun, Private, StoredSpread
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result, stored_format
@@ -175,7 +175,11 @@ def drift_entry(
     slips = 2.0**-51 * reference.abs()  # what the shifts lost is less than around_sum adds
     found: Ellipsoids = {
         (t,): around_sum(
-            [handed.shapes[t], Line(shifts[t]), Line(slips[t], 0.0, float(slips[t].norm()) ** 2)]
+            [
+                handed.shapes[t],
+                RankOne(shifts[t]),
+                RankOne(slips[t], 0.0, float(slips[t].norm()) ** 2),
+            ]
         )
         for t in range(middle.shape[0])
     }

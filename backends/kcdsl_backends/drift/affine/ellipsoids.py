@@ -96,7 +96,7 @@ def _rounding(matrix: Tensor, functionals: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RankOne:
     """The ellipsoid scale·v vᵀ + rest·1, for a vector v [n]."""
 
     values: Tensor
@@ -104,7 +104,7 @@ class Line:
     rest: float = 0.0
 
     @staticmethod
-    def near(values: Tensor, lost: float) -> Line:
+    def near(values: Tensor, lost: float) -> RankOne:
         """Return an ellipsoid around multiples by -1 to 1 of a vector [n] that is within `lost` of
         these values.
 
@@ -113,7 +113,7 @@ class Line:
         """
         length = float(values.norm()) * SAFE
         share = lost / length if length > lost else 1.0
-        return Line(values, (1 + share) * SAFE, lost * (lost + max(lost, length)) * SAFE)
+        return RankOne(values, (1 + share) * SAFE, lost * (lost + max(lost, length)) * SAFE)
 
     @property
     def largest(self) -> float:
@@ -126,21 +126,21 @@ class Line:
         return self.scale * float(self.values.square().sum()) + self.rest * len(self.values)
 
 
-def around_sum(parts: Sequence[Tensor | Line]) -> Tensor:
+def around_sum(parts: Sequence[Tensor | RankOne]) -> Tensor:
     """Return an ellipsoid that holds the sums of members of others: (Σ w) Σ P_k/w_k.
 
     By Cauchy and Schwarz (Σ √q_k)² <= (Σ w) Σ q_k/w_k for all w > 0; w_k = √trace here. The share
     of 2^-30 of the trace is more than what sums of up to 2^22 products lost.
     """
-    traces = [part.trace if isinstance(part, Line) else float(part.trace()) for part in parts]
+    traces = [part.trace if isinstance(part, RankOne) else float(part.trace()) for part in parts]
     weights = [math.sqrt(max(trace, 0.0)) for trace in traces]
-    first = next(part.values if isinstance(part, Line) else part for part in parts)
+    first = next(part.values if isinstance(part, RankOne) else part for part in parts)
     total = first.new_zeros(len(first), len(first))
     for part, weight in zip(parts, weights, strict=True):
         share = sum(weights) / weight if weight > 0 else 0.0
         if share == 0:
             continue
-        if isinstance(part, Line):
+        if isinstance(part, RankOne):
             if part.scale > 0:
                 total.addr_(part.values, part.values, alpha=share * part.scale)
             total.diagonal().add_(share * part.rest)

@@ -22,7 +22,7 @@ from kcdsl_backends.drift.affine.adjoint import (
     square_of,
     whole,
 )
-from kcdsl_backends.drift.affine.ellipsoids import Line, around_sum, image, longest
+from kcdsl_backends.drift.affine.ellipsoids import RankOne, around_sum, image, longest
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.row_sums import RowBound
 from kcdsl_backends.drift.affine.tape import INPUT, Nonlinear, Tape, TapeEntry
@@ -51,7 +51,7 @@ class _Gram:
     loose: Tensor
     trace: float = 0.0
     further: float = 0.0
-    parts: list[Tensor | Line] = field(default_factory=list)
+    parts: list[Tensor | RankOne] = field(default_factory=list)
     single: Tensor | None = None
 
     @staticmethod
@@ -166,7 +166,7 @@ class _Gram:
     def norm(self) -> float:
         together = math.sqrt(self.trace * largest_eigenvalue(self.products, self.trace))
         for part in self.parts:
-            if isinstance(part, Line):
+            if isinstance(part, RankOne):
                 together += math.sqrt(part.largest)
             else:
                 size = float(part.diagonal().sum()) * (1 + 2.0**-30)
@@ -182,8 +182,8 @@ class _Gram:
     def ellipsoid(self) -> Tensor:
         """Return an ellipsoid [B, B] around the functionals."""
         rest = float(self.loose.norm()) + self.further
-        own, alone = self.trace * self.products, Line(self.middle, 0.0, rest**2)
-        return around_sum([*self.parts, own, Line(self.middle), alone])
+        own, alone = self.trace * self.products, RankOne(self.middle, 0.0, rest**2)
+        return around_sum([*self.parts, own, RankOne(self.middle), alone])
 
 
 def gram_norm(tape: Tape, index: int, functionals: Adjoint, floor: int = INPUT) -> float:

@@ -12,7 +12,7 @@ from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import Row
 from kcdsl_backends.drift.affine.ellipsoids import (
     Energy,
-    Line,
+    RankOne,
     RowEnergies,
     around_sum,
     product_of,
@@ -84,7 +84,7 @@ class LinearImage:
         by_length = math.sqrt(float(self.products.trace())) * length
         if (by_length + own * math.sqrt(len(matrix))) ** 2 >= float(matrix.trace()):
             return Energy.of(matrix, norm)  # whose trace is less than that of the other
-        rest = Line(self.own[row], 0.0, own**2)
+        rest = RankOne(self.own[row], 0.0, own**2)
         ball = around_sum([self.products * (length**2 * SAFE), rest])
         return Energy.of(ball, norm)
 

@@ -29,7 +29,13 @@ from kcdsl_backends.drift.affine.adjoint import (
     square_of,
 )
 from kcdsl_backends.drift.affine.cases import Cases, Ends, Together
-from kcdsl_backends.drift.affine.ellipsoids import Ellipsoids, Line, RowEnergies, quadratic, reached
+from kcdsl_backends.drift.affine.ellipsoids import (
+    Ellipsoids,
+    RankOne,
+    RowEnergies,
+    quadratic,
+    reached,
+)
 from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings
 from kcdsl_backends.drift.affine.row_sums import BoundedRows, RowSums
 from kcdsl_backends.drift.boxes import SAFE, gamma
@@ -62,7 +68,7 @@ class Nonlinear:
 
     between: Callable[[Adjoint], tuple[Tensor, Tensor]]
     norm: Callable[[Adjoint], float] | None = None
-    around: Callable[[Adjoint], list[Tensor | Line]] | None = None
+    around: Callable[[Adjoint], list[Tensor | RankOne]] | None = None
 
     def together(self, adjoint: Adjoint) -> float:
         """Bound the Euclidean norm of what is added to the functionals."""

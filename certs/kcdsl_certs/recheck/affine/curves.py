@@ -15,9 +15,9 @@ from kcdsl_certs.recheck.affine import reverse_passes
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, reads_one_each, units
 from kcdsl_certs.recheck.affine.before_casts import LARGEST
 from kcdsl_certs.recheck.affine.ellipsoids import (
+    RankOne,
     Row,
     RowSquares,
-    Segment,
     Squares,
     largest,
     longest,
@@ -120,7 +120,7 @@ def symbol(walk: Walk, held: Held, middle: Floats, half: Floats, reference: Floa
     rounded = 2.0**-51 * np.abs(reference)  # what centres - middle lost is a share of sum_of
     found: dict[Row, Floats] = {}
     for row, (shift, slip) in enumerate(zip(centres - middle, rounded, strict=True)):
-        found[(row,)] = sum_of([shapes[row], Segment(shift, 1.0, 0.0), ball(slip)])
+        found[(row,)] = sum_of([shapes[row], RankOne(shift, 1.0, 0.0), ball(slip)])
 
     def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
         size = reached(found, half, adjoint)
@@ -209,7 +209,7 @@ class _Image:
         """Return an ellipsoid around a row, a bound of its norm, and bounds of its elements."""
         length, rest = float(self.lengths[row][0]), self.rest[row]
         own = float(np.linalg.norm(rest)) * _MORE + TINY
-        rounding = Segment(rest, 0.0, own**2)
+        rounding = RankOne(rest, 0.0, own**2)
         shape = sum_of([self.square * (length**2 * _MORE), rounding])
         elements = raised(np.sqrt(np.diagonal(self.square)) * length * _MORE + rest) + TINY
         return shape, (self.stretch * length + own) * _MORE, elements

@@ -132,7 +132,7 @@ def _lost(shape: Floats, functionals: Floats) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class RankOne:
     """The ellipsoid scale·e eᵀ + rest·1 of the vector `ends`, e [n]."""
 
     ends: Floats
@@ -140,12 +140,12 @@ class Segment:
     rest: float
 
     @staticmethod
-    def near(ends: Floats, lost: float) -> Segment:
+    def near(ends: Floats, lost: float) -> RankOne:
         """Return an ellipsoid around multiples by -1 to 1 of a vector that is off from `ends` by up
         to `lost`: (v + w)(v + w)ᵀ ≤ (1 + t) v vᵀ + (1 + 1/t) w wᵀ."""
         size = float(np.linalg.norm(ends)) * _MORE
         t = lost / size if size > lost else 1.0
-        return Segment(ends, (1 + t) * _MORE, lost * (lost + max(lost, size)) * _MORE)
+        return RankOne(ends, (1 + t) * _MORE, lost * (lost + max(lost, size)) * _MORE)
 
     @property
     def largest(self) -> float:
@@ -158,16 +158,16 @@ class Segment:
         return self.scale * float((self.ends**2).sum()) + self.rest * len(self.ends)
 
 
-def sum_of(parts: Sequence[Floats | Segment]) -> Floats:
+def sum_of(parts: Sequence[Floats | RankOne]) -> Floats:
     """Return an ellipsoid around sums of members: (Σ w) Σ P_k/w_k, w_k = √trace(P_k)."""
-    traces = [part.trace if isinstance(part, Segment) else float(np.trace(part)) for part in parts]
+    traces = [part.trace if isinstance(part, RankOne) else float(np.trace(part)) for part in parts]
     roots = [math.sqrt(max(trace, 0.0)) for trace in traces]
-    n = len(parts[0].ends if isinstance(parts[0], Segment) else parts[0])
+    n = len(parts[0].ends if isinstance(parts[0], RankOne) else parts[0])
     total, whole, places = np.zeros((n, n)), sum(roots), np.arange(n)
     for part, root in zip(parts, roots, strict=True):
         if root == 0:
             continue
-        if isinstance(part, Segment):
+        if isinstance(part, RankOne):
             if part.scale > 0:
                 total += np.outer(whole / root * part.scale * part.ends, part.ends)
             total[places, places] += whole / root * part.rest

@@ -10,7 +10,7 @@ import numpy as np
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, gathered, merged, reads_one_each, units
 from kcdsl_certs.recheck.affine.ellipsoids import (
-    Segment,
+    RankOne,
     largest,
     longest,
     moved_with_extents,
@@ -61,7 +61,7 @@ class Surrounded:
 
     shape: Floats
     each: Floats
-    parts: tuple[Floats | Segment, ...]
+    parts: tuple[Floats | RankOne, ...]
     rest: float
 
     @property
@@ -69,7 +69,7 @@ class Surrounded:
         """Return a bound of the norm of all functionals."""
         total = self.rest
         for part in self.parts:
-            if isinstance(part, Segment):
+            if isinstance(part, RankOne):
                 total += math.sqrt(part.largest)
             else:
                 total += math.sqrt(largest(part, float(np.trace(part)) * _MORE))
@@ -82,7 +82,7 @@ def surrounded(tape: Tape, place: int, functionals: Adjoint, floor: int) -> Surr
 
 
 def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int) -> Surrounded:
-    found, parts = _Length(count, single=np.zeros(count)), list[Floats | Segment]()
+    found, parts = _Length(count, single=np.zeros(count)), list[Floats | RankOne]()
     while pending:
         place = max(pending)
         adjoint = pending.pop(place)
@@ -115,13 +115,13 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
             pending[operand] = merged(pending[operand], part) if operand in pending else part
     if found.gram is not None:
         parts.append(found.gram * found.trace)
-    alone = Segment(found.centre, 0.0, found.uncentred**2)
-    shape = sum_of([*parts, Segment(found.centre, 1.0, 0.0), alone])
+    alone = RankOne(found.centre, 0.0, found.uncentred**2)
+    shape = sum_of([*parts, RankOne(found.centre, 1.0, 0.0), alone])
     return Surrounded(shape, found.sizes, tuple(parts), found.rest)
 
 
 def _stopped(
-    entry: TapeEntry, adjoint: Adjoint, found: _Length, parts: list[Floats | Segment]
+    entry: TapeEntry, adjoint: Adjoint, found: _Length, parts: list[Floats | RankOne]
 ) -> None:
     """Take in the error of an entry at which a pass stops, row by row."""
     for row, part in rows_of(adjoint):
@@ -319,7 +319,7 @@ def _beside(
     adjoint: Adjoint,
     kept: Adjoint,
     found: _Length,
-    parts: list[Floats | Segment] | None = None,
+    parts: list[Floats | RankOne] | None = None,
 ) -> None:
     """Add what an entry contributes that is not one symbol for each element; ellipsoids to `parts`,
     where these are wanted."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import Adjoint, at, by_rows, largest_eigenvalue
-from kcdsl_backends.drift.affine.ellipsoids import Line, image, quadratic
+from kcdsl_backends.drift.affine.ellipsoids import RankOne, image, quadratic
 from kcdsl_backends.drift.affine.error_bounds import (
     deviations,
     directions,
@@ -122,15 +122,15 @@ def affine_norm(run: KernelRun, node: Node, *, centred: bool) -> None:
         total = found.flatten(1).sum(-1) * SAFE
         return -total, total
 
-    def around(a: Adjoint) -> list[Tensor | Line]:
-        found = list[Tensor | Line]()
+    def around(a: Adjoint) -> list[Tensor | RankOne]:
+        found = list[Tensor | RankOne]()
         for direction, sizes in ((steep, along), (g.expand(y.shape), flat)):
             for row, part in by_rows(a):
                 columns, size = slice(*part.window[-1]), float(sizes[row])
                 read, values = direction[row][columns] * size, part.values.flatten(1)
                 if size > 0:
                     lost = gamma(n + 8) * float((values.abs() @ read.abs()).norm()) * SAFE
-                    found.append(Line.near(values @ read, lost))
+                    found.append(RankOne.near(values @ read, lost))
         return found
 
     extra = loose + steep.abs() * along + g.abs() * flat + centre.abs()
