@@ -396,6 +396,4 @@ def moment_of(text: str | None) -> datetime:
     try:
         return parse_time(text)
     except Rejected as error:
-        raise refuse(
-            BAD_TIME, f"--at: {error.detail}", help="write it as 2026-11-30T12:00:00Z"
-        ) from error
+        raise refuse(BAD_TIME, f"--at: {error.detail}") from error
