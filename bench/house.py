@@ -26,7 +26,7 @@ import time
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -128,15 +128,27 @@ def _first_tier() -> Figure:
 
 def measure(code: Code) -> Measured:
     """Return all figures of a tree."""
+    found = structure(code)
+    return replace(found, values={**size(code), **found.values})
+
+
+def size(code: Code) -> dict[str, int]:
+    """Return how many files and lines a tree has, of each folder too."""
     values: dict[str, int] = {}
-    remarks: dict[str, str] = {}
     sizes = {"files": lambda m: 1, "lines": lambda m: len(m.text.splitlines())}
-    for name, size in {**sizes, "lines of code": code_lines}.items():
+    for name, lines in {**sizes, "lines of code": code_lines}.items():
         by_folder = Counter[str]()
         for module in code.product:
-            by_folder[module.path.split("/")[0]] += size(module)
+            by_folder[module.path.split("/")[0]] += lines(module)
         values[name] = by_folder.total()
         values |= {f"{name}: {folder}": by_folder[folder] for folder in FOLDERS}
+    return values
+
+
+def structure(code: Code) -> Measured:
+    """Return the figures of folders, imports, names and unused definitions."""
+    values: dict[str, int] = {}
+    remarks: dict[str, str] = {}
     folders = Counter(m.folder for m in code.product if not m.path.endswith("/__init__.py"))
     remarks["largest folder"], values["largest folder"] = folders.most_common(1)[0]
 

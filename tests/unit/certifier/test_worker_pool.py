@@ -101,6 +101,7 @@ def test_the_first_refusal_counts(context: WorkerContext, jobs: int) -> None:
     assert (diagnostic.code.id, diagnostic.help) == ("KC467", "take bfloat16")
 
 
+@pytest.mark.full
 def test_a_defect_names_its_exception_and_trace(context: WorkerContext, pair: WorkerPool) -> None:
     for pool in (WorkerPool(context, Execution(jobs=1)), pair):
         with pytest.raises(TaskFailed, match="ValueError: planted") as caught:

@@ -86,6 +86,7 @@ def test_hand_written_parts_become_single_operations(own_model: Model) -> None:
     assert "silu" in ops(block_graph(own_model, "mlp_0", 4))
 
 
+@pytest.mark.full
 def test_parameters_carry_their_checkpoint_key(tiny_llama: Model, own_model: Model) -> None:
     assert block_graph(tiny_llama, "head", 3).parameters == ("model.embed_tokens.weight",)
     whole = block_graph(own_model, "model", 3, [1, 2, 3])

@@ -159,6 +159,7 @@ def test_both_programs_refuse_what_says_other_weights(
         read_served(place, {key}).matrix(key)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("part", ["scale", "zero_point"])
 def test_the_checker_refuses_factors_of_one_output_for_all(folder: Path, part: str) -> None:
     """Numpy would take the factors of one output for every other one."""
