@@ -60,14 +60,23 @@ def replacement(span: Span, text: str, safe: bool = False) -> Fix:
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    """Return the allowed name that `name` most probably means, or None."""
+    """Return the allowed name that `name` most probably means, or None.
+
+    A name with one or two letters changed is a slip of the pen. Of others, one with the same first
+    word comes before one with the same last word: `kl_divergence` is `kl`.
+    """
     names = list(allowed)
     for candidate in names:
         if candidate.lower() == name.lower():
             return candidate
     from difflib import get_close_matches
 
-    close = get_close_matches(name, names, n=1, cutoff=0.6)
+    close = get_close_matches(name, names, n=1, cutoff=0.85)
+    first, *more = name.split("_")
+    if not close and more:
+        alike = [candidate for candidate in names if candidate.split("_")[0] == first]
+        close = [first] if first in alike else get_close_matches(name, alike, n=1, cutoff=0.0)
+    close = close or get_close_matches(name, names, n=1, cutoff=0.6)
     return close[0] if close else None
 
 

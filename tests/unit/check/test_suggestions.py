@@ -365,3 +365,18 @@ def test_each_listed_value_is_the_nearest_to_its_misspelling() -> None:
         names = [value for value in allowed if isinstance(value, str) and len(value) > 4]
         for name in names:
             assert nearest(misspelt(name), names) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("kl_divergence", "kl"),
+        ("top1_agreement", "top1_overlap"),
+        ("router_agreemnt", "router_agreement"),
+        ("greedy_divergence_stp", "greedy_divergence_step"),
+        ("unheard_of", None),
+    ],
+)
+def test_the_first_word_counts_more_than_the_last(name: str, meant: str | None) -> None:
+    names = ("greedy_divergence_step", "kl", "reverse_kl", "router_agreement", "top1_overlap")
+    assert nearest(name, names) == meant
