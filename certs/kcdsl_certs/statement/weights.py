@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kcdsl_certs.encoding import onnx
 from kcdsl_certs.encoding.files import open_regular, shown
 from kcdsl_certs.encoding.rejected import Rejected
 
@@ -79,6 +78,8 @@ def read_onnx(path: Path) -> tuple[bytes, dict[str, OnnxTensor]]:
 
     Raises Rejected `checkpoint/format` for what is none; OSError where it cannot be read.
     """
+    from kcdsl_certs.encoding import onnx
+
     with open_regular(path, "checkpoint/special-file", links=False) as file:
         data = file.read(onnx.LARGEST + 1)
     if len(data) > onnx.LARGEST:

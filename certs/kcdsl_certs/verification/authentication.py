@@ -17,7 +17,6 @@ from kcdsl_certs.statement import (
     STATEMENT_TYPE,
     Statement,
     certificate_id,
-    parse_head,
     parse_statement,
 )
 from kcdsl_certs.verification.report import Log, Stop
@@ -157,4 +156,6 @@ def allowed(keys: tuple[TrustedKey, ...], kind: str, threshold: int) -> tuple[Tr
 
 def authentic_head(bundle: bytes, trusted: TrustPolicy, moment: datetime) -> RegisterHead:
     """Return the head of a register in a bundle; raises Rejected unless trusted keys signed it."""
+    from kcdsl_certs.statement import parse_head
+
     return parse_head(authentic(bundle, trusted, moment, (REGISTER_HEAD_TYPE,)).statement)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import strict_load
@@ -30,12 +31,10 @@ from kcdsl_certs.statement import (
     TRANSFER_TYPE,
     Predicate,
     Statement,
-    Transfer,
     Verdict,
     certificate_id,
     parse_predicate,
     parse_statement,
-    parse_transfer,
 )
 from kcdsl_certs.verification.coverage import check_results, refuse_stray
 from kcdsl_certs.verification.proofs import StepOutcome
@@ -58,6 +57,9 @@ from kcdsl_certs.verification.verify import (
     read_signed,
     refuse_unstated,
 )
+
+if TYPE_CHECKING:
+    from kcdsl_certs.statement import Transfer
 
 NEEDS_ARTEFACTS = "step/needs-artefacts"
 """Why a step is not run that compares with the contract, the weights, the kernels or files."""
@@ -124,7 +126,7 @@ def inspect(
         _examine(log, state, body, rules, moment, stage)
     envelope, statement = _opened(bundle, state)
     body, stated = _content(statement, state)
-    steps = TRANSFER_STEPS if isinstance(body, Transfer) else STEPS
+    steps = STEPS if body is None or isinstance(body, Predicate) else TRANSFER_STEPS
     return Inspection(
         _with_rest(log, steps, stopped=authentic is False),
         authentic,
@@ -285,6 +287,8 @@ def _content(
 def _parsed(statement: Statement) -> tuple[Predicate | None, Transfer | None, Verdict | None]:
     """Return the body of a statement by its type; raises Rejected."""
     if statement.predicate_type == TRANSFER_TYPE:
+        from kcdsl_certs.statement import parse_transfer
+
         return None, parse_transfer(statement.predicate), None
     if statement.predicate_type != PREDICATE_TYPE:
         raise Rejected("statement/predicate-type", f"predicateType is {statement.predicate_type!r}")

@@ -25,7 +25,6 @@ from kcdsl_certs.statement import (
     certificate_id,
     differences,
     parse_predicate,
-    parse_transfer,
     relaxed,
     states,
 )
@@ -192,6 +191,8 @@ def _statement_type(state: CheckState, statement: Statement, threshold: int) -> 
     kind = statement.predicate_type
     state.signed_by = allowed(state.signed_by, kind, threshold)
     if kind == TRANSFER_TYPE:
+        from kcdsl_certs.statement import parse_transfer
+
         state.transfer = parse_transfer(statement.predicate)
         return kind
     if kind != PREDICATE_TYPE:
