@@ -130,13 +130,10 @@ def pull(
             help="attach one: kcdsl attach CERT HOST/NAME@sha256:DIGEST",
         )
     signed = [each for each in found if each.identity]
-    bodies = [each.body for each in signed if isinstance(each.body, Predicate)]
-    gone = {body.supersedes for body in bodies}
-    kept = [
-        each
-        for each in signed
-        if each.identity not in gone and not any(_is_anew(body, each.body) for body in bodies)
-    ]
+    gone = {each.body.supersedes for each in signed if isinstance(each.body, Predicate)}
+    left = [each for each in signed if each.identity not in gone]
+    bodies = [each.body for each in left if isinstance(each.body, Predicate)]
+    kept = [each for each in left if not any(_is_anew(body, each.body) for body in bodies)]
     if any(each.body is not None and each.body.stage == stage for each in kept):
         kept = [each for each in kept if each.body is None or each.body.stage == stage]
     return kept or found

@@ -403,6 +403,21 @@ def test_a_failure_counts_until_all_of_it_is_stated_anew(
     assert "clause/" in ran.stdout
 
 
+def test_a_superseded_certificate_states_nothing_anew(
+    plain: FakeRegistry, attach: Any, check: Any, issued: Any
+) -> None:
+    """Else a failure would be gone, and nothing that is left would say how it ended."""
+    image = plain.image()
+    assert attach(image, issued(LATER, failed=True)).code == 0
+    whole = issued(LATEST)
+    assert attach(image, whole).code == 0
+    assert check(image).code == 0
+    gone = certificate_id(decode(parse_bundle(whole.read_bytes())).payload)
+    less = issued(LATEST + 1, part=slice(1, None), supersedes=gone)
+    assert attach(image, less).code == 0
+    assert check(image).code == 4
+
+
 def test_a_strangers_certificate_states_nothing_anew(
     plain: FakeRegistry, attach: Any, check: Any, issued: Any
 ) -> None:
