@@ -382,6 +382,8 @@ def read_certificate(path: Path) -> bytes:
 
 def _is_statement(data: bytes) -> bool:
     """Say whether data are the statement of a certificate, without its signatures."""
+    if b'"_type"' not in data:  # of a certificate it is within base64
+        return False
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
