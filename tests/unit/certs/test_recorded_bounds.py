@@ -18,7 +18,7 @@ from tests.support.recorded_bounds import PROOFS, derived, recorded
 TOLERANCE = {"coarse": 1e-7, "fine": 1e-3}
 
 
-PARTS = ("coarse", "faint", pytest.param("fine", marks=pytest.mark.full))
+PARTS = ("coarse", "faint", "fine")
 """Proofs of coarse kernels, of float64 kernels at faint inputs, and of these elsewhere."""
 
 
