@@ -48,6 +48,7 @@ CLAUSES = {
     "FAILED": "{require: failure_rate <= 5%, evidence: sample, level: L1}",
     "SAME": "{require: determinism >= 90%, evidence: sample, level: L1}",
     "SPEED": "{require: throughput >= 9 tok/s, budget: 10% of windows, level: L1}",
+    "RATE": "{require: throughput >= 9 tok/s, level: L1}",
     "PEAK": "{require: peak_memory <= 9 GiB, budget: 10% of windows, level: L1}",
     "EXACT": "{require: mean(kl) == 0, evidence: sample, level: L1}",
     "SIZE": "{require: abs(mean(log_ratio)) <= 1e-2, level: L1}",
@@ -97,7 +98,7 @@ def test_every_clause_on_every_slice(write: Write, planned: Any) -> None:
     states = {name: row["state"] for name, row in found.items() if name}
     assert states == {
         "P99 all": "enough", "P99 long": "too_few", "MAX all": "never", "SOFT all": "enough",
-        "WINDOWS all": "too_few", "MEAN all": "unknown", "LATENCY all": "unknown",
+        "WINDOWS all": "too_few", "MEAN all": "unknown", "LATENCY all": "enough",
         "CENSUS all": "census", "CENSUS none": "too_few", "TRACE all": "census",
         "GAP all": "unknown", "NOISY all": "never",
     }  # fmt: skip
@@ -114,7 +115,8 @@ def test_every_clause_on_every_slice(write: Write, planned: Any) -> None:
     assert found["MAX all"]["without_any"] is None
     assert "proof or a census" in found["MAX all"]["note"]
     latency = found["LATENCY all"]
-    assert (latency["have"], latency["unit"], latency["without_any"]) == (None, "timed runs", 59)
+    assert (latency["have"], latency["unit"], latency["without_any"]) == (300, "requests", 59)
+    assert latency["note"] == "a request counts once, however often it is timed"
     assert found["TRACE all"]["unit"] == "records"
     assert list(found[""]["elsewhere"]) == ["PROVED"]
 
@@ -179,7 +181,7 @@ def test_the_printed_plan(cli: Any, write: Write) -> None:
     assert max(map(len, ran.stdout.splitlines())) <= 100
     assert "held if at most 0 of 300 requests are beyond" in ran.stdout
     assert "199 more requests, none of them beyond, would show it" in ran.stdout
-    assert "4 of 12 rows can be shown with what there is" in ran.stdout
+    assert "5 of 12 rows can be shown with what there is" in ran.stdout
     assert "not measured: PROVED: demands proof" in ran.stdout
     looks = cli("plan", "--looks", "5", cwd=write(300)).stdout
     assert "95 % for each clause over 5 looks together" in looks
@@ -194,14 +196,21 @@ def test_one_slice(write: Write, planned: Any, cli: Any) -> None:
     assert "long" in ran.stderr
 
 
-def test_windows_of_times_wait_for_runs_and_some_metrics_have_none(
+def test_windows_of_times_are_of_requests_and_some_metrics_have_none(
     write: Write, planned: Any
 ) -> None:
     found = planned(write(320, "SPEED", "PEAK"))
-    assert (found["SPEED all"]["have"], found["SPEED all"]["without_any"]) == (None, 29)
-    assert found["SPEED all"]["note"] == "as many runs as the time allows"
+    assert (found["SPEED all"]["have"], found["SPEED all"]["without_any"]) == (20, 29)
     assert found["PEAK all"]["state"] == "never"
     assert found["PEAK all"]["note"] == "one window by itself has no peak_memory"
+
+
+@pytest.mark.parametrize(("rows", "state"), [(19, "too_few"), (20, "unknown")])
+def test_throughput_takes_as_many_requests_as_a_mean(
+    write: Write, planned: Any, rows: int, state: str
+) -> None:
+    found = planned(write(rows, "RATE"))["RATE all"]
+    assert (found["state"], found["have"]) == (state, rows)
 
 
 def test_shares_of_requests_are_planned_like_budgets(write: Write, planned: Any) -> None:
@@ -272,7 +281,8 @@ def test_a_trace_as_prior(write: Write, planned: Any) -> None:
     assert soft["threshold"] == sorted(values)[200 - 5 - 1]
     assert found["P99 all"]["prior"]["threshold"] is None
     assert found["P99 all"]["prior"]["needed"] is None
-    assert found["LATENCY all"]["prior"]["n"] == 400
+    latency = found["LATENCY all"]["prior"]  # each request was timed twice
+    assert (latency["n"], latency["k"], latency["threshold"]) == (200, 0, 0.5)
     assert found["WINDOWS all"]["prior"] is None
     mean = found["MEAN all"]
     assert mean["prior"]["value"] == pytest.approx(sum(values) / 200)

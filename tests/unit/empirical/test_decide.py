@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -292,24 +293,33 @@ def test_times_and_sampled_tokens_are_never_a_census(lab: Any) -> None:
     assert found.evidence == "sample"
 
 
-def test_latency_is_counted_in_timed_runs(lab: Any) -> None:
-    runs = tuple(SamplingUnit("a", 10, {"latency": np.array([0.001 * i])}) for i in range(1, 101))
-    data = SliceData("all", (SamplingUnit("a", 10),), runs)
+def test_latency_is_counted_in_requests(lab: Any) -> None:
+    data = SliceData("all", (), _timed_twice([0.001 * i for i in range(1, 101)]))
     term = lab.statistic("quantile", "latency", "95/100")
     found = decided(lab, lab.clause(term, limit="1/10"), data)
     assert isinstance(found.verdict, Held)
-    assert (found.value, found.high, found.counted) == (0.095, 0.099, "timed runs")
+    assert (found.value, found.high, found.counted) == (0.095, 0.099, "requests")
     assert isinstance(decided(lab, lab.clause(term, limit="97/1000"), data).verdict, Inconclusive)
     speed = decided(lab, lab.clause(lab.statistic("aggregate", "throughput"), ">=", "100"), data)
     assert isinstance(speed.verdict, Held)
     assert speed.value == pytest.approx(1000 / 5.05)
 
 
-def test_a_lost_timing_never_passes(lab: Any) -> None:
-    runs = tuple(
-        SamplingUnit("a", 10, {"latency": np.array([t])}) for t in [0.01] * 99 + [math.nan]
+def _timed_twice(seconds: list[float]) -> tuple[SamplingUnit, ...]:
+    """Return two runs of each request, in rounds."""
+    return tuple(
+        SamplingUnit(f"r{i}", 10, {"latency": np.array([found])})
+        for _ in range(2)
+        for i, found in enumerate(seconds)
     )
-    data = SliceData("all", (SamplingUnit("a", 10),), runs)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 98, 99])
+def test_a_lost_timing_never_passes(lab: Any, lost: int) -> None:
+    """Whichever of the two runs stands for its request."""
+    runs = list(_timed_twice([0.01] * 50))
+    runs[lost] = replace(runs[lost], values={"latency": np.array([math.nan])})
+    data = SliceData("all", (), tuple(runs))
     for term, op, limit in (
         (lab.statistic("quantile", "latency", "1/2"), "<=", "1"),
         (lab.statistic("aggregate", "throughput"), ">=", "1"),

@@ -255,8 +255,12 @@ def test_repeated_evaluation_of_growing_data(lab: Any) -> None:
 
 
 def _timed(seconds: Sequence[float]) -> SliceData:
-    runs = tuple(SamplingUnit("a", 1, {"latency": np.array([s])}) for s in seconds)
-    return SliceData("all", (SamplingUnit("a", 1),), runs)
+    keys = [f"r{i}" for i in range(len(seconds))]
+    runs = tuple(
+        SamplingUnit(key, 1, {"latency": np.array([s])})
+        for key, s in zip(keys, seconds, strict=True)
+    )
+    return SliceData("all", tuple(SamplingUnit(key, 1) for key in keys), runs)
 
 
 def _of_times(lab: Any) -> tuple[Clause, ...]:
@@ -292,8 +296,15 @@ def test_times_of_every_look_are_a_sample_of_its_own(lab: Any) -> None:
 
 
 def test_one_run_beyond_a_maximum_is_a_violation_at_any_look(lab: Any) -> None:
+    """Whichever run stands for its request in counts."""
     clause = lab.clause(lab.statistic("max", "latency"), family=Family.RUNTIME)
-    assert verdict_name(decided(lab, clause, _timed([0.5] * 9 + [2.0]), None).verdict) == "violated"
+    for slow in range(9):
+        data = _timed([0.5] * 9)
+        again = [2.0 if i == slow else 0.5 for i in range(9)]
+        row = decided(lab, clause, replace(data, runs=(*data.runs, *_timed(again).runs)), None)
+        assert verdict_name(row.verdict) == "violated"
+        assert row.exceedance is not None
+        assert (row.value, row.exceedance.k, row.exceedance.n) == (2.0, 1, 9)
     row = decided(lab, clause, _timed([0.5] * 9), None)
     assert isinstance(row.verdict, Inconclusive)
 

@@ -212,7 +212,7 @@ class KernelSource:
     def _timing(self, clauses: Sequence[Clause], progress: Progress) -> Timing:
         context, kernel = self.context, self.context.infer
         timed = [clause for clause in clauses if is_runtime(clause)]
-        chosen, rounds = timing.chosen_rounds(timed, context.slices, context.looks)
+        chosen, rounds = timing.chosen_rounds(timed, context.slices)
         if not chosen:
             return Timing()
         return timing.time_requests(

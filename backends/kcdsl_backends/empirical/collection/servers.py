@@ -149,7 +149,7 @@ class ServerSource:
     ) -> Timing:
         server, seed = self.server, self.context.seed
         timed = [clause for clause in clauses if is_runtime(clause)]
-        chosen, rounds = timing.chosen_rounds(timed, slices, self.context.looks)
+        chosen, rounds = timing.chosen_rounds(timed, slices)
         if not chosen:
             return Timing()
         silent = 0

@@ -2,8 +2,9 @@
 
 Percentiles and exceedance count requests: the tokens of a request are represented by their worst
 value, the largest for an upper bound and the smallest for a lower one; where a sign decides which
-of them harms, both are tried. Means weigh every token the same; their limits resample whole
-requests. Metrics that are one number of a slice are formed from all its requests.
+of them harms, both are tried. The timed runs of a request are represented by one of them. Means
+weigh every token, or run, the same; their limits resample whole requests. Metrics that are one
+number of a slice are formed from all its requests.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from kcdsl.metrics.definition import CACHE
 from kcdsl_backends.empirical.decide.values import (
     Side,
     column_of,
+    extreme_of_requests,
     recorded,
+    request_values,
     token_sums,
     unit_values,
-    units_of,
     value_range,
     worst_of_units,
 )
@@ -157,7 +159,8 @@ def _statistic(
     if kind == "rate":
         return rate_of(of, data, settings)
     tail = _TAILS.get(kind, side)
-    worst = estimates.check_values(worst_of_units(of, data, tail), name)
+    values = extreme_of_requests if kind in _TAILS else worst_of_units
+    worst = estimates.check_values(values(of, data, tail), name)
     match kind:
         case "max":
             return rates.largest(worst)
@@ -246,7 +249,7 @@ def rate_of(of: Term, data: SliceData, settings: Settings) -> Estimate:
         sums, sizes = token_sums(of, data)
         binary = not column_of(of, data.reduced).fractions.any()
     else:
-        values = unit_values(of, units_of(of, data), data.measures)
+        values = request_values(of, data)
         every = estimates.check_values(np.concatenate(values) if values else [], term_text(of))
         sums, sizes = np.array([v.sum() for v in values]), np.array([v.size for v in values])
         binary = bool(np.isin(every, (0.0, 1.0)).all())
@@ -286,7 +289,8 @@ def slice_metric(metric: Metric, data: SliceData, settings: Settings) -> Estimat
             if data.peak_memory is None:
                 raise NotMeasurable("peak_memory: not measured")
             value = estimates.check_values([data.peak_memory], "peak_memory")
-            return Estimate(float(value[0]), None, None, max(1, len(data.runs)), "maximum")
+            timed = len({run.key for run in data.runs})
+            return Estimate(float(value[0]), None, None, max(1, timed), "maximum")
         case "failure_rate":
             failed = sum(unit.failure is not None for unit in data.requests)
             return rates.proportion(failed, len(data.requests), settings.confidence)
@@ -401,10 +405,15 @@ def _throughput(data: SliceData, settings: Settings) -> Estimate:
     """Return tokens per second; its limits are those of the seconds per token, inverted.
 
     A single stalled run stretches the seconds per token upwards without end, and so the limits of
-    their inverse towards zero, but never to zero or below.
+    their inverse towards zero, but never to zero or below. The runs of a request are drawn
+    together.
     """
-    seconds = [float(v[0]) for v in unit_values(Metric("latency"), data.runs, data.measures)]
-    tokens = [float(run.tokens) for run in data.runs]
+    every = unit_values(Metric("latency"), data.runs, data.measures)
+    own: dict[str, list[tuple[float, int]]] = {}
+    for run, latency in zip(data.runs, every, strict=True):
+        own.setdefault(run.key, []).append((float(latency[0]), run.tokens))
+    seconds = [math.fsum(second for second, _ in runs) for runs in own.values()]
+    tokens = [math.fsum(count for _, count in runs) for runs in own.values()]
     slow = bootstrap.clustered_ratio(
         seconds,
         tokens,

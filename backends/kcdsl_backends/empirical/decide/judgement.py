@@ -29,9 +29,11 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
+from kcdsl_backends.empirical.decide.repeats import by_request, with_drawn_runs
 from kcdsl_backends.empirical.decide.values import (
     Side,
     beyond_of,
+    counted_units,
     unit_values,
     value_range,
     worst_request,
@@ -48,6 +50,7 @@ from kcdsl_backends.empirical.statistics.estimates import (
 from kcdsl_backends.empirical.table.evidence import Reduced, SamplingUnit, SliceData
 from kcdsl_backends.empirical.table.requirements import (
     NO_WINDOW_HAS,
+    allowed_rate,
     main_comparison,
     metrics_of,
     statistic_count,
@@ -141,7 +144,7 @@ class Judge:
         """Return the judge of some units alone, with their trace records: exact values, no
         limits."""
         requests, timed = ((), units) if runs else (units, ())
-        data = replace(self.data, requests=requests, runs=timed, records=tuple(records))
+        data = replace(self.data, requests=requests, runs=timed, drawn=None, records=tuple(records))
         return Judge(data, Settings(self.settings.seed, None), sample=False)
 
     def beyond(
@@ -170,6 +173,8 @@ def judge_for(clause: Clause, data: SliceData, seed: int, confidence: Confidence
     share = None if confidence is None else confidence.divided(statistic_count(clause.require))
     sample = evidence_kind(clause, data) is EvidenceKind.SAMPLE
     population = clause.evidence is EvidenceKind.SAMPLE
+    if sample:
+        data = with_drawn_runs(data)
     return Judge(data, Settings(seed, share, population), sample)
 
 
@@ -228,11 +233,14 @@ def count(clause: Clause, judge: Judge) -> Counted | None:
             judge.beyond(body, judge.data.reduced, per_window=per_window),
         )
     runs = timed == {True}
-    units = judge.data.runs if runs else judge.data.requests
-    of = "windows" if per_window else "timed runs" if runs else f"{judge.data.unit}s"
+    units = counted_units(judge.data, timed=runs)
+    every_run = runs and judge.data.drawn is None
+    of = "windows" if per_window else "timed runs" if every_run else f"{judge.data.unit}s"
     if not units:
         raise NotMeasurable(f"there are no {of}")
     groups = windows(units) if per_window else tuple((u,) for u in units)
+    if runs and not every_run and allowed_rate(clause) == 0:  # which no run may be beyond
+        groups = by_request(judge.data.runs)
     written = {}
     if any(isinstance(part, HasFields) for part in walk(body)):
         keys = (unit.key for unit in judge.data.requests)

@@ -9,7 +9,12 @@ from kcdsl.ir.terms import Clause
 from kcdsl.verdict.result import Shown
 from kcdsl_backends.empirical.statistics import bootstrap, planning
 from kcdsl_backends.empirical.statistics.estimates import Confidence, Exceedance
-from kcdsl_backends.empirical.table.requirements import allowed_rate, is_mean
+from kcdsl_backends.empirical.table.requirements import (
+    allowed_rate,
+    is_mean,
+    is_throughput,
+    reads_times,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +87,31 @@ def why_open(
     """Return why a sample decides nothing, and what would."""
     allowed = allowed_rate(clause)
     if found is not None and allowed is not None:
-        return f"{found.text}; {_what_decides(found, allowed, enough, confidence)}"
+        wanted = _what_decides(found, allowed, enough, confidence)
+        return f"{found.text}; {wanted}{_of_times(clause) if allowed else ''}"
     if confidence.anytime and found is None and allowed is None:
         return "it has no limit that holds at every look; plan the looks, or give it a budget"
     if display.value is None or display.threshold is None:
         return "the limits of the sample do not decide it"
     if display.low is None and display.high is None:
-        return _no_limits(clause, display.n)
+        return _no_limits(clause, display.n) + _of_times(clause)
     more = "" if enough is None else f"; about {enough} would decide it if they are alike"
     return (
         f"the threshold {display.threshold:g} lies between the limits "
-        f"[{_end(display.low)}, {_end(display.high)}] of {display.n} units{more}"
+        f"[{_end(display.low)}, {_end(display.high)}] of {display.n} units{more}{_of_times(clause)}"
     )
+
+
+def _of_times(clause: Clause) -> str:
+    """Say what does not help where times are open."""
+    if not reads_times(clause.require):
+        return ""
+    return "; add requests to the slice, since the timed runs of a request count as one"
 
 
 def _no_limits(clause: Clause, n: int) -> str:
     fewest = bootstrap.FEWEST_CLUSTERS
-    if is_mean(clause) and n < fewest:
+    if (is_mean(clause) or is_throughput(clause)) and n < fewest:
         return f"{n} units are too few for a limit of their mean: it takes {fewest}"
     return f"its {n} units give no limit"
 

@@ -1,16 +1,21 @@
 """Requests with the same tokens as one sampling unit: a copy of a request shows nothing more.
 
 A census is about the rows of a file, whatever they repeat. A sample is about what they were drawn
-from, and its limits count independent units: a prompt counts once, with all values of its rows.
+from, and its limits count independent units: a prompt counts once, with all values of its rows, and
+with one of its timed runs. Runs of one prompt take about the same time: counted one by one, few
+slow prompts among many would hardly ever be seen.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
 
@@ -29,18 +34,59 @@ def repeated(prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
 def by_prompt(data: SliceData, prompts: Sequence[tuple[int, ...]]) -> SliceData:
     """Return the data of a slice with a unit for each prompt; `prompts` are those of its requests.
 
-    A unit of several requests has the values of all, one after the other. It failed where one of
-    them did, and lacks what one of them lacks.
+    A unit of several requests has the values of all, one after the other, and their timed runs. It
+    failed where one of them did, and lacks what one of them lacks.
     """
     groups = repeated(prompts)
     if len(groups) == len(data.requests):
-        return data
+        return with_drawn_runs(data)
+    keys = [[data.requests[i].key for i in own] for own in groups]
+    unit_of = {key: min(own) for own in keys for key in own}
     return replace(
-        data,
+        with_drawn_runs(
+            replace(data, runs=tuple(replace(run, key=unit_of[run.key]) for run in data.runs))
+        ),
         requests=tuple(_unit([data.requests[i] for i in own]) for own in groups),
         records=tuple(_record([data.records[i] for i in own]) for own in groups)
         if data.records
         else (),
+    )
+
+
+def with_drawn_runs(data: SliceData) -> SliceData:
+    """Return the data of a slice with one timed run of each unit, chosen by a hash of its key.
+
+    That a drawn run is beyond a threshold is as likely as that a run of a request is, however alike
+    the runs of one are, and units are independent: their number follows the binomial law. A metric
+    that one run of a unit lacks, or has no finite value of, is lacking in the drawn one.
+    """
+    if data.drawn is not None or not data.runs:
+        return data
+    return replace(data, drawn=tuple(_drawn(members) for members in by_request(data.runs)))
+
+
+def by_request(runs: Sequence[SamplingUnit]) -> tuple[tuple[SamplingUnit, ...], ...]:
+    """Return the timed runs of each request, in the order in which requests come first."""
+    own: dict[str, list[SamplingUnit]] = {}
+    for run in runs:
+        own.setdefault(run.key, []).append(run)
+    return tuple(map(tuple, own.values()))
+
+
+def _drawn(members: Sequence[SamplingUnit]) -> SamplingUnit:
+    number = int.from_bytes(hashlib.sha256(members[0].key.encode()).digest()[:8], "big")
+    chosen = members[number % len(members)]
+
+    def value(name: str) -> NDArray[np.float64]:
+        every = [m.values.get(name) for m in members]
+        whole = all(one is not None and bool(np.isfinite(one).all()) for one in every)
+        return chosen.values[name] if whole else np.array([math.nan])
+
+    return replace(
+        chosen,
+        values={name: value(name) for name in chosen.values},
+        failure=next((m.failure for m in members if m.failure is not None), None),
+        problems={name: why for m in members for name, why in m.problems.items()},
     )
 
 

@@ -23,7 +23,7 @@ from kcdsl_backends.empirical.charts import charts_of
 from kcdsl_backends.empirical.charts.series import mean
 from kcdsl_backends.empirical.decide.comparison import beside
 from kcdsl_backends.empirical.decide.judgement import evidence_kind
-from kcdsl_backends.empirical.decide.repeats import by_prompt, repeated
+from kcdsl_backends.empirical.decide.repeats import by_prompt, repeated, with_drawn_runs
 from kcdsl_backends.empirical.decide.results import DecisionCase, decide_all
 from kcdsl_backends.empirical.diagnoses.model import blocking
 from kcdsl_backends.empirical.metrics.user import measures_of
@@ -89,12 +89,13 @@ def _on_slice(
 
 
 def sampled_data(evidence: EvidenceTable, data: Mapping[str, SliceData]) -> Mapping[str, SliceData]:
-    """Return the data of slices as samples have them: requests that repeat a prompt are one unit.
+    """Return the data of slices as samples have them: requests that repeat a prompt are one unit,
+    and so are timed runs.
 
     Recorded rollouts are units of prompts already, and a token table has no prompts.
     """
     if prompts_are_units(evidence.program):
-        return data
+        return {name: with_drawn_runs(own) for name, own in data.items()}
     return {
         name: own
         if own.reduced is not None
@@ -111,11 +112,7 @@ def _prompts(keys: Sequence[str], evidence: EvidenceTable) -> list[tuple[int, ..
 
 def _repeats(evidence: EvidenceTable, results: Sequence[ClauseResult]) -> tuple[str, ...]:
     """Say how many requests count with another in samples."""
-    sampled = [
-        row.slice
-        for row in results
-        if row.evidence == EvidenceKind.SAMPLE.value and row.counted != "timed runs"
-    ]
+    sampled = [row.slice for row in results if row.evidence == EvidenceKind.SAMPLE.value]
     keys = list(dict.fromkeys(key for name in sampled for key in evidence.slices[name]))
     more = len(keys) - len(repeated(_prompts(keys, evidence)))
     if not more or prompts_are_units(evidence.program):

@@ -49,8 +49,11 @@ Side = Literal["upper", "lower"]
 """Which tail harms: "upper" where a value must stay below something."""
 
 
-def units_of(term: Term, data: SliceData) -> tuple[SamplingUnit, ...]:
-    """Return the units a term ranges over: timed runs for runtime metrics, else requests."""
+def is_timed(term: Term, data: SliceData) -> bool:
+    """Say whether a term ranges over timed runs.
+
+    Raises `NotMeasurable` for one that mixes them with values of the model.
+    """
     runtime = {
         data.measures[t.name].tier == "E"
         for t in subterms(term)
@@ -58,7 +61,20 @@ def units_of(term: Term, data: SliceData) -> tuple[SamplingUnit, ...]:
     }
     if runtime == {True, False}:
         raise NotMeasurable(f"{term_text(term)} mixes times with values of the model")
-    return data.runs if runtime == {True} else data.requests
+    return runtime == {True}
+
+
+def runs_of(term: Term, data: SliceData) -> tuple[SamplingUnit, ...]:
+    """Return what a term has values of: every timed run for runtime metrics, else requests."""
+    return data.runs if is_timed(term, data) else data.requests
+
+
+def counted_units(data: SliceData, *, timed: bool) -> tuple[SamplingUnit, ...]:
+    """Return the units that percentiles and budgets count: requests; of times
+    every run, of a sample one run of each request."""
+    if not timed:
+        return data.requests
+    return data.runs if data.drawn is None else data.drawn
 
 
 def unit_values(
@@ -76,20 +92,42 @@ def worst_of_units(term: Term, data: SliceData, side: Side) -> Array:
     """Return the worst value of every unit, for percentiles and counts."""
     if data.reduced is not None:
         return column_of(term, data.reduced).worst(side)
+    units = counted_units(data, timed=is_timed(term, data))
+    return _worst(unit_values(term, units, data.measures), side)
+
+
+def extreme_of_requests(term: Term, data: SliceData, side: Side) -> Array:
+    """Return the worst value of every request, of all its timed runs, for extremes."""
+    if data.reduced is not None:
+        return column_of(term, data.reduced).worst(side)
+    return _worst(request_values(term, data), side)
+
+
+def _worst(values: Sequence[Array], side: Side) -> Array:
     reduce = np.max if side == "upper" else np.min
-    values = unit_values(term, units_of(term, data), data.measures)
     return np.array([float(reduce(v)) for v in values], dtype=np.float64)
 
 
+def request_values(term: Term, data: SliceData) -> list[Array]:
+    """Return the values of a term, one array per request, of all its timed runs."""
+    runs = runs_of(term, data)
+    values = unit_values(term, runs, data.measures)
+    own: dict[str, list[Array]] = {}
+    for run, value in zip(runs, values, strict=True):
+        own.setdefault(run.key, []).append(value)
+    return values if len(own) == len(values) else [np.concatenate(each) for each in own.values()]
+
+
 def token_sums(term: Term, data: SliceData) -> tuple[Array, Array]:
-    """Return the sum of the token values of each request, correctly rounded, and their number."""
+    """Return the sum of the values of each request, tokens or timed runs, correctly rounded, and
+    their number."""
     if data.reduced is not None:
         column = column_of(term, data.reduced)
         check_finite(
             int(column.nan.sum() + column.infinite.sum()), int(column.values.sum()), term_text(term)
         )
         return column.totals, column.values.astype(np.float64)
-    values = unit_values(term, units_of(term, data), data.measures)
+    values = request_values(term, data)
     check_values(np.concatenate(values) if values else [], term_text(term))
     sums = [rounded_sum(v) for v in values]
     return np.array(sums), np.array([float(v.size) for v in values])

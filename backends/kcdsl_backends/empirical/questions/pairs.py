@@ -38,7 +38,7 @@ from kcdsl.verdict.studies.pairing import (
 from kcdsl_backends.empirical.decide.estimates import Settings
 from kcdsl_backends.empirical.decide.judgement import Judge, count
 from kcdsl_backends.empirical.decide.report import conclude, sampled_data, slice_data
-from kcdsl_backends.empirical.decide.values import token_sums, units_of
+from kcdsl_backends.empirical.decide.values import runs_of, token_sums
 from kcdsl_backends.empirical.questions.baselines import Document, bands, floors, usable, within
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from kcdsl_backends.empirical.statistics.paired import (
@@ -53,6 +53,7 @@ from kcdsl_backends.empirical.table.requirements import (
     allowed_rate,
     better_of,
     is_mean,
+    reads_times,
     split,
     threshold,
 )
@@ -177,7 +178,7 @@ def _paired(
             _refuse_unequal(name, obligation, runs)
             data = [run.slices[obligation.slice or ""] for run in runs]
             change = _changed(obligation, data, row.floor)
-            timed = row.counted == "timed runs"
+            timed = reads_times(obligation.part.require)
             found.append((replace(row, counted=OF_TIMED_RUNS) if timed else row, change))
         except NotMeasurable as error:
             found.append((replace(row, reason=str(error)), None))
@@ -270,7 +271,8 @@ def _changed(
         asked = replace(part, require=Compare(op, term, Number(tau)))
     shares = []
     for data, order in zip(runs, _orders(term.of, runs), strict=True):
-        found = count(asked, Judge(data, Settings(0, None), sample=False))
+        every = replace(data, drawn=None)
+        found = count(asked, Judge(every, Settings(0, None), sample=False))
         if found is None:
             raise NotMeasurable("a single unit has no value")
         shares.append(_of_requests(~np.array(found.beyond)[order], term.of, data, order))
@@ -288,7 +290,7 @@ def _of_requests(
 
 def _firsts(term: Term, data: SliceData, order: Sequence[int]) -> NDArray[np.intp]:
     """Return where the units of each request begin, in an order that keeps them together."""
-    keys = np.array([unit.key for unit in units_of(term, data)])[order]
+    keys = np.array([unit.key for unit in runs_of(term, data)])[order]
     return np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
 
 
@@ -297,7 +299,7 @@ def _orders(term: Term, runs: Sequence[SliceData]) -> list[list[int]]:
     timed run of a request beside its first. Raises NotMeasurable where there is none."""
     orders, keys = [], []
     for data in runs:
-        own = [unit.key for unit in units_of(term, data)]
+        own = [unit.key for unit in runs_of(term, data)]
         orders.append(sorted(range(len(own)), key=own.__getitem__))
         keys.append(sorted(own))
     if not keys[0] or any(own != keys[0] for own in keys):
@@ -318,11 +320,12 @@ def _means(term: Term, runs: Sequence[SliceData]) -> tuple[list[float], list[Arr
     if not isinstance(inner, Statistic):
         raise NotMeasurable("it is no mean")
     values, residuals = [], []
-    for data, order in zip(runs, _orders(inner.of, runs), strict=True):
+    _orders(inner.of, runs)
+    for data in runs:
         sums, sizes = token_sums(inner.of, data)
-        first = _firsts(inner.of, data, order)
-        sums, sizes = (np.add.reduceat(found[order], first) for found in (sums, sizes))
-        value, residual = _linear(sums, sizes)
+        keys = list(dict.fromkeys(unit.key for unit in runs_of(inner.of, data)))
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        value, residual = _linear(sums[order], sizes[order])
         sign = -1.0 if isinstance(term, Abs) and value < 0 else 1.0
         values.append(sign * value)
         residuals.append(sign * residual)

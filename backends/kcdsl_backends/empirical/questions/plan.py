@@ -36,12 +36,14 @@ from kcdsl_backends.empirical.table.requirements import (
     better_of,
     bounded_mean,
     is_mean,
+    is_throughput,
     main_comparison,
     measured_anew,
     metrics_of,
     obstacle,
     of_runs,
     prompts_are_units,
+    reads_times,
     requirement_text,
     sampling_unit,
     slices_of,
@@ -52,6 +54,7 @@ from kcdsl_backends.empirical.table.requirements import (
 from kcdsl_backends.requests import RequestFile, requests_of, select
 
 _PROOFS = (EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.PROBABILISTIC)
+_ONE_EACH = "a request counts once, however often it is timed"
 NOISY = frozenset(
     {
         *("sampled", "timing", "rollouts", "topk", "advantages", "rewards", "text"),
@@ -95,9 +98,8 @@ def plan(
                 continue
             for obligation in obligations_of(clause, name):
                 seen = None if earlier is None else earlier.observe(obligation)
-                timed = "timing" in _needs(obligation.part, program)
                 there = rows_of[name], units_of[name]
-                case = _Case(obligation, name, *there, timed, earlier is not None, seen)
+                case = _Case(obligation, name, *there, earlier is not None, seen)
                 rows.append(_row(case, program, confidence, power))
     if not rows:
         raise refuse(
@@ -132,7 +134,6 @@ class _Case:
     requests: int | None
     prompts: int | None
     """How many units of a sample its requests are."""
-    timed: bool
     has_prior: bool
     seen: Observed | None
 
@@ -154,8 +155,8 @@ def _row(case: _Case, program: Program, confidence: Confidence, power: float) ->
         requirement=requirement_text(part, case.obligation.clause),
         evidence="sample",
         state="unknown",
-        unit=_unit(part, needs, program),
-        have=None if case.timed else _units(part, case.requests),
+        unit=_unit(part, program),
+        have=_units(part, case.requests),
         allowed=allowed,
         note=f"a window is {WINDOW} units in a row" if _by_window(part) else "",
     )
@@ -168,7 +169,7 @@ def _row(case: _Case, program: Program, confidence: Confidence, power: float) ->
     varies = needs & NOISY or (_drawn(program) and metrics_of(part.require) - {"kv_memory"})
     if part.evidence is not EvidenceKind.SAMPLE and not varies:
         return _census(bare)
-    bare = replace(bare, have=None if case.timed else _units(part, case.prompts))
+    bare = replace(bare, have=_units(part, case.prompts))
     if part.evidence is EvidenceKind.CENSUS:
         if prompts_are_units(program):
             return _census(bare)
@@ -179,6 +180,10 @@ def _row(case: _Case, program: Program, confidence: Confidence, power: float) ->
             return replace(bare, state="never", note=why)
         bare = replace(bare, note=bare.note or "logged tokens: a server answers anew at every look")
     if allowed is None:
+        few = bare.have is not None and bare.have < FEWEST_CLUSTERS
+        if is_throughput(part) and few:
+            note = f"below {FEWEST_CLUSTERS} requests throughput has no limits"
+            return replace(bare, state="too_few", note=note)
         if not is_mean(part):
             return replace(bare, note="what it needs depends on the values")
         return _mean(bare, case, confidence, power)
@@ -212,11 +217,11 @@ def _rate(
         note=row.note or (case.unseen if case.has_prior and case.seen is None else ""),
     )
     if row.have is None:
-        note = "as many runs as the time allows" if case.timed else "the data is not here yet"
-        return replace(found, note=note)
+        return replace(found, note="the data is not here yet")
     return replace(
         found,
         state="enough" if row.have >= fewest else "too_few",
+        note=found.note or (_ONE_EACH if reads_times(case.obligation.part.require) else ""),
         may_exceed=most_exceedances(row.have, allowed, confidence),
         shows=_shows(row.have, confidence),
     )
@@ -312,11 +317,9 @@ def _by_window(part: Clause) -> bool:
     return part.budget is not None and part.budget.unit == "windows"
 
 
-def _unit(part: Clause, needs: frozenset[str], program: Program) -> str:
+def _unit(part: Clause, program: Program) -> str:
     if _by_window(part):
         return "windows"
-    if "timing" in needs:
-        return "timed runs"
     fields = any(isinstance(f, HasFields) for f in walk(part.require))
     return "records" if fields else f"{sampling_unit(program)}s"
 

@@ -88,9 +88,9 @@ class Timing:
 class SliceData:
     """The units of one slice.
 
-    `requests`: one unit per row. `runs`: one unit per timed run, in the order they ran.
-    `repeats` counts (equal in every run, repeated) requests; `peak_memory` is in bytes, None if
-    not measured.
+    `requests`: one unit per row. `runs`: every timed run, in the order they ran, by the key of its
+    request. `repeats` counts (equal in every run, repeated) requests; `peak_memory` is in bytes,
+    None if not measured.
     """
 
     name: str
@@ -108,6 +108,9 @@ class SliceData:
     """What one of `requests` is called: "prompt" where a unit is all rollouts of one."""
     batch: bool = False
     """The units are all those of a recorded batch: one more look at it gives the same values."""
+    drawn: tuple[SamplingUnit, ...] | None = None
+    """Of a sample: one timed run of each unit, which stands for it in counts. None where every run
+    counts."""
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Estimates of terms on this slice: each is formed once."""
 

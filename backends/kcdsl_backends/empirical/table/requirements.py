@@ -238,6 +238,20 @@ _OF_RUNS = frozenset(
 """Metrics of runs, which give other values whenever they are made."""
 
 
+_TIMES = frozenset(name for name, metric in METRICS.items() if "timing" in metric.needs)
+
+
+def reads_times(formula: Formula) -> bool:
+    """Say whether a formula reads times, of which each request has several."""
+    return bool(metrics_of(formula) & _TIMES)
+
+
+def is_throughput(clause: Clause) -> bool:
+    """Say whether a clause compares the throughput with a number: a mean over timed requests."""
+    found = threshold(clause.require)
+    return found is not None and Metric("throughput") in subterms(found[0]) and not clause.budget
+
+
 def of_runs(formula: Formula) -> bool:
     """Say whether a formula reads what each run of a request gives anew: times, failures."""
     return bool(metrics_of(formula) & _OF_RUNS)

@@ -13,20 +13,16 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from fractions import Fraction
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kcdsl.diagnostics.model import Refusal
-from kcdsl.ir.formulas import terms_of
-from kcdsl.ir.terms import Clause, Statistic
+from kcdsl.ir.terms import Clause
 from kcdsl_backends.empirical.sources.kernels import Kernel, tensor_digest
-from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK, Confidence, confidence_over
-from kcdsl_backends.empirical.statistics.planning import units_for_budget
 from kcdsl_backends.empirical.table.evidence import SamplingUnit, Timing
-from kcdsl_backends.empirical.table.requirements import GENERATED, WINDOW, slices_of
+from kcdsl_backends.empirical.table.requirements import GENERATED, slices_of
 from kcdsl_backends.executors import in_order
 from kcdsl_backends.requests import Request
 
@@ -49,37 +45,21 @@ class Untimed(Exception):
     """A generation has no times that can be used; the text says why."""
 
 
-def runs_needed(clause: Clause, confidence: Confidence = ONE_LOOK) -> int:
-    """Return how many runs of a slice the clause needs to be decided, if nothing exceeds."""
-    wanted = FEWEST_RUNS
-    for term in terms_of(clause.require):
-        if isinstance(term, Statistic) and term.q is not None and 0 < term.q < 1:
-            wanted = max(wanted, units_for_budget(min(term.q, 1 - term.q), confidence))
-    if clause.budget is not None and 0 < clause.budget.rate < 1:
-        per_unit = WINDOW if clause.budget.unit == "windows" else 1
-        units = units_for_budget(Fraction(clause.budget.rate), confidence)
-        wanted = max(wanted, per_unit * units)
-    return wanted
-
-
-def rounds_needed(
-    clauses: Sequence[Clause], sizes: Sequence[int], confidence: Confidence = ONE_LOOK
-) -> int:
-    """Return the rounds after which every clause has its runs on each slice of these sizes."""
+def rounds_needed(sizes: Sequence[int]) -> int:
+    """Return the rounds after which each slice of these sizes has `FEWEST_RUNS` runs. They make
+    means steadier; limits rest on the number of requests, which no further round raises."""
     least = min((size for size in sizes if size), default=1)
-    wanted = max((runs_needed(clause, confidence) for clause in clauses), default=FEWEST_RUNS)
-    return max(FEWEST_ROUNDS, math.ceil(wanted / least))
+    return max(FEWEST_ROUNDS, math.ceil(FEWEST_RUNS / least))
 
 
 def chosen_rounds(
-    timed: Sequence[Clause], slices: Mapping[str, Sequence[Request]], looks: int | None
+    timed: Sequence[Clause], slices: Mapping[str, Sequence[Request]]
 ) -> tuple[tuple[Request, ...], int]:
     """Return the requests of the slices that clauses about times name, and the rounds over them."""
     names = {name for clause in timed for name in (slices_of(clause) or tuple(slices))}
     rows = [own for name, own in slices.items() if name in names]
     chosen = {request.key: request for own in rows for request in own}
-    rounds = rounds_needed(timed, [len(own) for own in rows], confidence_over(looks))
-    return tuple(chosen.values()), rounds
+    return tuple(chosen.values()), rounds_needed([len(own) for own in rows])
 
 
 def time_requests(
