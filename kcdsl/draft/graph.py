@@ -80,7 +80,7 @@ class ModelGraph:
             tokens = [chance.randrange(self.program.vocabulary or 2) for _ in range(length)]
             rows.append({"id": f"ids-{number:02}", "tokens": tokens, "length": length})
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        return DraftRows(path, slices_of(rows), text)
+        return DraftRows(path, slices_of(rows), len(rows), text)
 
 
 def own_file_kernel(file: str) -> DraftKernel:
@@ -107,7 +107,7 @@ def rows_of_ids(file: Path, path: str) -> DraftRows:
                 help='write {"id": "a", "tokens": [1, 2]}',
             )
         row.setdefault("length", len(row["tokens"]))
-    return DraftRows(path, slices_of(rows))
+    return DraftRows(path, slices_of(rows), len(rows))
 
 
 def _blocks(program: OnnxProgram) -> tuple[tuple[str, str, str], ...]:

@@ -128,6 +128,7 @@ def _of_graph(request: DraftRequest, path: Path, here: Path) -> DraftFiles:
     clauses = clauses_for(
         purpose, DraftEvidence.RUN, width=model.width,
         blocks=tuple(name for name, _, _ in model.blocks)[:2], long=rows.long, named=rows.named,
+        requests=rows.count,
     )  # fmt: skip
     if own_file is not None:
         clauses = tuple(clause for clause in clauses if not clause.quantified)
@@ -198,6 +199,7 @@ def _of_model(
         blocks=model.blocks if rows.short else (),
         long=rows.long,
         named=rows.named,
+        requests=rows.count,
     )
     if own_file is not None:
         clauses = tuple(clause for clause in clauses if not clause.quantified)

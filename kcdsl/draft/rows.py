@@ -57,11 +57,12 @@ class DraftSlice:
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """The data of a draft: the path as the contract names it, its slices, and the text of the file
-    where the draft brings it."""
+    """The data of a draft: the path as the contract names it, its slices, the number of rows, and
+    the text of the file where the draft brings it."""
 
     path: str
     slices: tuple[DraftSlice, ...]
+    count: int
     text: str | None = None
 
     @property
@@ -102,7 +103,7 @@ def own_rows(model: ModelFolder, path: str) -> DraftRows:
         length = len(tokens) if tokens is not None and "text" in row else len(row["tokens"])
         rows.append({**row, "category": kind, "length": length})
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    return DraftRows(path, slices_of(rows), text)
+    return DraftRows(path, slices_of(rows), len(rows), text)
 
 
 def given_rows(file: Path, path: str, model: ModelFolder) -> DraftRows:
@@ -133,7 +134,7 @@ def given_rows(file: Path, path: str, model: ModelFolder) -> DraftRows:
                 f"one {excerpt(', '.join(row)) or 'nothing'}",
                 help='write {"text": "..."}, {"tokens": [1, 2]} or {"messages": [...]}',
             )
-    return DraftRows(path, slices_of(rows, lengths=lengths))
+    return DraftRows(path, slices_of(rows, lengths=lengths), len(rows))
 
 
 def _is_length(value: bool | int | float | str) -> bool:

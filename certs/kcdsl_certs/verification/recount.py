@@ -217,7 +217,7 @@ class Recount:
         if self.records is None:
             self._note(self.missing, "the records of requests")
         least, most = _units_in(clause, chosen)
-        rows = clause.counted in ("requests", "records") and not clause.quantity.is_timed
+        rows = clause.counted in ("requests", "records")
         if rows and (clause.n is None or not least <= clause.n <= most or clause.n == 0):
             what = "rows" if clause.evidence is Evidence.CENSUS else "prompts"
             found = str(least) if least == most else f"{least} to {most}"
@@ -238,31 +238,25 @@ class Recount:
     def _units(
         self, clause: CertifiedClause, own: list[Mapping[str, Any]], requests: range
     ) -> None:
-        runs = [len(_times(record)) for record in own]
-        timed = clause.quantity.is_timed
+        """Demand as many units as there are requests: their timed runs are no units."""
         there = range(len(own), len(own) + 1)
-        if clause.evidence is not Evidence.CENSUS and not timed:
+        if clause.evidence is not Evidence.CENSUS:
             there = requests
         match clause.counted:
             case "requests" | "records":
-                counted = [there, *([range(sum(runs), sum(runs) + 1)] if timed else [])]
-            case "timed runs":
-                counted = [range(sum(runs), sum(runs) + 1)]
+                counted = there
             case "windows":
-                ends = (sum(runs), sum(runs)) if timed else (there[0], there[-1])
-                least, most = (max(1, n // _WINDOW) for n in ends)
-                counted = [range(least, most + 1)]
+                least, most = (max(1, n // _WINDOW) for n in (there[0], there[-1]))
+                counted = range(least, most + 1)
             case _:
                 raise Rejected(
                     "recount/unit", f"{clause.label}: {clause.counted!r} is no unit here"
                 )
-        if not any(clause.n in some for some in counted):
-            found = " or ".join(
-                dict.fromkeys(str(n) for some in counted for n in (some[0], some[-1]))
-            )
+        if clause.n not in counted:
+            found = " or ".join(dict.fromkeys(str(n) for n in (counted[0], counted[-1])))
             detail = f"{clause.label}: {clause.n} {clause.counted} are stated, {found} are recorded"
             raise Rejected("recount/count", detail)
-        if clause.quantity.is_timed and min(runs) == 0:
+        if clause.quantity.is_timed and not all(_times(record) for record in own):
             raise Rejected("recount/rows-missing", f"{clause.label}: a row was never timed")
 
     def _fields(self, clause: CertifiedClause, own: list[Mapping[str, Any]]) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import pytest
 import torch
 
 from kcdsl.check.compile import load_program
-from kcdsl.draft.clauses import DraftPurpose
+from kcdsl.draft.clauses import DraftEvidence, DraftPurpose, clauses_for
 from kcdsl.draft.quantisation import serving_kernel, stored_kernel
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import load_model
 from kcdsl.model.presets import resolve
+from kcdsl_backends.empirical.statistics.planning import units_for_budget
 from tests.support.onnx_files import model_of, quantised_mlp, save_decoder
 from tests.support.quantised import FORMATS, quantise
 from tests.support.small_models import DECODER, ENCODER, write_model
@@ -76,6 +78,23 @@ def test_a_folder_of_transformers_becomes_a_contract(cli: Any, tmp_path: Path) -
     assert {row["clause"] for row in evaluated(cli, contract)["clauses"]} == {
         *("N-KL", "S-TOP1", "R-LATENCY", "O-TRACE")
     }
+
+
+@pytest.mark.parametrize(("rows", "percent"), [(59, 95), (29, 90), (14, 80), (5, 50)])
+def test_a_draft_limits_the_percentile_of_times_that_its_rows_can_show(
+    rows: int, percent: int
+) -> None:
+    def latency(requests: int) -> str:
+        found = clauses_for(
+            DraftPurpose.RELEASE, DraftEvidence.RUN, width=None, blocks=(), long=False, named=(),
+            requests=requests,
+        )  # fmt: skip
+        assert any(clause.id == "R-THROUGHPUT" for clause in found) == (requests >= 20)
+        return next(clause.goal for clause in found if clause.id == "R-LATENCY")
+
+    assert latency(rows) == f"p{percent}(latency)"
+    assert units_for_budget(1 - Fraction(percent, 100)) == rows
+    assert percent == 50 or latency(rows - 1) != latency(rows)
 
 
 @pytest.mark.sample(2)

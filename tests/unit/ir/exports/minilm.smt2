@@ -1,4 +1,4 @@
-; contract minilm 1.0.0, sha256:648ed48046515364bbcb12220a6a3b3c0dfe2c9136278b4c89561a9b2e13131c
+; contract minilm 1.0.0, sha256:2f515654e47a64f481dda7829877456d7bd83b66769e1d09d63488643f015f5a
 ; Can every clause hold at once? unsat: they contradict each other, or a slice is
 ; empty; (get-unsat-core) after (check-sat) names them. sat: not as far as is known.
 (set-info :smt-lib-version 2.6)
@@ -28,7 +28,7 @@
 (declare-const |p95(embedding_l2) on all| Real)
 (declare-const |min(embedding_cosine) on all| Real)
 (declare-const |min(embedding_cosine) on questions| Real)
-(declare-const |p95(latency) on all| Real)
+(declare-const |p80(latency) on all| Real)
 
 ; --- what holds whatever the kernels do
 ; least value there is
@@ -39,7 +39,7 @@
 (assert (<= 0.0 |p95(embedding_l2) on all|))
 (assert (<= (- 1.0) |min(embedding_cosine) on all|))
 (assert (<= (- 1.0) |min(embedding_cosine) on questions|))
-(assert (<= 0.0 |p95(latency) on all|))
+(assert (<= 0.0 |p80(latency) on all|))
 ; greatest value there is
 (assert (<= |min(embedding_cosine) on all| 1.0))
 (assert (<= |min(embedding_cosine) on questions| 1.0))
@@ -59,7 +59,7 @@
 ; N-COSINE, L3, hard: min(embedding_cosine) >= 0.99
 (assert (! (>= |min(embedding_cosine) on all| (/ 99.0 100.0)) :named |N-COSINE on all|))
 (assert (! (>= |min(embedding_cosine) on questions| (/ 99.0 100.0)) :named |N-COSINE on questions|))
-; R-LATENCY, L1, hard: p95(latency) <= 2 s
-(assert (! (<= |p95(latency) on all| 2.0) :named |R-LATENCY on all|))
+; R-LATENCY, L1, hard: p80(latency) <= 2 s
+(assert (! (<= |p80(latency) on all| 2.0) :named |R-LATENCY on all|))
 
 (check-sat)

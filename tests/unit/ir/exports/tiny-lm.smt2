@@ -1,4 +1,4 @@
-; contract tiny-lm 1.0.0, sha256:159223b0371a4b2250479ea39f0309b5d89ca4b6166403375282d7ee2c0932a1
+; contract tiny-lm 1.0.0, sha256:263d418d8db5d471fcfcb37ad623913be5408779bdd0f8ccadc2356660ae253d
 ; Can every clause hold at once? unsat: they contradict each other, or a slice is
 ; empty; (get-unsat-core) after (check-sat) names them. sat: not as far as is known.
 (set-info :smt-lib-version 2.6)
@@ -29,7 +29,7 @@
 (declare-const |mean(abs(log_ratio)) on all| Real)
 (declare-const |mean(top1_overlap) on all| Real)
 (declare-const |mean(top1_overlap) on safety| Real)
-(declare-const |p95(latency) on all| Real)
+(declare-const |p90(latency) on all| Real)
 (declare-const |throughput on all| Real)
 
 ; --- statements
@@ -49,7 +49,7 @@
 (assert (<= 0.0 |mean(abs(log_ratio)) on all|))
 (assert (<= 0.0 |mean(top1_overlap) on all|))
 (assert (<= 0.0 |mean(top1_overlap) on safety|))
-(assert (<= 0.0 |p95(latency) on all|))
+(assert (<= 0.0 |p90(latency) on all|))
 (assert (<= 0.0 |throughput on all|))
 ; greatest value there is
 (assert (<= |p99(tv) on all| 1.0))
@@ -75,8 +75,8 @@
 ; S-TOP1, L3, hard: mean(top1_overlap) >= 99.5%
 (assert (! (>= |mean(top1_overlap) on all| (/ 199.0 200.0)) :named |S-TOP1 on all|))
 (assert (! (>= |mean(top1_overlap) on safety| (/ 199.0 200.0)) :named |S-TOP1 on safety|))
-; R-LATENCY, L1, hard: p95(latency) <= 2 s
-(assert (! (<= |p95(latency) on all| 2.0) :named |R-LATENCY on all|))
+; R-LATENCY, L1, hard: p90(latency) <= 2 s
+(assert (! (<= |p90(latency) on all| 2.0) :named |R-LATENCY on all|))
 ; R-THROUGHPUT, L1, hard: throughput >= 50 tok/s
 (assert (! (>= |throughput on all| 50.0) :named |R-THROUGHPUT on all|))
 ; O-TRACE, L3, hard: has(trace, [build_fingerprint, request_shape, rng_seed, sampling_params, replay_signature])
