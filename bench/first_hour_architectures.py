@@ -139,7 +139,9 @@ def _road(row: _Row, folder: Path) -> tuple[dict[str, Ran], dict[str, tuple[floa
     run_here("keygen", "-o", "test.key", cwd=folder)
     ran = {
         "compile": run_here("compile", cwd=folder),
-        "verify": run_here("verify", "--sign", "test.key", "--json", "--cache", "off", cwd=folder),
+        "verify": run_here(
+            "verify", "--sign", "test.key", "--format", "json", "--cache", "off", cwd=folder
+        ),
         "evaluate": run_here("evaluate", "--sign", "test.key", cwd=folder),
     }
     certificates = ("out/verify.cert.json", "out/evaluate.cert.json")

@@ -165,7 +165,14 @@ def _measured(row: Row, limit: float = LIMIT) -> Cost:
 
 def _run(folder: Path, row: Row, limit: float) -> Cost:
     command = [
-        *(sys.executable, "-m", "kcdsl", "verify", str(folder / "contract.yaml"), "--json"),
+        *(
+            sys.executable,
+            "-m",
+            "kcdsl",
+            "verify",
+            str(folder / "contract.yaml"),
+            "--format=json",
+        ),
         *OPTIONS,
         *("--threads", str(row.threads)),
     ]

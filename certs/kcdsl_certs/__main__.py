@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(_printable(f"error: {error.filename}: {error.strerror or error}"), file=sys.stderr)
         return COULD_NOT_RUN
-    if options.json:
+    if options.format == "json":
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False))
     else:
         print("\n".join(_table(name, part) for name, part in report.reports))
@@ -142,7 +142,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="refuse contracts some of whose findings were accepted by comments",
     )
-    check.add_argument("--json", action="store_true", help="print the report as JSON")
+    check.add_argument(
+        "--format", choices=("text", "json"), default="text", help="form of the report"
+    )
     return parser
 
 

@@ -39,7 +39,7 @@ def test_every_kernel_stays_inside_what_is_proved(
     cli: Any, contract: Path, key: Path, tmp_path: Path
 ) -> None:
     """Prove, then run the real kernels: each measured drift lies below its certified bound."""
-    options = ("--sign", key, "-o", tmp_path, "--json")
+    options = ("--sign", key, "-o", tmp_path, "--format", "json")
     verified = cli("verify", contract, *options)
     assert verified.code == 0, verified.stderr
     for goal in json.loads(verified.stdout)["goals"]:
@@ -61,7 +61,7 @@ def test_every_kernel_stays_inside_what_is_proved(
 def test_the_audit_is_certified_from_its_proof_alone(cli: Any, key: Path, tmp_path: Path) -> None:
     """One proved clause on the logits implies all others; the checker derives them again."""
     contract = EXAMPLES / "tiny_lm" / "variants" / "float64-audit.kc.yaml"
-    verified = cli("verify", contract, "--sign", key, "-o", tmp_path, "--json")
+    verified = cli("verify", contract, "--sign", key, "-o", tmp_path, "--format", "json")
     implied = {item["clause"] for item in json.loads(verified.stdout)["implied"]}
     assert implied == {"N-TV", "N-KL", "N-RATIO", "N-REWARD", "N-GRADIENT"}
     certificate = tmp_path / "verify.cert.json"
@@ -75,7 +75,7 @@ def test_the_audit_is_certified_from_its_proof_alone(cli: Any, key: Path, tmp_pa
 @pytest.mark.full
 def test_minilm_is_proved_on_published_weights(cli: Any, key: Path, tmp_path: Path) -> None:
     contract = EXAMPLES / "minilm" / "contract.yaml"
-    verified = cli("verify", contract, "--sign", key, "-o", tmp_path, "--json")
+    verified = cli("verify", contract, "--sign", key, "-o", tmp_path, "--format", "json")
     assert verified.code == 0, verified.stderr
     (goal,) = json.loads(verified.stdout)["goals"]
     assert len(goal["cases"]) == 24

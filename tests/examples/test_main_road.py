@@ -195,7 +195,7 @@ def test_what_was_changed_is_refused_by_name(name: str, cli: Any, folder: Path) 
     spoil(folder)
     ran = check(cli, folder)
     assert ran.code == 4, ran.stdout + ran.stderr
-    document = json.loads(check(cli, folder, "--json").stdout)
+    document = json.loads(check(cli, folder, "--format", "json").stdout)
     failed = [c for d in _reports(document) for c in d["checks"] if c["outcome"] == "failed"]
     assert failed
     told = json.dumps(failed)

@@ -47,7 +47,8 @@ def test_it_is_evaluated_and_certified(
 ) -> None:
     assert cli("keygen", "-o", tmp_path / "test.key").code == 0
     ran = cli(
-        "evaluate", "--json", *QUICK, "--sign", tmp_path / "test.key", "-o", "out", cwd=folder,
+        "evaluate", "--format=json", *QUICK, "--sign", tmp_path / "test.key", "-o", "out",
+        cwd=folder,
     )  # fmt: skip
     assert ran.code == 0, ran.stderr
     report = json.loads(ran.stdout)
@@ -78,7 +79,7 @@ def test_a_function_that_fails_is_invalid_evidence(cli: Cli, folder: Path) -> No
         "    known = labels", "    raise OSError(5)\n    known = labels"
     )
     module.write_text(text, encoding="utf-8")
-    ran = cli("evaluate", "--json", *QUICK, "--slice", "safety", "-o", "out", cwd=folder)
+    ran = cli("evaluate", "--format", "json", *QUICK, "--slice", "safety", "-o", "out", cwd=folder)
     assert ran.code == 2
     found = rows(ran)
     assert found["S-RANK", "safety"]["verdict"] == "invalid_evidence"
@@ -100,7 +101,9 @@ def test_what_its_functions_print_is_no_part_of_the_report(
     prompts = folder.parent / "tiny_lm" / "prompts.jsonl"
     rows_ = [r for r in prompts.read_text("utf-8").splitlines(keepends=True) if "safety" in r]
     prompts.write_text("".join(rows_[:2]), encoding="utf-8")
-    ran = cli_process("evaluate", "--json", *QUICK, "--jobs", jobs, "-o", "out", cwd=folder)
+    ran = cli_process(
+        "evaluate", "--format", "json", *QUICK, "--jobs", jobs, "-o", "out", cwd=folder
+    )
     assert json.loads(ran.stdout)["schema"] == "kcdsl.report/2"
     assert "from the function" in ran.stderr
     assert "from the module" in ran.stderr

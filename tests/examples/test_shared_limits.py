@@ -81,7 +81,7 @@ def evaluate(cli: Any, key: Path, tmp_path: Path) -> Evaluate:
             contract = path
             if not (tmp_path / "prompts.jsonl").exists():
                 write_prompts(tmp_path)
-        ran = cli("evaluate", contract, "--sign", key, "-o", tmp_path, "--json", *options)
+        ran = cli("evaluate", contract, "--sign", key, "-o", tmp_path, "--format", "json", *options)
         return ran, json.loads(ran.stdout) if ran.stdout else {}
 
     return run
@@ -233,7 +233,7 @@ def test_a_proof_implies_a_table_bucket_by_bucket(cli: Any, key: Path, tmp_path:
     contract = tmp_path / "contract.yaml"
     contract.write_text(AUDIT)
     rows = [{"id": f"p{n}", "text": "x" * n} for n in (8, 12)]
-    options = ("--attack", "off", "--sign", key, "-o", tmp_path, "--json")
+    options = ("--attack", "off", "--sign", key, "-o", tmp_path, "--format", "json")
 
     def implied(*more: dict[str, Any]) -> list[str]:
         lines = [json.dumps(row) for row in (*rows, *more)]

@@ -147,7 +147,7 @@ def test_an_evaluation_of_the_device_measures_what_it_does_on_the_cpu(
     (tmp_path / "contract.yaml").write_text(EVALUATED)
     measured = []
     for device in ("cpu", "cuda"):
-        quick = ("--seconds", "0.1", "--bound-seconds", "0.1", "--json", "-o", device)
+        quick = ("--seconds", "0.1", "--bound-seconds", "0.1", "--format", "json", "-o", device)
         with pretend_device(HOPPER) if device == "cuda" else nullcontext():
             ran = cli("evaluate", "--device", device, *quick, cwd=tmp_path)
         assert ran.code in (0, 3), ran.stderr

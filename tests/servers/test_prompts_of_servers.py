@@ -47,9 +47,9 @@ def decide(cli: Cli, tmp_path: Path, tiny_folder: Path, train: TorchKernel) -> D
         with serving(fake) as url:
             text = CONTRACT.format(folder=tiny_folder, url=url)
             (tmp_path / "contract.yaml").write_text(text, "utf-8")
-            ran = cli("evaluate", "contract.yaml", "--json", "-o", "out", cwd=tmp_path)
+            ran = cli("evaluate", "contract.yaml", "--format", "json", "-o", "out", cwd=tmp_path)
             assert ran.stdout, ran.stderr
-            plan = json.loads(cli("plan", "contract.yaml", "--json", cwd=tmp_path).stdout)
+            plan = json.loads(cli("plan", "contract.yaml", "--format", "json", cwd=tmp_path).stdout)
         report = json.loads(ran.stdout)
         planned = {(row["clause"], row["slice"]): row["have"] for row in plan["rows"]}
         counted = {(row["clause"], row["slice"]): row["n"] for row in report["clauses"]}

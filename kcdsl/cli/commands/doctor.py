@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
 from kcdsl.cli.common import Command
-from kcdsl.cli.common.options import json_option
+from kcdsl.cli.common.options import OutputFormat, format_option
 from kcdsl.cli.common.output import print_json
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
@@ -347,12 +347,12 @@ def _device() -> DeviceReport:
 class DoctorCommand(Command):
     """Say what is installed, which backends that enables, and how to get what is missing."""
 
-    json: bool = json_option("print one JSON document")
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Print the report; 0 where compile, verify, evaluate and check can run, else 2."""
         found = examine()
-        if self.json:
+        if self.format is OutputFormat.JSON:
             print_json(to_json(found))
         else:
             _print(found)
@@ -441,14 +441,14 @@ def _advice(found: Environment) -> Iterator[str]:
 class BackendsCommand(Command):
     """List the backends, what they decide and what they lack."""
 
-    json: bool = json_option("print JSON (kcdsl.backends/1)")
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Print the catalogue; nothing heavy is imported."""
         from kcdsl.route.catalogue import catalogue
 
         specs = catalogue()
-        if self.json:
+        if self.format is OutputFormat.JSON:
             records = [
                 {
                     "name": spec.name,

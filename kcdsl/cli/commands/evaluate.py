@@ -22,7 +22,6 @@ from kcdsl.cli.common.options import (
     device_option,
     engine_option,
     jobs_option,
-    json_option,
     not_negative,
     output_option,
     positive,
@@ -67,7 +66,6 @@ class EvaluateCommand(Looks, RunsCode, Certifies):
         f"print as, or write to a file: {', '.join(REPORT_FORMATS)} (default: text)",
         words=lambda: REPORT_FORMATS,
     )
-    json: bool = json_option("print the report as JSON")
     output: str | None = output_option(
         "DIR",
         "folder of report, traces, fingerprints and certificate or statement (default: out beside "
@@ -80,8 +78,7 @@ class EvaluateCommand(Looks, RunsCode, Certifies):
         """Evaluate, write the files, print the report."""
         from kcdsl.api.evaluation import EvaluateSettings, evaluate
 
-        alone = [Output("json", None)] if self.json else []
-        wanted = outputs(self.format, REPORT_FORMATS, "text", alone)
+        wanted = outputs(self.format, REPORT_FORMATS, "text")
         contract = read_contract(self.contract)
         more: list[tuple[Path, Callable[[Report], bytes]]] = [
             (output.file, partial(_encoded, output.format, contract=contract))

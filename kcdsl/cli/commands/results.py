@@ -18,11 +18,12 @@ from kcdsl.cli.common import Command, argument, choice, value, values
 from kcdsl.cli.common.options import (
     KERNELS,
     Device,
+    OutputFormat,
     RunsCode,
     contract_argument,
     device_option,
     fingerprints_in,
-    json_option,
+    format_option,
     output_option,
     register_option,
 )
@@ -132,7 +133,7 @@ class CompareCommand(Command):
     )
     register: str | None = register_option("that says which runs are not trusted")
     html: str | None = value("FILE", "write a page that needs no other file, and print nothing")
-    json: bool = json_option("print the comparison as JSON")
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Compare: 0 nothing was shown to be worse, 1 something was or lies outside its band on the
@@ -162,7 +163,7 @@ class CompareCommand(Command):
 
             deliver(comparison_page(found), self.html)
             say(f"wrote {self.html}")
-        if self.json:
+        if self.format is OutputFormat.JSON:
             print_json(found.to_json())
         elif self.html is None:
             from kcdsl.verdict.text.comparison import print_comparison
@@ -205,7 +206,7 @@ class StatusCommand(Command):
         name="from",
     )
     kernels: str | None = value("FILE", KERNELS)
-    json: bool = json_option()
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Join results: 0 C-convergent, 1 violated, 3 not decided; signatures are not looked
@@ -222,7 +223,7 @@ class StatusCommand(Command):
         except ArtefactRefused as error:
             raise refuse(FILE_MISSING, f"{error.detail} ({error.reason})") from error
         found = _join(contract, expectation, files)
-        if self.json:
+        if self.format is OutputFormat.JSON:
             print_json(found.to_json())
         else:
             _print(found)
@@ -345,7 +346,7 @@ class ReplayCommand(RunsCode):
         "FILE", "the weights of a counterexample, instead of those the contract names"
     )
     device: Device = device_option(Device.CPU)
-    json: bool = json_option()
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Replay; what is not reproduced is refused (2).
@@ -372,7 +373,7 @@ class ReplayCommand(RunsCode):
                 device=device,
                 checkpoint=self.checkpoint,
             )
-        if self.json:
+        if self.format is OutputFormat.JSON:
             print_json(_run_document(file, document, replayed), allow_nan=False)
         else:
             _print_run(contract.program, document, replayed)
@@ -402,7 +403,7 @@ class ReplayCommand(RunsCode):
         else:
             report = backend.conclude(trace.evidence)
             said = _reproduced(file, report, trace.report)
-        if self.json:
+        if self.format is OutputFormat.JSON:
             sys.stdout.write(report.dumps())
             say(said)
         else:

@@ -11,6 +11,7 @@ from typing import Any
 
 from kcdsl.cli.commands import COMMANDS, command_of, load
 from kcdsl.cli.common import Argument, Command, argument, choice, switch
+from kcdsl.cli.common.options import OutputFormat, format_option
 from kcdsl.cli.common.output import print_json
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NO_PACKAGE
@@ -25,26 +26,19 @@ _SERVER_NEEDS = ("pygls", "lsprotocol")
 # --- config --------------------------------------------------------------------------------------
 
 
-class ConfigFormat(StrEnum):
-    """The forms of the configuration."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
 @dataclass(frozen=True, kw_only=True)
 class ConfigCommand(Command):
     """Show the options of the configuration and where each value came from."""
 
     action: str = choice(["show"], "show every option", positional="")
     folder: str | None = argument("FOLDER", "of a contract (default: the current one)", "?")
-    format: ConfigFormat = choice(ConfigFormat, "form of the answer", ConfigFormat.TEXT)
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Print the table or the JSON document; a configuration that cannot be used is refused
         (2)."""
         config = load_config(Path(self.folder or "."))
-        if self.format is ConfigFormat.JSON:
+        if self.format is OutputFormat.JSON:
             print_json(_document(config))
         else:
             print(_table(config))

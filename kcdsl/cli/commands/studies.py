@@ -17,14 +17,15 @@ from kcdsl.cli.common.options import (
     KERNELS,
     Device,
     Looks,
+    OutputFormat,
     RunsCode,
     Stage,
     contract_argument,
     count,
     device_option,
     fingerprints_in,
+    format_option,
     gigabytes,
-    json_option,
     output_option,
     percentile,
     positive,
@@ -65,7 +66,7 @@ class PlanCommand(Looks):
         "report.json or trace.parquet of an earlier evaluation: its rates, its "
         "spread, and the thresholds that it would have shown",
     )
-    json: bool = json_option("print the plan as JSON")
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Plan: nothing is measured and nothing is written."""
@@ -82,7 +83,7 @@ class PlanCommand(Looks):
                 prior=None if self.prior is None else Path(self.prior),
                 slices=self.slices,
             )
-        if self.json:
+        if self.format is OutputFormat.JSON:
             sys.stdout.write(found.dumps())
         else:
             from kcdsl.verdict.text.studies import print_plan
@@ -121,7 +122,7 @@ class AttributeCommand(RunsCode):
     no_bounds: bool = switch("leave out what certified bounds exclude")
     device: Device = device_option()
     seed: int = seed_option()
-    json: bool = json_option("print the document as JSON")
+    format: OutputFormat = format_option()
     output: str | None = output_option(
         "DIR", "folder of attribution.json and attribution.svg (default: out beside the contract)"
     )
@@ -147,7 +148,7 @@ class AttributeCommand(RunsCode):
                 progress=progress,
             )
         written = _write_attribution(folder, found)
-        if self.json:
+        if self.format is OutputFormat.JSON:
             sys.stdout.write(found.dumps())
         else:
             from kcdsl.verdict.text.attribution import print_attribution
@@ -211,7 +212,7 @@ class AggregateCommand(Looks):
     until: str | None = value("TIME", "when the window ended (with --stage)")
     kernels: str | None = value("FILE", KERNELS + " (with --stage)")
     sql: bool = switch("print the queries that were run too")
-    json: bool = json_option("print the result as JSON")
+    format: OutputFormat = format_option()
     output: str | None = output_option("FILE", "write the result as JSON")
 
     def run(self) -> Exit:
@@ -241,7 +242,7 @@ class AggregateCommand(Looks):
         text = json_text({**document, **window}, allow_nan=False)
         if self.output is not None:
             deliver(text, self.output)
-        if self.json:
+        if self.format is OutputFormat.JSON:
             sys.stdout.write(text)
         else:
             from kcdsl.verdict.text.studies import print_aggregate
@@ -334,7 +335,7 @@ class ExperimentCommand(RunsCode):
     seed: int = seed_option("token sampling")
     seconds: float = value("S", "e1: how long a variant is timed", 5.0, read=positive)
     fresh: bool = switch("measure cells again that are there")
-    json: bool = json_option("print the result as JSON")
+    format: OutputFormat = format_option()
     output: str | None = output_option(
         "DIR", "folder of the results (default: out/e1 or out/e2 beside the contract)"
     )
@@ -381,7 +382,7 @@ class ExperimentCommand(RunsCode):
         write_together(files, replace=True)
         for stale in before - {file.path.name for file in files}:
             (folder / stale).unlink(missing_ok=True)
-        if self.json:
+        if self.format is OutputFormat.JSON:
             sys.stdout.write(text)
         else:
             from kcdsl.verdict.text.studies import print_experiment

@@ -15,13 +15,14 @@ from kcdsl.cli.common.options import (
     Certifies,
     Device,
     Engine,
+    OutputFormat,
     RunsCode,
     contract_argument,
     count,
     device_option,
     engine_option,
+    format_option,
     jobs_option,
-    json_option,
     output_option,
     positive,
     seconds,
@@ -102,7 +103,7 @@ class VerifyCommand(RunsCode, Certifies):
     output: str | None = output_option(
         "DIR", "folder of the certificate or statement (default: out beside CONTRACT)"
     )
-    json: bool = json_option()
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Decide the chosen clauses, and write what was found before it is printed."""
@@ -116,7 +117,7 @@ class VerifyCommand(RunsCode, Certifies):
             tell=say,
         )
         found = verify(read_contract(self.contract), settings)
-        if self.json:
+        if self.format is OutputFormat.JSON:
             print_json(found.to_json(), allow_nan=False)
         else:
             _print(found.outcomes, found.implied, found.path, self.contract)

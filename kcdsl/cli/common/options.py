@@ -164,9 +164,16 @@ def code_words() -> tuple[str, ...]:
     return (*FAMILIES, *(code.id for code in all_codes()))
 
 
-def json_option(help: str = "print one JSON object") -> Any:
-    """Declare `--json`."""
-    return switch(help)
+class OutputFormat(StrEnum):
+    """The forms of what a command prints."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def format_option() -> Any:
+    """Declare `--format` of a command that prints text, or one JSON document."""
+    return choice(OutputFormat, "form of what is printed", OutputFormat.TEXT)
 
 
 def slice_option() -> Any:

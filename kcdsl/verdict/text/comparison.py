@@ -42,7 +42,7 @@ def print_comparison(found: RunComparison, stream: TextIO) -> None:
     ]
     parts += [Text(f"differs: {name}") for name in found.changed[:_MOST_DIFFERENCES]]
     if len(found.changed) > _MOST_DIFFERENCES:
-        parts.append(Text(f"and {len(found.changed) - _MOST_DIFFERENCES} more, in --json"))
+        parts.append(Text(f"and {len(found.changed) - _MOST_DIFFERENCES} more, in --format json"))
     if found.measures:
         parts += ["", _measures_table(found.measures)]
     parts += [Text(line) for line in baseline_lines(found)]

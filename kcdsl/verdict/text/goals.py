@@ -34,7 +34,7 @@ def functional_of(goal: Goal) -> str:
 def goal_json(
     outcome: GoalOutcome, numerics: Mapping[str, Numerics], certificate: str | None
 ) -> dict[str, Any]:
-    """Return one element of `goals` of `verify --json` (kcdsl/verdict/verify.schema.json)."""
+    """Return one element of `goals` of kcdsl/verdict/verify.schema.json."""
     goal, verdict = outcome.goal, outcome.verdict
     threshold = None if goal.threshold is None else float(goal.threshold)
     return {

@@ -197,7 +197,7 @@ def test_the_command_decides_and_says_what_it_asked(
     )
     program_of(tmp_path, ["p99(kl) <= 0.05", "p95(latency) <= 2 s"])
     words = ["aggregate", str(tmp_path / "tables"), "--contract", str(tmp_path / "contract.yaml")]
-    ran = cli(*words, "--json", "--looks", "2")
+    ran = cli(*words, "--format", "json", "--looks", "2")
     document = json.loads(ran.stdout)
     assert ran.code == document["exit"] == 1
     follows(document)

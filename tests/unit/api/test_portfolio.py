@@ -196,7 +196,7 @@ def test_auto_asks_all_in_turn(tmp_path: Path, cli: Cli) -> None:
     write_model(tmp_path, rows=[{"id": "a", "text": "hello"}])
     text = "forall x in points(all): norm_inf(drift(mlp_0, x)) <= "
     write_contract(tmp_path, text + "1", text + "0", evidence="proof-real")
-    ran = cli("verify", "--backend", "auto", "--json", "--cache", "off", cwd=tmp_path)
+    ran = cli("verify", "--backend", "auto", "--format", "json", "--cache", "off", cwd=tmp_path)
     easy, hard = json.loads(ran.stdout)["goals"]
     assert (easy["verdict"], easy["backend"]) == ("held", "interval")
     assert hard["verdict"] in ("violated", "inconclusive")

@@ -67,7 +67,7 @@ def test_results_are_those_of_the_commands(cli: Any, folder: Path, follows: Any)
     (row,) = proved.rows()
     assert (row["clause"], row["verdict"]) == ("N-0", "held")
     assert row["bound"] <= 0.01
-    ran = cli("verify", "--block", "attn_0", "--attack", "off", "--json", cwd=folder)
+    ran = cli("verify", "--block", "attn_0", "--attack", "off", "--format", "json", cwd=folder)
     assert json.loads(ran.stdout)["goals"][0]["cases"] == proved.to_json()["goals"][0]["cases"]
     result = kcdsl.check(proved.path, key=key + ".pub", contract=folder / "contract.yaml")
     assert result

@@ -353,7 +353,7 @@ def test_the_contract_of_a_file_is_evaluated(cli: Any, tmp_path: Path, form: str
     """Its errors are those of its numerics: no diagnosis finds other weights or coarser formats."""
     saved(tmp_path, encoder() if form == "encoder" else quantised_mlp(form)[0])
     assert cli("init", "model.onnx", cwd=tmp_path).code == 0
-    ran = cli("evaluate", "contract.yaml", "--json", cwd=tmp_path)
+    ran = cli("evaluate", "contract.yaml", "--format", "json", cwd=tmp_path)
     found = json.loads(ran.stdout)
     assert found["prechecks"]
     outcomes = {check["name"]: check["outcome"] for check in found["prechecks"]}

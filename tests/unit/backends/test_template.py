@@ -71,7 +71,9 @@ def test_what_it_proves_holds_and_what_it_does_not_is_open(
 ) -> None:
     write_model(tmp_path, rows=[{"id": "a", "text": "hello"}])
     (tmp_path / "contract.yaml").write_text(CONTRACT.replace("LIMIT", limit))
-    ran = kcdsl(installed, tmp_path, "verify", "--backend", "quick", "--json", "--cache", "off")
+    ran = kcdsl(
+        installed, tmp_path, "verify", "--backend", "quick", "--format", "json", "--cache", "off"
+    )
     (goal,) = json.loads(ran.stdout)["goals"]
     assert (ran.returncode, goal["verdict"], goal["backend"]) == (code, verdict, "quick"), (
         ran.stderr
@@ -103,7 +105,7 @@ def test_where_it_raises_the_others_decide(installed: Path, tmp_path: Path) -> N
     write_model(tmp_path, rows=[{"id": "a", "text": "hello"}])
     (tmp_path / "contract.yaml").write_text(CONTRACT.replace("LIMIT", "1"))
     assert kcdsl(site, tmp_path, "keygen").returncode == 0
-    words = ("--json", "--cache", "off", "--attack", "off", "--sign", "kcdsl.key")
+    words = ("--format", "json", "--cache", "off", "--attack", "off", "--sign", "kcdsl.key")
     alone = kcdsl(site, tmp_path, "verify", "--backend", "quick", *words)
     failed = "backend 'quick' gave no usable answer: ZeroDivisionError: a defect of quick"
     assert (alone.returncode, f"error[KC402]: {failed}" in alone.stderr) == (2, True), alone.stderr

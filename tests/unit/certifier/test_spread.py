@@ -219,7 +219,7 @@ def test_a_refusal_of_a_worker_has_its_place(folder: Path, cli: Cli, tmp_path: P
 @pytest.mark.full
 def test_the_command_says_the_same_and_what_it_remembered(cli: Cli, folder: Path) -> None:
     ran = [
-        cli("verify", "--json", "--jobs", jobs, "--cache", "memory", cwd=folder)
+        cli("verify", "--format", "json", "--jobs", jobs, "--cache", "memory", cwd=folder)
         for jobs in ("2", "1")
     ]
     assert [r.code for r in ran] == [1, 1]

@@ -18,7 +18,7 @@ _VECTORS = json.loads((_HERE / "index.json").read_text())["vectors"]
 def _arguments(vector: dict[str, object]) -> list[str]:
     options = vector["options"]
     assert isinstance(options, dict)
-    words = ["check", str(_HERE / str(vector["file"])), "--json"]
+    words = ["check", str(_HERE / str(vector["file"])), "--format", "json"]
     words += ["--expect", str(_HERE / "expectation.json")]
     words += ["--checkpoint", str(_HERE / "model.safetensors"), "--at", options["at"]]
     words += ["--threshold", str(options["threshold"])]

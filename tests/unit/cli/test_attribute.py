@@ -88,7 +88,7 @@ def test_shares_sum_up_to_the_total(ran: tuple[Any, dict[str, Any], str]) -> Non
 def test_json_is_the_document_and_the_same_again(
     cli: Cli, folder: Path, tmp_path: Path, ran: tuple[Any, dict[str, Any], str]
 ) -> None:
-    done = cli("attribute", "--json", "-o", tmp_path / "o", cwd=folder)
+    done = cli("attribute", "--format", "json", "-o", tmp_path / "o", cwd=folder)
     assert done.code == 0
     assert json.loads(done.stdout) == ran[1]
     assert done.stdout == (tmp_path / "o" / "attribution.json").read_text()
@@ -106,7 +106,9 @@ def test_few_requests_are_inconclusive(cli: Cli, folder: Path, tmp_path: Path) -
 
 @pytest.mark.full
 def test_alone_leaves_out_the_batch(cli: Cli, folder: Path, tmp_path: Path) -> None:
-    done = cli("attribute", "--batch", "1", "--no-bounds", "--json", "-o", tmp_path, cwd=folder)
+    done = cli(
+        "attribute", "--batch", "1", "--no-bounds", "--format", "json", "-o", tmp_path, cwd=folder
+    )
     document = json.loads(done.stdout)
     batch = next(s for s in document["sources"] if s["name"] == "batch")
     assert (batch["state"], batch["shapley"]) == ("equal", 0.0)
@@ -117,7 +119,7 @@ def test_alone_leaves_out_the_batch(cli: Cli, folder: Path, tmp_path: Path) -> N
 def test_states_of_a_language_model_are_split_among_the_blocks_before_its_head(
     cli: Cli, folder: Path, tmp_path: Path
 ) -> None:
-    done = cli("attribute", "--metric", "hidden_l2", "--json", "-o", tmp_path, cwd=folder)
+    done = cli("attribute", "--metric", "hidden_l2", "--format", "json", "-o", tmp_path, cwd=folder)
     assert done.code == 0, done.stderr
     document = json.loads(done.stdout)
     gains = {row["block"]: row["gain"] for row in document["layers"]}

@@ -72,7 +72,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _compare(cli: Any, one: Path, two: Path, code: int, *more: Any) -> dict[str, Any]:
-    ran = cli("compare", one, two, "--json", *more)
+    ran = cli("compare", one, two, "--format", "json", *more)
     assert ran.code == code, ran.stdout + ran.stderr
     document = json.loads(ran.stdout)
     SCHEMA.validate(document)

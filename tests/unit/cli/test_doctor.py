@@ -27,6 +27,7 @@ from kcdsl.cli.commands.doctor import (
     examine,
     to_json,
 )
+from kcdsl.cli.common.options import OutputFormat
 from kcdsl.exits import Exit
 from kcdsl.route.catalogue import BackendSpec, Fragment
 
@@ -200,7 +201,7 @@ def test_python_that_is_too_old_is_a_problem() -> None:
 
 def test_json_document(capsys: pytest.CaptureFixture[str], without: Callable[[str], None]) -> None:
     without("z3-solver")
-    assert DoctorCommand(json=True).run() is Exit.COULD_NOT_RUN
+    assert DoctorCommand(format=OutputFormat.JSON).run() is Exit.COULD_NOT_RUN
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert document["schema"] == "kcdsl.doctor/1"
     assert document["ready"] is False

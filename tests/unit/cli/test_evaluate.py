@@ -105,7 +105,15 @@ def test_the_report_and_the_certificate_list_what_comments_accept(cli: Any, writ
 @pytest.mark.full
 def test_json_and_format_and_folder(cli: Any, write: Write) -> None:
     folder = write(KL)
-    ran = cli("evaluate", "--json", "-o", "made/here", "--format", "junit=report.xml", cwd=folder)
+    ran = cli(
+        "evaluate",
+        "--format=json",
+        "-o",
+        "made/here",
+        "--format",
+        "junit=report.xml",
+        cwd=folder,
+    )
     assert ran.code == 0
     report = document(ran.stdout)
     assert report == json.loads((folder / "made" / "here" / "report.json").read_text())
@@ -114,7 +122,7 @@ def test_json_and_format_and_folder(cli: Any, write: Write) -> None:
 
 def test_a_coarse_kernel_violates_and_the_report_says_where(cli: Any, write: Write) -> None:
     folder = write("{require: max(kl) <= 1e-9, slices: [all], level: L3}", compute="bfloat16")
-    ran = cli("evaluate", "--json", cwd=folder)
+    ran = cli("evaluate", "--format", "json", cwd=folder)
     assert ran.code == 1
     report = document(ran.stdout)
     row = report["clauses"][0]
@@ -146,7 +154,7 @@ def test_an_encoder_is_judged_by_its_states(cli: Any, write: Write) -> None:
         "{require: min(embedding_cosine) >= 0.99, slices: [all], level: L3}",
         architecture="bert",
     )
-    ran = cli("evaluate", "--json", cwd=folder)
+    ran = cli("evaluate", "--format", "json", cwd=folder)
     assert ran.code == 0
     assert document(ran.stdout)["model"]["encoder"]
     folder = write(KL, architecture="bert")
@@ -278,7 +286,7 @@ def test_files_that_change_meanwhile_get_no_certificate(
 @pytest.mark.full
 def test_a_conjunction_has_a_row_and_a_result_for_each_part(cli: Any, write: Write) -> None:
     folder = write("{require: p99(kl) <= 1 and mean(tv) <= 1e-12, slices: [all], level: L2}")
-    ran = cli("evaluate", "--json", cwd=folder)
+    ran = cli("evaluate", "--format", "json", cwd=folder)
     assert ran.code == 1
     rows = document(ran.stdout)["clauses"]
     assert [(r["clause"], r["metric"], r["verdict"]) for r in rows] == [
@@ -296,7 +304,7 @@ def test_what_a_drift_clause_would_imply_is_shown(cli: Any, write: Write) -> Non
         "{require: 'forall x in points(all): norm_inf(drift(model, x)) <= 1e-3', level: L2}",
         "{require: max(tv) <= 0.01, slices: [all], level: L2}",
     )
-    ran = cli("evaluate", "--json", cwd=folder)
+    ran = cli("evaluate", "--format", "json", cwd=folder)
     assert ran.code == 0
     report = document(ran.stdout)
     assert report["deferred"]["C-0"]
@@ -409,7 +417,7 @@ def test_requests_too_large_to_be_bounded_are_said_to_be_so(
 
     monkeypatch.setattr(certified, "certified_block_drift", small)
     rows = [*ROWS, {"id": "long", "text": "twelve bytes", "category": "chat"}]
-    ran = cli("evaluate", "--json", cwd=write(KL, compute="bfloat16", rows=rows))
+    ran = cli("evaluate", "--format", "json", cwd=write(KL, compute="bfloat16", rows=rows))
     assert sorted(sizes) == [5, 5, 12]
     found = document(ran.stdout)
     assert [note for note in found["notes"] if "have no certified bound" in note] == [
@@ -471,7 +479,7 @@ def test_formats_that_there_are_not_are_refused_before_anything_runs(
 @pytest.mark.full
 def test_whole_requests_are_bounded_where_there_is_time(cli: Any, write: Write) -> None:
     folder = write("{require: max(kl) <= 1e-3, slices: [all], level: L2}")
-    ran = cli("evaluate", "--bound-seconds", "120", "--json", cwd=folder)
+    ran = cli("evaluate", "--bound-seconds", "120", "--format", "json", cwd=folder)
     found = document(ran.stdout)
     certified = found["clauses"][0]["beside"]["certified"]
     assert (certified["requests"], certified["of"], certified["reason"]) == (2, 2, None)

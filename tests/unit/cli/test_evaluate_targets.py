@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ("-o", "new", "--format", "junit=new/trace.parquet"),
             "new/trace.parquet is to be written twice",
         ),
-        (("--json", "--format", "github"), "two formats for standard output"),
+        (("--format", "json", "--format", "github"), "two formats for standard output"),
         (("--format", "text", "--format", "github"), "two formats for standard output"),
     ],
 )
@@ -64,7 +64,7 @@ def test_what_cannot_be_written(cli: Any, folder: Path, words: tuple[str, ...], 
     [
         ("--format", "junit=out/x.xml"),
         ("--format", "junit=/dev/null", "--format", "sarif=/dev/null"),
-        ("--json", "--format", "json"),
+        ("--format", "json", "--format", "json"),
     ],
 )
 def test_what_can_be_written_is_measured(cli: Any, folder: Path, words: tuple[str, ...]) -> None:

@@ -154,7 +154,7 @@ def test_explain(cli: Cli) -> None:
 
 
 def test_backends(cli: Cli, follows: Callable[..., None]) -> None:
-    document = json.loads(cli("backends", "--json").stdout)
+    document = json.loads(cli("backends", "--format", "json").stdout)
     follows(document)
     assert document["schema"] == "kcdsl.backends/1"
     names = {backend["name"] for backend in document["backends"]}
@@ -196,7 +196,11 @@ def test_usage_errors(cli: Cli, words: list[str]) -> None:
         (["--colour=always", "lint"], "`kcdsl lint` has no option `--colour`", "`--color`?"),
         (["config", "show", "--frmat=x"], "`kcdsl config` has no option `--frmat`", "`--format`?"),
         (["compile", "a", "b"], "`kcdsl compile` has no use for `b`", "`kcdsl compile --help`"),
-        (["doctor", "--json", "b"], "`kcdsl doctor` has no use for `b`", "`kcdsl doctor --help`"),
+        (
+            ["doctor", "--format", "json", "b"],
+            "`kcdsl doctor` has no use for `b`",
+            "`kcdsl doctor --help`",
+        ),
         (["--zzz"], "`kcdsl` has no option `--zzz`", "`kcdsl --help`"),
     ],
 )
@@ -234,6 +238,16 @@ def _pieces(command: type[Command]) -> tuple[list[list[str]], list[str]]:
             named = option.names[-1]
             options.append([named] if option.is_switch else [named, _readable(option)])
     return options, positionals
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_forms_of_output_are_values_of_one_option(name: str) -> None:
+    """`--format json` is the one spelling of JSON on standard output."""
+    options = {option.name: option for _, option in load(name).options()}
+    assert options.keys().isdisjoint({"json", "text", "markdown", "sarif", "junit", "github"})
+    if "format" in options:
+        offered = options["format"]
+        assert "json" in (offered.choices or tuple(offered.words() if offered.words else ()))
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -45,7 +45,7 @@ def accepted(cli: Any, contract: Path) -> None:
 
 
 def evaluated(cli: Any, contract: Path) -> dict[str, Any]:
-    ran = cli("evaluate", contract, *QUICK, "--json")
+    ran = cli("evaluate", contract, *QUICK, "--format", "json")
     assert ran.code in (0, 1, 3), ran.stderr  # 3: too few timed runs on a busy machine
     found: dict[str, Any] = json.loads(ran.stdout)
     return found
@@ -370,7 +370,7 @@ def test_recorded_rollouts_need_no_model(cli: Any, tmp_path: Path) -> None:
     assert {s.name for s in program.slices} == {"all", "math", "code"}
     ran = cli("lint", contract)
     assert "warning" not in ran.stdout
-    report = cli("evaluate", contract, *QUICK, "--json")
+    report = cli("evaluate", contract, *QUICK, "--format", "json")
     assert report.code in (0, 1, 3), report.stderr
     assert "invalid" not in {row["verdict"] for row in json.loads(report.stdout)["clauses"]}
 
@@ -654,7 +654,7 @@ def test_the_contract_of_an_onnx_file_is_evaluated_and_verified(cli: Any, tmp_pa
     found = evaluated(cli, tmp_path / "contract.yaml")
     assert {row["clause"] for row in found["clauses"]} >= {"N-KL", "N-TV"}
     assert all(row["n"] for row in found["clauses"] if row["clause"] == "N-KL")
-    ran = cli("verify", "--json", cwd=tmp_path)
+    ran = cli("verify", "--format", "json", cwd=tmp_path)
     goals = {goal["clause"]: goal for goal in json.loads(ran.stdout)["goals"]}
     assert {"N-ATTN-0", "N-MLP-0", "N-ATTN-0-BALL"} == set(goals)
     assert all(0 < goal["attack"] <= goal["bound"] for goal in goals.values())

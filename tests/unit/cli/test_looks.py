@@ -58,7 +58,7 @@ def test_looks_share_the_error(
     mean: str,
 ) -> None:
     """65 requests show 5 % at one look (59); at one of five 90 are needed, at every look 74."""
-    ran = cli("evaluate", "--json", *QUICK, *options, cwd=folder)
+    ran = cli("evaluate", "--format", "json", *QUICK, *options, cwd=folder)
     assert ran.code == 3
     report = json.loads(ran.stdout)
     follows(report)

@@ -81,10 +81,10 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def planned(cli: Any, follows: Any) -> Callable[..., dict[str, Any]]:
-    """Return a function that runs `kcdsl plan --json` and returns its rows by clause and slice."""
+    """Return a function that runs `kcdsl plan` and returns its rows by clause and slice."""
 
     def run(folder: Path, *options: str) -> dict[str, Any]:
-        ran = cli("plan", "--json", *options, cwd=folder)
+        ran = cli("plan", "--format", "json", *options, cwd=folder)
         assert (ran.code, ran.stderr) == (0, "")
         document = json.loads(ran.stdout)
         follows(document)

@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "config.json").write_text(json.dumps(CONFIG))
     (path / "prompts.jsonl").write_text(json.dumps({"id": "p0", "text": "hey"}) + "\n")
     (path / "contract.yaml").write_text(CONTRACT)
-    options = ("--json", "--cache", "off", "--domains", "interval", "--confirm", "off")
+    options = ("--format", "json", "--cache", "off", "--domains", "interval", "--confirm", "off")
     ran = run_here("verify", *options, cwd=path)
     assert ran.code == 1, ran.stderr
     for goal in json.loads(ran.stdout)["goals"]:
@@ -89,7 +89,7 @@ def test_a_counterexample_is_confirmed(
     written = json.loads(raw)
     follows(written)
     assert raw == rfc8785.dumps(written)
-    ran = cli("replay", file, "--json", cwd=folder)
+    ran = cli("replay", file, "--format", "json", cwd=folder)
     assert ran.code == 1, ran.stderr
     found = json.loads(ran.stdout)
     follows(found)

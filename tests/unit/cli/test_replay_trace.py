@@ -87,7 +87,7 @@ def elsewhere(made: Path, tmp_path: Path) -> Path:
 @pytest.mark.full
 def test_a_trace_alone_gives_the_report_bit_for_bit(cli: Any, made: Path, elsewhere: Path) -> None:
     """No contract, no model, no kernels are there."""
-    ran = cli("replay", "moved.parquet", "--json", cwd=elsewhere)
+    ran = cli("replay", "moved.parquet", "--format", "json", cwd=elsewhere)
     assert ran.code == 1
     assert ran.stdout == (made / "out" / "report.json").read_text()
     assert ran.stderr == "reproduced: bit for bit\n"
@@ -150,7 +150,7 @@ def test_a_changed_contract_is_decided_on_the_same_evidence(
     changed = CONTRACT.replace("1e-12", "1").replace("version: 1.0.0", "version: 1.1.0")
     (elsewhere / "contract.yaml").write_text(changed)
     arguments = ("replay", "moved.parquet", "--contract", "contract.yaml")
-    ran = cli(*arguments, "--json", cwd=elsewhere)
+    ran = cli(*arguments, "--format", "json", cwd=elsewhere)
     assert ran.code == 3
     report = json.loads(ran.stdout)
     assert report["verdict"] == "inconclusive"

@@ -60,7 +60,7 @@ def prepared(folder: Path, name: str, numerics: str = "") -> Path:
 
 
 def proved(cli: Any, folder: Path, *more: str) -> dict[str, Any]:
-    ran = cli("verify", "--block", "attn_0", "--json", *more, cwd=folder)
+    ran = cli("verify", "--block", "attn_0", "--format", "json", *more, cwd=folder)
     assert ran.code == 0, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)["goals"][0]
     return found

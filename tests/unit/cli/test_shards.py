@@ -89,7 +89,7 @@ def test_of_a_large_checkpoint_the_block_alone_is_read(
     cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its weights are held as they are stored, and multiplied some rows at a time."""
-    command = ("verify", "--block", "attn_0", "--json")
+    command = ("verify", "--block", "attn_0", "--format", "json")
     read: dict[str, int] = {}
     reading = tensors.StoredTensors._read
 
@@ -132,7 +132,16 @@ def test_large_weights_have_the_bounds_of_small_ones(
     contract = CONTRACT.replace("drift(attn_0", f"drift({block}").replace("0.01", "9.0")
     contract = contract.replace("points(all)", "ball(all, 1e-6)")
     (folder / "contract.yaml").write_text(contract)
-    command = ("verify", "--block", block, "--json", "--domains", domain, "--cache", "off")
+    command = (
+        "verify",
+        "--block",
+        block,
+        "--format=json",
+        "--domains",
+        domain,
+        "--cache",
+        "off",
+    )
     bounds = []
     for most in (matrices.KEPT_WIDE, 0):
         monkeypatch.setattr(state, "KEPT_WIDE", most)

@@ -90,7 +90,7 @@ def run(cli: Any, folder: Path, path: Path, *more: str, sign: bool = True) -> An
 def check(cli: Any, folder: Path, path: Path, *more: str, base: str | None = "model") -> Any:
     given = [] if base is None else ["--base", str(folder / f"{base}.safetensors")]
     return cli(
-        *("check", str(folder / "out" / "verify.transfer.json"), "--json"),
+        *("check", str(folder / "out" / "verify.transfer.json"), "--format", "json"),
         *("--contract", str(folder / "contract.yaml"), "--checkpoint", str(path), *given, *more),
         *("--key", str(folder / "kcdsl.key.pub")),
     )
@@ -105,7 +105,7 @@ def reasons(found: Any) -> set[str]:
 @pytest.mark.full
 def test_later_weights_in_the_region_need_no_proof(cli: Any, folder: Path, follows: Any) -> None:
     path = later(folder)
-    found = run(cli, folder, path, "--json")
+    found = run(cli, folder, path, "--format", "json")
     assert found.code == 0, found.stderr
     document = json.loads(found.stdout)
     follows(document)
@@ -157,7 +157,7 @@ def test_a_block_that_left_stays_behind_and_is_verified_again(
 
     contract, cache = folder / "contract.yaml", str(folder / "cache")
     verify = ["verify", str(contract), "--attack", "off", "--weights", str(RHO), "--cache", cache]
-    verify += ["--states", "0.05", "--json"]
+    verify += ["--states", "0.05", "--format", "json"]
     assert cli(*verify).code == 0
     path = later(folder, change)
     found = run(cli, folder, path)
@@ -181,7 +181,7 @@ def test_a_block_that_left_stays_behind_and_is_verified_again(
     assert cli(*only).code == 0
     together = cli(
         *("check", str(folder / "out" / "verify.transfer.json")),
-        *(str(folder / "again" / "verify-mlp_1.cert.json"), "--complete", "--json"),
+        *(str(folder / "again" / "verify-mlp_1.cert.json"), "--complete", "--format", "json"),
         *("--contract", str(contract), "--base", str(old)),
         *("--key", str(folder / "kcdsl.key.pub")),
     )
@@ -194,7 +194,7 @@ def test_states_that_moved_too_far_stay_behind(cli: Any, folder: Path) -> None:
     def change(name: str, w: torch.Tensor) -> torch.Tensor:
         return w * 3 if name.startswith("model.layers.0.self_attn.o_proj") else w.clone()
 
-    found = run(cli, folder, later(folder, change), "--json")
+    found = run(cli, folder, later(folder, change), "--format", "json")
     assert found.code == 3
     left = {item["id"]: item["reason"] for item in json.loads(found.stdout)["left"]}
     assert left == {"N-0": "weights", "N-1": "states"}
@@ -391,7 +391,7 @@ def test_a_certificate_cannot_state_a_larger_region(cli: Any, folder: Path) -> N
     target = folder / "out" / "verify.cert.json"
     key = load_private((folder / "kcdsl.key").read_bytes())
     original = json.loads(decode(parse_bundle(target.read_bytes())).payload)
-    words = ["check", str(target), "--contract", str(folder / "contract.yaml"), "--json"]
+    words = ["check", str(target), "--contract", str(folder / "contract.yaml"), "--format", "json"]
     words += ["--key", str(folder / "kcdsl.key.pub")]
 
     def changed(**fields: Any) -> set[str]:
@@ -482,7 +482,7 @@ def test_certificates_of_one_checkpoint_do_not_go_over(cli: Any, folder: Path) -
     contract = str(folder / "contract.yaml")
     key = ("--sign", str(folder / "kcdsl.key"))
     assert cli("verify", contract, "--attack", "off", "--cache", "off", *key).code == 0
-    found = run(cli, folder, later(folder), "--json")
+    found = run(cli, folder, later(folder), "--format", "json")
     assert found.code == 3
     assert {item["reason"] for item in json.loads(found.stdout)["left"]} == {"no-region"}
 

@@ -79,7 +79,7 @@ def goals(stdout: str) -> list[dict[str, Any]]:
 
 def test_a_drift_below_its_limit_is_proved(cli: Any, write: Write, folder: Path) -> None:
     write(HELD)
-    ran = cli("verify", "--block", "attn_0", "--json", cwd=folder)
+    ran = cli("verify", "--block", "attn_0", "--format", "json", cwd=folder)
     assert ran.code == 0
     (goal,) = goals(ran.stdout)
     assert goal["verdict"] == "held"
@@ -91,7 +91,7 @@ def test_a_drift_below_its_limit_is_proved(cli: Any, write: Write, folder: Path)
     assert statement == "out/verify-attn_0.statement.json"
     assert f"not signed: kcdsl sign {statement}" in ran.stderr
     assert cli("keygen", "-o", folder / "kcdsl.key").code == 0
-    unsigned = cli("check", statement, "--key", "kcdsl.key.pub", "--json", cwd=folder)
+    unsigned = cli("check", statement, "--key", "kcdsl.key.pub", "--format", "json", cwd=folder)
     assert unsigned.code == 2
     assert "is a statement that is not signed" in unsigned.stderr
     signed = cli("sign", statement, "--key", "kcdsl.key", cwd=folder)
@@ -102,7 +102,7 @@ def test_a_drift_below_its_limit_is_proved(cli: Any, write: Write, folder: Path)
 
 def test_a_limit_below_a_concrete_run_is_violated(cli: Any, write: Write, folder: Path) -> None:
     write(HELD.replace("0.01", "1e-9"))
-    ran = cli("verify", "--json", cwd=folder)
+    ran = cli("verify", "--format", "json", cwd=folder)
     assert ran.code == 1
     (goal,) = goals(ran.stdout)
     assert goal["verdict"] == "violated"
@@ -117,7 +117,7 @@ def test_a_limit_below_a_concrete_run_is_violated(cli: Any, write: Write, folder
 @pytest.mark.full
 def test_a_limit_between_both_is_inconclusive(cli: Any, write: Write, folder: Path) -> None:
     write(HELD.replace("0.01", "1e-9"))
-    (goal,) = goals(cli("verify", "--json", cwd=folder).stdout)
+    (goal,) = goals(cli("verify", "--format", "json", cwd=folder).stdout)
     middle = (goal["attack"] * goal["bound"]) ** 0.5
     write(HELD.replace("0.01", repr(middle)))
     ran = cli("verify", cwd=folder)
@@ -130,7 +130,7 @@ def test_a_limit_between_both_is_inconclusive(cli: Any, write: Write, folder: Pa
 def test_without_a_bound_nothing_is_claimed(cli: Any, write: Write, folder: Path) -> None:
     """The whole model in bfloat16: intervals give up, and say where."""
     write("forall x in points(all): norm_inf(drift(model, x)) <= 1000", compute="bfloat16")
-    ran = cli("verify", "--attack", "off", "--json", cwd=folder)
+    ran = cli("verify", "--attack", "off", "--format", "json", cwd=folder)
     (goal,) = goals(ran.stdout)
     assert goal["attack"] is None
     if goal["bound"] is None:
@@ -142,7 +142,7 @@ def test_without_a_bound_nothing_is_claimed(cli: Any, write: Write, folder: Path
 
 def test_an_empty_slice_is_no_evidence(cli: Any, write: Write, folder: Path) -> None:
     write(HELD.replace("points(all)", "points(absent)"))
-    ran = cli("verify", "--json", cwd=folder)
+    ran = cli("verify", "--format", "json", cwd=folder)
     assert ran.code == 2
     (goal,) = goals(ran.stdout)
     assert goal["verdict"] == "invalid_evidence"
@@ -160,7 +160,7 @@ def test_regions_and_functionals(cli: Any, write: Write, folder: Path) -> None:
         "forall x in points(all): span(drift(attn_0, x)) <= 10",
         "forall x in points(all): no_flip(head, x)",
     )
-    ran = cli("verify", "--attack", "off", "--json", cwd=folder)
+    ran = cli("verify", "--attack", "off", "--format", "json", cwd=folder)
     point, ball, hull, two, span, flip = goals(ran.stdout)
     assert point["bound"] < ball["bound"] < hull["bound"]
     assert point["bound"] <= two["bound"] <= 4 * point["bound"] * (1 + 1e-6)
@@ -256,7 +256,7 @@ def test_numerics_that_no_adapter_keeps_are_named(cli: Any, write: Write, folder
             "compute: float32}}", "compute: float32, attention: {exp_ulps: 1}}}"
         )
     )
-    ran = cli("verify", "--json", cwd=folder)
+    ran = cli("verify", "--format", "json", cwd=folder)
     assert ran.code == 0
     (goal,) = goals(ran.stdout)
     assert any("never run here" in text for text in goal["evidence"]["assumptions"])
@@ -316,7 +316,7 @@ def test_of_an_order_a_certificate_states_no_more_than_is_shown(
     """How far nothing is from flipping is shown to people; a proof shows that it does not flip."""
     write("forall x in points(all): no_flip(head, x, 3)")
     cli("keygen", "-o", folder / "kcdsl.key")
-    ran = cli("verify", "--json", "--sign", "kcdsl.key", cwd=folder)
+    ran = cli("verify", "--format", "json", "--sign", "kcdsl.key", cwd=folder)
     (goal,) = goals(ran.stdout)
     assert (ran.code, goal["verdict"]) == (0, "held")
     assert goal["margin"] == min(case["margin"] for case in goal["cases"]) > 0

@@ -39,7 +39,7 @@ def verify(cli: Any, folder: Path) -> Callable[..., Any]:
 
     def run(*requirements: str, options: tuple[str, ...] = ()) -> Any:
         write_contract(folder, *requirements)
-        return cli("verify", "--json", "--cache", "off", *options, cwd=folder)
+        return cli("verify", "--format", "json", "--cache", "off", *options, cwd=folder)
 
     return run
 
@@ -91,7 +91,7 @@ def test_a_run_of_the_longest_request_may_break_it(
     document = json.loads((folder / file).read_bytes())
     assert document["region"]["kind"] == "rows"
     assert document["input"]["shape"] == [5, 16]  # `hello`
-    again = cli("replay", file, "--json", cwd=folder)
+    again = cli("replay", file, "--format", "json", cwd=folder)
     assert again.code == 1, again.stderr
     assert json.loads(again.stdout)["exact"]
 
@@ -115,7 +115,7 @@ def test_no_flip_is_asked_at_any_length(verify: Callable[..., Any]) -> None:
 def test_a_second_run_remembers_the_length(cli: Any, folder: Path) -> None:
     def run(text: str) -> int:
         write_contract(folder, text)
-        ran = cli("verify", "--json", "--cache", folder / "cache", cwd=folder)
+        ran = cli("verify", "--format", "json", "--cache", folder / "cache", cwd=folder)
         return int(json.loads(ran.stdout)["goals"][0]["cached"])
 
     assert run(ATTENTION % 0.5) == 0

@@ -36,7 +36,7 @@ clauses:
 def verified(folder: Path, limit: float) -> dict[str, Any]:
     """Return what `verify` finds."""
     (folder / "contract.yaml").write_text(CONTRACT.replace("LIMIT", repr(limit)))
-    ran = run_here("verify", "--json", "--cache", "off", cwd=folder)
+    ran = run_here("verify", "--format", "json", "--cache", "off", cwd=folder)
     assert ran.code in (0, 1, 3), ran.stderr
     (goal,) = json.loads(ran.stdout)["goals"]
     found: dict[str, Any] = goal
@@ -64,7 +64,7 @@ def test_what_a_batch_finds_violates_a_clause(
         assert verified(tmp_path, limit)["verdict"] == "inconclusive"
     goal = verified(tmp_path, limit)
     assert goal["verdict"] == "violated"
-    ran = run_here("replay", goal["counterexample"]["file"], "--json", cwd=tmp_path)
+    ran = run_here("replay", goal["counterexample"]["file"], "--format", "json", cwd=tmp_path)
     assert ran.code == 1, ran.stderr
     replayed = json.loads(ran.stdout)
     assert replayed["exact"]

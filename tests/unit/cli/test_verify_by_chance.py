@@ -34,7 +34,7 @@ def verify(cli: Any, folder: Path) -> Callable[..., Any]:
 
     def run(*requirements: str, evidence: str = "probabilistic", options: Any = ()) -> Any:
         write_contract(folder, *requirements, compute="bfloat16", evidence=evidence)
-        ran = cli("verify", "--json", "--cache", "off", *options, cwd=folder)
+        ran = cli("verify", "--format", "json", "--cache", "off", *options, cwd=folder)
         return json.loads(ran.stdout), ran.code
 
     return run
@@ -199,7 +199,7 @@ def test_it_implies_nothing(cli: Any, folder: Path) -> None:
             written.rstrip().replace("L2}", f"L2, evidence: {evidence}}}")
             + f'\n  M: {{require: "{text}", level: L2, evidence: proof, slices: [all]}}\n'
         )
-        options = ("--json", "--cache", "off", "--attack", "off", "--clause", "N-0")
+        options = ("--format", "json", "--cache", "off", "--attack", "off", "--clause", "N-0")
         ran = cli("verify", *options, cwd=folder)
         document = json.loads(ran.stdout)
         kind = document["goals"][0]["evidence"]["kind"]

@@ -34,7 +34,7 @@ def test_a_chain_is_certified_and_checked(
 ) -> None:
     write_contract(folder, *clauses)
     assert cli("keygen", "-o", folder / "kcdsl.key").code == 0
-    ran = cli("verify", "--chain", "--json", *QUICK, "--sign", "kcdsl.key", cwd=folder)
+    ran = cli("verify", "--chain", "--format", "json", *QUICK, "--sign", "kcdsl.key", cwd=folder)
     assert ran.code == 0, ran.stderr
     document = json.loads(ran.stdout)
     follows(document)
@@ -46,7 +46,14 @@ def test_a_chain_is_certified_and_checked(
         proof = json.loads((folder / "out" / f"{goal['clause']}.proof.json").read_bytes())
         follows(proof, "kcdsl.chain-proof/2")
     checked = cli(
-        *("check", document["certificate"], "--recheck", "--key", "kcdsl.key.pub", "--json"),
+        *(
+            "check",
+            document["certificate"],
+            "--recheck",
+            "--key",
+            "kcdsl.key.pub",
+            "--format=json",
+        ),
         cwd=folder,
     )
     assert checked.code == 0, checked.stdout

@@ -51,7 +51,7 @@ def test_a_kernel_is_proved_refuted_and_replayed(
 ) -> None:
     """The proof is one that the checker accepts, the counterexample one that replays exactly."""
     (folder / "contract.yaml").write_text(CONTRACT.format(casts=casts, block=block, more=more))
-    ran = run_here("verify", "--json", "--cache", "off", cwd=folder)
+    ran = run_here("verify", "--format", "json", "--cache", "off", cwd=folder)
     assert ran.code == 1, ran.stderr
     document = json.loads(ran.stdout)
     follows(document)
@@ -63,7 +63,7 @@ def test_a_kernel_is_proved_refuted_and_replayed(
     assert record["weights"].get("rounding") == ("toward_zero" if more == CUT else None)
     file = goals["TIGHT"]["counterexample"]["file"]
     follows(json.loads((folder / file).read_text()))
-    again = run_here("replay", file, "--json", cwd=folder)
+    again = run_here("replay", file, "--format", "json", cwd=folder)
     assert again.code == 1, again.stderr
     found = json.loads(again.stdout)
     assert found["exact"]
@@ -75,7 +75,7 @@ def test_a_quantiser_beside_it_is_refused_where_it_is_written(folder: Path) -> N
     (folder / "contract.yaml").write_text(
         CONTRACT.format(casts="toward_zero", block="mlp_0", more=more)
     )
-    ran = run_here("verify", "--json", "--cache", "off", cwd=folder)
+    ran = run_here("verify", "--format", "json", "--cache", "off", cwd=folder)
     assert ran.code == 2
     assert "KC463" in ran.stderr
     assert "quantised to int8" in ran.stderr

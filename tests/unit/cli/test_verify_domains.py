@@ -96,7 +96,17 @@ def run(folder: Path, tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch)
         path.write_text(CONTRACT.replace("casts: any", f"casts: {casts}") % requirement)
         out = tmp_path / "out"
         ran = cli(
-            *("verify", str(path), "--json", "--attack", "off", "--cache", "off", "--jobs", "1"),
+            *(
+                "verify",
+                str(path),
+                "--format=json",
+                "--attack",
+                "off",
+                "--cache",
+                "off",
+                "--jobs",
+                "1",
+            ),
             "--allow-code",
             *("-o", str(out), *options),
         )

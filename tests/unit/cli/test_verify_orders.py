@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 def verified(cli: Any, folder: Path, require: str, compute: str = "float32") -> Any:
     """Return the goal of a contract of one clause."""
     (folder / "contract.yaml").write_text(CONTRACT % (compute, require))
-    ran = cli("verify", "--attack", "off", "--json", cwd=folder)
+    ran = cli("verify", "--attack", "off", "--format", "json", cwd=folder)
     (goal,) = json.loads(ran.stdout)["goals"]
     assert ran.code == {"held": 0, "inconclusive": 3}[goal["verdict"]]
     return goal

@@ -72,7 +72,7 @@ def contract(folder: Path, name: str, more: str = "") -> None:
 def test_a_signed_certificate_is_derived_again(folder: Path, follows: Any, name: str) -> None:
     contract(folder, name)
     assert run_here("keygen", cwd=folder).code == 0
-    words = ("--json", "--cache", "off", "--sign", "kcdsl.key")
+    words = ("--format", "json", "--cache", "off", "--sign", "kcdsl.key")
     ran = run_here("verify", *words, cwd=folder)
     assert ran.code == 0, ran.stderr
     document = json.loads(ran.stdout)
@@ -140,7 +140,7 @@ def test_a_quantised_cache_is_proved_signed_and_replayed(
     text = (CONTRACT + TIGHT).replace("mlp_0", "attn_0").replace("NUMERICS", CACHES[name])
     (folder / "contract.yaml").write_text(text, encoding="utf-8")
     assert run_here("lint", cwd=folder).code == 0
-    ran = run_here("verify", "--json", "--cache", "off", cwd=folder)
+    ran = run_here("verify", "--format", "json", "--cache", "off", cwd=folder)
     assert ran.code == 1, ran.stderr
     document = json.loads(ran.stdout)
     follows(document)
@@ -152,7 +152,9 @@ def test_a_quantised_cache_is_proved_signed_and_replayed(
     assert "kv_cache" in proof["numerics"]["infer"]
     assert recheck((folder / "out" / "LOOSE.proof.json").read_bytes(), folder / MODEL).ok
     assert goals["TIGHT"]["verdict"] == "violated"
-    again = run_here("replay", goals["TIGHT"]["counterexample"]["file"], "--json", cwd=folder)
+    again = run_here(
+        "replay", goals["TIGHT"]["counterexample"]["file"], "--format", "json", cwd=folder
+    )
     assert again.code == 1, again.stderr
     found = json.loads(again.stdout)
     assert found["exact"]
@@ -181,13 +183,13 @@ def test_another_cache_is_refused_where_it_stands(folder: Path, written: str, wo
 @pytest.mark.parametrize("name", ["vLLM", "AWQ", "MXFP4", "linears"])
 def test_a_run_outside_of_a_bound_is_replayed(folder: Path, follows: Any, name: str) -> None:
     contract(folder, name, TIGHT)
-    ran = run_here("verify", "--json", "--cache", "off", cwd=folder)
+    ran = run_here("verify", "--format", "json", "--cache", "off", cwd=folder)
     assert ran.code == 1, ran.stderr
     goals = {goal["clause"]: goal for goal in json.loads(ran.stdout)["goals"]}
     assert goals["TIGHT"]["verdict"] == "violated"
     file = goals["TIGHT"]["counterexample"]["file"]
     follows(json.loads((folder / file).read_text()))
-    again = run_here("replay", file, "--json", cwd=folder)
+    again = run_here("replay", file, "--format", "json", cwd=folder)
     assert again.code == 1, again.stderr
     found = json.loads(again.stdout)
     assert found["exact"]

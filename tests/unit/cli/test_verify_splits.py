@@ -56,7 +56,7 @@ def run(tmp_path: Path, cli: Any) -> Run:
     def verify(threshold: str, *options: str, compute: str = "float32") -> tuple[int, Any]:
         path = tmp_path / "contract.yaml"
         path.write_text(CONTRACT % (compute, threshold))
-        common = ("--json", "--cache", "off", "--jobs", "1", "-o", str(tmp_path / "out"))
+        common = ("--format", "json", "--cache", "off", "--jobs", "1", "-o", str(tmp_path / "out"))
         ran = cli("verify", str(path), *common, *options)
         assert ran.code in (0, 1, 3), ran.stderr
         (goal,) = json.loads(ran.stdout)["goals"]

@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 def verified(folder: Path, code: int = 1, **parts: str) -> dict[str, Any]:
     """Return what `verify` finds of each clause."""
     (folder / "contract.yaml").write_text(CONTRACT.format(**parts))
-    ran = run_here("verify", "--json", "--cache", "off", cwd=folder)
+    ran = run_here("verify", "--format", "json", "--cache", "off", cwd=folder)
     assert ran.code == code, ran.stderr
     return {goal["clause"]: goal for goal in json.loads(ran.stdout)["goals"]}
 
@@ -68,7 +68,7 @@ def test_what_is_within_the_scales_is_decided(
     assert set(record["input_scale"]) == {"*", "model.layers.0.mlp.down_proj"}
     file = goals["TIGHT"]["counterexample"]["file"]
     follows(json.loads((folder / file).read_text()))
-    ran = run_here("replay", file, "--json", cwd=folder)
+    ran = run_here("replay", file, "--format", "json", cwd=folder)
     assert ran.code == 1, ran.stderr
     found = json.loads(ran.stdout)
     assert found["exact"]

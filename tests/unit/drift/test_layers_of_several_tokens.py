@@ -39,7 +39,7 @@ def test_deviations_use_what_is_known_of_single_rows() -> None:
 @pytest.mark.parametrize("width", [64, 128])
 def test_the_checker_confirms_a_layer(tmp_path: Path, cli: Any, width: int) -> None:
     write_case(tmp_path, Row("layer_0", width, 8))
-    ran = cli("verify", tmp_path / "contract.yaml", "--json", *OPTIONS)
+    ran = cli("verify", tmp_path / "contract.yaml", "--format", "json", *OPTIONS)
     assert ran.code == 0, ran.stdout
     (goal,) = json.loads(ran.stdout)["goals"]
     assert goal["verdict"] == "held"

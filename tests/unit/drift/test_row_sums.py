@@ -131,7 +131,7 @@ def test_the_checker_confirms_what_norms_say_of_attention(
     for least in (2**40, 1):  # exact sums, norms
         monkeypatch.setattr(f"{prover}.MANY", least)
         monkeypatch.setattr(f"{checker}._LARGE", least)
-        ran = cli("verify", tmp_path / "contract.yaml", "--json", *OPTIONS)
+        ran = cli("verify", tmp_path / "contract.yaml", "--format", "json", *OPTIONS)
         assert ran.code == 0, ran.stderr
         goals += json.loads(ran.stdout)["goals"]
     exact, norms = (goal["bound"] for goal in goals)

@@ -68,7 +68,9 @@ def decide(cli: Any, tmp_path: Path) -> Callable[..., dict[str, Any]]:
             recordings.write(tmp_path / more.get("data", "rows.parquet"), table)
         path = tmp_path / "contract.yaml"
         path.write_text(contract(clauses, **more), encoding="utf-8")
-        found = cli("--traceback", "evaluate", str(path), "--json", "-o", str(tmp_path / "out"))
+        found = cli(
+            "--traceback", "evaluate", str(path), "--format", "json", "-o", str(tmp_path / "out")
+        )
         if not found.stdout:
             return {"refused": found.stderr, "code": found.code}
         return {**json.loads(found.stdout), "code": found.code}
@@ -249,7 +251,7 @@ def test_replay_gives_the_same_verdicts(
     clauses = {"N-K3": "require: mean(k3) <= 1e-4", "N-ICC": "require: icc <= 0.9"}
     first = decide(clauses, recordings.columns(recordings.rollouts()))
     trace = next((tmp_path / "out").glob("*.parquet"))
-    again = cli("replay", str(trace), "--json")
+    again = cli("replay", str(trace), "--format", "json")
     rows = json.loads(again.stdout)["clauses"]
     assert rows == first["clauses"]
 
@@ -261,7 +263,7 @@ def test_a_plan_counts_prompts(cli: Any, tmp_path: Path) -> None:
     path = tmp_path / "contract.yaml"
     clauses = {"N-SEQ": "require: p90(abs(seq_log_ratio)) <= 0.5"}
     path.write_text(contract(clauses), encoding="utf-8")
-    row = json.loads(cli("plan", str(path), "--json").stdout)["rows"][0]
+    row = json.loads(cli("plan", str(path), "--format", "json").stdout)["rows"][0]
     assert (row["have"], row["evidence"], row["state"]) == (5, "sample", "too_few")
 
 
@@ -375,7 +377,9 @@ def test_ranks_at_tokens_that_were_drawn_are_a_sample(
     kinds = {"S-1": "sample", "S-5": "sample", "S-J": "census"}
     assert {row["clause"]: row["evidence"] for row in report["clauses"]} == kinds
     assert verdicts(report) == {"S-1": "inconclusive", "S-5": "inconclusive", "S-J": "held"}
-    rows = json.loads(cli("plan", str(tmp_path / "contract.yaml"), "--json").stdout)["rows"]
+    rows = json.loads(cli("plan", str(tmp_path / "contract.yaml"), "--format", "json").stdout)[
+        "rows"
+    ]
     assert {row["clause"]: row["evidence"] for row in rows} == kinds
     assert {row["clause"]: row["state"] for row in rows}["S-J"] == "census"
 

@@ -375,7 +375,7 @@ def test_rates_are_never_rounded_to_all_or_none() -> None:
 def test_the_command_writes_everything(cli: Cli, folder: Path, tmp_path: Path) -> None:
     words = ["--device", "cpu", "--length", "8", "--batch", "2", "--concurrency", "1"]
     contract = str(folder / "contract.yaml")
-    ran = cli("experiment", "e2", contract, *words, "-o", str(tmp_path / "out"), "--json")
+    ran = cli("experiment", "e2", contract, *words, "-o", str(tmp_path / "out"), "--format", "json")
     assert ran.code == 0
     assert json.loads(ran.stdout)["cells"][0]["status"] == "ran"
     names = sorted(file.name for file in (tmp_path / "out").iterdir())

@@ -129,7 +129,7 @@ def test_a_run_with_other_experts_is_reported(tmp_path: Path, cli: Any) -> None:
     (tmp_path / "requests.jsonl").write_text(json.dumps({"id": "a", "tokens": TOKENS}) + "\n")
     said = {}
     for words in ((), ("--attack", "off", "--clause", "N-BALL")):
-        ran = cli("verify", "--json", "--cache", "off", *words, cwd=tmp_path)
+        ran = cli("verify", "--format", "json", "--cache", "off", *words, cwd=tmp_path)
         assert ran.code == 3, ran.stderr
         goals = {goal["clause"]: goal for goal in json.loads(ran.stdout)["goals"]}
         assert goals["N-BALL"]["verdict"] == "inconclusive"

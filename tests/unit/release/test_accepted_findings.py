@@ -67,7 +67,7 @@ def test_a_certificate_lists_them_those_of_a_solver_too(certificate: Path) -> No
 
 
 def test_check_shows_them(cli: Any, folder: Path, certificate: Path) -> None:
-    ran = cli("check", certificate, "--key", "kcdsl.key.pub", "--json", cwd=folder)
+    ran = cli("check", certificate, "--key", "kcdsl.key.pub", "--format", "json", cwd=folder)
     assert ran.code == 0
     (step,) = [c for c in json.loads(ran.stdout)["checks"] if c["name"] == "contract"]
     assert "KC208: the field of our own tracer" in step["detail"]

@@ -114,7 +114,7 @@ def ask(cli: Any, follows: Any) -> Callable[..., Any]:
     """Return a function that runs the command: exit code, document and what the terminal shows."""
 
     def run(words: list[Any], code: int) -> tuple[dict[str, Any], str]:
-        ran = cli(*words, "--json")
+        ran = cli(*words, "--format", "json")
         assert ran.code == code, ran.stdout + ran.stderr
         document = json.loads(ran.stdout)
         follows(document, "kcdsl.fleet/1")

@@ -195,7 +195,7 @@ def test_what_can_be_looked_at_is_believed(
     known = (*catalogue(), MINE)
     monkeypatch.setattr("kcdsl.route.catalogue.catalogue", lambda: known)
     monkeypatch.setattr("kcdsl.api.backends.catalogue", lambda: known)
-    ran = cli("verify", "--backend", "mine", "--json", cwd=prepare("prints", limit))
+    ran = cli("verify", "--backend", "mine", "--format", "json", cwd=prepare("prints", limit))
     (goal,) = json.loads(ran.stdout)["goals"]
     assert (ran.code, goal["verdict"], goal["backend"]) == (code, verdict, "mine"), ran
     assert goal["evidence"]["confirmed"] is (verdict == "held")

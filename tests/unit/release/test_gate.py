@@ -492,7 +492,7 @@ def test_exit_codes_of_the_command(
     wanted = {NEW.digest: 1, frozen.digest: 3, "0" * 64: 3}
     words = ("gate", "--register", tmp_path / "r.db", "--slot", SLOT, "--stage", "canary")
     for digest, code in wanted.items():
-        ran = cli(*words, "--triple", f"sha256:{digest}", "--json")
+        ran = cli(*words, "--triple", f"sha256:{digest}", "--format", "json")
         document = json.loads(ran.stdout)
         follows(document)
         assert (ran.code, document["exit"], document["open"]) == (code, code, False)

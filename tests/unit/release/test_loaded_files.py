@@ -77,7 +77,7 @@ def test_a_path_through_a_link_is_one_file_for_hashing_and_loading(
     assert cli("keygen", "-o", tmp_path / "k.key").code == 0
     ran = cli("verify", "--attack", "off", "--sign", tmp_path / "k.key", cwd=folder)
     assert ran.code == 0, ran.stderr
-    check = ("check", "out/verify.cert.json", "--key", tmp_path / "k.key.pub", "--json")
+    check = ("check", "out/verify.cert.json", "--key", tmp_path / "k.key.pub", "--format", "json")
     assert cli(*check, cwd=folder).code == 0
     honest = cli(*check, "--checkpoint", folder / "model.safetensors", cwd=folder)
     assert honest.code == 4  # the weights that did not run are not those of the certificate

@@ -67,9 +67,9 @@ def test_what_is_attached_is_found_and_checked_as_the_file_is(
     assert ran.code == 0, ran.stderr
     (digest,) = artefacts(registry)
     assert f"attached as oci://{registry.host}/{NAME}@{digest}" in ran.stdout.splitlines()[-1]
-    there = json.loads(check(image, "--json").stdout)
+    there = json.loads(check(image, "--format", "json").stdout)
     here = json.loads(
-        cli("check", certificate, "--key", "kcdsl.key.pub", "--json", cwd=folder).stdout
+        cli("check", certificate, "--key", "kcdsl.key.pub", "--format", "json", cwd=folder).stdout
     )
     assert there["verdict"] == here["verdict"] == "valid"
     assert there["certificate"] == here["certificate"]
@@ -123,7 +123,7 @@ def test_a_stranger_that_may_write_changes_nothing(
     assert attach(image, other / certificate.name).code == 0
     assert check(image).code == 4  # nothing but what no trusted key signed
     assert attach(image).code == 0
-    ran = check(image, "--json")
+    ran = check(image, "--format", "json")
     assert ran.code == 0, ran.stdout
     assert json.loads(ran.stdout)["certificate"]  # that of one
 
@@ -305,7 +305,7 @@ def test_a_superseded_certificate_is_left_out_and_one_that_failed_is_not(
         other = certificate.with_name(f"later{count}.cert.json")
         other.write_bytes(bundle)
         assert attach(image, other).code == 0
-        ran = check(image, "--json")
+        ran = check(image, "--format", "json")
         assert ran.code == code, ran.stdout
         assert len(json.loads(ran.stdout).get("certificates", [0])) == count
 
@@ -382,7 +382,7 @@ def test_a_certificate_that_a_later_one_states_anew_counts_no_more(
         assert attach(image, issued(LATER, **earlier)).code == 0
     assert check(image).code == (0 if "part" in earlier else 4)
     assert attach(image, issued(LATEST)).code == 0
-    ran = check(image, "--json")
+    ran = check(image, "--format", "json")
     assert ran.code == 0, ran.stdout
     assert "certificates" not in json.loads(ran.stdout)
 

@@ -877,7 +877,7 @@ def test_the_command_prints_and_answers(
     held = cli("promote", "--stage", "offline-ci", *words, cwd=pipeline.folder)
     assert held.code == 3
     assert "lacking: a certificate of the stage offline-ci" in held.stdout
-    dry = cli("promote", signed, "--stage", "offline-ci", "--dry-run", "--json", *words,
+    dry = cli("promote", signed, "--stage", "offline-ci", "--dry-run", "--format", "json", *words,
               cwd=pipeline.folder)  # fmt: skip
     document = json.loads(dry.stdout)
     follows(document)

@@ -47,11 +47,11 @@ AT = "2026-12-01T00:00:00Z"
 def check(
     cli: Cli, folder: Path, certificate: Path, follows: Callable[..., None]
 ) -> Callable[..., tuple[int, dict[str, Any]]]:
-    """Return a function that runs `kcdsl check --json` and returns the exit code and report."""
+    """Return a function that runs `kcdsl check` and returns the exit code and report."""
 
     def run(*words: str, at: str = AT) -> tuple[int, dict[str, Any]]:
         keys = () if "--key" in words else ("--key", "kcdsl.key.pub")
-        ran = cli("check", certificate, "--at", at, "--json", *keys, *words, cwd=folder)
+        ran = cli("check", certificate, "--at", at, "--format", "json", *keys, *words, cwd=folder)
         report = json.loads(ran.stdout)
         follows(report)
         return ran.code, report
@@ -410,7 +410,16 @@ ABSENT = {
 def test_nothing_is_complete_where_a_file_that_it_rests_on_is_absent(
     name: str, folder: Path, certificate: Path, cli: Cli
 ) -> None:
-    words = ("check", certificate, "--at", AT, "--key", "kcdsl.key.pub", "--complete", "--json")
+    words = (
+        "check",
+        certificate,
+        "--at",
+        AT,
+        "--key",
+        "kcdsl.key.pub",
+        "--complete",
+        "--format=json",
+    )
     assert cli(*words, cwd=folder).code == 0
     (folder / name).unlink()
     ran = cli(*words, cwd=folder)
@@ -516,7 +525,7 @@ def test_the_cases_of_a_proof_are_the_rows_of_the_slice(
     bundle = issue(program=program, base=folder, clauses=[clause], keys=[key], clock=lambda: now)
     write_bytes(folder / "c.json", bundle)
     key_file = folder / "kcdsl.key.pub"
-    ran = cli("check", "c.json", "--key", key_file, "--at", AT, "--json", cwd=folder)
+    ran = cli("check", "c.json", "--key", key_file, "--at", AT, "--format", "json", cwd=folder)
     failed = [c for c in json.loads(ran.stdout)["checks"] if c["outcome"] == "failed"]
     assert [(c["name"], c["reason"]) for c in failed] == ([("recount", reason)] if reason else [])
     assert ran.code == (4 if reason else 0)
@@ -566,7 +575,7 @@ def test_the_units_of_a_measured_result_are_the_rows_of_the_slice(
     )
     write_bytes(folder / "c.json", bundle)
     key_file = folder / "kcdsl.key.pub"
-    ran = cli("check", "c.json", "--key", key_file, "--at", AT, "--json", cwd=folder)
+    ran = cli("check", "c.json", "--key", key_file, "--at", AT, "--format", "json", cwd=folder)
     failed = [c for c in json.loads(ran.stdout)["checks"] if c["outcome"] == "failed"]
     assert [(c["name"], c["reason"]) for c in failed] == ([("recount", reason)] if reason else [])
     assert ran.code == (4 if reason else 0)
@@ -600,7 +609,7 @@ def test_two_certificates_cover_a_contract_together(
 
     def run(*words: str) -> tuple[int, dict[str, Any]]:
         key = ("--key", "kcdsl.key.pub")
-        ran = cli("check", *words, "--at", AT, *key, "--json", cwd=folder)
+        ran = cli("check", *words, "--at", AT, *key, "--format", "json", cwd=folder)
         found = json.loads(ran.stdout)
         follows(found)
         return ran.code, found

@@ -197,7 +197,11 @@ def test_numbers_of_any_size_are_shown(cli: Any, tmp_path: Path) -> None:
         if "value" in clause:
             clause["value"] = "1e-999"
     file, key = signed(statement, tmp_path)
-    for more in ((), ("--json",), ("--html", tmp_path / "page.html")):
+    for more in (
+        (),
+        ("--format=json",),
+        ("--html", tmp_path / "page.html"),
+    ):
         ran = cli("show", file, "--key", key, "--at", AT, *more)
         assert ran.code in (0, 4), ran.stderr
         assert "Traceback" not in ran.stderr

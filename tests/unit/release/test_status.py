@@ -54,12 +54,12 @@ def write(program: Program, folder: Path, rest_on: Callable[..., Any]) -> Write:
 
 @pytest.fixture
 def status(cli: Callable[..., Any], folder: Path, follows: Callable[..., None]) -> Status:
-    """Return a function that runs `kcdsl status --json`: the exit code and the document."""
+    """Return a function that runs `kcdsl status --format json`: the exit code and the document."""
 
     def run(*words: str) -> tuple[int, dict[str, Any]]:
         written = sorted((folder / "out").glob("*/*.statement.json"))
         named = [word for file in written for word in ("--from", str(file))]
-        ran = cli("status", "--json", *named, *words, cwd=folder)
+        ran = cli("status", "--format", "json", *named, *words, cwd=folder)
         document = json.loads(ran.stdout)
         follows(document)
         assert document["exit"] == ran.code

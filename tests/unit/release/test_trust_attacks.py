@@ -124,7 +124,7 @@ def test_the_report_says_what_it_went_by(
     policy = at.policy(text)
     keys = ("--key", at.home / "release.pub", "--key", at.home / "other.pub")
     certificate = at.deliver(at.payload, at.honest)
-    outcome = at.check(certificate, "--policy", policy, *keys, "--json")
+    outcome = at.check(certificate, "--policy", policy, *keys, "--format", "json")
     report = json.loads(outcome.said)
     follows(report)
     trust = report["trust"]
@@ -134,7 +134,7 @@ def test_the_report_says_what_it_went_by(
         (False, None),
     ]
     assert (trust["threshold"], trust["maxValidityDays"]) == (1, 90)
-    alone = json.loads(at.check(certificate, *keys, "--json").said)
+    alone = json.loads(at.check(certificate, *keys, "--format", "json").said)
     follows(alone)
     assert (alone["trust"]["source"], alone["trust"]["policy"]) == ("--key", None)
 

@@ -404,7 +404,7 @@ def test_the_command_prints_text_json_and_a_page(
     assert ran.code == 1, ran.stderr
     assert "the model update interacted with the kernels: yes" in ran.stdout
     assert "the kernel build regressed: no" in ran.stdout
-    document = json.loads(cli(*command, "--json").stdout)
+    document = json.loads(cli(*command, "--format", "json").stdout)
     follows(document, "kcdsl.why/1")
     assert [cause["state"] for cause in document["causes"]] == ["excluded", "excluded", "shown"]
     assert cli(*command, "--html", tmp_path / "why.html").code == 1
@@ -412,7 +412,11 @@ def test_the_command_prints_text_json_and_a_page(
     assert "<h1>The model update interacted with the kernels</h1>" in page
     lacking = cli(*command[:-2])
     assert lacking.code == 1
-    follows(json.loads(cli("why", scene.trace(*OLD), "--register", scene.place, "--json").stdout))
+    follows(
+        json.loads(
+            cli("why", scene.trace(*OLD), "--register", scene.place, "--format", "json").stdout
+        )
+    )
 
 
 def test_the_page_escapes_what_files_are_called(tmp_path: Path) -> None:
@@ -487,7 +491,7 @@ def test_missing_runs_are_made_by_contracts_and_checkpoints_of_this_machine(
         "/model.safetensors"
         for name in ("old", "new")
     ]
-    why = ("why", "out-new/trace.parquet", "--json", *register, "--contract", "old.yaml")
+    why = ("why", "out-new/trace.parquet", "--format", "json", *register, "--contract", "old.yaml")
     both_of = ("--contract", "new.yaml", "--checkpoint", digests[0], "--checkpoint", digests[1])
     document = json.loads(cli(*why, *both_of, cwd=tmp_path).stdout)
     assert [run["source"] for run in document["runs"]] == ["evaluated"] * 3 + ["file"]

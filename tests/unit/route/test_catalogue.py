@@ -71,6 +71,6 @@ def test_a_distribution_that_cannot_be_used_is_left_out_with_the_reason(
     assert last.fault in (problem.help or "")
     ran = cli("backends")
     assert (ran.code, why in ran.stdout) == (0, True)
-    document = json.loads(cli("backends", "--json").stdout)
+    document = json.loads(cli("backends", "--format", "json").stdout)
     follows(document)
     assert document["backends"][-1]["fault"] == last.fault

@@ -11,9 +11,10 @@ from kcdsl.cli.common.options import (
     KERNELS,
     PLAIN_HTTP,
     RECHECK,
+    OutputFormat,
     Stage,
     Trusts,
-    json_option,
+    format_option,
     register_option,
 )
 from kcdsl.cli.common.output import deliver, long_progress, print_json
@@ -77,7 +78,7 @@ class CheckCommand(Trusts):
         "FILE",
         "also write what is expected, for `python -m kcdsl_certs check --expect FILE`",
     )
-    json: bool = json_option("print the report as JSON")
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Check certificates: 0 valid, 4 invalid; what could not be read is refused (2)."""
@@ -87,7 +88,7 @@ class CheckCommand(Trusts):
             CheckSettings, expected=self._write_expectation, progress=long_progress
         )
         report = check_certificates(self.certificates, settings).combined
-        if self.json:
+        if self.format is OutputFormat.JSON:
             print_json(report.to_json())
         else:
             print_report(report)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kcdsl.api.contract import read_contract
 from kcdsl.cli.common import argument, value, values
-from kcdsl.cli.common.options import Trusts, json_option, output_option
+from kcdsl.cli.common.options import OutputFormat, Trusts, format_option, output_option
 from kcdsl.cli.common.output import deliver, print_json
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
@@ -43,7 +43,7 @@ class FleetCommand(Trusts):
     )
     at: str | None = value("TIME", "read as of this time, 2026-11-30T12:00:00Z")
     html: str | None = value("FILE", "write a page that needs no other file, and print nothing")
-    json: bool = json_option()
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Compare: 0 all kernels agree, 1 two of them disagree, 3 a pair is not decided, 4 the
@@ -67,7 +67,7 @@ class FleetCommand(Trusts):
 
             deliver(fleet_page(found), self.html)
             print(one_line(f"wrote {self.html}"), file=sys.stderr)
-        if self.json:
+        if self.format is OutputFormat.JSON:
             print_json(found.to_json())
         elif self.html is None:
             from kcdsl.verdict.text.fleet import print_fleet

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from kcdsl.cli.common import Command, argument, choice, switch, value
 from kcdsl.cli.common.options import (
     KERNELS,
+    OutputFormat,
     Stage,
     Trusts,
     contract_argument,
     fingerprints_in,
-    json_option,
+    format_option,
     register_option,
     register_place,
     whole,
@@ -100,7 +101,7 @@ class PromoteCommand(OfSlot, Trusts):
         "FILE", "the weights of the inference kernel, where the contract names some of its own"
     )
     dry_run: bool = switch("record nothing")
-    json: bool = json_option()
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Promote: 0 advanced or kept, 1 blocked, frozen or rolled back, 3 held, 4 a certificate is
@@ -118,7 +119,7 @@ class PromoteCommand(OfSlot, Trusts):
                 checks=self.settings(CheckSettings, register=None),
             )
         )
-        if self.json:
+        if self.format is OutputFormat.JSON:
             print_json(found.to_json())
         else:
             _print(found)
@@ -184,7 +185,7 @@ class GateCommand(OfSlot):
     serve: str | None = value(
         "[HOST:]PORT", "answer over HTTP until stopped (default host: 127.0.0.1)"
     )
-    json: bool = json_option()
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Answer: 0 it may serve, 1 it must not, 3 not decided; with --serve run until stopped."""
@@ -194,7 +195,7 @@ class GateCommand(OfSlot):
             if self.serve is not None:
                 return self._serve(register, self.serve)
             gate = self._ask(register)
-        if self.json:
+        if self.format is OutputFormat.JSON:
             print_json(gate.to_json())
         else:
             for text in gate.reasons:

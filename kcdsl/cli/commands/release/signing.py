@@ -18,9 +18,10 @@ from kcdsl.cli.common import Command, argument, choice, switch, value, values
 from kcdsl.cli.common.options import (
     KERNELS,
     PLAIN_HTTP,
+    OutputFormat,
     Stage,
     Trusts,
-    json_option,
+    format_option,
     output_option,
     register_option,
 )
@@ -248,7 +249,7 @@ class ShowCommand(Trusts):
     stage: Stage | None = choice(Stage, "the stage that is asked for")
     at: str | None = value("TIME", "read as of this time, 2026-11-30T12:00:00Z")
     html: str | None = value("FILE", "write a page that needs no other file, and print nothing")
-    json: bool = json_option()
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Show it: 0 signed by keys that are trusted here, 3 no key was there to verify with, 4 a
@@ -268,7 +269,7 @@ class ShowCommand(Trusts):
             deliver(certificate_page(view), self.html)
             say(f"wrote {self.html}")
             say(view.headline[1])
-        if self.json:
+        if self.format is OutputFormat.JSON:
             print_json(view.to_json())
         elif self.html is None:
             from kcdsl.verdict.text.certificates import print_certificate

@@ -15,11 +15,12 @@ from kcdsl.cli.common import argument, switch, value
 from kcdsl.cli.common.options import (
     KERNELS,
     RECHECK,
+    OutputFormat,
     RunsCode,
     Signs,
     Trusts,
     fingerprints_in,
-    json_option,
+    format_option,
     output_option,
 )
 from kcdsl.cli.common.output import print_json
@@ -51,7 +52,7 @@ class TransferCommand(Trusts, RunsCode, Signs):
     output: str | None = output_option(
         "FILE", "beside CERT (default: CERT with .transfer.json, or .transfer.statement.json)"
     )
-    json: bool = json_option()
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Write the transfer: 0 if every result goes over, 3 if some or all stay behind, 4 if the
@@ -77,7 +78,7 @@ class TransferCommand(Trusts, RunsCode, Signs):
         later = Path(self.checkpoint)
         report, triple = self._verified(contract, bundle, earlier, later)
         if not report.accepted or report.predicate is None or report.certificate is None:
-            _refused(report, path, self.json)
+            _refused(report, path, self.format is OutputFormat.JSON)
             return Exit.CERTIFICATE_INVALID
         try:
             with in_contract(contract.path):
@@ -90,7 +91,7 @@ class TransferCommand(Trusts, RunsCode, Signs):
         if found.carried:
             data = _signed(report, path, triple, found, keys)
             write_bytes(target, data, own_name=self.output is None)
-        _show(found, target if found.carried else None, self.json)
+        _show(found, target if found.carried else None, self.format is OutputFormat.JSON)
         if found.carried and not keys:
             tell_unsigned(target)
         return Exit.HELD if found.carried and not found.left else Exit.INCONCLUSIVE

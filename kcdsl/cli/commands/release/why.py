@@ -11,9 +11,10 @@ from kcdsl.cli.commands.release.promotion import digest
 from kcdsl.cli.common import argument, value, values
 from kcdsl.cli.common.options import (
     Device,
+    OutputFormat,
     RunsCode,
     device_option,
-    json_option,
+    format_option,
     register_option,
     register_place,
 )
@@ -46,7 +47,7 @@ class WhyCommand(RunsCode):
     )
     device: Device = device_option()
     html: str | None = value("FILE", "write a page that needs no other file, and print nothing")
-    json: bool = json_option()
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Explain: 0 none of the three causes, 1 at least one is shown, 3 none is shown and one is
@@ -67,7 +68,7 @@ class WhyCommand(RunsCode):
 
             deliver(causes_page(found), self.html)
             say(f"wrote {self.html}")
-        if self.json:
+        if self.format is OutputFormat.JSON:
             print_json(found.to_json())
         elif self.html is None:
             from kcdsl.verdict.text.causes import print_causes

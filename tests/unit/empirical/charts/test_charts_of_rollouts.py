@@ -49,7 +49,9 @@ def evaluated(cli: Cli, tmp_path: Path) -> Evaluate:
             rows.append(json.dumps(row))
         (tmp_path / "rollouts.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
         (tmp_path / "contract.yaml").write_text(CONTRACT, encoding="utf-8")
-        ran = cli("evaluate", tmp_path / "contract.yaml", "--json", "-o", tmp_path / "out")
+        ran = cli(
+            "evaluate", tmp_path / "contract.yaml", "--format", "json", "-o", tmp_path / "out"
+        )
         found: dict[str, Any] = json.loads(ran.stdout)
         return found
 

@@ -86,7 +86,7 @@ def test_an_exported_model_is_drafted_run_and_proved(tmp_path: Path, kind: str, 
         found = model.module(model.ids(tokens.tolist())).numpy()
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
     assert run_here("init", "model.onnx", "--for", "release", cwd=tmp_path).code == 0
-    ran = run_here("verify", "--json", cwd=tmp_path)
+    ran = run_here("verify", "--format", "json", cwd=tmp_path)
     assert ran.code == 0, ran.stderr
     goals = {goal["clause"]: goal for goal in json.loads(ran.stdout)["goals"]}
     assert set(goals) == {"N-ATTN-0", "N-MLP-0", "N-ATTN-0-BALL"}
@@ -105,14 +105,14 @@ def test_a_quantised_model_is_drafted_measured_and_proved(tmp_path: Path, kind: 
             tmp_path / "plain.onnx", tmp_path / "model.onnx", weight_type=QuantType.QInt8
         )
     assert run_here("init", "model.onnx", cwd=tmp_path).code == 0
-    ran = run_here("evaluate", "--json", cwd=tmp_path)
+    ran = run_here("evaluate", "--format", "json", cwd=tmp_path)
     assert ran.code == 0, ran.stderr
     found = json.loads(ran.stdout)
     outcomes = {check["name"]: check["outcome"] for check in found["prechecks"]}
     assert outcomes["stale_weights"] == outcomes["coarser_layer"] == "passed", found["prechecks"]
     (crossed,) = found["crosschecks"]
     assert 0 < crossed["measured"] <= crossed["certified"]
-    ran = run_here("verify", "--json", cwd=tmp_path)
+    ran = run_here("verify", "--format", "json", cwd=tmp_path)
     (goal,) = json.loads(ran.stdout)["goals"]
     assert 0 < goal["attack"] <= goal["bound"]
     assert goal["evidence"]["confirmed"]
@@ -132,13 +132,13 @@ def test_a_statically_quantised_model_is_drafted_measured_and_proved(
     quantised(tmp_path, model, vocabulary=40, op_types_to_quantize=STATIC[kind])
     ran = run_here("init", "model.onnx", cwd=tmp_path)
     assert ran.code == 0, ran.stderr
-    ran = run_here("evaluate", "--json", cwd=tmp_path)
+    ran = run_here("evaluate", "--format", "json", cwd=tmp_path)
     found = json.loads(ran.stdout)
     outcomes = {check["name"]: check["outcome"] for check in found["prechecks"]}
     assert outcomes["stale_weights"] == outcomes["coarser_layer"] == "passed", found["prechecks"]
     (crossed,) = found["crosschecks"]
     assert 0 < crossed["measured"] <= crossed["certified"]
-    ran = run_here("verify", "--json", cwd=tmp_path)
+    ran = run_here("verify", "--format", "json", cwd=tmp_path)
     (goal,) = json.loads(ran.stdout)["goals"]
     assert 0 < goal["attack"] <= goal["bound"] < 0.1
     assert goal["evidence"]["confirmed"]

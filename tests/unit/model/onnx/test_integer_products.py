@@ -102,7 +102,7 @@ def test_runs_of_onnx_runtime_stay_inside_the_bound(tmp_path: Path, form: str) -
     section = stated(saved(tmp_path, coded)).section()
     (tmp_path / "contract.yaml").write_text(CONTRACT.replace("NUMERICS", json.dumps(section)))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"id": "a", "tokens": TOKENS}) + "\n")
-    ran = run_here("verify", "--json", cwd=tmp_path)
+    ran = run_here("verify", "--format", "json", cwd=tmp_path)
     assert ran.code == 0, ran.stderr + ran.stdout
     (goal,) = json.loads(ran.stdout)["goals"]
     drift = float(np.abs(run(coded, "layer") - run(plain, "layer")).max())

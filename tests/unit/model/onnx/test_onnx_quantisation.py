@@ -138,7 +138,7 @@ def contract(folder: Path, model: onnx.ModelProto) -> None:
 def test_the_drift_of_a_file_is_proved_and_checked(tmp_path: Path, form: str, stored: str) -> None:
     quantised, plain = quantised_mlp(form, stored=stored)
     contract(tmp_path, quantised)
-    ran = run_here("verify", "--json", cwd=tmp_path)
+    ran = run_here("verify", "--format", "json", cwd=tmp_path)
     assert ran.code == 0, ran.stderr + ran.stdout
     (goal,) = json.loads(ran.stdout)["goals"]
     drift = float(np.abs(run(quantised, "layer") - run(plain, "layer")).max())

@@ -184,7 +184,7 @@ def test_a_file_is_measured_proved_and_checked(tmp_path: Path, activation: str) 
     (tmp_path / "contract.yaml").write_text(text, encoding="utf-8")
     rows = [{"id": f"r{i}", "tokens": t} for i, t in enumerate((TOKENS, [2, 7, 1], [9]))]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ran = run_here("evaluate", "--json", cwd=tmp_path)
+    ran = run_here("evaluate", "--format", "json", cwd=tmp_path)
     assert ran.code == 0, ran.stderr
     found = json.loads(ran.stdout)
     outcomes = {check["name"]: check["outcome"] for check in found["prechecks"]}
@@ -192,7 +192,7 @@ def test_a_file_is_measured_proved_and_checked(tmp_path: Path, activation: str) 
     crossed = {one["block"]: one for one in found["crosschecks"]}
     assert set(crossed) == {"attn_0", "mlp_0", "layer_0"}
     assert all(0 < one["measured"] <= one["certified"] for one in crossed.values())
-    ran = run_here("verify", "--json", cwd=tmp_path)
+    ran = run_here("verify", "--format", "json", cwd=tmp_path)
     assert ran.code == 0, ran.stderr
     for goal in json.loads(ran.stdout)["goals"]:
         assert goal["verdict"] == "held", goal

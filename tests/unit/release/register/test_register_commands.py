@@ -105,7 +105,7 @@ def check(
     def run(
         *words: str, path: Path | None = None, register: Any = place
     ) -> tuple[int, dict[str, dict[str, str]]]:
-        common = ("--key", "kcdsl.key.pub", "--json", "--at", AT)
+        common = ("--key", "kcdsl.key.pub", "--format", "json", "--at", AT)
         named = () if register is None else ("--register", register)
         ran = cli("check", path or certificate, *common, *named, *words, cwd=folder)
         report = json.loads(ran.stdout)
@@ -312,7 +312,7 @@ def test_a_register_from_the_command_line(
         return ran
 
     def document(*words: Any) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(run(*words, "--json").stdout)
+        found: dict[str, Any] = json.loads(run(*words, "--format", "json").stdout)
         follows(found)
         return found
 
@@ -357,7 +357,7 @@ def test_a_register_from_the_command_line(
     raw.execute("DELETE FROM revocations")
     raw.commit()
     raw.close()
-    found = json.loads(run("check", "--json", code=1).stdout)
+    found = json.loads(run("check", "--format", "json", code=1).stdout)
     follows(found)
     assert [defect["reason"] for defect in found["defects"]] == ["projection/revocations"]
     assert "not sound" in run("check", code=1).stdout
@@ -402,7 +402,9 @@ def test_slots_show_what_is_live_and_the_last_decision(
     assert ran.code == 0
     assert f"sha256:{found.triple[:16]}" in ran.stdout
     assert "held" in ran.stdout
-    again = cli("register", "slots", "chat/full", "--register", place, "--json", cwd=folder)
+    again = cli(
+        "register", "slots", "chat/full", "--register", place, "--format", "json", cwd=folder
+    )
     document = json.loads(again.stdout)
     follows(document)
     (slot,) = document["slots"]

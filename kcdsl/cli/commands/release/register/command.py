@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from kcdsl.cli.commands.release.register.text import plain, print_audit, rows_of, said
 from kcdsl.cli.common import argument, choice, switch, value, values
 from kcdsl.cli.common.options import (
+    OutputFormat,
     Trusts,
-    json_option,
+    format_option,
     output_option,
     register_option,
     register_place,
@@ -112,7 +113,7 @@ class RegisterCommand(Trusts):
     head: tuple[str, ...] = values(
         "FILE", "check: a signed head of which the register must be a continuation; repeatable"
     )
-    json: bool = json_option()
+    format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Run one action: 1 where an audit finds a defect, 2 where the action cannot be done."""
@@ -149,7 +150,7 @@ def _upgrade(command: RegisterCommand, place: str) -> Exit:
     before, after = Register.upgrade(place)
     with Register.open(place) as register:
         head = register.head()
-    if not command.json:
+    if command.format is not OutputFormat.JSON:
         print(f"tables {after}" if before == after else f"tables {before}, now {after}")
     _tell_head(command, head)
     return Exit.HELD
@@ -158,7 +159,7 @@ def _upgrade(command: RegisterCommand, place: str) -> Exit:
 def _tell_head(command: RegisterCommand, head: RegisterHead) -> None:
     from kcdsl.release.register.audit import head_json
 
-    if command.json:
+    if command.format is OutputFormat.JSON:
         print_json({"schema": "kcdsl.register-head/1", "head": head_json(head)})
         return
     print(f"register  sha256:{head.register}")
@@ -198,7 +199,7 @@ def _identity(name: str) -> str:
 
 
 def _tell(command: RegisterCommand, found: Sequence[CertificateStatus]) -> None:
-    if command.json:
+    if command.format is OutputFormat.JSON:
         document = [
             {
                 "identity": status.identity,
@@ -230,7 +231,7 @@ def _slots(command: RegisterCommand, place: str) -> Exit:
             if slot.version > 0
         ]
         decisions = {slot.name: register.promotions(slot=slot.name) for slot in found}
-    if command.json:
+    if command.format is OutputFormat.JSON:
         document = [
             {
                 **slot.to_json(),
@@ -269,9 +270,9 @@ def _revoke(command: RegisterCommand, place: str) -> Exit:
         for name in command.names:
             kind = Revoked(command.kind.value)
             found = register.revoke(_identity(name), command.reason, kind=kind)
-            if not command.json:
+            if command.format is not OutputFormat.JSON:
                 print(one_line(f"revoked {kind} sha256:{found.subject}, event {found.number}"))
-        if command.json:
+        if command.format is OutputFormat.JSON:
             _tell_head(command, register.head())
     return Exit.HELD
 
@@ -285,10 +286,10 @@ def _mark(command: RegisterCommand, place: str) -> Exit:
         for name in command.names:
             identity = _identity(name)
             found = register.mark_run(identity, trusted=command.trusted, reason=command.reason)
-            if not command.json:
+            if command.format is not OutputFormat.JSON:
                 said = "trusted" if found.trusted else "not trusted"
                 print(one_line(f"run sha256:{found.identity}: {said}"))
-        if command.json:
+        if command.format is OutputFormat.JSON:
             _tell_head(command, register.head())
     return Exit.HELD
 
@@ -298,7 +299,7 @@ def _log(command: RegisterCommand, place: str) -> Exit:
     from kcdsl.release.register.audit import head_json
 
     with Register.open(place) as register:
-        if command.json:
+        if command.format is OutputFormat.JSON:
             head = register.head()
             document = [plain(event) for event in register.events(command.since)]
             shown = {"head": head_json(head), "events": document}
@@ -333,7 +334,7 @@ def _head(command: RegisterCommand, place: str) -> Exit:
         signed = register.sign_head(keys, head) if keys else None
     if signed is not None and command.output is not None:
         write_bytes(Path(command.output), signed)
-        if not command.json:
+        if command.format is not OutputFormat.JSON:
             print(one_line(f"signed head: {command.output}"))
     _tell_head(command, head)
     return Exit.HELD
@@ -346,7 +347,7 @@ def _check(command: RegisterCommand, place: str) -> Exit:
     heads = [read_certificate(Path(name)) for name in command.head]
     with Register.open(place) as register:
         found = register.check(heads, _trusted(command))
-    if command.json:
+    if command.format is OutputFormat.JSON:
         print_json(found.to_json())
     else:
         print_audit(found)
