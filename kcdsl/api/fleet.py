@@ -34,7 +34,7 @@ from kcdsl_certs.statement import (
 )
 from kcdsl_certs.statement import KernelClass as SignedClass
 from kcdsl_certs.statement.triple import INFER_CHECKPOINT
-from kcdsl_certs.verification.authentication import authentic
+from kcdsl_certs.verification.authentication import authentic, meets_threshold
 from kcdsl_certs.verification.coverage import check_stated
 from kcdsl_certs.verification.inspection import inspect
 
@@ -101,7 +101,9 @@ def fleet_of(
             help="a fleet serves one checkpoint: name certificates of one",
         )
     fleet = _joined(program, required, bodies, unused)
-    return FleetReading(fleet, program, required, bodies)
+    there = {body.triple.contract.digest for body in bodies.values()}
+    without = tuple(str(each.path) for each in contracts if _digest(each.program) not in there)
+    return FleetReading(replace(fleet, without=without), program, required, bodies)
 
 
 def _outdated(bodies: Mapping[str, Predicate], ended: Mapping[str, Predicate]) -> dict[str, str]:
@@ -176,7 +178,11 @@ def _alike(contracts: Sequence[Contract]) -> frozenset[str]:
                 f"{other.path} differs from {contracts[0].path} in more than its kernels",
                 help="the contracts of a fleet share everything else, for example by a library",
             )
-    return frozenset(digest(each.program).removeprefix("sha256:") for each in contracts)
+    return frozenset(_digest(each.program) for each in contracts)
+
+
+def _digest(program: Program) -> str:
+    return digest(program).removeprefix("sha256:")
 
 
 def _read(
@@ -260,6 +266,8 @@ def checked_class(
         members = tuple(member.digest for member in found.members)
         if certificate_id(signed.payload) in trust.rules.revoked_certificates:
             raise Rejected("sequence/revoked", "this certificate was revoked")
+        able = tuple(k for k in signed.signers if k.stages is None or found.stage in k.stages)
+        meets_threshold(able, trust.rules.threshold, "stage/key-not-allowed")
         _derive(found, reading, moment)
     except Rejected as error:
         return CheckedClass(str(path), members, error.reason, error.detail)

@@ -10,7 +10,7 @@ _CELLS = {"agree": "held", "disagree": "violated", "open": "inconclusive"}
 _HEADLINES = {
     0: ("held", "All kernels agree"),
     1: ("violated", "Some kernels disagree"),
-    3: ("inconclusive", "Some pairs are not decided"),
+    3: ("inconclusive", "Some pairs or contracts are not decided"),
     4: ("violated", "The certificate of a class is not valid"),
 }
 

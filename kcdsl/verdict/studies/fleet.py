@@ -104,7 +104,8 @@ class CheckedClass(Record):
 @dataclass(frozen=True, slots=True)
 class Fleet(DocumentRecord):
     """All kernels, the agreement of every two, and the classes. `unused` names certificates that
-    count for nothing, and why."""
+    count for nothing, and why; `without` the contracts about which no certificate counts: kernels
+    of theirs may be none of these."""
 
     schema: ClassVar[str] = "kcdsl.fleet/1"
     derived: ClassVar[tuple[str, ...]] = ("classes", "exit")
@@ -115,6 +116,7 @@ class Fleet(DocumentRecord):
     pairs: tuple[KernelPair, ...]
     unused: Mapping[str, str]
     checked: tuple[CheckedClass, ...] = ()
+    without: tuple[str, ...] = ()
 
     @property
     def classes(self) -> tuple[KernelClass, ...]:
@@ -149,14 +151,14 @@ class Fleet(DocumentRecord):
 
     @property
     def exit(self) -> Exit:
-        """Return 4 where a class is not accepted; else 0 where all kernels agree, 1 where any two
-        disagree, and 3 otherwise."""
+        """Return 4 where a class is not accepted; else 1 where two kernels disagree, 0 where all
+        agree and each contract has a certificate, and 3 otherwise."""
         if not all(one.accepted for one in self.checked):
             return Exit.CERTIFICATE_INVALID
         states = {pair.agreement for pair in self.pairs}
         if "disagree" in states:
             return Exit.VIOLATED
-        return Exit.HELD if states == {"agree"} else Exit.INCONCLUSIVE
+        return Exit.HELD if states == {"agree"} and not self.without else Exit.INCONCLUSIVE
 
 
 def _cliques(
@@ -197,8 +199,8 @@ UNCHECKED = (
 
 
 def reasons(found: Fleet) -> list[str]:
-    """Return why pairs do not agree, each direction by itself."""
-    lines = []
+    """Return why pairs do not agree, each direction by itself, and contracts without any."""
+    lines = [f"{contract}: no certificate about it counts" for contract in found.without]
     for pair in found.pairs:
         for direction in pair.directions:
             if direction.verdict == "held":

@@ -257,6 +257,22 @@ def test_what_does_not_count_is_named(made: Scene, ask: Any, cli: Any) -> None:
     assert (ran.code, "validity/expired" in ran.stderr) == (2, True)
 
 
+def test_a_contract_without_a_certificate_leaves_its_kernels_open(made: Scene, ask: Any) -> None:
+    """The kernels of the matrix are those of certificates: one may be missing there."""
+    made.pair("a", "b")
+    made.pair("b", "a")
+    absent = made.folder / "ac.kc.yaml"
+    absent.write_text(text_of("a", "c"))
+    made.contracts.append(absent)
+    foreign = made.pair("a", "c", failed, key=generate(Algorithm.ED25519))
+    for certificates in (made.certificates[:2], made.certificates):
+        document, shown = ask(made.words(*certificates), 3)
+        assert document["without"] == [str(absent)]
+        assert states(document) == {"K1K2": "agree"}
+        assert f"{absent}: no certificate about it counts" in " ".join(shown.split())
+    assert str(foreign) in document["unused"]
+
+
 def test_contracts_that_differ_in_more_than_kernels_are_refused(made: Scene, cli: Any) -> None:
     made.pair("a", "b")
     made.pair("b", "a", text=text_of("b", "a").replace("<= 0.02", "<= 0.03"))
@@ -391,6 +407,11 @@ def test_a_class_whose_key_or_certificates_do_not_carry_it_is_refused(
     late = [*bare(made), *allowed]
     late[late.index(AT[1])] = "2026-11-30T12:00:00Z"
     assert reason(late) == "validity/outside"
+    listed = made.folder / "policy.toml"
+    whole = listed.read_text()
+    listed.write_text(whole.replace("roles", 'stages = ["full"], roles'))
+    assert reason([*bare(made), *allowed]) == "stage/key-not-allowed"
+    listed.write_text(whole)
     refuting = made.pair("a", "b", failed)
     assert reason([*bare(made, first, second, refuting), *allowed]) == "class/pair-refuted"
 
