@@ -7,8 +7,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count, islice
 from multiprocessing import get_context
@@ -203,6 +203,30 @@ def kill_writers(place: str, kills: int, seed: int) -> Written:
                 if line.endswith("\n"):
                     written.add(line)
     return written
+
+
+@contextmanager
+def stopped_writer(place: str) -> Iterator[None]:
+    """Have a process that began to append and was stopped there; it is killed in the end."""
+    reader, writer = os.pipe()
+    child = _FORK.Process(target=_hold, args=(place, writer))
+    child.start()
+    assert child.pid is not None
+    os.close(writer)
+    try:
+        assert os.read(reader, 1) == b"x"
+        os.kill(child.pid, signal.SIGSTOP)
+        yield
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        os.close(reader)
+
+
+def _hold(place: str, pipe: int) -> None:
+    with Register.open(place, clock=clock) as register, register._appending():
+        os.write(pipe, b"x")
+        time.sleep(LONGEST)
 
 
 def _append(place: str, seed: int, pipe: int) -> None:

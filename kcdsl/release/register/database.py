@@ -63,8 +63,14 @@ _OPTIONS = frozenset(
 )
 """Options of libpq that the URL of a register may have: none holds a password, or names a file of
 passwords."""
-_OF_THE_SERVER = ("25006", "42501", "53", "57", "58")
-"""States of SQL that say nothing of the tables: read-only, no right, no room, stopped, its disk."""
+STOPPED = 60.0
+"""Seconds after which PostgreSQL ends the transaction of a writer that says nothing: one that was
+stopped, or whose machine is gone, would keep all others from writing."""
+_OF_THE_SERVER = ("08", "25", "42501", "53", "54", "57", "58")
+"""States of SQL that say nothing of the tables: its connection, a transaction that is read-only or
+was ended, no right, no room, a limit, stopped, its disk."""
+_CONFLICTS = ("40001", "40P01")
+"""States of SQL of a conflict with another transaction, or on a standby."""
 _LOCK = 0x6B6364736C
 """The advisory lock of PostgreSQL under which a register is made or upgraded."""
 
@@ -156,6 +162,8 @@ class RegisterDatabase:
             connection = plain.execution_options(**self._of_writers)
             with connection.begin():
                 if not self.is_sqlite:
+                    limit = f"SET LOCAL idle_in_transaction_session_timeout = {STOPPED * 1000:.0f}"
+                    connection.exec_driver_sql(limit)
                     connection.execute(select(head.c.id).with_for_update()).all()
                 yield connection
 
@@ -232,6 +240,12 @@ class RegisterDatabase:
         if isinstance(error, DatabaseError):
             cause = error.orig
         said = " ".join(str(cause or error).split())[:300]
+        if getattr(cause, "sqlstate", None) in _CONFLICTS:
+            return refuse(
+                REGISTER_BUSY,
+                f"others use the register {where} at the same time: {said}",
+                help="run the command again; nothing was written",
+            )
         if _is_busy(cause):
             return refuse(
                 REGISTER_BUSY,

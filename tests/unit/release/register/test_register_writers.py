@@ -14,6 +14,7 @@ from tests.support.register_writers import (
     kill_writers,
     lost,
     promote_once,
+    stopped_writer,
     write_together,
 )
 from tests.support.registers import TRUSTED, certified, clock, triple
@@ -126,9 +127,16 @@ def test_a_server_that_was_restarted_is_asked_anew(postgres_server: Server) -> N
         ("53100", codes.INPUT_OUTPUT),
         ("42501", codes.INPUT_OUTPUT),
         ("25006", codes.INPUT_OUTPUT),
+        ("25P03", codes.INPUT_OUTPUT),
+        ("08P01", codes.INPUT_OUTPUT),
+        ("40001", codes.REGISTER_BUSY),
+        ("40P01", codes.REGISTER_BUSY),
         ("XX001", codes.REGISTER_DAMAGED),
     ],
-    ids=["disk full", "no right", "read-only", "corrupted"],
+    ids=[
+        *("disk full", "no right", "read-only", "idle", "connection"),
+        *("conflict", "deadlock", "corrupted"),
+    ],
 )
 def test_a_server_that_does_not_write_is_no_damage(
     postgres_server: Server, state: str, code: object
@@ -146,3 +154,18 @@ def test_a_server_that_does_not_write_is_no_damage(
     with Register.open(place, clock=clock) as register, pytest.raises(Refusal) as caught:
         register.revoke("ab" * 32, "wrong data")
     assert caught.value.diagnostics[0].code is code
+
+
+@pytest.mark.programs
+def test_a_writer_that_was_stopped_does_not_keep_others_from_writing(
+    postgres_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that stays open holds the lock of the head, until the server ends it."""
+    from kcdsl.release.register import database
+
+    monkeypatch.setattr(database, "STOPPED", 0.2)
+    place = postgres_server.database()
+    Register.open(place, create=True, clock=clock).close()
+    with stopped_writer(place), Register.open(place, clock=clock) as register:
+        assert register.revoke("ab" * 32, "wrong data").number == 2
+        assert register.check(trusted=TRUSTED).is_sound
