@@ -11,6 +11,7 @@ import pytest
 
 from bench import coverage
 from kcdsl.ir.terms import Metric
+from kcdsl.metrics import METRICS
 from kcdsl_backends.empirical.decide.estimates import Settings
 from kcdsl_backends.empirical.decide.estimates import evaluate as estimate
 from kcdsl_backends.empirical.statistics import bootstrap, estimates
@@ -146,7 +147,7 @@ def test_a_statistic_without_a_value_has_no_limits() -> None:
     found = estimate(math.inf, 0.2)
     assert (found.low, found.high) == (None, None)
     found = estimate(None, 0.0)
-    assert (found.low, found.high) == (1.0, 1.0)
+    assert (found.low, found.high) == (None, None)  # what is alike shows nothing of the rest
     with pytest.raises(estimates.NotMeasurable):
         bootstrap.clustered_statistic(
             lambda drawn: None, 30, seed=0, confidence=ONE_LOOK, count=399
@@ -155,6 +156,36 @@ def test_a_statistic_without_a_value_has_no_limits() -> None:
         lambda drawn: 1.0, 30, seed=0, confidence=Confidence(Fraction(1, 10**4)), count=399
     )
     assert tiny.low is None
+
+
+_RARE = 0.05
+"""The share of requests in which a kernel differs; the others hide it."""
+_HIDDEN = {
+    "nll_gap": lambda differs: {"nll_gap": np.full(8, differs)},
+    "brier_gap": lambda differs: {"brier_gap": np.full(8, differs)},
+    "router_agreement": lambda differs: {
+        "shared_routes": np.full(16, 1.0 - differs),
+        "routed_layers": np.full(8, 2.0),
+    },
+}
+
+
+@pytest.mark.parametrize("metric", _HIDDEN)
+def test_equal_requests_do_not_show_that_none_differs(metric: str) -> None:
+    """Of 20 requests all are equal in 36 % of the samples. Their number is the best there is, and
+    as a limit it lay beyond that of the population in as many runs."""
+    generator, runs, missed = np.random.default_rng(5), 40, 0
+    for run in range(runs):
+        differs = (generator.random(20) < _RARE).astype(np.float64)
+        units = tuple(SamplingUnit(str(i), 8, _HIDDEN[metric](d)) for i, d in enumerate(differs))
+        data = SliceData("all", units, measures=METRICS)
+        found = estimate(Metric(metric), data, "upper", Settings(run, ONE_LOOK))[0]
+        if metric == "router_agreement":
+            assert found.low is not None
+            missed += found.low > 1 - _RARE
+        else:
+            missed += found.high is not None and found.high < _RARE
+    assert missed <= _RARE * runs + runs * _noise(runs)
 
 
 def _calibrated(generator: np.random.Generator, ranks: int) -> dict[str, estimates.Array]:

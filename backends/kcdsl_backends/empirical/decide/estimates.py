@@ -32,7 +32,12 @@ from kcdsl_backends.empirical.decide.values import (
     value_range,
     worst_of_units,
 )
-from kcdsl_backends.empirical.metrics.measures import AGGREGATES, MAGNITUDES, RECORDED_AGGREGATES
+from kcdsl_backends.empirical.metrics.measures import (
+    AGGREGATES,
+    MAGNITUDES,
+    RECORDED_AGGREGATES,
+    SCORE_GAPS,
+)
 from kcdsl_backends.empirical.metrics.sums import EXCESS, REDRAWN, SHARES, SUMS, SumFunction
 from kcdsl_backends.empirical.statistics import bootstrap, estimates, rates
 from kcdsl_backends.empirical.statistics.estimates import (
@@ -264,6 +269,7 @@ def rate_of(of: Term, data: SliceData, settings: Settings) -> Estimate:
 
 
 _RESAMPLES = 299
+_MEANS = {**MAGNITUDES, **SCORE_GAPS}
 
 
 def slice_metric(metric: Metric, data: SliceData, settings: Settings) -> Estimate | None:
@@ -274,7 +280,7 @@ def slice_metric(metric: Metric, data: SliceData, settings: Settings) -> Estimat
     match metric.name:
         case name if name in UNMEASURED and name not in data.measures:
             raise NotMeasurable(f"{name}: {UNMEASURED[name]}")
-        case name if name in MAGNITUDES:
+        case name if name in _MEANS:
             return _magnitude_of_mean(name, data, settings)
         case "kv_memory":
             largest = [float(recorded(CACHE, u).max()) for u in data.requests]
@@ -320,6 +326,7 @@ def _joined(name: str, data: SliceData, settings: Settings) -> Estimate:
     if confidence is None:
         return bare
     measure = data.measures[name]
+    bounds = measure.low, measure.high
     try:
         if name in SUMS:
             return bootstrap.clustered_function(
@@ -327,12 +334,12 @@ def _joined(name: str, data: SliceData, settings: Settings) -> Estimate:
                 _smooth(SUMS[name], parts),
                 seed=seed,
                 confidence=confidence,
-                bounds=(measure.low, measure.high),
+                bounds=bounds,
             )
         if name in REDRAWN:
             of = REDRAWN[name](parts)
             return bootstrap.clustered_redrawn(
-                value, of, len(parts), seed=seed, confidence=confidence
+                value, of, len(parts), seed=seed, confidence=confidence, bounds=bounds
             )
     except NotMeasurable:
         return bare
@@ -344,7 +351,7 @@ def _joined(name: str, data: SliceData, settings: Settings) -> Estimate:
             return None
 
     found = bootstrap.clustered_statistic(
-        redrawn, len(parts), seed=seed, confidence=confidence, count=_RESAMPLES
+        redrawn, len(parts), seed=seed, confidence=confidence, count=_RESAMPLES, bounds=bounds
     )
     if name not in EXCESS or found.low is None or found.high is None:
         return found
@@ -375,7 +382,7 @@ def _smooth(sums: SumFunction, parts: Sequence[Sequence[Array]]) -> bootstrap.Sm
 
 def _magnitude_of_mean(name: str, data: SliceData, settings: Settings) -> Estimate:
     """Return the absolute value of a mean, with limits from those of the mean itself."""
-    array, bounds = MAGNITUDES[name]
+    array, bounds = _MEANS[name]
     values = [recorded(array, unit) for unit in data.requests]
     estimates.check_values(np.concatenate(values) if values else [], name)
     sums, sizes = [estimates.rounded_sum(v) for v in values], [float(v.size) for v in values]

@@ -94,12 +94,20 @@ AGGREGATES = _aggregates(MEASURES)
 """Numbers of a slice that are formed from what a forward pass gives of each request."""
 RECORDED_AGGREGATES = _aggregates(RECORDED)
 """Numbers of a slice that are formed from the recorded arrays of its requests."""
-MAGNITUDES: Mapping[str, tuple[str, tuple[float | None, float | None]]] = {
-    m.name: (m.reads[0], (None if m.high is None else -m.high, m.high))
-    for m in METRICS.values()
-    if m.entry == ABSOLUTE_MEAN
-}
-"""Absolute values of means: the array whose mean it is, and the range of its values."""
+
+
+def _magnitudes(entry: str) -> Mapping[str, tuple[str, tuple[float | None, float | None]]]:
+    return {
+        m.name: (m.reads[0], (None if m.high is None else -m.high, m.high))
+        for m in METRICS.values()
+        if m.entry == entry
+    }
+
+
+MAGNITUDES = _magnitudes(ABSOLUTE_MEAN)
+"""Absolute values of means of recorded arrays: the array, and the range of its values."""
+SCORE_GAPS = _magnitudes("policies:magnitude_of_mean")
+"""Those of what a forward pass gives, likewise."""
 
 
 def gradient_function(advantage_max: float, score_norm_max: float) -> Callable[[Array], Array]:

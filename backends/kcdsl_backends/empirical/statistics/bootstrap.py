@@ -221,6 +221,7 @@ def clustered_redrawn(
     *,
     seed: int,
     confidence: Confidence | None,
+    bounds: Range = (None, None),
 ) -> Estimate:
     """Return a function of the multiplicities of n requests with the limits of
     `clustered_statistic`: `of` gives the values of resamples [B] from how often each draws each
@@ -235,7 +236,19 @@ def clustered_redrawn(
     draws = draws[~np.isnan(draws)]
     if draws.size < 0.99 * wanted:
         return bare
+    return _with_resampled(bare, draws, confidence, bounds)
+
+
+def _with_resampled(
+    bare: Estimate, draws: Array, confidence: Confidence, bounds: Range
+) -> Estimate:
+    """Return an estimate with the limits of its resamples, which leave room for what n requests do
+    not show. Where all resamples are alike, a range without ends gives none."""
+    value = bare.value
     low, high = resampled_limits(value, draws, confidence)
+    if low == high and None in bounds:
+        return bare
+    low, high = _with_unseen(low, high, value, bare.n, confidence, bounds)
     return replace(
         bare,
         low=low if math.isfinite(low) else None,
@@ -259,6 +272,7 @@ def clustered_statistic(
     confidence: Confidence | None,
     count: int,
     method: str = "cluster-bootstrap",
+    bounds: Range = (None, None),
 ) -> Estimate:
     """Return a function of n requests, given by their numbers, with limits by resampling.
 
@@ -267,6 +281,7 @@ def clustered_statistic(
     their bias off, at half the error, as the magnitude of a difference hides its sign. `statistic`
     may return None for a resample that has no value; more than one in a hundred of those, or a NaN,
     and there are no limits, and neither where a small error would need 20 times `count` resamples.
+    `bounds` is the range of the value: see `_with_unseen`.
     """
     value = statistic(range(n))
     if value is None:
@@ -281,14 +296,7 @@ def clustered_statistic(
     draws = [drawn for drawn in found if drawn is not None]
     if len(draws) < 0.99 * wanted or any(math.isnan(drawn) for drawn in draws):
         return bare
-    low, high = resampled_limits(value, np.asarray(draws), confidence)
-    return Estimate(
-        value,
-        low if math.isfinite(low) else None,
-        high if math.isfinite(high) else None,
-        n,
-        method,
-    )
+    return _with_resampled(bare, np.asarray(draws), confidence, bounds)
 
 
 def resampled_limits(value: float, draws: Array, confidence: Confidence) -> tuple[float, float]:
