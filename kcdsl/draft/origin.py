@@ -96,9 +96,10 @@ def draft_of(request: DraftRequest, here: Path, recordings: ReadsRecordings) -> 
             return draft_of(replace(request, source=request.data, data=None), here, recordings)
         return _example(request, here)
     path = here if source is None else source
-    for named in (path, request.quantised):
-        if named is not None and not os.path.lexists(named):
-            raise missing(named)
+    if not os.path.lexists(path):
+        raise missing(path, ("`kcdsl init` alone writes a small model, in an empty folder",))
+    if request.quantised is not None and not os.path.lexists(request.quantised):
+        raise missing(request.quantised)
     if is_onnx(path.name):
         return _of_graph(request, path, here)
     beside = is_file(path.parent / "config.json") and path.suffix.lower() not in _DUMPS

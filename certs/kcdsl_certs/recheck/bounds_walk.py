@@ -43,7 +43,7 @@ def walk(scene: Scene, hints: PlaneHints | None = None) -> Context:
     """Write the whole tape; see `derive`."""
     beside = scene.rows, scene.drift, scene.held
     if scene.rho or any(part is not None for part in beside):
-        raise Rejected("document/domain", "planes are of one length, checkpoint and input alone")
+        raise Rejected("document/domain", "planes: no rule for any length, weight balls, chains")
     if any(node.op == "cache" for node in scene.block.nodes):
         raise Rejected("document/domain", "planes do not cover a quantised cache")
     if any(node.op == "quantise" for node in scene.block.nodes):

@@ -162,8 +162,10 @@ def _larger(outputs: int, inputs: int, limit: float) -> list[list[Halfspace]]:
 def walk(scene: Scene) -> tuple[BlockLayers, dict[str, tuple[float, float]]]:
     """Walk the block in the interval domain; return its layers and the sizes of its nodes."""
     beside = scene.rows, scene.drift, scene.held
-    if scene.rho or scene.centre is None or any(part is not None for part in beside):
-        raise Rejected("document/domain", "splits are of one length, checkpoint and input alone")
+    if scene.rho or any(part is not None for part in beside):
+        raise Rejected("document/domain", "splits: no rule for any length, weight balls, chains")
+    if scene.centre is None:
+        raise Rejected("document/domain", "splits: no rule for blocks on token ids")
     _refuse_branches(scene.block)
     errors: dict[str, tuple[Box, Box]] = {}
     scene = replace(scene, errors=errors)

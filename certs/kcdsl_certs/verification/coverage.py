@@ -209,7 +209,9 @@ def _weights(clause: CertifiedClause) -> None:
         raise Rejected("clause/weights", f"{clause.label} speaks of other weights without a proof")
     if not 0 < clause.weights <= WIDEST:
         raise Rejected(
-            "clause/weights", f"{clause.label}: no region of {real_text(clause.weights)}"
+            "clause/weights",
+            f"{clause.label}: a weight ball of {real_text(clause.weights)}, which must be above 0"
+            f" and at most {WIDEST}",
         )
 
 

@@ -196,7 +196,7 @@ def read_logprobs(raw: RawKernel, reader: StructureReader) -> LogProbabilities |
     if values is not None and values.text not in VALUES:
         reader.reporter.error(
             codes.NOT_ALLOWED,
-            f"log-probabilities are not `{values.text}`",
+            f"`values` is {' or '.join(VALUES)}, not `{values.text}`",
             values.span,
             suggest(values.text, VALUES),
         )

@@ -312,7 +312,7 @@ def _stored_form(program: Any, held: dict[str, Tensor]) -> dict[str, Tensor]:
 def _another_weight(name: str, said: str) -> Refusal:
     return refuse(
         codes.HF_FOLDER,
-        f"transformers holds another weight {name} than {said}",
+        f"transformers reads other numbers for the weight {name} than {said} holds",
         help="give weights that are plain: float32, bfloat16 or float16",
     )
 

@@ -309,6 +309,7 @@ def test_links_out_of_the_folder_are_named_with_the_way_to_allow_them(
     ("write", "words", "said"),
     [
         ({}, ("missing",), "there is no file missing"),
+        ({}, ("missing",), "`kcdsl init` alone writes a small model"),
         ({"empty/x": b""}, ("empty",), "no config.json"),
         ({"m/config.json": b"{}"}, ("m",), "neither model.safetensors"),
         ({"g.onnx": b""}, ("g.onnx",), "its operators are of version 0"),

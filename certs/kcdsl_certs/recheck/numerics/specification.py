@@ -227,8 +227,9 @@ def _shards(record: Reader) -> int:
 def _scale_format(record: Reader) -> Format:
     if not record.has("scale_format"):
         return FLOAT32
-    if record.text("scale") not in PLAIN_WEIGHTS:
-        raise Rejected("document/numerics", "these scales of weights are not rounded")
+    scale = record.text("scale")
+    if scale not in PLAIN_WEIGHTS:
+        raise Rejected("document/numerics", f"{scale[:40]!r} scales have no 'scale_format'")
     return FORMATS[record.choice("scale_format", ("float16", "bfloat16"))]
 
 
