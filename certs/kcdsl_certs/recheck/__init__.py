@@ -1,7 +1,7 @@
-"""The independent proof checker: re-derive an interval proof from the checkpoint.
+"""The independent proof checker: derive a proof again from the checkpoint.
 
-It implements docs/proofs/relational-interval.md a second time, with numpy and the standard library
-alone, and shares no code with the backend that wrote the proof.
+It implements the rules of docs/proofs/ a second time, with numpy and the standard library alone,
+and shares no code with the backend that wrote the proof.
 
 >>> from kcdsl_certs.recheck import recheck
 >>> recheck(b"{}", pathlib.Path("model.safetensors")).reason    # doctest: +SKIP

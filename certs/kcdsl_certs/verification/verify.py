@@ -1,4 +1,4 @@
-"""Strict verification of a certificate: fifteen named steps, fail closed, each with a reason."""
+"""Strict verification of a certificate: named steps, fail closed, each with a reason."""
 
 from __future__ import annotations
 

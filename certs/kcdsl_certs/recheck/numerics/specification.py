@@ -187,7 +187,8 @@ def _tensors(record: Reader) -> tuple[tuple[str, TensorCodes], ...]:
         return ()
     named, found = record.reader("quantisers"), []
     for name in sorted(named.value):
-        wrong = Rejected("document/numerics", f"the codes of the tensor {name[:80]!r}")
+        detail = f"a scale or zero point of the tensor {name[:80]!r} that no rule covers"
+        wrong = Rejected("document/numerics", detail)
         one = named.reader(name).exactly("scale", "zero_point")
         scale, zero = real(one.text("scale"), wrong), one.integer("zero_point", 0)
         inside = _STATIC[0] <= scale <= _STATIC[1] and _is_single(scale)
