@@ -200,7 +200,7 @@ def find_contract(given: str | None, start: Path) -> Path:
         names = ", ".join(path.name for path in found)
         raise refuse(SEVERAL_CONTRACTS, f"{start} holds several contracts: {names}", help=help)
     message = f"no contract.yaml or *.kc.yaml in {start}, and no [tool.kcdsl] contract above it"
-    raise refuse(NO_CONTRACT, message, help=help)
+    raise refuse(NO_CONTRACT, message, help=f"{help}; `kcdsl init` drafts one")
 
 
 def contracts_in(

@@ -197,7 +197,8 @@ def cannot_sign(error: Rejected, path: Path) -> Refusal:
     return refuse(
         CANNOT_SIGN,
         f"{path}: {error.detail} ({error.reason})",
-        help="let the command that wrote it write it again; proofs lie beside it",
+        help="name the *.statement.json of verify, evaluate or transfer, its proofs beside it; "
+        "if it was changed, run that command again",
     )
 
 

@@ -60,8 +60,8 @@ class VerifyCommand(RunsCode, Certifies):
     )
     domains: str | None = value(
         "NAMES",
-        "bound in these domains alone, such as interval,planes (default: in all, cheapest first; "
-        "planes of large blocks only if they are named)",
+        "bound in these domains alone, of interval,affine,planes,splits (default: all, cheapest "
+        "first; planes of large blocks only if they are named)",
     )
     states: str | None = value(
         "R", "prove it for all states within R of those of the regions as well (default: 0)"

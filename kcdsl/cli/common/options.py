@@ -208,7 +208,8 @@ def register_place(given: str | None) -> str:
         raise refuse(
             USAGE,
             "no register is named",
-            help="name it, --register FILE, or `register` in your own configuration",
+            help="name it, --register FILE, or `register` in your own configuration; "
+            "`kcdsl register init` makes one",
         )
     return found
 
