@@ -215,7 +215,12 @@ def _certified(register: Register, triple: Triple) -> Iterator[tuple[str, Any]]:
         try:
             body = read_statement(decode(parse_bundle(bundle)).payload)
         except Rejected as error:
-            raise refuse(REGISTER_DAMAGED, f"sha256:{entry.identity}: {error.detail}") from error
+            raise refuse(
+                REGISTER_DAMAGED,
+                f"sha256:{entry.identity}: {error.detail}",
+                help="`kcdsl register check` lists what else is damaged; restore the register "
+                "from a copy",
+            ) from error
         if isinstance(body, Predicate):
             yield from ((clause.obligation, (clause, entry.identity)) for clause in body.clauses)
 

@@ -345,7 +345,11 @@ def differing(old: Path, new: Path) -> CertificateDifference:
             why = "it is a weights transfer"
             if seen.body is None:
                 why = "; ".join(f"{c.detail} ({c.reason})" for c in seen.refusals)
-            raise refuse(FILE_MISSING, f"{path} cannot be compared: {why}")
+            raise refuse(
+                FILE_MISSING,
+                f"{path} cannot be compared: {why}",
+                help="name two certificates of `kcdsl verify` or `kcdsl evaluate`",
+            )
         found.append((certificate_view(str(path), seen, trust, moment), seen))
     return compare_certificates(found[0], found[1])
 
@@ -398,4 +402,6 @@ def moment_of(text: str | None) -> datetime:
     try:
         return parse_time(text)
     except Rejected as error:
-        raise refuse(BAD_TIME, f"--at: {error.detail}") from error
+        raise refuse(
+            BAD_TIME, f"--at: {error.detail}", help="write it as 2026-11-30T12:00:00Z"
+        ) from error

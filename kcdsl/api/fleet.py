@@ -91,7 +91,12 @@ def fleet_of(
         del bodies[identity]
     if not bodies:
         why = "; ".join(f"{file}: {reason}" for file, reason in unused.items())
-        raise refuse(USAGE, f"no certificate is of use: {why}")
+        raise refuse(
+            USAGE,
+            f"no certificate is of use: {why}",
+            help="give certificates of one contract and one checkpoint that are signed by a "
+            "trusted key and in force",
+        )
     weights = [body.triple.checkpoint for body in bodies.values()]
     different = {(one.digest, tuple(sorted(one.companions.items()))) for one in weights}
     if len(different) != 1:
@@ -142,7 +147,9 @@ def _joined(
             kernels.setdefault(kernel.digest, kernel)
     if len(kernels) > MOST_KERNELS:
         raise refuse(
-            USAGE, f"{len(kernels)} kernels are named; at most {MOST_KERNELS} are compared"
+            USAGE,
+            f"{len(kernels)} kernels are named; at most {MOST_KERNELS} are compared",
+            help="give the certificates of fewer kernels",
         )
     labels = {digest: f"K{number}" for number, digest in enumerate(kernels, 1)}
     about = {"name": program.name, "version": program.version}

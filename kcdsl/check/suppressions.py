@@ -186,7 +186,16 @@ def read(source: SourceFile, root: Node, sink: Sink) -> tuple[Suppression, ...]:
                 sink.add(_bad(source, f"there is no code {code[0]}", place))
             elif len(found) == _MOST:
                 message = f"there are more than {_MOST} comments that accept findings"
-                sink.add(Diagnostic(TOO_LARGE, message, source, place))
+                sink.add(
+                    Diagnostic(
+                        TOO_LARGE,
+                        message,
+                        source,
+                        place,
+                        help="correct what the findings speak of, or leave their codes out by "
+                        "`ignore` of the configuration",
+                    )
+                )
                 return tuple(found)
             else:
                 found.append(Suppression(known.id, lines, match[2].strip(), place, comment))

@@ -121,12 +121,29 @@ def _declared(modules: Modules, sink: Sink) -> Iterator[Declared]:
         span = modules.span(name)
         if is_file_name(name) and Path(name).is_absolute():
             message = f"`{name}` is not relative, so contracts would differ from place to place"
-            sink.add(Diagnostic(codes.BAD_CONFIGURATION, message, modules.source, span))
+            sink.add(
+                Diagnostic(
+                    codes.BAD_CONFIGURATION,
+                    message,
+                    modules.source,
+                    span,
+                    help="write the path from the folder of the configuration",
+                )
+            )
             continue
         path = find_file(name, modules.folder)
         if path is not None and is_file_name(name) and not _is_inside(path, modules.folder):
             message = f"`{name}` leads outside of the folder of its configuration"
-            sink.add(Diagnostic(codes.OUTSIDE_FOLDER, message, modules.source, span))
+            sink.add(
+                Diagnostic(
+                    codes.OUTSIDE_FOLDER,
+                    message,
+                    modules.source,
+                    span,
+                    help="move the file into the folder of the configuration, or name a module "
+                    "of an installed package",
+                )
+            )
             continue
         source = None if path is None else _source(path, sink)
         if path is None:
@@ -198,7 +215,13 @@ def _entry_points(sink: Sink) -> Iterator[Declared]:
         if path is None:
             owner = f" of {point.dist.name}" if point.dist is not None else ""
             message = f"the entry point `{point.name}`{owner} names the module {point.module}"
-            sink.add(Diagnostic(codes.METRIC_MODULE, f"{message}, which is not there"))
+            sink.add(
+                Diagnostic(
+                    codes.METRIC_MODULE,
+                    f"{message}, which is not there",
+                    help="install the distribution again, or remove it",
+                )
+            )
             continue
         source = _source(path, sink)
         if source is None:

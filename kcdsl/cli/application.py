@@ -53,7 +53,15 @@ def _guarded(words: list[str]) -> int:
         if isinstance(stop.__context__, BrokenPipeError):  # so a rich console ends a process
             abandon_stdout()
         else:
-            report([Diagnostic(INTERNAL, f"a program asked to end the process: {stop.code!r}")])
+            report(
+                [
+                    Diagnostic(
+                        INTERNAL,
+                        f"a program asked to end the process: {stop.code!r}",
+                        help="run again with --traceback and report the text",
+                    )
+                ]
+            )
     except KeyboardInterrupt:
         print("kcdsl: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -70,7 +78,11 @@ def _diagnosed(error: Exception) -> Diagnostic:
     """Return the diagnostic of an exception that no command expects."""
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return Diagnostic(INPUT_OUTPUT, f"{where}{error.strerror or error}")
+        return Diagnostic(
+            INPUT_OUTPUT,
+            f"{where}{error.strerror or error}",
+            help="make the file readable or writable for you, or name another one",
+        )
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("kcdsl"):
         missing = f"the package {error.name} is not installed"
         return Diagnostic(NO_PACKAGE, missing, help="`kcdsl doctor` says how to get it")
@@ -87,7 +99,11 @@ def report(diagnostics: Sequence[Diagnostic]) -> None:
 
 def _run(words: list[str]) -> int:
     if any("\0" in word for word in words):  # of a program that calls `main`
-        raise refuse(USAGE, "an argument has a zero byte, which no path has")
+        raise refuse(
+            USAGE,
+            "an argument has a zero byte, which no path has",
+            help="give the arguments without it",
+        )
     name = command_of(words)
     if name is not None and name not in COMMANDS:
         from difflib import get_close_matches

@@ -125,7 +125,14 @@ class TooManyFindings(Refusal):
     def __init__(self, found: Iterable[Diagnostic], source: SourceFile | None) -> None:
         message = f"there are more than {ERRORS} errors, or {FINDINGS} findings; the rest is left"
         place = None if source is None else Span(0, 0)
-        super().__init__((*found, Diagnostic(TOO_LARGE, message, source, place)))
+        super().__init__(
+            (
+                *found,
+                Diagnostic(
+                    TOO_LARGE, message, source, place, help="correct the first ones and check again"
+                ),
+            )
+        )
 
 
 def refuse(

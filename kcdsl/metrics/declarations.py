@@ -169,9 +169,19 @@ def _parse(source: SourceFile, reporter: Reporter) -> ast.Module | None:
         column = max(0, (error.offset or 1) - 1)
         at = min(source.line_start(line) + column, len(source.text))
         message = f"the file is not Python: {error.msg}"
-        reporter.error(METRIC_DECLARATION, message, Span(at, min(at + 1, len(source.text))))
+        reporter.error(
+            METRIC_DECLARATION,
+            message,
+            Span(at, min(at + 1, len(source.text))),
+            help="correct it there; `python -m py_compile FILE` says the same",
+        )
     except (ValueError, RecursionError, MemoryError) as error:
-        reporter.error(METRIC_DECLARATION, f"the file is not Python: {error}", Span(0, 0))
+        reporter.error(
+            METRIC_DECLARATION,
+            f"the file is not Python: {error}",
+            Span(0, 0),
+            help="save it as Python source in UTF-8; `python -m py_compile FILE` says the same",
+        )
     return None
 
 

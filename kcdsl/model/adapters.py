@@ -301,11 +301,15 @@ def find_adapter(run: str) -> Adapter:
             codes.KERNEL_FAILED,
             f"the adapter {run!r} ({entry.value}) cannot be imported:"
             f" {type(error).__name__}: {error}",
+            help="install what it needs, or name another adapter; `kcdsl explain adapters` "
+            "lists those of kcdsl",
         ) from error
     if not isinstance(found, Adapter):
         raise refuse(
             codes.KERNEL_FAILED,
             f"the adapter {run!r} ({entry.value}) is no kcdsl.model.adapters.Adapter",
+            help="let the entry point of its distribution name an Adapter, as `kcdsl explain "
+            "adapters` says, or name another adapter",
         )
     return replace(found, unproved=_FOREIGN)
 

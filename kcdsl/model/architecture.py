@@ -144,7 +144,11 @@ class Model:
             ) from error
         foreign = [name for name, part in found.items() if not isinstance(part, nn.Module)]
         if foreign:
-            raise refuse(codes.MODEL_FACTORY, f"the block {foreign[0]!r} is no torch.nn.Module")
+            raise refuse(
+                codes.MODEL_FACTORY,
+                f"the block {foreign[0]!r} is no torch.nn.Module",
+                help="return parts of the module that are torch.nn.Module from blocks()",
+            )
         return found | {"model": self.module}
 
     def block_names(self) -> tuple[str, ...]:
@@ -182,7 +186,11 @@ class Model:
         try:
             given = torch.as_tensor(ids)
         except (ValueError, TypeError):
-            raise refuse(codes.SEQUENCE, "the sequences of a batch must be equally long") from None
+            raise refuse(
+                codes.SEQUENCE,
+                "the sequences of a batch must be equally long",
+                help="give sequences of one length, or one sequence at a time",
+            ) from None
         if given.dim() == 2 and len(given) > 0:
             return torch.stack([self.ids(row) for row in given])
         return self.ids(given)
@@ -248,7 +256,11 @@ class Model:
         """Return token ids as a tensor [T]. Refuse a sequence that the model cannot take."""
         ids = torch.as_tensor(tokens)
         if ids.dim() != 1 or ids.numel() == 0 or ids.is_floating_point():
-            raise refuse(codes.SEQUENCE, "a sequence must be a list of at least one token id")
+            raise refuse(
+                codes.SEQUENCE,
+                "a sequence must be a list of at least one token id",
+                help="give whole numbers, such as [1, 2, 3]",
+            )
         vocabulary, longest = self.limits
         if longest is not None and len(ids) > longest:
             raise refuse(
@@ -300,6 +312,7 @@ class Model:
             raise refuse(
                 codes.MODEL_FACTORY,
                 f"the model failed on {len(ids)} tokens: {type(error).__name__}: {error}",
+                help="run the module by itself on token ids of this length to see where it fails",
             ) from error
         finally:
             for handle in handles:
@@ -311,6 +324,8 @@ class Model:
                     codes.UNKNOWN_BLOCK,
                     f"block {name!r} ran {len(found)} times in the forward pass; it must run once,"
                     " on hidden states [T, D]",
+                    help="leave it out of blocks(), or name the part of the module that runs "
+                    "once on hidden states",
                 )
             result[name] = found[0]
         return result
@@ -390,7 +405,11 @@ def _served_file(ref: ModelRef, files: Artefacts) -> tuple[Path, str] | None:
     try:
         digest = storage_manifest(path).digest
     except Rejected as error:
-        raise refuse(codes.ONNX_FILE, f"{shown(path)}: {error}") from error
+        raise refuse(
+            codes.ONNX_FILE,
+            f"{shown(path)}: {error}",
+            help="export the file again, with its external data beside it",
+        ) from error
     files.record(companion(INFER_CHECKPOINT), digest)
     return path, digest
 
@@ -524,7 +543,10 @@ def _build(
         return found.build(config), loader
     except (RuntimeError, MemoryError) as error:
         raise refuse(
-            codes.MODEL_CONFIG, f"no model can be built from the configuration: {error}"
+            codes.MODEL_CONFIG,
+            f"no model can be built from the configuration: {error}",
+            help="compare config.json with that of the published model: sizes must fit "
+            "together and into memory",
         ) from error
 
 
@@ -560,7 +582,9 @@ def _from_factory(target: str, config: dict[str, Any], base: Path) -> nn.Module:
         module = factory(config)
     except (Exception, SystemExit) as error:  # foreign code may raise anything
         raise refuse(
-            codes.MODEL_FACTORY, f"{target} failed: {type(error).__name__}: {error}"
+            codes.MODEL_FACTORY,
+            f"{target} failed: {type(error).__name__}: {error}",
+            help="call it by itself with the configuration as a dictionary to see where it fails",
         ) from error
     finally:
         sys.path.remove(str(base))

@@ -39,7 +39,11 @@ class Fields:
         self._architecture = architecture
 
     def _refusal(self, message: str) -> Refusal:
-        return refuse(codes.MODEL_CONFIG, f"{self._architecture} configuration: {message}")
+        return refuse(
+            codes.MODEL_CONFIG,
+            f"{self._architecture} configuration: {message}",
+            help="correct config.json, or take that of the published model",
+        )
 
     def check(self, holds: bool, message: str) -> None:
         """Refuse with `message` unless `holds`."""

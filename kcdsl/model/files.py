@@ -68,7 +68,11 @@ class Artefacts:
         if reference.startswith(PACKAGE_PREFIX):
             return self._inside_package(reference)
         if "\0" in reference:
-            raise refuse(codes.FILE_MISSING, f"{reference!a} is no path: it has a zero byte")
+            raise refuse(
+                codes.FILE_MISSING,
+                f"{reference!a} is no path: it has a zero byte",
+                help="write the path without it",
+            )
         path = self.base / reference
         found = self.admitted(path, reference)
         if not os.path.lexists(path):
@@ -108,7 +112,11 @@ class Artefacts:
 
         data = read_bytes(path, most + 1)
         if len(data) > most:
-            raise refuse(codes.TOO_LARGE, f"{shown(path)} is larger than {most} bytes")
+            raise refuse(
+                codes.TOO_LARGE,
+                f"{shown(path)} is larger than {most} bytes",
+                help="name the file that is meant: none of this kind is so large",
+            )
         self.record(name, sha256(data).hexdigest())
         return data
 
@@ -224,7 +232,12 @@ def _package_file(ref: str) -> tuple[Path, Path]:
         path = Path(root).joinpath(*rest)
         if path.exists():
             return Path(root), path
-    raise refuse(codes.FILE_MISSING, f"the package {name!r} has no file {'/'.join(rest)}")
+    raise refuse(
+        codes.FILE_MISSING,
+        f"the package {name!r} has no file {'/'.join(rest)}",
+        help="correct the path behind `package:`, or install a version of the package that has"
+        " the file",
+    )
 
 
 def file_digest(path: Path) -> str:
@@ -236,4 +249,8 @@ def file_digest(path: Path) -> str:
             return hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
             reason = error.strerror or str(error)
-            raise refuse(codes.FILE_MISSING, f"cannot read {shown(path)}: {reason}") from None
+            raise refuse(
+                codes.FILE_MISSING,
+                f"cannot read {shown(path)}: {reason}",
+                help="make the file readable, or copy it to another disk",
+            ) from None

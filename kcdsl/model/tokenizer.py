@@ -47,6 +47,8 @@ class ByteTokenizer:
             raise refuse(
                 codes.TOKENIZER,
                 f"byte {too_large} is out of the vocabulary of {self.vocabulary} bytes",
+                help="name the tokenizer of the model; `bytes` is for models that read all 256"
+                " bytes",
             )
         return ids
 

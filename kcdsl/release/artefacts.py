@@ -58,7 +58,11 @@ def checkpoint_manifest(path: Path, told: Told | None = None) -> Manifest:
         raise ArtefactRefused(error) from error
     except OSError as error:
         code = FILE_MISSING if isinstance(error, FileNotFoundError) else INPUT_OUTPUT
-        raise refuse(code, f"{path} cannot be read: {error.strerror}") from error
+        raise refuse(
+            code,
+            f"{path} cannot be read: {error.strerror}",
+            help="make the file readable, or name another one",
+        ) from error
 
 
 def companions(model: ModelRef, files: Artefacts, served: Path | None = None) -> dict[str, str]:
@@ -101,7 +105,11 @@ def _factory_source(target: str, base: Path) -> Path:
     name = target.partition(":")[0]
     path = find_module(name, [str(base), *(entry for entry in sys.path if entry)])
     if path is None:
-        raise refuse(FILE_MISSING, f"there is no module {name} with a source file")
+        raise refuse(
+            FILE_MISSING,
+            f"there is no module {name} with a source file",
+            help="put the module of the factory beside the contract, or install its package",
+        )
     return path
 
 
@@ -147,7 +155,12 @@ def metric_files(program: Program, base: Path) -> dict[str, Path]:
     for metric in program.metrics:
         place = declared.get(metric.name)
         if place is None or place.definition.function != metric.function:
-            raise refuse(METRIC_FUNCTION, f"{metric.function} declares no `{metric.name}` any more")
+            raise refuse(
+                METRIC_FUNCTION,
+                f"{metric.function} declares no `{metric.name}` any more",
+                help="declare it again with `@kcdsl.metric`, or compile the contract with the "
+                "metric that is there",
+            )
         found[metric.function.rpartition(":")[0]] = Path(place.source.name)
     return found
 
@@ -254,4 +267,8 @@ def refuse_untrusted(program: Program, files: Artefacts) -> None:
     except Rejected as error:
         raise ArtefactRefused(error) from error
     except OSError as error:
-        raise refuse(INPUT_OUTPUT, f"{path} cannot be read: {error.strerror}") from error
+        raise refuse(
+            INPUT_OUTPUT,
+            f"{path} cannot be read: {error.strerror}",
+            help="make the weights readable, or name other ones",
+        ) from error

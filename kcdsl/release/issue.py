@@ -105,7 +105,12 @@ def weakened(clause: CertifiedClause) -> CertifiedClause:
         clause.to_json()
         admitted = admissible(clause)
     except Rejected as error:
-        raise refuse(CANNOT_CERTIFY, f"{clause.label}: {error.detail} ({error.reason})") from error
+        raise refuse(
+            CANNOT_CERTIFY,
+            f"{clause.label}: {error.detail} ({error.reason})",
+            help="run `kcdsl verify` or `kcdsl evaluate` again; it is a defect if the result "
+            "is the same",
+        ) from error
     if clause.verdict in admitted:
         return clause
     verdict = Verdict.INCONCLUSIVE if Verdict.INCONCLUSIVE in admitted else Verdict.FAILED
@@ -144,7 +149,12 @@ def issue(
     Raises Refusal for results that cannot be certified, and for files that are now others.
     """
     if not clauses or stage not in STAGES or lifetime <= timedelta(0):
-        raise refuse(CANNOT_CERTIFY, "a certificate needs results, a stage and a lifetime")
+        raise refuse(
+            CANNOT_CERTIFY,
+            "a certificate needs results, a stage and a lifetime",
+            help="give at least one result, a stage such as offline-ci, and a time of validity"
+            " above zero",
+        )
     issued_at = clock().replace(microsecond=0)
     files = Artefacts.of(base)
     triple = build_triple(program, files, fingerprints=fingerprints)
@@ -178,7 +188,12 @@ def issue(
             return payload
         return bundle_bytes(sign(payload, keys), keys[0].public.hint)
     except Rejected as error:
-        raise refuse(CANNOT_CERTIFY, f"{error.detail} ({error.reason})") from error
+        raise refuse(
+            CANNOT_CERTIFY,
+            f"{error.detail} ({error.reason})",
+            help="run `kcdsl verify` or `kcdsl evaluate` again on files that do not change "
+            "meanwhile",
+        ) from error
 
 
 def resting_on(files: Mapping[str, tuple[Path, bytes]]) -> tuple[EvidenceFile, ...]:

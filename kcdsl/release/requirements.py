@@ -319,7 +319,9 @@ def _kernel(ref: KernelRef, given: Mapping[str, Any], role: str) -> Kernel:
         _ = kernel.digest
     except Rejected as error:
         raise refuse(
-            KERNELS_FILE, f"the fingerprint of the {role} kernel has no canonical form: {error}"
+            KERNELS_FILE,
+            f"the fingerprint of the {role} kernel has no canonical form: {error}",
+            help="use kernels.json as `kcdsl evaluate` wrote it",
         ) from error
     return kernel
 

@@ -79,7 +79,11 @@ def _read_key(path: Path) -> bytes:
         with os.fdopen(descriptor, "rb") as stream:
             mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
-                raise refuse(UNREADABLE_KEY, f"{path} is no regular file")
+                raise refuse(
+                    UNREADABLE_KEY,
+                    f"{path} is no regular file",
+                    help="name the file of a private key; `kcdsl keygen` makes one",
+                )
             data = stream.read(_LARGEST_KEY + 1)
     except FileNotFoundError as error:
         raise refuse(
@@ -87,7 +91,11 @@ def _read_key(path: Path) -> bytes:
         ) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no name of a file"
-        raise refuse(UNREADABLE_KEY, f"{path} cannot be read: {reason}") from error
+        raise refuse(
+            UNREADABLE_KEY,
+            f"{path} cannot be read: {reason}",
+            help="make the key readable for you alone (chmod 600), or name another one",
+        ) from error
     if os.name == "posix" and mode & 0o077:
         shown = f"{printable(str(path))} (mode {stat.S_IMODE(mode):04o})"
         print(f"warning: others may read the private key {shown}: chmod 600", file=sys.stderr)

@@ -361,7 +361,8 @@ def _read(
         return None
 
     def unusable(message: str, span: Span = _START) -> tuple[SourceFile, Mapping[str, Any]]:
-        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, span))
+        help = "correct it there, or move the file away"
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, span, help=help))
         return source, {}
 
     import tomllib
@@ -402,7 +403,15 @@ def _with_file(
     before = config.origins
     if len(table) > _ENTRIES:
         message = f"{source.name} has {len(table)} options, and there are {len(OPTIONS)}"
-        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, _START))
+        sink.add(
+            Diagnostic(
+                BAD_CONFIGURATION,
+                message,
+                source,
+                _START,
+                help="leave out what is no option, or move the file away",
+            )
+        )
         return config
     config = replace(config, origins={})
     for key, value in table.items():

@@ -75,9 +75,17 @@ def read_bytes(path: Path, most: int | None = None) -> bytes:
             size = os.fstat(stream.fileno()).st_size
             data = stream.read((size if most is None else min(size, most)) + 1)
         except OSError as error:
-            raise refuse(INPUT_OUTPUT, f"{path} cannot be read: {error.strerror}") from error
+            raise refuse(
+                INPUT_OUTPUT,
+                f"{path} cannot be read: {error.strerror}",
+                help="make the file readable, or name another one",
+            ) from error
     if len(data) > size:
-        raise refuse(INPUT_OUTPUT, f"{path} holds more bytes than its size says")
+        raise refuse(
+            INPUT_OUTPUT,
+            f"{path} holds more bytes than its size says",
+            help="copy its content to a regular file that nothing writes to",
+        )
     return data if most is None else data[:most]
 
 
@@ -103,7 +111,11 @@ def open_file(path: Path) -> BufferedReader:
             FILE_MISSING, f"{path} is a folder, not a file", help=f"name a file in {path}"
         ) from error
     except OSError as error:
-        raise refuse(INPUT_OUTPUT, f"{path} cannot be read: {error.strerror}") from error
+        raise refuse(
+            INPUT_OUTPUT,
+            f"{path} cannot be read: {error.strerror}",
+            help="make the file readable, or name another one",
+        ) from error
 
 
 def open_regular(path: Path) -> BufferedReader:

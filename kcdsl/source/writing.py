@@ -33,7 +33,11 @@ def _led_to(path: Path) -> Path:
         if found.is_symlink():  # since Python 3.13 a circle of links raises nothing
             raise OSError(errno.ELOOP, "a circle of links")
     except (OSError, RuntimeError) as error:
-        raise refuse(INPUT_OUTPUT, f"{path} is a link that leads nowhere") from error
+        raise refuse(
+            INPUT_OUTPUT,
+            f"{path} is a link that leads nowhere",
+            help="remove the link, or write to another file",
+        ) from error
     return found
 
 
@@ -47,7 +51,11 @@ def _pour(path: Path, data: bytes) -> None:
         with path.open("wb") as stream:
             stream.write(data)
     except OSError as error:
-        raise refuse(INPUT_OUTPUT, f"{path} cannot be written: {error.strerror}") from error
+        raise refuse(
+            INPUT_OUTPUT,
+            f"{path} cannot be written: {error.strerror}",
+            help="write to another file, or change the rights of its folder",
+        ) from error
 
 
 def open_to_append(path: Path) -> int:
@@ -74,9 +82,17 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise refuse(INPUT_OUTPUT, f"{folder} is a file, not a folder") from error
+        raise refuse(
+            INPUT_OUTPUT,
+            f"{folder} is a file, not a folder",
+            help="name another folder, or move the file away",
+        ) from error
     except OSError as error:
-        raise refuse(INPUT_OUTPUT, f"{folder} cannot be made: {error.strerror}") from error
+        raise refuse(
+            INPUT_OUTPUT,
+            f"{folder} cannot be made: {error.strerror}",
+            help="name another folder, or change the rights of the one above it",
+        ) from error
 
 
 def refuse_folder(folder: Path) -> None:
@@ -85,7 +101,11 @@ def refuse_folder(folder: Path) -> None:
     while not os.path.lexists(place):
         place = place.parent
     if not place.is_dir():
-        raise refuse(INPUT_OUTPUT, f"{place} is a file, not a folder")
+        raise refuse(
+            INPUT_OUTPUT,
+            f"{place} is a file, not a folder",
+            help="write to another folder, or move the file away",
+        )
     if not os.access(place, os.W_OK | os.X_OK):
         raise refuse(
             INPUT_OUTPUT,
@@ -154,7 +174,11 @@ def write_together(files: Sequence[NewFile], *, replace: bool) -> None:
     except OSError as error:
         _remove(created)
         names = " and ".join(str(file.path) for file in files)
-        raise refuse(INPUT_OUTPUT, f"{names} cannot be written: {error.strerror}") from error
+        raise refuse(
+            INPUT_OUTPUT,
+            f"{names} cannot be written: {error.strerror}",
+            help="write to another folder, or free some space",
+        ) from error
     finally:
         _remove(temporaries)
 

@@ -156,7 +156,15 @@ def _parse(source: SourceFile, scalar: Scalar, start: str, sink: Sink) -> _Build
         sink.add(Diagnostic(code, message, source, span, help=help, fix=fix))
 
     if not text.strip():
-        sink.add(Diagnostic(EXPRESSION_SYNTAX, "the expression is empty", source, scalar.span))
+        sink.add(
+            Diagnostic(
+                EXPRESSION_SYNTAX,
+                "the expression is empty",
+                source,
+                scalar.span,
+                help="such as p99(kl) <= 0.02",
+            )
+        )
         return None
     if places.pieces is None:
         # Places would be wrong, and so would fixes be, which replace what is there.

@@ -241,7 +241,8 @@ def _caught(started: float) -> Iterator[list[TaskResult]]:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         text = f"{where}{error.strerror or error}"
-        failed(Refused((Diagnostic(codes.INPUT_OUTPUT, text),)))
+        help = "free some space, or see whether the file can be read and written"
+        failed(Refused((Diagnostic(codes.INPUT_OUTPUT, text, help=help),)))
     except OutOfTime:
         failed(Unfinished("not begun within the time limit"))
     except Exception as error:

@@ -192,7 +192,10 @@ def _value(expression: ast.Expression, reporter: Reporter) -> str | Fraction | b
             )
         case _:
             reporter.error(
-                codes.WRONG_SORT, f"a value is needed, not {_words(expression)}", expression.span
+                codes.WRONG_SORT,
+                f"a value is needed, not {_words(expression)}",
+                expression.span,
+                help="write a number, a text in quotation marks, true or false",
             )
     return None
 
@@ -233,11 +236,21 @@ def _nearly(name: str, other: str) -> bool:
 
 def _membership(of: ast.Expression, among: ast.ListOf, reporter: Reporter) -> ir.Predicate | None:
     if not isinstance(of, ast.Name):
-        reporter.error(codes.WRONG_SORT, f"a field is needed, not {_words(of)}", of.span)
+        reporter.error(
+            codes.WRONG_SORT,
+            f"a field is needed, not {_words(of)}",
+            of.span,
+            help='write a field on the left, such as `category in ["code", "chat"]`',
+        )
         return None
     _doubt(of, reporter)
     if not among.items:
-        reporter.error(codes.VACUOUS, "nothing is in an empty list", among.span)
+        reporter.error(
+            codes.VACUOUS,
+            "nothing is in an empty list",
+            among.span,
+            help="list the values that are meant, or leave the test out",
+        )
         return None
     values = [_value(item, reporter) for item in among.items]
     tests = tuple(

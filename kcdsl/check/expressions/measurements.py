@@ -91,7 +91,12 @@ def combine(op: str, left: Typed, right: Typed, span: Span, reporter: Reporter) 
     else:
         dimension = left.dimension.times(right.dimension, -1 if op == "/" else 1)
     if op == "/" and isinstance(right.term, ir.Number) and right.term.value == 0:
-        reporter.error(codes.DIVISION_BY_ZERO, "division by zero", span)
+        reporter.error(
+            codes.DIVISION_BY_ZERO,
+            "division by zero",
+            span,
+            help="divide by a number other than 0, or compare the numerator alone",
+        )
         return None
     if isinstance(left.term, ir.Number) and isinstance(right.term, ir.Number):
         a, b = left.term.value, right.term.value
@@ -142,7 +147,13 @@ def metric_reference(name: ast.Name, scope: Scope, reporter: Reporter) -> Metric
         )
     elif BLOCK.fullmatch(name.id) or name.id in scope.slices:
         kind = "slice" if name.id in scope.slices else "block"
-        reporter.error(codes.WRONG_SORT, f"`{name.id}` is a {kind}, not a number", name.span)
+        reporter.error(
+            codes.WRONG_SORT,
+            f"`{name.id}` is a {kind}, not a number",
+            name.span,
+            help="compare a statistic of a metric, such as p99(kl); slices stand in `slices`, and "
+            "blocks in drift(BLOCK, x)",
+        )
     elif scope.metrics.find_record(name.id) is not None:
         reporter.error(
             codes.UNKNOWN_METRIC,
@@ -275,11 +286,21 @@ def _level(expression: ast.Expression, reporter: Reporter) -> Fraction | None:
     read = quantity(expression, reporter) if isinstance(expression, ast.Num) else None
     if read is None:
         if not isinstance(expression, ast.Num):
-            reporter.error(codes.WRONG_SORT, "the level of a quantile is a number", expression.span)
+            reporter.error(
+                codes.WRONG_SORT,
+                "the level of a quantile is a number",
+                expression.span,
+                help="write it as quantile(0.95, kl)",
+            )
         return None
     value, dimension, bare = read
     if not bare and str(dimension) != "ratio":
-        reporter.error(codes.DIMENSION, "the level of a quantile is a share", expression.span)
+        reporter.error(
+            codes.DIMENSION,
+            "the level of a quantile is a share",
+            expression.span,
+            help="write it without a unit or in percent, such as 0.95 or 95%",
+        )
         return None
     if not 0 < value < 1:
         reporter.error(

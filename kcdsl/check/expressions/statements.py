@@ -76,7 +76,10 @@ def formula(
             return _has(expression, scope, reporter)
         case ast.Membership():
             reporter.error(
-                codes.WRONG_SORT, "`in [...]` belongs to the predicates of slices", expression.span
+                codes.WRONG_SORT,
+                "`in [...]` belongs to the predicates of slices",
+                expression.span,
+                help="move it to `where` of a slice, and name the slice in `slices`",
             )
             return None
         case _:
@@ -234,7 +237,10 @@ def _longest(expression: ast.Expression, reporter: Reporter) -> int | None:
     whole = isinstance(number, ast.Num) and number.unit is None and number.value.denominator == 1
     if not whole or not isinstance(number, ast.Num):
         reporter.error(
-            codes.WRONG_ARGUMENTS, "the longest sequence is a whole number of rows", expression.span
+            codes.WRONG_ARGUMENTS,
+            "the longest sequence is a whole number of rows",
+            expression.span,
+            help="write a number without a unit, such as 128",
         )
         return None
     if isinstance(expression, ast.Minus) or not 1 <= number.value <= ir.MOST_ROWS:
@@ -242,6 +248,7 @@ def _longest(expression: ast.Expression, reporter: Reporter) -> int | None:
             codes.OUT_OF_RANGE,
             f"the longest sequence has 1 to {ir.MOST_ROWS} rows",
             expression.span,
+            help="write a number in this range, such as 128",
         )
         return None
     return int(number.value)
@@ -253,7 +260,12 @@ def _radius(expression: ast.Expression, reporter: Reporter) -> Fraction | None:
     read = quantity(number, reporter) if isinstance(number, ast.Num) else None
     if read is None:
         if not isinstance(number, ast.Num):
-            reporter.error(codes.WRONG_ARGUMENTS, "a radius or margin is a number", expression.span)
+            reporter.error(
+                codes.WRONG_ARGUMENTS,
+                "a radius or margin is a number",
+                expression.span,
+                help="write it in digits, such as ball(all, 1e-3)",
+            )
         return None
     value, dimension, _ = read
     if dimension.exponents or (negative and value != 0):
@@ -261,6 +273,7 @@ def _radius(expression: ast.Expression, reporter: Reporter) -> Fraction | None:
             codes.OUT_OF_RANGE,
             "a radius or margin is a plain number, zero or more",
             expression.span,
+            help="write it without a unit and a sign, such as 1e-3",
         )
         return None
     return value
@@ -276,11 +289,21 @@ def _no_flip(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | N
         number = call.arguments[2]
         whole = isinstance(number, ast.Num) and number.unit is None
         if not whole or not isinstance(number, ast.Num) or number.value.denominator != 1:
-            reporter.error(codes.WRONG_ARGUMENTS, "k is a whole number", number.span)
+            reporter.error(
+                codes.WRONG_ARGUMENTS,
+                "k is a whole number",
+                number.span,
+                help="write it in digits, such as no_flip(attn_0, x, 1)",
+            )
             return None
         k = int(number.value)
         if k < 1:
-            reporter.error(codes.OUT_OF_RANGE, "k is at least 1", number.span)
+            reporter.error(
+                codes.OUT_OF_RANGE,
+                "k is at least 1",
+                number.span,
+                help="write 1 for the likeliest token, 5 for the first five",
+            )
             return None
     if block is None or variable is None:
         return None
@@ -294,7 +317,12 @@ def _has(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | None:
         return None
     trace, listed = call.arguments
     if not isinstance(trace, ast.Name) or trace.id != "trace":
-        reporter.error(codes.UNKNOWN_NAME, "the first argument of `has` is `trace`", trace.span)
+        reporter.error(
+            codes.UNKNOWN_NAME,
+            "the first argument of `has` is `trace`",
+            trace.span,
+            help="write has(trace, [rng_seed])",
+        )
         return None
     if not isinstance(listed, ast.ListOf):
         edits = (
@@ -335,7 +363,12 @@ def trace_fields(
 ) -> ir.HasFields | None:
     """Check the fields that every trace record must carry."""
     if not fields:
-        reporter.error(codes.WRONG_ARGUMENTS, "the list of trace fields is empty", span)
+        reporter.error(
+            codes.WRONG_ARGUMENTS,
+            "the list of trace fields is empty",
+            span,
+            help="name the fields, such as has(trace, [rng_seed, replay_signature])",
+        )
         return None
     known = [_is_field(name, place, reporter) for name, place in fields]
     if not all(known):
@@ -350,6 +383,7 @@ def trace_fields(
                 place,
                 labels=(Label(seen[name], "first here"),),
                 fix=Fix(f"remove `{name}`", (Edit(Span(before.end, place.end), ""),)),
+                help="list it once",
             )
         seen.setdefault(name, place)
         close = doubtful(name)

@@ -96,7 +96,12 @@ def _requirement(context: _Context, against: bool) -> tuple[ir.Formula | None, s
         text = " ".join(node.text.split())
         return formula(parsed, context.scope, reporter, against=against), text
     if node is not None:
-        reporter.error(codes.WRONG_KIND, "`require` takes an expression", node.span)
+        reporter.error(
+            codes.WRONG_KIND,
+            "`require` takes an expression",
+            node.span,
+            help="such as `require: p99(kl) <= 0.02`",
+        )
         return None, ""
     if raw.node("metric") is None:
         return None, ""
@@ -135,7 +140,12 @@ def _override(context: _Context) -> bool:
         return False
     if isinstance(node, Scalar) and node.text == "direction":
         return True
-    context.reporter.error(codes.NOT_ALLOWED, "`override` takes `direction`", node.span)
+    context.reporter.error(
+        codes.NOT_ALLOWED,
+        "`override` takes `direction`",
+        node.span,
+        help="write `override: direction`, or leave it out",
+    )
     return False
 
 
@@ -222,7 +232,12 @@ def _listed_slices(context: _Context) -> tuple[str, ...] | None:
     if names is None:
         return None
     if not names:
-        reporter.error(codes.EMPTY_SECTION, "the list of slices is empty", node.span)
+        reporter.error(
+            codes.EMPTY_SECTION,
+            "the list of slices is empty",
+            node.span,
+            help="name a slice, or leave `slices` out where a slice `all` is declared",
+        )
         return None
     seen: dict[str, Span] = {}
     for name in names:
@@ -240,6 +255,7 @@ def _listed_slices(context: _Context) -> tuple[str, ...] | None:
                 name.span,
                 labels=(Label(seen[name.text], "first here"),),
                 fix=_listed_once(reporter, node, name),
+                help="list it once",
             )
         seen.setdefault(name.text, name.span)
     return tuple(seen) if all(name in declared for name in seen) else None

@@ -94,7 +94,10 @@ def _load(raw: RawImport, folder: Path | None, reporter: Reporter, loader: Loade
         return None
     if folder is None:
         reporter.error(
-            codes.IMPORT_FILE, "imports are relative to a file, and this text has none", span
+            codes.IMPORT_FILE,
+            "imports are relative to a file, and this text has none",
+            span,
+            help="save the text beside the files that it imports",
         )
         return None
     if loader.is_open(folder / text):

@@ -297,7 +297,10 @@ def _overrides(node: Node, reader: StructureReader) -> Pairs:
     if not isinstance(node, Mapping):
         wanted = "a mapping of linears"
         reader.reporter.error(
-            codes.WRONG_KIND, f"`overrides` takes {wanted} and is {node.kind}", node.span
+            codes.WRONG_KIND,
+            f"`overrides` takes {wanted} and is {node.kind}",
+            node.span,
+            help="such as `overrides: {lm_head: {weights: {format: int8}}}`",
         )
         return ()
     pairs: list[tuple[str, object]] = []
@@ -309,7 +312,10 @@ def _overrides(node: Node, reader: StructureReader) -> Pairs:
             kind, span = entry.value.kind, entry.value.span
             wanted = "`weights` and `activations`"
             reader.reporter.error(
-                codes.WRONG_KIND, f"an override takes a mapping of {wanted} and is {kind}", span
+                codes.WRONG_KIND,
+                f"an override takes a mapping of {wanted} and is {kind}",
+                span,
+                help="such as `lm_head: {weights: {format: int8}}`",
             )
     return tuple(sorted(pairs, key=lambda pair: pair[0]))
 
@@ -326,7 +332,10 @@ def _written(node: Node, name: str, reader: StructureReader) -> object:
             return tuple(sorted((key, value) for key, value in pairs if value is not None))
     wanted = "a number, a list of numbers or a mapping of names"
     reader.reporter.error(
-        codes.WRONG_KIND, f"`{name}` takes {wanted} and is {node.kind}", node.span
+        codes.WRONG_KIND,
+        f"`{name}` takes {wanted} and is {node.kind}",
+        node.span,
+        help="write a number, such as 0.5, or a list of numbers, such as [0.5, 0.25]",
     )
     return None
 
@@ -343,6 +352,9 @@ def _leaf(node: Node, name: str, reader: StructureReader) -> object:
         if isinstance(node.value, Fraction):
             return float(node.value)
     reader.reporter.error(
-        codes.WRONG_KIND, f"`{name}` takes a number and is {node.kind}", node.span
+        codes.WRONG_KIND,
+        f"`{name}` takes a number and is {node.kind}",
+        node.span,
+        help="write it in digits, without quotation marks",
     )
     return None

@@ -217,7 +217,9 @@ def read_constants(node: Mapping | None, reader: StructureReader) -> Constants:
             continue
         if number < 0 or (name == "temperature" and number == 0):
             word = "positive" if name == "temperature" else "not negative"
-            reader.reporter.error(codes.OUT_OF_RANGE, f"`{name}` is {word}", value.span)
+            reader.reporter.error(
+                codes.OUT_OF_RANGE, f"`{name}` is {word}", value.span, help=f"such as `{name}: 1`"
+            )
         else:
             values[name] = number
     return Constants(

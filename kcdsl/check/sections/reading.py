@@ -317,7 +317,7 @@ def _mappings(
         reader.wrong_kind(node, name, f"a list of {form[0]}", form[1])
         return
     if not node.items:
-        reader.reporter.error(codes.EMPTY_SECTION, f"`{name}` {empty}", node.span)
+        reader.reporter.error(codes.EMPTY_SECTION, f"`{name}` {empty}", node.span, help=form[1])
     for position, item in enumerate(node.items):
         if isinstance(item, Mapping):
             yield item
@@ -406,7 +406,12 @@ def _names(
         listed = reader.texts(entry.value, what) or ()
         found = [RawName(n, n) for n in listed if identifier(reader, n, pattern, kinds[what])]
     if not found and isinstance(entry.value, Mapping | SequenceNode) and _is_empty(entry.value):
-        reader.reporter.error(codes.EMPTY_SECTION, f"`{what}` imports nothing", entry.value.span)
+        reader.reporter.error(
+            codes.EMPTY_SECTION,
+            f"`{what}` imports nothing",
+            entry.value.span,
+            help="name what is imported, or leave it out",
+        )
     return tuple(found)
 
 

@@ -41,7 +41,12 @@ def record_formula(
     """Return the comparison that a record states; None after an error."""
     name = raw.scalar("metric")
     if name is None:
-        reporter.error(codes.WRONG_KIND, "`metric` takes the name of a metric", raw.span)
+        reporter.error(
+            codes.WRONG_KIND,
+            "`metric` takes the name of a metric",
+            raw.span,
+            help="such as `metric: p99_kl`",
+        )
         return None
     left = _subject(name, scope, reporter)
     right = _threshold(raw, name, left, scope, reporter)
@@ -87,6 +92,7 @@ def _subject(name: Scalar, scope: Scope, reporter: Reporter) -> tuple[RecordMetr
             codes.STATISTIC_NOT_ALLOWED,
             f"`{in_words(name.text, metrics)}` is not a statistic of `{definition.name}`",
             name.span,
+            help=f"statistics: {', '.join(sorted(definition.statistics)) or 'none'}",
         )
         return None
     inner: ir.Term = ir.Metric(definition.name, name.span)
@@ -123,7 +129,12 @@ def _threshold(
                 "add `threshold: NUMBER`, or `threshold: table(NAME)`",
             )
         else:
-            reporter.error(codes.WRONG_KIND, "`threshold` takes a number", raw.span)
+            reporter.error(
+                codes.WRONG_KIND,
+                "`threshold` takes a number",
+                raw.span,
+                help="such as `threshold: 0.02`, with the unit where the metric has one",
+            )
         return None
     if _TABLE.match(scalar.text):
         return _from_table(scalar, scope, reporter)
@@ -189,7 +200,10 @@ def share(scalar: Scalar, reporter: Reporter, what: str) -> Fraction | None:
     value, dimension, _ = read
     if dimension.exponents or not 0 <= value < 1:
         reporter.error(
-            codes.OUT_OF_RANGE, f"{what} is a share, at least 0 and below 1", number.span
+            codes.OUT_OF_RANGE,
+            f"{what} is a share, at least 0 and below 1",
+            number.span,
+            help="write it as 1% or 0.01",
         )
         return None
     return value
@@ -205,7 +219,10 @@ def read_budget(raw: RawClause, reporter: Reporter) -> tuple[ir.Budget | None, S
     if node is not None:
         if not isinstance(node, Scalar):
             reporter.error(
-                codes.BUDGET_UNIT, "a budget is a share `of requests` or `of windows`", node.span
+                codes.BUDGET_UNIT,
+                "a budget is a share `of requests` or `of windows`",
+                node.span,
+                help="such as `budget: 1% of requests`",
             )
             return None, None
         parsed = parse_budget(reporter.source, node, reporter.sink)
@@ -235,10 +252,20 @@ def _record_budget(raw: RawClause, reporter: Reporter) -> tuple[ir.Budget | None
         unit = _counted(text, over.span, reporter)
     if delta is None:
         if over is not None:
-            reporter.error(codes.MISSING_FIELD, "`over` without `delta` says nothing", over.span)
+            reporter.error(
+                codes.MISSING_FIELD,
+                "`over` without `delta` says nothing",
+                over.span,
+                help="add `delta: 1%`, or leave `over` out",
+            )
         return None, None
     if not isinstance(delta, Scalar):
-        reporter.error(codes.WRONG_KIND, f"`delta` takes a share and is {delta.kind}", delta.span)
+        reporter.error(
+            codes.WRONG_KIND,
+            f"`delta` takes a share and is {delta.kind}",
+            delta.span,
+            help="such as `delta: 1%`",
+        )
         return None, None
     rate = share(delta, reporter, "`delta`")
     if rate is None or rate == 0:

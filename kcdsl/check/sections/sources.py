@@ -339,7 +339,12 @@ def _recomputed(raw: RawKernel, reader: StructureReader) -> bool:
     if node is None:
         return False
     if not isinstance(node, Scalar) or not isinstance(node.value, bool):
-        reader.reporter.error(codes.WRONG_KIND, "`recomputed` is true or false", node.span)
+        reader.reporter.error(
+            codes.WRONG_KIND,
+            "`recomputed` is true or false",
+            node.span,
+            help="write `recomputed: true`, or leave it out",
+        )
         return False
     return node.value
 

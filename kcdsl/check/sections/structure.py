@@ -246,7 +246,12 @@ def _clauses(reader: StructureReader, root: Mapping) -> tuple[RawClause, ...]:
         reader.wrong_kind(node, "clauses", "a mapping from identifiers, or a list of records")
         return ()
     if not found:
-        reader.reporter.error(codes.EMPTY_SECTION, "`clauses` requires nothing", node.span)
+        reader.reporter.error(
+            codes.EMPTY_SECTION,
+            "`clauses` requires nothing",
+            node.span,
+            help="add a clause, such as `N-KL: {require: p99(kl) <= 0.02, level: L2}`",
+        )
     clauses = tuple(clause for clause in found if clause is not None)
     seen: dict[str, Span] = {}
     for clause in clauses:
@@ -256,6 +261,7 @@ def _clauses(reader: StructureReader, root: Mapping) -> tuple[RawClause, ...]:
                 f"two clauses are called `{clause.id.text}`",
                 clause.id.span,
                 labels=(Label(seen[clause.id.text], "first here"),),
+                help="rename one of them",
             )
         seen.setdefault(clause.id.text, clause.id.span)
     return clauses
@@ -273,7 +279,12 @@ def _listed(reader: StructureReader, item: Node) -> list[RawClause | None]:
     if item.entries and all(isinstance(entry.value, Mapping) for entry in item.entries):
         return [_clause(reader, entry.key, entry.value) for entry in item.entries]
     first = item.entries[0].key.span if item.entries else item.span
-    reader.reporter.error(codes.MISSING_FIELD, "a clause record needs the field `id`", first)
+    reader.reporter.error(
+        codes.MISSING_FIELD,
+        "a clause record needs the field `id`",
+        first,
+        help="add `id: N-KL`, or another name of the clause",
+    )
     return []
 
 

@@ -221,7 +221,11 @@ class StatusCommand(Command):
         try:
             expectation = build_expectation(contract.program, contract.base, fingerprints=kernels)
         except ArtefactRefused as error:
-            raise refuse(FILE_MISSING, f"{error.detail} ({error.reason})") from error
+            raise refuse(
+                FILE_MISSING,
+                f"{error.detail} ({error.reason})",
+                help="restore the files that the contract names, then ask again",
+            ) from error
         found = _join(contract, expectation, files)
         if self.format is OutputFormat.JSON:
             print_json(found.to_json())

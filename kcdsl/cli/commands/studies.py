@@ -287,7 +287,11 @@ def period(since: str, until: str) -> Period:
     try:
         found = Period(parse_time(since), parse_time(until))
     except Rejected as error:
-        raise refuse(BAD_TIME, f"--from or --until: {error.detail}") from error
+        raise refuse(
+            BAD_TIME,
+            f"--from or --until: {error.detail}",
+            help="write times as 2026-11-30T12:00:00Z",
+        ) from error
     if found.end <= found.start:
         raise refuse(
             BAD_TIME,

@@ -248,7 +248,14 @@ class Checker:
         source = document.source
         if len(source.text) > SIZE_LIMIT:
             message = f"the document is larger than {SIZE_LIMIT} bytes"
-            finding = Diagnostic(TOO_LARGE, message, source, Span(0, 0))
+            finding = Diagnostic(
+                TOO_LARGE,
+                message,
+                source,
+                Span(0, 0),
+                help="split the contract: `imports` takes slices, kernels and tables of "
+                "other files",
+            )
             return Snapshot(document, (finding,), lambda: Analysis(source), texts)
         try:
             make, sink = state.incremental.analyse(source, document.folder, texts)

@@ -137,7 +137,12 @@ class ServedWeights(Mapping[str, Tensor]):
         one = self.stored[name]
         kind = {**TYPES, **_CODED}.get(one.kind)
         if kind is None:
-            raise refuse(codes.CHECKPOINT_DTYPE, f"{name} is stored as {one.kind}")
+            raise refuse(
+                codes.CHECKPOINT_DTYPE,
+                f"{name} is stored as {one.kind}",
+                help="`kcdsl explain quantised-checkpoints` has the formats that are read; "
+                "store it in one of them",
+            )
         if one.start == one.end:
             return torch.empty(one.shape, dtype=kind)
         raw = torch.frombuffer(
@@ -189,7 +194,12 @@ class ServedWeights(Mapping[str, Tensor]):
 
 
 def _other_shape(key: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> Refusal:
-    return refuse(codes.CHECKPOINT_SHAPE, f"{key} has shape {shape}; expected that of {expected}")
+    return refuse(
+        codes.CHECKPOINT_SHAPE,
+        f"{key} has shape {shape}; expected that of {expected}",
+        help="quantise the checkpoint again for this model, or name the config.json that "
+        "belongs to it",
+    )
 
 
 def _other(key: str, what: str, field: str) -> Refusal:
@@ -226,7 +236,12 @@ def load_served(
         read.append(Resource(index.name, len(data), hashlib.sha256(data).hexdigest()))
     method = config.get("quantization_config") or more.get("quantization")
     if method is not None and not isinstance(method, dict):
-        raise refuse(codes.MODEL_CONFIG, "the quantisation configuration is no object")
+        raise refuse(
+            codes.MODEL_CONFIG,
+            "the quantisation configuration is no object",
+            help="write `quantization_config` as the tool that quantised the checkpoint does, "
+            "as a mapping",
+        )
     by_torchao = method is not None and str(method.get("quant_method", "")).lower() == "torchao"
     files: dict[str, HashedFile] = {}
     metadata: dict[str, str] = {}
@@ -354,6 +369,8 @@ def matched(
             raise refuse(
                 codes.CHECKPOINT_TENSORS,
                 f"{name} differs from {other}, though the configuration ties them",
+                help="write `tie_word_embeddings: false` into config.json if both are meant, "
+                "else save the model again",
             )
     return found
 

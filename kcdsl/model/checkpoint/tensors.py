@@ -375,6 +375,8 @@ def _shape_problems(
         Diagnostic(
             codes.CHECKPOINT_TENSORS,
             f"{found[name]} differs from {found[of]}, though the configuration ties them",
+            help="write `tie_word_embeddings: false` into config.json if both are meant, else save "
+            "the model again",
         )
         for name, of in optional.items()
         if name in found

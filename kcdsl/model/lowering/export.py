@@ -177,14 +177,26 @@ def _ids(
     model: Model, block: str, length: int, tokens: Sequence[int] | Tensor | None
 ) -> Tensor | None:
     if length < 1:
-        raise refuse(codes.SEQUENCE, f"a block graph needs at least one token, not {length}")
+        raise refuse(
+            codes.SEQUENCE,
+            f"a block graph needs at least one token, not {length}",
+            help="give a length of 1 or more",
+        )
     if block != "model":
         return None
     if tokens is None:
-        raise refuse(codes.SEQUENCE, "the graph of the whole model needs the token ids")
+        raise refuse(
+            codes.SEQUENCE,
+            "the graph of the whole model needs the token ids",
+            help="give the tokens, or ask for a block inside the model",
+        )
     ids = model.ids(tokens)
     if len(ids) != length:
-        raise refuse(codes.SEQUENCE, f"{len(ids)} token ids for a graph of length {length}")
+        raise refuse(
+            codes.SEQUENCE,
+            f"{len(ids)} token ids for a graph of length {length}",
+            help="give as many tokens as the graph has rows",
+        )
     return ids
 
 

@@ -35,10 +35,17 @@ def folded(node: OnnxNode, operands: Sequence[Array | None], opset: int) -> list
     """Return the results of a node whose operands are fixed. Refuse another operator, and a result
     that is too large."""
     if node.kind not in FOLDED:
-        raise refuse(codes.OPERATION_UNSUPPORTED, f"{node.place} is not supported among constants")
+        raise refuse(
+            codes.OPERATION_UNSUPPORTED,
+            f"{node.place} is not supported among constants",
+            help="fold constants when the model is exported, or let onnxruntime write the file"
+            " with basic optimisations",
+        )
     if _size(node, operands) > LARGEST:
         raise refuse(
-            codes.ONNX_FILE, f"the constant of {node.place} has more than {LARGEST} elements"
+            codes.ONNX_FILE,
+            f"the constant of {node.place} has more than {LARGEST} elements",
+            help="export the file with the tensor as an initializer, or compute it from the inputs",
         )
     attributes = {
         name: numpy_helper.from_array(np.asarray(value)) if isinstance(value, np.ndarray) else value
@@ -87,7 +94,12 @@ def _refuse_disputed(node: OnnxNode, operands: Sequence[Array | None]) -> None:
         if any(step < 0 and start < -held[0].shape[axis] for start, axis, step in each):
             what = "it goes backward from before the first element"
     if what:
-        raise refuse(codes.OPERATION_UNSUPPORTED, f"{node.place} is not supported: {what}")
+        raise refuse(
+            codes.OPERATION_UNSUPPORTED,
+            f"{node.place} is not supported: {what}",
+            help="export the model so that this node is another one; `kcdsl explain onnx` has "
+            "what is read of it",
+        )
 
 
 def _size(node: OnnxNode, operands: Sequence[Array | None]) -> int:

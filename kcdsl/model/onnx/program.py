@@ -218,6 +218,7 @@ def nodes_between(plan: OnnxPlan, first: str, last: str, block: str) -> list[Onn
         raise refuse(
             codes.UNKNOWN_BLOCK,
             f"the block {block!r}: {excerpt(last)!r} does not depend on {excerpt(first)!r}",
+            help="name two tensors of which the second is computed from the first",
         )
     return [n for n in plan.runs if n.outputs[0] in found]
 
@@ -242,6 +243,7 @@ def _refuse_shapeless(
             codes.UNKNOWN_BLOCK,
             f"the block {block!r} names {excerpt(tensor)!r} of shape {list(shape)} for {length}"
             " tokens; it must be hidden states [1, T, D] or [T, D]",
+            help="name the hidden states between two layers, such as the output of a residual Add",
         )
 
 

@@ -227,5 +227,9 @@ def _described(path: Path, kind: str, title: str) -> tuple[Descriptor, Path]:
                 found.update(chunk)
                 size += len(chunk)
     except OSError as error:
-        raise refuse(FILE_MISSING, f"{path} cannot be read: {error.strerror}") from error
+        raise refuse(
+            FILE_MISSING,
+            f"{path} cannot be read: {error.strerror}",
+            help="make the file readable, or name another one",
+        ) from error
     return Descriptor(kind, f"sha256:{found.hexdigest()}", size, title), path

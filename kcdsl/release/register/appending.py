@@ -22,7 +22,9 @@ def head_in(connection: Connection) -> RegisterHead:
     """Return the head that the table states; raises Refusal where there is none."""
     row = connection.execute(select(head)).first()
     if row is None:
-        raise refuse(REGISTER_DAMAGED, "the register has no head")
+        raise refuse(
+            REGISTER_DAMAGED, "the register has no head", help="restore the register from a copy"
+        )
     return RegisterHead(row.register, row.number, row.hash, parse_time(row.time))
 
 
@@ -56,7 +58,12 @@ class Chain:
         values = {"number": new.number, "hash": new.hash, "time": time_text(new.at)}
         same = (head.c.number == old.number) & (head.c.hash == old.hash)
         if self._connection.execute(update(head).where(same).values(values)).rowcount != 1:
-            raise refuse(REGISTER_DAMAGED, "the head of the register changed during an append")
+            raise refuse(
+                REGISTER_DAMAGED,
+                "the head of the register changed during an append",
+                help="run the command again; `kcdsl register check` says whether the register "
+                "is whole",
+            )
 
 
 def insert_event(connection: Connection, event: Event) -> None:

@@ -164,10 +164,19 @@ def refuse_unfounded(
                 help="`kcdsl register add CERT` records a certificate with its triple",
             )
         if digest == decided.candidate and triple.contract.digest != decided.contract:
-            raise refuse(NOT_RECORDED, "the decision names another contract than the candidate's")
+            raise refuse(
+                NOT_RECORDED,
+                "the decision names another contract than the candidate's",
+                help="promote the candidate by the contract of its certificates, or add "
+                "certificates of this contract",
+            )
     if decided.state in NEEDS_CERTIFICATE:
         if not decided.certificates:
-            raise refuse(NOT_RECORDED, f"a candidate is not {decided.state} without a certificate")
+            raise refuse(
+                NOT_RECORDED,
+                f"a candidate is not {decided.state} without a certificate",
+                help="`kcdsl promote` names the certificates of the stage: give it one",
+            )
         for identity in decided.certificates:
             _refuse_weak(queries.status_in(connection, identity, moment), decided.candidate)
     if decided.state is PromotionState.ROLLED_BACK and decided.incumbent != before.triple:
@@ -202,7 +211,12 @@ def _refuse_weak(status: CertificateStatus, candidate: str) -> None:
         detail = f"is {found.verdict}"
     else:
         return
-    raise refuse(NOT_RECORDED, f"the certificate sha256:{status.identity} {detail}")
+    raise refuse(
+        NOT_RECORDED,
+        f"the certificate sha256:{status.identity} {detail}",
+        help="give a certificate of the candidate that passed and is in force; `kcdsl register"
+        " show` has the standing of each",
+    )
 
 
 def _refuse_never_live(connection: Connection, decided: Promotion) -> None:

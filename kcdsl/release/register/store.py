@@ -190,7 +190,12 @@ class Register:
         """Mark a run as untrusted, or as trusted again; raises Refusal for an unknown run."""
         with self._appending() as (connection, chain):
             if queries.run_in(connection, identity) is None:
-                raise refuse(NOT_RECORDED, f"the register has no run sha256:{identity}")
+                raise refuse(
+                    NOT_RECORDED,
+                    f"the register has no run sha256:{identity}",
+                    help="`kcdsl register log` lists the runs; `kcdsl register add CERT` "
+                    "records that of a certificate",
+                )
             mark = {"run": identity, "trusted": trusted, "reason": reason}
             chain.append(EventKind.RUN_MARK, MARK.write(mark))
             found = queries.run_in(connection, identity)
@@ -277,7 +282,12 @@ class Register:
             wanted = select(bundles.c.content).where(bundles.c.digest == found.bundle)
             content = connection.execute(wanted).scalar_one_or_none()
         if content is None or hash_of(bytes(content)) != found.bundle:
-            raise refuse(REGISTER_DAMAGED, f"the bundle of sha256:{identity} is not as recorded")
+            raise refuse(
+                REGISTER_DAMAGED,
+                f"the bundle of sha256:{identity} is not as recorded",
+                help="`kcdsl register check` lists what else is damaged; restore the register "
+                "from a copy",
+            )
         return bytes(content)
 
     def run_of(self, identity: str) -> Run | None:

@@ -83,6 +83,8 @@ def compare_request(
             codes.ABOVE_CERTIFIED,
             f"the certified bound of {block} has shape {bound.shape}, the measured drift "
             f"{measured.shape}",
+            help="report it: the block was bounded for another shape than it has, so nothing "
+            "can be concluded",
         )
     above = ~(measured <= bound)
     if bool(above.any()):

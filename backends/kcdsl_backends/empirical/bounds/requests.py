@@ -250,6 +250,8 @@ def check_measured(key: str, measured: Mapping[str, Array], certified: SamplingU
             raise refuse(
                 codes.ABOVE_CERTIFIED,
                 f"{name}, request {key}: {limit.size} certified bounds for {value.size} values",
+                help="report it: the request was bounded for another length than it has; "
+                "--bound-seconds 0 leaves these bounds out",
             )
         if name in MAGNITUDES:
             value = np.abs(value)

@@ -133,7 +133,11 @@ def chat_template(checkpoint: Path, files: Artefacts) -> ChatTemplate | None:
         try:
             found = json.loads(files.read(path, companion("tokenizer_config"), _LARGEST))
         except (ValueError, RecursionError) as error:
-            raise refuse(codes.TOKENIZER, f"{shown(path)} is no JSON: {error}") from None
+            raise refuse(
+                codes.TOKENIZER,
+                f"{shown(path)} is no JSON: {error}",
+                help="restore the file from where the checkpoint came from",
+            ) from None
         config = found if isinstance(found, dict) else {}
     special = {name: text for name in _SPECIAL if (text := _text_of(config.get(name))) is not None}
     own = files.beside(checkpoint, "chat_template.jinja")

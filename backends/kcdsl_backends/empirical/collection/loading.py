@@ -262,6 +262,8 @@ def _block_inputs(model: Model) -> Any:
                 raise refuse(
                     codes.METRIC_OUT_OF_REACH,
                     f"the block {block} takes tokens, not states; it has no measured drift",
+                    help="name a block that takes hidden states, such as attn_0, or demand a "
+                    "drift of the logits, such as max(logit_linf)",
                 )
             known[key] = found
         return known[key]

@@ -286,7 +286,11 @@ def prepare_logits(
     def known(tokens: Sequence[int]) -> None:
         wrong = next((t for t in tokens if vocabulary is not None and t >= vocabulary), None)
         if wrong is not None:
-            raise refuse(codes.SEQUENCE, f"token {wrong} is out of the vocabulary of {vocabulary}")
+            raise refuse(
+                codes.SEQUENCE,
+                f"token {wrong} is out of the vocabulary of {vocabulary}",
+                help="tokenise the requests with the tokenizer of the model that was recorded",
+            )
 
     names = dict.fromkeys(data_of.values())
     files = {name: requests_of(artefacts, name, None, known) for name in names}
@@ -320,7 +324,11 @@ def prepare_logits(
 
 
 def _no_block(request: Request, block: str) -> Tensor:
-    raise refuse(codes.METRIC_OUT_OF_REACH, f"a recording has no block {block}")
+    raise refuse(
+        codes.METRIC_OUT_OF_REACH,
+        f"a recording has no block {block}",
+        help="name kernels that run here to measure the drift of a block, or leave the clause out",
+    )
 
 
 def recorded_sides(program: Program) -> int:

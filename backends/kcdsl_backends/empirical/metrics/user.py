@@ -124,6 +124,8 @@ def _load(metric: UserMetric, declared: Declared | None, base: Path) -> UserFunc
             f"{metric.function} is not the declared function once its module is imported",
             source=declared.source,
             span=declared.span,
+            help="do not rebind the name of the function in its module, and leave "
+            "`@kcdsl.metric` as its outermost decorator",
         )
     digest = sha256(declared.source.text.encode("utf-8")).hexdigest()
     if digest != (own_code.compiled_digest(path) or file_digest(path)):
@@ -149,6 +151,8 @@ def _import(metric: UserMetric, name: str, path: Path, base: Path) -> ModuleType
             f"the module of the metric `{metric.name}` cannot be imported: "
             f"{type(error).__name__}: {error}",
             notes=(f"file: {path}",),
+            help="import the file by itself with this Python to see where it fails, and "
+            "install what it needs",
         ) from error
     imported = getattr(module, "__file__", None)
     if imported is None or Path(imported).resolve() != path.resolve():

@@ -157,7 +157,13 @@ def run_grid(
     progress("cells", len(specs), len(specs))
     if not any(cell["status"] == "ran" for cell in found):
         reasons = dict.fromkeys(str(cell["reason"]) for cell in found)
-        raise refuse(codes.EXPERIMENT, "not one cell could run", notes=tuple(reasons))
+        raise refuse(
+            codes.EXPERIMENT,
+            "not one cell could run",
+            notes=tuple(reasons),
+            help="the notes say why each cell did not run; choose other lengths, batches or "
+            "devices",
+        )
     return {
         "schema": "kcdsl.experiment/1",
         "experiment": "e2",
@@ -211,7 +217,11 @@ def _load(
 ) -> KernelContext | Refusal:
     try:
         if device == "cuda" and not torch.cuda.is_available():
-            raise refuse(codes.NO_DEVICE, "torch sees no CUDA device")
+            raise refuse(
+                codes.NO_DEVICE,
+                "torch sees no CUDA device",
+                help="leave cuda out of --device, or see what `kcdsl doctor` says of the device",
+            )
         found = prepare(program, base, device=device, seed=seed, crosscheck=False)
         if not isinstance(found, KernelContext) or not isinstance(found.infer, TorchKernel):
             raise refuse(
@@ -233,11 +243,19 @@ def _measure(
     plan = plan_for(context, clauses)
     usable = [r for r in context.requests if r.length >= length]
     if not usable:
-        raise refuse(codes.EXPERIMENT, f"no request has {length} tokens")
+        raise refuse(
+            codes.EXPERIMENT,
+            f"no request has {length} tokens",
+            help="choose a shorter --length, or add longer requests to the data",
+        )
     requests = [replace(r, tokens=r.tokens[:length]) for r in usable]
     streams = int(spec["concurrency"])
     if streams > 1 and kernel.interception is not None:
-        raise refuse(codes.EXPERIMENT, "a model of one's own is not run in several threads")
+        raise refuse(
+            codes.EXPERIMENT,
+            "a model of one's own is not run in several threads",
+            help="leave --concurrency at 1",
+        )
     runs = _runs(context, kernel, plan, requests, int(spec["batch"]), streams)
     slices = {
         name: [r.key for r in rows if r.length >= length] for name, rows in context.slices.items()

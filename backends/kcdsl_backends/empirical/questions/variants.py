@@ -71,6 +71,8 @@ def run_single(
             codes.EXPERIMENT,
             "not one variant could run",
             notes=tuple(f"{cell['name']}: {cell['reason']}" for cell in found),
+            help="the notes say why each variant did not run; `kcdsl evaluate` must run the "
+            "contract as it is",
         )
     return {"schema": "kcdsl.experiment/1", "experiment": "e1", "manifest": of, "cells": found}
 

@@ -205,7 +205,11 @@ class RunCheckpoint:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> Exception:
-        return refuse(codes.INPUT_OUTPUT, f"{self.path} cannot be written: {error.strerror}")
+        return refuse(
+            codes.INPUT_OUTPUT,
+            f"{self.path} cannot be written: {error.strerror}",
+            help="free some space, or write to a folder on another disk with -o",
+        )
 
 
 def _frames(data: bytes) -> Iterator[tuple[bytes, bytes, bytes, int]]:

@@ -94,10 +94,19 @@ class TorchKernel:
         the CPU. Sequences of a batch that would share a scale of activations run one by one."""
         self.model.block(name)
         if name == "model":
-            raise refuse(codes.UNKNOWN_BLOCK, "the block `model` takes token ids; use logits")
+            raise refuse(
+                codes.UNKNOWN_BLOCK,
+                "the block `model` takes token ids; use logits",
+                help="name a block inside the model, such as attn_0, or demand a drift of the "
+                "logits, such as max(logit_linf)",
+            )
         blocks = getattr(self.module, "blocks", None)
         if blocks is None:
-            raise refuse(codes.UNKNOWN_BLOCK, f"{self.ref.run} does not show the block {name}")
+            raise refuse(
+                codes.UNKNOWN_BLOCK,
+                f"{self.ref.run} does not show the block {name}",
+                help="give the module a method blocks(), or leave out clauses about blocks",
+            )
         own = blocks()
         entering = x.to(self.device, TORCH_TYPES[self.numerics.compute])
         return _out(self._run(name, own[name], entering))
@@ -142,11 +151,15 @@ class TorchKernel:
             if self.model.built_in or isinstance(error, Refusal):
                 raise
             raise refuse(
-                codes.MODEL_FACTORY, f"the model failed: {type(error).__name__}: {error}"
+                codes.MODEL_FACTORY,
+                f"the model failed: {type(error).__name__}: {error}",
+                help="run the module by itself on the token ids of a request to see where it fails",
             ) from error
         if not isinstance(result, Tensor):
             raise refuse(
-                codes.MODEL_FACTORY, f"the model returned {type(result).__name__}, not a tensor"
+                codes.MODEL_FACTORY,
+                f"the model returned {type(result).__name__}, not a tensor",
+                help="return a tensor from the module, such as the logits [T, V]",
             )
         return result
 

@@ -126,15 +126,15 @@ def mapped(format: str, overrides: Mapping[str, str]) -> Mapped:
     return Mapped({**FORMATS[format], **overrides}, frozenset(overrides))
 
 
+OF_TEXT_DUMPS = "write the batch itself, with its tokens: `kcdsl explain rollouts`"
+
+
 def text_dump(format: str, present: Collection[str]) -> str | None:
     """Return why a file of these columns is a dump of texts, None where it is not."""
     known = TEXT_DUMPS.get(format)
     if known is None or not set(known[0]) <= set(present):
         return None
-    return (
-        f"the files of {known[1]} only, no tokens and no log-probabilities; write the batch itself"
-        " (`kcdsl explain rollouts`)"
-    )
+    return f"the files of {known[1]} only, no tokens and no log-probabilities"
 
 
 def recognised(
@@ -149,7 +149,11 @@ def recognised(
         for name in TEXT_DUMPS:
             why = text_dump(name, rows.columns)
             if why is not None:
-                raise refuse(codes.ROLLOUT_COLUMN, f"{rows.name}: {why}")
+                raise refuse(
+                    codes.ROLLOUT_COLUMN,
+                    f"{rows.name}: {why}",
+                    help=OF_TEXT_DUMPS,
+                )
         return None
     plain = [n for n in rows.columns if n not in FORMATS[best].values()]
     texts = [n for n in plain if all(isinstance(cell, str) for cell in rows.columns[n])]

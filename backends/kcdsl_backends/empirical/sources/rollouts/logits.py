@@ -65,6 +65,8 @@ class RecordedLogits(NotRun):
             raise refuse(
                 codes.KERNEL_FAILED,
                 f"{shown(self.path)} has logits of recorded requests only, not of other tokens",
+                help="record the logits of every request of the data, or select only requests "
+                "that were recorded",
             )
         return self._tensor(name)
 
@@ -205,5 +207,9 @@ def _damaged(path: Path, what: object) -> Exception:
 def _tokens(ids: Any) -> tuple[int, ...]:
     given = torch.as_tensor(ids)
     if given.dim() != 1:
-        raise refuse(codes.KERNEL_FAILED, "recorded logits are of single requests, not of batches")
+        raise refuse(
+            codes.KERNEL_FAILED,
+            "recorded logits are of single requests, not of batches",
+            help="ask for the logits of one request at a time",
+        )
     return tuple(int(t) for t in given.tolist())

@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl_backends.empirical.sources.rollouts.kept import problem_of_kept
-from kcdsl_backends.empirical.sources.rollouts.layouts import PADDED, Mapped, cut, text_dump
+from kcdsl_backends.empirical.sources.rollouts.layouts import (
+    OF_TEXT_DUMPS,
+    PADDED,
+    Mapped,
+    cut,
+    text_dump,
+)
 from kcdsl_backends.empirical.sources.rollouts.record import (
     ROUNDING,
     Rollout,
@@ -82,7 +88,11 @@ def assemble(
     if "tokens" not in have:
         why = text_dump(format, rows.columns)
         if why is not None:
-            raise refuse(codes.ROLLOUT_COLUMN, f"{rows.name}: {why}")
+            raise refuse(
+                codes.ROLLOUT_COLUMN,
+                f"{rows.name}: {why}",
+                help=OF_TEXT_DUMPS,
+            )
         if any(role.endswith(("_logs", "_ids")) for role in have):
             raise _lacking(rows, "tokens", mapped.columns["tokens"])
     told = PADDED.get(format, ())

@@ -148,6 +148,7 @@ class ServerKernel(NotRun):
             raise refuse(
                 codes.SEQUENCE,
                 f"a prompt of {len(prompt)} tokens leaves no room: the model takes {self.longest}",
+                help="shorten the prompt, or leave the request out",
             )
         return wanted
 
@@ -248,6 +249,8 @@ class ServerKernel(NotRun):
                     codes.SERVER_REPLY,
                     "the answer of the server is not usable: it gives the drawn token"
                     f" {token} two log-probabilities",
+                    help="ask the server itself, and not a proxy; if it contradicts itself, "
+                    "update it",
                 )
             ids.append([found for _, found in rows[:count]])
             logs.append([log for log, _ in rows[:count]])
@@ -270,7 +273,11 @@ def _load(ref: KernelRef, model: Model, trial: Sequence[int], limits: Limits) ->
     need(find_adapter(ref.run).library, ref.run)
     service = ref.service
     if service is None:
-        raise refuse(codes.SERVER_ADDRESS, f"the kernel {ref.run} has no `url`")
+        raise refuse(
+            codes.SERVER_ADDRESS,
+            f"the kernel {ref.run} has no `url`",
+            help="add `url: http://HOST:PORT` to the kernel",
+        )
     problem = service.logprobs.problem()
     if problem is not None:
         raise refuse(codes.NO_SAMPLES, problem[1], help=problem[2])

@@ -99,6 +99,8 @@ class Transport:
                         codes.SERVER_REPLY,
                         f"the server {self.url} does not stream its answer to {path}: it is"
                         f" {kind or 'of no type'}, not text/event-stream",
+                        help="ask the server itself, and not through a proxy that collects its"
+                        " answers; clauses about times need a stream",
                     )
                 yield asked, None
                 for part in parts:
@@ -120,6 +122,8 @@ class Transport:
             raise refuse(
                 codes.SERVER_REPLY,
                 f"the server {self.url} streams what is no JSON in answer to {path}: {error}",
+                help="ask the server itself, and not through a proxy; see its log for errors "
+                "while it answered",
             ) from None
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
@@ -154,6 +158,8 @@ class Transport:
                     codes.SERVER_REPLY,
                     f"the server {self.url} answers {path} with no whole JSON: {error}",
                     notes=(f"asked {attempt} times",),
+                    help="see the log of the server, and whether `url` names its root and not"
+                    " a page of something else",
                 )
         assert last is not None
         raise last

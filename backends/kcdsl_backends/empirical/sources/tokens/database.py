@@ -78,7 +78,10 @@ class Database:
             ) from error
         except duckdb.Error as error:
             raise refuse(
-                codes.TOKEN_TABLE, f"the token table cannot be read: {_first(error)}"
+                codes.TOKEN_TABLE,
+                f"the token table cannot be read: {_first(error)}",
+                help="write the file again; `kcdsl explain aggregation` has the columns that a"
+                " table needs",
             ) from error
 
 

@@ -55,7 +55,11 @@ def open_tables(paths: Sequence[str | Path]) -> TokenTable:
                 schema, count = opened.schema_arrow, opened.metadata.num_rows
         except (OSError, ValueError) as error:
             line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise refuse(codes.TOKEN_TABLE, f"{shown(file)} is no Parquet file: {line}") from error
+            raise refuse(
+                codes.TOKEN_TABLE,
+                f"{shown(file)} is no Parquet file: {line}",
+                help="write the table with pyarrow, DuckDB or pandas as Parquet",
+            ) from error
         own = _names(file, schema)
         if first is None:
             first, names = schema, own
@@ -78,10 +82,18 @@ def _files(paths: Sequence[str | Path]) -> tuple[Path, ...]:
         path = Path(given)
         inside = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
         if not inside:
-            raise refuse(codes.TOKEN_TABLE, f"the folder {shown(path)} has no *.parquet files")
+            raise refuse(
+                codes.TOKEN_TABLE,
+                f"the folder {shown(path)} has no *.parquet files",
+                help="name the folder in which the *.parquet files are",
+            )
         for file in inside:
             if not file.is_file():
-                raise refuse(codes.TOKEN_TABLE, f"there is no file {shown(file)}")
+                raise refuse(
+                    codes.TOKEN_TABLE,
+                    f"there is no file {shown(file)}",
+                    help="name an existing Parquet file, or a folder of them",
+                )
         found += inside
     once = dict.fromkeys(file.resolve() for file in found)
     if len(once) != len(found):
@@ -100,10 +112,17 @@ def _names(file: Path, schema: Any) -> tuple[str, ...]:
         names = None
     if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
         raise refuse(
-            codes.TOKEN_TABLE, f"{shown(file)}: the metadata `{NAMES}` is no JSON list of names"
+            codes.TOKEN_TABLE,
+            f"{shown(file)}: the metadata `{NAMES}` is no JSON list of names",
+            help='write the names as a JSON list of strings, such as ["chat", "code"], one for'
+            " each number in the column `slice`",
         )
     if len(set(names)) != len(names):
-        raise refuse(codes.TOKEN_TABLE, f"{shown(file)}: `{NAMES}` gives a name twice")
+        raise refuse(
+            codes.TOKEN_TABLE,
+            f"{shown(file)}: `{NAMES}` gives a name twice",
+            help="give each number of the column `slice` a name of its own",
+        )
     return tuple(names)
 
 
@@ -138,10 +157,16 @@ def _table(files: tuple[Path, ...], rows: int, schema: Any, names: tuple[str, ..
             codes.TOKEN_TABLE,
             "the table has no column of float32 or float64, so no metric",
             notes=(f"columns: {_told(schema)}",),
+            help="write the values of each metric as a column of float32 or float64 with the "
+            "name of the metric, such as `kl`",
         )
     low = [name.lower() for name in schema.names]
     if len(set(low)) != len(low):
-        raise refuse(codes.TOKEN_TABLE, "two columns differ in the case of their names only")
+        raise refuse(
+            codes.TOKEN_TABLE,
+            "two columns differ in the case of their names only",
+            help="rename one of them: SQL does not tell them apart",
+        )
     return TokenTable(files, rows, metrics, fields, slices, names)
 
 

@@ -1,0 +1,40 @@
+"""Every refusal says what to do: `help` is written where the error is made."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+HELP_AT = {"refuse": 99, "Diagnostic": 7, "error": 4}
+"""How many arguments by position each maker of errors has where the last of them is its help."""
+
+
+def without_help(source: str) -> list[int]:
+    """Return the lines that make an error without a way out; notes, warnings and what is only
+    compared, whose text is empty, need none."""
+    found = []
+    for call in ast.walk(ast.parse(source)):
+        match call:
+            case ast.Call(ast.Name("refuse" | "Diagnostic" as name)):
+                pass
+            case ast.Call(ast.Attribute(ast.Name("reporter") | ast.Attribute(_, "reporter"), name)):
+                pass
+            case _:
+                continue
+        given = {keyword.arg for keyword in call.keywords}
+        empty = len(call.args) > 1 and ast.unparse(call.args[1]) == "''"
+        if len(call.args) < HELP_AT.get(name, 0) and not given & {"help", "severity"} and not empty:
+            found.append(call.lineno)
+    return found
+
+
+def test_every_refusal_has_a_way_out(repository: Path) -> None:
+    for package in ("kcdsl", "backends/kcdsl_backends"):
+        for path in (repository / package).rglob("*.py"):
+            assert without_help(path.read_text(encoding="utf-8")) == [], path
+
+
+def test_a_refusal_without_one_is_found() -> None:
+    for made in ("refuse(C, 'no', notes=n)", "self.reporter.error(C, 'no', s)", "Diagnostic(C, m)"):
+        assert without_help(made) == [1]
+        assert without_help(made.replace(")", ", help=h)")) == []
