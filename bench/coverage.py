@@ -17,6 +17,7 @@ from scipy import stats
 
 from bench.common import Better, Figure, report
 from bench.coverage_shares import shares_held
+from bench.coverage_times import REQUESTS, RUNS, errors_of_means, errors_of_shares
 from kcdsl.ir.terms import Abs, Metric, Statistic
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.questions.baselines import prediction
@@ -239,6 +240,15 @@ def figures(runs: int = 1000) -> list[Figure]:
         about = f"correlation {correlation}, 200 requests of 100 tokens, 4000 runs"
         add(f"false pass counted by token: {correlation}", tokens, None, about)
         add(f"false pass counted by request: {correlation}", requests, error + 0.01, about)
+    for unit, each in (("run", RUNS), ("request", 1)):
+        limit = error + 0.02 if unit == "request" else None
+        about = f"{REQUESTS} requests, {RUNS} runs each, all alike"
+        passed, violated = errors_of_shares(each)
+        add(f"false pass of p90 of times, by {unit}", passed, limit, f"exact, {about}")
+        add(f"false violation of p90 of times, by {unit}", violated, limit, f"exact, {about}")
+        passed, violated = errors_of_means(each, runs)
+        add(f"false pass of a mean of times, by {unit}", passed, limit, f"{runs} runs, {about}")
+        add(f"false violation of a mean of times, by {unit}", violated, limit, f"{runs} runs")
     naive, ordered = thresholds(20_000)
     add("threshold exceeded too often: quantile", naive, None, "500 units, 20000 runs")
     add("threshold exceeded too often: rank", ordered, error + 0.005, "500 units, 20000 runs")

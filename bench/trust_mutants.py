@@ -170,7 +170,7 @@ class Scene:
             ),
             RequiredClause("K", "all", ((kl,),), slice_digest=self.pin("all")),
             RequiredClause(
-                "L", "all", ((late,),), budget=Fraction(1, 20), slice_digest=self.pin("all")
+                "L", "all", ((late,),), budget=Fraction(7, 10), slice_digest=self.pin("all")
             ),
             RequiredClause("T", "all", ((has,),), slice_digest=self.pin("all")),
         )
@@ -208,13 +208,13 @@ class Scene:
             {
                 "evidence": Evidence.SAMPLE,
                 "method": "clopper-pearson/1",
-                "n": 300,
-                "exceed": 2,
+                "n": 3,
+                "exceed": 0,
                 "alpha": Fraction(1, 20),
             },
             {"evidence": Evidence.CENSUS, "method": "census/1", "value": Fraction(1), "n": 3},
         )
-        units = ("region", "requests", "timed runs", "records")
+        units = ("region", "requests", "requests", "records")
         return tuple(
             CertifiedClause(
                 obligation=wanted.alternatives[0][0].obligation,
@@ -240,7 +240,7 @@ class Scene:
                 "request": f"{DATA}:{name}",
                 "slices": ["all", "first"] if name == NAMES[0] else ["all"],
                 "rng_seed": 7,
-                "latency_s": [0.5] * 100,
+                "latency_s": [0.5] * 3,
             }
             for name in NAMES
         ]

@@ -199,14 +199,14 @@ def results(body: Predicate) -> list[Vector]:
         ),
         (
             "naive-rate",
-            "29 of 600 lies below 5 %, not significantly",
-            with_result(body, 3, exceed=29),
+            "9 of 200 lies below 5 %, not significantly",
+            with_result(body, 3, exceed=9),
             "clause/verdict-contradicts-numbers",
         ),
         (
             "exceed-above-n",
             "more exceed than were looked at",
-            with_result(body, 3, exceed=601),
+            with_result(body, 3, exceed=201),
             "clause/counts",
         ),
         (

@@ -233,10 +233,10 @@ def clauses() -> tuple[CertifiedClause, ...]:
             latency,
             evidence=Evidence.SAMPLE,
             method="clopper-pearson/1",
-            n=600,
-            exceed=12,
+            n=200,
+            exceed=4,
             alpha=Fraction(1, 20),
-            counted="timed runs",
+            counted="requests",
         ),
         result(trace, **census, value=Fraction(1), n=200, counted="records"),
     )

@@ -131,27 +131,34 @@ UNKNOWN = b'{"id": "a", "tokens": [1]}\n{"id": "b", "text": "x"}\n{"id": "c", "t
     ],
     ids=["prompts", "rows", "unknown prompts", "rows of unknown prompts"],
 )
-@pytest.mark.parametrize("counted", ["requests", "windows"])
+@pytest.mark.parametrize("metric", ["kl", "latency"])
+@pytest.mark.parametrize("counted", ["requests", "windows", "timed runs"])
 @pytest.mark.parametrize("records", [True, False])
 def test_a_sample_counts_prompts_and_a_census_rows(
     tmp_path: Path,
     data: bytes,
     evidence: Evidence,
     admitted: set[int],
+    metric: str,
     counted: str,
     records: bool,
 ) -> None:
-    if counted == "windows":  # of 16 units, or one
-        admitted = {1} if records else {0, 1, 2, 3, 4}
+    """However often each row was timed."""
+    if counted != "requests":  # windows of 16 units, or one; timed runs are no units
+        known = {1} if counted == "windows" else set()
+        admitted = known if records else {0, 1, 2, 3, 4}
     (tmp_path / "rows.jsonl").write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
-    lines = [{"request": f"rows.jsonl:{name}", "slices": ["all"]} for name in "abc"]
+    lines = [
+        {"request": f"rows.jsonl:{name}", "slices": ["all"], "latency_s": [0.1, 0.1]}
+        for name in "abc"
+    ]
     found = set()
     for n in range(5):
         clause = CertifiedClause(
             obligation="C/all/0",
             id="C",
-            quantity=Quantity("statistic", "mean", (Quantity("metric", "kl"),)),
+            quantity=Quantity("statistic", "mean", (Quantity("metric", metric),)),
             op="<=",
             tau=Fraction(1, 2),
             unit="nat",

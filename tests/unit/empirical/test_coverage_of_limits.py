@@ -9,7 +9,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from bench import coverage
+from bench import coverage, coverage_times
+from bench.coverage_times import errors_of_shares
 from kcdsl.ir.terms import Metric
 from kcdsl.metrics import METRICS
 from kcdsl_backends.empirical.decide.estimates import Settings
@@ -73,6 +74,11 @@ def test_counting_tokens_certifies_too_often_and_counting_requests_does_not() ->
     tokens, requests = coverage.token_counts(0.05, 2000)
     assert tokens > 0.2
     assert requests <= 0.05 + _noise(2000)
+
+
+def test_counting_timed_runs_certifies_too_often_and_counting_requests_does_not() -> None:
+    assert min(errors_of_shares(coverage_times.RUNS)) > 0.3
+    assert max(errors_of_shares(1)) <= 0.05
 
 
 def test_looks_at_growing_data() -> None:

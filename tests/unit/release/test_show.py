@@ -53,7 +53,7 @@ def test_a_trusted_certificate_is_shown_whole(cli: Any) -> None:
         "2.54",
         "proof, 1 case",
         "census, 200 requests",
-        "sample, 600 timed",
+        "sample, 200",
         "It says nothing about other inputs.",
         "in force, 89 days left",
         "torch.sdpa",
@@ -235,8 +235,8 @@ def test_the_page_needs_no_other_file(tmp_path: Path, cli: Any) -> None:
     assert "<script" not in text
     for words in (
         "forall x in ball(short, 0.001): norm_inf(drift(attn_0, x)) &lt;= 0.05",
-        "up to 5% of timed runs beyond",
-        "sample, 600 timed runs, 12 beyond, confidence 95%",
+        "up to 5% of requests beyond",
+        "sample, 200 requests, 4 beyond, confidence 95%",
     ):
         assert words in text, words
     assert text.index("SIGNATURE NOT VERIFIED") < text.index("<nav")

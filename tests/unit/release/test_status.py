@@ -93,7 +93,7 @@ def test_two_statements_together_decide_the_contract(
     write("verify", [r for r in shown if r.evidence.is_proof])
     code, document = status()
     assert (code, document["convergent"], document["verdict"]) == (3, None, "inconclusive")
-    assert verdicts(document)["N-ATTN-0", "all"] == "held"
+    assert verdicts(document)["N-ATTN-0", "long"] == "held"
     write("evaluate", [r for r in shown if not r.evidence.is_proof])
     code, document = status()
     assert (code, document["convergent"], document["verdict"]) == (0, True, "held")
