@@ -258,6 +258,7 @@ class _Promotion:
                 register.record_certificates([b for _, b in given.values()], trust.rules)
             else:
                 register.record_triple(self.triple)
+        register.refuse_changed(self.triple.digest)
         weak: dict[str, tuple[str, ...]] = {}
         known = register.certificates(triple=self.triple.digest, stage=self.settings.stage)
         failed = (one.sequence for one in known if one.verdict is not Verdict.PASSED)

@@ -88,7 +88,11 @@ class Gate:
 
 
 def ask(register: Register, slot: str, stage: str, triple: str, now: datetime) -> Gate:
-    """Answer whether a triple, by its digest, may serve at a stage of a slot."""
+    """Answer whether a triple, by its digest, may serve at a stage of a slot.
+
+    Raises Refusal where the register was changed behind its events.
+    """
+    register.refuse_changed(triple)
     history = register.promotions(slot=slot, candidate=triple)
     candidate = candidate_in(history)
     if candidate is None:

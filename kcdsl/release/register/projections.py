@@ -16,6 +16,7 @@ from kcdsl.release.register.records import (
     SLOT,
     Promotion,
     PromotionState,
+    Run,
     Slot,
 )
 from kcdsl.release.register.schema import (
@@ -81,44 +82,68 @@ def _refuse_unknown_triple(connection: Connection, digest: str) -> None:
         raise Rejected("chain/event", f"the triple sha256:{digest} was not recorded before")
 
 
+def row_of(event: Event, mark: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the row that an event writes, the columns by name: of a triple, a certificate, a run
+    with the last `mark` about it, a decision or a revocation. Raises Rejected for other events."""
+    columns: dict[str, Any]
+    text = text_of(event.data)
+    match event.kind:
+        case EventKind.TRIPLE:
+            triple = Triple.from_json(event.data)
+            contract = triple.contract.digest
+            columns = {"digest": triple.digest, "contract": contract, "triple": text}
+        case EventKind.CERTIFICATE:
+            certificate = CERTIFICATE.read(event.data, "data")
+            columns = {
+                "identity": certificate.identity,
+                "triple": certificate.triple,
+                "stage": certificate.stage,
+                "sequence": certificate.sequence,
+                "verdict": certificate.verdict.value,
+                "supersedes": certificate.supersedes,
+                "record": text,
+            }
+        case EventKind.RUN:
+            run = RUN.read(event.data, "data")
+            columns = {"identity": run.identity, "triple": run.triple, "stage": run.stage}
+            columns |= _marked(run, mark)
+        case EventKind.PROMOTION:
+            decided = PROMOTION.read(event.data, "data")
+            columns = {
+                "slot": decided.slot,
+                "version": decided.version,
+                "candidate": decided.candidate,
+                "state": decided.state.value,
+                "time": time_text(event.time),
+                "record": text,
+            }
+        case EventKind.REVOCATION:
+            revoked = REVOCATION.read(event.data, "data")
+            columns = {"kind": revoked.kind.value, "subject": revoked.subject, "record": text}
+        case EventKind.REGISTER | EventKind.RUN_MARK:
+            raise Rejected("chain/event", f"an event of the kind {event.kind} writes no row")
+    return {"event": event.number, **columns}
+
+
+def _marked(run: Run, mark: Mapping[str, Any] | None) -> dict[str, Any]:
+    said = {} if mark is None else {"trusted": mark["trusted"], "reason": mark["reason"]}
+    document = {**run.to_json(), **said}
+    return {"trusted": document["trusted"], "record": text_of(document)}
+
+
 def _triple(connection: Connection, event: Event) -> None:
-    triple = Triple.from_json(event.data)
-    row = {
-        "digest": triple.digest,
-        "event": event.number,
-        "contract": triple.contract.digest,
-        "triple": text_of(event.data),
-    }
-    connection.execute(insert(triples).values(row))
+    connection.execute(insert(triples).values(row_of(event)))
 
 
 def _certificate(connection: Connection, event: Event) -> None:
-    found = CERTIFICATE.read(event.data, "data")
-    _refuse_unknown_triple(connection, found.triple)
-    row = {
-        "identity": found.identity,
-        "event": event.number,
-        "triple": found.triple,
-        "stage": found.stage,
-        "sequence": found.sequence,
-        "verdict": found.verdict.value,
-        "supersedes": found.supersedes,
-        "record": text_of(event.data),
-    }
+    row = row_of(event)
+    _refuse_unknown_triple(connection, row["triple"])
     connection.execute(insert(certificates).values(row))
 
 
 def _run(connection: Connection, event: Event) -> None:
-    found = RUN.read(event.data, "data")
-    _refuse_unknown_triple(connection, found.triple)
-    row = {
-        "identity": found.identity,
-        "event": event.number,
-        "triple": found.triple,
-        "stage": found.stage,
-        "trusted": found.trusted,
-        "record": text_of(event.data),
-    }
+    row = row_of(event)
+    _refuse_unknown_triple(connection, row["triple"])
     connection.execute(insert(runs).values(row))
 
 
@@ -128,9 +153,7 @@ def _mark(connection: Connection, event: Event) -> None:
     row = connection.execute(select(runs.c.record).where(of_run)).first()
     if row is None:
         raise Rejected("chain/event", f"the run {mark['run']} was not recorded before")
-    before = read_record(RUN, row.record).to_json()
-    after = {**before, "trusted": mark["trusted"], "reason": mark["reason"]}
-    changed = {"trusted": mark["trusted"], "record": text_of(after)}
+    changed = _marked(read_record(RUN, row.record), mark)
     connection.execute(update(runs).where(of_run).values(changed))
 
 
@@ -140,17 +163,7 @@ def _promotion(connection: Connection, event: Event) -> None:
         _refuse_unknown_triple(connection, digest)
     before = slot_in(connection, found.slot)
     after = slot_after(before, found, event.number)
-    connection.execute(
-        insert(promotions).values(
-            event=event.number,
-            slot=found.slot,
-            version=found.version,
-            candidate=found.candidate,
-            state=found.state.value,
-            time=time_text(event.time),
-            record=text_of(event.data),
-        )
-    )
+    connection.execute(insert(promotions).values(row_of(event)))
     row = {
         "event": event.number,
         "version": after.version,
@@ -195,11 +208,4 @@ def slot_in(connection: Connection, name: str) -> Slot:
 
 
 def _revocation(connection: Connection, event: Event) -> None:
-    found = REVOCATION.read(event.data, "data")
-    row = {
-        "event": event.number,
-        "kind": found.kind.value,
-        "subject": found.subject,
-        "record": text_of(event.data),
-    }
-    connection.execute(insert(revocations).values(row))
+    connection.execute(insert(revocations).values(row_of(event)))

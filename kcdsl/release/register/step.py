@@ -43,6 +43,8 @@ def _step(
 
         return earlier
     status, head = register.status_of(identity, moment), register.head()
+    if status.certificate is not None:
+        register.refuse_changed(status.certificate.triple)
     revoked = revoked_keys(register)
 
     def step() -> str:

@@ -20,7 +20,7 @@ from kcdsl.release.register.appending import Chain, begin, head_in
 from kcdsl.release.register.audit import Audit, audit
 from kcdsl.release.register.database import WAIT, Location, RegisterDatabase, revision_of, upgrade
 from kcdsl.release.register.events import BEFORE_FIRST, Event, EventKind, hash_of, parse_event
-from kcdsl.release.register.projections import MARK, slot_after, slot_in
+from kcdsl.release.register.projections import MARK, slot_after
 from kcdsl.release.register.recording import (
     read_bundle,
     record,
@@ -240,7 +240,7 @@ class Register:
         was counted for another candidate or in another slot.
         """
         with self._appending() as (connection, chain):
-            before = slot_in(connection, slot)
+            before = queries.slot_in(connection, slot)
             if before.version != expected_version:
                 raise Stale(before, f"version {before.version}, not {expected_version}")
             if not isinstance(promotion, Promotion):
@@ -257,7 +257,7 @@ class Register:
             refuse_unfounded(connection, decided, before, self._clock())
             refuse_counted(connection, slot, decided.candidate, traffic)
             chain.append(EventKind.PROMOTION, decided.to_json())
-            return slot_in(connection, slot)
+            return queries.slot_in(connection, slot)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class Register:
         except Rejected as error:
             raise _not_recorded(error) from error
         with self._reading() as connection:
-            return slot_in(connection, name)
+            return queries.slot_in(connection, name)
 
     def slots(self) -> tuple[Slot, ...]:
         """Return every slot, by name."""
@@ -357,6 +357,12 @@ class Register:
         """Raise Refusal where `promote` would for this traffic."""
         with self._reading() as connection:
             refuse_counted(connection, slot, candidate, traffic)
+
+    def refuse_changed(self, triple: str) -> None:
+        """Raise Refusal where rows were removed, or where a certificate of a triple or a revocation
+        is not as its event says; rows that are read are compared in any case."""
+        with self._reading() as connection:
+            queries.refuse_changed(connection, triple)
 
     def revocations(self) -> tuple[Revocation, ...]:
         """Return revocations in the order in which they were recorded."""

@@ -322,6 +322,27 @@ def test_a_certificate_that_passed_does_not_hide_what_came_after_it(
     assert ("wrong data" if how == "revoked" else "sequence 3") in gate.reasons[0]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DELETE FROM certificates WHERE verdict = 'FAILED'",
+        "UPDATE certificates SET verdict = 'PASSED'",
+        "UPDATE certificates SET stage = 'full' WHERE verdict = 'FAILED'",
+    ],
+)
+def test_a_failure_that_was_hidden_does_not_open_it(
+    register: Register, tmp_path: Path, change: str
+) -> None:
+    record(register, NEW, CANARY)
+    failed = certified(NEW, stage=CANARY, sequence=9, verdict=Verdict.FAILED)
+    recorded(register, failed, TRUSTED)
+    assert answer(register, NEW, CANARY) is GateAnswer.FAILED
+    with closing(sqlite3.connect(tmp_path / "r.db")) as raw, raw:
+        raw.execute(change)
+    with pytest.raises(Refusal, match="contradicts itself"):
+        ask(register, SLOT, CANARY, NEW.digest, NOW)
+
+
 def test_it_closes_when_the_certificate_ends(register: Register) -> None:
     record(register, NEW, CANARY, lifetime=timedelta(days=2))
     assert answer(register, NEW, CANARY, NOW + timedelta(days=1, hours=22)) is GateAnswer.SUCCESSFUL

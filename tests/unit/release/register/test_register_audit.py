@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics import Refusal, codes
 from kcdsl.release.register import Register
 from kcdsl.release.register.events import hash_of
 from kcdsl_certs.encoding.strict import canonical_json
@@ -22,6 +22,7 @@ from kcdsl_certs.signatures import bundle_bytes, sign
 from kcdsl_certs.statement import Verdict, head_bytes
 from tests.support.postgres import Server
 from tests.support.registers import (
+    FILLED,
     LAST,
     TRUSTED,
     certified,
@@ -229,6 +230,49 @@ def test_a_table_that_does_not_follow_from_the_events_is_found(filled: str, name
     with unguarded(filled) as run:
         run(text)
     assert reasons(filled) == {f"projection/{table}"}
+
+
+def _answers(register: Register) -> None:
+    """Read what checks, gates and promotions read."""
+    for name in ("one", "two"):
+        about = triple(name).digest
+        register.refuse_changed(about)
+        assert register.triple(about) is not None
+        register.runs(triple=about, trusted=False)
+    register.runs(trusted=True)
+    register.promotions(slot=FILLED)
+    register.slot(FILLED)
+
+
+HIDES = {
+    **{name: text for name, (text, _) in FOLLOWS.items()},
+    "a live triple that was rolled back": (
+        "UPDATE slots SET record = replace(record, '"
+        + triple("one").digest
+        + "', '"
+        + triple("two").digest
+        + "'), triple = '"
+        + triple("two").digest
+        + "'"
+    ),
+    "a failure of another stage": (
+        "UPDATE certificates SET stage = 'full' WHERE verdict = 'FAILED'"
+    ),
+    "another event": "UPDATE revocations SET event = 99 WHERE kind = 'key'",
+    "a slot of before": "DELETE FROM slots",
+}
+
+
+@pytest.mark.parametrize("name", HIDES)
+def test_a_changed_table_gives_no_answer(filled: str, name: str) -> None:
+    """No audit is needed to see that a failure was hidden by a table alone."""
+    with Register.open(filled, clock=clock) as register:
+        _answers(register)
+    with unguarded(filled) as run:
+        run(HIDES[name])
+    with Register.open(filled, clock=clock) as register, pytest.raises(Refusal) as caught:
+        _answers(register)
+    assert caught.value.diagnostics[0].code is codes.REGISTER_DAMAGED
 
 
 @pytest.mark.parametrize("table", ["certificates", "runs", "promotions", "slots", "revocations"])

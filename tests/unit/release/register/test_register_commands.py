@@ -254,6 +254,24 @@ def test_a_damaged_register_ends_the_check(
     assert "KC695" in ran.stderr
 
 
+@pytest.mark.parametrize("change", ["DELETE FROM revocations", "UPDATE revocations SET kind = 'k'"])
+def test_a_revocation_that_was_hidden_is_asked_for_in_vain(
+    cli: Any, folder: Path, certificate: Path, place: Path, record: Any, change: str
+) -> None:
+    """The table of revocations is no evidence: the events say that there is one."""
+    record(certificate.read_bytes())
+    words = ("--key", "kcdsl.key.pub", "--at", AT, "--register", place)
+    assert cli("check", certificate, *words, cwd=folder).code == 0
+    with Register.open(place) as register:
+        (known,) = register.certificates()
+        register.revoke(known.identity, "wrong data")
+    assert cli("check", certificate, *words, cwd=folder).code == 4
+    with closing(sqlite3.connect(place)) as raw, raw:
+        raw.execute(change)
+    ran = cli("check", certificate, *words, cwd=folder)
+    assert (ran.code, "KC695" in ran.stderr) == (2, True)
+
+
 # --- where a register is named --------------------------------------------------------------------
 
 
