@@ -158,7 +158,7 @@ def time_text(moment: datetime) -> str:
     """Write a time that knows its zone as `YYYY-MM-DDTHH:MM:SSZ`, cut to the second."""
     if moment.tzinfo is None:
         raise Rejected("time/no-zone", "a time without a zone does not say when it is")
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return f"{moment.astimezone(UTC).replace(microsecond=0, tzinfo=None).isoformat()}Z"
 
 
 def canonical_json(value: Any) -> bytes:

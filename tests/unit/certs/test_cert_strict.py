@@ -167,5 +167,7 @@ def test_times_are_written_in_utc_and_cut_to_the_second() -> None:
     moment = datetime(2026, 11, 30, 13, 0, 59, 999999, timezone(timedelta(hours=1)))
     assert time_text(moment) == "2026-11-30T12:00:59Z"
     assert parse_time(time_text(moment)) == datetime(2026, 11, 30, 12, 0, 59, tzinfo=UTC)
+    for text in ("0001-01-01T00:00:00Z", "0999-12-31T23:59:59Z", "9999-12-31T23:59:59Z"):
+        assert time_text(parse_time(text)) == text  # %Y of the C library writes no zeros
     with pytest.raises(Rejected, match="time/no-zone"):
         time_text(datetime(2026, 11, 30))
