@@ -1,4 +1,5 @@
-"""From bounds of the output to the number a clause speaks of (section 7 of both pages)."""
+"""From bounds of the output to the number a clause speaks of (Rule 7.2; in
+affine forms Rules 1.11 and 1.12)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantisers (section 3): their scales, the steps of their codes, and boxes through them."""
+"""Quantisers (section 2): their scales, the steps of their codes, and boxes through them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elementwise arithmetic: add, sub, mul, scale, divide, shift (section 3)."""
+"""Elementwise arithmetic: add, sub, mul, scale, divide, shift (section 4)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def constant_of(node: Node, name: str) -> float:
 
 
 def scalar_of(node: Node, name: str, kernel: Rounding) -> tuple[float, float]:
-    """Return between which numbers a kernel takes the number of an operation (section 4).
+    """Return between which numbers a kernel takes the number of an operation (Rule 2.12).
 
     The factor of attention scores is one of the kernel, which it does not round to their format.
 

@@ -1,4 +1,4 @@
-"""Attention: rotary positions (section 3), and probabilities times values (section 4)."""
+"""Attention: rotary positions (section 4), and probabilities times values (section 5)."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ def _versions(
 def stored(
     kernel: KernelNumerics, form: Format, y: Box, error: Floats, inner: Format
 ) -> tuple[Box, Box]:
-    """Return the stored value and its error against real arithmetic (section 2, Storing).
+    """Return the stored value and its error against real arithmetic (Rule 2.3).
 
     With casts that are steps the rounding to the format is part of `error` where the format is at
     least as precise as float32 and as the arithmetic inside; anywhere else it is a step of its own.

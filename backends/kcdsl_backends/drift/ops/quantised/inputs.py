@@ -1,4 +1,4 @@
-"""Quantised inputs of linears: their errors, and their entries in affine forms (section 6)."""
+"""Quantised inputs of linears: their errors, and their entries in affine forms (section 2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values that are stored as codes and read back (section 2, Cached keys and values)."""
+"""Keys and values that are stored as codes and read back (Rule 2.21)."""
 
 from __future__ import annotations
 
