@@ -1,5 +1,4 @@
-"""From bounds of the output to the number a clause speaks of (Rule 7.2; in
-affine forms Rules 1.11 and 1.12)."""
+"""From bounds of the output to the number a clause speaks of (Rule 7.2; affine: 1.11, 1.12)."""
 
 from __future__ import annotations
 
