@@ -74,7 +74,7 @@ def test_many_runs_are_what_each_is_alone(model: Model, kernel: str) -> None:
     problem, centre = problem_of(model, "layer_0", kernel)
     radius = torch.full((1, 1), 1e-2, dtype=torch.float64)
     for simulator in problem.simulators():
-        assert simulator.beside
+        assert simulator.batchable
         ascent = Ascent(simulator, simulator, "inf", centre, radius)
         starts = [ascent.signs(generator) for _ in range(5)]
         many = ascent.run_of({key: torch.stack([s[key] for s in starts]) for key in starts[0]})
@@ -91,7 +91,7 @@ def test_matrix_units_are_simulated_alone(model: Model) -> None:
     unit = {"preset": "torch-eager", "compute": "bfloat16", "tensor_core": "ampere_16"}
     factory = ProblemFactory(model, resolve(KERNELS["mxfp8"]), resolve(unit), torch.device("cpu"))
     problem = factory.problem("mlp_0", TOKENS)
-    assert [simulator.beside for simulator in problem.simulators()] == [True, False]
+    assert [simulator.batchable for simulator in problem.simulators()] == [True, False]
 
 
 @pytest.mark.full

@@ -197,7 +197,8 @@ CLAUSES = {
 @pytest.fixture
 def contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Program]:
     """Return a folder with a decoder, two prompts and a contract that is broken; short searches."""
-    short = {"_STRIDES": 2, "_SELECTED": 2, "_MOVES": 1, "_MEMBERS": 2, "_POLISHED": 1}
+    short = {"_SMOOTHED_STEPS": 2, "_SELECTION_PERIOD": 2, "_GRADIENTS": 1, "_MEMBERS": 2}
+    short |= {"_REFINED": 1}
     for name, value in short.items():
         monkeypatch.setattr(batched_search, name, value)
     monkeypatch.setattr(batched_search, "_RECORDED", 1)

@@ -1,4 +1,4 @@
-"""Search for runs with a large drift: places of the output, starts, ascents (gradient_ascent.py).
+"""Search for runs with a large drift by ascents from several starts (gradient_ascent.py).
 
 Deterministic: the same arguments give the same runs.
 """
@@ -18,9 +18,9 @@ from kcdsl_backends.attack.runs import SIDES, Attack, RunPair, functional, measu
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
 
 _SAMPLES = 24
-"""Random directions from which the promise of every output element is estimated."""
+"""Random directions for the first-order estimate of each output element's drift."""
 _TARGETS = 4
-"""Places of the output that batches push at."""
+"""Output elements that a batched search maximises."""
 __all__ = ["Attack", "attack", "functional", "with_orders"]
 
 
@@ -42,21 +42,20 @@ def attack(
 ) -> Attack:
     """Search for admissible runs of both kernels whose drift is large.
 
-    For some elements of the output, in both directions: climb from no rounding at all. At the best
-    of them, climb again from random signs, and once more at the elements that became largest on
-    the way. Every run tried counts, in every row.
+    An ascent maximises one output element in one direction. Ascents start without roundings, at
+    the elements with the largest estimates and at those that became largest on the way, then from
+    gradient signs and, for the best elements, from random signs. Every run tried is measured.
 
     Args:
         centre, radius: the region, [T, D] and broadcastable; centre None for a block on token ids.
-        candidates: how many places of the output to push at.
-        rounds: steps of an ascent.
-        restarts: how many random starts there are at the best places.
-        places: places to push at before those, as indices of the flattened output: where a bound
-            is largest, for instance.
-        start: an input to climb from first, as shares of the radius from the centre.
-        samples: how many inputs of the region to draw, and to walk on from the best of them.
-        batches: how many batches of runs climb beside that (batched_search.py) where a kernel
-            rounds to nearest and the input may move: the effort of the search there.
+        candidates: number of output elements to maximise.
+        rounds: largest number of steps of an ascent.
+        restarts: number of random starts for each of the best elements.
+        places: indices of the flattened output to maximise first, such as where a bound is largest.
+        start: an input to start from first, as offsets from the centre in units of the radius.
+        samples: number of inputs drawn from the region, and of random-walk steps from the best.
+        batches: number of batched searches (batched_search.py), which run if a kernel rounds to
+            nearest and the region is more than a point.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     ascent = Ascent(train, infer, kind, centre, radius)
@@ -64,46 +63,46 @@ def attack(
     ascent.drift_of(zero)
     if not ascent.shapes:
         return ascent.best()
-    promised = ascent.promise(_SAMPLES, generator)
+    estimated = ascent.linear_estimate(_SAMPLES, generator)
     at_random = ascent.drift_of(ascent.signs(generator)).abs()
-    pushed: dict[tuple[int, float], float] = {}
+    reached: dict[tuple[int, float], float] = {}
 
-    def push(position: int, sign: float, start: Symbols) -> None:
-        found = ascent.climb(start, position, sign, rounds)
-        pushed[position, sign] = max(found, pushed.get((position, sign), -torch.inf))
+    def climb_to(position: int, sign: float, start: Symbols) -> None:
+        objective = ascent.climb(start, position, sign, rounds)
+        reached[position, sign] = max(objective, reached.get((position, sign), -torch.inf))
 
     if ascent.moves and len(start) == zero["x", "x"].numel():
         shares = torch.tensor(start, dtype=torch.float64).reshape(zero["x", "x"].shape)
-        begun = zero | {("x", "x"): shares.to(zero["x", "x"].device)}
-        position = _largest(ascent.drift_of(begun).abs(), 1)[0]
+        given = zero | {("x", "x"): shares.to(zero["x", "x"].device)}
+        position = _largest(ascent.drift_of(given).abs(), 1)[0]
         for sign in (1.0, -1.0):
-            push(position, sign, begun)
-    for position in dict.fromkeys([*places, *_largest(promised, candidates)]):
+            climb_to(position, sign, given)
+    for position in dict.fromkeys([*places, *_largest(estimated, candidates)]):
         for sign in (1.0, -1.0):
-            push(position, sign, zero)
+            climb_to(position, sign, zero)
     for position in _largest(ascent.seen, 2):
         for sign in (1.0, -1.0):
-            if (position, sign) not in pushed:
-                push(position, sign, zero)
+            if (position, sign) not in reached:
+                climb_to(position, sign, zero)
     for position in dict.fromkeys([*places[:2], *_largest(at_random, 3)]):
         for sign in (1.0, -1.0):
-            push(position, sign, ascent.jump(zero, position, sign))
+            climb_to(position, sign, ascent.sign_start(zero, position, sign))
     ascent.sample(samples, generator)
-    best = sorted(pushed, key=lambda place: -pushed[place])[:2]
+    best = sorted(reached, key=lambda place: -reached[place])[:2]
     for position, sign in best:
         for _ in range(restarts):
-            push(position, sign, ascent.signs(generator))
+            climb_to(position, sign, ascent.signs(generator))
     if ascent.moves and (train.steps or infer.steps):
-        targets = sorted(pushed, key=lambda place: -pushed[place])[:_TARGETS]
+        targets = sorted(reached, key=lambda place: -reached[place])[:_TARGETS]
         batched_ascent(ascent, targets, batches, rounds, generator)
     return ascent.best()
 
 
 def with_orders(run: RunPair, train: Simulator, infer: Simulator, kind: str) -> Attack | None:
-    """Return the strongest run in which every sum has a concrete order, the rest as in `run`.
+    """Return the largest drift with all sums in a concrete order and other roundings as in `run`.
 
-    What such a run attains needs no worst case of rounding errors in sums. All sums of a kernel
-    have the same order. None where no sum has orders, or every such run overflows.
+    Such a drift does not rest on a worst case of rounding errors in sums. All sums of a kernel
+    have the same order. Return None if no sum has orders or every such run overflows.
     """
     if not train.ordered and not infer.ordered:
         return None
@@ -125,7 +124,7 @@ def with_orders(run: RunPair, train: Simulator, infer: Simulator, kind: str) -> 
 def _in_every_order(
     x: Tensor | None, symbols: Mapping[str, Tensor], simulator: Simulator
 ) -> list[tuple[dict[str, str], Tensor]]:
-    """Return what a kernel computes in every order, all of its sums in the same one."""
+    """Return (orders, output) for each order, which all sums of the kernel share."""
     found = []
     for order in ORDERS if simulator.ordered else ("forward",):
         orders = dict.fromkeys(sorted(simulator.ordered), order)

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kcdsl_backends.attack.gradient_ascent import Ascent, Symbols, ends_of, in_parts
+from kcdsl_backends.attack.gradient_ascent import Ascent, Symbols, gradient_signs, rounded_symbols
 from kcdsl_backends.attack.simulation import Overflowed, Step, Through
 
 Widths = Mapping[str, Tensor]
-"""For every rounding, by the names of `Through`: half of the width in which values move."""
+"""Half the range of each rounded value, by the rounding's name as in `Through`."""
 
 
 @dataclass(slots=True)
 class ValueRanges:
-    """Carries values through roundings as they are, and keeps the least and the largest of each.
+    """Apply roundings unchanged and record the elementwise minimum and maximum of each value.
 
-    The first run must stand alone, so that the shape of every value is known.
+    The first run must be a single run, not a batch: it fixes the shape of every value.
     """
 
     least: dict[str, Tensor] = field(default_factory=dict)
@@ -38,23 +38,23 @@ class ValueRanges:
         return step(value)
 
     def widths(self) -> Widths:
-        """Return half of how far apart values were."""
+        """Return half the range of each value."""
         return {name: (self.most[name] - least) / 2 for name, least in self.least.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class SmoothedGradient:
-    """Carries values through roundings; the gradient is the slope of secants.
+    """Apply roundings with the slope of a secant as gradient.
 
-    `factor`, a number for each of many runs or one for a run alone, multiplies all widths: wide
-    secants see edges that are far away, narrow ones see which are near.
+    `factor`, a scalar or one number for each run of a batch, multiplies all widths. Wide secants
+    take distant rounding steps into account, narrow ones only near steps.
     """
 
     half: Widths
     factor: Tensor
 
     def __call__(self, name: str, step: Step, value: Tensor) -> Tensor:
-        """Return the rounded value, with another gradient."""
+        """Return the rounded value with the secant slope as its gradient."""
         still = value.detach()
         rounded = step(still)
         half = self.half.get(name)
@@ -70,27 +70,27 @@ class SmoothedGradient:
 
 
 Target = tuple[int, float]
-"""An element of the flattened output, and the direction in which it is pushed."""
+"""An element of the flattened output and the sign of the drift that is maximised."""
 _RECORDED = 16
-"""Runs with random signs that say how far values move."""
-_HEIGHT = ("", "")
-"""Where heights stand beside slopes."""
-_Chosen = slice | int
-_Work = Callable[[Symbols, _Chosen], Symbols]
+"""Runs with random signs from which the ranges of values are taken."""
+_OBJECTIVES = ("", "")
+"""Key of the objectives [n] in a dictionary of gradients."""
+_Selection = slice | int
+_Evaluation = Callable[[Symbols, _Selection], Symbols]
 
 
 @dataclass(slots=True)
 class Batch:
-    """Members: symbols [n, ...], what each pushes at, and how high each is (-inf: overflow).
+    """n candidates: symbols [n, ...], targets and objectives [n] (-inf on overflow).
 
-    `widths` says how far rounded values move in the training and in the inference kernel.
+    `widths` are those of rounded values in the training and in the inference kernel.
     """
 
     ascent: Ascent
     widths: tuple[Widths, Widths]
     symbols: Symbols
     targets: list[Target]
-    heights: Tensor
+    objectives: Tensor
 
     @classmethod
     def of(
@@ -102,77 +102,76 @@ class Batch:
         keys = members[0][0]
         symbols = {key: torch.stack([start[key] for start, _ in members]) for key in keys}
         device = next(iter(symbols.values())).device
-        heights = torch.full((len(members),), -math.inf, dtype=torch.float64, device=device)
-        batch = cls(ascent, widths, symbols, [target for _, target in members], heights)
-        batch.keep(symbols)
+        objectives = torch.full((len(members),), -math.inf, dtype=torch.float64, device=device)
+        batch = cls(ascent, widths, symbols, [target for _, target in members], objectives)
+        batch.try_move(symbols)
         return batch
 
-    def slopes(self, symbols: Symbols, factors: Tensor) -> tuple[Symbols, Tensor]:
-        """Return the slopes at some symbols of all members, 0 where a run has none, and how high
-        these symbols are.
+    def gradients(self, symbols: Symbols, factors: Tensor) -> tuple[Symbols, Tensor]:
+        """Return the gradients at symbols [n, ...] (0 if a run has none) and their objectives.
 
         Args:
-            factors: [n], by which the widths of secants are multiplied.
+            factors: [n], multipliers of the secant widths.
         """
 
-        def work(symbols: Symbols, chosen: _Chosen) -> Symbols:
+        def work(symbols: Symbols, chosen: _Selection) -> Symbols:
             leaves = {key: value.clone().requires_grad_(True) for key, value in symbols.items()}
-            own = factors[chosen].to(self.heights.device)
+            own = factors[chosen].to(self.objectives.device)
             drift = self._drift(leaves, [SmoothedGradient(half, own) for half in self.widths])
-            high = self._objectives(drift, chosen)
-            found = torch.autograd.grad(high.sum(), list(leaves.values()), allow_unused=True)
-            slopes = {
+            objectives = self._objectives(drift, chosen)
+            found = torch.autograd.grad(objectives.sum(), list(leaves.values()), allow_unused=True)
+            gradients = {
                 key: torch.zeros_like(leaf) if part is None else torch.nan_to_num(part)
                 for (key, leaf), part in zip(leaves.items(), found, strict=True)
             }
-            return slopes | {_HEIGHT: high.detach()}
+            return gradients | {_OBJECTIVES: objectives.detach()}
 
         none = {key: torch.zeros_like(value) for key, value in symbols.items()}
-        slopes = self._together(symbols, work, none)
-        heights = slopes.pop(_HEIGHT)
-        return slopes, heights
+        gradients = self._evaluated(symbols, work, none)
+        objectives = gradients.pop(_OBJECTIVES)
+        return gradients, objectives
 
-    def keep(self, moved: Symbols) -> None:
-        """Let members go where they do not lose."""
+    def try_move(self, moved: Symbols) -> None:
+        """Accept a member's move unless its objective decreases."""
 
-        def work(symbols: Symbols, chosen: _Chosen) -> Symbols:
+        def work(symbols: Symbols, chosen: _Selection) -> Symbols:
             with torch.no_grad():
-                return {_HEIGHT: self._objectives(self._drift(symbols, [None, None]), chosen)}
+                return {_OBJECTIVES: self._objectives(self._drift(symbols, [None, None]), chosen)}
 
-        self.replace(moved, self._together(moved, work, {})[_HEIGHT])
+        self.accept(moved, self._evaluated(moved, work, {})[_OBJECTIVES])
 
-    def replace(self, moved: Symbols, heights: Tensor) -> None:
-        """Let members go where they are as high as before, or higher."""
-        better = heights >= self.heights
+    def accept(self, moved: Symbols, objectives: Tensor) -> None:
+        """Accept moves whose given objectives are at least the current ones."""
+        better = objectives >= self.objectives
         self.symbols = {
             key: torch.where(better.reshape(-1, *[1] * (value.dim() - 1)), moved[key], value)
             for key, value in self.symbols.items()
         }
-        self.heights = torch.where(better, heights, self.heights)
+        self.objectives = torch.where(better, objectives, self.objectives)
 
     def select(self) -> Tensor:
-        """Put the better half of the members in the place of the others; return whence each came.
+        """Replace the worse half of the members by copies of the better half.
 
-        The order of members that stay does not change.
+        Return the source index of each member. Members that stay keep their index.
         """
-        order = self.heights.argsort(descending=True, stable=True)
+        order = self.objectives.argsort(descending=True, stable=True)
         half = len(order) // 2
         source = torch.arange(len(order), device=order.device)
         source[order[len(order) - half :]] = order[:half]
         self.symbols = {key: value[source] for key, value in self.symbols.items()}
-        self.heights = self.heights[source]
+        self.objectives = self.objectives[source]
         self.targets = [self.targets[index] for index in source.tolist()]
         return source
 
     def best(self, count: int) -> Iterator[tuple[Symbols, Target]]:
-        """Yield the highest members that do not overflow, the highest first."""
-        for index in self.heights.argsort(descending=True, stable=True)[:count].tolist():
-            if self.heights[index] > -math.inf:
+        """Yield up to `count` members without overflow, largest objective first."""
+        for index in self.objectives.argsort(descending=True, stable=True)[:count].tolist():
+            if self.objectives[index] > -math.inf:
                 symbols = {key: value[index] for key, value in self.symbols.items()}
                 yield symbols, self.targets[index]
 
-    def _objectives(self, drift: Tensor, chosen: _Chosen) -> Tensor:
-        """Return how high one member is, or all of them [n]."""
+    def _objectives(self, drift: Tensor, chosen: _Selection) -> Tensor:
+        """Return the objective of one member, or of all members, shape [n]."""
         if isinstance(chosen, int):
             return self.ascent.objective(drift, *self.targets[chosen])
         pairs = zip(drift, self.targets[chosen], strict=True)
@@ -181,27 +180,27 @@ class Batch:
     def _drift(self, symbols: Symbols, through: Sequence[Through | None]) -> Tensor:
         return _drift(self.ascent, symbols, through)
 
-    def _together(self, symbols: Symbols, work: _Work, otherwise: Symbols) -> Symbols:
-        """Do some work on all members at once; or one by one where they cannot stand beside each
-        other, or one of them overflows: then that one is at -inf and has what is in `otherwise`."""
+    def _evaluated(self, symbols: Symbols, work: _Evaluation, otherwise: Symbols) -> Symbols:
+        """Evaluate all members in one batch; one by one if the kernels cannot be batched or a
+        member overflows. That member gets objective -inf and its entries of `otherwise`."""
         ascent = self.ascent
-        if ascent.train.beside and ascent.infer.beside:
+        if ascent.train.batchable and ascent.infer.batchable:
             with suppress(Overflowed):
                 return _finite(work(symbols, slice(None)))
-        lost = torch.full_like(self.heights, -math.inf)
+        lost = torch.full_like(self.objectives, -math.inf)
         parts: list[Symbols] = []
         for index in range(len(self.targets)):
             try:
                 alone = {key: value[index] for key, value in symbols.items()}
                 parts.append(work(alone, index))
             except Overflowed:
-                without = otherwise | {_HEIGHT: lost}
+                without = otherwise | {_OBJECTIVES: lost}
                 parts.append({key: value[index] for key, value in without.items()})
         return _finite({key: torch.stack([part[key] for part in parts]) for key in parts[0]})
 
 
 def widths_of(ascent: Ascent, generator: torch.Generator) -> tuple[Widths, Widths]:
-    """Return how far rounded values move in both kernels, as runs with random signs show."""
+    """Return the widths of rounded values in both kernels over runs with random signs."""
     train, infer = ValueRanges(), ValueRanges()
     for symbols in (ascent.zero(), *(ascent.signs(generator) for _ in range(_RECORDED))):
         with torch.no_grad(), suppress(Overflowed):
@@ -216,64 +215,65 @@ def _drift(ascent: Ascent, symbols: Symbols, through: Sequence[Through | None]) 
 
 
 def _finite(found: Symbols) -> Symbols:
-    """Return heights that are no numbers as -inf."""
-    heights = found[_HEIGHT]
-    known = torch.where(torch.isfinite(heights), heights, torch.full_like(heights, -math.inf))
-    return found | {_HEIGHT: known}
+    """Replace objectives that are not finite by -inf."""
+    objectives = found[_OBJECTIVES]
+    known = torch.where(
+        torch.isfinite(objectives), objectives, torch.full_like(objectives, -math.inf)
+    )
+    return found | {_OBJECTIVES: known}
 
 
 _MEMBERS = 16
 _ALONE = 4
-"""Members where each is simulated alone, which takes longer."""
+"""Members of a batch if each is simulated alone, which takes longer."""
 _ELEMENTS = 2**21
-"""Symbols that all members have together, at most; but two members there are in any case."""
-_STRIDES = 24
-_FIRST, _LAST = 2.0, 0.3
-"""Factors of the widths of secants, at the first stride and after the last."""
-_PACE = 1.0
-"""How far numbers go in the first stride, about; a tenth of that in the last."""
+"""Limit of the symbols of all members together; there are at least two members."""
+_SMOOTHED_STEPS = 24
+_FIRST_WIDTH, _LAST_WIDTH = 2.0, 0.3
+"""Factors of the secant widths at the first step and after the last."""
+_STEP_SIZE = 1.0
+"""Approximate size of the first step; it falls to a tenth at the last."""
 _MOMENTUM, _MEMORY = 0.8, 0.95
-"""Shares of the past in the mean of slopes, and in that of their squares."""
-_MOVES = 24
-"""Slopes that a batch moves by; so many for each of the others in the last batch."""
+"""Decay rates of the running means of gradients and of squared gradients."""
+_GRADIENTS = 24
+"""Gradient evaluations of a batch in the random search; the last batch has as many per batch."""
 _TRIES = 2
-"""Moves for each slope."""
+"""Random moves for each gradient."""
 _WIDEST = 8.0
-"""Secants of moves are up to so many times wider, or narrower, than values were seen to move."""
+"""Largest factor by which secant widths of random moves differ from the recorded ones."""
 _SHARES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
-"""Shares of all numbers that a move may change."""
-_WHOLE = 0.3
-"""Share of the moves that go all of the way."""
-_SELECTED = 6
-"""Strides, or slopes of moves, from one selection to the next."""
+"""Shares of the symbols that a random move changes."""
+_FULL_MOVES = 0.3
+"""Probability that a random move goes all the way to the gradient signs."""
+_SELECTION_PERIOD = 6
+"""Least number of gradient evaluations between selections."""
 _SELECTIONS = 6
-"""At most so many there are while a batch moves: the last one keeps its members for longer."""
+"""Largest number of selections in a random search."""
 _KEPT = 2
-"""Members of every batch that are in the last one."""
-_POLISHED = 3
-"""Members of a batch that climb by themselves in the end, the best first."""
+"""Members of every batch that start the last one."""
+_REFINED = 3
+"""Best members of a batch from which single ascents start at the end."""
 
 
 def batched_ascent(
     ascent: Ascent, targets: Sequence[Target], batches: int, rounds: int, generator: torch.Generator
 ) -> None:
-    """Climb at some places of the output at once; `ascent` keeps what is found.
+    """Maximise several targets in batches of runs; `ascent` records the best run.
 
-    Members start without roundings and from random signs, in turn. The first batch pushes at all
-    targets, every other one at half as many as the one before: those where that got highest. The
-    best members of all, and the best run of before, make a last batch. Nothing is done where
-    `ascent` has no run.
+    Members start alternately without roundings and from random signs. The first batch has all
+    targets, each later one the better half of those of the batch before. The best members of all
+    batches and the best earlier run form a last batch. Do nothing if `ascent` has no run.
 
     Args:
         ascent: the search space.
-        targets: where to push, the most promising first.
-        batches: how many there are before the last; of a single one there is no last.
-        rounds: steps of the ascents in the end.
-        generator: of all random numbers, on the CPU wherever the runs are.
+        targets: output elements and signs, the most promising first.
+        batches: number of batches before the last; with one batch there is no last.
+        rounds: largest number of steps of the single ascents at the end.
+        generator: source of all random numbers, on the CPU whatever the device of the runs.
     """
     if ascent.leader is None or not targets:
         return
-    widths, count = widths_of(ascent, generator), _members(ascent)
+    widths, count = widths_of(ascent, generator), _batch_size(ascent)
     chosen, best = list(targets), [(ascent.leader, ascent.place())]
     for _ in range(batches):
         starts = (
@@ -282,94 +282,100 @@ def batched_ascent(
         )
         members = [(start, chosen[index % len(chosen)]) for index, start in enumerate(starts)]
         batch = Batch.of(ascent, widths, members)
-        _stride(batch)
-        _move(batch, _MOVES, generator)
-        _polish(batch, rounds)
+        _smoothed_ascent(batch)
+        _random_search(batch, _GRADIENTS, generator)
+        _refine(batch, rounds)
         best += batch.best(_KEPT)
-        chosen = _paying(batch, chosen)
+        chosen = _best_targets(batch, chosen)
     if batches > 1:
         batch = Batch.of(ascent, widths, [best[index % len(best)] for index in range(count)])
-        _move(batch, batches * _MOVES, generator)
-        _polish(batch, rounds)
+        _random_search(batch, batches * _GRADIENTS, generator)
+        _refine(batch, rounds)
 
 
-def _paying(batch: Batch, targets: Sequence[Target]) -> list[Target]:
-    """Return half of the targets, and the highest member's first: selection leaves what pays."""
+def _best_targets(batch: Batch, targets: Sequence[Target]) -> list[Target]:
+    """Return half of the targets, those of the best members first."""
     found = [target for _, target in batch.best(len(batch.targets))]
     return list(dict.fromkeys([*found, *targets]))[: max(1, len(targets) // 2)]
 
 
-def _stride(batch: Batch) -> None:
-    """Let members run along the mean of their slopes; each keeps the best place where it was."""
-    now = batch.symbols
-    mean = {key: torch.zeros_like(value) for key, value in now.items()}
+def _smoothed_ascent(batch: Batch) -> None:
+    """Follow smoothed gradients with momentum (Adam); each member keeps its best symbols."""
+    current = batch.symbols
+    mean = {key: torch.zeros_like(value) for key, value in current.items()}
     square = mean
-    for stride in range(_STRIDES):
-        share = stride / _STRIDES
-        factors = torch.full((len(batch.targets),), _FIRST * (_LAST / _FIRST) ** share)
-        at = {key: in_parts(value) for key, value in now.items()}
-        slopes, heights = batch.slopes(at, factors.double())
-        batch.replace(at, heights)
-        mean = _mixed(mean, slopes, _MOMENTUM)
-        square = _mixed(square, {key: slope.square() for key, slope in slopes.items()}, _MEMORY)
-        pace = _PACE * 0.1**share / (1 - _MOMENTUM ** (stride + 1))
-        size = 1 - _MEMORY ** (stride + 1)
-        now = {
-            key: _ahead(value, pace * mean[key], square[key] / size) for key, value in now.items()
+    for step in range(_SMOOTHED_STEPS):
+        share = step / _SMOOTHED_STEPS
+        factors = torch.full(
+            (len(batch.targets),), _FIRST_WIDTH * (_LAST_WIDTH / _FIRST_WIDTH) ** share
+        )
+        at = {key: rounded_symbols(value) for key, value in current.items()}
+        gradients, objectives = batch.gradients(at, factors.double())
+        batch.accept(at, objectives)
+        mean = _running_mean(mean, gradients, _MOMENTUM)
+        square = _running_mean(
+            square, {key: slope.square() for key, slope in gradients.items()}, _MEMORY
+        )
+        pace = _STEP_SIZE * 0.1**share / (1 - _MOMENTUM ** (step + 1))
+        size = 1 - _MEMORY ** (step + 1)
+        current = {
+            key: _scaled_step(value, pace * mean[key], square[key] / size)
+            for key, value in current.items()
         }
-        if (stride + 1) % _SELECTED == 0:
+        if (step + 1) % _SELECTION_PERIOD == 0:
             source = batch.select()
-            now, mean, square = (
-                {key: value[source] for key, value in kept.items()} for kept in (now, mean, square)
+            current, mean, square = (
+                {key: value[source] for key, value in kept.items()}
+                for kept in (current, mean, square)
             )
 
 
-def _mixed(past: Symbols, new: Symbols, share: float) -> Symbols:
+def _running_mean(past: Symbols, new: Symbols, share: float) -> Symbols:
     return {key: share * value + (1 - share) * new[key] for key, value in past.items()}
 
 
-def _ahead(value: Tensor, by: Tensor, square: Tensor) -> Tensor:
-    """Go on by slopes in units of their size; where there never was a slope, stay."""
+def _scaled_step(value: Tensor, by: Tensor, square: Tensor) -> Tensor:
+    """Step by a gradient over its root mean square; stay where that is 0."""
     unit = torch.where(square > 0, by / square.sqrt(), torch.zeros_like(by))
     return (value + torch.nan_to_num(unit, 0.0, 0.0, 0.0)).clamp(-1, 1)
 
 
-def _move(batch: Batch, slopes: int, generator: torch.Generator) -> None:
-    """Let members move where they do not lose, `_TRIES` times for each of their slopes."""
-    pause = max(_SELECTED, slopes // _SELECTIONS)
-    for index in range(1, slopes + 1):
+def _random_search(batch: Batch, count: int, generator: torch.Generator) -> None:
+    """Try `_TRIES` random moves towards the gradient signs for each of `count` gradients."""
+    pause = max(_SELECTION_PERIOD, count // _SELECTIONS)
+    for index in range(1, count + 1):
         drawn = torch.rand(len(batch.targets), generator=generator, dtype=torch.float64) * 2 - 1
-        found, _ = batch.slopes(batch.symbols, torch.exp(drawn * math.log(_WIDEST)))
+        found, _ = batch.gradients(batch.symbols, torch.exp(drawn * math.log(_WIDEST)))
         for _ in range(_TRIES):
-            batch.keep(_moved(batch.symbols, found, generator))
+            batch.try_move(_random_move(batch.symbols, found, generator))
         if index % pause == 0:
             batch.select()
 
 
-def _moved(symbols: Symbols, slopes: Symbols, generator: torch.Generator) -> Symbols:
-    """Return where members go: a random share of their numbers, some part of their way."""
+def _random_move(symbols: Symbols, gradients: Symbols, generator: torch.Generator) -> Symbols:
+    """Return members with a random share of their symbols moved towards the gradient signs."""
     count = len(next(iter(symbols.values())))
     chosen = torch.randint(0, len(_SHARES), (count,), generator=generator)
     shares = torch.tensor(_SHARES, dtype=torch.float64)[chosen]
     parts = torch.rand(count, generator=generator, dtype=torch.float64)
-    whole = torch.rand(count, generator=generator) < _WHOLE
+    whole = torch.rand(count, generator=generator) < _FULL_MOVES
     parts = torch.where(whole, torch.ones_like(parts), parts)
-    ends, moved = ends_of(symbols, slopes), {}
+    ends, moved = gradient_signs(symbols, gradients), {}
     for key, start in symbols.items():
         wide = [count, *[1] * (start.dim() - 1)]
         drawn = torch.rand(start.shape, generator=generator, dtype=torch.float64)
         some = (drawn < shares.reshape(wide)).to(start.device)
         part = parts.reshape(wide).to(start.device)
-        moved[key] = torch.where(some, in_parts(start + (ends[key] - start) * part), start)
+        moved[key] = torch.where(some, rounded_symbols(start + (ends[key] - start) * part), start)
     return moved
 
 
-def _polish(batch: Batch, rounds: int) -> None:
-    for symbols, (position, sign) in batch.best(_POLISHED):
+def _refine(batch: Batch, rounds: int) -> None:
+    for symbols, (position, sign) in batch.best(_REFINED):
         batch.ascent.climb(symbols, position, sign, rounds)
 
 
-def _members(ascent: Ascent) -> int:
+def _batch_size(ascent: Ascent) -> int:
     each = sum(math.prod(shape) for shape in ascent.shapes.values())
-    most = _MEMBERS if ascent.train.beside and ascent.infer.beside else _ALONE
+    most = _MEMBERS if ascent.train.batchable and ascent.infer.batchable else _ALONE
     return max(2, min(most, _ELEMENTS // max(1, each)))

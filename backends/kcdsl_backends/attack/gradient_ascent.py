@@ -1,8 +1,9 @@
 """Ascent of one functional of the drift, over rounding symbols and over the input in its box.
 
-Every step linearises both simulations at the current symbols and moves towards the signs of the
-gradient: all of them, then those that promise most, then half of the way. The first that
-gains is taken. Where nothing gains, or the linearisation promises nothing, the ascent ends.
+A step linearises both simulations at the current symbols. Its candidates move all symbols to the
+signs of the gradient, then those with the largest predicted gain, then all of them part of the way.
+The first candidate with a gain is accepted. The ascent ends if no candidate gains or no gain is
+predicted.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from kcdsl_backends.attack.runs import SIDES, STEPS, Attack, RunPair, functional
 from kcdsl_backends.attack.simulation import WITHIN, Overflowed, Simulator
 
 Key = tuple[str, str]
-"""A kernel with the name of one of its symbols; ("x", "x") for the input."""
+"""A kernel and the name of one of its symbols; ("x", "x") for the input."""
 Symbols = dict[Key, Tensor]
 _SHARES = (0.5, 0.25, 0.0625)
-"""Shares of the promised gain that the signs to be changed make up, where all are too many."""
+"""Shares of the predicted gain that the changed symbols of a candidate step make up."""
 _REDRAWN = 0.03
-"""Share of the numbers of an input that a walk draws again at a time."""
-_WORTH = 1e-6
+"""Share of the elements of an input that a random-walk step draws again."""
+_LEAST_GAIN = 1e-6
 """Relative gain below which an ascent ends."""
 
 
@@ -31,8 +32,8 @@ _WORTH = 1e-6
 class Ascent:
     """The search space of one block and region, and the best run found in it.
 
-    `seen` is the largest magnitude of the drift of every output element over all runs, `leader` the
-    symbols of the best run.
+    `seen` is the largest magnitude of the drift of every output element over all runs, `leader`
+    holds the symbols of the best run.
     """
 
     train: Simulator
@@ -54,7 +55,7 @@ class Ascent:
 
     @property
     def moves(self) -> bool:
-        """Say whether the input may move: whether the region is more than a point."""
+        """Return whether the region is more than a point, so that the input may vary."""
         return ("x", "x") in self.shapes
 
     def zero(self) -> Symbols:
@@ -78,7 +79,7 @@ class Ascent:
         return self._best
 
     def place(self) -> tuple[int, float]:
-        """Return where the best run has its largest drift, and in which direction."""
+        """Return the flat index and the sign of the largest drift of the best run."""
         best = self.best()
         row = 0
         for index, size in zip(best.row, self.seen.shape, strict=False):
@@ -87,7 +88,7 @@ class Ascent:
         return row * self.seen.shape[-1] + best.column, sign
 
     def drift_of(self, symbols: Symbols) -> Tensor:
-        """Simulate, keep the run if it is the best so far, return the drift; 0 on overflow."""
+        """Return the drift of a run (0 on overflow) and record the run if it is the best so far."""
         run = self.run_of(symbols)
         with torch.no_grad():
             try:
@@ -103,12 +104,12 @@ class Ascent:
         self.seen = torch.maximum(drift.abs(), self.seen.expand_as(drift))
         return drift
 
-    def promise(self, samples: int, generator: torch.Generator) -> Tensor:
-        """Return for every output element about how far its drift may go, to first order.
+    def linear_estimate(self, samples: int, generator: torch.Generator) -> Tensor:
+        """Return a first-order estimate of the largest drift of every output element.
 
-        That is |drift| + Σ|slopes|, from the origin. The sum is estimated for all elements at once:
-        a sum of slopes times independent Cauchy numbers is Cauchy with that scale, which is the
-        median of its magnitude.
+        It is |drift| + ‖gradient‖₁ without roundings. The norm is estimated for all elements at
+        once: the product of a gradient with independent standard Cauchy numbers is Cauchy with the
+        1-norm as scale, and the scale is the median of its magnitude.
         """
         leaves = {key: value.requires_grad_(True) for key, value in self.zero().items()}
         try:
@@ -116,11 +117,11 @@ class Ascent:
         except Overflowed:
             return self.seen
         at = torch.zeros_like(out_infer, requires_grad=True)
-        # Jᵀ·at, as a function of `at` whose derivative in a direction is J times that direction
-        pulled = torch.autograd.grad(
+        # Jᵀ·at as a function of `at`: its derivative in a direction d is J·d
+        adjoint = torch.autograd.grad(
             out_infer - out_train, list(leaves.values()), at, create_graph=True, allow_unused=True
         )
-        used = [part for part in pulled if part is not None and part.requires_grad]
+        used = [part for part in adjoint if part is not None and part.requires_grad]
         found = []
         for _ in range(samples if used else 0):
             directions = [
@@ -135,25 +136,25 @@ class Ascent:
         return torch.nan_to_num(torch.stack(found).median(0).values) + self.seen
 
     def climb(self, symbols: Symbols, position: int, sign: float, rounds: int) -> float:
-        """Push the drift of the output element `position` in one direction; return how far."""
-        _, height = ascend(
+        """Maximise sign·drift of the output element `position`; return the objective reached."""
+        _, objective_value = ascend(
             symbols,
             lambda at: float(self.objective(self.drift_of(at), position, sign)),
             lambda at: self._gradient(at, position, sign),
             rounds,
         )
-        return height
+        return objective_value
 
     def sample(self, count: int, generator: torch.Generator) -> None:
-        """Try inputs of the region, without roundings but those that are sure.
+        """Measure inputs of the region with all rounding symbols at 0.
 
-        `count` drawn evenly, a quarter as many at corners; then as many as at first on a walk from
-        the best, which moves some numbers of the input to other ends at a time.
+        `count` inputs are drawn uniformly and a quarter as many at corners. A random walk of
+        `count` steps then starts from the best and sets some elements to the ends of their range.
         """
         if not self.moves:
             return
         shape, device = self.shapes["x", "x"], self.train.parameters.device
-        best, height = self.zero(), -torch.inf
+        best, objective_value = self.zero(), -torch.inf
         for tried in range(2 * count + count // 4):
             if tried < count:
                 drawn = torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
@@ -165,19 +166,18 @@ class Ascent:
                 drawn = torch.where(some, drawn, best["x", "x"])
             symbols = {**self.zero(), ("x", "x"): drawn}
             reached = float(functional(self.drift_of(symbols), self.kind).amax())
-            if reached >= height:
-                best, height = symbols, reached
+            if reached >= objective_value:
+                best, objective_value = symbols, reached
 
-    def jump(self, symbols: Symbols, position: int, sign: float) -> Symbols:
-        """Return the signs of the slopes, wherever they lead: a start on the other side of what
-        would not gain at once."""
+    def sign_start(self, symbols: Symbols, position: int, sign: float) -> Symbols:
+        """Return the gradient signs as a start, whether or not they increase the objective."""
         gradient = self._gradient(symbols, position, sign)
         if gradient is None:
             return symbols
-        return ends_of(symbols, gradient)
+        return gradient_signs(symbols, gradient)
 
     def run_of(self, symbols: Mapping[Key, Tensor]) -> RunPair:
-        """Return the run of these symbols; with one more dimension in front, of many runs."""
+        """Return the run of these symbols, or a batch of runs if they have a leading dimension."""
         x = input_at(self.centre, self.radius, symbols)
         per_side = {
             side: {name: value for (s, name), value in symbols.items() if s == side}
@@ -191,10 +191,10 @@ class Ascent:
             out_train, out_infer = self.run_of(leaves).outputs(self.train, self.infer)
         except Overflowed:
             return None
-        return slopes_of(self.objective(out_infer - out_train, position, sign), leaves)
+        return gradient_of_objective(self.objective(out_infer - out_train, position, sign), leaves)
 
     def objective(self, drift: Tensor, position: int, sign: float) -> Tensor:
-        """Return what an ascent at this place makes large."""
+        """Return the objective of an ascent at an output element, a differentiable scalar."""
         if self.kind == "inf":
             return sign * drift.flatten()[position]
         row = drift.reshape(-1, drift.shape[-1])[position // drift.shape[-1]]
@@ -207,29 +207,28 @@ class Ascent:
 
 def ascend(
     symbols: Symbols,
-    height_of: Callable[[Symbols], float],
+    objective_of: Callable[[Symbols], float],
     gradient_of: Callable[[Symbols], Symbols | None],
     rounds: int,
 ) -> tuple[Symbols, float]:
-    """Climb from some symbols as the head of this module says; return where that ends, and how high
-    it is there."""
-    height = height_of(symbols)
+    """Run an ascent as the module docstring describes; return the last symbols and objective."""
+    objective_value = objective_of(symbols)
     for _ in range(rounds):
         gradient = gradient_of(symbols)
         if gradient is None:
             break
-        for moved in _steps(symbols, gradient, height):
-            reached = height_of(moved)
-            if reached > height + _WORTH * abs(height):
-                symbols, height = moved, reached
+        for moved in _steps(symbols, gradient, objective_value):
+            reached = objective_of(moved)
+            if reached > objective_value + _LEAST_GAIN * abs(objective_value):
+                symbols, objective_value = moved, reached
                 break
         else:
             break
-    return symbols, height
+    return symbols, objective_value
 
 
-def slopes_of(objective: Tensor, leaves: Symbols) -> Symbols:
-    """Return the gradient of an objective; 0 where it has none."""
+def gradient_of_objective(objective: Tensor, leaves: Symbols) -> Symbols:
+    """Return the gradient of an objective; 0 for leaves that it does not depend on."""
     found = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
     return {
         key: torch.zeros_like(leaf) if part is None else torch.nan_to_num(part)
@@ -238,44 +237,47 @@ def slopes_of(objective: Tensor, leaves: Symbols) -> Symbols:
 
 
 def input_at(centre: Tensor | None, radius: Tensor, symbols: Mapping[Key, Tensor]) -> Tensor | None:
-    """Return the input of a region that symbols stand for, in float32."""
+    """Return the input that symbols denote in a region, with float32 values."""
     if centre is None or ("x", "x") not in symbols:
         return centre
     return _float32_inside(centre + radius * WITHIN * symbols["x", "x"], centre, radius)
 
 
-def _steps(symbols: Symbols, gradient: Symbols, height: float) -> Iterator[Symbols]:
-    """Yield where to go from here, the boldest first; nothing where nothing is promised."""
-    ends = ends_of(symbols, gradient)
+def _steps(symbols: Symbols, gradient: Symbols, objective_value: float) -> Iterator[Symbols]:
+    """Yield candidate steps, largest first; none if the linearisation predicts no gain."""
+    ends = gradient_signs(symbols, gradient)
     gains = {key: (ends[key] - symbols[key]) * gradient[key] for key in ends}
     ordered = torch.cat([gain.flatten() for gain in gains.values()]).sort(descending=True).values
     reached = ordered.cumsum(0)
-    promised = float(reached[-1])
-    if not promised > _WORTH * abs(height):
+    predicted = float(reached[-1])
+    if not predicted > _LEAST_GAIN * abs(objective_value):
         return
     yield ends
     for share in _SHARES:
-        place = int((reached < share * promised).sum())
+        place = int((reached < share * predicted).sum())
         least = ordered[min(place, ordered.numel() - 1)]
         yield {key: torch.where(gains[key] >= least, ends[key], symbols[key]) for key in ends}
-        yield {key: in_parts(symbols[key] + (ends[key] - symbols[key]) * share / 2) for key in ends}
+        yield {
+            key: rounded_symbols(symbols[key] + (ends[key] - symbols[key]) * share / 2)
+            for key in ends
+        }
 
 
-def ends_of(symbols: Symbols, gradient: Symbols) -> Symbols:
-    """Return the signs of the slopes; what has none stays."""
+def gradient_signs(symbols: Symbols, gradient: Symbols) -> Symbols:
+    """Return the signs of a gradient; symbols stay where it is 0."""
     return {
         key: torch.where(slope == 0, symbols[key], torch.sign(slope))
         for key, slope in gradient.items()
     }
 
 
-def in_parts(value: Tensor) -> Tensor:
-    """Return symbols in whole parts of 1, which a record keeps in one byte."""
+def rounded_symbols(value: Tensor) -> Tensor:
+    """Round symbols to multiples of 1/STEPS, which a record stores in one byte."""
     return torch.round(value * STEPS) / STEPS
 
 
 def _float32_inside(x: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
-    """Return the nearest float32 values, or the centre where rounding would leave the region.
+    """Round to float32; take the centre for elements that rounding would move out of the region.
 
     Gradients pass through unchanged.
     """

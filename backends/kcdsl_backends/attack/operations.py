@@ -1,10 +1,9 @@
-"""Operations on one run or on many, the roundings inside them, and sums in an
-accumulator: how far any order may be off, and concrete orders.
+"""Exact results of operations, their inner roundings, and errors and orders of accumulation.
 
 The formulas of roundings are those of docs/proofs/relational-interval.md (sections 4 to 6), taken
-at the values of one run instead of a box. Where docs/proofs/affine-forms.md knows more - one mean
-and one inverse root for each row of a norm - that is what a run may have. Many runs are one run
-with one more dimension in front; what is the same for all of them may be without it.
+at the values of one run instead of a box. As in docs/proofs/affine-forms.md, a row of a norm has
+one mean and one inverse root. A batch of runs has a leading dimension, which values that all runs
+share may lack.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ def moved(node: Node, operands: Sequence[Tensor], sources: Sequence[Node]) -> Te
     return torch.cat(whole, int(node.attrs["dim"]) % len(sources[0].shape) + len(count))
 
 
-def side_by_side(graph: BlockGraph) -> bool:
-    """Say whether many runs may stand beside each other: where values of two nodes are broadcast
-    against each other, both have as many dimensions, so that the one in front stays in front."""
+def batchable(graph: BlockGraph) -> bool:
+    """Return whether runs can be batched: operands that are broadcast against each other have the
+    same number of dimensions, so that the batch dimension stays the first."""
     nodes = {node.name: node for node in graph.nodes}
     for node in graph.nodes:
         if node.op not in _PAIRED:
@@ -60,7 +59,7 @@ def side_by_side(graph: BlockGraph) -> bool:
 
 
 def exact(graph: BlockGraph, node: Node, operands: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """Return the exact result of an operation; `rows` is what its sums over rows are of."""
+    """Return the exact result of an operation; its row sums are those of `rows`."""
     attrs, count = node.attrs, len(node.inputs)
     match node.op:
         case "linear":
@@ -105,7 +104,7 @@ def exact(graph: BlockGraph, node: Node, operands: Sequence[Tensor], rows: Tenso
 
 
 def factors(node: Node, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what a sum multiplies, and the bias of a linear."""
+    """Return the two factors of a matrix product, and the bias of a linear."""
     if node.op == "matmul":
         return operands[0], operands[1], None
     return operands[0], operands[1].T, operands[2] if len(operands) > 2 else None
@@ -127,7 +126,7 @@ ELEMENTWISE = NORMS | {"add", "sub", "mul", "scale", "divide", "shift", "rope"} 
 
 
 def normalised(node: Node, x: Tensor, rows: Tensor) -> Tensor:
-    """Return what a norm makes of x before its gain; mean and root are those of `rows`."""
+    """Return x normalised, before the gain, with mean and root of `rows`."""
     c = x - rows.mean(-1, keepdim=True) if node.op == "layer_norm" else x
     return c * inverse_root(node, rows)
 
@@ -139,8 +138,8 @@ def probabilities(scores: Tensor, rows: Tensor) -> Tensor:
 
 
 def element_error(node: Node, value: Tensor, operands: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """Return how far elements may be off, in units of u_f: of this run's value and operands, and of
-    what the mean and the root of a norm are of."""
+    """Return the error bound of each element in units of u_f, at the values of this run; mean and
+    root of a norm are those of `rows`."""
     match node.op:
         case "add" | "sub" | "mul":
             return value.abs()
@@ -169,9 +168,9 @@ def turned_sizes(operands: Sequence[Tensor]) -> Tensor:
 def written_error(
     node: Node, x: Tensor, rows: Tensor, kernel: Rounding, moved: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
-    """Return what a norm that is written out is off by, before its gain: of the inverse root, of
-    the mean and of every element, each times a symbol; mean and root are those of `rows`. Nothing
-    where it has no bound."""
+    """Return the error of a norm composed of elementary operations, before its gain: the errors of
+    the inverse root, the mean and every element times their symbols in `moved`. Mean and root are
+    those of `rows`. Return 0 if there is no bound."""
     r = inverse_root(node, rows)
     v = r.square().reciprocal()
     mean = torch.zeros_like(r) if node.op == "rms_norm" else rows.mean(-1, keepdim=True)
@@ -185,7 +184,7 @@ def written_error(
 
 
 def _norm_elements(node: Node, value: Tensor, operands: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """Return 5|y·gain| + 3|bias|, and 4|x·r·gain| where a mean was taken off."""
+    """Return 5|y·gain| + 3|bias|, plus 4|x·r·gain| for a layer norm."""
     bias = operands[2] if len(operands) > 2 else torch.zeros_like(value[..., :1])
     size = 5 * (value - bias).abs() + 3 * bias.abs()
     if node.op == "rms_norm":
@@ -203,7 +202,7 @@ def inverse_root(node: Node, x: Tensor) -> Tensor:
 
 
 def mean_error(node: Node, x: Tensor, numerics: Numerics) -> Tensor:
-    """Return how far y = (x - mean)·r may be off by the mean of a row, [..., 1]."""
+    """Return the error bound [..., 1] of y = (x - mean)·r due to the rounded mean of a row."""
     off = gamma(x.shape[-1] + 6, numerics.function_format.unit_roundoff) * x.abs().mean(
         -1, keepdim=True
     )
@@ -211,7 +210,7 @@ def mean_error(node: Node, x: Tensor, numerics: Numerics) -> Tensor:
 
 
 def root_error(node: Node, x: Tensor, numerics: Numerics) -> Tensor:
-    """Return θ [..., 1], the relative error of a norm's inverse root; 0 where it has no bound."""
+    """Return θ [..., 1], the relative error bound of a norm's inverse root; 0 if there is none."""
     u = numerics.function_format.unit_roundoff
     n = x.shape[-1]
     if node.op == "rms_norm":
@@ -223,9 +222,9 @@ def root_error(node: Node, x: Tensor, numerics: Numerics) -> Tensor:
 
 
 def probability_error(scores: Tensor, numerics: Numerics) -> Tensor:
-    """Return Θ [..., 1], the relative error of probabilities before they are stored.
+    """Return Θ [..., 1], the relative error bound of probabilities before they are stored.
 
-    `scores` are those of the run, -inf where a mask forbids a column; Θ is 0 where it has no bound.
+    `scores` are those of the run, -inf where a mask forbids a column; Θ is 0 if there is no bound.
     """
     attention, u, columns = (
         numerics.attention,
@@ -264,8 +263,8 @@ def rounded_inside(
 
     Args:
         symbols: those of "mean", "root", "inside" and "early" that the operation has.
-        rows: what the mean and the root of a norm are of, or the row sums of a softmax.
-        kernel: the numerics of the operation, and of its kernel.
+        rows: operand of the mean and root of a norm, or of the row sums of a softmax.
+        kernel: numerics of the operation and of its kernel.
         form: the format of the result.
     """
     named = dict(symbols)
@@ -305,10 +304,10 @@ def rounded_inside(
 
 
 _ELEMENTS = 2**24
-"""Products that are held at once."""
+"""Limit of the products that are in memory at once."""
 
 
-def straight(x: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
+def straight_through(x: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
     """Round by a step function; gradients pass through unchanged."""
     still = x.detach()
     return x + (step(still) - still)
@@ -343,7 +342,7 @@ def ordered_product(
         accumulator: format of partial sums, coarser than float64.
 
     Raises:
-        ValueError: an order that there is not.
+        ValueError: the order is unknown.
     """
     if order not in ORDERS:
         raise ValueError(f"unknown order {order!r}")
@@ -362,18 +361,18 @@ def _rows(a: Tensor, b: Tensor, bias: Tensor | None, format: Format, order: str)
         terms = a[start : start + step, :, None] * b  # in float64: as good as fused
         done.append(ORDERS[order](terms.movedim(1, 0), format))
     result = torch.cat(done)
-    return result if bias is None else straight(result + bias, format.nearest)
+    return result if bias is None else straight_through(result + bias, format.nearest)
 
 
 def _one_by_one(terms: Iterator[Tensor], format: Format) -> Tensor:
-    total = straight(next(terms), format.nearest)
+    total = straight_through(next(terms), format.nearest)
     for term in terms:
-        total = straight(total + term, format.nearest)
+        total = straight_through(total + term, format.nearest)
     return total
 
 
 def _by(key: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Format], Tensor]:
-    """Return the order of growing keys, element by element."""
+    """Return a summation in increasing order of `key`, element by element."""
 
     def summed(terms: Tensor, format: Format) -> Tensor:
         order = key(terms).argsort(dim=0, stable=True)
@@ -383,10 +382,10 @@ def _by(key: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Format], Tensor]:
 
 
 def _pairwise(terms: Tensor, format: Format) -> Tensor:
-    level = straight(terms, format.nearest)
+    level = straight_through(terms, format.nearest)
     while level.shape[0] > 1:
         rest = level[level.shape[0] // 2 * 2 :]
-        pairs = straight(level[0 : level.shape[0] - 1 : 2] + level[1::2], format.nearest)
+        pairs = straight_through(level[0 : level.shape[0] - 1 : 2] + level[1::2], format.nearest)
         level = torch.cat([pairs, rest])
     return level[0]
 

@@ -1,4 +1,4 @@
-"""The input of a linear as a kernel quantises it, in float32 (relational-interval.md, 2)."""
+"""Quantised inputs of linears, computed in float32 as kernels do (relational-interval.md, 2)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Activations, Numerics, StaticQuantiser
 from kcdsl.model.numerics.formats import LAYOUTS
 from kcdsl.model.numerics.weights import nested_codes
-from kcdsl_backends.attack.operations import straight
+from kcdsl_backends.attack.operations import straight_through
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.quantisers import (
     Quantiser,
@@ -25,11 +25,11 @@ from kcdsl_backends.drift.ops.view import ANY, arranged, as_linears, cache_quant
 
 
 class Exceeded(ArithmeticError):
-    """An input is beyond what its static scale, or a format without scale, holds."""
+    """An input exceeds the range of its static scale, or of a format without scale."""
 
 
 def moved_by(x: Tensor, numerics: Numerics, weight: str, share: Tensor) -> Tensor:
-    """Return x + share·Q, with Q of the values of this run.
+    """Return x + share·Q, where Q is the quantiser's error bound at the values of this run.
 
     Args:
         x: the input of the linear whose weight is called `weight`.
@@ -46,7 +46,9 @@ def moved_by(x: Tensor, numerics: Numerics, weight: str, share: Tensor) -> Tenso
 
 
 def to_nearest(x: Tensor, numerics: Numerics, weight: str) -> Tensor:
-    """Return the values of the codes of x, each step rounded to nearest; the gradient is that of x.
+    """Quantise x with every step rounded to nearest and return the dequantised values.
+
+    The gradient is that of x.
 
     Raises:
         Exceeded: there is no admitted run.
@@ -64,13 +66,13 @@ def to_nearest(x: Tensor, numerics: Numerics, weight: str) -> Tensor:
         form, scale = spec.codes, _scale(v, spec, weight)
         times = form.reciprocal and not spec.static
         ratio = _single(v * _single(1.0 / scale)) if times else _single(v / scale)
-        code = straight(ratio.clamp(-form.below, form.above), form.grid.nearest)
+        code = straight_through(ratio.clamp(-form.below, form.above), form.grid.nearest)
         value = code.clamp(-form.below, form.above) * scale
     return _single(value) + (x - v)  # the value to the last bit
 
 
 def cached(x: Tensor, node: Node, numerics: Numerics, share: Tensor | None) -> Tensor:
-    """Return the values of the codes of keys or values, each step to nearest, or x + share·Q.
+    """Quantise keys or values to nearest, or return x + share·Q if `share` is given.
 
     Raises:
         Exceeded: there is no admitted run.
@@ -88,7 +90,7 @@ def cached(x: Tensor, node: Node, numerics: Numerics, share: Tensor | None) -> T
 
 
 def quantised_tensor(x: Tensor, by: StaticQuantiser) -> Tensor:
-    """Return the values of the codes of a tensor; the gradient is that of what is not cut off."""
+    """Quantise a tensor to nearest and return its values; the gradient is 0 where it is clipped."""
     first, last = -by.zero_point, LAST - by.zero_point
     inside = x.clamp(first * by.scale, last * by.scale)
     code = torch.round(_single(x.detach() / by.scale)).clamp(first, last)
@@ -109,7 +111,7 @@ def _asymmetric(v: Tensor, spec: Activations, weight: str) -> tuple[Tensor, Tens
 
 
 def _nested(v: Tensor, spec: Activations, weight: str) -> Tensor:
-    """Return the values of codes whose scales are multiples of that of the tensor."""
+    """Quantise with group scales that are multiples of a tensor scale; return the values."""
     whole = None
     if spec.input_scale:
         try:
@@ -123,7 +125,7 @@ def _nested(v: Tensor, spec: Activations, weight: str) -> Tensor:
 
 
 def _scale(v: Tensor, spec: Activations, weight: str) -> Tensor:
-    """Return the float32 scale of every element; 1 where a group is 0."""
+    """Return the float32 scale of every element; 1 for groups of zeros."""
     if spec.static:
         return _static(v, spec, weight).scale.lo
     found = scale_range(Box.point(v), spec).lo

@@ -1,7 +1,7 @@
 """Search for runs in which a router chooses other experts than those of the graph (Rule 5.8).
 
-Where the route is not sure there is no bound. A run of either kernel that chooses otherwise shows
-that none can be had: the premise is false, and not only too hard to prove.
+A bound needs a proof that both kernels take the route of the graph. A run that chooses other
+experts shows that there is no such proof.
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
-from kcdsl_backends.attack.gradient_ascent import Key, Symbols, ascend, input_at, slopes_of
+from kcdsl_backends.attack.gradient_ascent import (
+    Key,
+    Symbols,
+    ascend,
+    gradient_of_objective,
+    input_at,
+)
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
 from kcdsl_backends.drift.ops.route import chosen_mask
 
 _PAIRS = 8
-"""Pairs of experts that are pushed at, those with the closest logits first."""
+"""Pairs of experts that are tried, those with the closest logits first."""
 _INPUT, _KERNEL = ("x", "x"), "kernel"
-"""Under which names symbols stand: those of the input, and those of the one kernel there is."""
+"""Keys of the symbols of the input, and first part of the keys of the kernel's symbols."""
 Place = tuple[int, int, int]
 """A position, an expert that the graph chooses there, and one that it does not."""
 
@@ -30,8 +36,8 @@ Place = tuple[int, int, int]
 class OtherRoute:
     """A run of a kernel that chooses another expert at a position.
 
-    `above` is how far the logit of `other`, which the graph does not choose, is above that of
-    `expert`, which it chooses; `moved` whether the input is another one than the centre.
+    `above` is the logit of `other`, which the graph does not choose, minus that of `expert`, which
+    it chooses. `moved` says whether the input differs from the centre.
     """
 
     kernel: str
@@ -52,14 +58,14 @@ class OtherRoute:
 def other_route(
     train: Simulator, infer: Simulator, centre: Tensor | None, radius: Tensor, *, rounds: int = 12
 ) -> OtherRoute | None:
-    """Search for a run of either kernel that leaves the route of a graph; None where none is found.
+    """Return a run of either kernel that leaves the route of the graph; None if none is found.
 
-    The pairs of experts with the closest logits are pushed at, over rounding symbols and over the
-    input in its box; the first run that chooses otherwise is returned. Deterministic.
+    For the pairs of experts with the closest logits, an ascent over rounding symbols and the input
+    maximises the difference of the logits. The first other choice is returned. Deterministic.
 
     Args:
         centre, radius: the region, [T, D] and broadcastable; centre None for a block on token ids.
-        rounds: steps of an ascent.
+        rounds: largest number of steps of an ascent.
     """
     for node in train.graph.nodes:
         if node.op != "route":
@@ -88,7 +94,7 @@ class _Router:
     radius: Tensor
 
     def leaves(self, kernel: str, rounds: int) -> OtherRoute | None:
-        """Return the first run that chooses otherwise."""
+        """Return the first run that chooses another expert; None if none is found."""
         start = self._zero()
         logits = self._logits(start)
         if logits is None:
@@ -101,7 +107,7 @@ class _Router:
         return None
 
     def _push(self, start: Symbols, place: Place, rounds: int) -> tuple[Symbols, float]:
-        """Push the logit of an expert above that of another one."""
+        """Maximise the difference of two logits; return the last symbols and the difference."""
         row, expert, other = place
 
         def above(symbols: Symbols) -> float:
@@ -113,7 +119,7 @@ class _Router:
             logits = self._run(leaves)
             if logits is None or not logits.requires_grad:
                 return None
-            return slopes_of(logits[row, other] - logits[row, expert], leaves)
+            return gradient_of_objective(logits[row, other] - logits[row, expert], leaves)
 
         return ascend(start, above, gradient, rounds)
 
@@ -129,7 +135,7 @@ class _Router:
         }
 
     def _logits(self, symbols: Symbols) -> Tensor | None:
-        """Return the logits [T, E] of a run; None where a kernel does not run so."""
+        """Return the logits [T, E] of a run; None if it overflows."""
         with torch.no_grad():
             return self._run(symbols)
 
@@ -142,7 +148,7 @@ class _Router:
         return logits if bool(torch.isfinite(logits).all()) else None
 
     def _closest(self, logits: Tensor) -> Iterator[Place]:
-        """Yield positions with a chosen expert and another one, the closest logits first."""
+        """Yield position, chosen expert and other expert, the closest logits first."""
         chosen = chosen_mask(self.node, logits.device)
         inside = logits.masked_fill(~chosen, torch.inf)
         outside = logits.masked_fill(chosen, -torch.inf)

@@ -20,18 +20,18 @@ from kcdsl_backends.attack.simulation import Overflowed, Simulator
 
 SIDES = ("train", "infer")
 STEPS = 64
-"""Parts of 1 that symbols are rounded to where an ascent goes part of the way."""
+"""Symbols between the ends of their range are rounded to multiples of 1/STEPS."""
 _ROUNDED = 1 - 2.0**-30
-"""More than the roundings of a functional of a drift take off."""
+"""Factor that rounds a functional down by more than its own rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPair:
-    """What fixes a run of both kernels: both simulations follow from it.
+    """An input and the roundings of both kernels, which determine both simulations.
 
-    `x` [T, D] holds float32 numbers as float64, None for a block on token ids. `symbols` and
-    `orders` stand by kernel ("train", "infer"), then by the names that `Simulator` knows; a symbol
-    that is left out is 0.
+    `x` [T, D] holds float32 numbers as float64, None for a block on token ids. Keys of `symbols`
+    and `orders` are the kernel ("train", "infer"), then the names that `Simulator` uses; a missing
+    symbol is 0.
     """
 
     x: Tensor | None
@@ -39,7 +39,7 @@ class RunPair:
     orders: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def outputs(self, train: Simulator, infer: Simulator) -> tuple[Tensor, Tensor]:
-        """Simulate both kernels. Raises Overflowed where no kernel may run so."""
+        """Simulate both kernels. Raises Overflowed if the run is not admitted."""
         one, two = (
             simulator.run(self.x, self.symbols.get(side, {}), self.orders.get(side))
             for side, simulator in zip(SIDES, (train, infer), strict=True)
@@ -51,10 +51,10 @@ class RunPair:
 class Attack:
     """A concrete admissible pair of runs.
 
-    `value` is the functional of its drift, rounded down: a true lower bound of the supremum. `row`
-    is where that is attained, `column` the largest element there, and `train_value` and
-    `infer_value` what both kernels return in it. `run` is the run itself, `record` the same as
-    plain data: one of them, or none where nobody will ask for it.
+    `value` is the functional of its drift, rounded down: a true lower bound of the supremum. It is
+    attained in `row`; `column` is the element with the largest drift there, and `train_value` and
+    `infer_value` are its values in both kernels. `run` is the run and `record` its JSON form; one
+    or both may be None.
     """
 
     value: float
@@ -65,7 +65,7 @@ class Attack:
     run: RunPair | None = field(default=None, repr=False, compare=False)
     record: Mapping[str, Any] | None = field(default=None, repr=False)
     rerouted: str = ""
-    """Which run chooses other experts than the graph of the case, where one was found."""
+    """Description of a run that chooses other experts than the graph; empty if none was found."""
 
 
 def functional(drift: Tensor, kind: str) -> Tensor:
@@ -82,7 +82,7 @@ def functional(drift: Tensor, kind: str) -> Tensor:
 
 
 def attack_of(run: RunPair, train: Simulator, infer: Simulator, kind: str) -> Attack | None:
-    """Simulate a run and return what it attains; None where it overflows."""
+    """Simulate a run and return its drift; None if it overflows."""
     with torch.no_grad():
         try:
             outputs = run.outputs(train, infer)
@@ -92,7 +92,7 @@ def attack_of(run: RunPair, train: Simulator, infer: Simulator, kind: str) -> At
 
 
 def measured(run: RunPair, out_train: Tensor, out_infer: Tensor, kind: str) -> Attack | None:
-    """Return what a run with these outputs attains; None where they are not finite."""
+    """Return the drift of a run with these outputs; None if it is not finite."""
     drift = out_infer - out_train
     rows = functional(drift, kind)
     if not bool(torch.isfinite(rows).all()):
@@ -134,7 +134,7 @@ def record_run(run: RunPair) -> dict[str, Any]:
 
 
 def attained(found: Attack) -> dict[str, Any]:
-    """Return what a run attains, and where, as JSON data; floats in hexadecimal."""
+    """Return value, place and outputs of an attack as JSON data, floats in hexadecimal."""
     return {
         "value": found.value.hex(),
         "row": list(found.row),
@@ -148,9 +148,8 @@ def run_of(record: Mapping[str, Any], simulators: Mapping[str, Simulator]) -> Ru
     """Return the run of a record, on the device of the kernels' parameters.
 
     Raises:
-        Unusable: an array is damaged or has another shape, a number is not finite, an input is not
-            float32, a symbol is not in [-1, 1], or names what the kernel does not round; an order
-            that there is not.
+        InvalidRecord: an array is damaged or has another shape, a number is not finite, an input
+            is not float32, a symbol is unknown or not in [-1, 1], or an order is unknown.
     """
     graph = simulators["train"].graph
     device = simulators["train"].parameters.device
@@ -170,7 +169,7 @@ def run_of(record: Mapping[str, Any], simulators: Mapping[str, Simulator]) -> Ru
 
 
 def _single(x: Tensor) -> Tensor:
-    """Return an input; refuse one that no kernel can be given."""
+    """Return an input; raise InvalidRecord unless its numbers are float32."""
     if not torch.equal(x, x.to(torch.float32).to(torch.float64)):
         raise InvalidRecord("`input` holds numbers that are not float32")
     return x
@@ -217,7 +216,7 @@ def unpack(packed: Mapping[str, Any], shape: tuple[int, ...], what: str) -> Tens
     """Return an array of a known shape as float64.
 
     Raises:
-        Unusable: it is damaged, has another shape or holds numbers that are not finite.
+        InvalidRecord: it is damaged, has another shape or holds numbers that are not finite.
     """
     kind, dtype = packed["kind"], _KINDS.get(packed["kind"])
     if dtype is None or tuple(packed["shape"]) != shape:

@@ -5,21 +5,20 @@ A run is admitted by a specification if every stored result obeys its error mode
 
 - accumulation: a dot product is exact + s·A_k,j (section 3 there), or, instead of that, the sum
   in a concrete order (operations.py);
-- early cast: a product of a linear may be stored before its bias is added (`casts: any`), what a
-  norm normalised before its gain, and the products of a rope before their sum;
-- scalar: a Python number that is rounded to the format of the result before it is used;
+- early cast: with `casts: any`, a linear may store its product before it adds the bias, a norm its
+  normalised input before the gain, and a rope its products before their sum;
+- scalar: a Python number is rounded to the format of the result before it is used;
 - inside: elements of elementwise operations and norms, the mean and the inverse root of norms, and
-  probabilities before they are stored (operations.py);
-- versions: where casts are free, readers of a result see it in versions of their own
-  (versions.py), which have the symbols for what is not computed once - scalar, inside, early and
-  cast - under names of their own;
+  probabilities are rounded before they are stored (operations.py);
+- versions: where casts are free, each reader of a result may see its own version (versions.py),
+  with its own scalar, inside, early and cast symbols;
 - cast: with `casts: any` the stored result is v·(1 + u·s), with `any_direction` v·(1 + 2u·s), with
   `any_toward_zero` v·(1 - u·(1 + s)); with `nearest` it is v rounded to nearest, with `toward_zero`
   v cut off, and there is no symbol.
 
-A symbol of 1 takes all of an allowance but 2^-20. What is left over exceeds the float64 roundings
-of the simulation, so the simulated numbers are themselves those of an admitted run. What a kernel
-does in float64 has no symbols: there the simulation's own roundings are the kernel's.
+A symbol of 1 uses 1 - 2^-20 of an error bound. The rest exceeds the float64 roundings of the
+simulation, so the simulated numbers are those of an admitted run. Operations that a kernel does in
+float64 have no symbols: the roundings of the simulation are those of the kernel.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from kcdsl.model.numerics.formats import FORMATS, LAYOUTS, Format
 from kcdsl_backends.attack.operations import (
     ELEMENTWISE,
     NORMS,
+    batchable,
     exact,
     factors,
     ordered_product,
     rounded_inside,
-    side_by_side,
-    straight,
+    straight_through,
     sum_error,
 )
 from kcdsl_backends.attack.quantised_inputs import (
@@ -63,7 +62,7 @@ from kcdsl_backends.drift.ops.route import chosen_mask
 SIMULATED = 53
 """Precision of the arithmetic of the simulation: float64."""
 WITHIN = 1 - 2.0**-20
-"""The share of an allowance that a symbol of 1 takes."""
+"""Share of an error bound that a symbol of 1 uses."""
 SUMS = frozenset({"linear", "matmul"})
 """Operations that accumulate dot products."""
 STORED = SUMS | ELEMENTWISE | {"cast", "softmax"}
@@ -71,14 +70,14 @@ STORED = SUMS | ELEMENTWISE | {"cast", "softmax"}
 
 
 _SHARED = frozenset({"sum", "quantised", "mean", "root"})
-"""Symbols of what is computed once, whatever versions its result has."""
+"""Kinds of symbols that all versions of a result share."""
 _SCALARS = {"scale": "factor", "divide": "divisor", "shift": "offset"}
-"""Operations with a number, and its attribute."""
+"""Operations with a scalar, and the name of its attribute."""
 
 _BY_ROWS = frozenset(
     {"none", "static", *(name for name, layout in LAYOUTS.items() if layout.rows == 1)}
 )
-"""Scales of quantisers that no other row has a part in."""
+"""Scale layouts whose scale of a row does not depend on other rows."""
 
 
 class Overflowed(ArithmeticError):
@@ -86,13 +85,13 @@ class Overflowed(ArithmeticError):
 
 
 class Rerouted(Overflowed):
-    """A router may choose other experts than those of the graph: a run of another graph."""
+    """A router may choose other experts than those of the graph."""
 
 
 Step = Callable[[Tensor], Tensor]
 Through = Callable[[str, Step, Tensor], Tensor]
-"""What carries a value through a rounding to nearest: its name, the rounding, the value. It returns
-what the rounding returns; its gradient may be another (batched_search.py)."""
+"""Applies a rounding to nearest: (name, rounding, value) -> rounded value, with a gradient of its
+own choice (batched_search.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +112,8 @@ class Simulator:
         self._nodes.update((node.name, node) for node in self.graph.nodes)
 
     def _kernel(self, node: Node) -> Rounding:
-        """Return how a node is computed; otherwise where its format is pinned, or where it is a
-        linear that has other numerics."""
+        """Return the numerics of a node, which a pinned format or an exception for a linear
+        changes."""
         try:
             return Rounding(self.numerics).at(node, weight_of(node, self._nodes))
         except NoBound as reason:
@@ -178,17 +177,17 @@ class Simulator:
 
     @property
     def ordered(self) -> frozenset[str]:
-        """Return the nodes whose sums may have a concrete order; matrix units have none."""
+        """Return the nodes whose sums may have a concrete order; none with a tensor core."""
         return self.sums if self.numerics.tensor_core is None else frozenset()
 
     @property
-    def beside(self) -> bool:
-        """Say whether many runs may be simulated at once: x [n, T, D], symbols likewise."""
-        return self.numerics.tensor_core is None and side_by_side(self.graph)
+    def batchable(self) -> bool:
+        """Return whether runs can be simulated in a batch: x [n, T, D], symbols [n, ...]."""
+        return self.numerics.tensor_core is None and batchable(self.graph)
 
     @property
     def steps(self) -> bool:
-        """Say whether some value is rounded by steps, by a quantiser or when it is stored."""
+        """Return whether some rounding, of a quantiser or a store, is a step function."""
         stores = any(self._stores(node) and self._stepped(node) for node in self.graph.nodes)
         caches = self.numerics.kv_cache is not None
         quantises = caches or any(map(self._quantises, self.graph.nodes))
@@ -196,15 +195,15 @@ class Simulator:
         return stores or tensors or (not self.free and quantises)
 
     def _once(self, node: Node) -> bool:
-        """Say whether a result is formed once for all of its readings."""
+        """Return whether a result is computed once for all of its readings."""
         return node.op in ONCE or self._tensor_quantiser(node) is not None
 
     def _tensor_quantiser(self, node: Node) -> StaticQuantiser | None:
-        """Return the quantiser of a tensor that the kernel has at a node."""
+        """Return the kernel's tensor quantiser at a node; None if there is none."""
         return self.numerics.quantiser(node) if node.op == "quantise" else None
 
     def _tensor(self, node: Node, x: Tensor, through: Through | None) -> Tensor:
-        """Return what a kernel that may quantise a tensor reads of it."""
+        """Return a tensor after the kernel's tensor quantiser, if it has one."""
         by = self._tensor_quantiser(node)
         if by is None:
             return x
@@ -215,23 +214,23 @@ class Simulator:
         return step(x) if through is None else through(_entering(node), step, x)
 
     def _quantises(self, node: Node) -> bool:
-        """Say whether a node is a linear whose input is quantised."""
+        """Return whether a node is a linear whose input is quantised."""
         return node.op == "linear" and self._kernel(node).numerics.activations.quantised
 
     def _stepped(self, node: Node) -> bool:
-        """Say whether a result that is stored has a rounding that is a step function."""
+        """Return whether storing a result rounds it by a step function."""
         precision = self._format(node).precision
         return not self.free and precision < max(24, self._inner(node).precision)
 
     def _casts_early(self, node: Node) -> bool:
-        """Say whether a result may be stored before its bias, its gain or its sum."""
+        """Return whether a kernel may store a result before its bias, gain or sum."""
         biased = self.free and node.op == "linear" and len(node.inputs) > 2
         written = node.attrs.get("form", "fused") != "fused"
         return biased or node.op in NORMS or node.op == "rope" or (written and node.op == "silu")
 
     def _scalars(self, node: Node) -> tuple[float, float, float] | None:
-        """Return the number of an operation and the least and greatest that it may be rounded to;
-        None where it is only that."""
+        """Return the scalar of an operation and the least and greatest value that it may be
+        rounded to; None if it is not rounded."""
         name = _SCALARS.get(node.op)
         if name is None:
             return None
@@ -242,7 +241,7 @@ class Simulator:
         return None if low == high else (float(node.attrs[name]), low, high)
 
     def _held(self, node: Node) -> list[Format]:
-        """Return the formats of what a cast reads, none of them one that the result holds."""
+        """Return the formats of a cast's operand that the format of its result cannot represent."""
         held = held_formats(self._nodes, node.inputs[0], self.numerics, handed=False)
         form = self._format(node)
         return [FORMATS[name] for name in held if not form.holds(FORMATS[name])]
@@ -263,9 +262,9 @@ class Simulator:
     ) -> Tensor:
         """Return the block output for the input x [T, D] under the given roundings.
 
-        `orders` names the order of some of `ordered`; their symbols have no meaning then. `through`
-        sees every value that is rounded to nearest. Where `beside`, x and symbols may have one more
-        dimension in front: many runs, each as it is by itself but for last bits.
+        `orders` gives an order to some of `ordered`, whose symbols are then ignored. `through` is
+        called for every rounding to nearest. If `batchable`, x and symbols may have a leading
+        batch dimension; each run is as it is alone up to last bits.
 
         Raises:
             Overflowed: a value leaves its format.
@@ -326,7 +325,7 @@ class Simulator:
     def _accumulated(
         self, node: Node, exact: Tensor, symbols: Mapping[str, Tensor], operands: Sequence[Tensor]
     ) -> Tensor:
-        """Add A_k,j, on the values of this run, times its symbol."""
+        """Add the symbol of a sum times its error bound A_k,j at the values of this run."""
         symbol = symbols.get(f"sum {node.name}")
         if symbol is None:
             return exact
@@ -356,8 +355,8 @@ class Simulator:
         operands: Sequence[Tensor],
         rows: Tensor,
     ) -> Tensor:
-        """Add the roundings inside of an operation to its exact result; `rows` is what the mean and
-        the root of a norm are of, or the row sums of a softmax."""
+        """Add the roundings inside of an operation to its exact result; `rows` is the operand of
+        the mean and root of a norm, or of the row sums of a softmax."""
         node, named = version.node, {}
         for kind in ("scalar", "mean", "root", "inside", "early"):
             symbol = symbols.get(f"{kind} {node.name if kind in _SHARED else version.name}")
@@ -371,7 +370,7 @@ class Simulator:
         return rounded_inside(node, value, named, operands, rows, kernel, self._format(node))
 
     def _moved_scalar(self, node: Node, x: Tensor, symbol: Tensor) -> Tensor:
-        """Return what it adds to take another number in place of that of the operation."""
+        """Return the change of the result due to the rounded scalar of an operation."""
         found = self._scalars(node)
         if found is None:
             return torch.zeros_like(x)
@@ -389,7 +388,7 @@ class Simulator:
         return self._kernel(node).format_for(node.role, node.op)
 
     def _inner(self, node: Node) -> Format:
-        """Return the format in which a result is formed; storing it as precisely is exact."""
+        """Return the format in which a result is computed, before it is stored."""
         if node.op == "cast":
             held = [*self._held(node), self._format(node)]
             return max(held, key=lambda form: form.precision)
@@ -408,7 +407,7 @@ class Simulator:
     def _cached(
         self, node: Node, x: Tensor, symbol: Tensor | None, through: Through | None
     ) -> Tensor:
-        """Return what a kernel with a cache makes of keys or values before it reads them back."""
+        """Return keys or values after the quantisation of a kernel with a cache."""
         if self.numerics.kv_cache is None:
             return x
         if symbol is None and self.free:
@@ -437,7 +436,7 @@ class Simulator:
         if self._stepped(node):
 
             def step(value: Tensor) -> Tensor:
-                return straight(value, lambda still: cast.step(still, format))
+                return straight_through(value, lambda still: cast.step(still, format))
 
             value = step(value) if through is None else through(node.name, step, value)
         elif symbol is not None and cast.toward_zero:
@@ -449,11 +448,11 @@ class Simulator:
         return value
 
     def _weight(self, node: Node) -> str:
-        """Return the name of the weight of a linear; nothing for other operations."""
+        """Return the name of the weight of a linear; empty for other operations."""
         return str(self.graph.node(node.inputs[1]).attrs["key"]) if node.op == "linear" else ""
 
     def _quantised(self, node: Node, x: Tensor, symbol: Tensor | None) -> Tensor:
-        """Return the input of a linear after its quantisation: x + s·Q, or to nearest."""
+        """Return the quantised input of a linear: x + s·Q, or to nearest without a symbol."""
         numerics = self._kernel(node).numerics
         if not numerics.activations.quantised:
             return x
@@ -472,7 +471,7 @@ class Simulator:
 
 
 def refuse_other_route(node: Node, logits: Tensor) -> None:
-    """Raise Rerouted where a chosen logit of a run is not above all that are not chosen."""
+    """Raise Rerouted unless all chosen logits of a run are above all others."""
     chosen = chosen_mask(node, logits.device)
     least = logits.detach().masked_fill(~chosen, torch.inf).amin(-1)
     others = logits.detach().masked_fill(chosen, -torch.inf).amax(-1)
@@ -483,11 +482,11 @@ def refuse_other_route(node: Node, logits: Tensor) -> None:
 def _run_by_run(
     of: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, symbol: Tensor | None
 ) -> Tensor:
-    """Return a function of values and their symbols, for one of many runs at a time."""
+    """Apply a function of values and symbols to each run of a batch separately."""
     symbols = [None] * len(x) if symbol is None else list(symbol.expand_as(x))
     return torch.stack([of(one, own) for one, own in zip(x, symbols, strict=True)])
 
 
 def _entering(node: Node) -> str:
-    """Return under which name the quantised input of a linear is kept."""
+    """Return the name of the rounding of a linear's input."""
     return f"{node.name}/input"

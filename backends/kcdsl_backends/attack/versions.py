@@ -1,9 +1,9 @@
-"""Results that a run has in several versions (relational-interval.md, section 2, Readings).
+"""Versions of a result that differ by reader (relational-interval.md, section 2, Readings).
 
-Where casts are free, what a sum forms is rounded by each of its readers in its own way, and any
-other operation is computed again for each of its readings, from readings of its own of the
-operands. A norm and a softmax read their first operand once for the sums over its rows and again
-for every result; a silu that is written out reads it for its sigmoid and for the product.
+Where casts are free, each reader of a sum rounds it independently. Any other operation is computed
+again for each of its readings, from separate readings of its operands. A norm and a softmax read
+their first operand once for the row sums and again for every result; a silu composed of elementary
+operations reads it for its sigmoid and for the product.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl_backends.drift.boxes.rounding import ONCE, STATISTICS, reads_twice
 
 MOST = 8
-"""Versions that a result has beside what is stored; further readers share the first."""
+"""Limit of the versions of a result besides the stored one; further readers share the first."""
 _GIVEN = frozenset({"param", "constant"})
 
 _Path = tuple[tuple[str, int | str], ...]
-"""How a reading is reached: readers and their operands, the last of them next to what is read; from
-where it was stored (nothing), or from the sums over the rows of a norm or a softmax."""
+"""Path of a reading: pairs of a reader and its operand, the direct reader last. It is empty for a
+stored value and may start at the row sums of a norm or a softmax."""
 _STORED: _Path = ()
 _ROWS, _AGAIN, _SIGMOID = "rows", "again", "sigmoid"
 
@@ -29,9 +29,9 @@ _ROWS, _AGAIN, _SIGMOID = "rows", "again", "sigmoid"
 class Version:
     """One version of the result of a node.
 
-    `name` stands in the names of its symbols: that of the node, followed by /2, /3, ... but for the
-    first version. `reads` are the versions of its operands, `rows` that of the first operand which
-    the sums over its rows, or the sigmoid, are of.
+    `name` is part of the names of its symbols: the node's name, with suffix /2, /3, ... from the
+    second version on. `reads` are the versions of its operands, `rows` is the version of the first
+    operand in its row sums or sigmoid.
     """
 
     node: Node
@@ -47,13 +47,13 @@ class Version:
 def versions(
     graph: BlockGraph, several: Collection[str], rounded: Callable[[Node], bool]
 ) -> list[Version]:
-    """Return all versions of what the output is made of, operands first; no parameters and
-    constants.
+    """Return all versions of nodes that the output depends on, operands first, without parameters
+    and constants.
 
     Args:
         graph: the block.
-        several: names of nodes that may have more than one version.
-        rounded: whether two versions of a result differ although they are of the same operands.
+        several: names of nodes that may have several versions.
+        rounded: whether versions of a result with the same operands may differ.
     """
     wanted = _wanted(graph, several)
     known: dict[tuple[str, _Path], str] = {}
@@ -86,8 +86,8 @@ def versions(
 
 
 def _wanted(graph: BlockGraph, several: Collection[str]) -> dict[str, dict[_Path, None]]:
-    """Return the paths by which every result is read for the output; at most `MOST`, or one more
-    where it is stored."""
+    """Return the paths by which the output reads each result: at most `MOST`, and one more if it
+    is stored."""
     found: dict[str, dict[_Path, None]] = {}
 
     def want(name: str, path: _Path) -> None:
@@ -111,14 +111,14 @@ def _wanted(graph: BlockGraph, several: Collection[str]) -> dict[str, dict[_Path
 
 
 def _rows(node: Node, path: _Path) -> _Path:
-    """Return how the sums of a norm or a softmax, which are formed once, read its first operand;
-    or how the sigmoid of a silu does, which is formed for each of its versions."""
+    """Return the path by which row sums (one for all versions) or the sigmoid of a silu (one for
+    each version) read the first operand."""
     return ((node.name, _ROWS),) if node.op in STATISTICS else (*path, (node.name, _SIGMOID))
 
 
 def _path(graph: BlockGraph, several: Collection[str], name: str, path: _Path) -> _Path:
-    """Return the path that stands for a reading: all readings by one norm or softmax of what is
-    computed once are the same."""
+    """Return the canonical path of a reading: a norm or softmax has one reading of a result that is
+    computed once."""
     if name not in several:
         return _STORED
     if graph.node(name).op in ONCE:

@@ -15,7 +15,7 @@ from kcdsl.model.presets import resolve
 from kcdsl_backends.attack import attack, batched_search
 from kcdsl_backends.attack.batched_search import Batch, SmoothedGradient, ValueRanges, widths_of
 from kcdsl_backends.attack.gradient_ascent import Ascent
-from kcdsl_backends.attack.operations import straight
+from kcdsl_backends.attack.operations import straight_through
 from kcdsl_backends.attack.runs import Attack, attack_of, record_run, run_of
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
 from kcdsl_backends.drift.boxes.state import StoredParameters
@@ -60,7 +60,7 @@ def steps_problem() -> tuple[tuple[Simulator, Simulator], Tensor, Tensor, float]
     form = FORMATS["fp8_e4m3"]
     grid = torch.linspace(-1, 1, 4097, dtype=torch.float64).reshape(-1, 1)
     x = centre + radius * grid
-    off = (straight(x, form.nearest) - x) * weight.double()
+    off = (straight_through(x, form.nearest) - x) * weight.double()
     best = float(torch.maximum(off.amax(0).sum(), -off.amin(0).sum()))
     kernels = simulator(weight, **SUMS), simulator(weight, **SUMS, **FP8)
     return kernels, centre, radius, best
@@ -115,8 +115,8 @@ def test_every_input_of_a_batch_is_a_float32_inside_the_region(
     alone = len(tried)
     attack(*kernels, "inf", centre, radius, candidates=1, rounds=1, restarts=0)
     assert len(tried) > 2 * alone + 10
-    assert any(x.dim() == 3 for x in tried) is kernels[1].beside
-    assert kernels[1].beside is (numerics is not UNIT)
+    assert any(x.dim() == 3 for x in tried) is kernels[1].batchable
+    assert kernels[1].batchable is (numerics is not UNIT)
     for x in tried:
         assert bool(((x - centre).abs() <= radius).all())
         assert bool((x == x.float().double()).all())
@@ -172,11 +172,11 @@ def test_members_that_overflow_are_lost_and_others_are_not() -> None:
     outside["x", "x"][0, 0] = 1.0
     members = [(start, (0, 1.0)) for start in (inside, outside, inside)]
     batch = Batch.of(ascent, widths_of(ascent, generator), members)
-    assert batch.heights.isinf().tolist() == [False, True, False]
-    slopes, heights = batch.slopes(batch.symbols, torch.ones(3, dtype=torch.float64))
-    assert torch.equal(heights, batch.heights)
-    assert bool((slopes["x", "x"][1] == 0).all())
-    assert bool((slopes["x", "x"][0] != 0).any())
+    assert batch.objectives.isinf().tolist() == [False, True, False]
+    gradients, objectives = batch.gradients(batch.symbols, torch.ones(3, dtype=torch.float64))
+    assert torch.equal(objectives, batch.objectives)
+    assert bool((gradients["x", "x"][1] == 0).all())
+    assert bool((gradients["x", "x"][0] != 0).any())
     assert len(list(batch.best(3))) == 2
     found = attack(*kernels, "inf", centre, narrow(100.0))
     assert found.run is not None
@@ -193,10 +193,10 @@ def test_the_better_half_takes_the_place_of_the_other() -> None:
         start["x", "x"] += value
         starts.append((start, (0, 1.0)))
     batch = Batch.of(ascent, widths_of(ascent, torch.Generator()), starts)
-    batch.heights = torch.tensor([3.0, 1.0, 5.0, -math.inf, 4.0], dtype=torch.float64)
+    batch.objectives = torch.tensor([3.0, 1.0, 5.0, -math.inf, 4.0], dtype=torch.float64)
     batch.targets = [(index, 1.0) for index in range(5)]
     assert batch.select().tolist() == [0, 2, 2, 4, 4]
-    assert batch.heights.tolist() == [3.0, 5.0, 5.0, 4.0, 4.0]
+    assert batch.objectives.tolist() == [3.0, 5.0, 5.0, 4.0, 4.0]
     assert [target[0] for target in batch.targets] == [0, 2, 2, 4, 4]
     assert batch.symbols["x", "x"][:, 0, 0].tolist() == [0.0, 0.5, 0.5, 1.0, 1.0]
 
@@ -206,10 +206,10 @@ def test_a_member_stays_where_it_would_lose() -> None:
     ascent = Ascent(kernels[0], kernels[1], "inf", centre, radius)
     members = [(ascent.zero(), (0, 1.0)), (ascent.zero(), (0, -1.0))]
     batch = Batch.of(ascent, widths_of(ascent, torch.Generator()), members)
-    before = batch.heights.clone()
+    before = batch.objectives.clone()
     moved = {**batch.symbols, ("x", "x"): torch.ones_like(batch.symbols["x", "x"])}
-    batch.keep(moved)
-    gained = batch.heights > before
+    batch.try_move(moved)
+    gained = batch.objectives > before
     assert gained.tolist().count(True) == 1, "what one direction gains the other loses"
     assert bool((batch.symbols["x", "x"][gained] == 1).all())
     assert bool((batch.symbols["x", "x"][~gained] == 0).all())
@@ -219,12 +219,12 @@ def test_large_blocks_have_few_members() -> None:
     centre = torch.zeros(1, WIDTH, dtype=torch.float64)
     kernel = simulator(torch.ones(1, WIDTH), compute="bfloat16", casts="nearest")
     ascent = Ascent(kernel, kernel, "inf", centre, narrow(1.0))
-    assert batched_search._members(ascent) == batched_search._MEMBERS
+    assert batched_search._batch_size(ascent) == batched_search._MEMBERS
     ascent.shapes["x", "x"] = (2**12, 2**12)
-    assert batched_search._members(ascent) == 2
+    assert batched_search._batch_size(ascent) == 2
     alone = simulator(torch.ones(1, WIDTH), **UNIT)
     assert (
-        batched_search._members(Ascent(kernel, alone, "inf", centre, narrow(1.0)))
+        batched_search._batch_size(Ascent(kernel, alone, "inf", centre, narrow(1.0)))
         == batched_search._ALONE
     )
 

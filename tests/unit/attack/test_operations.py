@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node, View
-from kcdsl_backends.attack.operations import moved, side_by_side
+from kcdsl_backends.attack.operations import batchable, moved
 
 SHAPE = (2, 3, 4)
 CASES: dict[str, tuple[View, tuple[int, ...], Callable[[Tensor], Tensor]]] = {
@@ -73,4 +73,4 @@ def test_a_dimension_in_front_needs_operands_of_as_many_dimensions(
 ) -> None:
     first = Node("x", "input", (), (4, 2, 3) if node[0] == "matmul" else (2, 3))
     second = Node("b", other[0], (), other[1], {"key": "b"})
-    assert side_by_side(graph(first, second, Node("y", node[0], ("x", "b"), node[1]))) is stands
+    assert batchable(graph(first, second, Node("y", node[0], ("x", "b"), node[1]))) is stands

@@ -15,7 +15,7 @@ from torch import Tensor
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.numerics.formats import FORMATS
 from kcdsl.model.numerics.weights import cut_to as cut_weight
-from kcdsl_backends.attack.operations import straight
+from kcdsl_backends.attack.operations import straight_through
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.rounding import Rounding
@@ -53,7 +53,7 @@ def all_ways(form: str) -> dict[str, Callable[[Floats], Floats]]:
     return {
         "prover": torch_of(FORMATS[form].toward_zero),
         "attack": lambda x: np.copysign(
-            torch_of(lambda y: straight(y, FORMATS[form].toward_zero))(x), x
+            torch_of(lambda y: straight_through(y, FORMATS[form].toward_zero))(x), x
         ),
         "weights": torch_of(lambda x: cut_weight(x, form)),
         "checker": lambda x: cut(x, OTHER[form]),
