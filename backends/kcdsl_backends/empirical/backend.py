@@ -1,4 +1,4 @@
-"""The `empirical` backend of the catalogue: loads what a contract names and evaluates it."""
+"""The `empirical` backend of the catalogue: loads and evaluates what a contract names."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class EmpiricalBackend:
         checkpoint: RunCheckpoint | None = None,
         spread: ParallelPlan | None = None,
     ) -> EvidenceTable:
-        """Fill the evidence table, local kernels where `spread` says; raises Refusal where a drift
-        lies above its certified bound, too."""
+        """Fill the evidence table, from local kernels as `spread` plans. Raises Refusal, also if a
+        drift is above its certified bound."""
         return collect(context, progress, checkpoint, spread)
 
     def spread(
@@ -62,8 +62,8 @@ class EmpiricalBackend:
         engine: str,
         jobs: int | None,
     ) -> ParallelPlan | None:
-        """Return where requests are run; None for this process alone, and for kernels that are
-        asked for or read."""
+        """Return the plan of parallel runs; None for this process alone, and for kernels that are
+        behind a server or recorded."""
         kernels = (program.train, program.infer)
         if any(k.service is not None or k.recording is not None for k in kernels):
             return None
@@ -76,18 +76,18 @@ class EmpiricalBackend:
     def recording(
         self, path: Path
     ) -> tuple[str, frozenset[str], tuple[dict[str, Any], ...]] | None:
-        """Return what a file of recorded rollouts is: its format, the roles of its columns, and the
-        texts of each row that slices may test; None for rows of requests."""
+        """Return the format of a file of recorded rollouts, the roles of its columns, and the texts
+        of each row that slices may test; None for rows of requests."""
         from kcdsl_backends.empirical.sources.rollouts.layouts import recognised
 
         return recognised(path)
 
     def checkpoint(self, path: Path, *, fresh: bool, tell: Callable[[str], None]) -> RunCheckpoint:
-        """Return the run checkpoint that a killed evaluation goes on from."""
+        """Return the run checkpoint from which a killed evaluation continues."""
         return RunCheckpoint(path, fresh, tell)
 
     def conclude(self, evidence: EvidenceTable) -> Report:
-        """Decide every clause; raises Refusal where there is nothing to decide."""
+        """Decide every clause; raises Refusal if there is none to decide."""
         return conclude(evidence)
 
     def records(self, evidence: EvidenceTable) -> tuple[dict[str, Any], ...]:
@@ -95,11 +95,11 @@ class EmpiricalBackend:
         return tuple(records(evidence).values())
 
     def write_trace(self, evidence: EvidenceTable, report: Report) -> bytes:
-        """Return evidence and what was concluded from it as a trace."""
+        """Return the evidence and the report on it as the bytes of a trace."""
         return trace_bytes(evidence, report.to_json())
 
     def read_trace(self, path: Path) -> Trace:
-        """Return what a trace holds; raises Refusal for what cannot be relied upon."""
+        """Return the content of a trace; raises Refusal if it cannot be relied upon."""
         return read_trace(path)
 
     def compare(
@@ -110,10 +110,10 @@ class EmpiricalBackend:
         references: Mapping[str, Mapping[str, Any]],
         untrusted: Mapping[str, str],
     ) -> RunComparison:
-        """Compare the traces of two evaluations on the same requests, unit by unit, beside reports
-        of earlier runs and of reference builds.
+        """Compare the traces of two evaluations on the same requests, unit by unit, with reports of
+        earlier runs and of reference builds.
 
-        Raises Refusal (KC630 to KC632) for what cannot be relied upon, and for other requests.
+        Raises Refusal (KC630 to KC632) for unreliable traces, and for different requests.
         """
         return compare_runs(
             read_trace(incumbent).evidence,
@@ -128,13 +128,13 @@ class EmpiricalBackend:
         refuse_other_requests(one, two)
 
     def effects(self, runs: Mapping[Place, EvidenceTable]) -> tuple[Effect, ...]:
-        """Return what a change of the checkpoint, of the kernels, and of both does."""
+        """Return the effects of a change of the checkpoint, of the kernels, and of both."""
         return effects_of(runs)
 
     def under(self, program: Program, base: Path, trace: Trace) -> EvidenceTable:
         """Return the evidence of a trace for a changed contract in the folder `base`.
 
-        Raises Refusal (KC632) where it reads what the trace does not have.
+        Raises Refusal (KC632) if it reads values that the trace does not have.
         """
         same_functions(program, base, trace.evidence)
         return under(program, trace)
@@ -157,7 +157,7 @@ class EmpiricalBackend:
     ) -> dict[str, Any]:
         """Return the document "kcdsl.experiment/1" of `kind` "e1" or "e2".
 
-        Further names are those of `run_single` and `run_grid`.
+        Further arguments are those of `run_single` and `run_grid`.
         """
         from kcdsl_backends.empirical.questions.conditions import Axes, run_grid
         from kcdsl_backends.empirical.questions.variants import run_single
@@ -178,9 +178,9 @@ class EmpiricalBackend:
         progress: Progress = lambda stage, done, total: None,
         **wishes: Any,
     ) -> dict[str, Any]:
-        """Return the document "kcdsl.aggregate/2" of token tables; see `aggregation.document`.
+        """Return the document "kcdsl.aggregate/2" of token tables; see `questions.aggregate`.
 
-        `limits` are (metric, operator, value); further names are those of `Wish`.
+        `limits` are (metric, operator, value); further arguments are those of `Wish`.
         """
         from kcdsl_backends.empirical.questions.aggregate import aggregate, wish_for
 

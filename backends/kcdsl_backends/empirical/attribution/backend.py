@@ -48,12 +48,12 @@ from kcdsl_backends.empirical.table.evidence import SamplingUnit
 from kcdsl_backends.process import prints_aside, threads_for
 from kcdsl_backends.requests import Request
 
-USUAL = {False: "kl", True: "hidden_l2"}
-"""The metric where none is asked for: of language models (False) and of encoders (True)."""
+DEFAULT_METRIC = {False: "kl", True: "hidden_l2"}
+"""The default metric of language models (False) and of encoders (True)."""
 BOUNDED = 2
-"""Requests on which blocks are bounded."""
+"""Number of requests on which blocks are bounded."""
 LENGTH = 32
-"""Their tokens at most; all have the same number, so that a block is exported once."""
+"""Most tokens of such a request; all are cut to one length, so that a block is exported once."""
 
 
 @prints_aside
@@ -76,28 +76,28 @@ def attribute(
         program: the compiled contract.
         base: the folder that its paths are relative to.
         device: "cpu" or "cuda".
-        metric: what is split; None for `kl`, of encoders for `hidden_l2`.
-        statistic: how token values become one number.
+        metric: the metric to split; None for `kl`, of encoders for `hidden_l2`.
+        statistic: reduces token values to one number.
         slice_name: only the requests of this slice; None for those of all slices.
         batch: how many requests the inference side runs together; 1 for each alone.
-        bounds: compare blocks with what each source alone may do to them, as it is certified.
+        bounds: compare the drift of blocks with the certified bound of each source alone.
         seed: of sampled tokens and of resampling.
-        progress: told (stage, done, total).
+        progress: called with (stage, done, total).
 
     Raises:
-        Refusal: the model, the data or a kernel cannot be used; the metric has no values that could
-            be split (KC691); there is no drift that could be (KC690); a kernel drifts beyond its
-            certified bound (KC625).
+        Refusal: the model, the data or a kernel cannot be used; the metric has no values to split
+            (KC691); there is no drift to split (KC690); a kernel drifts beyond its certified bound
+            (KC625).
     """
     if program.infer.service is not None:
-        raise _apart(program.infer.run, "inference")
+        raise _not_divisible(program.infer.run, "inference")
     if program.infer.checkpoint is not None:
         raise refuse(
             codes.NO_ATTRIBUTION,
             "the inference kernel has a checkpoint of its own: its drift is not split yet",
             help="`kcdsl evaluate` measures it block by block",
         )
-    setting = prepare(
+    context = prepare(
         program,
         base,
         device=device,
@@ -106,33 +106,33 @@ def attribute(
         crosscheck=False,
         progress=progress,
     )
-    if not isinstance(setting, KernelContext):
-        raise _apart(program.infer.run, "inference")
-    name, measure_ = _metric(program, metric, setting.encoder)
-    model = getattr(setting.train, "model", None)
+    if not isinstance(context, KernelContext):
+        raise _not_divisible(program.infer.run, "inference")
+    name, measure_ = _metric(program, metric, context.encoder)
+    model = getattr(context.train, "model", None)
     if not isinstance(model, Model):
-        raise _apart(program.train.run, "training")
+        raise _not_divisible(program.train.run, "training")
     place = torch.device(device)
 
     def load(ref: KernelRef) -> Kernel:
         return load_kernel(ref, model, place, base)
 
-    pair = Pair(program.train, program.infer, setting.train, setting.infer, model, load)
+    pair = Pair(program.train, program.infer, context.train, context.infer, model, load)
     plan = MeasurementPlan(
         frozenset({name}),
         float(program.constants.temperature),
         seed,
-        setting.encoder,
-        user=tuple(user for user in setting.user if user.metric.name == name),
+        context.encoder,
+        user=tuple(user for user in context.user if user.metric.name == name),
     )
-    padding = model.built_in and not setting.encoder
+    padding = model.built_in and not context.encoder
     batches = Batches(batch, padding) if batch > 1 else None
-    requests = tuple({r.key: r for rows in setting.slices.values() for r in rows}.values())
+    requests = tuple({r.key: r for rows in context.slices.values() for r in rows}.values())
     subject = AttributedMetric(pair, requests, plan, name, measure_.better, batches)
     with threads_for(_largest(model, requests)):
         found = measure(subject, progress)
         frame = AttributionSubject(
-            contract=setting.contract,
+            contract=context.contract,
             kernels={"train": program.train.run, "infer": program.infer.run},
             slice=slice_name,
             metric=name,
@@ -142,7 +142,7 @@ def attribute(
             batch=batch,
             seed=seed,
             settings=sources.settings(program.train, program.infer),
-            blocked=_blocked(setting, requests, plan.temperature),
+            blocked=_blocked(context, requests, plan.temperature),
         )
         return conclude(subject, frame, found, bounds=bounds, progress=progress)
 
@@ -155,7 +155,7 @@ def conclude(
     bounds: bool,
     progress: Progress = lambda stage, done, total: None,
 ) -> Attribution:
-    """Look into the blocks, and assemble the document."""
+    """Swap and bound the blocks, then assemble the document."""
     notes = list(frame.notes)
     layers, why = _layers(subject, frame.statistic, progress)
     if why is not None:
@@ -171,12 +171,12 @@ def conclude(
 
 
 def _largest(model: Model, requests: Sequence[Request]) -> int:
-    """Return the elements of the largest output of a linear on these requests, roughly."""
+    """Estimate the number of elements of the largest linear output on these requests."""
     widths = [m.out_features for m in model.module.modules() if isinstance(m, nn.Linear)]
     return max(widths, default=1) * max((r.length for r in requests), default=1)
 
 
-def _apart(run: str, side: str) -> Refusal:
+def _not_divisible(run: str, side: str) -> Refusal:
     return refuse(
         codes.NO_ATTRIBUTION,
         f"the {side} kernel {run} cannot be taken apart: no kernel between both sides can be run",
@@ -188,7 +188,7 @@ def _layers(
     subject: AttributedMetric, statistic: Statistic, progress: Progress
 ) -> tuple[Layers | None, str | None]:
     plan = subject.plan
-    if subject.metric in STATE_FUNCTIONS:  # of a language model too the states are all that is read
+    if subject.metric in STATE_FUNCTIONS:  # such a metric reads states only
         plan = replace(plan, encoder=True)
     requests = tuple(_cut(r, POSITIONS) for r in chosen(subject.requests)[:PROBES])
     try:
@@ -220,33 +220,33 @@ def _cut(request: Request, length: int) -> Request:
     return replace(request, tokens=request.tokens[:length])
 
 
-def _blocked(setting: KernelContext, requests: Sequence[Request], temperature: float) -> str | None:
-    """Return the mistake of the set-up that explains the drift; None where none was found."""
-    if setting.spoiled:
-        name, why = next(iter(setting.spoiled.items()))
+def _blocked(context: KernelContext, requests: Sequence[Request], temperature: float) -> str | None:
+    """Return the set-up mistake that explains the drift; None if none was found."""
+    if context.spoiled:
+        name, why = next(iter(context.spoiled.items()))
         return f"{name}: {why}"
     subject = Diagnosed(
-        setting.train,
-        setting.infer,
+        context.train,
+        context.infer,
         tuple(requests),
-        setting.encoder,
+        context.encoder,
         temperature,
-        {**setting.weights, **setting.changed_weights()},
-        {name: len(rows) for name, rows in setting.slices.items()},
+        {**context.weights, **context.changed_weights()},
+        {name: len(rows) for name, rows in context.slices.items()},
         {},
-        setting.reference,
+        context.reference,
     )
     units = [SamplingUnit(r.key, r.length) for r in requests]
     return blocking(run_prechecks(subject, units))
 
 
 def _metric(program: Program, wanted: str | None, encoder: bool) -> tuple[str, MetricDefinition]:
-    """Return the metric. Refuse one without values of positions or requests that can be split."""
-    able = _able(program, encoder)
-    asked = USUAL[encoder] if wanted is None else wanted
+    """Return the name and definition of the metric. Refuse a metric that cannot be split."""
+    splittable = _splittable_metrics(program, encoder)
+    asked = DEFAULT_METRIC[encoder] if wanted is None else wanted
     definition = registry_of(program).find(asked)
     name = asked if definition is None else definition.name
-    if name in able:
+    if name in splittable:
         return name, measures_of(program)[name]
     why = (
         "there is no such metric"
@@ -256,11 +256,11 @@ def _metric(program: Program, wanted: str | None, encoder: bool) -> tuple[str, M
     raise refuse(
         codes.NOT_ATTRIBUTABLE,
         f"the metric {name!r} cannot be attributed: {why}",
-        help=suggest(name, sorted(able), "metrics"),
+        help=suggest(name, sorted(splittable), "metrics"),
     )
 
 
-def _able(program: Program, encoder: bool) -> frozenset[str]:
+def _splittable_metrics(program: Program, encoder: bool) -> frozenset[str]:
     user = {metric.name for metric in program.metrics}
     if encoder:
         return frozenset(STATE_FUNCTIONS) | user

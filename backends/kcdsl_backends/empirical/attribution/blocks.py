@@ -1,13 +1,13 @@
 """The drift of each block by itself, and its part of the drift of the output.
 
 `alone`: the training activations enter the block, the inference kernel's block runs, and the
-training kernel goes on. `cumulative`: all blocks up to this one are the inference kernel's, each on
-what the ones before made. The gain of a block is what `cumulative` grows by; gains sum up to the
-drift of all blocks together.
+training kernel computes the rest. `cumulative`: all blocks up to this one are the inference
+kernel's, each on the output of those before it. The gain of a block is the increase of
+`cumulative`; gains sum to the drift of all blocks.
 
-What enters a block in the training kernel is recorded, the inference kernel's block runs on it, and
-its output takes the place of the training block's in one more pass of the training kernel. All that
-lies between blocks (embeddings, residual sums) is the training kernel's in every such pass.
+The inputs of the training blocks are recorded, the inference kernel's block runs on them, and its
+output replaces that of the training block in another pass of the training kernel. That kernel
+computes all that lies between blocks (embeddings, residual sums) in every pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _RequestSwaps:
     """The outputs of both kernels by block, and values of the metric, for one request."""
 
     train: Mapping[str, Tensor]
@@ -58,7 +58,7 @@ def swap_layers(
 ) -> Layers:
     """Swap every block, on requests that are run alone.
 
-    Raises NoSwap, or what a kernel raises, where that cannot be done.
+    Raises NoSwap, or the error of a kernel, if that fails.
     """
     if len(subject.parts) > 1:
         raise NoSwap(f"{subject.metric} reads states and logits, of which one pass gives one")
@@ -68,27 +68,27 @@ def swap_layers(
         known = {0: column(rows, subject.better, subject.metric)}
         return Table(statistic, subject.better, known).values()[0]
 
-    seen: list[_Seen] = []
+    measured: list[_RequestSwaps] = []
     for done, request in enumerate(subject.requests, 1):
-        seen.append(_look(subject, swaps, request))
+        measured.append(_swap_request(subject, swaps, request))
         progress("blocks", done, len(subject.requests))
-    base = value([s.base for s in seen])
+    base = value([s.base for s in measured])
     layers: list[Layer] = []
     before = 0.0
     for name in swaps.names:
-        so_far = value([s.cumulative[name] for s in seen]) - base
-        alone = value([s.alone[name] for s in seen]) - base
-        layers.append(_layer(name, seen, alone, so_far, so_far - before))
+        so_far = value([s.cumulative[name] for s in measured]) - base
+        alone = value([s.alone[name] for s in measured]) - base
+        layers.append(_layer(name, measured, alone, so_far, so_far - before))
         before = so_far
     return Layers(
         tuple(layers),
         tuple(r.key for r in subject.requests),
-        value([s.total for s in seen]) - base,
-        _first_mismatch(subject, swaps.names, seen),
+        value([s.total for s in measured]) - base,
+        _first_mismatch(subject, swaps.names, measured),
     )
 
 
-def _look(subject: AttributedMetric, swaps: Swapper, request: Request) -> _Seen:
+def _swap_request(subject: AttributedMetric, swaps: Swapper, request: Request) -> _RequestSwaps:
     tokens = request.tokens
     plain = swaps.run(tokens, {})
     alone, floors, infer = {}, {}, {}
@@ -100,16 +100,16 @@ def _look(subject: AttributedMetric, swaps: Swapper, request: Request) -> _Seen:
         alone[name] = _values(subject, request, plain.output, swapped.output)
     cumulative: dict[str, Array] = {}
     done: dict[str, Tensor] = {}
-    entering = plain
+    current = plain
     for name in swaps.names:
-        done[name] = _cpu(subject.pair.infer.block(name, entering.entered[name]))
-        entering = swaps.run(tokens, done)
-        cumulative[name] = _values(subject, request, plain.output, entering.output)
+        done[name] = _cpu(subject.pair.infer.block(name, current.entered[name]))
+        current = swaps.run(tokens, done)
+        cumulative[name] = _values(subject, request, plain.output, current.output)
     kernel = subject.pair.infer
     forward = kernel.hidden if subject.plan.encoder else kernel.logits
     with torch.no_grad():
-        whole = forward(tokens)
-    return _Seen(
+        infer_output = forward(tokens)
+    return _RequestSwaps(
         plain.left,
         infer,
         floors,
@@ -117,12 +117,12 @@ def _look(subject: AttributedMetric, swaps: Swapper, request: Request) -> _Seen:
         _values(subject, request, plain.output, plain.output),
         alone,
         cumulative,
-        _values(subject, request, plain.output, whole),
+        _values(subject, request, plain.output, infer_output),
     )
 
 
 def _floor(train: Kernel, name: str, x: Tensor) -> float:
-    """Return how far the training kernel's block moves when it is run again, and in a batch."""
+    """Return the largest change of the training block's output when run again and in a batch."""
     with torch.no_grad():
         first, again = _cpu(train.block(name, x)), _cpu(train.block(name, x))
         found = [size(first, again, states=True)]
@@ -136,10 +136,10 @@ def _floor(train: Kernel, name: str, x: Tensor) -> float:
 
 
 def _layer(
-    name: str, seen: Sequence[_Seen], logits: float, cumulative: float, gain: float
+    name: str, measured: Sequence[_RequestSwaps], logits: float, cumulative: float, gain: float
 ) -> Layer:
-    train = torch.cat([s.train[name].reshape(-1) for s in seen])
-    infer = torch.cat([s.infer[name].reshape(-1) for s in seen])
+    train = torch.cat([s.train[name].reshape(-1) for s in measured])
+    infer = torch.cat([s.infer[name].reshape(-1) for s in measured])
     gap = infer - train
     drift = float(gap.square().mean().sqrt())
     scale = float(train.square().mean().sqrt())
@@ -148,7 +148,7 @@ def _layer(
         drift,
         float(gap.abs().max()),
         drift / scale if scale > 0 else 0.0,
-        max(s.floor[name] for s in seen),
+        max(s.floor[name] for s in measured),
         float((train != infer).to(torch.float64).mean()),
         logits,
         cumulative,
@@ -157,10 +157,10 @@ def _layer(
 
 
 def _first_mismatch(
-    subject: AttributedMetric, names: Sequence[str], seen: Sequence[_Seen]
+    subject: AttributedMetric, names: Sequence[str], measured: Sequence[_RequestSwaps]
 ) -> Mismatch | None:
     for name in names:
-        for request, found in zip(subject.requests, seen, strict=True):
+        for request, found in zip(subject.requests, measured, strict=True):
             unequal = (found.train[name] != found.infer[name]).nonzero()
             if not len(unequal):
                 continue
@@ -199,8 +199,8 @@ class NoSwap(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass of the training kernel: the final output [T, ...], what entered and what left each
-    block (its own output, also where another took its place); float32 or the compute format."""
+    """One pass of the training kernel: the final output [T, ...], and the input and own output of
+    each block (also of a replaced one); float32 or the compute format."""
 
     output: Tensor
     entered: Mapping[str, Tensor]
@@ -209,7 +209,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Swapper:
-    """Runs the training kernel with some outputs of blocks in place of its own."""
+    """Runs the training kernel with given outputs in place of those of some blocks."""
 
     kernel: TorchKernel
     forward: Forward
@@ -218,16 +218,16 @@ class Swapper:
     _exits: Mapping[str, nn.Module]
 
     def run(self, tokens: Sequence[int], replaced: Mapping[str, Tensor]) -> Pass:
-        """Return a pass with the outputs of the blocks `replaced`, [T, D] float64 on the CPU.
+        """Run one pass; `replaced` gives the outputs of some blocks, [T, D] float64 on the CPU.
 
-        Raises NoSwap where a block did not run exactly once, on hidden states [T, D].
+        Raises NoSwap if a block does not run exactly once, on hidden states [T, D].
         """
         entered: dict[str, list[Tensor]] = {name: [] for name in self.names}
         left: dict[str, list[Tensor]] = {name: [] for name in self.names}
         with ExitStack() as hooks:
             for name in self.names:
-                enter = _entering(entered[name])
-                swap = _swapping(left[name], replaced.get(name))
+                enter = _input_hook(entered[name])
+                swap = _output_hook(left[name], replaced.get(name))
                 hooks.enter_context(self._entries[name].register_forward_pre_hook(enter))
                 hooks.enter_context(self._exits[name].register_forward_hook(swap))
             output = self.forward(tokens)
@@ -242,8 +242,8 @@ class Swapper:
 
 
 def swapper(model: Model, train: Kernel, states: bool) -> Swapper:
-    """Return what swaps blocks of the training kernel on the way to its logits, or to the last
-    `states`, which do not pass through the head. Raises NoSwap where nothing can."""
+    """Return the swapper for the training kernel's logits or, with `states`, for its last hidden
+    states, which do not pass through the head. Raises NoSwap if no block can be exchanged."""
     if not isinstance(train, TorchKernel) or train.engine is not as_it_is:
         raise NoSwap("the training kernel runs as one program, whose blocks cannot be exchanged")
     blocks: Mapping[str, nn.Module] = getattr(train.module, "blocks", dict)()
@@ -257,14 +257,14 @@ def swapper(model: Model, train: Kernel, states: bool) -> Swapper:
     return Swapper(train, forward, names, entries, exits)
 
 
-def _entering(found: list[Tensor]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+def _input_hook(found: list[Tensor]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
         found.append(arguments[0].detach())
 
     return hook
 
 
-def _swapping(
+def _output_hook(
     found: list[Tensor], other: Tensor | None
 ) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor | None]:
     def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor | None:
@@ -276,14 +276,14 @@ def _swapping(
 
 # --- the first operation that differs -------------------------------------------------------------
 
-Noted = list[tuple[str, str, Tensor]]
+PartRecords = list[tuple[str, str, Tensor]]
 """Inputs ("enters") and outputs ("leaves") of the parts of a block, in the order of the run."""
 
 
 def first_operation(train: Kernel, infer: Kernel, block: str, x: Tensor) -> str:
-    """Return where a block's run on x first differs: a part of it, what comes before that part, or
-    the block where its parts cannot be told apart."""
-    runs = [_noted(kernel, block, x) for kernel in (train, infer)]
+    """Return the first place, in words, at which both kernels differ in a block on x: a part, the
+    code before a part, or the whole block if its parts cannot be compared."""
+    runs = [_record_parts(kernel, block, x) for kernel in (train, infer)]
     if not runs[0] or [(n, w) for n, w, _ in runs[0]] != [(n, w) for n, w, _ in runs[1]]:
         return block
     before = ""
@@ -297,21 +297,21 @@ def first_operation(train: Kernel, infer: Kernel, block: str, x: Tensor) -> str:
     return f"after {before}"
 
 
-def _noted(kernel: Kernel, block: str, x: Tensor) -> Noted:
+def _record_parts(kernel: Kernel, block: str, x: Tensor) -> PartRecords:
     blocks = getattr(kernel.module, "blocks", None) if isinstance(kernel, TorchKernel) else None
     if blocks is None:
         return []
     part: nn.Module = blocks()[block]
-    found: Noted = []
+    found: PartRecords = []
     with ExitStack() as hooks:
         for name, module in part.named_modules():
             if name and not list(module.children()):
-                hooks.enter_context(module.register_forward_hook(_noting(name, found)))
+                hooks.enter_context(module.register_forward_hook(_recording_hook(name, found)))
         kernel.block(block, x)
     return found
 
 
-def _noting(name: str, found: Noted) -> Any:
+def _recording_hook(name: str, found: PartRecords) -> Any:
     def hook(module: nn.Module, arguments: tuple[Any, ...], output: object) -> None:
         for what, value in (("enters", arguments[0] if arguments else None), ("leaves", output)):
             if isinstance(value, Tensor):

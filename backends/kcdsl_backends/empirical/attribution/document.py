@@ -62,7 +62,7 @@ class AttributionSubject:
 
     @property
     def of_metric(self) -> str:
-        """Return what follows numbers of the metric, such as "nat of kl"."""
+        """Return the unit and the metric, such as "nat of kl"."""
         return f"of {self.metric}" if self.unit == "1" else f"{self.unit} of {self.metric}"
 
 
@@ -132,11 +132,13 @@ def _figures(
     full = (1 << count) - 1
     columns: dict[str, dict[str, Coefficients]] = {
         "total": {"": {full: Fraction(1), 0: Fraction(-1)}} if full and full in known else {},
-        "alone": _given({p: alone(i, known) for i, p in enumerate(players)}),
-        "left_out": _given({p: left_out(i, count, known) for i, p in enumerate(players)}),
+        "alone": _with_coefficients({p: alone(i, known) for i, p in enumerate(players)}),
+        "left_out": _with_coefficients(
+            {p: left_out(i, count, known) for i, p in enumerate(players)}
+        ),
         "shapley": dict(zip(players, shares.shares, strict=False)),
         "terms": _term_shares(players, known),
-        "interactions": _given(
+        "interactions": _with_coefficients(
             {
                 f"{players[i]}+{players[j]}": interaction(i, j, count, known)
                 for i, j in combinations(range(count), 2)
@@ -151,13 +153,13 @@ def _figures(
     }
 
 
-def _given(columns: Mapping[str, Coefficients | None]) -> dict[str, Coefficients]:
+def _with_coefficients(columns: Mapping[str, Coefficients | None]) -> dict[str, Coefficients]:
     return {name: found for name, found in columns.items() if found is not None}
 
 
 def _term_shares(players: Sequence[str], known: Mapping[int, Any]) -> dict[str, Coefficients]:
-    """Return the shares of the four terms: of the game in which the sources of a term join
-    together. They need no run that the sources do not need."""
+    """Return the shares of the four terms, from the game in which all sources of a term join
+    together. It needs no further runs."""
     names = list(dict.fromkeys(sources.TERMS[p] for p in players))
     groups = tuple(
         tuple(i for i, p in enumerate(players) if sources.TERMS[p] == name) for name in names
@@ -208,13 +210,13 @@ def _sources(
     bounds: _Bounds,
     total: float,
 ) -> tuple[Source, ...]:
-    said = {s.source: s for s in frame.settings}
+    settings = {s.source: s for s in frame.settings}
     found: list[Source] = []
     for name in sources.SOURCES:
-        setting = said.get(name) or _other_setting(name, frame, measured)
+        setting = settings.get(name) or _other_setting(name, frame, measured)
         differs = name in measured.players
         if not differs:
-            found.append(_unequal_to_nothing(setting, measured.missing.get(name)))
+            found.append(_source_without_effect(setting, measured.missing.get(name)))
             continue
         share = figures.get("shapley", {}).get(name)
         decisive = bounds.decisive(name)
@@ -242,13 +244,13 @@ def _sources(
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """The envelopes, and the block where most of the drift arises."""
+    """The envelopes of the sources, and the drift by block."""
 
     rows: tuple[Envelope, ...]
     layers: Layers | None
 
     def decisive(self, source: str) -> Envelope | None:
-        """Return the envelope of a source on that block."""
+        """Return the envelope of a source on the block with the largest gain."""
         if self.layers is None or not self.layers.rows:
             return None
         most = max(self.layers.rows, key=lambda row: row.gain).block
@@ -269,8 +271,8 @@ def _other_setting(
     return SourceSetting(name, "its own experts", "other experts" if differs else "the same")
 
 
-def _unequal_to_nothing(setting: SourceSetting, why: str | None) -> Source:
-    """Return a source that adds nothing: equal on both sides, exactly 0 and not run; or absent."""
+def _source_without_effect(setting: SourceSetting, why: str | None) -> Source:
+    """Return a source without effect: equal on both sides (exactly 0, not run), or absent."""
     state: State = "equal" if why is None or "both sides" in why else "absent"
     zero = EstimatedNumber(0.0, 0.0, 0.0) if state == "equal" else None
     return Source(
@@ -319,9 +321,9 @@ def _interactions(players: Sequence[str], figures: Figures) -> tuple[Interaction
 
 
 MOST = 0.5
-"""From this share on a source is most of the drift."""
+"""Smallest share with which a source counts as most of the drift."""
 _NAMED = 3
-"""Blocks that a candidate names at most."""
+"""Largest number of blocks that a candidate names."""
 
 _REMEDIES: dict[str, tuple[Remedy, ...]] = {
     sources.OPERATOR: (
@@ -364,13 +366,13 @@ def candidates(
 ) -> tuple[Candidate, ...]:
     """Return the sources that differ, shown ones first and the largest share before others.
 
-    `of_metric` follows its numbers, such as "nat of kl".
+    `of_metric` is the unit and metric of its numbers, such as "nat of kl".
     """
-    able = [s for s in found if s.state == "differs"]
-    able.sort(key=lambda s: (not s.shown, -abs(s.shapley.value if s.shapley else 0.0)))
+    differing = [s for s in found if s.state == "differs"]
+    differing.sort(key=lambda s: (not s.shown, -abs(s.shapley.value if s.shapley else 0.0)))
     return tuple(
         _candidate(rank, source, [r for r in rows if r.source == source.name], layers, of_metric)
-        for rank, source in enumerate(able, 1)
+        for rank, source in enumerate(differing, 1)
     )
 
 
@@ -410,8 +412,8 @@ def _verdict(source: Source) -> Literal["most", "part", "against", "not_shown"]:
 
 
 def _blocks(rows: Sequence[Envelope], layers: Layers | None) -> tuple[str, ...]:
-    """Return where the source does most: by what a block gains, as far as the source's own hybrid
-    moves that block. Without such a hybrid nothing is named."""
+    """Return the blocks with the largest effect of the source: the gain of a block times the share
+    of its drift that the source's own hybrid has. Without such a hybrid return none."""
     if layers is None:
         return ()
     own = {r.block: r.measured / r.observed for r in rows if r.measured and r.observed}

@@ -1,24 +1,23 @@
 """Certified bounds (envelopes) of the drift that one source alone can cause in a block.
 
-Let x be what enters a block in training, T the training kernel's block with numerics t, and h the
+Let x be the input of a block in training, T the training kernel's block with numerics t, and h the
 numerics t in which the source s alone is that of infer (`sources.mixed`). The interval backend
 gives B >= 0, elementwise, with |K(x) - K'(x)| <= B for every block K that computes as h admits and
-every K' that computes as t admits: that is what it states of the pair (t, h)
+every K' that computes as t admits: this is its statement for the pair (t, h)
 (docs/proofs/relational-interval.md).
 
-The measured T is one such K'. So let D = |I(x) - T(x)| be what was measured between infer and
-train. If D > B in one element, then I is no block that h admits: no kernel that differs from
-training in s alone drifts as far on x. Hence s alone cannot explain the drift, whatever else is
-true of it; one element of one block on one request is enough. Nothing follows from D <= B but that
-s is not excluded. Where even the largest element of D lies above the largest of B, s alone cannot
-so much as reach the drift of that block.
+The measured T is one such K'. Let D = |I(x) - T(x)| be the measured drift between infer and train.
+If D > B in one element, then I is no block that h admits: no kernel that differs from training in s
+alone drifts as far on x. Hence s alone cannot explain the drift; one element of one block on one
+request is enough. If D <= B, s is merely not excluded. If the largest element of D is above the
+largest of B, s alone cannot cause even the maximum drift of that block.
 
 For `batch`, h is t: batches change the order of sums, which every specification leaves free, so a
 row of a batch is one more run that t admits. For `routing` there is no bound.
 
-The real hybrid of s is a K that claims h. Where it leaves B, a kernel does not compute as it claims
+The real hybrid of s is a K that claims h. If it exceeds B, a kernel does not compute as it claims
 or the bound is wrong, and the attribution ends with KC625, as an evaluation does. A simulated
-hybrid claims nothing and is not held against B.
+hybrid claims nothing and is not compared with B.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ from kcdsl_backends.requests import Request
 MakeCertify = Callable[[Numerics, Numerics], Certify]
 """Returns the bounds for the numerics of train and infer."""
 OfLogits = Callable[[Array], float | None]
-"""From bounds [T, V] of |drift| of the logits, the most of the metric at any position; None where
-they give no bound of it."""
+"""Maps bounds [T, V] of |drift| of the logits to a bound of the metric at every position; None if
+it has none."""
 HEAD = "head"
 """The block whose output are the logits."""
 _MOST = 1e300
-"""Stands for a quotient by 0: a source that does nothing to a block that drifts."""
+"""Replaces a quotient by 0: a drift of a block that the source cannot change at all."""
 
 
 def certify_with(model: Model) -> MakeCertify:
@@ -75,8 +74,8 @@ def certify_with(model: Model) -> MakeCertify:
 
 
 def most_of(metric: str, temperature: Fraction) -> OfLogits:
-    """Return what bounds of the drift of the logits mean for a metric, by the bound chain
-    (docs/proofs/bound-chain.md); of a metric with two signs, for its size."""
+    """Return the map from bounds of the drift of the logits to a bound of a metric (of its
+    magnitude, if it is signed), by the bound chain (docs/proofs/bound-chain.md)."""
 
     def most(limits: Array) -> float | None:
         found = logit_bounds(RequestBounds(-limits, limits), temperature).get(metric)
@@ -95,12 +94,12 @@ def envelopes(
 ) -> tuple[Envelope, ...]:
     """Return the envelope of every source on every block that has one input [T, D].
 
-    `of_logits` says what a bound of the head's output means for the metric.
+    `of_logits` maps a bound of the head's output to a bound of the metric.
 
-    Raises Refusal (KC625) where a real hybrid, or infer itself, drifts beyond its bound.
+    Raises Refusal (KC625) if a real hybrid, or infer itself, drifts beyond its bound.
     """
     names = own_blocks(pair.model)
-    entering = {r.key: pair.model.all_block_inputs(list(r.tokens), names) for r in requests}
+    block_inputs = {r.key: pair.model.all_block_inputs(list(r.tokens), names) for r in requests}
     chosen = [s for s in (*players, None) if s != sources.ROUTING]
     found: list[Envelope] = []
     for done, source in enumerate(chosen, 1):
@@ -111,7 +110,7 @@ def envelopes(
         for name in names:
             rows = []
             for request in requests:
-                x = entering[request.key].get(name)
+                x = block_inputs[request.key].get(name)
                 if x is None:
                     continue
                 x = x.to(torch.float32)
@@ -121,14 +120,15 @@ def envelopes(
                     row = replace(row, metric=of_logits(np.asarray(bound.drift_bound, np.float64)))
                 rows.append(replace(row, source=source or ""))
             if rows and source is not None:
-                found.append(_together(rows))
+                found.append(_worst_row(rows))
         progress("envelopes", done, len(chosen))
     return tuple(found)
 
 
 def _alone(pair: Pair, source: str | None) -> tuple[BlockProgram | None, Numerics | None]:
-    """Return the kernel that has this source of infer (None: infer itself), and what it claims: no
-    kernel where none computes so or it is simulated, no claim where that has no meaning."""
+    """Return the kernel with this source alone from infer (None: infer itself) and its claimed
+    numerics. The kernel is None if none computes so or it is simulated, the numerics if they have
+    no meaning."""
     if source is None:
         return pair.infer, resolve(pair.infer_ref)
     if source == sources.BATCH:
@@ -152,7 +152,7 @@ def _compare(
     kernel: BlockProgram | None,
     bound: CertifiedBound,
 ) -> Envelope:
-    """Return what was measured of a block beside the bound of one source."""
+    """Return the measured drift of a block and the bound of one source."""
     limits = np.asarray(bound.drift_bound, dtype=np.float64)
     measured: float | None = None
     if kernel is not None:
@@ -169,20 +169,20 @@ def _compare(
     return replace(row, certified=float(limits.max()), ratio=float(min(ratios.max(), _MOST)))
 
 
-def _together(rows: Sequence[Envelope]) -> Envelope:
-    """Return one row for all requests: a request without a bound leaves none."""
-    open_ = next((row for row in rows if row.certified is None), None)
-    if open_ is not None:
-        return replace(open_, observed=max(row.observed for row in rows))
+def _worst_row(rows: Sequence[Envelope]) -> Envelope:
+    """Return one row for all requests, without a bound if one request has none."""
+    unbounded = next((row for row in rows if row.certified is None), None)
+    if unbounded is not None:
+        return replace(unbounded, observed=max(row.observed for row in rows))
     metrics = [row.metric for row in rows if row.metric is not None]
     return replace(
-        max(rows, key=_reach),
+        max(rows, key=_drift_to_bound),
         ratio=max(row.ratio or 0.0 for row in rows),
         metric=max(metrics) if len(metrics) == len(rows) else None,
     )
 
 
-def _reach(row: Envelope) -> float:
+def _drift_to_bound(row: Envelope) -> float:
     if not row.certified:
         return _MOST if row.observed else 0.0
     return row.observed / row.certified

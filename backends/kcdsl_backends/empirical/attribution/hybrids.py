@@ -32,7 +32,7 @@ Load = Callable[[KernelRef], Kernel]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both sides: how the contract describes them, the kernels themselves, and how others load."""
+    """Both sides: their descriptions in the contract, their kernels, and a loader of others."""
 
     train_ref: KernelRef
     infer_ref: KernelRef
@@ -53,9 +53,9 @@ class Hybrid:
 
 
 def hybrid(pair: Pair, taken: Collection[str]) -> Hybrid:
-    """Return the kernel with the sources `taken` from infer; both ends are the kernels themselves.
+    """Return the kernel with the sources `taken` from infer: train with none, infer with all.
 
-    Raises Refusal where no kernel computes so.
+    Raises Refusal if no kernel computes so.
     """
     own = frozenset(different(pair.train_ref, pair.infer_ref))
     chosen = frozenset(taken) & own
@@ -100,7 +100,7 @@ class InBatch:
     kernel: Kernel
 
     def block(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Return what the block makes of the states x [T, D]."""
+        """Return the output of the block for the states x [T, D]."""
         return self.kernel.block(name, torch.stack([x, x]))[0]
 
 
@@ -112,7 +112,7 @@ Outputs = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One request, what a kernel gave for it, and the experts that it chose."""
+    """One request, a kernel's outputs for it, and the experts that it chose."""
 
     request: Request
     outputs: Outputs
@@ -140,9 +140,9 @@ class Known(NotRun):
 class Batches:
     """Batches of requests: `size` at a time, in their order.
 
-    With `padding` the rows of a batch are filled up behind, with the token 0, to the longest: a
-    causal model cannot see it. Without it only requests of one length share a batch, and what is
-    missing of a batch is filled with further copies of its last request.
+    With `padding`, rows are padded at the end, with token 0, to the longest; a causal model does
+    not read padding. Without it only requests of one length share a batch, and a short batch is
+    filled with copies of its last request.
     """
 
     size: int
@@ -167,47 +167,46 @@ class Batches:
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
-    """A manner of running a kernel: in `batches` (None: alone), with `replayed` experts (None:
-    its own)."""
+class RunMode:
+    """How a kernel is run: in `batches` (None: alone), with `replayed` experts (None: its own)."""
 
     parts: tuple[str, ...]
     batches: Batches | None = None
     replayed: Mapping[str, Choices] | None = None
 
 
-def run_all(kernel: Kernel, requests: Sequence[Request], manner: Manner) -> Iterator[Ran]:
-    """Yield what the kernel gives for every request.
+def run_all(kernel: Kernel, requests: Sequence[Request], mode: RunMode) -> Iterator[Ran]:
+    """Yield the outputs of the kernel for every request.
 
-    Raises what the kernel raises, ValueError where it does not take batches, and Unreplayable
-    where its routers are not those that were recorded.
+    Raises the errors of the kernel, ValueError if it does not take batches, and Unreplayable if its
+    routers are not those that were recorded.
     """
-    if manner.batches is None:
+    if mode.batches is None:
         for request in requests:
             group = RequestBatch((request.length,), together=False)
-            outputs, choices = _call(kernel, [request], request.tokens, group, manner)
+            outputs, choices = _call(kernel, [request], request.tokens, group, mode)
             yield Ran(request, outputs, choices[0])
         return
-    for members in manner.batches.groups(requests):
-        rows = manner.batches.rows(members)
+    for members in mode.batches.groups(requests):
+        rows = mode.batches.rows(members)
         lengths = tuple(r.length for r in members)
         filled = (*lengths, *[lengths[-1]] * (len(rows) - len(members)))
-        outputs, choices = _call(kernel, members, rows, RequestBatch(filled, together=True), manner)
+        outputs, choices = _call(kernel, members, rows, RequestBatch(filled, together=True), mode)
         for index, request in enumerate(members):
             own = {name: out[index, : request.length] for name, out in outputs.items()}
             yield Ran(request, own, choices[index])
 
 
 def _call(
-    kernel: Kernel, members: Sequence[Request], ids: Any, group: RequestBatch, manner: Manner
+    kernel: Kernel, members: Sequence[Request], ids: Any, group: RequestBatch, mode: RunMode
 ) -> tuple[Outputs, tuple[Choices, ...]]:
     outputs: Outputs = {}
     choices: tuple[Choices, ...] = tuple(() for _ in group.lengths)
-    for part in manner.parts:
+    for part in mode.parts:
         recorder = Recorder(group)
         replay = None
-        if manner.replayed is not None:
-            known = [manner.replayed[r.key] for r in members]
+        if mode.replayed is not None:
+            known = [mode.replayed[r.key] for r in members]
             missing = len(group.lengths) - len(members)
             replay = RouterReplay(group, [*known, *[known[-1]] * missing])
         with torch.no_grad(), recorder, replay if replay is not None else nullcontext():
@@ -235,7 +234,7 @@ class Unreplayable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RequestBatch:
-    """The rows of one call: the lengths of the requests, padded behind to the longest.
+    """The rows of one call: the lengths of the requests, padded at the end to the longest.
 
     `together` False: a call with one request and without a dimension for the batch.
     """
@@ -244,7 +243,7 @@ class RequestBatch:
     together: bool
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Return [B, T, k] of what a router gave in this call."""
+        """Return the indices that a router gave in this call as [B, T, k]."""
         shape = (len(self.lengths), max(self.lengths), indices.shape[-1])
         if indices.numel() != shape[0] * shape[1] * shape[2]:
             raise Unreplayable(
@@ -255,7 +254,7 @@ class RequestBatch:
 
 
 class _Routers(TorchFunctionMode):
-    """Sees every choice of experts, and returns what is to be chosen."""
+    """Intercepts every choice of experts (`topk`) and may replace it."""
 
     def __init__(self, group: RequestBatch) -> None:
         super().__init__()
@@ -277,7 +276,7 @@ class _Routers(TorchFunctionMode):
 
 
 class Recorder(_Routers):
-    """Remembers the experts that every router chooses."""
+    """Records the experts that every router chooses."""
 
     def __init__(self, group: RequestBatch) -> None:
         super().__init__(group)
@@ -298,7 +297,7 @@ class Recorder(_Routers):
 class RouterReplay(_Routers):
     """Gives every router the experts that were recorded; padding keeps its own.
 
-    After the run, `finish` raises Unreplayable where routers were left over.
+    After the run, `finish` raises Unreplayable if fewer routers ran than were recorded.
     """
 
     def __init__(self, group: RequestBatch, recorded: Sequence[Choices]) -> None:
@@ -307,7 +306,7 @@ class RouterReplay(_Routers):
         self._next = 0
 
     def finish(self) -> None:
-        """Say that the run has ended."""
+        """Check that all recorded routers ran."""
         left = {len(choices) for choices in self._recorded} - {self._next}
         if left:
             raise Unreplayable(f"{self._next} routers ran, and {left.pop()} were recorded")

@@ -15,10 +15,10 @@ from kcdsl_backends.empirical.attribution.hybrids import (
     Choices,
     Hybrid,
     Known,
-    Manner,
     Outputs,
     Pair,
     Ran,
+    RunMode,
     equal_choices,
     hybrid,
     run_all,
@@ -31,9 +31,9 @@ from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.requests import Request
 
 FAILURES = (RuntimeError, ValueError, ArithmeticError, Refusal)
-"""Errors of a kernel that cannot run; a request of a hybrid that is not finite is one too."""
+"""Errors of a kernel that cannot run, or whose values are not finite."""
 HELD = 2**27
-"""Numbers of the training kernel's outputs that are kept (1 GiB); beyond, it is run again."""
+"""Number of output elements of the training kernel that are kept (1 GiB); others are run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,14 @@ class AttributedMetric:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Return what of a kernel is run."""
+        """Return the outputs to compute: "logits", "hidden", or both."""
         logits = ("logits",) if self.plan.needs_logits else ()
         return (*logits, *(("hidden",) if self.plan.needs_hidden else ()))
 
 
 @dataclass(frozen=True, slots=True)
 class Coalition:
-    """A hybrid: what it takes from infer, and its column or why it has none."""
+    """A hybrid: the sources that it takes from infer, and its column or the reason for none."""
 
     taken: tuple[str, ...]
     column: CoalitionColumn | None
@@ -71,9 +71,9 @@ class Coalition:
 class MeasuredCoalitions:
     """The columns of all coalitions.
 
-    `players` are the sources that differ, in the bits of the masks of `coalitions`; `missing` says
-    of other sources why there is nothing to attribute to them. `infer` is the column of infer
-    itself, `noise` that of a second run of train, None where it gave the same bits.
+    `players` are the sources that differ, by bit of the masks of `coalitions`; `missing` gives the
+    reason for each other source. `infer` is the column of infer itself, `noise` that of a second
+    run of train, None if it gave the same bits.
     """
 
     players: tuple[str, ...]
@@ -89,27 +89,27 @@ class MeasuredCoalitions:
 
 
 @dataclass(slots=True)
-class _Base:
-    """The outputs of the training kernel, kept where they fit."""
+class _TrainOutputs:
+    """The outputs of the training kernel, kept up to a total size."""
 
     subject: AttributedMetric
     held: dict[str, Outputs] = field(default_factory=dict)
     choices: dict[str, Choices] = field(default_factory=dict)
-    room: int = HELD
+    capacity: int = HELD
 
     def fill(self) -> None:
-        manner = Manner(self.subject.parts)
-        for ran in run_all(self.subject.pair.train, self.subject.requests, manner):
+        mode = RunMode(self.subject.parts)
+        for ran in run_all(self.subject.pair.train, self.subject.requests, mode):
             self.choices[ran.request.key] = ran.choices
             size = sum(out.numel() for out in ran.outputs.values())
-            if size <= self.room:
+            if size <= self.capacity:
                 self.held[ran.request.key] = ran.outputs
-                self.room -= size
+                self.capacity -= size
 
     def outputs(self, request: Request) -> Outputs:
         if request.key in self.held:
             return self.held[request.key]
-        again = run_all(self.subject.pair.train, [request], Manner(self.subject.parts))
+        again = run_all(self.subject.pair.train, [request], RunMode(self.subject.parts))
         return next(iter(again)).outputs
 
 
@@ -118,8 +118,8 @@ def measure(
 ) -> MeasuredCoalitions:
     """Run every coalition.
 
-    Raises Refusal (KC690) where one of both kernels does not give finite numbers for a request:
-    then there is no drift that could be split.
+    Raises Refusal (KC690) if the outputs of a kernel for a request are not finite: there is no
+    drift to split.
     """
     pair = subject.pair
     if not subject.requests:
@@ -128,11 +128,11 @@ def measure(
             "there are no requests, so nothing was measured that could be attributed",
             help="choose a slice that has requests",
         )
-    base = _Base(subject)
+    base = _TrainOutputs(subject)
     _or_refuse("train", base.fill)
     own = sources.different(pair.train_ref, pair.infer_ref)
     batches, no_batch = _usable_batches(subject)
-    chosen, last = _infer(subject, base, batches)
+    chosen, infer_column = _infer(subject, base, batches)
     no_routing = _why_no_routing(subject, base, chosen)
     missing = {
         source: why
@@ -140,33 +140,33 @@ def measure(
         if why is not None
     }
     players = (*own, *(s for s in (sources.BATCH, sources.ROUTING) if s not in missing))
-    itself = (Ran(r, base.outputs(r), ()) for r in subject.requests)
-    coalitions = {0: Coalition((), _column(subject, base, itself))}
+    train_runs = (Ran(r, base.outputs(r), ()) for r in subject.requests)
+    coalitions = {0: Coalition((), _column(subject, base, train_runs))}
     if players:
-        coalitions[(1 << len(players)) - 1] = Coalition(players, last)
+        coalitions[(1 << len(players)) - 1] = Coalition(players, infer_column)
     numeric = sum(1 << i for i, player in enumerate(players) if player in own)
     every = sorted(range(1 << len(players)), key=lambda mask: (mask & numeric, mask))
-    todo = [mask for mask in every if mask not in coalitions]  # those of one kernel in a row
+    todo = [mask for mask in every if mask not in coalitions]  # grouped by kernel
     loaded: tuple[frozenset[str], Hybrid] | None = None
     for done, mask in enumerate(todo, 1):
         taken = tuple(p for i, p in enumerate(players) if mask >> i & 1)
         wanted = frozenset(taken) & frozenset(own)
         try:
             if loaded is None or loaded[0] != wanted:
-                loaded = None  # let go of the kernel before the next is loaded
+                loaded = None  # free the kernel before the next is loaded
                 loaded = (wanted, hybrid(pair, wanted))
             experts = chosen if sources.ROUTING in taken else base.choices
-            manner = Manner(
+            mode = RunMode(
                 subject.parts,
                 batches if sources.BATCH in taken else None,
                 experts if any(base.choices.values()) else None,
             )
-            found = _column(subject, base, run_all(loaded[1].kernel, subject.requests, manner))
+            found = _column(subject, base, run_all(loaded[1].kernel, subject.requests, mode))
             coalitions[mask] = Coalition(taken, found, simulated=loaded[1].simulated)
         except FAILURES as error:
             coalitions[mask] = Coalition(taken, None, failure_words(error))
         progress("kernels between", done, len(todo))
-    return MeasuredCoalitions(players, coalitions, missing, last, _noise(subject, base))
+    return MeasuredCoalitions(players, coalitions, missing, infer_column, _noise(subject, base))
 
 
 def _usable_batches(subject: AttributedMetric) -> tuple[Batches | None, str | None]:
@@ -176,20 +176,20 @@ def _usable_batches(subject: AttributedMetric) -> tuple[Batches | None, str | No
         return None, "requests are run alone on both sides"
     first = list(next(iter(batches.groups(subject.requests))))
     try:
-        list(run_all(subject.pair.infer, first, Manner(subject.parts, batches)))
+        list(run_all(subject.pair.infer, first, RunMode(subject.parts, batches)))
     except FAILURES as error:
         return None, f"infer takes no batches: {failure_words(error)}"
     return batches, None
 
 
 def _infer(
-    subject: AttributedMetric, base: _Base, batches: Batches | None
+    subject: AttributedMetric, base: _TrainOutputs, batches: Batches | None
 ) -> tuple[dict[str, Choices], CoalitionColumn]:
     """Return the experts that infer chooses, and its column."""
     choices: dict[str, Choices] = {}
 
     def runs() -> Iterable[Ran]:
-        for ran in run_all(subject.pair.infer, subject.requests, Manner(subject.parts, batches)):
+        for ran in run_all(subject.pair.infer, subject.requests, RunMode(subject.parts, batches)):
             choices[ran.request.key] = ran.choices
             yield ran
 
@@ -199,9 +199,9 @@ def _infer(
 
 
 def _why_no_routing(
-    subject: AttributedMetric, base: _Base, chosen: Mapping[str, Choices]
+    subject: AttributedMetric, base: _TrainOutputs, chosen: Mapping[str, Choices]
 ) -> str | None:
-    """Return why the choice of experts is no source; None where both sides choose others."""
+    """Return why the choice of experts is no source; None if the sides choose different experts."""
     keys = [r.key for r in subject.requests]
     if not any(base.choices.values()):
         return "the model chooses no experts"
@@ -210,9 +210,9 @@ def _why_no_routing(
     return None
 
 
-def _column(subject: AttributedMetric, base: _Base, runs: Iterable[Ran]) -> CoalitionColumn:
-    """Return the column of a kernel; requests that repeat a prompt are one, with the values of
-    all, since copies say nothing of others."""
+def _column(subject: AttributedMetric, base: _TrainOutputs, runs: Iterable[Ran]) -> CoalitionColumn:
+    """Return the column of a kernel. Requests with the same tokens form one unit with the values of
+    all, since they are not independent."""
     values = {
         ran.request.key: values_between(
             subject, ran.request, base.outputs(ran.request), ran.outputs
@@ -230,9 +230,9 @@ def _column(subject: AttributedMetric, base: _Base, runs: Iterable[Ran]) -> Coal
 def values_between(
     subject: AttributedMetric, request: Request, train: Outputs, other: Outputs
 ) -> Array:
-    """Return the values of the metric for a request, of which both outputs are known.
+    """Return the values of the metric for a request from the outputs of both kernels.
 
-    Raises ValueError where it has none.
+    Raises ValueError if it has none.
     """
     unit = run_request(request, Known(train), Known(other), subject.plan, _no_block).unit
     why = unit.failure or unit.problems.get(subject.metric)
@@ -247,9 +247,9 @@ def _no_block(request: Request, block: str) -> Tensor:
     raise ValueError(f"{block} of {request.key} is not measured")
 
 
-def _noise(subject: AttributedMetric, base: _Base) -> CoalitionColumn | None:
-    """Return the column of a second run of train; None where every bit is that of the first."""
-    again = list(run_all(subject.pair.train, subject.requests, Manner(subject.parts)))
+def _noise(subject: AttributedMetric, base: _TrainOutputs) -> CoalitionColumn | None:
+    """Return the column of a second run of train; None if all bits equal those of the first."""
+    again = list(run_all(subject.pair.train, subject.requests, RunMode(subject.parts)))
     same = all(
         tensor_digest(out) == tensor_digest(base.outputs(ran.request)[name])
         for ran in again
@@ -270,7 +270,7 @@ def _or_refuse(side: str, work: Callable[[], None]) -> None:
 
 
 def failure_words(error: BaseException) -> str:
-    """Return the first line of what an error says."""
+    """Return the first line of the message of an error."""
     if isinstance(error, Refusal):
         return error.diagnostics[0].message
     lines = str(error).strip().splitlines()

@@ -58,7 +58,7 @@ class Split:
 
     @property
     def whole(self) -> bool:
-        """Say whether every order counted: then the shares are Shapley's."""
+        """Return whether every order counts; the shares are then Shapley's."""
         return self.orders == self.all_orders
 
 
@@ -100,8 +100,8 @@ def left_out(player: int, players: int, known: Iterable[int]) -> Coefficients | 
 def interaction(first: int, second: int, players: int, known: Iterable[int]) -> Coefficients | None:
     """Return the Shapley interaction index of two players (Grabisch and Roubens 1999).
 
-    It is what the pair adds beyond the sum of what each adds, averaged over what the others do: 0
-    where effects add up. None where a coalition is not known.
+    It is the gain of the pair beyond the sum of both single gains, averaged over the coalitions of
+    the others: 0 if effects are additive. None if a coalition is not known.
     """
     runs = frozenset(known)
     pair = 1 << first | 1 << second
@@ -124,14 +124,14 @@ def interaction(first: int, second: int, players: int, known: Iterable[int]) -> 
 
 
 def apply(coefficients: Coefficients, values: Mapping[int, float]) -> Fraction:
-    """Return the exact number that coefficients make of finite values."""
+    """Return the exact linear combination of finite values."""
     return sum(
         (factor * Fraction(values[mask]) for mask, factor in coefficients.items()), Fraction(0)
     )
 
 
 def merged(mask: int, groups: tuple[tuple[int, ...], ...]) -> int | None:
-    """Return a coalition as one of groups of players; None where a group is only partly in it."""
+    """Return a coalition of players as one of groups; None if a group is only partly in it."""
     found = 0
     for index, group in enumerate(groups):
         inside = [bool(mask >> player & 1) for player in group]
@@ -149,7 +149,7 @@ def _difference(first: int, second: int, runs: frozenset[int]) -> Coefficients |
 
 
 def _paths_from_nothing(players: int, runs: frozenset[int]) -> dict[int, int]:
-    """Return in how many orders each known coalition can be reached through known ones."""
+    """Count the orders in which each known coalition can be reached through known ones."""
     paths = {0: 1} if 0 in runs else {}
     for mask in sorted(runs - {0}):  # every coalition comes after those inside it
         before = (mask & ~(1 << p) for p in range(players) if mask >> p & 1)
@@ -160,7 +160,7 @@ def _paths_from_nothing(players: int, runs: frozenset[int]) -> dict[int, int]:
 
 
 def _paths_to_all(players: int, runs: frozenset[int]) -> dict[int, int]:
-    """Return in how many orders the others can join each known coalition."""
+    """Count the orders in which the others can join each known coalition."""
     full = (1 << players) - 1
     mirrored = frozenset(full & ~mask for mask in runs)
     return {full & ~m: count for m, count in _paths_from_nothing(players, mirrored).items()}
@@ -181,7 +181,7 @@ _QUANTILES = {
 }
 _RESAMPLES = 1999
 _BEYOND = 10
-"""Requests that must lie beyond a percentile for resampling to show how it varies."""
+"""Number of requests beyond a percentile that resampling needs to show its variation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class CoalitionColumn:
     worst: Array
 
     def equals(self, other: CoalitionColumn) -> bool:
-        """Say whether every request gave the same."""
+        """Return whether every request has the same values."""
         return all(
             np.array_equal(one, two)
             for one, two in (
@@ -212,18 +212,18 @@ def column(values: Sequence[Array], better: str, what: str) -> CoalitionColumn:
     if not values:
         raise NotMeasurable(f"{what}: there are no requests")
     arrays = [check_values(v, what) for v in values]
-    least = min if better == "higher" else max
+    worst = min if better == "higher" else max
     return CoalitionColumn(
         np.array([math.fsum(a) for a in arrays]),
         np.array([float(a.size) for a in arrays]),
-        np.array([float(least(a)) for a in arrays]),
+        np.array([float(worst(a)) for a in arrays]),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The columns of all coalitions that ran; every one is about the same n requests in the same
-    order, so that they are resampled together."""
+    """The columns of all coalitions that ran. All have the same n requests in the same order, so
+    that they are resampled together."""
 
     statistic: Statistic
     better: str
@@ -249,7 +249,7 @@ class Table:
         return quantile_rank(n, _QUANTILES[self.statistic])
 
     def limited(self) -> str | None:
-        """Return why no interval can be given; None where one can."""
+        """Return why there is no interval; None if there is one."""
         n = self.requests
         if n < FEWEST_CLUSTERS:
             return f"{n} requests say too little; intervals need {FEWEST_CLUSTERS}"
@@ -262,8 +262,8 @@ class Table:
         return None
 
     def parts(self, coefficients: Coefficients) -> Array:
-        """Return by request what a set of coefficients makes of the sums, [n]; exactly 0 where
-        coalitions of opposite coefficients have the same sums."""
+        """Return the linear combination of the sums by request, [n]; exactly 0 if coalitions of
+        opposite coefficients have the same sums."""
         sizes = {abs(factor) for factor in coefficients.values()}
         total = np.zeros(self.requests)
         for size in sorted(sizes):
@@ -280,10 +280,10 @@ class Table:
         parts: dict[int, list[Array]] = {mask: [] for mask in self.columns}
         for drawn in resamples(self.requests, seed, count):
             for mask, found in self.columns.items():
-                parts[mask].append(self._drawn(found, drawn))
+                parts[mask].append(self._resample_values(found, drawn))
         return {mask: np.concatenate(found) for mask, found in parts.items()}
 
-    def _drawn(self, found: CoalitionColumn, drawn: NDArray[np.int64]) -> Array:
+    def _resample_values(self, found: CoalitionColumn, drawn: NDArray[np.int64]) -> Array:
         if self.statistic == "mean":
             sums: Array = found.sums[drawn].sum(axis=1) / found.counts[drawn].sum(axis=1)
             return sums
@@ -296,10 +296,10 @@ class Table:
 def intervals(
     table: Table, columns: Mapping[str, Mapping[str, Coefficients]], seed: int
 ) -> dict[str, dict[str, EstimatedNumber]]:
-    """Return what each set of coefficients makes of the table, column by column.
+    """Return each linear combination of coalition values with its interval, column by column.
 
-    The limits of one column, two of each number, share 5 % of error. A number that is 0 on every
-    request, such as that of a source without any effect, has no width.
+    The limits of one column, two of each number, share 5 % of error. The interval of a number that
+    is 0 on every request, as of a source without effect, is [0, 0].
     """
     values = table.values()
     found: dict[str, dict[str, EstimatedNumber]] = {}
@@ -324,15 +324,17 @@ def _limits(
     if table.limited() is not None:
         return dict.fromkeys(numbers, (None, None))
     if table.statistic == "mean":
-        return {key: _of_mean(table, own, confidence, seed) for key, own in numbers.items()}
+        return {key: _limits_of_mean(table, own, confidence, seed) for key, own in numbers.items()}
     count = resamples_needed(confidence.divided(2), _RESAMPLES)
     if count is None:
         return dict.fromkeys(numbers, (None, None))
     drawn = table.resampled(seed, count)
-    return {key: _of_draws(own, values, drawn, confidence) for key, own in numbers.items()}
+    return {key: _limits_of_draws(own, values, drawn, confidence) for key, own in numbers.items()}
 
 
-def _of_mean(table: Table, coefficients: Coefficients, confidence: Confidence, seed: int) -> Limits:
+def _limits_of_mean(
+    table: Table, coefficients: Coefficients, confidence: Confidence, seed: int
+) -> Limits:
     """Return the limits of a sum of means over the same tokens, which is one such mean."""
     parts = table.parts(coefficients)
     if not parts.any():
@@ -342,7 +344,7 @@ def _of_mean(table: Table, coefficients: Coefficients, confidence: Confidence, s
     return found.low, found.high
 
 
-def _of_draws(
+def _limits_of_draws(
     coefficients: Coefficients,
     values: Mapping[int, float],
     drawn: Mapping[int, Array],

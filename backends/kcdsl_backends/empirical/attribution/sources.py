@@ -1,8 +1,8 @@
-"""The sources of drift, and the kernels between train and infer that take some of them over.
+"""The sources of drift, and kernels with some sources of infer and the others of train.
 
-The paper splits drift into operator, precision, batch and routing. What a served model stores and
-sends in few bits is another decision than the format that it computes in, with another owner, so
-`precision` has three sources here; the four terms are formed from the same runs.
+The paper splits drift into operator, precision, batch and routing. The quantisation of weights and
+of activations is chosen independently of the compute format, so `precision` has three sources here;
+the four terms are formed from the same runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TERMS = {
 
 @dataclass(frozen=True, slots=True)
 class SourceSetting:
-    """One source as it is on both sides, in words."""
+    """The setting of one source on each side, in words."""
 
     source: str
     train: str
@@ -47,7 +47,7 @@ class SourceSetting:
 
 
 def settings(train: KernelRef, infer: KernelRef) -> tuple[SourceSetting, ...]:
-    """Return what the kernels' own sources are on both sides, equal ones included.
+    """Return the settings of the kernels' own sources on both sides, equal ones included.
 
     Raises Refusal (KC463) for numerics that cannot be resolved.
     """
@@ -63,17 +63,18 @@ def settings(train: KernelRef, infer: KernelRef) -> tuple[SourceSetting, ...]:
 def different(train: KernelRef, infer: KernelRef) -> tuple[str, ...]:
     """Return the kernels' own sources that are not equal on both sides.
 
-    `casts` and the claims of an attention program that is the same on both sides are no source:
-    they say what is promised, and change nothing that is run.
+    `casts`, and the claims of an attention program that both sides run, are no source: they are
+    claims and do not change the program.
     """
     a, b = resolve(train), resolve(infer)
     formats = [(n.compute, n.accumulate, n.results, n.tensor_core) for n in (a, b)]
     unequal = {
         OPERATOR: (train.run, train.folder) != (infer.run, infer.folder),
         PRECISION: formats[0] != formats[1],
-        WEIGHTS: stored(a) != stored(b) or _named(a, WEIGHTS) != _named(b, WEIGHTS),
+        WEIGHTS: stored(a) != stored(b)
+        or _override_sections(a, WEIGHTS) != _override_sections(b, WEIGHTS),
         ACTIVATIONS: a.activations != b.activations
-        or _named(a, ACTIVATIONS) != _named(b, ACTIVATIONS),
+        or _override_sections(a, ACTIVATIONS) != _override_sections(b, ACTIVATIONS),
     }
     return tuple(source for source, differs in unequal.items() if differs)
 
@@ -83,9 +84,9 @@ def stored(numerics: Numerics) -> Weights | None:
     return None if numerics.weights in plain_weights(numerics) else numerics.weights
 
 
-def _named(numerics: Numerics, source: str) -> dict[str, Weights | Activations]:
-    """Return what overrides say of weights or of activations, by their patterns; nothing where that
-    is what the kernel has for all linears."""
+def _override_sections(numerics: Numerics, source: str) -> dict[str, Weights | Activations]:
+    """Return the weights or activations of overrides, by pattern; none if all equal those of the
+    kernel."""
     own = numerics.weights if source == WEIGHTS else numerics.activations
     found = {
         each.pattern: each.weights if source == WEIGHTS else each.activations
@@ -97,9 +98,9 @@ def _named(numerics: Numerics, source: str) -> dict[str, Weights | Activations]:
 def mixed(train: KernelRef, infer: KernelRef, taken: Collection[str]) -> KernelRef:
     """Return the kernel that has the sources `taken` from infer and all others from train.
 
-    Where its program and its formats come from different sides, what attention stores is what that
-    program stores in these formats, and `casts` is the weaker of both promises: both are claims
-    that the kernel between them keeps. Raises Refusal (KC463) for a combination without a meaning.
+    If its program and its formats come from different sides, attention stores what that program
+    stores in these formats, and `casts` is the weaker of both claims: the mixed kernel satisfies
+    both. Raises Refusal (KC463) for a combination without a meaning.
     """
     own = different(train, infer)
     chosen = frozenset(taken) & frozenset(own)
@@ -146,7 +147,10 @@ def _overrides(weights: Numerics, activations: Numerics, compute: str) -> dict[s
 
     Raises Refusal (KC463) where the sides name different linears.
     """
-    stored, entering = _named(weights, WEIGHTS), _named(activations, ACTIVATIONS)
+    stored, entering = (
+        _override_sections(weights, WEIGHTS),
+        _override_sections(activations, ACTIVATIONS),
+    )
     if stored and entering and stored.keys() != entering.keys():
         raise refuse(
             codes.NUMERICS,
@@ -166,7 +170,7 @@ def _overrides(weights: Numerics, activations: Numerics, compute: str) -> dict[s
 
 
 def _byte_sums(program: Numerics, weights: Numerics, activations: Numerics) -> str:
-    """Return how the program sums bytes, where both sides of its products are its own."""
+    """Return the byte sums of the program if weights and activations are its own, else "wide"."""
     known = program.weights == weights.weights and program.activations == activations.activations
     known = known and program.overrides == weights.overrides == activations.overrides
     return program.byte_sums if known else "wide"
@@ -188,19 +192,19 @@ def _precision(numerics: Numerics) -> str:
 def _weights(numerics: Numerics) -> str:
     found = stored(numerics)
     if found is None:
-        return "as computed" + _beside(numerics, WEIGHTS)
+        return "as computed" + _override_count(numerics, WEIGHTS)
     words = found.format if found.scale == "none" else f"{found.format} {found.scale}"
-    return words + _beside(numerics, WEIGHTS)
+    return words + _override_count(numerics, WEIGHTS)
 
 
 def _activations(numerics: Numerics) -> str:
     found = numerics.activations
     words = "as computed" if found.format == "none" else f"{found.format} {found.scale}"
-    return words + _beside(numerics, ACTIVATIONS)
+    return words + _override_count(numerics, ACTIVATIONS)
 
 
-def _beside(numerics: Numerics, source: str) -> str:
-    """Say how many overrides differ from what the kernel has."""
+def _override_count(numerics: Numerics, source: str) -> str:
+    """Return, in words, how many overrides differ from the kernel's own setting."""
     own = numerics.weights if source == WEIGHTS else numerics.activations
-    count = sum(section != own for section in _named(numerics, source).values())
+    count = sum(section != own for section in _override_sections(numerics, source).values())
     return f", {count} override{'s' * (count > 1)}" if count else ""

@@ -1,4 +1,4 @@
-"""Two roads to one number: the drift measured on real kernels stays below the certified bound."""
+"""Comparison of the drift measured on real kernels with its certified bound, block by block."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Certify = Callable[[str, Tensor], CertifiedBound]
 
 
 LENGTHS, EACH = 8, 4
-"""Lengths, and requests of each, on which a block is compared that no clause measures."""
+"""Numbers of lengths, and of requests of each, compared for a block that no clause measures."""
 
 
 def compared_requests(requests: Sequence[Request]) -> list[Request]:
@@ -68,10 +68,10 @@ def compare_request(
     block_input: BlockInput,
     certify: Certify,
 ) -> BlockComparison:
-    """Compare one block on what enters it for one request.
+    """Compare measured and certified drift of one block on its input for one request.
 
-    Raises Refusal (KC625) where any element of the measured drift is above its certified bound or
-    is not a number.
+    Raises Refusal (KC625) if an element of the measured drift is above its certified bound or is
+    not a number.
     """
     x = block_input(request, block).to(torch.float32)
     with torch.no_grad():
@@ -101,7 +101,7 @@ def compare_request(
 
 
 def summarise(block: str, found: Sequence[BlockComparison]) -> CrossCheck:
-    """Summarise the comparisons of one block; the named request is the one with least room."""
+    """Summarise the comparisons of one block; the named request has the least slack."""
     closest = min(found, key=lambda c: c.tightness if c.tightness is not None else np.inf)
     return CrossCheck(
         block,

@@ -20,14 +20,14 @@ from kcdsl_backends.requests import Request
 
 BLOCK = "model"
 _PER_SECOND = 5e8
-"""Multiplications a second that a first estimate assumes: a slow core."""
+"""Multiplications per second, of a slow core, for the first estimate of the time."""
 _EMPTY = np.empty((0, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class PassEffort:
-    """How many reverse passes are made: those that a remainder is worth to kernels that round to
-    `grain` or coarser. `share` is about the time that it takes, of what all passes take."""
+    """Which reverse passes are made: those that are needed for kernels whose unit roundoff is
+    `grain` or larger. `share` is the approximate share of the time of all passes."""
 
     words: str
     grain: float
@@ -38,12 +38,12 @@ EFFORTS = (
     PassEffort("affine forms with fewer reverse passes", 2.0**-13, 0.4),
     PassEffort("affine forms", 0.0, 1.0),
 )
-"""Any reverse pass may be left out: it only lowers a bound that holds without it."""
+"""Any reverse pass may be left out: the bound holds without it and is only larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class AffineBound:
-    """Bounds the block `model` request by request; graphs and weights are kept in the workshop."""
+    """Bounds the block `model` request by request; graphs and weights are kept in the factory."""
 
     factory: ProblemFactory
     train_runs: str
@@ -52,7 +52,7 @@ class AffineBound:
     """Multiplications of a request of one token; they grow with the square of its length."""
 
     def __post_init__(self) -> None:
-        """Count the work once: every request asks for it."""
+        """Compute the work once for all requests."""
         checkpoint = self.factory.model.checkpoint
         shapes = [checkpoint.shape(key) for key in checkpoint.tensors]
         widest = max((size for shape in shapes for size in shape), default=1)
@@ -60,7 +60,7 @@ class AffineBound:
 
     @property
     def numerics(self) -> Mapping[str, str]:
-        """Return in words what both kernels claim."""
+        """Return the claimed numerics of both kernels in words."""
         return {
             "train": _in_words(self.train_runs, self.factory.train),
             "infer": _in_words(self.infer_runs, self.factory.infer),
@@ -68,11 +68,11 @@ class AffineBound:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Return by what it bounds, the cheapest first."""
+        """Return the names of the domains, the cheapest first."""
         return tuple(effort.words for effort in EFFORTS)
 
     def cost(self, request: Request, domain: int) -> float:
-        """Return the expected seconds: a pass back through all weights for every output."""
+        """Return the expected seconds: a reverse pass through all weights for every output."""
         return EFFORTS[domain].share * self._work * request.length**2 / _PER_SECOND
 
     def bound(self, request: Request, domain: int) -> RequestBounds:

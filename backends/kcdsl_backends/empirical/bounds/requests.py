@@ -1,9 +1,9 @@
-"""Certified bounds of the metrics of single requests, beside what was measured of them.
+"""Certified bounds of the metrics of single requests, and their comparison with measured values.
 
 A bound of the drift of the logits, token by token, holds for every run of kernels with the claimed
-numerics. The bound chain (docs/proofs/bound-chain.md) makes of it a bound of every divergence at
-every position. What was measured must lie below: else a kernel does not compute as it claims, or
-the bound is wrong, and nothing that was measured can be trusted (KC625).
+numerics. The bound chain (docs/proofs/bound-chain.md) turns it into a bound of every divergence at
+every position. A measured value must lie below its bound: else a kernel does not compute as it
+claims, or the bound is wrong, and no measurement can be trusted (KC625).
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from kcdsl_backends.empirical.table.requirements import norm_name
 from kcdsl_backends.requests import Request
 
 LOWER_BOUNDS = frozenset({"top1_overlap", "jaccard1", "stable_fraction"})
-"""Metrics of which the bound is a lower one; all others are bounded from above."""
+"""Metrics that are bounded from below; all others are bounded from above."""
 MAGNITUDES = frozenset({"log_ratio", "k1"})
-"""Signed metrics whose size is bounded."""
+"""Signed metrics whose magnitude is bounded."""
 RELATIVE, ABSOLUTE = 1e-5, 1e-12
-"""How far the rounding of a measurement may lie beyond a bound: what docs/reference/metrics.md
-states of the fused pass, ten times."""
+"""Tolerances for the rounding of a measured value beyond its bound: ten times those that
+docs/reference/metrics.md states of the fused pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestBounds:
-    """Bounds of infer - train, float64 of the shape of the outputs; or `reason`, why none."""
+    """Bounds of infer - train, float64 of the shape of the outputs; or the `reason` for none."""
 
     low: Array
     high: Array
     reason: str | None = None
 
     def meet(self, other: RequestBounds) -> RequestBounds:
-        """Return what both bounds leave. Raises AssertionError where that is nothing."""
+        """Return the intersection with other bounds. Raises AssertionError if it is empty."""
         low, high = np.maximum(self.low, other.low), np.minimum(self.high, other.high)
         if not bool((low <= high).all()):
             raise AssertionError("two certified bounds of one drift exclude each other")
@@ -56,12 +56,12 @@ class ModelBound(Protocol):
 
     @property
     def numerics(self) -> Mapping[str, str]:
-        """Return in words what both kernels claim: `train` and `infer`."""
+        """Return the claimed numerics of both kernels in words: `train` and `infer`."""
         ...
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Return in words by what it bounds, the cheapest first and the sharpest last."""
+        """Return the names of the domains, the cheapest first and the sharpest last."""
         ...
 
     def cost(self, request: Request, domain: int) -> float:
@@ -78,8 +78,8 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """Every request has a unit: with values, or with the reason why there are none. `domains` says
-    of every request that has values which is the sharpest domain that they come from."""
+    """One unit for every request: bounds, or the reason why there are none. `domains` names, for
+    every request with bounds, the sharpest domain that they come from."""
 
     units: dict[str, SamplingUnit] = field(default_factory=dict)
     domains: dict[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def certify(
     """Bound requests until `seconds` are spent: those of least cost first, and all of them in the
     cheapest domain before any in a sharper one, unless there is time for all in the sharpest.
 
-    What would not end in time is not begun. Bounds of several domains are met.
+    A bound that would not end in time is not begun. Bounds of several domains are intersected.
     """
     search = _Search(model, clock, clock() + seconds, seconds)
     order = sorted(requests, key=lambda r: (r.length, r.key))
@@ -124,24 +124,25 @@ def certify(
 
 @dataclass(slots=True)
 class _Search:
-    """What was bounded so far; `ends` is when the time is over."""
+    """The bounds found so far; `deadline` is a time of `clock`."""
 
     model: ModelBound
     clock: Clock
-    ends: float
+    deadline: float
     seconds: float
     boxes: dict[str, RequestBounds] = field(default_factory=dict)
     domains: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
     def bound(self, request: Request, level: int, slower: float | None) -> float | None:
-        """Bound a request if that ends in time; return how much slower than expected it went.
+        """Bound a request if that ends in time; return the largest ratio of actual to expected
+        time.
 
-        `slower` is what was returned for those before in the same domain; None before any.
+        `slower` is the ratio returned for the request before in the same domain; None before any.
         """
         key, cost = request.key, self.model.cost(request, level)
         before = self.clock()
-        left, expected = self.ends - before, cost * (1.0 if slower is None else slower)
+        left, expected = self.deadline - before, cost * (1.0 if slower is None else slower)
         if expected > left:
             self.reasons[key] = (
                 f"it would take about {quantity(float(f'{expected:.2g}'), 's', 2)}, and "
@@ -162,7 +163,7 @@ class _Search:
 def state_bounds(box: RequestBounds) -> dict[str, Array]:
     """Return bounds of the drift of hidden states [T, D], one for each position."""
     size = np.maximum(np.abs(box.low), np.abs(box.high))
-    return {"hidden_linf": size.max(axis=1), "hidden_l2": _length(size)}
+    return {"hidden_linf": size.max(axis=1), "hidden_l2": _row_norms(size)}
 
 
 def logit_bounds(box: RequestBounds, temperature: Fraction) -> dict[str, Array]:
@@ -177,7 +178,7 @@ def _row(low: Array, high: Array, temperature: Fraction) -> dict[str, float]:
     intervals = list(zip(low.tolist(), high.tolist(), strict=True))
     s = inequalities.span_from_intervals(intervals, temperature)
     size = np.maximum(np.abs(low), np.abs(high))
-    length = float(_length(size[None])[0])
+    length = float(_row_norms(size[None])[0])
     kl, chi2, tv = (inequalities.bound(name, s) for name in ("kl", "chi2", "tv"))
     return {
         "logit_linf": float(size.max()),
@@ -219,7 +220,7 @@ def _of_one_token(s: float) -> dict[str, float]:
     }
 
 
-def _length(size: Array) -> Array:
+def _row_norms(size: Array) -> Array:
     found: Array = np.sqrt((size * size).sum(axis=1)) * (1 + 2.0**-40)
     return found
 
@@ -229,9 +230,9 @@ def _up(value: float) -> float:
 
 
 def agreement_bounds(margins: Array, unit: SamplingUnit) -> dict[str, Array]:
-    """Return bounds of what a change of the most likely token makes, one for each position.
+    """Return bounds of the metrics of the most likely token, one for each position.
 
-    It cannot change where the margin of the training kernel exceeds the bound of the span.
+    The token cannot change where the margin of the training kernel exceeds the bound of the span.
     """
     stable = (margins > unit.values["logit_span"]).astype(np.float64)
     return {
@@ -243,7 +244,7 @@ def agreement_bounds(margins: Array, unit: SamplingUnit) -> dict[str, Array]:
 
 
 def check_measured(key: str, measured: Mapping[str, Array], certified: SamplingUnit) -> None:
-    """Refuse (KC625) where a measured value lies above its bound, or is not a number."""
+    """Raise Refusal (KC625) if a measured value is beyond its bound or is not a number."""
     for name in sorted(measured.keys() & certified.values.keys()):
         limit, value = certified.values[name], measured[name]
         if limit.shape != value.shape:
@@ -275,7 +276,7 @@ def check_measured(key: str, measured: Mapping[str, Array], certified: SamplingU
 
 
 def compared_name(block: str) -> str:
-    """Return the name under which the largest measured and certified drift of a block stand."""
+    """Return the name of the pair (largest measured drift, largest certified drift) of a block."""
     return f"compared[{block}]"
 
 
@@ -291,11 +292,10 @@ def certified_units(
     progress: Callable[[int, int], None] = lambda done, total: None,
     clock: Clock = time.monotonic,
 ) -> tuple[dict[str, SamplingUnit], dict[str, Any]]:
-    """Return the bounds of every request that ran, and of which numerics they speak.
+    """Return the bounds of every request that ran, and the description of their numerics.
 
-    `model` bounds the whole model within `seconds`, None where that is not sought; `comparisons`
-    holds what was compared of each block. Raises Refusal (KC625) where a measured value lies above
-    its bound.
+    `model` bounds the whole model within `seconds`, None for no such bounds; `comparisons` holds
+    the comparisons by block. Raises Refusal (KC625) if a measured value is beyond its bound.
     """
     certificates = Certificates()
     if model is not None and seconds > 0:
@@ -324,11 +324,11 @@ def certified_units(
                 norm_name(block, "span"): np.array([2.0 * item.certified]),
             }
             found[item.request] = replace(unit, values={**unit.values, **values})
-    return found, _about(model, seconds, certificates)
+    return found, _description(model, seconds, certificates)
 
 
-def _about(model: ModelBound | None, seconds: float, found: Certificates) -> dict[str, Any]:
-    """Return of which numerics the bounds speak, and which domain bounded which requests."""
+def _description(model: ModelBound | None, seconds: float, found: Certificates) -> dict[str, Any]:
+    """Return the numerics that the bounds hold for, and which domain bounded which requests."""
     if model is None:
         return {"reason": "no certified bounds of the whole model were sought"}
     about: dict[str, Any] = {"numerics": dict(model.numerics), "seconds": seconds}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kcdsl_backends.empirical.attribution import measurement
-from kcdsl_backends.empirical.attribution.hybrids import Batches, Manner, run_all
+from kcdsl_backends.empirical.attribution.hybrids import Batches, RunMode, run_all
 from kcdsl_backends.empirical.attribution.measurement import measure
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from tests.support.attributions import (
@@ -31,8 +31,8 @@ REQUESTS = some_requests(7)
 @pytest.mark.parametrize("size", [2, 3, 16])
 def test_a_request_has_its_own_rows_whatever_the_batch(size: int, padding: bool) -> None:
     kernel = pair_of(small_model(), EAGER, EAGER).train
-    manner = Manner(("logits", "hidden"), Batches(size, padding))
-    found = {ran.request.key: ran.outputs for ran in run_all(kernel, REQUESTS, manner)}
+    mode = RunMode(("logits", "hidden"), Batches(size, padding))
+    found = {ran.request.key: ran.outputs for ran in run_all(kernel, REQUESTS, mode)}
     assert sorted(found) == sorted(r.key for r in REQUESTS)
     for request in REQUESTS:
         for part, function in (("logits", kernel.logits), ("hidden", kernel.hidden)):
@@ -50,7 +50,7 @@ def test_rows_are_run_together() -> None:
 
     inner = pair_of(small_model(), EAGER, EAGER).train
     assert isinstance(inner, TorchKernel)
-    list(run_all(Changed(inner, watch), REQUESTS, Manner(("logits",), Batches(3, padding=True))))
+    list(run_all(Changed(inner, watch), REQUESTS, RunMode(("logits",), Batches(3, padding=True))))
     assert [rows for rows, _ in seen] == [3, 3, 3]
 
 
@@ -85,17 +85,17 @@ def test_outputs_that_are_not_kept_are_run_again(monkeypatch: pytest.MonkeyPatch
     pair = pair_of(small_model(), EAGER, ref("torch.sdpa.math", "bfloat16"))
     subject = subject_of(pair, REQUESTS)
     kept = measure(subject)
-    monkeypatch.setattr(measurement._Base, "fill", _without_room)
+    monkeypatch.setattr(measurement._TrainOutputs, "fill", _without_room)
     again = measure(subject)
     for mask, column in kept.columns.items():
         assert column.sums.tolist() == again.columns[mask].sums.tolist()
 
 
-_FILL = measurement._Base.fill
+_FILL = measurement._TrainOutputs.fill
 
 
 def _without_room(base: Any) -> None:
-    base.room = 0
+    base.capacity = 0
     _FILL(base)
     assert base.held == {}
 
