@@ -20,9 +20,9 @@ from kcdsl.verdict.model import Held, InvalidEvidence
 from kcdsl_backends.empirical.diagnoses import reference
 from kcdsl_backends.empirical.diagnoses.alignment import (
     deviating_run,
-    reach,
     swapped_sides,
     token_equality,
+    visibility,
 )
 from kcdsl_backends.empirical.diagnoses.kernels import _masks
 from kcdsl_backends.empirical.diagnoses.model import (
@@ -86,10 +86,10 @@ def test_a_future_that_is_seen_is_a_wrong_mask_of_kernels_that_claim_numerics(cl
     def whole(tokens: list[int]) -> torch.Tensor:
         return causal(tokens) + table[tokens].sum(0)
 
-    found = reach(probe(lambda x: x, 16), (causal, whole), 1.0, claim=(True, claims))
+    found = visibility(probe(lambda x: x, 16), (causal, whole), 1.0, claim=(True, claims))
     assert "infer sees token" in found.detail
     assert found.explains == claims
-    other = reach(probe(lambda x: x, 16), (whole, causal), 1.0, claim=(True, claims))
+    other = visibility(probe(lambda x: x, 16), (whole, causal), 1.0, claim=(True, claims))
     assert "train sees token" in other.detail
     assert other.explains
 
@@ -397,7 +397,7 @@ def test_a_block_that_gives_no_numbers_is_not_counted_among_those_that_compute_a
     some: Any = localise(at, (own, two), found)
     assert every.blocks == sound.blocks == len(found.blocks())
     assert some.blocks == len(found.blocks()) - 2
-    assert some.strayed == ()
+    assert some.deviating == ()
     assert localise(at, (own, all_), found) is None
 
 
@@ -417,8 +417,8 @@ def test_a_block_that_goes_wrong_late_in_a_long_request_is_found() -> None:
     late: Any = Late()
     logits = own.logits(request.tokens)[:POSITIONS].double()
     at = Probe(request, logits, logits, (True, True))
-    strayed: Any = localise(at, (own, late), found)
-    assert {stray.block for stray in strayed.strayed} == set(found.blocks())
+    localised: Any = localise(at, (own, late), found)
+    assert {found_block.block for found_block in localised.deviating} == set(found.blocks())
 
 
 def test_long_requests_are_compared_on_as_many_rows_as_memory_should_hold(

@@ -76,7 +76,7 @@ def hybrid(pair: Pair, taken: Collection[str]) -> Hybrid:
 
 
 def _simulates(ref: KernelRef, numerics: Numerics, model: Model) -> bool:
-    """Say whether an adapter that quantises no activations is to run with quantised ones."""
+    """Return whether an adapter that quantises no activations is to run with quantised ones."""
     adapter = ADAPTERS.get(ref.run)
     if numerics.overrides or adapter is None or not model.built_in:
         return False
@@ -328,7 +328,7 @@ class RouterReplay(_Routers):
 
 
 def equal_choices(first: Sequence[Choices], second: Sequence[Choices]) -> bool:
-    """Say whether both sides chose the same experts for every token, in any order of preference."""
+    """Return whether both sides chose the same experts, in any order, for every token."""
     return all(
         len(a) == len(b)
         and all(

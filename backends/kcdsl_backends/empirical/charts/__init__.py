@@ -1,7 +1,8 @@
-"""The data of the charts: from the values of requests to small arrays, whatever their number.
+"""The data of the charts: small arrays computed from the values of any number of requests.
 
-Pure functions. Every count has its number of units beside it; edges are stated. What is not finite
-is left out and counted. `kcdsl.verdict.html` draws what stands here and computes nothing.
+Pure functions. Every count comes with its number of units, every histogram with its edges. Values
+that are not finite are left out and counted. `kcdsl.verdict.html` draws these data and computes
+nothing.
 """
 
 from kcdsl_backends.empirical.charts.report import charts_of

@@ -1,7 +1,7 @@
 """All charts of one evaluation.
 
-Charts of slices speak of their units, the others of every token once: of all requests, or, where
-rollouts are units by their prompts and slices cut prompts apart, of the slice with most tokens.
+Charts of slices show their units. The others count every token once: those of all requests or, if
+units are prompts that slices may split, those of the slice with most tokens.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from kcdsl_backends.empirical.table.evidence import (
 from kcdsl_backends.empirical.table.requirements import metrics_of, prompts_are_units
 
 SLICES, METRICS, PAIRS = 12, 12, 200
-"""The most slices, metrics, and pairs of measured and certified drift that are drawn."""
-_BY = {False: ("kl", "logit_linf"), True: ("hidden_linf", "embedding_l2")}
-_BY_SAMPLED = ("k3", "log_ratio")
-"""Drifts shown where no whole distribution was seen: the first of these that there is."""
+"""Largest numbers of slices, metrics, and pairs of measured and certified drift that are drawn."""
+_DRIFTS = {False: ("kl", "logit_linf"), True: ("hidden_linf", "embedding_l2")}
+_SAMPLED_DRIFTS = ("k3", "log_ratio")
+"""Drifts shown if no whole distribution was read: the first of these that has values."""
 _CURVES = {1: "top1_overlap", 5: "top5_overlap"}
 _CERTIFIED = ("kl", "tv", "logit_linf", "logit_span", "hidden_linf")
 _RATIO = "log_ratio"
@@ -141,7 +141,7 @@ def _metrics(
     evidence: EvidenceTable,
     measures: Mapping[str, MetricDefinition],
 ) -> list[str]:
-    """Return what clauses ask for and the usual drifts, as far as requests have values of them."""
+    """Return the metrics of clauses and the usual drifts, if a request has values of them."""
     usual = SUMMARY_METRICS[evidence.encoder]
     clauses = {name for clause in evidence.program.clauses for name in metrics_of(clause.require)}
     asked = sorted(evidence.measured & clauses - set(usual))
@@ -157,7 +157,7 @@ def _worst(units: Sequence[SamplingUnit], name: str, higher: bool) -> Array:
 
 
 def _signed(name: str) -> bool:
-    """Say whether both signs of a metric are bad, so that its size is what drifts."""
+    """Return whether both signs of a metric are bad, so that its magnitude is drawn."""
     return name in DEFINITIONS and DEFINITIONS[name].signed
 
 
@@ -187,7 +187,7 @@ def _limits(name: str, results: Sequence[ClauseResult]) -> list[dict[str, Any]]:
 
 
 def _disagreement(data: Mapping[str, SliceData], several: AbstractSet[str]) -> list[dict[str, Any]]:
-    """Return the curves of the slices; of units of `several` texts no position is known."""
+    """Return the curves of the slices; units of `several` texts have no known positions."""
     found = []
     for k, name in _CURVES.items():
         for part in _slices(data):
@@ -204,9 +204,9 @@ def _drift_by(
     usable: Sequence[SamplingUnit], evidence: EvidenceTable, several: AbstractSet[str]
 ) -> list[dict[str, Any]]:
     there = {name for unit in usable for name in unit.values}
-    names = [name for name in _BY[evidence.encoder] if name in there]
+    names = [name for name in _DRIFTS[evidence.encoder] if name in there]
     if not names:
-        names = [name for name in _BY_SAMPLED if name in there][:1]
+        names = [name for name in _SAMPLED_DRIFTS if name in there][:1]
     measures = measures_of(evidence.program)
     found = []
     for name in names:
@@ -234,7 +234,7 @@ def _drift_by(
 def _ranged(
     by: str, of: str, metric: str, measure: MetricDefinition | None, ranges: Any, values: Array
 ) -> dict[str, Any]:
-    """Return a chart; `outside` counts the values that are not finite and so in no range."""
+    """Return a chart; `outside` counts the values that are in no range, as they are not finite."""
     return {
         "by": by,
         "of": of,
@@ -255,7 +255,7 @@ def _flips(usable: Sequence[SamplingUnit]) -> list[dict[str, float | int]]:
     return flips_by_margin(margins, overlaps)
 
 
-# --- beside proofs, and remedies -----------------------------------------------------------------
+# --- measured and certified, remedies------------------------------------------------------------
 
 
 def _pairs(usable: Sequence[SamplingUnit], evidence: EvidenceTable) -> list[dict[str, Any]]:
@@ -306,7 +306,7 @@ def _order(pair: tuple[str, float, float]) -> tuple[float, str]:
 
 
 def _what_if(usable: Sequence[SamplingUnit], several: AbstractSet[str]) -> list[dict[str, Any]]:
-    """Return what truncating, masking and vetoing would do to the sampled tokens.
+    """Return the effect of truncating, masking and vetoing on the sampled tokens.
 
     Vetoes reject whole texts, so they are left out where a unit has `several`.
     """

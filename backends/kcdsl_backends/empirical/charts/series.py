@@ -15,15 +15,15 @@ from kcdsl_backends.empirical.table.evidence import Array
 
 BINS = 24
 WIDE = 30.0
-"""From this ratio of the largest to the smallest positive value on, edges are logarithmic."""
+"""Smallest ratio of the largest to the smallest positive value with logarithmic edges."""
 PERCENTILES = (50, 90, 95, 99)
 
 
 def edges_of(values: Array, bins: int = BINS) -> tuple[str, list[float]]:
     """Return the scale ("log" or "linear") and ascending edges that hold every finite value.
 
-    On a log scale zero has no place: it is counted apart. Values that are all equal have two equal
-    edges; no value has none.
+    A log scale leaves zeros out; they are counted apart. Equal values give two equal edges, no
+    values give none.
     """
     finite = values[np.isfinite(values)]
     if finite.size == 0:
@@ -31,21 +31,21 @@ def edges_of(values: Array, bins: int = BINS) -> tuple[str, list[float]]:
     low, high = float(finite.min()), float(finite.max())
     positive = finite[finite > 0]
     if low >= 0 and positive.size and high >= WIDE * float(positive.min()):
-        with np.errstate(over="ignore"):  # of the last one, which is stated exactly below
-            ends = np.geomspace(float(positive.min()), high, bins + 1)
-        ends[0], ends[-1] = float(positive.min()), high
-        return "log", [float(end) for end in ends]
+        with np.errstate(over="ignore"):  # of the last edge, which is set exactly below
+            edges = np.geomspace(float(positive.min()), high, bins + 1)
+        edges[0], edges[-1] = float(positive.min()), high
+        return "log", [float(end) for end in edges]
     if low == high:
         return "linear", [low, high]
-    ends = 4 * np.linspace(low / 4, high / 4, bins + 1)  # high - low may be beyond float64
-    ends[0], ends[-1] = low, high
-    return "linear", [float(end) for end in np.unique(ends)]
+    edges = 4 * np.linspace(low / 4, high / 4, bins + 1)  # high - low may be beyond float64
+    edges[0], edges[-1] = low, high
+    return "linear", [float(end) for end in np.unique(edges)]
 
 
 def histogram(values: Array, scale: str, edges: Sequence[float]) -> dict[str, Any]:
     """Count values between edges; the last bin holds its upper edge.
 
-    `zeros` are those that a log scale cannot show, `outside` those that are not finite.
+    `zeros` counts zeros on a log scale, `outside` values that are not finite.
     """
     finite = values[np.isfinite(values)]
     shown = finite[finite > 0] if scale == "log" else finite
@@ -64,7 +64,7 @@ def histogram(values: Array, scale: str, edges: Sequence[float]) -> dict[str, An
 
 
 def percentiles(values: Array, *, higher_is_better: bool) -> dict[str, float] | None:
-    """Return order statistics, never interpolated, towards the worse end, and the worst value.
+    """Return order statistics towards the worse end, never interpolated, and the worst value.
 
     None where there is no value or one is not finite.
     """
@@ -85,7 +85,7 @@ Chosen = NDArray[np.bool_]
 
 
 def by_rank(keys: Array, buckets: int = BUCKETS) -> Iterator[tuple[float, float, Chosen]]:
-    """Yield (least key, largest key, which) of ranges that hold about as many finite keys each.
+    """Yield (least key, largest key, mask) of ranges with about equal numbers of finite keys.
 
     Equal keys are in one range, so there may be fewer of them.
     """
@@ -94,16 +94,16 @@ def by_rank(keys: Array, buckets: int = BUCKETS) -> Iterator[tuple[float, float,
     if known.size == 0:
         return
     ranks = np.arange(1, min(buckets, known.size)) * known.size // min(buckets, known.size)
-    ends = np.unique(known[ranks]) if ranks.size else known[:0]
-    place = np.searchsorted(ends, keys, side="right")
-    for at in range(ends.size + 1):
+    edges = np.unique(known[ranks]) if ranks.size else known[:0]
+    place = np.searchsorted(edges, keys, side="right")
+    for at in range(edges.size + 1):
         inside = finite & (place == at)
         if inside.any():
             yield float(keys[inside].min()), float(keys[inside].max()), inside
 
 
 def by_doubling(keys: Array) -> Iterator[tuple[float, float, Chosen]]:
-    """Yield (first, last, which) of 0, 1, 2-3, 4-7, ... of whole numbers."""
+    """Yield (first, last, mask) of the ranges 0, 1, 2-3, 4-7, ... of whole numbers."""
     start, size = 0, 1
     while start <= float(keys.max()):
         inside = (keys >= start) & (keys < start + size)
@@ -113,8 +113,8 @@ def by_doubling(keys: Array) -> Iterator[tuple[float, float, Chosen]]:
 
 
 def mean(values: Array) -> float:
-    """Return the mean of values, of which there is one; finite where all are, though their sum may
-    be beyond the largest float64."""
+    """Return the mean of at least one value; finite if all are, even if their sum exceeds
+    float64."""
     with np.errstate(over="ignore", invalid="ignore"):
         found = float(values.mean())
         if math.isfinite(found) or not bool(np.isfinite(values).all()):
@@ -124,7 +124,7 @@ def mean(values: Array) -> float:
 
 
 def summary(values: Array, *, higher_is_better: bool = False) -> dict[str, float | int] | None:
-    """Return n, mean, p50, p95 and the worst of values; None where none is finite."""
+    """Return n, mean, p50, p95 and the worst of the finite values; None if there are none."""
     finite = values[np.isfinite(values)]
     if finite.size == 0:
         return None
@@ -154,21 +154,21 @@ POINTS = 64
 
 
 def positions(longest: int, points: int = POINTS) -> list[int]:
-    """Return at most `points` positions from the first to the last, as even as they can be."""
+    """Return at most `points` positions from the first to the last, evenly spaced."""
     if longest <= 0:
         return []
     return sorted({round(float(at)) for at in np.linspace(0, longest - 1, min(points, longest))})
 
 
 def disagreement(overlaps: Sequence[Array]) -> list[dict[str, int | float]]:
-    """Return, at positions, how many of the `n` texts that reach them have disagreed by then, and
-    the share of all texts that would have, were none to end before.
+    """Return, at positions, how many of the `n` texts that reach them have disagreed so far, and
+    the estimated share of all texts if none ended earlier.
 
     `overlaps` holds the top-k overlap of every position of each text; a text has disagreed once one
-    was below 1. `count` of `n` may fall, where texts end that had disagreed; `share` never does: it
+    was below 1. `count` of `n` may fall if texts end that had disagreed; `share` never does: it
     is the product-limit estimate, 1 less the product of 1 - d/r over positions, where d of r texts
-    that still agree disagree (E. L. Kaplan and P. Meier, JASA 53, 1958). Without texts of different
-    lengths both are the same.
+    that still agree disagree (E. L. Kaplan and P. Meier, JASA 53, 1958). For texts of one length
+    both are the same.
     """
     texts = [text for text in overlaps if text.size]
     if not texts:
@@ -190,7 +190,7 @@ def disagreement(overlaps: Sequence[Array]) -> list[dict[str, int | float]]:
 
 
 def texts_from(last: NDArray[np.int64], positions: int) -> NDArray[np.int64]:
-    """Return how many texts count at each position, of which `last` is the last one each."""
+    """Return how many texts count at each position; `last` holds the last position of each text."""
     return np.bincount(last, minlength=positions)[::-1].cumsum()[::-1]
 
 
@@ -200,7 +200,7 @@ def _first(mask: Any, otherwise: int) -> int:
 
 
 def flips_by_margin(margins: Array, overlaps: Array) -> list[dict[str, float | int]]:
-    """Return how many of the `n` positions of each range of the margin put another token first.
+    """Return how many of the `n` positions in each range of the margin have another first token.
 
     Positions without a finite overlap are left out: they neither agree nor differ.
     """

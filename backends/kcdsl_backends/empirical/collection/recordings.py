@@ -259,7 +259,7 @@ def _is_here(files: Artefacts, name: str) -> bool:
 
 
 def counts(rollout: Rollout) -> bool:
-    """Say whether a rollout has a value: rows of which no token counts are left out."""
+    """Return whether a rollout has a value: rows of which no token counts are left out."""
     return not rollout.tokens or rollout.counted > 0
 
 

@@ -107,7 +107,7 @@ def certified(
 
 
 def _is_bounded(unit: SamplingUnit, name: str) -> bool:
-    """Say whether a request has finite bounds of a metric: an infinite one says nothing."""
+    """Return whether a request has finite bounds of a metric: an infinite one says nothing."""
     values = unit.values.get(name)
     return values is not None and bool(np.isfinite(values).all())
 
@@ -165,7 +165,7 @@ def floor(
 
 
 def narrowness(clause: Clause, row: ClauseResult) -> tuple[str, ...]:
-    """Say whether few units, or little of the value, decide a result."""
+    """Return whether few units, or little of the value, decide a result."""
     found = []
     n = row.n if row.exceedance is None else row.exceedance.n
     allowed = allowed_rate(clause)

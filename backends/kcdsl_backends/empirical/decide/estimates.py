@@ -108,7 +108,7 @@ def _tails(
 
 
 def _takes_sides(term: Term) -> bool:
-    """Say whether requests stand for another value where the other tail harms."""
+    """Return whether requests stand for another value where the other tail harms."""
     match term:
         case Statistic(kind):
             return kind in ("quantile", "aggregate")

@@ -274,7 +274,7 @@ def within_budget(
 
 
 def has_fields(formula: HasFields, record: object) -> bool:
-    """Say whether a trace record carries every field of a clause, not null and not empty."""
+    """Return whether a trace record carries every field of a clause, not null and not empty."""
     if not isinstance(record, dict):
         return False
     return all(record.get(name) not in (None, "", [], {}) for name in formula.fields)

@@ -51,9 +51,9 @@ def alignment_shift(probes: Sequence[Probe], temperature: float) -> Repair:
     if not long:
         return Repair(name, f"no request with {_SHORTEST} tokens", None)
     gaps = {shift: _gap(long, shift, temperature) for shift in SHIFTS}
-    here, best = gaps[0], min(gaps, key=lambda shift: gaps[shift])
+    unshifted, best = gaps[0], min(gaps, key=lambda shift: gaps[shift])
     shown = ", ".join(f"{shift:+d}: {gap:.3g}" for shift, gap in gaps.items())
-    left = gaps[best] / here if best != 0 and here > SMALLEST else 1.0
+    left = gaps[best] / unshifted if best != 0 and unshifted > SMALLEST else 1.0
     return Repair(name, f"mean total variation at shift {shown}", left, float(best))
 
 
@@ -69,12 +69,12 @@ def _gap(probes: Sequence[Probe], shift: int, temperature: float) -> float:
 # --- one run of positions -------------------------------------------------------------------------
 
 _WIDEST = 0.8
-"""Largest share of the positions that a run may cover, unless it goes on to the end: other weights
-or formats move the first positions too."""
+"""Largest share of the positions that a run may cover, unless it ends at the last position: other
+weights or formats change the first positions too."""
 _SHARE = 0.9
 """Share of the deviation that must lie in the run."""
 _CONTRAST = 1000.0
-"""Without a reference: how many times the size of the rest the size of the run must be."""
+"""Without a reference: smallest ratio of the deviation in the run to that outside."""
 
 
 def deviating_run(
@@ -82,32 +82,32 @@ def deviating_run(
 ) -> Repair:
     """Find one contiguous run of positions that holds nearly all of the deviation.
 
-    With a reference, a position deviates where the kernels differ by more than `BEYOND` times what
-    both claims explain; without one, where they differ a thousand times as much as elsewhere.
+    With a reference, a position deviates if the kernels differ by more than `BEYOND` times the
+    noise of both claims; without one, if they differ a thousand times as much as elsewhere.
     """
     name = "mask_provenance"
-    found, looked = [], 0
+    found, examined = [], 0
     for p in probes:
         gaps = row_size(p.train, p.infer)
         if len(gaps) < _SHORTEST or not bool(torch.isfinite(gaps).all()):
             continue
-        looked += 1
+        examined += 1
         off = _deviating(gaps, noise)
         if bool(off.any()):
             found.append((p, gaps, off))
-    if not looked:
+    if not examined:
         return Repair(name, f"no request with {_SHORTEST} positions of finite differences", None)
     runs = [(p, run) for p, gaps, off in found if (run := _one_run(gaps, off)) is not None]
     if not runs or 2 * len(runs) < len(found):
         return Repair(name, "the deviation is not that of one run of positions", 1.0)
-    outside, all_over = [], []
+    outside, everywhere = [], []
     for p, (first, last) in runs:
         variation = total_variation(p.train, p.infer, temperature)
         rest = variation.clone()
         rest[first : last + 1] = 0.0
         outside.append(rest)
-        all_over.append(variation)
-    whole = mean(all_over)
+        everywhere.append(variation)
+    whole = mean(everywhere)
     left = mean(outside) / whole if whole > SMALLEST else 1.0
     p, (first, last) = runs[0]
     detail = (
@@ -130,7 +130,7 @@ def _deviating(gaps: Tensor, noise: RoundingNoise | None) -> Tensor:
 
 
 def _one_run(gaps: Tensor, off: Tensor) -> tuple[int, int] | None:
-    """Return the first and last position of the run; None where there is no such run."""
+    """Return the first and last position of the run; None if there is no such run."""
     places = off.nonzero()[:, 0]
     first, last = int(places[0]), int(places[-1])
     length = last - first + 1
@@ -145,25 +145,25 @@ def _one_run(gaps: Tensor, off: Tensor) -> tuple[int, int] | None:
 
 MASKS = "mask_provenance"
 _VISIBLE = 0.1
-"""Share of the usual influence of an earlier token, from which on a later one is seen."""
+"""Smallest share of the usual influence of an earlier token at which a later one counts as seen."""
 _UNSEEN = 1e-3
-"""Share of the influence in the other kernel, below which a token is not seen."""
+"""Share of the influence in the other kernel below which a token counts as not seen."""
 _PADS = (0, 1, 2)
 _LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 
-def reach(
+def visibility(
     probe: Probe,
     kernels: tuple[Forward, Forward],
     temperature: float,
     *,
     claim: tuple[bool, bool] = (True, True),
 ) -> Repair:
-    """Change single tokens of a request: do both kernels see the change at the same positions?
+    """Change single tokens of a request and compare the positions at which both kernels change.
 
-    A kernel that sees the future changes before the token; one whose mask hides a token, or all
-    beyond a window, does not change after it. A kernel that does not `claim` numerics may change
-    before the token: it may quantise with scales of whole sequences.
+    A kernel that sees later tokens changes before the token; one whose mask hides the token, or all
+    tokens beyond a window, does not change after it. A kernel that does not `claim` numerics may
+    change before the token: it may quantise with scales of whole sequences.
     """
     tokens = list(probe.request.tokens[:POSITIONS])
     length = len(tokens)
@@ -175,10 +175,10 @@ def reach(
         return Repair(MASKS, "a kernel failed on a changed token", None)
     same = "both kernels see the same tokens"
     for place, (train, infer) in effects.items():
-        natural = _natural(train, infer, place)
+        usual = _usual_effect(train, infer, place)
         early = [float(e[:place].median()) if place else 0.0 for e in (train, infer)]
         side = int(early[1] > early[0])
-        if early[side] > _VISIBLE * natural and early[1 - side] < early[side] / 8:
+        if early[side] > _VISIBLE * usual and early[1 - side] < early[side] / 8:
             where = f"positions 0 to {place - 1}"
             detail = f"{probe.request.key}: {SIDES[side]} sees token {place} at {where} before it"
             if claim[side]:
@@ -187,7 +187,7 @@ def reach(
     for place, (train, infer) in effects.items():
         for side, (own, other) in enumerate(((train, infer), (infer, train))):
             after = slice(place + 1, None)
-            visible = other[after] > _VISIBLE * max(_natural(train, infer, place), SMALLEST)
+            visible = other[after] > _VISIBLE * max(_usual_effect(train, infer, place), SMALLEST)
             blind = visible & (own[after] < _UNSEEN * other[after])
             if 4 * int(blind.sum()) >= length - place - 1:
                 seen = (blind.nonzero()[:, 0] + place + 1).tolist()
@@ -199,15 +199,16 @@ def reach(
     return Repair(MASKS, same, 1.0)
 
 
-def _natural(train: Tensor, infer: Tensor, place: int) -> float:
-    """Return how far changing a token usually moves the rows after it."""
+def _usual_effect(train: Tensor, infer: Tensor, place: int) -> float:
+    """Return the larger median change of the rows after a changed token."""
     return max(float(e[place + 1 :].median()) for e in (train, infer))
 
 
 def _effects(
     tokens: list[int], kernels: tuple[Forward, Forward], temperature: float
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return, for some places, how far changing the token there moves each row of each kernel."""
+    """Return, for some positions, the change of each row of each kernel if that token is
+    replaced."""
     length = len(tokens)
     before = [_run(kernel, tokens) for kernel in kernels]
     found = {}
@@ -225,7 +226,7 @@ def _effects(
 
 
 def visible_padding(probe: Probe, kernels: tuple[Forward, Forward], temperature: float) -> Repair:
-    """Compare one side with the other behind padding that its attention sees."""
+    """Compare one side with the other run after padding that its attention sees."""
     tokens = list(probe.request.tokens)
     before = float(total_variation(probe.train, probe.infer, temperature).mean())
     best = Repair(MASKS, "no padding explains the deviation", 1.0)
@@ -263,8 +264,8 @@ def _run(kernel: Forward, tokens: list[int]) -> Tensor:
 
 # --- swapped sides --------------------------------------------------------------------------------
 
-_APART = 8.0
-"""Smallest ratio of the noises of both claims by which the sides can be told apart."""
+_DISTINCT = 8.0
+"""Smallest ratio of the noises of both claims that distinguishes the sides."""
 _MATCH = 4.0
 """Largest ratio of the noise of a kernel to that of the claim it matches."""
 
@@ -279,7 +280,7 @@ def swapped_sides(noise: RoundingNoise | None) -> Repair:
     if noise is None:
         return Repair(name, "no reference run", None)
     train, infer = noise.expected
-    if max(train, infer) < _APART * min(train, infer):
+    if max(train, infer) < _DISTINCT * min(train, infer):
         return Repair(name, "both kernels claim about the same noise", None)
     if min(noise.observed) == 0:
         return Repair(name, "a kernel makes no rounding error", None)

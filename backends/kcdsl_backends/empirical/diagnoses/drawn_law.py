@@ -1,14 +1,14 @@
 """Test whether tokens were drawn from the law that their ln-probabilities state.
 
-Greedy decoding, a filter that nobody stated and a temperature on the draws alone leave the stated
-ln-probabilities as they should be; only the tokens betray them.
+Greedy decoding, an unstated filter, and a temperature on the draws alone do not change the stated
+ln-probabilities; only the tokens show them.
 
 For any law a_t that is known before token t is drawn, the product of a_t(y_t) / q_t(y_t) has the
 mean 1 where y_t is drawn from q_t, however far the training kernel is from q: it is an e-value, and
-beyond 1/α with a probability of at most α (Ville's inequality). Here a_t is what sampling from the
-training kernel's logits under another setting would be, and the e-value the mean over settings.
-Without whole policies a side's list of its likeliest tokens gives such laws, by filters and
-temperatures inside of the list; the tokens outside of it keep their probabilities, or have none.
+beyond 1/α with a probability of at most α (Ville's inequality). Here a_t is the law of sampling
+from the training kernel's logits under another setting, and the e-value is the mean over settings.
+Without whole policies, filters and temperatures on a side's list of its likeliest tokens give such
+laws; tokens outside the list keep their probabilities, or have none.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from kcdsl_backends.empirical.diagnoses.model import not_applicable, outcome
 from kcdsl_backends.empirical.sources.rollouts.record import Array, Law, Policy, Rollout, Side
 
 FALSE_ALARMS = 1e-6
-"""Probability at most with which honest tokens are called those of another law."""
-SLIP = 1e-3
-"""Share of the training kernel's own law in each other law: a token that rounding moved over the
-edge of a filter does not rule the filter out."""
+"""Largest probability that tokens of the stated law are rejected."""
+MIXTURE = 1e-3
+"""Share of the training kernel's own law in each other law, so that a token which rounding moves
+out of a filter does not rule the filter out."""
 _TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0)
-KINDS = (
+LAWS = (
     *(Law(t) for t in _TEMPERATURES),
     *(Law(top_k=k) for k in (1, 2, 4, 8, 20, 40, 50, 100)),
     *(Law(top_p=p) for p in (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)),
     *(Law(min_p=p) for p in (0.02, 0.05, 0.1)),
 )
-"""The other laws, their temperatures times the stated one."""
+"""The other laws; their temperatures multiply the stated one."""
 
 
 def drawn_law(name: str, policies: Sequence[Policy], stated: float) -> Precheck:
-    """Say whether the tokens are samples of the stated law, at temperature `stated` and whole; the
-    value is the temperature at which they were drawn."""
+    """Test whether the tokens are samples of the whole law at temperature `stated`; the value is
+    the estimated temperature of the draws."""
     tokens = sum(len(p.tokens) for p in policies)
     if tokens == 0:
         return not_applicable(name, "no token was drawn")
-    gains = torch.zeros(len(KINDS), dtype=torch.float64)
+    gains = torch.zeros(len(LAWS), dtype=torch.float64)
     for policy in policies:
         gains += log_factors(policy, stated)
-    return judged(name, gains, tokens, stated)
+    return law_outcome(name, gains, tokens, stated)
 
 
-def judged(name: str, gains: Tensor, tokens: int, stated: float) -> Precheck:
-    """Say whether `tokens` tokens are samples of the stated law; `gains` are the sums of
-    ln a(y) - ln q(y) for each of `KINDS`."""
-    evidence = float(gains.logsumexp(0)) - math.log(len(KINDS))
+def law_outcome(name: str, gains: Tensor, tokens: int, stated: float) -> Precheck:
+    """Return whether `tokens` tokens are samples of the stated law; `gains` are the sums of ln a(y)
+    - ln q(y) for each of `LAWS`."""
+    evidence = float(gains.logsumexp(0)) - math.log(len(LAWS))
     best = int(gains.argmax())
     good = not evidence > -math.log(FALSE_ALARMS)
-    law = KINDS[best]
+    law = LAWS[best]
     shown = f"greedy decoding or {law.filters}" if law.top_k == 1 else law.filters
     setting = shown or f"a temperature of {law.temperature * stated:.3g}"
     said = "as samples of the law that is stated" if good else f"by {setting}, not as stated"
@@ -75,12 +75,12 @@ def log_factors(policy: Policy, stated: float) -> Tensor:
     rank = (places == at).to(torch.int64).argmax(-1, keepdim=True)
     plain = own.gather(-1, at)[:, 0]
     found = []
-    for law in KINDS:
+    for law in LAWS:
         if law.temperature != 1:
             other = torch.log_softmax(logits / law.temperature, -1).gather(-1, at)[:, 0]
         else:
             other = _cut(law, ordered, shares, rank, plain)
-        mixed = torch.logaddexp(other + math.log1p(-SLIP), plain + math.log(SLIP))
+        mixed = torch.logaddexp(other + math.log1p(-MIXTURE), plain + math.log(MIXTURE))
         found.append((mixed - policy.infer_logs).sum())
     return torch.stack(found)
 
@@ -103,9 +103,9 @@ def _cut(law: Law, ordered: Tensor, shares: Tensor, rank: Tensor, plain: Tensor)
 
 
 def listed_law(name: str, rollouts: Sequence[Rollout], stated: float) -> Precheck:
-    """Say whether the tokens of rollouts whose inference side lists its likeliest ones are samples
-    of the law of its values, at temperature `stated`."""
-    gains, tokens = np.zeros(len(KINDS)), 0
+    """Test whether tokens are samples of the law of the inference side's values, at temperature
+    `stated`, on rollouts where that side lists its likeliest tokens."""
+    gains, tokens = np.zeros(len(LAWS)), 0
     for rollout in rollouts:
         if rollout.infer is not None and rollout.infer.top is not None and rollout.counted:
             found = log_factors_of_list(rollout, rollout.infer)
@@ -113,7 +113,7 @@ def listed_law(name: str, rollouts: Sequence[Rollout], stated: float) -> Prechec
             tokens += found.shape[1]
     if tokens == 0:
         return not_applicable(name, "no side lists its likeliest tokens")
-    return judged(name, torch.from_numpy(gains), tokens, stated)
+    return law_outcome(name, torch.from_numpy(gains), tokens, stated)
 
 
 def log_factors_of_list(rollout: Rollout, side: Side) -> Array:
@@ -126,24 +126,24 @@ def log_factors_of_list(rollout: Rollout, side: Side) -> Array:
     here = side.top.ids[rows, :depth] == np.array(rollout.tokens, np.int64)[rows, None]
     rank = np.where(here.any(axis=1), here.argmax(axis=1), depth)
     found = []
-    for law in KINDS:
+    for law in LAWS:
         other = (
             _listed_tempered(law, logs, rank, own)
             if law.temperature != 1
             else _listed_cut(law, logs, rank)
         )
-        mixed = np.logaddexp(other + math.log1p(-SLIP), own + math.log(SLIP))
+        mixed = np.logaddexp(other + math.log1p(-MIXTURE), own + math.log(MIXTURE))
         found.append(mixed - own)
     return np.array(found)
 
 
 def _listed_tempered(law: Law, logs: Array, rank: Array, own: Array) -> Array:
-    """Return ln-probabilities [n] where the tokens of the list share its mass at a temperature."""
-    hot = logs / law.temperature
-    mass = np.logaddexp.reduce(logs, axis=1) - np.logaddexp.reduce(hot, axis=1)
+    """Return ln-probabilities [n] with the mass of the list spread at a temperature."""
+    scaled = logs / law.temperature
+    mass = np.logaddexp.reduce(logs, axis=1) - np.logaddexp.reduce(scaled, axis=1)
     inside = rank < logs.shape[1]
     place = np.minimum(rank, logs.shape[1] - 1)[:, None]
-    listed = np.take_along_axis(hot, place, axis=1)[:, 0] + mass
+    listed = np.take_along_axis(scaled, place, axis=1)[:, 0] + mass
     return np.where(inside, listed, own)
 
 

@@ -1,9 +1,9 @@
-"""The preconditions of two kernels in order, and the one named as the cause of a deviation.
+"""The preconditions of two kernels in order, and the cause of a deviation.
 
-First what makes evidence void by itself: other weights, other shapes, slices without rows, numbers
-that are not finite. Then repairs of whole outputs, of which the one that leaves least is the cause.
-Then what masks and padding explain, and last which blocks err beyond their claims. Once a cause is
-named, nothing that follows is.
+First, faults that void evidence: other weights, other shapes, slices without rows, values that are
+not finite. Then repairs of whole outputs; the one that leaves least deviation is the cause. Then
+masks and padding, last blocks that err beyond their claims. After a cause is named, later checks
+name none.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.alignment import (
     alignment_shift,
     deviating_run,
-    reach,
     swapped_sides,
     token_equality,
+    visibility,
     visible_padding,
 )
 from kcdsl_backends.empirical.diagnoses.model import (
@@ -32,7 +32,7 @@ from kcdsl_backends.empirical.diagnoses.model import (
     finite,
     noise_of,
     not_applicable,
-    told_as,
+    precheck_of,
 )
 from kcdsl_backends.empirical.diagnoses.policies import (
     support_check,
@@ -65,8 +65,8 @@ class Subject:
     """Two kernels to be diagnosed, with their requests, digests and reference.
 
     `checkpoints` holds weights digests by place, `slices` the number of rows of each slice,
-    `nonfinite` how many numbers of a request were not finite. Without a `reference` the size of
-    rounding errors is unknown, and what needs it is not applicable.
+    `nonfinite` the number of values of a request that are not finite. Without a `reference` the
+    size of rounding errors is unknown, and checks that need it are not applicable.
     """
 
     train: Kernel
@@ -101,7 +101,7 @@ def run_prechecks(subject: Subject, units: Sequence[SamplingUnit]) -> tuple[Prec
     named = any(check.outcome == "failed" for check in void if check.name == "weights_checksum")
     repairs = _repairs(subject, probes, noise)
     cause = cause_of(repairs)
-    told = [told_as(repair, cause) for repair in repairs]
+    outcomes = [precheck_of(repair, cause) for repair in repairs]
     shown = [repair.name for repair in repairs if repair is cause or repair.seen]
     known = shown[0] if shown else ("weights_checksum" if named else None)
     localised = None if known else _localised(subject, probes, noise)
@@ -115,14 +115,14 @@ def run_prechecks(subject: Subject, units: Sequence[SamplingUnit]) -> tuple[Prec
             encoder=encoder,
             padding=cause is None,
         ),
-        *told,
+        *outcomes,
         coarser_layer(localised, known) if known is None else _explained("coarser_layer", known),
         stale_weights(noise, localised, known),
     ]
     if not encoder:
         found.append(support_check(_ratios(units)))
     if s.reference is not None:
-        s.reference.forget()
+        s.reference.release()
     return tuple(found)
 
 
@@ -141,19 +141,19 @@ def _repairs(
 
 
 def _masks(subject: Subject, probes: Sequence[Probe], noise: RoundingNoise | None) -> Repair | None:
-    """Return what masks or padding explain, looked at only where something is to be explained."""
+    """Return the repair by masks or padding; None if there is no deviation to explain."""
     t = subject.temperature
     suspect = bool(noise.beyond) if noise is not None else deviation(probes, t) > SMALLEST
     if not probes or not suspect:
         return None
     kernels = forwards(subject.train, subject.infer, subject.encoder)
     longest = max(probes, key=lambda p: p.train.shape[0])
-    behind = visible_padding(longest, kernels, t)
-    if behind.explains:
-        return behind
+    padded = visible_padding(longest, kernels, t)
+    if padded.explains:
+        return padded
     train, infer = (getattr(kernel, "ref", None) for kernel in subject.kernels)
     claim = train is None or train.own_file is None, infer is None or infer.own_file is None
-    return reach(longest, kernels, t, claim=claim)
+    return visibility(longest, kernels, t, claim=claim)
 
 
 def _localised(
@@ -163,7 +163,7 @@ def _localised(
     if reference is None or not probes or probes[0].gold is None:
         return None
     found = localise(probes[0], subject.kernels, reference)
-    if noise is None or not noise.beyond or (found is not None and found.strayed):
+    if noise is None or not noise.beyond or (found is not None and found.deviating):
         return found
     return whole_model(probes[0], noise.beyond, reference) or found
 
@@ -173,7 +173,7 @@ def _explained(name: str, cause: str) -> Precheck:
 
 
 def _defined(p: Probe) -> bool:
-    """Say whether both outputs are numbers; -inf is the logit of a token without mass."""
+    """Return whether both outputs are numbers; -inf is the logit of a token without mass."""
     return all(all_finite(o.clamp_min(-1e300)) for o in (p.train, p.infer))
 
 

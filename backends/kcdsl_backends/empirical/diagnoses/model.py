@@ -1,8 +1,7 @@
-"""Diagnoses: mistakes of the set-up and properties of kernels, found on probes.
+"""The table of diagnoses: mistakes of the set-up and properties of kernels, found on probes.
 
-`DIAGNOSES` is the table of all of them. A *repair* undoes one mistake, such as a shift by one
-position. It is the named cause of a deviation where it leaves less than `CLEAR` of it, and less
-than every other repair.
+A *repair* undoes one mistake, such as a shift by one position. It is the named cause of a deviation
+if it leaves less than `CLEAR` of it, and less than every other repair.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from kcdsl_backends.empirical.table.evidence import SamplingUnit
 from kcdsl_backends.requests import Request
 
 PROBES = 4
-"""Requests that are run again for the preconditions."""
+"""Number of requests that are run again for the preconditions."""
 POSITIONS = 64
-"""Positions of a request that diagnoses read."""
+"""Number of positions of a request that diagnoses read."""
 CLEAR = 0.25
 """A repair must leave less than this share of the deviation to be named as the cause."""
 BEYOND = 4.0
-"""Smallest multiple of the rounding noise of the claims that has another cause."""
+"""An error above this multiple of the claimed rounding noise has another cause."""
 SMALLEST = 1e-9
-"""Deviations (total variation) below this have no cause to look for."""
+"""Deviations (total variation) below this are not diagnosed."""
 SIDES = ("train", "infer")
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError, Refusal)
 """Errors of a kernel on tokens that it cannot take."""
@@ -40,8 +39,8 @@ Forward = Callable[[Any], Tensor]
 class Diagnosis:
     """One diagnosis: the question it answers, and whether its failure voids the evidence.
 
-    What `blocks` is a mistake of the set-up: what was measured then is no drift of numerics, and
-    every clause about the model is invalid evidence. `of` says what is diagnosed.
+    A diagnosis that `blocks` is a mistake of the set-up: the measured drift is then not one of
+    numerics, and every clause about the model is invalid evidence. `of` lists the subjects.
     """
 
     name: str
@@ -164,11 +163,11 @@ class Repair:
     left: float | None
     value: float | None = None
     seen: bool = False
-    """Whether the mistake is seen by itself, whatever it explains of the deviation."""
+    """Whether the mistake is certain, however little of the deviation it explains."""
 
     @property
     def explains(self) -> bool:
-        """Say whether little enough is left."""
+        """Return whether less than `CLEAR` of the deviation is left."""
         return self.left is not None and self.left < CLEAR
 
 
@@ -181,18 +180,18 @@ def outcome(
 
 
 def not_applicable(name: str, why: str) -> Precheck:
-    """Return a precondition that could not be looked at."""
+    """Return a precondition that could not be checked."""
     return Precheck(name, "not_applicable", why)
 
 
 def cause_of(repairs: Sequence[Repair]) -> Repair | None:
-    """Return the repair that leaves least of the deviation, None where none explains it."""
+    """Return the repair that leaves least of the deviation; None if none explains it."""
     found = [r for r in repairs if r.explains]
     return min(found, key=lambda r: 0.0 if r.left is None else r.left, default=None)
 
 
-def told_as(repair: Repair, cause: Repair | None) -> Precheck:
-    """Return a repair as a precondition, which fails where it is the cause or seen by itself."""
+def precheck_of(repair: Repair, cause: Repair | None) -> Precheck:
+    """Return a repair as a precondition, which fails if it is the cause or certain by itself."""
     if repair.left is None:
         return not_applicable(repair.name, repair.detail)
     good = repair is not cause and not repair.seen
@@ -228,9 +227,9 @@ def mean(parts: Sequence[Tensor]) -> float:
 
 
 def row_size(a: Tensor, b: Tensor, *, states: bool = False) -> Tensor:
-    """Return the root mean square [T] of b - a; logits are compared up to a number per row.
+    """Return the root mean square [T] of b - a; logits are compared up to a constant per row.
 
-    Equal logits of tokens without mass (-inf) are no difference.
+    Logits that are both -inf are equal.
     """
     difference = torch.where(a == b, 0.0, b - a)
     if not states:
@@ -247,47 +246,47 @@ def size(a: Tensor, b: Tensor, *, states: bool = False) -> float:
 
 
 def finite(units: Sequence[SamplingUnit], nonfinite: Mapping[str, int]) -> Precheck:
-    """No request may have failed or given NaN or infinity; `nonfinite` counts those by request.
+    """Check that no request failed or gave NaN or infinity; `nonfinite` counts those by request.
 
-    Numbers that are not finite block; a request that failed is what `failure_rate` counts.
+    Values that are not finite block; failed requests do not, `failure_rate` counts them.
     """
     name = "finite"
     failed = [unit for unit in units if unit.failure is not None]
     if not failed:
         return outcome(name, bool(units), f"{len(units)} requests", 0.0)
     share = len(failed) / len(units)
-    spoiled = [unit for unit in failed if nonfinite.get(unit.key)]
-    first = (spoiled or failed)[0]
+    not_finite = [unit for unit in failed if nonfinite.get(unit.key)]
+    first = (not_finite or failed)[0]
     detail = f"{len(failed)} of {len(units)} requests; {first.key}: {first.failure}"
-    return outcome(name, False, detail, share, blocking=bool(spoiled))
+    return outcome(name, False, detail, share, blocking=bool(not_finite))
 
 
 def empty_slice(slices: Mapping[str, int]) -> Precheck:
-    """Every slice must have a row; a clause on one that has none is invalid evidence."""
+    """Check that every slice has a row; a clause on an empty slice is invalid evidence."""
     empty = sorted(name for name, rows in slices.items() if rows == 0)
     detail = f"{', '.join(empty)}: no request" if empty else f"{len(slices)} slices"
     return outcome("empty_slice", not empty, detail, float(len(empty)))
 
 
-# --- errors beside what the claimed numerics allow ------------------------------------------------
+# --- errors compared with the claimed numerics ------------------------------------------------
 
 _FLOOR = 64 * 2.0**-53
-"""Error, relative to the size of the outputs, that float64 itself makes."""
+"""Error of float64, relative to the size of the outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundingNoise:
     """Distances from the run without roundings, of train and of infer (`size`).
 
-    `expected` is that of a plain program in the claimed formats, plus what two runs of the kernel
-    differ by.
+    `expected` is that of a plain program in the claimed formats, plus the difference of two runs of
+    the kernel.
     """
 
     observed: tuple[float, float]
     expected: tuple[float, float]
 
     def ratio(self, side: int) -> float:
-        """Return how many times what its claim allows a side errs."""
+        """Return the error of a side as a multiple of that which its claim allows."""
         return self.observed[side] / self.expected[side]
 
     @property
@@ -296,7 +295,7 @@ class RoundingNoise:
         return tuple(side for side in (0, 1) if self.ratio(side) > BEYOND)
 
     def shown(self, side: int) -> str:
-        """Return the figures of a side in words."""
+        """Return the error of a side in words."""
         return (
             f"{SIDES[side]} lies {self.observed[side]:.2g} from the model without roundings, "
             f"{self.ratio(side):.2g} times what its numerics explain"
@@ -321,10 +320,10 @@ def noise_of(probes: Sequence[Probe], *, states: bool) -> RoundingNoise | None:
 
 
 def floor(gold: Tensor) -> float:
-    """Return the error that a run in float64 may have."""
+    """Return the error bound of a run in float64."""
     return _FLOOR * float(gold.square().mean().sqrt()) + 1e-300
 
 
 def all_finite(*outputs: Tensor) -> bool:
-    """Say whether every number of every output is finite."""
+    """Return whether every number of every output is finite."""
     return all(bool(torch.isfinite(output).all()) for output in outputs)

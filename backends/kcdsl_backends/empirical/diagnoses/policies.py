@@ -76,19 +76,19 @@ def minimise(function: Callable[[float], float], low: float, high: float) -> flo
 # --- truncation -----------------------------------------------------------------------------------
 
 _NOTHING = -80.0
-"""ln p below which a probability counts as zero mass."""
+"""ln p below which a token has no mass."""
 _TIES = 4
-"""So many tokens more a filter may keep where they have the same logit as its last one."""
+"""Largest number of additional tokens that a filter keeps since they tie with its last one."""
 _EXCLUDED = -1000.0
-"""ln p below which a token is excluded: masks write -inf, the least number of a format, or -1e4."""
+"""ln p below which a token is excluded: masks set -inf, the least number of a format, or -1e4."""
 
 
 def truncation_mass(probes: Sequence[Probe], temperature: float) -> Repair:
     """Find tokens that one side excludes and the other can draw; name the filter and its value.
 
-    The value is the mean of -ln of the mass that survives, in nats. Tokens that are excluded are
-    seen as such, however little they explain: no rounding excludes a token, and where q does not
-    cover p, no drawn token shows it.
+    The value is the mean of -ln of the remaining mass, in nats. Excluded tokens count as `seen`,
+    however little they explain: rounding excludes no token, and drawn tokens do not show that q
+    does not cover p.
     """
     name = "truncation_mass"
     if not probes:
@@ -102,16 +102,16 @@ def truncation_mass(probes: Sequence[Probe], temperature: float) -> Repair:
     chosen = cut[side * count : (side + 1) * count]
     before = deviation(probes, temperature)
     parts, surviving, shares, kept = [], [], [], []
-    for p, gone in zip(probes, chosen, strict=True):
+    for p, removed in zip(probes, chosen, strict=True):
         other = p.side(1 - side)
-        filtered = other.masked_fill(gone, -torch.inf)
+        filtered = other.masked_fill(removed, -torch.inf)
         parts.append(total_variation(filtered, p.side(side), temperature))
         share = torch.softmax(other / temperature, -1)
-        surviving.append(-share.masked_fill(gone, 0.0).sum(-1).clamp_min(1e-300).log())
+        surviving.append(-share.masked_fill(removed, 0.0).sum(-1).clamp_min(1e-300).log())
         shares.append(share)
-        kept.append(~gone)
+        kept.append(~removed)
     left = mean(parts) / before if before > SMALLEST else 1.0
-    seen = any(_excluded(p, side, gone) for p, gone in zip(probes, chosen, strict=True))
+    seen = any(_excluded(p, side, removed) for p, removed in zip(probes, chosen, strict=True))
     lost = mean(surviving)
     detail = (
         f"{_filter(torch.cat(shares), torch.cat(kept))} on the side of {SIDES[side]}: {rows[side]} "
@@ -127,10 +127,10 @@ def _cut(probe: Probe, side: int, temperature: float) -> Tensor:
     return (own < _NOTHING) & (other > _NOTHING)
 
 
-def _excluded(probe: Probe, side: int, gone: Tensor) -> bool:
-    """Say whether a token that was cut off [T, V] has a logit of -inf, or as good as that."""
+def _excluded(probe: Probe, side: int, removed: Tensor) -> bool:
+    """Return whether a removed token [T, V] has a logit of -inf or far below all others."""
     own = torch.log_softmax(probe.side(side), -1)
-    return bool(((own < _EXCLUDED) & gone).any())
+    return bool(((own < _EXCLUDED) & removed).any())
 
 
 def _filter(shares: Tensor, kept: Tensor) -> str:
@@ -140,9 +140,9 @@ def _filter(shares: Tensor, kept: Tensor) -> str:
     masses = ordered.cumsum(-1)
     smallest = shares.masked_fill(~kept, torch.inf).amin(-1)
     largest = shares.masked_fill(kept, -torch.inf).amax(-1)
-    gone, passed = (~kept).any(0), (kept & (shares > math.exp(_NOTHING))).any(0)
-    if not bool((gone & passed).any()):  # cut off at one position, at all of them
-        return f"a mask of {int(gone.sum())} token ids"
+    removed, passed = (~kept).any(0), (kept & (shares > math.exp(_NOTHING))).any(0)
+    if not bool((removed & passed).any()):  # the same tokens at all positions
+        return f"a mask of {int(removed.sum())} token ids"
     if int(counts.min()) == int(counts.max()):
         return f"top-k {int(counts[0])}"
     if bool((smallest < largest * (1 - 1e-3)).any()):
@@ -170,19 +170,19 @@ def _simplest(low: float, high: float) -> str:
 # --- sampled ratios -------------------------------------------------------------------------------
 
 _ERRORS = 5
-"""Standard errors from which on a mean is not 1. Of no more tokens than the square of it none can
-lie so far, whatever they are, by the inequality of Cauchy and Schwarz."""
+"""Standard errors beyond which a mean is not 1. With no more tokens than its square, no mean can
+lie so far, by the Cauchy-Schwarz inequality."""
 
 _SQUARED = 1e100
 """Ratios above this are scaled down before they are squared."""
 
 
 def support_check(ratios: Sequence[Array]) -> Precheck:
-    """Check that sampled ratios average to one; else q misses mass of p, or sides are swapped.
+    """Check that sampled ratios average to 1; else q lacks mass of p, or the sides are swapped.
 
     The tolerance is `_ERRORS` standard errors: over requests or over tokens, whichever is larger.
-    Each token is drawn by itself from a policy under which E w = 1, so the squares of w - 1
-    estimate its variance, also where there are too few requests to say anything.
+    Each token is drawn from a policy under which E w = 1, so the squares of w - 1 estimate its
+    variance, also with too few requests for an estimate by requests.
     """
     name = "support_check"
     tokens = sum(r.size for r in ratios)

@@ -1,4 +1,4 @@
-"""Probes: both kernels and the reference on some requests; the same bits twice and in batches."""
+"""Probes: both kernels and the reference on some requests, run twice and in batches."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from kcdsl_backends.requests import Request
 
 
 def chosen(requests: Sequence[Request]) -> tuple[Request, ...]:
-    """Return the requests that are probed: the first of at least 16 tokens, else the longest."""
+    """Return the requests to probe: the first of at least 16 tokens, else the longest."""
     return tuple(sorted(requests, key=lambda r: min(r.length, 16), reverse=True)[:PROBES])
 
 
 def forwards(train: Kernel, infer: Kernel, encoder: bool) -> tuple[Forward, Forward]:
-    """Return what is probed of each kernel: its states where the model has no logits."""
+    """Return the function of each kernel that is probed: `hidden` of encoders, else `logits`."""
     return (train.hidden, infer.hidden) if encoder else (train.logits, infer.logits)
 
 
@@ -45,7 +45,7 @@ def probe(
     encoder: bool,
     reference: Reference | None = None,
 ) -> Probe | None:
-    """Run both kernels twice on a request; None where one of them fails."""
+    """Run both kernels twice on a request; None if one of them fails."""
     outputs, equal, wobble = [], [], []
     for forward in forwards(train, infer, encoder):
         try:
@@ -74,7 +74,7 @@ def probe(
 
 
 def _reference(request: Request, reference: Reference) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the output without roundings and as each side claims; None where one cannot run."""
+    """Return the outputs without roundings and as each side claims; None if one cannot run."""
     try:
         gold, train, infer = (
             reference.run(claim, request.tokens)
@@ -89,7 +89,7 @@ def _reference(request: Request, reference: Reference) -> tuple[Tensor, Tensor, 
 
 
 def self_determinism(probes: Sequence[Probe]) -> Precheck:
-    """Check that a kernel run twice gives the same bits; else its noise is part of every drift."""
+    """Check that two runs of a kernel give the same bits; else its noise is part of every drift."""
     name = "self_determinism"
     if not probes:
         return not_applicable(name, "no request could be run")
@@ -104,7 +104,7 @@ def self_determinism(probes: Sequence[Probe]) -> Precheck:
 BATCHES = "batch_invariance"
 _TAIL = 3
 _LOOSE = 1e-4
-"""Without a reference: how far, relative to the outputs, batching may move them."""
+"""Without a reference: largest allowed change by batching, relative to the outputs."""
 
 
 def batch_invariance(
@@ -115,11 +115,11 @@ def batch_invariance(
     encoder: bool,
     padding: bool = True,
 ) -> Precheck:
-    """Run a request alone, in a batch, in the other order and padded behind.
+    """Run a request alone, in a batch, in the other order and with padding after it.
 
-    Other bits are counted; the check fails where a regrouping moves an output further than
-    `BEYOND` times what the kernel's claim explains, since that is no order of additions. `padding`
-    False leaves out tokens behind the request, which a wrong mask or a shift lets it see.
+    Differing bits are counted; the check fails if a regrouping changes an output by more than
+    `BEYOND` times the noise of the kernel's claim, which no order of additions does. `padding`
+    False leaves out tokens after the request, which a wrong mask or a shift would make visible.
     """
     if pair is None:
         return not_applicable(BATCHES, "no two requests of two tokens")
@@ -147,8 +147,7 @@ def batch_invariance(
 
 
 def _gap(alone: Tensor, rows: Tensor, encoder: bool) -> float:
-    """Return how far two outputs lie apart; infinite where that is no number, so that the largest
-    distance is this one."""
+    """Return the distance of two outputs, infinite if it is not finite."""
     found = size(alone, rows, states=encoder)
     return found if math.isfinite(found) else math.inf
 
@@ -156,7 +155,7 @@ def _gap(alone: Tensor, rows: Tensor, encoder: bool) -> float:
 def regrouped(
     pair: tuple[Request, Request], kernel: Forward, padding: bool
 ) -> tuple[Tensor, dict[str, Tensor]] | None:
-    """Return the output alone, and the same rows by how the request was grouped."""
+    """Return the output of the request alone, and its rows in each grouping."""
     length = min(POSITIONS, *(r.length for r in pair))
     one, two = (list(r.tokens[:length]) for r in pair)
     try:

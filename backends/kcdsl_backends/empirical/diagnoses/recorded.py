@@ -1,7 +1,7 @@
-"""The preconditions of recorded tokens: one law on both sides, the same tokens, honest rows.
+"""The preconditions of recorded tokens: one law on both sides, the same tokens, valid rows.
 
-A mistake here looks like drift and is none. What is declared is checked first; then the numbers are
-asked whether a shift, a temperature, a filter, a mask or a swap explains them.
+A mistake here looks like drift. Declarations are checked first; then the values are tested for a
+shift, a temperature, a filter, a mask or a swap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kcdsl_backends.empirical.diagnoses.model import (
     empty_slice,
     not_applicable,
     outcome,
-    told_as,
+    precheck_of,
 )
 from kcdsl_backends.empirical.diagnoses.policies import support_check
 from kcdsl_backends.empirical.sources.rollouts.record import Array, Law, Policy, Rollout, Semantics
@@ -33,7 +33,7 @@ class Recorded:
     """Rollouts to be diagnosed, with the ln-probabilities of both sides.
 
     `temperature` is that of the contract's policy, `slices` the number of units of each slice.
-    `policies` are whole policies of the training kernel where it scored the tokens itself.
+    `policies` are whole policies of the training kernel if it scored the tokens itself.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -46,9 +46,9 @@ class Recorded:
     compares: bool = True
     """Whether any clause compares ln-probabilities of both sides."""
     left_out: int = 0
-    """Rollouts of which no token counts."""
+    """Number of rollouts of which no token counts."""
     counts_units: bool = True
-    """Whether any clause reads what rows of one prompt share."""
+    """Whether any clause needs to know which rows share a prompt."""
     kept: bool = False
     """Whether both sides are policies on the tokens that the sampler kept."""
 
@@ -81,8 +81,8 @@ def recorded_prechecks(subject: Recorded) -> tuple[Precheck, ...]:
         recorded_logs.swapped(both),
     ]
     cause = cause_of(repairs)
-    told = [told_as(repair, cause) for repair in repairs]
-    return (*declared, *shared, copied, *told, support_check(_ratios(both)))
+    outcomes = [precheck_of(repair, cause) for repair in repairs]
+    return (*declared, *shared, copied, *outcomes, support_check(_ratios(both)))
 
 
 def _ratios(rollouts: Sequence[Rollout]) -> list[Array]:
@@ -100,7 +100,7 @@ def _ratios(rollouts: Sequence[Rollout]) -> list[Array]:
 
 
 def logprob_semantics(subject: Recorded) -> Precheck:
-    """Both sides must be declared to be of one law, that of the contract's policy."""
+    """Check that both sides are declared to be of one law, that of the contract's policy."""
     name = "logprob_semantics"
     sides = {"train": subject.train, "infer": subject.infer}
     silent = [side for side, said in sides.items() if said is None]
@@ -148,7 +148,7 @@ def _not_the_policy(law: Law, temperature: float) -> str | None:
 
 
 def sampling_units(rollouts: Sequence[Rollout]) -> Precheck:
-    """Check that it is known which rollouts share a prompt: those depend on each other."""
+    """Check that it is known which rollouts share a prompt, since those are dependent."""
     name = "sampling_units"
     apart = [r for r in rollouts if r.tokens and not r.prompt and r.group is None]
     detail = f"{len({r.unit for r in rollouts})} units of {len(rollouts)} rollouts"
@@ -162,10 +162,10 @@ def sampling_units(rollouts: Sequence[Rollout]) -> Precheck:
 
 
 def sampling_law(subject: Recorded) -> Precheck:
-    """Tokens must have been drawn from the law that the log-probabilities are of.
+    """Check that tokens were drawn from the law of the log-probabilities.
 
-    What is declared is held against itself; with whole policies or lists of the likeliest tokens at
-    hand, the tokens are asked.
+        The declarations are compared with each other; with whole policies or lists of the likeliest
+    tokens, the tokens are tested.
     """
     name = "sampling_law"
     said = subject.infer
@@ -184,7 +184,7 @@ def sampling_law(subject: Recorded) -> Precheck:
             "tokens estimate nothing of the raw law; record processed ones"
         )
         return outcome(name, False, detail)
-    sure = _certain(subject.rollouts)
+    sure = _all_certain(subject.rollouts)
     if sure is not None:
         return outcome(name, False, sure)
     asked = (  # policies are kept of some tokens only, where the vocabulary is large
@@ -198,11 +198,11 @@ def sampling_law(subject: Recorded) -> Precheck:
     return found[0] if found else outcome(name, True, f"declared: drawn at {drawn}")
 
 
-# --- what is there -------------------------------------------------------------------------------
+# --- values and masks ----------------------------------------------------------------------------
 
 
 def _finite(rollouts: Sequence[Rollout]) -> Precheck:
-    """No counted token may have a ratio that is not a number, or infinite."""
+    """Check that the ratios of all counted tokens are finite."""
     name = "finite"
     bad = [r for r in rollouts if (d := r.delta()) is not None and not np.isfinite(d).all()]
     if not rollouts:
@@ -224,19 +224,19 @@ def _masked(subject: Recorded) -> Precheck:
     return outcome("masked_share", True, detail, share)
 
 
-# --- rows that are not what they seem -------------------------------------------------------------
+# --- copied, greedy and stale rows ------------------------------------------------------------
 
 _BY_CHANCE = -20.0
-"""ln of the probability above which equal samples after one prompt may be chance."""
+"""ln of the probability above which equal samples of one prompt may be chance."""
 _FEWEST = 16
-"""Tokens from which on equal bits on both sides are no chance."""
+"""Smallest number of tokens at which equal bits on both sides are not chance."""
 
 
 def cloned_rollouts(rollouts: Sequence[Rollout]) -> Precheck:
-    """Check that samples after one prompt differ where their probability is small.
+    """Check that samples of one prompt with small probability differ.
 
-    Equal ones come of a seed that was given to every member of a group, or of rows that were
-    written twice; they are no samples, and counting them overstates what is known.
+    Equal samples come from a seed shared by a group or from rows written twice; they are not
+    independent, and counting them overstates the sample size.
     """
     name = "cloned_rollouts"
     drawn = [r for r in rollouts if r.tokens]
@@ -261,7 +261,7 @@ def cloned_rollouts(rollouts: Sequence[Rollout]) -> Precheck:
 
 
 def _chance(rollout: Rollout) -> float:
-    """Return ln of the probability of sampling these tokens; 0 where it is not known."""
+    """Return ln of the probability of sampling these tokens; 0 if it is not known."""
     if rollout.infer is None:
         return 0.0 if len(rollout.tokens) < _FEWEST else -math.inf
     logs = rollout.infer.logs
@@ -271,9 +271,10 @@ def _chance(rollout: Rollout) -> float:
 def copied_side(rollouts: Sequence[Rollout], recomputed: bool) -> Precheck:
     """Check that the recorded sides are not one array written twice, in all or most rollouts.
 
-    Trainers that skip recomputing write it so.
+    Trainers that skip recomputing write such copies.
 
-    `recomputed` says that the contract states otherwise: then equal bits are a result.
+    `recomputed`: the contract states that both sides were computed, so that equal bits are a
+    result.
     """
     name = "copied_side"
     both = [r for r in rollouts if r.train is not None and r.infer is not None and r.counted]
@@ -297,9 +298,9 @@ def copied_side(rollouts: Sequence[Rollout], recomputed: bool) -> Precheck:
     return outcome(name, False, detail, equal / tokens)
 
 
-def _certain(rollouts: Sequence[Rollout]) -> str | None:
-    """Return why tokens that all have the probability 1 were not drawn: greedy decoding gives such
-    values. None where some token could have been another one."""
+def _all_certain(rollouts: Sequence[Rollout]) -> str | None:
+    """Return a reason if all tokens have probability 1, as from greedy decoding, so that none was
+    drawn. None if some token has less."""
     logs = [r.infer.logs[r.mask] for r in rollouts if r.infer is not None]
     tokens = sum(part.size for part in logs)
     if tokens < _FEWEST or any(bool(np.any(part)) for part in logs):
@@ -311,7 +312,7 @@ def _certain(rollouts: Sequence[Rollout]) -> str | None:
 
 
 def stale_policy(rollouts: Sequence[Rollout]) -> Precheck:
-    """Both sides must be of one version of the policy, the same for all tokens of a rollout."""
+    """Check that both sides are of one version of the policy, for all tokens of a rollout."""
     name = "stale_policy"
     known = [r for r in rollouts if "role:infer_version" in r.fields]
     if not known:

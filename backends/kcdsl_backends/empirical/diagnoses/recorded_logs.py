@@ -1,7 +1,7 @@
 """Explanations of recorded ln-ratios: a shift, a temperature, a filter, a mask, a swap of sides.
 
-Only the ln-probabilities of sampled tokens are at hand, sometimes those of the likeliest ones, and
-whole policies where the training kernel scored the tokens. The more there is, the surer the name.
+Recordings hold the ln-probabilities of sampled tokens, sometimes those of the likeliest ones, and
+whole policies if the training kernel scored the tokens. More data give a surer explanation.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from kcdsl_backends.empirical.sources.rollouts.record import Array, Policy, Roll
 
 _SHORTEST = 4
 _FEWEST = 64
-"""Fewest tokens from which a law is told by the shape of its ln-ratios alone."""
+"""Fewest tokens on which a law is inferred from the shape of its ln-ratios alone."""
 _SHAPED = 0.78
-"""Share of mean |ln w| that another temperature may leave, where only its shape tells it."""
-_SOUGHT_ON = 2**16
-"""Tokens on which a temperature is sought by its shape."""
+"""Largest share of mean |ln w| that a temperature inferred from the shape alone may leave."""
+_FIT_TOKENS = 2**16
+"""Number of tokens on which a temperature is fitted by its shape."""
 _CONTRASTS = 24
-"""Fewest shared positions that tell a temperature: of fewer, one alone may set it."""
-_NO_OTHER = 1e-3
-"""|ln T| below which a temperature is no other one."""
+"""Fewest shared positions for fitting a temperature: of fewer, one alone may determine it."""
+_SAME_TEMPERATURE = 1e-3
+"""|ln T| below which two temperatures count as equal."""
 _DEEPEST = 256
-"""Tokens of a rollout that are compared with others for shared positions."""
+"""Number of tokens of a rollout that are compared with others for shared positions."""
 _ONE_SIDED = 0.5
-"""-sum ln w / sum |ln w|, from which on deviations lie on one side."""
+"""Value of -sum ln w / sum |ln w| from which deviations count as one-sided."""
 _LARGEST_LOG = 700.0
-"""Below ln of the largest float64."""
+"""Slightly below ln of the largest float64."""
 _FIRM = 5.0
-"""Standard errors from which on a mean ratio is not 1."""
+"""Standard errors beyond which a mean ratio is not 1."""
 _ROUNDING = 1e-4
-"""Mean |ln w| (nats) that the normaliser of a softmax in float32 may make, all to one side."""
+"""Mean |ln w| (nats), all of one sign, that the normaliser of a softmax in float32 may cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +55,19 @@ class Ratios:
 
     @property
     def one_sided(self) -> float:
-        """Return -sum ln w / sum |ln w|: 1 where infer finds every token likelier."""
+        """Return -sum ln w / sum |ln w|: 1 if infer finds every token likelier."""
         whole = float(np.abs(self.delta).sum())
         return -float(self.delta.sum()) / whole if whole > 0 else 0.0
 
-    def off_one(self, sign: int) -> float:
-        """Return how many standard errors the mean of w^sign lies above 1."""
+    def excess_of_mean(self, sign: int) -> float:
+        """Return (mean of w^sign - 1) in standard errors."""
         values = np.exp(np.clip(sign * self.delta, -50.0, 50.0))
         error = float(values.std()) / math.sqrt(max(1, values.size))
         return (float(values.mean()) - 1) / (error + 1e-12)
 
 
 def ratios_of(rollouts: Sequence[Rollout]) -> Ratios:
-    """Return both sides' logs of the counted tokens, finite ones only."""
+    """Return the ln-probabilities of both sides for counted tokens, finite ones only."""
     train, infer = [], []
     for r in rollouts:
         if r.train is not None and r.infer is not None:
@@ -102,15 +102,15 @@ def alignment(rollouts: Sequence[Rollout]) -> Repair:
     shown = ", ".join(f"{shift:+d}: {gap:.3g}" for shift, gap in known.items())
     best = min(known, key=lambda shift: known[shift])
     left = known[best] / here if best != 0 and here > SMALLEST else 1.0
-    stated = _unlisted(rollouts)
+    stated = _unequal_list(rollouts)
     if stated is not None and left >= 1.0:
         return stated
     return Repair(name, f"mean |ln w| at shift {shown}", left, float(best))
 
 
-def _unlisted(rollouts: Sequence[Rollout]) -> Repair | None:
+def _unequal_list(rollouts: Sequence[Rollout]) -> Repair | None:
     """Find a side whose sampled tokens have another ln-probability in its own list of the likeliest
-    tokens: its arrays do not belong to the same positions."""
+    tokens, so that its arrays belong to different positions."""
     for side in SIDES:
         differ = total = 0
         for r in rollouts:
@@ -143,24 +143,25 @@ def _mean(parts: Sequence[Array]) -> float | None:
 def temperature(rollouts: Sequence[Rollout], policies: Sequence[Policy], stated: float) -> Repair:
     """Fit the temperature of infer over that of train.
 
-    Whole policies tell it exactly; so do tokens that both sides tell at one position, for the
-    normalisers cancel there. Sampled tokens alone tell it by the shape of their ln-ratios.
+    Whole policies determine it exactly; so do several tokens at one position, since the normalisers
+    cancel. Sampled tokens alone show it by the shape of their ln-ratios.
     """
-    found = [_fitted(policies, stated)] if policies else []
-    contrasts = _contrasts(rollouts)
+    found = [_fit_to_policies(policies, stated)] if policies else []
+    contrasts = _fit_to_contrasts(rollouts)
     if contrasts is not None:
         found.append(contrasts)
     for repair in found:
         if repair.explains:
             return repair
-    shaped = _shaped(ratios_of(rollouts))
+    shaped = _fit_to_shape(ratios_of(rollouts))
     if contrasts is None or not shaped.explains:
         return found[0] if found and not shaped.explains else shaped
     return contrasts
 
 
-def _fitted(policies: Sequence[Policy], stated: float) -> Repair:
-    """Fit the temperature of the training logits at which they give the inference kernel's logs."""
+def _fit_to_policies(policies: Sequence[Policy], stated: float) -> Repair:
+    """Fit the temperature at which the training logits give the inference kernel's
+    ln-probabilities."""
 
     def gap(log_t: float) -> float:
         t = stated * math.exp(log_t)
@@ -168,7 +169,7 @@ def _fitted(policies: Sequence[Policy], stated: float) -> Repair:
 
     here = gap(0.0)
     best = minimise(gap, -WIDEST, WIDEST)
-    left = gap(best) / here if here > SMALLEST and abs(best) > _NO_OTHER else 1.0
+    left = gap(best) / here if here > SMALLEST and abs(best) > _SAME_TEMPERATURE else 1.0
     fitted = stated * math.exp(best)
     detail = f"T = {fitted:.3f} on train leaves {100 * left:.3g} % of the mean |ln w|"
     return Repair("temperature_fit", detail, left, fitted)
@@ -178,10 +179,10 @@ def _logs(policy: Policy, t: float) -> Tensor:
     return torch.log_softmax(policy.logits / t, -1).gather(-1, policy.tokens[:, None])[:, 0]
 
 
-def _contrasts(rollouts: Sequence[Rollout]) -> Repair | None:
-    """Fit it from differences between tokens of one position: ln q differs 1/T times as much as
-    ln p. None where too few positions show it."""
-    groups = [*_listed(rollouts), *_shared(rollouts)]
+def _fit_to_contrasts(rollouts: Sequence[Rollout]) -> Repair | None:
+    """Fit the temperature to differences between tokens of one position: those of ln q are 1/T
+    times those of ln p. None with too few such positions."""
+    groups = [*_listed_by_both(rollouts), *_after_equal_tokens(rollouts)]
     if len(groups) < _CONTRASTS:
         return None
     a = np.concatenate([p - p.mean() for p, _ in groups])
@@ -190,7 +191,7 @@ def _contrasts(rollouts: Sequence[Rollout]) -> Repair | None:
         return None
     slope = float(a @ b) / float(a @ a)
     before, after = float(np.abs(b - a).mean()), float(np.abs(b - slope * a).mean())
-    other = before > SMALLEST and abs(math.log(slope)) > _NO_OTHER
+    other = before > SMALLEST and abs(math.log(slope)) > _SAME_TEMPERATURE
     left = after / before if other else 1.0
     detail = (
         f"tokens of one position at {len(groups)} positions: T = {1 / slope:.3f} on train leaves "
@@ -199,7 +200,7 @@ def _contrasts(rollouts: Sequence[Rollout]) -> Repair | None:
     return Repair("temperature_fit", detail, left / 2 if other else 1.0, 1 / slope)
 
 
-def _listed(rollouts: Sequence[Rollout]) -> list[tuple[Array, Array]]:
+def _listed_by_both(rollouts: Sequence[Rollout]) -> list[tuple[Array, Array]]:
     """Return ln p and ln q of the tokens that both sides list, for each counted position."""
     found = []
     for r in rollouts:
@@ -215,8 +216,9 @@ def _listed(rollouts: Sequence[Rollout]) -> list[tuple[Array, Array]]:
     return found
 
 
-def _shared(rollouts: Sequence[Rollout]) -> list[tuple[Array, Array]]:
-    """Return the same of different tokens that were sampled after equal ones, as in a group."""
+def _after_equal_tokens(rollouts: Sequence[Rollout]) -> list[tuple[Array, Array]]:
+    """Return ln p and ln q of different tokens that were sampled after equal ones, as in a
+    group."""
     after: dict[tuple[int, ...], dict[int, tuple[float, float]]] = {}
     for r in rollouts:
         if r.train is None or r.infer is None:
@@ -225,15 +227,15 @@ def _shared(rollouts: Sequence[Rollout]) -> list[tuple[Array, Array]]:
             both = float(r.train.logs[at]), float(r.infer.logs[at])
             if r.mask[at] and math.isfinite(both[0]) and math.isfinite(both[1]):
                 after.setdefault(r.prompt + r.tokens[:at], {})[token] = both
-    several = [np.array(list(told.values())) for told in after.values() if len(told) > 1]
-    return [(told[:, 0], told[:, 1]) for told in several]
+    several = [np.array(list(logs.values())) for logs in after.values() if len(logs) > 1]
+    return [(logs[:, 0], logs[:, 1]) for logs in several]
 
 
-def _shaped(ratios: Ratios) -> Repair:
-    """Tell it from sampled tokens alone: likely and unlikely tokens move apart.
+def _fit_to_shape(ratios: Ratios) -> Repair:
+    """Fit the temperature to sampled tokens alone, by the shape of ln w as a function of ln q.
 
-    With m tokens that share what the sampled one leaves, ln p = T ln q - ln(q^T + m^(1-T) (1-q)^T);
-    errors of rounding have no such shape.
+    With m other tokens that share the remaining mass equally, ln p = T ln q - ln(q^T + m^(1-T)
+    (1-q)^T); rounding errors have no such shape.
     """
     name = "temperature_fit"
     delta = ratios.delta
@@ -241,7 +243,7 @@ def _shaped(ratios: Ratios) -> Repair:
         return Repair(name, "too few ln-ratios to see their shape", None)
     if not float(np.abs(delta).mean()) > SMALLEST:
         return Repair(name, "the sides do not differ", 1.0)
-    sides = [_bent(delta, ratios.infer), _bent(-delta, ratios.train)]
+    sides = [_best_shape(delta, ratios.infer), _best_shape(-delta, ratios.train)]
     left, log_t = min(sides)
     if left > _SHAPED or abs(ratios.one_sided) >= 0.9:
         return Repair(name, "ln w has not the shape of another temperature", 1.0)
@@ -254,9 +256,9 @@ def _shaped(ratios: Ratios) -> Repair:
     return Repair(name, detail, left / 4, value if abs(log_t) > 0 else None)
 
 
-def _bent(delta: Array, logs: Array) -> tuple[float, float]:
-    """Return what the best temperature leaves of mean |ln w|, and its logarithm. It is sought on
-    some of many tokens and judged on all."""
+def _best_shape(delta: Array, logs: Array) -> tuple[float, float]:
+    """Return the share of mean |ln w| that the best temperature leaves, and ln T. It is fitted on a
+    subset of many tokens and evaluated on all."""
     here = float(np.abs(delta).mean())
 
     def gaps(some: Array, at: Array, others: int) -> Callable[[float], float]:
@@ -270,8 +272,8 @@ def _bent(delta: Array, logs: Array) -> tuple[float, float]:
         return gap
 
     part = np.arange(delta.size)
-    if delta.size > _SOUGHT_ON:
-        part = np.random.default_rng(0).choice(delta.size, _SOUGHT_ON, replace=False)
+    if delta.size > _FIT_TOKENS:
+        part = np.random.default_rng(0).choice(delta.size, _FIT_TOKENS, replace=False)
     best = (math.inf, 0.0)
     for others in (1, 2, 4, 8, 32, 128):
         log_t = minimise(gaps(delta[part], logs[part], others), -WIDEST, WIDEST)
@@ -285,9 +287,9 @@ def _bent(delta: Array, logs: Array) -> tuple[float, float]:
 def truncation(
     rollouts: Sequence[Rollout], policies: Sequence[Policy], stated: float, tempered: bool
 ) -> Repair:
-    """Test whether one side was cut off and renormalised. Its ln-ratios then have one
-    sign, and the mean of w is the mass that survived, not 1. `tempered`: another temperature would
-    explain them too, unless nearly all have one sign."""
+    """Test whether one side was cut off and renormalised. Its ln-ratios then have one sign, and the
+    mean of w is the remaining mass, not 1. `tempered`: another temperature explains them too,
+    unless nearly all have one sign."""
     name = "truncation_mass"
     ratios = ratios_of(rollouts)
     delta = ratios.delta
@@ -295,7 +297,7 @@ def truncation(
         return Repair(name, "too few tokens", None)
     side = 1 if float(delta.sum()) < 0 else 0
     one_sided = abs(ratios.one_sided)
-    firm = ratios.off_one(1) < -_FIRM if side == 1 else ratios.off_one(1) > _FIRM
+    firm = ratios.excess_of_mean(1) < -_FIRM if side == 1 else ratios.excess_of_mean(1) > _FIRM
     if not firm or one_sided < (0.8 if tempered else _ONE_SIDED):
         return Repair(name, "ln-ratios have both signs, or their mean ratio is 1", 1.0)
     lost = float(np.abs(delta.mean()))
@@ -310,13 +312,13 @@ def truncation(
 
 
 def _mean_weight(delta: Array) -> str:
-    """Return "= …", the mean of e^delta, or what it exceeds where it leaves float64."""
+    """Return the mean of e^delta as "= x", or as "> e^n" if it exceeds float64."""
     log = float(np.logaddexp.reduce(delta)) - math.log(delta.size)
     return f"= {math.exp(log):.6g}" if log < _LARGEST_LOG else f"> e^{math.floor(log):,}"
 
 
 def _filter(policies: Sequence[Policy], stated: float) -> str:
-    """Name the filter whose lost mass comes nearest to the ln-ratios."""
+    """Name the filter whose removed mass is nearest to the ln-ratios."""
     ordered, gaps = [], []
     for p in policies:
         logs = torch.log_softmax(p.logits / stated, -1)
@@ -342,12 +344,13 @@ def _filter(policies: Sequence[Policy], stated: float) -> str:
 
 
 def swapped(rollouts: Sequence[Rollout]) -> Repair:
-    """Test whether the columns of the sides are exchanged: 1/w has the mean 1, and w has not."""
+    """Test whether the columns of the sides are exchanged: the mean of 1/w is 1, that of w is
+    not."""
     name = "swapped_sides"
     ratios = ratios_of(rollouts)
     if ratios.delta.size < _FEWEST:
         return Repair(name, "too few tokens", None)
-    now, then = ratios.off_one(1), ratios.off_one(-1)
+    now, then = ratios.excess_of_mean(1), ratios.excess_of_mean(-1)
     detail = f"mean w lies {now:.2g} standard errors above 1, mean 1/w {then:.2g}"
     good = now > _FIRM and abs(then) < 3
     return Repair(name, detail, min(0.2, abs(then) / now) if good else 1.0)
@@ -361,7 +364,7 @@ def masks(rollouts: Sequence[Rollout]) -> Repair:
 
 def _filled(rollouts: Sequence[Rollout]) -> Repair:
     """Find counted tokens whose ln-probability is exactly 0 on one side and clearly not on the
-    other: what trainers write for tokens of tools and for padding."""
+    other: trainers write 0 for tokens of tools and for padding."""
     name = "mask_provenance"
     whole = rest = 0.0
     count, first = 0, ""
@@ -407,8 +410,8 @@ def _runs(rollouts: Sequence[Rollout]) -> Repair:
 
 
 def _run(gap: Array) -> slice | None:
-    """Return the shortest run of positions with 95 % of the deviation, where it stands apart: three
-    tokens or more, most of them far beyond what the others show."""
+    """Return the shortest run of positions with 95 % of the deviation; None if it has fewer than
+    three tokens or its median is not far above the deviations outside."""
     sums = np.concatenate([[0.0], np.cumsum(gap)])
     if not sums[-1] > SMALLEST:
         return None

@@ -1,8 +1,8 @@
 """Reference runs: the model in float64, and in the formats that a kernel claims.
 
-What a plain program in the claimed formats differs from float64 is the size of error that the claim
-allows. A plain program computes every operation of the module in the compute format, with the
-stored weights and quantised activations of the claim; where a kernel fuses, its error is smaller.
+The difference of a plain program in the claimed formats from float64 is the size of error that the
+claim allows. A plain program computes every operation of the module in the compute format, with the
+stored weights and quantised activations of the claim; a fused kernel has a smaller error.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kcdsl_backends.empirical.diagnoses.model import POSITIONS
 LARGEST = 2**28
 """Parameters of the largest model that is copied for reference runs (2 GiB in float64)."""
 ROWS = 1024
-"""Rows of the longest states that blocks are compared on: scores grow with their square."""
+"""Most rows of states on which blocks are compared: scores grow with their square."""
 RESULT = 2**22
-"""Numbers of the largest result of a block that is compared (32 MiB in float64)."""
+"""Most elements of the result of a compared block (32 MiB in float64)."""
 _TYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -46,7 +46,7 @@ class Reference:
     _modules: dict[Numerics | None, nn.Module] = field(default_factory=dict)
 
     def claim(self, side: int) -> Numerics:
-        """Return what train (0) or infer (1) claims."""
+        """Return the claimed numerics of train (0) or infer (1)."""
         return (self.train, self.infer)[side]
 
     def run(self, claim: Numerics | None, tokens: Sequence[int]) -> Tensor:
@@ -57,11 +57,11 @@ class Reference:
         return result[:POSITIONS].to(torch.float64, copy=True)
 
     def block(self, claim: Numerics | None, name: str, x: Tensor) -> Tensor:
-        """Return what a block makes of states x [T, D], float64."""
+        """Return the output of a block for states x [T, D], float64."""
         if claim is None or claim in self._modules:
             module = _blocks(self._module(claim))[name]
         else:
-            module = _as(self.model, self.model.block(name), claim)
+            module = _in_formats(self.model, self.model.block(name), claim)
         kind = torch.float64 if claim is None else _TYPES[claim.compute]
         with torch.no_grad():
             result: Tensor = module(x.to(kind))
@@ -72,14 +72,14 @@ class Reference:
         return own_blocks(self.model)
 
     def inputs(self, tokens: Sequence[int], names: Sequence[str]) -> dict[str, Tensor]:
-        """Return what enters each block in the float32 program, float32 [T, D].
+        """Return the input of each block in the float32 program, float32 [T, D].
 
-        Of long requests the first rows, since blocks can be compared on any states: at most ROWS,
-        and no more than RESULT numbers of the block's result, but POSITIONS in any case.
+        Long requests are cut, since blocks can be compared on any states: to ROWS rows and RESULT
+        elements of the block's result, but not below POSITIONS rows.
         """
         found = self.model.all_block_inputs(list(tokens), names)
-        entering = {name: x for name, x in found.items() if x is not None}
-        return {name: x[: self._rows(name, x)].clone() for name, x in entering.items()}
+        known_inputs = {name: x for name, x in found.items() if x is not None}
+        return {name: x[: self._rows(name, x)].clone() for name, x in known_inputs.items()}
 
     def _rows(self, name: str, x: Tensor) -> int:
         if len(x) <= POSITIONS:
@@ -87,15 +87,15 @@ class Reference:
         width = self.block(None, name, x[:POSITIONS]).shape[-1]
         return max(POSITIONS, min(ROWS, RESULT // width))
 
-    def forget(self) -> None:
-        """Let go of the copies of the model."""
+    def release(self) -> None:
+        """Free the copies of the model."""
         self._modules.clear()
 
     def _module(self, claim: Numerics | None) -> nn.Module:
         if claim in self._modules:
             return self._modules[claim]
         whole = self.model.module
-        made = _exact(self.model) if claim is None else _as(self.model, whole, claim)
+        made = _exact(self.model) if claim is None else _in_formats(self.model, whole, claim)
         if claim in (None, self.train, self.infer):
             self._modules[claim] = made
         return made
@@ -107,21 +107,21 @@ def _blocks(module: nn.Module) -> Mapping[str, nn.Module]:
 
 
 def own_blocks(model: Model) -> tuple[str, ...]:
-    """Return the blocks that are more than the blocks inside them, in order of application."""
+    """Return the blocks with parameters of their own beyond those of inner blocks, in order."""
     found = {n: m for n, m in model.blocks().items() if n != "model"}
-    return tuple(name for name in found if not _made_of_others(name, found))
+    return tuple(name for name in found if not _only_inner_parameters(name, found))
 
 
-def _made_of_others(name: str, blocks: Mapping[str, nn.Module]) -> bool:
-    """Say whether the parameters of a block are those of smaller blocks together."""
+def _only_inner_parameters(name: str, blocks: Mapping[str, nn.Module]) -> bool:
+    """Return whether smaller blocks together hold all parameters of a block."""
     held = {n: {id(p) for p in m.parameters()} for n, m in blocks.items()}
     smaller = [ids for ids in held.values() if ids < held[name]]
     return bool(smaller) and set().union(*smaller) == held[name]
 
 
 def reference_of(model: Model, train: Numerics, infer: Numerics) -> Reference | None:
-    """Return the reference of a model; None where it is too large to be copied, or no module does
-    what is claimed, as of a quantised cache, and where kernels have checkpoints of their own."""
+    """Return the reference of a model; None if it is too large to copy, if no module computes the
+    claim (a quantised cache), or if kernels have checkpoints of their own."""
     if train.kv_cache is not None or infer.kv_cache is not None or model.served is not None:
         return None
     size = sum(p.numel() for p in model.module.parameters())
@@ -132,7 +132,7 @@ def _exact(model: Model) -> nn.Module:
     return copy.deepcopy(model.module).to(torch.float64).eval()
 
 
-def _as(model: Model, part: nn.Module, claim: Numerics) -> nn.Module:
+def _in_formats(model: Model, part: nn.Module, claim: Numerics) -> nn.Module:
     """Return a copy of the module or of a part of it that computes in the claimed formats."""
     kind = _TYPES[claim.compute]
     module = copy.deepcopy(part).to(kind).eval()
@@ -159,7 +159,7 @@ def _as(model: Model, part: nn.Module, claim: Numerics) -> nn.Module:
 
 
 def _quantise_tensors(module: nn.Module, claim: Numerics) -> None:
-    """Let the program of an ONNX file quantise tensors as the numerics claim."""
+    """Make the program of an ONNX file quantise tensors as the numerics claim."""
     from kcdsl.model.onnx.program import OnnxBlock
 
     def step(by: StaticQuantiser) -> Callable[[Tensor], Tensor]:
@@ -171,8 +171,8 @@ def _quantise_tensors(module: nn.Module, claim: Numerics) -> None:
 
 
 def _store_matrices(model: Model, module: nn.Module, part: nn.Module, claim: Numerics) -> None:
-    """Store every matrix of a user's module as claimed: which of them are those of linears is not
-    known before it runs, and an embedding that is stored too only allows more error."""
+    """Store every matrix of a user's module as claimed. Those of linears are not known before it
+    runs; storing an embedding too only allows more error."""
     with torch.no_grad():
         names = {id(t): n for n, t in model.module.named_parameters(remove_duplicate=False)}
         held = zip(part.named_parameters(), module.parameters(), strict=True)

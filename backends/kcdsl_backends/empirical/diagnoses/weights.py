@@ -1,6 +1,6 @@
 """Diagnoses of weights: digests, other weights, and blocks in coarser formats than claimed.
 
-Blocks run on what enters them in the float32 program, so that no error comes from before.
+Blocks run on their inputs in the float32 program, so that earlier blocks add no error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kcdsl_backends.empirical.sources.kernels import Kernel
 
 
 def weights_checksum(checkpoints: Mapping[str, str]) -> Precheck:
-    """Both kernels must hold the weights of the file."""
+    """Check that both kernels hold the weights of the file."""
     different = len(set(checkpoints.values())) != 1
     detail = ", ".join(f"{place} {digest[:12]}" for place, digest in sorted(checkpoints.items()))
     return outcome("weights_checksum", not different, detail or "no digest")
@@ -40,20 +40,20 @@ def weights_checksum(checkpoints: Mapping[str, str]) -> Precheck:
 def stale_weights(
     noise: RoundingNoise | None, localised: Localised | None, cause: str | None
 ) -> Precheck:
-    """Report other weights where no repair, mask or coarser format explains an error.
+    """Report other weights if no repair, mask or coarser format explains an error.
 
-    `cause` is what has been named already; `value` is how many times its claims a side errs.
+    `cause` is the cause named already; `value` is the error of a side as a multiple of its claim.
     """
     name = "stale_weights"
     if noise is None:
         return not_applicable(name, "no reference run")
     worst = max((0, 1), key=noise.ratio)
-    strayed = () if localised is None else localised.other_weights
+    deviating = () if localised is None else localised.other_weights
     shown = noise.shown(worst)
-    if strayed and localised is not None:
-        shown = f"{shown}; {first_of(strayed, localised.blocks)}"
+    if deviating and localised is not None:
+        shown = f"{shown}; {first_of(deviating, localised.blocks)}"
     coarser = localised is not None and bool(localised.coarser)
-    other = bool(strayed) or (bool(noise.beyond) and not coarser)
+    other = bool(deviating) or (bool(noise.beyond) and not coarser)
     good = cause is not None or not other
     return outcome(name, good, shown if good else f"other weights: {shown}", noise.ratio(worst))
 
@@ -72,7 +72,7 @@ def coarser_layer(localised: Localised | None, cause: str | None) -> Precheck:
 
 
 def watch_weights(kernels: Mapping[str, Kernel]) -> Callable[[], Mapping[str, str]]:
-    """Return a function that names the kernels whose weights are other than they are now."""
+    """Return a function that names the kernels whose weights have changed since this call."""
     readers = {s: r for s, k in kernels.items() if (r := getattr(k, "weights_digest", None))}
     before = {side: read() for side, read in readers.items()}
     return lambda: {s: "changed" for s, read in readers.items() if read() != before[s]}
@@ -110,16 +110,16 @@ _COMPUTE = ("bfloat16", "float16")
 _SUSPECT = 1.05
 """Smallest multiple of its claimed error at which coarser formats are tried for a block."""
 _APART = 0.5
-"""Smallest distance from the plain program, in units of its claimed error."""
+"""Smallest distance from the plain program that counts, in units of the claimed error."""
 _LEFT = 0.5
-"""Share of its distance from the plain program that the plain program of a coarser format leaves:
-its own activations round otherwise."""
+"""Largest distance from the plain program of a coarser format, as a share of that from the claimed
+one: activations round differently."""
 
 
 @dataclass(frozen=True, slots=True)
-class Strayed:
-    """A block that errs `ratio` times what its kernel claims; `format` is the coarser format that
-    explains its error, None where none does."""
+class DeviatingBlock:
+    """A block whose error is `ratio` times that of its claim; `format` is the coarser format that
+    explains the error, None if none does."""
 
     side: int
     block: str
@@ -137,45 +137,50 @@ class Strayed:
 
 @dataclass(frozen=True, slots=True)
 class Localised:
-    """The blocks that stray, in order of application, and how many were looked at."""
+    """The blocks with errors beyond their claims, in order of application, and the number
+    examined."""
 
-    strayed: tuple[Strayed, ...]
+    deviating: tuple[DeviatingBlock, ...]
     blocks: int
 
     @property
-    def coarser(self) -> tuple[Strayed, ...]:
+    def coarser(self) -> tuple[DeviatingBlock, ...]:
         """Return the blocks that a coarser format explains."""
-        return tuple(s for s in self.strayed if s.format is not None)
+        return tuple(s for s in self.deviating if s.format is not None)
 
     @property
-    def other_weights(self) -> tuple[Strayed, ...]:
+    def other_weights(self) -> tuple[DeviatingBlock, ...]:
         """Return the blocks that no format explains."""
-        return tuple(s for s in self.strayed if s.format is None)
+        return tuple(s for s in self.deviating if s.format is None)
 
 
 def localise(
     probe: Probe, kernels: tuple[Kernel, Kernel], reference: Reference
 ) -> Localised | None:
-    """Return the blocks that err more than their claims explain; None where none runs.
+    """Return the blocks that err more than their claims explain; None if none runs.
 
-    That is `BEYOND` times the noise of the claim, or less where a coarser format explains it.
+    The limit is `BEYOND` times the noise of the claim, less if a coarser format explains the error.
     """
     names = reference.blocks()
     try:
         inputs = reference.inputs(probe.request.tokens, names)
-        looked = {
-            name: [_stray(name, inputs[name], side, kernels[side], reference) for side in (0, 1)]
+        examined = {
+            name: [
+                _deviation(name, inputs[name], side, kernels[side], reference) for side in (0, 1)
+            ]
             for name in inputs
         }
     except (Exception, SystemExit):  # a user's module may raise anything in another format
         return None
-    compared = [sides for sides in looked.values() if None not in sides]
-    found = (stray for sides in looked.values() for stray in sides if isinstance(stray, Strayed))
+    compared = [sides for sides in examined.values() if None not in sides]
+    found = (
+        stray for sides in examined.values() for stray in sides if isinstance(stray, DeviatingBlock)
+    )
     return Localised(tuple(found), len(compared)) if compared else None
 
 
 def whole_model(probe: Probe, sides: Sequence[int], reference: Reference) -> Localised | None:
-    """Look for a coarser format of all of a kernel; None where none explains its error."""
+    """Search a coarser format for the whole kernel; None if none explains its error."""
     if probe.gold is None:
         return None
     gold, tokens, found = probe.gold, probe.request.tokens, []
@@ -184,17 +189,17 @@ def whole_model(probe: Probe, sides: Sequence[int], reference: Reference) -> Loc
         plain = reference.run(claim, tokens)
         error, allowed = size(gold, own), size(gold, plain) + floor(gold)
         apart = size(plain, own, states=True)
-        best = _best(claim, lambda variant: reference.run(variant, tokens), own, apart)
+        best = _best_format(claim, lambda variant: reference.run(variant, tokens), own, apart)
         if best is not None:
-            found.append(Strayed(side, "the whole model", error / allowed, best))
+            found.append(DeviatingBlock(side, "the whole model", error / allowed, best))
     return Localised(tuple(found), 1) if found else None
 
 
-def _best(
+def _best_format(
     claim: Numerics, run: Callable[[Numerics], Tensor], own: Tensor, apart: float
 ) -> str | None:
-    """Return the coarser format whose plain program lies nearest to the kernel, None where none
-    lies much nearer than that of its claim, which is `apart` from it."""
+    """Return the coarser format whose plain program is nearest to the kernel; None if none is much
+    nearer than that of its claim, at distance `apart`."""
     best, left = None, _LEFT
     for variant in _coarser(claim):
         try:
@@ -206,11 +211,11 @@ def _best(
     return None if best is None else _words(best)
 
 
-def _stray(
+def _deviation(
     name: str, x: Tensor, side: int, kernel: Kernel, reference: Reference
-) -> Strayed | Literal["as claimed"] | None:
-    """Return how a block strays from its claim, or that it does not; None where it gives no numbers
-    that could be compared."""
+) -> DeviatingBlock | Literal["as claimed"] | None:
+    """Return the deviation of a block beyond its claim, or "as claimed"; None if its values cannot
+    be compared."""
     with torch.no_grad():
         own, again = kernel.block(name, x), kernel.block(name, x)
     own = own.to("cpu", torch.float64)
@@ -224,12 +229,12 @@ def _stray(
     apart = size(claimed, own, states=True)
     if error <= _SUSPECT * allowed or apart <= _APART * allowed:
         return "as claimed"
-    best = _best(
+    best = _best_format(
         reference.claim(side), lambda variant: reference.block(variant, name, x), own, apart
     )
     if best is None and error <= BEYOND * allowed:
         return "as claimed"
-    return Strayed(side, name, error / allowed, best)
+    return DeviatingBlock(side, name, error / allowed, best)
 
 
 def _coarser(claim: Numerics) -> Iterator[Numerics]:
@@ -258,7 +263,7 @@ def _words(numerics: Numerics) -> str:
     return words
 
 
-def first_of(strayed: Sequence[Strayed], blocks: int) -> str:
-    """Return the first block that strays in words, and how many do."""
-    count = len({s.block for s in strayed})
-    return f"{strayed[0].shown()}; {count} of {blocks} blocks stray"
+def first_of(deviating: Sequence[DeviatingBlock], blocks: int) -> str:
+    """Return the first deviating block and the number of such blocks, in words."""
+    count = len({s.block for s in deviating})
+    return f"{deviating[0].shown()}; {count} of {blocks} blocks stray"

@@ -215,7 +215,7 @@ def _reference_values(row: ClauseResult, document: Document, upper: bool) -> lis
 
 
 def within(value: float | None, floor: Floor | None, op: str) -> bool:
-    """Say whether a value is one that two reference builds may have."""
+    """Return whether a value is one that two reference builds may have."""
     if floor is None or value is None:
         return False
     return value <= floor.value if op in ("<=", "<") else value >= floor.value

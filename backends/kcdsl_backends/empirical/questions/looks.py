@@ -22,18 +22,18 @@ class AnytimeRules:
         return allowed_rate(clause)
 
     def varies(self, clause: Clause, program: Program) -> bool:
-        """Say whether one more run of the same requests would give other values, or the clause
+        """Return whether one more run of the same requests would give other values, or the clause
         asks for a sample."""
         known = measures_of(program)
         noisy = any(known[name].noisy for name in metrics_of(clause.require) if name in known)
         return noisy or clause.evidence is EvidenceKind.SAMPLE
 
     def shows_below(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
-        """Say whether k of n show, at this and every other look, a rate of at most `rate`."""
+        """Return whether k of n show, at this and every other look, a rate of at most `rate`."""
         return rates.shows_below(k, n, rate, Confidence(error, anytime=True))
 
     def shows_above(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
-        """Say whether k of n show, at this and every other look, a rate above `rate`."""
+        """Return whether k of n show, at this and every other look, a rate above `rate`."""
         return rates.shows_above(k, n, rate, Confidence(error, anytime=True))
 
 

@@ -307,7 +307,7 @@ def _needs(part: Clause, program: Program) -> frozenset[str]:
 
 
 def _drawn(program: Program) -> bool:
-    """Say whether tokens are drawn, or were, at which everything is measured."""
+    """Return whether tokens are drawn, or were, at which everything is measured."""
     recording = program.infer.recording
     rollouts = recording is not None and recording.format != LOGITS
     return rollouts or program.infer.service is not None

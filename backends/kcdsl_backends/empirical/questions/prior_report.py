@@ -135,7 +135,7 @@ def _away(row: Mapping[str, Any], part: Clause) -> int:
 
 
 def _of_the_same(row: Mapping[str, Any], part: Clause) -> bool:
-    """Say whether a row decided what the part asks for: the contract may have changed since.
+    """Return whether a row decided what the part asks for: the contract may have changed since.
 
     Units beyond another threshold, or counted otherwise, are no units beyond this one; a mean is
     the same mean whatever it was compared with.

@@ -245,7 +245,7 @@ def _meaning(slice_: Slice, program: Program) -> tuple[object, ...]:
 
 
 def _recorded(program: Program) -> bool:
-    """Say whether rollouts were read, whose units are prompts with several of them."""
+    """Return whether rollouts were read, whose units are prompts with several of them."""
     return program.infer.recording is not None and not holds_logits(program.infer)
 
 

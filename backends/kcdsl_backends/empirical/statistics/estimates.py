@@ -127,7 +127,7 @@ def beyond_range(values: Array, bounds: tuple[float | None, float | None]) -> ND
 
 
 def _inside(values: Array, low: float | None, high: float | None) -> bool:
-    """Say whether all values lie in the range itself; NaN does not."""
+    """Return whether all values lie in the range itself; NaN does not."""
     above = low is None or bool(values.min() >= low)
     return above and (high is None or bool(values.max() <= high))
 

@@ -44,7 +44,7 @@ class ClopperPearson:
     """
 
     def shows_below(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
-        """Say whether k of n show a rate of at most `rate`: P(X <= k | n, rate) <= error.
+        """Return whether k of n show a rate of at most `rate`: P(X <= k | n, rate) <= error.
 
         False wherever the tail is not known well enough. Exact in its three arguments.
         """
@@ -61,7 +61,7 @@ class ClopperPearson:
             return False
 
     def shows_above(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
-        """Say whether k of n show a rate of at least `rate`: P(X >= k | n, rate) <= error."""
+        """Return whether k of n show a rate of at least `rate`: P(X >= k | n, rate) <= error."""
         check_counts(k, n)
         return self.shows_below(n - k, n, 1 - rate, error)
 
@@ -109,11 +109,11 @@ class EProcess:
     """
 
     def shows_below(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
-        """Say whether k of n show, at this and every other look, a rate of at most `rate`."""
+        """Return whether k of n show, at this and every other look, a rate of at most `rate`."""
         return _reaches(log_certify(k, n, rate), n, error)
 
     def shows_above(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
-        """Say whether k of n show, at this and every other look, a rate of at least `rate`."""
+        """Return whether k of n show, at this and every other look, a rate of at least `rate`."""
         return _reaches(log_alarm(k, n, rate), n, error)
 
     def upper_limit(self, k: int, n: int, error: Fraction) -> float:
@@ -220,7 +220,7 @@ def limits(k: int, n: int, confidence: Confidence) -> tuple[float, float]:
 
 
 def shows_below(k: int, n: int, rate: Fraction, confidence: Confidence) -> bool:
-    """Say whether k of n show a rate of at most `rate`."""
+    """Return whether k of n show a rate of at most `rate`."""
     if rate >= 1:
         return True
     if rate <= 0 or n <= 0:
@@ -229,7 +229,7 @@ def shows_below(k: int, n: int, rate: Fraction, confidence: Confidence) -> bool:
 
 
 def shows_above(k: int, n: int, rate: Fraction, confidence: Confidence) -> bool:
-    """Say whether k of n show a rate above `rate`; one unit is enough where none is allowed."""
+    """Return whether k of n show a rate above `rate`; one unit is enough where none is allowed."""
     if rate >= 1 or n <= 0:
         return False
     if rate <= 0:

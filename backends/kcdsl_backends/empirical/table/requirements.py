@@ -205,18 +205,18 @@ GENERATED = frozenset({"ttft", "tpot"})
 
 
 def is_runtime(clause: Clause) -> bool:
-    """Say whether a clause needs timed or repeated runs."""
+    """Return whether a clause needs timed or repeated runs."""
     names = metrics_of(clause.require) - {"failure_rate"}
     return any(MEASURES[n].tier == "E" for n in names if n in MEASURES)
 
 
 def reads_tokens(clauses: Iterable[Clause]) -> bool:
-    """Say whether any clause reads the times of single tokens."""
+    """Return whether any clause reads the times of single tokens."""
     return any(metrics_of(clause.require) & GENERATED for clause in clauses)
 
 
 def holds_logits(kernel: KernelRef) -> bool:
-    """Say whether a kernel is a recording of whole logits."""
+    """Return whether a kernel is a recording of whole logits."""
     return kernel.recording is not None and kernel.recording.format == LOGITS
 
 
@@ -224,8 +224,8 @@ def holds_logits(kernel: KernelRef) -> bool:
 
 
 def prompts_are_units(program: Program) -> bool:
-    """Say whether rollouts are read from a file: those of one prompt are one sampling unit, and a
-    slice with some of them has a unit of its own."""
+    """Return whether rollouts are read from a file, so that those of one prompt are one sampling
+    unit; a slice with some of them has a unit of its own."""
     recordings = (kernel.recording for kernel in (program.train, program.infer))
     return any(found is not None and found.format != LOGITS for found in recordings)
 
@@ -253,12 +253,12 @@ def is_throughput(clause: Clause) -> bool:
 
 
 def of_runs(formula: Formula) -> bool:
-    """Say whether a formula reads what each run of a request gives anew: times, failures."""
+    """Return whether a formula reads what each run of a request gives anew: times, failures."""
     return bool(metrics_of(formula) & _OF_RUNS)
 
 
 def measured_anew(formula: Formula, program: Program) -> bool:
-    """Say whether another evaluation measures the same requests anew: their runs, and whatever a
+    """Return whether another evaluation measures the same requests anew: their runs, and whatever a
     server answers. What was recorded stays as it is, and draws of a kernel here follow the seed."""
     if program.infer.recording is not None:
         return False
@@ -338,7 +338,7 @@ def _of_term(term: Term, op: str, tau: Fraction) -> Fraction | None:
 
 
 def is_mean(clause: Clause) -> bool:
-    """Say whether a clause compares one mean of values (or its magnitude) with a number; a rate
+    """Return whether a clause compares one mean of values (or its magnitude) with a number; a rate
     over tokens is one."""
     found = threshold(clause.require)
     if found is None or clause.budget is not None:
@@ -383,7 +383,7 @@ def bounded_mean(clause: Clause) -> Bounded | None:
 
 
 def _per_request(name: str) -> bool:
-    """Say whether a metric has one value of each request, as far as that is known."""
+    """Return whether a metric has one value of each request, as far as that is known."""
     definition = METRICS.get(name)
     return definition is not None and definition.counted == "request"
 

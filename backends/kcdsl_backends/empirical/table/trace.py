@@ -181,7 +181,7 @@ def seal_of(data: bytes) -> str | None:
 
 
 def is_intact(data: bytes) -> bool:
-    """Say whether a file has the digest that it states."""
+    """Return whether a file has the digest that it states."""
     found = _SEAL.search(data)
     if found is None or seal_of(data) is None:
         return False

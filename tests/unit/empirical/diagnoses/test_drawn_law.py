@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kcdsl_backends.empirical.diagnoses import drawn_law as module
-from kcdsl_backends.empirical.diagnoses.drawn_law import KINDS, drawn_law, log_factors
+from kcdsl_backends.empirical.diagnoses.drawn_law import LAWS, drawn_law, log_factors
 from kcdsl_backends.empirical.sources.rollouts.record import Law, Policy
 
 VOCABULARY = 12
@@ -31,7 +31,7 @@ def test_the_mean_of_each_factor_is_one_whatever_the_law_of_the_server(
     """Summed over the whole vocabulary: sum_y q(y) a(y) / q(y) = 1, also far from train."""
     z = logits(1, 0)
     q = torch.log_softmax(z / stated + apart * logits(1, 1), -1)
-    total = torch.zeros(len(KINDS), dtype=torch.float64)
+    total = torch.zeros(len(LAWS), dtype=torch.float64)
     for token in range(VOCABULARY):
         at = torch.tensor([token])
         total += q[0, token].exp() * log_factors(policy(z, q, at), stated).exp()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kcdsl_backends.empirical.diagnoses.drawn_law import KINDS, listed_law, log_factors_of_list
+from kcdsl_backends.empirical.diagnoses.drawn_law import LAWS, listed_law, log_factors_of_list
 from kcdsl_backends.empirical.sources.rollouts.record import Law, Rollout, Semantics, Side, TopLogs
 from tests.support import recordings
 from tests.support.recordings import same
@@ -51,7 +51,7 @@ def drawn(logs: NDArray[np.float64], law: Law, seed: int) -> NDArray[np.int64]:
 def test_the_mean_of_each_factor_is_one(depth: int) -> None:
     """Summed over the whole vocabulary: sum_y q(y) a(y) / q(y) = 1, listed or not."""
     logs = laws(1, 0)
-    total = np.zeros(len(KINDS))
+    total = np.zeros(len(LAWS))
     for token in range(VOCABULARY):
         found = rollout(logs, np.array([token]), depth)
         assert found.infer is not None

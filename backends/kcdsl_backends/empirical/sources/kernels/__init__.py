@@ -119,7 +119,7 @@ class MeasurementPlan:
 
     @property
     def needs_logits(self) -> bool:
-        """Say whether logits are read at all."""
+        """Return whether logits are read at all."""
         return not self.encoder
 
 

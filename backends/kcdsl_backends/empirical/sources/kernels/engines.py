@@ -258,7 +258,7 @@ TILE = 128
 
 @cache
 def exact_bytes(device: str) -> bool:
-    """Say whether products of matrices of signed bytes are exact on a kind of device.
+    """Return whether products of matrices of signed bytes are exact on a kind of device.
 
     On processors without VNNI instructions oneDNN adds them in 16 bits, where they saturate.
     """

@@ -142,8 +142,8 @@ class Interception(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_router(self, args: tuple[Any, ...]) -> bool:
-        """Say whether a softmax chooses experts: over rows [tokens, experts], where the scores of
-        an attention have a dimension for the batch too."""
+        """Return whether a softmax chooses experts: its rows are [tokens, experts], while scores of
+        attention have a batch dimension too."""
         return self._batched and bool(args) and isinstance(args[0], Tensor) and args[0].dim() == 2
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -146,7 +146,7 @@ class Sessions:
 
 @cache
 def saturates(*settings: str, basic: bool = False) -> bool:
-    """Say whether products of unsigned with signed 8-bit numbers are summed in 16 bits here, in
+    """Return whether products of unsigned with signed 8-bit numbers are summed in 16 bits here, in
     sessions with such options.
 
     ONNX Runtime chooses its kernels by the processor and its options alone, so the answer is one

@@ -248,7 +248,7 @@ def _exact_values(logits: tuple[Tensor, Tensor], plan: MeasurementPlan) -> dict[
 
 
 def _needs_policies(plan: MeasurementPlan) -> bool:
-    """Say whether the policies themselves are read: to sample from them, or to score labels."""
+    """Return whether the policies themselves are read: to sample from them, or to score labels."""
     asked = any("sampled" in user.metric.needs for user in plan.user)
     return asked or bool(plan.metrics & (_SAMPLED | _LABELLED | set(AGGREGATES)))
 

@@ -68,7 +68,7 @@ class FileRows:
         return cast("Sequence[Any] | NDArray[Any]", found)
 
     def single(self, row: int, column: str) -> bool:
-        """Say whether a cell is one value for the whole row instead of a list."""
+        """Return whether a cell is one value for the whole row instead of a list."""
         return not _is_list(self.cell(row, column))
 
     # --- what roles ask for ----------------------------------------------------------------------

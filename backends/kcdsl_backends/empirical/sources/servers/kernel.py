@@ -316,7 +316,7 @@ def _tried(kernel: ServerKernel, trial: tuple[int, ...]) -> ServerKernel:
 
 
 def _refused(refusal: Refusal) -> bool:
-    """Say whether a server refused the form of a question (status 400 or 422)."""
+    """Return whether a server refused the form of a question (status 400 or 422)."""
     found = refusal.diagnostics[0]
     stated = any(f"status {status}" in found.message for status in (400, 422))
     return found.code is codes.SERVER_UNREACHABLE and stated

@@ -122,12 +122,12 @@ def resolve(host: str, port: int) -> tuple[_Address, ...]:
 
 
 def _is_here(addresses: tuple[_Address, ...]) -> bool:
-    """Say whether addresses are of this machine, all of them."""
+    """Return whether addresses are of this machine, all of them."""
     return bool(addresses) and all(address.is_loopback for address in addresses)
 
 
 def _is_special(address: _Address) -> bool:
-    """Say whether an address is of the link, of a cloud's metadata, of many, or of nobody."""
+    """Return whether an address is of the link, of a cloud's metadata, of many, or of nobody."""
     # Most forms of version 6 that stand for an address of version 4 have it at their end:
     # compatible, translated, ISATAP, and a translator's own prefix.
     end = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)

@@ -128,7 +128,7 @@ def opened(
 
 
 def _loses_nan(connection: Any, folder: Path) -> bool:
-    """Say whether a NaN in a Parquet file is lost, when it is counted or when rows are chosen."""
+    """Return whether DuckDB loses a NaN of a Parquet file when it counts or selects rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
