@@ -174,7 +174,7 @@ def by_name(program: Program) -> dict[str, Demand]:
 
 def test_demands_are_the_obligations_of_the_contract(by_name: dict[str, Demand]) -> None:
     assert list(by_name) == [
-        "N-ATTN-0/all/0", "N-KL/all/0", "N-KL/long/0", "N-BOTH/all/0", "N-BOTH/all/1",
+        "N-ATTN-0/long/0", "N-KL/all/0", "N-KL/long/0", "N-BOTH/all/0", "N-BOTH/all/1",
         "R-LAT/all/0", "O-TRACE/all/0",
     ]  # fmt: skip
     kl, latency = by_name["N-KL/long/0"], by_name["R-LAT/all/0"]
