@@ -66,9 +66,9 @@ passwords."""
 STOPPED = 60.0
 """Seconds after which PostgreSQL ends the transaction of a writer that says nothing: one that was
 stopped, or whose machine is gone, would keep all others from writing."""
-_OF_THE_SERVER = ("08", "25", "42501", "53", "54", "57", "58")
-"""States of SQL that say nothing of the tables: its connection, a transaction that is read-only or
-was ended, no right, no room, a limit, stopped, its disk."""
+_OF_THE_SERVER = ("08", "22P05", "25", "42501", "53", "54", "57", "58")
+"""States of SQL that say nothing of the tables: its connection, an encoding without a character, a
+transaction that is read-only or was ended, no right, no room, a limit, stopped, its disk."""
 _CONFLICTS = ("40001", "40P01")
 """States of SQL of a conflict with another transaction, or on a standby."""
 _LOCK = 0x6B6364736C
@@ -275,7 +275,8 @@ class RegisterDatabase:
             return refuse(
                 INPUT_OUTPUT,
                 f"the server of the register {where} does not do it: {said}",
-                help="it lacks room, is read-only or stopping, or the user lacks a right",
+                help="it lacks room, is read-only or stopping, the user lacks a right, or its "
+                "encoding is not UTF8",
             )
         return refuse(
             REGISTER_DAMAGED,
@@ -321,7 +322,11 @@ def _engine(location: Location, create: bool, wait: float) -> Engine:
     try:
         return create_engine(
             location.url,
-            connect_args={"options": settings, "connect_timeout": int(WAIT)},
+            connect_args={
+                "options": settings,
+                "connect_timeout": int(WAIT),
+                "client_encoding": "utf8",  # whatever the encoding of the database is
+            },
             pool_pre_ping=True,  # a restart of the server ends connections that are kept
         )
     except (ModuleNotFoundError, NoSuchModuleError) as error:

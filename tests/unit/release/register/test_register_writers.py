@@ -169,3 +169,29 @@ def test_a_writer_that_was_stopped_does_not_keep_others_from_writing(
     with stopped_writer(place), Register.open(place, clock=clock) as register:
         assert register.revoke("ab" * 32, "wrong data").number == 2
         assert register.check(trusted=TRUSTED).is_sound
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])
+def test_a_database_of_another_encoding_keeps_what_it_can(
+    postgres_server: Server, encoding: str
+) -> None:
+    """Texts are not written in the encoding of the server, and an unknown one is no traceback."""
+    import psycopg
+
+    name = f"encoded_{encoding.lower()}"
+    with psycopg.connect(postgres_server.url("postgres"), autocommit=True) as connection:
+        locale = "LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0"
+        connection.execute(f"CREATE DATABASE {name} ENCODING '{encoding}' {locale}".encode())
+    place = postgres_server.url(name)
+    with Register.open(place, create=True, clock=clock) as register:
+        register.revoke("ab" * 32, "schädlich")
+        if encoding == "SQL_ASCII":
+            register.revoke("cd" * 32, "有害")
+        else:
+            with pytest.raises(Refusal) as caught:
+                register.revoke("cd" * 32, "有害")
+            assert caught.value.diagnostics[0].code is codes.INPUT_OUTPUT
+        known = ["schädlich", "有害"][: 2 if encoding == "SQL_ASCII" else 1]
+        assert [each.reason for each in register.revocations()] == known
+        assert register.check(trusted=TRUSTED).is_sound
