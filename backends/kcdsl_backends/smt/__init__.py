@@ -14,7 +14,7 @@ __all__ = ["BACKEND", "Implied", "ImpliedBound", "ProvedDrift", "SmtBackend"]
 
 
 class SmtBackend:
-    """What the commands call; every method imports z3 on its first use."""
+    """The interface that commands call; every method imports z3 on its first use."""
 
     name = "smt"
 
@@ -26,7 +26,7 @@ class SmtBackend:
         total_ms: int | None = None,
         report: Callable[[str, int, int], None] | None = None,
     ) -> list[Diagnostic]:
-        """Return what speaks against a contract, as `smt.consistency.consistency`."""
+        """Return the findings of `smt.consistency.consistency` about a contract."""
         from kcdsl_backends.smt.consistency import consistency
 
         return consistency(program, timeout_ms, source, total_ms, report)

@@ -1,7 +1,7 @@
-"""The variables of a translation, and what z3 is told of them: each fact with its reason.
+"""The variables of a translation and the axioms about them, each with its reason.
 
-What holds of measured quantities is `kcdsl.logic.axioms`; here they become expressions
-and words.
+`kcdsl.logic.axioms` states the axioms of measured quantities; this module turns them into z3
+expressions and text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def outward(value: Fraction, *, up: bool) -> float:
 
 
 def number(value: float, *, up: bool = True, within: Fraction | None = None) -> str:
-    """Write a float with four digits rounded outward, or more where `within` would be passed."""
+    """Format a float with four digits, rounded outward; use more digits to stay within `within`."""
     if not math.isfinite(value):
         return str(value)
     exact = Decimal(value)
@@ -63,7 +63,7 @@ def number(value: float, *, up: bool = True, within: Fraction | None = None) -> 
 
 
 def _plain(value: Decimal) -> str:
-    """Write a decimal as people do: 0.0123, 3.1e-4, 250."""
+    """Format a decimal in fixed or scientific notation by its size: 0.0123, 3.1e-4, 250."""
     value = value.normalize(Context(prec=1200))
     if value == 0:
         return "0"
@@ -81,7 +81,8 @@ def _plain(value: Decimal) -> str:
 class Quantity:
     """A measured number on a slice; `kind` is that of a Statistic, or "value".
 
-    `side` says which token stands for its request, "" where only one can.
+    `side` says whether the largest or the smallest token value represents a request; "" if the
+    quantity has one meaning.
     """
 
     slice: str
@@ -95,13 +96,13 @@ class Quantity:
         return self.of if self.kind == "value" else Statistic(self.kind, self.of, self.q)
 
     def __str__(self) -> str:
-        """Return the term as the language writes it, and where it is measured."""
+        """Return the term in the syntax of the language, with its slice."""
         return term_text(self.term) + (f" on {self.slice}" if self.slice else "")
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownInput:
-    """An unknown input: the instance of a region, or of one existential quantifier."""
+    """An unknown input of a region: its generic one, or that of an existential quantifier."""
 
     region: Region
     site: str = ""
@@ -119,14 +120,14 @@ _DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Something true whatever the kernels do, and why, in words."""
+    """An axiom that holds for all kernels, with its reason as text."""
 
     expression: Expression
     reason: str
 
 
 def assumptions(translator: Translator) -> Iterator[Fact]:
-    """Yield what holds of the variables that the translator has made so far."""
+    """Yield the axioms about the variables that the translator has created so far."""
     quantities = list(translator.quantities)
     setting = ContractFacts(
         translator.inside,
@@ -147,12 +148,12 @@ def assumptions(translator: Translator) -> Iterator[Fact]:
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """Writes laws about quantities in words."""
+    """Formats laws about quantities as text."""
 
     quantities: list[Quantity]
 
     def words(self, law: Law) -> str:
-        """Return a law and its reason in words."""
+        """Return a law and its reason as text."""
         match law:
             case Least(quantity, limit):
                 return f"{self.quantities[quantity]} is never below {real_text(limit)}"
@@ -190,7 +191,7 @@ class _Writer:
         return term_text(self.quantities[index].term)
 
     def _named(self, index: int, other: int) -> str:
-        """Return a quantity in words, with its slice where the other one has another."""
+        """Return a quantity as text, with its slice if that of the other quantity differs."""
         quantity, second = self.quantities[index], self.quantities[other]
         return str(quantity) if quantity.slice != second.slice else term_text(quantity.term)
 

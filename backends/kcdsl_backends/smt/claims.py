@@ -1,13 +1,11 @@
-"""Clauses as claims about slices and units, and which claims can have to do with each other.
+"""Clauses as claims about slices and units, and the groups of claims that share quantities.
 
-A hard clause is a claim about each of its slices as a whole; a clause with a budget of requests is
-one about single requests, and with a budget of windows about single windows. What holds of the
-values of a slice taken one by one (a bound on a maximum, fields of traces) is a claim about each
-unit too.
+A hard clause is a claim about each of its slices as a whole, a clause with a budget of requests
+about single requests, and one with a budget of windows about single windows. A requirement on each
+value of a slice (a bound on a maximum, fields of traces) is also a claim about each unit.
 
-A clause can be dropped for the sake of others only if nothing is lost: whenever it is violated, one
-of the others is, and each of them has the level, the action and the demand of evidence that the
-dropped one has, or more.
+Other clauses make a clause redundant only if each violation of it violates one of them, and each of
+them has at least its level, severity of action and demand of evidence.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ _STRONGEST_FIRST = tuple(EvidenceKind)
 
 
 def action_of(program: Program, clause: Clause) -> str | None:
-    """Return the action that a violation leads to; None where the program has no policy."""
+    """Return the action for a violation of a clause; None if the program has no policy."""
     if clause.action is not None:
         return clause.action
     try:
@@ -59,16 +57,16 @@ def action_of(program: Program, clause: Clause) -> str | None:
 
 
 def evidence_rank(demanded: EvidenceKind | None) -> int:
-    """Return how much a demand of evidence excludes: 0 for none."""
+    """Return the rank of an evidence demand: larger is stricter, 0 is none."""
     if demanded is None:
         return 0
     return len(_STRONGEST_FIRST) - _STRONGEST_FIRST.index(demanded)
 
 
 def covers(program: Program) -> Callable[[Clause, Clause], bool]:
-    """Return whether a violation of clause `a` has every consequence of one of `b`, as (a, b).
+    """Return the predicate (a, b): a violation of `a` has all consequences of one of `b`.
 
-    A held-out clause does not stand for one that training is to see.
+    A held-out clause does not cover one that training may see.
     """
     return _covers(program, program, lambda a, b: b.holdout or not a.holdout)
 
@@ -76,7 +74,7 @@ def covers(program: Program) -> Callable[[Clause, Clause], bool]:
 def covers_between(first: Program, second: Program) -> Callable[[Clause, Clause], bool]:
     """Return covers(a, b) for a clause `a` of the first program and `b` of the second.
 
-    What was held out is not shown to training for the sake of another clause either.
+    A clause that training may see does not cover a held-out one either.
     """
     return _covers(first, second, lambda a, b: a.holdout is b.holdout)
 
@@ -119,7 +117,7 @@ class _Consequences:
 
 
 def acts_as_severely(first: str | None, second: str | None) -> bool:
-    """Say whether one action is the same as another, or of a more severe kind."""
+    """Return whether one action is the same as another, or of a more severe kind."""
     if first is None or second is None or first == second:
         return first == second or second is None
     return kind(first) > kind(second)
@@ -129,14 +127,14 @@ def acts_as_severely(first: str | None, second: str | None) -> bool:
 
 
 UNITS = ("", "requests", "windows")
-"""What claims are about: a slice as a whole, or one unit of it."""
+"""Subjects of claims: a slice as a whole (""), or one unit of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claim:
-    """One clause on one slice ("" where the clause names none); equal to itself alone.
+    """One clause on one slice ("" if the clause names none), compared by identity.
 
-    `lifted`: the clause is hard, and this is what it says of each unit.
+    `lifted`: the claim is the consequence of a hard clause for each unit.
     """
 
     clause: Clause
@@ -151,7 +149,7 @@ class Claim:
 
     @property
     def site(self) -> str:
-        """Return what tells its quantifiers apart from those of other claims."""
+        """Return the name that distinguishes its quantifiers from those of other claims."""
         return str(self.index)
 
     @property
@@ -163,7 +161,7 @@ class Claim:
 def claims_of(clauses: Iterable[Clause]) -> dict[str, list[Claim]]:
     """Return the claims of each unit, in the order of the clauses.
 
-    A clause whose budget is everything demands nothing and makes none.
+    A clause whose budget admits all units makes no claim.
     """
     found: dict[str, list[Claim]] = {unit: [] for unit in UNITS}
     index = 0
@@ -178,15 +176,15 @@ def claims_of(clauses: Iterable[Clause]) -> dict[str, list[Claim]]:
 
 
 def lifted(claims: Sequence[Claim], unit: str, first: int) -> list[Claim]:
-    """Return what hard claims say of each unit; indices count from `first`."""
+    """Return the consequences of hard claims for each unit; indices start at `first`."""
     able = [claim for claim in claims if claim.slice and holds_of_parts(claim.clause.require)]
     return [Claim(c.clause, c.slice, first + n, unit, True) for n, c in enumerate(able)]
 
 
 def holds_of_parts(formula: Formula) -> bool:
-    """Say whether a formula that holds of some values holds of every part of them.
+    """Return whether a formula that holds for a set of values holds for every subset.
 
-    A statistic over fewer values has a smaller maximum and a larger minimum.
+    A subset has a maximum at most as large and a minimum at least as large.
     """
     match formula:
         case Compare(op, Statistic(kind), Number()):
@@ -200,7 +198,7 @@ def holds_of_parts(formula: Formula) -> bool:
 
 
 def is_about_each(formula: Formula) -> bool:
-    """Say whether a formula holds of values if and only if it holds of each part of them."""
+    """Return whether a formula holds for values if and only if it holds for each of them."""
     match formula:
         case Connective("and", parts):
             return all(is_about_each(part) for part in parts)
@@ -218,17 +216,17 @@ def _bounds_extreme(kind: str, op: str) -> bool:
 
 
 def inclusion(program: Program, clock: Clock) -> Inside:
-    """Return which slices are proved to lie inside which; answers are remembered."""
+    """Return the cached predicate whether one slice is proved to lie inside another."""
     return selection.inclusion(program, partial(selects_within, clock=clock))
 
 
 def division(program: Program, clock: Clock) -> Division:
-    """Return how slices are made up of others; answers are remembered."""
+    """Return the cached function that divides a slice into others."""
     return selection.division(program, lambda where: selects_nothing(where, clock))
 
 
 def same_slice(inner: str, outer: str) -> bool:
-    """Say whether two slices are one: units of different slices are counted apart."""
+    """Return whether two slices are the same; units of different slices are counted separately."""
     return inner == outer
 
 
@@ -236,7 +234,7 @@ def same_slice(inner: str, outer: str) -> bool:
 
 
 def components(claims: Sequence[Claim]) -> list[list[Claim]]:
-    """Split claims into groups that share no quantity, also not by way of a fact."""
+    """Split claims into groups that share no quantity, directly or through an axiom."""
     parents: dict[Hashable, Hashable] = {}
 
     def root(key: Hashable) -> Hashable:
@@ -284,7 +282,7 @@ def _keys(claim: Claim) -> Iterator[Hashable]:
 
 
 def subjects(clause: Clause) -> frozenset[Hashable]:
-    """Return what a clause speaks of, wherever: clauses that share nothing are independent."""
+    """Return the subjects of a clause on any slice; clauses without common ones are independent."""
     found: set[Hashable] = {_cluster()(name) for name in _metrics(terms_of(clause.require))}
     for term in terms_of(clause.require):
         if isinstance(term, Norm):
@@ -303,7 +301,7 @@ def _metrics(terms: Iterable[object]) -> Iterator[str]:
 
 @cache
 def _cluster() -> Callable[[str], str]:
-    """Return the name of the group of metrics that facts relate to a metric."""
+    """Return the function from a metric to the name of its group of metrics related by axioms."""
     group: dict[str, str] = {}
     pairs = [(e.small, e.large) for e in (*EDGES, *TEMPERED)]
     pairs += [(curve.small, curve.large) for curve in CURVES]

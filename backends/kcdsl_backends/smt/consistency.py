@@ -1,9 +1,9 @@
-"""Contract-level facts that hold before any kernel runs.
+"""Findings about a contract that need no run of a kernel.
 
-Clauses are compared where they speak of the same thing: hard clauses about a slice as a whole,
-clauses with a budget of requests about single requests, and with a budget of windows about single
-windows. Two clauses with budgets a and b of the same unit and slice are both kept by at least
-1 - a - b of the units; so they contradict each other if no unit can keep both and a + b < 1.
+Clauses with the same subject are compared: hard clauses about a slice as a whole, clauses with a
+budget of requests about single requests, and with a budget of windows about single windows. At
+least 1 - a - b of the units of a slice satisfy two clauses with budgets a and b; so these
+contradict each other if no unit can satisfy both and a + b < 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kcdsl_backends.smt.translation import SolverSession, minimal
 from kcdsl_backends.smt.vacuity import check_parts, check_vacuous
 
 Report = Callable[[str, int, int], None]
-"""What long work calls: the name of a stage, how much of it is done, how much there is."""
+"""Progress callback: name of the stage, steps done, steps in all."""
 
 
 def consistency(
@@ -40,9 +40,9 @@ def consistency(
     """Return contradictions, impossible and redundant clauses, dead parts, slices that are empty,
     unused or equal, conflicting levels, and open questions.
 
-    `timeout_ms` limits each question to the solver, `total_ms` all of them. What the solver leaves
-    open is reported with its own code and never counts as consistent. Cores are minimal: every
-    member is needed. `report` is told how far the work is.
+    `timeout_ms` limits each question to the solver, `total_ms` all of them. Undecided questions are
+    reported with their own code and never count as consistent. Cores are minimal: every
+    member is needed. `report` receives the progress.
     """
     clock = Clock(timeout_ms, total_ms)
     findings = Findings(source)
@@ -58,7 +58,7 @@ def consistency(
 
 
 class _Contract:
-    """The claims of a program, group by group."""
+    """The check of all claims of a program, group by group."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class _Contract:
         self.vacuous = dict.fromkeys(with_tables, False)
 
     def check(self) -> None:
-        """Ask about every group, then report which clauses follow from others."""
+        """Check every group, then report the clauses that follow from others."""
         found = claims_of(self.program.clauses)
         total, done = sum(map(len, found.values())), 0
         counts: dict[str, int] = defaultdict(int)
@@ -103,9 +103,8 @@ class _Contract:
         for claim in consistent:
             self._parts(claim.clause)
         premises = [*consistent, *(claim for claim in claims if claim.lifted)]
-        if session.together(premises)[0] is not Outcome.SAT:
-            # Budgets that add up to one or more let claims exclude each other; then a claim is
-            # compared with one other at a time.
+        if session.can_hold(premises)[0] is not Outcome.SAT:
+            # Claims whose budgets add up to one or more may exclude each other; compare pairs.
             self._one_by_one(session, consistent, premises)
             return
         self._implied(session, premises)
@@ -124,7 +123,7 @@ class _Contract:
         for claim in reversed(claims):
             for premise in premises:
                 pair = [premise, claim]
-                if premise in dropped or session.together(pair)[0] is not Outcome.SAT:
+                if premise in dropped or session.can_hold(pair)[0] is not Outcome.SAT:
                     continue
                 found = implied(session, pair, covers(self.program), lambda _: None)
                 if any(item.claim == claim for item in found):
@@ -141,10 +140,10 @@ class _Contract:
             check_parts(self.program, clause, self.inside, self.clock, self.findings)
 
     def _contradictions(self, session: SolverSession, claims: Sequence[Claim]) -> list[Claim]:
-        """Report what cannot hold together; return what is left when one of each is set aside."""
+        """Report contradictions; return the claims without one member of each."""
         left = list(claims)
         while len(left) > 1:
-            outcome, named = session.together(left)
+            outcome, named = session.can_hold(left)
             match outcome:
                 case Outcome.SAT:
                     break
@@ -158,7 +157,7 @@ class _Contract:
                     left.remove(dropped)
                     for other in left:
                         pair = [other, dropped]
-                        if other not in core and session.together(pair)[0] is Outcome.UNSAT:
+                        if other not in core and session.can_hold(pair)[0] is Outcome.UNSAT:
                             self._conflict(session, pair)
         return left
 
@@ -168,8 +167,8 @@ class _Contract:
             self.findings.add(CONTRADICTION, core, reasons)
 
     def _is_open(self, session: SolverSession, claim: Claim) -> bool:
-        """Say whether the claim can hold and can fail; report it otherwise."""
-        match session.together([claim])[0]:
+        """Return whether the claim can hold and can fail; report it otherwise."""
+        match session.can_hold([claim])[0]:
             case Outcome.UNSAT:
                 self.findings.add(NEVER_HOLDS, [claim], session.because([claim.name]))
                 return False

@@ -1,9 +1,8 @@
 """Clauses that follow from a proved drift of the logits.
 
-A proof bounds the drift of block `model`, whose rows are the logits of one position each;
-`kcdsl.inequalities` turns it into a bound on every metric of that position, so on every statistic
-over positions of the slice. z3 is asked whether the bounds leave room for a violation of the
-clause.
+A proof bounds the drift of block `model`, whose rows are the logits of one position each.
+`kcdsl.inequalities` turns it into bounds on every metric of a position, and so on every statistic
+over positions of the slice. z3 decides whether a violation of the clause is possible within them.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from kcdsl_certs.encoding.reals import real_text
 
 @dataclass(frozen=True, slots=True)
 class RowBounds:
-    """`span` bounds max dz - min dz, `s` the same of dz/T; `known` bounds the metrics."""
+    """Bounds of one row: `span` of max dz - min dz, `s` the same of dz/T, `known` of metrics."""
 
     norm: str
     norm_bound: float
@@ -74,7 +73,7 @@ FORMULAS = {
     "reward_delta": "|E_p R - E_q R| <= osc(R) tanh(s/4)",
     "grad_bias": "||bias|| <= 2 A_max G tanh(s/4)",
 }
-"""The step of the chain for each metric of the distributions, for people."""
+"""The step of the bound chain for each metric of the distributions, as text."""
 
 _SIGNED = ("log_ratio", "w_log_w", "reward_delta")
 # norm of the proof -> metric of the logits -> factor
@@ -166,7 +165,7 @@ def _extreme(quantity: Term | NoFlip | HasFields, *, upper: bool) -> str | None:
 
 LOGITS_BLOCK = "model"
 _OF_EVERY_ROW = (RegionKind.POINTS, RegionKind.BALL, RegionKind.HULL)
-"""Regions that hold every request of their slice, however long it is."""
+"""Regions that contain every request of their slice, of any length."""
 
 
 def derive(
@@ -176,10 +175,9 @@ def derive(
 
     A proof counts if it is about block `model` of a program whose output is logits, over the rows
     of the clause's slice or of one that is proved to contain it, with a finite bound >= 0 and the
-    contract's temperature > 0. A clause is implied if every comparison it needs follows; one that
-    holds by the ranges of its metrics alone is not reported, nor is anything the solver leaves
-    open. The caller must make sure that the clause's slice has rows. A clause with a table follows
-    bucket by bucket.
+    contract's temperature > 0. A clause is implied if every comparison it needs follows. Clauses
+    that hold by the ranges of their metrics alone, and undecided ones, are not reported. The caller
+    ensures that the clause's slice has rows. A clause with a table is derived bucket by bucket.
     """
     program = expand_tables(program)
     usable = [(proof, found) for proof in proved if (found := _usable(program, proof)) is not None]
@@ -200,7 +198,7 @@ def derive(
 
 
 def _usable(program: Program, proof: ProvedDrift) -> RowBounds | None:
-    """Return what the proof bounds, or None if the chain does not apply to it."""
+    """Return the bounds that follow from a proof; None if the bound chain does not apply to it."""
     if proof.block != LOGITS_BLOCK or is_encoder(program.model.architecture):
         return None
     if proof.region not in _OF_EVERY_ROW:
@@ -221,9 +219,9 @@ def _usable(program: Program, proof: ProvedDrift) -> RowBounds | None:
 
 
 def _follows(clause: Clause, name: str, bounds: RowBounds, timeout_ms: int) -> bool:
-    """Ask z3 for a violation within the bounds; it must not exist, and must exist without them.
+    """Return whether z3 finds a violation without the bounds but none within them.
 
-    Nothing is concluded from bounds that exclude each other.
+    Return False for contradictory bounds.
     """
     if _violation(clause, name, bounds.known, timeout_ms) is not Outcome.UNSAT:
         return False
@@ -244,7 +242,7 @@ def _violation(
 
 
 def _is_about_chain(formula: Formula) -> bool:
-    """Say whether the formula compares measured quantities, and nothing else."""
+    """Return whether the formula compares measured quantities, and nothing else."""
     if any(isinstance(term, Norm) for term in terms_of(formula)):
         return False
     return all(isinstance(part, Compare | Not | Connective) for part in walk(formula))
@@ -274,7 +272,7 @@ def _implied(clause: Clause, name: str, proof: ProvedDrift, bounds: RowBounds) -
 
 
 def _bound(comparison: Comparison, known: Mapping[str, Interval]) -> ImpliedBound | None:
-    """Return the end of the quantity's interval that decides a comparison; None without one."""
+    """Return the bound of a quantity that decides a comparison; None if there is none."""
     quantity, upper = comparison.quantity, comparison.op in ("<=", "<")
     metrics = dict.fromkeys(_metrics(comparison))
     if isinstance(quantity, NoFlip | HasFields) or not any(metric in known for metric in metrics):

@@ -1,4 +1,4 @@
-"""Findings of the checks of a contract, gathered into diagnostics."""
+"""Findings of the checks of a contract, merged into diagnostics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LISTED = 5
 
 @dataclass(frozen=True, slots=True)
 class Implication:
-    """A claim that others imply, and by what."""
+    """A claim, premises that imply it, and the axioms used."""
 
     claim: Claim
     premises: tuple[Claim, ...]
@@ -38,7 +38,7 @@ class Implication:
 
 @dataclass(slots=True)
 class Findings:
-    """Gathers findings; the same clauses on several slices make one diagnostic."""
+    """Collects findings; the same clauses on several slices make one diagnostic."""
 
     source: SourceFile | None
     _plain: list[Diagnostic] = field(default_factory=list)
@@ -58,23 +58,23 @@ class Findings:
         notes: tuple[str, ...] = (),
         help: str | None = None,
     ) -> None:
-        """Keep a finding that is about no claim."""
+        """Add a finding that concerns no claim."""
         found = Diagnostic(code, message, self.source, span, labels, notes, help, severity)
         (self._last if code is REDUNDANT_CLAUSE else self._plain).append(found)
 
     def add(self, code: Code, claims: Sequence[Claim], reasons: Sequence[str] = ()) -> None:
-        """Keep a finding about claims, with the facts that it rests on."""
+        """Add a finding about claims with the axioms that it uses."""
         ordered = sorted(claims, key=lambda claim: claim.index)
         ids = tuple(dict.fromkeys(claim.clause.id for claim in ordered))
         self._found.setdefault((code, ids), []).extend(ordered)
         self._reasons.setdefault((code, ids), {}).update(dict.fromkeys(reasons))
 
     def undecided(self, claims: Sequence[Claim]) -> None:
-        """Keep claims about which the solver left something open."""
+        """Add claims with an undecided question."""
         self._open.extend(claims)
 
     def redundant(self, clause: Clause, every: bool, found: Sequence[Implication]) -> None:
-        """Keep that a clause follows from others, on all of its slices or on some."""
+        """Add the finding that a clause follows from others, on all slices (`every`) or some."""
         premises = {p.clause.id: p.clause for item in found for p in item.premises}
         own = premises.pop(clause.id, None) is not None
         slices = tuple(dict.fromkeys(item.claim.slice for item in found if item.claim.slice))
@@ -95,7 +95,7 @@ class Findings:
         )
 
     def diagnostics(self) -> Iterator[Diagnostic]:
-        """Yield the findings: what is about no claim first, then clauses in their order."""
+        """Yield the findings: those without claims first, then those about clauses in order."""
         yield from self._plain
         for (code, ids), claims in self._found.items():
             clauses = {claim.clause.id: claim.clause for claim in claims}

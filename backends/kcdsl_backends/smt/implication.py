@@ -1,12 +1,12 @@
-"""Clauses that follow from others, from which, and by what.
+"""Clauses that follow from others, with their premises and reasons.
 
-The clauses that are reported can all be dropped at once: one that is found to follow is no longer
-used as a premise, and later clauses are tried first.
+All reported clauses can be dropped at once: a clause that follows is no longer used as a premise,
+and later clauses are tried first.
 
-A claim about a whole slice follows from claims about whole slices; one about single units from
-claims about the same units, and from what hard claims say of each unit. What is about each value by
-itself and may fail of no unit says the same of the slice, of its requests and of its windows; a
-bound of a percentile says of requests that a share of them may fail.
+A claim about a whole slice follows from claims about whole slices; one about single units follows
+from claims about the same units and from the consequences of hard claims for each unit. A hard
+requirement on each value is equivalent for the slice, its requests and its windows. A bound of a
+percentile is equivalent to a budget of requests.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from kcdsl_backends.smt.translation import SolverSession, minimal
 Covers = Callable[[Clause, Clause], bool]
 
 _MOST_TOGETHER = 6
-"""Out of how many premises with budgets every choice is tried."""
+"""Largest number of premises with budgets of which all subsets are tried."""
 
 
 def implied(
@@ -58,9 +58,9 @@ def implied(
     covers: Covers,
     undecided: Callable[[Claim], None],
 ) -> list[Implication]:
-    """Return the claims that others imply, in their order; all can be dropped together.
+    """Return the claims that others imply, in order; all can be dropped can_hold.
 
-    The claims must be able to hold at once, or everything would follow from them.
+    The claims must be jointly satisfiable, since contradictory claims imply everything.
     """
     kept = list(claims)
     followers: dict[Claim, list[Claim]] = {}
@@ -88,7 +88,7 @@ def _usable(claims: Sequence[Claim], claim: Claim, covers: Covers) -> list[Claim
 
 
 def may_imply(premise: Claim, claim: Claim, covers: Covers) -> bool:
-    """Say whether a claim would make another superfluous if it implied it."""
+    """Return whether a premise would make a claim redundant if it implied it."""
     return (
         premise is not claim
         and premise.rate <= claim.rate
@@ -100,26 +100,26 @@ def may_imply(premise: Claim, claim: Claim, covers: Covers) -> bool:
 def premises_of(
     session: SolverSession, claim: Claim, premises: Sequence[Claim]
 ) -> list[Claim] | None:
-    """Return the fewest premises found that imply a claim; none if they do not, None if open.
+    """Return a minimal set of premises that imply a claim; [] if there is none, None if undecided.
 
-    A unit that fails the claim fails one of the premises, so their budgets together must not
-    exceed that of the claim.
+    A unit that violates the claim violates a premise, so the sum of the premises' budgets must not
+    exceed the claim's budget.
     """
     if not premises:
         return []
-    outcome, named = session.without(claim, premises)
+    outcome, named = session.can_fail_given(claim, premises)
     if outcome is Outcome.UNKNOWN:
         return None
     if outcome is Outcome.SAT:
         return []
     core = minimal(session, [p for p in premises if p.name in named], claim)
     if not core:
-        return []  # it holds by itself, which is reported elsewhere
+        return []  # the claim always holds, which is reported elsewhere
     if sum((p.rate for p in core), Fraction(0)) <= claim.rate:
         return core
     is_open = False
     for chosen in _affordable(premises, claim.rate):
-        outcome, named = session.without(claim, chosen)
+        outcome, named = session.can_fail_given(claim, chosen)
         if outcome is Outcome.UNSAT:
             return minimal(session, [p for p in chosen if p.name in named], claim)
         is_open = is_open or outcome is Outcome.UNKNOWN
@@ -127,8 +127,8 @@ def premises_of(
 
 
 def _affordable(premises: Sequence[Claim], rate: Fraction) -> Iterator[list[Claim]]:
-    """Yield premises whose budgets together do not exceed a rate, no set inside another; of many
-    with budgets of their own, each alone."""
+    """Yield maximal sets of premises whose budgets add up to at most `rate`; if more than
+    `_MOST_TOGETHER` have budgets, sets with one of these each."""
     rated = [p for p in premises if 0 < p.rate <= rate]
     sizes = range(len(rated), 0, -1) if len(rated) <= _MOST_TOGETHER else (1,)
     found: list[frozenset[Claim]] = []
@@ -144,7 +144,7 @@ def _affordable(premises: Sequence[Claim], rate: Fraction) -> Iterator[list[Clai
 
 
 def reasons(session: SolverSession, claim: Claim, premises: Sequence[Claim]) -> tuple[str, ...]:
-    """Return by what premises imply a claim, in words."""
+    """Return the reasons why premises imply a claim, as text."""
     found = list(session.reasons(claim, premises))
     found += _inclusions(session, claim, premises)
     if any(p.lifted for p in premises):
@@ -157,7 +157,7 @@ def reasons(session: SolverSession, claim: Claim, premises: Sequence[Claim]) -> 
 
 
 def _inclusions(session: SolverSession, claim: Claim, premises: Sequence[Claim]) -> list[str]:
-    """Return which regions of the claim lie inside regions of its premises."""
+    """Return the inclusions of regions of a claim in regions of its premises, as text."""
     found = []
     for own in quantified(claim.clause):
         for premise in premises:
@@ -170,7 +170,7 @@ def _inclusions(session: SolverSession, claim: Claim, premises: Sequence[Claim])
 
 def _by_form(claim: Claim, premises: Sequence[Claim]) -> str:
     if len(premises) > 1:
-        return "together they leave no room for it"
+        return "can_hold they leave no room for it"
     first = normal_formula(premises[0].clause.require)
     second = normal_formula(claim.clause.require)
     if first == second:
@@ -184,7 +184,7 @@ def _by_form(claim: Claim, premises: Sequence[Claim]) -> str:
 
 
 def _compared(formula: object) -> Compare | None:
-    """Return the only comparison with a constant of a formula."""
+    """Return the comparison of a formula if it is the only one and with a constant."""
     if not isinstance(formula, Compare | Quantified):
         return None
     parts = [part for part in walk(formula) if isinstance(part, Compare)]
@@ -198,7 +198,7 @@ def _compared(formula: object) -> Compare | None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Whether claims follow: yes, no (with the question that says so), or open (None)."""
+    """Whether claims follow: True, False (with the refuted question), or None if undecided."""
 
     follows: bool | None
     premises: tuple[Claim, ...] = ()
@@ -210,8 +210,8 @@ class Answer:
 class Refuted:
     """A claim that does not follow from premises; both are in the session.
 
-    `share`: it does unit by unit, but the premises with larger budgets let this share of the units
-    fail; all that do may be alike (`share` is the least of those budgets), or differ.
+    `share` is given if the implication holds for each unit but the budgets do not suffice: the
+    share of units that can violate the claim within the premises' budgets.
     """
 
     session: SolverSession
@@ -222,7 +222,7 @@ class Refuted:
 
 @dataclass(slots=True)
 class Pool:
-    """Clauses of two sides, each side of which is asked about the other."""
+    """Clauses of two contracts (sides), for questions whether one side implies the other."""
 
     program: Program
     clauses: Sequence[tuple[str, Clause]]
@@ -230,7 +230,7 @@ class Pool:
     inside: Inside
     clock: Clock
     asked: frozenset[tuple[str, str]]
-    """The clauses that questions are going to be about; groups without any get no session."""
+    """The clauses of later questions; groups without any of them get no session."""
     claims: list[tuple[str, Claim]] = field(default_factory=list)
     sessions: dict[Claim, SolverSession] = field(default_factory=dict)
 
@@ -259,13 +259,13 @@ class Pool:
         premises: Sequence[Claim],
         may: Callable[[Clause, Clause], bool],
     ) -> Answer:
-        """Say whether every claim of one clause follows from premises that `may(premise, clause)`
-        be used for it."""
+        """Return whether every claim of one clause follows from the premises that
+        `may(premise, clause)` allows."""
         used: dict[Claim, None] = {}
         why: dict[str, None] = {}
         refuted: Refuted | None = None
         is_open = False
-        for claim in _stated(claims):
+        for claim in _own_claims(claims):
             answer = self._follows(claim, claims, premises, may)
             match answer.follows:
                 case True:
@@ -289,7 +289,7 @@ class Pool:
         may: Callable[[Clause, Clause], bool],
     ) -> Answer:
         asked = [claim]
-        if is_about_each(claim.clause.require) or _of_requests(claim.clause) is not None:
+        if is_about_each(claim.clause.require) or _percentile_as_budget(claim.clause) is not None:
             asked += [c for c in forms if c.lifted and c.slice == claim.slice]
         found: list[Answer] = []
         for form in asked:
@@ -307,7 +307,7 @@ class Pool:
             found.append(answer)
         if any(answer.follows is None for answer in found):
             return Answer(None)
-        return max(found, key=lambda answer: _told(answer, claim))
+        return max(found, key=lambda answer: _rank(answer, claim))
 
     def _ask(self, claim: Claim, premises: Sequence[Claim]) -> Answer:
         session = self.sessions[claim]
@@ -326,11 +326,11 @@ class Pool:
             return Answer(None)
         if not all(is_exact(c.clause.require) for c in (claim, *premises)):
             return Answer(None)
-        match session.without(claim, premises)[0] if premises else Outcome.SAT:
+        match session.can_fail_given(claim, premises)[0] if premises else Outcome.SAT:
             case Outcome.SAT:
                 return Answer(False, refuted=Refuted(session, claim, tuple(premises)))
             case Outcome.UNSAT:
-                share = _failing(session, claim, premises)
+                share = _violating_share(session, claim, premises)
                 if share is None:
                     return Answer(None)
                 return Answer(False, refuted=Refuted(session, claim, tuple(premises), share))
@@ -338,34 +338,35 @@ class Pool:
                 return Answer(None)
 
 
-def _told(answer: Answer, claim: Claim) -> tuple[bool, int]:
-    """Rank refutations: first those beside a claim of the same name, then by their premises."""
+def _rank(answer: Answer, claim: Claim) -> tuple[bool, int]:
+    """Rank refutations: those with a premise of the claim's name first, then by premises."""
     premises = () if answer.refuted is None else answer.refuted.premises
     return any(p.clause.id == claim.clause.id for p in premises), len(premises)
 
 
-def _failing(session: SolverSession, claim: Claim, premises: Sequence[Claim]) -> Fraction | None:
-    """Return a share of units, more than a claim allows, that can fail it where premises, which
-    imply it of each unit that keeps all of them, are kept within their budgets; None if unknown."""
-    if session.together(premises)[0] is not Outcome.SAT:
-        return None  # the other units keep all
+def _violating_share(
+    session: SolverSession, claim: Claim, premises: Sequence[Claim]
+) -> Fraction | None:
+    """Return a share of units above the claim's budget that can violate it within the budgets of
+    the premises; None if unknown. Units that satisfy all premises satisfy the claim."""
+    if session.can_hold(premises)[0] is not Outcome.SAT:
+        return None  # the other units must satisfy all premises
     large = [p.rate for p in premises if p.rate > claim.rate]
     small = [p for p in premises if p.rate <= claim.rate]
-    if large and session.without(claim, small)[0] is Outcome.SAT:
+    if large and session.can_fail_given(claim, small)[0] is Outcome.SAT:
         return min(large)
     alone = Fraction(0)
     for premise in premises:
         rest = [p for p in premises if p is not premise]
-        if premise.rate and session.without(claim, rest)[0] is Outcome.SAT:
+        if premise.rate and session.can_fail_given(claim, rest)[0] is Outcome.SAT:
             alone += premise.rate
     return min(alone, Fraction(1)) if alone > claim.rate else None
 
 
 def is_exact(formula: Formula) -> bool:
-    """Say whether the translation of a formula says all that it says: an answer that something
-    does not follow is right.
+    """Return whether the translation of a formula is exact, so that a refutation is valid.
 
-    No quantifier stands inside another, and drift of any admitted run is compared with numbers.
+    It is exact if no quantifier is nested and drift of all admitted runs is compared with numbers.
     """
     quantifiers = [part for part in walk(formula) if isinstance(part, Quantified)]
     if any(isinstance(inner, Quantified) for q in quantifiers for inner in walk(q.body)):
@@ -383,9 +384,9 @@ def is_exact(formula: Formula) -> bool:
 
 
 def _forms(clause: Clause) -> list[tuple[Clause, str, bool]]:
-    """Return what a clause says of which unit: (clause, unit, lifted)."""
+    """Return the equivalent forms of a clause by unit: (clause, unit, lifted)."""
     own = "" if clause.budget is None else clause.budget.unit
-    counted = _of_requests(clause)
+    counted = _percentile_as_budget(clause)
     if counted is not None:
         return [(clause, own, False), (counted, "requests", True)]
     strict = clause.budget is None or clause.budget.rate == 0
@@ -395,9 +396,9 @@ def _forms(clause: Clause) -> list[tuple[Clause, str, bool]]:
     return [(clause, own, False), *((clause, unit, True) for unit in UNITS if unit != own)]
 
 
-def _of_requests(clause: Clause) -> Clause | None:
-    """Return what a bound of a percentile says of single requests: `p99(x) <= t` holds of a slice
-    if and only if `max(x) <= t` fails of at most 1% of its requests."""
+def _percentile_as_budget(clause: Clause) -> Clause | None:
+    """Return the bound of a percentile as a budget of requests: `p99(x) <= t` holds on a slice if
+    and only if at most 1% of its requests violate `max(x) <= t`."""
     match clause.require:
         case Compare(("<=" | "<") as op, Statistic("quantile", of, q), Number() as bound):
             if clause.budget is not None or not clause.slices or q is None or not 0 < q < 1:
@@ -408,7 +409,6 @@ def _of_requests(clause: Clause) -> Clause | None:
             return None
 
 
-def _stated(claims: Sequence[Claim]) -> list[Claim]:
-    """Return the claims that a clause makes, without what they say of units and what demands
-    nothing."""
+def _own_claims(claims: Sequence[Claim]) -> list[Claim]:
+    """Return the claims of a clause in its own form, without those that always hold."""
     return [c for c in claims if not c.lifted and c.rate < Fraction(1)]

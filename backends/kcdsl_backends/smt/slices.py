@@ -1,9 +1,9 @@
-"""Slices and levels: which slices have requests, and whether levels and actions fit each other.
+"""Slices and levels: empty or equal slices, and conflicts of levels and actions.
 
-Two clauses about one quantity on slices that share requests conflict where a request in both gets
-two answers: the same bound with different levels or actions, or a looser bound with the higher
-level. Left alone are the pairs that people mean: a higher level for a slice that lies inside the
-other, and a staircase of bounds on one and the same slice.
+Two clauses about one quantity on overlapping slices conflict if they have the same bound with
+different levels or actions, or if the looser bound has the higher level. Two intended patterns are
+not reported: a higher level for a slice that lies inside the other, and several bounds with rising
+levels on one slice.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from kcdsl_backends.smt.solver import Clock, Outcome, emptiness
 from kcdsl_certs.encoding.reals import real_text
 
 WHOLE_FIELDS = ("length",)
-"""Fields of requests that hold whole numbers from 1 on."""
+"""Fields of requests whose values are integers >= 1."""
 
 
 def check_slices(
@@ -79,7 +79,7 @@ def check_slices(
 def _check_empty(program: Program, clock: Clock, findings: Findings) -> frozenset[str]:
     empty = set()
     for declared in program.slices:
-        shown = is_empty(declared.where) is False  # there is a request, no solver is needed
+        shown = is_empty(declared.where) is False  # a request is known, no solver is needed
         match Outcome.SAT if shown else emptiness(declared.where, clock):
             case Outcome.UNSAT:
                 empty.add(declared.name)
@@ -127,7 +127,7 @@ def _check_equal(slices: list[Slice], inside: Inside, findings: Findings) -> Non
 
 
 def check_regions(program: Program, findings: Findings) -> None:
-    """Note balls of radius 0: they are points."""
+    """Report balls of radius 0, which are points."""
     for clause in program.clauses:
         for part in walk(clause.require):
             if not isinstance(part, Quantified):
@@ -148,7 +148,7 @@ def check_regions(program: Program, findings: Findings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Whether two slices share requests, and one that they share, where one is known."""
+    """Whether two slices share requests, and a shared request if one is known."""
 
     overlaps: bool
     request: Mapping[str, Value] | None = None
@@ -158,7 +158,7 @@ class Overlap:
 
 
 def overlap(program: Program, a: Slice, b: Slice, clock: Clock) -> Overlap:
-    """Look for a request in both slices; where that is open, none is claimed."""
+    """Return whether two slices overlap; no overlap is claimed if that is undecided."""
     if (a.data or program.data) != (b.data or program.data):
         return Overlap(False)
     both = AllOf((a.where, b.where))
@@ -170,7 +170,7 @@ def overlap(program: Program, a: Slice, b: Slice, clock: Clock) -> Overlap:
 
 
 def example(where: Predicate) -> Mapping[str, Value] | None:
-    """Return a request that satisfies a predicate; None where none is found."""
+    """Return a request that satisfies a predicate; None if none is found."""
     try:
         return find_case(where, WHOLE_FIELDS)
     except Undecided:
@@ -178,7 +178,7 @@ def example(where: Predicate) -> Mapping[str, Value] | None:
 
 
 def request_text(request: Mapping[str, Value]) -> str:
-    """Return the fields of a request as one writes them."""
+    """Return the fields of a request as YAML text."""
     fields = ", ".join(f"{name}: {_value(value)}" for name, value in sorted(request.items()))
     return f"{{{fields}}}" if fields else "any request"
 
@@ -211,7 +211,7 @@ class _Bound:
         return LEVELS.index(self.clause.level)
 
     def looser(self, other: _Bound) -> bool:
-        """Say whether this bound allows more than another of the same direction."""
+        """Return whether this bound allows more than another of the same direction."""
         if self.op[0] == "<":
             return self.number.value > other.number.value
         return self.number.value < other.number.value
@@ -282,7 +282,7 @@ def _pairs(group: list[_Bound]) -> Iterator[tuple[_Bound, _Bound]]:
 
 
 def _conflict(a: _Bound, b: _Bound, inside: Inside) -> str | None:
-    """Return in words how two bounds conflict, provided that their slices overlap."""
+    """Describe the conflict of two bounds on overlapping slices; None if they have none."""
     a_in_b, b_in_a = inside(a.slice, b.slice), inside(b.slice, a.slice)
     for looser, tighter in ((a, b), (b, a)):
         if looser.looser(tighter) and looser.rank > tighter.rank:
@@ -308,8 +308,8 @@ def _conflict(a: _Bound, b: _Bound, inside: Inside) -> str | None:
 def check_actions(program: Program, findings: Findings) -> None:
     """Report a clause whose action is milder than that of a clause of a lower level.
 
-    Only where one of the two states its own action, and the milder one is not already milder than
-    the policy, which has findings of its own.
+    One of the two must state its own action, and the milder one must not be milder than the policy,
+    which is a finding of its own.
     """
     by_family: dict[Family, list[Clause]] = defaultdict(list)
     for clause in program.clauses:

@@ -1,15 +1,15 @@
-"""One place where z3 is asked, and where its "unknown" becomes a value; and what it says of slices.
+"""The interface to z3, with "unknown" as a value; emptiness and inclusion of slices.
 
-A field of a request may be text, a number, true/false, or nothing of these (absent, null, NaN, a
-list). Two things are left open and hold for the whole query, so that an answer is right under
-either reading: whether true and false count as the numbers 1 and 0, and whether `!=` holds for a
-field of another kind. Every other comparison with a value of another kind is false.
+A field of a request may be text, a number, true/false, or none of these (absent, null, NaN, a
+list). Two questions are free variables of the query, so that an answer is right either way: whether
+true and false count as the numbers 1 and 0, and whether `!=` holds for a field of another kind.
+Every other comparison with a value of another kind is false.
 
-Text is modelled by its place among the texts that the predicates mention, as a real number. This
-allows more requests than there are, so "empty" and "implies" are never claimed wrongly.
+Text is modelled as a real number: its rank among the texts in the predicates. This admits more
+requests than exist, so "empty" and "implies" are never claimed wrongly.
 
-Where clauses are compared, every request has the fields that slices test, of their kind: an
-evaluation stops at a request that has not. `selects_nothing` and `selects_within` count on that.
+`selects_nothing` and `selects_within` assume that every request has the fields that slices test, of
+the right kind; an evaluation rejects other requests.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Outcome(Enum):
 
 @dataclass(slots=True)
 class Clock:
-    """How long questions may take: each `question_ms`, and all of them `total_ms` (None: no end).
+    """Time limits: `question_ms` for each question, `total_ms` for all (None: no limit).
 
-    A question that is asked when all the time is spent is answered with UNKNOWN at once.
+    A question after the total limit gets the answer UNKNOWN at once.
     """
 
     question_ms: int
@@ -57,7 +57,7 @@ class Clock:
                 raise ValueError(f"the timeout is {limit} ms; it must be positive")
 
     def allowance(self) -> int:
-        """Return the milliseconds that the next question may take; 0 where none are left."""
+        """Return the time limit of the next question in milliseconds; 0 if no time is left."""
         self.asked += 1
         if self.total_ms is None:
             return self.question_ms
@@ -69,7 +69,7 @@ class Clock:
 
 
 class Solver:
-    """A z3 solver in a context of its own, so that runs in parallel share nothing."""
+    """A z3 solver with its own context, so that parallel runs share no state."""
 
     def __init__(self, context: z3.Context, timeout: int | Clock) -> None:
         self._context = context
@@ -81,7 +81,7 @@ class Solver:
         self._allowed = 0
 
     def add(self, facts: Iterable[Expression]) -> None:
-        """Assert facts for good."""
+        """Assert facts permanently."""
         for fact in facts:
             self._solver.add(fact)
 
@@ -93,16 +93,16 @@ class Solver:
         self._solver.add(z3.Implies(switch, goal))
 
     def decide(self, *goals: Expression) -> Outcome:
-        """Decide the facts together with goals that are dropped again afterwards."""
+        """Decide the facts and these goals; the goals are not kept."""
         return self._ask(goals, ())[0]
 
     def decide_all(self, names: Iterable[str]) -> tuple[Outcome, frozenset[str]]:
-        """Decide the facts together with goals that were named; if UNSAT, also which it took."""
+        """Decide the facts and named goals; if UNSAT, also return the names in the core."""
         outcome, core = self._check(tuple(self._switches[name] for name in names))
         return outcome, frozenset(self._names[switch.get_id()] for switch in core)
 
     def model(self, *goals: Expression) -> tuple[Outcome, z3.ModelRef | None]:
-        """Decide the facts together with goals; if SAT, also the values that satisfy them."""
+        """Decide the facts and these goals; if SAT, also return the model."""
         self._solver.push()
         try:
             self._solver.add(*goals)
@@ -213,7 +213,7 @@ def emptiness(where: Predicate, timeout: int | Clock) -> Outcome:
 
 
 def implies(inner: Predicate, outer: Predicate, timeout: int | Clock) -> bool:
-    """Say whether it is proved that every request that satisfies `inner` satisfies `outer`."""
+    """Return whether every request that satisfies `inner` is proved to satisfy `outer`."""
     if inner == outer or outer == AllOf():
         return True
     encoding = _Encoding(inner, outer)
@@ -224,7 +224,7 @@ def implies(inner: Predicate, outer: Predicate, timeout: int | Clock) -> bool:
 
 
 def lies_inside(program: Program, inner: Slice, outer: Slice, timeout: int | Clock) -> bool:
-    """Say whether every row of one slice is proved to be a row of the other."""
+    """Return whether every row of one slice is proved to be a row of the other."""
     if inner.name == outer.name:
         return True
     same_data = (inner.data or program.data) == (outer.data or program.data)
@@ -232,13 +232,13 @@ def lies_inside(program: Program, inner: Slice, outer: Slice, timeout: int | Clo
 
 
 def selects_nothing(where: Predicate, clock: Clock) -> bool:
-    """Say whether it is proved that no request whose fields can be tested satisfies a predicate."""
+    """Return whether it is proved that no request with the tested fields is selected."""
     return selection.is_empty(where) is True or emptiness(where, clock) is Outcome.UNSAT
 
 
 def selects_within(program: Program, inner: Slice, outer: Slice, clock: Clock) -> bool:
-    """Say whether it is proved that every row of one slice is a row of the other, where the fields
-    of every request can be tested."""
+    """Return whether every row of one slice is proved to be a row of the other, if every request
+    has the tested fields."""
     if inner.name == outer.name:
         return True
     if (inner.data or program.data) != (outer.data or program.data):
@@ -261,7 +261,7 @@ class _Encoding:
         self._unequal_kinds_differ = z3.Bool("unequal-kinds-differ", self.context)
 
     def facts(self) -> Iterator[Expression]:
-        """Yield: a field is of one kind at most."""
+        """Yield the axioms that a field has at most one kind."""
         for name in self._number:
             kinds = [self._kind(name, kind) for kind in ("text", "number", "truth")]
             yield z3.AtMost(*kinds, 1)

@@ -1,21 +1,21 @@
 """Formulas of the IR over measured quantities as real arithmetic for z3.
 
 A measured quantity (a statistic of a metric on a slice, or an aggregate metric) becomes a real
-variable; two occurrences that mean the same share it. `facts` says what is true of the variables
-whatever the kernels do; nothing else is assumed.
+variable, shared by all occurrences with the same meaning. `facts` yields the axioms about the
+variables that hold for all kernels; nothing else is assumed.
 
-A percentile of a metric of tokens counts requests, each of which stands by its worst token: by its
-largest value where the comparison needs the term to be small, else by its smallest. So the same
-words can mean two numbers, and they are two variables.
+A percentile of a token metric counts requests, each represented by its worst token: the largest
+value if the comparison is an upper bound, else the smallest. The same term can therefore denote two
+numbers, which are two variables.
 
-A statement that divides by a measured quantity is undefined where that is zero, so not true.
+A statement that divides by a measured quantity is false where that is zero.
 
-A statement about every input of a region is replaced by its instance at one unknown input of each
-region inside it, so that what follows from the instance follows from the statement. Regions are
-taken as not empty (an empty one is an error of its own).
+A statement about every input of a region is replaced by its instances at one unknown input of each
+region inside it, which are consequences of the statement. Regions are assumed not empty (an empty
+one is an error of its own).
 
-Tables of thresholds are written out first (`kcdsl.ir.tables.expand_tables`); of a comparison with
-a table that was not, nothing is said.
+Tables of thresholds are expanded first (`kcdsl.ir.tables.expand_tables`); a comparison with an
+unexpanded table adds no constraint.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Translator:
 
     `known` bounds metrics beyond their domain. `temperature` relates the span of the logits to the
     distributions in `facts`; None leaves them unrelated. `by_request` names metrics of the user
-    with one value per request. `one_request`: measured terms are about a single request. What was
-    made is in `quantities`, `norms`, `flags`.
+    with one value per request. `one_request`: measured terms are about a single request. The
+    variables are in `quantities`, `norms`, `flags`.
     """
 
     context: z3.Context = field(default_factory=z3.Context)
@@ -90,10 +90,10 @@ class Translator:
     # --- formulas ---------------------------------------------------------------------------
 
     def announce(self, formula: Formula, site: str = "", positive: bool = True) -> None:
-        """Make the inputs known at which universal statements are to be instantiated.
+        """Collect the inputs at which universal statements are instantiated.
 
-        To be called for every formula before the first is translated, and with `positive` false
-        where its negation is going to be.
+        Call this for every formula before the first translation, with `positive` false for
+        formulas whose negation is translated.
         """
         match formula:
             case Not(of):
@@ -113,19 +113,19 @@ class Translator:
                 return
 
     def requirement(self, formula: Formula, slice_name: str, site: str = "") -> Expression:
-        """Return a consequence of the formula on a slice; equivalent where no input is quantified.
+        """Return a consequence of the formula on a slice, equivalent if no input is quantified.
 
-        `site` tells the existential quantifiers of different clauses apart.
+        `site` distinguishes the existential quantifiers of different clauses.
         """
         self._divisors.clear()
         truth = self._formula(formula, slice_name, {}, True, False, site)
         return z3.And(truth, *(divisor != 0 for divisor in self._divisors))
 
     def negation(self, formula: Formula, slice_name: str, site: str = "") -> Expression:
-        """Return a consequence of the formula's not being true, as `requirement`.
+        """Return a consequence of the negation of the formula, as `requirement` does.
 
-        Where the formula is about every input of a region, the one that speaks against it is the
-        unknown input of that region, at which every other statement is instantiated.
+        The counterexample to a formula about every input of a region is the unknown input of that
+        region, at which all other universal statements are instantiated.
         """
         self._divisors.clear()
         match formula:
@@ -140,9 +140,9 @@ class Translator:
     def _formula(
         self, formula: Formula, name: str, at: Environment, positive: bool, turned: bool, site: str
     ) -> Expression:
-        """Return what follows from the formula, or from its negation (`positive` false).
+        """Return a consequence of the formula, or of its negation (`positive` false).
 
-        `turned`: it stands under an odd number of negations of its clause.
+        `turned`: the formula is under an odd number of negations of its clause.
         """
         match formula:
             case Compare(op, left, right):
@@ -182,7 +182,7 @@ class Translator:
                 return z3.And(self._true(), *found)
 
     def announce_negation(self, formula: Formula, site: str = "") -> None:
-        """Make the inputs known that `negation` speaks of, as `announce`."""
+        """Collect the inputs of `negation`, as `announce` does."""
         if isinstance(formula, Quantified) and formula.quantifier == "forall":
             self._instances(formula.region)
             self.announce(formula.body, f"{site}.x", False)
@@ -190,7 +190,7 @@ class Translator:
             self.announce(formula, site, False)
 
     def _instances(self, region: Region) -> list[UnknownInput]:
-        """Return the known inputs that lie in the region; its own one always."""
+        """Return the collected inputs that lie in a region, including its own."""
         own = UnknownInput(region)
         if own not in self._witnesses:
             self._witnesses.append(own)
@@ -206,7 +206,7 @@ class Translator:
         positive: bool,
         turned: bool,
     ) -> Expression:
-        """`drift` stands for every admitted run: a comparison with a constant uses the extremes."""
+        """Translate a comparison; one of drift with a constant bounds all admitted runs."""
         match left, right:
             case (TableValue(), _) | (_, TableValue()):
                 return self._true()
@@ -258,7 +258,7 @@ class Translator:
         return Terms(Z3Algebra(self.context), measured, norm, self._divisors).value(term, side)
 
     def quantity(self, term: Metric | Statistic, name: str, side: Side) -> Quantity:
-        """Return what a measured term on a slice is, on the given side where it has two."""
+        """Return the quantity of a measured term on a slice, with `side` if it has two meanings."""
         if isinstance(term, Metric):
             kind, q, of = "value", None, _canonical(term)
         else:
@@ -272,7 +272,7 @@ class Translator:
         return self.quantities[quantity]
 
     def _norm(self, norm: Norm, at: Environment) -> tuple[Expression, ...]:
-        """Return the norm at its least, at one admitted run, and at its largest."""
+        """Return the least value of a norm, its value at one admitted run, and the largest."""
         drift = norm.of
         key = (at[drift.variable], drift.block, drift.measured, norm.kind)
         if key not in self.norms:
@@ -288,7 +288,7 @@ class Translator:
     # --- facts ------------------------------------------------------------------------------
 
     def facts(self) -> Iterator[Expression]:
-        """Yield what holds of the variables made so far, whatever the kernels do."""
+        """Yield the axioms about the variables created so far."""
         return (fact.expression for fact in assumptions(self))
 
 
@@ -318,7 +318,7 @@ def translator_for(program: Program, inside: Inside, clock: Clock, unit: str = "
 
 @dataclass(slots=True)
 class SolverSession:
-    """Claims about one kind of unit, and the solver that holds them."""
+    """Claims about one kind of unit, and their solver."""
 
     program: Program
     claims: Sequence[Claim]
@@ -348,26 +348,29 @@ class SolverSession:
             self.solver.name(claim.name, self.holds[claim.name])
             self.solver.name(f"not {claim.name}", self.fails[claim.name])
 
-    def together(self, claims: Iterable[Claim]) -> tuple[Outcome, frozenset[str]]:
-        """Ask whether claims can hold at once; if not, name those that it takes."""
+    def can_hold(self, claims: Iterable[Claim]) -> tuple[Outcome, frozenset[str]]:
+        """Decide whether claims are jointly satisfiable; if not, also return the core."""
         return self.solver.decide_all(claim.name for claim in claims)
 
     def can_fail(self, claim: Claim) -> Outcome:
-        """Ask whether anything speaks against a claim."""
+        """Decide whether a claim can be violated."""
         return self.solver.decide_all([f"not {claim.name}"])[0]
 
-    def without(self, claim: Claim, premises: Collection[Claim]) -> tuple[Outcome, frozenset[str]]:
-        """Ask whether a claim can fail where premises hold; if not, name those that it takes."""
+    def can_fail_given(
+        self, claim: Claim, premises: Collection[Claim]
+    ) -> tuple[Outcome, frozenset[str]]:
+        """Decide whether premises and a violation of a claim are satisfiable; if not, also return
+        the names of the premises in the core."""
         names = [f"not {claim.name}", *(premise.name for premise in premises)]
         outcome, core = self.solver.decide_all(names)
         return outcome, core - {f"not {claim.name}"}
 
     def reasons(self, claim: Claim, premises: Iterable[Claim]) -> tuple[str, ...]:
-        """Return the facts that it takes for premises to imply a claim, each needed."""
+        """Return a minimal set of axioms, as text, with which premises imply a claim."""
         return self.because([f"not {claim.name}", *(premise.name for premise in premises)])
 
     def because(self, given: Sequence[str]) -> tuple[str, ...]:
-        """Return the facts that it takes for what was named to be impossible, each needed."""
+        """Return a minimal set of axioms, as text, with which named goals are unsatisfiable."""
         solver = self._explainer()
         names = [f"fact-{n}" for n in range(len(self.facts))]
         outcome, core = solver.decide_all(given)
@@ -384,7 +387,7 @@ class SolverSession:
         return tuple(dict.fromkeys(self.facts[int(name[5:])].reason for name in kept))
 
     def _explainer(self) -> Solver:
-        """Return a solver in which every fact has a name."""
+        """Return a solver in which every axiom has a name."""
         if self.explainer is None:
             self.explainer = Solver(self.translator.context, self.clock)
             for n, fact in enumerate(self.facts):
@@ -402,7 +405,9 @@ def minimal(
     core = list(claims)
     for member in list(core):
         rest = [other for other in core if other is not member]
-        outcome = (session.together(rest) if claim is None else session.without(claim, rest))[0]
+        outcome = (
+            session.can_hold(rest) if claim is None else session.can_fail_given(claim, rest)
+        )[0]
         if outcome is Outcome.UNSAT:
             core = rest
     return core

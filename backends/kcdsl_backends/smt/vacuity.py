@@ -1,7 +1,7 @@
-"""Parts of requirements that say nothing: conditions that never hold, dead disjuncts and the like.
+"""Dead parts of requirements, such as conditions that never hold and redundant disjuncts.
 
-A part is dead where the requirement means the same with the part replaced by true, or by false,
-whatever is measured. The outermost dead part is reported, and the rest is looked at without it.
+A part is dead if replacing it by true, or by false, gives an equivalent requirement. The outermost
+dead part is reported and replaced before the others are checked.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from kcdsl_backends.smt.translation import translator_for
 
 TRUE, FALSE = Connective("and", ()), Connective("or", ())
 _DUAL = {"and": "or", "or": "and"}
-"""What a connective is after a negation is carried inwards."""
+"""The connective after a negation is moved inwards."""
 
 Path = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FormulaPart:
-    """A part of a formula: where it is, what it is, and on which side of negations.
+    """A part of a formula with its path; `positive`: under an even number of negations.
 
-    `role` says what holds it: "and", "or", "if", "then". `binders` are the quantifiers around it.
+    `role` is its role in the connective around it: "and", "or", "if", "then". `binders` are the
+    quantifiers around it.
     """
 
     path: Path
@@ -72,9 +73,9 @@ def check_parts(
 def check_vacuous(
     program: Program, clause: Clause, inside: Inside, clock: Clock, findings: Findings
 ) -> bool:
-    """Report why an implication always holds: its condition never does, or its consequence always.
+    """Report why an implication always holds: its condition never holds or its consequence always.
 
-    Return False where the requirement is no implication, or holds for another reason.
+    Return False if the requirement is no implication or holds for another reason.
     """
     question = _Question(program, clause, inside, clock)
     formula = clause.require
@@ -136,7 +137,7 @@ def _words(part: FormulaPart, value: bool, alone: bool | None) -> str:
 
 
 class _Question:
-    """Questions about one clause, on the first of its slices."""
+    """Solver questions about one clause, on the first of its slices."""
 
     def __init__(self, program: Program, clause: Clause, inside: Inside, clock: Clock) -> None:
         self._program, self._inside, self._clock = program, inside, clock
@@ -151,7 +152,7 @@ class _Question:
             weaker, stronger = (changed, formula) if value == part.positive else (formula, changed)
             if not self._follows(weaker, stronger):
                 continue
-            # A part that divides takes with it that the whole is undefined where it is.
+            # Without a part that divides, the whole is no longer undefined at a zero divisor.
             divides = any(isinstance(t, Arith) and t.op == "/" for t in terms_of(part.formula))
             if not divides or self._follows(stronger, weaker):
                 return value
@@ -177,7 +178,7 @@ class _Question:
 
 
 def _closed(part: FormulaPart, quantifier: str) -> Formula:
-    """Return a part with every variable of it bound by the quantifier."""
+    """Return a part with all of its variables bound by a quantifier."""
     formula = part.formula
     for binder in reversed(part.binders):
         formula = replace(binder, quantifier=quantifier, body=formula)

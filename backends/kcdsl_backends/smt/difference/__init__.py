@@ -2,8 +2,8 @@
 
 A clause is at least as strict as another if it implies it: on every slice, with its budget, and
 with at least its level, action and demand of evidence. z3 decides the implications of requirements
-over the facts that hold whatever the kernels do; the rest is compared by rank. A contract is at
-least as strict as another if it implies every clause of it, by whichever of its clauses.
+under the axioms, which hold for all kernels; the rest is compared by rank. A contract is at
+least as strict as another if it implies every clause of it, by any of its clauses.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def difference(
 ) -> Difference:
     """Return how `new` differs from `old`.
 
-    `timeout_ms` limits each question to the solver, `total_ms` all of them; what is left open makes
-    the relation undecided, never equal or stricter. `report` is told how far the work is.
+    `timeout_ms` limits each question to the solver, `total_ms` all of them; an undecided question
+    makes the relation undecided, never equal or stricter. `report` receives the progress.
     """
     clock = Clock(timeout_ms, total_ms)
     around = tuple(changes(old, new))
@@ -77,7 +77,7 @@ def difference(
 
 @dataclass(slots=True)
 class _Comparison:
-    """Both programs, the clauses of each by their names, and the questions about them."""
+    """Both programs, their clauses by name, and the solver questions about them."""
 
     old: Program
     new: Program
@@ -92,7 +92,7 @@ class _Comparison:
     renamed: dict[str, str] = field(init=False)
     """New name -> old name."""
     kept: set[str] = field(default_factory=set)
-    """Old clauses that follow from the new contract although their namesake is not as strict."""
+    """Old clauses that the new contract implies although its clause of that name is weaker."""
 
     def __post_init__(self) -> None:
         self.before, self.after = _by_id(self.merged.old), _by_id(self.merged.new)
@@ -108,7 +108,7 @@ class _Comparison:
         self.pool = Pool(self.merged.program, sides, inside, self.clock, frozenset(asked))
 
     def clauses(self, report: Report) -> tuple[ClauseDifference, ...]:
-        """Return every clause: those of the new contract in their order, then removed ones."""
+        """Return the differences of new clauses in order, then of removed ones."""
         old_names = set(self.renamed.values())
         gone = [c.id for c in self.old.clauses if c.id not in self.after and c.id not in old_names]
         total, found = len(self.new.clauses) + len(gone), []
@@ -127,7 +127,7 @@ class _Comparison:
         return tuple(found)
 
     def contribution(self, item: ClauseDifference) -> Relation:
-        """Return what a clause makes of the whole contract."""
+        """Return what the difference of a clause contributes to the relation of the contracts."""
         if (item.old_id or item.id) not in self.kept or item.status is not ClauseStatus.BOTH:
             return item.relation
         return Relation.EQUAL if item.relation is Relation.WEAKER else Relation.STRICTER
@@ -183,8 +183,8 @@ class _Comparison:
         return replace(kept, witness=self._witness(name, self._ask(OLD, name, NEW, [])))
 
     def _witness(self, name: str, alone: Answer) -> Witness | None:
-        """Return values that OLD refuses for the sake of a clause and all of NEW accepts; else
-        values that its namesake in NEW accepts, as `alone` says; None where none can be shown."""
+        """Return values that violate a clause of OLD and satisfy all of NEW, or else only the
+        clause of that name in NEW (`alone`); None if neither is found."""
         if alone.refuted is None:
             return None
         whole = self._ask(OLD, name, NEW, frozenset(self.after)).refuted
@@ -201,7 +201,7 @@ class _Comparison:
         return witness_of(self.merged.program, alone.refuted, Sides("NEW", "OLD", Extent.CLAUSE))
 
     def _related(self, name: str) -> set[str]:
-        """Return the new clauses that speak of what an old one speaks of."""
+        """Return the new clauses that share subjects with an old one."""
         own = frozenset().union(*(subjects(clause) for clause in self.before[name]))
         return {
             clause.id
@@ -210,7 +210,7 @@ class _Comparison:
         }
 
     def _if_kept(self, found: ClauseDifference, name: str) -> ClauseDifference:
-        """Say whether the whole new contract still implies an old clause, and by what."""
+        """Add the premises if the whole new contract still implies an old clause."""
         answer = self._ask(OLD, name, NEW, None)
         if answer.follows is None and found.relation is Relation.WEAKER and not found.changes:
             return replace(found, relation=Relation.UNDECIDED)
@@ -224,7 +224,7 @@ class _Comparison:
         )
 
     def _if_demanded(self, found: ClauseDifference, name: str) -> ClauseDifference:
-        """Say whether clauses of the new contract demand as much, with other consequences."""
+        """Add a note if new clauses imply the requirement with other consequences."""
         answer = self._ask(OLD, name, NEW, frozenset(self.after) - {name})
         by = _names(answer.premises)
         aside = any(apart(self.stated_new[other], self.around) for other in by)
@@ -256,8 +256,8 @@ class _Comparison:
     # --- questions --------------------------------------------------------------------------
 
     def _ask(self, side: str, name: str, others: str, ids: Collection[str] | None) -> Answer:
-        """Ask whether one clause follows from clauses of the other side: of the given names, or
-        (None) of those whose consequences cover it."""
+        """Decide whether a clause follows from clauses of the other side: those in `ids`, or all
+        whose consequences cover it (None)."""
         own, other = (self.old, self.new) if side == OLD else (self.new, self.old)
         stated_by = self.stated_old if side == OLD else self.stated_new
         clause = stated_by[name]
@@ -269,30 +269,30 @@ class _Comparison:
         return self.pool.follow(self.pool.of(side, [name]), self.pool.of(others, ids), may)
 
     def _agree(self, premises: Iterable[Claim]) -> bool:
-        """Say whether premises can hold together; from others everything follows."""
+        """Return whether premises are jointly satisfiable; others would imply everything."""
         by_session: dict[int, list[Claim]] = {}
         for premise in premises:
             by_session.setdefault(id(self.pool.sessions[premise]), []).append(premise)
         return all(
-            self.pool.sessions[group[0]].together(group)[0] is Outcome.SAT
+            self.pool.sessions[group[0]].can_hold(group)[0] is Outcome.SAT
             for group in by_session.values()
         )
 
     def _is_same(self, name: str) -> bool:
-        """Say whether both contracts have a clause of this name that demands literally the same."""
+        """Return whether the clauses of this name in both contracts have the same normal form."""
         if name not in self.before or name not in self.after:
             return False
         return _demands(self.before[name]) == _demands(self.after[name])
 
     def _is_untouched(self, name: str) -> bool:
-        """Say whether a clause demands literally the same in both, with the same consequences."""
+        """Return whether a clause has the same normal form and consequences in both contracts."""
         if not self._is_same(name):
             return False
         old, new = self.stated_old[name], self.stated_new[name]
         return not any(consequences(self.old, old, self.new, new))
 
     def _find_renamed(self) -> dict[str, str]:
-        """Return new clauses that are old ones under another name, each old one once."""
+        """Return new clauses that are renamed old ones, as new name -> old name."""
         gone = {
             name: _demands(clauses)
             for name, clauses in self.before.items()
@@ -325,7 +325,7 @@ def _by_id(clauses: Iterable[Clause]) -> dict[str, list[Clause]]:
 
 
 def _demands(clauses: Sequence[Clause]) -> frozenset[object]:
-    """Return what clauses demand of which units, comparable by form."""
+    """Return normal form, slices and budget of clauses, for comparison."""
     return frozenset((normal_formula(c.require), frozenset(c.slices), c.budget) for c in clauses)
 
 

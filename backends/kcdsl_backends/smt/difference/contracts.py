@@ -1,7 +1,7 @@
-"""Two contracts as one program: their slices, their context, and the axes on which clauses differ.
+"""Two contracts as one program: slices, differences of context, and axes of comparison.
 
-Slices that select the same requests of the same data get one name; of two others that share a name,
-each is marked `(old)` or `(new)`.
+Slices that select the same requests of the same data get one name. Different slices with the same
+name are marked `(old)` and `(new)`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kcdsl_certs.encoding.reals import real_text
 
 
 def text_of(clause: Clause) -> str:
-    """Return what a clause requires on one line, as it is written."""
+    """Return the source text of a requirement on one line."""
     return " ".join((clause.text or formula_text(clause.require)).split())
 
 
@@ -44,8 +44,8 @@ def text_of(clause: Clause) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The slices of both contracts and what both agree on, as a program without clauses; and the
-    clauses of each, tables written out, about these slices."""
+    """The common context and all slices as a program without clauses, and the clauses of both
+    contracts on these slices, with tables expanded."""
 
     program: Program
     old: tuple[Clause, ...]
@@ -55,7 +55,7 @@ class Merged:
 def unite(old: Program, new: Program, clock: Clock) -> Merged:
     """Return the merged program of two programs.
 
-    The temperature and the user's metrics are part of it where both programs agree on them.
+    The temperature is 0 if the programs differ in it; metrics with two definitions are left out.
     """
     before, after = expand_tables(old), expand_tables(new)
     named = dict.fromkeys(s.name for s in after.slices)
@@ -99,12 +99,12 @@ def unite(old: Program, new: Program, clock: Clock) -> Merged:
 
 
 def _placed(declared: Slice, program: Program) -> Slice:
-    """Return a slice with its data, the default of its program written out."""
+    """Return a slice with explicit data, the default of its program if it names none."""
     return replace(declared, data=declared.data or program.data)
 
 
 def _likely(slices: Mapping[str, Slice], other: Slice) -> list[Slice]:
-    """Return the slices that another may be equal to, the one of its name first."""
+    """Return the slices to compare with another, the one of the same name first."""
     same = [slices[other.name]] if other.name in slices else []
     return same + [s for s in slices.values() if s.name != other.name]
 
@@ -141,7 +141,7 @@ _WITHOUT_TEMPERATURE = ("logit_", "hidden_", "embedding_", "margin", "top1_", "t
 
 
 def changes(old: Program, new: Program) -> Iterator[Change]:
-    """Yield what differs in models, kernels, constants and the user's metrics."""
+    """Yield the differences of models, kernels, constants and user metrics."""
     for name in ("checkpoint", "architecture", "module", "config", "tokenizer"):
         before, after = getattr(old.model, name), getattr(new.model, name)
         if before != after:
@@ -194,7 +194,7 @@ def _pairs(name: str, before: Mapping[str, str], after: Mapping[str, str]) -> It
 
 
 def _parts_of(kernel: KernelRef) -> dict[str, str]:
-    """Return all that a contract states of a kernel; parts of its numerics by their own names."""
+    """Return the fields of a kernel in a contract; numerics fields without a prefix."""
     stated = kernel_json(kernel)
     numerics = stated.pop("numerics")
     return {**dict(_flat(stated)), **dict(_flat(numerics))}
@@ -209,10 +209,10 @@ def _flat(stated: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str,
 
 
 def apart(clause: Clause, found: tuple[Change, ...]) -> tuple[str, ...]:
-    """Return the changes that make one clause speak of something else in the other contract.
+    """Return the changes that give a clause another meaning in the other contract.
 
-    Runs that the numerics admit depend on the numerics and the model; measured values on the
-    temperature and on how the user's metrics are defined.
+    Admitted runs depend on the numerics and the model, measured values on the temperature and on
+    the definitions of user metrics.
     """
     names = [change.name for change in found]
     touched: list[str] = []
@@ -241,7 +241,7 @@ def _has_temperature(name: str) -> bool:
 
 
 def consequences(before: Program, old: Clause, after: Program, new: Clause) -> Iterator[Change]:
-    """Yield how level, action, evidence, holdout and family differ."""
+    """Yield the differences of level, action, evidence, holdout and family."""
     if old.level is not new.level:
         ranks = LEVELS.index(old.level), LEVELS.index(new.level)
         yield Change("level", old.level.value, new.level.value, _ranked(*ranks))
@@ -267,7 +267,7 @@ def _ranked(old: int, new: int) -> Relation:
 def stated(
     before: Program, old: Clause, after: Program, new: Clause, demand: Relation
 ) -> tuple[Change, ...]:
-    """Return how what is demanded differs. A single change has the relation of the demands."""
+    """Return the differences of the requirements; a single one has the relation `demand`."""
     found = list(_stated(before, old, after, new))
     relation = demand if len(found) == 1 else None
     return tuple(Change(name, first, second, relation) for name, first, second in found)

@@ -1,8 +1,7 @@
-"""Values that speak against an implication, made readable and checked without the solver: by exact
-arithmetic alone.
+"""Counterexamples to implications, made readable and checked by exact arithmetic.
 
-Any values that the stated facts allow would do; those shown are thresholds of the clauses, points
-half-way between two of them, or the solver's own values rounded, whichever still is an example.
+Values are chosen among those that satisfy the axioms: thresholds of the clauses, midpoints between
+two of them, or rounded values of the solver, if they still are a counterexample.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from kcdsl_certs.encoding.reals import real_text
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """What the two contracts are called in a witness."""
+    """Names of the two contracts in a witness."""
 
     accepts: str
     refuses: str
@@ -70,11 +69,11 @@ class Sides:
 def witness_of(
     program: Program, refuted: Refuted, sides: Sides, about: frozenset[str] | None = None
 ) -> Witness | None:
-    """Return values that keep the premises and not the claim; None where none can be shown.
+    """Return values that satisfy the premises and violate the claim; None if none are found.
 
-    Of the premises, only what clauses named in `about` speak of is shown (None: all of them). Where
-    a share of the units fails, they fail the claim and keep every premise that may not fail of as
-    many; None where those that fail must differ from each other.
+    Only quantities of the claim and of premises named in `about` are shown (None: all premises).
+    If a share of the units violates the claim, the values are those of each of these units: they
+    satisfy every premise with a smaller budget. None if these units must differ.
     """
     session, claim, share = refuted.session, refuted.claim, refuted.share
     premises = [p for p in refuted.premises if share is None or p.rate < share]
@@ -145,7 +144,7 @@ def _first(flag: Flag) -> str:
 
 
 def _request(program: Program, claim: Claim, premises: Sequence[Claim]) -> str | None:
-    """Return a request of the claim's slice, outside the slices of the premises if it can be."""
+    """Return a request of the claim's slice, outside the premises' slices if possible."""
     own = _slices(claim)
     if not own:
         return None
@@ -167,7 +166,7 @@ def _slices(claim: Claim) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What the clauses in question speak of, in the order of their words."""
+    """Variables of the clauses in question, in the order of their text."""
 
     quantities: tuple[Quantity, ...]
     norms: tuple[NormKey, ...]
@@ -177,7 +176,7 @@ class _Shown:
 def _values(
     session: SolverSession, claims: Sequence[Claim], goals: Sequence[Expression]
 ) -> tuple[Assignment, _Shown] | None:
-    """Return readable values that satisfy goals and all facts."""
+    """Return readable values that satisfy goals and axioms; None if there are none."""
     translator, fixed = session.translator, list(goals)
     outcome, model = session.solver.model(*fixed)
     if outcome is not Outcome.SAT or model is None:
@@ -187,7 +186,7 @@ def _values(
     variables = [translator.quantities[q] for q in shown.quantities]
     for key in shown.norms:
         least, some, largest = translator.norms[key]
-        level = (least == some, some == largest)  # one number where it can be
+        level = (least == some, some == largest)  # the same number if possible
         if session.solver.model(*fixed, *level)[0] is Outcome.SAT:
             fixed += level
         variables += [largest, least, some]
@@ -226,7 +225,7 @@ def _fraction(model: z3.ModelRef, variable: Expression) -> Fraction | None:
 
 
 def _candidates(numbers: Sequence[Fraction], own: Fraction | None) -> Iterator[Fraction]:
-    """Yield values that read well, best first."""
+    """Yield readable values, the preferred first."""
     yield from reversed(numbers)
     yield from ((a + b) / 2 for a, b in pairwise(numbers))
     for number in reversed(numbers):
@@ -327,7 +326,7 @@ _UNITS = {
 
 
 def in_units(value: Fraction, dimension: str) -> str:
-    """Write a value in base units of a dimension with a unit that suits its size."""
+    """Format a value in base units of a dimension with a unit that suits its size."""
     units = [UNITS[name] for name in _UNITS.get(dimension, ())]
     if not units:
         return _plain(value)
@@ -336,7 +335,7 @@ def in_units(value: Fraction, dimension: str) -> str:
 
 
 def _plain(value: Fraction) -> str:
-    """Write an exact number, small ones as people do: 1e-5."""
+    """Format an exact number, small ones in scientific notation: 1e-5."""
     exact = real_text(value)
     if "/" in exact or value == 0 or abs(value) >= Fraction(1, 1000):
         return exact
@@ -348,12 +347,12 @@ def _plain(value: Fraction) -> str:
 
 
 class Unknown(Exception):
-    """Raised where the values say nothing of a statement, or it is undefined."""
+    """The values do not determine a statement, or it is undefined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Values of what a translator has made; norms at their least, at some run, at their largest."""
+    """Values of a translator's variables; norms as (least, at some run, largest)."""
 
     translator: Translator
     quantities: Mapping[Quantity, Fraction]
@@ -362,10 +361,10 @@ class Assignment:
 
 
 def keeps(formula: Formula, slice_name: str, values: Assignment) -> bool:
-    """Say whether values keep a requirement on a slice.
+    """Return whether values satisfy a requirement on a slice.
 
-    A statement about every input of a region is looked at for the inputs that have values, one
-    about some input is taken as kept. What has no values, or is divided by zero, is not kept.
+    A universal statement is evaluated at the inputs that have values, an existential one is taken
+    as true. A statement with missing values or a division by zero is not satisfied.
     """
     try:
         return _Values(values, slice_name).holds(formula, {}, False)
@@ -379,7 +378,7 @@ class _Values:
     slice: str
 
     def holds(self, formula: Formula, at: Environment, turned: bool) -> bool:
-        """Return the truth of a formula; every part is looked at."""
+        """Return the truth of a formula; evaluate every part, so that missing values are found."""
         match formula:
             case Compare():
                 return self._compare(formula, at, turned)

@@ -38,13 +38,13 @@ from kcdsl_backends.smt.drift.solving import (
 from kcdsl_backends.smt.solver import Outcome
 
 SECONDS = 60.0
-"""For how long a case is searched where the command has no time limit."""
+"""Time limit of a case if the command has none."""
 COEFFICIENTS = 2**25
-"""Coefficients of one result up to which a block is encoded: 256 MB."""
+"""Largest number of coefficients of one result of an encoded block: 256 MB."""
 SPLITS = 64
-"""Case splits that one question may have."""
+"""Largest number of case splits of a question."""
 TERMS = 50_000
-"""Terms of linear constraints that one question may have."""
+"""Largest number of terms in the linear constraints of a question."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class DriftGoal:
     """A case as questions for z3: its symbols, and every element of the drift.
 
     Args:
-        targets: every element of the drift in both directions, with bounds that hold.
+        targets: every element of the drift in both directions, with valid bounds.
         shape: of the output.
     """
 
@@ -76,7 +76,7 @@ class DriftGoal:
         return DriftGoal(encoder.system, found, output.drift.shape)
 
     def box(self) -> Box:
-        """Return where the drift lies, by the bounds of all targets."""
+        """Return the box of the drift that the bounds of all targets give."""
         ends = torch.full((2, math.prod(self.shape)), math.inf, dtype=torch.float64)
         for one in self.targets:
             ends[0 if one.sign > 0 else 1, one.place] = one.high
@@ -84,7 +84,7 @@ class DriftGoal:
         return Box(-ends[1].reshape(self.shape), high.reshape(self.shape))
 
     def refusal(self, threshold: float | None) -> str | None:
-        """Return why z3 is not asked; None where every question that matters is small."""
+        """Return why z3 is not asked; None if every undecided question is small enough."""
         asked = [one for one in self.targets if threshold is None or one.high > threshold]
         size = size_of(asked)
         if size.splits <= SPLITS and size.terms <= TERMS:
@@ -106,7 +106,7 @@ class DriftGoal:
 
 
 def too_large(needed: int) -> str:
-    """Return the refusal of a block that needs so many coefficients."""
+    """Return the reason not to encode a block with so many coefficients."""
     return (
         f"too large: about {needed:,} coefficients in one result; "
         f"at most {COEFFICIENTS:,} are encoded"
@@ -115,7 +115,7 @@ def too_large(needed: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CaseSize:
-    """How large a case is for z3.
+    """The size of a case as questions to z3.
 
     Args:
         case: its name.
@@ -164,7 +164,7 @@ def _size(factory: ProblemFactory, goal: Goal, case: Case) -> CaseSize:
 
 
 def _posed(factory: ProblemFactory, goal: Goal, case: Case) -> DriftGoal | str:
-    """Return a case as questions, or why it is not asked."""
+    """Return a case as questions, or the reason why it is not asked."""
     if case.longest is not None or goal.weights or goal.states:
         return "solvers are asked about one length, one checkpoint and one state"
     try:
@@ -175,7 +175,7 @@ def _posed(factory: ProblemFactory, goal: Goal, case: Case) -> DriftGoal | str:
 
 
 def _limit(goal: Goal) -> float | None:
-    """Return what every element must stay below; None where the clause says no such number."""
+    """Return the limit of every element; None if the clause has no such number."""
     return _below(goal) if goal.functional == "inf" and goal.threshold is not None else None
 
 
@@ -184,9 +184,9 @@ class LinearSolver:
     """A solver of linear constraints with case splits.
 
     Args:
-        name: how people call it.
-        version: gives the name and the version.
-        question: what asks it about one element of the drift.
+        name: its name in messages.
+        version: returns the name and the version.
+        question: makes the question about one element of the drift.
     """
 
     name: str
@@ -196,7 +196,7 @@ class LinearSolver:
     def bounded(
         self, factory: ProblemFactory, goal: Goal, case: Case, seconds: float | None
     ) -> SolverAnswer:
-        """Return the least bound of a case that the solver proves in time."""
+        """Return the smallest bound of a case that the solver proves within the time limit."""
         started = time.monotonic()
         posed, threshold = _posed(factory, goal, case), _limit(goal)
         if isinstance(posed, str):
@@ -232,7 +232,7 @@ def _up(value: float) -> float:
 
 
 def _below(goal: Goal) -> float:
-    """Return a float64 that a bound may have so that the goal admits it, next to the threshold."""
+    """Return a float64 next to the threshold that the goal admits as a bound."""
     assert goal.threshold is not None
     value = float(goal.threshold)
     while value > 0 and not goal.admits(_up(value)):

@@ -24,7 +24,7 @@ from kcdsl_backends.real_arithmetic.allowances import LEAVES, Allowances, allowa
 from kcdsl_backends.smt.drift.forms import SymbolForm, System
 
 _STORED = "stored"
-"""The reading that all sums and the output of the block share."""
+"""Name of the reading that all sums and the output of the block share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class BothKernels:
         return self.boxes[0].hull(self.boxes[1])
 
     def mapped(self, place: Callable[[Tensor], Tensor]) -> BothKernels:
-        """Return the elements that a function takes, where it puts them."""
+        """Rearrange the elements by a function that selects and moves elements."""
 
         def moved(box: Box) -> Box:
             return Box(place(box.lo), place(box.hi))
@@ -61,7 +61,7 @@ class BothKernels:
 def pair(
     train: SymbolForm, drift: SymbolForm, known: tuple[Box, Box, Box] | None = None
 ) -> BothKernels:
-    """Return a pair with the boxes that its forms give, within those that are known."""
+    """Return a pair with the boxes of its forms, intersected with known boxes."""
     boxes = [train.range(), (train + drift).range(), drift.range()]
     if known is not None:
         boxes = [one.meet(two) for one, two in zip(boxes, known, strict=True)]
@@ -70,7 +70,7 @@ def pair(
 
 @dataclass(slots=True)
 class Encoder:
-    """Walks a block graph; `system` collects the symbols and what ties them."""
+    """Encodes a block graph; `system` collects the symbols and their constraints."""
 
     problem: BlockProblem
     centre: Tensor | None
@@ -107,7 +107,7 @@ class Encoder:
         return self._found[name]
 
     def _off(self, x: BothKernels, what: str, boxes: tuple[Box | None, Box | None]) -> BothKernels:
-        """Return a result of which both kernels are off by numbers of these boxes."""
+        """Return a result with errors of both kernels in these boxes."""
         errors = [
             SymbolForm.constant(torch.zeros_like(x.train.centre))
             if box is None
@@ -117,13 +117,13 @@ class Encoder:
         return pair(x.train + errors[0], x.drift + (errors[1] - errors[0]))
 
     def _within(self, name: str, x: BothKernels) -> BothKernels:
-        """Return a result with boxes that intervals know of it too."""
+        """Return a result with its boxes intersected with those of the interval domain."""
         state = self._known.states[name]
         state = state.collapse() if isinstance(state, SoftmaxState) else state
         return pair(x.train, x.drift, (state.train, state.infer, state.drift))
 
     def _reading(self, name: str, use: str) -> BothKernels:
-        """Return what one reader sees of a result."""
+        """Return the reading of a result by one reader."""
         apart = tuple(side[name].apart for side in self._known.sides)
         if apart == (None, None):
             return self._value(name)
@@ -136,7 +136,7 @@ class Encoder:
         )
 
     def _value(self, name: str) -> BothKernels:
-        """Return a result that has one reading: the operation on its readings, and the errors."""
+        """Return a result with one reading: the operation on its readings, plus errors."""
         errors = tuple(side[name].error for side in self._known.sides)
         return self._kept(
             name,
@@ -257,7 +257,7 @@ class Encoder:
         return pair(train, drift)
 
     def _remainder(self, name: str, size: Tensor) -> SymbolForm:
-        """Return numbers of at most this size, of which nothing more is known."""
+        """Return fresh numbers of at most this magnitude."""
         return self.system.fresh(name, Box.around(up(size * SAFE)))
 
     def _product(
@@ -288,7 +288,7 @@ class Encoder:
         return pair(train, drift + self._remainder(f"{name} change", size * (1 + 2.0**-40)))
 
     def _relu(self, name: str, x: BothKernels) -> BothKernels:
-        """Return both rectified values exactly, each by cases where its sign is open."""
+        """Return both rectified values exactly, with case splits where a sign is undecided."""
         made = self.system.relu(name, x.train, x.drift, x.boxes, x.change)
         stay = (x.boxes[0].lo >= 0) & (x.boxes[1].lo >= 0)
         low, high = x.change.lo.clamp_max(0), x.change.hi.clamp_min(0)
@@ -312,7 +312,7 @@ class Encoder:
         return pair(train, drift, (*both, drift.range()))
 
     def _softmax(self, node: Node, scores: BothKernels) -> BothKernels:
-        """Return p(c) + the change from c to the training scores, and from these to the others."""
+        """Return p(c) + the change from c to the training scores, and the drift from these."""
         mask = None
         if len(node.inputs) > 1:
             mask = self._kernels.mask(self._nodes[node.inputs[1]]).expand(node.shape)
@@ -337,7 +337,7 @@ class Encoder:
         p, loose = probabilities(scores, mask).midpoint()
         mean = d.times(p).total()
         rest = (loose * size).sum(-1, keepdim=True) * (1 + 2.0**-40)
-        # p̃ is another one for every i
+        # p̃ differs for every i
         inner = d - (mean + self._remainder(f"{name} mean", rest.expand(size.shape)))
         return inner.times(p) + self._remainder(name, loose * inner.range().mag())
 
@@ -365,7 +365,7 @@ class Encoder:
         return found
 
     def _root(self, name: str, v: BothKernels) -> BothKernels:
-        """Return v^-1/2, whose derivative -v^-3/2/2 rises."""
+        """Return v^-1/2, whose derivative -v^-3/2/2 increases."""
 
         def slopes(box: Box) -> tuple[Tensor, Tensor]:
             low, high = -0.5 * box.lo**-1.5, -0.5 * box.hi**-1.5
@@ -444,7 +444,7 @@ def _concat(parts: list[BothKernels], dim: int) -> BothKernels:
 
 
 def coefficients(problem: BlockProblem) -> int:
-    """Return about how many coefficients the largest result of a block takes: its elements times
-    the symbols of all results of both kernels."""
+    """Estimate the number of coefficients of the largest result of a block: its elements times the
+    symbols of all results of both kernels."""
     sizes = [math.prod(n.shape) for n in problem.graph.nodes if n.op not in LEAVES]
     return max(sizes) * 3 * sum(sizes)

@@ -1,6 +1,6 @@
 """Affine forms over symbols in [-1, 1], and the linear constraints and cases that tie the symbols.
 
-All numbers are float64; what float64 arithmetic may be off is counted in `SymbolForm.error`.
+All numbers are float64; `SymbolForm.error` includes the rounding errors of this arithmetic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from kcdsl_backends.drift.boxes import EPS, SAFE, Box, down, gamma, up
 
 _FAINT = 1e-300
-"""More than all products that underflow."""
+"""Bound of the sum of all underflow errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class SymbolForm:
 
     Args:
         centre, error: [*S].
-        coefs: [*S, N]; symbols from the N-th on have no coefficient.
+        coefs: [*S, N]; later symbols have coefficient 0.
     """
 
     centre: Tensor
@@ -50,12 +50,12 @@ class SymbolForm:
         return (self.centre.abs() + self.coefs.abs().sum(-1)) * SAFE
 
     def range(self) -> Box:
-        """Return where the numbers lie, whatever ties the symbols."""
+        """Return a box of the numbers, without use of constraints on symbols."""
         radius = up((self.coefs.abs().sum(-1) * SAFE + self.error) * SAFE)
         return Box(down(self.centre - radius), up(self.centre + radius))
 
     def mapped(self, place: Callable[[Tensor], Tensor]) -> SymbolForm:
-        """Return the elements that a function of such tensors takes, where it puts them."""
+        """Rearrange the elements by a function that selects and moves elements."""
         index = place(torch.arange(self.centre.numel()).reshape(self.shape))
         flat = self.coefs.reshape(self.centre.numel(), -1)
         return SymbolForm(self.centre.flatten()[index], flat[index], self.error.flatten()[index])
@@ -123,7 +123,7 @@ class SymbolForm:
 
 
 def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return coefficients with as many symbols each."""
+    """Pad coefficients to the same number of symbols."""
     many = max(a.shape[-1], b.shape[-1])
     padded = [torch.nn.functional.pad(one, (0, many - one.shape[-1])) for one in (a, b)]
     return padded[0], padded[1]
@@ -140,24 +140,24 @@ class Inequality:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What holds of symbols: all rows of at least one of the cases."""
+    """A disjunction: all rows of at least one of the cases hold."""
 
     cases: tuple[tuple[Inequality, ...], ...]
 
     @property
     def symbols(self) -> frozenset[int]:
-        """Return all symbols that the fact speaks of."""
+        """Return all symbols of the constraint."""
         return frozenset(i for case in self.cases for row in case for i in row.symbols)
 
 
 @dataclass(slots=True)
 class System:
-    """The symbols of a problem, and what is known of them.
+    """The symbols of a problem and their constraints.
 
     Args:
         names: of every symbol.
         facts: linear constraints (one case) and case splits.
-        inputs: how many symbols, the first ones, are elements of the input.
+        inputs: number of leading symbols that are elements of the input.
         integers: symbols ε for which m + rε is an integer, with m and r.
     """
 
@@ -167,7 +167,7 @@ class System:
     integers: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def fresh(self, name: str, box: Box, shape: tuple[int, ...] | None = None) -> SymbolForm:
-        """Return numbers of a box, of which each has a symbol of its own; points have none."""
+        """Return numbers of a box with one new symbol each; points get none."""
         box = box if shape is None else box.expand(shape)
         middle, radius = box.midpoint()
         own = (radius > 0).flatten().nonzero().flatten()
@@ -178,7 +178,7 @@ class System:
         return SymbolForm(middle, coefs.reshape(*radius.shape, -1), torch.zeros_like(middle))
 
     def codes(self, name: str, x: SymbolForm, scale: Tensor) -> None:
-        """State that numbers are integer multiples of a scale, but for a relative 2^-22."""
+        """Constrain numbers to integer multiples of a scale, up to a relative 2^-22."""
         box, by = x.range(), scale.expand(x.shape)
         low, high = (box.lo / by).floor() - 1, (box.hi / by).ceil() + 1
         first = len(self.names)
@@ -196,13 +196,13 @@ class System:
     def relu(
         self, name: str, h: SymbolForm, d: SymbolForm, boxes: tuple[Box, Box], change: Box
     ) -> ReluPair:
-        """Return max(h, 0) and max(h + d, 0) - max(h, 0), by cases where a sign is open.
+        """Return max(h, 0) and max(h + d, 0) - max(h, 0), with case splits for undecided signs.
 
         Args:
             name: of new symbols.
-            h, d: the value of one kernel, and what that of the other is more.
-            boxes: where h and h + d lie.
-            change: where d lies.
+            h, d: value of one kernel, and the other kernel's minus it.
+            boxes: of h and of h + d.
+            change: box of d.
         """
         one, two = boxes
         on, off = (one.lo >= 0) & (two.lo >= 0), (one.hi <= 0) & (two.hi <= 0)
@@ -244,7 +244,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class ReluPair:
-    """A rectified value, and what that of the other kernel is more."""
+    """A rectified value, and that of the other kernel minus it."""
 
     value: SymbolForm
     change: SymbolForm
@@ -262,9 +262,9 @@ def _below_chord(y: SymbolForm, x: SymbolForm, ends: tuple[float, float], place:
 
 
 _BITS = 24
-"""Bits that coefficients of a row keep; what is cut off is added to the row."""
+"""Bits to which coefficients of a row are rounded; the error is added to the row."""
 _LEAST = 2.0**-900
-"""Coefficients up to this size are added to the row whole: there is no grid for them."""
+"""Coefficients up to this size become part of the error: they are too small for the grid."""
 
 
 def row(form: SymbolForm, place: int) -> Inequality:

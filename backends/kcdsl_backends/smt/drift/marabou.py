@@ -1,4 +1,4 @@
-"""Marabou answers the questions that z3 is asked: linear constraints, and case splits of ReLU."""
+"""Marabou as a solver for the questions of z3: linear constraints and case splits of ReLU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kcdsl_backends.smt.solver import Outcome
 
 @cache
 def _library() -> tuple[Any, Any]:
-    """Import Marabou, which warns of parsers that are not installed."""
+    """Import Marabou without its warnings about missing parsers."""
     import warnings
 
     with warnings.catch_warnings():
@@ -31,7 +31,7 @@ def _name() -> str:
 
 
 class MarabouQuestion:
-    """The facts of one target, as a query for Marabou is made of them; codes may be any number."""
+    """A query for Marabou from the facts of one target; codes are not restricted to integers."""
 
     def __init__(self, target: DriftElement) -> None:
         rows = [row for fact in target.facts for case in fact.cases for row in case]
@@ -42,9 +42,9 @@ class MarabouQuestion:
         self._target = target
 
     def reaches(self, threshold: float, seconds: float) -> Outcome:
-        """Say whether the element reaches a threshold; where it does, keep values that do it."""
+        """Return whether the element reaches a threshold; if so, store values that reach it."""
         marabou, core = _library()
-        if seconds < 1 or not self._finite:  # Marabou counts whole seconds, and takes NaN
+        if seconds < 1 or not self._finite:  # Marabou has whole seconds, and accepts NaN
             return Outcome.UNKNOWN
         target, query = self._target, core.InputQuery()
         query.setNumberOfVariables(len(self._places))
@@ -66,7 +66,7 @@ class MarabouQuestion:
         )
         try:
             answer, values, _ = core.solve(query, options, "")
-        except RuntimeError:  # of its own, such as a basis that it cannot factorise
+        except RuntimeError:  # raised by Marabou, e.g. for a basis that it cannot factorise
             return Outcome.UNKNOWN
         if answer == "sat":
             target.values = {symbol: values[place] for symbol, place in self._places.items()}
@@ -75,8 +75,8 @@ class MarabouQuestion:
         return Outcome.UNSAT if answer == "unsat" else Outcome.UNKNOWN
 
     def _row(self, one: Inequality) -> Any:
-        """Return Σ coefs·ε <= -constant, times a power of two that makes the largest about 1:
-        tolerances of Marabou are absolute."""
+        """Return Σ coefs·ε <= -constant, scaled by a power of two to largest magnitude about 1,
+        since tolerances of Marabou are absolute."""
         _, core = _library()
         largest = max(map(abs, (*one.coefs, one.constant)), default=0.0)
         scale = 2.0 ** -min(max(math.frexp(largest)[1], -900), 900) if largest else 1.0

@@ -1,8 +1,8 @@
-"""The largest drift that a system of forms admits: z3, by thresholds; SMT-LIB text of a threshold.
+"""Bounds of the largest drift that a system of forms admits, by threshold questions to z3.
 
-Every question is whether some symbols satisfy the facts and drive one element of the drift, in one
-direction, to a threshold. Unsatisfiable: it stays below. Only facts that are tied to the element
-are asserted; symbols that no fact speaks of are set to their worst value beforehand.
+A question is whether some symbols satisfy the facts and move one element of the drift, in one
+direction, to a threshold. If it is unsatisfiable, the threshold is a bound. Only facts that are
+connected to the element are asserted; symbols in no fact take their worst value.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from kcdsl_backends.smt.drift.forms import Constraint, Inequality, SymbolForm, S
 from kcdsl_backends.smt.solver import Expression, Outcome
 
 CLOSE = 2.0**-6
-"""Share of a bound up to which it may lie above what the system attains."""
+"""Relative gap between a bound and the attained value at which the search ends."""
 _MEGABYTES = 2048
-"""Memory that z3 may take."""
+"""Memory limit of z3."""
 _STEPS = 64
-"""Questions about one element, at most."""
+"""Largest number of questions about one element."""
 
 
 @dataclass(slots=True)
 class DriftElement:
-    """One element of the drift in one direction: at most `high`; the system attains `low`.
+    """One element of the drift in one direction, with upper bound `high` and attained value `low`.
 
-    `integers` stand for codes; see `System`. `core` are the coefficients of symbols
-    that facts speak of, `rest` what all others come to. z3 did not decide the threshold `hard`.
+    `integers` are symbols of codes; see `System`. `core` has the coefficients of symbols in facts,
+    `rest` is the sum of all other terms. `hard` is a threshold that z3 did not decide.
     """
 
     place: int
@@ -57,7 +57,7 @@ class DriftElement:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What z3 would be asked about one element, where that is most."""
+    """Maximum size of the questions about one element."""
 
     symbols: int
     splits: int
@@ -68,7 +68,7 @@ class Size:
 
 
 def targets(system: System, drift: SymbolForm, known: Box) -> list[DriftElement]:
-    """Return every element of a drift in a box in both directions, the largest bound first."""
+    """Return the elements of a drift in both directions, the largest bound first."""
     by_symbol: dict[int, list[int]] = defaultdict(list)
     symbols = [fact.symbols for fact in system.facts]
     for number, own in enumerate(symbols):
@@ -77,7 +77,7 @@ def targets(system: System, drift: SymbolForm, known: Box) -> list[DriftElement]
     found = []
     for place in range(drift.centre.numel()):
         for sign in (1, -1):
-            whole = row(drift if sign < 0 else -drift, place)  # -drift <= 0: drift is above
+            whole = row(drift if sign < 0 else -drift, place)  # -drift <= 0 for a positive sign
             one = _target(system, symbols, by_symbol, place, sign, whole)
             end = float((known.hi if sign > 0 else -known.lo).flatten()[place])
             one.high = min(one.high, end)
@@ -116,7 +116,7 @@ def _up(value: float) -> float:
 
 
 def size_of(found: list[DriftElement]) -> Size:
-    """Return the largest question of some targets."""
+    """Return the maximum size of the questions about some targets."""
 
     def one(target: DriftElement) -> tuple[int, int, int]:
         symbols = frozenset[int]().union(*(fact.symbols for fact in target.facts))
@@ -132,7 +132,7 @@ class ElementQuestion(Protocol):
     """Asks a solver about one target."""
 
     def reaches(self, threshold: float, seconds: float) -> Outcome:
-        """Say whether the element reaches a threshold; where it does, keep values that do it."""
+        """Return whether the element reaches a threshold; if so, store values that reach it."""
 
 
 # --- z3 -------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class DriftQuestion:
         return z3.Q(exact.numerator, exact.denominator, self._context)
 
     def reaches(self, threshold: float, seconds: float) -> Outcome:
-        """Say whether the element reaches a threshold; where it does, keep values that do it."""
+        """Return whether the element reaches a threshold; if so, store values that reach it."""
         if seconds <= 0:
             return Outcome.UNKNOWN
         self._solver.push()
@@ -206,7 +206,7 @@ class DriftQuestion:
         self._target.low = max(self._target.low, self._target.attained())
 
     def text(self, threshold: float) -> str:
-        """Return the question in SMT-LIB: satisfiable where the element may reach a threshold."""
+        """Return the question in SMT-LIB: satisfiable if the element may reach a threshold."""
         self._solver.push()
         try:
             self._assert(threshold)
@@ -218,12 +218,12 @@ class DriftQuestion:
 
 @dataclass(slots=True)
 class Search:
-    """Lowers the largest bound of all targets until it is near what the system attains.
+    """Lowers the largest bound of all targets until it is close to the attained value.
 
     Args:
         found: the targets; their bounds are lowered in place.
-        seconds: for how long; None for as long as it takes.
-        question: asks a solver about a target.
+        seconds: time limit; None for none.
+        question: makes the question about a target.
     """
 
     found: list[DriftElement]
@@ -234,17 +234,17 @@ class Search:
 
     @property
     def asked(self) -> int:
-        """Return how many questions there were."""
+        """Return the number of questions so far."""
         return sum(one.asked for one in self.found)
 
     def left(self) -> float:
-        """Return the seconds that are left."""
+        """Return the remaining seconds."""
         if self.seconds is None:
             return math.inf
         return self.seconds - (time.monotonic() - self._started)
 
     def settle(self, threshold: float) -> Outcome:
-        """Decide whether some target exceeds a threshold; targets with the largest bound first."""
+        """Decide whether some target exceeds a threshold, the largest bounds first."""
         for target in self.found:
             if target.high <= threshold:
                 continue
@@ -255,7 +255,7 @@ class Search:
         return Outcome.UNSAT
 
     def tighten(self) -> None:
-        """Lower the largest bound until it is near what the system attains, or time is spent."""
+        """Lower the largest bound until it is close to the attained value or the time is over."""
         while self.left() > 0:
             top = max(self.found, key=lambda one: one.high)
             low = max(*(one.low for one in self.found), top.hard, 0.0)
@@ -270,7 +270,7 @@ class Search:
                     top.hard = middle
 
     def _ask(self, target: DriftElement, threshold: float, share: float) -> Outcome:
-        """Ask about one target, for a share of the seconds that are left."""
+        """Ask about one target within a share of the remaining time."""
         target.asked += 1
         if threshold > target.high:
             return Outcome.UNSAT
