@@ -18,15 +18,15 @@ from kcdsl_backends.lirpa.network import DriftNetwork
 from kcdsl_backends.real_arithmetic.backend import RealBackend, SolverAnswer
 
 _LARGEST = 2**32
-"""Bytes that the coefficients of CROWN may take before it is left out."""
+"""Memory limit in bytes for the coefficients of CROWN."""
 _WIDEST = 2**16
-"""Functionals of one result that CROWN carries back, at most."""
+"""Largest number of functionals of one result that CROWN propagates back."""
 
 
 def _bounded(
     factory: ProblemFactory, goal: Goal, case: Case, _seconds: float | None
 ) -> SolverAnswer:
-    """Return the least bound of a case, and what people should know of it."""
+    """Return the smallest bound of a case with notes about the method."""
     named = case.name, case.longest or len(case.tokens)
     best, method, without, places = math.inf, "", list[str](), tuple[int, ...]()
     if case.longest is not None or goal.weights or goal.states:
@@ -52,7 +52,7 @@ def _bounded(
 
 
 def _methods(goal: Goal) -> tuple[str, ...]:
-    """Return the methods to try in turn: α-CROWN only if it is asked for."""
+    """Return the methods to try in order; α-CROWN only on request."""
     return ("ibp", "crown") if goal.domains is None else goal.domains
 
 
@@ -70,11 +70,11 @@ def drift_box(
         problem: the block under two numerics.
         centre, radius: the region, [T, D] and broadcastable; centre None for a block on token ids.
         method: one of `METHODS`.
-        most: bytes that CROWN may take, as they are estimated.
+        most: limit of the estimated memory of CROWN in bytes.
 
     Raises:
-        NoBound: some result has no interval, or an operation the network does not have.
-        Unanswered: the library has no bound, or CROWN would take too much memory.
+        NoBound: a result has no interval, or an operation is not supported by the network.
+        Unanswered: the library gives no bound, or CROWN would need too much memory.
     """
     if method not in METHODS:
         raise ValueError(f"no method of auto_LiRPA: {method!r}")
@@ -87,9 +87,9 @@ def drift_box(
 
 
 def _refuse_large(problem: BlockProblem, network: DriftNetwork, method: str, most: int) -> None:
-    """Refuse a block for whose coefficients there is too little memory.
+    """Raise Unanswered if the coefficients of CROWN would need more than `most` bytes.
 
-    CROWN carries one functional back for each element of what a nonlinear operation reads: to all
+    CROWN propagates one functional for each operand element of a nonlinear operation: back to all
     inputs of the network, above and below, and through every term of products of two results.
     """
     nodes = {node.name: node for node in problem.graph.nodes}

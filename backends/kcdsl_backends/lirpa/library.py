@@ -1,7 +1,7 @@
-"""auto_LiRPA behind one function: version 0.7 and the wheel of 0.3, with what that needs to run.
+"""Interface to auto_LiRPA: version 0.7 and the wheel of 0.3, with patches that the latter needs.
 
-Nothing of the library leaves this module. Version 0.3 was written for torch 1.12 and numpy 1: names
-that it imports are put back while it is imported, and while it reads a graph.
+No object of the library leaves this module. Version 0.3 was written for torch 1.12 and numpy 1:
+names that it imports are restored while it is imported and while it reads a graph.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch import Tensor
 from torch.autograd import Function as AutogradFunction
 
 METHODS: Mapping[str, str] = {"ibp": "IBP", "crown": "CROWN", "alpha-crown": "CROWN-Optimized"}
-"""Names of methods, and what the library calls them."""
-_DEEP = 20_000
-"""How deep the library may recurse through a network."""
+"""Methods by their names here; the values are the library's names."""
+_RECURSION = 20_000
+"""Recursion limit while the library traverses a network."""
 
 
 class Unanswered(Exception):
-    """The library has no bound; the message says why."""
+    """The library gives no bound; the message states the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An input of a network: every tensor between `low` and `high`, [1, ...] float64."""
+    """The box of an input of a network, `low` to `high`, [1, ...] float64."""
 
     low: Tensor
     high: Tensor
@@ -43,17 +43,17 @@ class Entry:
 # --- functions of single numbers ------------------------------------------------------------------
 
 Planes = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Slope and intercept of a line below a function on boxes, and of one above."""
+"""Slope and intercept of a lower line of a function on boxes, and of an upper line."""
 
 
 @dataclass(frozen=True, slots=True)
 class SmoothActivation:
-    """A function that falls up to one place and rises from there on.
+    """A function that decreases up to one point and increases from there on.
 
     Args:
         value: the function.
-        bottom: a float64 number next to that place; -inf where it rises everywhere.
-        curvature: more than the magnitude of its second derivative anywhere.
+        bottom: a float64 number next to that point; -inf if the function increases everywhere.
+        curvature: upper bound of the magnitude of its second derivative.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -68,7 +68,7 @@ class SmoothActivation:
         return torch.where(inside, least, torch.minimum(*ends)), torch.maximum(*ends)
 
     def planes(self, low: Tensor, high: Tensor) -> Planes:
-        """Return the chord, less and more than it by M(h - l)²/8."""
+        """Return the chord minus and plus M(h - l)²/8, with the curvature M."""
         slope = _slope(self.value, low, high)
         intercept = self.value(low) - slope * low
         off = self.curvature * (high - low).square() / 8
@@ -77,12 +77,12 @@ class SmoothActivation:
 
 @dataclass(frozen=True, slots=True)
 class Convex:
-    """A convex function on all numbers, or on those above zero.
+    """A convex function on all numbers or on positive ones.
 
     Args:
         value: the function.
         derivative: its derivative.
-        rises: whether it rises; it falls otherwise, and is one of positive numbers.
+        rises: whether it increases; otherwise it decreases and is defined for positive numbers.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -96,7 +96,7 @@ class Convex:
         return ends if self.rises else (ends[1], ends[0])
 
     def planes(self, low: Tensor, high: Tensor) -> Planes:
-        """Return the tangent in the middle and the chord."""
+        """Return the tangent at the midpoint and the chord."""
         self._refuse(low)
         middle = (low + high) / 2
         under, over = self.derivative(middle), _slope(self.value, low, high)
@@ -124,12 +124,12 @@ SCALAR: Mapping[str, SmoothActivation | Convex] = {
     ),
     "silu": SmoothActivation(torch.nn.functional.silu, -1.2784645427610738, 0.5001),
 }
-"""Functions by name. The library has some of them, but in 0.3 lines below square roots lie above
-them and reciprocals are of float32, and in 0.7 chords on narrow boxes are below what they bound."""
+"""Functions by name. Those of the library are unsound: in 0.3 lower lines of square roots lie above
+them and reciprocals are in float32, and in 0.7 chords on narrow boxes lie below the function."""
 
 
 class _Traced(AutogradFunction):
-    """A function of `SCALAR` as an operation of its own in a traced network."""
+    """A function of `SCALAR` as a single operation in a traced network."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, floor: float) -> Tensor:
@@ -138,19 +138,19 @@ class _Traced(AutogradFunction):
 
     @staticmethod
     def symbolic(graph: Any, x: Any, name: str, floor: float) -> Any:
-        """Return the operation that stands in the graph."""
+        """Return the operation in the graph."""
         found = graph.op(f"kcdsl::{name}", x, floor_f=floor)
         found.setType(x.type())
         return found
 
 
 def scalar(name: str, x: Tensor, floor: float = -math.inf) -> Tensor:
-    """Return a function of `SCALAR` so that the library meets it as one operation.
+    """Apply a function of `SCALAR` as one operation of the traced network.
 
     Args:
-        name: of the function.
+        name: name of the function.
         x: its argument.
-        floor: a number below which the argument never is, whatever the library says of it.
+        floor: a proved lower bound of the argument, which the library may not find.
     """
     found: Tensor = _Traced.apply(x, name, floor)  # type: ignore[no-untyped-call]
     return found
@@ -178,9 +178,9 @@ def bounds(
 
     Args:
         module: a function of one tensor for each of the entries, [1, ...] float64.
-        entries: between which tensors its inputs lie.
+        entries: boxes of its inputs.
         method: one of `METHODS`.
-        rows: how many functionals CROWN carries back at a time.
+        rows: number of functionals that CROWN propagates back at a time.
 
     Raises:
         Unanswered: the library gives no finite bound.
@@ -195,7 +195,7 @@ def bounds(
     if not library.version.startswith("0.3"):
         options["crown_batch_size"] = rows
     with (
-        torch.random.fork_rng(devices=[]), _recursing(_DEEP), _in_float64(), _quiet(),
+        torch.random.fork_rng(devices=[]), _recursing(_RECURSION), _in_float64(), _quiet(),
         _readable_nodes(library.version),
     ):  # fmt: skip
         torch.manual_seed(0)
@@ -218,8 +218,8 @@ def bounds(
 
 @cache
 def _library() -> _Library:
-    """Import the library and add what it lacks."""
-    with _quiet(), _recursing(), _imports_of_the_past():
+    """Import the library and add the operations that it lacks."""
+    with _quiet(), _recursing(), _removed_imports():
         import auto_LiRPA
         from auto_LiRPA.bound_ops import Bound
         from auto_LiRPA.utils import eyeC
@@ -282,7 +282,7 @@ def _library() -> _Library:
 
 @contextmanager
 def _in_float64() -> Iterator[None]:
-    """Make float64 the type of the tensors that the library makes."""
+    """Make float64 the default type of new tensors."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -293,10 +293,10 @@ def _in_float64() -> Iterator[None]:
 
 @contextmanager
 def _recursing(limit: int = 0) -> Iterator[None]:
-    """Let calls nest up to a limit, and put back what was allowed before.
+    """Raise the recursion limit to at least `limit`, and restore the former one afterwards.
 
-    The library allows a million when it is imported. The reader of JSON recurses in C, and a deeply
-    nested document would then end the process.
+    The library sets it to a million on import. The JSON reader recurses in C, so that a deeply
+    nested document would then crash the process.
     """
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(max(before, limit))
@@ -308,14 +308,14 @@ def _recursing(limit: int = 0) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Drop what the library prints and warns of."""
+    """Discard the output and the warnings of the library."""
     with warnings.catch_warnings(record=True), redirect_stdout(io.StringIO()):
         yield
 
 
 @contextmanager
-def _imports_of_the_past() -> Iterator[None]:
-    """Put back what version 0.3 imports from numpy and torch, while it is imported."""
+def _removed_imports() -> Iterator[None]:
+    """Restore names that version 0.3 imports from numpy and torch, during the body."""
     import torch.onnx.symbolic_helper as helper
 
     settings = vars(sys.modules[helper.parse_args.__module__])["GLOBALS"]

@@ -1,7 +1,7 @@
 """Two kernels of a block as one torch module whose output is the drift (docs/reference/lirpa.md).
 
-The module computes the block graph in both kernels, without rounding, and adds to every result what
-the kernel may be off there: an input of the module, of which only the box is known.
+The module computes the block graph in both kernels, without rounding, and adds to every result an
+error of the kernel: an input of the module with a known box.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kcdsl_backends.lirpa.library import Entry, scalar
 from kcdsl_backends.real_arithmetic.allowances import LEAVES, Allowance, allowances
 
 _STORED = "stored"
-"""The reading that all sums and the output of the block share."""
+"""Name of the reading that all sums and the output of the block share."""
 
 
 # --- the module -----------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ class DriftNetwork(torch.nn.Module):
         """Build the module for the inputs in [centre - radius, centre + radius].
 
         Raises:
-            NoBound: a node has no interval, or an operation that the module does not have.
+            NoBound: a node has no interval or an operation that is not supported.
         """
         super().__init__()
         self.entries: list[Entry] = []
@@ -63,7 +63,7 @@ class DriftNetwork(torch.nn.Module):
         return (infer - train).reshape(1, -1)
 
     def entry(self, name: str, box: Box | None, given: Sequence[Tensor] | None) -> Tensor:
-        """Return an input of the module; without inputs, declare it and return a member of it."""
+        """Return an input of the module; if `given` is None, declare it and return its midpoint."""
         if given is not None:
             return given[self._indices[name]]
         if box is not None:
@@ -73,7 +73,7 @@ class DriftNetwork(torch.nn.Module):
         return (one.low + one.high) / 2
 
     def constant(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """Return a known tensor of the module, made where it is first asked for."""
+        """Return a constant tensor of the module; `make` is called once for each key."""
         if key not in self._constants:
             self._constants[key] = f"constant_{len(self._constants)}"
             made = torch.nn.Parameter(make().to(torch.float64).contiguous(), requires_grad=False)
@@ -82,8 +82,8 @@ class DriftNetwork(torch.nn.Module):
         return found
 
     def made_of(self, value: Tensor, use: str, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return a known tensor that is made of another, which both kernels may share."""
-        self._sources.append(value)  # so that its identity stays its own
+        """Return a constant tensor computed from another, which both kernels may share."""
+        self._sources.append(value)  # keeps `id` unique
         return self.constant((id(value), use), lambda: make(value))
 
 
@@ -114,14 +114,14 @@ class _Side:
         return self._found[name]
 
     def _moved(self, value: Tensor, what: str, box: Box | None, shape: tuple[int, ...]) -> Tensor:
-        """Return a value of some shape with an error of its own."""
+        """Add a new error input in a box to a value of some shape."""
         if box is None or not bool((box.lo.abs() + box.hi.abs()).any()):
             return value
         shaped = Box(*(end.expand(shape).contiguous() for end in (box.lo, box.hi)))
         return value + self.network.entry(f"{self.side} {what}", shaped, self._given)
 
     def _reading(self, name: str, use: str) -> Tensor:
-        """Return what one reader sees of a result."""
+        """Return the reading of a result by one reader."""
         allowed = self.known[name]
         if allowed.apart is None:
             return self._value(name)
@@ -129,14 +129,14 @@ class _Side:
         return self._kept(what, lambda: self._moved(self._base(name), what, box, shape))
 
     def _value(self, name: str) -> Tensor:
-        """Return a result that has one reading: the operation on its readings, and the error."""
+        """Return a result with one reading: the operation on its readings, plus the error."""
         node, error = self.nodes[name], self.known[name].error
         return self._kept(
             name, lambda: self._moved(self._exact(node, self._read), name, error, node.shape)
         )
 
     def _base(self, name: str) -> Tensor:
-        """Return the value of which all readings of a result are versions: without casts since the
+        """Return the value that all readings of a result are versions of, without casts since the
         last sums."""
         node = self.nodes[name]
         if node.op in ONCE or node.op == "input":
@@ -221,11 +221,11 @@ class _Side:
         return self.network.made_of(self._stored(node, linear=False), "", lambda t: t)
 
     def _batched(self, node: Node, value: Tensor) -> Tensor:
-        """Return a result of constants alone with the dimension in front that others have."""
+        """Add the leading dimension of other results to one that depends on constants alone."""
         return value if value.dim() > len(node.shape) else value[None]
 
     def _times(self, x: Tensor, name: str, size: int, make: Callable[[int], Tensor]) -> Tensor:
-        """Return x @ m for a fixed matrix m of rows of this size."""
+        """Return x @ m for the constant matrix m = make(size)."""
         return x @ self.network.constant((name, size), lambda: make(size))
 
     def _linear(self, node: Node, x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ class _Side:
         return y
 
     def _viewed(self, node: Node, x: Tensor) -> Tensor:
-        """Return the elements of x where a view puts them, by operations that the library has."""
+        """Apply a view to x with operations that the library supports."""
         view = View.of(node)
         if tuple(x.shape[1:]) != view.split:
             x = x.reshape(1, *view.split)

@@ -21,7 +21,7 @@ __all__ = ["QUERIES", "QueryCommands"]
 
 @dataclass(frozen=True, slots=True)
 class QueryCommands:
-    """What `kcdsl vnnlib` asks for."""
+    """The functions that `kcdsl vnnlib` calls."""
 
     verify: Callable[[Path, Mapping[str, Path], float], QueryAnswer]
     ask: Callable[[str, Path, Mapping[str, Path], float], QueryAnswer]
@@ -30,7 +30,7 @@ class QueryCommands:
 
 
 def _exported(program: Program, files: Artefacts, goal: Goal) -> Sequence[ExportedCase]:
-    from kcdsl_backends.vnnlib.export import exported  # it needs torch
+    from kcdsl_backends.vnnlib.export import exported  # imports torch
 
     return exported(program, files, goal)
 

@@ -1,7 +1,7 @@
-"""Boxes of every block of a program, and of sums of them, for many boxes of the input at once.
+"""Bounds of all blocks of a program and of sums of them, for a batch of input boxes.
 
 Intervals forward, and linear bounds backward as in CROWN (Zhang et al., 2018, arXiv:1811.00866).
-All errors of float64 are counted: a bound holds for the real numbers.
+Bounds include all rounding errors of float64: they hold in real arithmetic.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from kcdsl_backends.vnnlib.program import Affine, Array, Matrix, NetworkProgram,
 
 U = 2.0**-53
 _TINY = 2.0**-1000
-"""More than what underflow loses in a sum of fewer than 2^70 products."""
-_FAINT = 2.0**-300
-"""Below this, coefficients, slopes and entries of matrices are taken for 0, so that products of
-them do not underflow; what is lost is counted."""
+"""Bound of the underflow errors in a sum of fewer than 2^70 products."""
+_NEGLIGIBLE = 2.0**-300
+"""Coefficients, slopes and matrix entries below this are replaced by 0, so that their products do
+not underflow; the error is added to the bound."""
 _INF = np.inf
 REFINED = frozenset({"relu", "difference", "mul", "power", "select"})
-"""Kinds of which smaller boxes of the operands make much smaller bounds."""
+"""Kinds whose bounds gain much from smaller boxes of the operands."""
 
 
 def gamma(n: int) -> float:
-    """Return more than n u / (1 - n u), by which a sum of n roundings may be off."""
+    """Return an upper bound of n u / (1 - n u), the relative error of n roundings."""
     return (n + 2) * U * 1.001
 
 
 def down(x: Array) -> Array:
-    """Return numbers that are a little lower."""
+    """Return the next lower float64 numbers."""
     return np.nextafter(x, -_INF)
 
 
 def up(x: Array) -> Array:
-    """Return numbers that are a little higher."""
+    """Return the next higher float64 numbers."""
     return np.nextafter(x, _INF)
 
 
 def nearest(value: Fraction) -> float:
-    """Return a number as float64, an infinite one beyond its range."""
+    """Round a number to float64; infinite beyond its range."""
     try:
         return float(value)
     except OverflowError:
@@ -52,7 +52,7 @@ def nearest(value: Fraction) -> float:
 
 
 def rounded(value: Fraction, outward: Callable[[Array], Array]) -> float:
-    """Return a number as float64; by `down` or `up` where float64 does not have it."""
+    """Round a number to float64, outward by `down` or `up` unless it is exact."""
     near = nearest(value)
     exact = np.isfinite(near) and Fraction(near) == value
     return near if exact else float(outward(np.asarray(near)))
@@ -60,24 +60,24 @@ def rounded(value: Fraction, outward: Callable[[Array], Array]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class NodeBox:
-    """The lower and the upper ends of boxes, [B, n] each."""
+    """Lower and upper ends of boxes, [B, n] each."""
 
     lo: Array
     hi: Array
 
     @property
     def mag(self) -> Array:
-        """Return the largest size in each box."""
+        """Return the largest magnitude in each box."""
         return np.maximum(np.abs(self.lo), np.abs(self.hi))
 
     def meet(self, lo: Array, hi: Array) -> NodeBox:
-        """Return the intersection; what is not a number bounds nothing."""
+        """Return the intersection; NaN means no bound."""
         return NodeBox(np.fmax(self.lo, lo), np.fmin(self.hi, hi))
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """slope · operands + offset, element by element, [B, n] each; `slopes` has one per operand."""
+    """Linear bound Σ slopes · operands + offset, elementwise; slopes (one per operand) [B, n]."""
 
     slopes: tuple[Array, ...]
     offset: Array
@@ -85,7 +85,7 @@ class Plane:
 
 @dataclass(slots=True)
 class Boxes:
-    """What is known of every block in many boxes of the input."""
+    """Bounds of every block on a batch of input boxes."""
 
     program: NetworkProgram
     ends: list[NodeBox] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Boxes:
 
 
 def enclosed(program: NetworkProgram, lo: Array, hi: Array, linear: bool = True) -> Boxes:
-    """Bound every block for inputs in boxes [B, n]; `linear`: by linear bounds too."""
+    """Bound every block for inputs in boxes [B, n]; `linear`: also by linear bounds."""
     found = Boxes(program, [NodeBox(lo, hi)], [None], [None])
     with np.errstate(all="ignore"):
         for block in program.blocks[1:]:
@@ -106,13 +106,13 @@ def enclosed(program: NetworkProgram, lo: Array, hi: Array, linear: bool = True)
             ends = KINDS[block.kind](block, operands)
             found.ends.append(_sound(ends))
             low, high = _planes(block, operands, found.ends[-1]) if linear else (None, None)
-            found.below.append(_without_faint(low, operands, -1.0))
-            found.above.append(_without_faint(high, operands, 1.0))
+            found.below.append(_without_negligible(low, operands, -1.0))
+            found.above.append(_without_negligible(high, operands, 1.0))
     return found
 
 
 def _sound(ends: NodeBox) -> NodeBox:
-    """Return boxes in which an end that is not a number bounds nothing."""
+    """Replace NaN ends by infinite ones."""
     lo, hi = (np.where(np.isnan(e), w, e) for e, w in ((ends.lo, -_INF), (ends.hi, _INF)))
     return NodeBox(lo, hi)
 
@@ -144,7 +144,7 @@ def affine_ends(boxes: Boxes, a: Affine) -> NodeBox:
 
 
 def sum_ends(boxes: Boxes, a: Affine) -> NodeBox:
-    """Bound sums by intervals, those of one element with the coefficient 1 or -1 exactly."""
+    """Bound sums by intervals; exactly for a single element with coefficient 1 or -1."""
     ends = affine_ends(boxes, a)
     counts = np.zeros(a.size, dtype=np.int64)
     held = {b: sparse.csr_array(m) for b, m in a.terms.items()}
@@ -166,7 +166,7 @@ def sum_ends(boxes: Boxes, a: Affine) -> NodeBox:
 
 
 def _moved(x: Array, by: Array, outward: Callable[[Array], Array]) -> Array:
-    """Return x + by, rounded outward where it is rounded at all."""
+    """Return x + by, rounded outward unless it is exact."""
     total = x + by
     part = total - x
     error = (x - (total - part)) + (by - part)
@@ -175,7 +175,7 @@ def _moved(x: Array, by: Array, outward: Callable[[Array], Array]) -> Array:
 
 
 def _refined(boxes: Boxes, a: Affine, ends: NodeBox) -> NodeBox:
-    """Meet boxes of sums with linear bounds, where they hold more than a sign."""
+    """Intersect boxes of sums with linear bounds, for sums whose sign is not determined."""
     open_ = ((ends.lo < 0) & (ends.hi > 0)).any(0)
     if not open_.any() or set(a.terms) <= {0}:
         return ends
@@ -197,10 +197,10 @@ def negated(a: Affine) -> Affine:
 
 @np.errstate(all="ignore")
 def linear_lower(boxes: Boxes, a: Affine, scores: bool = False) -> Any:
-    """Return lower bounds of sums, [B, n]; with `scores` the coefficients of the input too.
+    """Return lower bounds of sums, [B, n]; with `scores` also the coefficients of the input.
 
-    From the last block to the input, each block is replaced by the plane below it where its
-    coefficient is positive, by the plane above it where that is negative.
+    From the last block to the input, each block is replaced by its lower plane if its coefficient
+    is positive, by its upper plane if that is negative.
     """
     batch, rows = len(boxes.ends[0].lo), a.size
     width = {b: boxes.program.blocks[b].size for b in range(len(boxes.ends))}
@@ -209,20 +209,20 @@ def linear_lower(boxes: Boxes, a: Affine, scores: bool = False) -> Any:
         for b, m in a.terms.items()
     }
     total = np.broadcast_to(a.constant, (batch, rows)).copy()
-    # what float64 loses, of coefficients times numbers; `mass` is the size of what is added
+    # `lost` bounds rounding errors of coefficients times values, `mass` the sum of magnitudes
     mass, lost = np.abs(total), np.zeros_like(total)
     for index in range(len(boxes.ends) - 1, 0, -1):
         c = held.pop(index, None)
         if c is None:
             continue
-        faint = _is_faint(c)
-        if faint.any():
-            lost += 2 * _FAINT * _where(faint, boxes.ends[index].mag).sum(-1)
-            c = np.where(faint, 0.0, c)
+        small = _is_negligible(c)
+        if small.any():
+            lost += 2 * _NEGLIGIBLE * _where(small, boxes.ends[index].mag).sum(-1)
+            c = np.where(small, 0.0, c)
         below, above = boxes.below[index], boxes.above[index]
         block = boxes.program.blocks[index]
         if block.kind == "linear":
-            _through(boxes, held, c, block.operands[0], total, mass, lost)
+            _propagate(boxes, held, c, block.operands[0], total, mass, lost)
             continue
         assert below is not None
         assert above is not None
@@ -235,7 +235,7 @@ def linear_lower(boxes: Boxes, a: Affine, scores: bool = False) -> Any:
             if not below.slopes[k].any() and not above.slopes[k].any():
                 continue
             moved = plus * below.slopes[k][:, None] + minus * above.slopes[k][:, None]
-            _through(boxes, held, moved, operand, total, mass, lost)
+            _propagate(boxes, held, moved, operand, total, mass, lost)
     found = total - 2 * lost - 4 * gamma(4 * len(boxes.ends)) * mass
     c = held.pop(0, None)
     if c is None:
@@ -250,12 +250,12 @@ def linear_lower(boxes: Boxes, a: Affine, scores: bool = False) -> Any:
 
 
 def _where(c: NDArray[Any], offset: Array) -> Array:
-    """Return c [B, rows, n] times offsets [B, n]; 0 where c is 0, of infinite ones too."""
+    """Return c [B, rows, n] times offsets [B, n], with 0 times infinity as 0."""
     found: Array = np.where(c == 0, 0.0, c * offset[:, None])
     return found
 
 
-def _through(
+def _propagate(
     boxes: Boxes,
     held: dict[int, Array],
     c: Array,
@@ -264,7 +264,7 @@ def _through(
     mass: Array,
     lost: Array,
 ) -> None:
-    """Add coefficients [B, rows, n] of sums to those of the blocks that the sums read."""
+    """Propagate coefficients [B, rows, n] of sums to the blocks that the sums read."""
     total += c @ a.constant
     size = np.abs(c)
     count = gamma(a.size + 8)
@@ -272,42 +272,44 @@ def _through(
     mass += fixed * (1 + 2.0**-20)
     lost += 2 * count * fixed + _TINY
     for block, m in a.terms.items():
-        m, faint = _clear_and_faint(m)
-        if faint is not None:
-            lost += 2 * _where(_times(size, faint), boxes.ends[block].mag).sum(-1)
+        m, small = _split_negligible(m)
+        if small is not None:
+            lost += 2 * _where(_times(size, small), boxes.ends[block].mag).sum(-1)
         moved, loss = _times(c, m), _times(size, abs(m))
         held[block] = held[block] + moved if block in held else moved
-        # the coefficients are off by `count` of their sizes, and once more where they are added
+        # relative error `count` of the product, and once more of the addition
         sizes = loss + np.abs(held[block])
         lost += 2 * count * _where(sizes, boxes.ends[block].mag).sum(-1)
 
 
-def _is_faint(x: Array) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = (np.abs(x) < _FAINT) & (x != 0)
+def _is_negligible(x: Array) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = (np.abs(x) < _NEGLIGIBLE) & (x != 0)
     return found
 
 
-def _clear_and_faint(m: Matrix) -> tuple[Matrix, Matrix | None]:
-    """Return a matrix without faint entries, and one that bounds these; None where it has none."""
+def _split_negligible(m: Matrix) -> tuple[Matrix, Matrix | None]:
+    """Return a matrix without negligible entries, and bounds of these; None if it has none."""
     data = m.data if sparse.issparse(m) else m
-    faint = _is_faint(data)
-    if not faint.any():
+    small = _is_negligible(data)
+    if not small.any():
         return m, None
-    parts = np.where(faint, 0.0, data), np.where(faint, _FAINT, 0.0)
+    parts = np.where(small, 0.0, data), np.where(small, _NEGLIGIBLE, 0.0)
     if not sparse.issparse(m):
         return parts
     return tuple(sparse.csr_array((one, m.indices, m.indptr), shape=m.shape) for one in parts)
 
 
-def _without_faint(plane: Plane | None, operands: Sequence[NodeBox], sign: float) -> Plane | None:
-    """Return a plane whose faint slopes are 0, moved by what they may come to."""
-    if plane is None or not any(_is_faint(slope).any() for slope in plane.slopes):
+def _without_negligible(
+    plane: Plane | None, operands: Sequence[NodeBox], sign: float
+) -> Plane | None:
+    """Replace negligible slopes of a plane by 0 and add their largest effect to its offset."""
+    if plane is None or not any(_is_negligible(slope).any() for slope in plane.slopes):
         return plane
     offset, slopes = plane.offset, []
     for slope, x in zip(plane.slopes, operands, strict=True):
-        faint = _is_faint(slope)
-        offset = offset + sign * np.where(faint, 2 * _FAINT * x.mag, 0.0)
-        slopes.append(np.where(faint, 0.0, slope))
+        small = _is_negligible(slope)
+        offset = offset + sign * np.where(small, 2 * _NEGLIGIBLE * x.mag, 0.0)
+        slopes.append(np.where(small, 0.0, slope))
     return Plane(tuple(slopes), offset)
 
 
@@ -321,11 +323,11 @@ def _times(c: Array, m: Matrix) -> Array:
 
 Interval = Callable[[ProgramBlock, Sequence[NodeBox]], NodeBox]
 _LOOSE = 2.0**-40
-"""How far a library's function may be off, of its size: far more than any is."""
+"""Generous bound of the relative error of library functions."""
 
 
 def _near(value: Array, least: float, most: float) -> NodeBox:
-    """Return an enclosure of values that a library computed."""
+    """Return an enclosure of values computed by a library."""
     wide = np.abs(value) * _LOOSE + 2.0**-1020
     return NodeBox(np.clip(value - wide, least, most), np.clip(value + wide, least, most))
 
@@ -362,7 +364,7 @@ def _root(value: Any) -> float:
 
 def _corners(x: NodeBox, y: NodeBox) -> NodeBox:
     products = [a * b for a in (x.lo, x.hi) for b in (y.lo, y.hi)]
-    # 0 times infinity is 0 here: the ends are limits of numbers
+    # 0 times infinity is 0 here: infinite ends are limits
     products = [np.where(np.isnan(p), 0.0, p) for p in products]
     lo, hi = np.minimum.reduce(products), np.maximum.reduce(products)
     return NodeBox(down(lo), up(hi))
@@ -401,7 +403,7 @@ def _reciprocal(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
 
 
 def _share(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
-    """Bound 1 / (1 + s) for a sum s of exponentials, which is not negative."""
+    """Bound 1 / (1 + s) for a sum s >= 0 of exponentials."""
     low, high = np.maximum(operands[0].lo, 0), operands[0].hi
     found = NodeBox(down(1.0 / up(1.0 + high)), up(1.0 / down(1.0 + low)))
     return NodeBox(np.maximum(found.lo, 0.0), np.minimum(found.hi, 1.0))
@@ -415,7 +417,7 @@ def _rooted(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
 
 def _logarithm(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
     low, high = np.log(operands[0].lo), np.log(operands[0].hi)
-    # near 1 the logarithm is about the distance, which float64 has exactly
+    # near 1 the logarithm is about x - 1, which is exact in float64
     wide = 2.0**-50
     ends = NodeBox(low - np.abs(low) * _LOOSE - wide, high + np.abs(high) * _LOOSE + wide)
     return NodeBox(np.where(operands[0].lo <= 0, -_INF, ends.lo), ends.hi)
@@ -435,7 +437,7 @@ def _select(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
 
 
 def _difference(block: ProgramBlock, operands: Sequence[NodeBox]) -> NodeBox:
-    """Bound relu(z + d) - relu(z), which lies between 0 and d, and is the difference of ends."""
+    """Bound relu(z + d) - relu(z) by 0 and d, and by the boxes of both terms."""
     z, d = operands
     other = NodeBox(down(z.lo + d.lo), up(z.hi + d.hi))
     lo = np.maximum(np.minimum(d.lo, 0), down(np.maximum(other.lo, 0) - np.maximum(z.hi, 0)))
@@ -475,7 +477,7 @@ KINDS: Mapping[str, Interval] = {
 def _planes(
     block: ProgramBlock, operands: Sequence[NodeBox], ends: NodeBox
 ) -> tuple[Plane | None, Plane | None]:
-    """Return planes below and above a block; constants where its kind has none."""
+    """Return linear lower and upper bounds of a block; constants for kinds without a rule."""
     none = np.zeros_like(ends.lo)
     flat = tuple(none for _ in block.operands)
     below, above = Plane(flat, ends.lo), Plane(flat, ends.hi)
@@ -498,7 +500,7 @@ def _planes(
 
 
 def _line(slope: Array, x: Array, y: Array) -> Array:
-    """Return y - slope x, rounded up with what may be lost where the line is used."""
+    """Return y - slope x, rounded up by more than the rounding errors of its uses."""
     size = np.abs(slope * x) + np.abs(y)
     return y - slope * x + 4 * U * size + _TINY
 
@@ -516,7 +518,7 @@ def _relu_planes(x: NodeBox) -> tuple[Plane, Plane]:
 
 
 def _difference_planes(operands: Sequence[NodeBox], ends: NodeBox) -> tuple[Plane, Plane]:
-    """Lie above max(d, 0) and below min(d, 0), which enclose relu(z + d) - relu(z)."""
+    """Return planes below min(d, 0) and above max(d, 0), which enclose relu(z + d) - relu(z)."""
     z, d = operands
     other_lo, other_hi = down(z.lo + d.lo), up(z.hi + d.hi)
     on, off = (z.lo >= 0) & (other_lo >= 0), (z.hi <= 0) & (other_hi <= 0)
@@ -527,7 +529,6 @@ def _difference_planes(operands: Sequence[NodeBox], ends: NodeBox) -> tuple[Plan
     high, low = (np.where(known, same, p.slopes[0]) for p in (above, turned))
     top = Plane((none, high), np.where(known, 0.0, above.offset))
     bottom = Plane((none, low), np.where(known, 0.0, -turned.offset))
-    # where d has one sign, the constants of the box may be less than the line
     return bottom, top
 
 
@@ -539,7 +540,7 @@ def _factor_planes(block: ProgramBlock, x: NodeBox) -> tuple[Plane, Plane]:
 
 
 def _product_planes(x: NodeBox, y: NodeBox) -> tuple[Plane, Plane]:
-    """McCormick's planes at two corners, those which are tighter in the middle."""
+    """Return the McCormick planes that are tighter at the midpoint."""
     below = [_corner_plane(x.lo, y.lo, -1.0), _corner_plane(x.hi, y.hi, -1.0)]
     above = [_corner_plane(x.lo, y.hi, 1.0), _corner_plane(x.hi, y.lo, 1.0)]
     mx, my = (x.lo + x.hi) / 2, (y.lo + y.hi) / 2
@@ -555,7 +556,7 @@ def _product_planes(x: NodeBox, y: NodeBox) -> tuple[Plane, Plane]:
 
 
 def _corner_plane(a: Array, b: Array, sign: float) -> Plane:
-    """Return the plane b x + a y - a b, moved outward by what float64 may lose."""
+    """Return the plane b x + a y - a b, moved outward by its rounding error."""
     away = sign * (4 * U * np.abs(a * b) + _TINY)
     return Plane((b, a), -a * b + away)
 

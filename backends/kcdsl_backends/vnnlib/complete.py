@@ -1,4 +1,4 @@
-"""Small problems whole, in rational arithmetic, by z3."""
+"""Complete decision of small problems by z3, in rational arithmetic."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _KNOWN = frozenset({
 })  # fmt: skip
 
 
-def asked(
+def solved(
     problem: QueryProblem, region: InputRegion, ends: Sequence[NodeBox] | None, seconds: float
 ) -> tuple[str, list[Fraction] | None]:
-    """Ask z3 for a point of a region: "sat" with its input, "unsat", or "unknown".
+    """Decide with z3 whether a region has a point: "sat" with its input, "unsat", or "unknown".
 
-    `ends` has boxes of every block on the region. A problem that is too large is not asked.
+    `ends` are boxes of every block on the region. The answer for large problems is "unknown".
     """
     if seconds < 0.05 or not _small(problem, ends):
         return "unknown", None
@@ -78,7 +78,7 @@ def _number(z3: Any, value: Fraction) -> Any:
 
 
 def _sums(a: Affine, values: Mapping[int, Sequence[Any]]) -> list[Any]:
-    """Return sums as terms of z3."""
+    """Return sums as z3 terms."""
     import z3
 
     found = []
@@ -112,7 +112,7 @@ def _values(
     ends: Sequence[NodeBox] | None,
     solver: Any,
 ) -> dict[int, list[Any]] | None:
-    """Return terms for the elements of every block; assert what ties them."""
+    """Return variables for the elements of every block and assert their definitions."""
     program = problem.program
     x = [z3.Real(f"x{i}") for i in range(program.blocks[0].size)]
     for i, (lo, hi) in enumerate(zip(region.lo, region.hi, strict=True)):
@@ -127,12 +127,12 @@ def _values(
         operands = [_sums(a, values) for a in block.operands]
         terms = []
         for i in range(block.size):
-            made = _made(z3, block, i, [o[i] for o in operands])
-            if made is None:
+            value = _element_term(z3, block, i, [o[i] for o in operands])
+            if value is None:
                 return None
-            # a name for each number keeps the terms of later blocks small
+            # a variable for each number keeps the terms of later blocks small
             term = z3.Real(f"b{index}_{i}")
-            solver.add(term == made)
+            solver.add(term == value)
             if block.kind == "reciprocal":
                 solver.add(operands[0][i] != 0)
             if ends is not None:
@@ -145,8 +145,8 @@ def _values(
     return values
 
 
-def _made(z3: Any, block: ProgramBlock, i: int, operands: Sequence[Any]) -> Any:
-    """Return one element of a block as a term; None where it has none."""
+def _element_term(z3: Any, block: ProgramBlock, i: int, operands: Sequence[Any]) -> Any:
+    """Return one element of a block as a z3 term; None if its kind has none."""
     x, zero = operands[0], z3.RealVal(0)
     match block.kind:
         case "linear":

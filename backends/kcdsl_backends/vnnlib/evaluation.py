@@ -1,4 +1,4 @@
-"""The value of a program at one point: exactly, or enclosed by intervals where that costs less."""
+"""The values of a program at one point: exact, or enclosed by intervals if that is too costly."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _EXACT = frozenset({
     *("truncate", "positive", "zero", "select"),
 })  # fmt: skip
 _MOST = 200_000
-"""Coefficients up to which a point is evaluated in rational numbers: about a second."""
+"""Largest number of coefficients for evaluation in rational numbers: about a second."""
 
 Sign = Literal["<=", "<", "==", "!="]
 
 
 @dataclass(slots=True)
 class Point:
-    """A point of the input, and what is known of sums of the blocks there."""
+    """An input point, and the values of sums of blocks there."""
 
     program: NetworkProgram
     x: tuple[Fraction, ...]
@@ -38,7 +38,7 @@ class Point:
         return Point(program, tuple(x), enclosed(program, lo, hi, linear=False))
 
     def satisfies(self, sums: Affine, relations: Sequence[Sign]) -> bool:
-        """Say whether all sums are in their relation to 0, without doubt."""
+        """Return whether all sums are proved to be in their relation to 0."""
         ends = sum_ends(self.boxes, sums)
         unsure: list[int] = []
         for i, relation in enumerate(relations):
@@ -55,8 +55,8 @@ class Point:
         )
 
     def exactly(self, sums: Affine) -> list[Fraction] | None:
-        """Return sums exactly; None where some function has no rational values, or it costs too
-        much."""
+        """Return exact sums; None if some function has no rational values or the cost is too
+        high."""
         if self._exact is None:
             held = _rationals(self.program, self.x)
             if held is None:
@@ -65,7 +65,7 @@ class Point:
         return fractions_of(sums, self._exact)
 
     def near(self, sums: Affine) -> Array:
-        """Return sums in float64: the exact ones, or the middle of what encloses them."""
+        """Return sums in float64: exact values rounded, or midpoints of the enclosures."""
         values = self.exactly(sums)
         if values is not None:
             return np.asarray([nearest(v) for v in values])

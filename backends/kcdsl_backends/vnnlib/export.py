@@ -1,8 +1,8 @@
 """Goals of contracts as VNN-LIB queries: both kernels of a block as isomorphic ONNX networks.
 
-Each network computes the block on real numbers with the weights that its kernel stores, and adds to
-every result what the kernel may be off there: inputs of its own, of which the boxes are known
-(Definition 2 of docs/reference/lirpa.md). `unsat` shows that the drift keeps its threshold.
+Each network computes the block in real arithmetic with the weights that its kernel stores, and adds
+to every result an error of the kernel: a further input with a known box (Definition 2 of
+docs/reference/lirpa.md). `unsat` shows that the drift does not exceed its threshold.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kcdsl_backends.vnnlib.query import (
 
 _STORED = "stored"
 _MOST = 1 << 14
-"""Elements of all inputs together up to which a case is written."""
+"""Limit of the elements of all error inputs of a case together."""
 _GRID = 200
 """Boxes of errors are written as multiples of 2^-200, rounded outward."""
 _SIDES = ("train", "infer")
@@ -55,7 +55,7 @@ _ELEMENTWISE = {"relu": "Relu", "neg": "Neg", "tanh": "Tanh", "cast": "Identity"
 
 @dataclass(frozen=True, slots=True)
 class ExportedCase:
-    """A case of a goal as files by their suffix, or the reason for which there are none."""
+    """A case of a goal as files by their suffix, or the reason why there are none."""
 
     case: str
     reason: str
@@ -63,7 +63,7 @@ class ExportedCase:
 
 
 def exported(program: Program, files: Artefacts, goal: Goal) -> list[ExportedCase]:
-    """Return every case of a goal.
+    """Return the export of every case of a goal.
 
     Raises:
         Refusal: the model, the kernels, the data or the block cannot be used.
@@ -97,7 +97,7 @@ def case_files(
     """Return the query whether some drift breaks `op limit`, and both networks.
 
     Raises:
-        NoBound: a node has no interval, or an operation has no ONNX operator here.
+        NoBound: a node has no interval, or an operation is not exported.
     """
     centre, radius = region
     known, kernels = allowances(problem, centre, radius), problem.kernels()
@@ -149,7 +149,7 @@ def _within(element: tuple[str, int], lo: Fraction, hi: Fraction) -> list[QueryC
 
 
 def _ends(box: Box) -> list[tuple[Fraction, Fraction]]:
-    """Return boxes with ends on a grid, rounded outward, so that no decimal is too long."""
+    """Round boxes outward to a grid, so that decimals stay short."""
     grid = 2**_GRID
     pairs = zip(box.lo.flatten().tolist(), box.hi.flatten().tolist(), strict=True)
     ends = ((math.floor(Fraction(a) * grid), math.ceil(Fraction(b) * grid)) for a, b in pairs)
@@ -161,8 +161,8 @@ def _ends(box: Box) -> list[tuple[Fraction, Fraction]]:
 
 @dataclass(slots=True)
 class _Side:
-    """One kernel as a network. Both have the same nodes: an error that only one makes is an input
-    whose box is 0 in the other."""
+    """One kernel as a network. Both kernels have the same nodes: an error of only one of them is an
+    input with box 0 in the other."""
 
     problem: BlockProblem
     kernels: Kernels
@@ -202,7 +202,7 @@ class _Side:
         return self._found[name]
 
     def _moved(self, value: str, boxes: Sequence[Box | None], shape: tuple[int, ...]) -> str:
-        """Return a value with an error of its own, if either kernel makes one."""
+        """Add an error input to a value if either kernel has an error there."""
         if not any(b is not None and bool((b.lo.abs() + b.hi.abs()).any()) for b in boxes):
             return value
         box = boxes[self.side] or Box.around(torch.zeros(shape, dtype=torch.float64))

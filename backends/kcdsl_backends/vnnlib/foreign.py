@@ -1,7 +1,7 @@
-"""Another solver behind us: a program with the command line of the VNN-LIB standard.
+"""An external solver: a program with the command line of the VNN-LIB standard.
 
-Its point is evaluated here before it counts; its `unsat` is its word, and a search for a point that
-refutes it is made here.
+A point of the solver is accepted only if it satisfies the query. Its `unsat` is not proved again;
+a short search for a counterexample may refute it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from kcdsl_backends.vnnlib.verify import QueryAnswer, assigned, notes_of, read_p
 
 _ANSWERS = frozenset({"sat", "unsat", "unknown", "timed-out", "timeout"})
 _GRACE = 10.0
-"""Seconds beyond its limit after which a solver is stopped."""
+"""Seconds beyond the time limit after which a solver is stopped."""
 _LARGEST = 1 << 27
 _OWN = 5.0
-"""Seconds of the search for a point against `unsat`."""
+"""Seconds of the search for a counterexample to `unsat`."""
 
 
 def ask_solver(
     command: str, path: Path, networks: Mapping[str, Path], seconds: float
 ) -> QueryAnswer:
-    """Ask a program about a query. Refuse an answer that is none, or that is refuted here."""
+    """Ask a program about a query. Refuse an unknown answer or one that is refuted here."""
     problem = read_problem(path, networks)
     words = _words(command)
     printed = _run(words, path, networks, seconds)
@@ -78,7 +78,7 @@ def _wrong(words: Sequence[str], what: str) -> Refusal:
 def _run(
     words: Sequence[str], path: Path, networks: Mapping[str, Path], seconds: float
 ) -> str | None:
-    """Return what a solver prints; None where it had to be stopped."""
+    """Return the output of a solver; None if it had to be stopped."""
     asked = [*words, "verify", str(path)]
     for name, file in networks.items():
         asked += ["--network", f"{name}={file}"]
@@ -116,7 +116,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _point(words: Sequence[str], problem: QueryProblem, lines: Sequence[str]) -> QueryAnswer:
-    """Return the answer `sat` with the solver's point, where it satisfies the query."""
+    """Return `sat` with the solver's point if that satisfies the query, else `unknown`."""
     given = _assignment(problem, lines)
     if given is None:
         reason = f"{words[0]} answers sat, without an assignment of all inputs"
@@ -129,8 +129,8 @@ def _point(words: Sequence[str], problem: QueryProblem, lines: Sequence[str]) ->
 
 
 def _assignment(problem: QueryProblem, lines: Sequence[str]) -> list[Fraction] | None:
-    """Return the input of an assignment as `assigned` writes it; None where it has not all of it,
-    or two numbers for one element."""
+    """Parse the input of an assignment in the format of `assigned`; None if it is incomplete or
+    contradictory."""
     known = {v.name: v for v in problem.query.variables}
     found: dict[int, Fraction] = {}
     first = problem.query.version == (1, 0)

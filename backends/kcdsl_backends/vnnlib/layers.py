@@ -64,10 +64,10 @@ class ReluQuery:
         conjunctions: Sequence[Sequence[tuple[int, Relation]]],
         seconds: float,
     ) -> SplitDecision | None:
-        """Decide whether all relations to 0 of some conjunction can hold in a box.
+        """Decide whether some conjunction of relations to 0 can hold in a box.
 
-        "proved": they cannot. A counterexample meets them but for `<`, which is read as `<=`, and
-        `!=`, which is left out. None: some conjunction has no inequality, or a network no bound.
+        "proved" means that none can. A counterexample satisfies the relations with `<` read as `<=`
+        and `!=` left out. None: a conjunction without inequality, or a network without bound.
         """
         import torch
 
@@ -98,13 +98,13 @@ def relu_query(
     tensors: Mapping[str, Affine],
     polynomials: Sequence[Polynomial],
 ) -> ReluQuery | None:
-    """Return networks and polynomials as a query about layers; None where they are no such.
+    """Return networks and polynomials as a query about layers; None if they have another form.
 
     Args:
         program: all networks, with the input as its first block.
         networks: the blocks and the output variable of each.
         tensors: the elements of every output variable.
-        polynomials: sums of elements of the input, which is "", and of output variables.
+        polynomials: sums of elements of the input, named "", and of output variables.
     """
     if not 1 <= len(networks) <= MOST_NETWORKS:
         return None
@@ -121,7 +121,7 @@ def relu_query(
 
 
 def _layers(program: NetworkProgram, blocks: range, output: Affine) -> tuple[Layer, ...] | None:
-    """Return the layers of a network: each ReLU reads the one before it alone."""
+    """Return the layers of a network; None unless each ReLU reads only the layer before it."""
     found, before = list[Layer](), 0
     for index in blocks:
         block = program.blocks[index]
@@ -148,7 +148,7 @@ def _layer(program: NetworkProgram, sums: Affine, before: int) -> Layer | None:
 
 
 def _is_whole(sums: Affine, index: int) -> bool:
-    """Say whether sums are the elements of a block in their order."""
+    """Return whether sums are exactly the elements of a block in order."""
     held: Any = sums.terms.get(index)
     if set(sums.terms) != {index} or sums.constant.any() or held.shape[0] != held.shape[1]:
         return False
@@ -158,7 +158,7 @@ def _is_whole(sums: Affine, index: int) -> bool:
 def _sum(
     polynomial: Polynomial, inputs: int, places: Mapping[str, int], outputs: int
 ) -> LinearSum | None:
-    """Return a polynomial as a linear sum; None where it has products, or no exact coefficients."""
+    """Return a polynomial as a linear sum; None if it has products or inexact coefficients."""
     scale = lcm(*(value.denominator for value in polynomial.values()))
     if sum(abs(value * scale) for value in polynomial.values()) >= 2**53:
         return None

@@ -1,4 +1,4 @@
-"""ONNX networks as programs of real numbers: what each operator means without rounding."""
+"""ONNX networks as programs of real numbers: operators without rounding."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class NetworkReader:
     def values(self, inputs: Mapping[str, RealTensor]) -> dict[str, Any]:
         """Return every tensor of the file for these inputs, by its name.
 
-        Refuse operators that have no meaning here, and numbers that are not finite.
+        Refuse operators that are not supported and numbers that are not finite.
         """
         known: dict[str, Any] = {**self.file.tensors, **inputs}
         for node in self.file.nodes:
@@ -87,7 +87,7 @@ class NetworkReader:
                 raise
             except (TooLarge, MemoryError):
                 raise self.refusal("has more coefficients than are followed") from None
-            except Exception as error:  # of sizes and types that do not fit an operator
+            except Exception as error:  # e.g. operands with unsuitable sizes or types
                 first = (str(error).splitlines() or [type(error).__name__])[0]
                 raise self.refusal(f"fails: {excerpt(first)}") from None
             known.update(zip(node.outputs, found, strict=False))
@@ -103,7 +103,7 @@ class NetworkReader:
         )
 
     def need(self, true: bool, what: str) -> None:
-        """Refuse the node unless something is so."""
+        """Refuse the node unless a condition holds."""
         if not true:
             raise self.refusal(what)
 
@@ -138,10 +138,10 @@ class NetworkReader:
                         return [np.asarray(node.attributes[f"value_{many}"], dtype=kind)]
         return folded(node, operands, self.file.opset)
 
-    # --- what operators share ---------------------------------------------------------------------
+    # --- helpers of operators ---------------------------------------------------------------------
 
     def real(self, operand: Operand) -> RealTensor:
-        """Return an operand as a tensor of real numbers; refuse one that is not finite."""
+        """Return an operand as a tensor of real numbers; refuse numbers that are not finite."""
         if isinstance(operand, RealTensor):
             return operand
         self.need(operand is not None, "has an operand too few")
@@ -153,7 +153,7 @@ class NetworkReader:
         return RealTensor(constant(numbers), held.shape, TensorProto.INT64 if whole else kind)
 
     def numbers(self, operand: Operand, what: str) -> NDArray[np.float64]:
-        """Return a fixed, finite operand."""
+        """Return a constant operand; refuse one that depends on the input or is not finite."""
         self.need(isinstance(operand, np.ndarray), f"has {what} that depends on the input")
         found = np.asarray(operand).astype(np.float64)
         self.need(bool(np.isfinite(found).all()), "reads numbers that are not finite")
@@ -165,7 +165,7 @@ class NetworkReader:
         return self.node.attributes.get(name, default)
 
     def both(self, a: Operand, b: Operand) -> tuple[RealTensor, RealTensor]:
-        """Return two operands in their common shape."""
+        """Broadcast two operands to their common shape."""
         x, y = self.real(a), self.real(b)
         ids = np.broadcast_arrays(x.ids, y.ids)
         x, y = x.taken(ids[0]), y.taken(ids[1])
@@ -183,7 +183,7 @@ class NetworkReader:
         return self.like(x, self.program.add("mul", x.affine, y.affine))
 
     def divided(self, x: Affine, divisors: NDArray[np.float64]) -> Affine:
-        """Return x over fixed numbers, which are not 0."""
+        """Return x divided by constants; refuse a divisor 0."""
         self.need(bool((divisors != 0).all()), "divides by 0")
         mantissas = np.frexp(divisors)[0]
         if bool((np.abs(mantissas) == 0.5).all()) and bool((np.abs(divisors) < 2.0**900).all()):
@@ -310,7 +310,7 @@ def _pow(r: R, a: Operand, b: Operand) -> RealTensor:
 
 
 def _raised(r: R, x: Affine, exponent: float) -> Affine:
-    """Return x to a power of a whole number, or of a half."""
+    """Return x to an integer power or to ±1/2."""
     size = abs(exponent)
     r.need(size == 0.5 or (size == int(size) and size <= 32), "has an exponent without a meaning")
     if exponent == 0:
@@ -368,7 +368,7 @@ def _gemm(r: R, a: Operand, b: Operand, c: Operand = None) -> RealTensor:
 
 
 def _windows(r: R, ids: NDArray[Any], kernel: Sequence[int], ceil: bool) -> NDArray[Any]:
-    """Return the places under a window: [N, C, *positions, *kernel], -1 where the padding is."""
+    """Return the element indices under windows: [N, C, *positions, *kernel], -1 for padding."""
     dims = len(kernel)
     strides = r.attribute("strides", [1] * dims)
     dilations = r.attribute("dilations", [1] * dims)
@@ -387,7 +387,7 @@ def _windows(r: R, ids: NDArray[Any], kernel: Sequence[int], ceil: bool) -> NDAr
         r.need(auto in ("NOTSET", "VALID"), "has another padding")
     r.need(min(pads, default=0) >= 0 and min(strides) > 0, "has such windows")
     for d in range(dims if ceil else 0):
-        # a last window begins within the elements and the padding before them
+        # the last window must begin in the elements or the leading padding
         begin = ids.shape[2 + d] + pads[d]
         short = (begin + pads[dims + d] - extents[d]) % strides[d]
         next_ = begin + pads[dims + d] - extents[d] - short + strides[d]
@@ -444,13 +444,13 @@ def _pool(r: R, a: Operand) -> RealTensor:
         return RealTensor(found, shape, x.type)
     r.need(len(r.node.outputs) == 1, "returns places")
     r.need(bool((groups >= 0).any(1).all()), "has a window without elements")
-    first = groups.max(1)  # a place that is no padding
+    first = groups.max(1)  # an index that is not padding
     groups = np.where(groups >= 0, groups, first[:, None])
     return RealTensor(_largest(r, x, groups), shape, x.type)
 
 
 def _largest(r: R, x: RealTensor, groups: NDArray[Any]) -> Affine:
-    """Return the largest of groups [n, k] of elements, two by two."""
+    """Return the maximum of groups [n, k] of elements, by pairs."""
     parts = [x.affine.rows(column) for column in groups.T]
     while len(parts) > 1:
         pairs = itertools.zip_longest(parts[::2], parts[1::2])
@@ -511,7 +511,7 @@ class Scaled:
 
     @property
     def exact(self) -> Fraction | None:
-        """Return the number where it is rational."""
+        """Return the number; None if it is irrational."""
         top, bottom = math.isqrt(self.under.numerator), math.isqrt(self.under.denominator)
         if top**2 != self.under.numerator or bottom**2 != self.under.denominator:
             return None
@@ -527,9 +527,9 @@ def _softmax(r: R, a: Operand) -> RealTensor:
     r.need(n <= 64, "has more than 64 elements")
     if n == 1:
         return r.like(x, constant(np.ones(x.affine.size)))
-    # p_i = 1 / (1 + Σ exp(x_j - x_i)) over the other j, in which each difference stands once
+    # p_i = 1 / (1 + Σ exp(x_j - x_i)) over the other j: each difference occurs once
     rows = ids.reshape(-1, n)
-    if n == 2:  # the second is what the first leaves of 1
+    if n == 2:  # the second is 1 minus the first
         rows = rows[:, :1]
         others = ids.reshape(-1, 2)[:, 1:]
     else:
@@ -655,6 +655,6 @@ OPERATORS: Mapping[str, Callable[..., RealTensor]] = {
 
 
 def operators() -> list[str]:
-    """Return the names of all operators that have a meaning here."""
+    """Return the names of all supported operators."""
     more: Iterable[str] = ("Constant", "ConstantOfShape", "Dropout", "Shape", "Size")
     return sorted({*OPERATORS, *_MOVES, *more})

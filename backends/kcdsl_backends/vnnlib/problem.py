@@ -1,4 +1,4 @@
-"""A query and its networks as one program, boxes of its input, and conjunctions of inequalities."""
+"""A query and its networks as a program, input boxes and conjunctions of inequalities."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _TYPES = {
     "int64": TensorProto.INT64,
     "bool": TensorProto.BOOL,
 }
-"""The element types of which networks are followed, beside real."""
+"""ONNX types of the supported element types besides real."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Conjunction:
 
 @dataclass(frozen=True, slots=True)
 class InputRegion:
-    """A box of the input, None where it has no end, and conjunctions of which one is to hold."""
+    """A box of the input (None: no bound) and conjunctions, one of which must hold."""
 
     lo: tuple[Fraction | None, ...]
     hi: tuple[Fraction | None, ...]
@@ -69,17 +69,17 @@ class InputRegion:
 
     @property
     def bounded(self) -> bool:
-        """Say whether the box has all of its ends."""
+        """Return whether the box is bounded in all directions."""
         return None not in self.lo and None not in self.hi
 
 
 @dataclass(frozen=True, slots=True)
 class QueryProblem:
-    """What is to be decided: is there a point of a region at which one of its conjunctions holds?
+    """The question whether a region has a point at which one of its conjunctions holds.
 
-    `sums` are of blocks of the program. `tensors` has the elements of every variable.
-    `whole` are elements of the input that are integers, `narrow` those that are of float32 or less.
-    `layers` has the sums, in their order, where the networks are layers with ReLU between them.
+    `sums` are sums over blocks of the program. `tensors` has the elements of every variable.
+    `whole` marks integer elements of the input, `narrow` those of float32 or a smaller type.
+    `layers` has the sums, in order, if the networks are layers with ReLU between them.
     """
 
     query: Query
@@ -94,7 +94,7 @@ class QueryProblem:
 
 
 def query_problem(query: Query, files: Mapping[str, OnnxFile]) -> QueryProblem:
-    """Build the problem of a query. Refuse networks that are not those that it declares."""
+    """Build the problem of a query. Refuse networks that differ from its declarations."""
     query = _fitted(query, files)
     found = cases(query.formula, MOST_CASES)
     if found is None:
@@ -112,7 +112,7 @@ def query_problem(query: Query, files: Mapping[str, OnnxFile]) -> QueryProblem:
             f"{len(found)} cases of {count} inputs have more than {_MOST_BOUNDS} bounds",
             help="split the query into several, one for each part of its disjunctions",
         )
-    regions, polynomials = _regions([_moved(case, places) for case in found], count)
+    regions, polynomials = _regions([_in_program_input(case, places) for case in found], count)
     program, tensors, layers = _programs(query, files, places, count, polynomials)
     sums = _sums(program, tensors, polynomials)
     whole, narrow = [False] * count, [False] * count
@@ -136,7 +136,7 @@ def query_problem(query: Query, files: Mapping[str, OnnxFile]) -> QueryProblem:
 
 
 def _fitted(query: Query, files: Mapping[str, OnnxFile]) -> Query:
-    """Return the query with the shapes of its files where it is of version 1."""
+    """Check the inputs and outputs of the files; take their shapes for queries of version 1."""
     shapes: dict[str, tuple[int, ...]] = {}
     for network in query.networks:
         file = files[network.name]
@@ -202,8 +202,8 @@ def refuse_other_graph(network: QueryNetwork, one: OnnxFile, two: OnnxFile) -> N
 def _places(
     inputs: Sequence[QueryVariable], found: Sequence[tuple[QueryComparison, ...]]
 ) -> tuple[dict[Element, int], int]:
-    """Return the place of every element of an input; elements that are equal in all cases share
-    one."""
+    """Return the index of every input element in the program's input, and its size; elements that
+    are equal in all cases share an index."""
     elements = [(v.name, i) for v in inputs for i in range(v.size)]
     known = set(elements)
     shared: set[tuple[Element, Element]] | None = None
@@ -232,7 +232,7 @@ def _places(
 def _equal(
     case: Iterable[QueryComparison], known: set[Element]
 ) -> Iterable[tuple[Element, Element]]:
-    """Return pairs of elements of inputs that a case says are equal."""
+    """Return pairs of input elements that a case equates."""
     below: set[tuple[Element, Element]] = set()
     for one in case:
         keys = sorted(one.polynomial)
@@ -251,11 +251,13 @@ def _equal(
 
 
 _INPUT = ""
-"""The variable of the input of the program, as polynomials name it."""
+"""The name of the program's input in polynomials."""
 
 
-def _moved(case: Iterable[QueryComparison], places: Mapping[Element, int]) -> list[QueryComparison]:
-    """Return comparisons of elements of the input, in which equal ones are the same."""
+def _in_program_input(
+    case: Iterable[QueryComparison], places: Mapping[Element, int]
+) -> list[QueryComparison]:
+    """Return comparisons with input elements replaced by those of the program's input."""
     found = []
     for one in case:
         polynomial: dict[tuple[Element, ...], Fraction] = {}
@@ -269,7 +271,7 @@ def _moved(case: Iterable[QueryComparison], places: Mapping[Element, int]) -> li
 def _regions(
     found: Sequence[list[QueryComparison]], count: int
 ) -> tuple[tuple[InputRegion, ...], list[Polynomial]]:
-    """Return the boxes of the cases, with the comparisons that are left, and these."""
+    """Return the boxes of the cases with their conjunctions, and the polynomials of these."""
     rows: dict[tuple[Any, ...], int] = {}
     polynomials: list[Polynomial] = []
     boxes: dict[Any, list[Conjunction]] = {}
@@ -296,8 +298,8 @@ def _regions(
 def _boxed(
     case: Iterable[QueryComparison], lo: list[Any], hi: list[Any]
 ) -> list[QueryComparison] | None:
-    """Take the bounds of elements of the input; return the other comparisons, None where one is
-    false."""
+    """Move bounds of input elements into `lo` and `hi`; return the other comparisons, None if one
+    is false."""
     left = []
     for one in case:
         keys = [k for k in one.polynomial if k]
@@ -331,8 +333,8 @@ def _programs(
     count: int,
     polynomials: Sequence[Polynomial],
 ) -> tuple[NetworkProgram, dict[str, Affine], ReluQuery | None]:
-    """Return the program of all networks, the elements of every variable, and the networks with the
-    polynomials as a query about layers, where they are one."""
+    """Return the program of all networks, the elements of every variable, and the query about
+    layers (None if it is none)."""
     program = NetworkProgram([ProgramBlock("input", count)])
     ranges: dict[str, range] = {}
     tensors: dict[str, Affine] = {_INPUT: program.whole(0)}
@@ -379,7 +381,7 @@ def _squeezed(shape: Sequence[int]) -> list[int]:
 def _hidden(
     file: OnnxFile, network: QueryNetwork, variable: QueryVariable, values: Mapping[str, Any]
 ) -> str:
-    """Return the tensor of a hidden variable: of this name, or the first of the node of it."""
+    """Return the tensor of a hidden variable: of this name, or the first output of the node."""
     named = {node.name: node.outputs[0] for node in file.nodes if node.name}
     for name in (variable.node or "", named.get(variable.node or "", "")):
         if name in values:
@@ -394,11 +396,11 @@ def paired(
     tensors: dict[str, Affine],
     names: Iterable[str],
 ) -> NetworkProgram:
-    """Return a program in which the second network is the first and a difference.
+    """Return a program in which the second network is the first plus differences.
 
-    relu(z') = relu(z) + difference(z, z' - z), where the two networks have the same blocks: bounds
-    of a difference of outputs then follow differences, which are small where the weights are near.
-    `tensors` of these names are changed in place. Without the same blocks nothing changes.
+    relu(z') = relu(z) + difference(z, z' - z) for networks with the same blocks. Bounds of the
+    difference of outputs then propagate differences, which are small if the weights are close.
+    `tensors` of these names are changed in place. Networks with other blocks are left unchanged.
     """
     pairs = list(zip(second, first, strict=False))
     shapes = [
@@ -408,7 +410,7 @@ def paired(
         return program
     found = NetworkProgram(program.blocks[: second.start])
     parts: dict[int, tuple[int, ...]] = {}
-    """What each later block is the sum of."""
+    """The blocks whose sum is each later block."""
 
     def moved(a: Affine) -> Affine:
         terms: dict[int, Any] = {}
@@ -450,19 +452,19 @@ def _sums(
         if not exact:
             largest = max(abs(v) for v in polynomial.values())
             bits = largest.denominator.bit_length() - largest.numerator.bit_length()
-            scale = Fraction(2) ** bits  # so that the largest is about 1
+            scale = Fraction(2) ** bits  # the largest becomes about 1
         parts, weights = list[Affine](), list[float]()
         for key, value in polynomial.items():
             if key not in products:
                 products[key] = _monomial(program, tensors, key)
             part, weight = products[key], value * scale
-            if not exact:  # a coefficient that float64 does not have is one of a block
+            if not exact:  # an inexact coefficient becomes a block
                 part, weight = program.add("factor", part, value=(weight,)), Fraction(1)
             parts.append(part)
             weights.append(float(weight))
         whole = joined(parts)
         total: Any = sparse.csr_array(np.asarray([weights]))
-        # two elements may be sums of one block: their weights are added
+        # weights of elements of the same block are added
         terms = {b: sparse.csr_array(total @ m) for b, m in whole.terms.items()}
         fixed = np.asarray(total @ whole.constant)
         rows.append(Affine(fixed, {b: m for b, m in terms.items() if m.nnz}))
@@ -472,7 +474,7 @@ def _sums(
 def _monomial(
     program: NetworkProgram, tensors: Mapping[str, Affine], key: tuple[Element, ...]
 ) -> Affine:
-    """Return a product of elements, as one sum; 1 for that of none."""
+    """Return a product of elements as one sum; 1 for the empty product."""
     counts: dict[Element, int] = {}
     for element in key:
         counts[element] = counts.get(element, 0) + 1

@@ -1,7 +1,7 @@
 """Networks in real arithmetic: blocks of real numbers, each a function of sums of earlier ones.
 
-All coefficients are exact: what a product or a sum of coefficients would round is kept apart, as a
-block of its own.
+All coefficients are exact: if a product or sum of coefficients would be rounded, the operands
+become blocks instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_ENTRIES = 1 << 25
 
 
 class TooLarge(Exception):
-    """Raised where a program would have too many coefficients."""
+    """A program would have too many coefficients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class ProgramBlock:
-    """Numbers [size]: `kind` of the operands, element by element; see `kinds`.
+    """Numbers [size]: the function `kind` of the operands, elementwise (`bounds.KINDS`).
 
-    `value` has what the kind needs beside its operands: exponents, bases, or exact divisors.
+    `value` has further parameters of the kind: exponents, bases, or exact factors.
     """
 
     kind: str
@@ -64,12 +64,12 @@ class ProgramBlock:
 
 @dataclass(slots=True)
 class NetworkProgram:
-    """Blocks in an order in which each comes after those that it reads; the first is the input."""
+    """Blocks in topological order; the first is the input."""
 
     blocks: list[ProgramBlock] = field(default_factory=list)
 
     def add(self, kind: str, *operands: Affine, value: Any = None) -> Affine:
-        """Append a block, and return its elements."""
+        """Append a block and return its elements."""
         size = operands[0].size
         self.blocks.append(ProgramBlock(kind, size, operands, value))
         return self.whole(len(self.blocks) - 1)
@@ -81,9 +81,9 @@ class NetworkProgram:
         return Affine(np.zeros(size), {index: eye})
 
     def plain(self, a: Affine) -> Affine:
-        """Return sums as elements of blocks, each of them once; append a block where they are not.
+        """Return sums that are single elements of blocks, each used once; append a block otherwise.
 
-        A sum without constant and coefficients, the number 0, is plain too.
+        The empty sum, the number 0, is plain too.
         """
         if a.constant.any():
             return self.add("linear", a)
@@ -114,7 +114,7 @@ class NetworkProgram:
         return found
 
     def times(self, a: Affine, factors: Array) -> Affine:
-        """Return a times fixed numbers [n], element by element."""
+        """Return a times constants [n], elementwise."""
         found = _scaled(a, factors)
         if found is None:
             found = _scaled(self.add("linear", a), factors)
@@ -123,12 +123,12 @@ class NetworkProgram:
 
 
 def constant(values: Array) -> Affine:
-    """Return fixed numbers."""
+    """Return constants as sums without terms."""
     return Affine(np.asarray(values, dtype=np.float64).reshape(-1), {})
 
 
 def joined(parts: Sequence[Affine]) -> Affine:
-    """Return the sums of several one after the other."""
+    """Concatenate sums."""
     blocks = sorted({b for part in parts for b in part.terms})
     widths = {b: next(p.terms[b].shape[1] for p in parts if b in p.terms) for b in blocks}
     terms = {}
@@ -149,7 +149,7 @@ def _clean(matrix: Any) -> Any:
 
 
 def _added(a: Affine, b: Affine, sign: float) -> Affine | None:
-    """Return a + sign b; None where a coefficient would be rounded."""
+    """Return a + sign b; None if a coefficient would be rounded."""
     total = _exact_sum(a.constant, sign * b.constant)
     if total is None:
         return None
@@ -174,7 +174,7 @@ def _exact_sum(a: Array, b: Array) -> Array | None:
 
 
 def _exact_matrices(a: Any, b: Any) -> bool:
-    """Say whether a + b is not rounded anywhere."""
+    """Return whether a + b is exact."""
     both = a.multiply(b)
     if not both.nnz:
         return True
@@ -184,7 +184,7 @@ def _exact_matrices(a: Any, b: Any) -> bool:
 
 
 def _scaled(a: Affine, factors: Array) -> Affine | None:
-    """Return a times numbers; None where a product would be rounded."""
+    """Return a times constants; None if a product would be rounded."""
     if not _exact_product(a.constant, factors):
         return None
     terms = {}
@@ -199,7 +199,7 @@ def _scaled(a: Affine, factors: Array) -> Affine | None:
 
 
 def _exact_product(a: Array, b: Array) -> bool:
-    """Say whether a b is exact: by Dekker's product, where nothing over- or underflows."""
+    """Return whether a b is proved exact, by Dekker's product within a safe range."""
     with np.errstate(all="ignore"):
         product = a * b
         if bool(((a == 0) | (b == 0) | (np.abs(a) == 1) | (np.abs(b) == 1)).all()):
@@ -219,7 +219,7 @@ def _exact_product(a: Array, b: Array) -> bool:
 
 
 def dense(program: NetworkProgram) -> NetworkProgram:
-    """Return a program whose matrices are dense where they are small or full."""
+    """Return a program with dense matrices for those that are small or not sparse."""
 
     def turned(affine: Affine) -> Affine:
         terms = {}
@@ -234,7 +234,7 @@ def dense(program: NetworkProgram) -> NetworkProgram:
 
 
 def fractions_of(a: Affine, values: Sequence[Sequence[Fraction]]) -> list[Fraction]:
-    """Return sums exactly, for exact numbers of every block."""
+    """Return exact sums for exact values of every block."""
     found = [Fraction(float(c)) for c in a.constant]
     for block, matrix in a.terms.items():
         held = sparse.csr_array(matrix)

@@ -1,7 +1,7 @@
 """Queries of VNN-LIB 2.0 and 1.0: networks, their variables, and a formula of polynomials.
 
-The grammar is that of chapter 3 of the VNN-LIB standard 2.0, and of the competitions before it for
-1.0. Numbers are exact.
+The grammar of 2.0 is in chapter 3 of the VNN-LIB standard; 1.0 is the format of earlier
+competitions. Numbers are exact.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ Formula = QueryComparison | Junction
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Is there an assignment of all variables that the networks compute and the formula admits?"""
+    """The question whether some assignment agrees with the networks and satisfies the formula."""
 
     version: tuple[int, int]
     networks: tuple[QueryNetwork, ...]
@@ -101,12 +101,12 @@ class Query:
 
 
 def read_query(path: Path) -> Query:
-    """Read a query file. Refuse one that does not follow the grammar, at its place."""
+    """Read a query file. Refuse text that does not follow the grammar, with its place."""
     return parse_query(read_source(path, _LARGEST))
 
 
 def parse_query(source: SourceFile) -> Query:
-    """Return the query of a text. Refuse one that does not follow the grammar, at its place."""
+    """Parse a query. Refuse text that does not follow the grammar, with its place."""
     forms = _forms(source)
     if forms and isinstance(forms[0], _Form) and forms[0].head == "vnnlib-version":
         return _Second(source).query(forms)
@@ -179,7 +179,7 @@ _RELATIONS: dict[str, Relation] = {"<=": "<=", "<": "<", "==": "==", "!=": "!="}
 
 @dataclass(slots=True)
 class _Reader:
-    """What both versions share: numbers, terms and formulas."""
+    """Base of the readers of both versions: numbers, terms and formulas."""
 
     source: SourceFile
     equals: ClassVar[tuple[str, ...]] = ("==",)
@@ -189,11 +189,11 @@ class _Reader:
         return _wrong(self.source, Span(part.start, part.end), what, help)
 
     def variable(self, items: Sequence[_Token | _Form], place: int) -> tuple[Element, int]:
-        """Return the element that begins at an item, and the item after it."""
+        """Return the element that begins at an item, and the index of the item after it."""
         raise NotImplementedError
 
     def formula(self, part: _Token | _Form) -> Formula:
-        """Return a formula. A negation is not of the language."""
+        """Parse a formula. The language has no negation."""
         if not isinstance(part, _Form) or not part.items:
             raise self.wrong(part, "a comparison, `and` or `or` stands here, in parentheses")
         head, rest = part.head, part.items[1:]
@@ -213,7 +213,7 @@ class _Reader:
         return QueryComparison(_sum(left, right, Fraction(-1)), _RELATIONS[relation])
 
     def terms(self, form: _Form, items: Sequence[_Token | _Form]) -> list[Polynomial]:
-        """Return the terms that stand one after the other."""
+        """Parse a sequence of terms."""
         found: list[Polynomial] = []
         place = 0
         while place < len(items):
@@ -232,7 +232,7 @@ class _Reader:
         return found
 
     def rational(self, token: _Token) -> Fraction:
-        """Return a number exactly."""
+        """Return the exact value of a number."""
         mantissa, _, exponent = token.text.lower().partition("e")
         if len(mantissa) > _LONGEST_NUMBER or len(exponent) > 5 or abs(int(exponent or 0)) > 400:
             raise self.wrong(token, f"the number has more than {_LONGEST_NUMBER} digits")
@@ -373,7 +373,7 @@ class _Second(_Reader):
     def _bracket(
         self, items: Sequence[_Token | _Form], place: int, form: _Token | _Form
     ) -> tuple[tuple[int, ...], int]:
-        """Return the counts between brackets, and the item after them."""
+        """Return the counts between brackets, and the index of the item after them."""
         texts = [one.text if isinstance(one, _Token) else "(" for one in items[place : place + 66]]
         if not texts or texts[0] != "[" or "]" not in texts:
             raise self.wrong(form, "counts in brackets stand here, such as [2,3]")
@@ -425,7 +425,7 @@ _PLAIN = re.compile(r"([XY])_(\d{1,8})")
 
 @dataclass(slots=True)
 class _First(_Reader):
-    """A query of version 1.0: one network, of which X_i and Y_j are the elements."""
+    """A query of version 1.0: one network with input elements X_i and output elements Y_j."""
 
     equals: ClassVar[tuple[str, ...]] = ("=", "==")
     number: ClassVar[re.Pattern[str]] = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -473,7 +473,7 @@ class _First(_Reader):
 
 
 def cases(formula: Formula, most: int) -> list[tuple[QueryComparison, ...]] | None:
-    """Return conjunctions whose disjunction a formula is; None where there are more than `most`."""
+    """Return the disjunctive normal form; None if it has more than `most` conjunctions."""
     if isinstance(formula, QueryComparison):
         return [(formula,)]
     parts = [cases(part, most) for part in formula.parts]
@@ -500,7 +500,7 @@ def comparisons(formula: Formula) -> Iterator[QueryComparison]:
 
 
 def decimal(value: Fraction) -> str | None:
-    """Return a rational number as a decimal without an exponent; None where it has none."""
+    """Return a rational number as an exact decimal without exponent; None if it has none."""
     rest, twos, fives = value.denominator, 0, 0
     while rest % 2 == 0:
         rest, twos = rest // 2, twos + 1
@@ -514,7 +514,7 @@ def decimal(value: Fraction) -> str | None:
 
 
 def written(query: Query) -> str:
-    """Return a query as a text of version 2.0; ValueError where a number is no decimal."""
+    """Return a query as text of version 2.0. Raises ValueError if a number is no decimal."""
     shapes = {v.name: v.shape for v in query.variables}
     lines = ["(vnnlib-version <2.0>)", ""]
     for network in query.networks:
@@ -565,7 +565,7 @@ def _number(value: Fraction) -> str:
 
 
 def reshaped(query: Query, shapes: Mapping[str, tuple[int, ...]]) -> Query:
-    """Return a query with other shapes of some variables, of the same sizes."""
+    """Return a query with new shapes, of the same sizes, for some variables."""
     networks = tuple(
         replace(
             n,

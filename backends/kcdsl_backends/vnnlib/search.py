@@ -1,4 +1,4 @@
-"""Decide a problem: attack it, bound it on ever smaller boxes of the input, and ask z3."""
+"""Decide a problem by attack, by bounds on input boxes that are split, and by z3."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from kcdsl_backends.vnnlib.program import Affine, Array
 from kcdsl_backends.vnnlib.query import decimal
 
 Decision = Literal["sat", "unsat", "unknown", "timed-out"]
-_ROOM = 1 << 22
-"""Numbers of the largest array of one batch."""
+_LARGEST_ARRAY = 1 << 22
+"""Limit of the elements of the largest array of a batch."""
 _WIDEST = 256
 _STARTS = 32
 _STEPS = 24
 _WIDEST_LAYERS = 2**100
-"""The largest input up to which boxes of networks of layers are split."""
+"""Largest input magnitude for splitting boxes of networks of layers."""
 _FIRST = 64
-"""Boxes that are looked at before z3 is asked."""
+"""Number of boxes that are bounded before z3 is asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryDecision:
-    """An answer; the point that makes a query true, and what decided or why nothing did."""
+    """An answer with its reason, and the point that satisfies the query."""
 
     answer: Decision
     reason: str
@@ -49,7 +49,7 @@ class QueryDecision:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What a relation of a sum means: the sum, or its negative, is at most 0."""
+    """An inequality: sign times a sum is at most 0, or below 0 if strict."""
 
     row: int
     sign: float
@@ -57,7 +57,7 @@ class _Row:
 
 
 def decide(problem: QueryProblem, seconds: float) -> QueryDecision:
-    """Decide whether some point of the input satisfies the query, in about so many seconds."""
+    """Decide whether some input satisfies the query, within about `seconds`."""
     end, answers = time.monotonic() + seconds, list[QueryDecision]()
     if problem.contradictory:
         return QueryDecision("unsat", "the assertions about the inputs contradict each other")
@@ -76,10 +76,10 @@ class _Search:
         self.problem, self.region, self.end = problem, region, end
         self.program, self.sums = problem.program, problem.sums
         self.rows, self.parts = _inequalities(region)
-        self.looked = 0
+        self.visited = 0
 
     def late(self) -> bool:
-        """Say whether the time is over."""
+        """Return whether the time is over."""
         return time.monotonic() >= self.end
 
     def decided(self) -> QueryDecision:
@@ -92,7 +92,7 @@ class _Search:
         if self.late():
             return QueryDecision("timed-out", "no box was looked at")
         if not all(self.parts):
-            return self._anywhere(lo, hi)
+            return self._from_samples(lo, hi)
         found = (
             self._split(lo, hi, 1)
             or self._by_layers(0.5)
@@ -100,9 +100,9 @@ class _Search:
             or self._attacked(lo, hi)
         )
         if found is None:
-            asked = self._complete(0.4, "the boxes became too small")
-            found = asked if asked.answer != "unknown" else self._split(lo, hi, None)
-            found = asked if found is None else found
+            solved = self._complete(0.4, "the boxes became too small")
+            found = solved if solved.answer != "unknown" else self._split(lo, hi, None)
+            found = solved if found is None else found
         return found
 
     # --- points -----------------------------------------------------------------------------------
@@ -113,8 +113,8 @@ class _Search:
         hi = [float("inf") if b is None else rounded(b, up) for _, b in pairs]
         return np.asarray([lo]), np.asarray([hi])
 
-    def _anywhere(self, lo: Array, hi: Array) -> QueryDecision:
-        """Try some points: a conjunction has no inequality that bounds could refute."""
+    def _from_samples(self, lo: Array, hi: Array) -> QueryDecision:
+        """Try points of the box, if a conjunction has no inequality that bounds could refute."""
         shares = np.random.default_rng(0).random((_STARTS, lo.shape[1]))
         shares[0] = 0.5
         for share in shares:
@@ -124,7 +124,7 @@ class _Search:
         return self._complete(0.9, "only the inputs are bounded")
 
     def _point(self, x: Array) -> Point | None:
-        """Return a point near x that satisfies the query, as far as evaluation proves it."""
+        """Return a point near x if it is proved to satisfy the query."""
         exact = [self._number(float(v), i) for i, v in enumerate(x)]
         return (
             None
@@ -133,7 +133,7 @@ class _Search:
         )
 
     def _number(self, value: float, place: int) -> Fraction | None:
-        """Return a decimal near a number: one of the declared type where that lies in the box."""
+        """Return a decimal near a number, of the declared type if that lies in the box."""
         lo, hi = self.region.lo[place], self.region.hi[place]
         if not np.isfinite(value):
             return None
@@ -154,7 +154,7 @@ class _Search:
     # --- attack -----------------------------------------------------------------------------------
 
     def _attacked(self, lo: Array, hi: Array) -> QueryDecision | None:
-        """Descend along the gradients of the worst inequality, from points of the box."""
+        """Search by gradient descent on the worst inequality, from random points of the box."""
         generator = np.random.default_rng(0)
         for part in self.parts:
             x = lo + (hi - lo) * generator.random((_STARTS, lo.shape[1]))
@@ -177,7 +177,7 @@ class _Search:
         return None
 
     def _targets(self, part: Sequence[_Row]) -> Affine:
-        """Return the sums of a conjunction, turned so that they are to be at most 0."""
+        """Return the sums of a conjunction times their signs, so that each must be at most 0."""
         a = self.sums.rows(np.asarray([one.row for one in part], dtype=np.int64))
         signs = np.asarray([one.sign for one in part])
         return Affine(
@@ -190,20 +190,20 @@ class _Search:
     def _split(self, lo: Array, hi: Array, most: int | None) -> QueryDecision | None:
         """Bound the sums on boxes, and halve those on which some conjunction may hold.
 
-        Return None where `most` boxes did not suffice, or none can be halved any more.
+        Return None if `most` boxes did not suffice or a box cannot be halved any more.
         """
         whole = self._targets(self.rows)
         alive = np.ones((1, len(self.parts)), dtype=bool)
         waiting = [(lo, hi, alive)]
         count = self._batch(whole)
-        started = self.looked
+        started = self.visited
         while waiting:
             if self.late():
-                return QueryDecision("timed-out", f"{self.looked} boxes were looked at")
-            if most is not None and self.looked - started >= most:
+                return QueryDecision("timed-out", f"{self.visited} boxes were looked at")
+            if most is not None and self.visited - started >= most:
                 return None
             low, high, alive = _taken(waiting, count if most is None else min(count, 8))
-            self.looked += len(low)
+            self.visited += len(low)
             boxes = enclosed(self.program, low, high)
             least, slopes = linear_lower(boxes, whole, scores=True)
             ends = sum_ends(boxes, whole)
@@ -212,7 +212,7 @@ class _Search:
             left = np.flatnonzero(alive.any(1))
             if not len(left):
                 continue
-            found = self._tried(boxes, low, high, alive, left, slopes)
+            found = self._from_boxes(boxes, low, high, alive, left, slopes)
             if found is not None:
                 return found
             pieces = _halved(
@@ -221,7 +221,7 @@ class _Search:
             if pieces is None:
                 return None
             waiting.append(pieces)
-        return QueryDecision("unsat", f"linear bounds on {self.looked} boxes")
+        return QueryDecision("unsat", f"linear bounds on {self.visited} boxes")
 
     def _by_layers(self, share: float) -> QueryDecision | None:
         """Split boxes of networks of layers in a share of the time; the checker takes as long."""
@@ -250,7 +250,7 @@ class _Search:
     def _batch(self, whole: Affine) -> int:
         widest = max(b.size for b in self.program.blocks)
         rows = max(widest, whole.size)
-        return int(max(1, min(_WIDEST, _ROOM // (rows * widest))))
+        return int(max(1, min(_WIDEST, _LARGEST_ARRAY // (rows * widest))))
 
     def _possible(self, least: Array) -> NDArray[np.bool_]:
         """Return which conjunctions are not refuted by lower bounds [B, rows]."""
@@ -264,13 +264,13 @@ class _Search:
         return [[index[row] for row in part] for part in self.parts]
 
     def _uses(self, alive: NDArray[np.bool_]) -> Array:
-        """Return which rows the conjunctions that are left use, [B, rows]."""
+        """Return the rows that the remaining conjunctions use, [B, rows]."""
         used = np.zeros((len(alive), len(self.rows)))
         for i, part in enumerate(self._columns()):
             used[:, part] = np.maximum(used[:, part], alive[:, i, None])
         return used
 
-    def _tried(
+    def _from_boxes(
         self,
         boxes: Boxes,
         low: Array,
@@ -279,7 +279,7 @@ class _Search:
         left: NDArray[np.int64],
         slopes: Array,
     ) -> QueryDecision | None:
-        """Evaluate points of the boxes that are left: middles, and corners that bounds point at."""
+        """Evaluate midpoints of the remaining boxes, and corners that the gradients select."""
         row = self._uses(alive)[left].argmax(1)
         corners = np.where(slopes[left, row] > 0, low[left], high[left])
         points = np.concatenate([low[left] / 2 + high[left] / 2, corners])
@@ -294,19 +294,19 @@ class _Search:
                 if worst[i] <= _CLOSE * (1 + float(ends.mag[i].max(initial=0))):
                     found = self._point(points[i])
                     if found is not None:
-                        return QueryDecision("sat", f"a point of {self.looked} boxes", found)
+                        return QueryDecision("sat", f"a point of {self.visited} boxes", found)
         return None
 
     # --- z3 ---------------------------------------------------------------------------------------
 
     def _complete(self, share: float, otherwise: str) -> QueryDecision:
-        """Ask z3, for a share of the time that is left."""
-        from kcdsl_backends.vnnlib.complete import asked
+        """Ask z3 within a share of the remaining time."""
+        from kcdsl_backends.vnnlib.complete import solved
 
         left = self.end - time.monotonic()
         lo, hi = self._box()
         ends = enclosed(self.program, lo, hi).ends if self.region.bounded else None
-        answer, values = asked(self.problem, self.region, ends, left * share)
+        answer, values = solved(self.problem, self.region, ends, left * share)
         if answer == "unsat":
             return QueryDecision("unsat", "z3 on the whole network")
         if values is not None:
@@ -322,7 +322,7 @@ class _Search:
 
 
 def admitted(problem: QueryProblem, x: Sequence[Fraction]) -> Point | None:
-    """Return a point where it satisfies the query, in exact or enclosed arithmetic."""
+    """Return the point if it is proved to satisfy the query, by exact or interval arithmetic."""
     found = (_admitted_in(problem, region, x) for region in problem.regions)
     return next((point for point in found if point is not None), None)
 
@@ -342,13 +342,13 @@ def _admitted_in(problem: QueryProblem, region: InputRegion, x: Sequence[Fractio
 
 
 _CLOSE = 1e-9
-"""A sum that is less than this, of its size, is worth an exact evaluation."""
+"""Relative violation below which a point is evaluated exactly."""
 
 
 def _inequalities(region: InputRegion) -> tuple[list[_Row], list[list[_Row]]]:
     """Return the inequalities of a region, each once, and those of each conjunction.
 
-    An equation is two of them; what is not equal to 0 is left out, as it refutes nothing.
+    An equation is two inequalities; `!=` is left out, since bounds cannot refute it.
     """
     rows: dict[_Row, None] = {}
     parts = []
@@ -369,7 +369,7 @@ Pieces = tuple[Array, Array, NDArray[np.bool_]]
 
 
 def _taken(waiting: list[Pieces], count: int) -> Pieces:
-    """Take boxes off the end."""
+    """Remove up to `count` boxes from the end of the list."""
     low, high, alive = waiting.pop()
     while waiting and len(low) < count:
         more = waiting.pop()
@@ -384,9 +384,9 @@ def _taken(waiting: list[Pieces], count: int) -> Pieces:
 def _halved(
     low: Array, high: Array, alive: NDArray[np.bool_], slopes: Array, used: Array
 ) -> Pieces | None:
-    """Halve boxes where the bounds depend on the input most; None where one is a point.
+    """Halve boxes along the input that influences the bounds most; None if one is a point.
 
-    A share of the width itself counts too, so that no dimension is left wide for ever.
+    The score includes a share of the width, so that every dimension is split eventually.
     """
     width = high - low
     middle = low / 2 + high / 2

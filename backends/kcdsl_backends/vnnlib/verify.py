@@ -1,4 +1,4 @@
-"""The commands of chapter 5 of the VNN-LIB standard: verify a query, tell what is supported."""
+"""The commands of chapter 5 of the VNN-LIB standard: verify a query, list capabilities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OLDEST_OPSET = 8
 
 @dataclass(frozen=True, slots=True)
 class QueryAnswer:
-    """The answer to a query: its line, the lines of an assignment, why, and what to be aware of."""
+    """The answer to a query, the lines of an assignment, the reason, and notes for the user."""
 
     answer: str
     assignment: tuple[str, ...]
@@ -31,7 +31,7 @@ class QueryAnswer:
 
     @property
     def text(self) -> str:
-        """Return what stands on the standard output."""
+        """Return the text for standard output."""
         return "".join(f"{line}\n" for line in (self.answer, *self.assignment))
 
 
@@ -53,7 +53,7 @@ def read_problem(path: Path, networks: Mapping[str, Path]) -> QueryProblem:
 
 
 def _files(query: Query, given: Mapping[str, Path]) -> dict[str, OnnxFile]:
-    """Return the file of every network. Refuse one too few or too many, or another graph."""
+    """Return the file of every network. Refuse missing or surplus files and other graphs."""
     declared = {n.name: n for n in query.networks}
     own = [n for n in query.networks if n.relation is None or n.relation[0] != "equal-to"]
     if query.version == (1, 0) and len(given) == 1:
@@ -86,7 +86,9 @@ def _files(query: Query, given: Mapping[str, Path]) -> dict[str, OnnxFile]:
         if network in own:
             path = given[network.name]
             if path not in read:
-                beside = Artefacts.of(path.parent).admitted  # no link leads external data elsewhere
+                beside = Artefacts.of(
+                    path.parent
+                ).admitted  # external data must not leave the folder
                 read[path] = read_onnx(path, beside, oldest=OLDEST_OPSET, mixed=True)
             files[network.name] = read[path]
         else:
@@ -98,7 +100,7 @@ def _files(query: Query, given: Mapping[str, Path]) -> dict[str, OnnxFile]:
 
 
 def notes_of(problem: QueryProblem) -> tuple[str, ...]:
-    """Return what a reader of any answer to the query is to be aware of."""
+    """Return the notes that apply to any answer to the query."""
     notes = []
     types = {v.type for v in problem.query.variables} - {"real"}
     if types:
@@ -112,7 +114,7 @@ def notes_of(problem: QueryProblem) -> tuple[str, ...]:
 
 
 def assigned(problem: QueryProblem, point: Point) -> tuple[str, ...]:
-    """Return the lines of an assignment: inputs as exact decimals, other variables to float64."""
+    """Return the lines of an assignment: inputs as exact decimals, other variables in float64."""
     lines: list[str] = []
     first = problem.query.version == (1, 0)
     for variable in problem.query.variables:
@@ -143,7 +145,7 @@ def _text(value: Fraction, type: str) -> str:
 
 
 def capability(name: str) -> str:
-    """Return what the command `supports` prints for a capability."""
+    """Return the output of the command `supports` for a capability."""
     return "".join(f"{v}\n" for v in _CAPABLE[name])
 
 
