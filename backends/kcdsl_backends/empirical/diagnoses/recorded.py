@@ -164,7 +164,7 @@ def sampling_units(rollouts: Sequence[Rollout]) -> Precheck:
 def sampling_law(subject: Recorded) -> Precheck:
     """Check that tokens were drawn from the law of the log-probabilities.
 
-        The declarations are compared with each other; with whole policies or lists of the likeliest
+    The declarations are compared with each other; with whole policies or lists of the likeliest
     tokens, the tokens are tested.
     """
     name = "sampling_law"

@@ -33,7 +33,7 @@ from kcdsl_backends.empirical.metrics.measures import LIST_METRICS
 from kcdsl_backends.empirical.statistics.estimates import Array
 
 CHUNK = 64
-"""Rows of one chunk unless the caller says otherwise."""
+"""Default number of rows of a chunk."""
 DEEPEST = 10
 """Depth of the lists of tokens that rank metrics compare."""
 
@@ -47,7 +47,7 @@ TIER_A: frozenset[str] = frozenset(
 CONTEXT = frozenset({"entropy"})
 """Values of the training kernel alone: the entropy of its policy."""
 _STEP = 128
-"""Elements that one maximum stands for when candidates are sought."""
+"""Number of elements under each maximum when candidates for the largest are searched."""
 _INTEGERS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -77,18 +77,18 @@ def tier_a(
     found = {name: np.empty(train.shape[0]) for name in sorted(wanted)}
     starts = range(0, train.shape[0], chunk)
     workers = max(1, min(torch.get_num_threads() if threads is None else threads, len(starts)))
-    desks: SimpleQueue[Workspace] = SimpleQueue()
+    workspaces: SimpleQueue[Workspace] = SimpleQueue()
     kind = np.float32 if _is_narrow(train, infer) else np.float64
     for _ in range(workers):
-        desks.put(Workspace(train.shape[1], min(chunk, train.shape[0]), kind))
+        workspaces.put(Workspace(train.shape[1], min(chunk, train.shape[0]), kind))
 
     def work(start: int) -> None:
-        desk = desks.get()
+        workspace = workspaces.get()
         try:
             rows = slice(start, start + chunk)
-            _chunk(train[rows], infer[rows], temperature, found, start, desk)
+            _chunk(train[rows], infer[rows], temperature, found, start, workspace)
         finally:
-            desks.put(desk)
+            workspaces.put(workspace)
 
     if workers == 1:
         for start in starts:
@@ -129,11 +129,11 @@ def _chunk(
     temperature: float,
     found: dict[str, Array],
     first: int,
-    desk: Workspace,
+    workspace: Workspace,
 ) -> None:
     """Write the metrics of one chunk, whose first row is `first`, into `found`."""
     with np.errstate(all="ignore"):
-        _measure(train, infer, temperature, found, first, desk)
+        _measure(train, infer, temperature, found, first, workspace)
 
 
 def _measure(
@@ -142,7 +142,7 @@ def _measure(
     temperature: float,
     found: dict[str, Array],
     first: int,
-    desk: Workspace,
+    workspace: Workspace,
 ) -> None:
     a, b = _arrays(train, infer)
     rows, wanted = a.shape[0], found.keys()
@@ -155,13 +155,13 @@ def _measure(
     bits = np.empty((len(BITS), rows))
     tops: list[tuple[Top, Top]] = []
     defined = np.empty(rows, dtype=np.bool_)
-    for start in range(0, rows, desk.rows):
-        at = slice(start, min(start + desk.rows, rows))
+    for start in range(0, rows, workspace.rows):
+        at = slice(start, min(start + workspace.rows, rows))
         x, y = a[at], b[at]
         best_x, best_y = x.max(axis=1), y.max(axis=1)
         defined[at] = (best_x < np.inf) & (best_y < np.inf)
         if fused:
-            add_tile(x, y, temperature, desk, extremes[:, at], sums[:, at])
+            add_tile(x, y, temperature, workspace, extremes[:, at], sums[:, at])
         if views is not None:
             bit_metrics(views[0][at], views[1][at], bits[:, at])
         if ranked:
@@ -169,7 +169,7 @@ def _measure(
     values: dict[str, Array] = dict(zip(BITS, bits, strict=True)) if views is not None else {}
     if fused:
         values.update(values_of(extremes, sums, temperature, a.shape[1]))
-        for row in np.flatnonzero(~ordinary(extremes, sums, temperature, desk.kind)):
+        for row in np.flatnonzero(~ordinary(extremes, sums, temperature, workspace.kind)):
             for name, value in exceptional_row(a[row], b[row], temperature).items():
                 values[name][row] = value
     if ranked:
@@ -222,7 +222,8 @@ def top_of_rows(logits: NDArray[Any], best: NDArray[Any], k: int) -> Top:
     """Return the k largest of each row of [R, V] floats, whose maxima are `best` [R].
 
     The k-th largest of maxima over disjoint parts of a row is at most its k-th largest element, so
-    only what reaches it can be among the k. Raises ValueError if a row has fewer than k elements.
+    only elements at or above it can be among the k. Raises ValueError if a row has fewer than k
+    elements.
     """
     rows, width = logits.shape
     if not 1 <= k <= width:
@@ -257,7 +258,7 @@ def integer_views(train: Tensor, infer: Tensor) -> tuple[NDArray[Any], NDArray[A
     """Return the bit patterns of both sides as signed integers on the CPU.
 
     Where the formats differ, both are widened exactly: to float32, or to float64 if a side is that.
-    Raises TypeError for a format without a place here.
+    Raises TypeError for a format that has no integer view here.
     """
     if train.dtype != infer.dtype:
         wide = torch.float64 if torch.float64 in (train.dtype, infer.dtype) else torch.float32
@@ -272,7 +273,7 @@ def integer_views(train: Tensor, infer: Tensor) -> tuple[NDArray[Any], NDArray[A
 def bit_metrics(train: NDArray[Any], infer: NDArray[Any], out: NDArray[np.float64]) -> None:
     """Write `bitwise_mismatch_count` and `ulp_max` of rows [R, V] of integer views into [2, R].
 
-    -0 and +0 differ in their bits and are 0 ulps apart. A row with NaN must be told by the caller.
+    -0 and +0 differ in their bits and are 0 ulps apart. The caller must handle rows with NaN.
     """
     out[:] = 0.0
     for row in range(train.shape[0]):
@@ -284,7 +285,7 @@ def bit_metrics(train: NDArray[Any], infer: NDArray[Any], out: NDArray[np.float6
 
 
 def _furthest(a: NDArray[Any], b: NDArray[Any], opposite: NDArray[np.intp]) -> float:
-    """Return the largest distance of two rows, whose signs differ at the places `opposite`.
+    """Return the largest distance in ulps of two rows, whose signs differ at `opposite`.
 
     The bits of floats of one sign are in the order of their magnitudes, so the difference of the
     bits is their distance; across zero it is the sum of both magnitudes.

@@ -1,17 +1,17 @@
 """Sums over the vocabulary from which every norm and divergence of ordinary rows follows.
 
 With p the training policy and d = ln q - ln p = dz/T - c, where c is the change of ln Z, all of
-them are sums over h = e^(d/2) - 1 and v = h - d/2 >= 0; `values_of` says how. One pass over the
-logits forms them.
+them are functions of sums over h = e^(d/2) - 1 and v = h - d/2 >= 0 (`values_of`). One pass over
+the logits computes the sums.
 
-What cancels is float64: both normalisers, d and v. What follows from them without cancellation has
-the format of the logits: for float32 each value is within 1e-6 of itself (the entropy gap within
-1e-6 of sum |q - p| |ln p|) or within 1e-20, for float64 within 1e-8.
+Quantities with cancellation are float64: both normalisers, d and v. Those computed from them
+without cancellation have the format of the logits: for float32 each value is within 1e-6 of itself
+(the entropy gap within 1e-6 of sum |q - p| |ln p|) or within 1e-20, for float64 within 1e-8.
 
 The bits of a sum do not depend on threads, on the number of rows or on where they lie: numpy's
 elementwise loops treat every element alike. Products are summed by BLAS, which may share long
-vectors among threads and sums float32 in float32: rows are cut into blocks, the same whatever
-stands beside them, and the sums of blocks are added in float64.
+vectors among threads and sums float32 in float32: rows are cut into blocks, whatever the other rows
+are, and the sums of blocks are added in float64.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from kcdsl_backends.empirical.statistics.estimates import Array
 
 Numbers = NDArray[Any]
 
-FARTHEST = {np.dtype(np.float32): 20.0, np.dtype(np.float64): 300.0}
-"""Largest |d| of an ordinary row: no power of e^d that is formed leaves the range of the format."""
+LARGEST_RATIO = {np.dtype(np.float32): 20.0, np.dtype(np.float64): 300.0}
+"""Largest |d| of an ordinary row: the powers of e^d that are computed stay in the format's
+range."""
 LN_2 = 0.6931471805599453
 _SERIES = 1e-5
 _TILE = 16384
 _BLOCK = 2048
-"""Longest product that is summed in the format of its factors: short enough for float32, and for no
-BLAS to share it among threads (OpenBLAS does from 10,000 elements on)."""
+"""Longest product summed in the format of its factors: short enough for the accuracy of float32,
+and below the length that BLAS splits among threads (10,000 elements in OpenBLAS)."""
 
 EXTREMES = ("top", "bottom", "shift", "z", "z_infer")
 """Of each row: the largest and the least dz, c, and the normalisers of e^((z - max z)/T)."""
@@ -56,7 +57,7 @@ class BlockLayout:
 
     @property
     def padded(self) -> int:
-        """Return the length of a row with what fills its last block."""
+        """Return the length of a row with the padding of its last block."""
         return self.count * self.each
 
     def of(self, rows: Numbers) -> Numbers:
@@ -65,7 +66,7 @@ class BlockLayout:
 
 
 def blocks_of(width: int) -> BlockLayout:
-    """Return how rows of so many elements are cut."""
+    """Return the layout of rows of `width` elements."""
     count = -(-width // _BLOCK)
     return BlockLayout(width, count, -(-width // count))
 
@@ -104,8 +105,8 @@ def add_tile(
 ) -> None:
     """Write the extremes [5, R] and the sums [16, R] of R <= `work.rows` rows of logits.
 
-    `train` and `infer` are [R, V] of the format `work.kind`. Rows that are not ordinary give
-    numbers without meaning.
+    `train` and `infer` are [R, V] of the format `work.kind`. Values of rows that are not ordinary
+    have no meaning.
     """
     rows, width = train.shape
     blocks = work.blocks
@@ -151,8 +152,8 @@ def add_tile(
     d *= 0.5
     np.expm1(d, out=b)
     np.copyto(h, b, casting="same_kind")
-    reach = np.maximum(top / temperature - shift, shift - bottom / temperature)
-    _subtract_half(b, d, reach < _SERIES)
+    largest = np.maximum(top / temperature - shift, shift - bottom / temperature)
+    _subtract_half(b, d, largest < _SERIES)
     np.copyto(u, b, casting="same_kind")
     np.vecdot(p_, u_, out=products[3])
     np.multiply(p, h, out=u)
@@ -179,7 +180,7 @@ def add_tile(
 
 
 def _subtract_half(step: Array, half: Array, close: NDArray[np.bool_]) -> None:
-    """Turn h into v = h - d/2; where d is tiny in the whole row, by the series."""
+    """Replace h by v = h - d/2; in rows with tiny d, by its series."""
     if not close.all():
         step -= half
     for row in np.flatnonzero(close):
@@ -193,12 +194,12 @@ def _subtract_half(step: Array, half: Array, close: NDArray[np.bool_]) -> None:
 def ordinary(
     extremes: Array, sums: Array, temperature: float, kind: np.dtype[Any]
 ) -> NDArray[np.bool_]:
-    """Say for which rows the sums hold: those with finite logits whose probabilities nowhere differ
-    by more than a factor e^20, e^300 in float64."""
+    """Return the mask of rows for which the sums hold: finite logits, and probabilities that differ
+    by at most a factor e^20 (e^300 in float64)."""
     top, bottom, shift = extremes[0], extremes[1], extremes[2]
-    reach = np.maximum(top / temperature - shift, shift - bottom / temperature)
+    largest = np.maximum(top / temperature - shift, shift - bottom / temperature)
     finite = np.isfinite(extremes).all(axis=0) & np.isfinite(sums).all(axis=0)
-    found: NDArray[np.bool_] = finite & (reach <= FARTHEST[kind])
+    found: NDArray[np.bool_] = finite & (largest <= LARGEST_RATIO[kind])
     return found
 
 
@@ -252,7 +253,7 @@ def values_of(extremes: Array, sums: Array, temperature: float, width: int) -> d
 
 
 def relative_length(norm: Array, length: Array) -> Array:
-    """Return ||dz|| / ||z||, 0 where nothing differs and infinite where z is 0."""
+    """Return ||dz|| / ||z||, 0 for dz = 0 and infinite for z = 0."""
     with np.errstate(all="ignore"):
         found: Array = np.where(norm == 0, 0.0, norm / length)
     return found
@@ -262,7 +263,7 @@ def cosine(norm: Array, length: Array, other: Array) -> Array:
     """Return the cosine of two vectors from their lengths and that of their difference.
 
     The form 1 - (||dz||^2 - (||z|| - ||y||)^2)/(2 ||z|| ||y||) keeps the digits of a cosine near
-    one. It is 1 where nothing differs, NaN where one vector is 0 or infinite.
+    one. It is 1 for equal vectors, NaN if one vector is 0 or infinite.
     """
     with np.errstate(all="ignore"):
         away = (norm - (length - other)) * (norm + (length - other)) / (2 * length * other)
@@ -270,7 +271,7 @@ def cosine(norm: Array, length: Array, other: Array) -> Array:
     return found
 
 
-# --- rows that the sums cannot take ---------------------------------------------------------------
+# --- rows outside the range of the sums -----------------------------------------------------------
 
 _LARGE = 50.0
 
@@ -351,7 +352,7 @@ def _kl(p: Array, q: Array, d: Array) -> float:
 
 
 def _chi2(p: Array, q: Array, lp: Array, d: Array) -> float:
-    """Return sum (p - q)^2 / q = sum p (p/q) (1 - e^d)^2, with 0 of p giving q."""
+    """Return sum (p - q)^2 / q = sum p (p/q) (1 - e^d)^2, where terms with p = 0 are q."""
     terms = np.exp(lp - d) * np.expm1(d) ** 2
     far = (q - p) + (np.exp(lp - d) - p)
     return float(np.sum(np.where(p == 0, q, np.where(d > _LARGE, far, terms))))

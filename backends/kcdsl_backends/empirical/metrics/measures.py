@@ -1,4 +1,4 @@
-"""The functions of metrics, by the arrays that they are formed from.
+"""The functions of metrics, by the arrays that they read.
 
 `kcdsl.metrics` defines the metrics; a definition names its function and the arrays it reads.
 """
@@ -21,7 +21,7 @@ from kcdsl_backends.empirical.statistics.estimates import Array, NotMeasurable
 
 @cache
 def function_of(metric: MetricDefinition) -> Callable[..., Any]:
-    """Return the function of a metric's arrays; raise KeyError where it has none of its own."""
+    """Return the function of a metric's arrays; raise KeyError if it has none."""
     if callable(metric.entry):
         return metric.entry
     module, colon, name = metric.entry.partition(":")
@@ -31,30 +31,31 @@ def function_of(metric: MetricDefinition) -> Callable[..., Any]:
     return found
 
 
-def _formed_from(reads: tuple[str, ...], per: str) -> Mapping[str, Callable[..., Any]]:
-    """Return the functions of these arrays, with one value per token, request or slice."""
+def _functions_of(reads: tuple[str, ...], per: str) -> Mapping[str, Callable[..., Any]]:
+    """Return the functions that read these arrays and give one value per token, request or
+    slice."""
     return {m.name: function_of(m) for m in METRICS.values() if m.reads == reads and m.per == per}
 
 
-SAMPLED_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = _formed_from((RATIO_LOG,), "token")
+SAMPLED_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = _functions_of((RATIO_LOG,), "token")
 """Functions of ln w [N] at tokens sampled from the inference kernel."""
-PROBABILITY_FUNCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = _formed_from(
+PROBABILITY_FUNCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = _functions_of(
     LOGS, "token"
 )
 """Functions of ln p and ln q [N] at tokens sampled from the inference kernel."""
-SEQUENCE_FUNCTIONS: Mapping[str, Callable[[Array], float]] = _formed_from((RATIO_LOG,), "request")
+SEQUENCE_FUNCTIONS: Mapping[str, Callable[[Array], float]] = _functions_of((RATIO_LOG,), "request")
 """Functions of ln w [N] of one sequence."""
-SEQUENCE_LOG_FUNCTIONS: Mapping[str, Callable[[Array, Array], float]] = _formed_from(
+SEQUENCE_LOG_FUNCTIONS: Mapping[str, Callable[[Array, Array], float]] = _functions_of(
     LOGS, "request"
 )
 """Functions of ln p and ln q [N] of one sequence."""
 STATE_FUNCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    **_formed_from(STATES, "token"),
-    **_formed_from(STATES, "request"),
+    **_functions_of(STATES, "token"),
+    **_functions_of(STATES, "request"),
 }
 """Functions of the last hidden states [T, D] of both kernels."""
 LIST_METRICS: Mapping[str, tuple[Callable[..., Array], int]] = {
-    name: (function, METRICS[name].depth) for name, function in _formed_from(TOPS, "token").items()
+    name: (function, METRICS[name].depth) for name, function in _functions_of(TOPS, "token").items()
 }
 """Functions of two lists [N, k] of the likeliest tokens, with the depth that they read."""
 TEXT_FUNCTIONS: Mapping[str, tuple[str, Callable[[Array], float]]] = {
@@ -62,7 +63,8 @@ TEXT_FUNCTIONS: Mapping[str, tuple[str, Callable[[Array], float]]] = {
     for m in MEASURES.values()
     if m.per == "request" and len(m.reads) == 1 and m.reads[0] in MEASURES
 }
-"""Metrics of whole requests: the metric of positions that each is formed from, and how."""
+"""Metrics of whole requests: the metric of positions that each is computed from, and the
+function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class SliceMetric:
     def of(self, requests: Sequence[Sequence[Array]]) -> float:
         """Return the value of requests, each given by its arrays in the order of `inputs`.
 
-        Raises NotMeasurable where they support none.
+        Raises NotMeasurable if they have none.
         """
         if not requests:
             raise NotMeasurable("there are no values")
@@ -91,9 +93,9 @@ def _aggregates(metrics: Mapping[str, MetricDefinition]) -> Mapping[str, SliceMe
 
 
 AGGREGATES = _aggregates(MEASURES)
-"""Numbers of a slice that are formed from what a forward pass gives of each request."""
+"""Numbers of a slice that are computed from arrays of a forward pass of each request."""
 RECORDED_AGGREGATES = _aggregates(RECORDED)
-"""Numbers of a slice that are formed from the recorded arrays of its requests."""
+"""Numbers of a slice that are computed from the recorded arrays of its requests."""
 
 
 def _magnitudes(entry: str) -> Mapping[str, tuple[str, tuple[float | None, float | None]]]:
@@ -107,7 +109,7 @@ def _magnitudes(entry: str) -> Mapping[str, tuple[str, tuple[float | None, float
 MAGNITUDES = _magnitudes(ABSOLUTE_MEAN)
 """Absolute values of means of recorded arrays: the array, and the range of its values."""
 SCORE_GAPS = _magnitudes("policies:magnitude_of_mean")
-"""Those of what a forward pass gives, likewise."""
+"""The same for arrays of a forward pass."""
 
 
 def gradient_function(advantage_max: float, score_norm_max: float) -> Callable[[Array], Array]:

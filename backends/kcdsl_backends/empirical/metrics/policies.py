@@ -18,7 +18,7 @@ from kcdsl.metrics.definition import BINS, CONFIDENCES, RANKS
 from kcdsl_backends.empirical.statistics.estimates import Array, NotMeasurable
 
 NORMALISATION_TOLERANCE = 1e-9
-"""Largest |sum p - 1| that the Bregman form of KL may be used with."""
+"""Largest |sum p - 1| for which the Bregman form of KL holds."""
 _SLACK = 1e-6
 """Largest excess of a sum of recorded probabilities over one, by their rounding."""
 _SERIES_LIMIT = 1e-3
@@ -93,7 +93,7 @@ def bregman(d: Tensor) -> Tensor:
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return KL(p || q) = sum p (e^d - 1 - d), d = ln q - ln p, over the last dimension.
 
-    Both inputs must be normalised (`check_normalised`); +inf where q excludes what p allows.
+    Both inputs must be normalised (`check_normalised`); +inf if q is 0 at a token where p is not.
     """
     impossible = torch.isneginf(log_p)
     d = torch.where(impossible & torch.isneginf(log_q), 0.0, log_q - log_p)
@@ -121,7 +121,7 @@ def lumped_pair(train_log: Tensor, infer_log: Tensor) -> PolicyPair:
     laws is a **lower bound** of that of the policies.
 
     Both inputs hold ln of the probabilities of the *same* k tokens at N positions, raw (neither
-    truncated nor renormalised). The rest is what they leave of one. Raises NotMeasurable for no
+    truncated nor renormalised). The rest is 1 minus their sum. Raises NotMeasurable for no
     positions, shapes that differ, NaN, values above 0 and sums above 1.
     """
     if train_log.ndim != 2 or train_log.shape != infer_log.shape or train_log.numel() == 0:

@@ -22,7 +22,7 @@ from kcdsl_backends.empirical.statistics.estimates import Array
 Tokens = NDArray[np.int64]
 
 PERSISTENCE = 0.9
-"""The p of rank-biased overlap: rank r + 1 is looked at with probability p after rank r."""
+"""The p of rank-biased overlap: rank r + 1 is inspected with probability p after rank r."""
 
 
 def overlap(train: Tokens, infer: Tokens, k: int) -> Array:
@@ -60,8 +60,8 @@ def rank_biased_overlap(
 def kendall_distance(train: Tokens, infer: Tokens, k: int) -> Array:
     """Return the Kendall distance K^(1/2) of two top-k lists over its largest, k(3k - 1)/2, [N].
 
-    A pair of tokens counts 1 where the lists order it otherwise, also where a list shows its order
-    only by leaving one of them out, and 1/2 where one list has both and the other neither.
+    A pair of tokens counts 1 if the lists order it differently (a token outside a list ranks below
+    those in it), and 1/2 if one list has both and the other neither.
     """
     _check(train, infer, k)
     here, there = train[:, :k], infer[:, :k]

@@ -1,8 +1,8 @@
 """Values of recorded runs: outputs, gradients, routes, times, caches, and whole sequences.
 
 Routes are arrays [N, L, k]: for N tokens and L layers the ids of the k chosen experts, in any
-order; scores are [N, L, E]. Every function raises NotMeasurable for nothing, for shapes that differ
-and for what cannot be.
+order; scores are [N, L, E]. Every function raises NotMeasurable for no values, different shapes and
+impossible values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TYPES: Mapping[str, type | tuple[type, ...]] = {
     "object": dict,
     "array": list,
 }
-"""Types of fields that a schema of a tool's calls may name."""
+"""Types of fields that the schema of a tool call may name."""
 _NOTHING = object()
 
 
@@ -41,7 +41,7 @@ _NOTHING = object()
 
 
 def parses_as_json(texts: Sequence[str]) -> Array:
-    """Return 1 for each text that is one JSON value (NaN and Infinity are none), else 0."""
+    """Return 1 for each text that is one JSON value (without NaN and Infinity), else 0."""
     return np.array([float(_value_of(text) is not _NOTHING) for text in texts])
 
 
@@ -85,7 +85,7 @@ def _follows(value: Any, required: Mapping[str, type | tuple[type, ...]]) -> boo
 
 
 def grad_cosine(train: ArrayLike, infer: ArrayLike, widths: ArrayLike) -> float:
-    """Return the cosine of both gradients of a batch; raises NotMeasurable where one is zero."""
+    """Return the cosine of both gradients of a batch; raises NotMeasurable if one is zero."""
     g, h = _summed(train, widths), _summed(infer, widths)
     a, b = _length(g), _length(h)
     if not (a > 0 and b > 0):
@@ -95,7 +95,7 @@ def grad_cosine(train: ArrayLike, infer: ArrayLike, widths: ArrayLike) -> float:
 
 
 def grad_rel_bias(train: ArrayLike, infer: ArrayLike, widths: ArrayLike) -> float:
-    """Return ||g_infer - g_train|| / ||g_train||; raises NotMeasurable where g_train is zero."""
+    """Return ||g_infer - g_train|| / ||g_train||; raises NotMeasurable if g_train is zero."""
     g, h = _summed(train, widths), _summed(infer, widths)
     a = _length(g)
     if not a > 0:
@@ -104,7 +104,7 @@ def grad_rel_bias(train: ArrayLike, infer: ArrayLike, widths: ArrayLike) -> floa
 
 
 def _summed(gradients: ArrayLike, widths: ArrayLike) -> Array:
-    """Return the gradient of a batch: the sum of those of its rollouts, one after the other."""
+    """Return the gradient of a batch: the sum of the concatenated gradients of its rollouts."""
     values, sizes = column(gradients, "gradients"), column(widths, "sizes of gradients")
     if bool((sizes != sizes[0]).any()) or sizes[0] < 1 or values.size != sizes.sum():
         raise NotMeasurable("the gradients of rollouts have different sizes")
@@ -139,7 +139,8 @@ def any_flip(train: ArrayLike, infer: ArrayLike) -> Array:
 
 
 def router_margin(scores: ArrayLike, k: int) -> Array:
-    """Return the k-th best score minus the next, [N, L]: what a drift must exceed to reroute."""
+    """Return the k-th best score minus the next, [N, L]: the smallest drift that changes the
+    route."""
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 3 or values.size == 0 or not 1 <= k < values.shape[2]:
         raise NotMeasurable(f"scores {values.shape} have no margin of the {k} best")
@@ -151,7 +152,7 @@ def router_margin(scores: ArrayLike, k: int) -> Array:
 
 
 def least_agreement(shares: ArrayLike, layers: ArrayLike) -> float:
-    """Return the mean share of the layer that agrees least, from shares token by token."""
+    """Return the mean share of the layer that agrees least, from shares of all tokens."""
     values, counts = column(shares, "shares"), column(layers, "layers")
     if bool((counts != counts[0]).any()):
         raise NotMeasurable("rollouts have routes of different numbers of layers")
@@ -181,7 +182,7 @@ def _routes(train: ArrayLike, infer: ArrayLike) -> tuple[Routes, Routes]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request: when it came, and when each of its tokens was given out, in seconds."""
+    """One request: the times of its arrival and of each of its tokens, in seconds."""
 
     arrived: float
     tokens: Sequence[float]
@@ -228,7 +229,7 @@ def _stamps(served: Served) -> Sequence[float]:
 # --- whole sequences ------------------------------------------------------------------------------
 
 _LARGEST = 709.0
-"""Exponents below this have an exponential in float64."""
+"""e^x of exponents below this is finite in float64."""
 
 
 def seq_log_ratio(delta: ArrayLike) -> float:
@@ -276,14 +277,14 @@ def _exponential(exponent: float) -> float:
 
 
 def greedy_divergence_step(flips: ArrayLike) -> int:
-    """Return how many tokens agree before the first flip; all of them where none flips."""
+    """Return the number of tokens before the first flip, of all tokens if none flips."""
     values = indicators(flips, "flips")
     found = np.flatnonzero(values)
     return int(found[0]) if found.size else values.size
 
 
 def max_token_kl(kl: ArrayLike) -> float:
-    """Return the largest divergence of any position, which trust-region bounds are driven by."""
+    """Return the largest divergence of any position, on which trust-region bounds depend."""
     values = column(kl, "kl")
     if values.min() < 0:
         raise NotMeasurable("kl: a divergence is never negative")
@@ -293,8 +294,8 @@ def max_token_kl(kl: ArrayLike) -> float:
 def composed_tv(tv: ArrayLike) -> float:
     """Return 1 - prod(1 - tau_t), which bounds the total variation of sequences.
 
-    It does so only where each tau_t bounds the total variation of step t for *every* history; with
-    values measured on one text it says what that text would give. At 1 it is vacuous.
+    The bound holds only if each tau_t bounds the total variation of step t for *every* history;
+    values measured on one text describe that text alone. At 1 it is vacuous.
     """
     values = column(tv, "tv")
     if values.min() < 0 or values.max() > 1:

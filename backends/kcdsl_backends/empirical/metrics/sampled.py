@@ -1,8 +1,8 @@
 """Tokens drawn from the inference policy, and the aggregates of their importance ratios.
 
-delta = ln p(y) - ln q(y) of sampled tokens y, w = e^delta; `kcdsl.metrics.sampled` defines what
-is measured of them. Here are the estimators that need more than one operation. Weights are never
-truncated before they are aggregated: that hides what the aggregates are there to show.
+delta = ln p(y) - ln q(y) of sampled tokens y, w = e^delta; `kcdsl.metrics.sampled` defines their
+metrics. This module has the estimators that need more than one operation. Weights are never
+truncated before aggregation, which would hide large ratios.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kcdsl_backends.empirical.statistics.estimates import (
 
 _NEAR, _LARGE = 1e-3, 300.0
 _FAR = 700.0
-"""w ln w - w of |delta| beyond this is no part of 1 in float64, and e^-delta soon overflows."""
+"""For |delta| beyond this, w ln w - w vanishes beside 1 in float64, and e^-delta soon overflows."""
 
 
 def request_seed(seed: int, request: str) -> int:
@@ -51,7 +51,7 @@ def sample_tokens(pair: PolicyPair, seed: int) -> Tensor:
 
 
 def w_log_w_minus(delta: Tensor) -> Tensor:
-    """Return w ln w - w + 1 = e^delta (e^-delta - 1 + delta), 1 where w is next to nothing."""
+    """Return w ln w - w + 1 = e^delta (e^-delta - 1 + delta), 1 if w is nearly 0."""
     return torch.where(delta < -_FAR, 1.0, delta.exp() * bregman(-delta))
 
 
@@ -59,7 +59,7 @@ def jsd_is(delta: Tensor) -> Tensor:
     """Return (w ln(2w/(1 + w)) + ln(2/(1 + w))) / 2 >= 0, the contribution of one token to JS.
 
     With m = ln((1 + w)/2) = delta/2 + ln cosh(delta/2) the value is (w (delta - m) - m)/2; near
-    delta = 0 it is delta^2/8 (1 + delta/2 + ...), which nothing cancels in.
+    delta = 0 it is delta^2/8 (1 + delta/2 + ...), without cancellation.
     """
     half = delta.abs() / 2
     near = half.clamp(max=_LARGE)
@@ -73,15 +73,15 @@ def jsd_is(delta: Tensor) -> Tensor:
 def prob_absdiff(train_log: Tensor, infer_log: Tensor) -> Tensor:
     """Return |p(y) - q(y)|, also the total variation of "y or not y".
 
-    A difference of *probabilities of the sampled token*, not of policies: it is blind to tokens of
-    low probability, about a fifth of TV under Gaussian noise.
+    A difference of *probabilities of the sampled token*, not of policies: tokens of low probability
+    hardly count; under Gaussian noise it is about a fifth of TV.
     """
     larger = torch.maximum(train_log, infer_log)
     return larger.exp() * -torch.expm1(-(train_log - infer_log).abs())
 
 
 def binary_kl(train_log: Tensor, infer_log: Tensor) -> Tensor:
-    """Return the larger of both KL divergences of "y or not y", at most the larger of the full."""
+    """Return the larger KL divergence of "y or not y", at most the larger one of the policies."""
     train = torch.stack([train_log, _log_rest(train_log)], dim=-1)
     infer = torch.stack([infer_log, _log_rest(infer_log)], dim=-1)
     return torch.maximum(kl(train, infer), kl(infer, train))
@@ -98,8 +98,8 @@ def _log_rest(log_p: Tensor) -> Tensor:
 def ess_fraction(log_weights: ArrayLike) -> float:
     """Return ESS/n = (sum w)^2 / (n sum w^2) of raw weights given by their logarithms.
 
-    Never clamp weights before: weights inside [1/C, C] cannot have an ESS/n below
-    4 C^2/(1 + C^2)^2, 0.64 for C = 2, whatever they were. Estimates 1/(1 + chi2(train || infer)).
+    Do not clamp the weights: weights inside [1/C, C] cannot have an ESS/n below 4 C^2/(1 + C^2)^2,
+    0.64 for C = 2, whatever they were. Estimates 1/(1 + chi2(train || infer)).
     """
     values = column(log_weights, "ln w")
     weights = np.exp(values - values.max())
@@ -107,7 +107,7 @@ def ess_fraction(log_weights: ArrayLike) -> float:
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
-    """Return the correlation of two columns; raises NotMeasurable where one of them is constant."""
+    """Return the correlation of two columns; raises NotMeasurable if one of them is constant."""
     a, b = columns(2, x=x, y=y)
     a, b = (np.ldexp(v, -math.frexp(float(np.abs(v).max()))[1]) for v in (a, b))  # no square is inf
     a, b = a - rounded_sum(a) / a.size, b - rounded_sum(b) / b.size
@@ -128,8 +128,8 @@ def pearson_probabilities(train_log: ArrayLike, infer_log: ArrayLike) -> float:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """The effect of a rule: tokens outside the band of n, the share of tokens it keeps, and the
-    mean of the weights it leaves beside the mean of the raw ones."""
+    """The effect of a rule: the number of the n tokens outside its band, the share of tokens that
+    it keeps, and the means of the weights after it and of the raw weights."""
 
     rule: Rule
     below: int
@@ -143,9 +143,9 @@ class WhatIf:
 def what_if(
     log_ratio: ArrayLike, lengths: Sequence[int], rules: Sequence[Rule] = RULES
 ) -> tuple[WhatIf, ...]:
-    """Return what each rule would do to the tokens of sequences of these lengths, in their order.
+    """Return the effect of each rule on the tokens of consecutive sequences of these lengths.
 
-    Raises NotMeasurable where the lengths do not add up to the tokens, or nothing is there.
+    Raises NotMeasurable if the lengths do not add up to the tokens, or there are none.
     """
     values = column(log_ratio, "ln r")
     if any(n < 1 for n in lengths) or sum(lengths) != values.size:
@@ -182,6 +182,6 @@ def _apply(values: Array, lengths: Sequence[int], rule: Rule) -> WhatIf:
 
 
 def _mean(weights: Array) -> float:
-    """Return a mean of weights, infinite where one of them is, or where their sum overflows."""
+    """Return a mean of weights, infinite if one of them is or their sum overflows."""
     whole = bool(np.isfinite(weights).all())
     return rounded_sum(weights) / weights.size if whole else math.inf

@@ -1,4 +1,4 @@
-"""Norms of drifts: of hidden states, sentence embeddings (of encoders), and beside a gold run."""
+"""Norms of drifts: of hidden states, of sentence embeddings, and relative to a gold run."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def noise_ratio(train: Tensor, infer: Tensor, gold: Tensor) -> Tensor:
     """Return ||z_infer - z_gold||_2 / ||z_train - z_gold||_2 of each position, [N].
 
     All inputs are logits [N, V] of the same tokens; `gold` comes from a run in float32 or wider.
-    About 1 says that the inference kernel errs as the training kernel does; 0/0 is 1, and a kernel
-    beside an exact training kernel is infinitely worse. Raises ValueError for shapes that differ
-    and for no positions.
+    About 1 means that both kernels have errors of the same size; 0/0 is 1, and the ratio to an
+    exact training kernel is infinite. Raises ValueError for shapes that differ and for no
+    positions.
     """
     if train.ndim != 2 or not train.shape == infer.shape == gold.shape or train.shape[0] == 0:
         raise ValueError(

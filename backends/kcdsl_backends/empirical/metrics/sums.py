@@ -1,8 +1,8 @@
 """Numbers of a slice that are functions of sums over its requests.
 
-The requests of a slice are resampled whole, so what a resample gives of such a number follows from
-a few sums of each request: nothing of the tokens is read again. The sums are formed around the
-values of no drift, so that a small drift is no difference of large numbers.
+The requests of a slice are resampled whole, so the number of a resample follows from a few sums of
+each request, without reading its tokens again. The sums are of deviations from the values without
+drift, so that a small drift is not a difference of large numbers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Requests = Sequence[Sequence[Array]]
 Counts = NDArray[np.float64]
 """How often each resample draws each request [B, n]."""
 UNRELIABLE = 0.7
-"""A tail index above this leaves importance-weighted means without use (Vehtari et al. 2024)."""
+"""A tail index above this makes importance-weighted means unreliable (Vehtari et al. 2024)."""
 _FEWEST_TAIL = 25
 _ROUNDING = 2.0**-51
-"""Largest relative distance of the mean of equal values from them."""
+"""Largest relative rounding error of the mean of equal values."""
 _LARGE = 300.0
-"""The square of e^x for x beyond this is soon no float64."""
+"""The square of e^x for x beyond this nearly overflows float64."""
 _FAR = 700.0
 _SHOWN, _UNSEEN = 100, 0.25
 
@@ -42,11 +42,11 @@ _SHOWN, _UNSEEN = 100, 0.25
 class SumFunction:
     """A smooth function of sums over requests.
 
-    `of` gives the sums [n, S] of the requests; it raises NotMeasurable where they would overflow.
-    `value` is the number on a scale of nearly equal spread, of totals [..., S], real or complex;
-    `back` gives the number itself. `beyond` gives the sums of one more request, from those of the
-    worst that was seen: what is rare and large was hardly all seen. It raises NotMeasurable where
-    nothing bounds what was not seen; None stands for the worst request itself.
+    `of` gives the sums [n, S] of the requests; it raises NotMeasurable if they would overflow.
+    `value` maps totals [..., S], real or complex, to the number on a variance-stabilised scale;
+    `back` maps that to the number. `beyond` gives the sums of one more request from those of the
+    worst observed one, since a sample hardly has all rare, large values. It raises NotMeasurable if
+    no bound of unobserved values exists; None stands for the worst request itself.
     """
 
     of: Callable[[Requests], Array]
@@ -55,15 +55,15 @@ class SumFunction:
     beyond: Callable[[Requests, Array], Array] | None = None
 
 
-Redrawn = Callable[[Requests], Callable[[Counts], Array]]
-"""From requests to the function that gives the number of each resample, NaN where it has none."""
+ResampledFunction = Callable[[Requests], Callable[[Counts], Array]]
+"""Maps requests to the function that gives the number of each resample, NaN if it has none."""
 
 
 # --- tails of ratios -----------------------------------------------------------------------------
 
 
 def tail_length(n: int) -> int:
-    """Return how many of the largest of n ratios form the tail: ceil(min(n/5, 3 sqrt n))."""
+    """Return the number of largest of n ratios in the tail: ceil(min(n/5, 3 sqrt n))."""
     return math.ceil(min(n / 5, 3 * math.sqrt(n)))
 
 
@@ -72,8 +72,8 @@ def pareto_k(delta: ArrayLike, n: int | None = None) -> float:
 
     The estimator of Zhang and Stephens (2009) with the prior of Vehtari et al. (2024): the
     diagnostic of Pareto-smoothed importance sampling. Above 0.7 means of w are not reliable. Equal
-    ratios have no tail and give -inf. `n` says how many tokens there are where `delta` holds the
-    largest of them alone, more than their tail. Raises NotMeasurable below 26 tokens.
+    ratios have no tail and give -inf. `n` is the number of tokens if `delta` holds only the largest
+    of them, more than their tail. Raises NotMeasurable below 26 tokens.
     """
     size = len(np.atleast_1d(delta)) if n is None else n
     fewest = _FEWEST_TAIL + 1 if n is None else min(tail_length(n), _FEWEST_TAIL) + 1
@@ -112,10 +112,10 @@ def _fit_pareto(excess: Array) -> float:
 def length_scaling(deltas: ArrayLike, lengths: ArrayLike, groups: int = 6) -> float:
     """Return the slope of ln of the spread of sequence log-ratios on ln of their length.
 
-    Slope 1/2 is independent noise, slope 1 a systematic bias. Every sequence gives its prefixes of
-    lengths 2^j, so that each group holds the same sequences; the spread is the root mean square.
-    `deltas` holds the sequences one after the other. Raises NotMeasurable for fewer than 8
-    sequences, prefixes of fewer than three lengths, no drift.
+    Slope 1/2 is independent noise, slope 1 a systematic bias. Every sequence contributes prefixes
+    of lengths 2^j, so that all lengths have the same sequences; the spread is the root mean square.
+    `deltas` holds the concatenated sequences. Raises NotMeasurable for fewer than 8 sequences,
+    prefixes of fewer than three lengths, no drift.
     """
     found = _split(deltas, lengths)
     shortest = min(d.size for d in found)
@@ -141,9 +141,9 @@ def slope_of_spreads(squares: Array, groups: int = 6) -> float:
 def intraclass_correlation(values: ArrayLike, lengths: ArrayLike) -> float:
     """Return ICC(1) of the tokens of sequences: the share of variance that sequences explain.
 
-    The one-way estimator for groups of unequal size (Donner 1986). n tokens count for about
-    n / (1 + (m - 1) ICC) independent ones, m the mean length. Raises NotMeasurable for fewer than
-    two sequences, for sequences of one token each and where nothing varies.
+    The one-way estimator for groups of unequal size (Donner 1986). n tokens correspond to about n /
+    (1 + (m - 1) ICC) independent ones, m the mean length. Raises NotMeasurable for fewer than two
+    sequences, for sequences of one token each and for constant values.
     """
     groups = _split(values, lengths)
     sizes = np.array([g.size for g in groups], dtype=np.float64)
@@ -198,11 +198,11 @@ def _logistic(logit: float) -> float:
 
 
 def _beyond_ratios(requests: Requests, worst: Array) -> Array:
-    """Add to a request what a Pareto law of the fitted shape k has beyond the largest ratio: its
-    expected square is 1 / (1 - 2 k) times that of the largest.
+    """Add to a request the expected square of ratios beyond the largest, 1 / (1 - 2 k) times its
+    square for a Pareto law of the fitted shape k.
 
-    Raises NotMeasurable from k = 1/2 on, where no square has a mean; a tail of fewer than 100
-    ratios does not show the shape, which counts as 1/4 at most.
+    Raises NotMeasurable for k >= 1/2, where squares have no mean. A tail of fewer than 100 ratios
+    does not determine k, which is then at most 1/4.
     """
     every = np.concatenate([delta for (delta,) in requests])
     shape = pareto_k(every)
@@ -233,7 +233,7 @@ def _probabilities(requests: Requests) -> Array:
 
 
 def _centred(pairs: Sequence[tuple[Array, Array]]) -> Array:
-    """Return n and the sums of x, d, x^2, x d, d^2 with x and d from their means and scaled."""
+    """Return n and the sums of x, d, x^2, x d, d^2 with x and d centred and scaled."""
     size = sum(x.size for x, _ in pairs)
     middle = sum(float(x.sum()) for x, _ in pairs) / size
     shift = sum(float(d.sum()) for _, d in pairs) / size
@@ -259,8 +259,8 @@ def _fisher(totals: NDArray[Any]) -> NDArray[Any]:
 
 
 def _within(requests: Requests) -> Array:
-    """Return of the sequences of each request: tokens, sequences, and the sums of s, s^2/m, of the
-    squares of tokens and of m^2; s is the sum of a sequence of m tokens from the mean of all."""
+    """Return, by request, the numbers of tokens and sequences, and the sums of s, s^2/m, of squared
+    token values and of m^2; s is the centred sum of a sequence of m tokens."""
     middle = sum(float(d.sum()) for d, _ in requests) / sum(d.size for d, _ in requests)
     rows = []
     for delta, lengths in requests:
@@ -292,7 +292,7 @@ SUMS: Mapping[str, SumFunction] = {
 """Smooth functions of sums, by metric."""
 
 
-# --- numbers that are not smooth -----------------------------------------------------------------
+# --- functions that are not smooth ---------------------------------------------------------------
 
 
 def _tails(requests: Requests) -> Callable[[Counts], Array]:
@@ -324,8 +324,8 @@ def _tails(requests: Requests) -> Callable[[Counts], Array]:
 
 
 def _scaling(requests: Requests) -> Callable[[Counts], Array]:
-    """Return the slope of resamples from sums of squares of prefixes; what is shortest among those
-    drawn limits the prefixes."""
+    """Return the slope of resamples from sums of squares of prefixes; the shortest drawn sequence
+    limits their length."""
     shortest = np.array([float(np.min(lengths)) for _, lengths in requests])
     counted = np.array([len(lengths) for _, lengths in requests], dtype=np.float64)
     longest = int(shortest.max()).bit_length()
@@ -340,18 +340,18 @@ def _scaling(requests: Requests) -> Callable[[Counts], Array]:
     def of(counts: Counts) -> Array:
         found = np.full(len(counts), math.nan)
         for row, drawn in enumerate(counts):
-            there = drawn > 0
-            levels = int(shortest[there].min()).bit_length()
+            drawn_requests = drawn > 0
+            levels = int(shortest[drawn_requests].min()).bit_length()
             sequences = float(drawn @ counted)
-            means = drawn[there] @ squares[there, :levels] / sequences
-            if sequences >= 8 and shortest[there].min() >= 4 and bool((means > 0).all()):
+            means = drawn[drawn_requests] @ squares[drawn_requests, :levels] / sequences
+            if sequences >= 8 and shortest[drawn_requests].min() >= 4 and bool((means > 0).all()):
                 found[row] = slope_of_spreads(means)
         return found
 
     return of
 
 
-def _least(requests: Requests) -> Callable[[Counts], Array]:
+def _least_agreement(requests: Requests) -> Callable[[Counts], Array]:
     """Return the mean share of the layer that agrees least, from sums by layer."""
     layers = {float(count) for _, counts in requests for count in counts}
     if len(layers) != 1:
@@ -363,10 +363,10 @@ def _least(requests: Requests) -> Callable[[Counts], Array]:
     return lambda counts: np.asarray((counts @ sums / (counts @ sizes)[:, None]).min(axis=1))
 
 
-REDRAWN: Mapping[str, Redrawn] = {
+REDRAWN: Mapping[str, ResampledFunction] = {
     "tail_index": _tails,
     "length_scaling": _scaling,
-    "router_agreement": _least,
+    "router_agreement": _least_agreement,
 }
 """Functions of a few numbers of each request that are not smooth, by metric."""
 
@@ -375,12 +375,13 @@ REDRAWN: Mapping[str, Redrawn] = {
 
 
 def _calibration_excess(requests: Requests, bins: int, ranks: int) -> float:
-    """Return how far a calibration error of these requests may exceed that of their population on
-    average, the larger of both kernels.
+    """Return a bound of the bias of a calibration error of these requests, the larger of both
+    kernels.
 
     The error sums |S| over bins, S the sum of confidence - accuracy in a bin, and E|S| exceeds |ES|
-    by at most the standard deviation of S (Jensen), here over whole requests. So few requests make
-    a calibrated kernel look worse, and one that is off hardly so: their difference is too small.
+    by at most the standard deviation of S (Jensen), here over whole requests. So a small sample
+    makes a calibrated kernel look worse and a miscalibrated one hardly, and their difference is too
+    small.
     """
     n, found = len(requests), [0.0]
     for side in (0, 2):
@@ -402,7 +403,7 @@ EXCESS: Mapping[str, Callable[[Requests], float]] = {
     "ece_gap": lambda requests: _calibration_excess(requests, BINS, 1),
     "ace_gap": lambda requests: _calibration_excess(requests, BINS, RANKS),
 }
-"""By how much limits of numbers that few requests bias are widened, by metric."""
+"""Widening of the limits of numbers that are biased in small samples, by metric."""
 
 SHARES: Mapping[str, Callable[[Array], Array]] = {
     "tail_mass_seq": lambda sums: (np.abs(sums) > math.log(2)).astype(np.float64),

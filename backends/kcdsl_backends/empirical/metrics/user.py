@@ -52,11 +52,11 @@ class UnusableFunction(ValueError):
 
 
 def measures_of(program: Program) -> Mapping[str, MetricDefinition]:
-    """Return how every metric is measured that a program may speak of.
+    """Return the definitions of all metrics that a program may name.
 
-    A server, or a kernel that is recorded, draws the tokens at which anything is measured, so each
-    value varies from run to run, those of ranks too; but not the bytes of the cache, which follow
-    from the lengths that were recorded. Rollouts feed metrics that a forward pass does not.
+    With a server or a recorded kernel, metrics are measured at tokens that it draws, so every value
+    varies from run to run; only the bytes of the cache do not, which follow from recorded lengths.
+    Rollouts have metrics that a forward pass does not have.
     """
     own = registry_of(program).own
     recordings = [k.recording for k in (program.train, program.infer) if k.recording is not None]
@@ -72,10 +72,10 @@ def measures_of(program: Program) -> Mapping[str, MetricDefinition]:
 
 
 def load_functions(program: Program, base: Path) -> tuple[UserFunction, ...]:
-    """Import the functions of the metrics that a program speaks of.
+    """Import the functions of the user's metrics that a program names.
 
-    `base` is the folder of the contract. Raises Refusal where a declaration is missing, is another
-    than the program was compiled with, or its module cannot be imported.
+    `base` is the folder of the contract. Raises Refusal if a declaration is missing or differs from
+    the compiled one, or if its module cannot be imported.
     """
     if not program.metrics:
         return ()
@@ -87,7 +87,7 @@ def load_functions(program: Program, base: Path) -> tuple[UserFunction, ...]:
 
 
 def functions_record(functions: tuple[UserFunction, ...]) -> dict[str, Any]:
-    """Return what a report records of the functions: their names and the digests of their files."""
+    """Return the names of the functions and the digests of their files, for reports."""
     if not functions:
         return {}
     return {
@@ -203,9 +203,9 @@ def _first_on_path(folder: Path) -> Iterator[None]:
 def call(user: UserFunction, inputs: Mapping[str, Any], tokens: int) -> Array:
     """Return the values of a metric for one request of so many tokens, in base units.
 
-    Shape [tokens] for a metric per token, [1] for one per request. Raises Unusable where the
-    function raises, where its values have another shape, are not finite or leave the declared
-    range, and where calling it again gives other values.
+    Shape [tokens] for a metric per token, [1] for one per request. Raises UnusableFunction if the
+    function raises, if its values have another shape, are not finite or leave the declared range,
+    or if a second call gives other values.
     """
     wanted = {name: inputs[name] for name in user.parameters}
     values = _values(user, wanted, tokens)

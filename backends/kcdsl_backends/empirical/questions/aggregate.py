@@ -1,4 +1,4 @@
-"""`kcdsl aggregate`: from files and a contract to the document "kcdsl.aggregate/1"."""
+"""`kcdsl aggregate`: the document "kcdsl.aggregate/2" from files and a contract."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a user asks for: metrics (none: those of the contract, else all), further limits by
-    metric, shares of percentiles, means of the machine (see `opened`), and whether the document has
-    digests of the rows (`content`)."""
+    """The options of a user: metrics (none: those of the contract, else all), further limits by
+    metric, shares of percentiles, resources (see `opened`), and whether the document has digests of
+    the rows (`content`)."""
 
     metrics: tuple[str, ...] = ()
     limits: Mapping[str, tuple[ValueLimit, ...]] | None = None
@@ -77,12 +77,12 @@ class Wish:
 def wish_for(
     limits: Sequence[tuple[str, str, Fraction]], percentiles: Sequence[Fraction], **others: Any
 ) -> Wish:
-    """Return a wish; limits are (metric, operator, value)."""
+    """Return the options; limits are (metric, operator, value)."""
     found: dict[str, tuple[ValueLimit, ...]] = {}
     for name, op, value in limits:
         found[name] = (*found.get(name, ()), ValueLimit(op, value))
-    usual = Wish()
-    return Wish(limits=found, quantiles=tuple(percentiles) or usual.quantiles, **others)
+    defaults = Wish()
+    return Wish(limits=found, quantiles=tuple(percentiles) or defaults.quantiles, **others)
 
 
 def aggregate(
@@ -93,8 +93,8 @@ def aggregate(
 ) -> dict[str, Any]:
     """Return the document of token tables, decided by a contract if there is one.
 
-    Raises Refusal for tables that cannot be used, metrics and slices that are not there, and
-    contracts without a clause that a table decides.
+    Raises Refusal for unusable tables, unknown metrics and slices, and contracts without a clause
+    that a table decides.
     """
     table = open_tables(paths)
     task = None if program is None else prepare(program, table, wish.slices)
@@ -152,9 +152,9 @@ def aggregate(
 def _add_content(
     files: Sequence[dict[str, Any]], database: Database, read: Iterable[Term]
 ) -> dict[str, Any]:
-    """Add the digest of the rows of each file that has any, and return that of all rows and the
-    sketches of the requests by the terms that are `read`; raises Refusal for a file with the rows
-    of another one."""
+    """Add the digest of its rows to each file with rows. Return the digest of all rows and the
+    sketches of the requests by the terms `read`. Raises Refusal for a file with the rows of
+    another."""
     whole, found = content_digests(database)
     refuse_copies(database.table, [found.get(i, "") for i in range(len(files))], "rows")
     for i, own in found.items():
@@ -187,7 +187,7 @@ def _chosen(there: tuple[str, ...], wanted: Sequence[str]) -> tuple[str, ...]:
 
 
 def _with_metrics(task: PreparedContract, asked: Sequence[Asked]) -> PreparedContract:
-    """Return the task with the terms that are reported beside those that clauses need."""
+    """Return the task with the reported terms added to those that clauses need."""
     terms = dict.fromkeys([*task.terms, *(Metric(one.metric) for one in asked)])
     return replace(task, terms=tuple(terms))
 
@@ -230,9 +230,9 @@ def _environment(database: Database, wish: Wish) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """Rows of one metric on one slice: how many, those with a value, NaN and infinite ones, those
-    that do not meet each limit, the extremes (None without a number), and the exact sum of the
-    finite values."""
+    """Rows of one metric on one slice: numbers of all rows, of those with a value, of NaN, of
+    infinite values and of those beyond each limit, the extremes (None without a number), and the
+    exact sum of the finite values."""
 
     rows: int = 0
     values: int = 0
@@ -278,7 +278,7 @@ def slice_record(
     asked: Sequence[Asked],
     better: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return what is reported of a slice: each metric by tokens and by requests."""
+    """Return the record of a slice: each metric by tokens and by requests."""
     return {
         "slice": name,
         "rows": int(requests.reduced.tokens.sum()),
@@ -333,7 +333,7 @@ def _side(limit: ValueLimit) -> Literal["upper", "lower"]:
 
 
 def _outside(limit: ValueLimit, worst: Floats) -> int:
-    """Count the requests of which not every value meets a limit."""
+    """Count the requests with a value that does not meet a limit."""
     exact = Fraction(below(limit.value)) == limit.value
     if limit.op in ("<=", "<"):
         tau = below(limit.value)

@@ -1,10 +1,10 @@
-"""Earlier runs and reference builds beside a comparison: bands of values, and noise floors.
+"""Earlier runs and reference builds for a comparison: bands of values, and noise floors.
 
 A band is the two-sided Student prediction interval of the next value from n earlier ones (Hahn and
 Meeker, Statistical Intervals, 1991, section 4.6), at an error shared among all rows with a band
-(Bonferroni). It supposes that values of runs are like draws of one normal law. A row has no band
-before `FEWEST_RUNS` runs. A noise floor is the worst value between two reference builds on the same
-checkpoint and data, with its confidence limit where it was sampled.
+(Bonferroni). It assumes that values of runs are independent draws from one normal law. A row has a
+band from `FEWEST_RUNS` runs on. A noise floor is the worst value between two reference builds on
+the same checkpoint and data, with its confidence limit if it was sampled.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kcdsl.verdict.result import ClauseResult
 from kcdsl.verdict.studies.pairing import Band, BandState, Floor
 
 FEWEST_RUNS = 8
-"""How many earlier values a band needs."""
+"""Smallest number of earlier values for a band."""
 Document = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Baselines:
-    """Reports that count, and those that do not, with the reason."""
+    """The reports that are used, and the unused ones with the reason."""
 
     history: tuple[Document, ...] = ()
     references: tuple[Document, ...] = ()
@@ -40,17 +40,20 @@ def usable(
     references: Mapping[str, Document],
     untrusted: Mapping[str, str],
 ) -> Baselines:
-    """Return the reports, by file, that are about what the candidate is about; each once.
+    """Return the reports, by file, that are comparable with the candidate; each once.
 
-    Of the history the data must be the candidate's, of references the checkpoint too. `untrusted`
-    names files that are left out, with the reason.
+    A report of the history must have the candidate's data, a reference the checkpoint too.
+    `untrusted`
+        names files that are left out, with the reason.
     """
     unused: dict[str, str] = {}
     kept: list[list[Document]] = [[], []]
     seen: list[Document] = [candidate]
     for place, documents in enumerate((history, references)):
         for file, document in documents.items():
-            why = untrusted.get(file) or _other(candidate, document, checkpoint=bool(place))
+            why = untrusted.get(file) or _why_not_comparable(
+                candidate, document, checkpoint=bool(place)
+            )
             if not why and any(document == other for other in seen):
                 why = "the report of the candidate itself, or one that is named twice"
             if why:
@@ -61,8 +64,8 @@ def usable(
     return Baselines(tuple(kept[0]), tuple(kept[1]), unused)
 
 
-def _other(candidate: Document, document: Document, *, checkpoint: bool) -> str:
-    """Say why a report is about something else; empty where it is not."""
+def _why_not_comparable(candidate: Document, document: Document, *, checkpoint: bool) -> str:
+    """Return why a report is not comparable; empty if it is."""
     own, other = ({d.get("sha256") for d in each.get("data", [])} for each in (candidate, document))
     if not own or None in own or own != other:
         return "it is about other data"
@@ -80,7 +83,8 @@ def _other(candidate: Document, document: Document, *, checkpoint: bool) -> str:
 def bands(
     rows: Sequence[ClauseResult], candidate: Document, history: Sequence[Document], error: float
 ) -> dict[str, Band]:
-    """Return where the values of the candidate lie among those of earlier runs, by obligation."""
+    """Return the bands of earlier runs and the position of the candidate's values, by
+    obligation."""
     found: dict[str, Band] = {}
     values = {row.obligation: _earlier(row, candidate, history) for row in rows}
     active = [
@@ -104,9 +108,9 @@ def bands(
 
 
 def prediction(values: Sequence[float], error: float) -> tuple[float, float]:
-    """Return the ends between which the next of these values lies but for an error.
+    """Return the limits within which the next value lies with probability 1 - `error`.
 
-    Equal values have a band of that value alone: whatever differs from it is a change.
+    Equal values have a band of that value alone: any other value is a change.
     """
     sample = np.array(values, dtype=np.float64)
     n = sample.size
@@ -126,7 +130,8 @@ def _harms(state: BandState, op: str) -> bool:
 
 
 def _earlier(row: ClauseResult, candidate: Document, history: Sequence[Document]) -> list[float]:
-    """Return the values of earlier runs that answer the same question on a like machine."""
+    """Return the values of the same obligation in earlier runs, runtime ones on the same
+    machine."""
     found = []
     for document in history:
         if row.family == "runtime" and _machine(document) != _machine(candidate):
@@ -148,15 +153,15 @@ def _earlier(row: ClauseResult, candidate: Document, history: Sequence[Document]
 
 
 def _rows_of(document: Document, slice: str) -> Any:
-    """Return how many requests and tokens a slice has: with the digest of the data they tell it
-    from another slice of the same name, which another contract may have."""
+    """Return the numbers of requests and tokens of a slice: with the digest of the data they
+    distinguish it from a slice of the same name in another contract."""
     whole = slice.partition("[")[0]
     found = (own for own in document.get("slices", ()) if own.get("slice") == whole)
     return [(own.get("requests"), own.get("tokens")) for own in found]
 
 
 def _machine(document: Document) -> Any:
-    """Return what times depend on: the machine of the inference kernel, as far as it is stated."""
+    """Return the machine of the inference kernel, on which times depend, as far as it is stated."""
     fingerprint = document["kernels"].get("infer", {}).get("fingerprint", {})
     return fingerprint.get("hardware"), fingerprint.get("device")
 
@@ -171,7 +176,7 @@ def _is_number(value: Any) -> bool:
 def floors(
     rows: Sequence[ClauseResult], candidate: Document, references: Sequence[Document]
 ) -> dict[str, Floor]:
-    """Return the noise floor of each obligation that compares with a number, where one is known.
+    """Return the known noise floors of obligations that compare with a number.
 
     The drift of the candidate's training kernel from itself under another batching counts as one
     build.
@@ -215,7 +220,7 @@ def _reference_values(row: ClauseResult, document: Document, upper: bool) -> lis
 
 
 def within(value: float | None, floor: Floor | None, op: str) -> bool:
-    """Return whether a value is one that two reference builds may have."""
+    """Return whether a value lies within the noise floor."""
     if floor is None or value is None:
         return False
     return value <= floor.value if op in ("<=", "<") else value >= floor.value

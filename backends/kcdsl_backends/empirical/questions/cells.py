@@ -1,8 +1,8 @@
-"""Cells of an experiment: what each came to, kept in a run checkpoint in its folder.
+"""Cells of an experiment and their results, kept in a run checkpoint in its folder.
 
-A checkpoint belongs to what its cells were measured of: the digests of contract, weights, data and
-the files that belong to them, the seed, the axes, the versions and the processor. With another of
-these, and with own code of the contract that is another now, every cell is measured again.
+A checkpoint is valid for the digests of contract, weights, data and their files, the seed, the
+axes, the versions and the processor. If one of these, or the contract's own code, has changed,
+every cell is measured again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ CHECKPOINT = "cells.journal"
 
 
 def manifest(program: Program, base: Path, seed: int, **more: Any) -> dict[str, Any]:
-    """Return what an experiment is of: digests of the contract and of every file that its numbers
-    rest on; seed; versions; the machine, with what of its settings can change a result.
+    """Return the inputs of an experiment: digests of the contract and of every file that its
+    numbers depend on; seed; versions; the machine with the settings that can change a result.
 
-    A file that is not there has no digest; what reads it refuses it.
+    A missing file has no digest; the code that reads it refuses it.
     """
     files: dict[str, str] = {}
     artefacts = Artefacts.of(base)
@@ -69,7 +69,7 @@ def manifest(program: Program, base: Path, seed: int, **more: Any) -> dict[str, 
 
 
 def _machine() -> dict[str, Any]:
-    """Return what fingerprints of kernels say of this machine, whichever kernel runs on it."""
+    """Return the part of kernel fingerprints that describes this machine."""
     place = here()
     return {
         "processor": dict(place.processor()),
@@ -80,7 +80,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _weights(program: Program, artefacts: Artefacts) -> dict[str, str]:
-    """Return the digest of the checkpoint, of every file of it where it is a folder."""
+    """Return the digest of the checkpoint, or of every file in it if it is a folder."""
     name = program.model.checkpoint
     path = artefacts.locate(name)
     if path.is_dir():
@@ -104,7 +104,7 @@ def _libraries() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """The cells of one experiment that are kept so far."""
+    """The stored cells of one experiment."""
 
     checkpoint: RunCheckpoint
     code: OwnCode
@@ -112,10 +112,10 @@ class Cells:
     def cell(
         self, name: str, spec: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Return a cell: as it was kept, or as it is measured now.
+        """Return the stored cell, or measure it now.
 
-        A refusal is what a cell came to, with its reason; so nothing is silently absent. It is not
-        kept: what is missing now may be there next time.
+        A refusal becomes a cell with its reason, so that no cell is silently absent. It is not
+        stored, since a missing input may be present in the next run.
         """
         place = json.dumps([name, spec], sort_keys=True)
         known = self.checkpoint.note(place)

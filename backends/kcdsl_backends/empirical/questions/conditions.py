@@ -1,9 +1,9 @@
-"""E2: the same kernels on devices, at lengths, in batches, with concurrent streams.
+"""E2: the same kernels on several devices, lengths, batch sizes and numbers of streams.
 
 A cell takes the requests with at least L tokens, cut to L, so that they run in batches without
 padding. The inference kernel runs batches of b in c threads at a time; the training kernel runs
-each request alone. What is counted is what `kcdsl evaluate` counts, and the preconditions of
-`kcdsl evaluate` are looked at in every cell, on its requests.
+each request alone. Units are counted as in `kcdsl evaluate`, and its preconditions are checked in
+every cell, on the requests of the cell.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ from kcdsl_backends.requests import Request
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """What is swept. `lengths` are in tokens; `concurrency` counts threads that run batches."""
+    """The axes of the grid. `lengths` are in tokens; `concurrency` counts threads that run
+    batches."""
 
     devices: tuple[str, ...] = ("cpu", "cuda")
     lengths: tuple[int, ...] = (16, 32, 64, 128)
@@ -78,13 +79,13 @@ class Axes:
         batches: Sequence[int],
         concurrency: Sequence[int],
     ) -> Axes:
-        """Return sorted axes; those that are empty are the usual ones."""
-        usual = Axes()
+        """Return sorted axes; empty ones take the defaults."""
+        defaults = Axes()
         return Axes(
-            tuple(sorted(set(devices))) or usual.devices,
-            tuple(sorted(set(lengths))) or usual.lengths,
-            tuple(sorted(set(batches))) or usual.batches,
-            tuple(sorted(set(concurrency))) or usual.concurrency,
+            tuple(sorted(set(devices))) or defaults.devices,
+            tuple(sorted(set(lengths))) or defaults.lengths,
+            tuple(sorted(set(batches))) or defaults.batches,
+            tuple(sorted(set(concurrency))) or defaults.concurrency,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -98,7 +99,7 @@ class Axes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answered:
+class _KnownOutputs:
     """A kernel whose logits and states for one request are known already."""
 
     kernel: TorchKernel
@@ -127,13 +128,13 @@ def run_grid(
 ) -> dict[str, Any]:
     """Return the document of E2: a cell for each combination, or the reason why it has not run.
 
-    Raises Refusal where not one could run.
+    Raises Refusal if no cell could run.
     """
     of = manifest(program, base, seed, axes=axes.to_json())
     clauses, deferred = _clauses(program)
     loaded: dict[str, KernelContext | Refusal] = {}
 
-    def setting_on(device: str) -> KernelContext:
+    def context_on(device: str) -> KernelContext:
         if device not in loaded:
             loaded[device] = _load(prepare, program, base, device, seed)
         found = loaded[device]
@@ -151,7 +152,7 @@ def run_grid(
             )
 
             def measure(spec: Mapping[str, Any] = spec) -> dict[str, Any]:
-                return _measure(setting_on(spec["device"]), clauses, spec)
+                return _measure(context_on(spec["device"]), clauses, spec)
 
             found.append(cells.cell(name, spec, measure))
     progress("cells", len(specs), len(specs))
@@ -305,7 +306,7 @@ def _runs(
     size: int,
     streams: int,
 ) -> dict[str, RequestRun]:
-    """Run batches, `streams` of them at a time; what they gave is measured before the next."""
+    """Run batches, `streams` at a time, and measure their outputs before the next ones."""
     batches = [requests[i : i + size] for i in range(0, len(requests), size)]
     runs: dict[str, RequestRun] = {}
 
@@ -314,12 +315,12 @@ def _runs(
         found = {"logits": kernel.logits(tokens)} if plan.needs_logits else {}
         return found | ({"hidden": kernel.hidden(tokens)} if plan.needs_hidden else {})
 
-    with ThreadPoolExecutor(streams) as threads, _settled(kernel):
+    with ThreadPoolExecutor(streams) as threads, _shared_settings(kernel):
         for start in range(0, len(batches), streams):
             wave = batches[start : start + streams]
             for batch, answers in zip(wave, list(threads.map(answer, wave)), strict=True):
                 for i, request in enumerate(batch):
-                    answered: Kernel = _Answered(
+                    answered: Kernel = _KnownOutputs(
                         kernel, {name: rows[i] for name, rows in answers.items()}
                     )
                     runs[request.key] = run_request(
@@ -328,9 +329,9 @@ def _runs(
     return runs
 
 
-def _settled(kernel: TorchKernel) -> AbstractContextManager[Any]:
-    """Hold what single runs set and reset for the whole process, so that threads do not undo it
-    for each other."""
+def _shared_settings(kernel: TorchKernel) -> AbstractContextManager[Any]:
+    """Hold the process-wide settings that each run sets and resets, so that threads do not reset
+    them for each other."""
     backend = find_adapter(kernel.ref.run).backend
     stack = ExitStack()
     stack.enter_context(exact_settings(kernel.device))

@@ -1,4 +1,4 @@
-"""Counts that grow from look to look: the rules by which promotions decide on traffic."""
+"""Decisions on growing counts: the rules by which promotions decide on traffic."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ class AnytimeRules:
     """
 
     def allowed_rate(self, clause: Clause) -> Fraction | None:
-        """Return the share of units that may be beyond; 0 for every unit, None for no unit."""
+        """Return the share of units that may be beyond; 0 if none may, None if units are not
+        counted."""
         return allowed_rate(clause)
 
     def varies(self, clause: Clause, program: Program) -> bool:
-        """Return whether one more run of the same requests would give other values, or the clause
-        asks for a sample."""
+        """Return whether values vary between runs of the same requests, or the clause demands a
+        sample."""
         known = measures_of(program)
         noisy = any(known[name].noisy for name in metrics_of(clause.require) if name in known)
         return noisy or clause.evidence is EvidenceKind.SAMPLE
 
     def shows_below(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
-        """Return whether k of n show, at this and every other look, a rate of at most `rate`."""
+        """Return whether k of n show a rate of at most `rate`, with one `error` for all looks."""
         return rates.shows_below(k, n, rate, Confidence(error, anytime=True))
 
     def shows_above(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
-        """Return whether k of n show, at this and every other look, a rate above `rate`."""
+        """Return whether k of n show a rate above `rate`, with one `error` for all looks."""
         return rates.shows_above(k, n, rate, Confidence(error, anytime=True))
 
 

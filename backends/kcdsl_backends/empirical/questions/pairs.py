@@ -1,6 +1,6 @@
 """Runs on the same requests, compared unit by unit: candidate against incumbent, and 2×2 designs.
 
-Requests differ more from each other than kernels do, so each request is compared with itself.
+Requests differ more than kernels do, so values of the same request are compared.
 Holm's method decides over all rows which of them changed.
 """
 
@@ -64,7 +64,7 @@ _Found = list[tuple[PairedRow, PairedChange | None]]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What was measured and concluded of one run, by slice and by obligation."""
+    """The evidence and the results of one run, by slice and by obligation."""
 
     evidence: EvidenceTable
     report: Report
@@ -92,11 +92,11 @@ def compare_runs(
     references: Mapping[str, Document] | None = None,
     untrusted: Mapping[str, str] | None = None,
 ) -> RunComparison:
-    """Compare what was measured of an incumbent and of a candidate.
+    """Compare the evidence of an incumbent and of a candidate.
 
     `history` are reports of earlier runs, `references` those of reference builds, by file;
-    `untrusted` names files of them that are left out, with the reason. Raises Refusal (KC632) where
-    the runs are not about the same requests, or not of one model at one temperature.
+    `untrusted` names files of them that are left out, with the reason. Raises Refusal (KC632) if
+    the runs differ in requests, model or temperature.
     """
     refuse_other_requests(incumbent, candidate)
     runs = [_Run.of(incumbent), _Run.of(candidate)]
@@ -109,7 +109,7 @@ def compare_runs(
         candidate.contract,
         tuple(_differences(incumbent, candidate)),
         ERROR,
-        _judged(_paired(runs, runs[1].obligations, floored, banded)),
+        _with_verdicts(_paired(runs, runs[1].obligations, floored, banded)),
         tuple(_measures(runs[0].slices, runs[1].slices)),
         len(baselines.history),
         len(baselines.references),
@@ -118,20 +118,20 @@ def compare_runs(
 
 
 def effects_of(cells: Mapping[Place, EvidenceTable]) -> tuple[Effect, ...]:
-    """Return what a change of the checkpoint, of the kernels, and of both does to each obligation.
+    """Return the effects on each obligation of a new checkpoint, of new kernels, and of both.
 
-    `cells` are runs on the same requests, by (checkpoint, kernels), each "previous" or "present";
-    that of both present is there, and its contract says what is asked.
-    One chance of error is shared by the rows of all effects.
+    `cells` are runs on the same requests, by (checkpoint, kernels), each "previous" or "present".
+    The one with both present is required, and its contract defines the obligations. The rows of all
+    effects share one error level.
     """
     runs = {place: _Run.of(evidence) for place, evidence in cells.items()}
-    asked = runs[FAILED].obligations
+    obligations = runs[FAILED].obligations
     found: list[tuple[str, str, _Found]] = [
-        (factor, at, _paired([runs[place] for place in places], asked))
+        (factor, at, _paired([runs[place] for place in places], obligations))
         for (factor, at), places in EFFECTS.items()
         if all(place in runs for place in places)
     ]
-    judged = iter(_judged([row for _, _, rows in found for row in rows]))
+    judged = iter(_with_verdicts([row for _, _, rows in found for row in rows]))
     return tuple(
         Effect(factor, at, tuple(next(judged) for _ in rows)) for factor, at, rows in found
     )
@@ -159,13 +159,13 @@ def refuse_other_requests(incumbent: EvidenceTable, candidate: EvidenceTable) ->
 
 def _paired(
     runs: Sequence[_Run],
-    asked: Mapping[str, Obligation],
+    obligations: Mapping[str, Obligation],
     floored: Mapping[str, Floor] | None = None,
     banded: Mapping[str, Band] | None = None,
 ) -> _Found:
-    """Compare the runs on what is asked; the last of them is the candidate."""
+    """Compare the runs on each obligation; the last run is the candidate."""
     found = _Found()
-    for name, obligation in asked.items():
+    for name, obligation in obligations.items():
         rows = [run.results.get(name) for run in runs]
         if rows[-1] is None:
             continue
@@ -186,19 +186,20 @@ def _paired(
 
 
 def _refuse_unequal(name: str, obligation: Obligation, runs: Sequence[_Run]) -> None:
-    """Raise NotMeasurable where a run has no valid evidence, or was asked something else."""
+    """Raise NotMeasurable if a run has no valid evidence for an obligation, or another
+    obligation."""
     rows = [run.results.get(name) for run in runs]
     invalid = [row for row in rows if row and isinstance(row.verdict, InvalidEvidence)]
     if invalid:
         raise NotMeasurable(f"invalid evidence: {verdict_reason(invalid[-1].verdict)}")
     for run in runs:
-        asked = run.obligations.get(name)
-        if name not in run.results or asked is None or not _same_question(asked, obligation):
+        own = run.obligations.get(name)
+        if name not in run.results or own is None or not _same_question(own, obligation):
             raise NotMeasurable("the incumbent's contract asks something else here")
 
 
 def _obligations(evidence: EvidenceTable) -> Iterator[Obligation]:
-    """Yield what is decided of a run, in the order of its contract."""
+    """Yield the obligations of a run, in the order of its contract."""
     clauses, _ = split(expand_tables(evidence.program), frozenset(evidence.slices))
     for clause in clauses:
         for name in clause.slices or tuple(evidence.slices):
@@ -231,7 +232,7 @@ def _row(obligation: Obligation, one: ClauseResult | None, two: ClauseResult) ->
 
 
 def _rate(row: ClauseResult) -> PassRate | None:
-    """Return the share of units that keep the threshold, from those that exceed it."""
+    """Return the rate of units within the threshold, from the number beyond it."""
     counted = row.exceedance
     if counted is None or not counted.n:
         return None
@@ -246,9 +247,9 @@ def _rate(row: ClauseResult) -> PassRate | None:
 def _changed(
     obligation: Obligation, runs: Sequence[SliceData], floor: Floor | None
 ) -> PairedChange:
-    """Compare the units of the runs; raises NotMeasurable where that cannot be done.
+    """Compare the units of the runs; raises NotMeasurable if they cannot be compared.
 
-    Units are compared with the threshold, or with the noise floor where the threshold is stricter.
+    Units are compared with the threshold, or with the noise floor if the threshold is stricter.
     """
     part = obligation.part
     compared = threshold(part.require)
@@ -265,14 +266,14 @@ def _changed(
         raise NotMeasurable("it is no statement about single requests and no mean of them")
     if part.budget is not None and part.budget.unit == "windows":
         raise NotMeasurable("its units are windows of requests")
-    asked = part
+    counted = part
     if floor is not None and floor.above:
         tau, op = Fraction(floor.value), {"<": "<=", ">": ">="}.get(op, op)
-        asked = replace(part, require=Compare(op, term, Number(tau)))
+        counted = replace(part, require=Compare(op, term, Number(tau)))
     shares = []
     for data, order in zip(runs, _orders(term.of, runs), strict=True):
         every = replace(data, drawn=None)
-        found = count(asked, Judge(every, Settings(0, None), sample=False))
+        found = count(counted, Judge(every, Settings(0, None), sample=False))
         if found is None:
             raise NotMeasurable("a single unit has no value")
         shares.append(_of_requests(~np.array(found.beyond)[order], term.of, data, order))
@@ -282,21 +283,22 @@ def _changed(
 def _of_requests(
     kept: NDArray[np.bool_], term: Term, data: SliceData, order: Sequence[int]
 ) -> NDArray[np.int64]:
-    """Return in how many of its runs each request keeps the threshold: its timed runs share what
-    makes a process slow, and are no units of their own."""
+    """Return the number of runs in which each request is within the threshold: timed runs of one
+    request are dependent, and not units of their own."""
     counts: NDArray[np.int64] = np.add.reduceat(kept.astype(np.int64), _firsts(term, data, order))
     return counts
 
 
 def _firsts(term: Term, data: SliceData, order: Sequence[int]) -> NDArray[np.intp]:
-    """Return where the units of each request begin, in an order that keeps them together."""
+    """Return the index of the first unit of each request, in an order that groups them by
+    request."""
     keys = np.array([unit.key for unit in runs_of(term, data)])[order]
     return np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
 
 
 def _orders(term: Term, runs: Sequence[SliceData]) -> list[list[int]]:
-    """Return the orders in which the units of the runs are those of the same requests, the first
-    timed run of a request beside its first. Raises NotMeasurable where there is none."""
+    """Return the orders that align the units of the runs by request and timed run. Raises
+    NotMeasurable if there are none."""
     orders, keys = [], []
     for data in runs:
         own = [unit.key for unit in runs_of(term, data)]
@@ -314,8 +316,8 @@ def _of_means(term: Term, runs: Sequence[SliceData], *, upward: bool) -> PairedC
 
 
 def _means(term: Term, runs: Sequence[SliceData]) -> tuple[list[float], list[Array]]:
-    """Return the means of the runs, and how much each request moves them; the timed runs of a
-    request count as one."""
+    """Return the means of the runs and the influence of each request; the timed runs of a request
+    count as one."""
     inner = term.of if isinstance(term, Abs) else term
     if not isinstance(inner, Statistic):
         raise NotMeasurable("it is no mean")
@@ -333,7 +335,7 @@ def _means(term: Term, runs: Sequence[SliceData]) -> tuple[list[float], list[Arr
 
 
 def _linear(sums: Array, sizes: Array) -> tuple[float, Array]:
-    """Return a ratio of sums, and how much each request moves it."""
+    """Return a ratio of sums, and the influence of each request on it."""
     total = math.fsum(sizes)
     if total == 0.0:
         raise NotMeasurable("there are no values")
@@ -344,8 +346,8 @@ def _linear(sums: Array, sizes: Array) -> tuple[float, Array]:
 # --- all rows -------------------------------------------------------------------------------------
 
 
-def _judged(found: Sequence[tuple[PairedRow, PairedChange | None]]) -> tuple[PairedRow, ...]:
-    """Say of every row whether it changed, with one chance of error over all of them."""
+def _with_verdicts(found: Sequence[tuple[PairedRow, PairedChange | None]]) -> tuple[PairedRow, ...]:
+    """Decide for every row whether it changed, with one error level for all of them."""
     compared = [change for _, change in found if change is not None]
     worse = rejected([change.harm for change in compared])
     better = rejected([change.use for change in compared])
@@ -412,7 +414,7 @@ def _measures(
 
 
 def _differences(incumbent: EvidenceTable, candidate: EvidenceTable) -> Iterator[str]:
-    """Yield what differs between the runs beside their values."""
+    """Yield the differences between the runs other than their values."""
     if incumbent.contract.get("digest") != candidate.contract.get("digest"):
         yield from _contracts(incumbent.program, candidate.program)
     yield from _fields("model", incumbent.model, candidate.model)
@@ -422,7 +424,8 @@ def _differences(incumbent: EvidenceTable, candidate: EvidenceTable) -> Iterator
 
 
 def _contracts(one: Program, two: Program) -> Iterator[str]:
-    """Yield whether the clauses differ: model and kernels are named by themselves."""
+    """Yield a difference of clauses, slices or constants; model and kernels are compared
+    elsewhere."""
     if (one.clauses, one.slices, one.constants) != (two.clauses, two.slices, two.constants):
         yield "clauses, slices or constants of the contract"
 

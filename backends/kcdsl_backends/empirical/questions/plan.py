@@ -1,7 +1,7 @@
-"""The number of units a contract needs: what a sample of each size can show, before it is drawn.
+"""The number of units that a contract needs, planned before a sample is drawn.
 
-No kernel is run and no model loaded; of the model only its tokenizer is read, where slices select
-by length.
+No kernel is run and no model loaded; of the model only the tokenizer is read, if slices select by
+length.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ NOISY = frozenset(
         *("gradients", "routes"),
     }
 )
-"""What makes another run of the same requests give other values."""
+"""Needs of metrics whose values vary between runs of the same requests."""
 
 
 def plan(
@@ -73,12 +73,12 @@ def plan(
     prior: Path | None = None,
     slices: Sequence[str] = (),
 ) -> Plan:
-    """Return what every clause that measuring decides needs, slice by slice.
+    """Return the number of units for every clause that measurements decide, slice by slice.
 
     `base` is the folder of the contract, `looks` how many evaluations of growing data share the
-    error (None: any number), `prior` a report or a trace of an earlier evaluation. Data files that
-    are not there yet make what is there unknown. Raises Refusal for those that cannot be read,
-    for a prior report that cannot, and for a contract without a clause to measure.
+    error (None: any number), `prior` a report or a trace of an earlier evaluation. Missing data
+    files leave the available number of units unknown. Raises Refusal for data files and prior
+    reports that cannot be read, and for a contract without a clause to measure.
     """
     stated, program = program, expand_tables(program)
     earlier = None if prior is None else read_prior(prior)
@@ -98,8 +98,8 @@ def plan(
                 continue
             for obligation in obligations_of(clause, name):
                 seen = None if earlier is None else earlier.observe(obligation)
-                there = rows_of[name], units_of[name]
-                case = _Case(obligation, name, *there, earlier is not None, seen)
+                available = rows_of[name], units_of[name]
+                case = _Case(obligation, name, *available, earlier is not None, seen)
                 rows.append(_row(case, program, confidence, power))
     if not rows:
         raise refuse(
@@ -127,19 +127,19 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """An obligation, with what is known of the data and of an earlier run."""
+    """An obligation, with the available data and the values of an earlier run."""
 
     obligation: Obligation
     slice: str
     requests: int | None
     prompts: int | None
-    """How many units of a sample its requests are."""
+    """Number of units of a sample among its requests."""
     has_prior: bool
     seen: Observed | None
 
     @property
     def unseen(self) -> str:
-        """Return what is to be said where nothing is known of an earlier run."""
+        """Return the note on missing values of an earlier run."""
         if self.has_prior:
             return "the prior report says nothing of it"
         return "a prior report tells how many (--prior FILE)"
@@ -256,7 +256,7 @@ def _mean(row: PlanRow, case: _Case, confidence: Confidence, power: float) -> Pl
         row = replace(row, without_any=planning.units_for_budget(bounded.share, confidence))
     if seen is None or seen.value is None or seen.variance is None:
         return row if row.note else replace(row, note=case.unseen)
-    distance = _room(case.obligation.part, seen.value)
+    distance = _slack(case.obligation.part, seen.value)
     needed = planning.units_for_mean(seen.variance, distance, power, confidence)
     why = "the mean of the prior report is not within the threshold"
     if bounded is not None and seen.value == bounded.best:
@@ -283,8 +283,8 @@ def _mean(row: PlanRow, case: _Case, confidence: Confidence, power: float) -> Pl
     return replace(row, state="enough" if row.have >= needed else "too_few")
 
 
-def _room(part: Clause, value: float) -> float:
-    """Return how far a mean lies within its threshold; negative beyond it."""
+def _slack(part: Clause, value: float) -> float:
+    """Return the distance of a mean to its threshold; negative beyond it."""
     found = threshold(part.require)
     assert found is not None
     term, op, tau = found
@@ -307,7 +307,7 @@ def _needs(part: Clause, program: Program) -> frozenset[str]:
 
 
 def _drawn(program: Program) -> bool:
-    """Return whether tokens are drawn, or were, at which everything is measured."""
+    """Return whether everything is measured at drawn tokens."""
     recording = program.infer.recording
     rollouts = recording is not None and recording.format != LOGITS
     return rollouts or program.infer.service is not None
@@ -331,10 +331,10 @@ def _units(part: Clause, requests: int | None) -> int | None:
 def _available(
     program: Program, base: Path
 ) -> tuple[Mapping[str, int | None], Mapping[str, int | None]]:
-    """Return how many requests each slice has, and how many units of a sample they are: those of
-    one prompt are one. None where a file is not here yet.
+    """Return the numbers of requests and of units of a sample by slice: requests with one prompt
+    are one unit. None if a file is missing.
 
-    Of recorded rollouts and of requests to a server, those of one prompt are one request, too.
+    Recorded rollouts and requests to a server with one prompt are one request too.
     """
     if program.infer.recording is not None and program.infer.recording.format != LOGITS:
         from kcdsl_backends.empirical.collection.recordings import units_available
@@ -368,7 +368,7 @@ def _load(program: Program, base: Path, name: str) -> RequestFile | None:
 
 
 def _tokenizer(model: ModelRef, files: Artefacts) -> Tokenizer | None:
-    if model.tokenizer == "bytes":  # which needs no checkpoint
+    if model.tokenizer == "bytes":  # needs no checkpoint
         return ByteTokenizer()
     checkpoint = files.find_weights(model.checkpoint)
     return find_tokenizer(model, checkpoint, files, find_config(model, checkpoint, files))

@@ -31,8 +31,9 @@ _REPORT = "kcdsl.report/2"
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """n units; `k` of them beyond the threshold and the worst value of each, or the mean `value`
-    and the `variance` of one unit, and how many have another mean than the best of `away`."""
+    """n units; either `k` of them are beyond the threshold, with the `worst` value of each, or they
+    have the mean `value` and the `variance` of one unit, and `away` of them another mean than the
+    best."""
 
     n: int
     k: int | None = None
@@ -46,7 +47,7 @@ class PriorReport(Protocol):
     """An earlier evaluation of the same clauses."""
 
     def observe(self, obligation: Obligation) -> Observed | None:
-        """Return what was seen of an obligation, None for nothing usable."""
+        """Return the earlier values of an obligation; None if none is usable."""
         ...
 
 
@@ -56,7 +57,7 @@ def read_prior(path: Path) -> PriorReport:
     Raises Refusal for anything else (KC629, for a trace KC630 and KC631).
     """
     if path.suffix == ".parquet":
-        from kcdsl_backends.empirical.questions.prior_trace import prior_of  # it needs torch
+        from kcdsl_backends.empirical.questions.prior_trace import prior_of  # needs torch
 
         return prior_of(path)
     text = read_source(shown(path), _SIZE_LIMIT).text
@@ -100,7 +101,7 @@ class _FromReport:
 
     def observe(self, obligation: Obligation) -> Observed | None:
         row, part = self.rows.get(obligation.id), obligation.part
-        if row is None or row["verdict"] == "invalid_evidence" or not _of_the_same(row, part):
+        if row is None or row["verdict"] == "invalid_evidence" or not _same_question(row, part):
             return None
         if allowed_rate(part) is not None:
             return _units_of(row)
@@ -114,7 +115,7 @@ class _FromReport:
 
 
 def _units_of(row: Mapping[str, Any]) -> Observed | None:
-    """Return n and k of a row; of `determinism`, which counts no single units, by its value."""
+    """Return n and k of a row; for `determinism`, which has no counts, from its value."""
     counted, n = row["exceedance"], row["n"]
     if counted is not None:
         return Observed(counted["n"], counted["k"])
@@ -125,8 +126,8 @@ def _units_of(row: Mapping[str, Any]) -> Observed | None:
 
 
 def _away(row: Mapping[str, Any], part: Clause) -> int:
-    """Return how many requests lie away from the good end of their range, at least as a report
-    shows: the half of them, or those beyond the threshold."""
+    """Return a lower bound of the number of requests away from the best value of their range, as
+    far as a report shows: half of them, or those beyond the threshold."""
     n, counted, beside = int(row["n"]), row["exceedance"], row.get("beside") or {}
     median, bounded = (beside.get("measured") or {}).get("p50"), bounded_mean(part)
     if bounded is None or (median is not None and median != bounded.best):
@@ -134,11 +135,11 @@ def _away(row: Mapping[str, Any], part: Clause) -> int:
     return max(1, 0 if counted is None else counted["k"])
 
 
-def _of_the_same(row: Mapping[str, Any], part: Clause) -> bool:
-    """Return whether a row decided what the part asks for: the contract may have changed since.
+def _same_question(row: Mapping[str, Any], part: Clause) -> bool:
+    """Return whether a row decided the requirement of a part: the contract may have changed since.
 
-    Units beyond another threshold, or counted otherwise, are no units beyond this one; a mean is
-    the same mean whatever it was compared with.
+    Counts beyond another threshold, or of other units, cannot be used; a mean can, whatever its
+    threshold was.
     """
     found = threshold(part.require)
     if found is None:

@@ -1,4 +1,4 @@
-"""The trace of an earlier evaluation of a clause: the values that it was decided on."""
+"""The trace of an earlier evaluation as a prior: the values on which clauses were decided."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kcdsl_backends.empirical.table.trace import read_trace
 
 
 def prior_of(path: Path) -> PriorReport:
-    """Read a trace; raises Refusal (KC630, KC631) for what cannot be relied upon."""
+    """Read a trace; raises Refusal (KC630, KC631) if it cannot be relied upon."""
     evidence = read_trace(path).evidence
     return _FromTrace(sampled_data(evidence, slice_data(evidence)))
 
@@ -65,8 +65,8 @@ def _units_beyond(term: Statistic, op: str, tau: Fraction, data: SliceData) -> O
     """Return the units beyond a threshold; raises NotMeasurable."""
     side: Side = "upper" if op in ("<=", "<") else "lower"
     worst = check_values(worst_of_units(term.of, data, side), term_text(term.of))
-    beyond = sum(not _keeps(value, op, tau) for value in worst.tolist())
-    if term.kind == "rate":  # its threshold is a share, and no value
+    beyond = sum(not _meets(value, op, tau) for value in worst.tolist())
+    if term.kind == "rate":  # its threshold is a share, not a value
         return Observed(worst.size, beyond)
     return Observed(worst.size, beyond, worst=worst)
 
@@ -84,7 +84,7 @@ def _mean_of(of: Term, data: SliceData, upward: bool) -> Observed | None:
     return Observed(sums.size, value=value, variance=sums.size * error**2, away=away)
 
 
-def _keeps(value: float, op: str, tau: Fraction) -> bool:
+def _meets(value: float, op: str, tau: Fraction) -> bool:
     exact = Fraction(value)
     match op:
         case "<=":

@@ -1,8 +1,9 @@
 """A changed contract on the evidence of a trace: other thresholds, budgets, levels, clauses.
 
-What was measured is of one pair of kernels, one model and one temperature, and was checked on its
-requests together. A contract about others is refused by name, and so is a clause that reads what
-the trace does not have: whatever is not refused has the verdicts of an evaluation of its own.
+The evidence is of one pair of kernels, one model and one temperature, and its preconditions were
+checked on all requests together. A contract that differs in these is refused, and so is a clause
+that reads values which the trace does not have. Otherwise the verdicts are those of a new
+evaluation.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from kcdsl_backends.empirical.table.trace import Trace
 from kcdsl_backends.requests import Request, RequestFile, select
 
 _ALWAYS = frozenset({"failure_rate"})
-"""What every request says, whatever was measured."""
+"""Metrics that every trace has."""
 
 
 def under(program: Program, trace: Trace) -> EvidenceTable:
     """Return the evidence of a trace for a changed contract, as it was compiled.
 
-    Raises Refusal (KC632) where it speaks of what the trace does not have.
+    Raises Refusal (KC632) if the contract needs values that the trace does not have.
     """
     evidence = trace.evidence
     for what, stated, held in _fixed(program, evidence.program):
@@ -99,7 +100,7 @@ def same_functions(program: Program, base: Path, evidence: EvidenceTable) -> Non
 
 
 def _fixed(program: Program, held: Program) -> Iterator[tuple[str, object, object]]:
-    """Yield what decides measured values: its name, as the contract and as the trace has it."""
+    """Yield the inputs of measured values: name, value in the contract, value in the trace."""
     yield "model", program.model, held.model
     yield "training kernel", program.train, held.train
     yield "inference kernel", program.infer, held.infer
@@ -110,7 +111,7 @@ def _fixed(program: Program, held: Program) -> Iterator[tuple[str, object, objec
 
 
 def _same_requests(slices: Mapping[str, tuple[str, ...]], evidence: EvidenceTable) -> None:
-    """Refuse slices with other requests than those that were checked together: a precondition that
+    """Refuse slices with other requests than those on which preconditions were checked: one that
     holds on some requests may fail on others."""
     keys = tuple(dict.fromkeys(key for own in slices.values() for key in own))
     by_key = {request.key: request for request in evidence.requests}
@@ -130,7 +131,7 @@ def _same_requests(slices: Mapping[str, tuple[str, ...]], evidence: EvidenceTabl
 
 
 def _same_measuring(clauses: Sequence[Clause], evidence: EvidenceTable) -> None:
-    """Refuse to leave out a metric where a request failed: it may have failed over that one."""
+    """Refuse to leave out a metric if a request failed: that metric may have caused the failure."""
     failed = [key for key, run in evidence.runs.items() if run.unit.failure is not None]
     if not failed:
         return
@@ -146,8 +147,8 @@ def _same_measuring(clauses: Sequence[Clause], evidence: EvidenceTable) -> None:
 def _timed(
     clauses: Sequence[Clause], slices: Mapping[str, tuple[str, ...]], evidence: EvidenceTable
 ) -> None:
-    """Refuse a clause about times of requests that were not timed, and about the memory of other
-    requests than those that ran."""
+    """Refuse a clause about times of requests that were not timed, or about the memory of another
+    set of requests than was run."""
     runtime = [clause for clause in clauses if is_runtime(clause)]
     if not runtime or _recorded(evidence.program):
         return
@@ -171,8 +172,8 @@ def _timed(
 
 
 def _cross_checked(program: Program, evidence: EvidenceTable) -> None:
-    """Refuse a clause about a block whose drift was not compared with its certified bound, where
-    that of others was."""
+    """Refuse a clause about a block that was not compared with its certified bound, if others
+    were."""
     known = {check.block for check in evidence.crosschecks}
     for block in drift_blocks(program):
         if known and block not in known | {"model", DEFAULT_BLOCK}:
@@ -189,8 +190,8 @@ def _read(clause: Clause) -> frozenset[str]:
 
 
 def _check(clause: Clause, program: Program, evidence: EvidenceTable) -> None:
-    """Refuse a clause that reads what was not measured. One that demands a proof is measured too,
-    since a value may refute it, but for what no pair of kernels gives."""
+    """Refuse a clause that reads values which were not measured. A clause that demands a proof is
+    measured too, since a value may refute it, except for metrics that no pair of kernels has."""
     names = _read(clause)
     if clause.evidence in PROOFS:
         if _recorded(program):
@@ -211,8 +212,8 @@ def _check(clause: Clause, program: Program, evidence: EvidenceTable) -> None:
 
 
 def _slices(program: Program, evidence: EvidenceTable) -> dict[str, tuple[str, ...]]:
-    """Return the requests of every slice of the contract that was selected for the trace, buckets
-    included: those of other tables are selected from the fields of requests."""
+    """Return the requests of every slice of the contract that the trace has, buckets included; the
+    buckets of changed tables are selected by the fields of requests."""
     held = {s.name: s for s in expand_tables(evidence.program).slices}
     found: dict[str, tuple[str, ...]] = {}
     for slice_ in expand_tables(program).slices:
@@ -229,7 +230,7 @@ def _slices(program: Program, evidence: EvidenceTable) -> dict[str, tuple[str, .
 
 
 def _spoiled(program: Program, evidence: EvidenceTable) -> dict[str, str]:
-    """Return why slices are invalid: those that tables without a value for each request miss."""
+    """Return why slices are invalid: a table of thresholds lacks some of their requests."""
     held, missed = {gap.slice for gap in gaps(evidence.program)}, []
     found: dict[str, str] = {}
     for gap in gaps(program):
@@ -250,7 +251,7 @@ def _recorded(program: Program) -> bool:
 
 
 def _within(slice_: Slice, whole: str, evidence: EvidenceTable) -> tuple[Request, ...]:
-    """Return which requests of a slice satisfy the predicate of a part of it."""
+    """Return the requests of a slice that satisfy the predicate of a bucket of it."""
     if _recorded(evidence.program):
         raise _absent(f"`{slice_.name}` selects rollouts, of which the trace has prompts alone")
     by_key = {request.key: request for request in evidence.requests}
@@ -258,7 +259,7 @@ def _within(slice_: Slice, whole: str, evidence: EvidenceTable) -> tuple[Request
 
 
 def _file(requests: list[Request]) -> RequestFile:
-    """Return requests as the file that they would make: what its lines show is what they have."""
+    """Return requests as a request file, with lines made from their fields."""
     lines = [
         json.dumps({"id": r.id, **json.loads(fields_text(r.fields))}, ensure_ascii=False)
         for r in requests

@@ -1,4 +1,4 @@
-"""Deciding a contract on token tables: by the code that decides what `kcdsl evaluate` measured."""
+"""Deciding a contract on token tables, by the code that decides evaluations."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _ORDERS = ("<=", "<", ">=", ">")
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What a contract's clauses came to, and the requests they were decided on by slice."""
+    """The results of a contract's clauses, and the requests that decided them, by slice."""
 
     results: tuple[ClauseResult, ...]
     deferred: Mapping[str, str]
@@ -65,14 +65,14 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class PreparedContract:
-    """A contract prepared for a table: clauses, why others are not decided, slices and terms."""
+    """A contract prepared for a table: clauses, reasons for undecided ones, slices and terms."""
 
     program: Program
     clauses: tuple[Clause, ...]
     deferred: Mapping[str, str]
     members: tuple[Member, ...]
     watched: Mapping[str, tuple[str, ...]]
-    """Slices that must stay empty, and which slices it spoils where they do not."""
+    """Slices that must be empty, with the slices that are invalid if they are not."""
     terms: tuple[Term, ...]
     measures: Mapping[str, MetricDefinition]
 
@@ -83,7 +83,7 @@ class PreparedContract:
 
 
 def prepare(program: Program, table: TokenTable, only: Sequence[str] = ()) -> PreparedContract:
-    """Return what is to be asked of a table; raises Refusal (KC623) where nothing is left."""
+    """Return the clauses to decide on a table; raises Refusal (KC623) if there are none."""
     expanded, measures = expand_tables(program), measures_of(program)
     known = [s.name for s in program.slices]
     refuse_unknown(only, known, codes.UNKNOWN_SLICE, "the contract has no slice", "slices")
@@ -116,14 +116,14 @@ def prepare(program: Program, table: TokenTable, only: Sequence[str] = ()) -> Pr
     terms |= dict.fromkeys(Metric(name) for term in terms for name in _metrics(term))
     if any(_sampled(term) for term in terms):
         terms[Metric("log_ratio_linf")] = None
-    there = [t for t in terms if all(name in table.metrics for name in _metrics(t))]
+    present = [t for t in terms if all(name in table.metrics for name in _metrics(t))]
     return PreparedContract(
         expanded,
         tuple(kept),
         deferred,
         tuple(members),
         {gap.slice.name: gap.spoils for gap in missed},
-        tuple(there),
+        tuple(present),
         measures,
     )
 
@@ -199,7 +199,7 @@ def limits_of(task: PreparedContract) -> dict[str, tuple[ValueLimit, ...]]:
     return {name: tuple(limits) for name, limits in found.items()}
 
 
-# --- what a table can tell -----------------------------------------------------------------------
+# --- clauses that a table decides -----------------------------------------------------------------
 
 
 def _obstacle(clause: Clause, measures: Mapping[str, MetricDefinition]) -> str | None:
@@ -248,8 +248,8 @@ def _sampled(term: Term) -> bool:
 
 
 def _member(slice_: Slice, stated: Mapping[str, Slice], table: TokenTable) -> Member:
-    """Return the rows of a slice: those with its name, where it has no predicate and the table has
-    a column of names; the others by predicates."""
+    """Return the rows of a slice: those with its name if it has no predicate and the table has a
+    column of names, else by predicate."""
     name = whole_of(slice_.name) if is_bucket(slice_.name) else slice_.name
     everything: Predicate = AllOf(())
     by_name = table.slices is not None and stated[name].where == everything

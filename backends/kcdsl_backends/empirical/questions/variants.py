@@ -1,4 +1,4 @@
-"""E1: every variant of the inference kernel is evaluated as the contract's own would be.
+"""E1: every variant of the inference kernel is evaluated like the contract's own.
 
 A variant is the contract's inference kernel with one change: precision, attention or quantisation.
 """
@@ -42,7 +42,7 @@ def run_single(
 ) -> dict[str, Any]:
     """Return the document of E1: a cell for each variant, those that cannot run with the reason.
 
-    Raises Refusal for a variant that there is not, and where not one could run.
+    Raises Refusal for an unknown variant, and if no variant could run.
     """
     chosen = _chosen(variants(program.infer), only)
     of = manifest(program, base, seed, device=device, seconds=seconds)
@@ -128,8 +128,8 @@ BASELINE = "as-stated"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel: its name in the experiment, what was changed ("none" for the contract's own), and
-    how."""
+    """A kernel: its name in the experiment, the changed factor ("none" for the contract's own), and
+    the change in words."""
 
     name: str
     factor: str
@@ -138,9 +138,9 @@ class Variant:
 
 
 def variants(kernel: KernelRef) -> tuple[Variant, ...]:
-    """Return the contract's kernel, and every kernel that differs from it in one thing.
+    """Return the contract's kernel, and every kernel that differs from it in one factor.
 
-    Whether one can run here is found by running it: none is left out.
+    Whether one runs here is found by running it: none is left out.
     """
     own = Variant(BASELINE, "none", "as the contract states it", kernel)
     return own, *_precisions(kernel), *_attentions(kernel), *_quantisations(kernel)
