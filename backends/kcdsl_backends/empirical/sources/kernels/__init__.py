@@ -1,4 +1,4 @@
-"""Kernels of this machine: what one is, what is measured of two, and the drift of their blocks."""
+"""Kernels of this machine: their protocols, the plan of a measurement, and the drift of blocks."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class BlockProgram(Protocol):
     """A program that runs single blocks of a model."""
 
     def block(self, name: str, x: Tensor) -> Tensor:
-        """Return what a block makes of the states x [T, D]."""
+        """Return the output of a block for the states x [T, D]."""
         ...
 
 
 class Outputs(BlockProgram, Protocol):
-    """A program that gives what a model makes of token ids [T]."""
+    """A program that returns the outputs of a model for token ids [T]."""
 
     def logits(self, ids: Any) -> Tensor:
-        """Return the logits [T, V], in the format in which the kernel gives them."""
+        """Return the logits [T, V], in the output format of the kernel."""
         ...
 
     def hidden(self, ids: Any) -> Tensor:
@@ -57,9 +57,9 @@ class Kernel(Outputs, Protocol):
 
 
 class NotRun:
-    """A kernel that is asked or read, and not run here: it gives what its class defines alone.
+    """A kernel on a server or in a recording, not run here: it has only the outputs of its class.
 
-    `lacks` is what a message says before the name of what it does not give, `instead` its help.
+    `lacks` is the beginning of the message about a missing output, `instead` its help.
     """
 
     __slots__ = ()
@@ -91,25 +91,25 @@ class NotRun:
 
 
 BlockInput = Callable[[Request, str], Tensor]
-"""What enters a block for a request in the training kernel, float32 [T, D]."""
+"""Returns the input of a block for a request in the training kernel, float32 [T, D]."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasurementPlan:
-    """What to measure."""
+    """The values to measure for each request."""
 
     metrics: frozenset[str]
     temperature: float
     seed: int
     encoder: bool
     gradient: Callable[[Array], Array] | None = None
-    """The bound of the gradient bias, where the contract states its constants."""
+    """The bound of the gradient bias; None unless the contract states its constants."""
     norms: frozenset[tuple[str, str]] = frozenset()
     """(block, norm) of every measured drift that a clause reads."""
     user: tuple[UserFunction, ...] = ()
     """The functions of the user's metrics that clauses read."""
     context: frozenset[str] = frozenset()
-    """What charts read beside `metrics`; left out where the vocabulary is too small for it."""
+    """Metrics that charts read in addition; left out if the vocabulary is too small for them."""
     needs_hidden: bool = field(init=False)
 
     def __post_init__(self) -> None:

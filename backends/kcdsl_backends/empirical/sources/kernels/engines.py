@@ -1,4 +1,4 @@
-"""Engines of kernels: parts of a model run as they are, compiled, or with quantised linears.
+"""Engines of kernels: parts of a model run unchanged, compiled, or with quantised linears.
 
 `torch._scaled_mm` runs on float8 codes with dynamic or static scales of activations; torchao stores
 weights in few bits. `exact_settings` turns TF32 and reduced-precision reductions off while a kernel
@@ -27,10 +27,10 @@ Program = Callable[[Tensor], Tensor]
 
 
 class ProgramEngine(Protocol):
-    """Gives the program of a part. Asked again for the same name, it gives the same program."""
+    """Returns the program of a part, the same one for the same name."""
 
     def __call__(self, name: str, part: Program) -> Program:
-        """Return what is run in place of `part`, the block of this name."""
+        """Return the program that runs in place of `part`, the block of this name."""
         ...
 
 
@@ -40,7 +40,7 @@ def as_it_is(name: str, part: Program) -> Program:
 
 
 def need(library: tuple[str, ...], run: str) -> None:
-    """Refuse where what an adapter needs is not installed: the extra, and what that brings."""
+    """Refuse an adapter whose packages are missing; `library` is (extra, *packages)."""
     missing = [package for package in library[1:] if find_spec(package) is None]
     if missing:
         raise refuse(
@@ -53,7 +53,7 @@ def need(library: tuple[str, ...], run: str) -> None:
 def expected_weights(
     module: nn.Module, originals: Mapping[str, Tensor], numerics: Numerics
 ) -> dict[str, Tensor]:
-    """Return what the numerics say of the weight of every linear of a module, by its name."""
+    """Return the weight that the numerics define for every linear of a module, by its name."""
     return {
         name: linear_weight(originals[f"{name}.weight"], numerics, f"{name}.weight")
         for name, part in module.named_modules()
@@ -62,7 +62,7 @@ def expected_weights(
 
 
 def refuse_other_weight(run: str, name: str, held: Tensor, expected: Tensor) -> None:
-    """Refuse where a library stores another weight than the numerics define, in any element."""
+    """Refuse a stored weight of a library that differs from the numerics in any element."""
     shown = held.detach().to("cpu", torch.float64)
     wanted = expected.detach().to("cpu", torch.float64)
     if shown.shape == wanted.shape and torch.equal(shown, wanted):
@@ -84,10 +84,10 @@ def other_weight(run: str, name: str) -> Refusal:
 
 
 _LIMIT = 1 << 16
-"""Compilations of one function: beyond the limit, which is 8, PyTorch would run it uncompiled."""
+"""Limit of compilations of one function: beyond the default of 8, PyTorch runs it uncompiled."""
 OPTIONS: dict[str, Any] = {"pattern_matcher": False}
-"""Inductor's patterns make `addmm` of a product and a sum after it. That starts with the addend and
-rounds it once for every few hundred terms, which no numerics admits."""
+"""Inductor's patterns fuse a product and a following sum into `addmm`, which starts with the addend
+and rounds it every few hundred terms; no numerics specification admits that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +125,12 @@ _COARSE_SUMS = (
 
 @contextmanager
 def exact_settings(device: torch.device) -> Iterator[None]:
-    """Turn off, for a while, every setting by which PyTorch may compute coarser than it claims.
+    """Turn off every setting by which PyTorch may compute coarser than claimed, while the context
+    is open.
 
-    TF32 or bfloat16 inside float32 products, half precision between the steps of its math
-    attention, and on CUDA half-precision sums, whole or partial. Refuse to run where this thread
-    flushes subnormal numbers to zero, which no numerics of float32 admits.
+    These are TF32 or bfloat16 inside float32 products, half precision between the steps of its math
+    attention, and on CUDA half-precision sums, whole or partial. Refuse a thread that flushes
+    subnormal numbers to zero, which no numerics of float32 admits.
     """
     _refuse_flushing()
     with ExitStack() as stack:
@@ -161,13 +162,14 @@ def _refuse_flushing() -> None:
 
 _FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn}
 _ALIGNED = 16
-"""What both widths of a weight are multiples of on CUDA (PyTorch, `_scaled_mm_out_cuda`)."""
+"""Both widths of a weight are multiples of this on CUDA (PyTorch, `_scaled_mm_out_cuda`)."""
 
 
 class ScaledLinear(nn.Module):
-    """A linear whose weight is stored as codes, and whose input is quantised as it comes in.
+    """A linear whose weight is stored as codes, and whose input is quantised at run time.
 
-    `names` are those of its weight: by one of them it may have a static scale, by all the same.
+    `names` are those of its weight; a static scale may be given by any of them, and must be the
+    same for all.
     """
 
     def __init__(
@@ -201,7 +203,7 @@ class ScaledLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the weight that the codes stand for, float32 [out, in]."""
+        """Return the dequantised weight, float32 [out, in]."""
         return self.codes.to(torch.float32) * self.scale
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,7 +212,9 @@ class ScaledLinear(nn.Module):
             x.reshape(-1, x.shape[-1]).to(torch.float32), by_row=self.by_token, given=self.given
         )
         own = self.scale.t() if self.by_token else self.scale
-        inside = self.bias if x.dtype != torch.float32 else None  # not taken with float32 results
+        inside = (
+            self.bias if x.dtype != torch.float32 else None
+        )  # not supported for float32 results
         y = torch._scaled_mm(
             flat, self.codes.t(), scale_a=found, scale_b=own, bias=inside, out_dtype=x.dtype
         )
@@ -222,7 +226,7 @@ class ScaledLinear(nn.Module):
 def quantise(x: Tensor, *, by_row: bool, given: float | None = None) -> tuple[Tensor, Tensor]:
     """Return the float8 codes of a float32 matrix and its scales, [rows, 1] or a single number.
 
-    `given`: the static scale of all of it.
+    `given`: one static scale for the whole matrix.
     """
     largest = CODE_FORMATS["fp8_e4m3"].divisor
     sizes = x.abs()
@@ -260,7 +264,7 @@ TILE = 128
 def exact_bytes(device: str) -> bool:
     """Return whether products of matrices of signed bytes are exact on a kind of device.
 
-    On processors without VNNI instructions oneDNN adds them in 16 bits, where they saturate.
+    On processors without VNNI instructions oneDNN adds them in 16 bits, which saturates.
     """
     ends = torch.tensor([127, -128, 127, -128], dtype=torch.int8).repeat_interleave(16)
     left = torch.stack([ends, -ends.clamp_min(-127), ends.abs().clamp_max(127), ends.roll(16)])
@@ -271,7 +275,7 @@ def exact_bytes(device: str) -> bool:
 
 
 def quantise_linear(linear: nn.Linear, original: Tensor, numerics: Numerics) -> None:
-    """Give a linear the weight that torchao makes of the float32 original.
+    """Set the weight of a linear to torchao's quantisation of the float32 original.
 
     Refuse groups that do not fill its width.
     """
@@ -329,7 +333,7 @@ def _configuration(numerics: Numerics) -> Any:
 def _four_bits(scale: str) -> Any:
     """Return the configuration of 4-bit weights that every device runs.
 
-    `Int4WeightOnlyConfig` has no kernel for CPUs; this one holds the same codes, one to a byte.
+    `Int4WeightOnlyConfig` has no kernel for CPUs; this one holds the same codes, one per byte.
     """
     from torchao.quantization import IntxWeightOnlyConfig, PerAxis, PerGroup
 

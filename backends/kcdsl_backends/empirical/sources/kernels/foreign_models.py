@@ -1,4 +1,4 @@
-"""Models that are not built in: those of transformers, and users' modules with exchanged parts."""
+"""Models that are not built in: those of transformers, and users' modules with replaced parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kcdsl.model.checkpoint.tensors import load_checkpoint
 from kcdsl.model.files import Artefacts, copy_hashed, folder_files, folder_name, weight_files
 
 ATTENTION = {"composed": "eager", "fused": "sdpa"}
-"""What transformers calls the styles of attention."""
+"""The names of the styles of attention in transformers."""
 
 
 def hugging_face(
@@ -35,10 +35,10 @@ def hugging_face(
 ) -> tuple[HuggingFace, Model]:
     """Load the model of a folder in a type; return it, and the model of the contract with it.
 
-    The digest of its checkpoint is that of the contract where it holds the same weights, else its
-    own, so that `weights_checksum` sees a difference. Refuse a model with another vocabulary, and
-    one that holds other weights than its files. What is loaded is a private copy of the files, made
-    while they are hashed, so that nobody can change them in between.
+    The digest of its checkpoint is that of the contract if it holds the same weights, else its own,
+    so that `weights_checksum` detects a difference. Refuse a model with another vocabulary, and one
+    whose weights differ from its files. A private copy of the files, made while they are hashed, is
+    loaded, so that they cannot change in between.
     """
     named = ref.folder
     folder = weights_folder(model.checkpoint.path) if named is None else files.base / named
@@ -94,15 +94,15 @@ _WHOLE = frozenset({
     "multi_head_attention_forward", "_native_multi_head_attention",
     "_transformer_encoder_layer_fwd",
 })  # fmt: skip
-"""What forms attention in a program of torch's own, where no other can be put in."""
+"""Functions of torch that compute an attention themselves, so that it cannot be replaced."""
 
 
 class Interception(TorchFunctionMode):
-    """Puts the stored weight into every `linear` and the adapter's program into every attention.
+    """Uses the stored weight in every `linear` and the adapter's program in every attention.
 
-    Also notes what it cannot serve: `softmax_calls` outside `scaled_dot_product_attention`,
-    `whole_layers`, the names of functions that form an attention themselves, and `matrix_products`,
-    the names of weights that enter a product outside `linear`.
+    Also records the calls that it cannot replace: `softmax_calls` outside
+    `scaled_dot_product_attention`, `whole_layers`, the names of functions that compute an attention
+    themselves, and `matrix_products`, the names of weights used in a product outside `linear`.
     """
 
     def __init__(self, module: nn.Module, stored: Mapping[str, Tensor], adapter: Adapter) -> None:
@@ -126,7 +126,7 @@ class Interception(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run one torch function, with its weight or its program exchanged."""
+        """Run one torch function, with its weight or its program replaced."""
         kwargs = kwargs or {}
         if func is F.linear:
             return self._linear(*args, **kwargs)

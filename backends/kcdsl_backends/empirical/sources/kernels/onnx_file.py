@@ -1,4 +1,4 @@
-"""An ONNX file run as it is by ONNX Runtime on the CPU, quantisers included."""
+"""An ONNX file run unchanged by ONNX Runtime on the CPU, quantisers included."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ from kcdsl_backends.empirical.sources.kernels.onnx_runtime import saturates, ses
 from kcdsl_certs.statement.manifest import Manifest, storage_manifest
 
 _EXACT = "session.x64quantprecision"
-"""Sums products of bytes exactly where processors have no instruction for it."""
+"""The session option for exact sums of byte products on processors without an instruction for
+it."""
 _UNFUSED = "session.disable_quant_qdq"
-"""Runs quantisers of tensors as they stand, and fuses them into no operators on codes."""
+"""The session option that keeps quantisers of tensors, without fusing them into operators on
+codes."""
 _MERGING = "DoubleQDQPairsRemover"
-"""The optimiser that makes one quantiser of two in a row, with a scale that no file states."""
+"""The optimiser that merges two quantisers in a row, with a scale that no file states."""
 _ARRAYS: dict[str, Any] = {
     "tensor(int64)": np.int64,
     "tensor(int32)": np.int32,
@@ -47,14 +49,14 @@ _ARRAYS: dict[str, Any] = {
 }
 
 _FLOATS = ("tensor(float)", "tensor(float16)", "tensor(double)")
-"""The types of outputs that are read."""
+"""The accepted types of outputs."""
 
 
 def file_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics) -> ProgramEngine:
-    """Return sessions of the ONNX file of a model, for all of it and for its blocks.
+    """Return sessions of the ONNX file of a model, for the whole model and for its blocks.
 
-    Refuse a model that is no ONNX file, a file that is not the one that was read, and numerics that
-    are not those of its quantisers; without quantisers, weights that are not stored as they are.
+    Refuse a model that is no ONNX file, a file that has changed, numerics that are not those of its
+    quantisers and, without quantisers, weights that are quantised.
     """
     program, checkpoint, files = model.module, model.checkpoint, model.files
     assert isinstance(program, OnnxProgram)  # load_kernel
@@ -70,9 +72,9 @@ def file_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics)
         settings.append(_UNFUSED)
     if numerics.byte_sums == "wide":
         settings.append(_EXACT)
-        apart = basic or bool(numerics.quantisers)  # quantisers are fused into no products
+        apart = basic or bool(numerics.quantisers)  # quantisers are not fused into products
         of_bytes = not apart or any(node.kind == PRODUCT for node in copied.nodes)
-        if of_bytes and saturates(_EXACT, basic=basic):  # at the basic level it has no effect
+        if of_bytes and saturates(_EXACT, basic=basic):  # without effect at the basic level
             raise refuse(
                 codes.KERNEL_NUMERICS,
                 f"{run} sums products of 8-bit numbers in 16 bits on this processor, where they"
@@ -84,7 +86,7 @@ def file_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics)
 
 
 def _copied(given: Path, held: Manifest, files: Artefacts) -> tuple[TemporaryDirectory[str], Path]:
-    """Copy a file with those beside it into a folder of its own; return both."""
+    """Copy a file and its external data into a temporary folder; return folder and copy."""
     folder = TemporaryDirectory(prefix="kcdsl-")
     for one in held.resources:
         copy_hashed(files.admitted(given.parent / one.name), Path(folder.name) / one.name)
@@ -92,10 +94,10 @@ def _copied(given: Path, held: Manifest, files: Artefacts) -> tuple[TemporaryDir
 
 
 def load_own_file(ref: KernelRef, model: Model) -> FileKernel:
-    """Prepare a kernel that runs an ONNX file of its own, of whatever operators ONNX Runtime has.
+    """Prepare a kernel that runs an ONNX file of its own, with any operators of ONNX Runtime.
 
-    Refuse a file that is not the one that was hashed, inputs that no sequence of tokens has, and a
-    file without logits (of an encoder, hidden states).
+    Refuse a file that changed since it was hashed, inputs that do not follow from a sequence of
+    tokens, and a file without logits (of an encoder, hidden states).
     """
     with at(ref.span):
         adapter = find_adapter(ref.run)
@@ -110,7 +112,7 @@ def load_own_file(ref: KernelRef, model: Model) -> FileKernel:
         folder, path = _copied(given, storage_manifest(given), model.files)
         if storage_manifest(path).digest != digest:
             raise changed(given)
-        ids, fillers, outputs = _ends(path, given)
+        ids, fillers, outputs = _inputs_and_outputs(path, given)
         usual = "last_hidden_state" if model.encoder_only else "logits"
         output = usual if usual in outputs else outputs[0]
         if output != usual and len(outputs) > 1:
@@ -133,7 +135,9 @@ def load_own_file(ref: KernelRef, model: Model) -> FileKernel:
         return FileKernel(ref, model, folder, session, ids, fillers, output)
 
 
-def _ends(path: Path, given: Path) -> tuple[OnnxInput, tuple[OnnxInput, ...], tuple[str, ...]]:
+def _inputs_and_outputs(
+    path: Path, given: Path
+) -> tuple[OnnxInput, tuple[OnnxInput, ...], tuple[str, ...]]:
     """Return the token ids, the inputs that are filled, and the outputs of a file."""
 
     def refusal(what: str, help: str) -> Refusal:
@@ -161,7 +165,8 @@ def _ends(path: Path, given: Path) -> tuple[OnnxInput, tuple[OnnxInput, ...], tu
 
 
 def _inside(nodes: Iterable[Any]) -> Iterator[Any]:
-    """Yield the tensors inside of nodes: no digest of the file names where they lie."""
+    """Yield the tensors inside nodes; the manifest of the file does not cover their external
+    data."""
     for node in nodes:
         for one in node.attribute:
             yield from (one.t, *one.tensors)
@@ -233,11 +238,11 @@ class FileKernel:
         return self.logits(ids).to(torch.float64)
 
     def block(self, name: str, x: Tensor) -> Tensor:
-        """Refuse: nothing says which part of the file a block is."""
+        """Refuse: the file does not name the nodes of a block."""
         raise self._refusal(f"the block {name}")
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what certificates bind; see `kcdsl.model.fingerprint`."""
+        """Return the fingerprint that certificates bind; see `kcdsl.model.fingerprint`."""
         return kernel_fingerprint(self.ref, "cpu")
 
     def _refusal(self, what: str) -> Refusal:
@@ -250,12 +255,12 @@ class FileKernel:
 
 @dataclass(frozen=True, slots=True)
 class FileSessions:
-    """Runs an ONNX file as it is: all of it, or the nodes between the ends of a block.
+    """Runs an ONNX file unchanged: the whole file, or the nodes of a block.
 
-    `path` is a copy of the file in `folder`, beside its external data; `settings` are those of its
-    sessions. `basic`: no operators are fused. With FP8 codes ONNX Runtime 1.31 would fuse them into
-    an operator that does not take them, and leave out a Relu before a quantiser. `without`:
-    optimisers of graphs that do not run.
+    `path` is a copy of the file in `folder`, with its external data; `settings` are those of its
+    sessions. `basic`: no operators are fused, since ONNX Runtime 1.31 fuses operators on FP8 codes
+    into one that does not take them, and drops a Relu before a quantiser. `without`: disabled
+    optimisers.
     """
 
     program: OnnxProgram
@@ -267,7 +272,7 @@ class FileSessions:
     _programs: dict[str, Program] = field(default_factory=dict)
 
     def __call__(self, name: str, part: Program) -> Program:
-        """Return what runs the session of the part."""
+        """Return the program that runs the session of the part."""
         if name not in self._programs:
             self._programs[name] = self._program(name)
         return self._programs[name]
@@ -296,22 +301,23 @@ class FileSessions:
         return run
 
     def _block(self, first: str, last: str) -> Path:
-        """Write the nodes between two tensors as a file beside the copy, and return its path."""
+        """Write the nodes between two tensors as a file in the folder of the copy; return its
+        path."""
         model = onnx.load(str(self.path), load_external_data=False)
         graph = model.graph
-        made = {name: place for place, node in enumerate(graph.node) for name in node.output}
+        producers = {name: place for place, node in enumerate(graph.node) for name in node.output}
         places, read, waiting = set[int](), set[str](), [last]
-        alike = _read_alike(graph, first)
+        equal_tensors = _same_dequantised(graph, first)
         while waiting:
             name = waiting.pop()
-            if name in alike or name not in made:
-                read.add(first if name in alike else name)
-            elif made[name] not in places:
-                places.add(made[name])
-                waiting += [i for i in graph.node[made[name]].input if i]
+            if name in equal_tensors or name not in producers:
+                read.add(first if name in equal_tensors else name)
+            elif producers[name] not in places:
+                places.add(producers[name])
+                waiting += [i for i in graph.node[producers[name]].input if i]
         for node in (graph.node[place] for place in places):
             for position, name in enumerate(node.input):
-                if name in alike:
+                if name in equal_tensors:
                     node.input[position] = first
         own = self.program.plan.file.own
         ends = [onnx.helper.make_tensor_value_info(name, own, None) for name in (first, last)]
@@ -325,14 +331,14 @@ class FileSessions:
         whole = onnx.helper.make_model(
             block, opset_imports=model.opset_import, ir_version=model.ir_version
         )
-        place, path = mkstemp(".onnx", dir=self.folder.name)  # by no name that the copy has
+        place, path = mkstemp(".onnx", dir=self.folder.name)  # a name unused by the copy
         with open(place, "wb") as stream:
             stream.write(whole.SerializeToString())
         return Path(path)
 
 
-def _read_alike(graph: Any, tensor: str) -> set[str]:
-    """Return the tensors that DequantizeLinear makes of the same codes as a tensor, it included."""
+def _same_dequantised(graph: Any, tensor: str) -> set[str]:
+    """Return a tensor and those that DequantizeLinear computes from the same codes."""
     makers = [node for node in graph.node if node.op_type == "DequantizeLinear"]
     codes = {node.input[0] for node in makers if tensor in node.output}
     return {tensor, *(node.output[0] for node in makers if node.input[0] in codes)}

@@ -21,20 +21,20 @@ from kcdsl_backends.empirical.sources.kernels.engines import Program, other_weig
 from kcdsl_backends.process import quietly
 
 EXAMPLE = 5
-"""Tokens of the sequence with which a part is exported; the length stays free."""
+"""Length of the sequence with which a part is exported; the exported length is dynamic."""
 SIZES = (0.0, 1e-40, 1e-30, 1e-20, 1e-12, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1.0, 1e3, 1e8)
-"""Of the rows on which an exported program is compared with what it was made of."""
+"""Scales of the rows on which an exported program is compared with the original."""
 ALIKE, FAINT = 2.0**-8, 1e-30
-"""Up to this share of a row's largest number, and this number, results are taken to be the same."""
+"""Tolerances of that comparison: relative to the largest element of a row, and absolute."""
 _FOLDED = 2**40
 
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """Exports each part when it runs for the first time, quantises it where the numerics say so.
+    """Exports each part when it first runs, and quantises it if the numerics say so.
 
-    `weights` are the matrices [out, in] that the numerics define: every matrix that ONNX Runtime's
-    quantiser made must be one of them.
+    `weights` are the matrices [out, in] that the numerics define: every matrix of ONNX Runtime's
+    quantiser must be one of them.
     """
 
     run: str
@@ -44,7 +44,7 @@ class Sessions:
     _programs: dict[str, Program] = field(default_factory=dict)
 
     def __call__(self, name: str, part: Program) -> Program:
-        """Return what runs the session of the part."""
+        """Return the program that runs the session of the part."""
         if name not in self._programs:
             self._programs[name] = self._program(name, part)
         return self._programs[name]
@@ -76,8 +76,8 @@ class Sessions:
             return session_of(path)
 
     def _compare(self, name: str, part: Program, like: Tensor, session: Any) -> None:
-        """Refuse a program that computes something else than the part: on rows of zeros, of tiny
-        and of huge numbers, alone, and on a sequence."""
+        """Refuse a program whose results differ from those of the part: on single rows of zeros,
+        tiny and huge numbers, and on a sequence."""
         if not like.is_floating_point():
             probes = [like.new_zeros(1, 1)]
         else:
@@ -146,11 +146,11 @@ class Sessions:
 
 @cache
 def saturates(*settings: str, basic: bool = False) -> bool:
-    """Return whether products of unsigned with signed 8-bit numbers are summed in 16 bits here, in
-    sessions with such options.
+    """Return whether sessions with these options sum products of unsigned and signed 8-bit numbers
+    in 16 bits here.
 
-    ONNX Runtime chooses its kernels by the processor and its options alone, so the answer is one
-    for a process.
+    ONNX Runtime chooses its kernels by processor and options alone, so the result is constant in a
+    process.
     """
     from onnx import TensorProto, helper
 
@@ -189,7 +189,7 @@ def _export(part: Program, example: Tensor, path: Path) -> None:
         assert isinstance(owner, nn.Module)
         module = _Part(part, owner)
     free = torch.export.Dim.DYNAMIC
-    # The exporter's optimiser takes numbers near 0 and 1 for 0 and 1, an epsilon of 1e-8 for none.
+    # The exporter's optimiser replaces numbers near 0 and 1 by 0 and 1, an epsilon of 1e-8 by 0.
     program = torch.onnx.export(
         module,
         (example,),
@@ -208,8 +208,8 @@ def _export(part: Program, example: Tensor, path: Path) -> None:
 def session_of(
     model: Path | bytes, *settings: str, basic: bool = False, without: Sequence[str] = ()
 ) -> Any:
-    """Return a session of a file, or of its bytes, with settings of ONNX Runtime switched on;
-    `basic`: no operators are fused; `without` these optimisers of graphs."""
+    """Return a session of a file, or of its bytes, with `settings` of ONNX Runtime switched on;
+    `basic`: no operators are fused; `without`: disabled optimisers."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -1,7 +1,7 @@
 """Running both kernels on one request and reading every metric the contract needs.
 
-Both kernels see the same tokens (teacher forcing), so every position compares like with like.
-Logits are widened to float64 a few rows at a time; only the values of the metrics are kept.
+Both kernels read the same tokens (teacher forcing), so their outputs are comparable.
+Logits are widened to float64 a few rows at a time; only values of metrics are kept.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SAMPLED = frozenset(SAMPLED_FUNCTIONS) | frozenset(PROBABILITY_FUNCTIONS)
 def run_request(
     request: Request, train: Outputs, infer: Outputs, plan: MeasurementPlan, block_input: BlockInput
 ) -> RequestRun:
-    """Run both kernels on a request; where one fails, the unit says so and has no values."""
+    """Run both kernels on a request; if one fails, the unit has the reason and no values."""
     seed = sampled.request_seed(plan.seed, request.key)
     digests: dict[str, str] = {}
     try:
@@ -90,7 +90,7 @@ def _measure(
         nonfinite += sum(int((~torch.isfinite(s)).sum()) for s in states)
         for name, function in STATE_FUNCTIONS.items():
             values[name] = _array(function(*states))
-        _offer(inputs, plan, "hidden", states)
+        _add_inputs(inputs, plan, "hidden", states)
     if plan.needs_logits:
         logits = _both(request, "logits", train.logits, infer.logits, digests)
         nonfinite += sum(_undefined(side) for side in logits)
@@ -98,7 +98,7 @@ def _measure(
         values.update(found)
         if "noise_ratio" in plan.metrics:
             values["noise_ratio"] = _noise_ratio(request, train, infer, logits)
-        _offer(inputs, plan, "logits", logits)
+        _add_inputs(inputs, plan, "logits", logits)
         inputs["sampled"] = _read_only(drawn)
     for block in sorted({block for block, _ in plan.norms}):
         drift = block_drift(train, infer, block, block_input(request, block))
@@ -110,7 +110,7 @@ def _measure(
 
 
 def _undefined(logits: Tensor) -> int:
-    """Count what no policy is formed from: NaN, +inf, and rows [V] that are -inf all over."""
+    """Count the logits without a policy: NaN, +inf, and rows [V] of -inf only."""
     excluded = logits.amax(dim=-1).isneginf()
     return int((logits.isnan() | logits.isposinf()).sum()) + int(excluded.sum())
 
@@ -126,10 +126,10 @@ def _noise_ratio(
     raise ValueError("no run in float32 or wider was recorded beside the logits")
 
 
-def _offer(
+def _add_inputs(
     inputs: dict[str, Any], plan: MeasurementPlan, need: str, outputs: tuple[Tensor, Tensor]
 ) -> None:
-    """Add the outputs of both kernels to what the user's functions may take, if any asks."""
+    """Add the outputs of both kernels to the inputs of the user's functions, if one reads them."""
     if any(need in user.metric.needs for user in plan.user):
         for side, output in zip(("train", "infer"), outputs, strict=True):
             inputs[f"{side}_{need}"] = _read_only(_array(output))
@@ -144,7 +144,7 @@ def _read_only(values: NDArray[Any]) -> NDArray[Any]:
 def _user_values(
     request: Request, plan: MeasurementPlan, inputs: dict[str, Any]
 ) -> tuple[dict[str, Array], dict[str, str]]:
-    """Return the values of the user's metrics, and why one has none."""
+    """Return the values of the user's metrics, and the reasons for missing ones."""
     if not plan.user:
         return {}, {}
     tokens = np.array(request.tokens, dtype=np.int64)
@@ -227,7 +227,7 @@ def _policy_values(
 
 
 def _exact_values(logits: tuple[Tensor, Tensor], plan: MeasurementPlan) -> dict[str, Array]:
-    """Return the metrics of full logits: of positions, and what whole requests make of them."""
+    """Return the metrics of full logits: by position, and those of the whole request."""
     texts = {name: made for name, made in TEXT_FUNCTIONS.items() if name in plan.metrics}
     width = logits[0].shape[1]
     wanted = plan.metrics & TIER_A
@@ -248,13 +248,13 @@ def _exact_values(logits: tuple[Tensor, Tensor], plan: MeasurementPlan) -> dict[
 
 
 def _needs_policies(plan: MeasurementPlan) -> bool:
-    """Return whether the policies themselves are read: to sample from them, or to score labels."""
+    """Return whether the policies are needed: to sample from them, or to score labels."""
     asked = any("sampled" in user.metric.needs for user in plan.user)
     return asked or bool(plan.metrics & (_SAMPLED | _LABELLED | set(AGGREGATES)))
 
 
 def _scores(head: PolicyPair, labels: Tensor, metrics: frozenset[str]) -> dict[str, Array]:
-    """Return what the calibration metrics but `ece_gap` record of labelled positions."""
+    """Return the scores of labelled positions for the calibration metrics other than `ece_gap`."""
     if not metrics & (_LABELLED - {"ece_gap"}):
         return {}
     found = calibration.scores(head, labels)
@@ -272,7 +272,7 @@ def _scores(head: PolicyPair, labels: Tensor, metrics: frozenset[str]) -> dict[s
 def _sampled_values(
     pair: PolicyPair, plan: MeasurementPlan, seed: int
 ) -> tuple[dict[str, Array], Tensor]:
-    """Return the metrics of sampled tokens, and these tokens (none where none are needed)."""
+    """Return the metrics of sampled tokens, and these tokens (none if not needed)."""
     found: dict[str, Array] = {}
     read = {name for metric in plan.metrics & set(AGGREGATES) for name in AGGREGATES[metric].inputs}
     wanted = plan.metrics | read

@@ -73,7 +73,7 @@ class TorchKernel:
         """Return the output for token ids [T], or [B, T] of equal length.
 
         The logits [..., T, V] of a language model, the final hidden states [..., T, D] of an
-        encoder, on the CPU in the format that the kernel gives them: who subtracts widens first.
+        encoder, on the CPU in the output format of the kernel: widen them before subtracting.
         """
         return self.forward(self.tokens(ids)).cpu()
 
@@ -108,8 +108,8 @@ class TorchKernel:
                 help="give the module a method blocks(), or leave out clauses about blocks",
             )
         own = blocks()
-        entering = x.to(self.device, TORCH_TYPES[self.numerics.compute])
-        return _out(self._run(name, own[name], entering))
+        states = x.to(self.device, TORCH_TYPES[self.numerics.compute])
+        return _out(self._run(name, own[name], states))
 
     def tokens(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
         """Return checked token ids on the kernel's device."""
@@ -120,7 +120,7 @@ class TorchKernel:
         return self._run("model", self.module, tokens)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what certificates bind; see `kcdsl.model.fingerprint`."""
+        """Return the fingerprint that certificates bind; see `kcdsl.model.fingerprint`."""
         return kernel_fingerprint(self.ref, self.device.type)
 
     def weights_digest(self) -> str:
@@ -173,9 +173,10 @@ def load_kernel(
     device: torch.device | str | None = None,
     base: Path | None = None,
 ) -> TorchKernel:
-    """Prepare a kernel of a model; `device` None means CUDA where there is one, else the CPU.
-    `base` is the folder of the contract, which a kernel's own folder is relative to, if it is not
-    that of the model.
+    """Prepare a kernel of a model; `device` None means CUDA if present, else the CPU.
+
+    `base` is the folder of the contract, to which a kernel's own folder is relative; None for that
+    of the model.
 
     Refuse an unknown adapter, numerics that the adapter does not compute in (the message names
     those that do), a weight that does not fit its format, and a kernel that cannot run here.
@@ -238,8 +239,8 @@ def _load(
 
 
 def _refuse_foreign(run: str, adapter: Adapter, model: Model, numerics: Numerics) -> None:
-    """Refuse a missing library, and a user's module where the adapter would have to take it apart:
-    to find its linears, or to be sure how its attention is formed."""
+    """Refuse a missing library, and a user's module if the adapter needs to know its linears or how
+    its attention is computed."""
     need(adapter.library, run)
     if adapter.of_file:
         from kcdsl.model.onnx.program import OnnxProgram
@@ -259,7 +260,7 @@ def _refuse_foreign(run: str, adapter: Adapter, model: Model, numerics: Numerics
 
 
 def scaled_products(run: str, model: Model, module: nn.Module, numerics: Numerics) -> ProgramEngine:
-    """Give the linears float8 products by `torch._scaled_mm`."""
+    """Replace the linears by float8 products with `torch._scaled_mm`."""
     originals = dict(model.module.named_parameters(remove_duplicate=False))
     expected = expected_weights(module, originals, numerics)
     for name, weight in expected.items():
@@ -274,7 +275,7 @@ def scaled_products(run: str, model: Model, module: nn.Module, numerics: Numeric
 
 
 def torchao_linears(run: str, model: Model, module: nn.Module, numerics: Numerics) -> ProgramEngine:
-    """Give the linears weights that torchao quantises."""
+    """Replace the weights of the linears by torchao's quantised ones."""
     device = next(module.parameters()).device.type
     if numerics.activations.format != "none" and not exact_bytes(device):
         raise refuse(
@@ -308,7 +309,7 @@ def onnx_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics)
 
 
 def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Return the tensors that a parameter is made of: a quantised one holds codes and a scale."""
+    """Return the tensors of a parameter: a quantised one holds codes and a scale."""
     codes_held = getattr(tensor, "qdata", None)
     if codes_held is None:
         return [(name, tensor)]
@@ -330,7 +331,7 @@ def _stored_weights(model: Model, module: nn.Module, numerics: Numerics) -> dict
 
 
 def _replace_weights(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Give every linear its stored weight; a head tied to the embedding is untied by that."""
+    """Set the stored weight of every linear; this unties a head from the embedding."""
     for name, weight in stored.items():
         linear = module.get_submodule(name.removesuffix(".weight"))
         linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -347,7 +348,7 @@ def _refuse_overflow(module: nn.Module, numerics: Numerics) -> None:
 
 
 def _probe(kernel: TorchKernel, adapter: Adapter) -> None:
-    """Run once on a short sequence, so that a kernel that cannot run as claimed is refused."""
+    """Run once on a short sequence, to refuse a kernel that cannot run as claimed."""
     count = kernel.model.fixed_length or min(2, kernel.model.limits[1] or 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

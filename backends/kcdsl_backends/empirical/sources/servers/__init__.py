@@ -1,1 +1,1 @@
-"""Inference servers: questions, answers, and which tokens they mean."""
+"""Inference servers: requests, replies, and the ids of their tokens."""

@@ -1,4 +1,4 @@
-"""The servers that are known: how each is told to sample, and what it says of itself."""
+"""The known servers: their sampling parameters, and how they identify themselves."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kcdsl_backends.empirical.sources.servers.transport import Transport
 LLAMA_CPP, VLLM, SGLANG, TENSORRT_LLM = "llama.cpp", "vLLM", "SGLang", "TensorRT-LLM"
 OTHER = "another server"
 _OWNERS = {"llamacpp": LLAMA_CPP, "vllm": VLLM, "sglang": SGLANG, "tensorrt_llm": TENSORRT_LLM}
-"""What `/v1/models` says of its owner, by server."""
+"""The server for each value of `owned_by` in `/v1/models`."""
 
-_NEUTRAL: Mapping[str, Mapping[str, Any]] = {
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     LLAMA_CPP: {
         "samplers": ["temperature", "top_k", "top_p", "min_p"],
         "repeat_penalty": 1.0,
@@ -42,13 +42,13 @@ _NEUTRAL: Mapping[str, Mapping[str, Any]] = {
     },
     OTHER: {},
 }
-"""What keeps a server from changing the law otherwise than the contract says."""
+"""Parameters that turn off every change of the law that the contract does not state."""
 _NO_TOP_K = {VLLM: -1, SGLANG: -1}
-"""What `top_k` is where nothing is cut off, if not 0."""
+"""The value of `top_k` without truncation, if not 0."""
 _LEAST_TOP = {LLAMA_CPP: 1, TENSORRT_LLM: 1}
-"""The least `logprobs` for which any are given."""
+"""The smallest `logprobs` with which a server returns any."""
 _SALTED = frozenset({VLLM, SGLANG})
-"""Servers that use what they keep of a prompt only for questions with the same `cache_salt`."""
+"""Servers that reuse the cache of a prompt only for requests with the same `cache_salt`."""
 _MODES = {
     "raw_logprobs": "raw",
     "processed_logprobs": "processed",
@@ -57,12 +57,12 @@ _MODES = {
 }
 """vLLM's `--logprobs-mode`."""
 _FACTS = ("n_vocab", "n_embd", "n_params", "size", "ftype", "n_ctx_train")
-"""What llama.cpp says of a model."""
+"""The fields of llama.cpp that describe a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a server says of itself: which one it is, its version, the model, facts of this."""
+    """The identity that a server states: its kind, its version, the model, facts of the model."""
 
     kind: str
     model: str
@@ -70,11 +70,11 @@ class Identity:
     facts: tuple[tuple[str, object], ...] = ()
 
     def fact(self, name: str) -> object:
-        """Return a fact, None where the server does not tell it."""
+        """Return a fact; None if the server does not state it."""
         return dict(self.facts).get(name)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the fingerprint holds."""
+        """Return the record for the fingerprint."""
         return {
             "kind": self.kind,
             "model": self.model,
@@ -84,10 +84,10 @@ class Identity:
 
 
 def identify(transport: Transport, service: Service) -> Identity:
-    """Ask a server what it is and which model it has.
+    """Ask a server for its kind, version and model.
 
-    Refuse a server that does not tell its models, one without the model of the contract, and one
-    that says of its log-probabilities something else than the contract.
+    Refuse a server that does not list its models, one without the model of the contract, and one
+    whose log-probabilities are not those of the contract.
     """
     listed = transport.get("/v1/models")
     entries = listed.get("data") if isinstance(listed, dict) else None
@@ -142,7 +142,7 @@ def _chosen(models: list[dict[str, Any]], service: Service, transport: Transport
 
 
 def _compare_mode(transport: Transport, service: Service) -> None:
-    """Compare vLLM's `--logprobs-mode` with the contract, where the server shows it."""
+    """Compare vLLM's `--logprobs-mode` with the contract, if the server shows it."""
     said = transport.get("/server_info?config_format=json")
     mode = _find(said, "logprobs_mode")
     if mode is None:
@@ -160,7 +160,7 @@ def _compare_mode(transport: Transport, service: Service) -> None:
 
 
 def _find(value: Any, name: str) -> object:
-    """Return the first value of this name in nested objects, None where there is none."""
+    """Return the first value of this name in nested objects; None if there is none."""
     if isinstance(value, dict):
         if isinstance(value.get(name), str):
             return str(value[name])
@@ -174,8 +174,8 @@ def _find(value: Any, name: str) -> object:
 def question(
     kind: str, service: Service, model: str, prompt: list[int] | str, tokens: int, seed: int
 ) -> dict[str, Any]:
-    """Return the body of a question: everything that forms the law is said, nothing left to the
-    defaults of the server."""
+    """Return the body of a request: it states every parameter of the law, so that no default of the
+    server counts."""
     logs = service.logprobs
     body: dict[str, Any] = {
         "model": model,
@@ -190,7 +190,7 @@ def question(
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "seed": seed,
-        **_NEUTRAL[kind],
+        **_DEFAULTS[kind],
     }
     if kind != OTHER:
         body["top_k"] = logs.top_k or _NO_TOP_K.get(kind, 0)
@@ -201,8 +201,8 @@ def question(
 
 
 def streamed(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a question whose answer is streamed, with all its tokens, and, where the server knows
-    that, without what it kept of the same prompt before: a prompt is asked several times."""
+    """Return a request with a streamed answer of all tokens and, if the server can, without its
+    cache of the same prompt, since a prompt is sent several times."""
     found = {**body, "stream": True}
     if kind != OTHER:
         found["ignore_eos"] = True
@@ -211,8 +211,8 @@ def streamed(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def refuse_unsaid(kind: str, logs: LogProbabilities) -> None:
-    """Refuse settings that a server cannot be told."""
+def refuse_unsettable(kind: str, logs: LogProbabilities) -> None:
+    """Refuse sampling parameters that cannot be set on a server."""
     if kind == OTHER and (logs.top_k or logs.min_p):
         raise refuse(
             codes.SERVER_SEMANTICS,

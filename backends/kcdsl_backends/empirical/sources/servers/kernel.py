@@ -1,4 +1,4 @@
-"""The kernel behind a server: it draws tokens after prompts and says how likely they were."""
+"""The kernel behind a server: it draws tokens after prompts and states their log-probabilities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kcdsl_backends.empirical.sources.servers.dialects import (
     Identity,
     identify,
     question,
-    refuse_unsaid,
+    refuse_unsettable,
     streamed,
 )
 from kcdsl_backends.empirical.sources.servers.replies import (
@@ -37,15 +37,15 @@ from kcdsl_backends.empirical.sources.servers.replies import (
 from kcdsl_backends.empirical.sources.servers.transport import Limits, Transport, key_of
 
 _SEEDS = 2**31
-"""Seeds that every server takes."""
+"""Number of seeds that every server accepts."""
 _COMPLETIONS = "/v1/completions"
 _TRIAL = 2
-"""Tokens of the trial that is made before anything is measured."""
+"""Number of tokens of the trial before the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What was drawn after a prompt: tokens [L], with what the server says of them."""
+    """The tokens [L] that were drawn after a prompt, with their log-probabilities."""
 
     tokens: tuple[int, ...]
     side: Side
@@ -53,7 +53,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class ServerKernel(NotRun):
-    """A server that has been asked what it is, and has drawn a few tokens on trial."""
+    """A server that was identified, and drew a few tokens on trial."""
 
     lacks: ClassVar[str] = "a server draws after prompts, and gives no"
     instead: ClassVar[str] = (
@@ -72,7 +72,7 @@ class ServerKernel(NotRun):
 
     @property
     def semantics(self) -> Semantics:
-        """Return what its log-probabilities are of."""
+        """Return the semantics of its log-probabilities."""
         return Semantics.of(self.service.logprobs)
 
     @property
@@ -81,18 +81,18 @@ class ServerKernel(NotRun):
         return "B" if self.service.logprobs.top else "C"
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what identifies it: what the contract says, and what it says of itself."""
+        """Return its identification by the contract and by its own statements."""
         return {
             **kernel_fingerprint(self.ref),
             "server": {**self.identity.to_json(), "system_fingerprint": self.stamp},
         }
 
     def draw(self, prompt: Sequence[int], seed: int, tokens: int | None = None) -> Continuation:
-        """Let the server draw after a prompt: as many tokens as the contract says, or as the model
-        has room for.
+        """Let the server draw tokens after a prompt: the number of the contract, limited by the
+        context length of the model.
 
-        Raises Refusal where it does not answer, where the answer cannot be used, where tokens are
-        in doubt, and where another server or model answers than the one that was asked first.
+        Raises Refusal if it does not answer, if the answer cannot be used, if ids of tokens are
+        ambiguous, and if another server or model answers than at first.
         """
         given = tuple(prompt)
         reply = self._ask(given, seed, self._wanted(given, tokens))
@@ -102,11 +102,11 @@ class ServerKernel(NotRun):
     def stream(
         self, prompt: Sequence[int], seed: int, clock: Callable[[], float]
     ) -> Iterator[tuple[float, int]]:
-        """Let the server draw as `draw` does, and yield how many tokens came at which moments of
-        `clock`, while they come: none at the moment before it is asked.
+        """Let the server draw as `draw` does, and yield (time of `clock`, number of tokens) as they
+        arrive; first the time of the request with 0 tokens.
 
-        Raises Refusal as `draw`, and where tokens did not come one after the other: not streamed,
-        or held back on their way.
+        Raises Refusal as `draw`, and if tokens do not arrive one by one: not streamed, or buffered
+        on the way.
         """
         given = tuple(prompt)
         wanted = self._wanted(given)
@@ -125,8 +125,8 @@ class ServerKernel(NotRun):
                 found += part.tokens
                 moments.append(moment)
                 yield moment, part.tokens
-        # llama.cpp holds back a token that ends inside of a character, and never tells of it: then
-        # fewer are seen than counted, and the time of each comes out longer, not shorter.
+        # llama.cpp holds back a token that ends inside a character and never reports it: then fewer
+        # tokens arrive than are counted, and the time of each is overestimated, not underestimated.
         whole = max(found, counted) if found and counted is not None else found
         check_number(whole, wanted, reason, counted)
         reads = len(set(moments))
@@ -140,7 +140,7 @@ class ServerKernel(NotRun):
             )
 
     def _wanted(self, prompt: tuple[int, ...], tokens: int | None = None) -> int:
-        """Return how many tokens there are to be; refuse a prompt that leaves no room."""
+        """Return the number of tokens to draw; refuse a prompt that leaves no room."""
         wanted = self.service.tokens if tokens is None else tokens
         if self.longest is not None:
             wanted = min(wanted, self.longest - len(prompt))
@@ -153,7 +153,7 @@ class ServerKernel(NotRun):
         return wanted
 
     def check_unchanged(self) -> None:
-        """Ask again what the server is. Refuse another one than the one that was measured."""
+        """Identify the server again. Refuse one that differs from the measured one."""
         now = identify(self.transport, self.service)
         if now != self.identity:
             raise _changed(differences(self.identity.to_json(), now.to_json()))
@@ -233,8 +233,8 @@ class ServerKernel(NotRun):
         return Continuation(tokens, Side(logs, self.semantics, self._top(reply, tokens)))
 
     def _top(self, reply: Reply, tokens: tuple[int, ...]) -> TopLogs | None:
-        """Return the likeliest tokens; None where any position has fewer than were asked for, or
-        says of the drawn token something else there."""
+        """Return the likeliest tokens; None if a position has fewer than requested. Refuse a second
+        log-probability of the drawn token."""
         count = self.service.logprobs.top
         if self.vocabulary.size is not None:
             count = min(count, self.vocabulary.size)
@@ -260,10 +260,10 @@ class ServerKernel(NotRun):
 def load_server(
     ref: KernelRef, model: Model, trial: Sequence[int], limits: Limits | None = None
 ) -> ServerKernel:
-    """Ask a server what it is, and let it draw on trial after the tokens `trial`.
+    """Identify a server, and let it draw on trial after the tokens `trial`.
 
-    Refuse where httpx is missing, no key is set, the server does not answer, is another one than
-    the contract says, has another vocabulary, or gives no usable log-probabilities.
+    Refuse if httpx is missing, no key is set, the server does not answer, is not that of the
+    contract, has another vocabulary, or gives no usable log-probabilities.
     """
     with at(ref.span):
         return _load(ref, model, trial, limits or Limits())
@@ -283,7 +283,7 @@ def _load(ref: KernelRef, model: Model, trial: Sequence[int], limits: Limits) ->
         raise refuse(codes.NO_SAMPLES, problem[1], help=problem[2])
     transport = Transport(service.url, key_of(service.key), limits)
     identity = identify(transport, service)
-    refuse_unsaid(identity.kind, service.logprobs)
+    refuse_unsettable(identity.kind, service.logprobs)
     size, longest = model.limits
     if identity.fact("n_vocab") not in (None, size):
         raise refuse(
@@ -299,7 +299,7 @@ def _load(ref: KernelRef, model: Model, trial: Sequence[int], limits: Limits) ->
 
 
 def _tried(kernel: ServerKernel, trial: tuple[int, ...]) -> ServerKernel:
-    """Return the kernel after a trial: with ids as prompts, or texts where it refuses these."""
+    """Return the kernel after a trial: with ids as prompts, or texts if the server refuses ids."""
     most = _TRIAL if kernel.longest is None else max(1, min(_TRIAL, kernel.longest - 1))
     prompt = trial if kernel.longest is None else trial[: kernel.longest - most]
     try:
@@ -323,7 +323,7 @@ def _refused(refusal: Refusal) -> bool:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return what a server says of itself otherwise than before; empty where nothing differs."""
+    """Return the changed statements of a server about itself; empty if there are none."""
     names = [n for n in dict.fromkeys((*before, *now)) if before.get(n) != now.get(n)]
     return "; ".join(f"{n} {before.get(n)!r}, then {now.get(n)!r}" for n in names)
 
@@ -336,26 +336,26 @@ def _changed(found: str) -> Refusal:
     )
 
 
-# --- answers -------------------------------------------------------------------------------------
+# --- answers ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class UnusableReply:
-    """An answer that cannot be used, and why. It is kept: whoever asks again until an answer suits
-    no longer has a sample."""
+    """An answer that cannot be used, and why. It is stored: asking again until an answer is usable
+    would bias the sample."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """No answer. It is not kept: the next evaluation asks again."""
+    """No answer. It is not stored: the next evaluation asks again."""
 
     refusal: Refusal
 
     @property
     def reason(self) -> str:
-        """Return why there is none."""
+        """Return why there is no answer."""
         return _reason(self.refusal)
 
 
@@ -363,7 +363,7 @@ Answer = Continuation | UnusableReply | Silence
 
 
 def answer_of(server: ServerKernel, prompt: tuple[int, ...], seed: int) -> Answer:
-    """Let a server draw after a prompt; raises Refusal where another server answers."""
+    """Let a server draw after a prompt; raises Refusal if another server answers."""
     try:
         return server.draw(prompt, seed)
     except Refusal as refusal:
@@ -386,7 +386,7 @@ def _reason(refusal: Refusal) -> str:
 
 
 def to_bytes(answer: Continuation | UnusableReply) -> bytes:
-    """Return an answer as a line of JSON, whose numbers come back bit by bit."""
+    """Return an answer as a line of JSON, which preserves all bits of its numbers."""
     if isinstance(answer, UnusableReply):
         return json.dumps({"unusable": answer.reason}).encode()
     top = answer.side.top
@@ -396,7 +396,7 @@ def to_bytes(answer: Continuation | UnusableReply) -> bytes:
 
 
 def from_bytes(content: bytes, semantics: Semantics) -> Continuation | UnusableReply:
-    """Return the answer of `to_bytes`; `semantics` is what the server's values are of.
+    """Return the answer of `to_bytes`; `semantics` is that of the server's log-probabilities.
 
     Raises ValueError or KeyError for other bytes.
     """

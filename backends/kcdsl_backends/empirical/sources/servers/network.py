@@ -1,9 +1,9 @@
-"""Addresses for questions to a server: what the contract names, within what the user allowed.
+"""Addresses of servers: those that the contract names, if the user allows them.
 
-A contract is foreign text: it names an address and a variable, and may name those of others. So
-keys are in variables of their own and go to hosts that the user listed, the name of a host is
-resolved once and the address that was looked at is the one that is connected to, and every byte of
-an answer comes before the deadline.
+A contract is untrusted text that names an address and a variable. So keys are in dedicated
+variables and are sent only to hosts that the user listed, a host name is resolved once and the
+checked address is the one that is connected to, and every byte of an answer must arrive before the
+deadline.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import httpx
 
 HOSTS = "KCDSL_SERVER_HOSTS"
-"""The variable with hosts that the user allowed, separated by commas."""
+"""The environment variable with the hosts that the user allows, separated by commas."""
 _LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
 _METADATA = tuple(
     map(
@@ -30,25 +30,25 @@ _METADATA = tuple(
         ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::/32", "fd20:ce::254"),
     )
 )
-"""Addresses at which clouds tell their machines secrets, beside those of the link."""
-_NOBODY = tuple(
+"""Metadata addresses of clouds outside the link-local range."""
+_UNROUTED = tuple(
     map(ipaddress.ip_network, ("0.0.0.0/8", "255.255.255.255", "fec0::/10", "64:ff9b:1::/48"))
 )
-"""Addresses of no single machine, of links as they once were, and of a local translator, of which
-nobody else can say where it leads."""
+"""Addresses of no single machine, of deprecated site-local networks, and of a local translator,
+whose destination is unknown."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Forbidden(Exception):
-    """A question that the user did not allow to go where the contract sends it."""
+    """A request to an address that the user did not allow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The server that a contract names. `listed` says that the user listed its host, `plain` that
-    he listed it without TLS; `with_key` that a key is to be sent."""
+    """The server that a contract names. `listed`: the user listed its host, `plain`: also without
+    TLS; `with_key`: a key is sent."""
 
     url: str
     with_key: bool
@@ -67,13 +67,13 @@ class Destination:
 
     @property
     def proxy(self) -> str | None:
-        """Return the proxy of the environment, which is not asked for this machine."""
+        """Return the proxy of the environment; None for this machine."""
         if self.host in _LOCAL_NAMES or proxy_bypass(self.host):
             return None
         return getproxies().get(self.parts.scheme)
 
     def refuse(self, addresses: Iterable[_Address]) -> None:
-        """Raise Forbidden for a place that the user did not allow."""
+        """Raise Forbidden for addresses that the user did not allow."""
         found = tuple(addresses)
         here = _is_here(found)
         if not self.listed:
@@ -90,7 +90,7 @@ class Destination:
 
 
 def destination(url: str, with_key: bool) -> Destination:
-    """Return the server of a contract, with what the user allowed of it."""
+    """Return the server of a contract, with the user's permissions for it."""
     parts = urlsplit(url)
     listed = [
         entry.scheme
@@ -113,7 +113,7 @@ def _port(parts: SplitResult) -> int | None:
 
 
 def resolve(host: str, port: int) -> tuple[_Address, ...]:
-    """Return the addresses of a host; none where it has none."""
+    """Return the addresses of a host; empty if it has none."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -122,20 +122,20 @@ def resolve(host: str, port: int) -> tuple[_Address, ...]:
 
 
 def _is_here(addresses: tuple[_Address, ...]) -> bool:
-    """Return whether addresses are of this machine, all of them."""
+    """Return whether all addresses are of this machine."""
     return bool(addresses) and all(address.is_loopback for address in addresses)
 
 
 def _is_special(address: _Address) -> bool:
-    """Return whether an address is of the link, of a cloud's metadata, of many, or of nobody."""
-    # Most forms of version 6 that stand for an address of version 4 have it at their end:
+    """Return whether an address is link-local, of a cloud's metadata, multicast, or unrouted."""
+    # Most forms of IPv6 that embed an IPv4 address have it at their end:
     # compatible, translated, ISATAP, and a translator's own prefix.
     end = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     return _is_secret(end) or any(
         _is_secret(one)
         or one.is_multicast
         or one.is_unspecified
-        or any(one in network for network in _NOBODY)
+        or any(one in network for network in _UNROUTED)
         for one in (address, *_inside(address))
     )
 
@@ -145,7 +145,7 @@ def _is_secret(address: _Address) -> bool:
 
 
 def _inside(address: _Address) -> Iterable[_Address]:
-    """Yield the addresses of version 4 that one of version 6 stands for."""
+    """Yield the IPv4 addresses that an IPv6 address embeds."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             yield address.ipv4_mapped
@@ -159,14 +159,14 @@ def _inside(address: _Address) -> Iterable[_Address]:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The moment of `clock` until which bytes may come; `came` is called as often as they do."""
+    """The time of `clock` until which bytes may arrive; `came` is called on each arrival."""
 
     until: float
     clock: Callable[[], float]
     came: Callable[[], None] = lambda: None
 
     def left(self, timeout: float | None) -> float:
-        """Return how long to wait; raises ReadTimeout where the time is over."""
+        """Return the remaining time; raises ReadTimeout if there is none."""
         import httpcore
 
         left = self.until - self.clock()
@@ -178,7 +178,7 @@ class Deadline:
 def client(
     library: Any, place: Destination, connect: float, whole: float, deadline: Deadline
 ) -> httpx.Client:
-    """Return a client that asks the server of a contract alone, and that ends in time.
+    """Return a client that connects only to the server of a contract, with a deadline.
 
     Raises Forbidden.
     """
@@ -187,7 +187,7 @@ def client(
         addresses = resolve(place.host, _port(place.parts) or 443)
         place.refuse(addresses)
         if _is_here(addresses):
-            proxy = None  # it would resolve the name by itself, to another machine perhaps
+            proxy = None  # it might resolve the name to another machine
     transport = library.HTTPTransport(proxy=proxy)
     pool = transport._pool
     if not hasattr(pool, "_network_backend"):
@@ -203,7 +203,7 @@ def client(
 
 
 class _Guard:
-    """A network of httpcore that connects to addresses that were looked at, until a deadline."""
+    """A network backend of httpcore that connects to checked addresses, until a deadline."""
 
     def __init__(self, place: Destination | None, deadline: Deadline) -> None:
         self.place, self.deadline = place, deadline

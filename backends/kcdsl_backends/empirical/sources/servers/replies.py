@@ -1,9 +1,9 @@
-"""Replies of a server to `/v1/completions`: checked, or refused, before anything reads them.
+"""Replies of a server to `/v1/completions`, checked or refused when they are read.
 
-Two forms are in use. The one of chats, which llama.cpp gives: `logprobs.content`, a list of tokens
-with ids, bytes and likeliest tokens. And the older one, which vLLM, SGLang and TensorRT-LLM give:
-`logprobs.tokens`, `token_logprobs` and `top_logprobs`, with ids as `token_id:17` or beside it. A
-token is known by its id, else by the one id that has these bytes or this text.
+Two forms are in use. That of chats, from llama.cpp: `logprobs.content`, a list of tokens with ids,
+bytes and likeliest tokens. And an older one, from vLLM, SGLang and TensorRT-LLM:
+`logprobs.tokens`, `token_logprobs` and `top_logprobs`, with ids as `token_id:17` or in `token_ids`.
+A token is identified by its id, else by the only id with these bytes or this text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ID = re.compile(r"token_id:(\d{1,18})", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class ServedToken:
-    """A token as a server names it: by id, by bytes, by text; what it does not say is None."""
+    """A token as a server names it: by id, by bytes, by text; None for those that it omits."""
 
     id: int | None
     bytes: bytes | None
@@ -44,10 +44,10 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What was drawn after one prompt.
+    """The tokens drawn after one prompt.
 
     `scale` says how probabilities were given: "log", or "plain" for llama.cpp's
-    `post_sampling_probs`. `prompt_tokens` is how many the server counted, None if it does not say.
+    `post_sampling_probs`. `prompt_tokens` is the server's count, None if it states none.
     """
 
     drawn: tuple[Drawn, ...]
@@ -59,9 +59,9 @@ class Reply:
 
 
 def read_reply(answer: Any, most: int) -> Reply:
-    """Return what an answer says; `most` is how many tokens were asked for.
+    """Return the content of an answer; `most` is the number of requested tokens.
 
-    Raises Refusal for an answer without log-probabilities, with numbers that are none, with tokens
+    Raises Refusal for an answer without log-probabilities, with invalid numbers, with tokens
     of the prompt among the drawn ones, or with another number of tokens than it counts.
     """
     whole = _mapping(answer, "the answer")
@@ -93,7 +93,8 @@ def read_reply(answer: Any, most: int) -> Reply:
 
 @dataclass(frozen=True, slots=True)
 class StreamPart:
-    """What one event of a streamed answer says; `reason` is why the text ended, None before."""
+    """The content of one event of a streamed answer; `reason` is why the text ended, None
+    before."""
 
     tokens: int
     reason: object
@@ -103,7 +104,7 @@ class StreamPart:
 
 
 def read_part(event: Any) -> StreamPart:
-    """Return what an event of a streamed answer says: how many tokens came, and of which model.
+    """Return the content of an event of a streamed answer: number of tokens, and model.
 
     Raises Refusal for an event with a text without log-probabilities, whose tokens are not known.
     """
@@ -134,7 +135,7 @@ def _tokens_of(choice: Mapping[str, Any]) -> int:
 
 
 def check_number(found: int, most: int, reason: object, counted: int | None) -> None:
-    """Refuse an answer that does not have the tokens that it should have."""
+    """Refuse an answer with a wrong number of tokens, or with an unknown end."""
     if found == 0:
         raise _bad("it has no drawn token")
     if found > most:
@@ -231,7 +232,7 @@ def _id_in(text: str) -> int | None:
 
 
 def _log(value: Any, scale: str, where: str, *, drawn: bool = True) -> float:
-    """Return a ln-probability. Refuse what is none; of a drawn token also one of probability 0."""
+    """Return a ln-probability. Refuse other values, and probability 0 of a drawn token."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         found = "null" if value is None else repr(value)
         raise _bad(f"the log-probability of {where} is {found}")
@@ -268,27 +269,27 @@ def _bad(what: str, help: str | None = None) -> Refusal:
 
 
 _LARGEST = 1 << 31
-"""More tokens than any vocabulary has, for a model that does not say how many it has."""
-_LOST = "\ufffd"
-"""What stands for bytes that are no text."""
+"""More tokens than any vocabulary has, for a model that does not state its size."""
+_REPLACEMENT = "\ufffd"
+"""The replacement character for bytes that are no text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokens of the model on this side: ids below `size`, and what the tokenizer makes of them.
+    """The tokens of the local model: ids below `size`, and the tokenizer.
 
-    A token whose id is in doubt is refused: a wrong id would be measured as a drift.
+    A token with an ambiguous id is refused: a wrong id would be measured as a drift.
     """
 
     size: int | None
     tokenizer: Tokenizer | None
     ends: frozenset[int] = frozenset()
-    """The tokens that end texts, as far as the files of the model say; empty where they do not."""
+    """The tokens that end texts according to the files of the model; empty if they name none."""
     _ids: dict[str, list[int]] = field(default_factory=dict)
 
     def id_of(self, token: ServedToken) -> int:
-        """Return the id of a token. Refuse one that is out of the vocabulary, that has other bytes
-        here than there, and one that is given without id and could be several."""
+        """Return the id of a token. Refuse one outside the vocabulary, one with other bytes on the
+        server than here, and one without id that could be several."""
         if token.id is not None:
             return self._checked(token.id, token)
         if isinstance(self.tokenizer, ByteTokenizer) and token.bytes is not None:
@@ -298,13 +299,13 @@ class Vocabulary:
         if token.text is None or self.tokenizer is None or self.size is None:
             raise _doubt("it names tokens without ids, and the model has no tokenizer to find them")
         found = self._by_text().get(token.text, [])
-        if len(found) != 1 or _LOST in token.text:
+        if len(found) != 1 or _REPLACEMENT in token.text:
             several = f"is that of {len(found)} tokens" if found else "is that of no token"
             raise _doubt(f"the text {token.text!r} {several}")
         return found[0]
 
     def prompt_text(self, tokens: tuple[int, ...]) -> str | None:
-        """Return the text that is read as exactly these tokens; None where there is none."""
+        """Return the text that is read as exactly these tokens; None if there is none."""
         if self.tokenizer is None:
             return None
         text = self.tokenizer.decode(list(tokens))
@@ -325,7 +326,7 @@ class Vocabulary:
             return found
         there = token.bytes.decode("utf-8", errors="replace").strip()
         here = self.tokenizer.decode([found]).strip()
-        known = bool(there) and bool(here) and _LOST not in there + here
+        known = bool(there) and bool(here) and _REPLACEMENT not in there + here
         if known and there != here:
             raise _doubt(f"the token {found} is {there!r} there, and {here!r} here")
         return found
@@ -335,7 +336,7 @@ class Vocabulary:
             made: dict[str, list[int]] = {}
             for found in range(self.size or 0):
                 made.setdefault(self.tokenizer.decode([found]), []).append(found)
-            self._ids.update(made)  # at once: another thread sees all of it or nothing
+            self._ids.update(made)  # in one step, so that other threads see all or none
         return self._ids
 
 

@@ -1,4 +1,4 @@
-"""Questions to a server: limits of time, size and retries, and a key that nothing shows."""
+"""Requests to a server: limits of time, size and retries, and a key that is never shown."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from kcdsl_backends.empirical.sources.servers.network import (
 )
 
 LATER = frozenset((408, 425, 429, 500, 502, 503, 504))
-"""Answers after which it is asked again."""
+"""Statuses after which a request is repeated."""
 ABSENT = frozenset((404, 405, 501))
-"""Answers of a server that does not know the question."""
+"""Statuses of a server that does not know the path."""
 _KEY = re.compile(r"KCDSL_SERVER_KEY(_[A-Z0-9_]+)?")
 _SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long (seconds), how often and how much (bytes) a server may answer."""
+    """Limits of an answer: times in seconds, numbers of attempts, size in bytes."""
 
     connect: float = 10.0
     answer: float = 120.0
-    """For the whole answer, however slowly its bytes come."""
+    """Time for the whole answer, from first to last byte."""
     attempts: int = 4
     slow_attempts: int = 2
-    """How often it is asked again where it does not answer in time."""
+    """Number of attempts if the server does not answer in time."""
     pause: float = 0.5
-    """Before the second attempt; doubled before each further one."""
+    """Pause before the second attempt; doubled before each further one."""
     longest_pause: float = 30.0
     size: int = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """Asks the server at an address. `key` is sent with each question and shown nowhere."""
+    """Sends requests to the server at an address. `key` is sent with each and never shown."""
 
     url: str
     key: str | None = field(default=None, repr=False)
@@ -57,28 +57,27 @@ class Transport:
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
 
     def get(self, path: str) -> Any:
-        """Return what the server says at a path; None where it does not know the path.
+        """Return the server's answer at a path; None if it does not know the path.
 
-        Raises Refusal where it does not answer, or not in JSON.
+        Raises Refusal if it does not answer, or not in JSON.
         """
         return self._ask("GET", path, None)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Return the answer to a question; None where the server does not know the path.
+        """Return the answer to a request; None if the server does not know the path.
 
-        Raises Refusal where it does not answer, refuses the question, or answers no whole JSON.
+        Raises Refusal if it does not answer, refuses the request, or answers without complete JSON.
         """
         return self._ask("POST", path, body)
 
     def stream(
         self, path: str, body: Mapping[str, Any], clock: Callable[[], float]
     ) -> Iterator[tuple[float, Any]]:
-        """Yield each event of an answer that is streamed, with the moment of `clock` when it came:
-        events that came together have the same. First comes None, with the moment before it is
-        asked.
+        """Yield (time of arrival by `clock`, event) of a streamed answer; events that arrive
+        together have one time. The first item is the time of the request, with None.
 
-        It is asked once, for the time of a second attempt is not that of the first. Raises Refusal
-        where the server does not answer, and where it does not stream.
+        The request is sent once, since times of a second attempt are not comparable. Raises Refusal
+        if the server does not answer, or does not stream.
         """
         asked, moment, started, left = math.nan, math.nan, self.clock(), b""
 
@@ -190,11 +189,11 @@ class Transport:
         body: Mapping[str, Any] | None,
         came: Callable[[], None] = lambda: None,
     ) -> Iterator[Any]:
-        """Ask, and give the answer while its bytes come; `came` is called before the question, and
-        as often as bytes come."""
+        """Send a request, and yield the open answer; `came` is called before the request and
+        whenever bytes arrive."""
         import httpx
 
-        # A compressed answer could be far larger than what came over the network.
+        # A compressed answer could exceed the limit of size once it is unpacked.
         headers = {"Accept": "application/json, text/event-stream", "Accept-Encoding": "identity"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -223,7 +222,7 @@ class Transport:
             slow = not isinstance(error, httpx.ConnectTimeout)
             seconds = self.limits.answer if slow else self.limits.connect
             raise _NoAnswer(f"no answer in {stated(seconds, 's')}", slow) from None
-        except UnicodeError as error:  # httpx lets those of its encoder of names through
+        except UnicodeError as error:  # from the encoder of host names in httpx
             raise self._no_address(error) from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
             raise _NoAnswer(self._hidden(f"{type(error).__name__}: {error}"), False) from None
@@ -244,7 +243,7 @@ class Transport:
         )
 
     def _said(self, text: str) -> str:
-        """Return what a server said of its refusal, cut off, without the key."""
+        """Return the text of a server's refusal, truncated, without the key."""
         words = " ".join(self._hidden(text).split())
         return f" ({words[:_SHOWN]}{'…' if len(words) > _SHOWN else ''})" if words else ""
 
@@ -253,7 +252,7 @@ class Transport:
 
 
 class _NoAnswer(Exception):
-    """No answer came; `slow` says that the time was over."""
+    """No answer arrived; `slow`: the time was over."""
 
     def __init__(self, message: str, slow: bool) -> None:
         super().__init__(message)
@@ -267,8 +266,8 @@ def _help(status: int) -> str:
 
 
 def key_of(variable: str | None) -> str | None:
-    """Return the key that a variable of the environment holds. Refuse one that is not set, and
-    every variable but those for keys of servers: a contract may name none of another program."""
+    """Return the key in an environment variable. Refuse one that is not set, and every variable not
+    for keys of servers: a contract must not read secrets of other programs."""
     if variable is None:
         return None
     if _KEY.fullmatch(variable) is None:
