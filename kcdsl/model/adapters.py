@@ -1,8 +1,8 @@
-"""The kernel adapters: what each computes, so that claims it does not keep are refused.
+"""Kernel adapters: what each one computes, so that numerics it does not implement are refused.
 
-A distribution of its own brings one by an entry point of the group `kcdsl.adapters`: its name is
-the name of the adapter, its object an `Adapter`. Commands that only read a contract take the names
-from the metadata and import nothing.
+Another distribution can add an adapter by an entry point of the group `kcdsl.adapters`, whose name
+is the name of the adapter and whose object is an `Adapter`. Commands that only read a contract take
+the names from the metadata and import nothing.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ _UNQUANTISED = (Activations("none"),)
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What an adapter computes.
+    """The computation of an adapter.
 
-    `style` is how its attention is set, `backend` the kernel that PyTorch then takes. `scores` and
-    `probabilities` say where attention holds them: "compute", or "wide" (at least float32). `tile`
-    is the least number of keys per tile on a CPU and on CUDA, `exp_ulps` the error of the
-    exponential; `coarse_exp_ulps` that on a CPU where compute is coarser than float32.
-    `on_cuda` are the formats it computes in on CUDA, where not all are there.
-    `weights` None: any stored weights. `free`: its roundings are placed by a compiler or by the
-    order of its scales, so `casts: nearest` says too much. `library` is the extra of kcdsl that
-    it needs, and what that brings. `sigmoid` is how good silu's is. `static` names the formats of
-    activations that it quantises with static scales, one for each linear. `tier` is what evidence
-    it yields: A logits, B the likeliest tokens at each position, C the tokens that it draws.
-    `of_file` says that it runs the ONNX file of the contract, and no other model.
-    `unproved` says why nothing here holds it to its numerics, so that a proof about these is none
-    about it.
-    `engine` says how it is run: "torch", "compile", "hf", "server" and "recorded" by the ways that
-    kcdsl has, else `package.module:function`. That takes the name of the adapter, the model, its
-    module converted to the compute format on its device, and the numerics; it may change the
-    module, and returns the program that runs in place of a part, by the part's name
+    `style` is the style of its attention, `backend` the kernel that PyTorch then selects. `scores`
+    and `probabilities` are the formats of both in attention: "compute", or "wide" (at least
+    float32). `tile` is the least number of keys per tile on a CPU and on CUDA, `exp_ulps` the error
+    of the exponential, `coarse_exp_ulps` that on a CPU where compute is coarser than float32.
+    `on_cuda` lists the formats it supports on CUDA, if not all.
+    `weights` None: any stored weights. `free`: a compiler or the order of the scales determines
+    where it rounds, so it cannot claim `casts: nearest`. `library` is the extra of kcdsl that
+    it needs, and the package in that extra. `sigmoid` is the accuracy of the sigmoid in silu.
+    `static` names the formats of activations that it quantises with static scales, one per linear.
+    `tier` is the evidence tier: A logits, B the likeliest tokens per position, C sampled tokens.
+    `of_file`: it runs the ONNX file of the contract, and no other model.
+    `unproved` is the reason why its numerics are not checked here; a proof about the numerics is
+    then no proof about the adapter.
+    `engine` is the way to run it: "torch", "compile", "hf", "server" and "recorded" are built in,
+    else `package.module:function`. The function takes the name of the adapter, the model, its
+    module converted to the compute format on its device, and the numerics. It may change the
+    module, and returns the program that runs in place of a part, by the name of the part
     (`kcdsl_backends.empirical.sources.kernels.engines.ProgramEngine`).
     """
 
@@ -83,11 +83,11 @@ class Adapter:
 
     @property
     def claimed_style(self) -> str:
-        """Return the style that its numerics must have: a compiler may fuse what is composed."""
+        """Return the attention style that its numerics must have; compiled kernels may be fused."""
         return "fused" if self.engine == "compile" else self.style
 
     def computes_on(self, device: str) -> tuple[str, ...]:
-        """Return the formats that it computes in on a device."""
+        """Return the compute formats that it supports on a device."""
         return self.on_cuda if self.on_cuda is not None and device == "cuda" else self.computes
 
 
@@ -250,18 +250,18 @@ def adapter_names() -> tuple[str, ...]:
 
 
 def is_adapter(run: str) -> bool:
-    """Say whether there is an adapter of this name."""
+    """Return whether there is an adapter of this name."""
     return run in ADAPTERS or run in foreign_adapters()
 
 
 def preset_of(run: str) -> str | None:
-    """Return the preset that a kernel has where its numerics name none; None for a kernel that
-    claims nothing by itself, and for adapters of other distributions."""
+    """Return the default preset of a kernel's numerics; None for a kernel without one, and for
+    adapters of other distributions."""
     return next(iter(ADAPTERS[run].presets), None) if run in ADAPTERS else None
 
 
 def distribution_of(run: str) -> str | None:
-    """Return the distribution that runs an adapter, beside torch."""
+    """Return the distribution that an adapter needs besides torch."""
     if run not in ADAPTERS:
         dist = foreign_adapters()[run].dist if run in foreign_adapters() else None
         return None if dist is None else dist.name
@@ -269,17 +269,17 @@ def distribution_of(run: str) -> str | None:
 
 
 def unproved(run: str) -> str | None:
-    """Return why nothing here holds an adapter to its numerics; imports none.
+    """Return the reason why the numerics of an adapter are not checked; imports no adapter.
 
-    Refuse an unknown one.
+    Refuse an unknown adapter.
     """
     return _FOREIGN if run in foreign_adapters() else find_adapter(run).unproved
 
 
 def find_adapter(run: str) -> Adapter:
-    """Return the adapter of this name; imports that of another distribution.
+    """Return the adapter of this name; an adapter of another distribution is imported.
 
-    Refuse an unknown one, and an entry point that holds none.
+    Refuse an unknown name, and an entry point whose object is no `Adapter`.
     """
     if run in ADAPTERS:
         return ADAPTERS[run]
@@ -315,9 +315,8 @@ def find_adapter(run: str) -> Adapter:
 
 
 def refuse_unserved(run: str, adapter: Adapter, numerics: Numerics, device: str) -> None:
-    """Refuse a device that the adapter does not run on, and numerics that it does not keep: a claim
-    finer than what it computes, or of another kind. A claim that is coarser is kept if casts are
-    `any`."""
+    """Refuse a device that the adapter does not support, and numerics that it does not implement:
+    finer than its own, or of another kind. Coarser numerics are accepted if casts are `any`."""
     if device not in adapter.devices:
         here = [n for n, a in ADAPTERS.items() if a.tier == "A" and device in a.devices]
         raise refuse(
@@ -337,7 +336,7 @@ def refuse_unserved(run: str, adapter: Adapter, numerics: Numerics, device: str)
 
 
 def refuse_no_file(run: str, adapter: Adapter, *, of_file: bool) -> None:
-    """Refuse an adapter of ONNX files for a model that is none."""
+    """Refuse an adapter of ONNX files for any other model."""
     if adapter.of_file and not of_file:
         raise refuse(
             codes.KERNEL_NUMERICS,
@@ -403,8 +402,8 @@ def _problems(adapter: Adapter, numerics: Numerics, device: str) -> list[str]:
 
 
 def _other_overrides(adapter: Adapter, numerics: Numerics) -> str:
-    """Say why an adapter does not treat linears as the overrides say: only what stores any weights,
-    and takes inputs as they are, does."""
+    """Return why an adapter does not implement the overrides; empty where it does. Only an adapter
+    that stores any weights and does not quantise inputs implements overrides."""
     if not numerics.overrides or (adapter.weights is None and adapter.engine != "hf"):
         return ""
     return "it quantises all linears alike, so it serves no `overrides`"
@@ -437,7 +436,8 @@ def _other_weights(adapter: Adapter, numerics: Numerics) -> str:
 
 
 def _coarser(name: str, claimed: str, real: str, numerics: Numerics) -> str:
-    """Say what is wrong with a claimed format: finer than the real one, or unequal and exact."""
+    """Return the defect of a claimed format: finer than the real one, or unequal with exact
+    casts."""
     finer = FORMATS[claimed].precision > FORMATS[real].precision
     inexact = not numerics.cast.free and claimed != real and name != "accumulate"
     return f"{name} is {real}, not {claimed}" if finer or inexact else ""

@@ -1,7 +1,7 @@
 """Models: a program (the module), its weights, its configuration and its tokenizer.
 
 The architectures of `kcdsl.model.architectures` are built in; of these, `hf` is any that Hugging
-Face transformers builds from its config.json. A user's own comes as `package.module:factory`, where
+Face transformers builds from its config.json. A user's own is named `package.module:factory`, where
 `factory(config: dict) -> torch.nn.Module` and the names of the module's parameters are the keys of
 the checkpoint. Its forward pass takes token ids [T] and returns logits [T, V] (or hidden states,
 if it has an attribute `encoder_only = True`). It may offer
@@ -72,16 +72,16 @@ from kcdsl_certs.statement.triple import INFER_CHECKPOINT
 
 KeyRule = Callable[[str], "str | None"]
 WeightLoader = Callable[[Any, Checkpoint], tuple[nn.Module, Mapping[str, str]]]
-"""Puts the weights into a module; returns it, and the checkpoint key of every parameter."""
+"""Loads the weights into a module; returns it and the checkpoint key of every parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     """A loaded model: the training program in float32 on the CPU.
 
-    `keys` gives the checkpoint key of every parameter name; `built_in` says that the module is one
-    of `kcdsl.model`; `files` has the digests of what was read for it. With `by_block` the module
-    holds no weights: a part reads them when it runs, or when it is filled.
+    `keys` maps parameter names to checkpoint keys. `built_in`: the module is one of `kcdsl.model`.
+    `files` has the digests of the files that were read. With `by_block` the module holds no
+    weights: a part reads its weights when it runs, or when `fill` is called.
     """
 
     module: nn.Module
@@ -93,20 +93,20 @@ class Model:
     files: Artefacts = field(default_factory=lambda: Artefacts.of(Path()))
     by_block: bool = False
     served: ServedWeights | None = None
-    """What the inference kernel reads instead of the checkpoint; None where it reads that."""
+    """Weights that the inference kernel reads instead of the checkpoint, if any."""
     serving: bool = False
-    """Whether the module holds these."""
+    """Whether the module holds the served weights."""
     served_file: tuple[Path, str] | None = None
     """The ONNX file that the inference kernel runs instead of the program, and its digest."""
 
     @property
     def encoder_only(self) -> bool:
-        """Say whether the model ends in hidden states instead of logits."""
+        """Return whether the model ends in hidden states instead of logits."""
         return bool(getattr(self.module, "encoder_only", False))
 
     @property
     def fixed_length(self) -> int | None:
-        """Return the only number of tokens that the model takes; None where it varies."""
+        """Return the number of tokens that the model takes; None where it is not fixed."""
         found: int | None = getattr(self.module, "fixed_length", None)
         return found
 
@@ -227,15 +227,15 @@ class Model:
         return blocks[name]
 
     def fill(self, part: nn.Module, *, zeros: bool = False) -> None:
-        """Read the weights of a part of the module that holds none yet, each in the type of its
-        parameter; with `zeros`, give it zeros instead, which take no memory."""
+        """Load the weights of an unfilled part of the module, each in the type of its parameter;
+        with `zeros`, fill it with zeros instead, which take no memory."""
         if zeros:
             fill_with_zeros(part)
         elif self.by_block:
             fill(part, self._keys_by_parameter(), self.weights)
 
     def filled_as_it_runs(self, part: nn.Module, weights: WeightReader) -> nn.Module:
-        """Return a part of the module that reads weights when a part of it runs."""
+        """Return a part of the module whose submodules load their weights when they run."""
         return FilledAsItRuns(part, self._keys_by_parameter(), weights)
 
     def _keys_by_parameter(self) -> dict[int, str]:
@@ -279,9 +279,9 @@ class Model:
         return ids.to(torch.long)
 
     def block_inputs(self, tokens: Sequence[int] | Tensor, name: str) -> Tensor | None:
-        """Return what enters a block for this sequence in the training kernel, float32 [T, D].
+        """Return the input of a block for this sequence in the training kernel, float32 [T, D].
 
-        For `model`, which takes the tokens themselves, return None.
+        Return None for `model`, whose input is the tokens.
         """
         return self.all_block_inputs(tokens, (name,))[name]
 
@@ -332,13 +332,13 @@ class Model:
 
 
 class _Enough(BaseException):
-    """Ends a forward pass when everything was seen that it is run for."""
+    """Ends a forward pass once all wanted block inputs are recorded."""
 
 
 def _remember(
     found: list[Tensor], wanted: Sequence[list[Tensor]]
 ) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """Return what notes the input of a module; raises `_Enough` once all that is wanted is."""
+    """Return a hook that records the input of a module and raises `_Enough` after the last one."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         found.append(args[0].detach().clone())
@@ -357,9 +357,9 @@ def _summary(names: tuple[str, ...]) -> str:
 
 
 def load_model(ref: ModelRef, base: Path | Artefacts, *, by_block: bool = False) -> Model:
-    """Load the model that a contract names; `base` is the folder of the contract, or the files of
-    the command so far, with which the digests of those that are read here are recorded.
+    """Load the model that a contract names.
 
+    `base` is the folder of the contract, or the `Artefacts` that record the digests of the files.
     With `by_block` the weights of a large built-in model are read when a part of it needs them.
     Refuse every defect of the checkpoint, the configuration, the tokenizer or the factory.
     """
@@ -397,8 +397,8 @@ def _load(ref: ModelRef, files: Artefacts, by_block: bool) -> Model:
 
 
 def _served_file(ref: ModelRef, files: Artefacts) -> tuple[Path, str] | None:
-    """Return the ONNX file of the inference kernel's own with its digest; None for another or no
-    checkpoint of its own."""
+    """Return the ONNX file of the inference kernel with its digest; None where the kernel has no
+    checkpoint of its own or one of another format."""
     if ref.served is None or not is_onnx(ref.served):
         return None
     path = files.find_weights(ref.served)
@@ -485,8 +485,8 @@ def _served(
 
 
 def _settings(ref: ModelRef, config: Mapping[str, Any], files: Artefacts) -> object:
-    """Return what the forward pass depends on of a configuration; itself where it is of another
-    program or of none."""
+    """Return the part of a configuration that the forward pass depends on; all of it for a program
+    that is not built in."""
     plain = {key: value for key, value in config.items() if key not in OF_FILES}
     try:
         with Unfilled():
@@ -498,8 +498,8 @@ def _settings(ref: ModelRef, config: Mapping[str, Any], files: Artefacts) -> obj
 def load_structure(ref: ModelRef, base: Path | Artefacts) -> Model | None:
     """Build a model without weights, from config.json and the headers of the checkpoint.
 
-    Returns None for a program that is not built in: it is neither imported nor run. Refuse every
-    defect that configuration and headers show: those of `load_model` but for the numbers.
+    Returns None for a program that is not built in, which is neither imported nor run. Refuse every
+    defect that `load_model` refuses, except those of the values of weights.
     """
     with at(ref.span):
         files = Artefacts.of(base)
@@ -551,7 +551,7 @@ def _build(
 
 
 def _recorded_factory(target: str, config: dict[str, Any], files: Artefacts) -> nn.Module:
-    """Call a factory; record the digest of its source, which is the same before and after."""
+    """Call a factory; record the digest of its source, which must not change during the call."""
     name = companion("module")
     imported = target.partition(":")[0]
     source = find_module(imported, [str(files.base), *filter(None, sys.path)])
@@ -600,7 +600,7 @@ def _from_factory(target: str, config: dict[str, Any], base: Path) -> nn.Module:
 
 
 def _forget_namesake(package: str, base: Path) -> None:
-    """Drop an imported package of the same name that lies elsewhere than in `base`.
+    """Unload an imported package of the same name that is not in the folder `base`.
 
     Otherwise two contracts in one process, each with its own `network.py`, would share the first.
     """
@@ -659,24 +659,24 @@ def _matched(
 # --- modules that change when they run -----------------------------------------------------------
 
 _OWN = frozenset(vars(nn.Module()))
-"""Attributes that torch keeps of every module; of them, buffers and parameters count."""
+"""Attributes that torch sets on every module; of them, only buffers and parameters are compared."""
 _CHANGED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Modules that changed, and what of them: their next run may change nothing more."""
+"""Modules that changed in a run, with the changed attribute: a later run may not change again."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Run a module inside. Refuse one that has changed an attribute, a buffer or a parameter then:
-    a table that it made on its first run is of the format and the length of that run.
+    """Run a module in this context. Refuse a module that changes an attribute, buffer or parameter:
+    a table cached on its first run has the format and the length of that run.
 
-    Containers and objects of attributes are followed; what functions and globals hold is not seen.
+    Containers and objects in attributes are compared; values in functions and globals are not.
     """
     if module not in _CHANGED:
         before, kept = _state(module)
         yield
         after, _ = _state(module)
-        del kept  # not before, so that no object takes the identity of another
+        del kept  # keeps the objects alive until here, so that no id is reused
         places = [p for p in dict.fromkeys((*after, *before)) if before.get(p) != after.get(p)]
         if not places:
             return
@@ -690,7 +690,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def _state(module: nn.Module) -> tuple[dict[str, Any], list[Any]]:
-    """Return what each attribute holds, by its path, and the objects that this speaks of."""
+    """Return the value of each attribute by its path, and the objects that must stay alive."""
     seen: dict[int, Any] = {}
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
@@ -701,7 +701,7 @@ def _state(module: nn.Module) -> tuple[dict[str, Any], list[Any]]:
 
 
 def _held(value: Any, seen: dict[int, Any]) -> Any:
-    """Return what compares equal while a value is the same; an object is followed once."""
+    """Return a comparable snapshot of a value; each object is visited once."""
     if isinstance(value, _PLAIN):
         return type(value).__name__, repr(value)
     if id(value) in seen:

@@ -1,4 +1,4 @@
-"""The evaluation of attention in a module: a value that the kernel adapter sets, not a global."""
+"""Implementations of attention; the kernel adapter sets one on each attention module."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class AttentionProgram(Protocol):
         """Return [..., H, T, d] for q, k, v of that shape.
 
         `keys` is a boolean mask [..., T], True where a key may be attended to; None means all.
-        Every row may attend to itself, so that rows of padding stay finite. `window` is how many
-        positions a row sees, its own and those before it; None means all. With `cap`, form(s) is
-        cap * tanh(s / cap), else s.
+        Every row may attend to itself, so that rows of padding stay finite. `window` is the number
+        of positions that a row attends to, ending with its own; None means all. With `cap`,
+        form(s) is cap * tanh(s / cap), else s.
         """
         ...
 
@@ -145,9 +145,10 @@ def attention_mask(
     device: torch.device,
     window: int | None = None,
 ) -> Tensor | None:
-    """Return the boolean mask, [T, T] or [..., 1, T, T], True = takes part; None where all do.
+    """Return the boolean mask, [T, T] or [..., 1, T, T], True where a key is attended to; None:
+    all.
 
-    With a `window`, which a causal mask may have, a row sees that many positions up to its own.
+    With a `window` (causal only), a row attends to that many positions, ending with its own.
     """
     if not causal and keys is None:
         return None
@@ -162,7 +163,7 @@ def attention_mask(
 
 
 def caps_scores(module: nn.Module) -> bool:
-    """Say whether an attention inside `module` caps its scores: an attribute `score_cap`."""
+    """Return whether an attention inside `module` caps its scores: an attribute `score_cap`."""
     return any(getattr(part, "score_cap", None) is not None for part in module.modules())
 
 
@@ -176,10 +177,10 @@ def uncapped(what: str) -> Refusal:
 
 
 def use_attention(module: nn.Module, program: AttentionProgram) -> bool:
-    """Set the program of every attention inside `module`; say whether there was one to set.
+    """Set the program of every attention inside `module`; return whether there was one to set.
 
-    An attention announces itself by an attribute `attention_program`. Refuse a program that does
-    not cap scores for an attention that does (KC465).
+    An attention module is one with an attribute `attention_program`. Refuse a program that does
+    not cap scores for a module that caps them (KC465).
     """
     if caps_scores(module) and isinstance(program, ScaledDotProduct):
         raise uncapped("scaled_dot_product_attention")

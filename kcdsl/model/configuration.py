@@ -1,11 +1,12 @@
-"""The configuration of a model: reading config.json, and what of it an architecture implements.
+"""The configuration of a model: reading config.json, and checking that an architecture implements
+it.
 
 An architecture declares each key of the config.json of its families (`kcdsl.model.registry`): those
-that the forward pass reads, those with the values that the forward pass implements, and those that
-do not change logits. Everything else is refused: a look-alike that has the same tensors and one key
-more, such as a multiplier or layers without RoPE, is another program.
+that the forward pass reads, those of which it implements only some values, and those that do not
+change logits. Everything else is refused: a model with the same tensors and one more key, such as a
+multiplier or layers without RoPE, is another program.
 
-Needs no tensor library, so that `kcdsl compile` refuses what later commands would refuse.
+Needs no tensor library, so that `kcdsl compile` can already refuse a configuration.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from kcdsl.model.registry import ModelFamily, declared, load
 from kcdsl.source.files import read_bytes, shown, unique_pairs
 
 LARGEST_COUNT = 1 << 24
-"""No width, vocabulary or length is greater; a number beyond would only fill the memory."""
+"""The largest width, vocabulary or length; larger numbers would exhaust the memory."""
 _LARGEST_CONFIG = 16 * 2**20
-"""The largest config.json in bytes; real ones have thousands."""
+"""The largest config.json in bytes; real ones have a few KiB."""
 LARGEST_DEPTH = 1 << 12
 """The greatest number of layers."""
 
@@ -109,12 +110,12 @@ class Fields:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Refuse a missing file, and what is no JSON object."""
+    """Read a JSON object from a file. Refuse a missing file and any other content."""
     return parse_config(path, read_bytes(path, _LARGEST_CONFIG + 1))
 
 
 def parse_config(path: Path, data: bytes) -> dict[str, Any]:
-    """Return the JSON object of a file by its bytes. Refuse what is none."""
+    """Return the JSON object in the bytes of a file. Refuse any other content."""
     try:
         if len(data) > _LARGEST_CONFIG:
             raise ValueError(f"it is larger than {_LARGEST_CONFIG} bytes")
@@ -136,8 +137,7 @@ def parse_config(path: Path, data: bytes) -> dict[str, Any]:
 
 def find_config(ref: ModelRef, checkpoint: Path, base: Path | Artefacts) -> dict[str, Any]:
     """Return the configuration of a model: the file its contract names, else the config.json beside
-    the checkpoint; empty for a module of the user's own or an ONNX file
-    that has none.
+    the checkpoint; empty for a user's own module or an ONNX file without one.
 
     `base` is the folder of the contract. Refuse a file that is missing or cannot be read.
     """
@@ -163,12 +163,12 @@ _INERT = frozenset({
     *("classifier_dropout", "id2label", "label2id", "problem_type", "task_specific_params"),
     *("finetuning_task", "num_labels", "_attn_implementation", "attn_implementation"),
     *("_attn_implementation_autoset", "model_type", "architectures"),
-    # of generate(), not of the forward pass
+    # read by generate(), not by the forward pass
     *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "num_beams"),
     *("repetition_penalty", "length_penalty", "no_repeat_ngram_size", "early_stopping"),
     *("num_return_sequences", "max_new_tokens"),
 })  # fmt: skip
-"""Keys of any family that change neither states nor logits of the forward pass."""
+"""Keys of any family that change neither hidden states nor logits."""
 
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -188,9 +188,9 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
         "attention_factor",
     ),
 }
-"""The fields that each form of RoPE scaling has, beside those of all forms."""
+"""The fields of each form of RoPE scaling, besides the common ones."""
 ROPE_BY_LAYER = ("full_attention", "sliding_attention")
-"""Kinds of layers by which a family may state its RoPE parameters."""
+"""Kinds of layers that may have their own RoPE parameters."""
 _OLD_NAMES = {"su": "longrope"}
 """Earlier names of forms of RoPE scaling."""
 _ROPE_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
@@ -205,12 +205,12 @@ _ONE_STACK: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
     "tie_encoder_decoder": (False,),
 }
-"""The values of keys of any family that every forward pass here implements with nothing else."""
+"""Keys of any family with the only values that the forward passes implement."""
 
 
 def check_config(architecture: str, raw: Mapping[str, Any]) -> None:
-    """Refuse a configuration that an architecture does not implement, as far as that shows without
-    torch: every value of a form of the decoder, the keys of any other.
+    """Refuse a configuration that an architecture does not implement, without importing torch: all
+    values are checked for a form of the decoder, only the keys for any other architecture.
 
     Raises Refusal (KC455).
     """
@@ -220,9 +220,9 @@ def check_config(architecture: str, raw: Mapping[str, Any]) -> None:
 
 
 def family_of(architecture: str, raw: Mapping[str, Any]) -> ModelFamily:
-    """Return the family of a configuration after every key was checked.
+    """Check every key of a configuration and return its family.
 
-    One that states no model_type is of the family that has the name of the architecture.
+    Without model_type, the family is the one that has the name of the architecture.
     Raises Refusal (KC455) for an unknown model_type, a key that the family does not declare, and a
     value that the forward pass does not implement.
     """
@@ -256,7 +256,7 @@ def family_of(architecture: str, raw: Mapping[str, Any]) -> ModelFamily:
 
 
 def _one_of(architecture: str, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """Refuse a value that is none of those implemented; true is not 1 here, nor false 0."""
+    """Refuse a value that is not implemented; true differs from 1, and false from 0."""
     same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
     if not any(same):
         shown = ", ".join(repr(one) for one in allowed)
@@ -264,7 +264,7 @@ def _one_of(architecture: str, key: str, value: Any, allowed: tuple[Any, ...]) -
 
 
 def _check_rope(architecture: str, raw: Mapping[str, Any], forms: tuple[str, ...]) -> None:
-    """Refuse forms of RoPE, and fields of them, that the tables of a family do not honour."""
+    """Refuse RoPE forms and fields that a family does not implement."""
     named = {name: raw[name] for name in ("rope_parameters", "rope_scaling") if raw.get(name)}
     for table in named.values():
         if not isinstance(table, Mapping):
@@ -288,7 +288,7 @@ def _check_rope(architecture: str, raw: Mapping[str, Any], forms: tuple[str, ...
 
 
 def _check_form(architecture: str, table: Mapping[str, Any], forms: tuple[str, ...]) -> None:
-    """Refuse one object of RoPE parameters whose form or fields a family does not honour."""
+    """Refuse one object of RoPE parameters whose form or fields a family does not implement."""
     stated = [table[name] for name in ("rope_type", "type") if name in table] or ["default"]
     kind, *same = (_OLD_NAMES.get(str(name), name) for name in stated)
     if kind not in forms or kind not in ROPE_FIELDS:

@@ -1,4 +1,4 @@
-"""The files of a contract: where they may lie, and the digests of what was read of them."""
+"""The files of a contract: allowed locations, and the digests of the bytes that were read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGE_PREFIX = "package:"
 CHECKPOINT = "the checkpoint"
 """The name under which the root digest of the weights is recorded."""
 MODULE = "module "
-"""What begins the name of own code of a contract that lies outside of its folder."""
+"""The prefix of names of own code outside the folder of the contract."""
 _CHUNK = 1 << 22
 _LARGEST = 256 * 2**20
 
@@ -32,15 +32,15 @@ def companion(role: str) -> str:
 class Artefacts:
     """The files that one command reads for a contract.
 
-    What a contract names lies below its folder, in an installed package, or in a folder that the
-    user allows (`allow-folders`); links are followed only to such places. Every reader records the
-    digest of the bytes that it used, so that a certificate can be held against them.
+    Files must lie below the contract's folder, in an installed package, or in a folder that the
+    user allows (`allow-folders`); links may lead only to such places. Every reader records the
+    digest of the bytes that it used, so that a certificate can be compared with them.
     """
 
     base: Path
     allowed: list[Path] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
-    """The sha256 (hex) of what was read, by the name that certificates use."""
+    """The sha256 (hex) of every file read, by its name in certificates."""
     hashed: dict[Path, str] = field(default_factory=dict)
     """The sha256 (hex) of files that were hashed and not read."""
     code: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Artefacts:
 
     @classmethod
     def of(cls, base: Path | Artefacts) -> Artefacts:
-        """Return the files of the contracts in a folder, nothing of them read yet."""
+        """Return the files of the contracts in a folder; none is read yet."""
         if isinstance(base, Artefacts):
             return base
         here = Path(os.path.realpath(base))
@@ -61,9 +61,9 @@ class Artefacts:
 
     def locate(self, reference: str) -> Path:
         """Return the path that a contract names: absolute, relative to the contract's folder, or
-        `package:NAME/inside`. Links are followed but for the last step.
+        `package:NAME/inside`. Links are followed except the last one.
 
-        Refuse what is not there, and what lies, or leads, outside of the folders that are allowed.
+        Refuse a path that does not exist, or that lies or leads outside the allowed folders.
         """
         if reference.startswith(PACKAGE_PREFIX):
             return self._inside_package(reference)
@@ -93,7 +93,7 @@ class Artefacts:
         return path if os.path.isdir(path) else self.find(reference)
 
     def at_hand(self, reference: str) -> Path | None:
-        """Return the path of a file as `find` does; None where it would be refused."""
+        """Return the path of a file as `find` does; None where `find` would refuse it."""
         try:
             return self.find(reference)
         except Refusal:
@@ -121,7 +121,7 @@ class Artefacts:
         return data
 
     def record(self, name: str, digest: str) -> None:
-        """Record what was read. Refuse another digest than before: the file was replaced."""
+        """Record a digest. Refuse one that differs from an earlier one: the file was replaced."""
         if self.digests.setdefault(name, digest) != digest:
             raise refuse(
                 codes.CHANGED_MEANWHILE,
@@ -130,8 +130,8 @@ class Artefacts:
             )
 
     def record_code(self, found: Mapping[str, tuple[str, str]]) -> None:
-        """Record own modules that another process imported, as `code` has them. Refuse another
-        digest than before: the file was replaced."""
+        """Record own modules that another process imported, in the form of `code`. Refuse a digest
+        that differs from an earlier one: the file was replaced."""
         for path, (name, digest) in found.items():
             if self.code.setdefault(path, (name, digest))[1] != digest:
                 raise refuse(
@@ -141,14 +141,14 @@ class Artefacts:
                 )
 
     def digest(self, path: Path) -> str:
-        """Return the sha256 (hex) of a file as it is now; each file is hashed once."""
+        """Return the sha256 (hex) of a file; each file is hashed once."""
         if path not in self.hashed:
             self.hashed[path] = file_digest(path)
         return self.hashed[path]
 
     def admitted(self, path: Path, named: str | None = None) -> Path:
-        """Return a path with its links followed but for the last step; refuse one that lies, or
-        leads, outside of the folders that are allowed."""
+        """Return a path with all links followed except the last; refuse a path that lies or leads
+        outside the allowed folders."""
         real = Path(os.path.realpath(path))
         if any(real.is_relative_to(root) for root in self.allowed):
             if path.name in ("", "..", "."):
@@ -178,13 +178,13 @@ def resolve_file(ref: str, base: Path | Artefacts) -> Path:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files that transformers reads the weights of a folder from."""
+    """Return the files of a folder from which transformers reads weights."""
     single = folder / "model.safetensors"
     return (single,) if single.is_file() else tuple(sorted(folder.glob("model-*.safetensors")))
 
 
 def folder_files(folder: Path) -> tuple[Path, ...]:
-    """Return all files that transformers reads of a folder, those that are there."""
+    """Return all existing files of a folder that transformers reads."""
     usual = ("config.json", "generation_config.json", "model.safetensors.index.json")
     found = (folder / name for name in usual)
     return (*(path for path in found if os.path.lexists(path)), *weight_files(folder))
@@ -208,7 +208,7 @@ def copy_hashed(path: Path, target: Path) -> str:
 
 
 def _package_file(ref: str) -> tuple[Path, Path]:
-    """Return the folder of a package, and a file inside that `package:NAME/path/inside` names."""
+    """Return the folder of a package and the file in it, for `package:NAME/path/inside`."""
     inner = PurePosixPath(ref.removeprefix(PACKAGE_PREFIX))
     if len(inner.parts) < 2 or ".." in inner.parts or inner.is_absolute() or "\0" in ref:
         raise refuse(
@@ -241,7 +241,7 @@ def _package_file(ref: str) -> tuple[Path, Path]:
 
 
 def file_digest(path: Path) -> str:
-    """Return the sha256 (hex) of a regular file. Refuse what cannot be read."""
+    """Return the sha256 (hex) of a regular file. Refuse a file that cannot be read."""
     import hashlib
 
     with open_file(path) as stream:

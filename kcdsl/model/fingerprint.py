@@ -1,8 +1,8 @@
-"""The identity of a kernel: adapter, numerics, and the build, machine and switches it runs with.
+"""The identity of a kernel: adapter, numerics, software build, machine and switches.
 
-Nothing is imported that computes; torch is asked only where it has been imported, and where the
-device is a GPU. The rest is told by the installed distributions, the system and the environment.
-Every probe can be replaced, so that another machine can be described.
+No library is imported for it; torch is queried only if it is imported already, or if the device is
+a GPU. All else comes from the metadata of distributions, the system and the environment.
+Every probe can be replaced, to describe another machine.
 docs/proofs/certificate-fields.md lists the parts and what a checker may relax.
 """
 
@@ -41,7 +41,7 @@ from kcdsl.source.modules import find_module
 
 FINGERPRINT_SCHEMA = "kcdsl.kernel-fingerprint/2"
 _WITH_DEVICE = ("nvidia-", "triton", "pytorch-triton", "rocm", "amd-")
-"""What the names of distributions begin with that bring the programs of a GPU."""
+"""Prefixes of the names of distributions with GPU libraries."""
 
 
 def kernel_fingerprint(
@@ -49,11 +49,11 @@ def kernel_fingerprint(
 ) -> dict[str, Any]:
     """Return the record that certificates bind.
 
-    `run`, `numerics` and `device` (the kind alone, "cpu" or "cuda") say which kernel it is, with
-    the folder of one that has a folder and what the contract says of a server. For a kernel that
-    runs here, `software` has the libraries with version, RECORD and code, `hardware` the processor
-    and the GPU with its driver, and `switches` what of the environment and of torch's settings can
-    change a result. `machine` says where it runs; by default here.
+    `run`, `numerics` and `device` (the kind alone, "cpu" or "cuda") identify the kernel, with its
+    folder or server section, if any. For a kernel on this machine, `software` has the libraries
+    with version, RECORD and code, `hardware` the processor and the GPU with its driver, and
+    `switches` the environment variables and torch settings that can change a result. `machine` is
+    by default this machine.
     """
     kind = device.partition(":")[0]
     found: dict[str, Any] = {
@@ -105,11 +105,11 @@ def fingerprint_digest(fingerprint: dict[str, Any]) -> str:
 _CODE = re.compile(r"\.(py|pyd|dll|dylib|so)(\.[0-9]+)*$")
 """Files of a distribution that can change what a kernel computes."""
 _ROW_OF_CODE = re.compile(r"\.(?:py|pyd|dll|dylib|so)(?:\.[0-9]+)*(?:,|$)")
-"""What a row of RECORD has where its file is one of these and its name is not quoted."""
+"""Matches a row of RECORD for such a file, if its name is not quoted."""
 _INSTRUCTIONS = re.compile(
     r"avx|fma|f16c|amx|sse4|vnni|bf16|fp16|asimd|neon|sve|sme2?$|i8mm|dotprod|altivec|vsx|rvv"
 )
-"""Instruction sets between which libraries choose their programs."""
+"""Instruction sets for which libraries have kernels of their own."""
 _SWITCHES = re.compile(
     r"ATEN_CPU_CAPABILITY|LD_PRELOAD|LD_LIBRARY_PATH|NVIDIA_TF32_OVERRIDE|CUDA_LAUNCH_BLOCKING"
     r"|CUDA_MODULE_LOADING|CUDA_(FORCE|DISABLE)_PTX_JIT|GLIBC_TUNABLES|PYTORCH_JIT"
@@ -123,30 +123,30 @@ _SWITCHES = re.compile(
 _PRIVATE = re.compile(
     r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|(^|_)(CACHE|HOME|LOG[A-Z]*|DEBUG|TRACE)(_|$)|PATH$|DIR$"
 )
-"""What no statement shows: secrets, and places and remarks, which change no result."""
+"""Variables that statements omit: secrets, and paths and log settings, which change no result."""
 _SHOWN = frozenset({
     "LD_LIBRARY_PATH", "MKL_DEBUG_CPU_TYPE", "TORCHINDUCTOR_CPP_GEMM_CACHE_BLOCKING"
 })  # fmt: skip
-"""What does change results, whatever its name says."""
+"""Variables that are shown although `_PRIVATE` matches, because they change results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The probes of one machine; each returns plain data without floats."""
+    """The probes of one machine; each returns JSON data without floats."""
 
     library: Callable[[str], Mapping[str, Any] | None]
-    """What is installed under the name of a distribution: None where nothing is."""
+    """Describes an installed distribution by name; None where it is not installed."""
     libraries: Callable[[], tuple[str, ...]]
     """The names of all distributions."""
     processor: Callable[[], Mapping[str, Any]]
     host: Callable[[], Mapping[str, Any]]
-    """Cores and memory, which times depend on and numbers do not."""
+    """Cores and memory, which affect times but not results."""
     device: Callable[[], Mapping[str, Any]]
-    """The GPU that is in use, and its driver."""
+    """The GPU in use, and its driver."""
     compiler: Callable[[], str | None]
-    """The C++ compiler that compiled kernels are made with."""
+    """The C++ compiler of compiled kernels."""
     flags: Callable[[], Mapping[str, Any]]
-    """The settings of torch that are not as it comes."""
+    """The torch settings that differ from their defaults."""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def switches(self) -> dict[str, str]:
@@ -168,8 +168,8 @@ def here() -> Machine:
 
 @lru_cache(maxsize=64)
 def installed(name: str) -> Mapping[str, Any] | None:
-    """Return what `described` says of a distribution, or of that which brings its package under
-    another name (`onnxruntime-gpu`) with that name; None where neither is installed."""
+    """Return the description of a distribution, or of one that provides its package under another
+    name (`onnxruntime-gpu`), with that name; None where neither is installed."""
     try:
         return described(name, distribution(name))
     except PackageNotFoundError:
@@ -182,11 +182,10 @@ def installed(name: str) -> Mapping[str, Any] | None:
 def described(name: str, found: Distribution) -> Mapping[str, Any]:
     """Return version (local part included) and digests of an installed distribution.
 
-    `record` is the sha256 of its file RECORD, which lists every file with its digest; `code` is
-    that of the list of its programs, hashed as they lie there, so that a file that was changed in
-    place shows. The RECORD of one that was installed by a link to its source (`pip install -e`)
-    does not list them: they are those of its packages. What was hashed before and was not written
-    to since is taken from a cache.
+    `record` is the sha256 of its file RECORD, which lists every file with its digest. `code` is the
+    sha256 of the list of its code files, hashed as they are on disk, so that a file changed in
+    place is noticed. An editable install (`pip install -e`) does not list its code in RECORD: there
+    it is the code of its packages. Digests of unchanged files come from a cache.
     """
     record, about = found.read_text("RECORD"), found.metadata
     digest = None if record is None else hashlib.sha256(record.encode()).hexdigest()
@@ -207,7 +206,7 @@ def installed_names() -> tuple[str, ...]:
 
 
 def _built(found: Distribution) -> dict[str, str]:
-    """Return what torch says of its build: the commit, and the CUDA or ROCm that it is made for."""
+    """Return the build of torch: its commit, and its CUDA or ROCm version."""
     text = ""
     with suppress(OSError):
         path = Path(str(found.locate_file("torch/version.py")))
@@ -217,7 +216,7 @@ def _built(found: Distribution) -> dict[str, str]:
 
 
 def _code_digest(name: str, found: Distribution, record: str, sha256: str) -> str | None:
-    """Return the sha256 over the names and digests of a distribution's programs."""
+    """Return the sha256 over the names and digests of a distribution's code files."""
     root = str(found.locate_file(""))
     known = _Known.of(name, root)
     paths = {path: os.path.join(root, path) for path in known.listing(sha256, record)}
@@ -233,7 +232,7 @@ def _code_digest(name: str, found: Distribution, record: str, sha256: str) -> st
 
 
 def _is_linked(found: Distribution) -> bool:
-    """Say whether a distribution was installed by a link to its source."""
+    """Return whether a distribution is an editable install."""
     try:
         about = json.loads(found.read_text("direct_url.json") or "{}")
         return bool(about.get("dir_info", {}).get("editable"))
@@ -242,8 +241,8 @@ def _is_linked(found: Distribution) -> bool:
 
 
 def _programs_of_packages(name: str, found: Distribution) -> dict[str, str]:
-    """Return the programs of the packages that a distribution brings, by their names below the
-    folder of each; nothing is imported."""
+    """Return the code files of the packages of a distribution, by name relative to the package;
+    nothing is imported."""
     modules = {entry.module for entry in found.entry_points if entry.group.startswith("kcdsl.")}
     modules |= {module.partition(".")[0] for module in modules}
     modules |= {name.replace("-", "_"), *(found.read_text("top_level.txt") or "").split()}
@@ -262,7 +261,7 @@ def _programs_of_packages(name: str, found: Distribution) -> dict[str, str]:
 
 def _listed(record: str) -> Iterator[str]:
     rows = record.splitlines()
-    if '"' not in record:  # most of the thousands of rows are of no program
+    if '"' not in record:  # skip most of the rows, which are no code, quickly
         rows = [row for row in rows if _ROW_OF_CODE.search(row)]
     for row in csv.reader(rows):
         if row and _CODE.search(row[0]):
@@ -270,26 +269,26 @@ def _listed(record: str) -> Iterator[str]:
 
 
 _LISTING = ""
-"""Where the list of programs is kept, with the digest of the RECORD that it is of: no file has this
+"""Cache key of the list of code files and the digest of their RECORD: no file has this
 name."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """Digests of files by what the system says of them; kept for the next process.
+    """A cache of file digests by file identity, kept for the next process.
 
-    A file that was written to has another time of change, which no program sets; what is known of
-    one that changed just now is not kept, because it can change again within that time.
+    A write changes the ctime of a file, which programs cannot set. A file that changed a moment ago
+    is not cached, because it can change again within the resolution of the clock.
     """
 
     place: Path | None
-    """None where the user has no folder for it: nothing is kept then."""
+    """The file of the cache; None where the user has no cache folder."""
     before: Mapping[str, Any]
     now: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str, root: str) -> _Known:
-        """Return what is known of a distribution in one environment: each keeps its own."""
+        """Return the cache of a distribution in one environment."""
         base = user_place("XDG_CACHE_HOME", ".cache")
         if base is None:
             return cls(None, {})
@@ -304,7 +303,7 @@ class _Known:
         return cls(place, before if isinstance(before, dict) else {})
 
     def listing(self, sha256: str, record: str) -> list[str]:
-        """Return the programs that a file RECORD lists, by its digest where that is known."""
+        """Return the code files that RECORD lists, from the cache if its digest is known."""
         held = self.before.get(_LISTING)
         if isinstance(held, list) and held[:1] == [sha256] and len(held) == 2:
             found = str(held[1])
@@ -314,7 +313,7 @@ class _Known:
         return found.split("\n") if found else []
 
     def digest(self, path: str) -> str:
-        """Return the sha256 of a file; one that is known and settled is not opened."""
+        """Return the sha256 of a file; a cached file is not opened."""
         held = self.now.get(path) or self.before.get(path)
         try:
             about = os.stat(path)
@@ -353,7 +352,7 @@ def _stamp(about: os.stat_result) -> str:
 
 @lru_cache(maxsize=1)
 def processor() -> Mapping[str, Any]:
-    """Return the model of the processor and its instruction sets that libraries choose by."""
+    """Return the model of the processor and the instruction sets that libraries select by."""
     text = ""
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -368,7 +367,7 @@ def processor() -> Mapping[str, Any]:
 
 
 def host() -> Mapping[str, Any]:
-    """Return how many cores this process may use, and the memory of the machine in GiB."""
+    """Return the number of cores of this process and the memory of the machine in GiB."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = 0
     with suppress(OSError, ValueError):
@@ -377,14 +376,14 @@ def host() -> Mapping[str, Any]:
 
 
 def _fields(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the fields of the first processor."""
+    """Yield the fields of the first processor of /proc/cpuinfo."""
     for line in text.partition("\n\n")[0].splitlines():
         name, _, value = line.partition(":")
         yield name.strip(), value.strip()
 
 
 def gpu() -> Mapping[str, Any]:
-    """Return model, capability, memory and driver of the GPU in use, by torch and the driver."""
+    """Return model, capability, memory and driver of the GPU in use."""
     import torch
 
     if not torch.cuda.is_available():
@@ -401,7 +400,7 @@ def gpu() -> Mapping[str, Any]:
 
 
 def driver() -> str | None:
-    """Return the version of the GPU's driver, None where nothing says it."""
+    """Return the version of the GPU's driver; None where it is unknown."""
     for place in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
         with suppress(OSError):
             text = Path(place).read_text(encoding="utf-8", errors="replace")
@@ -419,7 +418,7 @@ def driver() -> str | None:
 
 @lru_cache(maxsize=1)
 def compiler() -> str | None:
-    """Return what the C++ compiler calls itself."""
+    """Return the version line of the C++ compiler."""
     import subprocess
 
     command = [os.environ.get("CXX", "").split(" ")[0] or "g++", "--version"]
@@ -447,11 +446,11 @@ _FLAGS: tuple[tuple[str, str, Any], ...] = (
     ("sdp.efficient", "backends.cuda.mem_efficient_sdp_enabled", True),
     ("sdp.cudnn", "backends.cuda.cudnn_sdp_enabled", True),
 )
-"""Settings of torch: how they are called here, where they are, and what they are as it comes."""
+"""Settings of torch: name in the record, attribute path, default."""
 
 
 def torch_flags() -> Mapping[str, Any]:
-    """Return the settings of torch that are not as it comes; none where it was not imported."""
+    """Return the torch settings that differ from their defaults; empty if torch is not imported."""
     torch = sys.modules.get("torch")
     found: dict[str, Any] = {}
     for name, place, usual in _FLAGS if torch is not None else ():

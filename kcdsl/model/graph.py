@@ -2,7 +2,7 @@
 
 A graph has no batch dimension: the block input is one sequence, shape [T, D]. Shapes are static.
 The leaves are the block input, parameters (named by their checkpoint key), constants (tables,
-masks) and token ids. Nodes stand in an order in which every node comes after its inputs.
+masks) and token ids. Nodes are in topological order.
 
 | op | inputs | attrs | value |
 |---|---|---|---|
@@ -23,7 +23,7 @@ masks) and token ids. Nodes stand in an order in which every node comes after it
 | gelu | x | approximate: "tanh" (optional) | the erf form, or that by tanh |
 | view | x | split, ranges, order, sizes | x as `split`, [ranges].permute(order).expand(sizes) |
 | concat | x… | dim | |
-| softmax | scores[, mask] | – | last dimension; mask is a bool constant, True = takes part |
+| softmax | scores[, mask] | – | last dimension; mask is a bool constant, False = masked out |
 | rms_norm | x[, weight] | eps, form, parts | x / sqrt(mean(x²) + eps) * weight, last dimension |
 | layer_norm | x[, weight, bias] | eps, form, parts | (x - mean) / sqrt(var + eps) * weight + bias |
 | route | logits [T, E] | experts | logits: those of a router that chooses these experts |
@@ -33,31 +33,31 @@ masks) and token ids. Nodes stand in an order in which every node comes after it
 [start, stop, step] for each dimension of `split`; `ranges`, `order` and `sizes` are left out where
 they change nothing.
 
-`experts` has a list of k numbers in ascending order for each position. A bound supposes that both
-kernels choose them for every input, and both programs derive that.
+`experts` has a list of k numbers in ascending order for each position. A bound assumes that both
+kernels choose them for every input; prover and checker both derive that.
 
-`role` marks the parts of an attention pattern, because numerics specifications speak of them:
+`role` marks the parts of an attention pattern, to which numerics specifications refer:
 "scores" (the product q·kᵀ and every op between it and the softmax), "probabilities" (the softmax),
 "context" (the product with the values); otherwise "".
 
-`format` says in which format the result is stored: "" is the kernel's own for that operation
-(`Numerics.stored_format`); float64, float32, float16 or bfloat16 is *pinned*: the program stores it
-so whatever the kernel computes in, and computes it as a kernel of that format does
+`format` is the format of the stored result: "" is the kernel's own for that operation
+(`Numerics.stored_format`); float64, float32, float16 or bfloat16 is *pinned*: the program computes
+and stores the result in that format, whatever the compute format of the kernel is
 (`Numerics.pinned`). A constant of format "" is rounded to the kernel's compute format, a pinned one
-is held exactly as it stands. Operations that only move elements store nothing, and neither do neg,
-relu and quantise: their format is not read. Parameters, embeddings and inputs have none.
+is exact. Operations that only move elements store nothing, nor do neg, relu and quantise: their
+format is not read. Parameters, embeddings and inputs have none.
 
-`form` "fused" (or absent) is one operation that rounds its result once; "written" is the same
-written out, each of its `parts` a stored result: a list of [part, format], the format as above, in
-the order of the program (docs/proofs/relational-interval.md, section 6). silu and rope may be
-written too, without parts: their sigmoid and their products are stored in the format of the node.
+`form` "fused" (or absent) is one operation that rounds its result once; "written" is a sequence of
+operations that each store a result: `parts` lists [part, format] in the order of the program, the
+format as above (docs/proofs/relational-interval.md, section 6). silu and rope may be written too,
+without parts: their sigmoid and their products are stored in the format of the node.
 
-`cache` stands before a product that reads keys (part "keys", [.., d, T]) or values ("values",
+`cache` precedes a product that reads keys (part "keys", [.., d, T]) or values ("values",
 [.., T, d]), if one of two kernels has a quantised cache; `source` is the key of the weight of the
-linear that alone makes them, or "".
+only linear that computes them, or "".
 
-`quantise` names a tensor as the program calls it. A kernel that has a quantiser of that name reads
-the tensor from its codes, which it forms once for all readers.
+`quantise` has the program's name of a tensor. A kernel with a quantiser of that name quantises the
+tensor once, and all readers use the dequantised codes.
 
 Float attributes are exact doubles. A kernel may round a factor, a divisor or an offset to the
 format of the result first, or not.
@@ -99,7 +99,7 @@ class Node:
     format: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data; floats become hexadecimal strings, so that no digit is lost."""
+        """Return JSON data; floats become hexadecimal strings, which are exact."""
         return {
             "name": self.name,
             "op": self.op,
@@ -134,7 +134,7 @@ class BlockGraph:
         return tuple(sorted({n.attrs["key"] for n in self.nodes if n.op == "param"}))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data with each constant replaced by its digest."""
+        """Return JSON data with each constant replaced by its digest."""
         return {
             "schema": GRAPH_SCHEMA,
             "block": self.block,
@@ -175,8 +175,8 @@ Range = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """x.reshape(split)[ranges].permute(order).expand(sizes).reshape(shape): every rearrangement of
-    one operand, and many one after another.
+    """x.reshape(split)[ranges].permute(order).expand(sizes).reshape(shape): any single
+    rearrangement of one operand, and many sequences of rearrangements.
 
     `ranges` has one range for each dimension of `split`.
     """
@@ -189,7 +189,7 @@ class View:
 
     @classmethod
     def of(cls, node: Node | DraftNode) -> View:
-        """Read the attributes of a node `view`; those left out change nothing."""
+        """Read the attributes of a node `view`; missing ones are the identity."""
         found, attrs = cls.reshaped(node.attrs["split"]), node.attrs
         if "ranges" in attrs:
             found = found._cut(attrs["ranges"])
@@ -239,22 +239,22 @@ class View:
 
     @property
     def copies(self) -> int:
-        """Return how often each element of x that is read stands in the result."""
+        """Return the number of copies in the result of each element that is read."""
         return math.prod(self.sizes) // max(1, math.prod(self.turned))
 
     @property
     def cuts(self) -> bool:
-        """Say whether some elements of x are left out."""
+        """Return whether some elements of x are left out."""
         return any(each != (0, size, 1) for each, size in zip(self.ranges, self.split, strict=True))
 
     @property
     def keeps_order(self) -> bool:
-        """Say whether the elements stay as they are, in another shape at most."""
+        """Return whether the view changes at most the shape."""
         return self == replace(View.reshaped(self.split), shape=self.shape)
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """Return the attributes of a node; what changes nothing is left out."""
+        """Return the attributes of a node without those that are the identity."""
         found: dict[str, Any] = {"split": list(self.split)}
         if self.cuts:
             found["ranges"] = [list(each) for each in self.ranges]
@@ -265,7 +265,7 @@ class View:
         return found if len(found) > 1 else {"split": list(self.shape)}
 
     def after(self, first: View) -> View | None:
-        """Return one view for `first` and then this one; None where there is none."""
+        """Return the composition of `first` and then this view; None where it is no single view."""
         if first.keeps_order:
             return self
         return replace(first, shape=self.shape) if self.keeps_order else None
@@ -276,11 +276,11 @@ class View:
         return tuple(slice(*each) for each in self.ranges)
 
     def moved(self, x: Tensor, front: int = 0) -> Tensor:
-        """Return the elements of x where the view puts them.
+        """Return x rearranged by the view.
 
         Args:
-            x: with `front` dimensions of its own before those that the view moves.
-            front: how many these are; they stay.
+            x: the operand, with `front` leading dimensions that the view does not move.
+            front: the number of leading dimensions.
         """
         lead = x.shape[:front]
         whole = (slice(None),) * front

@@ -1,9 +1,8 @@
-"""The Python code of a contract's own: compiled from its source, and known by its digests.
+"""A contract's own Python code: compiled from its source, and identified by digests.
 
-`module: package.module:factory` and the modules of metrics import what else they need. From the
-first of them on, every source file of theirs is compiled by the function here, also one that code
-loads by its path: the bytes that are compiled are the bytes that are hashed, and no cache of
-compiled code is read or written.
+`module: package.module:factory` and the modules of metrics may import further modules. After the
+first import, all their source files are compiled here, also files loaded by path: the compiled
+bytes are the hashed bytes, and no cache of compiled code is read or written.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from kcdsl.source.modules import is_file_name
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _NOT_OWN = frozenset({"kcdsl", "kcdsl_backends", "kcdsl_certs", "__main__", "__mp_main__"})
 _SEVERAL = "several"
-"""In place of a digest: the file was another one when it was loaded again."""
+"""In place of a digest: the file had changed when it was loaded again."""
 
 
 class _Loaded(NamedTuple):
-    """A file that was compiled or loaded: the name of the module, where it was found and where
-    that leads, and the sha256 (hex) of what was compiled."""
+    """A file that was compiled or loaded: the name of the module, its path before and after links
+    are followed, and the sha256 (hex) of the compiled bytes."""
 
     module: str
     places: tuple[Path, Path]
@@ -38,8 +37,7 @@ class _Loaded(NamedTuple):
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules where the import system would, before any other finder gives them another
-    loader."""
+    """Finds modules as the import system does, before other finders can attach another loader."""
 
     def __init__(self) -> None:
         self.roots: dict[Path, set[Path]] = {}
@@ -48,7 +46,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module that lies below a root; None for any other."""
+        """Return the spec of a module below a root; None for any other."""
         if fullname.partition(".")[0] in _NOT_OWN:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
@@ -64,12 +62,12 @@ class _Finder(MetaPathFinder):
         return spec
 
     def owns(self, module: str, places: tuple[Path, Path]) -> bool:
-        """Say whether a module that lies there is a contract's own."""
+        """Return whether a module at these paths is a contract's own."""
         found = any(_is_below(places, roots) for roots in self.roots.values())
         return found and module.partition(".")[0] not in _NOT_OWN
 
     def record(self, module: str, places: tuple[Path, Path], sha256: str) -> None:
-        """Record a file by the digest of what is about to be run."""
+        """Record the digest of a file that is about to be run."""
         before = self.loaded.get(places[1])
         same = before is None or before.sha256 == sha256
         self.loaded[places[1]] = _Loaded(module, places, sha256 if same else _SEVERAL)
@@ -80,7 +78,7 @@ _CODE_OF_PYTHON = SourceFileLoader.get_code
 
 
 def _code_of(loader: SourceFileLoader, fullname: str) -> CodeType | None:
-    """Return the code of a module: of a contract's own, that of its source as it is now."""
+    """Return the code of a module; own modules are compiled from their current source."""
     path = loader.get_filename(fullname)
     places = _places(path)
     if not _FINDER.owns(fullname, places):
@@ -96,7 +94,7 @@ def _places(origin: str) -> tuple[Path, Path]:
 
 
 def _is_below(places: tuple[Path, Path], roots: Collection[Path]) -> bool:
-    """Say whether a file is found, or lies, below a root and there in no installed package."""
+    """Return whether a file, or its link, lies below a root and in no installed package."""
     return any(
         place.is_relative_to(root) and not _INSTALLED & set(place.relative_to(root).parts)
         for root in roots
@@ -105,12 +103,13 @@ def _is_below(places: tuple[Path, Path], roots: Collection[Path]) -> bool:
 
 
 def watch(name: str, source: Path | None, base: Path) -> None:
-    """From now on, import a module and what else is its own from their sources, and record that.
+    """Import a module and its contract's other own modules from source from now on, and record
+    them.
 
-    Its own is what is found or lies below the contract's folder `base`, a folder of PYTHONPATH, or
-    the folder of its outermost package; of an installed package, the package. What was imported
-    before and has changed since is forgotten. So are the modules of other contracts, and a package
-    in the contract's folder that somebody else imported: nothing says what its files held then.
+    Own modules are those below the contract's folder `base`, a folder of PYTHONPATH, or the folder
+    of the outermost package; of an installed package, the package. Unload modules that changed
+    since their import, modules of other contracts, and packages in the contract's folder that were
+    imported elsewhere: the content of their files at import is unknown.
     """
     roots = _FINDER.roots.setdefault(base.resolve(), {base.resolve(), Path(os.path.abspath(base))})
     roots.update(_added_folders())
@@ -118,14 +117,14 @@ def watch(name: str, source: Path | None, base: Path) -> None:
         roots.add(_root_of(name, source.resolve()))
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
-    # code may load a file by its path: by the loader of Python, without a finder
+    # code may load a file by path with Python's own loader, without a finder
     SourceFileLoader.get_code = _code_of  # type: ignore[method-assign, assignment]
     loaded = _FINDER.loaded
     if any(not path.is_file() or file_digest(path) != loaded[path].sha256 for path in loaded):
-        for one in loaded.values():  # those that did not change hold on to what did
+        for one in loaded.values():  # unchanged modules may refer to changed ones
             sys.modules.pop(one.module, None)
         loaded.clear()
-    for one in loaded.values():  # a module of another contract may have the name of one of this
+    for one in loaded.values():  # modules of other contracts may have the same names
         if not _is_below(one.places, roots):
             sys.modules.pop(one.module, None)
     for module, places in _modules():
@@ -157,7 +156,7 @@ def _root_of(name: str, source: Path) -> Path:
 
 
 def _modules() -> Iterator[tuple[str, tuple[Path, Path]]]:
-    """Yield the names of the modules that are imported from files, and where these are."""
+    """Yield the names and paths of the modules that are imported from files."""
     for name, module in tuple(sys.modules.items()):
         origin: Any = getattr(getattr(module, "__spec__", None), "origin", None)
         if name.partition(".")[0] in _NOT_OWN or not isinstance(origin, str):
@@ -167,19 +166,19 @@ def _modules() -> Iterator[tuple[str, tuple[Path, Path]]]:
 
 
 def compiled_digest(source: Path) -> str | None:
-    """Return the sha256 (hex) of a source as it was compiled; None where it was not."""
+    """Return the sha256 (hex) of a source when it was compiled; None where it was not."""
     found = _FINDER.loaded.get(source.resolve())
     return None if found is None else found.sha256
 
 
 def imported_code(files: Artefacts) -> dict[Path, tuple[str, str]]:
     """Return the files of the own modules that were imported, here or by a worker, each with its
-    name in a statement and the sha256 of what was compiled or loaded of it.
+    name in a statement and the sha256 of the compiled or loaded bytes.
 
-    The name is the path below the contract's folder; elsewhere, that of the module. A module that
-    somebody else imported before is known by its file as it is now.
+    The name is the path below the contract's folder, or else the name of the module. A module
+    that was imported elsewhere before is identified by its current file.
 
-    Raises Refusal where a file is another one than before.
+    Raises Refusal where a file has changed.
     """
     roots = _FINDER.roots.get(files.base.resolve(), set())
     found = {Path(path): item for path, item in files.code.items()}
@@ -196,5 +195,5 @@ def imported_code(files: Artefacts) -> dict[Path, tuple[str, str]]:
 
 
 def compiled_files() -> int:
-    """Return how many own files were compiled or loaded so far in this process."""
+    """Return the number of own files compiled or loaded so far in this process."""
     return len(_FINDER.loaded)

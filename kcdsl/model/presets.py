@@ -1,4 +1,4 @@
-"""Resolve numerics specifications: the keys of a contract over those of a preset (preset_table.py).
+"""Resolution of numerics specifications: a preset (preset_table.py) with the keys of a contract.
 
 Imports neither numpy nor torch.
 """
@@ -77,22 +77,22 @@ RESULTS = (
     *("input", "context", "linear", "matmul", "add", "sub", "mul", "scale", "divide", "shift"),
     *("tanh", "silu", "gelu", "rope", "rms_norm", "layer_norm"),
 )
-"""The results that may have a format of their own: by role, or by operation."""
+"""Results that may have a format of their own: roles and operations."""
 
 LARGEST_TILE = 1 << 24
 LARGEST_EXP_ULPS = 1 << 16
 LARGEST_SHARDS = 1 << 10
 MOST_OVERRIDES, MOST_PATTERNS, LONGEST_PATTERN = 1 << 12, 64, 256
-"""How many overrides there may be, how many of them with `*` or `?`, and how long they are."""
+"""The largest number of overrides, the same with `*` or `?`, and the longest pattern."""
 
 UNIT_LIMITS = {"fraction_bits": 64, "chunk": 1 << 16, "result_bits": 23, "promote": 1 << 24}
 
 
 def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
-    """Return the numerics of a kernel: the keys of the contract over those of its preset.
+    """Return the numerics of a kernel: its preset with the keys of the contract.
 
     `spec` is a kernel, or its numerics as a mapping (which must name a preset). Refuse an unknown
-    preset, key, format or scale, saying what is allowed, and combinations without a meaning.
+    preset, key, format or scale, listing the allowed ones, and inconsistent combinations.
     """
     given = as_dictionaries(dict(spec.numerics) if isinstance(spec, KernelRef) else spec)
     if isinstance(spec, KernelRef) and spec.own_file is not None:
@@ -168,12 +168,12 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
 def refuse_strays(
     numerics: Numerics, linears: Mapping[str, tuple[str, ...]], tensors: Collection[str] = ()
 ) -> None:
-    """Refuse an override that fits no linear of a model, overrides of one linear that disagree, and
-    static scales of a linear, or quantisers of a tensor, that the model does not have.
+    """Refuse an override that matches no linear of a model, conflicting overrides of one linear,
+    and static scales of linears, or quantisers of tensors, that the model does not have.
 
     Args:
-        linears: the names of weights in the checkpoint, by those of linears in the module.
-        tensors: the tensors that the model may quantise.
+    linears: the checkpoint keys of weights, by the names of linears in the module.
+    tensors: the tensors that the model may quantise.
     """
     for name, _ in numerics.quantisers:
         if name not in tensors:
@@ -211,7 +211,7 @@ def refuse_strays(
 def _overrides(
     raw: object, weights: Weights, activations: Activations, compute: str
 ) -> tuple[Override, ...]:
-    """Read `overrides`; a section that an override leaves out is that of the kernel."""
+    """Read `overrides`; a missing section is that of the kernel."""
     found: dict[str, Override] = {}
     for written, section in mapping_of("overrides", raw).items():
         pattern, place = linear_name(written), f"overrides.{written}"
@@ -248,7 +248,7 @@ def _overrides(
 
 
 def _kv_cache(raw: dict[str, Any], casts: object) -> KvCache | None:
-    """Read the section `kv_cache`; without one, and with the format "none", there is no cache."""
+    """Read the section `kv_cache`; None if it is missing or its format is "none"."""
     if not raw:
         return None
     refuse_unknown(raw, "kv_cache", KvCache.__dataclass_fields__)
@@ -269,7 +269,7 @@ def _kv_cache(raw: dict[str, Any], casts: object) -> KvCache | None:
 
 
 def _products(raw: object, compute: str, accumulate: str) -> str:
-    """Read `products`; only float32 numbers are shortened before they are multiplied."""
+    """Read `products`; only float32 operands can be truncated to tfloat32."""
     found = choice_of("products", raw, PRODUCTS)
     if found != "compute" and (compute, accumulate) != ("float32", "float32"):
         raise refusal(
@@ -283,7 +283,7 @@ def _products(raw: object, compute: str, accumulate: str) -> str:
 def _applied(
     sections: tuple[tuple[Weights, Activations], ...], accumulate: str, shards: int
 ) -> None:
-    """Refuse scales that are multiplied with sums where there is no rule for it."""
+    """Refuse scales applied to sums where there is no rule for it."""
     for weights, activations in sections:
         if weights.applied == "weights":
             continue
@@ -321,7 +321,7 @@ def _byte_sums(raw: object, sections: tuple[tuple[Weights, Activations], ...]) -
 
 
 def _casts(raw: object, quantised: tuple[Activations, ...]) -> str:
-    """Read `casts`; quantisers round to nearest, so there are none beside directed casts."""
+    """Read `casts`; directed casts exclude quantisers, which round to nearest."""
     casts = choice_of("casts", raw, CASTS)
     if MEANINGS[casts].units != 1 and quantised:
         raise refusal(
@@ -333,7 +333,7 @@ def _casts(raw: object, quantised: tuple[Activations, ...]) -> str:
 
 
 def _results(raw: object, compute: str, accumulate: str) -> tuple[tuple[str, str], ...]:
-    """Read the section `results`; a result in the compute format is left out."""
+    """Read the section `results`; results in the compute format are omitted."""
     given = mapping_of("results", raw)
     refuse_unknown(given, "results", RESULTS)
     named = {"compute": compute, "accumulate": accumulate}
@@ -429,12 +429,12 @@ def _weights(raw: dict[str, Any], compute: str) -> Weights:
 
 
 def _fitting(form: CodeFormat, layouts: Iterable[str]) -> list[str]:
-    """Return those layouts that the scales of a format of codes may have."""
+    """Return those layouts that a code format supports."""
     return [name for name in layouts if LAYOUTS[name].fits(form)]
 
 
 def _activations(raw: dict[str, Any], compute: str) -> Activations:
-    """Read the section `activations`; the compute format written there means no quantisation."""
+    """Read the section `activations`; the compute format means no quantisation."""
     refuse_unknown(raw, "activations", Activations.__dataclass_fields__)
     format = raw.get("format", "none")
     format = "none" if format == compute else format

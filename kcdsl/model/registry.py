@@ -4,15 +4,16 @@ A module defines `build(config) -> nn.Module`, and `canonical_key(key) -> str | 
 a checkpoint key has in what is built. It declares, as literals:
 
 - `READ`: the keys of config.json that the forward passes of all its families read and check;
-- `FAMILIES`: by `model_type` of Hugging Face transformers, what `ModelFamily` says;
-- `DECODER` (default False): it is a form of `kcdsl.model.decoder`, whose keys it reads as well, and
-  defines `read(config)`, which needs no torch and refuses what the decoder does not implement;
+- `FAMILIES`: a `ModelFamily` for each `model_type` of Hugging Face transformers;
+- `DECODER` (default False): it configures `kcdsl.model.decoder`, whose keys it reads as well, and
+defines `read(config)`, which needs no torch and refuses values that the decoder does not
+implement;
 - `ENCODER_ONLY` (default False): it ends in hidden states instead of logits;
 - `FOREIGN` (default False): its program is not one of `kcdsl.model`. Instead of `canonical_key` it
   defines `load_weights(module, checkpoint)`, which returns a module and the key of each parameter.
 
-The literals are read from the text of the module, so that commands that only read a contract import
-neither the module nor torch.
+The literals are parsed from the source of the module, so that commands that only read a contract
+import neither the module nor torch.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ _DECODER = (
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rope_theta"),
     *("rope_scaling", "rope_parameters", "tie_word_embeddings"),
 )
-"""The keys that every form of the decoder reads."""
+"""The keys that every configuration of the decoder reads."""
 _ROPE = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """What one model_type may say in its config.json, besides what every family may.
+    """The keys that the config.json of one model_type may have, besides the common ones.
 
-    `read` are the keys that the forward pass reads and checks itself, `only` the values of keys
-    that it implements with nothing else, `inert` keys that change no result, `needed` the keys
-    whose default differs between families, `rope` the forms of RoPE scaling; "by layer" among them
-    says that each kind of layer may have its own, "partial" that a part of each head is rotated.
+    `read` are keys that the forward pass reads and checks itself, `only` keys with the values that
+    it implements, `inert` keys that change no result, `needed` keys whose default differs between
+    families, `rope` the forms of RoPE scaling, with "by layer" if each kind of layer may have its
+    own and "partial" if a part of each head is rotated.
     """
 
     classes: tuple[str, ...]
@@ -55,7 +56,7 @@ class ModelFamily:
 
 
 class Architecture(NamedTuple):
-    """What the module of an architecture declares."""
+    """The declarations of the module of an architecture."""
 
     name: str
     families: Mapping[str, ModelFamily]
@@ -72,7 +73,7 @@ def names() -> tuple[str, ...]:
 
 @lru_cache(maxsize=16)
 def declared(name: str) -> Architecture:
-    """Return what an architecture declares; its module is read and not run."""
+    """Return the declarations of an architecture; its module is parsed and not run."""
     import ast
 
     found: dict[str, Any] = {}
@@ -97,7 +98,7 @@ def declared(name: str) -> Architecture:
 
 
 def is_encoder(name: str | None) -> bool:
-    """Say whether models of an architecture end in hidden states, as far as it is declared."""
+    """Return whether an architecture is declared to end in hidden states."""
     return name in names() and declared(name).encoder_only
 
 

@@ -25,7 +25,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the token ids of a text that a chat template wrote, special tokens and all."""
+        """Return the token ids of a text rendered by a chat template, which has special tokens."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -57,7 +57,7 @@ class ByteTokenizer:
         return self.encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text; bytes that are no UTF-8 become the replacement character."""
+        """Return the text; invalid UTF-8 becomes the replacement character."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
@@ -83,7 +83,7 @@ class FileTokenizer:
             return list(self._fast.encode(text).ids)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the token ids of the text alone: a template writes special tokens itself."""
+        """Return the token ids without added special tokens: the template writes them itself."""
         self._refuse_growth(text)
         with _refusing(self._path, "fails on a text"):
             return list(self._fast.encode(text, add_special_tokens=False).ids)
@@ -94,7 +94,7 @@ class FileTokenizer:
             return str(self._fast.decode(ids))
 
     def _refuse_growth(self, text: str) -> None:
-        """Refuse a text of which the tokenizer may make so much that it fills the memory."""
+        """Refuse a text that the tokenizer may expand until the memory is exhausted."""
         if self._growth * len(text) > max(_LARGEST_TEXT, _USUAL_GROWTH * len(text)):
             raise refuse(
                 codes.TOKENIZER,
@@ -106,13 +106,13 @@ class FileTokenizer:
 
 _STAGES = ("normalizer", "pre_tokenizer", "post_processor")
 _LARGEST_TEXT = 2**24
-"""Characters that any text may become."""
+"""The largest number of characters to which a text may expand."""
 _USUAL_GROWTH = 512
-"""How many times longer any text may become: tables of Unicode alone make 18 characters of one."""
+"""The largest expansion factor of any text; Unicode tables alone expand one character to 18."""
 
 
 def _growth(stage: Any) -> int:
-    """Return how many characters, or tokens, a stage of a tokenizer.json may make of one."""
+    """Return the largest number of characters or tokens that a stage makes of one character."""
     match stage:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
             return max(1, -(-len(new) // len(old)))
@@ -138,8 +138,8 @@ def _growth(stage: Any) -> int:
 
 @contextmanager
 def _refusing(path: Path, what: str) -> Iterator[None]:
-    """Refuse a tokenizer where the package fails: with a bare Exception for every defect of the
-    file, and with panics, which are no exceptions of Python."""
+    """Refuse a tokenizer where the package fails: it raises a bare Exception for every defect of
+    the file, and panics, which do not derive from Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -156,7 +156,7 @@ def find_tokenizer(
     ref: ModelRef, checkpoint: Path, base: Path | Artefacts, config: Mapping[str, Any]
 ) -> Tokenizer | None:
     """Return the tokenizer of a model: the one its contract names, else the tokenizer.json beside
-    the checkpoint, else bytes where the vocabulary is no larger; None where there is none.
+    the checkpoint, else bytes where the vocabulary has at most 256; None where there is none.
 
     `base` is the folder of the contract. Refuse a file that is missing or is no tokenizer.
     """

@@ -55,7 +55,7 @@ class BertConfig:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> BertConfig:
-        """Read Hugging Face field names. Refuse what the forward pass would not honour."""
+        """Read Hugging Face field names. Refuse values that the forward pass does not implement."""
         family_of("bert", raw)
         f = Fields(raw, "bert")
         f.require("hidden_act", ("gelu",), default="gelu")
@@ -123,7 +123,7 @@ class BertAttention(nn.Module):
         self.output = BertOutput(config, config.width)
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Return [..., T, D]; `keys` [..., T] is True where a token is no padding."""
+        """Return [..., T, D]; `keys` [..., T] is False at padding."""
         maps = self.get_submodule("self")
         assert isinstance(maps, BertProjections)
         q, k, v = (split_heads(m(x), self.heads) for m in (maps.query, maps.key, maps.value))
@@ -224,13 +224,13 @@ class Bert(nn.Module):
         return found | {"model": self}
 
     def block_entries(self) -> dict[str, nn.Module]:
-        """Return, for each block that is no part of the forward pass, the part that it begins
-        with: what enters that part enters the block."""
+        """Return, for each block that is no module of the forward pass, the module whose input is
+        the input of the block."""
         return {f"mlp_{i}": layer.intermediate for i, layer in self._numbered_layers()}
 
     def block_exits(self) -> dict[str, nn.Module]:
-        """Return, for each block that is no part of the forward pass, the part that it ends with:
-        what leaves that part leaves the block."""
+        """Return, for each block that is no module of the forward pass, the module whose output is
+        the output of the block."""
         return {f"mlp_{i}": layer.output.dense for i, layer in self._numbered_layers()}
 
     def _numbered_layers(self) -> list[tuple[int, BertLayer]]:
@@ -251,10 +251,10 @@ def canonical_key(key: str) -> str | None:
 
 
 def sentence_embedding(hidden: Tensor, keys: Tensor | None = None) -> Tensor:
-    """Return the mean of the hidden states [..., T, D] over the attended tokens, at length 1.
+    """Return the mean of the hidden states [..., T, D] over the attended tokens, with norm 1.
 
-    The sum is formed in float64, so that the embedding shows the drift of the hidden states and
-    none of its own. Returns float64 [..., D].
+    The sum is float64, so that the drift of the embedding is that of the hidden states alone.
+    Returns float64 [..., D].
     """
     states = hidden.to(torch.float64)
     if keys is None:

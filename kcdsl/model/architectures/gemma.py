@@ -63,7 +63,7 @@ FAMILIES = {
 
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Read Hugging Face field names. Refuse what the forward pass would not honour."""
+    """Read Hugging Face field names. Refuse values that the forward pass does not implement."""
     kind = raw.get("model_type")
     common = read_common("gemma", raw, tied=True)
     f = Fields(raw, "gemma")
@@ -96,7 +96,7 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _pattern(f: Fields, raw: Mapping[str, Any]) -> int:
-    """Return every how many layers one has no window, where `layer_types` does not say it."""
+    """Return the period of layers without a window, used where `layer_types` is missing."""
     if raw.get("layer_types") is None:
         f.check("_sliding_window_pattern" not in raw, "the field 'layer_types' is missing")
     return f.count("sliding_window_pattern", 6)
@@ -105,8 +105,8 @@ def _pattern(f: Fields, raw: Mapping[str, Any]) -> int:
 def _rotations(
     f: Fields, raw: Mapping[str, Any], common: Mapping[str, Any]
 ) -> tuple[Rotation, Rotation]:
-    """Return the rotations of layers with a window, and of the others: each stated by itself, or
-    the base of the first as `rope_local_base_freq`."""
+    """Return the rotations of layers with a window, and of the others. Both have parameters of
+    their own, or the first has the base `rope_local_base_freq`."""
     table = f.mapping("rope_parameters")
     bases = f.number("rope_local_base_freq", 1e4), f.number("rope_theta", 1e6)
     if set(table) & set(ROPE_BY_LAYER):

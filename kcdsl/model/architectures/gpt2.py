@@ -57,7 +57,7 @@ class GPT2Config:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> GPT2Config:
-        """Read Hugging Face field names. Refuse what the forward pass would not honour."""
+        """Read Hugging Face field names. Refuse values that the forward pass does not implement."""
         family_of("gpt2", raw)
         f = Fields(raw, "gpt2")
         f.require("activation_function", FORMS, default="gelu_new")
@@ -87,7 +87,7 @@ class GPT2Attention(nn.Module):
         self.c_proj = TransposedLinear(config.width, config.width)
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Return [..., T, D]; `keys` [..., T] is True where a token is no padding."""
+        """Return [..., T, D]; `keys` [..., T] is False at padding."""
         q, k, v = (split_heads(t, self.heads) for t in self.c_attn(x).chunk(3, dim=-1))
         scale = 1.0 / math.sqrt(q.shape[-1])
         context = self.attention_program(q, k, v, scale=scale, causal=True, keys=keys)
@@ -147,7 +147,7 @@ class GPT2Stack(nn.Module):
 
 
 class GPT2(GPTModel):
-    """A causal language model; its head is tied to the embedding unless the configuration says."""
+    """A causal language model; its head is tied to the embedding unless configured otherwise."""
 
     names = Names("transformer", "h", "ln_f", "lm_head", ("ln_1", "attn", "ln_2", "mlp"))
 

@@ -57,7 +57,7 @@ class NeoXConfig:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> NeoXConfig:
-        """Read Hugging Face field names. Refuse what the forward pass would not honour."""
+        """Read Hugging Face field names. Refuse values that the forward pass does not implement."""
         family_of("gpt_neox", raw)
         f = Fields(raw, "gpt_neox")
         f.require("hidden_act", FORMS, default="gelu")
@@ -87,7 +87,7 @@ class NeoXConfig:
 
 
 def _stated(fields: Mapping[str, Any], names: tuple[str, str], default: float) -> float:
-    """Return a number that has an old name and a new one. Refuse two values."""
+    """Return a number whose field has an old and a new name. Refuse two different values."""
     f = Fields(fields, "gpt_neox")
     stated = [f.number(name, default) for name in names if fields.get(name) is not None]
     f.check(len(set(stated)) < 2, f"{' and '.join(names)} differ")
@@ -107,7 +107,7 @@ class NeoXAttention(nn.Module):
         self.rotary = rotary
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Return [..., T, D]; `keys` [..., T] is True where a token is no padding."""
+        """Return [..., T, D]; `keys` [..., T] is False at padding."""
         q, k, v = split_heads(self.query_key_value(x), self.heads).chunk(3, dim=-1)
         q, k = self.rotary(q), self.rotary(k)
         scale = 1.0 / math.sqrt(q.shape[-1])
@@ -174,7 +174,7 @@ class NeoXStack(nn.Module):
 
 
 class NeoX(GPTModel):
-    """A causal language model; its head is tied to the embedding where the configuration says."""
+    """A causal language model; its head is tied to the embedding if configured so."""
 
     names = Names(
         *("gpt_neox", "layers", "final_layer_norm", "embed_out"),

@@ -25,7 +25,7 @@ FAMILIES = {"granite": {"classes": ("GraniteForCausalLM", "GraniteModel")}}
 
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Read Hugging Face field names. Refuse what the forward pass would not honour."""
+    """Read Hugging Face field names. Refuse values that the forward pass does not implement."""
     common = read_common("granite", raw)
     f = Fields(raw, "granite")
     f.require("hidden_act", ("silu", "swish"), default="silu")

@@ -1,7 +1,6 @@
 """Models of Hugging Face transformers, from local files alone: built from a config.json, or loaded.
 
-The library is imported when one is needed, told to stay off the network, and runs no code of a
-checkpoint.
+The library is imported on first use, kept offline, and runs no code of a checkpoint.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class HuggingFace(nn.Module):
         return int(config.vocab_size), int(longest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> HuggingFace:
-        """Convert parameters alone, as transformers does: it computes its tables, such as the
-        frequencies of RoPE, in the format in which it made them."""
+        """Convert parameters only, as transformers does: tables such as the frequencies of RoPE
+        keep the format in which they were created."""
         tables = {
             id(owner): {n: owner._buffers[n] for n in owner._non_persistent_buffers_set}
             for owner in self.modules()
@@ -85,7 +84,7 @@ def _run(program: Any, ids: Tensor, name: str) -> Tensor:
 def build(raw: Mapping[str, Any]) -> HuggingFace:
     """Build the causal language model of a configuration, without weights (`load_weights`).
 
-    Refuse a configuration that transformers builds no such model of from code of its own.
+    Refuse a configuration for which transformers has no such model in its own code.
     """
     if find_spec("transformers") is None:
         raise refuse(
@@ -102,8 +101,8 @@ def load_weights(empty: HuggingFace, checkpoint: Checkpoint) -> tuple[HuggingFac
     """Return a built model with the weights of a checkpoint, and the checkpoint key of every
     parameter that is stored as a tensor of its own.
 
-    transformers puts the tensors in place, for it may store them otherwise than it holds them:
-    under other names, or each expert of a layer by itself. Refuse weights that do not fit.
+    transformers loads the tensors, because files may store them under other names, or each
+    expert of a layer separately. Refuse weights that do not fit.
     """
     with offline():
         try:
@@ -120,7 +119,7 @@ def load_weights(empty: HuggingFace, checkpoint: Checkpoint) -> tuple[HuggingFac
 
 
 def with_weights(empty: Any, tensors: dict[str, Tensor]) -> tuple[Any, Mapping[str, Any]]:
-    """Return a model of transformers in float32 with these weights, and what it says of them."""
+    """Return a model of transformers in float32 with these weights, and its loading report."""
     program, found = type(empty).from_pretrained(
         None,
         config=empty.config,
@@ -141,7 +140,8 @@ _OWN_MODULE = "give the model as `module: package.module:factory`"
 
 
 def _configuration(library: Any, raw: Mapping[str, Any]) -> Any:
-    """Return the configuration of transformers. Refuse those of other programs than its own."""
+    """Return the configuration object. Refuse a configuration that needs code outside
+    transformers."""
     kind = raw.get("model_type")
     own = kind in library.models.auto.configuration_auto.CONFIG_MAPPING
     if not own and raw.get("auto_map"):
@@ -177,8 +177,8 @@ def _configuration(library: Any, raw: Mapping[str, Any]) -> Any:
 
 
 def outline(make: Any, config: Any, ways: tuple[str, ...] = ("sdpa", "eager")) -> Any:
-    """Return the model that an auto class of transformers makes of a configuration, without
-    weights, and with the first of the ways of forming attention that it has."""
+    """Return the model that an auto class of transformers builds from a configuration, without
+    weights, with the first of the attention implementations `ways` that it supports."""
     failed: BaseException | None = None
     for attention in ways:
         try:
@@ -235,7 +235,7 @@ MISFITS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
 def misfits(found: Mapping[str, Any], name: str) -> list[str]:
-    """Return what transformers says of its weights under a name, without those of a pooler."""
+    """Return one list of the loading report of transformers, without weights of a pooler."""
     said = sorted(_said(key) for key in found.get(name, ()))
     return [key for key in said if not key.startswith(POOLER)]
 
@@ -249,10 +249,10 @@ def keys_of(
         program: a model of transformers.
         tensors: the weights that it was loaded from, as they are stored.
         dtype: the format that they were loaded in.
-        said: what messages call them.
+        said: the name of the checkpoint in messages.
 
-    Refuse a model that holds a parameter, or in its stored form a part of one, that is none of the
-    tensors: the library would have made it up or changed it.
+    Refuse a model with a parameter, or a part of one in its stored form, that equals none of the
+    tensors: the library has initialised or changed it.
     """
     held = dict(program.named_parameters(remove_duplicate=False))
     names = {(p.data_ptr(), p.shape): name for name, p in reversed(held.items())}
@@ -293,7 +293,7 @@ def _name(
 
 
 def _holds(part: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Say whether a weight is a stored one, rounded to `dtype` or to the format that it has."""
+    """Return whether a weight equals a stored one, rounded to `dtype` or to its own format."""
     return part.shape == tensor.shape and any(
         torch.equal(part, tensor.to(one).to(part.dtype)) for one in (dtype, part.dtype)
     )
@@ -303,7 +303,7 @@ def _stored_form(program: Any, held: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return parameters under the names and in the shapes in which transformers stores them."""
     try:
         reverse: Any = import_module("transformers.core_model_loading").revert_weight_conversion
-    except (ImportError, AttributeError):  # a release that stores them as it holds them
+    except (ImportError, AttributeError):  # a release with one form for files and memory
         return held
     found: dict[str, Tensor] = reverse(program, held)
     return found
@@ -325,12 +325,12 @@ def load_folder(
     *,
     encoder_only: bool,
 ) -> HuggingFace:
-    """Load a model from a folder in a type, with `attention` "eager" or "sdpa"; messages call the
-    folder `named`.
+    """Load a model from a folder in a type, with `attention` "eager" or "sdpa"; `named` is the name
+    of the folder in messages.
 
     Refuse a folder without config.json and safetensors, one that transformers cannot load, and
-    weights that are missing, left over or of another shape: the library would invent the first and
-    leave out the others.
+    weights that are missing, unexpected or of another shape: the library would initialise the first
+    at random and ignore the others.
     """
     said = shown(named or folder)
     if not (folder / "config.json").is_file() or not weight_files(folder):
@@ -375,8 +375,8 @@ def load_folder(
 
 
 def _said(key: Any) -> str:
-    """Return how transformers calls a weight; one of another shape with its shapes in the files and
-    in the model."""
+    """Return an entry of the report as text: the name of a weight, with the shapes in file and
+    model where they differ."""
     if isinstance(key, str):
         return key
     name, held, wanted = key
@@ -385,7 +385,7 @@ def _said(key: Any) -> str:
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Keep transformers from the network while it is imported and used, and its remarks quiet."""
+    """Keep transformers offline and its log quiet while it is imported and used."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, "1"))

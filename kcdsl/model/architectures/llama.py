@@ -1,5 +1,5 @@
-"""Llama and what is the same program: Mistral, whose layers may see a window, Qwen2, whose queries,
-keys and values have biases, and both with experts, Mixtral and Qwen2-MoE."""
+"""Llama and the families with the same program: Mistral (sliding windows), Qwen2 (biases of
+queries, keys and values), and both with experts, Mixtral and Qwen2-MoE."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ FAMILIES = {
 
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Read Hugging Face field names. Refuse what the forward pass would not honour."""
+    """Read Hugging Face field names. Refuse values that the forward pass does not implement."""
     common = read_common("llama", raw)
     f = Fields(raw, "llama")
     f.require("hidden_act", ("silu", "swish"), default="silu")

@@ -22,7 +22,7 @@ FAMILIES = {"olmo2": {"classes": ("Olmo2ForCausalLM", "Olmo2Model")}}
 
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Read Hugging Face field names. Refuse what the forward pass would not honour."""
+    """Read Hugging Face field names. Refuse values that the forward pass does not implement."""
     common = read_common("olmo2", raw, eps=1e-5)
     f = Fields(raw, "olmo2")
     f.require("hidden_act", ("silu", "swish"), default="silu")

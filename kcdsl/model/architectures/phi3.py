@@ -1,7 +1,7 @@
 """Phi-3: the Llama program with one matrix for queries, keys and values, and one for gate and up.
 
-With `longrope`, sequences may have up to `original_max_position_embeddings` tokens: beyond it the
-program takes other tables, for all positions, by the length of the sequence.
+With `longrope`, sequences may have up to `original_max_position_embeddings` tokens: for longer ones
+the program uses other tables at all positions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FAMILIES = {
 
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Read Hugging Face field names. Refuse what the forward pass would not honour."""
+    """Read Hugging Face field names. Refuse values that the forward pass does not implement."""
     common = read_common("phi3", raw, eps=1e-5)
     f = Fields(raw, "phi3")
     f.require("hidden_act", ("silu", "swish"), default="silu")

@@ -53,7 +53,7 @@ FAMILIES = {
 
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Read Hugging Face field names. Refuse what the forward pass would not honour."""
+    """Read Hugging Face field names. Refuse values that the forward pass does not implement."""
     common = read_common("qwen3", raw)
     f = Fields(raw, "qwen3")
     f.require("hidden_act", ("silu", "swish"), default="silu")

@@ -1,4 +1,4 @@
-"""SmolLM3: the Llama program, of which some layers have no positions."""
+"""SmolLM3: the Llama program, with some layers that have no rotary embedding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAMILIES = {
 
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Read Hugging Face field names. Refuse what the forward pass would not honour."""
+    """Read Hugging Face field names. Refuse values that the forward pass does not implement."""
     common = read_common("smollm3", raw, tied=True)
     f = Fields(raw, "smollm3")
     f.require("hidden_act", ("silu", "swish"), default="silu")
@@ -53,7 +53,7 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _turned(f: Fields, raw: Mapping[str, Any], layers: int) -> list[bool]:
-    """Say for each layer whether it has positions: 1 in `no_rope_layers`."""
+    """Return for each layer whether it has a rotary embedding: 1 in `no_rope_layers`."""
     every = f.count("no_rope_layer_interval", 4)
     found = raw.get("no_rope_layers")
     if found is None:

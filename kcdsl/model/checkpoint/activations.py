@@ -1,7 +1,7 @@
-"""The formats and layouts of quantised inputs, keys and values that a checkpoint states.
+"""Formats and layouts of quantised inputs, keys and values that a checkpoint states.
 
-They are written as numerics write them, so that those of the inference kernel can be compared with
-them. What no numerics express has none, and no numerics that quantise are those of the checkpoint.
+They have the form of a numerics specification, so that they can be compared with the numerics of
+the inference kernel. Codes that no numerics express match no numerics that quantise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kcdsl.model.numerics.formats import LAYOUTS
 from kcdsl.source.files import excerpt
 
 _TENSOR = ("per_tensor", "per_batch")
-"""Layouts of one dynamic scale of a tensor, which may be that of a batch."""
+"""Layouts of one dynamic scale per tensor, or per batch."""
 _SIGNED = ("int8", "int8_full")
 _FLOATS = {
     "float8_e4m3fn": "fp8_e4m3",
@@ -23,20 +23,20 @@ _FLOATS = {
     "float8_e4m3fnuz": "fp8_e4m3fnuz",
     "float8_e5m2fnuz": "fp8_e5m2fnuz",
 }
-"""Formats of codes by the types of torch."""
+"""Code formats by torch type."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatedCodes:
-    """Codes that a checkpoint states: `said` in words, `able` the pairs of a format of codes and a
-    layout of scales that numerics may have for them, the first the most likely."""
+    """Codes that a checkpoint states: `said` in words, `able` the pairs (code format, scale layout)
+    of numerics that match them, the most likely first."""
 
     said: str
     able: tuple[tuple[str, str], ...] = ()
 
     @property
     def section(self) -> str | None:
-        """Return fields of numerics that state such codes; None where none do."""
+        """Return fields of numerics that match these codes; None where no numerics do."""
         if not self.able:
             return None
         form, layout = self.able[0]
@@ -48,8 +48,8 @@ def _codes(said: str, forms: Iterable[str], layouts: Iterable[str]) -> StatedCod
 
 
 def stated_inputs(method: str, config: Mapping[str, Any]) -> StatedCodes | None:
-    """Return what the configuration of a method says of quantised inputs; None where it says none,
-    as for weights alone."""
+    """Return the codes of inputs that the configuration of a method states; None where it states
+    none, as for weight-only quantisation."""
     match method:
         case "compressed-tensors":
             found = [group.get("input_activations") for group in config["config_groups"].values()]
@@ -67,7 +67,7 @@ def stated_inputs(method: str, config: Mapping[str, Any]) -> StatedCodes | None:
 
 
 def stated_cache(method: str, config: Mapping[str, Any]) -> StatedCodes | None:
-    """Return what the configuration of a method says of quantised keys and values."""
+    """Return the codes of keys and values that the configuration of a method states."""
     if method not in ("compressed-tensors", "modelopt"):
         return None
     algorithm, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
@@ -86,8 +86,9 @@ _ALGORITHMS = {
 
 
 def _of_fp8(config: Mapping[str, Any]) -> StatedCodes:
-    """Return the inputs of `fp8`. A dynamic scale without blocks is of a token or of the tensor, as
-    the kernel has it; without `scale_fmt` one of blocks may be a power of two or not."""
+    """Return the codes of inputs of `fp8`. Without blocks, a dynamic scale is per token or per
+    tensor, depending on the kernel; without `scale_fmt`, block scales may be powers of two or
+    not."""
     kind, power = config.get("activation_scheme"), config.get("scale_fmt")
     scales = "" if power is None else f" with {excerpt(power)} scales"
     if config.get("weight_block_size") is not None:
@@ -123,7 +124,7 @@ def _of_arguments(raw: object, *, inputs: bool) -> StatedCodes:
     if kind == "float" and symmetric is True:
         forms = ("fp8_e4m3",)
     elif kind == "int" and inputs and layouts == ("static",):
-        forms = (*_SIGNED, "uint8")  # the zero point is compared by its number
+        forms = (*_SIGNED, "uint8")  # the value of the zero point is compared elsewhere
     elif kind == "int" and symmetric is True:
         forms = _SIGNED
     elif kind == "int" and inputs:
@@ -142,7 +143,7 @@ def _layouts(strategy: str, size: object, *, inputs: bool) -> tuple[str, ...]:
 
 
 def stated_by_torchao(told: Mapping[str, Any]) -> StatedCodes | None:
-    """Return what the metadata of a weight of torchao says of its inputs."""
+    """Return the codes of inputs that the metadata of a torchao weight states."""
     data = told["_data"]
     named, kwargs = data.get("activation_quantization"), data.get("act_quant_kwargs")
     if named is not None:
@@ -162,7 +163,7 @@ def stated_by_torchao(told: Mapping[str, Any]) -> StatedCodes | None:
         kind = f"{_name(fields.get('mapping_type')).lower()} int8"
         able = {"symmetric int8": _SIGNED, "asymmetric int8": ("uint8",)}
         forms = able.get(kind, ())
-        # the zero point of static codes is compared by its number
+        # the value of a static zero point is compared elsewhere
         forms = (*_SIGNED, "uint8") if forms and static else forms
     else:
         kind, forms = excerpt(kwargs.get("_type")), ()
@@ -174,7 +175,7 @@ _GRANULARITIES: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({"_type": "PerTensor", "_data": {}}, _TENSOR),
     ({"_type": "PerBlock", "_data": {"block_size": [1, 128]}}, ("group_128",)),
 )
-"""Layouts by the granularity that the metadata of torchao has."""
+"""Layouts by torchao granularity."""
 
 
 def _type(value: object) -> str:
@@ -182,5 +183,5 @@ def _type(value: object) -> str:
 
 
 def _name(value: object) -> str:
-    """Return the name of an enumeration or of a type that the metadata has."""
+    """Return the name of an enumeration member or type in the metadata."""
     return str(value.get("_data")) if isinstance(value, dict) else str(value)

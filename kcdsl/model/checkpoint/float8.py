@@ -1,4 +1,4 @@
-"""Float8 weights of the methods `fp8` and `fbgemm_fp8`: scales of blocks, of the tensor, of rows.
+"""Float8 weights of the methods `fp8` and `fbgemm_fp8`, with scales per block, tensor or row.
 
 Sources of the rules: transformers (`integrations/finegrained_fp8.py`, `fbgemm_fp8.py`) and vLLM
 (`quantization/fp8.py`); docs/reference/quantised-checkpoints.md.
@@ -28,8 +28,8 @@ from kcdsl.model.checkpoint.quantised import (
 
 
 def fp8_scheme(config: Mapping[str, Any]) -> Scheme:
-    """Return the storage format `fp8`: scales of blocks, as DeepSeek stores them, or of tensors, as
-    vLLM and transformers do. Refuse (KC455) other variants."""
+    """Return the storage format `fp8`: scales per block (DeepSeek) or per tensor (vLLM,
+    transformers). Refuse (KC455) other variants."""
     allow(config, "fmt", ("e4m3", None), None)
     size = config.get("weight_block_size")
     if size is None:
@@ -42,8 +42,8 @@ def fp8_scheme(config: Mapping[str, Any]) -> Scheme:
 
 
 def fbgemm_scheme(config: Mapping[str, Any]) -> Scheme:
-    """Return the storage format of FBGEMM: scales of rows, and a limit of the dynamic scales of
-    inputs. Refuse (KC455) a limit that is no number."""
+    """Return the storage format of FBGEMM: scales per row, and an upper limit of the dynamic scales
+    of inputs. Refuse (KC455) a limit that is no number."""
     bound = config.get("activation_scale_ub", 1200.0)
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < math.inf:
         raise unknown("activation_scale_ub", bound, ("a positive number",))
@@ -60,7 +60,7 @@ _UPPER = "input_scale_ub"
 
 
 def _decode_whole(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
-    """Return float8 codes times the one scale of the tensor, which has either of two names."""
+    """Return float8 codes times the scale of the tensor, which has one of two names."""
     parts = ("weight_scale", "weight_scale_inv")
     scales = [name for name in (f"{base}.{part}" for part in parts) if name in kinds]
     need(len(scales) == 1, f"{base}.weight", f"it has {len(scales)} scales")
@@ -85,7 +85,7 @@ def _decode_rows(
 
 
 def _float8(read: Reader, base: str, kinds: Mapping[str, Any], scale: str) -> tuple[Tensor, Tensor]:
-    """Return the codes of a matrix and what is stored of their scales, as float32."""
+    """Return the codes of a matrix and their stored scales, as float32."""
     name, part = f"{base}.weight", scale.rpartition(".")[2]
     need(kinds[name] == "F8_E4M3", name, f"it is stored as {kinds[name]}")
     need(kinds.get(scale) in PLAIN, name, f"it has no {part} of a float format")
@@ -95,7 +95,7 @@ def _float8(read: Reader, base: str, kinds: Mapping[str, Any], scale: str) -> tu
 
 
 def _decode_blocked(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
-    """Return float8 codes times the scales of blocks of 128; the last blocks may be cut off."""
+    """Return float8 codes times the scales of blocks of 128; the last blocks may be smaller."""
     stored, scale = _float8(read, base, kinds, f"{base}.weight_scale_inv")
     spread = of_blocks(scale, (stored.shape[0], stored.shape[1]), f"{base}.weight")
     return matrix_of(stored * spread, "fp8_e4m3", "block_128", stored, spread)

@@ -71,7 +71,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointHeaders:
-    """What the files of a checkpoint say of its tensors; no weight was read.
+    """The headers of the files of a checkpoint; no weight is read.
 
     `files` has the headers of each file of weights, in the order of their names. `index` is the
     file that names the shards, with its bytes; None for a single file.
@@ -82,7 +82,7 @@ class CheckpointHeaders:
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return type, shape and place of every tensor by its key, sorted."""
+        """Return type, shape and file offsets of every tensor by its key, sorted."""
         found = {key: one for header in self.files.values() for key, one in header.items()}
         return dict(sorted(found.items()))
 
@@ -93,12 +93,12 @@ class CheckpointHeaders:
 
 
 def weights_folder(checkpoint: Path) -> Path:
-    """Return the folder of a checkpoint: itself, or that of its file."""
+    """Return the folder of a checkpoint: the path itself, or the folder of the file."""
     return checkpoint if is_folder(checkpoint) else checkpoint.parent
 
 
 def weights_entry(checkpoint: Path) -> Path:
-    """Return the file that a checkpoint begins with: the one of a folder, or the path as it stands.
+    """Return the weights file or index of a checkpoint folder; any other path unchanged.
 
     Refuse a folder without safetensors, and one that has both a single file and an index.
     """
@@ -130,11 +130,11 @@ def weights_entry(checkpoint: Path) -> Path:
 def read_headers(
     checkpoint: Path, admitted: Callable[[Path], Path] = lambda path: path
 ) -> CheckpointHeaders:
-    """Return what a checkpoint says of its tensors: names, types and shapes; weights are not read.
+    """Return names, types and shapes of the tensors of a checkpoint; weights are not read.
 
     `checkpoint` is a safetensors file, an index of shards, or the folder of either; `admitted`
-    returns the path of each shard where it may be read, or refuses it. Refuse what is missing or
-    damaged, and an index that is not exact: every tensor must lie once, in the shard that it names.
+    returns the path of a shard that may be read, or refuses it. Refuse missing or damaged files,
+    and an index that is not exact: each tensor must be stored once, in the shard that it names.
     """
     entry = weights_entry(checkpoint)
     if not entry.name.endswith(INDEX_SUFFIX):
@@ -151,8 +151,8 @@ def read_headers(
 
 
 def file_header(path: Path) -> dict[str, StoredTensor]:
-    """Return where the tensors of one safetensors file lie. Refuse a file that is missing or
-    damaged; only its header is read."""
+    """Return the header of a safetensors file: its tensors with their offsets. Refuse a file that
+    is missing or damaged."""
     try:
         return header_of(*_beginning(path))
     except (ValueError, OSError) as error:
@@ -160,7 +160,7 @@ def file_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def file_metadata(path: Path) -> dict[str, str]:
-    """Return the texts that a safetensors file says of its tensors; refuse as `file_header`."""
+    """Return the `__metadata__` of a safetensors file; refuse as `file_header` does."""
     try:
         return metadata_of(_beginning(path)[0])
     except (ValueError, OSError) as error:
@@ -179,7 +179,7 @@ def _beginning(path: Path) -> tuple[bytes, int]:
 
 
 def not_readable(path: Path, error: Exception) -> Refusal:
-    """Return the refusal of a file that is no sound safetensors file."""
+    """Return the refusal of a file that is no valid safetensors file."""
     return refuse(
         codes.CHECKPOINT_FORMAT,
         f"{shown(path)} is not a readable safetensors file: {error}",
@@ -188,9 +188,9 @@ def not_readable(path: Path, error: Exception) -> Refusal:
 
 
 def header_of(data: bytes | memoryview, size: int) -> dict[str, StoredTensor]:
-    """Return where the tensors of a file lie, by its beginning and its size in bytes.
+    """Return the tensors of a file with their offsets, from its first bytes and its size in bytes.
 
-    They lie one after the other, with nothing between or after them; ValueError where they do not.
+    Tensors must fill the file without gaps; ValueError where they do not.
     """
     header = _header(data)
     header.pop("__metadata__", None)
@@ -207,7 +207,7 @@ def header_of(data: bytes | memoryview, size: int) -> dict[str, StoredTensor]:
 
 
 def metadata_of(data: bytes | memoryview) -> dict[str, str]:
-    """Return the texts of `__metadata__` of a file, by its beginning; ValueError as `header_of`."""
+    """Return `__metadata__` from the first bytes of a file; ValueError as `header_of`."""
     found = _header(data).get("__metadata__") or {}
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
         raise ValueError("its __metadata__ does not map strings to strings")
@@ -222,7 +222,7 @@ def _header(data: bytes | memoryview) -> dict[str, Any]:
 
 
 def _object(data: bytes, what: str) -> dict[str, Any]:
-    """Return a JSON object; ValueError where it is none, or a key stands in it twice."""
+    """Return a JSON object; ValueError for anything else and for a repeated key."""
     import json
 
     try:
@@ -267,7 +267,7 @@ def _index(path: Path, data: bytes) -> dict[str, str]:
 
 
 def _is_plain(name: str) -> bool:
-    """Say whether a name is that of a safetensors file in the same folder."""
+    """Return whether a name is that of a safetensors file in the same folder."""
     separators = ("/", "\\", "\0", ":")
     return (
         name.endswith(".safetensors")
@@ -279,7 +279,7 @@ def _is_plain(name: str) -> bool:
 def _refuse_inexact(
     index: Path, named: Mapping[str, str], headers: Mapping[str, Mapping[str, StoredTensor]]
 ) -> None:
-    """Refuse tensors that lie elsewhere than the index says, nowhere, or twice."""
+    """Refuse tensors that are missing, stored twice, or in another shard than the index says."""
     where: dict[str, str] = {}
     for file, header in headers.items():
         for key in header:

@@ -1,8 +1,8 @@
-"""Statements of a quantised checkpoint beside its matrices: codes of their inputs, of cached keys
-and values, static scales of both, and limits of dynamic ones.
+"""Quantisation parameters that a checkpoint stores beside its matrices: codes of inputs, of cached
+keys and values, their static scales, and limits of dynamic scales.
 
-They are none of the numbers of a matrix. The numerics of the kernel state them, and are compared
-with what is stored here, so that a proof is not about other scales than the kernel reads.
+They do not change the numbers of a matrix. The numerics of the kernel repeat them and are compared
+with the stored ones, so that a proof is about the scales that the kernel reads.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from kcdsl.model.checkpoint.activations import StatedCodes
 from kcdsl.model.numerics.specification import Activations, KvCache, Numerics, linear_name
 
 SCALES = ("input_scale", "activation_scale", "input_global_scale", "_weight_act_quant_scale")
-"""Names of static scales; the third is the reciprocal of one."""
+"""Names of static scales; the third is stored as a reciprocal."""
 ZERO_POINTS = ("input_zero_point", "_weight_act_quant_zero_point")
 CACHES = {"k_scale": "keys", "v_scale": "values"}
-"""Names of static scales of what a linear forms for the cache, as ModelOpt stores them."""
+"""Names of static cache scales beside a linear, as ModelOpt stores them."""
 _OUTPUTS = {"k_proj": "keys", "v_proj": "values"}
-"""Linears whose `output_scale` is that of the cache, as compressed-tensors stored it."""
+"""Linears whose `output_scale` is a cache scale, as compressed-tensors stored it."""
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 _SIGNED = frozenset({"I8", "I32", "I64"})
 
 
 @dataclass(frozen=True, slots=True)
 class StoredInputs:
-    """The static quantiser of the input of a linear: one float32 scale, or one for each channel,
-    and the zero point among signed codes."""
+    """The static quantiser of the input of a linear: one float32 scale, or one per channel, and the
+    zero point as a signed code."""
 
     scales: tuple[float, ...]
     zero_point: int
@@ -42,7 +42,7 @@ def stored_inputs(
 ) -> StoredInputs | None:
     """Return the static quantiser that is stored for the input of a matrix; None without one.
 
-    Refuse (KC453) two of them, zero points without scales, and scales that are none.
+    Refuse (KC453) two quantisers, zero points without scales, and invalid scales.
     """
     scales = [name for name in (f"{base}.{part}" for part in SCALES) if name in kinds]
     zeros = [name for name in (f"{base}.{part}" for part in ZERO_POINTS) if name in kinds]
@@ -64,8 +64,7 @@ def stored_inputs(
 
 
 def cache_scales(base: str) -> dict[str, str]:
-    """Return the names of static scales of a cache beside a linear, with what they scale: "keys" or
-    "values"."""
+    """Return the names of static cache scales beside a linear, each with "keys" or "values"."""
     own = _OUTPUTS.get(base.rpartition(".")[2])
     return CACHES if own is None else {**CACHES, "output_scale": own}
 
@@ -73,8 +72,8 @@ def cache_scales(base: str) -> dict[str, str]:
 def refuse_other_cache(
     read: Callable[[str], Tensor], key: str, kinds: Mapping[str, str], stated: KvCache | None
 ) -> None:
-    """Refuse (KC463) scales of cached keys and values that the numerics state otherwise than they
-    are stored beside the linear with this weight, which forms them."""
+    """Refuse (KC463) numerics whose scales of cached keys and values differ from those stored
+    beside the linear with this weight, which computes the keys or values."""
     base = key.removesuffix(".weight")
     for part, side in cache_scales(base).items():
         if stated is None or f"{base}.{part}" not in kinds:
@@ -108,10 +107,10 @@ def _broken(base: str, what: str) -> Refusal:
 def refuse_other_codes(
     key: str, inputs: StatedCodes | None, cache: StatedCodes | None, numerics: Numerics
 ) -> None:
-    """Refuse (KC463) numerics that quantise the inputs of the linear with this weight, or keys and
-    values, to other codes, or with scales of another layout, than a checkpoint states.
+    """Refuse (KC463) numerics whose codes or scale layout, for the inputs of the linear with this
+    weight or for keys and values, differ from those that a checkpoint states.
 
-    Numerics without quantised inputs are those of a kernel that multiplies weights alone.
+    Numerics without quantised inputs are accepted: the kernel then uses quantised weights only.
     """
     for stated, what, field, quantised in (
         (inputs, f"the input of {key}", "activations", numerics.activations),
@@ -140,12 +139,12 @@ def refuse_other_codes(
 def refuse_other_inputs(
     key: str, stored: StoredInputs | None, limit: float | None, stated: Activations
 ) -> None:
-    """Refuse (KC463) quantised inputs of the linear with this weight that the numerics state
-    otherwise than a checkpoint has them.
+    """Refuse (KC463) numerics whose quantiser of the inputs of the linear with this weight differs
+    from that of the checkpoint.
 
     Args:
         stored: the static quantiser that the checkpoint has.
-        limit: the largest magnitude that dynamic scales are made of, where its format has one.
+        limit: the upper limit of magnitudes in dynamic scales, where the format has one.
     """
     if not stated.quantised:
         return

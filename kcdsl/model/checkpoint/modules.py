@@ -1,4 +1,4 @@
-"""Modules that hold no weights until a part of them runs."""
+"""Modules whose weights are loaded when a part of them runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kcdsl.model.checkpoint.tensors import StoredTensors
 
 
 class WeightReader(Protocol):
-    """Where weights are read from, as the exact numbers stored, by the key of the checkpoint."""
+    """A source of weights by checkpoint key, with the exact stored numbers."""
 
     def __getitem__(self, key: str, /) -> Tensor: ...
 
@@ -36,7 +36,7 @@ def transposed_names(module: nn.Module) -> frozenset[str]:
 
 
 class HeldWeights(Mapping[str, Tensor]):
-    """The tensors of a checkpoint as a module holds them: the matrices of some keys transposed."""
+    """The tensors of a checkpoint in the layout of a module, with some matrices transposed."""
 
     def __init__(self, tensors: Mapping[str, Tensor], transposed: frozenset[str]) -> None:
         self._tensors = tensors
@@ -49,7 +49,7 @@ class HeldWeights(Mapping[str, Tensor]):
         return len(self._tensors)
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return a tensor; it is read where it lies in a file."""
+        """Return a tensor, read from its file if it is not in memory."""
         tensor = self._tensors[key]
         return tensor.T.contiguous() if key in self._transposed else tensor
 
@@ -69,8 +69,8 @@ class HeldWeights(Mapping[str, Tensor]):
 
 
 class Unfilled(TorchFunctionMode):
-    """Gives tensors that are made empty, as those of `nn.Linear` are, no memory, and no numbers: to
-    draw them there would import the compiler of torch, which takes seconds."""
+    """Creates empty tensors (as in `nn.Linear`) on the meta device and skips their initialisation,
+    which would import the compiler of torch and take seconds."""
 
     def __torch_function__(
         self,
@@ -79,8 +79,8 @@ class Unfilled(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run one torch function; `torch.empty` on the device that has no memory, and nothing of
-        `torch.nn.init` there."""
+        """Run one torch function; `torch.empty` on the meta device, `torch.nn.init` not at all
+        there."""
         kwargs = kwargs or {}
         if func is torch.empty:
             kwargs = {**kwargs, "device": "meta"}
@@ -92,7 +92,7 @@ class Unfilled(TorchFunctionMode):
 
 
 def empty_parameters(module: nn.Module) -> None:
-    """Replace every parameter by one that holds nothing; tied ones stay tied."""
+    """Replace every parameter by an empty one; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, held in part._parameters.items():
@@ -111,7 +111,7 @@ def fill(part: nn.Module, keys: Mapping[int, str], weights: WeightReader) -> Non
 
 
 def fill_with_zeros(part: nn.Module) -> None:
-    """Give the parameters of a part zeros, of which no page takes memory before it is written."""
+    """Fill the parameters of a part with zeros; their pages take no memory until written."""
 
     def zeros(held: Tensor) -> Tensor:
         raw = torch.from_numpy(np.zeros(held.numel() * held.dtype.itemsize, dtype=np.uint8))
@@ -134,8 +134,8 @@ def _replace(part: nn.Module, value: Callable[[Tensor], Tensor]) -> None:
 def filled_as_it_runs(
     module: nn.Module, keys: Mapping[int, str], weights: WeightReader
 ) -> Iterator[None]:
-    """Run a module inside: each part that has parameters of its own reads them when it begins and
-    drops them when it ends. Of an embedding only the rows that it looks up are read."""
+    """Run a module in this context: each submodule with parameters of its own loads them before it
+    runs and frees them after. An embedding loads only the rows that it looks up."""
     handles: list[Any] = []
     looked_up: list[nn.Module] = []
     emptied = {
@@ -179,10 +179,10 @@ def _looked_up(weights: WeightReader, key: str, kind: torch.dtype, ids: Tensor) 
 
 
 class FilledAsItRuns(nn.Module):
-    """A part of a module that holds the weights of one of its parts at a time, while that runs."""
+    """A part of a module that holds the weights of one submodule at a time, while that runs."""
 
     def __init__(self, part: nn.Module, keys: Mapping[int, str], weights: WeightReader) -> None:
-        """Take what `filled_as_it_runs` takes."""
+        """Store the arguments of `filled_as_it_runs`."""
         super().__init__()
         self.part = part
         self._read = keys, weights

@@ -1,8 +1,8 @@
-"""Quantised weights as serving formats store them: their codes times their scales, in float32.
+"""Quantised weights in the storage formats of serving engines, dequantised to float32.
 
 Sources of the rules: the documentation of compressed-tensors, GPTQ, AWQ and ModelOpt; each is
-written on docs/reference/quantised-checkpoints.md. Arithmetic is float32, round to nearest even. A
-scale of a scale is multiplied with it first. What a format does not define is refused.
+described in docs/reference/quantised-checkpoints.md. Arithmetic is float32, round to nearest even.
+A nested scale is multiplied with its outer scale first. Undefined variants are refused.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kcdsl.model.checkpoint.headers import StoredTensor
 PLAIN = frozenset({"F32", "F16", "BF16"})
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column of eight that each four bits of a word of AWQ hold, from the lowest bits on."""
+"""The column (of eight) in each 4-bit field of an AWQ word, lowest bits first."""
 _INERT_PARTS = (*inputs.SCALES, *inputs.ZERO_POINTS, "weight_shape")
-"""Tensors beside a weight that are none of its numbers; those of inputs and of caches are compared
+"""Tensors beside a weight that do not change its numbers; those of inputs and caches are compared
 with what the numerics state (`inputs`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedWeight:
-    """A matrix [out, in] as float32, and how it is stored.
+    """A matrix [out, in] as float32, with properties of its storage.
 
-    `form` names a format of codes, `layout` a layout of scales where `numerics.formats` has it,
-    else "". `least_code` is the least code, `scale` the largest scale.
+    `form` names a code format and `layout` a scale layout of `numerics.formats`; "" where it has
+    none. `least_code` is the least code, `scale` the largest scale.
     """
 
     value: Tensor
@@ -45,16 +45,16 @@ class QuantisedWeight:
 
 
 Reader = Callable[[str], Tensor]
-"""Reads a stored tensor by its name, in the type it is stored in."""
+"""Reads a stored tensor by name, in its stored type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A storage format: the suffix of the tensor that holds the codes, those that belong to it,
-    what makes the matrix of them, and the bits that a code takes in storage.
+    """A storage format: the suffix of the tensor of codes, the suffixes of its companion tensors,
+    the function that decodes the matrix, and the bits per stored code.
 
-    Dynamic scales of inputs are made of no magnitude above `limit`, where the format has one.
-    `others` has the bits of codes in tensors that take other than `bits`. `inputs` has the codes
+    Dynamic scales of inputs clip magnitudes to `limit`, where the format has one.
+    `others` has the bits per code of tensors for which it is not `bits`. `inputs` has the codes
     that the format states for the inputs of a weight ("*": any), `cache` those of keys and values.
     """
 
@@ -73,8 +73,8 @@ class Scheme:
         return self.inputs.get(key, self.inputs.get("*"))
 
     def holds(self, shape: Sequence[int], name: str, stored: StoredTensor) -> bool:
-        """Say whether a tensor has as many codes as a matrix [out, in], of which the rows may end
-        within a word."""
+        """Return whether a tensor has as many codes as a matrix [out, in]; the last word of a row
+        may be partly used."""
         rows, columns = shape
         bits = self.others.get(name, self.bits)
         word = 8 * (stored.end - stored.start) // max(math.prod(stored.shape), 1)
@@ -95,7 +95,7 @@ class Scheme:
 
 
 def unknown(field: str, value: object, known: Sequence[object]) -> Refusal:
-    """Return the refusal (KC455) of what a configuration says, with what is read instead."""
+    """Return the refusal (KC455) of a field of a configuration, with the supported values."""
     shown = ", ".join(map(str, known))
     return refuse(
         codes.MODEL_CONFIG,
@@ -106,7 +106,7 @@ def unknown(field: str, value: object, known: Sequence[object]) -> Refusal:
 
 
 def allow(config: Mapping[str, Any], field: str, known: Sequence[object], default: object) -> Any:
-    """Return a field of a configuration; refuse (KC455) a value of it that is not read here."""
+    """Return a field of a configuration; refuse (KC455) an unsupported value."""
     value = config.get(field, default)
     if not any(value == one and type(value) is type(one) for one in known):
         raise unknown(field, value, known)
@@ -136,7 +136,7 @@ _STRATEGIES = ("tensor", "channel", "group", "block")
 
 
 def compressed_tensors_scheme(config: Mapping[str, Any]) -> Scheme:
-    """Return the format of compressed-tensors. Refuse (KC455) variants that are not read."""
+    """Return the format of compressed-tensors. Refuse (KC455) unsupported variants."""
     kind = allow(config, "format", (*_COMPRESSED, _NVFP4), None)
     allow(config, "quantization_status", ("compressed", "frozen", None), None)
     allow(config, "sparsity_config", (None, {}), None)
@@ -188,7 +188,7 @@ def _with(
 
 
 def _decode_scaled(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
-    """Return float8 or int8 codes times scales of the tensor, of channels, groups or blocks."""
+    """Return float8 or int8 codes times scales per tensor, channel, group or block."""
     name = f"{base}.weight"
     form = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2", "I8": "int8"}.get(kinds[name])
     need(form is not None, name, f"it is stored as {kinds[name]}")
@@ -204,7 +204,7 @@ def _decode_scaled(read: Reader, base: str, kinds: Mapping[str, Any]) -> Quantis
 
 
 def _decode_packed(read: Reader, base: str, kinds: Mapping[str, Any], bits: int) -> QuantisedWeight:
-    """Return integers packed along their rows, less half their range, times scales."""
+    """Return integers packed along rows, minus half their range, times scales."""
     name = f"{base}.weight"
     for part in ("weight_scale", "weight_shape"):
         need(f"{base}.{part}" in kinds, name, f"it has no {part}")
@@ -224,7 +224,7 @@ def _decode_packed(read: Reader, base: str, kinds: Mapping[str, Any], bits: int)
 
 
 def _decode_nvfp4(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
-    """Return fp4 codes times a float8 scale of 16 divided by the scale of the tensor."""
+    """Return fp4 codes times a float8 scale per 16 codes, divided by the scale of the tensor."""
     whole = read(f"{base}.weight_global_scale").to(torch.float32).reshape(-1)
     need(whole.numel() == 1, f"{base}.weight", "it has several global scales")
     return _nvfp4(read, base, kinds, f"{base}.weight_packed", lambda s: s / whole)
@@ -251,7 +251,8 @@ def _nvfp4(
 
 
 def _group_index(read: Reader, base: str, kinds: Mapping[str, Any]) -> Tensor | None:
-    """Return the group of each input where a weight says it, and not group after group."""
+    """Return the stored group index of each input; None where it is missing or unused
+    (negative)."""
     name = f"{base}.weight_g_idx"
     if name not in kinds:
         return None
@@ -268,7 +269,7 @@ def _spread(
 def _tiled(
     scale: Tensor, shape: tuple[int, ...], name: str, groups: Tensor | None
 ) -> tuple[Tensor, str]:
-    """Return one scale for every element of a matrix, and the layout of the scales."""
+    """Return the scale of every element of a matrix, and the layout of the scales."""
     rows, columns = shape
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(rows, columns), "per_tensor"
@@ -291,7 +292,7 @@ BLOCK = 128
 
 
 def of_blocks(scale: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-    """Return one scale for every element of a matrix, of those of its blocks."""
+    """Return the scale of every element of a matrix, from the scales of its blocks."""
     rows, columns = shape
     fits = tuple(scale.shape) == (-(-rows // BLOCK), -(-columns // BLOCK))
     said = f"scales of shape {tuple(scale.shape)} do not fit a matrix of {shape}"
@@ -320,7 +321,7 @@ def matrix_of(
 
 
 def gptq_scheme(config: Mapping[str, Any]) -> Scheme:
-    """Return the format of GPTQ. Refuse (KC455) variants that are not read."""
+    """Return the format of GPTQ. Refuse (KC455) unsupported variants."""
     bits = allow(config, "bits", (2, 4, 8), None)
     version = allow(config, "checkpoint_format", ("gptq", "gptq_v2", None), None)
     allow(config, "is_marlin_format", (False, None), None)
@@ -347,10 +348,10 @@ def _decode_gptq(
     *,
     in_order: bool,
 ) -> QuantisedWeight:
-    """Return (code - z)·s; words hold inputs of one output, and z of a group is one less there.
+    """Return (code - z)·s; words hold inputs of one output, and z is the stored one plus `offset`.
 
-    With `symmetric` codes all are stored with this z: kernels of such codes do not read it. Nor do
-    they read the groups of inputs that are `in_order`.
+    Refuse zero points other than `symmetric`, if given, and groups out of order if `in_order`:
+    kernels do not read them then.
     """
     name = f"{base}.weight"
     for part in ("qzeros", "scales"):
@@ -378,7 +379,7 @@ def _decode_gptq(
 
 
 def awq_scheme(config: Mapping[str, Any]) -> Scheme:
-    """Return the format of AWQ. Refuse (KC455) variants that are not read."""
+    """Return the format of AWQ. Refuse (KC455) unsupported variants."""
     allow(config, "version", ("gemm", "GEMM", None), None)
     bits = config.get("bits", config.get("w_bit"))
     if bits != 4:
@@ -388,7 +389,7 @@ def awq_scheme(config: Mapping[str, Any]) -> Scheme:
 
 
 def _decode_awq(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
-    """Return (code - z)·s; words hold eight outputs of one input, in the order of AWQ."""
+    """Return (code - z)·s; words hold eight outputs of one input, in AWQ order."""
     name = f"{base}.weight"
     for part in ("qzeros", "scales"):
         need(f"{base}.{part}" in kinds, name, f"it has no {part}")
@@ -404,7 +405,7 @@ def _decode_awq(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedW
 
 
 def _ordered(parts: Tensor) -> Tensor:
-    """Return the columns of eights of AWQ in their own order."""
+    """Return columns in AWQ order in their natural order."""
     place = torch.tensor([_AWQ_ORDER.index(column) for column in range(8)])
     rows, columns = parts.shape
     return parts.reshape(rows, columns // 8, 8)[:, :, place].reshape(rows, columns)
@@ -417,7 +418,7 @@ _MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A16", "W4A16_AWQ", "NVFP4")
 
 
 def modelopt_scheme(config: Mapping[str, Any]) -> Scheme:
-    """Return the format of ModelOpt. Refuse (KC455) variants that are not read."""
+    """Return the format of ModelOpt. Refuse (KC455) unsupported variants."""
     kind = allow(config, "quant_algo", _MODELOPT, None)
     if kind == "NVFP4":
         allow(config, "group_size", (16, None), None)
@@ -430,8 +431,8 @@ def modelopt_scheme(config: Mapping[str, Any]) -> Scheme:
 
 
 def _decode_pairs(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
-    """Return integers of four bits times scales; a byte holds those of two outputs, the first in
-    its low half."""
+    """Return 4-bit integers times scales; a byte holds the codes of two outputs, the first in the
+    low half."""
     name = f"{base}.weight"
     need(kinds[name] == "U8", name, f"it is stored as {kinds[name]}")
     need(f"{base}.weight_scale" in kinds, name, "it has no weight_scale")
@@ -445,7 +446,7 @@ def _decode_pairs(read: Reader, base: str, kinds: Mapping[str, Any]) -> Quantise
 
 
 def _decode_modelopt(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
-    """Return fp4 codes times a float8 scale of 16 times the scale of the tensor."""
+    """Return fp4 codes times a float8 scale per 16 codes times the scale of the tensor."""
     name = f"{base}.weight"
     need(f"{base}.weight_scale_2" in kinds, name, "it has no weight_scale_2")
     whole = read(f"{base}.weight_scale_2").to(torch.float32).reshape(-1)
@@ -454,5 +455,5 @@ def _decode_modelopt(read: Reader, base: str, kinds: Mapping[str, Any]) -> Quant
 
 
 def is_sound(found: QuantisedWeight) -> bool:
-    """Say whether all numbers of a weight and its scales are finite."""
+    """Return whether all numbers of a weight and its scales are finite."""
     return bool(torch.isfinite(found.value).all()) and math.isfinite(found.scale)

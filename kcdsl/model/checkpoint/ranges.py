@@ -1,9 +1,8 @@
-"""Parts of large files, read on demand and compared with digests of the whole file.
+"""Ranges of large files, read on demand and compared with digests of the file.
 
-A large file is hashed once, as a whole and chunk by chunk. What is read of it later is read into
-memory and compared chunk by chunk, so that every byte that is used is one of the file that its
-digest names, whatever became of the file meanwhile. Nothing is mapped: a mapped page would show
-what is written to the file after it was compared.
+A large file is hashed once, as a whole and per chunk. Later reads are compared with the digests of
+the chunks, so every byte that is used belongs to the hashed file even if the file was changed
+meanwhile. Files are not memory-mapped: a mapped page would show writes after the comparison.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from kcdsl.source.writing import make_folder, write_bytes
 from kcdsl_certs.statement.manifest import Manifest, Resource
 
 RESIDENT = 1 << 28
-"""Bytes of weights up to which a checkpoint is held in memory as a whole."""
+"""The largest checkpoint, in bytes of weights, that is held in memory as a whole."""
 
 CHUNK = 1 << 18
-"""Bytes that one digest is of: what is read at least."""
+"""Bytes per digest; the least number of bytes of a read."""
 _SHA = 32
 _BUFFER = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class HashedFile:
-    """A file with the sha256 (hex) of its bytes, and that of every chunk, one after the other."""
+    """A file with the sha256 (hex) of its bytes and the concatenated digests of its chunks."""
 
     path: Path
     size: int
@@ -41,9 +40,9 @@ class HashedFile:
     chunks: bytes
 
     def read(self, start: int, end: int) -> memoryview:
-        """Return the bytes [start, end) as they were when the file was hashed.
+        """Return the bytes [start, end) of the hashed file.
 
-        Refuse where the file holds others by now.
+        Refuse where the file has changed there.
         """
         first, last = start // CHUNK, -(-end // CHUNK)
         offset = first * CHUNK
@@ -65,7 +64,7 @@ class HashedFile:
 
 
 def changed(path: Path) -> Refusal:
-    """Return the refusal of a file that is not the one that was hashed."""
+    """Return the refusal of a file that changed after it was hashed."""
     return refuse(
         codes.CHANGED_MEANWHILE,
         f"{shown(path)} changed while the command ran",
@@ -76,9 +75,8 @@ def changed(path: Path) -> Refusal:
 def hashed_file(path: Path) -> HashedFile:
     """Hash a file as a whole and in chunks; it is read once, a few MiB at a time.
 
-    The digests are kept in the user's cache for a file that the system says is the same: device,
-    number, size and times; those of a file that changed just now are not. Refuse a file that is
-    missing or changes meanwhile.
+    The user's cache keeps the digests under the device, inode, size and times of the file, unless
+    the file changed a moment ago. Refuse a file that is missing or changes meanwhile.
     """
     with open_file(path) as stream:
         about = os.fstat(stream.fileno())
@@ -98,12 +96,12 @@ def hashed_file(path: Path) -> HashedFile:
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """Return how proofs name a checkpoint as it is now; refuse files that cannot be read."""
+    """Return the current digest by which proofs name a checkpoint; refuse unreadable files."""
     return manifest_now(checkpoint).weights_digest
 
 
 def manifest_now(checkpoint: Path) -> Manifest:
-    """Return the manifest of a checkpoint as it is now; refuse files that cannot be read."""
+    """Return the current manifest of a checkpoint; refuse unreadable files."""
     if checkpoint.suffix == ".onnx":
         from kcdsl.model.onnx.files import read_onnx
 
@@ -117,7 +115,7 @@ def manifest_now(checkpoint: Path) -> Manifest:
 
 
 def _digest(path: Path) -> tuple[int, str]:
-    """Return the size and the sha256 (hex) of a file; that of a large one may be kept."""
+    """Return the size and the sha256 (hex) of a file, from the cache for large files."""
     with open_file(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size <= RESIDENT:
@@ -149,7 +147,7 @@ def _hash(path: Path, stream: BufferedReader, size: int) -> HashedFile:
 
 
 def _stamp(about: os.stat_result) -> str:
-    """Return what the system says of a file; no program sets the time of its last change."""
+    """Return the identity of a file for the cache; programs cannot set its ctime."""
     numbers = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
     return " ".join(map(str, numbers))
 
@@ -162,7 +160,7 @@ def _place(about: os.stat_result) -> Path | None:
 
 
 def _kept(path: Path, place: Path | None, size: int) -> HashedFile | None:
-    """Return what was kept of a file; None where nothing is, or something damaged."""
+    """Return the cached digests of a file; None where there are none or they are damaged."""
     if place is None:
         return None
     length = _SHA * (2 + -(-size // CHUNK))

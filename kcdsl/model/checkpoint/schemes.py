@@ -30,7 +30,7 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
 def scheme_of(config: Mapping[str, Any]) -> Scheme:
     """Return the storage format that a quantisation configuration names.
 
-    Refuse (KC455) methods and variants that are not read here, by name.
+    Refuse (KC455) unsupported methods and variants, by name.
     """
     method = str(config.get("quant_method", "")).lower()
     if method not in ("compressed-tensors", "gptq", "awq") and "quant_algo" in config:

@@ -1,7 +1,7 @@
-"""The weights that an inference kernel reads from a checkpoint of its own, such as a quantised one.
+"""Weights that an inference kernel reads from a checkpoint of its own, such as a quantised one.
 
-They belong to the tensors of the training kernel one to one, by name. Quantised matrices are read
-as the numbers that their storage format says (`quantised`), every other tensor as it is stored.
+They correspond one to one, by name, to the tensors of the training kernel. Quantised matrices are
+dequantised by their storage format (`quantised`); every other tensor is read as stored.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ CONFIG, QUANTISATION = "config.json", "hf_quant_config.json"
 _LARGEST_CONFIG = 16 * 2**20
 _CODED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _FACTOR = ".pre_quant_scale"
-"""How ModelOpt names the factors of inputs that AWQ and SmoothQuant found."""
+"""ModelOpt's name of the input factors of AWQ and SmoothQuant."""
 OF_FILES = frozenset({
     *("quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
     *("architectures", "use_cache", "unsloth_version", "compression_config"),
 })  # fmt: skip
-"""Keys of config.json that say how weights are stored, or who wrote the file."""
+"""Keys of config.json about the storage of weights or the writer of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights(Mapping[str, Tensor]):
     """Weights of the inference kernel as float32, by the keys of the training checkpoint.
 
-    `digest` (hex) is that of the manifest of every file that is read: weights, index and
-    configurations. `shapes` has the tensors that the kernel reads, by their names in both;
-    `transposed` names those that the files store transposed.
+    `digest` (hex) is the digest of the manifest of all files: weights, index and configurations.
+    `shapes` has the tensors that the kernel reads, by training key and stored name; `transposed`
+    names those that the files store transposed.
     """
 
     path: Path
@@ -87,7 +87,7 @@ class ServedWeights(Mapping[str, Tensor]):
         return len(self.shapes)
 
     def __getitem__(self, key: str) -> Tensor:
-        """Read a tensor; refuse one that is NaN or infinite, or stored as its format cannot be."""
+        """Read a tensor; refuse NaN, infinity, and data that its format does not allow."""
         if key not in self.shapes:
             raise KeyError(key)
         found = self.quantised(key)
@@ -102,7 +102,7 @@ class ServedWeights(Mapping[str, Tensor]):
         return value.T.contiguous() if key in self.transposed else value
 
     def quantised(self, key: str) -> QuantisedWeight | None:
-        """Return a quantised matrix; None for a tensor that is stored as it is."""
+        """Return a quantised matrix; None for a tensor that is not quantised."""
         if key not in self.matrices or self.scheme is None:
             return None
         kinds = {part: one.kind for part, one in self.stored.items()}
@@ -115,7 +115,7 @@ class ServedWeights(Mapping[str, Tensor]):
         return found
 
     def refuse_other_shape(self, key: str, shape: tuple[int, ...]) -> None:
-        """Refuse what is stored of a tensor where it cannot be of this shape, by headers alone."""
+        """Refuse a tensor whose headers contradict this shape; no weight is read."""
         if key not in self.matrices or self.scheme is None:
             stored = tuple(reversed(shape)) if key in self.transposed else shape
             if self.stored[key].shape != stored:
@@ -152,15 +152,14 @@ class ServedWeights(Mapping[str, Tensor]):
 
     @property
     def plain_names(self) -> tuple[str, ...]:
-        """Return the names of weights: of quantised matrices one, of their parts none."""
+        """Return the names of weights: one per quantised matrix, none for its companion tensors."""
         parts = {part for own in self.matrices.values() for part in own}
         whole = (name for name in self.stored if name not in parts)
         return tuple(sorted((*whole, *self.matrices)))
 
     def refuse_other_storage(self, key: str, numerics: Numerics) -> None:
-        """Refuse (KC463) numerics that state another storage of a matrix than this checkpoint has,
-        where the rules of bounds read it: codes are multiplied before their scales; and other
-        scales of its inputs than those that are stored."""
+        """Refuse (KC463) numerics whose storage of a matrix differs from this checkpoint, where the
+        bounds depend on it (products of codes), and numerics with other scales of inputs."""
         weights, found = numerics.weights, self.quantised(key)
         if found is not None and self.scheme is not None:
             kinds = {part: one.kind for part, one in self.stored.items()}
@@ -214,9 +213,9 @@ def _other(key: str, what: str, field: str) -> Refusal:
 def load_served(
     path: Path, admitted: Callable[[Path], Path], *, headers_only: bool = False
 ) -> ServedWeights:
-    """Read what a checkpoint of an inference kernel says of itself; no weight is read yet.
+    """Read headers and configuration of an inference kernel's checkpoint; no weight is read yet.
 
-    With `headers_only` its files are not hashed either, and its weights cannot be read.
+    With `headers_only` its files are not hashed either, and its weights cannot be read later.
     """
     headers = read_headers(path, admitted)
     folder = weights_folder(path)
@@ -291,7 +290,7 @@ def _metadata(place: Path, first: memoryview) -> dict[str, str]:
 
 
 def _add(metadata: dict[str, str], told: Mapping[str, str], place: Path) -> None:
-    """Add the metadata of a file; refuse what another shard says otherwise."""
+    """Add the metadata of a file; refuse values that contradict another shard."""
     for name, text in told.items():
         if metadata.setdefault(name, text) != text:
             raise refuse(
@@ -317,13 +316,13 @@ def matched(
 
     Args:
         train: the configuration of the training kernel's model.
-        rule: the name of a parameter by that of a tensor.
+        rule: returns the parameter name of a tensor name.
         keys: keys of the training checkpoint by parameters.
-        tied: names of parameters that are copies, with those they are copies of.
-        shapes: of parameters.
+        tied: names of parameters that are copies, with the names of their originals.
+        shapes: the shapes of parameters.
         transposed: keys of the parameters that the files store transposed.
-        same_program: says whether a configuration is of the program of `train`, though it has other
-            keys.
+        same_program: returns whether a configuration with other keys describes the program of
+        `train`.
     """
     if served.config and not same_program(served.config):
         _refuse_other_model(train, served.config)
@@ -376,7 +375,7 @@ def matched(
 
 
 def _refuse_other_model(train: Mapping[str, Any], infer: Mapping[str, Any]) -> None:
-    """Refuse configurations that differ in any key but those of how weights are stored."""
+    """Refuse configurations that differ in any key except those about storage (`OF_FILES`)."""
     for key in sorted((train.keys() | infer.keys()) - OF_FILES):
         if train.get(key) != infer.get(key):
             raise refuse(

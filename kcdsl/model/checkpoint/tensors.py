@@ -1,8 +1,8 @@
-"""Checkpoints: safetensors files, their digest, and the tensors as exact float32.
+"""Checkpoints: safetensors files, their digests, and the tensors as exact float32.
 
-What is hashed are the bytes that the tensors consist of, so nobody can replace or rewrite a file
-between the two. A small checkpoint is read once, into memory; of a large one every tensor is read
-when it is needed (`ranges`). No file is mapped.
+The hashed bytes are the bytes of the tensors, so a file cannot be replaced between hashing and
+use. A small checkpoint is read into memory once; tensors of a large one are read on demand
+(`ranges`). No file is memory-mapped.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """A safetensors file in memory; `sha256` (hex) is that of the bytes in `memory`."""
+    """A safetensors file in memory; `sha256` (hex) is the digest of the bytes in `memory`."""
 
     path: Path
     sha256: str
@@ -104,10 +104,10 @@ def read_tensors(path: Path) -> TensorFile:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Tensors that are read from files whenever they are asked for, as float32."""
+    """Tensors that are read from files at each access, as float32."""
 
     def __init__(self, stored: Mapping[str, StoredTensor], files: Mapping[str, HashedFile]) -> None:
-        """Take where each tensor lies, and the file that it lies in."""
+        """Take the header entry and the file of each tensor."""
         self.stored = stored
         self._files = files
 
@@ -123,7 +123,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return self._read(key, one.start, one.end).reshape(one.shape)
 
     def narrow(self, key: str) -> Tensor:
-        """Read a tensor in the type that it is stored in."""
+        """Read a tensor in its stored type."""
         return self[key].to(TYPES[self.stored[key].kind])
 
     def rows(self, key: str, numbers: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return torch.stack(found).reshape(-1, *one.shape[1:])
 
     def blocks(self, key: str) -> Iterator[Tensor]:
-        """Read a matrix, some of its rows at a time."""
+        """Yield a matrix in blocks of rows."""
         one = self.stored[key]
         step = _ROWS * (one.end - one.start) // max(one.shape[0], 1)
         for start in range(one.start, one.end, max(step, 1)):
@@ -145,7 +145,7 @@ class StoredTensors(Mapping[str, Tensor]):
         kind, file = TYPES[self.stored[key].kind], self._files[key]
         size = kind.itemsize
         found, at = torch.empty((end - start) // size), start
-        while at < end:  # in parts, so that little is held beside what is returned
+        while at < end:  # in parts, to limit temporary memory
             stop = min((at // _PART + 1) * _PART, end)
             stop = min(stop + (start - stop) % size, end)
             raw = torch.frombuffer(file.read(at, stop), dtype=torch.uint8)
@@ -162,9 +162,9 @@ class Checkpoint:
     """The tensors of a checkpoint, by key.
 
     `tensors` holds those stored as float32, bfloat16 or float16, as float32; `others` the type of
-    every tensor stored otherwise. `sha256` (hex) is how proofs name it: that of its one file, or
-    the digest of the manifest of an index and its shards. `root` is the OpenSSF root digest (hex)
-    of several files.
+    every other tensor. Proofs name a checkpoint by `sha256` (hex): the digest of its one file, or
+    of the manifest of an index and its shards. `root` is the OpenSSF root digest (hex) of several
+    files.
     """
 
     path: Path
@@ -185,7 +185,7 @@ class Checkpoint:
         return tuple(self.tensors[key].shape)
 
     def equal(self, one: str, other: str) -> bool:
-        """Say whether two tensors of one shape hold the same numbers; large ones row by row."""
+        """Return whether two tensors of one shape are equal; large ones are compared in blocks."""
         held, shape = self.tensors, self.shape(one)
         if not isinstance(held, StoredTensors) or len(shape) != 2:
             return torch.equal(held[one], held[other])
@@ -196,9 +196,9 @@ class Checkpoint:
 def load_checkpoint(path: Path, admitted: Callable[[Path], Path] = lambda path: path) -> Checkpoint:
     """Read a checkpoint: a safetensors file, an index of shards, or the folder of either.
 
-    Up to `RESIDENT` bytes are read at once; of more, each tensor when it is asked for. `admitted`
-    returns the path of a shard where it may be read. Refuse a file that is missing or damaged, and
-    a weight that is NaN or infinite.
+    Up to `RESIDENT` bytes are read at once; in larger checkpoints each tensor at its access.
+    `admitted` returns the path of a shard that may be read. Refuse a file that is missing or
+    damaged, and a weight that is NaN or infinite.
     """
     entry = weights_entry(path)
     several = entry.name.endswith(INDEX_SUFFIX)
@@ -232,7 +232,7 @@ def _read_at_once(headers: CheckpointHeaders) -> tuple[Mapping[str, Tensor], lis
 
 
 def _read_on_demand(headers: CheckpointHeaders) -> tuple[Mapping[str, Tensor], list[Resource]]:
-    """Return the tensors of all files, none of them read yet, and the digests of the files."""
+    """Return the tensors of all files, not yet read, and the digests of the files."""
     where: dict[str, HashedFile] = {}
     files: list[Resource] = []
     for path, header in headers.files.items():
@@ -247,7 +247,7 @@ def _read_on_demand(headers: CheckpointHeaders) -> tuple[Mapping[str, Tensor], l
 
 
 def is_large(path: Path, admitted: Callable[[Path], Path] = lambda path: path) -> bool:
-    """Say whether the weights of a checkpoint are more than is held in memory as a whole."""
+    """Return whether the weights of a checkpoint exceed `RESIDENT` bytes."""
     entry = weights_entry(path)
     files = read_headers(path, admitted).files if entry.name.endswith(INDEX_SUFFIX) else (entry,)
     return sum(map(_size, files)) > RESIDENT
@@ -296,10 +296,10 @@ def match_tensors(
 ) -> dict[str, str]:
     """Return the checkpoint key of every expected parameter.
 
-    `names` gives each key's parameter name, None for a key that is not used; `expected` the shapes
-    by parameter name; `optional` names that may stand for another one (a stored copy of a tied
-    tensor), with that other name. Refuse, naming every tensor, a wrong type, a missing or
-    unexpected tensor, two keys for one parameter, a wrong shape, and a copy that differs.
+    `names` maps keys to parameter names, None for unused keys; `expected` has the shapes by
+    parameter name; `optional` maps a stored copy of a tied tensor to its original. Refuse, naming
+    every tensor, a wrong type, a missing or unexpected tensor, two keys for one parameter, a wrong
+    shape, and a copy that differs.
     """
     found: dict[str, str] = {}
     problems: list[Diagnostic] = []

@@ -35,16 +35,16 @@ _CLASSES = {
     "IntxUnpackedToInt8Tensor": {"I8": "int8"},
     "Int4Tensor": {"I8": ""},
 }
-"""The format of codes by the stored type, for every class that is read."""
+"""The code format by stored type, for every supported class."""
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PARTS = ("scale", "zero_point", "act_quant_scale", "act_quant_zero_point")
-"""What lies beside the codes; scales of activations are none of the weight's numbers."""
+"""Suffixes of tensors beside the codes; scales of activations do not change the weight."""
 
 
 def torchao_scheme(metadata: Mapping[str, str]) -> Scheme:
     """Return the storage format of a checkpoint of torchao, from the metadata of its files.
 
-    Refuse (KC455) files without it, and classes of tensors that are not read here, by name.
+    Refuse (KC455) files without metadata, and unsupported tensor classes, by name.
     """
     if "tensor_names" not in metadata:
         raise refuse(
@@ -89,8 +89,7 @@ def torchao_scheme(metadata: Mapping[str, str]) -> Scheme:
 
 
 def _refuse_limits(name: str, kwargs: object) -> None:
-    """Refuse (KC455) dynamic scales of inputs with limits, and codes of inputs in half their
-    range."""
+    """Refuse (KC455) limits of dynamic input scales, and input codes with a reduced range."""
     fields = kwargs.get("_data") if isinstance(kwargs, dict) else None
     for field in ("hp_value_lb", "hp_value_ub", "reduce_range"):
         value = fields.get(field) if isinstance(fields, dict) else None
@@ -174,7 +173,7 @@ def _decode_int4(
 def _fused(product: Tensor, addend: Tensor, form: Format) -> Tensor:
     """Return float32 sums of float64 numbers, each rounded once to a format.
 
-    The sum is first rounded to odd in float64, which leaves every tie and every side of one.
+    The sum is first rounded to odd in float64, so that the second rounding is the correct one.
     """
     total = product + addend
     back = total - product
@@ -185,7 +184,7 @@ def _fused(product: Tensor, addend: Tensor, form: Format) -> Tensor:
 
 
 def _within(name: str, code: Tensor, kind: object) -> str:
-    """Return the format of integers of fewer bits; refuse codes that are none of them."""
+    """Return the integer format with fewer bits; refuse codes outside its range."""
     text = kind.get("_data") if isinstance(kind, dict) else None
     widths = {f"int{bits}": bits for bits in range(1, 9)}
     need(text in widths, name, f"its target_dtype is {excerpt(text)}")
@@ -195,7 +194,7 @@ def _within(name: str, code: Tensor, kind: object) -> str:
 
 
 def _block(name: str, size: object, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the height and width of the blocks that share a scale; none stated: all of it."""
+    """Return height and width of the blocks that share a scale; the whole matrix if not stated."""
     match size:
         case None | []:
             return shape[0], shape[1]
@@ -207,7 +206,7 @@ def _block(name: str, size: object, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _spread(name: str, stored: Tensor, high: int, wide: int, code: Tensor) -> Tensor:
-    """Return the number of each element, of those of its blocks."""
+    """Return the scale or zero point of each element, from those of the blocks."""
     blocks = (code.shape[0] // high, code.shape[1] // wide)
     one = blocks == (1, 1) and stored.numel() == 1
     said = f"a part of shape {tuple(stored.shape)} does not fit {blocks} blocks"

@@ -1,7 +1,7 @@
-"""The decoder: one program, of which the built-in architectures of the Llama kind are forms.
+"""The decoder: one configurable program for all built-in architectures of the Llama kind.
 
-`config` says which form, without torch; `rotary`, `parts`, `experts` and `program` are its modules.
-`gpt` has what GPT-2 and GPT-NeoX share.
+`config` has the configuration, without torch; `rotary`, `parts`, `experts` and `program` have the
+modules. `gpt` is the common part of GPT-2 and GPT-NeoX.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ __all__ = [
 def builder_of(
     read: Callable[[Mapping[str, Any]], DecoderConfig],
 ) -> Callable[[Mapping[str, Any]], Decoder]:
-    """Return the function that builds the module of a form from its configuration, in the field
-    names of Hugging Face, with the weights at their defaults; it imports torch."""
+    """Return a function that builds the module from a configuration with Hugging Face field names,
+    with initial weights; that function imports torch."""
 
     def build(raw: Mapping[str, Any]) -> Decoder:
         from kcdsl.model.decoder.program import Decoder

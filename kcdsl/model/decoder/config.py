@@ -1,6 +1,6 @@
-"""The configuration of a decoder: what the forward pass of any of its forms depends on.
+"""The configuration of a decoder: everything that its forward pass depends on.
 
-Needs no tensor library, so that a configuration can be read where nothing is run.
+Needs no tensor library, so that configurations can be read without torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ LAYER_KINDS = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """A rotary embedding: `kind` is a form of scaling, `scaling` its numbers by name.
+    """A rotary embedding: `kind` is the form of scaling, `scaling` its parameters by name.
 
-    `factors` are the divisors of the pairs that a form states one by one (longrope).
+    `factors` are the divisors of the frequencies, one per pair (longrope).
     """
 
     theta: float
@@ -30,12 +30,12 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Experts in place of one feed-forward network, in the layers that `layers` says.
+    """A mixture of experts in place of one feed-forward network, in the layers `layers`.
 
-    Of `experts` networks of width `inner_width`, each position takes the `chosen` with the largest
-    logits of a router, and sums their results. Their shares are the softmax over them where
-    `renormalised`, else that over all experts. With `shared_width` one more network is always
-    added, times the sigmoid of a gate of its own.
+    Each position uses `chosen` of the `experts` networks of width `inner_width`, those with the
+    largest router logits, and takes a weighted sum of their results. The weights are the softmax
+    over the chosen experts if `renormalised`, else over all experts. With `shared_width` the result
+    of one more network is always added, times the sigmoid of a gate of its own.
     """
 
     experts: int
@@ -50,8 +50,8 @@ class Mixture:
 class DecoderConfig:
     """A form of the decoder.
 
-    `windows` and `rotations` have an entry for each layer; None is full attention, and a layer
-    without positions. `norms` says where the norms of a sub-layer are: before it, after it (before
+    `windows` and `rotations` have an entry for each layer; None is full attention, or no rotary
+    embedding. `norms` is the place of the norms of a sub-layer: before it, after it (before
     the residual is added), or both. `offset_gain`: norms multiply with 1 + weight. `head_norm`:
     queries and keys are normalised, each head by itself or all heads together. `fused`: one matrix
     holds the query, key and value maps, and one the gate and up maps. `score_cap` and `logit_cap`
@@ -91,10 +91,10 @@ class DecoderConfig:
 def read_common(
     architecture: str, raw: Mapping[str, Any], *, eps: float = 1e-6, tied: bool = False
 ) -> dict[str, Any]:
-    """Return the fields of `DecoderConfig` that all forms read alike.
+    """Return the fields of `DecoderConfig` that all forms read in the same way.
 
-    `eps` and `tied` are defaults of the family. Raises Refusal (KC455) for a configuration that no
-    family of the architecture may have, and for values that the decoder does not implement.
+    `eps` and `tied` are defaults of the family. Raises Refusal (KC455) for keys that no family of
+    the architecture has, and for values that the decoder does not implement.
     """
     family_of(architecture, raw)
     f = Fields(raw, architecture)
@@ -132,7 +132,7 @@ def read_common(
 def windows_of(
     architecture: str, raw: Mapping[str, Any], layers: int, otherwise: Sequence[str]
 ) -> tuple[int | None, ...]:
-    """Return how many positions each layer sees: by `layer_types`, else by the kinds `otherwise`.
+    """Return the attention window of each layer, by `layer_types` or else by `otherwise`.
 
     Refuse a list of another length, and a sliding layer without a window.
     """
@@ -149,8 +149,8 @@ def windows_of(
 def optional_windows(
     architecture: str, raw: Mapping[str, Any], layers: int
 ) -> tuple[int | None, ...]:
-    """Return the windows of a family with `use_sliding_window`: those of the layers from
-    `max_window_layers` on, unless `layer_types` says which.
+    """Return the windows of a family with `use_sliding_window`: the layers from
+    `max_window_layers` on have one, unless `layer_types` states otherwise.
 
     Refuse sliding layers where no window is used.
     """
@@ -180,8 +180,8 @@ def mixtral_mixture(
 def qwen_mixture(
     architecture: str, raw: Mapping[str, Any], layers: int, *, shared: bool = False
 ) -> Mixture | None:
-    """Return the mixture of a Qwen-MoE, None where no layer has one; `shared`: with a network for
-    all positions. Refuse counts that do not fit, and layers that there are not."""
+    """Return the mixture of a Qwen-MoE, None where no layer has one; `shared`: with a network that
+    all positions use. Refuse inconsistent counts and layer numbers out of range."""
     f = Fields(raw, architecture)
     names = [n for n in ("num_experts", "num_local_experts") if raw.get(n) is not None]
     f.check(len(names) == 1, "'num_experts' is missing, or stated under two names")
@@ -215,7 +215,7 @@ def rotation_of(
     config: Mapping[str, Any],
     theta: float = 10000.0,
 ) -> Rotation:
-    """Return the rotation of a configuration with one; `theta` is its default base.
+    """Return the rotation of a configuration that has only one; `theta` is the default base.
 
     `config` has the common fields. Refuse numbers that are missing or out of range.
     """
@@ -262,7 +262,7 @@ def _numbers(f: Fields, table: Mapping[str, Any], kind: str) -> tuple[tuple[str,
 
 
 def _yarn(f: Fields, table: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
-    """Return factor, original length, the two turns, and by how much tables are multiplied."""
+    """Return factor, original length, both limits of turns, and the multiplier of the tables."""
     for name in ("factor", "original_max_position_embeddings"):
         f.check(table.get(name) is not None, f"the field {name!r} is missing")
     factor = f.number("factor", 1.0)
@@ -296,8 +296,8 @@ def _yarn(f: Fields, table: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
 def _longrope(
     f: Fields, table: Mapping[str, Any], config: Mapping[str, Any], base: float
 ) -> Rotation:
-    """Return the rotation of sequences up to the original length, which divides pairs by
-    `short_factor`; it says nothing of longer ones."""
+    """Return the rotation of sequences up to the original length, which divides frequencies by
+    `short_factor`; longer sequences are not covered."""
     original = f.count("original_max_position_embeddings")
     for name in ("short_factor", "long_factor"):
         divisors = table.get(name)
@@ -322,8 +322,8 @@ def canonical_key(key: str) -> str | None:
 
 
 def mixtral_key(key: str) -> str | None:
-    """Return the module's name for a checkpoint key, as `canonical_key` does; Mixtral has names of
-    its own for experts."""
+    """Return the module's name for a checkpoint key, as `canonical_key` does, for the expert names
+    of Mixtral."""
     lead, found, rest = key.partition(".block_sparse_moe.")
     if not found:
         return canonical_key(key)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router chooses some of several feed-forward networks for each position."""
+"""Mixtures of experts: a router chooses k of E feed-forward networks for each position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kcdsl.model.decoder.parts import GatedMLP
 
 @torch.library.custom_op("kcdsl::route", mutates_args=())
 def routed(logits: Tensor, chosen: Tensor) -> Tensor:
-    """Return the logits [..., T, E] of a router; an export says which experts [T, k] are chosen."""
+    """Return the router logits [..., T, E] unchanged; records the chosen experts [T, k] in
+    exports."""
     return logits.clone()
 
 
@@ -21,9 +22,9 @@ def _(logits: Tensor, chosen: Tensor) -> Tensor:
 
 
 class MixtureOfExperts(nn.Module):
-    """Experts, their router, and a network for all positions where the configuration has one.
+    """Experts, their router, and a shared network where the configuration has one.
 
-    A block graph does the same to every input, so an export needs a route that is given (`take`).
+    A block graph has no data-dependent control flow, so an export needs a fixed route (`take`).
     """
 
     chosen: Tensor | None = None
@@ -41,8 +42,8 @@ class MixtureOfExperts(nn.Module):
             self.shared_expert_gate = nn.Linear(config.width, 1, bias=False)
 
     def take(self, route: Tensor | None) -> None:
-        """Choose these experts [T, k] from now on, in ascending order; with None those of the
-        router. Raises ValueError for what is no choice of the router."""
+        """Fix the experts [T, k], in ascending order; None lets the router choose.
+        Raises ValueError for an invalid choice."""
         if route is not None:
             shape, most = (*route.shape[:-1], self.mixture.chosen), self.mixture.experts
             ascending = bool((route[..., 1:] > route[..., :-1]).all())
@@ -69,7 +70,7 @@ class MixtureOfExperts(nn.Module):
         return self._with_shared(x, summed)
 
     def _along(self, x: Tensor, logits: Tensor, chosen: Tensor) -> Tensor:
-        """Return the sum of the results of given experts, each computed for all positions."""
+        """Return the weighted sum of the given experts, each computed for all positions."""
         logits = routed(logits, chosen)
         mask = torch.zeros(chosen.shape[0], self.mixture.experts, dtype=torch.bool)
         mask = mask.scatter(-1, chosen, torch.ones_like(chosen, dtype=torch.bool))
@@ -84,13 +85,13 @@ class MixtureOfExperts(nn.Module):
         return (shares.unsqueeze(-2) @ results).squeeze(-2)
 
     def _with_shared(self, x: Tensor, summed: Tensor) -> Tensor:
-        """Add the network for all positions, where there is one."""
+        """Add the result of the shared network, if there is one."""
         if self.mixture.shared_width is None:
             return summed
         gate = self.shared_expert_gate(x)
         if self.chosen is None:
             share = torch.sigmoid(gate)
-        else:  # block graphs have no sigmoid of its own: the first share of (gate, 0) is one
+        else:  # block graphs have no sigmoid: sigmoid(gate) = softmax((gate, 0))[0]
             share = torch.softmax(
                 torch.cat([gate, torch.zeros(gate.shape, dtype=gate.dtype)], -1), -1
             )[..., :1]
@@ -108,7 +109,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def feed_forward(config: DecoderConfig, number: int) -> nn.Module:
-    """Return the feed-forward sub-layer of the layer of a number."""
+    """Return the feed-forward sub-layer of layer `number`."""
     mixture = config.mixture
     if mixture is None or not mixture.layers[number]:
         return GatedMLP(config)

@@ -24,7 +24,7 @@ class Names:
 
 
 class Sizes(Protocol):
-    """What a configuration says of inputs."""
+    """The limits of a configuration on inputs."""
 
     @property
     def vocabulary(self) -> int:
@@ -48,8 +48,8 @@ class GPTModel(nn.Module):
         self.settings = config
 
     def forward(self, ids: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Return the logits [..., T, V] of token ids [..., T]; `keys` [..., T] is True where a
-        token is no padding."""
+        """Return the logits [..., T, V] of token ids [..., T]; `keys` [..., T] is False at
+        padding."""
         logits: Tensor = self.get_submodule(self.names.head)(self.hidden(ids, keys))
         return logits
 

@@ -72,7 +72,7 @@ class SelfAttention(nn.Module):
         self.rotary = rotary
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Return [..., T, D]; `keys` [..., T] is True where a token is no padding."""
+        """Return [..., T, D]; `keys` [..., T] is False at padding."""
         c = self.config
         q, k, v = self._projected(x)
         if c.head_norm == "width":

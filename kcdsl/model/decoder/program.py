@@ -75,7 +75,7 @@ class DecoderStack(nn.Module):
         )
         self.norm = norm(config, config.width)
         if config.embedding_scale is not None:
-            # a table of the model, which a conversion to half precision rounds
+            # a buffer, so that a conversion to half precision rounds it
             scale = torch.tensor(config.embedding_scale, dtype=torch.float32)
             self.register_buffer("embed_scale", scale, persistent=False)
 
@@ -93,7 +93,7 @@ class DecoderStack(nn.Module):
 
 
 class LogitForm(nn.Module):
-    """What follows the product of the head: a division, and a cap."""
+    """The division and the cap after the product of the head."""
 
     def __init__(self, divisor: float, cap: float | None) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class LogitForm(nn.Module):
 
 
 class Head(nn.Module):
-    """The head by itself: the product, and what follows it."""
+    """The head: its product, followed by division and cap."""
 
     def __init__(self, product: nn.Module, form: nn.Module) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model; its head is tied to the embedding where the configuration says."""
+    """A causal language model; its head is tied to the embedding if configured so."""
 
     encoder_only = False
 
@@ -165,11 +165,11 @@ class Decoder(nn.Module):
         return found | {"model": self}
 
     def block_entries(self) -> dict[str, nn.Module]:
-        """Return, for each block that is no part of the forward pass, the part that it begins
-        with: what enters that part enters the block."""
+        """Return, for each block that is no module of the forward pass, the module whose input is
+        the input of the block."""
         return {} if self.logit_form is None else {"head": self.lm_head}
 
     def block_exits(self) -> dict[str, nn.Module]:
-        """Return, for each block that is no part of the forward pass, the part that it ends with:
-        what leaves that part leaves the block."""
+        """Return, for each block that is no module of the forward pass, the module whose output is
+        the output of the block."""
         return {} if self.logit_form is None else {"head": self.logit_form}

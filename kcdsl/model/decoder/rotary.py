@@ -1,4 +1,4 @@
-"""Rotary position embeddings: their tables, and the module that turns queries and keys."""
+"""Rotary position embeddings: their tables, and the module that rotates queries and keys."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Rotary(nn.Module):
 
 
 def frequencies(rotation: Rotation, head_width: int) -> tuple[Tensor, float]:
-    """Return the angular step per position of each pair, float64 [d/2], and what both tables are
-    multiplied with."""
+    """Return the angular step per position of each pair, float64 [d/2], and the multiplier of both
+    tables."""
     exponents = torch.arange(0, head_width, 2, dtype=torch.float64) / head_width
     steps = rotation.theta**-exponents
     scaling = dict(rotation.scaling)
@@ -60,8 +60,8 @@ def frequencies(rotation: Rotation, head_width: int) -> tuple[Tensor, float]:
 
 
 def _llama3(steps: Tensor, scaling: dict[str, float]) -> Tensor:
-    """Follow the published Llama 3.1 rule: wavelengths beyond the old context are stretched by
-    `factor`, short ones stay, and those between are interpolated."""
+    """Apply the published Llama 3.1 rule: wavelengths beyond the old context are multiplied by
+    `factor`, short ones are unchanged, and those between are interpolated."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * steps / (2 * math.pi)
     share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -69,9 +69,9 @@ def _llama3(steps: Tensor, scaling: dict[str, float]) -> Tensor:
 
 
 def _yarn(steps: Tensor, scaling: dict[str, float], theta: float) -> Tensor:
-    """Follow YaRN (arXiv:2309.00071, section 3.2): pairs that turn more than `fast` times over the
-    original length stay, those that turn less than `slow` times are stretched by `factor`, and
-    the share between goes by the number of the pair."""
+    """Apply YaRN (arXiv:2309.00071, section 3.2): wavelengths of pairs with more than `fast` turns
+    over the original length are unchanged, those with less than `slow` turns are multiplied by
+    `factor`, and those between are interpolated linearly in the index of the pair."""
     pairs = len(steps)
 
     def pair_that_turns(times: float) -> float:

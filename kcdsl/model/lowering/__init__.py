@@ -1,7 +1,8 @@
 """Block graphs from modules: torch.export, one handler per aten operation, rewrites, comparison.
 
-`export` has the entry; `calls` and `handlers` turn what is exported into `drafts`, `rewrites` make
-single operations of patterns and mark attention, and `agreement` runs the graph beside the module.
+`export` has the entry point; `calls` and `handlers` turn an exported program into `drafts`,
+`rewrites` merge patterns into operations and mark attention, and `agreement` compares the graph
+with the module.
 """
 
 from kcdsl.model.lowering.evaluate import traced_format

@@ -1,11 +1,10 @@
-"""A block graph is run beside the module that it was traced from, before anything is proved of it.
+"""Comparison of a block graph with the module that it was traced from, before any proof.
 
-In float64 both must give the same numbers; in float32, if the module is another program in float64
-(it casts to float32, or has no such form) and no kernel computes in that. Converted to the format
-of a kernel, the module must give results of the graph's types, overflow where the graph does, and
-be no further from float64 than roundings where the graph has them explain. Each is done on
-ordinary, tiny and large numbers and on zeros. A difference is a refusal: a graph that is not the
-module proves nothing about it.
+Both must give the same numbers in float64; or in float32, if the module does not run or casts to
+float32 in float64 and no kernel computes in float64. Converted to the format of a kernel, the
+module must give results of the graph's types, overflow where the graph does, and differ from the
+float64 result by no more than the graph's roundings explain. Inputs are ordinary, tiny and large
+numbers and zeros. A difference is refused: a proof about another graph is no proof of the module.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from kcdsl.model.numerics.formats import FORMATS
 
 Array = NDArray[Any]
 SCALES = (1.0, 2.0**-60, 2.0**12, 0.0)
-"""Of inputs that are drawn from a normal distribution."""
+"""Factors of inputs drawn from a standard normal distribution."""
 MOST = 2**24
-"""Elements of a result up to which a graph is run."""
+"""The largest number of elements of a result for which a graph is run."""
 _EXACT = {"float64": 2.0**-45, "float32": 2.0**-20}
-"""Relative changes of a result beside which the roundings of a format are small."""
+"""Relative changes that exceed the roundings of a format by far."""
 _NOTHING = 2.0**-120
-"""What is lost of numbers that are below those of a format, in float32 and wider."""
+"""The absolute error of underflow allowed in float32 and wider formats."""
 _DRAWN = 8
-"""How many inputs say whether a block is the same program in float64."""
+"""The number of inputs that decide whether a block is the same program in float64."""
 _TIMES = 64.0
-"""How many times what a change of every result by one rounding does two runs may differ."""
+"""Tolerance: this many times the effect of changing every result by one rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class _Run:
     base: str
 
     def module(self, x: Array | None, format: str) -> Tensor:
-        """Return what the block gives, converted to a format."""
+        """Return the result of the block, converted to a format."""
         entering = self.ids if x is None else torch.from_numpy(x).to(TYPES[format])
         composed = nullcontext() if format == self.base else ComposedAttention()
         part = self.parts[format]
@@ -66,11 +65,11 @@ class _Run:
         return found
 
     def exact(self, x: Array | None) -> Array:
-        """Return what the block gives in the widest format in which it runs."""
+        """Return the result of the block in the widest format in which it runs."""
         return _numbers(self.module(x, self.base))
 
     def of_graph(self, x: Array | None, format: str) -> Array:
-        """Return what the graph gives in a format."""
+        """Return the result of the graph in a format."""
         return graph_output(self.graph, self.params, x, format)
 
 
@@ -96,9 +95,9 @@ def refuse_other_program(
     formats: Sequence[str],
     ids: Tensor | None,
 ) -> None:
-    """Refuse a graph that does not do what its block does, in float64 and in every format given.
+    """Refuse a graph that differs from its block in float64 or in one of the formats.
 
-    `converted` gives the block, converted to a format as the adapters do it.
+    `converted` returns the block, converted to a format as the adapters do it.
     """
     kept = tuple(f for f in dict.fromkeys(formats) if f != "float64")
     parts = {f: converted(f) for f in dict.fromkeys(("float64", "float32", *kept))}
@@ -118,16 +117,16 @@ def refuse_other_program(
 def refuse_other_results(
     graph: BlockGraph, params: Mapping[str, Tensor], part: nn.Module, entering: Tensor
 ) -> None:
-    """Refuse a graph that does not do what a block in float64 does to one input: hidden states
-    [T, D] or token ids."""
+    """Refuse a graph that differs from a float64 block on one input: hidden states [T, D] or token
+    ids."""
     x = _numbers(entering) if entering.is_floating_point() else None
     run = _Run(graph, params, {"float64": part}, entering if x is None else None, "float64")
     _as_exactly(run, x, np.random.default_rng(0))
 
 
 def _holds_in_float64(run: _Run) -> bool:
-    """Say whether the module runs in float64, and gives what the graph does without roundings, on
-    several inputs: on one, all that tells them apart may be zero."""
+    """Return whether the module runs in float64 and equals the graph without roundings, on several
+    inputs: on a single one, the terms that differ may be zero."""
     shape, drawn = run.graph.input_shape, np.random.default_rng(0)
     try:
         for _ in range(1 if shape is None else _DRAWN):
@@ -177,7 +176,7 @@ def _in_format(run: _Run, x: Array | None, format: str, drawn: np.random.Generat
 
 
 def _moved(run: _Run, x: Array | None, change: float, drawn: np.random.Generator) -> float:
-    """Return how far relative changes of the input and of every stored result move the output."""
+    """Return the change of the output under relative changes of the input and stored results."""
 
     def changed(value: Array) -> Array:
         return value * (1 + change * drawn.uniform(-1, 1, value.shape))
@@ -222,7 +221,7 @@ def _same(one: Array, two: Array, allowed: float) -> bool:
 
 
 def _same_kinds(one: Array, two: Array) -> bool:
-    """Say whether the same elements are numbers, infinite, and neither."""
+    """Return whether the same elements are finite, infinite, and NaN."""
     if one.shape != two.shape:
         return False
     kinds = ((np.isfinite(v), np.isnan(v)) for v in (one, two))

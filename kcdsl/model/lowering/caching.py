@@ -1,7 +1,7 @@
 """Places where a block stores keys and values: nodes of the op `cache` in block graphs.
 
-A kernel with a quantised cache (`Numerics.kv_cache`) stores there and reads back; to any other it
-is nothing. Graphs have these nodes only where a kernel of the pair has such a cache.
+A kernel with a quantised cache (`Numerics.kv_cache`) stores and reads back the values there; for
+any other kernel the node is the identity. Only graphs for a pair with such a kernel have them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics
 
 PARTS = {"scores": "keys", "context": "values"}
-"""What the second operand of a product of each role is."""
+"""The second operand of the product of each role."""
 
 
 def with_caches(graph: BlockGraph, kernels: Iterable[Numerics]) -> BlockGraph:
     """Return the graph with a node `cache` before every product that reads keys or values, if one
     of the kernels has a quantised cache.
 
-    Refuse a block of which is not known what are keys and values.
+    Refuse a block whose keys and values cannot be identified.
     """
     if all(kernel.kv_cache is None for kernel in kernels):
         return graph
@@ -53,9 +53,9 @@ def _free(name: str, taken: Iterable[str]) -> str:
 
 
 def uncached(graph: BlockGraph, *, marked: bool = True) -> str | None:
-    """Say which operation reads keys or values, or may do so, and not from a cache; None: none.
+    """Return an operation that reads, or may read, keys or values without a cache; None: none.
 
-    Unless nodes `cache` are `marked`, it is enough that roles say what keys and values are.
+    If nodes `cache` are not `marked`, operations with an attention role need no cache node.
     """
     named = {node.name: node for node in graph.nodes}
     for node in graph.nodes:
@@ -71,7 +71,7 @@ def uncached(graph: BlockGraph, *, marked: bool = True) -> str | None:
 
 
 def source_of(graph: BlockGraph, name: str) -> str:
-    """Return the key of the weight of the one linear of which a node is made; "" for several."""
+    """Return the weight key of the only linear that a node depends on; "" for several."""
     named = {node.name: node for node in graph.nodes}
     found: set[str] = set()
     waiting, seen = [name], {name}

@@ -1,7 +1,7 @@
-"""From a block, exported in several formats, to drafts: one handler per aten operation.
+"""Lower a block, exported in several formats, to drafts: one handler per aten operation.
 
-A value is a `Ref` (it depends on the block input or on parameters), or it is plain, and then known
-in every format. An operation on plain values is simply executed, in each format by itself.
+A value is a `Ref` (it depends on the block input or on parameters), or it is plain, that is known
+in every format. An operation on plain values is executed, in each format separately.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kcdsl.model.lowering.handlers import HANDLERS
 from kcdsl.model.lowering.state import Arguments, Lowering, Plain, Ref, Varied
 
 _NO_CHANCE = {"train": (False,), "training": (False,), "p": (0.0,), "dropout_p": (0.0,)}
-"""Arguments, and values of each, with which an operation draws no random numbers."""
+"""Arguments, with the values for which an operation draws no random numbers."""
 _UNSET = ("empty", "new_empty", "resize")
-"""How the names of operations begin whose results hold whatever was in memory."""
+"""Prefixes of the names of operations whose results are uninitialised memory."""
 
 Values = dict[fx.Node, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A block, converted to one format and exported.
+    """A block that was converted to one format and exported.
 
     `tensors` holds every parameter and buffer by its name in the exported module, `keys` the
     checkpoint key of every parameter by the identity of its tensor, `transposed` the keys of those
@@ -49,8 +49,8 @@ class Traced:
 def lower(traced: Sequence[Traced], ids: Tensor | None) -> Drafts:
     """Lower a block with one input, exported in several formats, float32 among them.
 
-    A format may come twice: what differs from one export to the next is refused. Where the input is
-    token ids, `ids` holds them and they count as plain values.
+    A format may occur twice, to refuse exports that differ from run to run. Where the input is
+    token ids, `ids` holds them and they are plain values.
     """
     work = _Work(Lowering(tuple(dict.fromkeys(t.format for t in traced))), traced, ids)
     for nodes in work.steps():
@@ -65,7 +65,7 @@ def lower(traced: Sequence[Traced], ids: Tensor | None) -> Drafts:
 
 
 class _Work:
-    """What is known while a block is lowered: for every export, the value of every node so far."""
+    """The state of lowering a block: for every export, the value of every node so far."""
 
     def __init__(self, state: Lowering, traced: Sequence[Traced], ids: Tensor | None) -> None:
         self.state = state
@@ -76,7 +76,7 @@ class _Work:
             self._inputs(trace, own, ids)
 
     def steps(self) -> list[tuple[fx.Node, ...]]:
-        """Return what every export does, step by step. Refuse exports that differ in it."""
+        """Return the steps, each with the node of every export. Refuse exports that differ."""
         every = [[n for n in t.program.graph.nodes if n.op != "placeholder"] for t in self.traced]
         for other, trace in zip(every, self.traced, strict=True):
             done = [[(n.op, str(n.target)) for n in nodes] for nodes in (every[0], other)]
@@ -89,14 +89,14 @@ class _Work:
         return list(zip(*every, strict=True))
 
     def attribute(self, nodes: Sequence[fx.Node]) -> None:
-        """Look up what the exported program holds under a name, such as a program of its own."""
+        """Look up an attribute of the exported program, such as a nested program."""
         modules = [trace.program.graph_module for trace in self.traced]
         names = [str(node.target) for node in nodes]
         found = [operator.attrgetter(n)(m) for n, m in zip(names, modules, strict=True)]
         self._keep(nodes, found)
 
     def output(self, nodes: Sequence[fx.Node]) -> None:
-        """Note what the block returns."""
+        """Record the output of the block."""
         self.state.origin = "the block"
         found = self._merged([args[0] for args, _ in self._arguments(nodes)])
         alone = isinstance(found, list) and len(found) == 1 and isinstance(found[0], Ref)
@@ -104,7 +104,7 @@ class _Work:
         self.state.drafts.output = found[0].name
 
     def call(self, nodes: Sequence[fx.Node]) -> None:
-        """Run an operation on plain values; lower any other."""
+        """Run an operation on plain values; lower any other operation."""
         state, target = self.state, nodes[0].target
         calls = self._arguments(nodes)
         if target is operator.getitem:
@@ -171,7 +171,8 @@ class _Work:
                 own[node] = tensor.detach()
 
     def _leaf(self, key: str, tensor: Tensor) -> Ref:
-        """Return the node of a parameter, or with no key of the input, made on its first use."""
+        """Return the node of a parameter, or of the input if there is no key; create it if
+        needed."""
         if key not in self._leaves:
             shape, drafts = tuple(tensor.shape), self.state.drafts
             turned = key in self.traced[0].transposed
@@ -190,7 +191,7 @@ class _Work:
             own[node] = value
 
     def _result(self, nodes: Sequence[fx.Node]) -> None:
-        """Set the shape of the current operation's result, and where it is stored."""
+        """Set the shape and the storage format of the current operation's result."""
         metas = [n.meta.get("val") for n in nodes]
         metas = [m[0] if isinstance(m, list | tuple) and m else m for m in metas]
         tensors = [m for m in metas if isinstance(m, Tensor)]
@@ -200,7 +201,7 @@ class _Work:
         self.state.store({trace.format: tensor.dtype for trace, tensor in pairs})
 
     def _merged(self, found: Sequence[Any]) -> Any:
-        """Return one value for what each export has in a place."""
+        """Return one value from the values of all exports."""
         first = found[0]
         if isinstance(first, list | tuple):
             lengths = {len(v) if isinstance(v, list | tuple) else -1 for v in found}
@@ -216,8 +217,8 @@ class _Work:
     def _common(self, found: Sequence[Any]) -> Ref:
         """Return the result that every export reads.
 
-        An export reads the result of a cast that does nothing in its format in place of what is
-        cast, wherever that is read after it.
+        A cast is the identity in some formats; exports in such a format may name its operand or its
+        result.
         """
         state = self.state
         state.need(all(isinstance(v, Ref) for v in found), "it reads something else each time")
@@ -254,7 +255,7 @@ def _same_value(one: Any, two: Any) -> bool:
 
 
 def _refuse_chance(state: Lowering, target: Any, bound: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse an operation whose result is random, or what was in memory before."""
+    """Refuse an operation whose result is random or uninitialised memory."""
     state.need(not state.operator.startswith(_UNSET), "a result that is never set")
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return

@@ -24,14 +24,14 @@ from kcdsl.model.numerics import UNROUNDED as STORE_NOTHING
 
 LEAVES = frozenset({"input", "param", "constant"})
 OPERATIONS = LEAVES | MEANING.keys() - {"cache"}
-"""What a block graph that was lowered may hold."""
+"""Operations of a lowered block graph."""
 UNROUNDED = STORE_NOTHING | {"input", "param", "mask"}
 """Operations that store nothing: in a block graph their format is not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftNode:
-    """A node before it has its final name; `origin` says which call of which module it is from."""
+    """A node before it has its final name; `origin` names the call and the module it comes from."""
 
     name: str
     op: str
@@ -100,7 +100,7 @@ class Drafts:
         return [n for n in self.nodes.values() if name in n.inputs]
 
     def rewrite(self, rule: Rule) -> None:
-        """Offer every node, in order, to a rule that may replace it under the same name.
+        """Apply a rule to every node, in order; it may return a replacement of the same name.
 
         A replacement reads only ancestors of the node and constants, so the order stays valid.
         """
@@ -114,12 +114,12 @@ class Drafts:
 
     @property
     def halves(self) -> bool:
-        """Say whether the program was traced in a half-precision format."""
+        """Return whether the program was traced in a half-precision format."""
         return not {"float16", "bfloat16"}.isdisjoint(self.formats)
 
     def is_inside(self, format: str) -> bool:
-        """Say whether a result of this format is rounded as operations round what they form inside:
-        to float32, or to float64 by kernels of float64."""
+        """Return whether a format is that of intermediate results inside an operation: float32, or
+        float64 in kernels of float64."""
         if format == WIDE:
             return True
         if format == "float32":
@@ -127,7 +127,7 @@ class Drafts:
         return format == OWN and not self.halves
 
     def before_casts(self, name: str) -> str:
-        """Return what a node is before casts that change no number of it."""
+        """Return the node before all exact casts of this node."""
         node = self.nodes[name]
         while node.op == "cast":
             source = self.nodes[node.inputs[0]]
@@ -137,7 +137,7 @@ class Drafts:
         return node.name
 
     def is_wider(self, format: str, than: str) -> bool:
-        """Say whether a format holds every number of another, in every kernel."""
+        """Return whether a format holds every number of another, in every kernel."""
         if format == than:
             return True
         if format == WIDE:
@@ -161,7 +161,7 @@ def remove_dead(drafts: Drafts) -> None:
 
 
 def finish(drafts: Drafts, block: str, input_shape: tuple[int, ...] | None) -> BlockGraph:
-    """Return the block graph with its final names. Refuse an operation that it cannot hold."""
+    """Return the block graph with its final names. Refuse an operation that it does not have."""
     names: dict[str, str] = {}
     counts: dict[str, int] = {}
     nodes: list[Node] = []

@@ -1,4 +1,4 @@
-"""The meaning of block graphs, evaluated with numpy: in float64, or as a kernel stores results."""
+"""Reference evaluation of block graphs with numpy: in float64, or rounded as a kernel rounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-"""The formats that a module can be converted to, as the adapters do it."""
+"""The formats to which adapters can convert a module."""
 NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 OWN = ""
@@ -31,7 +31,7 @@ OWN = ""
 HALF = ("bfloat16", "float16")
 WIDE = "wide"
 """Stored in float32 by half-precision kernels, and in float64 by those of float64. Only a graph
-under construction has it: inside of an operation."""
+under construction has it: inside an operation."""
 
 
 def traced_format(compute: str) -> str:
@@ -40,16 +40,16 @@ def traced_format(compute: str) -> str:
 
 
 def stored_type(name: str, format: str) -> torch.dtype:
-    """Return the type of a result that is stored as a name says, in a module of a format."""
+    """Return the type of a result with storage format `name`, in a module of format `format`."""
     if name == WIDE:
         return torch.promote_types(TYPES[format], torch.float32)
     return TYPES[name or format]
 
 
 def stored_name(types: Mapping[str, torch.dtype]) -> str | None:
-    """Return where a result is stored whose type is known in each of some formats.
+    """Return the storage format of a result from its type under each module format.
 
-    OWN, a format of `TYPES` that is the same in all, or WIDE; None where no such name says it.
+    This is OWN, a format of `TYPES` that is the same in all, or WIDE; None where none of them fits.
     """
     if all(dtype == TYPES[name] for name, dtype in types.items()):
         return OWN
@@ -68,9 +68,9 @@ Array = NDArray[Any]
 Round = Callable[[Array, str], Array]
 """Rounds a value to a format of `Node.format`."""
 LARGE = 2**21
-"""Numbers of a matrix above which it is made float64 some rows at a time, by each linear."""
+"""Size of a matrix above which linears convert it to float64 in blocks of rows."""
 _AT_ONCE = 2**19
-"""About so many numbers of it are float64 at a time."""
+"""Approximate size of such a block."""
 
 
 def graph_output(
@@ -80,15 +80,15 @@ def graph_output(
     compute: str | None = None,
     change: Callable[[Array], Array] | None = None,
 ) -> Array:
-    """Return the value of the output, float64; a value is kept while it is read.
+    """Return the value of the output, float64; values are freed after their last reader.
 
     `params` holds the checkpoint tensors by key; `x` is the block input [T, D], None for a graph on
-    token ids. With `compute`, a format of `TYPES`, every result is formed in float64 and
-    rounded to its format, as it is by a kernel that computes in it; else nothing is rounded.
+    token ids. With `compute`, a format of `TYPES`, every result is computed in float64 and
+    rounded to its format in such a kernel; else nothing is rounded.
     Raises ValueError where an array has another shape than its node.
 
-    `change` is applied to the input and to every result that is stored: to see what other roundings
-    would make of the output.
+    `change` is applied to the input and to every stored result, to measure the effect of other
+    roundings on the output.
     """
     last = {name: node.name for node in graph.nodes for name in node.inputs}
     values: dict[str, Array] = {}
@@ -109,8 +109,8 @@ def each_node(
     compute: str | None,
     values: dict[str, Array],
 ) -> Iterator[tuple[str, Array]]:
-    """Yield the value of every node (masks: bool), of a parameter before its first reader; `values`
-    keeps them for later nodes. A large matrix that linears alone read has no value."""
+    """Yield the value of every node (masks: bool), parameters just before their first reader;
+    `values` stores them for later nodes. A large matrix that only linears read has no value."""
     by_rows = _large_weights(graph)
 
     def rounded(value: Array, format: str) -> Array:
@@ -145,8 +145,8 @@ def each_node(
 
 
 def round_to(value: Array, format: str) -> Array:
-    """Return a float64 array, rounded to nearest even in a format of `TYPES`; what is beyond
-    its largest number becomes infinite."""
+    """Return a float64 array, rounded to nearest even in a format of `TYPES`; overflow gives
+    infinity."""
     return _stored(torch.from_numpy(np.array(value, dtype=np.float64, order="C")), format)
 
 
@@ -161,7 +161,7 @@ def _leaf(
     x: Array | None,
     compute: str | None,
 ) -> Array | None:
-    """Return the value of an input, a constant or a parameter, the latter rounded; else None."""
+    """Return the value of an input, a constant or a (rounded) parameter; None for other nodes."""
     match node.op:
         case "input":
             if x is None:
@@ -177,7 +177,7 @@ def _leaf(
 
 
 def _large_weights(graph: BlockGraph) -> dict[str, Node]:
-    """Return the nodes of large matrices that linears alone read, by name."""
+    """Return the nodes of large matrices that only linears read, by name."""
     found = {
         node.name: node
         for node in graph.nodes
@@ -219,7 +219,7 @@ def _linear(node: Node, store: Round, x: Array, weight: Array, bias: Array | flo
 
 
 def _gelu_share(n: Node, x: Array) -> Array:
-    """Return what a GELU adds to half of x, over that: by erf, or by its approximation by tanh."""
+    """Return g with GELU(x) = x/2 · (1 + g): erf(x/√2), or its approximation by tanh."""
     if n.attrs.get("approximate") != "tanh":
         return np.asarray(erf(x / np.sqrt(2.0)))
     return np.asarray(np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
@@ -239,7 +239,7 @@ def _softmax(node: Node, store: Round, scores: Array, mask: Array | None = None)
 
 
 def _norm(node: Node, store: Round, x: Array, *affine: Array) -> Array:
-    """Return either norm; the parts of one that is written out are rounded one by one."""
+    """Return either norm; the parts of a written norm are rounded one by one."""
     parts = dict(node.attrs.get("parts", ()))
     centre = node.op == "layer_norm"
 
@@ -296,7 +296,7 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "silu": _silu,
     "gelu": lambda n, s, x: 0.5 * x * (1.0 + _gelu_share(n, x)),
 }
-"""The functions of single numbers, by the names that they have in PyTorch too."""
+"""Elementwise functions, by their PyTorch names."""
 
 MEANING: dict[str, Callable[..., Array]] = POINTWISE | {
     "cast": lambda n, s, x: x,
@@ -319,4 +319,4 @@ MEANING: dict[str, Callable[..., Array]] = POINTWISE | {
     "layer_norm": _norm,
     "rope": _rope,
 }
-"""The value of every operation that is computed, from the node, a rounding and its operands."""
+"""The value of every computed operation, from the node, a rounding function and the operands."""

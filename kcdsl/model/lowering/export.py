@@ -29,7 +29,7 @@ from kcdsl.model.lowering.routes import Routes, along, recorded, routers
 
 _FAKE = "torch._subclasses.fake_tensor"
 _HARMLESS = frozenset({"aten::detach_"})
-"""Operations in place that change no number: of `torch.tensor` in a module, for instance."""
+"""In-place operations that change no number; `torch.tensor` in a module makes them."""
 
 
 def block_graph(
@@ -46,16 +46,16 @@ def block_graph(
     """Return the graph of a block for sequences of `length` tokens.
 
     The block `model` takes token ids, which become part of its graph: pass them as `tokens`. The
-    graph says what the block does in kernels that compute in float32 and in `formats`: the module
-    is converted to each of them and traced, and that says where each result is stored. Then the
-    graph is run beside the module; see `agreement.py`.
+    graph describes the block in kernels that compute in float32 and in `formats`: the module is
+    converted to each of them and traced, which gives the storage format of each result. Then the
+    graph is compared with the module; see `agreement.py`.
 
     A block with mixtures of experts needs their `routes`. The graph is then also compared with the
-    module that chooses by itself, on `centre` [T, D] or the ids, where it chooses the same.
+    module with free routers, on `centre` [T, D] or the ids, where they choose the same routes.
 
     Refuse an unknown block, one that torch.export cannot trace, an operation that block graphs do
-    not have (the message names it and the module that calls it), and a block that does not do the
-    same in every format and each time it runs.
+    not have (the message names it and the calling module), and a block whose operations differ
+    between formats or between runs.
     """
     ids = _ids(model, block, length, tokens)
     model.block(block)
@@ -95,7 +95,8 @@ def _refuse_other_choice(
     routes: Routes,
     entering: Tensor | None,
 ) -> None:
-    """Refuse a graph that is not what the block does where its routers choose these routes."""
+    """Refuse a graph that differs from the block on an input where its routers choose the
+    routes."""
     whole = replace(model, module=converted(model, "float64"))
     part = whole.block(graph.block)
     if model.by_block:
@@ -138,7 +139,7 @@ def converted(model: Model, format: str) -> nn.Module:
 
 @contextlib.contextmanager
 def _chance(seed: int) -> Iterator[None]:
-    """Give random numbers a seed of their own for a while: what depends on them then differs."""
+    """Set a random seed in this context, so that results that depend on random numbers differ."""
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         random.seed(seed)
@@ -152,9 +153,9 @@ def _chance(seed: int) -> Iterator[None]:
 
 
 def simplify(drafts: Drafts, any_length: bool) -> None:
-    """Apply every rewrite, remove what nothing reads, mark attention, and join views.
+    """Apply every rewrite, remove dead nodes, mark attention, and join views.
 
-    A graph that speaks of `any_length` keeps operands that broadcast over rows as they are.
+    A graph for `any_length` does not expand operands that broadcast over rows.
     """
     remove_dead(drafts)
     for rule in RULES:
@@ -168,7 +169,7 @@ def simplify(drafts: Drafts, any_length: bool) -> None:
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return every parameter and buffer with its name; a shared one comes under each name."""
+    """Return every parameter and buffer with its name; a shared one under each of its names."""
     parameters = module.named_parameters(remove_duplicate=False)
     return [*parameters, *module.named_buffers(remove_duplicate=False)]
 
@@ -201,7 +202,7 @@ def _ids(
 
 
 def _input_width(model: Model, block: str, length: int) -> int:
-    """Return D of the block's input, seen in a forward pass."""
+    """Return the width D of the block's input, observed in a forward pass."""
     seen = model.block_inputs([0] * length, block)
     assert seen is not None
     return int(seen.shape[-1])
@@ -236,7 +237,8 @@ def _export(block: str, module: nn.Module, example: Tensor) -> torch.export.Expo
 
 
 def _writes_in_place(program: torch.export.ExportedProgram) -> bool:
-    """Say whether any operation changes a tensor; such a program must be made functional first."""
+    """Return whether any operation changes a tensor; such a program must be made functional
+    first."""
     calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
     operators = [t for t in calls if isinstance(t, torch._ops.OpOverload)]
     return any(t._schema.is_mutable and t._schema.name not in _HARMLESS for t in operators)

@@ -1,8 +1,8 @@
-"""Handlers of aten operations, which make nodes of each; see `calls.py`.
+"""Handlers that lower aten operations to nodes; see `calls.py`.
 
 A handler gets the state and the arguments by their names in the operator's schema, of which at
-least one is a `Ref`, and returns a `Ref` or a list of them. It reads every argument that counts:
-one that it leaves unread, and that is not at its default, is refused.
+least one is a `Ref`, and returns a `Ref` or a list of them. An argument that the handler does not
+read is refused unless it has its default.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _same(s: Lowering, a: Arguments) -> Any:
 
 @_handles("kcdsl::route")
 def _route(s: Lowering, a: Arguments) -> Any:
-    """Note which experts the logits of a router choose at every position."""
+    """Add a node with the experts that a router chooses at every position."""
     logits, chosen = a["logits"], a["chosen"]
     route = chosen.fixed if isinstance(chosen, Plain) else None
     s.need(isinstance(logits, Ref) and route is not None, "a route that is not given")
@@ -52,7 +52,7 @@ def _route(s: Lowering, a: Arguments) -> Any:
 
 @_handles("kcdsl::quantise")
 def _quantise(s: Lowering, a: Arguments) -> Any:
-    """Note where kernels may quantise a tensor, which may be a table."""
+    """Add a node where kernels may quantise a tensor, which may be a constant."""
     tensor = a["tensor"]
     assert isinstance(tensor, str)
     return s.emit("quantise", [a["x"]], s.out_shape, tensor=tensor)
@@ -67,7 +67,7 @@ def _dropout(s: Lowering, a: Arguments) -> Any:
 
 @_handles("to", "_to_copy", "type_as")
 def _cast(s: Lowering, a: Arguments) -> Any:
-    """Return a cast; the type of the result says what `dtype` or `other` asks for."""
+    """Return a cast; the type of the result determines `dtype` and `other`."""
     a.shown_by_the_result("dtype", "other")
     s.need(isinstance(a["self"], Ref), "a cast to the type of a result")
     return s.cast(a["self"], s.out_format)
@@ -79,7 +79,7 @@ def _cast(s: Lowering, a: Arguments) -> Any:
 @_handles("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten",
           "view_as", "reshape_as")  # fmt: skip
 def _reshape(s: Lowering, a: Arguments) -> Any:
-    """All of these keep the order of the elements, so the shape of the result says it all."""
+    """All of these keep the order of the elements, so the shape of the result determines it."""
     a.shown_by_the_result("size", "shape", "dim", "start_dim", "end_dim", "sizes", "other")
     return reshaped(s, a["self"], s.out_shape)
 
@@ -296,9 +296,9 @@ def repeated(s: Lowering, x: Ref, times: int, dim: int) -> Ref:
 
 
 def _scaled_other(s: Lowering, a: Arguments) -> Any:
-    """Return alpha * other, formed inside of the operation.
+    """Return alpha * other, computed inside the operation.
 
-    Half-precision kernels round alpha and the product to their format first, or do not.
+    Half-precision kernels may or may not round alpha and the product to their format first.
     """
     alpha, other = s.number(a["alpha"]), a["other"]
     assert alpha is not None
@@ -441,7 +441,7 @@ def _linear(s: Lowering, a: Arguments) -> Any:
 
 
 def _product(s: Lowering, x: Ref, y: Ref, bias: Ref | None) -> Ref:
-    """Return x @ y plus a row, which is one more term of every sum: kernels may start with it."""
+    """Return x @ y + bias; the bias is a term of every sum, because kernels may start with it."""
     if bias is None:
         return s.emit("matmul", [x, y], s.out_shape)
     wide = s.out_shape[-1]
@@ -570,7 +570,7 @@ def _softmax(s: Lowering, a: Arguments) -> Any:
 
 
 def masked(s: Lowering, scores: Ref, keep: Tensor) -> Ref:
-    """Return scores where a mask is True, and what exp makes nothing of where it is False."""
+    """Return scores where a mask is True, and a number whose exp is 0 where it is False."""
     return s.emit("mask", [scores, s.mask(keep)], s.out_shape)
 
 
@@ -596,7 +596,7 @@ def _where(s: Lowering, a: Arguments) -> Any:
 
 
 def _hides(s: Lowering, value: Any) -> bool:
-    """Say whether a number stands for a score that is masked out, in every format."""
+    """Return whether a number represents a masked-out score in every format."""
     match value:
         case Varied():
             return all(isinstance(v, float) and v <= MASKED for v in value.values.values())
@@ -611,10 +611,10 @@ def _hides(s: Lowering, value: Any) -> bool:
 
 
 def _hiding(value: Any) -> tuple[Tensor, Plain | None] | None:
-    """Take a plain tensor that is added to scores apart: which it keeps, and what it adds to them.
+    """Split a plain tensor that is added to scores into a mask and a bias.
 
-    None for a tensor that hides no score, or not the same in every format. What is added is None
-    where that is 0 everywhere, and 0 where a score is hidden.
+    None for a tensor that masks no score, or different ones per format. The bias is 0 at masked
+    scores, and None if it is 0 everywhere.
     """
     if not isinstance(value, Plain):
         return None
@@ -630,16 +630,16 @@ def _hiding(value: Any) -> tuple[Tensor, Plain | None] | None:
 
 
 def _hidden(s: Lowering, scores: Ref, keep: Tensor, bias: Plain | None, role: str = "") -> Ref:
-    """Return scores with a bias, where they are kept."""
+    """Return masked scores with a bias."""
     added = scores if bias is None else s.emit("add", [scores, bias], s.out_shape, role=role)
     return masked(s, added, keep)
 
 
 @_handles("scaled_dot_product_attention")
 def _attention(s: Lowering, a: Arguments) -> Any:
-    """Expand to matmul, scale, mask, softmax, matmul: what a composed kernel runs in its place.
+    """Expand to matmul, scale, mask, softmax, matmul, as composed kernels do.
 
-    The call says which of them are an attention's, whatever its operands and its mask are made of.
+    The nodes get attention roles, however operands and mask were computed.
     """
     q, k, v = (s.ref(a[name]) for name in ("query", "key", "value"))
     s.need(a["dropout_p"] == 0.0, "dropout in attention")

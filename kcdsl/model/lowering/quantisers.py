@@ -1,8 +1,7 @@
 """Tensors that a program may quantise: nodes of the op `quantise` in block graphs.
 
-A kernel with a quantiser of that tensor (`Numerics.quantisers`) quantises there; any other passes
-the tensor on. Proofs are about graphs that have these nodes only where a kernel of the pair
-quantises.
+A kernel with a quantiser of that tensor (`Numerics.quantisers`) quantises there; for any other the
+node is the identity. Graphs of proofs have these nodes only where a kernel of the pair quantises.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kcdsl.model.numerics import Numerics, StaticQuantiser
 
 @torch.library.custom_op("kcdsl::quantise", mutates_args=())
 def quantised(x: Tensor, tensor: str) -> Tensor:
-    """Return x; an export shows where kernels may quantise it, and by what name."""
+    """Return x; records in exports that kernels may quantise it, and its name."""
     return x.clone()
 
 
@@ -32,9 +31,10 @@ quantised.register_autograd(lambda context, gradient: (gradient, None))
 
 
 def with_quantisers(graph: BlockGraph, kernels: Iterable[Numerics]) -> BlockGraph:
-    """Return the graph without the nodes `quantise` that change nothing in any of the kernels: none
-    names their tensor, or what they read was made by the same quantiser and only moved, or put to 0
-    where it was negative. Quantising once more gives the same codes."""
+    """Return the graph without the nodes `quantise` that are the identity in all kernels.
+
+    Either no kernel names their tensor, or their operand comes from the same quantiser through
+    views and relu only: quantising it again gives the same codes."""
     kernels = tuple(kernels)
     sources: dict[str, str] = {}
     made: dict[str, tuple[StaticQuantiser | None, ...]] = {}

@@ -1,5 +1,5 @@
-"""Rewrites of drafts: patterns that are written out by hand become single operations, and the nodes
-of an attention get their roles."""
+"""Rewrites of drafts: patterns of several operations become single operations, and the nodes of
+attention get their roles."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def masked_softmax(drafts: Drafts, node: DraftNode) -> DraftNode | None:
 
 
 def exact_casts(drafts: Drafts, node: DraftNode) -> DraftNode | None:
-    """f(cast(x)) -> f(x) where the cast changes no number: every kernel's x is one of its format.
+    """f(cast(x)) -> f(x) where the cast is exact in every kernel.
 
-    What only moves elements is then in the format of x.
+    Operations that only move elements then have the format of x.
     """
     inputs = tuple(drafts.before_casts(name) for name in node.inputs)
     if inputs == node.inputs:
@@ -44,7 +44,7 @@ def exact_casts(drafts: Drafts, node: DraftNode) -> DraftNode | None:
 
 def rounded_once(drafts: Drafts, node: DraftNode) -> DraftNode | None:
     """cast(f(x)) -> f(x) in the format of the cast, where nothing else reads f(x), f(x) is stored
-    as operations form their results inside, and the format holds what a sum or product reads."""
+    in the internal format of operations, and the format holds the operands of a sum or product."""
     if node.op != "cast":
         return None
     source = drafts.nodes[node.inputs[0]]
@@ -73,10 +73,11 @@ def written_out_silu(drafts: Drafts, node: DraftNode) -> DraftNode | None:
 
 
 def written_out_norm(drafts: Drafts, node: DraftNode) -> DraftNode | None:
-    """Rewrite x / sqrt(mean(x²) + eps) as rms_norm(x), of x - mean(x) as layer_norm(x).
+    """Rewrite x / sqrt(mean(x²) + eps) as rms_norm(x), and the same of x - mean(x) as
+    layer_norm(x).
 
-    The variance is one operation or the mean of the centred squares, the root one of those of
-    `_normalised`.
+    The variance is one operation or the mean of the centred squares; `_normalised` lists the forms
+    of the root.
     """
     for x, shift, roots in _normalised(drafts, node):
         inner = drafts.nodes[shift]
@@ -135,7 +136,7 @@ def written_out_rope(drafts: Drafts, node: DraftNode) -> DraftNode | None:
 
 
 def joined_views(drafts: Drafts, node: DraftNode) -> DraftNode | None:
-    """view(view(x)) -> view(x), where nothing else reads the first and one view says both."""
+    """view(view(x)) -> view(x), where nothing else reads the first and one view expresses both."""
     source = drafts.nodes[node.inputs[0]] if node.op == "view" else node
     if source.op != "view" or source is node or source.name == drafts.output:
         return None
@@ -146,8 +147,7 @@ def joined_views(drafts: Drafts, node: DraftNode) -> DraftNode | None:
 
 
 def spread_operands(drafts: Drafts) -> None:
-    """Let products read each result in their own shape: one that broadcasts becomes a view first,
-    whose rule every domain has."""
+    """Replace broadcasting in products by an explicit view, for which every domain has a rule."""
     nodes: dict[str, DraftNode] = {}
     for name, node in drafts.nodes.items():
         inputs: list[str] = []
@@ -166,7 +166,7 @@ def spread_operands(drafts: Drafts) -> None:
 
 
 ONE_ROUNDING = OPERATIONS - LEAVES - UNROUNDED - {"cast"}
-"""Operations whose rules bound what they form inside, a rounding of the result there included."""
+"""Operations whose rules cover their intermediate roundings and that of the result."""
 
 _OF_TWO = frozenset({"add", "sub", "mul"})
 
@@ -208,7 +208,7 @@ def _normalised(drafts: Drafts, node: DraftNode) -> list[tuple[str, str, Parts]]
 
 
 def _root_mean_square(drafts: Drafts, x: str, spread: DraftNode) -> tuple[str, str, Parts] | None:
-    """Return what is normalised where the spread is the mean square of x."""
+    """Return the normalised tensor where the spread is the mean square of x."""
     square = drafts.nodes[spread.inputs[0]] if spread.op == "mean" else None
     if square is None or square.op != "mul" or square.inputs != (x, x):
         return None
@@ -224,7 +224,7 @@ def _root_mean_square(drafts: Drafts, x: str, spread: DraftNode) -> tuple[str, s
 
 
 def _centred_spread(drafts: Drafts, x: str, spread: DraftNode) -> tuple[str, str, Parts] | None:
-    """Return what is normalised where x is centred, and the spread its variance."""
+    """Return the normalised tensor where x is centred and the spread is its variance."""
     centred = drafts.nodes[x]
     mean = _mean_of_centred(drafts, centred)
     if mean is None or spread.op != "variance" or spread.inputs != mean.inputs:
@@ -255,7 +255,7 @@ def _is_float(array: NDArray[Any] | None) -> bool:
 
 
 def _is_half_turn(drafts: Drafts, name: str, x: str, half: int) -> bool:
-    """Say whether the node is concat(-x[half:], x[:half]) along the last dimension."""
+    """Return whether the node is concat(-x[half:], x[:half]) along the last dimension."""
     node = drafts.nodes[name]
     last = len(node.shape) - 1
     if node.op != "concat" or node.attrs["dim"] != last or len(node.inputs) != 2:
@@ -280,8 +280,8 @@ def _same(drafts: Drafts, x: str, node: DraftNode) -> bool:
 
 # --- roles: which nodes belong to an attention that is written out -------------------------------
 #
-# They are found by dataflow from each softmax. Those of a call of `scaled_dot_product_attention`
-# have their roles from that call.
+# They are found by data flow from each softmax. Nodes of a `scaled_dot_product_attention` call get
+# their roles from that call.
 
 BETWEEN = frozenset({"scale", "divide", "shift", "add", "sub", "mul", "neg", "tanh", "cast"})
 FIXED = frozenset({"constant", "param"})

@@ -1,6 +1,6 @@
-"""Routes of mixtures of experts: which experts each router of a block chooses, by position.
+"""Routes of mixtures of experts: the experts that each router of a block chooses, by position.
 
-A block graph does the same to every input, so a block with routers has one graph for each route.
+A block graph has no data-dependent control flow, so a block with routers has a graph per route.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def chosen_routes(model: Model, block: str, entering: Tensor) -> Routes:
 
 @contextmanager
 def recorded(found: dict[str, MixtureOfExperts]) -> Iterator[dict[str, Route]]:
-    """Note the routes of these mixtures inside, by their names."""
+    """Record the routes of these mixtures in this context, by name."""
     seen: dict[str, Route] = {}
 
     def note(name: str, part: MixtureOfExperts, logits: Tensor) -> None:
@@ -63,7 +63,7 @@ def recorded(found: dict[str, MixtureOfExperts]) -> Iterator[dict[str, Route]]:
 
 
 def along(module: nn.Module, routes: Routes) -> None:
-    """Let the mixtures of a model's module choose the experts of these routes."""
+    """Fix the experts of the mixtures of a model's module to these routes."""
     for name, route in routes:
         part = module.get_submodule(name)
         assert isinstance(part, MixtureOfExperts)

@@ -13,18 +13,18 @@ from kcdsl.model.lowering.drafts import Drafts, as_constant, unsupported
 from kcdsl.model.lowering.evaluate import HALF, OWN, TYPES, stored_name, stored_type
 
 MASKED = -1e30
-"""A score at or below this is masked out: its exp is exactly zero beside any ordinary score."""
+"""A score at or below this is masked out: its softmax share is exactly zero."""
 
 _INERT = frozenset({
     "memory_format", "non_blocking", "copy", "layout", "device", "pin_memory", "implicit",
     "cudnn_enable",
 })  # fmt: skip
-"""Arguments that change where a result lies or how it is laid out, and none of its numbers."""
+"""Arguments that change the device or the memory layout of a result, but not its numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A value that is computed at run time: the name of its draft and its shape."""
+    """A value computed at run time: the name of its draft and its shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A tensor that depends neither on the input nor on a parameter, as each format has it."""
+    """A tensor that depends neither on the input nor on a parameter, with its value per format."""
 
     values: Mapping[str, Tensor]
 
@@ -57,7 +57,7 @@ class Varied:
 
 
 class Arguments(Mapping[str, Any]):
-    """The arguments of a call by their names in its schema; notes which of them were read."""
+    """The arguments of a call by their names in its schema; records which were read."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self._values = values
@@ -79,15 +79,15 @@ class Arguments(Mapping[str, Any]):
         return name in self._values
 
     def shown_by_the_result(self, *names: str) -> None:
-        """Note arguments that say no more than the shape and the type of the result do."""
+        """Mark as read the arguments that shape and type of the result determine."""
         self._read.update(names)
 
     def inert(self, *names: str) -> None:
-        """Note arguments that change no number of the result."""
+        """Mark as read the arguments that change no number of the result."""
         self._read.update(names)
 
     def unread(self) -> list[str]:
-        """Return the arguments that were not read, and are neither inert nor at their default."""
+        """Return the unread arguments that are neither inert nor at their default."""
         return [
             name
             for name, value in self._values.items()
@@ -105,8 +105,8 @@ def _equal(value: Any, default: Any) -> bool:
 class Lowering:
     """The state of one lowering: the drafts so far, and the current operation.
 
-    `formats` are those in which the program was traced. `out_format` is where the current operation
-    stores its result, one of `evaluate.stored_name`.
+    `formats` are those in which the program was traced. `out_format` is the storage format of the
+    current operation's result, as returned by `evaluate.stored_name`.
     """
 
     def __init__(self, formats: tuple[str, ...]) -> None:
@@ -120,7 +120,7 @@ class Lowering:
 
     @property
     def wide(self) -> str:
-        """Return the format of what an operation forms inside, before it rounds its result."""
+        """Return the format of intermediate results inside an operation."""
         wide = {f: torch.promote_types(TYPES[f], torch.float32) for f in self.formats}
         found = stored_name(wide)
         assert found is not None
@@ -154,11 +154,11 @@ class Lowering:
                 raise self.unsupported("a number where a tensor is expected")
 
     def format_of(self, value: Ref) -> str:
-        """Return where a value is stored."""
+        """Return the storage format of a value."""
         return self.drafts.nodes[value.name].format
 
     def same_in(self, format: str, value: Ref) -> list[Ref]:
-        """Return a result and those before it that casts in a format leave as they are."""
+        """Return a result and its predecessors through casts that are the identity in a format."""
         found = [value]
         node = self.drafts.nodes[value.name]
         while node.op == "cast":
@@ -170,8 +170,8 @@ class Lowering:
         return found
 
     def cast(self, value: Ref, stored: str) -> Ref:
-        """Return a value rounded to a format, once for all that read it; itself where that is its
-        own. PyTorch rounds float64 to a half-precision format by way of float32."""
+        """Return a cast of a value, shared by all readers; the value itself if it has the format.
+        PyTorch rounds float64 to half precision by way of float32."""
         source = self.format_of(value)
         if source == stored:
             return value
@@ -190,9 +190,9 @@ class Lowering:
     def _constant(self, plain: Plain) -> Ref:
         """Return a plain tensor as a constant.
 
-        One that is the same in every format is stored as it is. One that the format rounds is a
-        constant of the kernel's own format; if it was widened since, a cast of one. Of any other,
-        such as a table that is computed from what the format rounded, no graph speaks.
+        A tensor that is equal in every format is stored exactly. One that is a rounding to the
+        format is a constant of the kernel's own format, with a cast if it was widened since. Any
+        other is refused, such as a table computed from rounded numbers.
         """
         fixed = plain.fixed
         if fixed is not None and not _by_format(plain, self.formats):
@@ -214,7 +214,7 @@ class Lowering:
         return self._add_constant(keep, OWN)
 
     def column(self, x: Ref) -> Ref:
-        """Return ones, one for each row of x, as a constant of its format."""
+        """Return a column of ones, one per row of x, as a constant of its format."""
         return self._add_constant(torch.ones(*x.shape[:-1], 1), self.format_of(x))
 
     def _pinned(self, value: Tensor) -> str:
@@ -233,7 +233,8 @@ class Lowering:
         return name
 
     def store(self, types: Mapping[str, torch.dtype]) -> None:
-        """Set where the current operation stores its result, by its type in every format."""
+        """Set the storage format of the current operation's result, from its type in every
+        format."""
         self.out_format = self._stored(types)
 
     def _add_constant(self, value: Tensor, stored: str) -> Ref:
@@ -255,8 +256,8 @@ class Lowering:
     def number(self, value: Any) -> float | None:
         """Return a number as a double; None for a tensor.
 
-        A tensor without dimensions that no conversion of the module changes counts as a number
-        where it does not decide the type of the result: a kernel rounds it as it rounds a number.
+        A zero-dimensional tensor that conversions of the module do not change is a number, unless
+        it decides the type of the result: kernels round it as they round a number.
         """
         match value:
             case bool():
@@ -283,7 +284,7 @@ class Lowering:
 
 
 def _by_format(plain: Plain, formats: tuple[str, ...]) -> bool:
-    """Say whether a tensor has the type of the format everywhere."""
+    """Return whether the type of a tensor is the module format in every export."""
     return all(plain.values[name].dtype == TYPES[name] for name in formats)
 
 

@@ -1,4 +1,4 @@
-"""Read single fields of numerics: choices, counts, static scales, limits of dynamic ones.
+"""Readers of single fields of numerics: choices, counts, static scales, limits of dynamic scales.
 
 Imports neither numpy nor torch.
 """
@@ -16,7 +16,7 @@ from kcdsl.model.numerics.formats import CODE_FORMATS, LAYOUTS, Casts
 from kcdsl.model.numerics.specification import StaticQuantiser
 
 LEAST_STATIC, LARGEST_STATIC = 2.0**-100, 2.0**24
-"""Between these no product of a scale with a code, nor with another usual scale, loses bits."""
+"""Range of static scales: products with codes and with usual scales neither under- nor overflow."""
 
 Scales = tuple[tuple[str, tuple[float, ...]], ...]
 ZeroPoints = tuple[tuple[str, int], ...]
@@ -25,10 +25,10 @@ ZeroPoints = tuple[tuple[str, int], ...]
 def static_scales(section: Mapping[str, Any], format: str, scale: str) -> tuple[Scales, ZeroPoints]:
     """Return `input_scale` and `input_zero_point` of a section `activations`, sorted by name.
 
-    A value is one for all linears, or a mapping of their names ("*": the others). A scale is a
-    number, or a list with one for each input channel; it is rounded to float32. Numbers may be
-    texts, in decimal or as float.hex() writes them; a text with spaces is a list. With `nvfp4`
-    the scale is that of a tensor, and may be missing. Refuse what is missing or has no meaning.
+    A field is one value for all linears, or a mapping by linear name ("*": the others). A scale is
+    a number, or a list with one per input channel; it is rounded to float32. Numbers may be
+    strings, in decimal or in the form of float.hex(); a string with spaces is a list. With `nvfp4`
+    the scale is per tensor and may be missing. Refuse missing and invalid values.
     """
     nested = scale == "nvfp4"
     if scale != "static":
@@ -67,8 +67,8 @@ def static_scales(section: Mapping[str, Any], format: str, scale: str) -> tuple[
 def cache_scales(section: Mapping[str, Any], scale: str) -> tuple[Scales, Scales, float]:
     """Return `key_scale`, `value_scale` and `least_scale` of a section `kv_cache`.
 
-    Static scales are read as those of activations, and both must be there. Refuse a least scale
-    where none is dynamic.
+    Static scales are read as those of activations; keys and values must both have one. Refuse a
+    least scale of static scales.
     """
     found: list[Scales] = []
     for key in ("key_scale", "value_scale"):
@@ -94,7 +94,7 @@ def cache_scales(section: Mapping[str, Any], scale: str) -> tuple[Scales, Scales
 def static_quantisers(
     value: object, compute: str, casts: Casts
 ) -> tuple[tuple[str, StaticQuantiser], ...]:
-    """Return the field `quantisers`, a mapping of tensors to `scale` and `zero_point`, sorted."""
+    """Return the field `quantisers`, a mapping from tensor names to quantisers, as sorted pairs."""
     found = []
     for name, given in sorted(mapping_of("quantisers", value).items()):
         place = f"quantisers.{name}"
@@ -119,7 +119,7 @@ def dynamic_limits(
 ) -> tuple[float, float, float]:
     """Return `least_scale`, `amax_limit` and `batch_amax` of a section `activations`, as float32.
 
-    Refuse them where the scale is not made of the largest magnitude, and a `per_batch` scale
+    Refuse them where the scale does not depend on the largest magnitude, and a `per_batch` scale
     without `batch_amax`.
     """
     layout = LAYOUTS.get(scale)
@@ -178,7 +178,7 @@ def _zero_point(place: str, value: object) -> int:
 
 
 def _number(value: object) -> float:
-    """Return a number, also one that is written as a text; NaN for anything else."""
+    """Return a number, which may be a string; NaN for anything else."""
     if isinstance(value, bool):
         return math.nan
     if isinstance(value, int | float | Fraction):
@@ -199,7 +199,7 @@ def _finite(read: Any) -> float:
 
 
 def as_dictionaries(value: Any) -> dict[str, Any]:
-    """Return nested mappings, or sorted pairs that stand for them, as dictionaries."""
+    """Return nested mappings, or sorted pairs in place of mappings, as dictionaries."""
     items = value.items() if isinstance(value, Mapping) else value
     return {str(k): _plain_value(v) for k, v in items}
 
@@ -212,7 +212,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def section_of(base: Mapping[str, Any], given: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return a nested mapping; one that names a format replaces that of the preset."""
+    """Return a section of a contract over that of the preset; one with a format replaces it."""
     mine = mapping_of(key, given.get(key, {}))
     return mine if "format" in mine else {**base.get(key, {}), **mine}
 
@@ -263,7 +263,7 @@ _OTHER_NAMES = {
     "channel": "per_channel",
     "tensor": "per_tensor",
 }
-"""What people call formats and scales that have another name here."""
+"""Common other names of formats and scales."""
 
 
 def refusal(
@@ -273,7 +273,7 @@ def refusal(
     near: Iterable[str] = (),
     help: str | None = None,
 ) -> Refusal:
-    """Return a refusal with what is allowed; `near`: names among which one may have been meant."""
+    """Return a refusal that lists the allowed values; `near`: candidates for a suggestion."""
     import difflib
 
     options = tuple(allowed)

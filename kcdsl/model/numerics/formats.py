@@ -1,7 +1,7 @@
-"""Formats of numbers and of codes, and layouts of scales (docs/reference/numerics.md).
+"""Number formats, code formats and scale layouts (docs/reference/numerics.md).
 
-A format, a format of codes or a layout is one definition here; rules ask it for what they need.
-Imports neither numpy nor torch: tensors are used by their own methods.
+Each is defined once here, with the methods that rules need.
+Imports neither numpy nor torch: only methods of tensors are used.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Format:
     """A floating-point format.
 
-    `precision` counts the significand bits, the hidden one included; unit roundoff is
-    `2**-precision`, the exponent of the smallest normal number is `min_exponent`. `dtype` names the
-    type of torch, "" where there is none.
+    `precision` counts the significand bits, the hidden one included, so the unit roundoff is
+    `2**-precision`. The smallest normal number is `2**min_exponent`. `dtype` names the torch type,
+    "" where there is none.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Format:
     dtype: str = ""
 
     def holds(self, other: Format) -> bool:
-        """Say whether every number of another format is one of this."""
+        """Return whether every number of another format is a number of this one."""
         return (
             self.precision >= other.precision
             and self.smallest_subnormal <= other.smallest_subnormal
@@ -54,7 +54,7 @@ class Format:
 
     @property
     def coarse(self) -> bool:
-        """Say whether the format is less precise than float32."""
+        """Return whether the format is less precise than float32."""
         return self.precision < 24
 
     def spacing(self, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Format:
         return (x / spacing).round() * spacing
 
     def toward_zero(self, x: Tensor) -> Tensor:
-        """Cut float64 values off to the next number toward zero; zeros keep their signs.
+        """Truncate float64 values to the next number toward zero; zeros keep their signs.
 
         The exponent range is unbounded above, as in `nearest`.
         """
@@ -100,12 +100,12 @@ FORMATS: dict[str, Format] = {
 
 @dataclass(frozen=True, slots=True)
 class Casts:
-    """What the word `casts` of a specification says of a cast into a format.
+    """The rounding of casts into a format, by the value of `casts` in a specification.
 
-    `free`: each is an error of its own, up to `units` unit roundoffs; else it is a step function.
-    `toward_zero`: no cast makes a magnitude larger. `units` is 1 for roundings to nearest, 2 for
-    all others: what is cut off may be a whole unit in the last place, and below the normal numbers
-    a whole subnormal.
+    `free`: each cast has an independent error of up to `units` unit roundoffs; else it is a step
+    function. `toward_zero`: no cast increases a magnitude. `units` is 1 for roundings to nearest
+    and 2 for all others, whose error may be a whole unit in the last place, and below the normal
+    numbers a whole subnormal.
     """
 
     free: bool
@@ -113,15 +113,15 @@ class Casts:
     units: int
 
     def step(self, x: Tensor, format: Format) -> Tensor:
-        """Return what a cast that is a step function makes of float64 values."""
+        """Return float64 values after a cast that is a step function."""
         return format.toward_zero(x) if self.toward_zero else format.nearest(x)
 
     def unit(self, format: Format) -> float:
-        """Return the relative error of one cast into a format: u, or 2u where it is directed."""
+        """Return the bound on the relative error of a cast: u, or 2u for a directed rounding."""
         return self.units * format.unit_roundoff
 
     def faint(self, format: Format) -> float:
-        """Return the absolute error of one cast near zero: half the smallest subnormal, or all."""
+        """Return the bound on the absolute error of a cast near zero: `units` / 2 subnormals."""
         return self.units * format.underflow
 
 
@@ -139,18 +139,18 @@ CASTS = {
 
 @dataclass(frozen=True, slots=True)
 class CodeFormat:
-    """The codes that stand for numbers divided by a scale.
+    """A format of codes: numbers divided by a scale and rounded.
 
-    `grid` holds the codes; those of integers are a format of subnormal numbers. `above` and `below`
-    are the last codes over zero and under it, `divisor` is what the largest magnitude is divided by
-    to make a scale. `reciprocal`: a number is multiplied by the float32 reciprocal of its scale,
-    not divided by it. `least_scale` is the least that a scale may be. `zero_point`: codes count
-    from a zero point, and scales come from the range of the numbers.
+    `grid` holds the codes; integers are a format of subnormal numbers. `above` and `below` are the
+    magnitudes of the largest and the least code; a scale is the largest magnitude over `divisor`.
+    `reciprocal`: a number is multiplied by the float32 reciprocal of its scale, not divided by it.
+    `least_scale` is the least scale. `zero_point`: codes are relative to a zero point, and scales
+    come from the range of the numbers.
 
-    `rules` are those of the layouts (`ScaleLayout.rule`) that its scales may have. `static`: a
-    scale may be calibrated before. `weights`: they may be stored so. `activations`: inputs of
-    linears may be quantised to it. `ball`: weights that are stored so have bounds in a region
-    around them. `units`: there are matrix units that multiply its codes.
+    `rules` are the scale rules (`ScaleLayout.rule`) that it supports. `static`: scales may be
+    calibrated. `weights`: weights may have this format. `activations`: inputs of linears may have
+    it. `ball`: bounds exist for a weight ball around weights of this format. `units`: there are
+    matrix units that multiply its codes.
     """
 
     name: str
@@ -170,26 +170,27 @@ class CodeFormat:
 
     @property
     def integer(self) -> bool:
-        """Say whether the codes are integers."""
+        """Return whether the codes are integers."""
         return self.grid.min_exponent >= 7
 
     @property
     def signed_byte(self) -> bool:
-        """Say whether the codes are signed integers of eight bits."""
+        """Return whether the codes are signed integers of eight bits."""
         return self.integer and not self.zero_point and self.above == 127.0
 
     @property
     def top_exponent(self) -> int:
-        """Return the exponent of the last code: what an mx scale is shifted by."""
+        """Return the exponent of the largest code, by which an mx scale is shifted."""
         return math.frexp(self.above)[1] - 1
 
     @property
     def cuts(self) -> bool:
-        """Say whether the last code may cut off more than a rounding, whatever the scale."""
+        """Return whether saturation may exceed a rounding error, whatever the scale."""
         return self.zero_point or self.divisor > self.above
 
     def code(self, ratio: Tensor) -> Tensor:
-        """Return the codes of float64 numbers that were divided by their scale, saturating."""
+        """Return the codes of float64 numbers that are already divided by their scale,
+        saturating."""
         return self.grid.nearest(ratio).clamp(-self.below, self.above)
 
 
@@ -202,7 +203,7 @@ _INTEGERS = Format("integer", 8, 7, 255.0)
 
 
 def _floats(grid: Format, *rules: str, top: float | None = None, **may: bool) -> CodeFormat:
-    """Return codes that are numbers of a format; `may` are flags of `CodeFormat`."""
+    """Return a code format whose codes are numbers of a format; `may` are flags of `CodeFormat`."""
     last, given = top or grid.largest, rules or ("amax", "batch")
     return CodeFormat(grid.name, grid, last, last, last, rules=given, **may)
 
@@ -237,18 +238,18 @@ CODE_FORMATS: dict[str, CodeFormat] = {
         ),
     )
 }  # fmt: skip
-"""Every format of codes by its name. vLLM divides by 224 for e4m3fnuz, whose last code is 240."""
+"""Every code format by name. vLLM divides by 224 for e4m3fnuz, whose largest code is 240."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleLayout:
-    """Which elements share a scale, and how it is made of their largest magnitude.
+    """The elements that share a scale, and the rule that computes it from their largest magnitude.
 
-    `rows` × `columns` elements of a matrix share one; 0: all there are. `rule` is "amax"
-    (float32(amax/divisor)), "floor" (mx: the power of two of amax, less that of the last code),
-    "ceil" (the power of two from float32(amax/divisor) upward), "nested" (nvfp4: an fp8_e4m3
-    multiple of a float32 scale of the tensor, which may be static), or "batch" (as "amax", of all
-    sequences that run together).
+    `rows` × `columns` elements of a matrix share one; 0: all. `rule` is "amax"
+    (float32(amax/divisor)), "floor" (mx: the power of two of amax over that of the largest code),
+    "ceil" (float32(amax/divisor) rounded up to a power of two), "nested" (nvfp4: an fp8_e4m3
+    multiple of a float32 scale of the tensor, which may be static), or "batch" ("amax" over all
+    sequences of a batch).
     """
 
     name: str
@@ -258,16 +259,16 @@ class ScaleLayout:
 
     @property
     def whole(self) -> bool:
-        """Say whether all elements of a tensor share one scale."""
+        """Return whether all elements of a tensor share one scale."""
         return (self.rows, self.columns) == (0, 0)
 
     @property
     def cuts(self) -> bool:
-        """Say whether a scale may be so small that its last code cuts off more than a rounding."""
+        """Return whether a scale may be so small that saturation exceeds a rounding error."""
         return self.rule in ("floor", "nested")
 
     def fits(self, form: CodeFormat) -> bool:
-        """Say whether the scales of a format of codes may have this layout."""
+        """Return whether a code format supports this layout."""
         return self.rule in form.rules
 
 
@@ -288,12 +289,12 @@ LAYOUTS: dict[str, ScaleLayout] = {
         ScaleLayout("per_batch", 0, 0, "batch"),
     )
 }
-"""Every layout of scales that are made of what they scale, by its name."""
+"""Every layout of dynamic scales, by name."""
 WEIGHT_LAYOUTS = tuple(name for name in LAYOUTS if name not in ("per_token", "per_batch"))
 ACTIVATION_LAYOUTS = tuple(
     name for name, layout in LAYOUTS.items() if name != "per_channel" and layout.rows <= 1
 )
 NESTED_LEAST, NESTED_MOST = 2.0**-6, 448.0
-"""The least and the largest multiple of the scale of a tensor that a nested scale is."""
+"""The least and the largest nested scale, as a multiple of the scale of the tensor."""
 E8M0_EXPONENTS = (-127, 127)
-"""The least and the greatest exponent of a power of two that is stored in eight bits."""
+"""The least and the largest exponent of an 8-bit power-of-two scale."""

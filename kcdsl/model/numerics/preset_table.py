@@ -1,6 +1,6 @@
 """Presets of numerics and matrix units, as tables (docs/reference/numerics.md).
 
-The sources of all numbers stand in docs/reference/numerics.md.
+The sources of all numbers are in docs/reference/numerics.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _E4M3_PER_TENSOR = {"format": "fp8_e4m3", "scale": "per_tensor"}
 _VLLM_LEAST = 1 / (448 * 512)
 """The least dynamic FP8 scale of vLLM (csrc/quantization/w8a8/fp8/common.cuh)."""
 
-# `coarse_exp_ulps` takes the place of `exp_ulps` where compute is coarser than float32.
+# `coarse_exp_ulps` replaces `exp_ulps` where compute is coarser than float32.
 PRESETS: dict[str, dict[str, Any]] = {
     "torch-eager": {},
     "torch-sdpa-math": {

@@ -1,5 +1,4 @@
-"""Numerics specifications: which roundings a kernel may take
-(docs/proofs/relational-interval.md)."""
+"""Numerics specifications: the roundings of a kernel (docs/proofs/relational-interval.md)."""
 
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How parameters are stored: `format` a float format or one of codes; `scale` "none" (a plain
-    cast) or a layout of scales (`formats`), whose scales are stored in `scale_format`.
-    Dequantised values are rounded to float32, then to the compute format. `rounding` "nearest" or,
-    without a scale, "toward_zero"; it is that of every parameter and constant.
+    """The storage of parameters: `format` is a float format or a code format; `scale` is "none" (a
+    plain cast) or a scale layout (`formats`), whose scales are stored in `scale_format`.
+    Dequantised values are rounded to float32, then to the compute format. `rounding` is "nearest"
+    or, without a scale, "toward_zero"; it applies to every parameter and constant.
 
-    `applied` says what scales are multiplied with: "weights", before the product, "sums" of
-    products of codes, or "stored_sums", which were stored in the compute format first."""
+    `applied` is the place of scales: "weights", before the product; "sums" of products of codes; or
+    "stored_sums", sums that were stored in the compute format first."""
 
     format: str
     scale: str = "none"
@@ -43,16 +42,16 @@ class Weights:
 
     @property
     def codes(self) -> CodeFormat:
-        """Return the codes of weights with a scale."""
+        """Return the code format of weights with a scale."""
         return CODE_FORMATS[self.format]
 
     @property
     def layout(self) -> ScaleLayout | None:
-        """Return which weights share a scale; None for a plain cast."""
+        """Return the scale layout; None for a plain cast."""
         return LAYOUTS.get(self.scale)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record; what follows `scale` stands in it only where it says something."""
+        """Return the record; fields after `scale` are left out at their defaults."""
         return _record(self, "scale")
 
 
@@ -67,17 +66,16 @@ class Calibrated:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Quantisation of the input of every linear: `format` "none" or a format of codes; `scale`
-    "none", a layout of scales (`formats`), which are made of what comes in, or
-    "static".
+    """Quantisation of the input of every linear: `format` is "none" or a code format; `scale` is
+    "none", "static", or a layout of dynamic scales (`formats`).
 
-    Dynamic scales are never below `least_scale`, and made of no magnitude above `amax_limit`; what
-    is larger is cut off. `batch_amax` is the largest magnitude of any batch, whose elements share
-    the scale of layout "per_batch".
+    Dynamic scales are at least `least_scale`, and magnitudes are clipped to `amax_limit`.
+    `batch_amax` is the largest magnitude of any batch, whose elements share the scale of layout
+    "per_batch".
 
-    Static scales are calibrated before: `input_scale` and, for uint8, `input_zero_point` are sorted
-    pairs of the name of a linear ("*": any that is not named) and its float32 scales or zero point.
-    With layout "nvfp4" `input_scale` may give the scales of tensors.
+    Static scales are calibrated: `input_scale` and, for uint8, `input_zero_point` are sorted
+    pairs of a linear name ("*": all other linears) and its float32 scales or zero point.
+    With layout "nvfp4", `input_scale` may give the scales of tensors.
     """
 
     format: str = "none"
@@ -90,32 +88,32 @@ class Activations:
 
     @property
     def quantised(self) -> bool:
-        """Say whether inputs are quantised at all."""
+        """Return whether inputs are quantised."""
         return self.format != "none"
 
     @property
     def static(self) -> bool:
-        """Say whether scales are calibrated before."""
+        """Return whether scales are calibrated."""
         return self.scale == "static"
 
     @property
     def codes(self) -> CodeFormat:
-        """Return the codes of quantised inputs."""
+        """Return the code format of quantised inputs."""
         return CODE_FORMATS[self.format]
 
     @property
     def layout(self) -> ScaleLayout | None:
-        """Return which elements share a dynamic scale; None without scales and with static ones."""
+        """Return the layout of dynamic scales; None without scales or with static ones."""
         return LAYOUTS.get(self.scale)
 
     @property
     def nested(self) -> bool:
-        """Say whether scales of groups are multiples of that of the tensor."""
+        """Return whether scales of groups are multiples of the scale of the tensor."""
         return self.layout is not None and self.layout.rule == "nested"
 
     @property
     def cuts(self) -> bool:
-        """Say whether codes may cut off more than they round: at the end of their range."""
+        """Return whether saturation of codes may exceed a rounding error."""
         full = self.quantised and self.codes.cuts
         layout = self.layout is not None and self.layout.cuts
         return full or layout or self.amax_limit < math.inf
@@ -123,7 +121,7 @@ class Activations:
     def calibrated(self, weight: str) -> Calibrated | None:
         """Return the static quantiser of the linear with this weight; None where it has none.
 
-        A linear has the name of its weight without ".weight".
+        The name of a linear is that of its weight without ".weight".
         """
         name = linear_name(weight)
         scales, zeros = dict(self.input_scale), dict(self.input_zero_point)
@@ -136,17 +134,17 @@ class Activations:
         return Calibrated(found, zero or 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record; scales and magnitudes stand in it as float.hex()."""
+        """Return the record, with scales and magnitudes as float.hex()."""
         return _record(self, "format", "scale")
 
 
 def plain_weights(numerics: Numerics) -> tuple[Weights, ...]:
-    """Return the weights that are the parameters of the compute format and nothing else."""
+    """Return the specifications of unquantised weights in the compute format."""
     return tuple(Weights(form) for form in (numerics.compute, "float32", "float64"))
 
 
 def sums_of_bytes(weights: Weights, activations: Activations) -> bool:
-    """Say whether products of unsigned with signed bytes may be summed in 16 bits."""
+    """Return whether products of unsigned with signed bytes may be summed in 16 bits."""
     signed = weights.format in CODE_FORMATS and weights.codes.signed_byte
     one = weights.scale in ("per_tensor", "per_channel")
     return signed and one and activations.quantised and activations.codes.zero_point
@@ -158,13 +156,13 @@ _GROUPS = {"per_head": "per_token", "per_token_head": "per_token"}
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """How a kernel stores keys and values: as codes of `format`, read back in the compute format.
+    """The storage of keys and values: codes of `format`, dequantised to the compute format.
 
-    `scale` "none", "static", or of what shares a scale that is made of its largest magnitude:
-    "per_tensor", "per_head" (all rows of one head) or "per_token_head" (one row of one head).
-    Dynamic scales are never below `least_scale`. Static ones are `key_scale` and `value_scale`: one
-    for all heads, or one for each head of the product that reads them, by the name of the linear
-    that forms the keys or values ("*": any that is not named).
+    `scale` is "none", "static", or the layout of dynamic scales: "per_tensor", "per_head" (all rows
+    of one head) or "per_token_head" (one row of one head).
+    Dynamic scales are at least `least_scale`. Static ones are `key_scale` and `value_scale`: one
+    for all heads, or one per head of the product that reads them, by the name of the linear that
+    computes the keys or values ("*": all other linears).
     """
 
     format: str
@@ -175,19 +173,19 @@ class KvCache:
 
     @property
     def static(self) -> bool:
-        """Say whether scales are calibrated before."""
+        """Return whether scales are calibrated."""
         return self.scale == "static"
 
     @property
     def by_head(self) -> bool:
-        """Say whether all rows of a head share a scale."""
+        """Return whether all rows of a head share a scale."""
         return self.scale == "per_head"
 
     def quantiser(self, part: str, source: str) -> Activations | None:
-        """Return the quantiser of "keys" or "values" whose elements are arranged so that it is one
-        of the input of a linear (`CacheRows`); None where a static scale is missing.
+        """Return the quantiser of "keys" or "values" in the form of a linear's input quantiser, for
+        elements arranged by `CacheRows`; None where a static scale is missing.
 
-        `source` is the weight of the linear that forms them, "" where that is not one alone.
+        `source` is the weight of the linear that computes them, "" where there is no single one.
         """
         if not self.static:
             layout = _GROUPS.get(self.scale, self.scale)
@@ -197,32 +195,32 @@ class KvCache:
         return None if found is None else Activations(self.format, "static", (("*", found),))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record; scales stand in it as float.hex()."""
+        """Return the record, with scales as float.hex()."""
         return _record(self)
 
 
 @dataclass(frozen=True, slots=True)
 class StaticQuantiser:
-    """The quantiser of one tensor: x becomes (code - zero_point) · scale, its code x/scale to the
-    nearest even integer, plus the zero point, kept within 0 to 255. Both were calibrated before."""
+    """The static quantiser of one tensor: x becomes (code - zero_point) · scale with
+    code = clip(round(x/scale) + zero_point, 0, 255), ties to even."""
 
     scale: float
     zero_point: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record; the scale stands in it as float.hex()."""
+        """Return the record, with the scale as float.hex()."""
         return _record(self)
 
 
 def linear_name(weight: str) -> str:
-    """Return the name of a linear by that of its weight in the checkpoint."""
+    """Return the name of a linear from the checkpoint key of its weight."""
     return weight.removesuffix(".weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """What linears have in place of the `weights` and `activations` of their kernel: those whose
-    names fit `pattern` ("*": any text, "?": any character)."""
+    """`weights` and `activations` of the linears whose names match `pattern` ("*": any text, "?":
+    any character), in place of those of the kernel."""
 
     pattern: str
     weights: Weights
@@ -230,21 +228,21 @@ class Override:
 
     @property
     def exact(self) -> bool:
-        """Say whether the pattern is a name."""
+        """Return whether the pattern is a plain name."""
         return not any(sign in self.pattern for sign in "*?")
 
     def fits(self, weight: str) -> bool:
-        """Say whether the linear with this weight is one of those meant."""
+        """Return whether the linear with this weight matches the pattern."""
         return fnmatchcase(linear_name(weight), self.pattern)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record, which stands by the pattern."""
+        """Return the record, which is stored under the pattern."""
         return {"weights": self.weights.to_json(), "activations": self.activations.to_json()}
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """How the ops with an attention role are computed.
+    """The computation of operations with an attention role.
 
     `style` "composed" (each op by itself) or "fused" (online softmax, tiles of `tile` keys).
     """
@@ -257,7 +255,7 @@ class Attention:
 
     @property
     def fused(self) -> bool:
-        """Say whether one kernel computes scores, probabilities and context."""
+        """Return whether one kernel computes scores, probabilities and context."""
         return self.style == "fused"
 
     def to_json(self) -> dict[str, Any]:
@@ -266,11 +264,11 @@ class Attention:
 
     @property
     def term_roundings(self) -> int:
-        """Return how often a term of a score may be rounded before it is added."""
+        """Return the largest number of roundings of a term of a score before it is added."""
         return 6 if self.fused else 2
 
     def tiles(self, columns: int) -> int:
-        """Return how many tiles of keys a kernel walks through."""
+        """Return the number of key tiles of a kernel."""
         return math.ceil(columns / self.tile) if self.fused else 1
 
 
@@ -279,9 +277,9 @@ class MatrixUnit:
     """A matrix unit (docs/proofs/relational-interval.md, section 3).
 
     One instruction adds up to `chunk` exact products to an accumulator. Every term and the
-    accumulator are cut off, toward zero, `fraction_bits` below the largest of their exponents; the
-    sum keeps `result_bits` bits after the leading one, toward zero. After `promote` products (0:
-    never) the accumulator is added to a sum in the accumulate format, and starts again at 0.
+    accumulator are truncated `fraction_bits` below the largest of their exponents; the sum is
+    truncated to `result_bits` bits after the leading one. After `promote` products (0: never) the
+    accumulator is added to a sum in the accumulate format and reset to 0.
     """
 
     fraction_bits: int
@@ -296,8 +294,8 @@ class MatrixUnit:
 
 @dataclass(frozen=True, slots=True)
 class TensorCore:
-    """What forms sums of products: `linears` those of linears whose inputs are quantised, `others`
-    all other products of matrices."""
+    """The matrix units of a kernel: `linears` for linears with quantised inputs, `others` for all
+    other matrix products."""
 
     linears: MatrixUnit
     others: MatrixUnit
@@ -309,28 +307,27 @@ class TensorCore:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """A resolved specification: nothing is left to defaults.
+    """A resolved specification: every field has its final value.
 
     `compute` is the format of parameters, constants and of every operation's result;
     `accumulate` that of dot products; inside softmax, norms, activations and elementwise maps the
     arithmetic is float32 (float64 where `compute` is).
-    `casts` is "nearest" (one rounding to nearest at each result), "toward_zero" (what does not fit
-    is cut off there), or a free relative error wherever a fused kernel may put it: "any" (of one
-    unit roundoff), "any_toward_zero" (two, toward zero) or "any_direction" (two, either way).
+    `casts` is "nearest" (each result is rounded to nearest once), "toward_zero" (truncated), or a
+    free relative error at any place where a fused kernel may round: "any" (one unit roundoff),
+    "any_toward_zero" (two, toward zero) or "any_direction" (two, either way).
     `results` names the results that have another format than `compute`, as sorted pairs: "input",
     "context", or an operation; scores and probabilities have theirs from `attention`.
     `tensor_core` None: sums are rounded to nearest in the accumulate format.
-    `sigmoid` is "relative" (the sigmoid in silu is good to some units in its last place) or
-    "absolute" (to some units in the last place of 1, however small it is).
+    `sigmoid` is the accuracy of the sigmoid in silu: "relative" (some units in its last place) or
+    "absolute" (some units in the last place of 1, however small it is).
     `byte_sums` says how linears sum products of unsigned with signed bytes: "wide" (exactly), or
     "int16_pairs" (two products at a time in 16 bits, where they saturate).
-    `shards`: a linear may be split along its inputs among so many devices, whose results are stored
-    in `compute` and added in it, in any order.
-    `products` is "compute", or "tfloat32": what products of matrices read is cut to tfloat32 first.
-    `overrides` gives linears other `weights` and `activations`, sorted by pattern.
-    `kv_cache` None: keys and values are read as they are computed.
-    `quantisers` are those of single tensors, sorted by the names that the program gives these:
-    every reader has the same quantised number, whatever casts are.
+    `shards`: the largest number of devices among which a linear may be split along its inputs;
+    their results are stored in `compute` and added in it, in any order. `products` is "compute", or
+    "tfloat32": operands of matrix products are truncated to tfloat32. `overrides` gives linears
+    other `weights` and `activations`, sorted by pattern. `kv_cache` None: keys and values are not
+    stored in another format. `quantisers` are static quantisers of single tensors, sorted by the
+    program's tensor names: every reader gets the same quantised number, whatever `casts` is.
     """
 
     preset: str
@@ -351,14 +348,14 @@ class Numerics:
     quantisers: tuple[tuple[str, StaticQuantiser], ...] = ()
 
     def quantiser(self, node: Node) -> StaticQuantiser | None:
-        """Return the quantiser of a node `quantise`; None where the kernel passes its tensor on."""
+        """Return the quantiser of a node `quantise`; None where the node is the identity."""
         return dict(self.quantisers).get(str(node.attrs["tensor"]))
 
     def serving(self, weight: str) -> Numerics:
-        """Return the numerics of the linear with this weight: a name goes before patterns, and
-        patterns that fit must agree.
+        """Return the numerics of the linear with this weight, overrides applied.
 
-        Bytes are summed in pairs only where both factors are bytes.
+        A plain name has priority over patterns; all matching patterns must agree. `byte_sums` is
+        kept only where both factors are bytes.
 
         Raises:
             Refusal: two patterns disagree.
@@ -387,7 +384,7 @@ class Numerics:
 
     @property
     def by_codes(self) -> bool:
-        """Say whether linears multiply codes, or may, so that their scales come after the sum."""
+        """Return whether linears may multiply codes, so that scales are applied after the sum."""
         return self.activations.quantised or self.weights.applied != "weights"
 
     @property
@@ -406,7 +403,7 @@ class Numerics:
 
     @property
     def cast(self) -> Casts:
-        """Return what the word `casts` says; a word that there is not is a KeyError."""
+        """Return the rounding of casts. Raises KeyError for an unknown value of `casts`."""
         return CASTS[self.casts]
 
     @property
@@ -418,8 +415,8 @@ class Numerics:
     def stored_format(self, op: str, role: str) -> str:
         """Return the name of the format in which the result of an operation is stored.
 
-        The probabilities of a composed attention are stored in their own, of a fused one inside of
-        the softmax.
+        The probabilities of a composed attention have a format of their own; those of a fused one
+        stay inside the softmax.
         """
         if role == "scores":
             return self.attention.scores
@@ -431,9 +428,9 @@ class Numerics:
     def pinned(self, format: str, role: str = "") -> Numerics | None:
         """Return the numerics of an operation whose result the program stores in `format`.
 
-        They are those of a kernel that computes in it, with sums in float32 at best; "": the
-        kernel's own. A fused attention is a kernel's own program: its results have its formats,
-        where those pinned hold them, and else there is no rule (None).
+        They are those of a kernel with this compute format, with sums in at most float32; "": the
+        kernel's own. The results of a fused attention have the formats of that kernel, which the
+        pinned format must contain; otherwise there is no rule (None).
         """
         if not format:
             return self
@@ -452,7 +449,7 @@ class Numerics:
     def to_json(self) -> dict[str, Any]:
         """Return the record that proofs, certificates and kernel fingerprints carry.
 
-        What follows `attention` stands in it only where it says something.
+        Fields after `attention` are left out at their defaults.
         """
         record = _record(self)
         if self.overrides:
@@ -461,7 +458,7 @@ class Numerics:
 
 
 def _record(one: Any, *always: str) -> dict[str, Any]:
-    """Return a dataclass as JSON, without the fields that have their default and are not named."""
+    """Return a dataclass as JSON without fields at their default, except those named."""
     return {
         field.name: _plain(getattr(one, field.name))
         for field in fields(one)
@@ -487,8 +484,8 @@ def _plain(value: Any) -> Any:
 def narrower(nodes: Mapping[str, Node], node: Node, numerics: Numerics) -> str | None:
     """Return an operand of a sum or product whose pinned format the result does not hold.
 
-    Whether a kernel rounds it first is not known: PyTorch rounds tensors without dimensions in
-    sums, and not in products. Numbers of scale, divide and shift may be either.
+    Kernels may or may not round it first: PyTorch rounds zero-dimensional tensors in sums but not
+    in products. For the numbers of scale, divide and shift both are possible.
     """
     form = FORMATS[numerics.stored_format(node.op, node.role)]
     for name in node.inputs:
@@ -501,16 +498,16 @@ def narrower(nodes: Mapping[str, Node], node: Node, numerics: Numerics) -> str |
 
 
 UNROUNDED = frozenset({"view", "concat", "neg", "relu", "embedding", "route", "quantise"})
-"""Operations that store nothing; inputs, parameters and constants are stored before. `quantise`
-forms numbers of float32, in a kernel that has a quantiser there."""
+"""Operations that store nothing; inputs, parameters and constants are already stored. `quantise`
+gives float32 numbers in a kernel that has a quantiser there."""
 
 
 def held_formats(
     nodes: Mapping[str, Node], name: str, numerics: Numerics, *, handed: bool
 ) -> frozenset[str]:
-    """Return formats in which the numbers of a node are stored: each is one of any of them.
+    """Return formats that all contain the numbers of a node.
 
-    `handed` says that another block stored the input, of which nothing is known then.
+    `handed`: another block stored the input, so nothing is known about its format.
     """
     found: set[str] = set()
     waiting = [nodes[name]]

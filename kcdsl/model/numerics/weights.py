@@ -1,7 +1,7 @@
 """The exact parameter values of a kernel: rounding and quantisation of stored weights.
 
-Defined so that a second implementation can match bit for bit (docs/proofs/relational-interval.md,
-section 2). All arithmetic is float32, round to nearest even; plain casts may cut off instead.
+A second implementation can reproduce them bit for bit (docs/proofs/relational-interval.md,
+section 2). All arithmetic is float32, round to nearest even; plain casts may truncate instead.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def plain_parameter(w: Tensor, numerics: Numerics, name: str = "a weight") -> Te
 def stored_constant(
     array: Tensor, format: str, numerics: Numerics, name: str = "a constant"
 ) -> Tensor:
-    """Return a constant as the kernel holds it: pinned as it stands, else as a parameter.
+    """Return a constant in the kernel: unchanged if pinned, else rounded as a parameter.
 
-    Raises ValueError where it is not one of its format.
+    Raises ValueError where a pinned constant is no number of its format.
     """
     if not format:
         return plain_parameter(array.to(torch.float32), numerics, name)
@@ -61,8 +61,8 @@ def linear_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tens
 
 
 def served_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tensor:
-    """Return a dequantised weight [out, in] of a checkpoint of the kernel's own, as it uses it:
-    rounded to `compute`, unless the product is one of codes."""
+    """Return a dequantised weight [out, in] of the kernel's own checkpoint, rounded to `compute`
+    unless linears multiply codes."""
     if numerics.weights.layout is None:
         return linear_weight(w, numerics, name)
     return round_to(w, "float32" if numerics.by_codes else numerics.compute, name)
@@ -82,7 +82,7 @@ def dequantised(w: Tensor, stored: Weights, name: str = "a weight") -> Tensor:
 
 
 def _scales(size: Tensor, form: CodeFormat, layout: ScaleLayout) -> Tensor:
-    """Return the float32 scale of every element, by the magnitudes; 1 where amax makes none."""
+    """Return the float32 scale of every element, from the magnitudes; 1 where all are zero."""
     amax = group_amax(size, layout)
     divisor = torch.full_like(amax, form.divisor)
     match layout.rule:
@@ -104,7 +104,7 @@ def nested_codes(
     """Return the codes of float32 numbers times their nested scales, as float32.
 
     Args:
-        whole: the scale of the tensor; made of its largest magnitude where None.
+        whole: the scale of the tensor; None: computed from its largest magnitude.
     """
     amax = group_amax(x.abs(), layout)
     if whole is None:
@@ -116,7 +116,7 @@ def nested_codes(
 
 
 def _from_zero_points(w: Tensor, stored: Weights, name: str) -> Tensor:
-    """Return (code - z)·s with s = (max - min)/levels of a group, z the nearest even of -min/s."""
+    """Return (code - z)·s with s = (max - min)/levels of a group and z = round(-min/s) to even."""
     form, layout = CODE_FORMATS[stored.format], LAYOUTS[stored.scale]
     high, low = _group_extreme(w, layout), -_group_extreme(-w, layout)
     scale = (high - low).clamp_min(LEAST_RANGE) / torch.full_like(w, form.divisor)
@@ -127,7 +127,7 @@ def _from_zero_points(w: Tensor, stored: Weights, name: str) -> Tensor:
 
 
 def _in_format(scale: Tensor, format: str, name: str) -> Tensor:
-    """Return scales as they are stored; refuse those that are beyond their format."""
+    """Return scales rounded to their storage format; refuse overflow."""
     return round_to(scale, format, f"the scale of {name}")
 
 
@@ -137,7 +137,7 @@ def _power(exponent: Tensor) -> Tensor:
 
 
 def _cast(w: Tensor, format: str, numerics: Numerics, name: str) -> Tensor:
-    """Return a plain cast as the kernel makes it."""
+    """Return a plain cast with the rounding of the kernel."""
     match numerics.weights.rounding:
         case "nearest":
             return round_to(w, format, name)
@@ -148,9 +148,9 @@ def _cast(w: Tensor, format: str, numerics: Numerics, name: str) -> Tensor:
 
 
 def cut_to(w: Tensor, format: str, name: str = "a weight") -> Tensor:
-    """Return float32 values cut off toward zero to a format, as float32; signs of zeros are kept.
+    """Return float32 values truncated to a format, as float32; signs of zeros are kept.
 
-    Refuse a value of a magnitude from which on the format has no next number to cut off to.
+    Refuse a value beyond the range of the format.
     """
     w, form = w.to(torch.float32), FORMATS[format]
     if not form.coarse:
@@ -162,7 +162,7 @@ def cut_to(w: Tensor, format: str, name: str = "a weight") -> Tensor:
 def round_to(w: Tensor, format: str, name: str = "a weight") -> Tensor:
     """Return float32 values rounded to nearest even in a format, as float32.
 
-    Refuse a value that is beyond the largest finite number of the format; `name` is whose it is.
+    Refuse overflow of the format; `name` is the tensor's name in the message.
     """
     w, form = w.to(torch.float32), FORMATS[format]
     if not form.coarse:
@@ -174,7 +174,7 @@ def round_to(w: Tensor, format: str, name: str = "a weight") -> Tensor:
 
 
 def _refuse_beyond(w: Tensor, form: Format, rounded: Callable[[Tensor], Tensor], name: str) -> None:
-    """Refuse values whose rounding is no number of a format."""
+    """Refuse values whose rounding exceeds the range of a format."""
     largest = w.abs().amax() if w.numel() else w.new_zeros(())
     if bool(rounded(largest.to(torch.float64)) <= form.largest):
         return
@@ -192,12 +192,12 @@ def _code(ratio: Tensor, form: CodeFormat) -> Tensor:
 
 
 def group_amax(magnitude: Tensor, layout: ScaleLayout) -> Tensor:
-    """Return the largest magnitude among the elements of a matrix that share a scale with each."""
+    """Return for each element of a matrix the largest magnitude in its scale group."""
     return _group_extreme(magnitude, layout)
 
 
 def _group_extreme(values: Tensor, layout: ScaleLayout) -> Tensor:
-    """Return the largest number of each group, spread over its elements; the last may be cut."""
+    """Return for each element the largest number in its group; the last group may be smaller."""
     rows, columns = values.shape
     height, width = layout.rows or rows, layout.columns or columns
     filled = torch.nn.functional.pad(

@@ -16,8 +16,8 @@ Section = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LinearQuantisation:
-    """What a file states of one linear, as the sections `activations` and `weights` of numerics;
-    empty where it quantises nothing."""
+    """The quantisation of one linear, as the sections `activations` and `weights` of numerics;
+    empty where nothing is quantised."""
 
     activations: Section = field(default_factory=dict)
     weights: Section = field(default_factory=dict)
@@ -25,8 +25,8 @@ class LinearQuantisation:
 
 @dataclass(frozen=True, slots=True)
 class FileNumerics:
-    """What the quantisers of a file state: how each linear is quantised, by its weight, and the
-    quantisers of tensors; nothing where there are none. `compute` is the format of the program."""
+    """The numerics of the quantisers of a file: the quantisation of each linear, by its weight, and
+    the quantisers of tensors. `compute` is the format of the program."""
 
     linears: Mapping[str, LinearQuantisation]
     compute: str
@@ -34,15 +34,15 @@ class FileNumerics:
 
     @property
     def quantised(self) -> bool:
-        """Say whether any linear or tensor is quantised."""
+        """Return whether any linear or tensor is quantised."""
         linears = any(one != LinearQuantisation() for one in self.linears.values())
         return linears or bool(self.quantisers)
 
     def section(self) -> Section:
-        """Return the numerics as a contract states them.
+        """Return the numerics in the form of a contract.
 
-        Where all linears are quantised alike but for static scales, they are those of the kernel;
-        else each has an override.
+        If all linears are quantised alike, except for static scales, this is the quantisation of
+        the kernel; else each linear has an override.
         """
         found: Section = {"preset": "torch-eager", "compute": self.compute, "casts": "nearest"}
         if self.quantisers:
@@ -78,7 +78,7 @@ class FileNumerics:
         return found | {"activations": own}
 
     def refuse_other(self, numerics: Numerics) -> None:
-        """Refuse (KC463) numerics of a kernel that are not those of the file."""
+        """Refuse (KC463) numerics of a kernel that differ from those of the file."""
         from kcdsl.model.presets import resolve
 
         claimed = dict(numerics.quantisers)
@@ -111,8 +111,8 @@ class FileNumerics:
                 raise _other(key, f"{excerpt(key)} is {wanted.weights.format}")
 
     def refuse_unserved(self, run: str, numerics: Numerics) -> None:
-        """Refuse (KC463, KC465) numerics that are not those of the file as it is, which `run` runs;
-        without quantisers, weights that are not stored as they are."""
+        """Refuse (KC463, KC465) numerics that differ from the file, which the adapter `run`
+        executes unchanged; for a file without quantisers, numerics that quantise weights."""
         self.refuse_other(numerics)
         plain = all(w == Weights(self.compute) and not a.quantised for w, a in numerics.sections)
         if numerics.compute != self.compute or not (self.quantised or plain):

@@ -1,7 +1,7 @@
 """ONNX files: their nodes, tensors and digests, read by the `onnx` package; nothing is run.
 
-External data is read from files beside the ONNX file alone. What is hashed are the bytes that are
-used: the digest of a file is that of its program and of its weights at once.
+External data is read only from files beside the ONNX file. The hashed bytes are the used bytes: the
+digest of a file covers both its program and its weights.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kcdsl.source.files import excerpt, read_bytes, shown
 from kcdsl_certs.statement.manifest import Manifest, Resource
 
 FIRST_OPSET = 13
-"""The first version of the operators whose attributes are those that are read here."""
+"""The first operator set version whose attributes are supported."""
 _DOMAINS = ("", "ai.onnx")
 _LARGEST = 1 << 31
 _MOST_NODES = 200_000
 _MOST_ELEMENTS = 1 << 32
 KINDS = {TensorProto.FLOAT: "F32", TensorProto.FLOAT16: "F16", TensorProto.BFLOAT16: "BF16"}
-"""The types of weights, as safetensors files call them."""
+"""Types of weights, by their safetensors names."""
 
 _OTHER_FORMAT = "quantise with `quantize_static(..., quant_format=QuantFormat.QDQ)`"
 
@@ -38,7 +38,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class OnnxNode:
-    """One operation of an ONNX graph; an input "" is left out."""
+    """One operation of an ONNX graph; an input "" is omitted."""
 
     name: str
     kind: str
@@ -48,7 +48,7 @@ class OnnxNode:
 
     @property
     def place(self) -> str:
-        """Return the node as messages call it."""
+        """Return the description of the node in messages."""
         return f"{self.kind} of node {excerpt(self.name or self.outputs[0])}"
 
 
@@ -63,10 +63,10 @@ class OnnxInput:
 
 @dataclass(frozen=True, slots=True)
 class OnnxFile:
-    """An ONNX file: its graph, and the tensors that it holds.
+    """An ONNX file: its graph and its tensors.
 
-    `own` is the ONNX type of the weights, the format in which the program computes. `manifest` has
-    the digests of the file and of the external data that it names.
+    `own` is the ONNX type of the weights, in which the program computes. `manifest` has the digests
+    of the file and of its external data.
     """
 
     path: Path
@@ -89,7 +89,7 @@ def _bad(path: Path, what: str, help: str | None = None) -> Refusal:
 
 
 def newest_opset() -> int:
-    """Return the newest version of the operators that is known."""
+    """Return the newest supported operator set version."""
     return int(onnx.defs.onnx_opset_version())
 
 
@@ -100,14 +100,14 @@ def read_onnx(
     oldest: int = FIRST_OPSET,
     mixed: bool = False,
 ) -> OnnxFile:
-    """Read an ONNX file and its external data; `admitted` returns the path of such a file where it
-    may be read.
+    """Read an ONNX file and its external data; `admitted` returns the path of a data file that may
+    be read.
 
-    `oldest` is the first version of the operators that is read; `mixed` says that weights may be of
-    several types, of which `own` then is float32.
+    `oldest` is the first supported operator set version; `mixed`: weights may have several types,
+    and `own` is then float32.
 
-    Refuse what is damaged, too large, or no graph in order; operators of other domains, functions
-    and graphs inside of nodes; and external data that lies elsewhere than beside the file.
+    Refuse damaged and too large files, graphs out of order, operators of other domains, functions,
+    nested graphs, and external data that is not beside the file.
     """
     data = read_bytes(path, _LARGEST + 1)
     if len(data) > _LARGEST:
@@ -222,7 +222,7 @@ def _node(path: Path, node: Any, opset: int) -> OnnxNode:
 
 
 def _refuse_unlike(node: Any, schema: Any) -> None:
-    """Raise ValueError for operands and attributes that an operator does not have."""
+    """Raise ValueError for operands and attributes that are not in the schema of an operator."""
     many = schema.min_input <= len(node.input) <= schema.max_input
     if not many or len(node.output) > schema.max_output:
         raise ValueError(f"{node.op_type} has another number of operands")
@@ -271,7 +271,7 @@ def _count(text: str) -> int:
 def _external(
     path: Path, name: str, admitted: Callable[[Path], Path], held: dict[str, bytes]
 ) -> bytes:
-    """Return the bytes of a file of external data, which lies beside the ONNX file."""
+    """Return the bytes of an external data file beside the ONNX file."""
     plain = name.isprintable() and not any(part in name for part in "/\\:\0")
     if not plain or name in ("", ".", "..", path.name):
         raise _bad(
@@ -294,7 +294,7 @@ def read_input(value: Any) -> OnnxInput:
 
 
 def _refuse_disorder(path: Path, nodes: tuple[OnnxNode, ...], first: set[str], graph: Any) -> None:
-    """Refuse a graph whose nodes do not stand in the order of their data, such as a cyclic one."""
+    """Refuse a graph whose nodes are not in topological order, such as a cyclic one."""
     known = {"", *first}
     for node in nodes:
         for name in node.inputs:

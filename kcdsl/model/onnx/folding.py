@@ -1,7 +1,7 @@
-"""Constants of ONNX graphs: nodes that depend neither on the tokens nor on weights that run.
+"""Constant folding of ONNX graphs: nodes that depend neither on tokens nor on weights of operators.
 
-They are computed by the reference implementation of the `onnx` package, in the formats that the
-file states; runtimes fold such constants before they run.
+They are computed by the reference implementation of the `onnx` package, in the formats of the
+file; runtimes fold such constants too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.onnx.files import Array, OnnxNode
 
 LARGEST = 1 << 26
-"""Elements of a folded constant; what has more would only fill the memory."""
+"""The largest number of elements of a folded constant; more would exhaust the memory."""
 
 FOLDED = frozenset({
     *("Abs", "Add", "And", "Cast", "Ceil", "Clip", "Concat", "Constant", "ConstantOfShape", "Cos"),
@@ -28,7 +28,7 @@ FOLDED = frozenset({
     *("Shape", "Sign", "Sin", "Size", "Slice", "Split", "Sqrt", "Squeeze", "Sub", "Tile"),
     *("Transpose", "Trilu", "Unsqueeze", "Where", "Xor"),
 })  # fmt: skip
-"""Operators whose value is computed when a file is read, where all of their operands are fixed."""
+"""Operators that are folded where all operands are fixed."""
 
 
 def folded(node: OnnxNode, operands: Sequence[Array | None], opset: int) -> list[Array]:
@@ -59,7 +59,7 @@ def folded(node: OnnxNode, operands: Sequence[Array | None], opset: int) -> list
         rank = operands[0].ndim + len(attributes["axes"])
         attributes["axes"] = sorted(axis % rank for axis in attributes["axes"])
     proto = helper.make_node(node.kind, node.inputs, node.outputs, node.name, **attributes)
-    # of a node alone the newest version of its operator would be taken
+    # without a model, the newest version of the operator would be used
     entries, results = (
         [helper.make_empty_tensor_value_info(n) for n in dict.fromkeys(names) if n]
         for names in (node.inputs, node.outputs)
@@ -76,14 +76,14 @@ def folded(node: OnnxNode, operands: Sequence[Array | None], opset: int) -> list
 
 
 def _elements(data: Array, indices: Array, axis: int) -> Array:
-    """Return data[..., indices[..., k], ...]; the reference implementation fails on long axes."""
+    """Return GatherElements along an axis; the reference implementation fails on long axes."""
     axis %= data.ndim
     read = tuple(slice(None if d == axis else n) for d, n in enumerate(indices.shape))
     return np.take_along_axis(data[read], indices.astype(np.int64), axis)
 
 
 def _refuse_disputed(node: OnnxNode, operands: Sequence[Array | None]) -> None:
-    """Refuse operands of which the reference implementation makes something else than runtimes."""
+    """Refuse operands for which the reference implementation differs from runtimes."""
     held = [*operands, *[None] * 5]
     what = ""
     if node.kind == "Squeeze" and held[1] is not None and not held[1].size:
@@ -103,7 +103,7 @@ def _refuse_disputed(node: OnnxNode, operands: Sequence[Array | None]) -> None:
 
 
 def _size(node: OnnxNode, operands: Sequence[Array | None]) -> int:
-    """Return about how many elements the result of a node has, before it is computed."""
+    """Return an estimate of the number of elements of a result before it is computed."""
     held = [v for v in operands if v is not None]
     match node.kind:
         case "ConstantOfShape":

@@ -1,4 +1,4 @@
-"""Operators that exporters write out as several nodes, found again by what these compute."""
+"""Recognition of operators that exporters write as several nodes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 from kcdsl.model.onnx.files import Array, OnnxNode
 
 _NEAR = 1e-6
-"""How far a rounded constant of GELU may be from its number, relatively."""
+"""Relative tolerance of the rounded constants of GELU."""
 
 
 class _Graph:
-    """Looks up what computes a tensor, how many read it, and its value where it is fixed."""
+    """Looks up the producer of a tensor, the number of its readers, and its value if it is
+    fixed."""
 
     def __init__(self, nodes: Sequence[OnnxNode], tensors: Mapping[str, Array]) -> None:
         self._made = {name: node for node in nodes for name in node.outputs if name}
@@ -27,7 +28,7 @@ class _Graph:
                 self._reads[name] = self._reads.get(name, 0) + 1
 
     def node(self, name: str, kind: str) -> OnnxNode | None:
-        """Return the node of this kind that computes a tensor."""
+        """Return the node that computes a tensor if it is of this kind."""
         found = self._made.get(name)
         return found if found is not None and found.kind == kind else None
 
@@ -40,19 +41,19 @@ class _Graph:
         return float(held.reshape(())) if single else None
 
     def is_number(self, name: str, value: float) -> bool:
-        """Say whether a tensor is this number, as far as its format holds it."""
+        """Return whether a tensor equals this number up to the rounding of its format."""
         found = self.number(name)
         return found is not None and abs(found - value) <= _NEAR * abs(value)
 
     def pairs(self, name: str, kind: str) -> Iterator[tuple[str, str]]:
-        """Yield the operands of a node of two, in both orders."""
+        """Yield the operands of a binary node, in both orders."""
         node = self.node(name, kind)
         if node is not None and len(node.inputs) == 2:
             yield node.inputs[0], node.inputs[1]
             yield node.inputs[1], node.inputs[0]
 
     def factors(self, name: str, *, first: bool = True) -> list[str]:
-        """Return the factors of a product of products that nothing else reads."""
+        """Return the factors of a nested product whose intermediate results nothing else reads."""
         node = self.node(name, "Mul")
         if node is None or (not first and self._reads.get(name, 0) != 1):
             return [name]
@@ -73,15 +74,15 @@ def constant(node: OnnxNode) -> Array | None:
 def fused(nodes: Sequence[OnnxNode], tensors: Mapping[str, Array]) -> tuple[OnnxNode, ...]:
     """Return the nodes with GELU as one operator, and without guards against NaN.
 
-    GELU by erf or by tanh is one rounded function, as runtimes run it. `Where(IsNaN(x), 0, x)` is
-    x: a result that is no number stays none.
+    GELU by erf or by tanh is one rounded function, as in runtimes. `Where(IsNaN(x), 0, x)` is
+    replaced by x, so that NaN remains NaN.
     """
     graph = _Graph(nodes, tensors)
     return _alive(tuple(_gelu(graph, n) or _guarded(graph, n) or n for n in nodes), nodes)
 
 
 def _alive(found: tuple[OnnxNode, ...], before: Sequence[OnnxNode]) -> tuple[OnnxNode, ...]:
-    """Drop nodes whose results were read, and by nothing any more."""
+    """Drop nodes whose results had readers before and have none now."""
     read_before = {name for node in before for name in node.inputs}
     while True:
         reads = {name for node in found for name in node.inputs}
@@ -129,7 +130,7 @@ def _as_gelu(node: OnnxNode, x: str, form: str) -> OnnxNode:
 
 
 def _over_root(graph: _Graph, name: str, x: str) -> bool:
-    """Say whether a tensor is x / √2."""
+    """Return whether a tensor is x / √2."""
     divided = graph.node(name, "Div")
     if divided is not None:
         return divided.inputs[0] == x and graph.is_number(divided.inputs[1], math.sqrt(2.0))
@@ -140,7 +141,7 @@ def _over_root(graph: _Graph, name: str, x: str) -> bool:
 
 
 def _cubic(graph: _Graph, name: str, x: str) -> bool:
-    """Say whether a tensor is √(2/π) · (x + 0.044715 · x³)."""
+    """Return whether a tensor is √(2/π) · (x + 0.044715 · x³)."""
     for factor, total in graph.pairs(name, "Mul"):
         if not graph.is_number(factor, math.sqrt(2.0 / math.pi)):
             continue
@@ -151,7 +152,7 @@ def _cubic(graph: _Graph, name: str, x: str) -> bool:
 
 
 def _cube(graph: _Graph, name: str, x: str) -> bool:
-    """Say whether a tensor is 0.044715 · x³, the power as one node or as products."""
+    """Return whether a tensor is 0.044715 · x³, the power as one node or as products."""
     factors = graph.factors(name)
     numbers = [f for f in factors if graph.is_number(f, 0.044715)]
     rest = [f for f in factors if f not in numbers]

@@ -1,10 +1,10 @@
-"""Integer operators of ONNX files as those of dequantised numbers: MatMulInteger, Gather of codes.
+"""Rewriting of integer operators of ONNX files to dequantised ones: MatMulInteger, Gather of codes.
 
 Quantisers write y = Cast (MatMulInteger (c, W, z, w_zero)) · s · w_scale, where c, s and z are
 codes, scale and zero point of x by QuantizeLinear or DynamicQuantizeLinear. Numerics with quantised
-inputs admit sums of codes, so that is MatMul of DequantizeLinear (c, s, z) and
+inputs admit sums of codes, so this is rewritten to MatMul of DequantizeLinear (c, s, z) and
 DequantizeLinear (W, w_scale, w_zero). An embedding DequantizeLinear (Gather (W, ids), scale, zero)
-with one scale is Gather (DequantizeLinear (W, scale, zero), ids); so is Transpose (W).
+with one scale becomes Gather (DequantizeLinear (W, scale, zero), ids); likewise Transpose (W).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kcdsl.model.onnx.files import OnnxFile, OnnxNode
 
 PRODUCT = "MatMulInteger"
 MOST_TERMS = 2**15
-"""Of a sum of products of bytes: it stays inside of 32 bits."""
+"""The largest number of terms of a sum of products of bytes that cannot overflow 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """The nodes by what they make, and those that read each tensor."""
+    """The producer and the readers of each tensor."""
 
     file: OnnxFile
     makers: Mapping[str, OnnxNode]
@@ -40,12 +40,12 @@ class _Graph:
         return _Graph(file, makers, readers)
 
     def only_reader(self, name: str) -> OnnxNode | None:
-        """Return the node that reads a tensor; None where others do, or the file gives it out."""
+        """Return the only reader of a tensor; None where there are others or it is an output."""
         readers = self.readers.get(name, ())
         return readers[0] if len(readers) == 1 and name not in self.file.outputs else None
 
     def quantised(self, name: str) -> tuple[str, str] | None:
-        """Return scale and zero point ("": none) of codes; None for another tensor."""
+        """Return scale and zero point ("": none) of codes; None for any other tensor."""
         node = self.makers.get(name)
         if node is None or name != node.outputs[0]:
             return None
@@ -56,7 +56,7 @@ class _Graph:
         return None
 
     def same(self, one: str, other: str) -> bool:
-        """Say whether two zero points are the same; "" is 0."""
+        """Return whether two zero points are equal; "" is 0."""
         if one == other:
             return True
         zero = np.zeros((), np.int64)
@@ -65,7 +65,7 @@ class _Graph:
 
 
 def as_dequantised(file: OnnxFile) -> OnnxFile:
-    """Return the file with products of dequantised numbers; what is written otherwise stays."""
+    """Return the file with products of dequantised numbers; other nodes are unchanged."""
     rewritten = [node for node in file.nodes if node.kind in _REWRITTEN]
     if not rewritten:
         return file
@@ -90,7 +90,7 @@ _Rewritten = tuple[set[str], str, tuple[OnnxNode, ...]]
 
 
 def _dequantised(graph: _Graph, node: OnnxNode) -> _Rewritten | None:
-    """Return what a product and its scales make that is gone, the last of it, and other nodes."""
+    """Return the removed results of a product and its scales, the last one, and the new nodes."""
     entering, weight, zero, weight_zero = (*node.inputs, "", "")[:4]
     own, held = graph.quantised(entering), graph.file.tensors.get(weight)
     if own is None or held is None or held.ndim != 2 or held.shape[0] > MOST_TERMS:
@@ -131,7 +131,7 @@ def _dequantised(graph: _Graph, node: OnnxNode) -> _Rewritten | None:
 
 
 def _factors(graph: _Graph, name: str, scale: str) -> list[str]:
-    """Return the scales whose product a tensor is."""
+    """Return the factors of a tensor that is a product of scales."""
     node = graph.makers.get(name)
     known = {scale, *graph.file.tensors}
     if node is not None and node.kind == "Mul" and set(node.inputs) <= known:
@@ -144,8 +144,8 @@ def _without_end(names: tuple[str, str, str]) -> tuple[str, ...]:
 
 
 def _moved(graph: _Graph, node: OnnxNode) -> _Rewritten | None:
-    """Return what a lookup in codes, or their transpose, and its dequantisation make, and the other
-    order of both."""
+    """Rewrite the dequantisation of a lookup in codes, or of their transpose, to the lookup in, or
+    transpose of, the dequantised tensor."""
     read = graph.only_reader(node.outputs[0])
     held = graph.file.tensors
     if node.inputs[0] not in held or read is None or read.kind != "DequantizeLinear":

@@ -1,6 +1,6 @@
-"""The operators of ONNX that programs are read with, each as operations of PyTorch.
+"""The supported ONNX operators, each as operations of PyTorch.
 
-An operator that is not in this table is refused by its name and that of the node.
+Any other operator is refused, with its name and that of the node.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PINNED = {
     TensorProto.DOUBLE: torch.float64,
 }
 QUANTISE = "quantise"
-"""The operator of a program that kernels may quantise a tensor at, in the place of QuantizeLinear
-and DequantizeLinear; the tensor has the name of its result."""
+"""The operator where kernels may quantise a tensor, in place of QuantizeLinear and
+DequantizeLinear; the tensor has the name of its result."""
 INTEGERS = {TensorProto.INT64: torch.int64, TensorProto.INT32: torch.int32}
 
 
@@ -52,10 +52,10 @@ class Turned:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
-    """One node with its operands: tensors that are computed, and arrays that are fixed.
+    """One node with its operands: computed tensors and fixed arrays.
 
-    `own` is the ONNX type in which the program computes, `dtype` that of the module as it is
-    converted, `device` where it runs.
+    `own` is the ONNX type in which the program computes, `dtype` the type to which the module is
+    converted, `device` its device.
     """
 
     node: OnnxNode
@@ -81,7 +81,7 @@ class OperatorCall:
 
     def run(self) -> list[Any]:
         """Return the results. Refuse an operator that is not in the table, and an attribute that
-        it does not honour."""
+        was not read."""
         operator = _quantise if self.node.kind == QUANTISE else OPERATORS.get(self.node.kind)
         if operator is None:
             raise self.refusal()
@@ -97,17 +97,17 @@ class OperatorCall:
         return found if isinstance(found, list) else [found]
 
     def given(self, place: int) -> bool:
-        """Say whether an operand is there; trailing and empty ones are not."""
+        """Return whether an operand is present; missing trailing ones and "" are not."""
         return place < len(self.inputs) and self.inputs[place] is not None
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """Return an attribute, and note that it was read."""
+        """Return an attribute, and record that it was read."""
         self.read.add(name)
         return self.node.attributes.get(name, default)
 
     def tensor(self, place: int) -> Tensor:
-        """Return an operand as a tensor; a fixed one in the type of the module, where it is one of
-        the program's own."""
+        """Return an operand as a tensor; a fixed one of the program's own type is converted to the
+        type of the module."""
         value = self.inputs[place]
         if isinstance(value, Turned):
             return value.weight.T
@@ -130,7 +130,8 @@ class OperatorCall:
         return [int(n) for n in np.asarray(value).reshape(-1)]
 
     def scalar(self, place: int, beside: int) -> Any:
-        """Return an operand; a number where it is one that does not change the result's shape."""
+        """Return an operand, as a number if it is a scalar that does not change the result's
+        shape."""
         value, other = self.inputs[place], self.inputs[beside]
         rank = other.weight.dim() if isinstance(other, Turned) else np.ndim(other)
         if isinstance(value, np.ndarray) and value.size == 1 and value.ndim <= rank:
@@ -147,7 +148,7 @@ def _quantise(c: OperatorCall) -> Any:
 
 
 _INERT = frozenset({"kernel_shape", "seed"})
-"""Attributes that say nothing that the operands do not say, or nothing in inference."""
+"""Attributes that are redundant or have no effect in inference."""
 Operator = Callable[[OperatorCall], Any]
 OPERATORS: dict[str, Operator] = {}
 
@@ -396,7 +397,7 @@ def _gemm(c: OperatorCall) -> Any:
 
 @_operator("Conv")
 def _conv(c: OperatorCall) -> Any:
-    """Return a convolution as a product with the patches of its input, beside each other."""
+    """Return a convolution as a product with the concatenated patches of its input."""
     x, kernel = c.tensor(0), c.tensor(1)
     spatial = x.dim() - 2
     sizes = kernel.shape[2:]

@@ -1,7 +1,7 @@
 """The plan of an ONNX file: which nodes run, which are folded, and which tensors are parameters.
 
-A tensor of the file is a parameter where the program reads it as it is, or moved. What else depends
-on no token is folded, once for each length. There is one sequence in a batch, without padding.
+A tensor of the file is a parameter if the program reads it directly or through views. Everything
+else that does not depend on tokens is folded, once per length. A batch is one sequence, unpadded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FILLED: Mapping[str, Callable[[int], Array]] = {
     "segment_ids": lambda length: np.zeros((1, length), dtype=np.int64),
     "position_ids": lambda length: np.arange(length, dtype=np.int64)[None],
 }
-"""Inputs beside the tokens, for one whole sequence without padding."""
+"""Values of inputs other than the tokens, for one sequence without padding."""
 _FILLED_TYPES: Mapping[int, type[np.generic]] = {
     TensorProto.INT64: np.int64,
     TensorProto.INT32: np.int32,
@@ -41,9 +41,9 @@ VIEWS = frozenset({"Identity", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "
 _OF_SHAPE = frozenset({"Shape", "Size"})
 _WEIGHT_PLACES = {"MatMul": 1, "Gemm": 1}
 _USUAL_LENGTH = 3
-"""Tokens of the sequence on which the program is laid out when it is read."""
+"""The sequence length with which the program is checked when it is read."""
 _HIDDEN = -1e30
-"""At or below this, a number hides a score: a tensor with such numbers is a mask, no weight."""
+"""A score at or below this is masked: a tensor with such numbers is a mask, not a weight."""
 
 
 class OnnxPlan:
@@ -62,7 +62,7 @@ class OnnxPlan:
     )
 
     def __init__(self, file: OnnxFile) -> None:
-        """Sort the nodes of a file. Refuse inputs that no sequence of tokens has."""
+        """Classify the nodes of a file. Refuse inputs that do not belong to a token sequence."""
         self.file = replace(file, nodes=fused(file.nodes, file.tensors))
         self.ids, self.fillers = token_inputs(file.inputs, file.refusal)
         self._fixed: dict[int, tuple[dict[str, Array], dict[str, Tensor]]] = {}
@@ -87,7 +87,7 @@ class OnnxPlan:
         return self
 
     def _flow(self) -> tuple[set[str], set[str]]:
-        """Return the tensors that depend on the tokens, and those that are weights, moved."""
+        """Return the tensors that depend on the tokens, and the views of weights."""
         dynamic, views = {self.ids}, {n for n in self.file.tensors if self._is_weight(n)}
         for node in self.file.nodes:
             reads = dynamic.intersection(node.inputs) or node.kind == QUANTISE
@@ -98,7 +98,8 @@ class OnnxPlan:
         return dynamic, views
 
     def _demand(self, dynamic: set[str], views: set[str]) -> tuple[set[str], set[str]]:
-        """Return the fixed tensors whose values are read, and the weights and views that run."""
+        """Return the fixed tensors whose values are read, and the weights and views that are
+        run."""
         needed: set[str] = set()
         wanted: set[str] = set()
         for node in reversed(self.file.nodes):
@@ -124,7 +125,7 @@ class OnnxPlan:
         return bool((numbers > _HIDDEN).all()) and bool(np.isfinite(numbers).all())
 
     def _is_turned(self, name: str) -> bool:
-        """Say whether products alone read a tensor, all of them as the matrix [in, out]."""
+        """Return whether only products read a tensor, all as a matrix [in, out]."""
         users = [n for n in self.runs if name in n.inputs]
         return self.file.tensors[name].ndim == 2 and all(
             _WEIGHT_PLACES.get(n.kind) == n.inputs.index(name)
@@ -135,22 +136,22 @@ class OnnxPlan:
 
     @property
     def fixed_length(self) -> int | None:
-        """Return the only number of tokens that the program takes; None where it varies."""
+        """Return the number of tokens that the program takes; None where it is not fixed."""
         own = next(one for one in self.file.inputs if one.name == self.ids)
         return (own.sizes[-1] if own.sizes else None) or None
 
     @property
     def usual_length(self) -> int:
-        """Return a number of tokens that the program takes."""
+        """Return a valid number of tokens."""
         return self.fixed_length or _USUAL_LENGTH
 
     def batched(self) -> bool:
-        """Say whether the token ids have a dimension of sequences."""
+        """Return whether the token ids have a batch dimension."""
         own = next(one for one in self.file.inputs if one.name == self.ids)
         return own.sizes is None or len(own.sizes) == 2
 
     def at(self, length: int) -> tuple[dict[str, Array], dict[str, Tensor]]:
-        """Return the fixed tensors for a number of tokens, and every other without its numbers.
+        """Return the fixed tensors for a number of tokens, and every other one as a meta tensor.
 
         Refuse a length that the program does not take, and operators that are not supported.
         """
@@ -180,7 +181,7 @@ class OnnxPlan:
                     run_node(self, node, known, shapes, torch.float32)
             except Refusal:
                 raise
-            except Exception as error:  # of an operator that was given sizes that do not fit
+            except Exception as error:  # raised by operators for sizes that do not fit
                 first = (str(error).splitlines() or [""])[0]
                 raise refuse(
                     codes.ONNX_FILE,
@@ -210,8 +211,8 @@ class OnnxPlan:
 def token_inputs(
     inputs: Sequence[OnnxInput], refusal: Callable[[str, str], Refusal]
 ) -> tuple[str, list[OnnxInput]]:
-    """Return the name of the token ids, and the other inputs, which are filled. Refuse, by a
-    message and its help, inputs that no sequence of tokens has."""
+    """Return the name of the token ids, and the other inputs, which have fixed values. Refuse, by a
+    message and its help, inputs that do not belong to a token sequence."""
     whole = (TensorProto.INT64, TensorProto.INT32)
     tokens = [
         one for one in inputs
@@ -249,7 +250,7 @@ def token_inputs(
 
 
 def filled(one: OnnxInput, length: int) -> Array:
-    """Return an input beside the tokens, for one whole sequence without padding."""
+    """Return the value of an input other than the tokens, for one sequence without padding."""
     found = _FILLED[one.name](length).astype(_FILLED_TYPES[one.type])
     return found[0] if one.sizes is not None and len(one.sizes) == 1 else found
 

@@ -35,7 +35,7 @@ class _Held(nn.Module):
 
 
 class _Product(TransposedLinear):
-    """A matrix that inputs are multiplied by; the bias is an operand."""
+    """A matrix product with a weight; the bias is an operand."""
 
     def forward(self, x: Tensor, *bias: Tensor) -> Tensor:
         """Return x @ weight.T, with a bias added if one is given."""
@@ -55,7 +55,8 @@ def _holder(plan: OnnxPlan, name: str) -> nn.Module:
 class OnnxBlock(nn.Module):
     """The nodes between two tensors of a program: hidden states [T, D] in and out.
 
-    `quantisers` are applied to the tensors that the file quantises, by name; by default none is.
+    `quantisers` are applied to the tensors that the file quantises, by name; there are none by
+    default.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class OnnxBlock(nn.Module):
         ends: BlockEnds,
         holders: Mapping[str, nn.Module],
     ) -> None:
-        """Take the nodes that run, and the weights that they read, by their names in the file."""
+        """Take the nodes to run, and the modules of their weights by name in the file."""
         super().__init__()
         self.plan = plan
         self.runs = tuple(runs)
@@ -76,7 +77,7 @@ class OnnxBlock(nn.Module):
         self.register_buffer("own", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the nodes make of x."""
+        """Return the output of the nodes for x."""
         return _rows(self.run(x, x.shape[0]))
 
     def run(self, x: Tensor, length: int, entries: Sequence[nn.Module] = ()) -> Tensor:
@@ -106,7 +107,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Entry(nn.Identity):
-    """Where a block begins: its input passes here when the whole program runs."""
+    """The start of a block: an identity through which its input passes."""
 
     def __init__(self, tensor: str) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ class OnnxProgram(OnnxBlock):
 
     @property
     def keys(self) -> dict[str, str]:
-        """Return the tensor of the file of every parameter."""
+        """Return the tensor name in the file of every parameter."""
         return {f"holders.{i}.weight": name for i, name in enumerate(self.read)}
 
 
@@ -167,9 +168,9 @@ def read_program(
     path: Path, blocks: Iterable[tuple[str, str, str]], admitted: Callable[[Path], Path]
 ) -> tuple[OnnxProgram, Checkpoint, FileNumerics]:
     """Read an ONNX file: its program with these blocks, its tensors as a checkpoint, and the
-    numerics that its quantisers state.
+    numerics of its quantisers.
 
-    Refuse what `read_onnx` does, and operators and blocks that are not supported.
+    Refuse as `read_onnx` does, and also unsupported operators and blocks.
     """
     file, stated = without_quantisers(read_onnx(path, admitted))
     program = OnnxProgram(OnnxPlan(file), {name: (first, last) for name, first, last in blocks})
@@ -193,8 +194,8 @@ def _used(runs: Sequence[OnnxNode], holders: Mapping[str, nn.Module]) -> dict[st
 
 
 def nodes_between(plan: OnnxPlan, first: str, last: str, block: str) -> list[OnnxNode]:
-    """Return the nodes that compute one tensor from another. Refuse tensors that are not connected,
-    and nodes that read the tokens in another way."""
+    """Return the nodes that compute one tensor from another. Refuse unconnected tensors, and nodes
+    that depend on the tokens by another path."""
     made = {name: node for node in plan.runs for name in node.outputs if name}
     found: set[str] = set()
     waiting, reached = [last], False
@@ -226,7 +227,7 @@ def nodes_between(plan: OnnxPlan, first: str, last: str, block: str) -> list[Onn
 def _refuse_shapeless(
     plan: OnnxPlan, block: str, tensor: str, shapes: Mapping[str, Tensor]
 ) -> None:
-    """Refuse a tensor that is none of the program, or no hidden states [1, T, D] or [T, D]."""
+    """Refuse a tensor that the program does not have or that is not [1, T, D] or [T, D]."""
     if tensor not in shapes:
         from difflib import get_close_matches
 
@@ -264,7 +265,7 @@ def _output(plan: OnnxPlan, shapes: Mapping[str, Tensor]) -> str:
 
 
 def _vocabulary(plan: OnnxPlan) -> int | None:
-    """Return the number of rows of the table in which tokens are looked up."""
+    """Return the number of rows of the embedding table."""
     ids = {plan.ids}
     for node in plan.runs:
         if node.kind in (*VIEWS, "Cast") and node.inputs[0] in ids:

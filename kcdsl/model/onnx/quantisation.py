@@ -1,10 +1,10 @@
-"""QuantizeLinear and DequantizeLinear of ONNX files: the numerics of the kernel that a file states.
+"""QuantizeLinear and DequantizeLinear of ONNX files: the numerics of the kernel.
 
-The graph without them is the program. Codes that the file stores become parameters: (code - zero
-point) · scale as float32, by the name of the result of DequantizeLinear. What quantises the input
-of a product with a weight, or the weight itself, becomes a part of the numerics of that linear.
-Where other operators read quantised tensors, all static quantisers are those of tensors
-(docs/adr/0036): in the place of both operators the program has one that marks the tensor.
+The graph without them is the program. Stored codes become parameters: (code - zero
+point) · scale as float32, under the name of the result of DequantizeLinear. A quantiser of the
+input of a product with a weight, or of the weight, becomes a part of the numerics of that linear.
+Where other operators read quantised tensors, all static quantisers become quantisers of tensors
+(docs/adr/0036): the program has one operator that marks the tensor in place of both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMPUTE: dict[int, str] = {
     TensorProto.FLOAT16: "float16",
     TensorProto.BFLOAT16: "bfloat16",
 }
-"""The formats in which programs compute, by the types of their weights."""
+"""Compute formats by ONNX type of the weights."""
 _QUANTIZE, _DYNAMIC, _DEQUANTIZE = "QuantizeLinear", "DynamicQuantizeLinear", "DequantizeLinear"
 QUANTISERS = frozenset({_QUANTIZE, _DYNAMIC, _DEQUANTIZE})
 _FORMATS: dict[int, str] = {
@@ -39,14 +39,14 @@ _FORMATS: dict[int, str] = {
     TensorProto.FLOAT8E4M3FN: "fp8_e4m3",
     TensorProto.FLOAT8E5M2: "fp8_e5m2",
 }
-"""The formats of codes by their types; ONNX saturates int8 at -128."""
+"""Code formats by ONNX type; ONNX saturates int8 at -128."""
 _STORED = frozenset({*_FORMATS, TensorProto.INT32})
 _MOVES = frozenset({"Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Dropout"})
-"""Operators behind which an input with one scale is the same input of a product."""
+"""Operators that a per-tensor quantised input of a product may pass through."""
 _SIGNED = frozenset({"MatMul", "Gemm", "Conv", "Add", "Sub", "Mul", "LayerNormalization"})
-"""Operators after which ONNX Runtime leaves out a Relu before a quantiser that cuts off alike."""
+"""Operators after which ONNX Runtime drops a Relu before a quantiser that clips at zero."""
 _REARRANGE = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze", "Split", "Slice", "Concat"})
-"""Operators after which it does so too, whose results are negative where their operands are."""
+"""Operators after which it does the same if their operands may be negative."""
 _PRODUCTS = frozenset({"MatMul", "Gemm"})
 _WEIGHT_FORMS = tuple(
     Weights(form, scale)
@@ -66,18 +66,18 @@ _CODES = (
 
 @dataclass(frozen=True, slots=True)
 class _Coded:
-    """Codes of a tensor: their format, scale and zero point; no scale where it is computed."""
+    """Codes of a tensor: their format, scale and zero point; no scale where it is dynamic."""
 
     node: OnnxNode
     source: str
     parts: tuple[str, ...]
     section: Section
     quantiser: StaticQuantiser | None = None
-    """Where it is that of a tensor, whatever reads it."""
+    """The quantiser, where it belongs to a tensor and not to a linear."""
 
 
 class _Reader:
-    """Takes QuantizeLinear and its kind out of a graph, in the order of its nodes."""
+    """Removes quantisation operators from a graph, in the order of its nodes."""
 
     def __init__(self, file: OnnxFile) -> None:
         self.file = file
@@ -96,17 +96,17 @@ class _Reader:
         self._by_tensor = _quantises_tensors(file)
         self._made = {name: node for node in file.nodes for name in node.outputs}
         self._read_back: dict[str, str] = {}
-        """The tensors that codes are read back as."""
+        """Dequantised tensors by their codes."""
         self._is: dict[str, str] = {}
-        """Tensors that are others once quantisers are gone."""
+        """Replacements of tensors after quantisers are removed."""
         self._coded: dict[str, _Coded] = {}
         self._scales: dict[str, OnnxNode] = {}
         self._inputs: dict[str, _Coded] = {}
-        """Results of DequantizeLinear that depend on the tokens, and what is only moved of them."""
+        """Results of DequantizeLinear that depend on the tokens, and views of them."""
         self._fixed: dict[str, _Coded] = {}
-        """Those that are quantised parameters."""
+        """Results of DequantizeLinear that are quantised parameters."""
         self._turns: dict[str, tuple[str, bool]] = {}
-        """Moved parameters: of which tensor, and whether transposed."""
+        """Views of parameters: the original tensor, and whether it is transposed."""
 
     def read(self) -> OnnxFile:
         """Return the file without quantisers."""
@@ -207,7 +207,7 @@ class _Reader:
         self.tensors[result], self.types[result] = value, int(TensorProto.FLOAT)
 
     def _undo(self, node: OnnxNode, coded: _Coded) -> None:
-        """Take out a quantiser and its inverse."""
+        """Remove a quantiser and its inverse."""
         result = node.outputs[0]
         mine = (*node.inputs[1:], "")[:2]
         dynamic = coded.node.kind == _DYNAMIC
@@ -235,8 +235,8 @@ class _Reader:
             self._inputs[result] = coded
 
     def _mark(self, node: OnnxNode, source: str, codes: str, by: StaticQuantiser) -> None:
-        """Put an operator in the place of a quantiser and its inverse; all that read the same codes
-        read one result."""
+        """Replace a quantiser and its inverse by one marking operator; all readers of the same
+        codes share its result."""
         result = node.outputs[0]
         if codes in self._read_back:
             self._is[result] = self._read_back[codes]
@@ -252,8 +252,8 @@ class _Reader:
         self._read_back[codes] = result
 
     def _signed(self, tensor: str) -> bool:
-        """Say whether a tensor may be negative, by what made it, and ONNX Runtime may have left out
-        a Relu behind it."""
+        """Return whether ONNX Runtime may have dropped a Relu after a tensor that may be negative,
+        judged by its producer."""
         waiting, seen = [tensor], set[str]()
         while waiting:
             name = waiting.pop()
@@ -314,7 +314,7 @@ class _Reader:
         )
 
     def _product(self, node: OnnxNode) -> None:
-        """Note how the input and the weight of a product are quantised."""
+        """Record the quantisation of the input and the weight of a product."""
         entering, weight = node.inputs[:2]
         turned = bool(node.attributes.get("transB", 0)) and node.kind == "Gemm"
         while weight in self._turns:
@@ -341,7 +341,7 @@ class _Reader:
             raise _refusal(node, f"another product reads {excerpt(key)} with another quantiser")
 
     def _stored(self, node: OnnxNode, fixed: _Coded, key: str, turned: bool) -> Section:
-        """Return the section `weights` by which a parameter becomes what the file makes of it."""
+        """Return the section `weights` that reproduces the quantised parameter of the file."""
         import torch
 
         from kcdsl.model.numerics.weights import dequantised
@@ -365,8 +365,8 @@ class _Reader:
 
 
 def _quantises_tensors(file: OnnxFile) -> bool:
-    """Say whether anything but products with weights, in the first place, reads a tensor that was
-    quantised with a scale of the file."""
+    """Return whether a statically quantised tensor is read by anything other than as the first
+    operand of a product with a weight."""
     computed = {one.name for one in file.inputs}
     codes, read = set[str](), set[str]()
     for node in file.nodes:
@@ -394,7 +394,7 @@ def _refusal(node: OnnxNode, what: str, help: str | None = None) -> Refusal:
 
 
 def _along(node: OnnxNode, scale: Array, held: Array) -> tuple[int, ...]:
-    """Return the shape in which scales meet what they scale."""
+    """Return the shape to which scales are reshaped for broadcasting."""
     if scale.shape in ((), (1,)):
         return (1,) * held.ndim
     axis = node.attributes.get("axis", 1)
@@ -412,7 +412,7 @@ def _values(node: OnnxNode, held: Array, scale: Array, zero: Array) -> Array:
 
 
 def _quantised(node: OnnxNode, held: Array, scale: Array, zero: Array, kind: int) -> Array:
-    """Return what a parameter is once it is quantised and read again."""
+    """Return a parameter after quantisation and dequantisation."""
     from kcdsl.model.numerics.formats import CODE_FORMATS
 
     if kind not in _FORMATS:
@@ -428,7 +428,7 @@ def _quantised(node: OnnxNode, held: Array, scale: Array, zero: Array, kind: int
 
 
 def _static(node: OnnxNode, scale: Array, zero: Array, kind: int) -> Section:
-    """Return the section `activations` of a quantiser with a scale of the file."""
+    """Return the section `activations` of a static quantiser."""
     form = _FORMATS.get(kind)
     if form is None:
         raise _refusal(node, f"its codes are {TensorProto.DataType.Name(kind)}")
@@ -437,7 +437,7 @@ def _static(node: OnnxNode, scale: Array, zero: Array, kind: int) -> Section:
     if scale.size > 1 and (zero != zero.flat[0]).any():
         raise _refusal(node, "its zero points differ")
     zero_point = int(zero.flat[0])
-    if form == "int8_full" and zero_point:  # the same quantiser, its codes counted from 0
+    if form == "int8_full" and zero_point:  # the same quantiser with unsigned codes
         form, zero_point = "uint8", zero_point + 128
     numbers = [float(one) for one in scale.reshape(-1)]
     section: Section = {
@@ -449,7 +449,7 @@ def _static(node: OnnxNode, scale: Array, zero: Array, kind: int) -> Section:
 
 
 def _of_tensor(node: OnnxNode, section: Section) -> StaticQuantiser:
-    """Return a quantiser with one scale, its codes counted from 0."""
+    """Return a per-tensor quantiser, with unsigned codes."""
     scale = section["input_scale"]
     if isinstance(scale, list):
         raise _refusal(node, "its scales are of channels, and its tensor is no input of products")
@@ -466,9 +466,9 @@ def _of_tensor(node: OnnxNode, section: Section) -> StaticQuantiser:
 
 
 def without_quantisers(file: OnnxFile) -> tuple[OnnxFile, FileNumerics]:
-    """Return the program of a file without quantisers, and the numerics that these state.
+    """Return the program of a file without quantisers, and the numerics of the quantisers.
 
-    Refuse (KC461) what no numerics express, by the operator and the node.
+    Refuse (KC461) quantisers that no numerics express, with the operator and the node.
     """
     compute, file = COMPUTE[file.own], as_dequantised(file)
     first = next((node for node in file.nodes if node.kind in QUANTISERS), None)

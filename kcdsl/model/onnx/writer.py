@@ -1,7 +1,7 @@
 """Block graphs as ONNX models: the program of a block with its weights, for other tools.
 
-Every result is stored in the format that its node states; a Cast follows where the operator
-computes in a wider format. Shapes are those of the graph.
+Every result has the format of its node; a Cast follows where the operator computes in a wider
+format. Shapes are those of the graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kcdsl.model.numerics import UNROUNDED
 
 _OPSET = 18
 _SINCE = {"Gelu": 20, "RMSNormalization": 23}
-"""Operators that later versions brought."""
+"""Operators with the operator set version that introduced them."""
 _NUMPY: dict[str, Any] = {
     "float64": np.float64, "float32": np.float32, "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
@@ -46,13 +46,14 @@ Array = NDArray[Any]
 
 @dataclass(slots=True)
 class OnnxBuilder:
-    """Nodes and initializers of an ONNX graph under construction. Tensors are known by name."""
+    """Nodes and initializers of an ONNX graph under construction. Tensors are identified by
+    name."""
 
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     held: dict[str, onnx.TensorProto] = field(default_factory=dict)
 
     def node(self, kind: str, *inputs: str, **attributes: Any) -> str:
-        """Add a node of one result; return the name of that."""
+        """Add a node with one result; return the name of the result."""
         name = f"t{len(self.nodes)}"
         self.nodes.append(helper.make_node(kind, list(inputs), [name], name, **attributes))
         return name
@@ -64,7 +65,7 @@ class OnnxBuilder:
         return name
 
     def counts(self, values: Sequence[int]) -> str:
-        """Add a list of integers, which operators read as shapes, axes and ranges."""
+        """Add a list of integers for shapes, axes and ranges."""
         name = "counts " + " ".join(str(value) for value in values)
         return self.constant(name, np.asarray(values, dtype=np.int64))
 
@@ -89,7 +90,8 @@ class OnnxBuilder:
     ) -> onnx.ModelProto:
         """Return the model, checked by the `onnx` package; inputs and output have one format.
 
-        It states the least version of operators that has all of them, as solvers know old ones.
+        It has the least operator set version with all its operators, for solvers that support only
+        old ones.
         """
         given = [helper.make_tensor_value_info(n, _PROTO[format], list(s)) for n, s in inputs]
         result = helper.make_tensor_value_info(output[0], _PROTO[format], list(output[1]))
@@ -109,9 +111,9 @@ def block_model(
 ) -> onnx.ModelProto:
     """Return a block as an ONNX model: input `hidden` [T, D] if it has one, output `output`.
 
-    `params` holds the tensors of the checkpoint by key, as the module holds them: a matrix that is
-    stored transposed is turned. An initializer has the name of its key. `own` is the format, of
-    `TYPES`, of results that the graph leaves to the kernel.
+    `params` holds the tensors of the checkpoint by key, in the layout of the module. An initializer
+    has the name of its key. `own` is the format, of `TYPES`, of results with the kernel's own
+    format.
 
     Raises:
         KeyError: a parameter of the graph is not in `params`.
@@ -122,7 +124,7 @@ def block_model(
 
 @dataclass(slots=True)
 class _Stored:
-    """A result: its tensor, and the format in which it is stored; "" of a mask."""
+    """A result: its tensor and its storage format; "" for a mask."""
 
     tensor: str
     format: str
@@ -154,7 +156,7 @@ class _BlockWriter:
         return name or self.own
 
     def _as(self, value: _Stored, format: str) -> str:
-        """Return the tensor of a result in another format; a mask is as it is."""
+        """Return the tensor of a result in another format; a mask is unchanged."""
         if value.format in ("", format):
             return value.tensor
         return self.builder.node("Cast", value.tensor, to=_PROTO[format])
@@ -241,7 +243,7 @@ class _BlockWriter:
                 return self._norm(node, wide, x)
 
     def _part(self, node: Node, tensor: str, wide: str, stored: str | None = None) -> str:
-        """Return a part of an operation that is written out, rounded as it is stored."""
+        """Return a part of a written operation, rounded to its storage format."""
         if stored is None:
             if node.attrs.get("form") != "written":
                 return tensor
@@ -250,7 +252,7 @@ class _BlockWriter:
         return self._as(_Stored(kept, self._format(stored)), wide)
 
     def _gelu(self, x: str, form: str, wide: str) -> str:
-        """Return GELU as one operator; in float64, where runtimes have none, written out."""
+        """Return GELU as one operator; in float64, which runtimes do not support, as several."""
         make = self.builder.node
         if wide != "float64":
             return make("Gelu", x, approximate=form)
@@ -275,8 +277,8 @@ class _BlockWriter:
         return make("Add", *(self._part(node, product, wide) for product in products))
 
     def _norm(self, node: Node, wide: str, x: list[str]) -> str:
-        """Return a norm as one operator, or part by part where it is written out or in float64:
-        the operators have an epsilon of float32."""
+        """Return a norm as one operator, or part by part if its form is "written" or in float64:
+        the operators have a float32 epsilon."""
         make, attrs, centre = self.builder.node, node.attrs, node.op == "layer_norm"
         parts = dict(attrs.get("parts", ()))
         if not parts and wide != "float64":
