@@ -1,7 +1,7 @@
-"""Counterexamples as documents: a run that breaks a clause, with all that it takes to run it again.
+"""Counterexamples as documents: a run that breaks a clause, with everything needed to repeat it.
 
-The schema is counterexample.schema.json; docs/reference/counterexamples.md says what the fields
-mean. The document is canonical JSON (RFC 8785); `sha256` is the digest of the rest of it.
+The schema is counterexample.schema.json; docs/reference/counterexamples.md describes the fields.
+The document is canonical JSON (RFC 8785); `sha256` is the digest of all other fields.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kcdsl.source.files import open_regular
 COUNTEREXAMPLE_SCHEMA = "kcdsl.counterexample/1"
 REPLAY_SCHEMA = "kcdsl.replay/1"
 LARGEST = 2**30
-"""Bytes of a document that are read."""
+"""The largest document in bytes."""
 
 _SIDES = {"train", "infer"}
 _FIELDS = {
@@ -61,12 +61,12 @@ _ARRAY: Mapping[str, type | tuple[type, ...]] = {"kind": str, "shape": list, "da
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What simulating the run of a counterexample gave.
+    """The result of simulating the run of a counterexample.
 
-    `value` is the functional of the drift, rounded down; `exact` says that it is the number of the
-    document bit for bit. `symbols` counts the rounding symbols that are not 0, `ordered` the sums
-    with a concrete order, `moved` how far the region is from what this machine computes (0 where it
-    is the same).
+    `value` is the functional of the drift, rounded down; `exact`: it equals the number of the
+    document bit for bit. `symbols` counts the nonzero rounding symbols, `ordered` the sums with a
+    concrete order. `moved` is the distance of the region from the one this machine computes (0:
+    the same).
     """
 
     value: float
@@ -89,7 +89,7 @@ class Replayed:
 def counterexample(program: Program, goal: Goal, record: Mapping[str, Any]) -> bytes:
     """Return the document of a run that breaks a goal.
 
-    `record` has what a backend knows: case, checkpoint, graph, numerics, region, input, symbols,
+    `record` has the backend's fields: case, checkpoint, graph, numerics, region, input, symbols,
     orders, attained.
     """
     from kcdsl.ir.canonical import digest
@@ -157,7 +157,7 @@ def unusable(path: Path, why: str) -> Refusal:
 
 
 def _misshapen(document: Any) -> str | None:
-    """Return what is wrong with the form of a document."""
+    """Return a defect in the form of a document; None where it is well formed."""
     if not isinstance(document, dict) or document.get("schema") != COUNTEREXAMPLE_SCHEMA:
         return f"its schema is not {COUNTEREXAMPLE_SCHEMA}"
     problem = _fields(document, _FIELDS, "the document")

@@ -1,17 +1,17 @@
 """Health score and recommended action of decided clauses.
 
-Every clause with an event adds 1 + v to E, where v is its deviation (`deviation`; the worst slice
-counts). An event is a violation, missing valid evidence, or a hard clause that is undecided. The
-highest level of a violation, or of missing valid evidence, selects the range of D:
+Every clause with an event adds 1 + v to E, where v is its `deviation` on its worst slice. An event
+is a violation, missing valid evidence, or an undecided hard clause. The highest level of a
+violation, or of missing valid evidence, selects the range of D:
 
     L3                        D = eta_2 + E
     L2                        D = eta_1 + (eta_2 - eta_1) E / (1 + E)    in [eta_1, eta_2)
     L1, or undecided alone    D = eta_1 E / (1 + E)                      in [0, eta_1)
 
-so that D >= eta_1 exactly on an event of L2 or L3, and D >= eta_2 exactly on one of L3: however
-many clauses of a level fail, they never count as one of the next level. Health is exp(-D). The
-score asks for log below eta_1, for guard below eta_2, for fallback from eta_2 on. The contract sets
-both in `escalation.health`.
+so that D >= eta_1 exactly on an event of L2 or L3, and D >= eta_2 exactly on one of L3: many failed
+clauses of one level never reach the range of the next level. Health is exp(-D). The action of the
+score is log below eta_1, guard below eta_2, and fallback from eta_2 on. The contract sets both
+thresholds in `escalation.health`.
 
 The recommended action is the most severe of the action of the violated clauses, that of the
 undecided hard ones, and that of the score: the score raises an action and never lowers it.
@@ -33,7 +33,7 @@ from kcdsl.verdict.result import ClauseResult
 
 @dataclass(frozen=True, slots=True)
 class Health(Record):
-    """D >= 0 (infinite: unbounded), the action that it asks for, and both thresholds of D."""
+    """D >= 0 (infinite: unbounded), the action that it selects, and both thresholds of D."""
 
     derived: ClassVar[tuple[str, ...]] = ("score",)
 
@@ -59,7 +59,7 @@ def deviation(value: float, threshold: float, better: str) -> float:
 
 
 def over_budget(rate: float, budget: float) -> float:
-    """Return v_c of a soft clause in [0, 1]: the share of what the budget leaves that is used up.
+    """Return v_c of a soft clause in [0, 1]: (rate - budget) / (1 - budget).
 
     A rate of 75 % deviates by 0.747 from a budget of 1 %, not by 74. Infinite for NaN.
     """
@@ -69,12 +69,12 @@ def over_budget(rate: float, budget: float) -> float:
 
 
 def is_broken(row: ClauseResult) -> bool:
-    """Say whether a result is a violation, or has no valid evidence, which counts as one."""
+    """Return whether a result is a violation or has no valid evidence."""
     return isinstance(row.verdict, Violated | InvalidEvidence)
 
 
 def is_open(row: ClauseResult) -> bool:
-    """Say whether a result leaves a hard clause undecided."""
+    """Return whether a result leaves a hard clause undecided."""
     return isinstance(row.verdict, Inconclusive) and row.budget is None
 
 
@@ -110,9 +110,9 @@ def _within(low: float, high: float, total: float) -> float:
 
 
 def recommend(rows: Sequence[ClauseResult], health: Health) -> str:
-    """Return the most severe action that violated clauses, undecided ones or the score ask for.
+    """Return the most severe action selected by violated clauses, undecided clauses or the score.
 
-    Of the violated clauses that is the action of the highest level, then the most severe one.
+    Among violated clauses, the highest level decides, then the most severe action of that level.
     """
     order = tuple(Level)
     broken = [(order.index(Level(r.level)), r.action) for r in rows if is_broken(r) and r.action]

@@ -1,7 +1,7 @@
 """Numbers, findings and diagnostics of a report document, as sentences.
 
-Build servers show diagnostics: violated clauses and invalid evidence are errors, open clauses are
-warnings that fail too, and nothing but a held clause is a success. What is no verdict is a note.
+In diagnostics for build servers, violated clauses and invalid evidence are errors, open clauses are
+warnings that fail too, and only a held clause is a success. Everything else is a note.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORDS = {
     "invalid_evidence": "invalid evidence",
 }
 VERDICTS = {name: (sign, _WORDS[name]) for name, sign in SIGNS.items()}
-"""Sign and word of each verdict, so that no colour is needed to tell them apart."""
+"""Sign and word of each verdict, readable without colours."""
 
 _HEADLINES = {
     "held": "Every clause that was decided holds",
@@ -61,7 +61,7 @@ def shown(value: float | None, unit: str) -> str:
 
 
 def against(value: float | None, row: Mapping[str, Any]) -> str:
-    """Return a value of a row with its unit, told from its threshold."""
+    """Return a value of a row with its unit, with enough digits to differ from the threshold."""
     unit = scale(row["unit"], row["threshold"])
     return _with_unit(told(value, row["threshold"], unit), unit)
 
@@ -108,9 +108,9 @@ def advice(report: Mapping[str, Any]) -> list[str]:
 
 
 def findings(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what is not held: the clause, its slice, and by how much it fails.
+    """Return the results that are not held: the clause, its slice, and by how much it fails.
 
-    Results without usable evidence for one and the same reason are one finding `of` all of them.
+    Results without usable evidence for the same reason are combined in one finding (`of`).
     """
     rows = [row for row in report["clauses"] if row["verdict"] != HELD]
     rows.sort(key=lambda row: (WORST_FIRST.index(row["verdict"]), -_deviation(row)))
@@ -134,7 +134,7 @@ def findings(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _by_clause(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return clause, level, requirement and slices of results, one entry for each requirement."""
+    """Return clause, level, requirement and slices of results, one entry per requirement."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         one = {name: row[name] for name in ("clause", "level", "requirement")}
@@ -190,7 +190,7 @@ def limit_of(row: Mapping[str, Any]) -> float | None:
 
 
 def looks_in_words(looks: int | None) -> str:
-    """Return over how many looks at growing data an error is shared."""
+    """Return in words the number of looks at growing data that share an error."""
     if looks is None:
         return "over any number of looks"
     return "at one look" if looks == 1 else f"over {looks} looks together"
@@ -200,7 +200,7 @@ def looks_in_words(looks: int | None) -> str:
 
 
 def terse(value: float | None, row: Mapping[str, Any]) -> str:
-    """Return a value of a row without a unit that the row's metric tells, as `against` else."""
+    """Return a value as `against` does, without a unit that the metric implies."""
     return told(value, row["threshold"], scale(row["unit"], row["threshold"]))
 
 
@@ -208,10 +208,10 @@ def beside_rows(
     clauses: Sequence[Mapping[str, Any]],
     write: Callable[[float | None, Mapping[str, Any]], str] = against,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return what was measured, certified and noise beside each threshold, in words.
+    """Return the measured value, certified bound and noise floor of each threshold, in words.
 
-    The second list has the reasons for which numbers are missing, each once; `certified_note` and
-    `floor_note` of a row are places in it, from 1, and 0 for none.
+    The second list has the reasons of missing numbers, each once; `certified_note` and
+    `floor_note` of a row are indices in it, from 1, and 0 for none.
     """
     found: list[dict[str, Any]] = []
     reasons: list[str] = []
@@ -262,7 +262,7 @@ _FOUND = {
     "inconclusive": (codes.CLAUSE_OPEN, Severity.WARNING),
 }
 Places = Mapping[str, Span]
-"""Where each clause stands in the contract."""
+"""The span of each clause in the contract."""
 
 
 def in_format(
@@ -272,7 +272,7 @@ def in_format(
     source: SourceFile | None = None,
     places: Places | None = None,
 ) -> str:
-    """Return a report in one of `DIAGNOSTIC_FORMATS`, at the places of its clauses."""
+    """Return a report in one of `DIAGNOSTIC_FORMATS`, located at its clauses."""
     known = places or {}
     decided = dict.fromkeys(row["clause"] for row in report["clauses"])
     checked: tuple[Checked, ...] = ()

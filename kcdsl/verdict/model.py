@@ -1,7 +1,7 @@
 """Verdicts and evidence: their types, and their names in documents, exit codes and tables.
 
-Empty, NaN, misaligned or missing evidence is never `Held`, and nothing but `held` looks held
-anywhere: every table, page and build server reads the names here.
+Empty, NaN, misaligned or missing evidence is never `Held`. Every table, page and build server uses
+the names defined here, so that no other verdict is shown as held.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kcdsl.ir.terms import EvidenceKind
 
 HELD = "held"
 WORST_FIRST = ("violated", "invalid_evidence", "inconclusive", HELD)
-"""What is known to be wrong stands before what cannot be trusted, and that before what is open."""
+"""Verdicts from worst to best."""
 EXITS = {
     "violated": Exit.VIOLATED,
     "invalid_evidence": Exit.COULD_NOT_RUN,
@@ -23,20 +23,20 @@ EXITS = {
     HELD: Exit.HELD,
 }
 SIGNS = {HELD: "✓", "violated": "✗", "inconclusive": "?", "invalid_evidence": "!"}
-"""A sign for each verdict, so that no colour is needed to tell them apart."""
+"""A sign for each verdict, readable without colours."""
 SHOWN = {
     HELD: ("✓ held", "green"),
     "violated": ("✗ violated", "bold red"),
     "inconclusive": ("? inconclusive", "yellow"),
     "invalid_evidence": ("! invalid", "magenta"),
 }
-"""Sign with word, and colour, of each verdict at a terminal."""
+"""Sign with word, and colour, of each verdict on a terminal."""
 
 
 def worst(names: Collection[str]) -> str:
-    """Return the worst of some verdicts; of none, invalid evidence: nothing decided is no pass.
+    """Return the worst of several verdicts; invalid evidence for an empty sequence.
 
-    Raises ValueError for a name that is no verdict.
+    Raises ValueError for an unknown name.
     """
     unknown = set(names) - set(WORST_FIRST)
     if unknown:
@@ -51,14 +51,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Violated:
-    """The requirement is violated; `counterexample` says by what (plain JSON data)."""
+    """The requirement is violated; `counterexample` is the violating run (plain JSON data)."""
 
     counterexample: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Inconclusive:
-    """Neither shown nor refuted."""
+    """The requirement is neither shown nor refuted."""
 
     reason: str
 
@@ -88,7 +88,7 @@ def verdict_name(verdict: Verdict) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a verdict rests on."""
+    """The kind of evidence of a verdict."""
 
     kind: EvidenceKind
     n: int | None = None

@@ -1,4 +1,4 @@
-"""The answer of a formal backend to a goal, what it proves, and what follows from it."""
+"""The answer of a formal backend to a goal: its outcome, proved statements and implied clauses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kcdsl.verdict.model import Evidence, Held, Verdict
 
 @dataclass(frozen=True, slots=True)
 class LinkOutcome:
-    """One link of a chain: the largest drift of its output that is proved, and the largest that a
-    run of the chain's block has there (None where none was tried); the last link has the
-    functional of the goal. `cached` says that an earlier run had found the bound."""
+    """One link of a chain: the proved bound on the drift of its output, and the largest drift that
+    a run of the chain's block attains there (None where none was tried); the last link has the
+    functional of the goal. `cached`: the bound comes from an earlier run."""
 
     name: str
     bound: float
@@ -30,8 +30,8 @@ class LinkOutcome:
 class CaseOutcome:
     """One input region of a goal, such as one prompt of the slice.
 
-    `bound` is infinite where no finite bound exists (then `reason` says why); `attack` is the
-    functional that a concrete admissible run attains, None where none was searched.
+    `bound` is infinite where there is no finite bound, for the `reason`; `attack` is the functional
+    that a concrete admissible run attains, None where none was searched.
     """
 
     name: str
@@ -42,13 +42,13 @@ class CaseOutcome:
     stable: bool | None = None
     """For no_flip: whether every row is shown to be stable."""
     margin: float | None = None
-    """For no_flip: how far the lowest top column stays above the highest other one, in the
-    worst row and kernel; positive where `stable`."""
+    """For no_flip: the least difference of a top column and any other column, over rows and
+    kernels; positive where `stable`."""
     links: tuple[LinkOutcome, ...] = ()
-    """Where the bound is that of a chain: its links in order."""
+    """The links of a chain in order; empty for a bound of one block."""
     alpha: str | None = None
-    """With what probability independent roundings may exceed the bound, as an exact real; None: it
-    is of the worst case."""
+    """The probability that independent roundings exceed the bound, as an exact real; None: it
+    holds in the worst case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class GoalOutcome:
     counterexample: bytes | None = None
     """The document of a run that breaks the goal (kcdsl.verdict.counterexample)."""
     confirmed: bool = False
-    """Whether a second implementation re-derived the proof."""
+    """Whether the independent checker derived the proof again."""
     notes: tuple[str, ...] = ()
-    """What people should know beside the verdict, such as numerics that no adapter here keeps."""
+    """Remarks for users, such as numerics that no adapter implements."""
     cached: int = 0
-    """How many cases have their bound from an earlier run."""
+    """The number of cases whose bound comes from an earlier run."""
 
     @property
     def bound(self) -> float:
@@ -92,8 +92,8 @@ class GoalOutcome:
 
     @property
     def tightness(self) -> float | None:
-        """Return bound / attack on the cases where both are known (the largest-bound one). An
-        attack chooses roundings, so it says nothing of bounds that leave these to chance."""
+        """Return bound / attack of the case with the largest bound among those where both are
+        known. Bounds for random roundings have none, because an attack chooses its roundings."""
         ratios = [
             (case.bound, case.bound / case.attack)
             for case in self.cases
@@ -119,8 +119,8 @@ class GoalOutcome:
 class ProvedDrift:
     """A proved statement: for all x in region(slice): norm(drift(block, x)) <= bound.
 
-    `norm` is "inf", "2" or "span", of each row; `bound` is the certified number, which may be far
-    below the clause's threshold. `temperature` is that of the contract.
+    `norm` is "inf", "2" or "span" of each row; `bound` is the certified number, which may be much
+    smaller than the clause's threshold. `temperature` is that of the contract.
     """
 
     clause_id: str
@@ -151,7 +151,7 @@ class ImpliedBound:
 
     @property
     def decides(self) -> bool:
-        """Say whether the bound settles the comparison (one alternative of an `or` may not)."""
+        """Return whether the bound settles the comparison (one alternative of an `or` may not)."""
         return self.comparison.op != "==" and self.comparison.admits(Fraction(self.bound))
 
 
@@ -160,8 +160,8 @@ class Implied:
     """A clause that holds on a slice because a drift was proved.
 
     `span` bounds max dz - min dz of the logits (before the division by the temperature), rounded
-    up: with the temperature and the contract's constants it is all a checker needs to recompute
-    every number. `steps` is the chain for people, `assumptions` what it rests on beside the proof.
+    up: a checker recomputes every number from it, the temperature and the contract's constants.
+    `steps` is the derivation in words, `assumptions` its assumptions besides the proof.
     """
 
     clause_id: str
@@ -181,9 +181,9 @@ class Implied:
 
 
 def proved_drifts(program: Program, outcomes: Sequence[GoalOutcome]) -> tuple[ProvedDrift, ...]:
-    """Return what the held drift goals prove, each with its certified number (not its limit).
+    """Return the drifts proved by held goals, each with its certified number (not its threshold).
 
-    What holds but for a share of all runs is no premise.
+    A bound that a share of all runs may exceed is not included.
     """
     return tuple(
         ProvedDrift(

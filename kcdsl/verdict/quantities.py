@@ -1,7 +1,7 @@
-"""Values in base units as people read them.
+"""Formatting of values in base units for people.
 
-What is printed beside a threshold is printed in its unit, and with as many digits as tell it from
-the threshold: 0.05001 is not 0.05, and 99.999 % is not 100 %.
+A value next to a threshold is printed in the unit of the threshold, with enough digits to differ
+from it: 0.05001 is not 0.05, and 99.999 % is not 100 %.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 
 UNREACHED = "–"
-"""Stands where there is no value."""
+"""The text for a missing value."""
 DIGITS, MORE, STATED = 3, (6, 10, 17), 10
-"""Significant digits of a value, what may be needed instead, and those of a stated threshold."""
+"""Significant digits of a value, larger numbers to try next, and those of a stated threshold."""
 _SMALL = 1e-4
-"""Shares below this are no percentages to people."""
+"""Shares below this are not shown as percentages."""
 
 
 def quantity(value: float | None, unit: str, digits: int = DIGITS) -> str:
-    """Return a value in base units as people read it: 12.3 ms, 1.5 GB, 99.2%, 4.1e-05.
+    """Return a value in base units with a readable unit: 12.3 ms, 1.5 GB, 99.2%, 4.1e-05.
 
-    `unit` may be "%" for a share that is a percentage however small it is.
+    With `unit` "%", a share is always a percentage, however small it is.
     """
     if value is None or not math.isfinite(value):
         return UNREACHED
@@ -42,7 +42,7 @@ def quantity(value: float | None, unit: str, digits: int = DIGITS) -> str:
 
 
 def _plain(value: float, digits: int) -> str:
-    """Return a number without an exponent, whole where it has more places than digits: 1,234."""
+    """Return a number without an exponent, rounded to an integer if it is large: 1,234."""
     text = f"{value:,.{digits}g}"
     return f"{value:,.0f}" if "e+" in text else text
 
@@ -57,12 +57,12 @@ def _percent(value: float, digits: int) -> str:
 
 
 def stated(threshold: float | None, unit: str) -> str:
-    """Return a threshold as its author stated it, which no rounding changes."""
+    """Return a threshold as its author stated it, without rounding."""
     return quantity(threshold, unit, STATED)
 
 
 def told(value: float | None, threshold: float | None, unit: str) -> str:
-    """Return a value so that it is read as another than a threshold that it is not."""
+    """Return a value with enough digits to differ from a threshold that it does not equal."""
     if value is None or threshold is None or not math.isfinite(threshold):
         return quantity(value, unit)
     if value == threshold:
@@ -75,7 +75,8 @@ def told(value: float | None, threshold: float | None, unit: str) -> str:
 
 
 def scale(unit: str, threshold: float | None) -> str:
-    """Return the unit of everything beside a threshold: a share is a percentage where that is."""
+    """Return the display unit of values next to a threshold: "%" if the threshold is a
+    percentage."""
     if unit != "ratio" or threshold is None:
         return unit
     return "1" if 0 < abs(threshold) < _SMALL else "%"

@@ -1,6 +1,6 @@
 """Frozen records as plain JSON data.
 
-Numbers that are not finite are written as null, never as a word that a reader might skip.
+Numbers that are not finite are written as null.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Record:
 
 
 class DocumentRecord(Record):
-    """A record that is a JSON document of its own, with the name of its schema."""
+    """A record that is a complete JSON document with the name of its schema."""
 
     __slots__ = ()
     schema: ClassVar[str]
@@ -64,5 +64,5 @@ def plain(value: Any) -> Any:
 
 
 def number(value: float | None) -> float | None:
-    """Return a value as JSON can hold it: null where it is missing or not finite."""
+    """Return a value for JSON: null where it is missing or not finite."""
     return None if value is None or not math.isfinite(value) else float(value)

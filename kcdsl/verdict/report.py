@@ -28,13 +28,13 @@ REPORT_SCHEMA = "kcdsl.report/2"
 
 @dataclass(frozen=True, slots=True)
 class Statistics(Record):
-    """How sampled results were decided.
+    """The error levels of sampled results.
 
-    False passes and false violations each happen with a probability of at most `error`, over all
-    the planned `looks` at growing data together (None: any number of looks). One limit at one look
-    fails with `limit_error`. Passes need no correction, since all clauses must hold; violations,
-    of which any counts, share the error among the `sampled` results by Holm's method, the last of
-    them at `violation_error`.
+    False passes and false violations each have a probability of at most `error`, over all the
+    planned `looks` at growing data together (None: any number of looks). A single limit at one look
+    has the error `limit_error`. Passes need no correction, since all clauses must hold. Violations
+    share the error among the `sampled` results by Holm's method, since any of them counts; the last
+    one has `violation_error`.
     """
 
     error: float = 0.05
@@ -62,8 +62,8 @@ class Precheck(Record):
 
 @dataclass(frozen=True, slots=True)
 class CrossCheck(Record):
-    """Measured block drift beside the bound certified for the claimed numerics, largest over the
-    requests; `tightness` is certified / measured at the request where it is smallest."""
+    """Measured block drift and the certified bound for the claimed numerics, each the largest over
+    the requests; `tightness` is the least certified / measured over the requests."""
 
     block: str
     requests: int
@@ -86,7 +86,7 @@ class ImpliedClause(Record):
 
 @dataclass(frozen=True, slots=True)
 class Warned(Record):
-    """Something about a clause on a slice that is no verdict, with the code that explains it."""
+    """A warning about a clause on a slice, with its diagnostic code."""
 
     code: str
     clause: str
@@ -96,7 +96,7 @@ class Warned(Record):
 
 @dataclass(frozen=True, slots=True)
 class SliceSummary(Record):
-    """What was measured on a slice whatever the clauses say: statistics of the usual drifts."""
+    """Statistics of the common drift metrics on a slice, independent of the clauses."""
 
     slice: str
     requests: int
@@ -106,7 +106,7 @@ class SliceSummary(Record):
 
 @dataclass(frozen=True, slots=True)
 class Report(DocumentRecord):
-    """Everything that one evaluation found."""
+    """The results of one evaluation."""
 
     schema: ClassVar[str] = REPORT_SCHEMA
 
@@ -132,7 +132,7 @@ class Report(DocumentRecord):
     statistics: Statistics = Statistics()
     warnings: tuple[Warned, ...] = ()
     bounding: Mapping[str, Any] = field(default_factory=dict)
-    """Of which numerics the certified bounds of the whole model speak, or why none were sought."""
+    """The numerics of the certified bounds of the whole model, or why there are none."""
     charts: Mapping[str, Any] = field(default_factory=dict)
     """The data of the charts: plain JSON of bounded size."""
 
@@ -143,7 +143,7 @@ class Report(DocumentRecord):
 
     @property
     def exit(self) -> Exit:
-        """Return the status of the process; a violation is named before weaker findings."""
+        """Return the exit code of the worst verdict."""
         return overall(self.clauses)[1]
 
     def to_json(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class Report(DocumentRecord):
 
 
 def not_decided(deferred: Mapping[str, str]) -> str:
-    """Say in a sentence that a verdict leaves clauses open; empty where it leaves none."""
+    """Return a sentence about the deferred clauses; empty where there are none."""
     if not deferred:
         return ""
     return (
@@ -164,8 +164,8 @@ def not_decided(deferred: Mapping[str, str]) -> str:
 
 
 def overall(clauses: Sequence[ClauseResult]) -> tuple[str, Exit]:
-    """Return the verdict over all clauses, and the status of the process: violated, else
-    invalid_evidence, else inconclusive, else held; nothing decided is no evidence."""
+    """Return the worst verdict over all clauses, and its exit code; without clauses it is
+    invalid_evidence."""
     name = worst({verdict_name(clause.verdict) for clause in clauses})
     return name, EXITS[name]
 
@@ -174,7 +174,7 @@ def overall(clauses: Sequence[ClauseResult]) -> tuple[str, Exit]:
 
 
 LARGEST = 2**28
-"""Bytes of a document that are read."""
+"""The largest document in bytes."""
 ATTRIBUTION_SCHEMA = "kcdsl.attribution/1"
 _REPORT_FIELDS = {
     "verdict": str,
@@ -199,8 +199,8 @@ _REPORT_FIELDS = {
 def read_report(path: Path) -> Mapping[str, Any]:
     """Return a report document.
 
-    Raises Refusal (KC674) for what is no report of this version, and for one whose verdict or exit
-    code is not that of its clauses.
+    Raises Refusal (KC674) for anything but a report of this version, and for a report whose verdict
+    or exit code contradicts its clauses.
     """
     document = _read(path, REPORT_FILE, REPORT_SCHEMA, "report.json as `kcdsl evaluate` wrote it")
     for name, kind in _REPORT_FIELDS.items():
@@ -217,7 +217,7 @@ def read_report(path: Path) -> Mapping[str, Any]:
 
 
 def read_attribution(path: Path) -> Mapping[str, Any]:
-    """Return an attribution document; raises Refusal (KC675) for what is none of this version."""
+    """Return an attribution document; raises Refusal (KC675) for anything else."""
     advice = "the JSON that `kcdsl attribute` wrote"
     document = _read(path, ATTRIBUTION_FILE, ATTRIBUTION_SCHEMA, advice)
     for name in ("sources", "layers"):
@@ -262,9 +262,9 @@ Document = Mapping[str, Any]
 
 
 def differences(recorded: Document, found: Document) -> tuple[str, ...]:
-    """Return what differs between two documents "kcdsl.report/2", clauses first; () if nothing.
+    """Return the differences of two documents "kcdsl.report/2", clauses first; () if equal.
 
-    Numbers are compared as JSON writes them, which is exact for float64.
+    Numbers are compared in their JSON form, which is exact for float64.
     """
     rows = [_rows(document.get("clauses")) for document in (recorded, found)]
     texts = list(_of_clauses(*rows))

@@ -15,7 +15,7 @@ from kcdsl.verdict.records import Record
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPercentiles(Record):
-    """Percentiles of the requests, each by its worst token; `worst` is the smallest where more is
+    """Percentiles over requests of the worst token of each; `worst` is the minimum if higher is
     better."""
 
     p50: float
@@ -25,10 +25,10 @@ class MeasuredPercentiles(Record):
 
 @dataclass(frozen=True, slots=True)
 class Certified(Record):
-    """The statistic of the clause, formed from certified bounds of `requests` of `of` requests.
+    """The statistic of the clause over certified bounds of `requests` out of `of` requests.
 
     `value` bounds the clause's own value, None with a `reason` where some requests have no bound;
-    `partial` is formed from those that have one. `domains` say by what they were bounded.
+    `partial` is the statistic over those that have one. `domains` are the proof domains used.
     """
 
     value: float | None
@@ -41,9 +41,9 @@ class Certified(Record):
 
 @dataclass(frozen=True, slots=True)
 class NoiseFloor(Record):
-    """The statistic of the clause, formed from the drift of the training kernel from itself when
-    `requests` requests are batched otherwise. `above` says that the threshold lies below it, so
-    that no inference kernel can be expected to meet the clause."""
+    """The statistic of the clause over the drift of the training kernel from itself, when
+    `requests` requests are batched differently. `above`: it exceeds the threshold, so no inference
+    kernel can be expected to meet the clause."""
 
     value: float | None
     requests: int
@@ -53,10 +53,10 @@ class NoiseFloor(Record):
 
 @dataclass(frozen=True, slots=True)
 class Beside(Record):
-    """All that stands beside one clause on one slice.
+    """Context of the result of one clause on one slice.
 
-    `narrow` says why its result may change with little: "few units" where there are fewer than 20,
-    or one more or less beyond decides; "near the threshold" where it is within a tenth of it.
+    `narrow` has reasons why the result is fragile: "few units" where there are fewer than 20 or one
+    exceedance decides; "near the threshold" where the value is within a tenth of it.
     """
 
     measured: MeasuredPercentiles | None = None
@@ -66,7 +66,7 @@ class Beside(Record):
 
 
 def domains_in_words(bounding: Mapping[str, Any]) -> str:
-    """Return how many requests were bounded as a whole by what; empty where none was."""
+    """Return the number of bounded requests by proof domain, in words; empty where none was."""
     domains: Mapping[str, Any] = bounding.get("domains", {})
     return ", ".join(f"{len(keys)} by {words}" for words, keys in domains.items())
 
@@ -76,8 +76,8 @@ def domains_in_words(bounding: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExceedanceCount(Record):
-    """k of n `of` (requests, timed runs, windows, records) beyond the threshold, with limits of
-    the rate in the population they stand for (each one-sided at the confidence of the clause)."""
+    """k of n `of` (requests, timed runs, windows, records) beyond the threshold, with one-sided
+    limits of the rate in the population, each at the confidence of the clause."""
 
     derived: ClassVar[tuple[str, ...]] = ("rate",)
 
@@ -95,8 +95,8 @@ class ExceedanceCount(Record):
 
 @dataclass(frozen=True, slots=True)
 class Shown(Record):
-    """What k of n sampled units beyond the threshold show: at `confidence`, the rate in the
-    population they stand for is below `rate`."""
+    """The conclusion from k of n sampled units beyond the threshold: at `confidence`, the rate in
+    the population is below `rate`."""
 
     derived: ClassVar[tuple[str, ...]] = ("text",)
 
@@ -126,7 +126,7 @@ def share_above(rate: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Estimator(Record):
-    """How a value was obtained: tier, formula, bias class, the unit of one value, its direction."""
+    """The estimator of a value: tier, formula, bias class, the unit of one value, its direction."""
 
     tier: str
     formula: str
@@ -160,23 +160,24 @@ class ClauseResult(Record):
     exceedance: ExceedanceCount | None = None
     budget: str | None = None
     action: str | None = None
-    """The action that this result calls for; None where none does."""
+    """The action for this result; None where there is none."""
     deviation: float = 0.0
     """v_c of the health score; infinite where the clause cannot be measured."""
     estimators: tuple[Estimator, ...] = ()
     holdout: bool = False
-    """Whether the clause is kept from training losses."""
+    """Whether the clause is excluded from training losses."""
     shown: Shown | None = None
-    """What the sample shows of the rate of exceedance; None for a census, and for a mean."""
+    """The conclusion about the rate of exceedance; None for a census and for a mean."""
     needed: int | None = None
-    """How many units would decide an inconclusive clause, as far as that can be told."""
+    """An estimate of the number of units that would decide an inconclusive clause."""
     beside: Beside | None = None
-    """What was measured, certified and noise of the training kernel, beside the threshold."""
+    """Measured percentiles, certified bound and noise floor."""
     obligation: str = ""
     """The name of the obligation that was decided (kcdsl.ir.obligations)."""
     exact_value: Fraction | None = None
-    """What is compared with the exact threshold, before rounding; `low` and `high` are its limits.
-    Of two terms it is their difference, and None in a sample: limits are of the first term."""
+    """The value compared with the exact threshold, before rounding; `low` and `high` are its
+    limits. Of two terms it is their difference, and None in a sample: limits are of the first
+    term."""
     exact_threshold: Fraction | None = None
     """The threshold as the contract states it; None for an obligation of several comparisons."""
 
@@ -194,7 +195,7 @@ class ClauseResult(Record):
 
 
 def reason(verdict: Verdict) -> str | None:
-    """Return why a verdict is not a plain yes or no."""
+    """Return the reason of an undecided verdict; None for held or violated."""
     match verdict:
         case Inconclusive(why) | InvalidEvidence(why):
             return why

@@ -28,7 +28,7 @@ _HEADLINES = {
 
 
 def causes_page(found: Explanation) -> str:
-    """Return the page: the three causes first, then what they rest on."""
+    """Return the page: the three causes first, then their evidence."""
     shown = " and ".join(TITLES[one.cause] for one in found.causes if one.state == "shown")
     colour, headline = _HEADLINES.get(found.exit, ("violated", f"{shown[:1].upper()}{shown[1:]}"))
     causes = []

@@ -18,7 +18,7 @@ _OUTCOMES = {"ok": "held", "failed": "violated", "not_run": "none"}
 
 
 def certificate_page(view: CertificateView) -> str:
-    """Return the page of a view: who signed stands at its head, then what a check would say."""
+    """Return the page of a view: signers at the top, then the expected result of a check."""
     colour, headline = view.headline
     content = view.content
     parts: list[Part | None] = []

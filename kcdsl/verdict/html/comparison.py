@@ -34,7 +34,7 @@ _HEADLINES = {
 
 
 def comparison_page(found: RunComparison) -> str:
-    """Return the page of a comparison: what became worse stands at its head."""
+    """Return the page of a comparison, with regressions at the top."""
     contract = found.contract
     worse = [f"Worse: {worse_text(row)}" for row in found.regressed]
     worse += [f"Beyond the band of earlier runs: {band_text(row)}" for row in found.beyond]
@@ -85,7 +85,7 @@ def _parts(found: RunComparison) -> Iterator[Part | None]:
 
 
 def changes_part(title: str, rows: Sequence[PairedRow], lead: str = "") -> Part:
-    """Return the section of what a paired comparison says of each obligation."""
+    """Return the section with the paired comparison of each obligation."""
     head = ("clause", "slice", "incumbent", "candidate", "worse", "better", "difference", "")
     return Part(title, lead, head=head, rows=[_row(row) for row in rows])
 

@@ -1,4 +1,4 @@
-"""Curves: disagreement by position, flips by margin, drift by what it may depend on."""
+"""Curves: disagreement by position, flips by margin, drift by possible explanatory variables."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kcdsl.verdict.messages import brief, share
 _LINES = 4
 _UNITS = {"position": "tokens", "length": "tokens", "entropy": "nats", "margin": "logits"}
 _SUPPORT = 5
-"""The fewest texts that a point of a curve stands for."""
+"""The least number of texts behind a point of a curve."""
 
 
 def disagreement(curves: Sequence[Mapping[str, Any]], k: int) -> Figure | None:
-    """Draw the share of texts whose top k tokens have differed by each position."""
+    """Draw the share of texts whose top k tokens have differed at or before each position."""
     own = [curve for curve in curves if curve["k"] == k]
     if not own:
         return None
@@ -75,13 +75,13 @@ def _share(point: Mapping[str, Any]) -> float:
 
 
 def _supported(curve: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the points that enough texts reach; all of them where there are fewer texts."""
+    """Return the points with at least `_SUPPORT` texts; all points if no point has so many."""
     enough = [p for p in curve["points"] if p["n"] >= _SUPPORT]
     return enough or list(curve["points"])
 
 
 def _apart(y: float, taken: list[float], top: float, gap: float = 13.0) -> float:
-    """Return a place near `y`, not above `top`, at which no label stands yet."""
+    """Return a position near `y`, not above `top`, that is free of labels."""
     places = [y + sign * gap * step for step in range(2 * len(taken) + 2) for sign in (-1, 1)]
     free = (p for p in places if p >= top and all(abs(p - other) >= gap for other in taken))
     at = next(free, y)
@@ -90,8 +90,7 @@ def _apart(y: float, taken: list[float], top: float, gap: float = 13.0) -> float
 
 
 def flips(points: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """Draw the share of positions that put another token first, by the margin; None where none
-    does."""
+    """Draw the share of positions whose top token differs, by margin; None where there is none."""
     if not any(p["count"] for p in points):
         return None
     chart = Drawing(height=230, bottom=50)
@@ -112,7 +111,7 @@ def flips(points: Sequence[Mapping[str, Any]]) -> Figure | None:
 
 
 def drift_by(chart: Mapping[str, Any], number: int) -> Figure:
-    """Draw median, 95th percentile and worst drift in ranges of something else."""
+    """Draw median, 95th percentile and worst drift in ranges of another variable."""
     points, metric, by = chart["points"], chart["metric"], chart["by"]
     up = with_unit(metric, chart.get("unit"))
     drawing = Drawing(height=250, bottom=58)
@@ -176,7 +175,7 @@ def _buckets(
 
 
 def _key(chart: Drawing) -> None:
-    """Say what lines and crosses are."""
+    """Draw the legend of lines and crosses."""
     x, y = chart.x[0], chart.height - 8
     for left, words, colour in ((x, "median", "s1"), (x + 80, "95th percentile", "s2")):
         chart.line(left, y, left + 18, y, f"line {colour}")

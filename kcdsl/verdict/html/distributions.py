@@ -1,4 +1,4 @@
-"""Distributions of what was measured, certified bounds beside it, and where drift comes from."""
+"""Charts of measured distributions, certified bounds, and sources of drift."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from kcdsl.verdict.messages import brief, shown
 
 _STRIP = 46.0
 _LIMITS, _LINE = 3, 12.5
-"""The most thresholds that one picture shows, and the height of a line of their names."""
+"""The largest number of thresholds in one chart, and the line height of their names."""
 _STRIPS = 8
-"""The most slices that one picture shows; the table has all."""
+"""The largest number of slices in one chart; the table has all."""
 
 
 def histogram(chart: Mapping[str, Any], number: int, called: str) -> Figure:
-    """Draw how units, `called` requests or prompts, are spread: a strip for each slice, with the
-    thresholds of clauses."""
+    """Draw the distribution of units: a strip for each slice, with the thresholds of clauses.
+
+    `called` is the name of the units, requests or prompts."""
     unit, rows = chart["unit"], chart["slices"]
     name = f"|{chart['metric']}|" if chart.get("magnitude") else chart["metric"]
     drawn = rows[:_STRIPS]
@@ -65,7 +66,7 @@ def histogram(chart: Mapping[str, Any], number: int, called: str) -> Figure:
 
 
 def _reach(chart: Mapping[str, Any], frame: Drawing) -> tuple[float, float, Scale]:
-    """Return the ends of the axis: all values, and thresholds that are not far away."""
+    """Return the ends and the scale of the axis: all values, and thresholds near them."""
     edges = chart["edges"] or [0.0, 1.0]
     low, high = edges[0], edges[-1]
     limits = [limit["threshold"] for limit in chart["limits"]]
@@ -113,7 +114,7 @@ def _strip(
 def _thresholds(
     chart: Mapping[str, Any], scale: Scale, low: float, high: float, drawing: Drawing
 ) -> None:
-    """Draw lines at the thresholds, and arrows towards those that lie outside."""
+    """Draw lines at the thresholds, and arrows towards thresholds outside the axis."""
     for level, limit in enumerate(chart["limits"][:_LIMITS]):
         value = limit["threshold"]
         y = drawing.top - 8 - _LINE * level
@@ -136,7 +137,7 @@ def _spread(row: Mapping[str, Any], unit: str) -> Cells:
 
 
 def certified(chart: Mapping[str, Any], number: int) -> Figure:
-    """Draw certified over measured drift, one dot for each request, on logarithmic axes."""
+    """Draw certified against measured drift, one dot for each request, on logarithmic axes."""
     points = [p for p in chart["points"] if p["measured"] > 0 and p["certified"] > 0]
     drawing = Drawing(height=300)
     if points:
@@ -191,7 +192,8 @@ def _dots(drawing: Drawing, points: Sequence[Mapping[str, Any]], unit: str | Non
 
 
 def attribution(found: Mapping[str, Any]) -> Figure:
-    """Draw what each source contributes: its Shapley value with its interval, and alone."""
+    """Draw the contribution of each source: its Shapley value with interval, and its effect
+    alone."""
     sources, total = found["sources"], found.get("total")
     row, fields = 46.0, ("shapley", "alone")
     drawing = Drawing(height=98 + row * max(1, len(sources)), left=104, right=72, top=36)
@@ -238,7 +240,7 @@ def attribution(found: Mapping[str, Any]) -> Figure:
 
 
 def _share(drawing: Drawing, source: Mapping[str, Any], y: float) -> None:
-    """Write the share of a source, and the most of the drift that a bound lets it make."""
+    """Write the share of a source, and the largest share that a certified bound allows."""
     right = drawing.width - 4
     if source.get("share") is not None:
         drawing.text(right, y + 10, f"{round(100 * source['share'], 1) + 0.0:.1f} %", "tick", "end")
@@ -249,7 +251,7 @@ def _share(drawing: Drawing, source: Mapping[str, Any], y: float) -> None:
 
 
 def layers(found: Mapping[str, Any]) -> Figure | None:
-    """Draw the drift of each block when it alone is replaced, and what the rest makes of it."""
+    """Draw the drift of each block when it alone is replaced, and its effect on the output."""
     blocks, first = found.get("layers") or [], found.get("first_block")
     if not blocks:
         return None
@@ -290,11 +292,11 @@ _ALONE = (
     ".s2{fill:#f0a35c}.limit{stroke:#ff8f87}.limit-name{fill:#ff8f87}}"
 )
 _BLOCKS = 48
-"""The most blocks that the picture of an attribution shows: those that gain or lose most."""
+"""The largest number of blocks in the chart: those with the largest gain or loss."""
 
 
 def picture(found: Mapping[str, Any]) -> str:
-    """Return an attribution document as one SVG picture, which stands alone."""
+    """Return an attribution document as one self-contained SVG picture."""
     largest = sorted(found["layers"], key=lambda block: -abs(block["gain"]))[:_BLOCKS]
     kept = {**found, "layers": [block for block in found["layers"] if block in largest]}
     figures = tuple(filter(None, (attribution(kept), layers(kept))))

@@ -10,7 +10,7 @@ from kcdsl.verdict.html.page import rendered
 
 @dataclass(frozen=True, slots=True)
 class SheetCell:
-    """One cell of a table: its text, more of it in small letters, and the colour of a verdict."""
+    """One cell of a table: its text, further text in small print, and the colour of a verdict."""
 
     text: str
     small: str = ""
@@ -20,7 +20,8 @@ class SheetCell:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One section: names with values, a table, and lines; `matrix` sets the cells apart."""
+    """One section: names with values, a table, and lines; `matrix`: the table is a matrix of
+    cells."""
 
     title: str
     lead: str = ""
@@ -33,7 +34,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """A page. `colour` is the name of a verdict, which `sign` says without colour."""
+    """A page. `colour` is the name of a verdict, and `sign` its sign for readers without colour."""
 
     title: str
     headline: str
@@ -46,5 +47,5 @@ class Sheet:
 
 
 def document_page(sheet: Sheet) -> str:
-    """Return the page; every text in it is escaped, and nothing in it controls a terminal."""
+    """Return the page; all text is escaped and free of terminal control characters."""
     return rendered("document.html.j2", sheet=sheet) + "\n"

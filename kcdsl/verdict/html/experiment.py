@@ -26,9 +26,9 @@ from kcdsl.verdict.studies.experiment import (
 _CELL, _HIGH, _LEFT, _TOP, _GAP = 86.0, 44.0, 58.0, 62.0, 26.0
 _FOOT = 50.0
 _LINE, _WIDE = 18.0, 8.2
-"""The height of a line of the title, and the width of its widest usual letter."""
+"""The line height of the title, and the width of its widest common letter."""
 _INK = {"light": "#000000", "dark": "#ffffff"}
-"""The ink on light and on dark colours: one of them has a contrast of 4.5 on any."""
+"""Text colours for light and dark cells: on any colour, one of them has a contrast of 4.5."""
 _STYLE = (
     "text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,Arial,sans-serif;fill:#1a1d21}"
     ".soft{fill:#545b64}.few{fill:none;stroke-width:1.5;stroke-dasharray:4 3}"
@@ -42,7 +42,7 @@ _HUES = {
     "inconclusive": ((250, 232, 178), (214, 158, 46)),
     "invalid_evidence": ((119, 67, 160), (119, 67, 160)),
 }
-"""Of each verdict, the colours (red, green, blue) where no unit passes and where all do."""
+"""RGB colours of each verdict at a pass rate of 0 and of 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def _width(axes: Mapping[str, Any]) -> float:
 
 
 def _cell(cell: Mapping[str, Any] | None, column: Column, x: float, y: float) -> str:
-    """Return what is drawn of a cell."""
+    """Return the SVG elements of a cell."""
     found, drawn = entry(cell, column), Drawing()
     box: dict[str, Any] = {"x": x + 1, "y": y + 1, "width": _CELL - 2, "height": _HIGH - 2, "rx": 4}
     middle = x + _CELL / 2
@@ -157,7 +157,7 @@ def _units(row: Mapping[str, Any]) -> str:
 
 
 def told(found: ExperimentEntry) -> str:
-    """Return all that a cell found in words, each part of a conjunction by itself."""
+    """Return the findings of a cell in words, each part of a conjunction separately."""
     return " | ".join(_told(row) for row in found.rows)
 
 
@@ -190,7 +190,7 @@ def _colour(found: ExperimentEntry) -> str:
 
 
 def _ink(found: ExperimentEntry) -> str:
-    """Return the ink that is read on the colour: by its relative luminance (WCAG 2)."""
+    """Return the text colour with the better contrast, by relative luminance (WCAG 2)."""
     parts = [channel / 255 for channel in _mixed(found)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -220,7 +220,7 @@ _FAILED = "Numbers of these cells may have another cause than the numerics."
 
 
 def experiment_page(document: Mapping[str, Any]) -> str:
-    """Return the page of an experiment: it holds everything it shows, and runs no script."""
+    """Return the self-contained page of an experiment, without scripts."""
     kind, cells, manifest = document["experiment"], document["cells"], document["manifest"]
     absent = (*not_run(cells), *not_shown(document))
     return rendered(

@@ -16,7 +16,7 @@ _HEADLINES = {
 
 
 def fleet_page(found: Fleet) -> str:
-    """Return the page: the matrix first, then the classes, and why pairs do not agree."""
+    """Return the page: the matrix, the classes, and the reasons of disagreements."""
     colour, headline = _HEADLINES[int(found.exit)]
     labels = [kernel.label for kernel in found.kernels]
     matrix = []

@@ -1,4 +1,4 @@
-"""From the report document to the page."""
+"""Rendering of a report document as an HTML page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kcdsl.verdict.result import domains_in_words
 def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None) -> str:
     """Return the page of a report document, with the charts of an attribution where one is given.
 
-    Everything that comes from the documents is escaped, and nothing in it controls a terminal.
+    All text of the documents is escaped and free of terminal control characters.
     """
     charts = report.get("charts") or {}
     unit = str(report["environment"].get("unit", "request"))
@@ -54,13 +54,13 @@ def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None
 
 
 def rendered(template: str, **values: Any) -> str:
-    """Return the page that a template of this folder makes of values."""
+    """Return the page rendered from a template of this folder."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
     folder = files("kcdsl.verdict.html")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["picture"] = Markup  # made by svg.py, which escapes
+    environment.filters["picture"] = Markup  # svg.py has escaped it
     environment.filters["coded"] = _coded
     made = environment.from_string(folder.joinpath(template).read_text(encoding="utf-8"))
     style = Markup(folder.joinpath("style.css").read_text(encoding="utf-8"))
@@ -68,7 +68,7 @@ def rendered(template: str, **values: Any) -> str:
 
 
 def _coded(text: str) -> str:
-    """Return a text as HTML, in which what stands between backticks is code."""
+    """Return a text as HTML, with text between backticks as code."""
     from markupsafe import Markup, escape
 
     parts = str(text).split("`")
@@ -93,7 +93,7 @@ def _numerics(report: Mapping[str, Any]) -> str:
 def _sections(
     charts: Mapping[str, Any], attribution: Mapping[str, Any] | None, unit: str
 ) -> list[tuple[str, str, list[Figure]]]:
-    """Return the chart sections: (id, title, figures), those without figures left out."""
+    """Return the chart sections (id, title, figures) that have figures."""
     disagreement = charts.get("disagreement") or []
     by_drift = charts.get("drift_by") or []
     histograms, certified = (charts.get(name) or [] for name in ("histograms", "certified"))
@@ -138,10 +138,10 @@ def _fingerprints(kernels: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, s
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One clause on one slice: its verdict, the share of units within, and why it is narrow.
+    """One clause on one slice: its verdict, the share of units that pass, and why it is narrow.
 
-    `large` is what is read first: the number of a decided clause, and of any other that it is not
-    decided, whatever its numbers are.
+    `large` is shown in large print: the number of a decided clause, and for any other clause that
+    it is undecided.
     """
 
     verdict: str
@@ -154,12 +154,12 @@ class Cell:
 
     @property
     def decided(self) -> bool:
-        """Say whether the clause is held or violated."""
+        """Return whether the clause is held or violated."""
         return self.verdict in ("held", "violated")
 
     @property
     def large(self) -> str:
-        """Return what is read first."""
+        """Return the text in large print."""
         return self.share or self.value if self.decided else self.word
 
     @property
@@ -172,7 +172,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class HeatmapRow:
-    """One clause over all slices; a slice on which it was not decided has None."""
+    """One clause over all slices; None for a slice on which it was not evaluated."""
 
     clause: str
     level: str
@@ -189,12 +189,12 @@ class Heatmap:
 
     @property
     def narrow(self) -> bool:
-        """Say whether a cell is narrow."""
+        """Return whether any cell is narrow."""
         return any(cell is not None and cell.narrow for row in self.rows for cell in row.cells)
 
 
 def heatmap(clauses: Sequence[Mapping[str, Any]]) -> Heatmap:
-    """Return the map; the parts of a conjunction share a cell, which shows the worst of them."""
+    """Return the map; the parts of a conjunction share a cell, which shows the worst part."""
     slices = tuple(dict.fromkeys(row["slice"] for row in clauses))
     rows: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for row in clauses:

@@ -1,4 +1,4 @@
-"""Drawings as SVG: elements, scales, axes. Colours are classes, so that pages decide on them."""
+"""SVG drawings: elements, scales, axes. Colours are CSS classes, set by the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from kcdsl.verdict.messages import brief
 
 Scale = Callable[[float], float]
-"""From a value to a coordinate."""
+"""Maps a value to a coordinate."""
 
 
 Cells = tuple[str, ...]
@@ -21,7 +21,7 @@ Cells = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A picture with its caption, and the numbers it shows."""
+    """A picture with its caption and the table of its numbers."""
 
     title: str
     caption: str
@@ -33,7 +33,7 @@ class Figure:
 
 @dataclass(slots=True)
 class Drawing:
-    """A picture of `width` x `height` that is being drawn, with room for axes around a plot."""
+    """A picture of `width` x `height` under construction, with margins for axes around a plot."""
 
     width: float = 460
     height: float = 250
@@ -124,13 +124,13 @@ class Drawing:
         rows: tuple[Cells, ...],
         described: str | None = None,
     ) -> Figure:
-        """Return the picture with its numbers; without a description its caption is read out."""
+        """Return the picture with its numbers; the caption is the default of the description."""
         picture = self.svg(name, title, caption if described is None else described)
         return Figure(title, caption, picture, head, rows, (self.width, self.height))
 
 
 def element(name: str, content: str = "", **attributes: object) -> str:
-    """Return an element; attributes are escaped, `content` is markup already.
+    """Return an element; attributes are escaped, `content` is markup.
 
     `class_` stands for the attribute class, and underscores for hyphens.
     """
@@ -149,13 +149,13 @@ def _attribute(value: object) -> str:
 # --- scales --------------------------------------------------------------------------------------
 
 _LEAST, _MOST = 1e-300, 1e300
-"""Steps of ticks beyond these are not round numbers of float64."""
+"""The range in which steps of ticks are round numbers in float64."""
 
 
 def linear(low: float, high: float, ends: tuple[float, float]) -> Scale:
     """Map [low, high] onto `ends`; a single value onto the middle."""
     start, end = ends
-    width = high / 2 - low / 2  # high - low may be beyond float64
+    width = high / 2 - low / 2  # high - low may overflow
     if not width > 0:
         return lambda value: (start + end) / 2
     return lambda value: start + (value / 2 - low / 2) / width * (end - start)
@@ -168,13 +168,13 @@ def logarithmic(low: float, high: float, ends: tuple[float, float]) -> Scale:
 
 
 def drawable(value: float) -> float:
-    """Return the end of an axis, or the nearest one that a float64 is where it lies beyond."""
+    """Return the end of an axis, clipped to the finite range of float64."""
     return max(-sys.float_info.max, min(sys.float_info.max, value))
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Return round numbers from `low` to `high`: steps of 1, 2 or 5 times a power of ten, half of
-    that where two ticks would have to tell the scale."""
+    """Return round numbers from `low` to `high`: steps of 1, 2 or 5 times a power of ten, halved
+    if there would be fewer than three ticks."""
     if not high > low:
         return [low]
     raw = high / max(1, wanted) - low / max(1, wanted)
@@ -194,8 +194,8 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def powers(low: float, high: float, most: int = 7) -> list[float]:
-    """Return round numbers from `low` to `high` for a logarithmic axis, about `most` of them:
-    powers of ten, between them 2 and 5 times these where there are few, else even steps."""
+    """Return about `most` round numbers from `low` to `high` for a logarithmic axis: powers of ten,
+    with 2 and 5 times these if there are few, else even steps."""
     first, last = math.floor(math.log10(low)), min(308, math.ceil(math.log10(high)))
     tens = [10.0**n for n in range(first, last + 1) if low <= 10.0**n <= high]
     if len(tens) > 2:
@@ -206,7 +206,7 @@ def powers(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def labels(values: Sequence[float]) -> list[str]:
-    """Return ticks in as few digits as tell them apart."""
+    """Return tick labels with the fewest digits that distinguish them."""
     short = [brief(value) for value in values]
     for digits in range(4, 13):
         if len(set(short)) == len(set(values)):
@@ -216,22 +216,22 @@ def labels(values: Sequence[float]) -> list[str]:
 
 
 def with_unit(name: str, unit: str | None) -> str:
-    """Return what an axis is called: kl (nat)."""
+    """Return the title of an axis: kl (nat)."""
     return name if unit in (None, "1") else f"{name} ({unit})"
 
 
 def left_out(count: int, what: str) -> str:
-    """Return a sentence about values that a chart cannot draw; nothing where there are none."""
+    """Return a sentence about values that a chart cannot draw; empty where there are none."""
     return f" {count} {what} not drawn." if count else ""
 
 
 def short(words: str, most: int) -> str:
-    """Return words, cut where they are longer than `most` characters."""
+    """Return words, truncated to `most` characters."""
     return words if len(words) <= most else words[: most - 1] + "…"
 
 
 def thinned(points: Sequence[Any], most: int) -> list[Any]:
-    """Return at most `most` of the points, evenly, the first and the last among them."""
+    """Return at most `most` evenly chosen points, including the first and the last."""
     if len(points) <= most:
         return list(points)
     return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]

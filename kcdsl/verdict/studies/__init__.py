@@ -1,1 +1,1 @@
-"""Answers to questions beside the verdict: attribution, differences, plans and experiments."""
+"""Analyses besides the verdict: attribution, differences, plans and experiments."""

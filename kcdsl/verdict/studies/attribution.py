@@ -20,7 +20,8 @@ Method = Literal["shapley", "orders_that_run", "none"]
 
 @dataclass(frozen=True, slots=True)
 class EstimatedNumber(Record):
-    """A number with its interval; without one nothing is shown of other requests."""
+    """A number with its confidence interval; without one it describes only the observed
+    requests."""
 
     derived: ClassVar[tuple[str, ...]] = ("shown",)
 
@@ -30,7 +31,7 @@ class EstimatedNumber(Record):
 
     @property
     def shown(self) -> bool:
-        """Say whether the interval lies on one side of 0."""
+        """Return whether the interval lies on one side of 0."""
         if self.low is None or self.high is None:
             return False
         return self.low > 0 or self.high < 0
@@ -40,14 +41,14 @@ class EstimatedNumber(Record):
 class Source(Record):
     """One source of drift.
 
-    `train` and `infer` say in words what it is on both sides. Drifts are in units of the metric:
-    `alone` with this source of infer only, `left_out` what is lost where it alone is that of
-    train, `shapley` its share; None where the kernels for it do not run.
+    `train` and `infer` describe it on both sides. Drifts are in units of the metric: `alone` is the
+    drift with only this source taken from infer, `left_out` the reduction of the drift with only
+    this source taken from train, `shapley` its Shapley value; None where those kernels do not run.
 
-    `envelope` is the certified bound of how far it alone may move the output of `envelope_block`,
-    the block where most of the drift arises, and `observed` how far that moves. `can_explain` says
-    whether it may reach that; None without a bound. `excluded` are the blocks of which a bound
-    shows that it is not the only cause.
+    `envelope` is the certified bound on its effect alone on the output of `envelope_block`, the
+    block where most of the drift arises, and `observed` the drift of that output. `can_explain`:
+    whether the bound reaches the observed drift; None without a bound. `excluded` are the blocks
+    where a bound shows that it is not the only cause.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("shown",)
@@ -70,7 +71,7 @@ class Source(Record):
 
     @property
     def reach(self) -> float | None:
-        """Return the most of the drift of that block that it alone can make, as a share; None
+        """Return the largest share of the drift of that block that it alone can cause; None
         without a bound, or where the bound excludes nothing."""
         if self.can_explain is not False or not self.observed or self.envelope is None:
             return None
@@ -78,7 +79,7 @@ class Source(Record):
 
     @property
     def shown(self) -> bool:
-        """Say whether its share is shown to be other than 0."""
+        """Return whether its share is significantly different from 0."""
         return self.shapley is not None and self.shapley.shown
 
     def to_json(self) -> dict[str, Any]:
@@ -105,7 +106,7 @@ class Term(Record):
 
 @dataclass(frozen=True, slots=True)
 class Interaction(Record):
-    """What two sources do together beyond the sum of what each does: 0 where effects add up."""
+    """The joint effect of two sources minus the sum of their effects: 0 where effects add up."""
 
     first: str
     second: str
@@ -118,7 +119,8 @@ class Interaction(Record):
 
 @dataclass(frozen=True, slots=True)
 class IntermediateKernel(Record):
-    """A kernel between both sides: what it takes from infer, and its drift or why it has none."""
+    """A kernel between both sides: the sources taken from infer, and its drift or why it has
+    none."""
 
     sources: tuple[str, ...]
     value: float | None
@@ -128,10 +130,10 @@ class IntermediateKernel(Record):
 
 @dataclass(frozen=True, slots=True)
 class Layer(Record):
-    """One block. Sizes are root mean squares over all elements at its output, `largest` one
-    element; `floor` is how far the training kernel's own block moves when it runs again or in a
-    batch. In units of the metric: `logits`, its drift where this block alone is that of infer,
-    `cumulative`, where all blocks up to it are, and `gain`, what it adds to that."""
+    """One block. Sizes are root mean squares over all elements of its output, `largest` is the
+    largest element; `floor` is the drift of the training kernel's block from itself when it runs
+    again or in a batch. In units of the metric: `logits` is the drift with only this block taken
+    from infer, `cumulative` with all blocks up to it, and `gain` its increment of `cumulative`."""
 
     block: str
     drift: float
@@ -145,13 +147,14 @@ class Layer(Record):
 
     @property
     def above(self) -> bool:
-        """Say whether the block drifts further than the training kernel's own."""
+        """Return whether the drift of the block exceeds the noise floor of the training kernel."""
         return self.drift > self.floor
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch(Record):
-    """The first element whose bits differ: of block `block`, on what enters it in training."""
+    """The first element whose bits differ: of block `block`, on its input in the training
+    kernel."""
 
     block: str
     layer: int | None
@@ -182,25 +185,26 @@ class Layers(Record):
 
     @property
     def outside(self) -> float:
-        """Return what of the drift arises outside of the blocks: embeddings, sums between them."""
+        """Return the part of the drift that arises outside the blocks: embeddings, residual
+        sums."""
         return self.total - (self.rows[-1].cumulative if self.rows else 0.0)
 
     def largest(self, count: int) -> tuple[Layer, ...]:
-        """Return the `count` blocks that gain or lose most, in order of application."""
+        """Return the `count` blocks with the largest absolute gain, in order of application."""
         kept = sorted(self.rows, key=lambda row: -abs(row.gain))[:count]
         return tuple(row for row in self.rows if row in kept)
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope(Record):
-    """The certified bound of one source on one block over the requests, beside what was measured.
+    """The certified bound of one source on one block over the requests, and the measured drift.
 
-    `observed` is the largest drift between infer and train, `certified` the largest bound of what
-    this source alone may do, both on the request where the first is the most of the second;
-    `certified` is None where there is no bound, for the `reason`. `ratio` is the largest quotient
-    of drift and bound of one element. `measured` is the largest drift of the real hybrid on the
-    same request, None where there is none. `metric` is, of a block whose output are the logits, the
-    most of the metric that this source alone can make there at any position of the requests.
+    `observed` is the largest drift between infer and train, `certified` the bound on the effect of
+    this source alone, both on the request with the largest quotient of the two; `certified` is None
+    where there is no bound, for the `reason`. `ratio` is the largest quotient of drift and bound of
+    one element. `measured` is the largest drift of the real hybrid on the same request, None where
+    there is none. `metric`, for a block whose output is the logits, is the largest value of the
+    metric that this source alone can cause at any position of the requests.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("can_explain", "can_reach")
@@ -217,18 +221,18 @@ class Envelope(Record):
 
     @property
     def can_explain(self) -> bool | None:
-        """Say whether it may be the only cause here; None where there is no bound."""
+        """Return whether it may be the only cause here; None where there is no bound."""
         return None if self.ratio is None else self.ratio <= 1
 
     @property
     def can_reach(self) -> bool | None:
-        """Say whether it alone may move the block as far; None where there is no bound."""
+        """Return whether it alone may cause the observed drift; None where there is no bound."""
         return None if self.certified is None else self.observed <= self.certified
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy(Record):
-    """What may be done about a source: a word for programs, a sentence for people."""
+    """A remedy for a source: an identifier for programs, a sentence for people."""
 
     id: str
     text: str
@@ -236,11 +240,11 @@ class Remedy(Record):
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Record):
-    """A cause, the likeliest first.
+    """A candidate cause.
 
-    `verdict` "most" or "part" of the drift where its share is shown, else "not_shown".
-    `can_explain` False: a certified bound shows that it alone cannot reach the drift of the block
-    where most arises. `confirmed`: leaving it out takes a shown part of the drift away.
+    `verdict` is "most" or "part" of the drift if its share is significant, else "not_shown".
+    `can_explain` False: a certified bound shows that it alone cannot cause the drift of the block
+    where most arises. `confirmed`: leaving it out reduces the drift significantly.
     """
 
     rank: int
@@ -258,7 +262,7 @@ class Candidate(Record):
 
 @dataclass(frozen=True, slots=True)
 class Attribution(DocumentRecord):
-    """What `kcdsl attribute` found; drifts are in `unit`s of the metric."""
+    """The result of `kcdsl attribute`; drifts are in `unit`s of the metric."""
 
     schema: ClassVar[str] = "kcdsl.attribution/1"
 

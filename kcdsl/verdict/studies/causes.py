@@ -1,8 +1,8 @@
 """The document of `kcdsl why`: causes of a failure in production.
 
-Three causes are told apart: the contract admits what went wrong, the kernel build regressed, or the
-update of the model interacted with the kernels. A change is held responsible where the clause held
-without it, is violated with it, and the paired difference of the two runs is shown.
+There are three possible causes: the contract admits the failure, the kernel build regressed, or the
+update of the model interacted with the kernels. A change is a cause if the clause held without it,
+is violated with it, and the paired difference of the two runs is significant.
 
 Plain frozen data, JSON with the schema "kcdsl.why/1" (`why.schema.json`) and nothing heavy.
 """
@@ -24,16 +24,16 @@ from kcdsl_certs.statement import CertifiedClause, Verdict
 
 Factor = Literal["kernels", "checkpoint"]
 Place = tuple[str, str]
-"""Which checkpoint and which kernels a run is of, each `PREVIOUS` or `PRESENT`."""
+"""The checkpoint and the kernels of a run, each `PREVIOUS` or `PRESENT`."""
 Certified = Mapping[str, tuple[CertifiedClause, str]]
-"""Results of certificates, with the identity of the certificate, by obligation."""
+"""Results of certificates, with the identifier of the certificate, by obligation."""
 
 PREVIOUS, PRESENT = "previous", "present"
 CHECKPOINT: Factor = "checkpoint"
 KERNELS: Factor = "kernels"
 INTERACTION = "interaction"
 FAILED = (PRESENT, PRESENT)
-"""The run that is explained."""
+"""The run to be explained."""
 EFFECTS: Mapping[tuple[str, str], tuple[Place, ...]] = {
     (KERNELS, PREVIOUS): ((PREVIOUS, PREVIOUS), (PREVIOUS, PRESENT)),
     (KERNELS, PRESENT): ((PRESENT, PREVIOUS), FAILED),
@@ -43,17 +43,17 @@ EFFECTS: Mapping[tuple[str, str], tuple[Place, ...]] = {
         (PREVIOUS, PREVIOUS), (PREVIOUS, PRESENT), (PRESENT, PREVIOUS), FAILED,
     ),
 }  # fmt: skip
-"""What changes, at which state of the other factor, and the runs that show it, the earlier ones
+"""The changed factor, the state of the other factor, and the runs that show it, the earlier ones
 first."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgreedRow(Record):
-    """One obligation on the trace, and whether the run is inside what the contract admits.
+    """One obligation on the trace, and whether the run satisfies it.
 
     `value` and `threshold` are in base units of `unit`. `certified` is the bound, or the confidence
-    limit, of the newest certificate in force; `certificate` is one that shows what the run leaves
-    open.
+    limit, of the newest certificate in force; `certificate` is one that shows an obligation which
+    the run leaves open.
     """
 
     obligation: str
@@ -80,8 +80,8 @@ class AgreedRow(Record):
 
 @dataclass(frozen=True, slots=True)
 class RunEvidence(Record):
-    """The run of one checkpoint with one pair of kernels, its identity in the register, and its
-    verdict; `missing` says what would be one where there is none."""
+    """The run of one checkpoint with one pair of kernels, its identifier in the register, and its
+    verdict; `missing` describes the run that would be needed where there is none."""
 
     checkpoint: str
     kernels: str
@@ -93,7 +93,7 @@ class RunEvidence(Record):
 
     @property
     def place(self) -> Place:
-        """Return which checkpoint and which kernels it is of."""
+        """Return the checkpoint and the kernels of the run."""
         return self.checkpoint, self.kernels
 
     @property
@@ -104,9 +104,9 @@ class RunEvidence(Record):
 
 @dataclass(frozen=True, slots=True)
 class Effect(Record):
-    """What a change of one factor does while the other one stays `at` a state.
+    """The effect of a change of one factor while the other factor has the state `at`.
 
-    Of an interaction, `delta` is the difference of two differences, and `worse` and `better` count
+    For an interaction, `delta` is the difference of two differences, and `worse` and `better` count
     units by its sign.
     """
 
@@ -117,7 +117,7 @@ class Effect(Record):
 
 @dataclass(frozen=True, slots=True)
 class Cause(Record):
-    """One of the three causes, the evidence for or against it, and what is missing to decide."""
+    """One of the three causes, the evidence for or against it, and missing evidence."""
 
     cause: Literal["contract", "kernels", "checkpoint"]
     state: Literal["shown", "excluded", "undecided"]
@@ -127,11 +127,11 @@ class Cause(Record):
 
 @dataclass(frozen=True, slots=True)
 class Explanation(DocumentRecord):
-    """The causes of a failure, with all that they rest on.
+    """The causes of a failure, with their evidence.
 
-    `found_by` says how the previous triple was found, or why there is none, `changed` what differs
-    between it and the present one, by factor, and `distrusted` why the trace itself counts for
-    nothing.
+    `found_by` states how the previous triple was found, or why there is none, `changed` the
+    differences to the present one, by factor, and `distrusted` why the trace is not used as
+    evidence.
     """
 
     schema: ClassVar[str] = "kcdsl.why/1"
@@ -175,7 +175,7 @@ class Explanation(DocumentRecord):
         return Exit.INCONCLUSIVE if "undecided" in states else Exit.HELD
 
     def row(self, factor: str, at: str, obligation: str) -> PairedRow | None:
-        """Return an obligation in an effect; None where a run is missing or says nothing of it."""
+        """Return an obligation in an effect; None where a run is missing or did not decide it."""
         found = (e for e in self.effects if (e.factor, e.at) == (factor, at))
         return next((row for e in found for row in e.rows if row.obligation == obligation), None)
 
@@ -186,10 +186,10 @@ class Explanation(DocumentRecord):
 def agreed_rows(
     report: Mapping[str, Any], program: Program | None, certified: Certified
 ) -> Iterator[AgreedRow]:
-    """Yield every obligation of a contract, and whether the run of a report is inside of it.
+    """Yield every obligation of a contract, and whether the run of a report satisfies it.
 
-    `certified` are results of certificates in force. They count where the run decides nothing.
-    Raises KeyError, TypeError or ValueError for a document of another shape.
+    `certified` are results of certificates in force, used where the run leaves an obligation open.
+    Raises KeyError, TypeError or ValueError for a malformed document.
     """
     for row in report["clauses"]:
         signed, verdict = certified.get(row["obligation"]), row["verdict"]
@@ -215,7 +215,7 @@ _STATES: Mapping[str, Any] = {"held": "inside", "violated": "outside"}
 
 
 def _deferred(clause: Clause, slice: str, why: str, certified: Certified) -> Iterator[AgreedRow]:
-    """Yield obligations that measuring does not decide: a certificate may show them."""
+    """Yield obligations that measurement does not decide but a certificate may show."""
     for part in (slice,) if slice else slices_of(clause):
         for obligation in obligations_of(clause, part):
             signed = certified.get(obligation.id)
@@ -240,8 +240,8 @@ def _agreed(
 
 
 def _admits(result: CertifiedClause, row: Mapping[str, Any]) -> bool:
-    """Say whether a certificate shows a requirement, and the value of a run keeps both the
-    threshold and the certified bound."""
+    """Return whether a certificate shows a requirement, and the value of the run satisfies both
+    the threshold and the certified bound."""
     exact = row["exact"]
     if result.verdict is not Verdict.PASSED or result.op != row["op"] or None in exact.values():
         return False
@@ -257,7 +257,7 @@ def _limit(result: CertifiedClause) -> float | None:
 
 
 def _contract(rows: Sequence[AgreedRow]) -> Cause:
-    """Decide on the contract: it is too loose if the run is inside what every clause admits."""
+    """Decide whether the contract is a cause: it is too loose if the run satisfies every clause."""
     outside = tuple(f"{row.label} is violated" for row in rows if row.state == "outside")
     if outside:
         return Cause("contract", "excluded", outside)
@@ -274,13 +274,13 @@ def _contract(rows: Sequence[AgreedRow]) -> Cause:
 
 
 _Finding = tuple[bool | None, str]
-"""Whether a change broke an obligation, None where that is not decided, and why."""
+"""Whether a change broke an obligation, None if undecided, and the reason."""
 
 
 def _change(
     told: Explanation, factor: Factor, decide: Callable[[Explanation, AgreedRow], _Finding]
 ) -> Cause:
-    """Decide on a change: it is a cause if it broke an obligation that the trace violates."""
+    """Decide whether a change is a cause: it broke an obligation that the trace violates."""
     if told.previous is not None and not told.changed[factor]:
         return Cause(factor, "excluded", (f"the {factor} did not change",))
     outside = [row for row in told.agreed if row.state == "outside"]
@@ -300,8 +300,8 @@ def _change(
 
 
 def _by_kernels(told: Explanation, row: AgreedRow) -> _Finding:
-    """Say whether the kernels broke an obligation with the previous checkpoint too: with the
-    present one alone, the checkpoint interacts with them."""
+    """Return whether the kernels broke an obligation with the previous checkpoint too; if only with
+    the present one, the cause is an interaction."""
     late = _broke(told, KERNELS, PRESENT, row)
     if not told.changed[CHECKPOINT]:
         return late
@@ -318,7 +318,7 @@ def _by_kernels(told: Explanation, row: AgreedRow) -> _Finding:
 
 
 def _by_checkpoint(told: Explanation, row: AgreedRow) -> _Finding:
-    """Say whether the checkpoint broke an obligation with either pair of kernels."""
+    """Return whether the checkpoint broke an obligation with either pair of kernels."""
     late = _broke(told, CHECKPOINT, PRESENT, row)
     if not told.changed[KERNELS]:
         return late
@@ -336,14 +336,14 @@ def _before(told: Explanation, factor: Factor, asked: AgreedRow) -> str:
 
 
 def _joined(one: _Finding, two: _Finding) -> _Finding:
-    """Return that neither finding names a cause: it is open where either is."""
+    """Combine two findings without a cause: the result is undecided if either is."""
     left = [why for broke, why in (one, two) if broke is None]
     return (None, "; ".join(left)) if left else one
 
 
 def _broke(told: Explanation, factor: Factor, at: str, asked: AgreedRow) -> _Finding:
-    """Say whether a change of one factor broke an obligation: it held before, is violated after,
-    and the paired difference is shown."""
+    """Return whether a change of one factor broke an obligation: it held before, is violated after,
+    and the paired difference is significant."""
     title = f"{asked.label}, {effect_title(told, factor, at)}"
     row = told.row(factor, at, asked.obligation)
     if row is None:
@@ -378,7 +378,7 @@ STATES: Mapping[str, tuple[str, str]] = {
     "excluded": ("no", "held"),
     "undecided": ("not decided", "inconclusive"),
 }
-"""The word for each state of a cause, and the verdict that has its colour."""
+"""The word for each state of a cause, and the verdict with the same colour."""
 FOOT = (
     "a change is a cause only where the clause held without it, is violated with it, and the"
     " difference of the runs is shown; that there was an incident is the word of who asks"
@@ -386,7 +386,7 @@ FOOT = (
 
 
 def effect_title(told: Explanation, factor: str, at: str) -> str:
-    """Return what an effect compares."""
+    """Return the title of an effect: the compared runs."""
     if factor == INTERACTION:
         return "interaction of checkpoint and kernels"
     other = KERNELS if factor == CHECKPOINT else CHECKPOINT
@@ -394,7 +394,7 @@ def effect_title(told: Explanation, factor: str, at: str) -> str:
 
 
 def history_lines(told: Explanation) -> Iterator[str]:
-    """Yield how the previous triple was found, what differs, and what counts for nothing."""
+    """Yield how the previous triple was found, the differences, and ignored evidence."""
     name = "none" if told.previous is None else f"sha256:{told.previous[:12]}"
     yield f"previous triple: {name}, {told.found_by}"
     for texts in told.changed.values():

@@ -1,8 +1,7 @@
 """The differences of two certificates, as `kcdsl diff` states them.
 
-A certificate is stricter than another where it states more: a lower limit or bound, stronger
-evidence, less budget, fewer assumptions. That two certificates are of different triples is what
-they are about, and has no such order.
+A certificate is stricter than another if it states more: a lower limit or bound, stronger
+evidence, less budget, fewer assumptions. Differences of the triples have no such order.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _MEANING = {
 
 @dataclass(frozen=True, slots=True)
 class NamedCertificate(Record):
-    """A certificate by its file and identity, the contract, and whether its signature verified."""
+    """A certificate: its file, identifier and contract, and whether its signature verified."""
 
     file: str
     identity: str | None
@@ -51,8 +50,8 @@ class NamedCertificate(Record):
 
 @dataclass(frozen=True, slots=True)
 class ResultDifference(Record):
-    """How one result differs. A change without a relation is of a number that states nothing by
-    itself, such as a measured value."""
+    """The difference of one result. A change without a relation concerns a number that is no claim,
+    such as a measured value."""
 
     obligation: str
     clause: str
@@ -65,7 +64,7 @@ class ResultDifference(Record):
 
 @dataclass(frozen=True, slots=True)
 class CertificateDifference(DocumentRecord):
-    """How a certificate differs from another: its triple, its results, and what is around them."""
+    """The difference of two certificates: triple, results, and other fields."""
 
     schema: ClassVar[str] = "kcdsl.certificate-diff/1"
     derived: ClassVar[tuple[str, ...]] = ("relation",)
@@ -78,7 +77,7 @@ class CertificateDifference(DocumentRecord):
 
     @property
     def relation(self) -> Relation:
-        """Return how all that NEW states relates to all that OLD states."""
+        """Return the relation of all claims of NEW to all claims of OLD."""
         around = [c.relation for c in self.changes if c.relation is not None]
         return together((*around, *(result.relation for result in self.results)))
 
@@ -89,7 +88,7 @@ class CertificateDifference(DocumentRecord):
 def compare_certificates(
     old: tuple[CertificateView, Inspection], new: tuple[CertificateView, Inspection]
 ) -> CertificateDifference:
-    """Return how two certificates differ; both have a predicate that could be read."""
+    """Return the difference of two certificates, both with a readable predicate."""
     contents = [_content(each[0]) for each in (old, new)]
     bodies = [each[1].body for each in (old, new)]
     assert isinstance(bodies[0], Predicate)
@@ -114,7 +113,7 @@ def _named(view: CertificateView, content: Content) -> NamedCertificate:
 
 
 def _triple(old: Content, new: Content) -> Iterator[Change]:
-    """Yield which components of the triple differ, and in what."""
+    """Yield the differing components of the triple."""
     yield from _fields("checkpoint", old.checkpoint, new.checkpoint)
     for role in ("train", "infer"):
         one, other = old.kernels[role], new.kernels[role]
@@ -143,7 +142,7 @@ def _shown(value: Any) -> str:
 def _around(
     view: CertificateView, later: CertificateView, old: Content, new: Content
 ) -> Iterator[Change]:
-    """Yield what differs around the results."""
+    """Yield the differences outside the results."""
     if old.stage != new.stage:
         yield Change("stage", old.stage, new.stage, Relation.INCOMPARABLE)
     if old.complete != new.complete:
@@ -163,7 +162,7 @@ def _around(
     signers = [_signers(each) for each in (view, later)]
     if signers[0] != signers[1] or later.signed == "refused":
         trusted: Relation | None = None
-        if later.signed == "refused":  # whoever wrote it is not known to state anything
+        if later.signed == "refused":  # nothing in it has a known author
             lost = view.signed == "verified"
             trusted = Relation.WEAKER if lost else Relation.UNDECIDED
         yield Change("signers", signers[0], signers[1], trusted)
@@ -196,7 +195,7 @@ _Key = tuple[str, str, str]
 
 
 def _regions(body: Predicate) -> dict[_Key, tuple[Region | None, str | None]]:
-    """Return for which inputs each result is: its region, and the digest of its slice."""
+    """Return the inputs of each result: its region, and the digest of its slice."""
     return {(c.obligation, str(c.quantity), c.op): (c.region, c.slice_digest) for c in body.clauses}
 
 
@@ -215,7 +214,7 @@ def _results(
             status = ClauseStatus.ADDED if one is None else ClauseStatus.REMOVED
             passed = found.verdict == Verdict.PASSED
             relation = Relation.STRICTER if one is None else Relation.WEAKER
-            if not passed:  # a result that shows nothing adds nothing, and its loss loses nothing
+            if not passed:  # adding or removing a result that shows nothing changes nothing
                 relation = Relation.EQUAL
             yield _difference(found, status, relation, ())
             continue
@@ -243,7 +242,7 @@ def _difference(
 
 
 def _ordered(one: ResultView, other: ResultView) -> Iterator[Change]:
-    """Yield the changes by which a result states more or less."""
+    """Yield the changes that make a result stricter or weaker."""
     if one.verdict != other.verdict:
         more = _VERDICTS.index(Verdict(other.verdict)) > _VERDICTS.index(Verdict(one.verdict))
         yield _ranked("verdict", one.verdict, other.verdict, more)
@@ -268,7 +267,7 @@ def _ordered(one: ResultView, other: ResultView) -> Iterator[Change]:
         old, new = getattr(one, name), getattr(other, name)
         if old == new:
             continue
-        usual = Fraction(name == "confidence")  # a result without chance, budget or weights
+        usual = Fraction(name == "confidence")  # the default: no error probability, budget or ball
         before, now = (usual if text is None else Fraction(text) for text in (old, new))
         if before != now:
             yield _ranked(name, _shown(old), _shown(new), (now < before) is less_is_more)
@@ -281,7 +280,7 @@ def _ranked(name: str, old: str, new: str, more: bool) -> Change:
 def _inputs(
     one: tuple[Region | None, str | None], other: tuple[Region | None, str | None]
 ) -> Iterator[Change]:
-    """Yield whether a result is for other inputs: a wider ball of the same slice contains more."""
+    """Yield changes of the inputs of a result: a wider ball of the same slice contains more."""
     old, new = one[0], other[0]
     if old != new:
         relation = Relation.INCOMPARABLE
@@ -297,7 +296,7 @@ def _inputs(
 
 
 def _numbers(one: ResultView, other: ResultView) -> Iterator[Change]:
-    """Yield the changes that state nothing by themselves."""
+    """Yield the changes of numbers that are no claims."""
     for name in ("value", "attained", "low", "high", "n", "counted", "exceed", "method"):
         old, new = getattr(one, name), getattr(other, name)
         if old != new:
@@ -315,7 +314,7 @@ def _float(value: float | None) -> str:
 
 
 def full(found: CertificateDifference) -> str:
-    """Return the difference as plain text; results that are the same are counted only."""
+    """Return the difference as plain text; equal results are only counted."""
     lines = [f"OLD  {_line(found.old)}", f"NEW  {_line(found.new)}", ""]
     lines += [f"{found.relation}: {_MEANING[found.relation]}", _counts(found)]
     if found.triple:

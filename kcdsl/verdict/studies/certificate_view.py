@@ -1,7 +1,7 @@
-"""One certificate as people read it: the document of `kcdsl show`.
+"""The document of `kcdsl show`: one certificate for people.
 
 Plain frozen data, JSON with the schema "kcdsl.show/1" (`show.schema.json`) and nothing heavy. The
-certificate is foreign: nothing in it is run, and no name in it is trusted.
+certificate is untrusted: nothing in it is run, and no name in it is trusted.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _EVIDENCE = {
 
 @dataclass(frozen=True, slots=True)
 class ResultView(Record):
-    """One result: what is claimed, for which inputs and weights, and what it rests on.
+    """One result: its claim, inputs, weights and evidence.
 
     `tau`, `value`, `budget`, `weights` and `confidence` are exact texts in the base unit `unit`.
     `attained` is the value of a concrete run, and `tightness` the factor between it and the bound,
-    at least 1; None where there is no such run or the bound is of a margin or leaves roundings to
-    chance. `low` and `high` are the confidence limits of a sample.
+    at least 1; None where there is no such run, for a margin, and for a bound with random
+    roundings. `low` and `high` are the confidence limits of a sample.
     """
 
     obligation: str
@@ -83,7 +83,7 @@ class ResultView(Record):
 
     @property
     def rests_on(self) -> str:
-        """Return the evidence in words: its kind, how much of it, and how sure it is."""
+        """Return the evidence in words: its kind, amount and confidence."""
         words = [_EVIDENCE[Evidence(self.evidence)]]
         if self.implied_by is not None:
             words = [f"follows from {self.implied_by}"]
@@ -100,7 +100,7 @@ class ResultView(Record):
         return ", ".join(words)
 
     def number(self, name: str) -> str:
-        """Return a number of this result beside its limit, in the unit of that."""
+        """Return a number of this result in the unit of its threshold."""
         found = getattr(self, name)
         if isinstance(found, str):
             found = _nearest(Fraction(found))
@@ -109,7 +109,7 @@ class ResultView(Record):
 
     @property
     def decisive(self) -> str:
-        """Return the number that decides: the certified bound, of a sample its confidence limit,
+        """Return the deciding number: the certified bound, the confidence limit of a sample, or
         else the measured value."""
         limit = "low" if self.op in LOWER else "high"
         for name in ("bound", limit, "value"):
@@ -120,7 +120,7 @@ class ResultView(Record):
 
 @dataclass(frozen=True, slots=True)
 class KernelView(Record):
-    """One kernel: its name, a hint, and what its fingerprint says of numerics and machine."""
+    """One kernel: its name, a hint, and numerics and machine from its fingerprint."""
 
     name: str
     digest: str
@@ -152,8 +152,8 @@ def flat(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class ReadSignature(Record):
-    """One signature: the key that it names (a hint), the trusted key that made it, and why it does
-    not count; `trusted` says that it counts."""
+    """One signature: the key that it names (a hint), the trusted key that made it, and the reason
+    if the policy does not accept it."""
 
     derived: ClassVar[tuple[str, ...]] = ("trusted",)
 
@@ -165,13 +165,13 @@ class ReadSignature(Record):
 
     @property
     def trusted(self) -> bool:
-        """Say whether the signature counts under the policy."""
+        """Return whether the policy accepts the signature."""
         return self.key is not None and not self.problem
 
 
 @dataclass(frozen=True, slots=True)
 class Window(Record):
-    """When a certificate is valid, and how that is at the moment of reading."""
+    """The validity period of a certificate, and its state at the moment of reading."""
 
     issued_at: str
     valid_until: str
@@ -180,7 +180,7 @@ class Window(Record):
 
     @classmethod
     def of(cls, issued: datetime, until: datetime, moment: datetime) -> Window:
-        """Return the window at a moment."""
+        """Return the period with its state at a moment."""
         state, left = "in force", (until - moment).days
         if until <= issued:
             state = "empty"
@@ -195,7 +195,7 @@ class Window(Record):
 
 @dataclass(frozen=True, slots=True)
 class Content(Record):
-    """What a certificate, or a weights transfer, states."""
+    """The statements of a certificate or weights transfer."""
 
     kind: str
     subject: str | None
@@ -223,10 +223,10 @@ class Content(Record):
 
 @dataclass(frozen=True, slots=True)
 class CertificateView(DocumentRecord):
-    """A certificate as people read it, and what the steps of a check say that need it alone.
+    """A certificate for people, with the results of the check steps that need nothing else.
 
-    `content` is None where nothing of it can be read. `signed` is `verified`, `refused` or
-    `not_verified`, the last where nobody is trusted.
+    `content` is None where it cannot be read. `signed` is `verified`, `refused`, or `not_verified`
+    if no keys are trusted.
     """
 
     schema: ClassVar[str] = "kcdsl.show/1"
@@ -253,14 +253,15 @@ class CertificateView(DocumentRecord):
 
     @property
     def exit(self) -> Exit:
-        """Return the status of the process; 0 is no pass, since steps are left out."""
+        """Return the exit code; 0 does not mean that the certificate passes, since steps are left
+        out."""
         if self.refusals:
             return Exit.CERTIFICATE_INVALID
         return Exit.HELD if self.signed == "verified" else Exit.INCONCLUSIVE
 
     @property
     def headline(self) -> tuple[str, str]:
-        """Return a colour word and the sentence about signatures that comes before all else."""
+        """Return a colour word and the sentence about signatures, which is shown first."""
         why = self.refusals[0] if self.refusals else None
         if self.signed == "verified":
             names = ", ".join(s.key or "" for s in self.signatures if s.trusted)
@@ -277,7 +278,7 @@ class CertificateView(DocumentRecord):
 
     @property
     def gate(self) -> tuple[str, str]:
-        """Return a colour word and what a check would say, as far as that is known."""
+        """Return a colour word and the expected result of a check, as far as it is known."""
         if self.refusals:
             reasons = ", ".join(dict.fromkeys(step["reason"] for step in self.refusals))
             return "violated", f"`kcdsl check` refuses it: {reasons}"
@@ -288,7 +289,7 @@ class CertificateView(DocumentRecord):
 def certificate_view(
     file: str, inspection: Inspection, trust: Trust | None, moment: datetime
 ) -> CertificateView:
-    """Return a certificate as people read it."""
+    """Return the view of an inspected certificate."""
     body = inspection.body
     return CertificateView(
         file=file,
@@ -407,8 +408,8 @@ def _exact(value: Fraction | None) -> str | None:
 def _tightness(clause: CertifiedClause, attained: float | None) -> float | None:
     """Return bound / attained, or its inverse for a bound from below.
 
-    An attack chooses roundings, so it says nothing of bounds that leave these to chance; of a
-    margin the bound is a sign, not a size.
+    Bounds with random roundings have none, because an attack chooses its roundings; nor have
+    margins, of which only the sign matters.
     """
     chance = clause.evidence is Evidence.PROBABILISTIC
     if attained is None or clause.bound is None or chance or clause.quantity.kind == "margin":
@@ -420,8 +421,8 @@ def _tightness(clause: CertifiedClause, attained: float | None) -> float | None:
 
 
 def _claim(clause: CertifiedClause) -> str:
-    """Return the claim in the spelling of contracts, then what they state beside the requirement:
-    the slice, the region around the weights, the budget."""
+    """Return the claim in the syntax of contracts, followed by its slice, weight ball and
+    budget."""
     text = _comparison(clause)
     if clause.region is not None:
         text = f"forall x in {clause.region}: {text}"
@@ -445,7 +446,7 @@ def _comparison(clause: CertifiedClause) -> str:
 
 
 def _nearest(exact: Fraction) -> float:
-    """Return the nearest double, infinite where there is none: a foreign number has any size."""
+    """Return the nearest double; infinite where it overflows."""
     try:
         return float(exact)
     except OverflowError:
@@ -453,6 +454,6 @@ def _nearest(exact: Fraction) -> float:
 
 
 def _in_unit(exact: Fraction, unit: str) -> str:
-    """Return a number as its author stated it; one that no double is near, as it stands there."""
+    """Return a number as its author stated it; unchanged if it overflows a double."""
     near = _nearest(exact)
     return stated(near, scale(unit, near)) if math.isfinite(near) else real_text(exact)

@@ -1,4 +1,4 @@
-"""Contracted convergence: one verdict about a contract from proofs and measurements together.
+"""C-convergence: one verdict about a contract from proofs and measurements together.
 
 A kernel pair is C-convergent where every hard clause holds on all of its slices, and every soft
 clause c satisfies Pr[d_c(x) > tau_c] <= delta_c on each of its slices (Definition 1 of the paper).
@@ -24,7 +24,7 @@ MISSING = "nothing was decided"
 
 @dataclass(frozen=True, slots=True)
 class Joined(Record):
-    """One clause on one slice: its verdict, and the files that decide it.
+    """One clause on one slice: its verdict, and the files that determine it.
 
     `slice` is None for a clause whose requirement names its slice. `budget` None makes it hard.
     """
@@ -43,13 +43,14 @@ class Joined(Record):
 
     @property
     def hard(self) -> bool:
-        """Say whether every unit must keep the clause."""
+        """Return whether every unit must satisfy the clause."""
         return self.budget is None
 
 
 @dataclass(frozen=True, slots=True)
 class Convergence(Record):
-    """The joined results of a contract. `unused` names files that say nothing about it, and why."""
+    """The joined results of a contract. `unused` names files that do not concern it, with
+    reasons."""
 
     derived: ClassVar[tuple[str, ...]] = ("verdict", "convergent", "exit")
 
@@ -59,17 +60,17 @@ class Convergence(Record):
 
     @property
     def verdict(self) -> str:
-        """Return held where the pair is C-convergent, else the worst verdict of all clauses."""
+        """Return held if the pair is C-convergent, else the worst verdict of all clauses."""
         return worst({row.verdict for row in self.rows})
 
     @property
     def convergent(self) -> bool | None:
-        """Say whether the pair is C-convergent; None where that is not decided."""
+        """Return whether the pair is C-convergent; None if undecided."""
         return {HELD: True, "violated": False}.get(self.verdict)
 
     @property
     def exit(self) -> Exit:
-        """Return the status of the process."""
+        """Return the exit code."""
         return EXITS[self.verdict]
 
     def to_json(self) -> dict[str, Any]:
@@ -87,8 +88,8 @@ def join(
 ) -> Convergence:
     """Join statements, by file name, to one verdict for every clause on every slice.
 
-    A clause is violated where any statement refutes it, and holds where one statement shows it
-    completely. Statements never repair one another: parts of several are not added up.
+    A clause is violated if any statement refutes it, and holds if one statement alone shows it.
+    Parts of several statements are not combined.
     """
     clauses = {clause.id: clause for clause in program.clauses}
     rows = tuple(_joined(item, clauses[item.id], statements) for item in required)
@@ -129,7 +130,7 @@ def _joined(
 
 
 def refutes(required: RequiredClause, results: Sequence[CertifiedClause]) -> bool:
-    """Say whether each alternative of the requirement has a comparison that failed."""
+    """Return whether each alternative of the requirement has a failed comparison."""
     return bool(required.alternatives) and all(
         any(c.is_of(r) and r.verdict is Verdict.FAILED for c in part for r in results)
         for part in required.alternatives
@@ -142,7 +143,7 @@ def _budget(clause: Clause) -> str | None:
 
 
 def _evidence(clause: CertifiedClause) -> str:
-    """Return the kind of evidence, and of how many units it is where it counts any."""
+    """Return the kind of evidence, with the number of units if it has any."""
     kind = clause.evidence.value
     if clause.implied_by is not None:
         return f"{kind}, implied by {clause.implied_by}"

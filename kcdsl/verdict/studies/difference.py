@@ -13,28 +13,28 @@ from kcdsl.verdict.records import DocumentRecord, Record
 
 
 class Relation(StrEnum):
-    """How what is new relates to what was old."""
+    """The relation of a new contract or part to the old one."""
 
     EQUAL = "equal"
     STRICTER = "stricter"
-    """Everything that the new one accepts, the old one accepts; not the other way round, or that
-    is left open."""
+    """The old one accepts everything that the new one accepts; the converse is false or
+    undecided."""
     WEAKER = "weaker"
     INCOMPARABLE = "incomparable"
-    """Neither accepts everything that the other one does, or they speak of different things."""
+    """Neither accepts everything that the other one does, or they concern different quantities."""
     UNDECIDED = "undecided"
-    """The solver left open whether the new one is at least as strict."""
+    """The solver could not decide whether the new one is at least as strict."""
 
     @property
     def is_finding(self) -> bool:
-        """Say whether the new one may accept what the old one refuses."""
+        """Return whether the new one may accept something that the old one refuses."""
         return self in (Relation.WEAKER, Relation.INCOMPARABLE)
 
 
 def together(relations: Iterable[Relation]) -> Relation:
     """Return the relation of a whole from those of its parts.
 
-    What is weaker in one part and undecided in another is not stricter, so it is incomparable.
+    If one part is weaker and another undecided, the whole is incomparable.
     """
     found = {relation for relation in relations if relation is not Relation.EQUAL}
     if not found:
@@ -48,7 +48,7 @@ _OPEN = {Relation.UNDECIDED, Relation.STRICTER}
 
 
 def from_implications(new_implies_old: bool | None, old_implies_new: bool | None) -> Relation:
-    """Return the relation from the two implications; None stands for one that is open."""
+    """Return the relation from the two implications; None is undecided."""
     match new_implies_old, old_implies_new:
         case True, True:
             return Relation.EQUAL
@@ -73,7 +73,7 @@ class ClauseStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Change(Record):
-    """One respect in which two clauses or contracts differ, in words.
+    """One difference of two clauses or contracts, in words.
 
     `relation` is None where only several changes together have one.
     """
@@ -85,19 +85,19 @@ class Change(Record):
 
 
 class Extent(StrEnum):
-    """What accepts the values of a witness."""
+    """The part of a contract that accepts the values of a witness."""
 
     CONTRACT = "contract"
     """Every clause of the contract."""
     UNIT = "unit"
-    """Its clauses about the same unit; those about others were not compared with these values."""
+    """Its clauses about the same unit; the other clauses were not evaluated on these values."""
     CLAUSE = "clause"
-    """The clause of the same name, but not the whole contract, or that is not known."""
+    """The clause of the same name; the whole contract refuses them, or that is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class WitnessValue(Record):
-    """A measured value: what is measured, the value with its unit, and the exact fraction."""
+    """A value of a witness: the quantity, the value with its unit, and the exact fraction."""
 
     what: str
     value: str
@@ -108,9 +108,9 @@ class WitnessValue(Record):
 class Witness(Record):
     """Values that the new contract accepts and the old one refuses, or the other way round.
 
-    `of` says what they are measured on. `lacking` are trace fields; `flips` are the inputs at which
-    the likeliest tokens change. `clause` is what refuses them. `extent` says what accepts them, and
-    `unit` what claims the values are about: "slices" as a whole, single "requests" or "windows".
+    `of` is the data they are measured on. `lacking` are missing trace fields; `flips` are the
+    inputs at which the likeliest tokens change. `clause` refuses the values and `extent` accepts
+    them. `unit` is the unit of the values: "slices" as a whole, single "requests" or "windows".
     """
 
     accepts: str
@@ -133,11 +133,11 @@ class Witness(Record):
 
 @dataclass(frozen=True, slots=True)
 class ClauseDifference(Record):
-    """How one clause differs.
+    """The difference of one clause.
 
     `implied_by`: the clauses of the new contract that imply the old clause, consequences included,
     where this clause does not; for an added one, those of the old contract that imply it.
-    `because` says by what.
+    `because` is the justification.
     """
 
     id: str
@@ -166,7 +166,7 @@ class ContractName(Record):
 
 @dataclass(frozen=True, slots=True)
 class Difference(DocumentRecord):
-    """How a contract differs from another: as a whole, clause by clause, and around the clauses."""
+    """The difference of two contracts: as a whole, per clause, and outside the clauses."""
 
     schema: ClassVar[str] = "kcdsl.diff/1"
 
@@ -198,7 +198,7 @@ _ORDER = (
 
 
 def full(found: Difference) -> str:
-    """Return the difference as plain text; clauses that are the same are counted only."""
+    """Return the difference as plain text; equal clauses are only counted."""
     lines = [f"OLD  {found.old}", f"NEW  {found.new}", ""]
     lines.append(f"{found.relation}: {_MEANING[found.relation]}")
     lines.append(_counts(found))
@@ -224,7 +224,7 @@ def markdown(found: Difference) -> str:
 
 
 def plain(lines: Iterable[str]) -> str:
-    """Return lines as text; what they quote begins no line of its own and steers no terminal."""
+    """Return lines as text; quoted text has no line breaks or terminal control characters."""
     return "".join(f"{one_line(line)}\n" for line in lines)
 
 
@@ -261,7 +261,7 @@ def _body(clause: ClauseDifference) -> Iterator[str]:
 
 
 def _remarks(clause: ClauseDifference) -> Iterator[str]:
-    """Yield what follows from the changes: a witness, or by what the old clause still holds."""
+    """Yield the consequences of the changes: a witness, or the clauses that imply the old one."""
     if clause.witness is not None:
         yield from _witness_lines(clause.witness)
     if clause.implied_by:
@@ -326,6 +326,6 @@ def _cells(clause: ClauseDifference) -> Iterator[str]:
 
 
 def review_row(title: str, relation: Relation | None, cells: list[str]) -> str:
-    """Return a row of a table in Markdown, whose texts are no marks of HTML."""
+    """Return a row of a Markdown table, with HTML escaped."""
     name, *texts = (text.replace("|", "\\|").replace("<", "&lt;") for text in (title, *cells))
     return f"| {name} | {relation or ''} | {'<br>'.join(texts)} |"

@@ -1,7 +1,7 @@
-"""Findings of an experiment about a clause on a slice in one cell, and what was not found.
+"""Results of an experiment for a clause on a slice in one cell, and missing results.
 
-A conjunction has a row for each of its parts. A cell shows the one that decides: the worst verdict,
-and of equal verdicts the fewest units that pass.
+A conjunction has a row for each of its parts. A cell shows the deciding one: the row with the worst
+verdict, and among these the one with the fewest units that pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ExperimentEntry:
 
     @property
     def narrow(self) -> tuple[str, ...]:
-        """Return why any part may change with little."""
+        """Return the reasons why any part is narrow."""
         return tuple(dict.fromkeys(why for row in self.rows for why in row["narrow"]))
 
     @property
@@ -46,7 +46,7 @@ class ExperimentEntry:
 
 
 def columns(document: Mapping[str, Any]) -> tuple[Column, ...]:
-    """Return every clause and slice that a cell has a row of, in the order of the contract."""
+    """Return every clause and slice with a row in any cell, in the order of the contract."""
     return tuple(
         dict.fromkeys(
             (row["clause"], row["slice"])
@@ -58,7 +58,7 @@ def columns(document: Mapping[str, Any]) -> tuple[Column, ...]:
 
 
 def entry(cell: Mapping[str, Any] | None, column: Column) -> ExperimentEntry | None:
-    """Return what a cell found; None where it did not run or has no such row."""
+    """Return the entry of a cell; None where it did not run or has no such row."""
     if cell is None or cell["status"] != "ran":
         return None
     own = [row for row in cell["rows"] if (row["clause"], row["slice"]) == column]
@@ -70,14 +70,14 @@ def _badness(row: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def name_of(cell: Mapping[str, Any]) -> str:
-    """Return how a cell is called."""
+    """Return the name of a cell."""
     if "name" in cell:
         return str(cell["name"])
     return f"{cell['device']} {cell['length']} tokens x{cell['batch']} /{cell['concurrency']}"
 
 
 def not_run(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield, for each reason, the cells that did not run for it."""
+    """Yield each reason for not running, with its cells."""
     reasons: dict[str, list[str]] = {}
     for cell in cells:
         if cell["status"] != "ran":
@@ -87,7 +87,7 @@ def not_run(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def not_shown(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the clauses that no cell decides, or some do not, each with the reason."""
+    """Yield the clauses that some or all cells do not decide, each with the reason."""
     for name, reason in document.get("deferred", {}).items():
         yield f"{name} is not shown: {reason}"
     ran = [cell for cell in document["cells"] if cell["status"] == "ran"]
@@ -101,7 +101,7 @@ def not_shown(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def failed_checks(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield, for each precondition that failed, the cells in which it did."""
+    """Yield each failed precondition, with its cells."""
     failed: dict[tuple[str, str], list[str]] = {}
     for cell in cells:
         for check in cell.get("failed_checks", ()):

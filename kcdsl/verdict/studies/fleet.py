@@ -14,7 +14,7 @@ from kcdsl.verdict.records import DocumentRecord, Record
 from kcdsl.verdict.studies.convergence import Convergence
 
 MOST_KERNELS = 24
-"""How many kernels a fleet may have: there are up to 3^(n/3) largest sets that agree."""
+"""The largest number of kernels of a fleet: there are up to 3^(n/3) maximal cliques."""
 Agreement = Literal["agree", "disagree", "open"]
 
 
@@ -29,8 +29,8 @@ class FleetKernel(Record):
 
 @dataclass(frozen=True, slots=True)
 class Direction(Record):
-    """One kernel as inference kernel beside another as training kernel: the verdict of the whole
-    contract, what it rests on, and the first clauses that do not hold."""
+    """One kernel as inference kernel and another as training kernel: the verdict of the whole
+    contract, its certificates, and the first clauses that do not hold."""
 
     train: str
     infer: str
@@ -42,7 +42,7 @@ class Direction(Record):
     def of(
         cls, train: str, infer: str, found: Convergence | None, identities: Sequence[str]
     ) -> Direction:
-        """Return a direction; nothing was decided about it where `found` is None."""
+        """Return a direction; it is undecided where `found` is None."""
         if found is None:
             return cls(train, infer, "inconclusive", (), ("no certificate is about it",))
         reasons = tuple(_reason(row) for row in found.rows if row.verdict != "held")
@@ -68,7 +68,7 @@ class KernelPair(Record):
 
     @property
     def agreement(self) -> Agreement:
-        """Return whether they agree; open where a direction is not decided and none violated."""
+        """Return whether they agree; open where a direction is undecided and none is violated."""
         verdicts = {direction.verdict for direction in self.directions}
         if verdicts == {"held"}:
             return "agree"
@@ -77,7 +77,7 @@ class KernelPair(Record):
 
 @dataclass(frozen=True, slots=True)
 class KernelClass(Record):
-    """A largest set of kernels of which every two agree, with the certificates that say so."""
+    """A maximal set of kernels that agree pairwise, with the certificates of the pairs."""
 
     members: tuple[str, ...]
     digests: tuple[str, ...]
@@ -86,7 +86,7 @@ class KernelClass(Record):
 
 @dataclass(frozen=True, slots=True)
 class CheckedClass(Record):
-    """A certificate of a class, and why it is not accepted; empty where it is."""
+    """A certificate of a class, and the reason if it is not accepted."""
 
     derived: ClassVar[tuple[str, ...]] = ("accepted",)
 
@@ -97,15 +97,15 @@ class CheckedClass(Record):
 
     @property
     def accepted(self) -> bool:
-        """Say whether trusted keys signed it, and the certificates of its pairs show it."""
+        """Return whether trusted keys signed it, and the certificates of its pairs show it."""
         return not self.reason
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet(DocumentRecord):
-    """All kernels, the agreement of every two, and the classes. `unused` names certificates that
-    count for nothing, and why; `without` the contracts about which no certificate counts: kernels
-    of theirs may be none of these."""
+    """All kernels, the agreement of every pair, and the classes. `unused` names ignored
+    certificates, with reasons; `without` names contracts without a valid certificate, whose
+    kernels may be missing here."""
 
     schema: ClassVar[str] = "kcdsl.fleet/1"
     derived: ClassVar[tuple[str, ...]] = ("classes", "exit")
@@ -120,10 +120,10 @@ class Fleet(DocumentRecord):
 
     @property
     def classes(self) -> tuple[KernelClass, ...]:
-        """Return the largest sets of kernels that agree pairwise (maximal cliques).
+        """Return the maximal sets of kernels that agree pairwise (maximal cliques).
 
-        Agreement within limits is not transitive, so a kernel may be in several. Every pair in a
-        class was decided by itself; nothing is concluded from a third kernel.
+        Agreement within limits is not transitive, so a kernel may be in several classes. Every
+        pair in a class was decided directly, not through a third kernel.
         """
         labels = [kernel.label for kernel in self.kernels]
         neighbours: dict[str, set[str]] = {label: set() for label in labels}
@@ -151,8 +151,8 @@ class Fleet(DocumentRecord):
 
     @property
     def exit(self) -> Exit:
-        """Return 4 where a class is not accepted; else 1 where two kernels disagree, 0 where all
-        agree and each contract has a certificate, and 3 otherwise."""
+        """Return 4 if a class is not accepted; else 1 if any two kernels disagree, 0 if all agree
+        and each contract has a certificate, and 3 otherwise."""
         if not all(one.accepted for one in self.checked):
             return Exit.CERTIFICATE_INVALID
         states = {pair.agreement for pair in self.pairs}
@@ -199,7 +199,8 @@ UNCHECKED = (
 
 
 def reasons(found: Fleet) -> list[str]:
-    """Return why pairs do not agree, each direction by itself, and contracts without any."""
+    """Return the reasons why pairs do not agree, for each direction, and contracts without a
+    certificate."""
     lines = [f"{contract}: no certificate about it counts" for contract in found.without]
     for pair in found.pairs:
         for direction in pair.directions:

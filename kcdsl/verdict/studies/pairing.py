@@ -18,13 +18,13 @@ BandState = Literal["inactive", "inside", "above", "below"]
 
 
 OF_TIMED_RUNS = "requests with timed runs"
-"""What is counted where a request has several runs: by itself, in how many it keeps a threshold."""
+"""The unit where a request has several runs: a request counts by its runs that pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassRate(Record):
-    """The share of units that keep the threshold in one run, with limits of the rate in the
-    population that they stand for (each one-sided at the confidence of the clause)."""
+    """The share of units within the threshold in one run, with one-sided limits of the rate in the
+    population, each at the confidence of the clause."""
 
     derived: ClassVar[tuple[str, ...]] = ("rate",)
 
@@ -42,9 +42,9 @@ class PassRate(Record):
 
 @dataclass(frozen=True, slots=True)
 class Band(Record):
-    """The band of earlier runs, and where the candidate's value lies.
+    """The band of earlier runs, and the position of the candidate's value.
 
-    `inactive` where too few of the `runs` have a value. `harmful`: the value lies outside on the
+    `inactive` where too few of the `runs` have a value. `harmful`: the value is outside on the
     side that the clause limits.
     """
 
@@ -57,8 +57,8 @@ class Band(Record):
 
 @dataclass(frozen=True, slots=True)
 class Floor(Record):
-    """How far reference builds are from each other by the statistic of the clause, on the same
-    checkpoint and data. `above`: the threshold is stricter than that."""
+    """The statistic of the clause between reference builds, on the same checkpoint and data.
+    `above`: the threshold is stricter than this noise floor."""
 
     value: float
     builds: int
@@ -70,13 +70,13 @@ class PairedRow(Record):
     """One obligation in both runs, unit by unit.
 
     `incumbent` and `candidate` are the values of the clause, in base units of `unit`, with their
-    verdicts and the shares of units that keep the threshold. Of a statement about units, `worse` of
-    `n` units kept the threshold in the incumbent's run alone and `better` in the candidate's alone;
-    `delta` is the difference of the shares that keep it. Of a mean it is the difference of the
-    means. Of timed runs (`counted` is `OF_TIMED_RUNS`), `worse` of `n` requests kept it in more of
-    their runs in the incumbent's. `low` and `high` are its limits at 95 %. `error` is the chance of
-    a change as harmful, or as useful, if there were none. `compared_at` is the threshold that the
-    units were compared with: that of the clause, or the noise floor where that is less strict.
+    verdicts and the shares of units that pass. For a statement about units, `worse` of `n` units
+    pass in the incumbent's run only and `better` in the candidate's only; `delta` is the difference
+    of the shares that pass. For a mean, `delta` is the difference of the means. For timed runs
+    (`counted` is `OF_TIMED_RUNS`), `worse` of `n` requests pass in more of the incumbent's runs.
+    `low` and `high` are the 95 % limits of `delta`. `error` is the p-value of a harmful, or useful,
+    change. `compared_at` is the threshold used for the units: that of the clause, or the noise
+    floor where that is less strict.
     """
 
     obligation: str
@@ -111,7 +111,7 @@ class PairedRow(Record):
 class MeasureDelta(Record):
     """The mean of a metric in both runs, request by request: quality and reward, or runtime cost.
 
-    `low` and `high` are limits of the difference at 95 %, of this row alone: it decides nothing.
+    `low` and `high` are 95 % limits of the difference of this row alone; they decide no verdict.
     """
 
     kind: Literal["quality", "cost"]
@@ -129,41 +129,41 @@ class MeasureDelta(Record):
 
 @dataclass(frozen=True, slots=True)
 class RunComparison(DocumentRecord):
-    """All obligations of the candidate's contract, and what else differs between the runs."""
+    """All obligations of the candidate's contract, and other differences between the runs."""
 
     schema: ClassVar[str] = "kcdsl.compare/2"
     derived: ClassVar[tuple[str, ...]] = ("verdict",)
 
     contract: Mapping[str, str]
-    """That of the candidate: name, version, digest."""
+    """The contract of the candidate: name, version, digest."""
     changed: tuple[str, ...]
-    """What differs: contract, checkpoint, fields of the kernels, versions of libraries."""
+    """The differences: contract, checkpoint, fields of the kernels, versions of libraries."""
     error: float
     """The chance of calling any row regressed, or any improved, where none is; and of any row that
     lies outside its band."""
     rows: tuple[PairedRow, ...]
     measures: tuple[MeasureDelta, ...] = ()
     history: int = 0
-    """How many earlier runs the bands rest on, at most."""
+    """The largest number of earlier runs behind a band."""
     references: int = 0
-    """How many reference builds the noise floors rest on, at most."""
+    """The largest number of reference builds behind a noise floor."""
     unused: Mapping[str, str] = field(default_factory=dict)
-    """Reports that were named and count for nothing, and why."""
+    """Ignored reports, with reasons."""
 
     @property
     def regressed(self) -> tuple[PairedRow, ...]:
-        """Return what became worse, the most severe level first."""
+        """Return the rows that became worse, the most severe level first."""
         return _severest([row for row in self.rows if row.change == "regressed"])
 
     @property
     def beyond(self) -> tuple[PairedRow, ...]:
-        """Return what lies outside the band of earlier runs on the side that harms."""
+        """Return the rows outside the band of earlier runs on the harmful side."""
         return _severest([row for row in self.rows if row.band is not None and row.band.harmful])
 
     @property
     def verdict(self) -> str:
-        """Return "violated" where something became worse or lies beyond its band, "held" where
-        something was compared and nothing did, "inconclusive" otherwise."""
+        """Return "violated" if a row became worse or is beyond its band, "held" if rows were
+        compared and none did, "inconclusive" otherwise."""
         if self.regressed or self.beyond:
             return "violated"
         invalid = any("invalid_evidence" in row.verdicts for row in self.rows)
@@ -184,7 +184,7 @@ def number_text(value: float | None) -> str:
 
 
 def worse_text(row: PairedRow) -> str:
-    """Return what became worse of a row, and by how much."""
+    """Return the regression of a row in words."""
     found = f"{row.clause} {row.slice} ({row.level}): "
     if row.worse is None:
         return f"{found}mean {number_text(row.incumbent)} → {number_text(row.candidate)}"
@@ -198,7 +198,7 @@ def worse_text(row: PairedRow) -> str:
 
 
 def baseline_lines(found: RunComparison) -> Iterator[str]:
-    """Yield what bands and noise floors say, and which reports count for nothing."""
+    """Yield sentences about bands, noise floors and ignored reports."""
     for row in found.rows:
         if row.band is not None and row.band.state in ("above", "below") and not row.band.harmful:
             yield f"outside its band, on the good side: {band_text(row)}"
@@ -217,7 +217,7 @@ def baseline_lines(found: RunComparison) -> Iterator[str]:
 
 
 def band_text(row: PairedRow) -> str:
-    """Return where a value lies beside the band of earlier runs."""
+    """Return the position of a value relative to the band of earlier runs."""
     band = row.band
     assert band is not None
     limits = f"{number_text(band.low)} … {number_text(band.high)}"
@@ -226,7 +226,7 @@ def band_text(row: PairedRow) -> str:
 
 
 def floor_text(row: PairedRow) -> str:
-    """Return a threshold that is stricter than what reference builds differ by."""
+    """Return a remark on a threshold that is stricter than the noise floor."""
     floor = row.floor
     assert floor is not None
     differ = "differs" if floor.builds == 1 else "differ"

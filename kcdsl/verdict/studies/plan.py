@@ -17,11 +17,11 @@ State = Literal["enough", "too_few", "unknown", "never", "census"]
 
 @dataclass(frozen=True, slots=True)
 class PriorSample(Record):
-    """What an earlier evaluation says of a row.
+    """The data of an earlier evaluation for a row.
 
-    `n` units of which `k` were beyond (None for a mean), the mean `value`; `needed` are the units
-    that would show the clause with the power of the plan, if the others are like those of the
-    prior report. `threshold` is the tightest one of which that report shows that it is kept.
+    `n` units of which `k` were beyond (None for a mean), the mean `value`; `needed` is the number
+    of units that would show the clause with the power of the plan, if further units are like those
+    of the prior report. `threshold` is the tightest threshold that the prior report shows.
     """
 
     n: int
@@ -35,12 +35,12 @@ class PriorSample(Record):
 class PlanRow(Record):
     """One part of a clause on one slice.
 
-    `allowed` is the share of units that may be beyond the threshold, None for a statement about no
-    unit. `have` counts the units that the data of the slice gives, None where that is not known.
-    Units needed: `without_any` beyond, `at_half` with half the allowed share beyond, `with_power`
-    to be shown with the power of the plan while each unit is beyond with half the allowed rate.
-    `may_exceed` of those there are may be beyond; `shows` is the rate that those show not to be
-    exceeded if none is.
+    `allowed` is the share of units that may be beyond the threshold, None for a statement that is
+    not about units. `have` is the number of units in the data of the slice, None where unknown.
+    Units needed: `without_any` if none is beyond, `at_half` if half the allowed share is beyond,
+    `with_power` to show the clause with the power of the plan if the true rate is half the allowed
+    one. Of the `have` units, `may_exceed` may be beyond; `shows` is the upper limit of the rate if
+    none is.
     """
 
     obligation: str
@@ -64,8 +64,8 @@ class PlanRow(Record):
 
 @dataclass(frozen=True, slots=True)
 class Plan(DocumentRecord):
-    """The rows of a contract, and what they rest on: the confidence over all `looks` (None: any
-    number of them), and the power."""
+    """The rows of a contract, the confidence over all `looks` (None: any number of them), and the
+    power."""
 
     schema: ClassVar[str] = "kcdsl.plan/3"
 
@@ -75,7 +75,7 @@ class Plan(DocumentRecord):
     power: float
     rows: tuple[PlanRow, ...]
     elsewhere: Mapping[str, str]
-    """Clauses that measuring does not decide, each with the reason."""
+    """Clauses that measurement does not decide, each with the reason."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the document "kcdsl.plan/3"; allowed shares as texts `p/q`."""

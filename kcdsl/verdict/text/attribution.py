@@ -1,4 +1,4 @@
-"""An attribution for people: tables for terminals."""
+"""An attribution as terminal tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kcdsl.verdict.text.console import folded, heading, print_on, table
 
 _BAR = 20
 _BLOCKS = 32
-"""Blocks that are shown at most: those that gain or lose most."""
+"""The largest number of blocks shown: those with the largest gain or loss."""
 _PARTS = " ▏▎▍▌▋▊▉█"
 _STATUS = {
     "attributed": ("✓ attributed", "green"),
@@ -43,7 +43,7 @@ def print_attribution(found: Attribution, stream: TextIO) -> None:
 
 
 def render(found: Attribution) -> RenderableType:
-    """Return the attribution as something that rich prints."""
+    """Return the attribution as a rich renderable."""
     parts: list[RenderableType] = [_heading(found), _source_table(found)]
     parts += _remarks(found)
     if found.layers is not None and found.layers.rows:
@@ -103,7 +103,7 @@ def percent(share: float) -> str:
 
 
 def bar(share: float | None, width: int = _BAR) -> str:
-    """Return a bar for a share of the whole; one against the drift begins with a minus sign."""
+    """Return a bar for a share of the whole; a negative share begins with a minus sign."""
     if share is None:
         return ""
     eighths = min(8 * width, round(8 * width * abs(share)))
@@ -151,7 +151,7 @@ def _remarks(found: Attribution) -> list[RenderableType]:
         words = "  bound: the most of the drift of"
         lines.append(Text(f"{words} {bounded} that the source alone can make", style="dim"))
     for row in found.sources:
-        if row.reason and row.state != "differs":  # what does not run is listed below
+        if row.reason and row.state != "differs":  # kernels that do not run are listed below
             lines.append(Text(f"  {row.name}: {row.reason}", style="dim"))
     for pair in found.interactions:
         if pair.figure.shown:
@@ -168,7 +168,7 @@ def _remarks(found: Attribution) -> list[RenderableType]:
 
 
 def _not_run(found: Attribution) -> Iterator[str]:
-    """Yield each reason once, with the kernels between both sides that do not run for it."""
+    """Yield each reason once, with the intermediate kernels that do not run for it."""
     about: dict[str | None, list[str]] = {}
     for between in found.between:
         if between.value is None:

@@ -1,4 +1,4 @@
-"""Certificates at a terminal: the view of one, and how one differs from another."""
+"""Terminal output of the view of a certificate and of the difference of two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OUTCOMES = {"ok": "green", "failed": "bold red", "not_run": "dim"}
 
 
 def print_certificate(view: CertificateView, stream: TextIO) -> None:
-    """Print a certificate: who signed comes first, what a check would say last."""
+    """Print a certificate: signers first, the expected result of a check last."""
     colour, words = view.headline
     print_on(stream, Text(view.file, "bold"), soft_wrap=True)
     print_on(stream, Text(words, _COLOURS[colour]))

@@ -1,4 +1,4 @@
-"""The comparison of two runs at a terminal: what `kcdsl compare` prints."""
+"""The terminal output of `kcdsl compare`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _measures_table(measures: Sequence[MeasureDelta]) -> Table:
 
 
 def changes_table(rows: Sequence[PairedRow]) -> Table:
-    """Return what a paired comparison says of each obligation."""
+    """Return the table of a paired comparison, by obligation."""
     return table(
         (
             *(short("clause", 15), folded("slice", 12), ">incumbent", ">candidate", ">units"),

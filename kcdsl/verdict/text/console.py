@@ -1,9 +1,9 @@
-"""Print for people: tables as wide as the terminal, in 100 columns elsewhere, and harmless.
+"""Terminal output: tables as wide as the terminal, or 100 columns elsewhere, without control codes.
 
-A terminal of less than 80 columns breaks the lines of one of 80, so that no number is cut short.
+The width is at least 80 columns, and a narrower terminal wraps lines, so that no number is cut.
 
-Names of requests and slices come from data: what could steer a terminal is shown as a sign of
-replacement.
+Names of requests and slices come from data: terminal control characters are shown as the
+replacement character.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ WIDTH, NARROWEST = 100, 80
 
 
 class HarmlessConsole(Console):
-    """A console of which no text moves the cursor, changes colours or rings."""
+    """A console that removes control characters from all text."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Yield the segments of something, their texts made harmless."""
+        """Yield the segments of a renderable with control characters replaced."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)
 
 
 def print_on(stream: TextIO, *renderables: RenderableType, **how: Any) -> None:
-    """Print, each on lines of its own; colours only where the stream is a terminal."""
+    """Print renderables, each on its own lines; colours only where the stream is a terminal."""
     console = HarmlessConsole(file=stream, highlight=False)
     console.width = max(NARROWEST, console.width) if stream.isatty() else WIDTH
     for renderable in renderables:
@@ -42,7 +42,7 @@ def print_on(stream: TextIO, *renderables: RenderableType, **how: Any) -> None:
 
 
 def rendered(*parts: RenderableType, terminal: bool) -> str:
-    """Return what a terminal, or a file of 100 columns, would show; lines of text stay whole."""
+    """Return the output for a terminal, or for a file of 100 columns; text is not wrapped."""
     buffer = StringIO()
     console = HarmlessConsole(
         file=buffer, width=None if terminal else WIDTH, force_terminal=terminal, highlight=False
@@ -56,10 +56,10 @@ def rendered(*parts: RenderableType, terminal: bool) -> str:
 def table(
     columns: Iterable[object], rows: Iterable[Iterable[object]], title: str = "", **how: Any
 ) -> Table:
-    """Return a table; cells are texts of rich, or what `str` writes, and nothing is markup.
+    """Return a table; cells are rich texts or converted by `str`, never parsed as markup.
 
-    A column of numbers has a name that begins with `>`: it is flush right, and its lines are never
-    broken. The lines of other columns are folded, unless they are given as columns of rich.
+    A column whose name begins with `>` has numbers: it is right-aligned and never wrapped. Other
+    columns are folded, unless they are given as rich columns.
     """
     found = Table(
         *map(_column, columns),
@@ -82,12 +82,12 @@ def _column(given: object) -> Column:
 
 
 def short(name: str, width: int) -> Column:
-    """Return a column of names that are cut after some characters."""
+    """Return a column of names that are truncated."""
     return Column(name, no_wrap=True, max_width=width, overflow="ellipsis")
 
 
 def folded(name: str, width: int) -> Column:
-    """Return a column of texts that are folded at some width."""
+    """Return a column of texts that are folded."""
     return Column(name, max_width=width, overflow="fold")
 
 

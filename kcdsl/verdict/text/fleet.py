@@ -1,4 +1,4 @@
-"""A fleet at a terminal: the matrix of pairs and the classes."""
+"""Terminal output of a fleet: the matrix of pairs and the classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN = {"agree": ("✓", "green"), "disagree": ("✗", "bold red"), "open": ("
 
 
 def print_fleet(found: Fleet, stream: TextIO) -> None:
-    """Print the matrix, the classes, and why pairs do not agree."""
+    """Print the matrix, the classes, and the reasons of disagreements."""
     print_on(stream, Text(f"{found.contract['name']} {found.contract['version']}", "bold"))
     labels = [kernel.label for kernel in found.kernels]
     rows = []

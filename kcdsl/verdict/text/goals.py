@@ -85,7 +85,7 @@ def goal_json(
 
 
 def _links_json(case: CaseOutcome) -> dict[str, Any]:
-    """Return the links of a chain as JSON; nothing for a case that was proved as one."""
+    """Return the links of a chain as JSON; empty for a case without a chain."""
     links = [asdict(link) | {"bound": number(link.bound)} for link in case.links]
     return {"links": links} if links else {}
 
@@ -93,8 +93,8 @@ def _links_json(case: CaseOutcome) -> dict[str, Any]:
 def chain_table(outcome: GoalOutcome) -> Table | None:
     """Return the terminal table of the chain with the largest bound; None without a chain.
 
-    `ratio` is bound / attack behind each link, `growth` what the ratio is multiplied with there:
-    the link with the largest growth is the one that loses.
+    `ratio` is bound / attack after each link, `growth` the factor by which the ratio grows there:
+    the link with the largest growth loses the most precision.
     """
     chains = [case for case in outcome.cases if case.links]
     if not chains:
@@ -114,7 +114,7 @@ def chain_table(outcome: GoalOutcome) -> Table | None:
 
 
 def _goal_lines(outcome: GoalOutcome) -> list[str]:
-    """Return what a goal says, a line for each part of its region, and the margin of an order."""
+    """Return the lines of a goal: its statement, each part of its region, and its margin."""
     goal, margin = outcome.goal, number(outcome.margin)
     lines = [functional_of(goal), f"x in {region_text(goal.region)}"]
     lines += [f"states within {real_text(goal.states)}"] if goal.states else []

@@ -1,4 +1,4 @@
-"""The report for people: tables that fit 100 columns."""
+"""The report as tables of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def print_report(report: Report, stream: TextIO) -> None:
 
 
 def render(report: Document) -> RenderableType:
-    """Return a report document as something that rich prints."""
+    """Return a report document as a rich renderable."""
     parts = [_heading(report), clause_table(report["clauses"]), *reasons(report["clauses"])]
     parts += beside_parts(report)
     if report["crosschecks"]:
@@ -90,7 +90,7 @@ def clause_table(clauses: Sequence[Document]) -> Table:
 
 
 def _requirement(row: Document) -> str:
-    """Return what a clause asks for, in the units of people."""
+    """Return the requirement of a clause in readable units."""
     if row["threshold"] is None or row["metric"].startswith("coverage("):
         return str(row["requirement"])
     budget = "" if row["budget"] is None else f", up to {row['budget']}"
@@ -98,7 +98,7 @@ def _requirement(row: Document) -> str:
 
 
 def _beyond(row: Document) -> str:
-    """Return how many units are beyond the threshold, as k/n; only n where none are counted."""
+    """Return the number of units beyond the threshold as k/n; only n where k is not counted."""
     counted = row["exceedance"]
     return str(row["n"]) if counted is None else f"{counted['k']}/{counted['n']}"
 
@@ -137,7 +137,7 @@ def _slice_table(slices: Sequence[Document], unit: str) -> Table:
 
 
 def beside_parts(report: Document) -> Iterator[RenderableType]:
-    """Yield the table and, once each, why numbers in it are missing; nothing where none is."""
+    """Yield the table and the reasons of missing numbers, each once; nothing without rows."""
     rows, whys = beside_rows(report["clauses"], terse)
     if not rows:
         return
@@ -175,7 +175,7 @@ def _mark(number: int) -> str:
 
 
 def reasons(clauses: Sequence[Document]) -> list[RenderableType]:
-    """Return why each clause is not plainly held, or what its sample shows."""
+    """Return why each clause is not simply held, or the conclusion from its sample."""
     lines: list[RenderableType] = []
     for row in clauses:
         why = row["reason"] or (row["shown"] or {}).get("text")
@@ -188,7 +188,7 @@ def reasons(clauses: Sequence[Document]) -> list[RenderableType]:
 
 
 def _sampling(found: Document) -> str:
-    """Return how sampled results were decided, in words."""
+    """Return the error levels of sampled results in words."""
     shared = ""
     if found["sampled"] > 1:
         level = f"{100 * (1 - found['violation_error']):.4g} %"
@@ -220,7 +220,7 @@ def _remarks(report: Document) -> Iterator[RenderableType]:
 
 
 def conclusion(report: Document) -> Text:
-    """Return verdict, health and action, and which clauses are left open."""
+    """Return verdict, health and action, and the open clauses."""
     health, open_clauses = report["health"], not_decided(report["deferred"])
     deviation = "unbounded" if health["deviation"] is None else f"{health['deviation']:.3g}"
     return Text.assemble(

@@ -1,4 +1,4 @@
-"""Aggregates, experiments and plans for people: tables that fit 100 columns."""
+"""Aggregates, experiments and plans as tables of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ _STATES = {
     "never": ("✗ never", "magenta"),
     "census": ("✓ census", "green"),
 }
-"""Word with symbol, and colour, of each state: readable without colours too."""
+"""Word with symbol, and colour, of each state."""
 
 
 def print_plan(plan: Plan, stream: TextIO) -> None:
@@ -237,7 +237,7 @@ def _priors(rows: Iterable[PlanRow], percent: str) -> Table:
 
 
 def _notes(rows: Iterable[PlanRow]) -> Iterator[Text]:
-    """Yield each remark once, with the rows it is about."""
+    """Yield each remark once, with its rows."""
     about: dict[str, list[str]] = {}
     for row in rows:
         for note in _remarks(row):
