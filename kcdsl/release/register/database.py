@@ -23,6 +23,7 @@ from sqlalchemy.exc import (
     NoSuchModuleError,
     SQLAlchemyError,
 )
+from sqlalchemy.exc import TimeoutError as NoFreeConnection
 from sqlalchemy.pool import QueuePool
 
 from kcdsl.diagnostics import Refusal, refuse
@@ -240,7 +241,8 @@ class RegisterDatabase:
         if isinstance(error, DatabaseError):
             cause = error.orig
         said = " ".join(str(cause or error).split())[:300]
-        if getattr(cause, "sqlstate", None) in _CONFLICTS:
+        in_conflict = getattr(cause, "sqlstate", None) in _CONFLICTS
+        if in_conflict or isinstance(error, NoFreeConnection):
             return refuse(
                 REGISTER_BUSY,
                 f"others use the register {where} at the same time: {said}",

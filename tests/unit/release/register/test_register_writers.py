@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from sqlalchemy.pool import QueuePool
 
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.release.register import Register
@@ -195,3 +197,17 @@ def test_a_database_of_another_encoding_keeps_what_it_can(
         known = ["schädlich", "有害"][: 2 if encoding == "SQL_ASCII" else 1]
         assert [each.reason for each in register.revocations()] == known
         assert register.check(trusted=TRUSTED).is_sound
+
+
+def test_more_readers_than_connections_are_no_damage(place: str) -> None:
+    """A gate answers 32 questions at a time, and its pool has fewer connections."""
+    Register.open(place, create=True, clock=clock).close()
+    with Register.open(place, clock=clock) as register, ExitStack() as readers:
+        pool = register._database._engine.pool
+        assert isinstance(pool, QueuePool)
+        pool._timeout = 0.01
+        for _ in range(pool.size() + pool._max_overflow):
+            readers.enter_context(register._reading())
+        with pytest.raises(Refusal) as caught:
+            readers.enter_context(register._reading())
+        assert caught.value.diagnostics[0].code is codes.REGISTER_BUSY
