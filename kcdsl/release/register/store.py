@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
-from typing import Self
+from typing import Any, Self
 
 from sqlalchemy import Connection, select
 
@@ -44,7 +44,9 @@ from kcdsl.release.register.records import (
     Slot,
 )
 from kcdsl.release.register.schema import REVISION, bundles, events
+from kcdsl_certs.encoding.records import Record
 from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.encoding.strict import canonical_json
 from kcdsl_certs.signatures import (
     SigningKey,
     TrustPolicy,
@@ -179,15 +181,14 @@ class Register:
 
     def record_run(self, run: Run) -> Run:
         """Record a run of a triple that is recorded; one that is recorded already is returned."""
-        try:
-            RUN.read(run.to_json(), "run")
-        except Rejected as error:
-            raise _not_recorded(error) from error
+        _refuse_malformed(RUN, run.to_json())
         with self._appending() as (connection, chain):
             return record_run(connection, chain, run)
 
     def mark_run(self, identity: str, *, trusted: bool, reason: str) -> Run:
         """Mark a run as untrusted, or as trusted again; raises Refusal for an unknown run."""
+        mark = MARK.write({"run": identity, "trusted": trusted, "reason": reason})
+        _refuse_malformed(MARK, mark)
         with self._appending() as (connection, chain):
             if queries.run_in(connection, identity) is None:
                 raise refuse(
@@ -196,8 +197,7 @@ class Register:
                     help="`kcdsl register log` lists the runs; `kcdsl register add CERT` "
                     "records that of a certificate",
                 )
-            mark = {"run": identity, "trusted": trusted, "reason": reason}
-            chain.append(EventKind.RUN_MARK, MARK.write(mark))
+            chain.append(EventKind.RUN_MARK, mark)
             found = queries.run_in(connection, identity)
             assert found is not None
         return found
@@ -211,10 +211,7 @@ class Register:
         than had to sign it.
         """
         entry = Revocation(kind, subject, reason)
-        try:
-            REVOCATION.read(entry.to_json(), "revocation")
-        except Rejected as error:
-            raise _not_recorded(error) from error
+        _refuse_malformed(REVOCATION, entry.to_json())
         with self._appending() as (connection, chain):
             found = queries.revocation_in(connection, kind, subject)
             if found is not None:
@@ -246,10 +243,7 @@ class Register:
             if not isinstance(promotion, Promotion):
                 promotion = promotion(type(self)(self._database, self._clock, connection))
             decided = replace(promotion, slot=slot, version=expected_version + 1)
-            try:
-                PROMOTION.read(decided.to_json(), "promotion")
-            except Rejected as error:
-                raise _not_recorded(error) from error
+            _refuse_malformed(PROMOTION, decided.to_json())
             try:
                 slot_after(before, decided, 0)
             except Rejected as error:
@@ -446,6 +440,15 @@ def _damaged() -> Iterator[None]:
             f"the register contradicts itself: {error}",
             help="`kcdsl register check` says what is wrong; nothing was written",
         ) from error
+
+
+def _refuse_malformed(kind: Record[Any], entry: Mapping[str, Any]) -> None:
+    """Refuse an entry that no event can hold."""
+    try:
+        kind.read(entry, "entry")
+        canonical_json(dict(entry))
+    except Rejected as error:
+        raise _not_recorded(error) from error
 
 
 def _not_recorded(error: Rejected, help: str | None = None) -> Refusal:

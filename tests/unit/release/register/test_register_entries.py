@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics import Refusal, codes
 from kcdsl.release.register import (
     Certificate,
     Promotion,
@@ -239,6 +239,21 @@ def test_certificates_fall_with_the_keys_that_had_to_sign(register: Register) ->
 def test_what_is_no_digest_is_not_revoked(register: Register, subject: str) -> None:
     with pytest.raises(Refusal):
         register.revoke(subject, "odd")
+
+
+@pytest.mark.parametrize("reason", ["bytes \udcff", "x" * 30_000], ids=["no text", "too long"])
+def test_a_reason_that_no_event_can_hold_is_no_damage(register: Register, reason: str) -> None:
+    """A command line may hold bytes that are no UTF-8."""
+    register.record_triple(ONE)
+    run = register.record_run(Run("evaluate", ONE.digest, "shadow", "1" * 64, "2" * 64))
+    for call in (
+        lambda: register.revoke("f" * 64, reason),
+        lambda: register.mark_run(run.identity, trusted=False, reason=reason),
+    ):
+        with pytest.raises(Refusal) as caught:
+            call()
+        assert caught.value.diagnostics[0].code is codes.NOT_RECORDED
+    assert register.check().is_sound
 
 
 # --- runs -----------------------------------------------------------------------------------------
