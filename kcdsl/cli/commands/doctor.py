@@ -431,7 +431,7 @@ def _advice(found: Environment) -> Iterator[str]:
     if found.ready:
         yield "compile, verify, evaluate and check can run."
     else:
-        yield "compile, verify, evaluate and check cannot run yet."
+        yield "not all of compile, verify, evaluate and check can run; each problem says what for."
 
 
 # --- backends ------------------------------------------------------------------------------------
