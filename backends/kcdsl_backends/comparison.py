@@ -27,21 +27,21 @@ from kcdsl.model.checkpoint.modules import transposed_names
 from kcdsl.model.decoder import name_in_mixtral
 
 AGREEMENT = 1e-4
-"""Relative distance up to which two float32 programs of one model agree; two runs of MiniLM or of
-the tiny LM are about 1e-6 apart, and one ignored key of a configuration 1e-2 and more."""
+"""Tolerance for the relative distance of two float32 programs of one model. Two runs of MiniLM or
+of the tiny LM are about 1e-6 apart; an ignored key of a configuration makes 1e-2 and more."""
 LARGEST_COMPARED = 2**31
-"""Parameters up to which a second copy of the model is made for a comparison."""
+"""Largest number of parameters of a model that is copied for a comparison."""
 _ROWS_COMPARED, _LONGEST_COMPARED = 3, 256
-"""How many rows, and up to how many tokens of each, are run by transformers too."""
+"""Number of rows, and of tokens of each, that are compared with transformers."""
 
 
 def compared_program(
     architecture: str | None, model: Model, rows: Iterable[Sequence[int]]
 ) -> str | None:
-    """Compare a model of a built-in architecture with transformers on the first distinct rows, and
-    say what came of it; None for a module of the user's own, which no other program is known for.
+    """Compare a model of a built-in architecture with transformers on the first distinct rows.
 
-    Raises Refusal (KC455) where the two are different programs.
+    Returns a sentence about the result; None for a module of the user, which transformers does not
+    have. Raises Refusal (KC455) if the two are different programs.
     """
     if not model.built_in or architecture is None:
         return None
@@ -60,9 +60,9 @@ def compare(
 ) -> str:
     """Compare a built-in model with that of transformers on rows of token ids.
 
-    Returns a sentence that says whether, with which version and on how many rows it was done.
-    Raises Refusal (KC455) where the logits of one row (an encoder: the states) differ by more than
-    `AGREEMENT` of their 2-norm: the checkpoint is of another program.
+    Returns a sentence with the version and the number of rows, or why there was no comparison.
+    Raises Refusal (KC455) if the logits of one row (of an encoder: the states) differ by more than
+    `AGREEMENT` of their 2-norm, because the checkpoint is then of another program.
     """
     if find_spec("transformers") is None:
         return "it was not compared with transformers, which is not installed"
@@ -80,7 +80,7 @@ def compare(
         except (Exception, SystemExit) as error:  # configurations fail in many ways
             first = str(error).strip().partition("\n")[0]
             return f"it was not compared with transformers, which cannot build the model: {first}"
-    lost = [key for name in MISFITS for key in misfits(found, name) if _counts(key)]
+    lost = [key for name in MISFITS for key in misfits(found, name) if _is_compared(key)]
     if lost:
         raise _another_program(f"transformers has other weights: {', '.join(sorted(lost)[:4])}")
     theirs = HuggingFace(program, encoder_only=encoder)
@@ -90,7 +90,7 @@ def compare(
             ids = torch.tensor(list(row))
             results = (module(ids), theirs(ids))
             if not any(bool(torch.isfinite(result).all()) for result in results):
-                continue  # neither gives numbers, which no distance can be told of
+                continue  # no distance without finite numbers
             done += 1
             apart = _distance(*results)
             if not apart <= AGREEMENT:
@@ -107,7 +107,7 @@ def compare(
 
 
 def _stored(module: nn.Module, raw: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of a module as its checkpoints store them."""
+    """Return the weights of a module with the names and layouts of its checkpoints."""
     turned, mixtral = transposed_names(module), raw.get("model_type") == "mixtral"
     return {
         name_in_mixtral(n) if mixtral else n: t.T if n in turned else t
@@ -115,15 +115,15 @@ def _stored(module: nn.Module, raw: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _counts(key: str) -> bool:
-    """Say whether a weight takes part; the pooler and tables of RoPE do not, nor a tied head."""
+def _is_compared(key: str) -> bool:
+    """Return whether a weight is compared; pooler, RoPE tables and tied head are not."""
     return not key.startswith(POOLER) and not key.endswith(
         ("rotary.cos", "rotary.sin", "inv_freq", "position_ids", "lm_head.weight")
     )
 
 
 def _distance(own: Tensor, theirs: Tensor) -> float:
-    """Return the relative distance in the 2-norm, in float64; infinite where a shape differs."""
+    """Return the relative distance in the 2-norm, in float64; infinite for different shapes."""
     if own.shape != theirs.shape:
         return float("inf")
     first, second = own.double(), theirs.double()

@@ -1,4 +1,4 @@
-"""Executors of processes, here or on ray, and of threads; the cores and memory they may use."""
+"""Executors of local processes, ray and threads; available cores and memory."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from typing import Any, TypeVar
 from kcdsl.diagnostics import codes, refuse
 
 _LIBRARIES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""Numeric libraries read these when a worker first imports them."""
+"""Variables of numeric libraries, which are read at the first import in a worker."""
 
 
 def thread_variables() -> dict[str, str]:
-    """Return those variables of the environment that say how many threads libraries use."""
+    """Return the environment variables that set the threads of numeric libraries."""
     return {name: os.environ[name] for name in _LIBRARIES if name in os.environ}
 
 
 def set_thread_variables(values: Mapping[str, str]) -> None:
-    """Set those variables to the values that another process has; others are unset.
+    """Set these variables to the values of another process; unset the others.
 
-    A library that is imported already keeps its threads.
+    A library that is already imported keeps its number of threads.
     """
     for name in _LIBRARIES:
         os.environ.pop(name, None)
@@ -39,19 +39,19 @@ def set_thread_variables(values: Mapping[str, str]) -> None:
 
 
 class Processes(ProcessPoolExecutor):
-    """An executor of spawned processes that can be ended at once.
+    """An executor of spawned processes that can be killed at once.
 
-    A worker ignores Ctrl-C, which is its parent's to answer, and ends with its parent, however that
-    ends. It has `threads` threads in every numeric library.
+    A worker ignores Ctrl-C, which the parent handles, and ends whenever its parent ends. Every
+    numeric library in it has `threads` threads.
     """
 
     def __init__(self, jobs: int, threads: int) -> None:
-        """Prepare `jobs` processes; each is started when there is work for it."""
+        """Prepare `jobs` processes, which start on demand."""
         self._context = _Context(threads)
-        super().__init__(jobs, mp_context=self._context, initializer=_begin)
+        super().__init__(jobs, mp_context=self._context, initializer=_initialise)
 
     def kill(self) -> None:
-        """End all workers now; what they were doing is lost."""
+        """Kill all workers now; running calls are lost."""
         self.shutdown(wait=False, cancel_futures=True)
         for process in self._context.started:
             if process.is_alive():
@@ -61,7 +61,7 @@ class Processes(ProcessPoolExecutor):
 
 
 class _Context(SpawnContext):
-    """Spawns processes, and remembers them."""
+    """Spawns processes and records them."""
 
     def __init__(self, threads: int) -> None:
         super().__init__()
@@ -69,27 +69,27 @@ class _Context(SpawnContext):
         self.started: list[SpawnProcess] = []
 
     def Process(self, *arguments: Any, **named: Any) -> SpawnProcess:  # type: ignore[override]
-        """Return a new process that `start` starts with the right surroundings."""
+        """Return a new process with the thread variables of this context."""
         process = _Worker(*arguments, **named)
-        process.surroundings = dict.fromkeys(_LIBRARIES, str(self.threads))
+        process.variables = dict.fromkeys(_LIBRARIES, str(self.threads))
         self.started.append(process)
         return process
 
 
 class _Worker(SpawnProcess):
-    surroundings: dict[str, str]
+    variables: dict[str, str]
 
     def start(self) -> None:
-        """Start with Ctrl-C held back, which the worker inherits from its first instruction on."""
-        with _environment(self.surroundings), _interrupts_held():
+        """Start with SIGINT blocked; the worker inherits this."""
+        with _environment(self.variables), _interrupts_blocked():
             super().start()
 
 
 def let_interrupts_through() -> None:
-    """Let Ctrl-C end a wait of this process at once.
+    """Let Ctrl-C interrupt a wait of this process at once.
 
-    z3 puts back the handler that it replaced, but so that system calls go on after it; a wait for
-    workers would then hear of Ctrl-C only when one of them answers.
+    z3 restores the handler that it replaced, but in a mode that restarts system calls; a wait for
+    workers would then notice Ctrl-C only when one of them answers.
     """
     if hasattr(signal, "siginterrupt"):
         signal.siginterrupt(signal.SIGINT, True)
@@ -110,8 +110,8 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold SIGINT back during the body, where the system can; it arrives afterwards."""
+def _interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT during the body if the system supports it; it is delivered afterwards."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -122,8 +122,8 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin() -> None:
-    """Prepare a worker: no Ctrl-C, and an end when the parent's comes."""
+def _initialise() -> None:
+    """Initialise a worker: ignore Ctrl-C, and end with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
 
@@ -139,20 +139,20 @@ def _end_with_parent() -> None:
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return max(1, os.cpu_count() or 1)
 
 
 def available_memory() -> int | None:
-    """Return how many bytes of memory new processes can have, None where nothing says so."""
-    found = [value for value in (_free_pages(), _group_room()) if value is not None]
+    """Return the bytes of memory available to new processes; None if unknown."""
+    found = [value for value in (_free_pages(), _group_memory()) if value is not None]
     return min(found) if found else None
 
 
 def _free_pages() -> int | None:
-    """Return what the kernel calls available; without it, what is free."""
+    """Return the available memory according to the kernel, else the free memory, in bytes."""
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             name, _, rest = line.partition(":")
@@ -166,8 +166,8 @@ def _free_pages() -> int | None:
         return None
 
 
-def _group_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return what the limit of the control group leaves, None where there is none."""
+def _group_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the bytes left under the limit of the control group; None without a limit."""
     try:
         limit = int((root / "memory.max").read_text(encoding="ascii"))
         used = int((root / "memory.current").read_text(encoding="ascii"))
@@ -181,18 +181,17 @@ _ADDRESS = "RAY_ADDRESS"
 
 
 class WorkerLost(Exception):
-    """A piece of work whose worker ended before it; only that piece is lost."""
+    """A worker ended before its call returned; only this call is lost."""
 
 
 class Ray(Executor):
-    """An executor on ray: the cluster that RAY_ADDRESS names, else one of this machine alone.
+    """An executor on ray: the cluster at RAY_ADDRESS, else a cluster of this machine alone.
 
-    Every call takes `threads` cores. A worker that ends is replaced, and what it worked on is not
-    tried again.
+    Every call takes `threads` cores. A worker that ends is replaced; its call is not repeated.
     """
 
     def __init__(self, jobs: int | None, threads: int) -> None:
-        """Connect; `jobs` is how many calls run at a time on this machine, None for all cores.
+        """Connect; `jobs` calls run at a time on this machine, None: as many as the cores allow.
 
         Raises:
             Refusal: ray is not installed, or there is no cluster at RAY_ADDRESS.
@@ -235,7 +234,7 @@ class Ray(Executor):
             future.set_exception(WorkerLost(first[0] if first else type(error).__name__))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Leave ray; end calls that still run, unless they are waited for."""
+        """Disconnect from ray; wait for running calls or cancel them."""
         if cancel_futures:
             for reference in list(self._references.values()):
                 self._ray.cancel(reference, force=True)
@@ -245,7 +244,7 @@ class Ray(Executor):
             self._ray.shutdown()
 
     def kill(self) -> None:
-        """End all calls now."""
+        """Cancel all calls now."""
         self.shutdown(wait=False, cancel_futures=True)
 
 
@@ -270,7 +269,7 @@ def _call(fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 THREAD = "question"
-"""The name of threads that ask."""
+"""The name of the threads of `in_order`."""
 Asked = TypeVar("Asked")
 Given = TypeVar("Given")
 
@@ -283,9 +282,9 @@ def in_order(
 ) -> Generator[Given, None, None]:
     """Yield the answer to each question, in the order of the questions.
 
-    `known` are answers by their place, which are not asked for. With `at_once` 1 a question is
-    asked when its answer is wanted; else so many threads ask, ahead of what is wanted. What `ask`
-    raises is raised here as soon as it comes. Once the generator is closed nothing more is asked.
+    `known` are answers by index; these questions are not asked. With `at_once` 1, a question is
+    asked when its answer is requested; otherwise that many threads ask ahead. Exceptions of `ask`
+    are raised here as soon as they occur. After the generator is closed, no question is asked.
     """
     ready: dict[int, Given] = dict(known or {})
     left = [place for place in range(len(questions)) if place not in ready]
@@ -300,13 +299,13 @@ def in_order(
 def _arriving(
     questions: Sequence[Asked], places: Sequence[int], ask: Callable[[Asked], Given], at_once: int
 ) -> Generator[tuple[int, Given], None, None]:
-    """Yield (place, answer) as answers come."""
+    """Yield (index, answer) in the order of arrival."""
     if at_once == 1:
         for place in places:
             yield place, ask(questions[place])
         return
     waiting, lock, over = iter(places), Lock(), Event()
-    come: SimpleQueue[tuple[int, Given] | BaseException] = SimpleQueue()
+    results: SimpleQueue[tuple[int, Given] | BaseException] = SimpleQueue()
 
     def work() -> None:
         while not over.is_set():
@@ -315,17 +314,17 @@ def _arriving(
             if place is None:
                 return
             try:
-                come.put((place, ask(questions[place])))
-            except BaseException as error:  # it is raised where answers are taken
+                results.put((place, ask(questions[place])))
+            except BaseException as error:  # raised by the consumer
                 over.set()
-                come.put(error)
+                results.put(error)
 
-    # daemons: an evaluation that is ended does not wait for answers on their way
+    # daemons: a cancelled evaluation does not wait for pending answers
     for _ in range(min(at_once, len(places))):
         Thread(target=work, name=THREAD, daemon=True).start()
     try:
         for _ in places:
-            found = come.get()
+            found = results.get()
             if isinstance(found, BaseException):
                 raise found
             yield found

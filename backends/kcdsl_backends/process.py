@@ -1,4 +1,4 @@
-"""The process while it runs other code: the threads of torch, and what is printed."""
+"""Process settings around other code: allocator, precision, time limit, threads, output."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ import torch
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of `mallopt`, of <malloc.h> of the GNU C library."""
 _KEPT = 2**30
-"""Bytes that may stay free at the end of the heap."""
+"""Free bytes that the allocator may keep at the end of the heap."""
 _RETURNED = 2**25 + 2**12
-"""Bytes from which on a block of memory is given back when it is freed: matrices of weights. Their
-conversions are few, and in the heap they would leave holes that nothing else fills."""
+"""Blocks from this size, such as weight matrices, are returned to the system when freed. There are
+few conversions of them, and in the heap they would cause fragmentation."""
 
 
 def reuse_memory() -> None:
-    """Let the allocator keep what is freed, up to `_RETURNED` bytes at a time. Otherwise it gives
-    every tensor of some size back to the system and takes fresh pages, zeroed one by one, for the
-    next. Only the GNU C library does so, and has `mallopt`; elsewhere nothing changes."""
+    """Let the allocator keep freed blocks of up to `_RETURNED` bytes. By default it returns larger
+    tensors to the system and gets new zeroed pages for the next. This concerns only the GNU C
+    library, which has `mallopt`; elsewhere nothing changes."""
     if not sys.platform.startswith("linux"):
         return
     try:
@@ -47,7 +47,7 @@ def reuse_memory() -> None:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Form products of float32 in float32, whichever interface of PyTorch set it otherwise."""
+    """Compute float32 products in float32, whichever PyTorch interface had set another mode."""
     try:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # the newer interface is in use, and the older one does not read it
@@ -76,12 +76,12 @@ class OutOfTime(Exception):
 
 
 _LIMIT: list[float] = []
-"""When the search that is under way must end, of `time.time`; the last one counts."""
+"""Ends of the running searches, as `time.time`; the last one applies."""
 
 
 @contextmanager
 def until(limit: float | None) -> Iterator[None]:
-    """Run the body; `refuse_late` ends it at `limit`, if that is one."""
+    """Run the body with a time limit (`time.time`, None: none) for `refuse_late`."""
     _LIMIT.append(math.inf if limit is None else limit)
     try:
         yield
@@ -90,18 +90,18 @@ def until(limit: float | None) -> Iterator[None]:
 
 
 def refuse_late() -> None:
-    """Raise OutOfTime where the time limit of the search that is under way is past."""
+    """Raise OutOfTime if the time limit of the running search is exceeded."""
     if _LIMIT and time.time() > _LIMIT[-1]:
         raise OutOfTime
 
 
 SMALL = 2**17
-"""Below so many elements, threads that wait for each other cost more than they bring."""
+"""Number of elements below which several threads are slower than one."""
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run the body on one thread, so that sums have the same last bits wherever it runs."""
+    """Run the body on one thread, so that the last bits of sums are reproducible."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -111,13 +111,13 @@ def one_thread() -> Iterator[None]:
 
 
 def threads_for(elements: int) -> AbstractContextManager[None]:
-    """Return the context of work on so many elements: one thread if they are few."""
+    """Return a context for work on this many elements: one thread if they are few."""
     return nullcontext() if elements >= SMALL else one_thread()
 
 
 @contextmanager
 def quietly(level: int = logging.WARNING) -> Iterator[None]:
-    """Keep what a library prints, warns of, and logs up to a level from the terminal."""
+    """Suppress output, warnings, and log messages up to a level."""
     before = logging.root.manager.disable
     logging.disable(level)
     try:
@@ -137,7 +137,7 @@ _R = TypeVar("_R")
 
 
 def prints_aside(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return the function with whatever is printed while it runs on stderr."""
+    """Wrap a function so that its output to stdout goes to stderr."""
 
     @wraps(function)
     def called(*arguments: _P.args, **named: _P.kwargs) -> _R:

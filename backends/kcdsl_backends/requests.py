@@ -1,9 +1,9 @@
 """Requests: the rows of JSONL files that slices select.
 
-A row is `{"id": ..., "text": ...}` or `{"id": ..., "tokens": [...]}` with any further fields. One
-without an `id` is named by the digest of its tokens, so its name does not depend on its place. What
-cannot be read with certainty is refused with its line: a malformed line, a duplicate id, a row
-without a field that a slice asks for.
+A row is `{"id": ..., "text": ...}` or `{"id": ..., "tokens": [...]}` with any further fields. A row
+without an `id` is named by the digest of its tokens, so that its name does not depend on its
+position. Ambiguous input is refused with its line: a malformed line, a duplicate id, a row without
+a field that a slice tests.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from kcdsl.source.files import MARK, MARKED, UNMARKED, read_source, shown, uniqu
 SIZE_LIMIT = 256 * 2**20
 """Largest request file in bytes."""
 LINES = 250_000
-"""Most lines of a request file."""
+"""Largest number of lines of a request file."""
 
 Tokenize = Callable[[str], Sequence[int]]
 Render = Callable[[Mapping[str, Any]], Sequence[int]]
-"""Gives the tokens of a row with `messages`; raises Refusal."""
+"""Returns the tokens of a row with `messages`; raises Refusal."""
 Check = Callable[[Sequence[int]], object]
 """Raises Refusal for tokens that the model cannot take."""
 
@@ -63,7 +63,7 @@ class RequestFile:
     sha256: str
     requests: tuple[Request, ...]
     source: SourceFile | None = None
-    """The text, None of a recording: its rows are no lines of a text that could be shown."""
+    """The text; None for a recording, whose rows are not lines of a text."""
 
 
 def load_requests(
@@ -73,11 +73,11 @@ def load_requests(
     check: Check = lambda tokens: None,
     render: Render | None = None,
 ) -> RequestFile:
-    """Read a JSONL file; `name` is how the contract calls it. `render` runs the chat template of
-    the checkpoint, None where the command runs none.
+    """Read a JSONL file that the contract calls `name`. `render` applies the chat template of the
+    checkpoint; None if the command does not.
 
     Raises Refusal for a missing file, a malformed line, a duplicate id, text without a tokenizer,
-    tokens that differ from those of the text beside them, and tokens that `check` refuses.
+    tokens that differ from those of the row's text, and tokens that `check` refuses.
     """
     source = read_source(shown(path), SIZE_LIMIT)
     if source.line_count > LINES:
@@ -153,7 +153,7 @@ def _read_row(
     readers: tuple[Tokenize | None, Render | None],
     check: Check,
 ) -> Request:
-    """Return the request of a line; its `id` is empty where the row has none."""
+    """Return the request of a line; its `id` is empty if the row has none."""
 
     def refusal(message: str, help: str | None = None) -> Refusal:
         return _refuse_line(codes.MALFORMED_REQUEST, message, source, number, help)
@@ -238,12 +238,12 @@ def _tokens(
 def _rendered(
     row: Mapping[str, Any], render: Render | None, refusal: Callable[..., Refusal]
 ) -> tuple[int, ...]:
-    """Return the tokens of messages; given ones must be the same."""
+    """Return the tokens of messages; tokens in the row must equal them."""
     messages, given = row["messages"], row.get("tokens")
     if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages) and messages):
         raise refusal('`messages` must be a list such as [{"role": "user", "content": "..."}]')
     if render is None:
-        if isinstance(given, list):  # they say what the template would
+        if isinstance(given, list):  # they replace the template
             return _tokens({"tokens": given}, None, None, refusal)
         raise refusal(
             "the row has `messages`, and no chat template of the checkpoint is run for it",
@@ -259,7 +259,7 @@ def _rendered(
 
 
 def _with_floats(cell: Any) -> Any:
-    """Return a JSON value with numbers as templates write them: 1e-07 and not 1E-7."""
+    """Return a JSON value with floats for decimals, which templates print as 1e-07, not 1E-7."""
     match cell:
         case Decimal():
             return float(cell)
@@ -271,7 +271,7 @@ def _with_floats(cell: Any) -> Any:
 
 
 def _is_unicode(text: str) -> bool:
-    """Say whether a string has no lone surrogates, which no tokenizer can read."""
+    """Return whether a string has no lone surrogates, which no tokenizer can read."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -313,8 +313,8 @@ def _every(
 
 
 def _holds(predicate: Predicate, request: Request, file: RequestFile, slice_name: str) -> bool:
-    """Say whether a row satisfies a predicate; every part is evaluated, so that a missing field
-    is found wherever it stands."""
+    """Return whether a row satisfies a predicate. Every part is evaluated, so that missing fields
+    are always found."""
     match predicate:
         case AllOf(parts):
             return all(_every(parts, request, file, slice_name))

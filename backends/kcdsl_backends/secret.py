@@ -1,7 +1,7 @@
-"""The secret of this user on this machine, by which what a run kept is known to be its own.
+"""The user's secret on this machine, which authenticates records of earlier runs.
 
-It says that a record was written here by this user, and by nobody who can write to the folder of
-the record alone. Whoever can read the secret, or run as the user, can write such records.
+A valid code shows that this user wrote a record on this machine, and not someone with mere write
+access to its folder. Anyone who can read the secret or act as the user can write such records.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ SIZE = 32
 
 
 def user_secret() -> bytes:
-    """Return the secret, made when it is first asked for.
+    """Return the secret; create it on first use.
 
-    It lies in `kcdsl/records.key` of $XDG_STATE_HOME or ~/.local/state, readable by the user alone.
-    Where it cannot be kept there, it is one of this process alone.
+    It is stored in `kcdsl/records.key` of $XDG_STATE_HOME or ~/.local/state, readable by the user
+    alone. If that is impossible, the secret is valid in this process only.
     """
     try:
-        return _kept(_folder() / "records.key")
+        return _stored_secret(_folder() / "records.key")
     except OSError:
         return _OF_THIS_PROCESS
 
 
 def sealed(*parts: bytes) -> bytes:
-    """Return the authentication code of parts in their order, 32 bytes."""
+    """Return the authentication code (32 bytes) of a sequence of parts."""
     code = hmac.new(user_secret(), digestmod="sha256")
     for part in parts:
         code.update(len(part).to_bytes(8, "little") + part)
@@ -47,9 +47,9 @@ def _folder() -> Path:
     return base / "kcdsl"
 
 
-def _kept(path: Path) -> bytes:
+def _stored_secret(path: Path) -> bytes:
     with contextlib.suppress(FileNotFoundError):
-        return _own(path)
+        return _read_secret(path)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -60,11 +60,11 @@ def _kept(path: Path) -> bytes:
         pass
     finally:
         temporary.unlink()
-    return _own(path)
+    return _read_secret(path)
 
 
-def _own(path: Path) -> bytes:
-    """Return a secret that nobody else can read or write; raises OSError for any other file."""
+def _read_secret(path: Path) -> bytes:
+    """Read a secret; raise OSError unless only the user can read and write the file."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o077):

@@ -29,7 +29,7 @@ CATALOGUE = (
 
 
 class QuickBackend:
-    """What `target` names."""
+    """The backend object that `target` names."""
 
     name = "quick"
 

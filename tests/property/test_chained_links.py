@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from kcdsl_backends.attack import attack
 from kcdsl_backends.attack.runs import functional
 from kcdsl_backends.certifier import stages
-from kcdsl_backends.certifier.stages import until
+from kcdsl_backends.certifier.stages import prefix
 from kcdsl_backends.certifier.statements.problems import LEAST_CLAIM, BlockProblem
 from kcdsl_backends.drift import affine_run as affine
 from kcdsl_backends.drift import interval
@@ -174,7 +174,7 @@ def test_attacks_stay_below_every_link(kind: str, pair: str, folder: Path) -> No
     found = chained(folder, kind, pair)
     for link, outcome in zip(found.links, found.found.bounded.outcome.links, strict=True):
         train, infer = found.context.factory.problem_of_graph(
-            until(found.whole, link.output)
+            prefix(found.whole, link.output)
         ).simulators()
         best = attack(train, infer, "inf", None, found.case.radius, seed=1, rounds=6)
         assert best.value <= outcome.bound, link.block

@@ -20,7 +20,7 @@ from kcdsl.model.graph import BlockGraph
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal, goals
 from kcdsl_backends.certifier.composition import CompositionTask, StagePlan
-from kcdsl_backends.certifier.stages import partitions, stages_of, until
+from kcdsl_backends.certifier.stages import partitions, prefix, stages_of
 from kcdsl_backends.certifier.statements.cases import Case
 from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.certifier.tasks import BoundedCase
@@ -115,7 +115,7 @@ class Chained:
         generator = torch.Generator().manual_seed(seed)
         problem = self.context.factory.problem_of_graph(self.whole)
         sides = problem.simulators()
-        ends = [until(self.whole, link.output) for link in self.links]
+        ends = [prefix(self.whole, link.output) for link in self.links]
         ready = [self.context.factory.problem_of_graph(end).simulators() for end in ends]
         for trial in range(count):
             x = _input(self.case, trial, generator)

@@ -1,8 +1,8 @@
 """The `interval` backend: clauses about every input of a region, decided with a proof.
 
-cases.py: the regions of a goal. problems.py, sequences.py: a block under two numerics. bounds.py:
-the domains, cheapest first; stages.py, composition.py: stage by stage. tasks.py: the
-work on one case, which cache.py remembers and workers.py spreads. decision.py: verdicts and proofs
-(proof.py: what the independent checker re-derives). replay.py: counterexamples, run again. The
-backend object is `kcdsl_backends.certifier.backend:BACKEND`.
+statements/: cases.py has the regions of a goal, problems.py and sequences.py a block under two
+numerics, proof.py the proof document. bounds.py runs the domains, cheapest first; stages.py and
+composition.py bound stage by stage. tasks.py has the tasks of one case, cache.py their cached
+results, worker_pool.py their parallel execution. decision.py decides, replay.py runs
+counterexamples again. The backend object is `kcdsl_backends.certifier.backend:BACKEND`.
 """

@@ -57,13 +57,13 @@ ANY_LENGTH = (
     "the block at every length is what its graph at two rows says, as compared at three and at the "
     "longest (at most 8192, and as long as the model takes)"
 )
-"""What is assumed besides of a region of sequences of any length."""
+"""Further assumption for a region of sequences of any length."""
 
 HERE = Execution(jobs=1)
-"""In this process, remembering nothing."""
+"""Execution in this process without a cache."""
 
 _LARGEST_BATCH = 2**30
-"""Bytes of region centres that are kept at a time."""
+"""Limit of the bytes of region centres in memory."""
 
 
 class IntervalBackend:
@@ -93,19 +93,18 @@ class IntervalBackend:
             base: folder of the contract, to which its paths are relative.
             goals: what to decide.
             device: "cpu" or "cuda".
-            attacks: search for concrete runs beside the bounds.
-            confirm: have every proof re-derived by the independent checker; what it does not
-                confirm is inconclusive.
-            progress: told after every piece of work.
-            execution: where cases run, how many at a time, and what may be remembered. Nothing of
-                an outcome but seconds, memory and what the cache had depends on it.
-            chain: prove each goal stage by stage, instead of its block as one.
-            artefacts: the files of the command, with which the digests of what is read are
-                recorded.
-            tell: hears before the work what it may cost, if that is much.
+            attacks: also search for concrete runs with a large drift.
+            confirm: have every proof re-derived by the independent checker; an unconfirmed one
+                makes the goal inconclusive.
+            progress: called after every task.
+            execution: engine, jobs and cache. Of an outcome, only seconds, memory and cache hits
+                depend on it.
+            chain: prove each goal stage by stage, instead of its block as a whole.
+            artefacts: the files of the command, which record the digests of files that are read.
+            tell: receives an estimate of the cost before the work, if it is large.
 
         Raises:
-            Refusal: the model, the kernels, the data or a block cannot be used, or the engine.
+            Refusal: the model, the kernels, the data, a block or the engine cannot be used.
         """
         if chain and any(goal.weights or goal.states for goal in goals):
             raise refuse(
@@ -143,14 +142,14 @@ class IntervalBackend:
         context = open_context(setting, model)
         batches = _batches(context, goals, rows)
         first = list(islice(batches, 1))
-        if execution.seconds is not None:  # the regions of the first goals are known: work begins
+        if execution.seconds is not None:  # work begins once the first regions are known
             context.setting = replace(setting, limit=time.time() + execution.seconds)
         outcomes: list[GoalOutcome] = []
         with WorkerPool(context, execution) as pool:
             for batch in chained(first, batches):
                 working = [one for one in batch if one.cases]
                 if tell is not None and not chain:
-                    _foretell(context, working, pool.spread, tell, checked=confirm)
+                    _report_cost(context, working, pool.spread, tell, checked=confirm)
                 decide_batch(
                     pool,
                     context,
@@ -161,7 +160,7 @@ class IntervalBackend:
                     chain=chain,
                 )
                 for one in batch:
-                    told = notes if chain else (*notes, *_unasked(context, one))
+                    told = notes if chain else (*notes, *_planes_note(context, one))
                     outcomes.append(self._outcome(context, one, told, assumptions))
         return tuple(outcomes)
 
@@ -173,7 +172,7 @@ class IntervalBackend:
         *,
         artefacts: Artefacts | None = None,
     ) -> dict[str, int]:
-        """Return how many rows each of these slices of the contract has."""
+        """Return the number of rows of each of these slices of the contract."""
         model = load_model(program.model, artefacts or base, by_block=True)
         return {name: len(slice_rows(program, model, name)) for name in slices}
 
@@ -186,9 +185,9 @@ class IntervalBackend:
         checkpoint: Path,
         device: str = "cpu",
     ) -> tuple[tuple[StatedCase, ...], ...]:
-        """Return the regions of each goal's cases with other weights than the contract names.
+        """Return the regions of each goal's cases with the weights of another checkpoint.
 
-        Configuration and tokenizer are those of the contract; no bound is sought.
+        Configuration and tokenizer are those of the contract; no bound is computed.
 
         Raises:
             Refusal: the model, the data or a block cannot be used.
@@ -214,7 +213,7 @@ class IntervalBackend:
         device: str = "cpu",
         checkpoint: str | None = None,
     ) -> Replayed:
-        """Run a counterexample again; see `replaying.replay`.
+        """Run a counterexample again; see `certifier.replay.replay`.
 
         `checkpoint` replaces the file that the contract names.
         """
@@ -248,8 +247,8 @@ class IntervalBackend:
         )
 
 
-def _unasked(context: WorkerContext, one: OpenGoal) -> tuple[str, ...]:
-    """Say that planes may decide what is open, where they were not asked for being slow."""
+def _planes_note(context: WorkerContext, one: OpenGoal) -> tuple[str, ...]:
+    """Return the note that planes, left out for their cost, may decide an inconclusive goal."""
     goal, kinds = one.goal, (RegionKind.POINTS, RegionKind.BALL, RegionKind.HULL)
     able = goal.domains is None and goal.weights == 0 and goal.region.kind in kinds
     if not able or not isinstance(one.verdict, Inconclusive):
@@ -261,7 +260,7 @@ def _unasked(context: WorkerContext, one: OpenGoal) -> tuple[str, ...]:
 
 
 def _counterexample(context: WorkerContext, one: OpenGoal) -> bytes | None:
-    """Return the document of the run that breaks a goal; None where no run does."""
+    """Return the document of the run that violates a goal; None if there is none."""
     if not isinstance(one.verdict, Violated) or one.strongest is None or one.attacked is None:
         return None
     if one.strongest.record is None:
@@ -271,7 +270,7 @@ def _counterexample(context: WorkerContext, one: OpenGoal) -> bytes | None:
     return counterexample(context.setting.program, one.goal, {**record, **one.strongest.record})
 
 
-def _foretell(
+def _report_cost(
     context: WorkerContext,
     batch: Sequence[OpenGoal],
     jobs: int,
@@ -279,7 +278,7 @@ def _foretell(
     *,
     checked: bool,
 ) -> None:
-    """Tell what affine forms of these goals may cost; where they are not asked, nothing."""
+    """Report the estimated cost of the affine forms of these goals."""
     graphs = []
     for one in batch:
         if one.goal.domains is None or "affine" in one.goal.domains:
@@ -290,7 +289,7 @@ def _foretell(
 
 
 def _size(goal: Goal, rows: Sequence[Request]) -> int:
-    """Return how many cases a goal has on these rows."""
+    """Return the number of cases of a goal on these rows."""
     if goal.region.kind is RegionKind.HULL:
         return len({row.length for row in rows})
     if goal.region.kind is RegionKind.ROWS:
@@ -301,7 +300,7 @@ def _size(goal: Goal, rows: Sequence[Request]) -> int:
 def _batches(
     context: WorkerContext, goals: Sequence[Goal], rows: Sequence[Sequence[Request]]
 ) -> Iterator[list[OpenGoal]]:
-    """Yield the goals in order with their cases, as many at a time as memory should hold."""
+    """Yield the goals in order with their cases, in batches of limited memory."""
     batch: list[OpenGoal] = []
     held = 0
     for goal, own in zip(goals, rows, strict=True):
@@ -319,7 +318,7 @@ def _batches(
 def _unserved(
     kernel: KernelRef, numerics: Numerics, side: str, device: str, model: Model
 ) -> tuple[str, ...]:
-    """Return why the kernel's adapter may not compute as the numerics say; empty if it does."""
+    """Return why the kernel's adapter may deviate from its numerics; empty if it does not."""
     why = unproved(kernel.run)
     if why is not None:
         reason = f"{kernel.run}: {why}"

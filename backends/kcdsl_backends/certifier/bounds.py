@@ -1,9 +1,9 @@
-"""Bound one case by more and more domains until the goal holds.
+"""Bound one case by one domain after another until the goal holds.
 
 A domain takes a `Problem` and yields `Bound`s, each with the `Proof` that the independent checker
-re-derives. The cheapest domain comes first: boxes, affine forms, planes, planes on boxes that are
-split, and forms with independent roundings where a goal admits what is likely. What one domain
-found, the next ones may meet.
+re-derives. The domains, cheapest first, are boxes, affine forms, planes, planes on split boxes,
+and, for goals that admit probabilistic evidence, forms with independent roundings. Later domains
+may intersect their bounds with earlier ones.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from kcdsl_certs.encoding.reals import real_text
 
 _LATE = "the time limit ended the search for a smaller bound"
 _PLACES = 3
-"""Places of the output, those with the largest bounds, at which an attack pushes first."""
+"""Number of output elements, those with the largest bounds, that an attack tries first."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaseBound:
-    """What is proved of a case, and the places of the output where the bound is largest."""
+    """The proved bound of a case, and the output elements where it is largest."""
 
     outcome: CaseOutcome
     places: tuple[int, ...] = ()
     finished: bool = True
-    """Whether no domain was left out for want of time."""
+    """Whether all domains ran within the time limit."""
     start: tuple[float, ...] = ()
-    """An input where the exact drift exceeds the limit, element by element as shares of the radius
-    from the centre; empty where none is known."""
+    """An input where the exact drift exceeds the limit, as offsets from the centre in units of the
+    radius; empty if none is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A bound of the functional, or of the drift where the functional is an order.
+    """A bound of the functional; of the drift if the functional is `no_flip`.
 
-    `margin` bounds from below how far the largest columns stay above the others. `alpha` is the
-    probability with which the bound fails; None in the worst case.
+    `margin` is a lower bound of the distance of the largest columns above the others. `alpha` is
+    the probability that the bound fails; None for a worst-case bound.
     """
 
     value: float
@@ -80,7 +80,7 @@ class Problem:
 
     @property
     def order(self) -> bool:
-        """Say whether the order of the largest columns is asked for, not the size of a drift."""
+        """Return whether the goal is about the order of the largest columns (`no_flip`)."""
         return self.goal.functional == "no_flip"
 
     @property
@@ -107,8 +107,8 @@ class Problem:
     def of_forms(
         self, forms: AffineForms, drift: Box, proof: Proof | None = None
     ) -> Iterator[Bound]:
-        """Yield the bound of a functional by affine forms, on a box of the drift; nothing where
-        there is none. The proof is that of the forms, unless another is given."""
+        """Yield the bound of a functional by affine forms and a box of the drift, if there is one.
+        The default proof is that of the forms."""
         goal, witness = self.goal, forms.witness()
         try:
             found = functional_bound(
@@ -123,16 +123,16 @@ class Problem:
 
 @dataclass(slots=True)
 class EarlierBounds:
-    """What domains found of a problem so far, for later ones to meet."""
+    """Results of earlier domains on a problem, which later ones may use."""
 
     boxes: Bounds | None = None
     forms: AffineForms | None = None
     drift: Box | None = None
     """The box of the drift that `forms` give."""
     reason: str | None = None
-    """Why the first domain that has no bound has none."""
+    """Reason of the first domain that has no bound."""
     left: str | None = None
-    """What splitting left open."""
+    """Reason why splitting did not decide the goal."""
     start: tuple[float, ...] = ()
     """See `CaseBound`."""
 
@@ -154,7 +154,7 @@ class IntervalDomain:
 
 @dataclass(frozen=True, slots=True)
 class AffineDomain:
-    """Affine forms of both kernels' errors; `likely`: roundings are independent, and bounds may
+    """Affine forms of both kernels' errors; `likely`: with independent roundings, where bounds may
     fail with the probability that the goal admits."""
 
     likely: bool = False
@@ -210,15 +210,15 @@ class LinearDomain:
 
 @dataclass(frozen=True, slots=True)
 class SplitDomain:
-    """Planes on boxes into which the region is split, of blocks that are ReLU networks.
+    """Planes on parts of a split region, for blocks that are ReLU networks.
 
-    What is claimed is the threshold of the goal itself.
+    The claim is the threshold of the goal itself.
     """
 
     name: str = "splits"
 
     def bounds(self, problem: Problem, found: EarlierBounds) -> Iterator[Bound]:
-        """Yield the bound that the threshold admits; nothing where boxes are left open."""
+        """Yield the largest bound that the threshold admits, if all boxes are proved."""
         goal, limit = problem.goal, largest_admitted(problem.goal)
         moves = bool((problem.case.radius > 0).any())
         if limit is None or goal.functional != "inf" or not moves:
@@ -261,11 +261,11 @@ DOMAINS: tuple[Domain, ...] = (
     SplitDomain(),
     AffineDomain(likely=True),
 )
-"""All domains, the cheapest first, by their names in `Goal.domains`."""
+"""All domains, the cheapest first; `Goal.domains` has their names."""
 
 
-def asked(problem: Problem) -> list[Domain]:
-    """Return the domains that a goal may be bounded in; planes of themselves only if cheap."""
+def domains_of(problem: Problem) -> list[Domain]:
+    """Return the domains of a goal; planes by default only for blocks where they are cheap."""
     names = problem.goal.domains
     if names is not None:
         return [domain for domain in DOMAINS if domain.name in names]
@@ -273,7 +273,7 @@ def asked(problem: Problem) -> list[Domain]:
 
 
 def bound_case(factory: ProblemFactory, goal: Goal, case: Case, builder: ProofBuilder) -> CaseBound:
-    """Bound a case by the interval domain, and by others where that is not enough."""
+    """Bound a case by the interval domain, and by others if that is not enough."""
     block, region = problem_of(factory, goal, case), region_of(factory, goal, case)
     claims = Claims.of(factory.train, factory.infer, block.graph)
     return bound_stated(Problem(block, widened(goal, case), goal, claims), builder, region)
@@ -282,11 +282,11 @@ def bound_case(factory: ProblemFactory, goal: Goal, case: Case, builder: ProofBu
 def bound_stated(
     problem: Problem, builder: ProofBuilder, region: Mapping[str, Any] | None = None
 ) -> CaseBound:
-    """Bound a problem by its domains in turn until one settles the goal; add the best bound to the
-    proof, which states the region."""
+    """Bound a problem by its domains in order until one decides the goal; add the best bound, with
+    the region, to the proof."""
     best, found, finished = None, EarlierBounds(), True
     try:
-        for bound in (b for domain in asked(problem) for b in domain.bounds(problem, found)):
+        for bound in (b for domain in domains_of(problem) for b in domain.bounds(problem, found)):
             if best is None or _tighter(problem, bound, best):
                 best = bound
             if problem.settles(best):
@@ -320,7 +320,7 @@ def _tighter(problem: Problem, one: Bound, other: Bound) -> bool:
 
 
 def _planes(problem: Problem) -> LinearFound | None:
-    """Return what planes say, None where that is nothing."""
+    """Return the bounds by planes; None if there are none."""
     goal, limit = problem.goal, None
     if goal.functional == "inf" and goal.threshold is not None:
         limit = float(goal.threshold) / problem.claims.factor
@@ -331,18 +331,18 @@ def _planes(problem: Problem) -> LinearFound | None:
 
 
 def _proof_of_forms(forms: AffineForms) -> Proof:
-    """Return how forms are derived again; with the chance of all that was bounded so far."""
+    """Return the proof of forms, with the failure probability of all bounds so far."""
     chance = None if forms.chance is None else forms.chance.to_json()
     return Proof(forms.witness(), "affine", forms.passes, chance=chance)
 
 
 def _alpha(forms: AffineForms) -> str | None:
-    """Return with what probability bounds fail, None in the worst case."""
+    """Return the probability that bounds fail; None for worst-case bounds."""
     return None if forms.chance is None else real_text(forms.chance.alpha)
 
 
 def _order_of_forms(problem: Problem, forms: AffineForms, boxes: Bounds | None) -> Iterator[Bound]:
-    """Yield the least margin of all rows by affine forms; nothing where there is none."""
+    """Yield the least margin of all rows by affine forms, if there is one."""
     known, size, factor = None, math.inf, problem.claims.factor
     if boxes is not None:
         known = boxes.output.train, boxes.output.infer

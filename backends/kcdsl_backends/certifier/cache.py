@@ -1,8 +1,8 @@
-"""Results of earlier runs, by what they depend on.
+"""Cache of results of earlier runs.
 
-A file of the cache is named by the digest of everything that its value depends on, and carries the
-digest of itself. It is a memory, never evidence: a proof whose numbers come from here is re-derived
-by the independent checker like any other, and a file that is damaged counts as absent.
+The key of an entry is the digest of everything that its value depends on; the entry contains its
+own digest. An entry is never evidence: the independent checker re-derives a proof with cached
+numbers like any other. A damaged entry counts as absent.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ ENTRY_SCHEMA = "kcdsl.cache-entry/1"
 LARGEST_ENTRY = 64 * 2**20
 _KINDS = frozenset({"bool", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
 _MOST_UNPACKED = 1040
-"""Of one byte zlib makes 1032 at most."""
+"""Upper bound of the expansion factor of zlib, which is 1032."""
 
 DAMAGE = (
     *(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError),
     zlib.error,
 )
-"""What reading a file that is not a whole entry may raise."""
+"""Exceptions that reading an invalid entry may raise."""
 
 
 class Lookup(StrEnum):
-    """What a look into the cache found."""
+    """The result of a lookup in the cache."""
 
     HIT = "hit"
     ABSENT = "absent"
@@ -53,10 +53,10 @@ class Lookup(StrEnum):
 
 @cache
 def rules_version() -> str:
-    """Return the digest (hex) of all that decides what a bound is beside a case: every source file
-    of `kcdsl`, `kcdsl_backends` and `kcdsl_certs`, and the versions of torch and numpy.
+    """Return the digest (hex) of everything that a bound depends on besides its case: the source
+    files of `kcdsl`, `kcdsl_backends` and `kcdsl_certs`, and the versions of torch and numpy.
 
-    Any change of the program makes what it found before count no more.
+    Any change of the program invalidates all earlier entries.
     """
     import kcdsl
     import kcdsl_backends
@@ -67,9 +67,9 @@ def rules_version() -> str:
     return sources_digest(roots, f"torch {torch.__version__} numpy {np.__version__}")
 
 
-def sources_digest(roots: Sequence[Path], beside: str) -> str:
-    """Return the digest (hex) of every source file below some folders, and of a text beside."""
-    found = hashlib.sha256(beside.encode())
+def sources_digest(roots: Sequence[Path], text: str) -> str:
+    """Return the digest (hex) of a text and of every source file below some folders."""
+    found = hashlib.sha256(text.encode())
     for root in roots:
         sources = sorted(root.rglob("*.py"))
         if not sources:
@@ -81,13 +81,13 @@ def sources_digest(roots: Sequence[Path], beside: str) -> str:
 
 
 def key_of(parts: Mapping[str, Any]) -> str:
-    """Return the key (hex) of plain JSON data: what a value depends on."""
+    """Return the key (hex) of a value that depends on this JSON data."""
     return hashlib.sha256(_canonical(dict(parts))).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """A folder of entries. Many processes may read and write it at once."""
+    """A folder of entries, safe for concurrent readers and writers."""
 
     folder: Path
 
@@ -95,7 +95,7 @@ class Cache:
         return self.folder / key[:2] / f"{key}.json"
 
     def read(self, key: str) -> tuple[Lookup, Any]:
-        """Return what stands under a key. Whatever is wrong with the file, it is `DAMAGED`."""
+        """Return the value of a key; `DAMAGED` for any fault of its file."""
         try:
             with open_regular(self.path(key)) as stream:
                 data = stream.read(LARGEST_ENTRY + 1)
@@ -109,7 +109,7 @@ class Cache:
             return Lookup.DAMAGED, None
 
     def write(self, key: str, value: Any) -> bool:
-        """Keep a value of plain JSON data; say whether that was possible."""
+        """Store a value of JSON data; return whether that succeeded."""
         body = {"schema": ENTRY_SCHEMA, "key": key, "value": value}
         data = _canonical({**body, "digest": hashlib.sha256(_canonical(body)).hexdigest()})
         target = self.path(key)
@@ -128,15 +128,15 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """The place of one value in a cache; without a cache nothing is found and nothing is kept."""
+    """The entry of one key. Without a cache, reads find nothing and writes do nothing."""
 
     cache: Cache | None
     key: str = ""
 
     def read(self, made: Callable[[Any], T | None]) -> tuple[T | None, Lookup | None]:
-        """Return what `made` makes of the value, and what the cache had; None without a cache.
+        """Return `made(value)` and the result of the lookup; None, None without a cache.
 
-        An entry of which `made` raises one of `DAMAGE` or makes nothing is damaged.
+        An entry for which `made` raises one of `DAMAGE` or returns None is damaged.
         """
         if self.cache is None:
             return None, None
@@ -150,13 +150,13 @@ class CacheEntry:
         return kept, found if kept is not None else Lookup.DAMAGED
 
     def write(self, value: Any) -> None:
-        """Keep a value, as `encode` takes it."""
+        """Store a value of the types that `encode` accepts."""
         if self.cache is not None:
             self.cache.write(self.key, encode(value))
 
 
 def _value_of(data: bytes, key: str) -> Any:
-    """Return the value of an entry; raises ValueError and its like for anything but a whole one."""
+    """Return the value of an entry; raises one of `DAMAGE` for an invalid one."""
     if len(data) > LARGEST_ENTRY:
         raise ValueError("too large")
     entry = json.loads(data, parse_float=_no_float, parse_constant=_no_float)
@@ -182,8 +182,8 @@ def _canonical(value: Any) -> bytes:
 
 
 def encode(value: Any) -> Any:
-    """Return a value as JSON data without loss: numbers, texts, tensors, tuples, lists, mappings
-    with texts as keys, and instances of data classes of these."""
+    """Encode a value as JSON data without loss: numbers, strings, tensors, tuples, lists, mappings
+    with string keys, and instances of data classes of these."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -207,11 +207,11 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any, kinds: Sequence[type], device: torch.device | str = "cpu") -> Any:
-    """Return the value that `encode` was given, its tensors on a device; `kinds` are the data
-    classes that may stand in it.
+    """Decode the result of `encode`, with tensors on a device; `kinds` are the admitted data
+    classes.
 
     Raises:
-        one of DAMAGE: it is not such a value.
+        one of DAMAGE: the data are invalid.
     """
 
     def inner(item: Any) -> Any:

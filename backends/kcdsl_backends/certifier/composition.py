@@ -1,4 +1,4 @@
-"""Bound a case stage by stage (docs/proofs/chains.md): each on what the one before may return."""
+"""Bound a case stage by stage, each for all outputs of the one before (docs/proofs/chains.md)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kcdsl_backends.certifier.stages import (
     bound_stage,
     named,
     partitions,
+    prefix,
     stages_of,
-    until,
 )
 from kcdsl_backends.certifier.statements.cases import Case, region_of
 from kcdsl_backends.certifier.statements.problems import Claims
@@ -32,7 +32,7 @@ from kcdsl_backends.certifier.statements.proof import Contents, ProofBuilder, st
 from kcdsl_backends.certifier.tasks import (
     Attained,
     BoundedCase,
-    refuse_apart,
+    refuse_inconsistent,
     refuse_subject,
     stated_goal,
 )
@@ -43,14 +43,14 @@ from kcdsl_backends.process import threads_for
 
 T = TypeVar("T")
 _Last = tuple[CaseBound, float, Mapping[str, Any] | None]
-"""The bound of the last stage, its claim, and what its proof states."""
+"""The bound of the last stage, its claim, and the statements of its proof."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """How a chain is made: of how many links, and whether these hand on ellipsoids beside boxes.
+    """The number of links of a chain, and whether interfaces have ellipsoids besides boxes.
 
-    With ellipsoids the links behind any change are found anew.
+    With ellipsoids, all links after a change are bounded again.
     """
 
     count: int
@@ -59,21 +59,21 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class CompositionTask:
-    """Bound one case of a goal by the first chain that settles it; or as one plan says."""
+    """Bound one case of a goal by the first chain that decides it, or by one plan."""
 
     goal: Goal
     case: Case
     plan: StagePlan | None = None
 
     def run(self, context: WorkerContext) -> tuple[BoundedCase, Lookup | None]:
-        """Bound every link in order, or take what an earlier run found of it.
+        """Bound every link in order, or take its result from the cache.
 
-        Plans are tried in order; if none settles the goal, the chain with the least bound is what
-        is found.
+        Plans are tried in order. If none decides the goal, the result is the chain with the
+        smallest bound.
         """
         with at(self.goal.span):
             case = self.case.on(context.factory.device)
-            reason = _unchainable(self.goal, case)
+            reason = _obstacle(self.goal, case)
             if reason is not None:
                 return _without(case, reason), None
             whole = context.factory.problem(self.goal.block, case.tokens).graph
@@ -89,8 +89,8 @@ class CompositionTask:
             for plan, some in _plans(whole, links):
                 if self.plan not in (None, plan):
                     continue
-                walk = _Walk(context, self.goal, case, whole, some, plan.ellipsoids)
-                answer, found = _walked(walk)
+                walk = _ChainRun(context, self.goal, case, whole, some, plan.ellipsoids)
+                answer, found = _bounded(walk)
                 damaged |= found is Lookup.DAMAGED
                 if best is None or _tighter(answer, best[0]):
                     best = answer, found
@@ -104,17 +104,17 @@ class CompositionTask:
 def _plans(
     whole: BlockGraph, links: tuple[BlockGraph, ...]
 ) -> Iterator[tuple[StagePlan, tuple[BlockGraph, ...]]]:
-    """Yield plans, those first of which most is known again after a change, with their links."""
+    """Yield plans with their links; those with the best reuse of the cache come first."""
     yield StagePlan(len(links), ellipsoids=False), links
     for some in partitions(whole, links):
         yield StagePlan(len(some), ellipsoids=True), some
 
 
-def _walked(walk: _Walk) -> tuple[BoundedCase, Lookup | None]:
-    """Bound a case, with tighter interfaces where those of before cost the goal."""
+def _bounded(walk: _ChainRun) -> tuple[BoundedCase, Lookup | None]:
+    """Bound a case; with new interfaces if cached ones do not suffice for the goal."""
     answer = walk.walk()
     if walk.reused and not _settled(walk.goal, answer.bounded.outcome):
-        again = _Walk(
+        again = _ChainRun(
             *(walk.context, walk.goal, walk.case, walk.whole, walk.links, walk.ellipsoids),
             afresh=True,
             damaged=walk.damaged,
@@ -124,17 +124,17 @@ def _walked(walk: _Walk) -> tuple[BoundedCase, Lookup | None]:
 
 
 def _tighter(one: BoundedCase, two: BoundedCase) -> bool:
-    """Say whether a chain has a lesser bound than another."""
+    """Return whether a chain has a smaller bound than another."""
     return one.bounded.outcome.bound < two.bounded.outcome.bound
 
 
 def _settled(goal: Goal, outcome: CaseOutcome) -> bool:
-    """Say whether a case is decided, so that nothing is gained by tighter interfaces."""
+    """Return whether the bound of a case decides the goal."""
     return bool(outcome.stable) if goal.functional == "no_flip" else goal.admits(outcome.bound)
 
 
-def _unchainable(goal: Goal, case: Case) -> str | None:
-    """Return why a case has no chain; None if it may have one."""
+def _obstacle(goal: Goal, case: Case) -> str | None:
+    """Return why a case cannot be bounded by a chain; None if it can."""
     if case.longest is not None:
         return "stages have one length; the region has any"
     if goal.weights:
@@ -148,11 +148,11 @@ def _without(case: Case, reason: str, links: tuple[LinkOutcome, ...] = ()) -> Bo
 
 
 @dataclass(slots=True)
-class _Walk:
-    """A case on its way through its links: what was found of them, and what stands in the proof.
+class _ChainRun:
+    """The bounds of the links of one case, in order, with their records for the proof.
 
-    Where the output of a link still fits into the interface that an earlier run made of it, this is
-    taken again (`reused`), unless `afresh`: then the links behind it are what they were.
+    If the output of a link lies in the interface of an earlier run, that interface is reused
+    (`reused`), so that the following links are unchanged; with `afresh` none is reused.
     """
 
     context: WorkerContext
@@ -173,7 +173,7 @@ class _Walk:
 
     @property
     def found(self) -> Lookup | None:
-        """Return what the cache had: every link, or not; None where there is no cache."""
+        """Return the lookup result: a hit if every link was cached; None without a cache."""
         if self.context.cache is None:
             return None
         if self.damaged:
@@ -181,7 +181,7 @@ class _Walk:
         return Lookup.HIT if all(link.cached for link in self.outcomes) else Lookup.ABSENT
 
     def walk(self) -> BoundedCase:
-        """Return the bound of the last link, and the chain that proves it."""
+        """Return the bound of the last link and the chain that proves it."""
         entering = Interface(self.case.centre, self.case.radius)
         for number, graph in enumerate(self.links[:-1]):
             try:
@@ -204,9 +204,9 @@ class _Walk:
         return BoundedCase(replace(bounded, outcome=outcome), self._contents(claim))
 
     def _interface(self, number: int, output: StageOutput) -> Interface:
-        """Return the interface behind a stage: that of an earlier run if the output fits into it.
+        """Return the interface after a stage: that of an earlier run if it contains the output.
 
-        Its key has no parameters, so that stages behind a change are found again.
+        Its key has no parameters, so that stages after a change are found in the cache.
         """
         factory, fresh = self.context.factory, output.interface()
         if self.context.cache is None or self.ellipsoids:
@@ -257,13 +257,13 @@ class _Walk:
         return stage
 
     def _last(self, graph: BlockGraph, entering: Interface) -> _Last:
-        """Bound the last stage as the goal asks; return what its proof states, None without."""
+        """Bound the last stage for the goal; the statements are None if it has no proof."""
         factory, goal = self.context.factory, self.goal
         entry = self._entry(graph, entering, stated_goal(goal))
 
         def made(value: Any) -> _Last:
             last: _Last = decode(value, (CaseBound, CaseOutcome, LinkOutcome))
-            refuse_apart(goal, *last)
+            refuse_inconsistent(goal, *last)
             return last
 
         kept = self._kept(entry, made)
@@ -281,7 +281,7 @@ class _Walk:
         return last
 
     def _contents(self, claim: float) -> Contents:
-        """Return the chain as it adds to the proof of its goal."""
+        """Return the contribution of the chain to the proof of its goal."""
         builder, factory = self._builder, self.context.factory
         for graph in self.links:
             builder.add_graph(graph)
@@ -297,15 +297,16 @@ class _Walk:
         )
 
     def _kept(self, entry: CacheEntry, made: Callable[[Any], T]) -> T | None:
-        """Return what an earlier run found of a stage; None if there is nothing to believe."""
+        """Return the cached result of a stage; None if there is no valid one."""
         kept, found = entry.read(made)
         self.damaged |= found is Lookup.DAMAGED
         return kept
 
 
 def _stage_of(value: Any, graph: BlockGraph, device: torch.device) -> BoundedStage:
-    """Return what an entry says of a stage; it may still be false, as the checker derives every
-    proof anew. Raises one of `DAMAGE` unless it has the form of what is kept."""
+    """Decode a cached stage and check its form. Raises one of `DAMAGE` if it is invalid.
+
+    Its numbers may still be wrong; the checker re-derives every proof."""
     kept = decode(value, (BoundedStage, StageOutput, InterfaceEllipsoids, Box), device)
     if not isinstance(kept, BoundedStage):
         raise TypeError("not a stage")
@@ -323,14 +324,14 @@ def _stage_of(value: Any, graph: BlockGraph, device: torch.device) -> BoundedSta
 
 
 _CANDIDATES, _ROUNDS = 3, 6
-"""Places and steps of the search at one link: less than for a goal, as it refutes nothing."""
+"""Candidates and rounds of the attack on one link: fewer than for a goal."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageAttackTask:
-    """Search for runs of the beginnings of a block, up to each link but the last.
+    """Attack the prefixes of a block that end at each link but the last.
 
-    `names` are those of the links that have a bound.
+    `names` are those of the links with a bound.
     """
 
     goal: Goal
@@ -338,19 +339,19 @@ class StageAttackTask:
     names: tuple[str, ...]
 
     def run(self, context: WorkerContext) -> tuple[Attained, None]:
-        """Return the largest drift that a run has behind each link."""
+        """Return the largest drift of a run after each link."""
         with at(self.goal.span):
             case = self.case.on(context.factory.device)
             whole = context.factory.problem(self.goal.block, case.tokens).graph
             links = named(whole, stages_of(context.factory.model, whole), self.names)
-            beginnings = [until(whole, link.output) for link in links[:-1]]
+            beginnings = [prefix(whole, link.output) for link in links[:-1]]
             return Attained(tuple(_attained(context, self, case, g) for g in beginnings)), None
 
 
 def _attained(
     context: WorkerContext, task: StageAttackTask, case: Case, graph: BlockGraph
 ) -> float:
-    """Return the largest drift of the output of a graph that was found, by this run or before."""
+    """Return the largest drift found at the output of a graph, cached or by a new attack."""
     entry = context.entry("slack", task.goal, graph, region=case.digest)
 
     def made(value: Any) -> float | None:

@@ -30,12 +30,12 @@ from kcdsl_backends.certifier.worker import TaskResult, Unfinished, WorkerContex
 from kcdsl_backends.certifier.worker_pool import WorkerPool
 
 Progress = Callable[[str, int, int], None]
-"""Called with (stage, pieces done, pieces in all)."""
+"""Called with (stage, tasks done, tasks in all)."""
 
 
 @dataclass(slots=True)
 class OpenGoal:
-    """A goal with its cases, and what is known of it so far; `strongest` is of `attacked`."""
+    """A goal with its cases and results so far; `strongest` is the attack on `attacked`."""
 
     goal: Goal
     cases: Sequence[Case]
@@ -54,7 +54,7 @@ class OpenGoal:
     peak_bytes: int = 0
 
     def spend(self, answer: TaskResult) -> None:
-        """Count what an answer cost, and what the cache had of it."""
+        """Add the cost and the cache lookup of an answer."""
         self.seconds += answer.seconds
         self.peak_bytes = max(self.peak_bytes, answer.peak_bytes)
         self.damaged += answer.found is Lookup.DAMAGED
@@ -70,7 +70,7 @@ def decide_batch(
     progress: Progress | None,
     chain: bool = False,
 ) -> None:
-    """Fill in everything of the goals of a batch; with `chain` by chains alone.
+    """Bound, attack, decide and prove the goals of a batch; with `chain` by chains alone.
 
     Raises:
         Refusal: a block, a numerics specification or an input cannot be used.
@@ -95,7 +95,7 @@ def decide_batch(
 def _counted(
     progress: Progress, places: Sequence[OpenGoal], stage: str
 ) -> Callable[[int, TaskResult], None]:
-    """Return what hears of every answer, and tells how many there are of its goal."""
+    """Return a callback for answers that reports the progress of each goal."""
     totals, done = Counter(map(id, places)), Counter[int]()
 
     def told(index: int, answer: TaskResult) -> None:
@@ -134,7 +134,7 @@ def _bound(
 
 
 def _attack(pool: WorkerPool, batch: Sequence[OpenGoal], progress: Progress) -> None:
-    """Attack what is worth it, of each goal up to the first case that refutes it."""
+    """Attack the cases worth attacking, for each goal up to the first that refutes it."""
     places = [(one, index) for one in batch for index in worth_attacking(one.goal, one.outcomes)]
     tasks = [AttackTask(one.goal, one.cases[i], one.bounded[i]) for one, i in places]
     count = _counted(progress, [one for one, _ in places], ": attack")
@@ -167,13 +167,13 @@ def _attack(pool: WorkerPool, batch: Sequence[OpenGoal], progress: Progress) -> 
 
 
 def _attacked(case: CaseOutcome, attack: Attack) -> CaseOutcome:
-    """Return the outcome of a case with what the search for runs found."""
+    """Return the outcome of a case with the result of its attack."""
     reason = "; ".join(filter(None, (case.reason, attack.rerouted))) or None
     return replace(case, attack=attack.value, reason=reason)
 
 
 def _measure_slack(pool: WorkerPool, batch: Sequence[OpenGoal], progress: Progress) -> None:
-    """Put what runs attain at its links beside the chain with the largest bound of each goal."""
+    """Attack the links of the chain with the largest bound of each goal, to show their slack."""
     places = [
         (one, max(able, key=lambda i: one.outcomes[i].bound))
         for one in batch
@@ -215,7 +215,7 @@ def _prove(context: WorkerContext, one: OpenGoal) -> None:
 
 
 def _confirm(pool: WorkerPool, proved: Sequence[OpenGoal], progress: Progress) -> None:
-    """Have the independent checker re-derive proofs; what it does not confirm is inconclusive."""
+    """Have the independent checker re-derive proofs; unconfirmed goals are inconclusive."""
     parts = {id(one): min(pool.spread, len(one.cases)) for one in proved}
     places = [(one, first) for one in proved for first in range(parts[id(one)])]
     tasks = [CheckTask(one.proof or b"", first, parts[id(one)]) for one, first in places]
@@ -235,7 +235,7 @@ def _confirm(pool: WorkerPool, proved: Sequence[OpenGoal], progress: Progress) -
 
 
 def _objection(answers: Sequence[TaskResult], parts: int) -> str | None:
-    """Return why a proof is not confirmed; None only where every part was, and was confirmed."""
+    """Return why a proof is not confirmed; None only if every part was checked and confirmed."""
     for answer in answers:
         match answer.value:
             case RecheckResult(""):
@@ -252,10 +252,10 @@ def _objection(answers: Sequence[TaskResult], parts: int) -> str | None:
 def verdict_of(
     goal: Goal, cases: Sequence[CaseOutcome], found: Attack | None, *, chain: bool = False
 ) -> Verdict:
-    """Return the verdict that bounds and attacks of all cases give; no case is no evidence.
+    """Return the verdict from bounds and attacks of all cases; no case is invalid evidence.
 
-    Where a clause admits what is likely and that was not asked, as it never is of a `chain`, a run
-    whose roundings were chosen refutes nothing.
+    A clause that admits probabilistic evidence is not refuted by a run with chosen roundings unless
+    a probabilistic bound was tried, which a `chain` never does.
     """
     if not cases:
         return InvalidEvidence("there is no case")
@@ -293,8 +293,8 @@ def verdict_of(
 
 
 def _refutes(goal: Goal, case: CaseOutcome) -> bool:
-    """Say whether a run breaks the goal; roundings that were chosen for it do not, where it holds
-    with all probability that is asked for."""
+    """Return whether a run refutes the goal; a run with chosen roundings does not if the goal holds
+    with the demanded probability."""
     if case.attack is None or not goal.refuted_by(case.attack):
         return False
     return case.alpha is None or not goal.admits(case.bound)
@@ -312,7 +312,7 @@ def _stability(cases: Sequence[CaseOutcome]) -> Verdict:
 
 
 def counterexample(cases: Sequence[CaseOutcome], found: Attack) -> dict[str, Any]:
-    """Return what is shown of the strongest attack."""
+    """Return the figures of the strongest attack for the report."""
     case = max((c for c in cases if c.attack is not None), key=lambda c: c.attack or 0.0)
     shown = attained(found) if found.record is None else dict(found.record["attained"])
     numbers = {name: float.fromhex(shown[name]) for name in ("value", "train", "infer")}

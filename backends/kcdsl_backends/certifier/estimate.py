@@ -1,4 +1,4 @@
-"""The cost of bounding a block, estimated before: from shapes, and a product that is timed."""
+"""Cost estimate of bounding a block, from shapes and a timed matrix product."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from kcdsl_backends.drift.affine.error_bounds import BATCH
 from kcdsl_backends.drift.affine.row_sums import MANY
 
 WORTH_SAYING = 30.0
-"""Seconds from which on an estimate is told."""
+"""Least number of seconds for which an estimate is reported."""
 _PROBE = 512
 _START = 8.0
 """Seconds until the search begins, and after it, as measured."""
 _SLOWER = 2.2
-"""By how much all that is done is slower than its products of matrices alone, as measured."""
+"""Ratio of the total time to that of the matrix products alone, as measured."""
 _CHECKED = 1.0
-"""What the checker takes, as a share of what the prover does, as measured."""
+"""Time of the checker as a share of the prover's, as measured."""
 _BASE = 6e8
-"""Bytes of a process with torch, before it bounds anything."""
+"""Bytes of a process that has imported torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Operations in products of float64 matrices, and bytes."""
+    """Floating-point operations in float64 matrix products, and peak bytes."""
 
     operations: float
     peak: float
@@ -45,11 +45,11 @@ class Cost:
         inputs = max((shape[1] for shape in weights), default=width)
         functionals = tokens * width
         operations = 4.0 * functionals * parameters / max(1, len(weights))
-        if len(weights) > len(scores) * 4:  # norms of errors, row by row; attention reads all rows
+        if len(weights) > len(scores) * 4:  # norms of errors of each row; attention reads all rows
             read = tokens**2 * len(scores) if scores else tokens
             operations += 8.0 * read * width**3
         for heads, rows, keys in (s for s in scores if len(s) == 3):
-            # in float32, which is twice as fast, over half of the keys; or norms
+            # in float32 (twice as fast) over half of the keys, or by norms
             each = inputs * heads if keys * inputs * heads < MANY else 8 * heads**2
             operations += functionals * keys * each * (1 if rows > 1 else 2)
         heads = max((shape[0] for shape in scores if len(shape) == 3), default=1)
@@ -61,7 +61,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class CostEstimate:
-    """Seconds and bytes that work on several cases may take, and the bytes that are free."""
+    """Estimated seconds and bytes for several cases, and the bytes that are free."""
 
     seconds: float
     peak: float
@@ -77,7 +77,7 @@ class CostEstimate:
         return CostEstimate(seconds / jobs, largest * jobs, _free())
 
     def told(self) -> Iterable[str]:
-        """Yield what users should know before the work begins."""
+        """Yield messages for users about a large cost."""
         if self.seconds >= WORTH_SAYING:
             yield f"about {_time(self.seconds)} and {self.peak / 1e9:.1f} GB, within a factor of 3"
         if self.free is not None and self.peak > self.free:
@@ -88,7 +88,7 @@ class CostEstimate:
 
 
 def _rate() -> float:
-    """Return operations in a second, of a product of matrices on one thread or several."""
+    """Return measured operations per second of a matrix product with the current threads."""
     one = torch.ones(_PROBE, _PROBE, dtype=torch.float64)
     one @ one
     taken = []
@@ -100,7 +100,7 @@ def _rate() -> float:
 
 
 def _free() -> float | None:
-    """Return the bytes of memory that are free; None where the system does not say."""
+    """Return the bytes of free memory; None if unknown."""
     try:
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (OSError, ValueError, AttributeError):

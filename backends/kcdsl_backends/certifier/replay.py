@@ -1,4 +1,4 @@
-"""Run a counterexample again: check what it is about, simulate both kernels, compare."""
+"""Run a counterexample again: check its subject, simulate both kernels, compare."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFa
 from kcdsl_backends.process import one_thread
 
 SAME_ACTIVATIONS = 2.0**-16
-"""How far float32 activations of two machines may be apart, relative to the largest."""
+"""Tolerance for float32 activations of two machines, relative to the largest."""
 _NOT_ADMITTED = "the run of the counterexample is not admitted: "
 SAME_RUN = 2.0**-36
-"""How far float64 simulations of two machines may be apart, relative to the outputs."""
+"""Tolerance for float64 simulations on two machines, relative to the outputs."""
 
 
 def case_record(
     problem: BlockProblem, factory: ProblemFactory, goal: Goal, case: Case
 ) -> dict[str, Any]:
-    """Return what a counterexample says of a case beside its run."""
+    """Return the fields of a counterexample about its case, without the run."""
     case = case.at_its_length
     boxed = case.centre is not None and goal.region.kind.value != "points"
     return {
@@ -61,8 +61,8 @@ def case_record(
 
 
 def weights_named(model: Model) -> str:
-    """Return the digest (hex) of the weights of a counterexample: of the checkpoint, with that of
-    the inference kernel where it has one."""
+    """Return the digest (hex) of the weights of a counterexample: the checkpoint's, combined with
+    that of the inference kernel if it has its own."""
     if model.served is None:
         return model.checkpoint.sha256
     return sha256(f"{model.checkpoint.sha256} {model.served.digest}".encode()).hexdigest()
@@ -81,12 +81,12 @@ def replay(
     Args:
         base: folder of the contract.
         device: "cpu" or "cuda".
-        checkpoint: weights to take instead of those the contract names; a configuration that the
-            contract does not name is looked for beside them.
+        checkpoint: weights that replace those of the contract; a configuration that the contract
+            does not name is searched in their folder.
 
     Raises:
-        Refusal: the document is about another contract, model, block, kernel pair or input; its run
-            is not admitted, or does not attain what the document says.
+        Refusal: the document is about another contract, model, block, kernel pair or input, or its
+            run is not admitted or does not reproduce the stated values.
     """
     _same("contract.sha256", document["contract"]["sha256"], digest(program))
     for name, here in (("name", program.name), ("version", program.version)):
@@ -132,7 +132,7 @@ def _run(problem: BlockProblem, goal: Goal, case: Case, document: Mapping[str, A
     train, infer = problem.simulators()
     try:
         run = run_of(document, {"train": train, "infer": infer})
-        moved = _region_moved(run, case, document["region"])
+        moved = _region_difference(run, case, document["region"])
     except InvalidRecord as error:
         raise _refused(_NOT_ADMITTED + str(error)) from error
     with one_thread():
@@ -145,7 +145,7 @@ def _run(problem: BlockProblem, goal: Goal, case: Case, document: Mapping[str, A
         column=found.column,
         train=found.train_value,
         infer=found.infer_value,
-        exact=_reproduces(found, document["attained"]),
+        exact=_is_exact(found, document["attained"]),
         refutes=goal.refuted_by(found.value),
         symbols=sum(
             int((value != 0).sum()) for side in run.symbols.values() for value in side.values()
@@ -155,11 +155,11 @@ def _run(problem: BlockProblem, goal: Goal, case: Case, document: Mapping[str, A
     )
 
 
-def _region_moved(run: RunPair, case: Case, region: Mapping[str, Any]) -> float:
-    """Return how far the region of a document is from that of its case.
+def _region_difference(run: RunPair, case: Case, region: Mapping[str, Any]) -> float:
+    """Return the largest difference between the region of a document and that of its case.
 
     Raises:
-        Unusable: the input is outside of the region, or the region is not that of the case.
+        InvalidRecord: the input is outside of the region, or the region is not that of the case.
     """
     packed = (region["centre"], region["radius"])
     if case.centre is None or run.x is None:
@@ -169,7 +169,7 @@ def _region_moved(run: RunPair, case: Case, region: Mapping[str, Any]) -> float:
     if region["kind"] == "points":
         if packed != (None, None):
             raise InvalidRecord("a point has no radius")
-        return _apart(run.x, case.centre, "the input")
+        return _difference(run.x, case.centre, "the input")
     if None in packed:
         raise InvalidRecord("the region has no centre or no radius")
     shape = tuple(case.centre.shape)
@@ -181,21 +181,21 @@ def _region_moved(run: RunPair, case: Case, region: Mapping[str, Any]) -> float:
     if not bool(((run.x - centre).abs() <= radius).all()):
         raise InvalidRecord("the input lies outside of the region")
     return max(
-        _apart(centre, case.centre, "the centre of the region"),
-        _apart(radius, case.radius, "the radius of the region"),
+        _difference(centre, case.centre, "the centre of the region"),
+        _difference(radius, case.radius, "the radius of the region"),
     )
 
 
-def _apart(one: Tensor, two: Tensor, what: str) -> float:
-    """Return the largest difference. Raises Unusable where it is no difference of machines."""
+def _difference(one: Tensor, two: Tensor, what: str) -> float:
+    """Return the largest difference. Raises InvalidRecord beyond the tolerance for machines."""
     apart = float((one - two).abs().amax())
     if not apart <= SAME_ACTIVATIONS * float(two.abs().amax()):
         raise InvalidRecord(f"{what} is {apart:.3g} away from that of the case")
     return apart
 
 
-def _reproduces(found: Attack, claimed: Mapping[str, Any]) -> bool:
-    """Say whether a run attains exactly what is claimed; refuse what it does not attain at all."""
+def _is_exact(found: Attack, claimed: Mapping[str, Any]) -> bool:
+    """Return whether a run has exactly the stated values; refuse differences beyond SAME_RUN."""
     size = SAME_RUN * max(abs(found.train_value), abs(found.infer_value), found.value)
     pairs = {"value": found.value, "train": found.train_value, "infer": found.infer_value}
     for name, here in pairs.items():

@@ -1,9 +1,9 @@
-"""The stages of a block graph (docs/proofs/chains.md), and the bound of one stage on
-the interface before it: a region that every training run stays in, and a box of the drift.
+"""The stages of a block graph (docs/proofs/chains.md), and the bound of one stage.
 
-A graph can be cut behind an operation if nothing after it reads anything else that was computed
-before: only one state goes on. Between two such places stands either a single operation or a knot,
-such as a sub-layer with its residual; a stage has at least one knot.
+The input of a stage is an interface: a region of the training values and a box of the drift. A
+graph can be cut after an operation if later operations read no earlier result but its own. The part
+between two cuts is a single operation or a knot, such as a sub-layer with its residual; a stage has
+at least one knot.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kcdsl_backends.drift.boxes.state import Entering, InterfaceEllipsoids
 from kcdsl_backends.drift.functionals import drift_bound
 
 _LEAVES = ("param", "constant")
-_WORTH = ("linear", "matmul", "embedding")
-"""Operations one of which a stage has: cutting off less, such as a norm, only loses."""
+_SUBSTANTIAL = ("linear", "matmul", "embedding")
+"""Every stage has one of these operations; a cut around less, such as a norm, only loses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive operations [first, end) of a graph that end where it can be cut."""
+    """Consecutive operations [first, end) of a graph between two cuts, with their parameters."""
 
     first: int
     end: int
@@ -49,15 +49,14 @@ class Segment:
 
 
 def stages_of(model: Model, graph: BlockGraph) -> tuple[BlockGraph, ...]:
-    """Return the stages of a graph in order; one alone where it does not fall apart.
+    """Return the stages of a graph in order; the graph as one stage if it cannot be cut.
 
-    A stage is as long as a block of the model that has a name, and then has this name, such as the
-    layers of `model`; or it is one knot with the single operations behind it. What stands before
-    the first knot, and what follows the last without being of its block, are stages of their own.
-    Names of nodes stay what they are in the graph.
+    A stage is a named block of the model, such as a layer of `model`, and has its name; or it is
+    one knot with the single operations after it. Operations before the first knot, and those after
+    the last that are not of its block, are separate stages. Names of nodes do not change.
     """
     computed = [node for node in graph.nodes if node.op not in (*_LEAVES, "input")]
-    pieces = _pieces(graph, computed)
+    pieces = _segments(graph, computed)
     knots = [piece for piece in pieces if piece.knot]
     names = _names(model, graph.block, knots)
     runs: list[tuple[str | None, list[Segment]]] = []
@@ -79,7 +78,7 @@ def stages_of(model: Model, graph: BlockGraph) -> tuple[BlockGraph, ...]:
     spans: list[tuple[str | None, int, int]] = []
     for name, run in runs:
         first, end = run[0].first, run[-1].end
-        if spans and not any(node.op in _WORTH for node in computed[first:end]):
+        if spans and not any(node.op in _SUBSTANTIAL for node in computed[first:end]):
             spans[-1] = (None, spans[-1][1], end)
         else:
             spans.append((name, first, end))
@@ -94,19 +93,19 @@ def partitions(
 ) -> Iterator[tuple[BlockGraph, ...]]:
     """Yield the stages of a graph, then half as many longer ones, and so on down to two.
 
-    Fewer stages lose less between them; what changed takes longer to verify again.
+    Fewer stages lose less precision; a change takes longer to verify again.
     """
     yield stages
     count = len(stages)
     while count > 2:
         count = (count + 1) // 2
-        yield _longer(graph, stages, count)
+        yield _merged(graph, stages, count)
 
 
-def _longer(
+def _merged(
     graph: BlockGraph, stages: tuple[BlockGraph, ...], count: int
 ) -> tuple[BlockGraph, ...]:
-    """Return `count` stages, each made of as many consecutive ones as the others or one less."""
+    """Merge consecutive stages into `count` ones of equal numbers of stages, up to one."""
     computed = [node for node in graph.nodes if node.op not in (*_LEAVES, "input")]
     places = {node.name: place for place, node in enumerate(computed)}
     first, before, found = 0, 0, []
@@ -131,14 +130,14 @@ def named(
     )
 
 
-def until(graph: BlockGraph, output: str) -> BlockGraph:
-    """Return the graph up to a result, and all that it has before, for runs that end there."""
+def prefix(graph: BlockGraph, output: str) -> BlockGraph:
+    """Return the part of a graph that ends with a result."""
     computed = [node for node in graph.nodes if node.op not in (*_LEAVES, "input")]
     end = next(place for place, node in enumerate(computed) if node.name == output)
     return _stage(graph, computed, 0, end + 1, graph.block)
 
 
-def _pieces(graph: BlockGraph, computed: Sequence[Node]) -> list[Segment]:
+def _segments(graph: BlockGraph, computed: Sequence[Node]) -> list[Segment]:
     last = {name: place for place, node in enumerate(computed) for name in node.inputs}
     alive: set[str] = {node.name for node in graph.nodes if node.op == "input"}
     inside = {node.name for node in computed} | alive
@@ -159,14 +158,14 @@ def _pieces(graph: BlockGraph, computed: Sequence[Node]) -> list[Segment]:
 
 
 def _is_state(node: Node, graph: BlockGraph) -> bool:
-    """Say whether a result is a state that blocks hand on: [T, D], and no part of attention."""
+    """Return whether a result is a state between blocks: [T, D] and no part of attention."""
     rows = graph.node(graph.output).shape[0]
     return node.role == "" and len(node.shape) == 2 and node.shape[0] == rows
 
 
 def _names(model: Model, block: str, knots: Sequence[Segment]) -> Mapping[int, str]:
-    """Return for knots, by where they begin, the largest named block that they are a part of; none
-    that has all of them."""
+    """Return the largest named block that contains a knot, by the knot's first operation; without
+    blocks that contain all knots."""
     found: dict[int, str] = {}
     sizes = {name: keys for name in model.block_names() if (keys := _keys_of(model, name))}
     every = frozenset().union(*(knot.keys for knot in knots))
@@ -197,7 +196,7 @@ def _tensors(module: nn.Module) -> list[tuple[str, object]]:
 def _stage(
     graph: BlockGraph, computed: Sequence[Node], first: int, end: int, name: str
 ) -> BlockGraph:
-    """Return operations [first, end) as a graph of its own, on what the one before them returns."""
+    """Return operations [first, end) as a graph whose input is the result before them."""
     part, before = computed[first:end], computed[first - 1] if first else None
     read = {source for node in part for source in node.inputs}
     leaves = [n for n in graph.nodes if n.name in read and n.op in (*_LEAVES, "input")]
@@ -218,25 +217,24 @@ def _stage(
 
 
 NOISE = 2.0**-36
-"""More than the roundings of both programs come to, relative to the largest number of a state."""
+"""Bound of the rounding errors of both programs, relative to the largest number of a state."""
 REACHES = 2.0**-7
-"""Of the width of the training value, by how much it is claimed to be wider: without reverse passes
-of the output both programs follow it in ways of their own, and little comes of it."""
+"""Share of the width by which the claimed box of the training value is widened. Prover and checker
+bound it in different ways, and the drift depends little on it."""
 DIGITS = 4
-"""Binary digits of the width of a box to which interfaces are rounded outward."""
+"""Interfaces are rounded outward to this many binary digits of their width."""
 
 
 Readings = tuple[Tensor, Tensor]
-"""How far a reading of a state may be from the one of which all are versions, in both kernels."""
+"""Bounds of the difference between a reading of a state and its base value, in both kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """What a stage reads: states [T, D] in centre ± radius, and their drift (None: no drift).
+    """The input of a stage: states [T, D] in centre ± radius, and their drift (None: no drift).
 
-    `centre` None stands for the token ids of the block. `around` holds ellipsoids around the rows
-    of the drift, which a reader of the proof derives as well. `readings` None: they are all the
-    same.
+    `centre` None: the token ids of the block. `around` has ellipsoids around the rows of the drift,
+    which the checker derives too. `readings` None: all readings are the same.
     """
 
     centre: Tensor | None
@@ -255,12 +253,11 @@ class Interface:
         return hashlib.sha256("|".join(digests).encode()).hexdigest()
 
     def entering(self, *, followed: bool = False) -> Entering:
-        """Return how the state that a stage reads may differ; `followed`: another stage reads its
-        output."""
+        """Return the interface for the domains; `followed`: another stage reads the output."""
         return Entering(self.drift, self.around, self.readings or (None, None), followed)
 
     def region(self) -> dict[str, Any]:
-        """Return it as the region of a stage in a proof; only with a drift."""
+        """Return the region of a stage in a proof; requires a drift."""
         assert self.centre is not None
         assert self.drift is not None
         stated = {**box_region("hull", self.centre, self.radius), "drift": box_record(self.drift)}
@@ -270,8 +267,8 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """Boxes of the training value and of the drift of a stage's output, as they are claimed, and
-    ellipsoids around the rows of the drift where they were asked for."""
+    """Claimed boxes of the training value and of the drift of a stage's output, and ellipsoids
+    around the rows of the drift if requested."""
 
     train: Box
     drift: Box
@@ -279,7 +276,7 @@ class StageOutput:
     readings: Readings | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the output as it stands in a proof."""
+        """Return the output in the format of a proof."""
         boxes = {"train": box_record(self.train), "drift": box_record(self.drift)}
         return {**boxes, **_readings_record(self.readings)}
 
@@ -288,7 +285,7 @@ class StageOutput:
         return float(self.drift.mag().amax())
 
     def interface(self) -> Interface:
-        """Return an interface that it fits into, rounded outward."""
+        """Return an interface that contains the output, rounded outward."""
         train, readings = rounded(self.train), None
         centre = train.lo / 2 + train.hi / 2
         radius = up(torch.maximum(train.hi - centre, centre - train.lo))
@@ -298,7 +295,7 @@ class StageOutput:
         return Interface(centre, radius, rounded(self.drift), self.around, readings)
 
     def fits(self, interface: Interface) -> bool:
-        """Say whether it lies in an interface, in exact comparison."""
+        """Return whether an interface contains the output, by exact comparison."""
         centre, radius, drift = interface.centre, interface.radius, interface.drift
         if centre is None or drift is None or interface.around is not None:
             return False
@@ -308,8 +305,8 @@ class StageOutput:
         parts = (centre, radius, drift.lo, drift.hi, *(interface.readings or ()))
         if any(p.shape != self.train.shape or p.dtype != torch.float64 for p in parts):
             return False
-        low = _exceeds(centre - radius, centre, -radius)
-        high = -_exceeds(-centre - radius, -centre, -radius)
+        low = _sum_upwards(centre - radius, centre, -radius)
+        high = -_sum_upwards(-centre - radius, -centre, -radius)
         inside = [low <= self.train.lo, self.train.hi <= high]
         inside += [drift.lo <= self.drift.lo, self.drift.hi <= drift.hi]
         inside += [own <= most for own, most in pairs]
@@ -318,7 +315,7 @@ class StageOutput:
 
 @dataclass(frozen=True, slots=True)
 class BoundedStage:
-    """What is proved of a stage: its largest drift, its output, and what the proof states."""
+    """The proved bounds of a stage: largest drift, output, and statements of the proof."""
 
     claim: float
     output: StageOutput
@@ -337,12 +334,12 @@ def bound_stage(
     """Bound the output of a stage by every domain at once.
 
     Args:
-        name: what the stage is called in the proof.
-        problem: the stage, of which another one reads the output.
-        interface: what it reads.
+        name: name of the stage in the proof.
+        problem: the stage; another stage reads its output.
+        interface: its input.
         builder: an empty proof about the largest drift.
-        claims: how bounds become claims.
-        ellipsoids: find such around the rows of the drift too, where there are affine forms.
+        claims: the conversion of bounds to claims.
+        ellipsoids: also compute ellipsoids around the rows of the drift, from affine forms.
 
     Raises:
         NoBound: no domain has a bound of the output.
@@ -389,28 +386,28 @@ def bound_stage(
 
 
 def _claimed_readings(own: Apart, like: Box, margin: float, noise: float) -> Tensor:
-    """Return how far readings may be apart, as it is claimed: they follow sizes, as T does."""
+    """Return the claimed difference of readings, widened as the training value is."""
     zero = torch.zeros_like(like.lo)
     if own is None:
         return zero
-    most = own.expand(zero.shape) + LEAST_CLAIM  # of zeros either program keeps another trace
+    most = own.expand(zero.shape) + LEAST_CLAIM  # the programs differ in tiny bounds of zeros
     return _claimed(Box(-most, most), max(margin, 1 + REACHES), noise, REACHES).hi
 
 
-def _exceeds(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return a + b rounded up, of which `total` is the nearest float64."""
+def _sum_upwards(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return a + b rounded up; `total` is the sum rounded to nearest."""
     part = total - a
     rest = (a - (total - part)) + (b - part)
     return torch.where(rest > 0, up(total), total)
 
 
 def box_record(box: Box) -> dict[str, Any]:
-    """Return a box as it stands in a proof."""
+    """Return a box in the format of a proof."""
     return {"low": encode_array(box.lo.cpu().numpy()), "high": encode_array(box.hi.cpu().numpy())}
 
 
 def _readings_record(readings: Readings | None) -> dict[str, Any]:
-    """Return the field of a region or an output, none where all readings are the same."""
+    """Return the field of readings in a proof; empty if all readings are the same."""
     if readings is None:
         return {}
     train, infer = (encode_array(own.cpu().numpy()) for own in readings)
@@ -420,11 +417,11 @@ def _readings_record(readings: Readings | None) -> dict[str, Any]:
 def _claimed(
     box: Box, margin: float, noise: float, share: float = 2.0**-10, faint: float = LEAST_CLAIM
 ) -> Box:
-    """Return a box that is wider by the margin of claims, so that both programs agree on it.
+    """Return a box widened so that the checker's box lies within it.
 
-    A large margin is for what is as small as the programs' own roundings; beyond these, `noise`, a
-    box needs no more than any claim does, a share of its width. Of a number that is zero whatever
-    comes in, as behind a norm without gain, `faint` is more than either program has left.
+    The width is multiplied by `margin`, but grows by at most a share of itself plus `noise`, the
+    rounding errors of both programs. `faint` is added for numbers that are zero for every input, as
+    after a norm without gain; it exceeds the bounds of both programs.
     """
     middle, spread = box.midpoint()
     if box.is_point:
@@ -434,8 +431,7 @@ def _claimed(
 
 
 def rounded(box: Box) -> Box:
-    """Return the box with its ends moved outward to multiples of a power of two, its width divided
-    by 2^DIGITS or less."""
+    """Round a box outward to multiples of a power of two of at most its width / 2^DIGITS."""
     width = box.hi - box.lo
     _, exponent = torch.frexp(width)
     step = power_of_two((exponent - 1 - DIGITS).clamp(-1000, 1000))

@@ -1,7 +1,7 @@
-"""Tasks that any process can do: bound a case, attack it, check a part of a proof.
+"""Tasks that any process can run: bound a case, attack it, check a part of a proof.
 
-What the cache has of a case may be false: the checker derives every proof anew. What a proof is
-about is never taken from an entry, and what stands beside a proof must be what the proof says.
+Cached results may be wrong; the checker re-derives every proof. The subject of a proof is never
+taken from a cache entry, and cached values must agree with the statements of the cached proof.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kcdsl_certs.recheck import recheck
 
 @dataclass(frozen=True, slots=True)
 class BoundedCase:
-    """A bound and what it adds to the proof of its goal (None where there is no bound)."""
+    """A bound and its contribution to the proof of its goal (None if there is no bound)."""
 
     bounded: CaseBound
     contents: Contents | None
@@ -40,14 +40,14 @@ class BoundedCase:
 
 @dataclass(frozen=True, slots=True)
 class RecheckResult:
-    """What the independent checker says of a part of a proof; `reason` is empty if it agrees."""
+    """The checker's result for a part of a proof; `reason` is empty if it agrees."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Attained:
-    """The largest drift that a run has behind each link of a chain but the last."""
+    """The largest drift of a run after each link of a chain but the last."""
 
     values: tuple[float, ...]
 
@@ -60,14 +60,14 @@ class BoundTask:
     case: Case
 
     def run(self, context: WorkerContext) -> tuple[BoundedCase, Lookup | None]:
-        """Bound the case, or take what an earlier run found."""
+        """Bound the case, or take its bound from the cache."""
         with at(self.goal.span):
             case = self.case.on(context.factory.device)
             graph = problem_of(context.factory, self.goal, case).graph
 
             def made(value: Any) -> BoundedCase:
                 bounded, claim, stated = decode(value, (CaseBound, CaseOutcome))
-                refuse_apart(self.goal, bounded, claim, stated)
+                refuse_inconsistent(self.goal, bounded, claim, stated)
                 named = replace(bounded, outcome=replace(bounded.outcome, name=case.name))
                 if stated is None:
                     return BoundedCase(named, None)
@@ -99,15 +99,15 @@ class AttackTask:
     bounded: CaseBound
 
     def run(self, context: WorkerContext) -> tuple[Attack, Lookup | None]:
-        """Attack the case, or take what an earlier run found."""
+        """Attack the case, or take its attack from the cache."""
         with at(self.goal.span):
             case = self.case.on(context.factory.device)
-            begun = {
+            starts = {
                 "places": list(self.bounded.places),
                 "start": list(map(str, self.bounded.start)),
             }
-            entry = entry_of(context, "attack", self.goal, case, **begun)
-            kept, found = entry.read(lambda value: _believable(context, self.goal, case, value))
+            entry = entry_of(context, "attack", self.goal, case, **starts)
+            kept, found = entry.read(lambda value: _reproduced(context, self.goal, case, value))
             if kept is not None:
                 return kept, found
             with until(context.setting.limit):
@@ -120,10 +120,10 @@ class AttackTask:
             return fresh, found
 
 
-def _believable(context: WorkerContext, goal: Goal, case: Case, value: Any) -> Attack | None:
-    """Return an attack of the cache; one that refutes its goal only if its run does so again.
+def _reproduced(context: WorkerContext, goal: Goal, case: Case, value: Any) -> Attack | None:
+    """Return a cached attack; one that refutes its goal only if its run is reproduced.
 
-    Raises one of `DAMAGE` where it is none."""
+    Raises one of `DAMAGE` if it is invalid."""
     case = case.at_its_length
     kept = decode(value, (Attack,))
     if not (isinstance(kept, Attack) and type(kept.value) is float and kept.value >= 0):
@@ -145,14 +145,14 @@ def _believable(context: WorkerContext, goal: Goal, case: Case, value: Any) -> A
 
 @dataclass(frozen=True, slots=True)
 class CheckTask:
-    """Have the independent checker derive every `step`-th case of a proof, from `first` on."""
+    """Have the independent checker re-derive every `step`-th case of a proof, from `first` on."""
 
     proof: bytes
     first: int = 0
     step: int = 1
 
     def run(self, context: WorkerContext) -> tuple[RecheckResult, None]:
-        """Check the whole document and derive these cases."""
+        """Check the whole document and re-derive these cases."""
         model = context.factory.model
         served = None if model.served is None else model.served.path
         part = (self.first, self.step)
@@ -161,7 +161,7 @@ class CheckTask:
 
 
 def entry_of(context: WorkerContext, what: str, goal: Goal, case: Case, **more: Any) -> CacheEntry:
-    """Return where the cache keeps what was found of a case: by all that decides it."""
+    """Return the cache entry of a result about a case, keyed by everything that it depends on."""
     factory = context.factory
     region: dict[str, Any] = {"kind": goal.region.kind.value, "box": case.digest}
     if case.longest is not None:
@@ -172,15 +172,15 @@ def entry_of(context: WorkerContext, what: str, goal: Goal, case: Case, **more: 
 
 
 def stated_goal(goal: Goal) -> dict[str, str]:
-    """Return all of a goal that decides a bound beside its region, as plain data."""
+    """Return the fields of a goal, besides its region, that a bound depends on."""
     stated = {f.name: repr(getattr(goal, f.name)) for f in fields(goal)}
     del stated["obligation"], stated["region"]
     return {**stated, "evidence": str(goal.clause.evidence)}
 
 
 def worth_attacking(goal: Goal, outcomes: Sequence[CaseOutcome]) -> list[int]:
-    """Return which cases to attack, in order: the one with the largest bound, and every case that
-    its bound leaves open. The search ends at the first that refutes the goal."""
+    """Return the cases to attack, in order: the one with the largest bound, then every case whose
+    bound does not prove the goal. The search ends at the first that refutes the goal."""
     if goal.functional == "no_flip":
         return []
     widest = max(range(len(outcomes)), key=lambda i: outcomes[i].bound)
@@ -189,17 +189,16 @@ def worth_attacking(goal: Goal, outcomes: Sequence[CaseOutcome]) -> list[int]:
 
 
 def attack_case(factory: ProblemFactory, goal: Goal, case: Case, bounded: CaseBound) -> Attack:
-    """Search for runs of one case with a large drift; the same case gives the same runs.
+    """Search for runs of one case with a large drift; deterministic.
 
-    The result is plain data. It has the record of its run only where it refutes the goal: then, if
-    a run with concrete orders of all sums does so too, it is that one. Where no run stays inside of
-    its formats it is 0, of no run. Of a region of any length those sequences are attacked that are
-    as long as the tokens the region came from.
+    The result is plain data. It has the record of its run only if that refutes the goal; a run with
+    concrete orders of all sums is preferred. If all runs overflow, the value is 0 without a run. In
+    a region of any length, sequences with the length of the case's tokens are attacked.
     """
     any_length, case = case.longest is not None, case.at_its_length
     problem: BlockProblem = factory.problem(goal.block, case.tokens)
     shape, places = problem.graph.node(problem.graph.output).shape, bounded.places
-    if any_length:  # the last row reads the most others under a causal mask
+    if any_length:  # under a causal mask the last row reads most others
         first = math.prod(shape) - shape[-1]
         places = tuple(dict.fromkeys(first + place % shape[-1] for place in places))
     train, infer = problem.simulators()
@@ -215,7 +214,7 @@ def attack_case(factory: ProblemFactory, goal: Goal, case: Case, bounded: CaseBo
                 places=places,
                 start=bounded.start,
             )
-        except Overflowed:  # whatever runs here leaves its formats, or exceeds a static scale
+        except Overflowed:  # every run overflows or exceeds a static scale
             return Attack(0.0, (0,) * (len(shape) - 1), 0, 0.0, 0.0)
         if found.run is None or not goal.refuted_by(found.value):
             return replace(found, run=None)
@@ -231,8 +230,8 @@ def attack_case(factory: ProblemFactory, goal: Goal, case: Case, bounded: CaseBo
 
 
 def _rerouted(factory: ProblemFactory, goal: Goal, case: Case) -> str:
-    """Return which run of a case chooses other experts than its graph; nothing where none is found,
-    as in a block without routers."""
+    """Describe a run of a case that chooses other experts than its graph; empty if none is found or
+    the block has no routers."""
     case = case.at_its_length
     problem = factory.problem(goal.block, case.tokens)
     with threads_for(problem.size):
@@ -241,15 +240,15 @@ def _rerouted(factory: ProblemFactory, goal: Goal, case: Case) -> str:
 
 
 def refuse_subject(stated: Any) -> None:
-    """Raise ValueError where what is stated says what it is about: a true proof of another region
-    shows nothing."""
+    """Raise ValueError if cached statements name a subject: a valid proof of another region must
+    not be accepted."""
     if not isinstance(stated, Mapping) or not SUBJECT.isdisjoint(stated):
         raise ValueError("the entry says what its proof is about")
 
 
-def refuse_apart(goal: Goal, bounded: Any, claim: Any, stated: Any) -> None:
-    """Raise ValueError unless what is said of a case has its form, and is what its proof claims."""
-    if not isinstance(bounded, CaseBound) or not _plain(bounded):
+def refuse_inconsistent(goal: Goal, bounded: Any, claim: Any, stated: Any) -> None:
+    """Raise ValueError unless a cached bound is well-formed and agrees with its proof."""
+    if not isinstance(bounded, CaseBound) or not _well_typed(bounded):
         raise ValueError("no bound")
     outcome = bounded.outcome
     if stated is None:
@@ -274,11 +273,11 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "margin": (float, NoneType),
     "alpha": (str, NoneType),
 }
-"""The types of the fields of an outcome that is kept; runs and links are not kept with it."""
+"""The types of the fields of a cached outcome, which has no runs and links."""
 
 
-def _plain(bounded: CaseBound) -> bool:
-    """Say whether every field of a bound has its type."""
+def _well_typed(bounded: CaseBound) -> bool:
+    """Return whether every field of a bound has its type."""
     outcome, places, start = bounded.outcome, bounded.places, bounded.start
     if type(start) is not tuple or any(type(x) is not float or not -1 <= x <= 1 for x in start):
         return False

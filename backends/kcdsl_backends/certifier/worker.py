@@ -1,7 +1,7 @@
-"""Work of one process on tasks: their shared context, their answers, and what ends them.
+"""Execution of tasks in one process: shared context, answers and failures.
 
-A task and its answer can be pickled, and the answer depends on nothing but the task and the
-settings of the run: not on which process works, nor on what it did before.
+Tasks and answers can be pickled. An answer depends only on the task and the settings of the run,
+not on the process or on earlier tasks.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ from kcdsl_backends.process import OutOfTime, reuse_memory
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What every piece of work of one run shares.
+    """Settings that all tasks of one run share.
 
     `checkpoint` is the sha256 of the weights, `rules` the version of the program and `loaded` the
-    digests of the model's files with which the work was given out: a process that finds others
-    refuses to work.
+    digests of the model's files in the main process. A worker with other ones refuses to work.
     """
 
     program: Program
@@ -57,12 +56,12 @@ class RunSettings:
     cache: Path | None
     loaded: Mapping[str, str] = field(default_factory=dict)
     limit: float | None = None
-    """When the search for bounds and runs ends, of `time.time`."""
+    """End of the search for bounds and runs, as `time.time`."""
 
 
 @dataclass(slots=True)
 class WorkerContext:
-    """What a process keeps between pieces of work of one setting: the model, graphs, weights."""
+    """State that a process keeps between tasks: the model, graphs and weights."""
 
     setting: RunSettings
     factory: ProblemFactory
@@ -74,13 +73,13 @@ class WorkerContext:
         return None if self.setting.cache is None else Cache(self.setting.cache)
 
     def entry(self, what: str, goal: Goal, graph: BlockGraph, **more: Any) -> CacheEntry:
-        """Return where the cache keeps a value about a graph, which depends on `more` besides."""
+        """Return the cache entry of a value about a graph that also depends on `more`."""
         if self.cache is None:
             return CacheEntry(None)
         return CacheEntry(self.cache, self.key(what, goal, graph, **more))
 
     def key(self, what: str, goal: Goal, graph: BlockGraph, **more: Any) -> str:
-        """Return the key of such a value: of all that decides it, as plain data."""
+        """Return the key of such a value, the digest of everything that it depends on."""
         factory = self.factory
         return key_of(
             {
@@ -112,21 +111,21 @@ class WorkerContext:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """Work that was begun and not finished, such as for want of memory."""
+    """A task that did not finish, for lack of time or memory."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Work that the input does not admit."""
+    """A task that was rejected because of its input."""
 
     diagnostics: tuple[Diagnostic, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """Work that ended in an exception that nobody foresaw."""
+    """A task that ended with an unexpected exception."""
 
     kind: str
     message: str
@@ -134,16 +133,16 @@ class Defect:
 
 
 class Task(Protocol):
-    """A piece of work."""
+    """A task for a worker."""
 
     def run(self, context: WorkerContext) -> tuple[object, Lookup | None]:
-        """Do it; return its value, and what the cache had of it (None where it was not asked)."""
+        """Run the task; return its value and the cache lookup (None without one)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """What became of a piece of work, and what it cost."""
+    """The result of a task and its cost."""
 
     value: object
     """What the task returned, or `Unfinished`, `Refused` or `Defect`."""
@@ -151,29 +150,28 @@ class TaskResult:
     peak_bytes: int
     found: Lookup | None = None
     code: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """The contract's own modules that the worker has imported, as `Artefacts.code` has them."""
+    """The user's modules that the worker has imported, in the form of `Artefacts.code`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Load the model, and nothing more."""
+    """A task that only loads the model."""
 
     def run(self, context: WorkerContext) -> tuple[None, None]:
         return None, None
 
 
-# --- doing the work -------------------------------------------------------------------------------
+# --- execution ------------------------------------------------------------------------------------
 
 _KEPT: dict[bytes, WorkerContext] = {}
-"""The context of this process; only that of the latest setting is kept."""
+"""The context of this process for the latest settings."""
 
 
 def open_context(setting: RunSettings, model: Model | None = None) -> WorkerContext:
-    """Return what a process needs to work: the loaded model and an empty factory.
+    """Return a context with the loaded model and an empty factory.
 
     Raises:
-        Refusal: the model cannot be loaded, or it is not the model, or this is not the program,
-            that gave out the work.
+        Refusal: the model cannot be loaded, or model or program differ from those of the settings.
     """
     reuse_memory()
     loaded = model
@@ -201,9 +199,9 @@ def _changed(what: str) -> Refusal:
 
 
 def work(setting: bytes, task: bytes) -> bytes:
-    """Do a pickled piece of work in a process of its own; return the pickled answer.
+    """Run a pickled task in a worker process; return the pickled result.
 
-    Tensors travel by value, so nothing is shared between processes. Nothing is raised.
+    Tensors are passed by value, so that processes share nothing. Exceptions become results.
     """
     started = time.perf_counter()
     with _caught(started) as outcome:
@@ -218,7 +216,7 @@ def work(setting: bytes, task: bytes) -> bytes:
 
 
 def perform(context: WorkerContext, task: Task) -> TaskResult:
-    """Do a piece of work. Nothing is raised but what ends a process."""
+    """Run a task. Only exceptions that end the process are raised."""
     started = time.perf_counter()
     with _caught(started) as outcome, _threads(context.setting.threads):
         value, found = task.run(context)
@@ -228,7 +226,7 @@ def perform(context: WorkerContext, task: Task) -> TaskResult:
 
 @contextmanager
 def _caught(started: float) -> Iterator[list[TaskResult]]:
-    """Make an answer of whatever the body raises."""
+    """Convert an exception of the body to a task result."""
     outcome: list[TaskResult] = []
 
     def failed(value: Unfinished | Refused | Defect) -> None:
@@ -257,7 +255,7 @@ def _caught(started: float) -> Iterator[list[TaskResult]]:
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """Run the body on this many threads, whatever was set before."""
+    """Run the body on this many threads of torch."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

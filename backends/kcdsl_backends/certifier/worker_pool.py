@@ -1,4 +1,4 @@
-"""Spread work over processes or machines, so that every answer is that of this process alone."""
+"""Run tasks in parallel on processes or machines, with the same answers as in one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kcdsl_backends.executors import (
 )
 
 WORTH = 30.0
-"""Seconds of work still to be done, judged by what was done, that are worth starting workers."""
+"""Least expected seconds of remaining work for which workers are started."""
 
 Executor = Processes | Ray
 Told = Callable[[int, TaskResult], None]
@@ -40,15 +40,15 @@ Wanted = Callable[[int], bool]
 
 
 class TaskFailed(Exception):
-    """An exception that nobody foresaw, in this process or another; its notes have the trace."""
+    """An unexpected exception in this process or another; its notes have the traceback."""
 
 
 class WorkersDoNotStart(Exception):
-    """Worker processes end before they do anything."""
+    """Worker processes end before their first task."""
 
 
 def threads_of(execution: Execution, cases: int) -> int:
-    """Return how many threads each case has: what was asked for, else a share of the cores.
+    """Return the number of threads for each case: as requested, else a share of the cores.
 
     The last bits of sums depend on it, so it must not depend on engine and jobs.
     """
@@ -56,14 +56,14 @@ def threads_of(execution: Execution, cases: int) -> int:
 
 
 class WorkerPool:
-    """Does work, here or in as many workers as an `Execution` asks for; a context manager.
+    """Runs tasks here or in the workers of an `Execution`; a context manager.
 
-    On leaving it, all workers end: after their work, or at once where an exception leaves it.
+    On exit all workers end: after their tasks, or at once on an exception.
     """
 
     def __init__(self, context: WorkerContext, execution: Execution) -> None:
-        """Begin without workers; they start when there is work for them."""
-        self._station, self._execution = context, execution
+        """Create a pool without workers; they start on demand."""
+        self._context, self._execution = context, execution
         self._setting = pickle.dumps(context.setting)
         self._executor: Executor | None = None
         self._width = 1
@@ -88,24 +88,24 @@ class WorkerPool:
 
     @property
     def spread(self) -> int:
-        """Return into how many parts work that can be divided should be."""
+        """Return the number of parts into which divisible work should be split."""
         return 1 if self._executor is None else self._width
 
     def run(
         self, tasks: Sequence[Task], told: Told | None = None, wanted: Wanted | None = None
     ) -> list[TaskResult | None]:
-        """Do every task that is wanted when its turn comes; return the answers in their order.
+        """Run all tasks and return the answers in order; None for tasks that are not `wanted`.
 
-        `told` hears of every answer as it comes, in any order. Where tasks are refused or end in
-        a defect, the first of them in the order of tasks counts, whichever came first.
+        `told` is called for every answer as it arrives, in any order. If tasks are refused or fail,
+        the first of them in the order of tasks is reported.
 
         Raises:
-            Refusal: what a task refuses.
-            DefectInWork: what a task did not foresee.
+            Refusal: a task was refused.
+            TaskFailed: a task raised an unexpected exception.
             WorkersDoNotStart: no worker could be started.
         """
         answers: list[TaskResult | None] = [None] * len(tasks)
-        waiting, flying = deque(range(len(tasks))), dict[Future[bytes], int]()
+        waiting, running = deque(range(len(tasks))), dict[Future[bytes], int]()
         last = len(tasks)
 
         def keep(index: int, answer: TaskResult) -> None:
@@ -116,24 +116,24 @@ class WorkerPool:
             if told is not None:
                 told(index, answer)
 
-        while waiting or flying:
-            self._widen(len(waiting))
-            while waiting and len(flying) < self._width:
+        while waiting or running:
+            self._start_workers(len(waiting))
+            while waiting and len(running) < self._width:
                 index = waiting.popleft()
                 if index > last or (wanted is not None and not wanted(index)):
                     continue
                 if self._executor is None:
-                    keep(index, self._here(tasks[index]))
+                    keep(index, self._run_here(tasks[index]))
                     break
-                flying[self._give(tasks[index])] = index
-            if flying:
-                self._land(flying, tasks, keep)
+                running[self._submit(tasks[index])] = index
+            if running:
+                self._collect(running, tasks, keep)
         if last < len(tasks):
             _raise(answers[last])
         return answers
 
-    def _give(self, task: Task) -> Future[bytes]:
-        """Give a task to the pool; a pool that broke since answers as if it broke on the task."""
+    def _submit(self, task: Task) -> Future[bytes]:
+        """Submit a task to the workers; if they have broken, return a future that says so."""
         assert self._executor is not None
         data = pickle.dumps(task)
         try:
@@ -143,19 +143,21 @@ class WorkerPool:
             future.set_exception(BrokenExecutor())
             return future
 
-    def _here(self, task: Task) -> TaskResult:
-        answer = perform(self._station, task)
+    def _run_here(self, task: Task) -> TaskResult:
+        answer = perform(self._context, task)
         self._spent += answer.seconds
         self._done += 1
         return answer
 
-    def _land(self, flying: dict[Future[bytes], int], tasks: Sequence[Task], keep: Told) -> None:
-        """Wait for an answer and keep it. If the pool broke, do what was lost one by one."""
+    def _collect(
+        self, running: dict[Future[bytes], int], tasks: Sequence[Task], keep: Told
+    ) -> None:
+        """Wait for answers and keep them. If the pool broke, run the lost tasks one by one."""
         let_interrupts_through()
-        done, _ = wait(flying, return_when=FIRST_COMPLETED)
+        done, _ = wait(running, return_when=FIRST_COMPLETED)
         lost: list[int] = []
         for future in done:
-            index = flying.pop(future)
+            index = running.pop(future)
             try:
                 keep(index, self._answer(future.result()))
             except BrokenExecutor:
@@ -164,8 +166,8 @@ class WorkerPool:
                 keep(index, _lost(str(error)))
         if not lost:
             return
-        for future in list(flying):
-            index = flying.pop(future)
+        for future in list(running):
+            index = running.pop(future)
             try:
                 keep(index, self._answer(future.result()))
             except BrokenExecutor:
@@ -175,18 +177,18 @@ class WorkerPool:
             self._executor = None
         self._width = max(1, self._width // 2)
         for index in sorted(lost):
-            keep(index, self._alone(tasks[index]))
+            keep(index, self._run_alone(tasks[index]))
         self._executor = self._open(self._width)
 
     def _answer(self, data: bytes) -> TaskResult:
-        """Return the answer of a worker; record the own code that it imported."""
+        """Return the answer of a worker; record the user code that it imported."""
         answer: TaskResult = pickle.loads(data)
-        self._station.factory.model.files.record_code(answer.code)
+        self._context.factory.model.files.record_code(answer.code)
         return answer
 
-    def _alone(self, task: Task) -> TaskResult:
-        """Do a task in a worker of its own, so that whatever ends the worker is its doing."""
-        executor = Processes(1, self._station.setting.threads)
+    def _run_alone(self, task: Task) -> TaskResult:
+        """Run a task alone in a new worker, so that a crash is due to this task."""
+        executor = Processes(1, self._context.setting.threads)
         try:
             return self._answer(executor.submit(work, self._setting, pickle.dumps(task)).result())
         except BrokenExecutor:
@@ -194,32 +196,32 @@ class WorkerPool:
         finally:
             executor.kill()
 
-    def _widen(self, waiting: int) -> None:
-        """Start workers once they are asked for, or worth it."""
+    def _start_workers(self, waiting: int) -> None:
+        """Start workers if they are requested or the remaining work is worth it."""
         if self._executor is not None or waiting == 0:
             return
         engine, jobs = self._execution.engine, self._execution.jobs
         if engine == "processes" and jobs is None:
             expected = waiting * self._spent / max(1, self._done)
-            if expected < WORTH or waiting < 2 or self._station.factory.device.type != "cpu":
+            if expected < WORTH or waiting < 2 or self._context.factory.device.type != "cpu":
                 return
-            jobs = min(_affordable(self._station.setting.threads), waiting)
+            jobs = min(_affordable(self._context.setting.threads), waiting)
         if engine == "processes" and jobs == 1:
             return
         self._width = jobs or 1
         self._executor = self._open(jobs)
         if isinstance(self._executor, Ray):
             self._width = self._executor.jobs
-        self._prove(self._executor)
+        self._check_start(self._executor)
 
     def _open(self, jobs: int | None) -> Executor:
-        threads = self._station.setting.threads
+        threads = self._context.setting.threads
         if self._execution.engine == "ray":
             return Ray(jobs, threads)
         return Processes(jobs or 1, threads)
 
-    def _prove(self, executor: Executor) -> None:
-        """See that a worker can be started and finds the model, before work is given out."""
+    def _check_start(self, executor: Executor) -> None:
+        """Check that a worker starts and loads the model before tasks are submitted."""
         let_interrupts_through()
         try:
             answer = self._answer(
@@ -252,7 +254,7 @@ def _raise(answer: TaskResult | None) -> None:
 
 
 def _affordable(threads: int) -> int:
-    """Return how many workers cores and memory allow, each as large as this process was."""
+    """Return the number of workers that cores and memory allow, at this process's peak memory."""
     by_cores = max(1, cores() // threads)
     memory = available_memory()
     return by_cores if memory is None else max(1, min(by_cores, memory // max(1, peak_bytes())))

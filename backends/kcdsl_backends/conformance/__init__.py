@@ -1,1 +1,1 @@
-"""Goals with known answers, and random ones, that every backend for drift is asked."""
+"""Goals with known answers and random goals for the test of every drift backend."""

@@ -1,4 +1,4 @@
-"""Ask a backend everything: `python -m kcdsl_backends.conformance NAME`."""
+"""Run all conformance goals on a backend: `python -m kcdsl_backends.conformance NAME`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 from kcdsl.api.backends import formal_backend
 from kcdsl.diagnostics import Refusal
-from kcdsl_backends.conformance.campaign import asked, campaign, judged, monotone
+from kcdsl_backends.conformance.campaign import answer_of, campaign, judged, monotone
 from kcdsl_backends.conformance.goals import known_goals
 
 
@@ -26,7 +26,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"error: {refusal.diagnostics[0].message}", file=sys.stderr)
         return 2
     wrong = 0
-    judgements = (judged(goal, asked(backend, goal, options.evidence)) for goal in known_goals())
+    judgements = (judged(goal, answer_of(backend, goal, options.evidence)) for goal in known_goals())
     for each in (*judgements, monotone(backend, options.evidence)):
         wrong += bool(each.wrong)
         sign = "✗" if each.wrong else "✓"

@@ -32,14 +32,14 @@ NUMERICS: tuple[Mapping[str, Any], ...] = (
     {"preset": "fp8-w8a8-per-channel"},
     {"preset": "int8-weights"},
 )  # fmt: skip
-"""The numerics of which random goals have two."""
+"""Numerics from which each random goal draws two."""
 _SLACK = 1 + 2.0**-30
-"""By what bounds of two domains may differ by their own roundings."""
+"""Factor for the rounding errors of bounds of two domains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a backend said to a goal, and what is wrong with it: nothing if `wrong` is empty."""
+    """The verdict of a backend on a goal; `wrong` states the error, empty if there is none."""
 
     goal: str
     verdict: str
@@ -48,7 +48,7 @@ class Judgement:
 
 
 def judged(goal: KnownGoal, answer: GoalOutcome | Exception) -> Judgement:
-    """Compare an answer with the one that is known."""
+    """Compare an answer with the known one."""
     if isinstance(answer, Exception):
         return _refused(goal.name, answer)
     name, wrong, reason = verdict_name(answer.verdict), "", ""
@@ -67,14 +67,14 @@ def judged(goal: KnownGoal, answer: GoalOutcome | Exception) -> Judgement:
 
 
 def _refused(goal: str, error: Exception) -> Judgement:
-    """Judge an exception: a Refusal declines a goal, any other is a defect."""
+    """Judge an exception: a Refusal declines a goal, any other exception is a defect."""
     if isinstance(error, Refusal):
         return Judgement(goal, "refused", reason=str(error.diagnostics[0].message))
     return Judgement(goal, "raised", f"{type(error).__name__}: {error}")
 
 
-def asked(backend: Any, goal: KnownGoal, evidence: str = "proof") -> GoalOutcome | Exception:
-    """Return the answer of a backend to a goal, or what it raised."""
+def answer_of(backend: Any, goal: KnownGoal, evidence: str = "proof") -> GoalOutcome | Exception:
+    """Return the answer of a backend to a goal, or the exception that it raised."""
     with tempfile.TemporaryDirectory(prefix="kcdsl-") as folder:
         config = {
             "vocab_size": len(goal.rows),
@@ -102,7 +102,7 @@ def _answers(
     evidence: str,
     **changes: Any,
 ) -> tuple[GoalOutcome, ...]:
-    """Write a contract with these clauses, and ask a backend."""
+    """Write a contract with these clauses and return the answers of a backend."""
     save_file(dict(state), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     tokens = list(range(config["vocab_size"]))
@@ -131,8 +131,7 @@ def _answers(
 
 
 def monotone(backend: Any, evidence: str = "proof") -> Judgement:
-    """Ask about one drift with rising limits: no limit that a run exceeds is above one that
-    holds."""
+    """Decide one drift with rising limits: after a limit that holds, none may be violated."""
     rows = ((0.3, -1.2), (0.7, 0.1))
     config = {"vocab_size": 2, "width": 2, "steps": ["linear", "relu", "linear"]}
     state = network.drawn(config, 7, 0.8)
@@ -156,7 +155,7 @@ def monotone(backend: Any, evidence: str = "proof") -> Judgement:
 
 @dataclass(frozen=True, slots=True)
 class RandomGoal:
-    """A random block with its region and numerics, and what was found of its drift."""
+    """A random block with its region, and the attack and bounds of its drift."""
 
     seed: int
     steps: tuple[str, ...]
@@ -166,7 +165,7 @@ class RandomGoal:
 
     @property
     def wrong(self) -> str:
-        """Say which bound is below the run, or above that of a coarser domain; empty if none."""
+        """Return which bound is below the run or above that of a coarser domain; empty if none."""
         for name, bound in self.bounds.items():
             if bound < self.attack:
                 return f"{name}: the bound {bound!r} is below the run {self.attack!r}"
@@ -179,8 +178,8 @@ class RandomGoal:
 def campaign(
     backends: Mapping[str, Any], count: int, seed: int, evidence: str = "proof-real"
 ) -> Iterator[RandomGoal]:
-    """Yield random goals with the strongest run that is found, and the bound of every backend; of
-    one that declines the bound is infinite."""
+    """Yield random goals with the strongest run and the bound of every backend, infinite if it
+    declines."""
     for number in range(seed, seed + count):
         draw = random.Random(number)
         steps = tuple(draw.choice(network.STEPS) for _ in range(draw.randint(1, 3)))

@@ -1,7 +1,6 @@
 """Goals whose answer is known without a solver.
 
-Every block is small enough that its largest drift follows by hand. Where an answer needs more than
-a glance, `because` says why.
+Every block is small enough that its largest drift can be derived by hand; `because` has the reason.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ FLOAT16 = {"preset": "torch-eager", "compute": "float16", "casts": "nearest"}
 
 
 class KnownAnswer(StrEnum):
-    """The only verdicts that decide a goal correctly; any other has to be open, with a reason."""
+    """The correct answer to a goal; an undecided verdict with a reason is admitted too."""
 
     TRUE = "held"
     FALSE = "violated"
     OPEN = "open"
-    """Neither: there is no evidence, or no number to compare."""
+    """No decision is correct: there is no evidence, or no number to compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +33,11 @@ class KnownGoal:
     """A goal about the block `mlp_0`, with its answer.
 
     Args:
-        steps: what the block is made of (`network.STEPS`).
+        steps: the parts of the block (`network.STEPS`).
         rows: the inputs [T, D] of the block, as rows of the embedding.
         require: the clause.
         least: a drift that a run attains; no finite bound is below it.
-        parameters: those of the block, by name; of the others all are zero.
+        parameters: parameters of the block by name; others are zero.
         where: a condition of the slice.
     """
 
@@ -60,14 +59,14 @@ def _drift(op: str, limit: float, region: str = "points(all)") -> str:
 
 
 def _cast(name: str, scale: float) -> list[KnownGoal]:
-    """Return goals on one number a quarter of a step above a bfloat16 number: the cast to nearest
+    """Return goals on a number a quarter of a step above a bfloat16 number: the cast to nearest
     moves it by that quarter, and ReLU does not round."""
     number, quarter = scale * (1 + 2.0**-9), scale * 2.0**-9
     goals = [
         ("is at most a little more", "<=", 1.001 * quarter, KnownAnswer.TRUE),
         ("is not below a little less", "<", 0.999 * quarter, KnownAnswer.FALSE),
     ]
-    if scale == 1:  # whose limits have few digits
+    if scale == 1:  # the limits have few digits
         goals += [
             ("is at most itself", "<=", quarter, KnownAnswer.TRUE),
             ("is not less than itself", "<", quarter, KnownAnswer.FALSE),
@@ -185,5 +184,4 @@ def known_goals() -> tuple[KnownGoal, ...]:
 
 
 LADDER = tuple(2.0**power for power in range(-14, 3, 2))
-"""Limits of one goal: what holds for one holds for all above it, and excludes that any below it is
-broken by a run that exceeds it (excluded middle)."""
+"""Rising limits of one goal: if one holds, all larger ones hold, and no run violates them."""

@@ -1,4 +1,4 @@
-"""Small networks of known weights, as a model of a contract."""
+"""Small networks with known weights, for use as the model of a contract."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 class SmallAttention(nn.Module):
-    """Attention of [T, D] with itself, in two heads."""
+    """Causal self-attention on [T, D] with two heads."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -28,8 +28,8 @@ class SmallAttention(nn.Module):
         return result
 
 
-class AddedBack(nn.Module):
-    """x + f(x)."""
+class Residual(nn.Module):
+    """A residual connection, x + f(x)."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -56,13 +56,13 @@ def _step(name: str, width: int) -> nn.Module:
         case "attention":
             return SmallAttention(width)
         case "residual":
-            return AddedBack(nn.Sequential(nn.Linear(width, width), nn.ReLU()))
+            return Residual(nn.Sequential(nn.Linear(width, width), nn.ReLU()))
         case _:
             raise ValueError(f"no step: {name!r}")
 
 
 STEPS = ("linear", "relu", "gelu", "silu", "norm", "attention", "residual")
-"""What a block may be made of."""
+"""Names of the parts of a block."""
 
 
 class SmallNetwork(nn.Module):

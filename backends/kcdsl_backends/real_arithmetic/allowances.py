@@ -17,22 +17,22 @@ from kcdsl_backends.drift.ops import operation_of
 from kcdsl_backends.drift.ops.quantised.inputs import activation_error
 
 LEAVES = frozenset({"param", "constant"})
-"""Operations whose results are known numbers."""
+"""Operations with constant results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How far a kernel may be off at one node.
+    """Errors of a kernel at one node.
 
     Args:
-        error: the stored result less what the operation makes of the operands; None: nothing.
-        apart: how far a reading is from the one value of which all are versions, where a result has
-            several; None: it has one.
-        entering: the quantised input of a linear less the input; None: it is not quantised.
-        step: the scale of which the quantised input is an integer multiple, but for a relative
-            2^-22; None: it need not be one.
-        shift: what is taken off the scores of a softmax before exp.
-        floor: what the sums of a softmax after that are at least.
+        error: the stored result minus the exact result for the operands; None: 0.
+        apart: bound of the difference between a reading and the base value of a result with several
+            readings; None: it has one.
+        entering: the quantised input of a linear minus the input; None: it is not quantised.
+        step: the scale of which the quantised input is an integer multiple up to a relative 2^-22;
+            None: there is no such scale.
+        shift: subtracted from the scores of a softmax before exp.
+        floor: lower bound of the softmax sums after the shift.
     """
 
     error: Box | None
@@ -45,14 +45,14 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class Allowances:
-    """What the training and the inference kernel may be off, by node, and the intervals of both."""
+    """Errors of the training and the inference kernel by node, and the intervals of both."""
 
     sides: tuple[dict[str, Allowance], dict[str, Allowance]]
     states: dict[str, Known]
 
 
 def allowances(problem: BlockProblem, centre: Tensor | None, radius: Tensor) -> Allowances:
-    """Return what both kernels may be off at every node, of numbers as large as intervals say.
+    """Return the errors of both kernels at every node, for values in the boxes of intervals.
 
     Raises:
         NoBound: a node has no interval, or is a quantised kv_cache or tensor.
@@ -80,7 +80,7 @@ def allowances(problem: BlockProblem, centre: Tensor | None, radius: Tensor) -> 
 
 
 def _allowance(step: Step, state: Known, side: int) -> Allowance:
-    """Return what a kernel may be off at a node, of whose operands the states are known."""
+    """Return the errors of a kernel at a node, given the states of its operands."""
     node, several_of = step.node, step.several
     if isinstance(state, SoftmaxState):
         rounding = (state.rounding_train, state.rounding_infer)[side]
@@ -95,7 +95,7 @@ def _allowance(step: Step, state: Known, side: int) -> Allowance:
     error = None if state.errors is None else state.errors[side]
     apart = state.apart[side] if node.name in several_of else None
     if apart is not None and node.op in ONCE and error is not None:
-        error = _less(error, apart)  # the sum alone: casts are of each reading
+        error = _less(error, apart)  # the sum alone: casts belong to each reading
     left = step.known.get(node.inputs[0]) if node.inputs else None
     if isinstance(left, SoftmaxState) and node.op == "matmul" and error is not None:
         values = step.operand(1)
@@ -106,13 +106,13 @@ def _allowance(step: Step, state: Known, side: int) -> Allowance:
 
 
 def _less(error: Box, counted: Tensor) -> Box:
-    """Return an error without a part of it that is counted elsewhere."""
+    """Return an error without a part that is counted elsewhere."""
     rest = counted - 2.0**-40 * (error.mag() + counted)
     return Box((error.lo + rest).clamp_max(0), (error.hi - rest).clamp_min(0))
 
 
 def _entering(step: Step, side: int) -> Box | None:
-    """Return what the quantiser of a linear's input is off; None without one."""
+    """Return the error of the quantiser of a linear's input; None without a quantiser."""
     key = str(step.operand_node(1).attrs["key"])
     x = step.operand(0)
     box = (x.train, x.infer)[side]

@@ -34,10 +34,10 @@ from kcdsl_backends.certifier.worker import peak_bytes
 
 @dataclass(frozen=True, slots=True)
 class SolverAnswer:
-    """What a solver says of a case: a bound, what people should know of it, and an input.
+    """The answer of a solver to a case: a bound, notes for the user, and an input.
 
-    `x` [T, D] is an input of the region at which a large drift may be attained; an attack starts
-    there. None: no input is better than another.
+    `x` [T, D] is an input of the region with a presumably large drift, where an attack starts.
+    None: no input is preferred.
     """
 
     bounded: CaseBound
@@ -51,9 +51,8 @@ class RealBackend:
 
     Args:
         name: the name in the catalogue.
-        solver: gives the name and the version of the solver.
-        assumption: what evidence assumes beside the assumptions of a proof; `{solver}` stands for
-            the solver.
+        solver: returns the name and the version of the solver.
+        assumption: a further assumption of the evidence; `{solver}` is replaced by the solver.
         bound: bounds a case within seconds (None: no limit).
     """
 
@@ -77,9 +76,9 @@ class RealBackend:
     ) -> tuple[GoalOutcome, ...]:
         """Decide goals; their outcomes come in the same order.
 
-        A goal is held only if its clause asks for `evidence: proof-real`. There is no proof object.
-        Arguments and errors are those of `kcdsl_backends.certifier.backend`; but the domains of a
-        goal are methods of the solver, and of `execution` the time limit alone counts: everything
+        A goal is held only if its clause has `evidence: proof-real`. There is no proof object.
+        Arguments and errors are those of `kcdsl_backends.certifier.backend`, but the domains of a
+        goal are methods of the solver, and only the time limit of `execution` is used: everything
         runs in this process, bounds on the CPU.
         """
         files = artefacts or Artefacts.of(base.resolve())
@@ -103,7 +102,7 @@ class RealBackend:
         *,
         artefacts: Artefacts | None = None,
     ) -> dict[str, int]:
-        """Return how many rows each of these slices of the contract has."""
+        """Return the number of rows of each of these slices of the contract."""
         model = load_model(program.model, artefacts or base)
         return {name: len(slice_rows(program, model, name)) for name in slices}
 
@@ -152,7 +151,7 @@ class RealBackend:
     def _verdict(
         self, goal: Goal, outcomes: Sequence[CaseOutcome], found: Attack | None
     ) -> Verdict:
-        """Return the verdict; a run above a bound contradicts the solver, and nothing is held."""
+        """Return the verdict; invalid evidence if a run exceeds a bound of the solver."""
         for case in outcomes:
             if case.attack is not None and case.attack > case.bound:
                 return InvalidEvidence(
@@ -170,7 +169,7 @@ class RealBackend:
 
 
 def _attacked(factory: ProblemFactory, goal: Goal, case: Case, answer: SolverAnswer) -> Attack:
-    """Return the strongest run that is found: from the input of the answer, or in the region."""
+    """Return the strongest run, from the input of the answer or in the whole region."""
     if answer.x is not None:
         there = replace(case, centre=answer.x, radius=torch.zeros_like(case.radius))
         found = attack_case(factory, goal, there, answer.bounded)
@@ -186,7 +185,7 @@ def _counterexample(
     verdict: Verdict,
     strongest: tuple[Attack, Case] | None,
 ) -> bytes | None:
-    """Return the document of the run that breaks a goal; None where no run does."""
+    """Return the document of the run that violates a goal; None if there is none."""
     if not isinstance(verdict, Violated) or strongest is None or strongest[0].record is None:
         return None
     attack, case = strongest

@@ -1,4 +1,4 @@
-"""Marabou answers the questions that z3 is asked as z3 does, and its bounds lie above runs."""
+"""Marabou answers the questions of z3 as z3 does, and its bounds are above runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kcdsl_backends.conformance.campaign import asked, campaign, judged
+from kcdsl_backends.conformance.campaign import answer_of, campaign, judged
 from kcdsl_backends.conformance.goals import known_goals
 from kcdsl_backends.smt.drift.backend import DriftGoal
 from kcdsl_backends.smt.drift.forms import Constraint, Inequality
@@ -75,7 +75,7 @@ def test_bounds_of_a_block_are_above_runs() -> None:
 @pytest.mark.parametrize("name", GOALS)
 def test_it_answers_known_goals_rightly(name: str) -> None:
     goal = GOALS[name]
-    assert not judged(goal, asked(BACKEND, goal, "proof-real")).wrong
+    assert not judged(goal, answer_of(BACKEND, goal, "proof-real")).wrong
 
 
 @pytest.mark.full

@@ -32,9 +32,9 @@ from kcdsl_backends.certifier.stages import (
     StageOutput,
     named,
     partitions,
+    prefix,
     rounded,
     stages_of,
-    until,
 )
 from kcdsl_backends.certifier.worker import WorkerContext
 from kcdsl_backends.drift.boxes import Box
@@ -107,7 +107,7 @@ def test_links_of_blocks(kind: str, block: str, names: list[str], tmp_path: Path
         for wrong in (parts[::-1], parts[:-1], parts[1:], [*parts, parts[-1]]):
             with pytest.raises(Rejected, match="chain/join"):
                 refuse_other(parsed(graph), wrong)
-    beginning = until(graph, links[0].output)
+    beginning = prefix(graph, links[0].output)
     refuse_other(parsed(beginning), parts[:1])
 
 

@@ -30,7 +30,7 @@ from kcdsl_backends.certifier.worker_pool import (
     WorkersDoNotStart,
     threads_of,
 )
-from kcdsl_backends.executors import _group_room, available_memory, cores
+from kcdsl_backends.executors import _group_memory, available_memory, cores
 from tests.support.pieces import Die, DieOnce, Fail, Say
 from tests.support.small_models import write_contract, write_model
 
@@ -220,9 +220,9 @@ def test_what_the_machine_has(tmp_path: Path) -> None:
     assert cores() >= 1
     memory = available_memory()
     assert memory is None or memory > 2**20
-    assert _group_room(tmp_path) is None
+    assert _group_memory(tmp_path) is None
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("10\n")
-    assert _group_room(tmp_path) is None
+    assert _group_memory(tmp_path) is None
     (tmp_path / "memory.max").write_text("30\n")
-    assert _group_room(tmp_path) == 20
+    assert _group_memory(tmp_path) == 20

@@ -1,1 +1,1 @@
-"""Problems, their cases and numbers of rows, and the proof documents about them."""
+"""Problems, their cases, blocks at any length, and proof documents."""

@@ -29,10 +29,10 @@ from kcdsl_certs.encoding.reals import real_text
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One region of a goal: a name, the tokens it came from, and the box of hidden states.
+    """One region of a goal: a name, the tokens of its row, and the box of hidden states.
 
-    It can be pickled, so that any process can take it. With `longest` the box is that of one row
-    [1, D], and the region every sequence of 1 to `longest` such rows.
+    With `longest`, the box is that of one row [1, D], and the region has every sequence of 1 to
+    `longest` such rows.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Case:
 
     @property
     def digest(self) -> str:
-        """Return the sha256 (hex) of the region: its tokens if these are what the block reads, its
-        box otherwise. The name does not count."""
+        """Return the sha256 (hex) of the region without its name: of the tokens if the block reads
+        token ids, else of the box."""
         if self.centre is None:
             return hashlib.sha256(repr(self.tokens).encode()).hexdigest()
         parts = [array_digest(part.cpu().numpy()) for part in (self.centre, self.radius)]
@@ -58,8 +58,8 @@ class Case:
 
     @property
     def at_its_length(self) -> Case:
-        """Return those sequences of the region that are as long as the tokens it came from: what an
-        attack runs on. A region of one length is itself."""
+        """Return the sequences of the region with the length of its tokens, which an attack uses;
+        a region of one length is returned unchanged."""
         if self.longest is None or self.centre is None:
             return self
         shape = (len(self.tokens), self.centre.shape[-1])
@@ -71,7 +71,7 @@ class Case:
         )
 
     def holds(self, x: Tensor) -> bool:
-        """Say whether hidden states [T, D] are one of the inputs of the region."""
+        """Return whether hidden states [T, D] are an input of the region."""
         if self.centre is None or x.dim() != 2 or x.shape[-1] != self.centre.shape[-1]:
             return False
         if self.longest is None:
@@ -86,8 +86,8 @@ class Case:
 
 
 def problem_of(factory: ProblemFactory, goal: Goal, case: Case) -> BlockProblem:
-    """Return the block of a goal as a case reads it: at one length or at any, with the parameters
-    of the checkpoint or with all near them."""
+    """Return the block problem of a case: at one length or at any, for the parameters of the
+    checkpoint or for a weight ball."""
     if case.longest is None:
         problem = factory.problem(goal.block, case.tokens)
     else:
@@ -99,14 +99,14 @@ def problem_of(factory: ProblemFactory, goal: Goal, case: Case) -> BlockProblem:
 
 
 def region_of(factory: ProblemFactory, goal: Goal, case: Case) -> dict[str, Any]:
-    """Return the region of a case as it stands in a proof, that around the weights included."""
+    """Return the region of a case in the format of a proof, including the weight ball."""
     region = _of_inputs(factory, goal, widened(goal, case))
     return {**region, "weights": real_text(goal.weights)} if goal.weights else region
 
 
 def widened(goal: Goal, case: Case) -> Case:
-    """Return the region of which a bound is proved: that of the clause, and what the goal asks for
-    beyond. An attack stays inside of the clause's."""
+    """Return the region of the bound: that of the clause, widened by the states of the goal. An
+    attack uses only the clause's region."""
     if not goal.states or case.centre is None:
         return case
     return replace(case, radius=up(case.radius + _at_least(goal.states)))
@@ -134,14 +134,14 @@ class StatedCase:
 
 
 def stated_case(factory: ProblemFactory, goal: Goal, case: Case) -> StatedCase:
-    """Return what a proof of a case would be about."""
+    """Return the subject of a proof of a case."""
     return StatedCase(
         case.name, problem_of(factory, goal, case).graph.digest, region_of(factory, goal, case)
     )
 
 
 def with_weights(model: ModelRef, files: Artefacts, checkpoint: Path) -> ModelRef:
-    """Return a model with other weights, and the configuration and tokenizer that it had."""
+    """Return a model with other weights but the same configuration and tokenizer."""
     files.allow(checkpoint)
     usual_place = files.locate(model.checkpoint)
 
@@ -173,7 +173,7 @@ def slice_rows(program: Program, model: Model, name: str) -> tuple[Request, ...]
 
 
 def cases_of(factory: ProblemFactory, goal: Goal, rows: Sequence[Request]) -> list[Case]:
-    """Return the regions of a goal on these rows, in their order."""
+    """Return the regions of a goal on these rows, in order."""
     zero = torch.zeros(1, 1, dtype=torch.float64, device=factory.device)
     if goal.block == "model":
         if goal.region.kind is not RegionKind.POINTS:
@@ -189,7 +189,7 @@ def cases_of(factory: ProblemFactory, goal: Goal, rows: Sequence[Request]) -> li
         return _hulls(centres, radius)
     if kind is RegionKind.ROWS and goal.region.longest is not None:
         longest, (middle, wide) = goal.region.longest, _span(centres, radius)
-        # an attack runs on as many rows as the longest request has, if so many are covered
+        # an attack uses the tokens of the longest request, up to the covered length
         tokens = max(rows, key=lambda row: row.length).tokens[:longest]
         return [Case(f"rows-{longest}", tokens, middle[None], wide[None], longest=longest)]
     spread = torch.full_like(zero, radius if kind is RegionKind.BALL else 0.0)
@@ -197,7 +197,7 @@ def cases_of(factory: ProblemFactory, goal: Goal, rows: Sequence[Request]) -> li
 
 
 def _at_least(value: Fraction) -> float:
-    """Return a float64 that is not below an exact number."""
+    """Round an exact number up to float64."""
     nearest = float(value)
     return nearest if Fraction(nearest) >= value else math.nextafter(nearest, math.inf)
 

@@ -39,16 +39,16 @@ from kcdsl_backends.drift.relu_networks import ReluNetwork, relu_network
 from kcdsl_backends.process import threads_for
 
 LARGEST = 2**24
-"""Elements of one result up to which a block is bounded beside a measurement: about 4 GB."""
+"""Largest result, in elements, of a block that is bounded during a measurement: about 4 GB."""
 _COARSE = 2.0**-12
-"""Unit roundoff of a result beside which float64 roundings are negligible, where it counts."""
+"""Unit roundoff of a result from which on float64 roundings are negligible."""
 _NOISE = 2.0**-36
-"""More than the roundings of both programs come to, relative to the largest number of a block."""
+"""Bound of the rounding errors of both programs, relative to the largest number of a block."""
 LEAST_CLAIM = 2.0**-300
-"""The least claim above zero: more than either program leaves of products that underflow float64
-(it lifts them to 2^-500), however large the weights behind them are."""
+"""The least claim above zero. It exceeds the bounds that either program has for products that
+underflow float64 (raised to 2^-500), for weights of any size."""
 _MODELS_KEPT = 8
-"""Graphs of the block `model`, one for each sequence, that are kept."""
+"""Number of cached graphs of the block `model`, one for each sequence."""
 
 Graphs = dict[tuple[str, int | tuple[int, ...], tuple[str, ...], Routes], BlockGraph]
 """Block graphs by block, length (`model`: token ids), formats and routes."""
@@ -57,9 +57,9 @@ Graphs = dict[tuple[str, int | tuple[int, ...], tuple[str, ...], Routes], BlockG
 def claim_margin(train: Numerics, infer: Numerics, graph: BlockGraph | None = None) -> float:
     """Return the factor by which claims are inflated so that both programs agree.
 
-    Two float64 implementations differ by their own roundings. Against kernels that round to float32
-    or coarser these are negligible; against float64 kernels they are as large as what is bounded,
-    unless some result of `graph` is stored in a coarse format.
+    Two float64 implementations differ by their own roundings. For kernels that round to float32 or
+    coarser these are negligible; for float64 kernels they are as large as the bounded drift, unless
+    some result of `graph` is stored in a coarse format.
     """
     small = 1.0 + 2.0**-10
     pinned = set() if graph is None else {node.format for node in graph.nodes}
@@ -78,10 +78,10 @@ def claim_margin(train: Numerics, infer: Numerics, graph: BlockGraph | None = No
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """How bounds become claims that both programs confirm: `factor` times the bound.
+    """The conversion of bounds to claims that both programs confirm: `factor` times the bound.
 
-    A coarse result may say nothing in the end, as the probability of a single column does, and then
-    a bound is as small as the programs' own roundings: up to these it is claimed `most` times.
+    A coarse result may have no effect on the output, as the probability of a single column has, and
+    the bound is then as small as the programs' roundings. Such bounds are multiplied by `most`.
     """
 
     factor: float
@@ -93,7 +93,7 @@ class Claims:
         return cls(claim_margin(train, infer, graph), claim_margin(train, infer))
 
     def claim(self, bound: float, witness: Mapping[str, tuple[float, float]]) -> float:
-        """Return what is claimed of a bound, given the largest numbers of every node."""
+        """Return the claim for a bound, given the magnitudes (value, drift) of every node."""
         if bound == 0:
             return 0.0
         noise = _NOISE * max((value for value, _ in witness.values()), default=0.0)
@@ -101,7 +101,7 @@ class Claims:
 
 
 class Feature(Enum):
-    """What a problem may vary beside the input, in the words of a refusal."""
+    """Variations of a problem besides the input; the values are used in refusals."""
 
     LENGTH = "sequences of any length"
     WEIGHTS = "a region around the weights"
@@ -111,14 +111,14 @@ class Feature(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The features that a domain covers, and which of them it does not cover together."""
+    """The features that a domain covers, and a pair that it does not cover together."""
 
     name: str
     features: frozenset[Feature] = frozenset()
     apart: frozenset[Feature] = frozenset()
 
     def refuse(self, node: str, asked: frozenset[Feature]) -> None:
-        """Raise NoBound where features are asked for that the domain does not cover."""
+        """Raise NoBound if the domain does not cover the features that are asked for."""
         for feature in Feature:
             if feature in asked - self.features:
                 raise NoBound(node, f"{self.name} do not cover {feature.value}")
@@ -144,9 +144,9 @@ SPLITS = Coverage("boxes that are split")
 @dataclass(frozen=True, slots=True)
 class BlockProblem:
     """A block under two numerics: at one length, or at any up to `rows.longest`; for the stored
-    weights, or for all in `weight_ball`; as a whole, or as a stage on what is `entering`.
+    weights, or for all in `weight_ball`; as a whole, or as a stage with the interface `entering`.
 
-    `tables` are those of positions, float32 [longest, n], by the name of their constant.
+    `tables` are position tables, float32 [longest, n], by the name of their constant.
     """
 
     graph: BlockGraph
@@ -168,7 +168,7 @@ class BlockProblem:
         return frozenset(feature for feature, part in found.items() if part is not None)
 
     def kernels(self) -> Kernels:
-        """Return both kernels as the rules read them."""
+        """Return both kernels in the form that the rules of the domains use."""
         return Kernels.of(self.train, self.infer, rows=self.rows, ball=self.weight_ball)
 
     def bound(self, centre: Tensor | None, radius: Tensor) -> Bounds:
@@ -182,7 +182,7 @@ class BlockProblem:
         self, centre: Tensor | None, radius: Tensor, alpha: Fraction | None = None
     ) -> AffineForms:
         """Return the affine forms of both kernels, with independent roundings given `alpha`; see
-        `affine.pair.both`."""
+        `drift.affine_forms`."""
         asked = self.features | ({Feature.CHANCE} if alpha is not None else set())
         AFFINE_FORMS.refuse(self.graph.output, asked)
         return affine_forms(
@@ -194,7 +194,7 @@ class BlockProblem:
     def planes(
         self, centre: Tensor | None, radius: Tensor, effort: SlopeEffort, enough: Enough
     ) -> Planes:
-        """Bound the block by planes on the difference graph; see `planes.propagate.drift`."""
+        """Bound the block by planes on the difference graph; see `drift.linear_bounds`."""
         LINEAR_BOUNDS.refuse(self.graph.output, self.features)
         with threads_for(self.size):
             return planes_drift(self.graph, self.kernels(), centre, radius, effort, enough)
@@ -221,10 +221,10 @@ class BlockProblem:
 
 @dataclass(frozen=True, slots=True)
 class ProblemFactory:
-    """Builds block problems of one model and kernel pair; graphs and weights are kept.
+    """Builds block problems of one model and kernel pair; graphs and weights are cached.
 
-    Workshops of one model and other kernels may share `graphs`, by block, length, formats and
-    routes.
+    Factories of one model with other kernels may share `graphs`, keyed by block, length, formats
+    and routes.
     """
 
     model: Model
@@ -245,16 +245,16 @@ class ProblemFactory:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Return the formats that both kernels compute in, as block graphs know them."""
+        """Return the compute formats of both kernels, by their names in block graphs."""
         return tuple(sorted({traced_format(n.compute) for n in (self.train, self.infer)}))
 
     def problem(
         self, block: str, tokens: tuple[int, ...], entering: Tensor | None = None
     ) -> BlockProblem:
-        """Return the problem of a block for a sequence; `model` depends on the ids themselves.
+        """Return the problem of a block for a sequence; that of `model` depends on the token ids.
 
-        That of a block with mixtures of experts has the routes which the training kernel chooses
-        for the sequence, or for the hidden states [T, D] that are `entering`.
+        A block with mixtures of experts has the routes that the training kernel chooses for the
+        sequence, or for the hidden states `entering` [T, D].
         """
         routes = self._routes(block, tokens, entering)
         key = (block, len(tokens), routes)
@@ -262,7 +262,7 @@ class ProblemFactory:
             return self._problems[key]
         problem = self.problem_of_graph(self._graph(block, tokens, routes, entering))
         if block != "model":
-            if routes:  # each holds stored weights: the latest route alone is kept
+            if routes:  # problems have stored weights: keep the latest route only
                 for other in [k for k in self._problems if k[:2] == key[:2]]:
                     del self._problems[other]
             self._problems[key] = problem
@@ -297,7 +297,7 @@ class ProblemFactory:
                 routes=routes,
                 centre=None if entering is None else entering.to("cpu"),
             )
-        if ids is not None:  # each sequence has its own: the latest are kept
+        if ids is not None:  # one for each sequence: keep the latest
             for other in [k for k in self.graphs if k[0] == block][: -_MODELS_KEPT + 1]:
                 del self.graphs[other]
         self.graphs[key] = graph
@@ -306,7 +306,7 @@ class ProblemFactory:
     def sequences(self, block: str, longest: int) -> BlockProblem:
         """Return the problem of a block at every length up to `longest`.
 
-        Refuse a block that its graph at two rows does not describe at others (KC474).
+        Refuse a block that its graph at two rows does not describe at other lengths (KC474).
         """
         key = (block, longest)
         if routers(self.model, block):
@@ -336,9 +336,9 @@ class ProblemFactory:
         return self._sequences[key]
 
     def neighbourhood(self, block: str, rho: Fraction) -> WeightBall:
-        """Return the parameters near those of the checkpoint, as both kernels store them.
+        """Return the weight ball of radius rho, as both kernels store its parameters.
 
-        What was made for the parameters of the latest block is kept.
+        Only the ball of the latest block is cached.
         """
         key = (block, rho)
         if self.model.served is not None:
@@ -363,7 +363,7 @@ class ProblemFactory:
         return BlockProblem(graph, train, train.under(self.infer, self.model.served))
 
     def centre(self, block: str, tokens: tuple[int, ...]) -> Tensor | None:
-        """Return what enters the block in the training kernel, float64 [T, D]; None for `model`."""
+        """Return the block's input in the training kernel, float64 [T, D]; None for `model`."""
         with threads_for(1024 * len(tokens)):
             x = self.model.block_inputs(list(tokens), block)
         return None if x is None else x.to(self.device, torch.float64)
@@ -373,8 +373,8 @@ class ProblemFactory:
 class CertifiedDrift:
     """A certified bound of one block on one input.
 
-    `drift_bound` is the elementwise bound of |inference - training|, float64 of the output's shape;
-    `bound_inf` its largest element. Both are infinite, and `reason` says why, where there is none.
+    `drift_bound` is the elementwise bound of |inference - training|, float64 of the output's shape,
+    and `bound_inf` its largest element. Without a bound both are infinite and `reason` says why.
     """
 
     bound_inf: float
@@ -391,7 +391,7 @@ def certified_block_drift(
     problem_factory: ProblemFactory | None = None,
     largest: int = LARGEST,
 ) -> CertifiedDrift:
-    """Bound the drift of a block on the float32 input x [T, D], element by element.
+    """Bound the drift of a block on the float32 input x [T, D], elementwise.
 
     Pass the same `problem_factory` for many inputs, so that graphs and weights are built once. A
     block with a result of more than `largest` elements, such as the scores of a long request, has

@@ -1,4 +1,4 @@
-"""The proof document: what an independent checker needs to re-derive a bound (certs/README.md)."""
+"""The proof document, from which an independent checker re-derives a bound (certs/README.md)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def encode_array(array: NDArray[Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Cases of a proof with the graphs and parameters that they name, and their claims."""
+    """Cases of a proof with their graphs, parameter digests and claims."""
 
     graphs: Mapping[str, dict[str, Any]]
     parameters: Mapping[str, str]
@@ -44,12 +44,11 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """How a bound is derived again: its domain, the sizes of all nodes, and what a domain chose.
+    """The data for the re-derivation of a bound: domain, magnitudes of all nodes, and hints.
 
     `domain` is "interval", "affine", "planes", "affine+planes" or "splits". `passes` are the
     reverse passes of affine forms, `planes` the hints of planes, `splits` the tree of boxes of each
-    row, `chance` the share of all runs in which the bound may fail, where roundings are
-    independent.
+    row, `chance` the failure probability of the bound for independent roundings.
     """
 
     witness: Mapping[str, tuple[float, float]]
@@ -110,7 +109,7 @@ class ProofBuilder:
         claim: float,
         stated: Mapping[str, Any],
     ) -> None:
-        """Add one case of which everything but its name, graph and region is stated already."""
+        """Add one case with given statements; name, graph and region are added to them."""
         digest = self.add_graph(graph)
         self._claims.append(claim)
         self._cases.append({"name": name, "graph": digest, "region": dict(region), **stated})
@@ -133,14 +132,14 @@ class ProofBuilder:
 
     @property
     def checkpoints(self) -> dict[str, Any]:
-        """Return how a proof names what the kernels read: the checkpoint, and that of the inference
-        kernel where it is another."""
+        """Return the field of a proof with the checkpoint, and the inference kernel's if it has its
+        own."""
         served = self.model.served
         own = {} if served is None else {"infer": served.digest}
         return {"checkpoint": {"sha256": self.model.checkpoint.sha256, **own}}
 
     def contents(self) -> Contents:
-        """Return what was added so far as plain data, which another process can absorb."""
+        """Return the cases so far as plain data, which another process can absorb."""
         return Contents(self._graphs, self._parameters, tuple(self._cases), tuple(self._claims))
 
     def absorb(self, contents: Contents) -> None:
@@ -182,7 +181,7 @@ def plain(value: Any) -> Any:
 
 
 def box_region(kind: str, centre: Tensor, radius: Tensor) -> dict[str, Any]:
-    """Return the region of hidden states [T, D] as it stands in a proof."""
+    """Return a region of hidden states [T, D] in the format of a proof."""
     return {
         "kind": kind,
         "centre": encode_array(centre.cpu().numpy()),
@@ -193,10 +192,10 @@ def box_region(kind: str, centre: Tensor, radius: Tensor) -> dict[str, Any]:
 def rows_region(
     centre: Tensor, radius: Tensor, longest: int, tables: Mapping[str, NDArray[Any]]
 ) -> dict[str, Any]:
-    """Return the region of sequences of 1 to `longest` rows as it stands in a proof.
+    """Return the region of sequences of 1 to `longest` rows in the format of a proof.
 
-    `centre` is [1, D], `radius` [1, D] or [1, 1]; `tables` hold what the block's constants of two
-    positions are at every position.
+    `centre` is [1, D], `radius` [1, D] or [1, 1]; `tables` extend the block's constants of two
+    positions to all positions.
     """
     named = {name: encode_array(tables[name]) for name in sorted(tables)}
     return {
@@ -212,11 +211,11 @@ def token_region(ids: Sequence[int]) -> dict[str, Any]:
 
 
 SUBJECT = frozenset({"name", "graph", "region"})
-"""The fields of a case in a proof that say what it is about."""
+"""The fields of a case in a proof that identify its subject."""
 
 
 def stated_of(contents: Contents | None) -> tuple[float, dict[str, Any] | None]:
-    """Return the claim of a case, and what its proof states beside what it is about."""
+    """Return the claim of a case and the statements of its proof without the subject."""
     if contents is None or not contents.cases:
         return 0.0, None
     (record,), (claim,) = contents.cases, contents.claims

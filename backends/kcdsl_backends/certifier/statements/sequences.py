@@ -1,9 +1,9 @@
-"""A block at any number of rows: its graph at two rows, shown to be the block at others too.
+"""A block at any number of rows, represented by its graph at two rows.
 
-The graph at `SHOWN` rows stands for the block at every length (docs/proofs/any-length.md). A node
-without a dimension of rows holds parameters; one with one dimension holds something of every row;
-the scores of attention have two, that of the rows which ask and that of the rows which are asked.
-What mixes rows in any other way has another meaning at every length and is refused.
+The graph at `SHOWN` rows describes the block at every length (docs/proofs/any-length.md). A node
+without a row dimension has parameters, one with a row dimension has values of every row, and
+attention scores have two, for query rows and key rows. Operations that mix rows in any other way
+depend on the length and are refused.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from kcdsl_backends.drift.boxes.state import Axes, Parameter
 from kcdsl_backends.drift.ops import POINTWISE
 
 MOST_COMPARED = 2**13
-"""The longest sequence at which a block is exported, to be compared and for tables of positions."""
+"""The longest sequence at which a block is exported for comparison and position tables."""
 _OTHER = 3
-"""A second length, at which the block must be the one that its graph at two rows says it is."""
+"""A second length at which the graph is compared with the block."""
 
 
 class FixedLength(NoBound):
-    """A block whose graph at two rows says nothing of other lengths."""
+    """A block whose graph at two rows does not describe other lengths."""
 
 
 class _NoPositions(FixedLength):
-    """A block whose rotations are not known for the longest sequence."""
+    """A block whose position tables do not reach the longest sequence."""
 
 
 def sequence_graph(
     model: Model, block: str, longest: int, formats: Sequence[str]
 ) -> tuple[BlockGraph, dict[str, Axes], dict[str, NDArray[Any]]]:
-    """Return a block's graph at two rows, its dimensions of rows, and its tables of positions.
+    """Return a block's graph at two rows, its row dimensions and its position tables.
 
-    Refuse a block that is another one at another length, that mixes rows outside of attention, or
+    Refuse a block whose operations depend on the length, that mixes rows outside of attention, or
     whose positions do not reach `longest`.
     """
     graph = block_graph(model, block, SHOWN, formats=formats, any_length=True)
@@ -75,11 +75,11 @@ def sequence_graph(
 
 
 def compare(graph: BlockGraph, axes: Mapping[str, Axes], other: BlockGraph, rows: int) -> None:
-    """Refuse unless the graph of a block at two rows, read at `rows`, is its graph there.
+    """Refuse unless the graph at two rows, extended to `rows`, equals the block's graph there.
 
     Raises:
-        FixedLength: with the node at which they differ. Masks and tables of positions are not
-            compared: any mask is covered, and tables are what they are at the longest sequence.
+        FixedLength: names the first node that differs. Masks and position tables are not compared:
+            any mask is covered, and tables are taken from the longest sequence.
     """
     mine, theirs = _formed(graph), _formed(other)
     if [n.name for n in mine] != [n.name for n in theirs]:
@@ -116,8 +116,7 @@ def _same_operand(
 def _longest(model: Model, graph: BlockGraph, longest: int, formats: Sequence[str]) -> BlockGraph:
     """Return the graph of the same block for the longest sequence.
 
-    Without tables of positions, for one of at most `MOST_COMPARED` rows, and of as many as the
-    model takes.
+    Without position tables, the length is limited to `MOST_COMPARED` and to the model's limit.
     """
     rotation, rows = next(_positions(graph), None), longest
     if rotation is not None and longest > MOST_COMPARED:
@@ -134,7 +133,7 @@ def _longest(model: Model, graph: BlockGraph, longest: int, formats: Sequence[st
 
 
 def _tables(graph: BlockGraph, whole: BlockGraph, longest: int) -> dict[str, NDArray[Any]]:
-    """Return what the block's tables of positions hold for every position below `longest`."""
+    """Return the block's position tables for every position below `longest`."""
     found: dict[str, NDArray[Any]] = {}
     shown = min(SHOWN, longest)
     for name, place in _positions(graph):
@@ -160,7 +159,7 @@ def stored_tables(
     infer: Numerics,
     device: torch.device,
 ) -> dict[str, Parameter]:
-    """Return what both kernels hold of the tables of positions of a graph."""
+    """Return the position tables of a graph as both kernels store them."""
 
     def stored(name: str, numerics: Numerics) -> Tensor:
         table, format = torch.from_numpy(tables[name]), graph.node(name).format
@@ -170,12 +169,12 @@ def stored_tables(
 
 
 SHOWN = 2
-"""Rows in the graph: with 2, and not with 1, a dimension of rows differs from one of size 1."""
+"""Rows in the graph; 2, since a row dimension of 1 is indistinguishable from other ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """A node with its operands and what is known of them."""
+class _NodeAxes:
+    """A node with its operands and their row dimensions."""
 
     node: Node
     operands: tuple[Node, ...]
@@ -186,10 +185,10 @@ class _Seen:
 
 
 def row_axes(graph: BlockGraph) -> dict[str, Axes]:
-    """Return the dimensions of rows of every node of a graph at `SHOWN` rows.
+    """Return the row dimensions of every node of a graph at `SHOWN` rows.
 
     Raises:
-        FixedLength: the node says nothing of other lengths, and why.
+        FixedLength: names a node that does not describe other lengths, and the reason.
     """
     if graph.input_shape is None:
         raise FixedLength(graph.output, "the block reads token ids, not rows")
@@ -197,11 +196,11 @@ def row_axes(graph: BlockGraph) -> dict[str, Axes]:
     found: dict[str, Axes] = {}
     for node in graph.nodes:
         operands = tuple(nodes[name] for name in node.inputs)
-        seen = _Seen(node, operands, tuple(found[name] for name in node.inputs))
+        known = _NodeAxes(node, operands, tuple(found[name] for name in node.inputs))
         rule = _same if node.op in POINTWISE else _RULES.get(node.op)
         if rule is None:
-            raise seen.refuse(f"{node.op} is not read at any length")
-        found[node.name] = rule(seen)
+            raise known.refuse(f"{node.op} is not read at any length")
+        found[node.name] = rule(known)
     output = nodes[graph.output]
     if len(found[graph.output]) != 1 or found[graph.output][0] == len(output.shape) - 1:
         raise FixedLength(graph.output, "the output is not one row for each row of the input")
@@ -211,134 +210,135 @@ def row_axes(graph: BlockGraph) -> dict[str, Axes]:
 def attrs_at(
     node: Node, graph: BlockGraph, axes: Mapping[str, Axes], rows: int
 ) -> Mapping[str, Any]:
-    """Return the attributes of a node where the graph at `SHOWN` rows is read at `rows`."""
+    """Return the attributes of a node with the graph extended from `SHOWN` to `rows` rows."""
     if node.op != "view":
         return node.attrs
     view, source = View.of(node), graph.node(node.inputs[0])
     split, ranges, sizes = list(view.split), list(view.ranges), list(view.sizes)
     for axis in axes[source.name]:
-        place = _moved(_Seen(node, (source,), ()), axis, source.shape, view.split)
+        place = _moved(_NodeAxes(node, (source,), ()), axis, source.shape, view.split)
         split[place], ranges[place], sizes[view.order.index(place)] = rows, (0, rows, 1), rows
     shape = tuple(rows if i in axes[node.name] else n for i, n in enumerate(view.shape))
     return View(tuple(split), tuple(ranges), view.order, tuple(sizes), shape).attrs
 
 
-def _input(seen: _Seen) -> Axes:
-    if len(seen.node.shape) != 2 or seen.node.shape[0] != SHOWN:
-        raise seen.refuse(f"the graph must show {SHOWN} rows")
+def _input(known: _NodeAxes) -> Axes:
+    if len(known.node.shape) != 2 or known.node.shape[0] != SHOWN:
+        raise known.refuse(f"the graph must show {SHOWN} rows")
     return (0,)
 
 
-def _none(seen: _Seen) -> Axes:
+def _none(known: _NodeAxes) -> Axes:
     return ()
 
 
-def _same(seen: _Seen) -> Axes:
-    return seen.axes[0]
+def _same(known: _NodeAxes) -> Axes:
+    return known.axes[0]
 
 
-def _pairwise(seen: _Seen) -> Axes:
-    """Rows meet themselves, or numbers that are the same for every row."""
-    rank = len(seen.node.shape)
+def _pairwise(known: _NodeAxes) -> Axes:
+    """Return the row dimensions of an elementwise operation; operands without rows must not have
+    different numbers for single rows."""
+    rank = len(known.node.shape)
     placed = [
         tuple(axis + rank - len(operand.shape) for axis in axes)
-        for operand, axes in zip(seen.operands, seen.axes, strict=True)
+        for operand, axes in zip(known.operands, known.axes, strict=True)
     ]
     with_rows = {axes for axes in placed if axes}
     if not with_rows:
         return ()
     if len(with_rows) > 1:
-        raise seen.refuse("different dimensions of rows meet")
+        raise known.refuse("different dimensions of rows meet")
     (axes,) = with_rows
-    for operand, own in zip(seen.operands, placed, strict=True):
+    for operand, own in zip(known.operands, placed, strict=True):
         if not own:
-            _without_rows(seen, operand, rank, axes)
+            _without_rows(known, operand, rank, axes)
     return axes
 
 
-def _without_rows(seen: _Seen, operand: Node, rank: int, axes: Axes) -> None:
+def _without_rows(known: _NodeAxes, operand: Node, rank: int, axes: Axes) -> None:
     for axis in axes:
         place = axis - (rank - len(operand.shape))
         if place >= 0 and operand.shape[place] != 1:
-            raise seen.refuse(f"{operand.name} holds numbers of its own for single rows")
+            raise known.refuse(f"{operand.name} holds numbers of its own for single rows")
 
 
-def _row_wise(seen: _Seen) -> Axes:
-    """Return the axes of an operation on the last dimension of every row, parameters beside it."""
-    axes = seen.axes[0]
-    if any(seen.axes[1:]):
-        raise seen.refuse("a parameter depends on the rows")
-    if len(seen.node.shape) - 1 in axes:
-        raise seen.refuse("it mixes the rows")
+def _row_wise(known: _NodeAxes) -> Axes:
+    """Return the row dimensions of an operation along the last dimension of each row."""
+    axes = known.axes[0]
+    if any(known.axes[1:]):
+        raise known.refuse("a parameter depends on the rows")
+    if len(known.node.shape) - 1 in axes:
+        raise known.refuse("it mixes the rows")
     if len(axes) > 1:
-        raise seen.refuse("it mixes what belongs to pairs of rows")
+        raise known.refuse("it mixes what belongs to pairs of rows")
     return axes
 
 
-def _matmul(seen: _Seen) -> Axes:
-    rank = len(seen.node.shape)
-    (left, right), (a, b) = seen.operands, seen.axes
+def _matmul(known: _NodeAxes) -> Axes:
+    rank = len(known.node.shape)
+    (left, right), (a, b) = known.operands, known.axes
     a = tuple(axis - len(left.shape) for axis in a)
     b = tuple(axis - len(right.shape) for axis in b)
-    match seen.node.role:
+    match known.node.role:
         case "scores" if (a, b) == ((-2,), (-1,)):
             return (rank - 2, rank - 1)
         case "context" if (a, b) == ((-2, -1), (-2,)) and left.op == "softmax":
             return (rank - 2,)
     if not a and not b:
         return ()
-    raise seen.refuse("a product over or between rows outside of attention")
+    raise known.refuse("a product over or between rows outside of attention")
 
 
-def _softmax(seen: _Seen) -> Axes:
-    axes, last = seen.axes[0], len(seen.node.shape) - 1
-    if len(axes) == 2 and axes == (last - 1, last) and seen.node.role == "probabilities":
+def _softmax(known: _NodeAxes) -> Axes:
+    axes, last = known.axes[0], len(known.node.shape) - 1
+    if len(axes) == 2 and axes == (last - 1, last) and known.node.role == "probabilities":
         return axes
-    if len(seen.operands) > 1:
-        raise seen.refuse("a mask outside of attention")
-    return _row_wise(seen)
+    if len(known.operands) > 1:
+        raise known.refuse("a mask outside of attention")
+    return _row_wise(known)
 
 
-def _rope(seen: _Seen) -> Axes:
-    rank, axes = len(seen.node.shape), seen.axes[0]
+def _rope(known: _NodeAxes) -> Axes:
+    rank, axes = len(known.node.shape), known.axes[0]
     tables_known = all(
-        table.op == "constant" and table.shape == (SHOWN, seen.node.shape[-1])
-        for table in seen.operands[1:]
+        table.op == "constant" and table.shape == (SHOWN, known.node.shape[-1])
+        for table in known.operands[1:]
     )
     if axes != (rank - 2,) or not tables_known:
-        raise seen.refuse("a rotation that is not by the positions of the rows")
+        raise known.refuse("a rotation that is not by the positions of the rows")
     return axes
 
 
-def _view(seen: _Seen) -> Axes:
-    view, before = View.of(seen.node), seen.operands[0].shape
+def _view(known: _NodeAxes) -> Axes:
+    view, before = View.of(known.node), known.operands[0].shape
     found = []
-    for axis in seen.axes[0]:
-        place = _moved(seen, axis, before, view.split)
+    for axis in known.axes[0]:
+        place = _moved(known, axis, before, view.split)
         if view.ranges[place] != (0, SHOWN, 1):
-            raise seen.refuse("it picks rows by their number")
-        found.append(_moved(seen, view.order.index(place), view.sizes, view.shape))
+            raise known.refuse("it picks rows by their number")
+        found.append(_moved(known, view.order.index(place), view.sizes, view.shape))
     return tuple(found)
 
 
-def _moved(seen: _Seen, axis: int, old: Sequence[int], new: Sequence[int]) -> int:
-    """Return where a dimension of rows goes: as many elements stand before it as did."""
+def _moved(known: _NodeAxes, axis: int, old: Sequence[int], new: Sequence[int]) -> int:
+    """Return the new index of a row dimension, by the number of elements before it."""
     before = math.prod(old[:axis])
     for place, size in enumerate(new):
         if math.prod(new[:place]) == before and size == SHOWN:
             return place
-    raise seen.refuse("the rows are merged with another dimension, or split")
+    raise known.refuse("the rows are merged with another dimension, or split")
 
 
-def _concat(seen: _Seen) -> Axes:
-    if len(set(seen.axes)) != 1:
-        raise seen.refuse("different dimensions of rows are joined")
-    if int(seen.node.attrs["dim"]) % len(seen.node.shape) in seen.axes[0]:
-        raise seen.refuse("it adds rows")
-    return seen.axes[0]
+def _concat(known: _NodeAxes) -> Axes:
+    if len(set(known.axes)) != 1:
+        raise known.refuse("different dimensions of rows are joined")
+    if int(known.node.attrs["dim"]) % len(known.node.shape) in known.axes[0]:
+        raise known.refuse("it adds rows")
+    return known.axes[0]
 
 
-_RULES: Mapping[str, Callable[[_Seen], Axes]] = {
+_RULES: Mapping[str, Callable[[_NodeAxes], Axes]] = {
     "input": _input,
     "param": _none,
     "constant": _none,
