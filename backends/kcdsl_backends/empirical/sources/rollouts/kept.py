@@ -1,10 +1,10 @@
-"""Tokens that a sampler kept at each position: both policies are compared on this set alone.
+"""Sets of tokens that a sampler kept at each position, on which both policies are compared.
 
-A sampler with top-p, top-k or min-p draws from its policy, cut off and renormalised; a trainer's
-log-probabilities are of all tokens. That the one is larger by the mass that was cut is no drift.
-Restricted to the set that the sampler kept, both are policies of one support. The set is recorded
-(`infer_kept`), or it is a list of the likeliest tokens whose probabilities sum to 1. Nothing else
-tells it: a filter that is applied to the trainer's logits may keep other tokens.
+A sampler with top-p, top-k or min-p draws from its truncated and renormalised policy; a trainer's
+log-probabilities are of all tokens. Their difference by the removed mass is no drift.
+Restricted to the kept set, both policies have one support. The set is recorded (`infer_kept`), or
+it is a list of the likeliest tokens whose probabilities sum to 1. It cannot be derived otherwise: a
+filter on the trainer's logits may keep other tokens.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 from kcdsl_backends.empirical.sources.rollouts.record import LEAST, ROUNDING, Rollout, Side
 
 Kept = tuple[NDArray[np.int64], ...]
-"""The ids that were kept at each token; none where the token does not count."""
+"""The kept ids at each token; empty if the token does not count."""
 _WHOLE = 1e-3
-"""How far the probabilities of a list that is the whole support may sum to another number than 1:
-values are rounded to float32 or printed with some digits."""
+"""Tolerance of the sum of the probabilities of a list that is the whole support: values are rounded
+to float32 or printed with few digits."""
 
 
 def kept_of(rollout: Rollout) -> Kept | None:
-    """Return what the sampler kept; None where nothing tells it at a token that counts."""
+    """Return the kept sets; None if that of a counted token is not known."""
     if "infer_kept" in rollout.arrays:
         flat, ends = rollout.arrays["infer_kept"], rollout.arrays["infer_kept_ends"]
         return tuple(np.split(flat, ends[:-1])) if ends.size else ()
@@ -47,7 +47,7 @@ def kept_of(rollout: Rollout) -> Kept | None:
 
 
 def problem_of_kept(rollout: Rollout, vocabulary: int | None) -> str | None:
-    """Return what is wrong with a recorded set, None where nothing is."""
+    """Return the fault of a recorded set; None if there is none."""
     kept = kept_of(rollout)
     if "infer_kept" not in rollout.arrays or kept is None:
         return None
@@ -66,7 +66,8 @@ def problem_of_kept(rollout: Rollout, vocabulary: int | None) -> str | None:
 
 
 def restricted_logits(logits: Tensor, kept: Kept) -> Tensor:
-    """Return logits [L, V] with -inf for what was not kept; whole rows where nothing is known."""
+    """Return logits [L, V] with -inf for tokens that were not kept; rows without a set stay
+    whole."""
     found = torch.full_like(logits, -math.inf)
     for at, ids in enumerate(kept):
         if ids.size:
@@ -78,9 +79,9 @@ def restricted_logits(logits: Tensor, kept: Kept) -> Tensor:
 
 
 def restricted(rollout: Rollout, kept: Kept) -> Rollout | None:
-    """Return the rollout with recorded log-probabilities of train over what was kept.
+    """Return the rollout with recorded log-probabilities of train renormalised over the kept sets.
 
-    None where its list of the likeliest tokens lacks some of them: their mass is not known then.
+    None if its list of the likeliest tokens lacks a kept one, whose mass is then not known.
     """
     train = rollout.train
     if train is None or train.top is None:
@@ -103,6 +104,6 @@ def restricted(rollout: Rollout, kept: Kept) -> Rollout | None:
 
 
 def mean_kept(every: Sequence[Kept]) -> float:
-    """Return how many tokens were kept on average where any were."""
+    """Return the mean size of the non-empty kept sets."""
     sizes = [ids.size for kept in every for ids in kept if ids.size]
     return sum(sizes) / len(sizes) if sizes else 0.0

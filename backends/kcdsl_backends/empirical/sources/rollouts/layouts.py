@@ -1,9 +1,10 @@
-"""The columns of recordings by role and format, and layouts of whole sequences cut into both parts.
+"""The columns of recordings by role and format, and the split of whole sequences into prompt and
+sampled tokens.
 
-Users override the columns of single roles. Trainers that hold prompt and sampled tokens in one
-sequence are read row by row: each function gives the columns of the format for the sampled tokens
-alone, padding cut off, with the prompt as a column of its own. Layouts were read from the sources
-of NeMo-RL 7ea279a, prime-rl 559b447, SkyRL a956457 and slime 624b824.
+Users override the columns of single roles. Formats with prompt and sampled tokens in one sequence
+are read row by row: each function returns the columns of the sampled tokens, without padding, and
+the prompt as a separate column. Layouts were read from the sources of NeMo-RL 7ea279a, prime-rl
+559b447, SkyRL a956457 and slime 624b824.
 """
 
 from __future__ import annotations
@@ -102,27 +103,27 @@ PADDED: Mapping[str, tuple[str, ...]] = {
     "verl": ("whole_attention", "attention", "mask"),
     "trl": ("attention", "whole_attention"),
 }
-"""Formats that pad sampled tokens, with the roles of which one must say where: the mask of TRL
-counts padding."""
+"""Formats that pad sampled tokens, with the roles of which one is required to find the padding: the
+mask of TRL counts it."""
 
 TEXT_DUMPS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "verl": (("input", "output", "score"), "`trainer.rollout_data_dir` hold texts and scores"),
     "trl": (("prompt", "completion"), "`log_completions` hold texts, rewards and advantages"),
 }
-"""Dumps of texts, known by their columns, with what they hold."""
+"""Dumps of texts, recognised by their columns, with a description of their content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """The columns of a recording by role, as far as it has them, and those that must be there."""
+    """The columns of a recording by role, and the roles that are required."""
 
     columns: Mapping[str, str]
     demanded: frozenset[str]
-    """Roles that the contract names a column for: one that is absent is an error."""
+    """Roles for which the contract names a column; a missing one is an error."""
 
 
 def mapped(format: str, overrides: Mapping[str, str]) -> Mapped:
-    """Return the columns of a format with those that the user names in their place."""
+    """Return the columns of a format, with the user's overrides."""
     return Mapped({**FORMATS[format], **overrides}, frozenset(overrides))
 
 
@@ -130,7 +131,7 @@ OF_TEXT_DUMPS = "write the batch itself, with its tokens: `kcdsl explain rollout
 
 
 def text_dump(format: str, present: Collection[str]) -> str | None:
-    """Return why a file of these columns is a dump of texts, None where it is not."""
+    """Return why a file of these columns is a dump of texts; None if it is not."""
     known = TEXT_DUMPS.get(format)
     if known is None or not set(known[0]) <= set(present):
         return None
@@ -141,7 +142,7 @@ def recognised(
     path: Path,
 ) -> tuple[str, frozenset[str], tuple[dict[str, Any], ...]] | None:
     """Return the format of a recording, the roles of its columns, and the texts of each row; None
-    where no format finds sampled tokens with log-probabilities. Refuse a file as `read_rows`."""
+    if no format has sampled tokens with log-probabilities. Refuse a file as `read_rows`."""
     rows = read_rows(path, path.name)
     best = max(FORMATS, key=lambda name: len(_roles(name, rows)))
     roles = _roles(best, rows)
@@ -174,7 +175,7 @@ _Row = Callable[[FileRows, int, Mapping[str, str]], dict[str, Any]]
 
 
 def cut(rows: FileRows, format: str, mapped: Mapped) -> FileRows:
-    """Return the rows of a format of whole sequences with prompt and sampled tokens apart.
+    """Return the rows of a format of whole sequences with prompt and sampled tokens separated.
 
     Rows of other formats stay as they are. Raises Refusal for columns that the layout needs and the
     file lacks, and for lengths that do not fit.
@@ -218,14 +219,14 @@ def _sliced(
     return found
 
 
-def _apart(
+def _prompt_and_tokens(
     names: Mapping[str, str], ids: Sequence[int] | NDArray[Any], start: int
 ) -> dict[str, Any]:
     return {names["prompt"]: list(ids[:start]), names["tokens"]: list(ids[start:])}
 
 
-def _before(flags: NDArray[np.bool_]) -> int:
-    """Return how many tokens stand before the first that counts."""
+def _leading_uncounted(flags: NDArray[np.bool_]) -> int:
+    """Return the number of tokens before the first that counts."""
     first = np.flatnonzero(flags)
     return int(first[0]) if first.size else flags.size
 
@@ -257,7 +258,7 @@ def _nemo_rl(rows: FileRows, row: int, names: Mapping[str, str]) -> dict[str, An
     if length > len(whole) or flags.size != len(whole):
         what = f"{len(whole)} tokens for a length of {length} and a mask of {flags.size}"
         raise rows.refusal(row, names["tokens"], what)
-    start = min(_before(flags), length)
+    start = min(_leading_uncounted(flags), length)
     found = _sliced(rows, row, names, start, length, len(whole))
     counts = True
     if "sample_loss_mask" in rows.columns:
@@ -266,7 +267,7 @@ def _nemo_rl(rows: FileRows, row: int, names: Mapping[str, str]) -> dict[str, An
             raise rows.refusal(row, "sample_loss_mask", "must hold 0 or 1")
         counts = stated == 1
     mask = flags[start:length] if counts else np.zeros(length - start, dtype=bool)
-    return {**found, **_apart(names, whole[:length], start), names["mask"]: mask}
+    return {**found, **_prompt_and_tokens(names, whole[:length], start), names["mask"]: mask}
 
 
 # --- prime-rl: token_exports/step_{N}/rank_{R}.jsonl ---------------------------------------------
@@ -277,9 +278,9 @@ def _prime_rl(rows: FileRows, row: int, names: Mapping[str, str]) -> dict[str, A
     flags = rows.flags(row, names["mask"])
     if flags.size != len(whole):
         raise rows.refusal(row, names["mask"], f"{flags.size} values for {len(whole)} tokens")
-    start = _before(flags)
+    start = _leading_uncounted(flags)
     found = _sliced(rows, row, names, start, len(whole), len(whole))
-    for role in ("train_logs", "infer_logs"):  # null is written for what is not finite
+    for role in ("train_logs", "infer_logs"):  # null stands for values that are not finite
         if names[role] in found:
             found[names[role]] = [math.nan if v is None else v for v in found[names[role]]]
     weights: Sequence[Any] | NDArray[Any] = ()
@@ -294,7 +295,7 @@ def _prime_rl(rows: FileRows, row: int, names: Mapping[str, str]) -> dict[str, A
     if any(w is not None for w in weights):
         # tokens of other losses were not sampled by the inference kernel
         mask = mask & np.array([w is not None and w != 0 for w in weights[start:]], dtype=bool)
-    return {**found, **_apart(names, whole, start), names["mask"]: mask}
+    return {**found, **_prompt_and_tokens(names, whole, start), names["mask"]: mask}
 
 
 # --- SkyRL: columns of TrainingInputBatch --------------------------------------------------------
@@ -302,15 +303,15 @@ def _prime_rl(rows: FileRows, row: int, names: Mapping[str, str]) -> dict[str, A
 
 def _skyrl(rows: FileRows, row: int, names: Mapping[str, str]) -> dict[str, Any]:
     whole = np.asarray(rows.whole(row, names["tokens"], 1))
-    there, drawn = rows.flags(row, "attention_mask"), rows.flags(row, "response_mask")
+    attended, drawn = rows.flags(row, "attention_mask"), rows.flags(row, "response_mask")
     count = int(drawn.sum())
-    ordered = all(not bool((flags[:-1] & ~flags[1:]).any()) for flags in (there, drawn))
-    if there.size != whole.size or not ordered or count > int(there.sum()):
+    ordered = all(not bool((flags[:-1] & ~flags[1:]).any()) for flags in (attended, drawn))
+    if attended.size != whole.size or not ordered or count > int(attended.sum()):
         what = "padding stands in front of a sequence, and sampled tokens at its end"
         raise rows.refusal(row, "attention_mask", f"does not fit `{names['tokens']}`: {what}")
     found = _sliced(rows, row, names, drawn.size - count, drawn.size, drawn.size)
-    ids = whole[there]
-    return {**found, **_apart(names, ids.tolist(), ids.size - count)}
+    ids = whole[attended]
+    return {**found, **_prompt_and_tokens(names, ids.tolist(), ids.size - count)}
 
 
 # --- slime: samples of debug dumps ---------------------------------------------------------------
@@ -320,7 +321,7 @@ _SINGULAR = {"loss_masks": "loss_mask", "response_lengths": "response_length"}
 
 
 def _as_samples(rows: FileRows) -> FileRows:
-    """Give columns of the training dump the names of the rollout dump."""
+    """Rename columns of the training dump to those of the rollout dump."""
     columns = dict(rows.columns)
     for name, other in _SINGULAR.items():
         if name in columns and other not in columns:
@@ -349,7 +350,7 @@ def _slime(rows: FileRows, row: int, names: Mapping[str, str]) -> dict[str, Any]
     found |= _kept(rows, row, names["infer_kept"], length)
     if "remove_sample" in rows.columns and rows.columns["remove_sample"][row] is True:
         mask = np.zeros(length, dtype=bool)
-    return {**found, **_apart(names, whole, len(whole) - length), names["mask"]: mask}
+    return {**found, **_prompt_and_tokens(names, whole, len(whole) - length), names["mask"]: mask}
 
 
 def _kept(rows: FileRows, row: int, name: str, length: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Recorded logits as a kernel: whole logits of known requests, read where they lie in the file.
+"""Recorded logits as a kernel: full logits of known requests, read from the file on demand.
 
-The file holds one tensor [T, V] for each request, named by its id; a run in float32 or wider may
-stand beside it as `gold.ID`. The file stays open: a tensor is read when it is asked for, and held
-against its digest from when the file was hashed.
+The file holds one tensor [T, V] for each request, named by its id; a run in float32 or wider may be
+stored as `gold.ID`. The file stays open: a tensor is read on demand, and compared with its digest
+from when the file was hashed.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class RecordedLogits(NotRun):
     """The id of each request by its tokens."""
     stream: BinaryIO
     digests: Mapping[str, str]
-    """The sha256 of each tensor as the file was hashed; one that is read is held against it."""
+    """The sha256 of each tensor when the file was hashed, with which each read is compared."""
 
     def logits(self, ids: Any) -> Tensor:
         """Return the recorded logits [T, V] of a request, in their own format.
 
-        Raises Refusal for tokens of which none were recorded.
+        Raises Refusal for tokens without recorded logits.
         """
         name = self.ids.get(_tokens(ids))
         if name is None:
@@ -71,7 +71,7 @@ class RecordedLogits(NotRun):
         return self._tensor(name)
 
     def gold(self, ids: Any) -> Tensor | None:
-        """Return the logits of a run in float32 or wider, None where the file has none."""
+        """Return the logits of a run in float32 or wider; None if the file has none."""
         name = f"{GOLD}{self.ids.get(_tokens(ids), '')}"
         return self._tensor(name) if name in self.stored else None
 
@@ -84,7 +84,8 @@ class RecordedLogits(NotRun):
         return self.logits(tokens)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what identifies the recording: what the contract says of it, and the file."""
+        """Return the identification of the recording: its description in the contract, and its
+        digest."""
         return {**kernel_fingerprint(self.ref), "recorded": {self.path.name: self.sha256}}
 
     def _tensor(self, name: str) -> Tensor:
@@ -94,7 +95,7 @@ class RecordedLogits(NotRun):
         data, at = bytearray(found.end - found.start), 0
         while at < len(data):
             read = os.preadv(self.stream.fileno(), [memoryview(data)[at:]], found.start + at)
-            at += read or len(data)  # the end of a file that was cut off: the digest tells
+            at += read or len(data)  # the digest detects a truncated file
         if hashlib.sha256(data).hexdigest() != self.digests[name]:
             raise refuse(
                 codes.CHANGED_MEANWHILE,
@@ -109,10 +110,10 @@ class RecordedLogits(NotRun):
 def load_recorded_logits(
     ref: KernelRef, files: Artefacts, requests: Sequence[Request]
 ) -> RecordedLogits:
-    """Open recorded logits and hold them against the requests.
+    """Open recorded logits and check them against the requests.
 
-    Raises Refusal for a missing or damaged file, a request without a tensor, and a tensor that has
-    not one row for each token, another vocabulary, or another format than 16, 32 or 64 bits.
+    Raises Refusal for a missing or damaged file, a request without a tensor, and a tensor without
+    one row for each token, with another vocabulary, or in another format than 16, 32 or 64 bits.
     """
     assert ref.recording is not None
     assert ref.recording.file is not None
@@ -181,7 +182,7 @@ def _check_gold(
 
 
 def _hashed(stream: BinaryIO) -> tuple[dict[str, StoredTensor], str, dict[str, str]]:
-    """Return where the tensors of a file lie, the digest of the file, and that of each tensor."""
+    """Return the locations of the tensors of a file, its digest, and that of each tensor."""
     size = os.fstat(stream.fileno()).st_size
     first = stream.read(8)
     head = first + stream.read(min(int.from_bytes(first, "little"), size))

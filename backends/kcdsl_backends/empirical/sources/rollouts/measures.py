@@ -1,6 +1,6 @@
 """The values of each metric in one rollout, and the columns that each metric reads.
 
-Only tokens inside the mask are read. What a rollout does not carry has no value.
+Only tokens inside the mask are read. Metrics of missing columns have no value.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _KINDS = {"json_parse_gap": "parse", "tool_schema_gap": "schema", "exact_match_g
 
 
 def measure_rollout(rollout: Rollout, metrics: Collection[str]) -> dict[str, Array]:
-    """Return the arrays of the named metrics, and those that numbers of whole slices read.
+    """Return the arrays of the named metrics, and those that metrics of whole slices read.
 
-    Raises NotMeasurable where the columns of a metric support no value; the text says which.
+    Raises NotMeasurable if the columns of a metric support no value; the text says which.
     """
     values: dict[str, Array] = {}
     delta = rollout.delta()
@@ -71,7 +71,7 @@ def measure_rollout(rollout: Rollout, metrics: Collection[str]) -> dict[str, Arr
 def _sampled(
     train: Array, infer: Array, delta: Array, metrics: Collection[str]
 ) -> dict[str, Array]:
-    """Return the metrics of ln w, and ln w itself, which many others are formed from."""
+    """Return the metrics of ln w, and ln w itself, from which many others are computed."""
     at, p, q = (torch.from_numpy(np.ascontiguousarray(a)) for a in (delta, train, infer))
     found = {"log_ratio": delta, TRAIN_LOG: train, INFER_LOG: infer}
     for name, function in SAMPLED_FUNCTIONS.items():
@@ -120,16 +120,17 @@ def _lists(rollout: Rollout, metrics: Collection[str]) -> dict[str, Array]:
 
 
 def common_logs(rollout: Rollout, train: Side, infer: Side) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ln p and ln q [N, m] of the tokens that both sides tell at each counted position.
+    """Return ln p and ln q [N, m] of the tokens that both sides state at each counted position.
 
-    Those in both lists and the sampled one; -inf on both sides where a position has fewer.
+    These are the tokens in both lists and the sampled one; -inf on both sides if a position has
+    fewer.
     """
     if train.top is None or infer.top is None:
         raise NotMeasurable("a side lists no likeliest tokens")
     tokens = np.array(rollout.tokens, dtype=np.int64)
-    told = [_with_sampled(side, tokens)[0][rollout.mask] for side in (train, infer)]
+    ids = [_with_sampled(side, tokens)[0][rollout.mask] for side in (train, infer)]
     logs = [_with_sampled(side, tokens)[1][rollout.mask] for side in (train, infer)]
-    equal = (told[0][:, :, None] == told[1][:, None, :]) & (told[0] >= 0)[:, :, None]
+    equal = (ids[0][:, :, None] == ids[1][:, None, :]) & (ids[0] >= 0)[:, :, None]
     shared = equal.any(axis=2)
     place = equal.argmax(axis=2)
     p = np.where(shared, logs[0], -np.inf)
@@ -138,8 +139,8 @@ def common_logs(rollout: Rollout, train: Side, infer: Side) -> tuple[torch.Tenso
 
 
 def _with_sampled(side: Side, tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], Array]:
-    """Return the ids [L, k + 1] and logs of a side's list, the sampled token added where absent; -1
-    where it stands in the list already."""
+    """Return the ids [L, k + 1] and logs of a side's list with the sampled token appended; its id
+    is -1 if the list has it already."""
     assert side.top is not None
     listed = (side.top.ids == tokens[:, None]).any(axis=1)
     own = np.where(listed, -1, tokens)[:, None]
@@ -164,13 +165,13 @@ def _refusal(rollout: Rollout) -> dict[str, Array]:
 def _texts(name: str) -> Callable[[Rollout], dict[str, Array]]:
     def gap(rollout: Rollout) -> dict[str, Array]:
         texts = [str(rollout.fields[f"role:{side}_text"]) for side in ("train", "infer")]
-        good = _good(_KINDS[name], texts, rollout)
-        return {name: np.array([good[1] - good[0]])}
+        passed = _indicators(_KINDS[name], texts, rollout)
+        return {name: np.array([passed[1] - passed[0]])}
 
     return gap
 
 
-def _good(kind: str, texts: list[str], rollout: Rollout) -> Array:
+def _indicators(kind: str, texts: list[str], rollout: Rollout) -> Array:
     if kind == "parse":
         return recorded.parses_as_json(texts)
     if kind == "match":
@@ -247,7 +248,7 @@ _OF_LISTS = frozenset(
 
 
 def served(rollout: Rollout) -> dict[str, Array]:
-    """Return the times of a rollout from its stamps; one token has no time between tokens."""
+    """Return the times of a rollout from its stamps; a single token has no `tpot`."""
     stamps = recorded.Served(rollout.numbers["arrived"], rollout.arrays["stamps"].tolist())
     found = {
         "latency": recorded.latency(stamps),

@@ -1,7 +1,7 @@
 """Prompts as sampling units of rollouts, and their scores by the training kernel.
 
-Groups of GRPO share a prompt: eight samples after one prompt say less than eight prompts. So
-rollouts of one prompt are one unit. A slice that selects some of them has a unit of those alone.
+Rollouts of one prompt, as in groups of GRPO, are not independent, so they are one unit. A slice
+that selects some of them has a unit of those alone.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from kcdsl_backends.empirical.table.evidence import Array, RequestRun, SamplingU
 from kcdsl_backends.requests import Request
 
 _OF_PROMPTS = frozenset(MAGNITUDES) - {"adv_weighted_bias"}
-"""Paired differences: a prompt has one value, the mean of its rollouts."""
+"""Paired differences, of which a prompt has one value: the mean of its rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRollouts:
-    """Rollouts of one prompt that a slice selects: a request as the evaluator knows them."""
+    """The rollouts of one prompt that a slice selects, with the request that stands for them."""
 
     request: Request
     members: tuple[Rollout, ...]
@@ -48,8 +48,8 @@ def groups_of(
 ) -> tuple[PromptRollouts, ...]:
     """Return the units of the chosen rollouts, in the order in which they come first.
 
-    A unit is called by its file and its prompt or group; one that lacks rollouts of the file is
-    called by those that it has.
+    The name of a unit has its file and its prompt or group and, if the slice does not select all of
+    its rollouts, a digest of the selected ones.
     """
     whole: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
@@ -78,7 +78,7 @@ def _group(file: str, members: Sequence[Rollout], whole: Sequence[Rollout]) -> P
 
 
 def run_of(group: PromptRollouts, metrics: Collection[str], seed: int) -> RequestRun:
-    """Return what a unit gives of the metrics: the arrays of its rollouts, one after the other."""
+    """Return the values of the metrics of a unit: the concatenated arrays of its rollouts."""
     key, tokens = group.request.key, sum(m.counted for m in group.members)
     digests = _digests(group)
     deltas = [d for m in group.members if (d := m.delta()) is not None]
@@ -113,7 +113,7 @@ def timed(group: PromptRollouts) -> list[SamplingUnit]:
 
 
 def _digests(group: PromptRollouts) -> dict[str, str]:
-    """Return the sha256 of what the verdicts rest on, so that a replay can be held against it."""
+    """Return the sha256 of the arrays on which verdicts depend, to compare replays with them."""
     found: dict[str, str] = {}
     logs: Mapping[str, list[bytes]] = {
         "train.logs": [m.train.logs.tobytes() for m in group.members if m.train is not None],
@@ -131,7 +131,7 @@ def _digests(group: PromptRollouts) -> dict[str, str]:
 
 
 _KEPT = 2**22
-"""Numbers of policies that are kept for diagnoses, over all rollouts."""
+"""Number of logits that are kept for diagnoses, over all rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +151,10 @@ def score(
 ) -> Scored:
     """Run the training kernel on prompt and sampled tokens, and read its policy at temperature T.
 
-    Where the inference side lists its likeliest tokens, those of the training kernel and its
-    ln-probabilities of the other side's are read too. With a `law` that cuts tokens off, the policy
-    is the one on the tokens that the sampler kept. Raises Refusal for a rollout without a
-    prompt: nothing precedes its first token, so no policy gives it.
+    If the inference side lists its likeliest tokens, the training kernel's likeliest tokens and its
+    ln-probabilities of the listed ones are read too. With a truncating `law`, the policy is
+    restricted to the tokens that the sampler kept. Raises Refusal for a rollout without a prompt,
+    whose first token has no policy.
     """
     found: list[Rollout] = []
     policies: list[Policy] = []
@@ -173,8 +173,8 @@ def score(
         if kept < _KEPT and rollout.infer is not None:
             rows = np.flatnonzero(rollout.mask)[: max(1, (_KEPT - kept) // logits.shape[1])]
             at = torch.from_numpy(rows)
-            told = torch.from_numpy(rollout.infer.logs[rows])
-            policies.append(Policy(rollout.key, logits[at], tokens[at], told))
+            infer_logs = torch.from_numpy(rollout.infer.logs[rows])
+            policies.append(Policy(rollout.key, logits[at], tokens[at], infer_logs))
             kept += policies[-1].logits.numel()
         progress(done, len(rollouts))
     return Scored(tuple(found), tuple(policies))
@@ -196,24 +196,24 @@ def _logits(rollout: Rollout, kernel: Kernel) -> Tensor:
 
 
 def _top(logs: Tensor, rollout: Rollout) -> TopLogs | None:
-    """Return the likeliest tokens of the training kernel, and after them those that only the other
+    """Return the likeliest tokens of the training kernel, followed by those that only the inference
     side lists."""
     if rollout.infer is None or rollout.infer.top is None or not rollout.tokens:
         return None
-    theirs = torch.from_numpy(rollout.infer.top.ids)
-    depth = theirs.shape[1]
+    infer_ids = torch.from_numpy(rollout.infer.top.ids)
+    depth = infer_ids.shape[1]
     order = torch.sort(logs, dim=-1, descending=True, stable=True).indices
     own = order[:, :depth]
-    # the other side's tokens, in our order, are read from a prefix of ours long enough for all
+    # a prefix of our order that holds all tokens of the other side
     place = torch.empty_like(order)
     place.scatter_(-1, order, torch.arange(order.shape[1]).expand_as(order))
-    reach = int(place.gather(-1, theirs).max()) + 1
-    if reach <= depth:
+    prefix = int(place.gather(-1, infer_ids).max()) + 1
+    if prefix <= depth:
         ids = own
     else:
         wanted = torch.zeros_like(order, dtype=torch.bool)
         wanted.scatter_(-1, own, True)
-        wanted.scatter_(-1, theirs, True)
+        wanted.scatter_(-1, infer_ids, True)
         ranked = torch.where(wanted, place, order.shape[1])
         count = int(wanted.sum(-1).max())
         ids = ranked.argsort(dim=-1, stable=True)[:, :count]  # shorter lists: other tokens follow

@@ -1,7 +1,7 @@
-"""One rollout: a prompt, what was sampled after it, and what both kernels say of it.
+"""One rollout: a prompt, the tokens sampled after it, and their log-probabilities on both sides.
 
-Where a kernel does not give all logits, this is what it gives: the log-probabilities of the tokens
-that were sampled (tier C), and perhaps those of the k likeliest tokens at each position (tier B).
+Without full logits, a side has the log-probabilities of the sampled tokens (tier C), and possibly
+those of the k likeliest tokens at each position (tier B).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kcdsl.ir.kernels import LogProbabilities
 Array = NDArray[np.float64]
 
 ROUNDING = 1e-4
-"""How far a log-probability may lie above 0 by its rounding."""
+"""Tolerance of a log-probability above 0, for rounding."""
 LOWEST = -1e100
-"""No softmax gives a finite log-probability below this."""
+"""Lower bound of the finite log-probabilities of a softmax."""
 LEAST = math.log(math.ulp(0.0))
-"""The log-probability of the least float64, about -744.4: what lies below is drawn by nothing, and
-is what engines write for -inf, such as -9999."""
+"""The log-probability of the least float64, about -744.4: tokens below it are never drawn; engines
+write such values, as -9999, for -inf."""
 
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """A policy made from logits z: softmax(z / temperature), cut off and renormalised."""
+    """A policy computed from logits z: softmax(z / temperature), truncated and renormalised."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -39,7 +39,7 @@ class Law:
 
     @property
     def filters(self) -> str:
-        """Name what cuts tokens off, such as "top_p 0.95"; empty where nothing does."""
+        """Name the truncations, such as "top_p 0.95"; empty if there are none."""
         parts = [
             f"top_p {self.top_p:g}" if self.top_p < 1 else "",
             f"top_k {self.top_k}" if self.top_k > 0 else "",
@@ -54,11 +54,11 @@ class Law:
 
 @dataclass(frozen=True, slots=True)
 class Semantics:
-    """What log-probabilities are of.
+    """The law that log-probabilities are of.
 
     `values`: "raw" for the softmax of the logits as the model gives them, "processed" for the law
     that tokens were drawn from, after `temperature` and the truncations. The settings are those of
-    sampling in either case: they say how far "raw" is from what was drawn.
+    sampling in either case.
     """
 
     values: Literal["raw", "processed"]
@@ -69,7 +69,7 @@ class Semantics:
 
     @classmethod
     def of(cls, stated: LogProbabilities) -> Semantics:
-        """Return what a contract states of log-probabilities."""
+        """Return the semantics that a contract states."""
         return cls(
             "raw" if stated.values == "raw" else "processed",
             float(stated.temperature),
@@ -102,32 +102,33 @@ class TopLogs:
 
     @property
     def likeliest(self) -> int:
-        """Return how many of the first tokens are the likeliest of all."""
+        """Return the number of leading tokens that are the likeliest of the whole vocabulary."""
         return self.ids.shape[1] if self.depth is None else self.depth
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What one kernel says of the sampled tokens: ln-probabilities [L] (nats)."""
+    """The ln-probabilities [L] (nats) of the sampled tokens by one kernel."""
 
     logs: Array
     semantics: Semantics | None
-    """None where nothing states it: then no metric may compare it with the other side."""
+    """None if it is not stated: then no metric may compare the sides."""
     top: TopLogs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Tokens [L] that the inference kernel sampled after a prompt, and both sides' logs of them.
+    """Tokens [L] that the inference kernel sampled after a prompt, with both sides'
+    log-probabilities.
 
-    A side is None where nothing gives its log-probabilities.
+    A side without log-probabilities is None.
     """
 
     key: str
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     mask: NDArray[np.bool_]
-    """Which of the tokens count [L]: those of tools, of users and of padding do not."""
+    """Mask of the tokens that count [L]: those of tools, of users and of padding do not."""
     train: Side | None
     infer: Side | None
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -137,14 +138,14 @@ class Rollout:
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Routes, gradients, advantages and times of tokens, by role."""
     group: str | None = None
-    """Which rollouts belong together beside those whose prompts are equal; None: no others."""
+    """The name of its group of dependent rollouts; None: only rollouts with the same prompt are."""
     place: str = ""
     """Where it was read, such as "row 7"."""
 
     @property
     def unit(self) -> str:
-        """Return what names its sampling unit: the group, the prompt, or the rollout itself. Equal
-        prompts must have equal groups (`joining.joined`)."""
+        """Return the name of its sampling unit: the group, the prompt, or the rollout itself. Equal
+        prompts must have equal groups (`recording.joined`)."""
         if self.group is not None:
             return f"group {self.group}"
         if self.prompt:
@@ -153,11 +154,11 @@ class Rollout:
 
     @property
     def counted(self) -> int:
-        """Return how many tokens count."""
+        """Return the number of tokens that count."""
         return int(self.mask.sum())
 
     def delta(self) -> Array | None:
-        """Return ln w = ln p - ln q of the tokens that count; None where a side is missing."""
+        """Return ln w = ln p - ln q of the tokens that count; None if a side is missing."""
         if self.train is None or self.infer is None:
             return None
         found: Array = (self.train.logs - self.infer.logs)[self.mask]
@@ -167,7 +168,7 @@ class Rollout:
 @dataclass(frozen=True, slots=True)
 class Policy:
     """The logits [n, V], float64, of the training kernel at counted positions of one rollout, with
-    the sampled tokens [n] and what the inference kernel says of them [n]."""
+    the sampled tokens [n] and their ln-probabilities by the inference kernel [n]."""
 
     key: str
     logits: Tensor
@@ -176,10 +177,10 @@ class Policy:
 
 
 def problem_of(rollout: Rollout, vocabulary: int | None = None) -> tuple[str, str] | None:
-    """Return (column, what is wrong) of a rollout that cannot be used, None where it can.
+    """Return (column, fault) of a rollout that cannot be used; None if it can.
 
-    Lengths that differ, token ids out of range, NaN, +inf, a drawn token whose probability float64
-    holds as 0 and probabilities above 1 beyond rounding.
+    Faults are different lengths, token ids out of range, NaN, +inf, a drawn token whose probability
+    is 0 in float64, and probabilities above 1 beyond rounding.
     """
     length = len(rollout.tokens)
     if rollout.mask.shape != (length,):
@@ -211,7 +212,7 @@ def problem_of(rollout: Rollout, vocabulary: int | None = None) -> tuple[str, st
 def _problem_of_side(side: Side, length: int, mask: NDArray[np.bool_]) -> tuple[str, str] | None:
     if side.logs.shape != (length,):
         return "logs", f"{side.logs.size} values for {length} tokens"
-    bad = np.flatnonzero(_absurd(side.logs) & mask)
+    bad = np.flatnonzero(_invalid_logs(side.logs) & mask)
     if bad.size:
         value = float(side.logs[bad[0]])
         return "logs", f"{value:g} at position {bad[0]} is no log-probability"
@@ -223,14 +224,14 @@ def _problem_of_side(side: Side, length: int, mask: NDArray[np.bool_]) -> tuple[
     ordered = np.sort(top.ids, axis=1)
     if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
         return "top_ids", "a token stands twice in the list of one position"
-    if bool(_absurd(top.logs).any()):
+    if bool(_invalid_logs(top.logs).any()):
         return "top_logs", "a value is no log-probability"
     if bool((np.exp(top.logs).sum(axis=1) > 1 + 10 * ROUNDING).any()):
         return "top_logs", "the probabilities of a position sum to more than 1"
     return None
 
 
-def _absurd(logs: Array) -> NDArray[np.bool_]:
-    """Say which numbers are no log-probabilities."""
+def _invalid_logs(logs: Array) -> NDArray[np.bool_]:
+    """Return the mask of values that are no log-probabilities."""
     low: NDArray[np.bool_] = np.isfinite(logs) & (logs < LOWEST)
     return np.isnan(logs) | (logs > ROUNDING) | low

@@ -1,8 +1,8 @@
-"""From rows of a recording to rollouts: padding cut off, every column checked against the others.
+"""Rollouts from the rows of a recording: without padding, every column checked against the others.
 
-A batch is padded: prompts in front, sampled tokens behind. What is padding does not take part; of
-what is left only tokens inside the mask count, the others are context. Groups of rollouts are
-joined where their rows have one prompt: a name for each row must not make a unit of each.
+Batches pad prompts in front and sampled tokens at the end. Padding is removed; of the remaining
+tokens only those inside the mask count, the others are context. Groups of rollouts with one prompt
+are joined, so that a group name for each row does not make each row a unit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Array = NDArray[np.float64]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 _BY_CHANCE = -20.0
-"""ln of the probability above which what was sampled may begin with its prompt by chance."""
+"""ln of the probability above which sampled tokens may begin with their prompt by chance."""
 _NUMBERS = ("arrived",)
 _SUMMED = ("train_reward", "infer_reward")
 _FLAGS = ("train_refused", "infer_refused")
@@ -54,16 +54,16 @@ _VECTORS = ("train_gradient", "infer_gradient", "cache")
 
 @dataclass(frozen=True, slots=True)
 class RecordedRollouts:
-    """The rollouts of a file, and which roles its columns play."""
+    """The rollouts of a file, and the roles of its columns."""
 
     name: str
     sha256: str
     rollouts: tuple[Rollout, ...]
     roles: frozenset[str]
     numbers: tuple[int, ...]
-    """The number of each rollout's row as people count."""
+    """The number of each rollout's row, from 1."""
     joined: int = 0
-    """How many groups were joined with another, for they share a prompt."""
+    """Number of groups that were joined with another, since they share a prompt."""
 
 
 def assemble(
@@ -76,9 +76,9 @@ def assemble(
 ) -> RecordedRollouts:
     """Return the rollouts of a recording.
 
-    `train` and `infer` say what each side's log-probabilities are of. Raises Refusal for a column
-    that the contract names and the file lacks, a dump of texts, lengths that differ, ids out of
-    range, null, NaN, +inf, probabilities above 1, duplicate ids, and a prompt that is counted as
+    `train` and `infer` are the semantics of each side's log-probabilities. Raises Refusal for a
+    column that the contract names and the file lacks, a dump of texts, lengths that differ, ids out
+    of range, null, NaN, +inf, probabilities above 1, duplicate ids, and a prompt that is counted as
     sampled.
     """
     rows = cut(rows, format, mapped)
@@ -95,9 +95,9 @@ def assemble(
             )
         if any(role.endswith(("_logs", "_ids")) for role in have):
             raise _lacking(rows, "tokens", mapped.columns["tokens"])
-    told = PADDED.get(format, ())
-    if told and "tokens" in have and have.keys().isdisjoint(told):
-        names = " or ".join(f"`{mapped.columns.get(role, role)}`" for role in told)
+    padding_roles = PADDED.get(format, ())
+    if padding_roles and "tokens" in have and have.keys().isdisjoint(padding_roles):
+        names = " or ".join(f"`{mapped.columns.get(role, role)}`" for role in padding_roles)
         raise refuse(
             codes.ROLLOUT_COLUMN,
             f"{rows.name} has no column {names}, so padding cannot be told from sampled tokens",
@@ -136,16 +136,16 @@ def _lacking(rows: FileRows, role: str, column: str) -> Exception:
 
 
 def _refuse_counted_prompts(rows: FileRows, have: Mapping[str, str], found: list[Rollout]) -> None:
-    """Refuse a file in which the sampled tokens of every row begin with its prompt, and count; and
-    a row of which they do although they are too unlikely to have been sampled again."""
-    having = [r for r in found if len(r.prompt) >= 2]
+    """Refuse a file in which the sampled tokens of every row begin with its prompt and count, and a
+    row in which such tokens are too unlikely to have been sampled."""
+    with_prompt = [r for r in found if len(r.prompt) >= 2]
     inside = [
         r
-        for r in having
+        for r in with_prompt
         if r.tokens[: len(r.prompt)] == r.prompt and bool(r.mask[: len(r.prompt)].all())
     ]
     unlikely = [r for r in inside if _chance_of_prompt(r) < _BY_CHANCE - math.log(len(found))]
-    if len(inside) == len(having) and len({r.prompt for r in having}) > 1:
+    if len(inside) == len(with_prompt) and len({r.prompt for r in with_prompt}) > 1:
         unlikely = inside
     if unlikely:
         raise rows.refusal(
@@ -157,7 +157,7 @@ def _refuse_counted_prompts(rows: FileRows, have: Mapping[str, str], found: list
 
 
 def _chance_of_prompt(rollout: Rollout) -> float:
-    """Return ln of the probability of sampling the prompt once more; 0 where it is not known."""
+    """Return ln of the probability of sampling the prompt again; 0 if it is not known."""
     if rollout.infer is None:
         return 0.0
     return float(rollout.infer.logs[: len(rollout.prompt)].sum())
@@ -165,7 +165,7 @@ def _chance_of_prompt(rollout: Rollout) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads one row after the other."""
+    """Converts single rows to rollouts."""
 
     rows: FileRows
     have: Mapping[str, str]
@@ -211,7 +211,7 @@ class _Reader:
         return found
 
     def _widths(self, row: int) -> tuple[int, int]:
-        """Return how many tokens and prompt tokens a row has, padding included."""
+        """Return the numbers of tokens and prompt tokens of a row, padding included."""
         wide, before = (
             len(self.rows.listed(row, self.have[role])) if role in self.have else 0
             for role in ("tokens", "prompt")
@@ -221,7 +221,7 @@ class _Reader:
     def _attention(
         self, row: int, before: int, wide: int
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return which tokens and which prompt tokens are no padding."""
+        """Return the masks of tokens and of prompt tokens that are not padding."""
         sizes = {"prompt_attention": before, "attention": wide}
         found = {role: np.ones(size, dtype=bool) for role, size in sizes.items()}
         named = dict.fromkeys(sizes, "")
@@ -269,8 +269,8 @@ class _Reader:
         return self._sized(row, column, read(row, column, dimensions), wide)
 
     def _kept(self, row: int, wide: int, keep: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
-        """Return the ids that the sampler kept, one position after the other, and where each
-        position ends."""
+        """Return the concatenated ids that the sampler kept, and the end of each position in
+        them."""
         column = self.have["infer_kept"]
         cell = self.rows.listed(row, column)
         if len(cell) != wide:
@@ -362,12 +362,12 @@ def _nothing() -> NDArray[np.int64]:
 
 
 def _below_zero(logs: Array) -> Array:
-    """Return ln-probabilities without what rounding put above 0."""
+    """Return ln-probabilities with those that rounding put above 0 set to 0."""
     return np.where((logs > 0) & (logs <= ROUNDING), 0.0, logs)
 
 
 def _testable(cell: Any) -> str | bool | Fraction | None:
-    """Return a cell that a slice can test, None for null, lists and numbers that are none."""
+    """Return a cell as a value that slices can test; None for null, lists, NaN and infinities."""
     if isinstance(cell, np.generic):
         cell = cell.item()
     if isinstance(cell, str | bool):
@@ -383,10 +383,10 @@ def _testable(cell: Any) -> str | bool | Fraction | None:
 
 
 def joined(rollouts: Sequence[Rollout]) -> tuple[tuple[Rollout, ...], int]:
-    """Return the rollouts with groups that share no prompt, and how many groups went into another.
+    """Return the rollouts with groups joined that share a prompt, and the number of joined groups.
 
-    Those that are joined, also by way of a third, take the name of one of them. Rollouts without a
-    group, and those without a prompt, stay as they are.
+    Joined groups, also those linked through a third, take the name of one of them. Rollouts without
+    a group, and those without a prompt, stay as they are.
     """
     into: dict[str, str] = {}
 

@@ -1,7 +1,7 @@
-"""Recordings as columns of cells: files read by their suffix, checked cells.
+"""Recordings as columns of checked cells, from files read by their suffix.
 
-A file that cannot be read whole is refused, and so is a cell that is not what its role asks for,
-with its file, row and column. Nothing is repaired, nothing is filled in.
+A file that cannot be read completely is refused, and so is a cell of the wrong type for its role,
+with its file, row and column. Nothing is repaired or filled in.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class FileRows:
     count: int
     columns: Mapping[str, Sequence[Any]]
     word: str = "row"
-    """How a row is called: "line" where people count lines."""
+    """The word for a row in messages: "row" or "line"."""
     numbers: Sequence[int] | None = None
-    """The number of each row as people count, where it is not 1, 2, 3."""
+    """The number of each row in messages; None for 1, 2, 3, ..."""
 
     def number(self, row: int) -> int:
-        """Return the number of a row as people count."""
+        """Return the number of a row in messages, from 1."""
         return row + 1 if self.numbers is None else self.numbers[row]
 
     def place(self, row: int) -> str:
-        """Return where a row stands, such as "rollouts.jsonl, line 7"."""
+        """Return the place of a row, such as "rollouts.jsonl, line 7"."""
         return f"{self.name}, {self.word} {self.number(row)}"
 
     def refusal(
@@ -68,21 +68,21 @@ class FileRows:
         return cast("Sequence[Any] | NDArray[Any]", found)
 
     def single(self, row: int, column: str) -> bool:
-        """Return whether a cell is one value for the whole row instead of a list."""
+        """Return whether a cell is a single value instead of a list."""
         return not _is_list(self.cell(row, column))
 
-    # --- what roles ask for ----------------------------------------------------------------------
+    # --- typed cells -----------------------------------------------------------------------------
 
     def array(self, row: int, column: str, dimensions: int) -> NDArray[np.float64]:
-        """Return a cell as float64 numbers of so many dimensions; NaN may be among them.
+        """Return a cell as a float64 array with this number of dimensions; NaN is allowed.
 
-        Raises Refusal for null, ragged lists and what is no number.
+        Raises Refusal for null, ragged lists and items that are no numbers.
         """
         found = self.cell(row, column)
         if isinstance(found, np.ndarray) and found.dtype.kind in "fiu":
             numbers = found
         else:
-            bad = _no_number(found)
+            bad = _first_non_number(found)
             if bad is not None:
                 raise self.refusal(row, column, f"{bad[1]} at position {bad[0]}")
             try:
@@ -149,15 +149,15 @@ def _is_list(cell: Any) -> bool:
     return isinstance(cell, list | tuple) or (isinstance(cell, np.ndarray) and cell.ndim > 0)
 
 
-def _no_number(value: Any) -> tuple[str, str] | None:
-    """Return the place, such as "3, 0", and the word of the first item of nested lists that would
-    become a number without being one: null, or a truth value."""
+def _first_non_number(value: Any) -> tuple[str, str] | None:
+    """Return position, such as "3, 0", and description of the first null or truth value in nested
+    lists, which numpy would convert to a number."""
     if not isinstance(value, list | tuple) or set(map(type, value)) <= {int, float}:
         return None
     for i, item in enumerate(value):
         if item is None or isinstance(item, bool):
             return str(i), "null" if item is None else f"the truth value {str(item).lower()}"
-        inner = _no_number(item)
+        inner = _first_non_number(item)
         if inner is not None:
             return f"{i}, {inner[0]}", inner[1]
     return None
@@ -171,16 +171,16 @@ def _shown(numbers: NDArray[np.float64], bad: NDArray[np.intp]) -> str:
 
 
 SUFFIXES = (".jsonl", ".parquet", ".safetensors")
-"""The files that are read."""
+"""The suffixes of supported files."""
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin")
 _WAY_OUT = "write the recording again; `kcdsl explain rollouts` shows how"
 
 
 def read_rows(path: Path, name: str) -> FileRows:
-    """Read a recording; `name` is how the contract calls it.
+    """Read a recording; `name` is its name in the contract.
 
-    Raises Refusal for a missing, damaged, empty or changing file, a suffix that is not known and
-    columns of different lengths.
+    Raises Refusal for a missing, damaged, empty or changing file, an unknown suffix, and columns of
+    different lengths.
     """
     suffix = path.suffix.lower()
     if suffix in _PICKLES:
@@ -251,7 +251,7 @@ def _object(path: Path, number: int, data: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Lists(Sequence[Any]):
-    """A column of lists: the numbers of all rows in one array, cut where it is asked."""
+    """A column of lists: the values of all rows in one array, sliced on access."""
 
     values: NDArray[Any]
     starts: NDArray[np.int64]

@@ -1,1 +1,1 @@
-"""Token tables: one row per token, many more of them than fit into memory."""
+"""Token tables: one row per token, possibly more than fit into memory."""

@@ -1,13 +1,13 @@
-"""The rows of a token table, as digests that do not depend on how its files are written.
+"""Digests of the rows of a token table that do not depend on how its files are written.
 
-Each row is written as text, and md5 makes an integer of 64 bits of it. Their sum is the same in any
-order, compression, number of row groups and width of numbers. It finds copies; it is no protection
-against rows that somebody made to collide.
+Each row is written as text and hashed by md5 to an integer of 64 bits. The sum is the same for any
+order, compression, number of row groups and width of numbers. It detects copies, not rows that were
+constructed to collide.
 
-A sketch has the k least digests of single requests (bottom-k; Cohen and Kaplan 2007). It has what
-its table has of the k least of two tables together, so that two sketches show a common request: any
-one of tables of at most k requests, and else with a chance of about 1 - (1 - f)^k, where f is the
-common share of the requests of both.
+A sketch has the k least digests of single requests (bottom-k; Cohen and Kaplan 2007). Two sketches
+together have the k least digests of both tables, so they show whether the tables have a common
+request: always for tables of at most k requests, else with a probability of about 1 - (1 - f)^k,
+where f is the share of common requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kcdsl_backends.empirical.sources.tokens.tables import (
 )
 
 SKETCH = 64
-"""How many digests of requests a sketch has: a common share of 10 % stays unseen once in 800."""
+"""Number of digests in a sketch: a common share of 10 % is missed once in 800."""
 
 
 def content_digests(database: Database) -> tuple[str, dict[int, str]]:
@@ -72,7 +72,7 @@ def sketches(database: Database, metrics: Iterable[str]) -> dict[str, list[str]]
 
 
 def sketch_query(written: str, *columns: str) -> str:
-    """Return the query of the least md5 of requests as they are written: digest."""
+    """Return the query of the least md5 of requests written as the expression `written`: digest."""
     name = f"{quoted(REQUEST)}::VARCHAR AS name"
     return (
         f"SELECT md5(concat({written})) AS digest\n"
@@ -86,7 +86,8 @@ def _columns(table: TokenTable) -> list[str]:
 
 
 def _written(table: TokenTable, name: str) -> str:
-    """Return a value as text: a number, `-` where there is none, and else its length before it."""
+    """Return the SQL of a value as text: a number, `-` for null, other values after their
+    length."""
     if name in table.metrics:
         return f"coalesce({quoted(name)}::DOUBLE::VARCHAR, '-')"
     x = f"{quoted(name)}::VARCHAR"

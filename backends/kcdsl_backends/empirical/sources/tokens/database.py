@@ -1,15 +1,15 @@
 """Token tables in DuckDB: counts and exact percentiles by slice, in bounded memory.
 
 Exceedance is `NOT (x <= threshold)`, so that a NaN exceeds; both sides are doubles, because
-`0.05::FLOAT > 0.05::DOUBLE` is true; a NULL is no value and is counted apart. A threshold is the
-largest double that is not above the exact one: for doubles it is the same. Percentiles are order
+`0.05::FLOAT > 0.05::DOUBLE` is true; a NULL is no value and is counted separately. A threshold is
+rounded down to a double, which does not change comparisons of doubles. Percentiles are order
 statistics of rank ceil(q n).
 
-What does not fit spills to a folder that is removed. The percentiles of as many metrics and slices
-as fit are found in one query. A slice too large by itself is searched: rows between two values are
-counted on both sides of pivots drawn among them, and the part with the wanted rank is searched on,
-until it fits. Counts decide, so the answer is exact whichever pivots were drawn; NaN is the
-greatest value, as DuckDB orders it.
+Data beyond the memory limit spill to a temporary folder. One query finds the percentiles of as many
+metrics and slices as fit. A slice that does not fit is searched: rows between two values are
+counted on both sides of pivots drawn among them, and the part with the wanted rank is searched
+next, until it fits. Counts decide, so the result is exact for any pivots; NaN is the greatest
+value, as DuckDB orders it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from kcdsl_backends.executors import available_memory
 
 LEAST_MEMORY = 256 * 2**20
 _OFF = "statistics_propagation,filter_pushdown"
-"""What DuckDB must not do: it concludes from the least and greatest value of a row group, which
-Parquet states without NaN, that no value exceeds them, and so does not count a NaN."""
+"""Disabled optimisers of DuckDB: they conclude from the least and greatest value of a row group,
+which Parquet states without NaN, that no value exceeds them, and so miss a NaN."""
 
 
 @dataclass(slots=True)
 class Database:
-    """A connection on which the table is `tokens`; `memory` is in bytes. It remembers what was
-    asked, in order, so that a report can show it."""
+    """A connection on which the table is `tokens`; `memory` is in bytes. `asked` holds all queries,
+    in order, for the report."""
 
     connection: Any
     table: TokenTable
@@ -55,13 +55,13 @@ class Database:
     asked: list[str] = field(default_factory=list)
 
     def rows(self, query: str) -> list[dict[str, Any]]:
-        """Return the rows of an answer as dictionaries, for answers of few rows."""
+        """Return the rows of a result as dictionaries, for results of few rows."""
         answer = self._ask(query, lambda: self.connection.execute(query))
         names = [column[0] for column in answer.description]
         return [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
 
     def columns(self, query: str) -> Any:
-        """Return an answer as an Arrow table."""
+        """Return a result as an Arrow table."""
         return self._ask(query, lambda: self.connection.sql(query).to_arrow_table())
 
     def _ask(self, query: str, run: Callable[[], Any]) -> Any:
@@ -93,9 +93,9 @@ def opened(
     threads: int | None = None,
     spill: Path | None = None,
 ) -> Iterator[Database]:
-    """Open a table. `memory` is in bytes (default: half of what is available), `threads` of one
-    query (default: all cores), `spill` the folder in which a folder for what does not fit is made
-    and removed (default: that of temporary files)."""
+    """Open a table. `memory` is in bytes (default: half of the available), `threads` of one query
+    (default: all cores), `spill` the parent of the temporary folder for data beyond the memory
+    (default: that of temporary files)."""
     import duckdb
 
     limit = _limit(memory)
@@ -165,12 +165,12 @@ def _first(error: Exception) -> str:
 
 
 _BYTES = 3
-"""Bytes that a percentile takes in memory, for each byte of the values it is of."""
+"""Bytes of memory of a percentile query per byte of its values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One metric on one slice, token by token: rows, those with a value, those that do not meet
+    """Tokens of one metric on one slice: numbers of rows, of those with a value and of those beyond
     each limit, and the values at the wanted percentiles (None without values)."""
 
     rows: int
@@ -180,7 +180,7 @@ class Tokens:
 
 
 Found = dict[tuple[str, str], Tokens]
-"""By slice and metric."""
+"""Counts by (slice, metric)."""
 
 
 def count_tokens(database: Database, slice_of: str, asked: Sequence[Asked]) -> Found:
@@ -239,7 +239,7 @@ def _percentiles(database: Database, slice_of: str, one: Asked, counted: Found, 
 
 
 def _batches(sizes: dict[str, int], most: int) -> Iterator[list[str]]:
-    """Put slices together whose values fit; a larger one stands alone."""
+    """Group slices whose values fit into memory together; a larger one is alone."""
     batch: list[str] = []
     total = 0
     for name in sorted(sizes, key=lambda name: (sizes[name], name)):
@@ -261,7 +261,8 @@ _SAMPLE = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The values above `low` and below `high` (None: no end), `before` of which are smaller."""
+    """The `values` values between `low` and `high` (None: unbounded); `before` values are
+    smaller."""
 
     low: float | None
     high: float | None
@@ -334,9 +335,9 @@ def _value(value: float) -> str:
 
 
 def view(table: TokenTable) -> str:
-    """Return the statement that gives the files a name.
+    """Return the statement that creates the view `tokens` of the files.
 
-    Names of folders such as `kl=0` are no values of columns, which DuckDB would take them for.
+    Names of folders such as `kl=0` are not read as values of columns, which is DuckDB's default.
     """
     files = ", ".join(map(literal, table.files))
     return (
@@ -361,13 +362,12 @@ class ValueLimit:
         nearest = below(self.value) if down else above(self.value)
         op = self.op if Fraction(nearest) == self.value else self.op[0] + "="
         test = f"{x}::DOUBLE {op} {double(nearest)}"
-        return test if down else f"{test} AND NOT isnan({x})"  # to DuckDB NaN is the greatest value
+        return test if down else f"{test} AND NOT isnan({x})"  # in DuckDB NaN is the greatest value
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is counted of one metric: requirements that values do not meet, and the q of
-    percentiles."""
+    """The counts wanted of one metric: values beyond each limit, and the q of percentiles."""
 
     metric: str
     limits: tuple[ValueLimit, ...] = ()
@@ -407,7 +407,7 @@ def rows_of(slice_of: str, names: str, only: Sequence[str] | None = None) -> str
 
 
 def decimal(q: Fraction) -> str:
-    """Return a share as a decimal number, whose rank DuckDB finds in integers."""
+    """Return a share as a decimal number, with which DuckDB computes ranks in integers."""
     digits = 0
     while (q * 10**digits).denominator != 1:
         digits += 1

@@ -1,11 +1,11 @@
-"""Requests of a token table, reduced to what statistics need of them.
+"""Requests of a token table, reduced to the columns that statistics need.
 
 Sums are exact. A value below 2^h is n_0 2^(h-61) + n_1 2^(h-122) + ... with integers of at most 61
 bits, found by truncation: each remainder is exact. Sums of integers do not depend on their order,
 so they are the same for every number of threads, files and row groups, and are rounded once.
 
-A table holds what someone logged under the name of a metric. A divergence below zero, or several
-values of a metric that has one for each request, is none of it (`as_measured`).
+Logged values may not be those of the metric that names their column: a divergence below zero, or
+several values of a metric that has one per request, are faults (`as_measured`).
 """
 
 from __future__ import annotations
@@ -134,12 +134,12 @@ def _column(found: Any, i: int, sums: ExactSums) -> Column:
 
 _BITS = 61
 _LEAST = -1074
-"""The exponent of the smallest double: with it nothing is left."""
+"""The exponent of the smallest double, which leaves no remainder."""
 
 
 def steps_for(largest: float, count: int) -> tuple[float, ...]:
-    """Return the powers of two of `count` integers for values of at most `largest`, or fewer where
-    they reach the smallest double."""
+    """Return the powers of two of `count` integers for values of at most `largest`; fewer if they
+    reach the smallest double."""
     high = math.frexp(largest)[1]
     exponents: list[int] = []
     for i in range(1, count + 1):
@@ -175,15 +175,14 @@ def exact_sums(columns: Sequence[Sequence[str]], steps: Sequence[float]) -> Exac
     return ExactSums(integers, unit)
 
 
-# --- meaning -------------------------------------------------------------------------------------
+# --- faults --------------------------------------------------------------------------------------
 
 
 def as_measured(reduced: Reduced, measures: Mapping[str, MetricDefinition]) -> Reduced:
     """Return requests with the faults of their values named.
 
-    A request has one value of a term whose metrics all have one for each request, however many of
-    its rows repeat it. A term that combines metrics is held against those of them that have columns
-    of their own.
+    A term whose metrics all have one value per request has one value, which all rows of the request
+    repeat. A term that combines metrics is checked by those that have columns of their own.
     """
     columns = {term: _as_measured(term, reduced.columns, measures) for term in reduced.columns}
     return replace(reduced, columns=columns)
@@ -206,7 +205,7 @@ def _as_measured(
 
 
 def _once(column: Column, faults: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Column:
-    """Return a column in which every row of a request repeats its one value."""
+    """Return a column reduced to one value per request, which all its rows must repeat."""
     number = column.nan == 0
     mixed = ~number & (column.nan < column.values)
     faults[mixed | (number & (column.least != column.most) & (column.values > 0))] = SEVERAL
@@ -225,7 +224,7 @@ def _once(column: Column, faults: np.ndarray[tuple[int], np.dtype[np.int64]]) ->
 
 
 def expression(term: Term) -> str:
-    """Return a pointwise term in float64, operation by operation as numpy has it."""
+    """Return the SQL of a pointwise term in float64, with the operations of numpy."""
     match term:
         case Metric(name):
             return f"{quoted(name)}::DOUBLE"
@@ -251,10 +250,10 @@ def extreme_query(terms: Sequence[Term]) -> str:
 def request_query(slice_of: str, terms: Sequence[Term], steps: Sequence[Sequence[float]]) -> str:
     """Return the query that reduces requests: one row per slice and request.
 
-    `steps` has the powers of two of which each finite value is written as a sum of integer
-    multiples, the largest first; `rest_i` is what of the values is left, and must be 0. Columns:
-    slice, request, place (of its first row), tokens, then of term i: values_i, nan_i, infinite_i,
-    fractions_i, least_i, most_i, sum_i_j (decimal digits) and rest_i.
+    `steps` has powers of two, the largest first; each finite value is a sum of their integer
+    multiples. `rest_i` is the remainder, which must be 0. Columns: slice, request, place (of its
+    first row), tokens, then of term i: values_i, nan_i, infinite_i, fractions_i, least_i, most_i,
+    sum_i_j (decimal digits) and rest_i.
     """
     source = f"SELECT {slice_of} AS slice, {quoted(REQUEST)}, {PLACE}"
     for i, term in enumerate(terms):

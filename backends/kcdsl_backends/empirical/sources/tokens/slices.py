@@ -1,9 +1,9 @@
-"""The slices of the rows of a token table, and whether they can be told.
+"""The slices of the rows of a token table, and checks that each row belongs to known ones.
 
 A slice has a name in a column or a predicate on fields of the table; thresholds of predicates are
-exact, as they are where requests are selected. A row without what tells slices apart belongs
-nowhere, a request whose rows have several values of a field is torn apart between slices, and a
-file that is there twice makes every token of it weigh twice. Nothing of that is dropped or mended.
+exact, as they are where requests are selected. A row without a field that a slice tests belongs to
+no slice, a request whose rows have several values of a field is split between slices, and a file
+that is given twice counts its tokens twice. Such tables are refused, not repaired.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from kcdsl_backends.empirical.sources.tokens.tables import (
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A slice whose rows are wanted: those of which the column of slices has the name `named`, and
-    that satisfy `where` (None: no such condition)."""
+    """A slice: the rows with `named` in the column of slices that satisfy `where` (None: no
+    condition)."""
 
     name: str
     where: Predicate | None
@@ -140,7 +140,7 @@ def field_query(table: TokenTable, fields: Sequence[str]) -> str:
     return f"SELECT {', '.join(parts)} FROM tokens"
 
 
-def torn_query(field: str) -> str:
+def split_query(field: str) -> str:
     """Return the query of a request of which a field has several values."""
     x = quoted(field)
     return (
@@ -150,8 +150,8 @@ def torn_query(field: str) -> str:
 
 
 def position_query() -> str:
-    """Return the query of a request whose rows do not stand at each position once: request, rows,
-    places (different ones), first and last."""
+    """Return the query of a request without exactly one row at each position: request, rows, places
+    (distinct positions), first and last."""
     x = quoted(POSITION)
     return (
         f"SELECT {quoted(REQUEST)}::VARCHAR AS request, count(*) AS rows,\n"
@@ -198,18 +198,18 @@ def _test(column: str, op: str, value: str | bool | Fraction, kind: str) -> str:
 def check_rows(database: Database, members: Sequence[Member] | None) -> None:
     """Refuse a table whose rows do not belong to one request, one slice and one position each.
 
-    `members` are the slices that are wanted; None stands for every slice that the column names.
-    Raises Refusal: KC622 for a field by which slices are told apart, KC680 for the rest.
+    `members` are the wanted slices; None stands for every slice that the column names. Raises
+    Refusal: KC622 for a field that slices test, KC680 for the rest.
     """
     table = database.table
     wheres = [m.where for m in members or () if m.where is not None]
     fields = sorted(frozenset[str]().union(*map(tested_fields, wheres)))
     named = any(m.named for m in members or ())
-    if members is None:  # counting finds a row without a name, but not an empty list of them
+    if members is None:  # counting detects a missing name, but not an empty list
         named = table.slices == "lists"
     _refuse_lacking(database, [*fields, *([SLICE] if named else [])])
     for field in fields:
-        torn = database.rows(torn_query(field))
+        torn = database.rows(split_query(field))
         if torn:
             raise refuse(
                 codes.REQUEST_FIELD,
@@ -260,7 +260,7 @@ def _positions(message: str) -> Refusal:
 
 
 def left_out(database: Database, members: Sequence[Member] | None) -> int:
-    """Return how many rows are in none of the wanted slices."""
+    """Return the number of rows outside all wanted slices."""
     tests = [] if members is None else belonging(database.table, members)
     if not tests or "TRUE" in tests:
         return 0
@@ -269,8 +269,7 @@ def left_out(database: Database, members: Sequence[Member] | None) -> int:
 
 
 def refuse_copies(table: TokenTable, digests: Sequence[str], what: str = "bytes") -> None:
-    """Refuse a file that has rows and the bytes, or other content, of another one (`digests`, by
-    file)."""
+    """Refuse a file with rows whose digest equals that of another; `digests` are by file."""
     import pyarrow.parquet as pq
 
     first: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Token tables: their files, columns and rows, or why they cannot be used; values in SQL."""
+"""Token tables: their files, columns and rows, checked; values as SQL literals."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TokenTable:
     """Parquet files of the same columns, one row per token.
 
     `metrics` has the bytes of one value of every floating column; `fields` the kind ("number",
-    "integer", "string", "boolean") of the other columns that predicates may test. `slices` says how
-    the column of slices is read: "names", "lists" of names, "numbers", or None where there is none.
+    "integer", "string", "boolean") of the other columns that predicates may test. `slices` is the
+    kind of the column of slices: "names", "lists" of names, "numbers", or None without one.
     """
 
     files: tuple[Path, ...]
@@ -38,10 +38,10 @@ class TokenTable:
 
 
 def open_tables(paths: Sequence[str | Path]) -> TokenTable:
-    """Read what Parquet files, or folders of them, hold; only their ends are read.
+    """Read the schemas of Parquet files, or of folders of them; only their footers are read.
 
-    Raises Refusal (KC680) for what is no such file, for files without the column `request` or
-    without floating columns, for files that differ in their columns, and for tables without rows.
+    Raises Refusal (KC680) for other files, for files without the column `request` or without
+    floating columns, for files that differ in their columns, and for tables without rows.
     """
     import pyarrow.parquet as pq
 
@@ -197,7 +197,7 @@ def _told(schema: Any) -> str:
 def file_records(
     table: TokenTable, progress: Callable[[int, int], None]
 ) -> tuple[dict[str, Any], ...]:
-    """Return name, sha256 and bytes of every file; what is decided is bound to them."""
+    """Return name, sha256 and bytes of every file, for the record of a decision."""
     found = []
     for done, file in enumerate(table.files, 1):
         with open_regular(file) as stream:
@@ -208,16 +208,16 @@ def file_records(
 
 
 PLACE = "kcdsl_place"
-"""Where a row stands: the number of its file and its number in there, as one integer."""
+"""The column with the number of a row's file and its number in the file, as one integer."""
 
 
 def quoted(name: str) -> str:
-    """Return a name of a column."""
+    """Return the quoted name of a column."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def text(value: str) -> str:
-    """Return a string."""
+    """Return a string as a literal."""
     return "'" + value.replace("'", "''") + "'"
 
 
@@ -225,18 +225,18 @@ _PATTERN = re.compile(r"[*?\[]")
 
 
 def literal(file: Path) -> str:
-    """Return the name of a file for DuckDB, which would take it for a pattern as it stands: in
-    brackets each sign is itself."""
+    """Return the name of a file for DuckDB, with the signs of its glob patterns in brackets, so
+    that they stand for themselves."""
     return text(_PATTERN.sub(r"[\g<0>]", str(file)))
 
 
 def double(value: float) -> str:
-    """Return a float64: a bare 0.05 would be a decimal number, compared otherwise."""
+    """Return a float64 literal: a bare 0.05 would be a decimal number and compare differently."""
     return f"'{value!r}'::DOUBLE"
 
 
 def below(value: Fraction) -> float:
-    """Return the largest float64 that is at most a number: x <= it says the same of doubles."""
+    """Return the largest float64 that is at most `value`; `x <= value` is the same for doubles."""
     try:
         nearest = float(value)
     except OverflowError:
@@ -245,12 +245,12 @@ def below(value: Fraction) -> float:
 
 
 def above(value: Fraction) -> float:
-    """Return the smallest float64 that is at least a number."""
+    """Return the smallest float64 that is at least `value`."""
     return -below(-value)
 
 
 def belonging_nowhere(what: str, thing: str) -> Refusal:
-    """Return the refusal of rows without what tells where they belong."""
+    """Return the refusal of rows without a request or slice."""
     return refuse(
         codes.TOKEN_TABLE,
         f"{what} rows have no {thing}",
