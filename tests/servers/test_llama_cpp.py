@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kcdsl.diagnostics import Refusal, codes
-from kcdsl_backends.empirical.collection.servers import Gathered, gather_rollouts
+from kcdsl_backends.empirical.collection.servers import ServerRollouts, gather_rollouts
 from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.empirical.sources.rollouts.record import Semantics
@@ -28,7 +28,7 @@ FLOAT_NOISE = 1e-4
 """ln-probabilities of two float32 programs of this model differ by some 1e-5 at most."""
 
 
-def largest(found: Gathered) -> float:
+def largest(found: ServerRollouts) -> float:
     """Return the largest |ln w| of all drawn tokens."""
     ratios = [r.delta() for r in found.rollouts.values()]
     assert all(ratio is not None for ratio in ratios)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kcdsl.diagnostics import Refusal, codes
-from kcdsl_backends.empirical.collection.servers import FAILURES, Gathered, gather_rollouts
+from kcdsl_backends.empirical.collection.servers import FAILURES, ServerRollouts, gather_rollouts
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.executors import in_order
 from kcdsl_backends.requests import Request
@@ -118,7 +118,7 @@ def test_nothing_is_asked_once_nobody_takes_answers() -> None:
 # --- a server ------------------------------------------------------------------------------------
 
 
-def bits(found: Gathered) -> list[Any]:
+def bits(found: ServerRollouts) -> list[Any]:
     """Return everything that was gathered, as bytes."""
     rows: list[Any] = []
     for key, rollout in found.rollouts.items():

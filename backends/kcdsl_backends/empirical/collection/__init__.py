@@ -1,4 +1,4 @@
-"""Collection: load what a contract names, and fill the evidence table from its sources."""
+"""Collection: load the inputs of a contract, and fill the evidence table from its sources."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def collect(
     checkpoint: RunCheckpoint | None = None,
     spread: Workers | None = None,
 ) -> EvidenceTable:
-    """Fill the evidence table with what the clauses of a contract read on its slices.
+    """Fill the evidence table with the values that the clauses of a contract read on its slices.
 
-    What `checkpoint` holds is not measured again; `spread` says where local kernels run requests.
-    Raises Refusal for a contract without clauses that measuring decides, and for a metric that the
-    source cannot supply, before anything is measured.
+    Results in `checkpoint` are not measured again; `spread` runs requests of local kernels in other
+    processes. Raises Refusal for a contract without clauses that measurements decide, and for a
+    metric that the source cannot supply, before anything is measured.
     """
     source = source_of(context, checkpoint, spread)
     clauses, _ = split(expand_tables(context.program), frozenset(source.slices))

@@ -1,8 +1,8 @@
 """Chat templates: rows of messages to text, as transformers renders it.
 
 A template is code of the checkpoint. It is run only by commands that run the model too, in jinja2's
-immutable sandbox: no attribute that begins with an underscore, no change of what it is given. It is
-given no clock, since the same row must be the same tokens tomorrow.
+immutable sandbox: no attribute that begins with an underscore, no change of its inputs. It has no
+clock, since a row must always give the same tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kcdsl.model.tokenizer import Tokenizer
 from kcdsl.source.files import excerpt, shown
 
 _LARGEST = 16 * 2**20
-"""Bytes of a template, or of the text of one row."""
+"""Largest number of bytes of a template, or of the text of one row."""
 _LONGEST = 10**6
-"""Length of what a product in a template may give."""
+"""Largest length of the result of a product in a template."""
 _FAULTS = (
     TypeError, ValueError, RecursionError, ArithmeticError, LookupError, AttributeError, MemoryError
 )  # fmt: skip
@@ -77,7 +77,7 @@ class ChatTemplate:
         return "".join(parts)
 
     def compiled(self) -> Any:
-        """Return the template as jinja2 runs it; raises Refusal for what is none."""
+        """Return the compiled template; raises Refusal for an invalid one."""
         from jinja2 import TemplateError
 
         try:
@@ -100,8 +100,8 @@ def renderer(
     """Return the function from a row with `messages` to its tokens. The template of the checkpoint
     is read and compiled at the first such row.
 
-    `tools`, `documents`, `add_generation_prompt` and `chat_template_kwargs` of the row are given to
-    the template. Without `add_generation_prompt` it is true where the last message is not of the
+    The template gets `tools`, `documents`, `add_generation_prompt` and `chat_template_kwargs` of
+    the row. The default of `add_generation_prompt` is true if the last message is not of the
     assistant.
     """
 
@@ -126,7 +126,7 @@ def renderer(
 
 def chat_template(checkpoint: Path, files: Artefacts) -> ChatTemplate | None:
     """Return the template beside a checkpoint: chat_template.jinja, else the `chat_template` of
-    tokenizer_config.json (of several, the one called `default`); None where there is none."""
+    tokenizer_config.json (of several, that named `default`); None if there is none."""
     path = files.beside(checkpoint, "tokenizer_config.json")
     config: dict[str, Any] = {}
     if path is not None:
@@ -169,7 +169,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Sandbox(ImmutableSandboxedEnvironment):
-        """The sandbox of jinja2, in which a short template cannot make a long value either."""
+        """The sandbox of jinja2, in which products cannot make long values."""
 
         intercepted_binops = frozenset({"*", "**", "%"})
 
@@ -184,7 +184,7 @@ def _environment() -> Any:
             return super().call_binop(context, operator, left, right)
 
     class Generation(Extension):
-        """The tag that marks what the assistant writes: its content, as it is."""
+        """The tag that marks text of the assistant; it renders its content unchanged."""
 
         tags = {"generation"}  # noqa: RUF012
 

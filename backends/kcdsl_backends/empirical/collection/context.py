@@ -1,4 +1,4 @@
-"""The context of a collection: what it reads, loaded and resolved, and what it measures."""
+"""The context of a collection: its loaded and resolved inputs, and the plan of measurements."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ from kcdsl_backends.empirical.table.requirements import (
 from kcdsl_backends.requests import Request, RequestFile
 
 Progress = Callable[[str, int, int], None]
-"""Told (stage, done, total)."""
+"""Called with (stage, done, total)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What every collection knows of its contract, and what its evidence says of that."""
+    """The fields that the contexts of all sources have, and their evidence table."""
 
     program: Program
-    """The contract as it was compiled, its tables as they are stated."""
+    """The compiled contract, with its tables not expanded."""
     contract: Mapping[str, str]
     model: Mapping[str, Any]
     environment: Mapping[str, Any]
     seed: int = 0
     looks: int | None = 1
-    """How many evaluations of growing data share the error; None: any number (e-processes)."""
+    """The number of evaluations of growing data that share the error; None: any number
+    (e-processes)."""
     spoiled: Mapping[str, str] = field(default_factory=dict)
-    """Why the evidence on a slice is invalid, whatever was measured: buckets of a table that does
-    not have a value for every request."""
+    """The reasons why the evidence on slices is invalid, whatever was measured: buckets of a table
+    without a value for every request."""
 
     def evidence(
         self, slices: Mapping[str, Sequence[Request]], *, encoder: bool = False, **measured: Any
@@ -82,13 +83,13 @@ class Workers(Protocol):
         arrived: Callable[[Request, RequestRun], None],
         imported: Callable[[Mapping[str, tuple[str, str]]], None],
     ) -> dict[str, RequestRun]:
-        """Return what every request gave, by its key."""
+        """Return the results of every request, by its key."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelContext(Context):
-    """Everything that an evaluation of kernels reads: loaded, resolved, replaceable by fakes."""
+    """All inputs of an evaluation of kernels: loaded, resolved, replaceable by fakes."""
 
     train: Kernel
     infer: Kernel
@@ -103,19 +104,19 @@ class KernelContext(Context):
     device: Any
     certify: Certify | None
     seconds: float = 20.0
-    """How long runs may be timed."""
+    """Time limit of the timed runs."""
     user: tuple[UserFunction, ...] = ()
-    """The functions of the user's metrics that the program speaks of."""
+    """The functions of the user's metrics that the program names."""
     changed_weights: Callable[[], Mapping[str, str]] = dict
-    """Names the kernels whose weights are no longer those that were loaded."""
+    """Returns the kernels whose weights have changed since they were loaded."""
     bound_model: ModelBound | None = None
-    """Bounds the drift of the whole model; None where that is not sought."""
+    """Bounds the drift of the whole model; None if no such bounds are wanted."""
     bound_seconds: float = 0.0
-    """How long `bound_model` may take over all requests."""
+    """Time limit of `bound_model` for all requests."""
     reference: Reference | None = None
-    """Runs the model without roundings and as claimed; None where it cannot be copied."""
+    """Runs the model without roundings and as claimed; None if it cannot be copied."""
     artefacts: Artefacts | None = None
-    """The files of the command, with which own code that requests import is recorded."""
+    """The files of the command, in which imported modules of the contract are recorded."""
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -124,7 +125,7 @@ class KernelContext(Context):
 
     @property
     def data(self) -> tuple[dict[str, Any], ...]:
-        """Return what evidence says of the files of requests."""
+        """Return the records of the request files for the evidence."""
         return tuple(
             {"name": file.name, "sha256": file.sha256, "rows": len(file.requests)}
             for file in self.files.values()
@@ -132,7 +133,7 @@ class KernelContext(Context):
 
     @property
     def kernels(self) -> dict[str, dict[str, object]]:
-        """Return what evidence says of both kernels."""
+        """Return the records of both kernels for the evidence."""
         stated = (
             ("train", self.program.train, self.train),
             ("infer", self.program.infer, self.infer),
@@ -148,7 +149,7 @@ class KernelContext(Context):
 
 
 def spoiled_slices(found: Iterable[tuple[Gap, Sequence[Request]]]) -> dict[str, str]:
-    """Return why a slice has no usable evidence, for tables that miss requests of it."""
+    """Return the reasons why slices have no usable evidence: tables lack some of their requests."""
     return {
         name: f"{len(rows)} requests, {rows[0].id!r} first, are in no row of the table {gap.table}"
         for gap, rows in found
@@ -205,7 +206,7 @@ def _out_of_reach(name: str, context: KernelContext) -> tuple[str, str] | None:
 
 
 def plan_for(context: KernelContext, clauses: Sequence[Clause]) -> MeasurementPlan:
-    """Return what to measure: what the clauses read, and the usual drifts of the summary."""
+    """Return the plan of measurements: the metrics of the clauses, and those of the summary."""
     metrics = {name for clause in clauses for name in metrics_of(clause.require)}
     metrics |= set(SUMMARY_METRICS[context.encoder])
     measures = measures_of(context.program)

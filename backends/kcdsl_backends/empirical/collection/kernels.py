@@ -1,9 +1,8 @@
 """Collection from local kernels: run both on every request, check, cross-check, time.
 
-The noise floor is how far the training kernel is from itself when a request is batched otherwise:
-the same tokens run alone, in a batch, in the other order and padded behind. No inference kernel can
-undercut this drift; a threshold below it asks it to be nearer to the training kernel than that is
-to itself.
+The noise floor is the drift of the training kernel from itself under another batching: the same
+tokens run alone, in a batch, in the other order and with padding after them. A threshold below it
+demands that the inference kernel be nearer to the training kernel than that is to itself.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ _GENERATION = (
 class KernelSource:
     """Both kernels of a contract on this machine, or recorded logits in place of one or both.
 
-    What `checkpoint` holds is not run again. `spread` says where requests are run, None for this
-    process: every bit is the same.
+    Results in `checkpoint` are not run again. `spread` runs requests in other processes, None in
+    this one; all bits are the same.
     """
 
     context: KernelContext
@@ -89,7 +88,7 @@ class KernelSource:
     def fill(self, clauses: Sequence[Clause], progress: Progress) -> EvidenceTable:
         """Run both kernels, compare with certified bounds, check, and time.
 
-        Raises Refusal where a measured block drift lies above its certified bound.
+        Raises Refusal if a measured block drift is above its certified bound.
         """
         context, plan = self.context, plan_for(self.context, clauses)
         runs = self._runs(plan, progress)
@@ -161,7 +160,8 @@ class KernelSource:
     def _crosschecks(
         self, usable: Sequence[Request], measured: Collection[str], progress: Progress
     ) -> tuple[dict[str, list[BlockComparison]], tuple[str, ...]]:
-        """Compare blocks: those whose drift clauses measure on all requests, others on some."""
+        """Compare blocks with their bounds: those that clauses measure on all requests, others on
+        some."""
         context, checkpoint = self.context, self.checkpoint
         if context.certify is None:
             return {}, ("no certified bounds were available, so nothing was cross-checked",)
@@ -232,7 +232,7 @@ def prechecks_of(
     plan: MeasurementPlan,
     requests: Sequence[Request] | None = None,
 ) -> tuple[Precheck, ...]:
-    """Return what the preconditions come to, on probes among the requests."""
+    """Return the outcomes of the preconditions, on probes among the requests."""
     requests = context.requests if requests is None else requests
     subject = Subject(
         context.train,
@@ -252,9 +252,9 @@ def prechecks_of(
 
 
 REQUESTS = 8
-"""Requests that are regrouped, each with the next one: the longest."""
+"""Number of the longest requests that are regrouped, each with the next one."""
 _OF_FORMATS = frozenset({"ulp_max"})
-"""Metrics of the format of the logits, which are widened here."""
+"""Metrics that depend on the format of the logits, which are widened here."""
 
 
 def noise_floor(
@@ -265,8 +265,8 @@ def noise_floor(
 ) -> dict[str, SamplingUnit]:
     """Return the drift of the training kernel from itself, by request and metric.
 
-    The values of a request are those of all its regroupings, one after the other. Requests that
-    cannot be batched have none, and where none can the result is empty.
+    The values of a request are the concatenated values of its regroupings. Requests that cannot be
+    batched are left out.
     """
     longest = sorted(requests, key=lambda r: (-r.length, r.key))[:REQUESTS]
     chosen = [request for request in longest if request.length >= 2]

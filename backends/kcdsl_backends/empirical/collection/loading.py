@@ -1,4 +1,5 @@
-"""Loading what a contract names, so that its kernels can be run: model, data, kernels, bounds."""
+"""Loading the inputs of a contract, so that its kernels can be run: model, data, kernels,
+bounds."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def prepare(
     progress: Progress = lambda stage, done, total: None,
     artefacts: Artefacts | None = None,
 ) -> KernelContext | RolloutContext:
-    """Load what a contract names, whose folder is `base`.
+    """Load the inputs of a contract in the folder `base`.
 
     Args:
         program: the compiled contract.
@@ -70,13 +71,13 @@ def prepare(
         device: "cpu" or "cuda".
         slices: only these slices; empty means all.
         seed: of token sampling and of resampling.
-        seconds: how long runs may be timed.
-        looks: how many evaluations of growing data share the error; None for any number.
+        seconds: time limit of the timed runs.
+        looks: number of evaluations of growing data that share the error; None for any number.
         crosscheck: compare a built-in architecture with transformers, and measured block drift
             with certified bounds.
-        bound_seconds: how long the drift of the whole model may be bounded, over all requests.
-        progress: told (stage, done, total).
-        artefacts: the files of the command, with which the digests of what is read are recorded.
+        bound_seconds: time limit for bounds of the whole model, over all requests.
+        progress: called with (stage, done, total).
+        artefacts: the files of the command, in which the digests of all read files are recorded.
 
     Raises:
         Refusal: the model, the data or a kernel cannot be used.
@@ -198,13 +199,13 @@ def prepare(
 
 
 def _compared(program: Program, model: Model, rows: Iterable[Sequence[int]]) -> dict[str, str]:
-    """Return `program` of the report's model: what a comparison with transformers came to."""
+    """Return `program` of the report's model: the result of a comparison with transformers."""
     said = compared_program(program.model.architecture, model, rows)
     return {} if said is None else {"program": said}
 
 
 def _identity(stated: Program) -> dict[str, str]:
-    """Return what identifies a contract: its name, its version, the digest of its meaning."""
+    """Return the identification of a contract: its name, version, and canonical digest."""
     return {
         "name": stated.name,
         "version": stated.version,
@@ -224,7 +225,7 @@ def _kernel(
     place: torch.device,
     selected: Mapping[str, Sequence[Request]],
 ) -> Kernel:
-    """Load a kernel, or what was recorded of it; a server draws on trial after a request."""
+    """Load a kernel or its recording; a server draws on trial after a request."""
     if holds_logits(kernel):
         every = {r.key: r for rows in selected.values() for r in rows}
         return load_recorded_logits(kernel, model.files, list(every.values()))
@@ -251,7 +252,7 @@ def _data_of(program: Program, slice_: Slice) -> str:
 
 
 def _block_inputs(model: Model) -> Any:
-    """Return the function from (request, block) to what enters the block, remembered per pair."""
+    """Return the cached function from (request, block) to the input of the block."""
     known: dict[tuple[str, str], Tensor] = {}
 
     def block_input(request: Request, block: str) -> Tensor:
@@ -281,7 +282,7 @@ def _certify(program: Program, model: Model) -> Certify:
 
 
 def _bound_model(program: Program, model: Model) -> ModelBound:
-    """Return what bounds the whole model, for the numerics the kernels claim."""
+    """Return the bounds of the whole model for the numerics that the kernels claim."""
     from kcdsl_backends.certifier.statements.problems import ProblemFactory
     from kcdsl_backends.empirical.bounds.model import AffineBound
 

@@ -1,9 +1,9 @@
 """Running requests in other processes: those of this machine, or of a ray cluster.
 
-A worker loads the contract by itself and runs pieces of the requests in the surroundings that one
-process would have, its threads included, so that every bit is the same; one that has other files or
-other libraries is refused. A piece whose worker was lost is tried once more by a new one; a request
-without an answer is never left out.
+A worker loads the contract itself and runs pieces of the requests with the settings of a single
+process, its threads included, so that all bits are the same; a worker with other files or libraries
+is refused. A piece whose worker was lost is run once more by a new one; a request without a result
+is never left out.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from kcdsl_backends.process import prints_aside
 from kcdsl_backends.requests import Request
 
 Code = Mapping[str, tuple[str, str]]
-"""Own modules that were imported, as `Artefacts.code` has them."""
+"""Imported modules of the contract, as in `Artefacts.code`."""
 PIECE = 8
-"""Requests of one piece: few enough that a lost one costs little."""
+"""Number of requests of one piece: small, so that a lost piece costs little."""
 ATTEMPTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a worker loads: the arguments of `loading.prepare` that decide values."""
+    """The arguments of `loading.prepare` for a worker that decide values."""
 
     program: Program
     base: Path
@@ -58,13 +58,13 @@ class Recipe:
     seed: int
     threads: int
     variables: Mapping[str, str] = field(default_factory=thread_variables)
-    """What the environment says of threads: it belongs to the fingerprints of kernels."""
+    """The environment variables of threads, which are part of the fingerprints of kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelPlan:
-    """Where requests are run: `engine` "processes" or "ray", with `jobs` workers (None, for ray:
-    all cores)."""
+    """How requests are run: `engine` "processes" or "ray", with `jobs` workers (None, for ray: all
+    cores)."""
 
     recipe: Recipe
     engine: str
@@ -77,12 +77,13 @@ class ParallelPlan:
         arrived: Callable[[Request, RequestRun], None] = lambda request, run: None,
         imported: Callable[[Code], None] = lambda code: None,
     ) -> dict[str, RequestRun]:
-        """Return what every request gave, by its key; `arrived` hears of each as it comes, and
-        `imported` of the contract's own modules that its worker has imported by then.
+        """Return the results of every request, by its key.
 
-        `decided_by` is what decides its values here (`decisive`), and must decide them there.
-        Raises Refusal (KC684) where a piece loses its worker twice or comes back incomplete, or
-        from a worker that has something else, and what loading the contract raises in a worker.
+        `arrived` is called with each result, `imported` with the contract's own modules that the
+        worker has imported. `decided_by` holds the digests of everything that decides values here
+        (`decisive`), and must equal those of the worker. Raises Refusal (KC684) if a piece loses
+        its worker twice, is incomplete or comes from a worker with other inputs, and the refusals
+        of a worker that loads the contract.
         """
         data = pickle.dumps(self.recipe)
         waiting = [tuple(requests[i : i + PIECE]) for i in range(0, len(requests), PIECE)]
@@ -130,8 +131,9 @@ class ParallelPlan:
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """What a piece gave: its name, and its runs with what decided them, or why the contract could
-    not be loaded; and the own modules that its worker has imported."""
+    """The result of a piece: its name, and its runs with the digests of what decided them, or why
+    the contract could not be loaded; and the contract's own modules that its worker has
+    imported."""
 
     task: str
     runs: tuple[RequestRun, ...] = ()
@@ -141,7 +143,7 @@ class WorkerResult:
 
 
 def task_id(recipe: bytes, keys: Sequence[str]) -> str:
-    """Return the name of a piece: the digest of what is run, on whichever machine."""
+    """Return the name of a piece: the digest of recipe and keys, the same on every machine."""
     return hashlib.sha256(recipe + b"\0" + "\0".join(keys).encode()).hexdigest()
 
 
@@ -190,8 +192,8 @@ def run_piece(recipe: bytes, keys: tuple[str, ...]) -> bytes:
 
 
 def _load(recipe: Recipe) -> tuple[Callable[[str], RequestRun], Mapping[str, str], Artefacts]:
-    """Return the function that runs a request by its key, what decides what it gives, and the
-    files that were read."""
+    """Return the function that runs a request by its key, the digests of what decides its result,
+    and the files that were read."""
     torch.set_num_threads(recipe.threads)
     set_thread_variables(recipe.variables)
     files = Artefacts.of(recipe.base)

@@ -1,4 +1,4 @@
-"""The input of an evaluation of recordings: files, the rows of slices, the kernel that scores."""
+"""The inputs of an evaluation of recordings: files, rows of slices, the scoring kernel."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from kcdsl_backends.requests import Request, RequestFile, requests_of, select
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext(Context):
-    """Everything an evaluation of recordings reads.
+    """All inputs of an evaluation of recordings.
 
     `rows` are the rollouts of each slice, buckets of tables included; `train` the kernel that
-    scores the tokens, None where its log-probabilities are recorded too.
+    scores the tokens, None if its log-probabilities are recorded too.
     """
 
     recordings: Mapping[str, RecordedRollouts]
@@ -58,13 +58,13 @@ class RolloutContext(Context):
 
 
 def semantics_of(stated: LogProbabilities | None) -> Semantics | None:
-    """Return what a contract states of recorded log-probabilities."""
+    """Return the stated semantics of recorded log-probabilities."""
     return None if stated is None else Semantics.of(stated)
 
 
 def stated_vocabulary(program: Program, base: Path | Artefacts) -> int | None:
-    """Return the vocabulary size of the model's configuration, None where there is none to read:
-    a recording needs no model."""
+    """Return the vocabulary size of the model's configuration; None if there is no file, as a
+    recording needs no model."""
     named, files = program.model.config, Artefacts.of(base)
     if named is None:
         return None
@@ -86,14 +86,14 @@ def stated_vocabulary(program: Program, base: Path | Artefacts) -> int | None:
 def load_recordings(
     program: Program, files: Artefacts, names: Sequence[str], vocabulary: int | None
 ) -> dict[str, RecordedRollouts]:
-    """Read the recordings of a contract, by the names it gives them."""
+    """Read the recordings of a contract, by their names in it."""
     train, infer = program.train.recording, program.infer.recording
     assert infer is not None
     columns = dict(infer.columns)
     if train is not None:
         columns.update(train.columns)
     plan = mapped(infer.format, columns)
-    if train is None:  # the training kernel runs: what is recorded of its logs is not its own
+    if train is None:  # the training kernel runs: recorded values of train are not its own
         left = ("train_logs", "train_top_ids", "train_top_logs")
         plan = replace(
             plan, columns={role: name for role, name in plan.columns.items() if role not in left}
@@ -129,7 +129,7 @@ def prepare_recorded(
     program: Program,
     **settings: Any,
 ) -> RolloutContext:
-    """Read the recordings of the chosen slices and of what tables miss.
+    """Read the recordings of the chosen slices and of the gaps of tables.
 
     `data_of` names the file of each slice; `settings` are further fields of `RolloutContext`.
     """
@@ -148,17 +148,17 @@ def prepare_recorded(
     )
     every = {id(r): r for found in rows.values() for r in found}
     idle = sum(not counts(r) for r in every.values())
-    if idle:  # such a row has no value; trainers write it for what was cut off
+    if idle:  # such a row has no value; trainers write it for truncated samples
         rows = {name: tuple(r for r in found if counts(r)) for name, found in rows.items()}
     progress("load", 3, 3)
     recorded = program.train.recording
-    said = None if recorded is None else semantics_of(recorded.logprobs)
+    semantics = None if recorded is None else semantics_of(recorded.logprobs)
     if train is not None:
-        said = Semantics("processed", float(program.constants.temperature))
-    replayed = _replayed(rows, said, program, runs=train is not None)
+        semantics = Semantics("processed", float(program.constants.temperature))
+    replayed = _on_kept_tokens(rows, semantics, program, runs=train is not None)
     notes = () if train is not None else (NOTHING_RAN,)
     if replayed is not None:
-        rows, said, note = replayed
+        rows, semantics, note = replayed
         notes = (*notes, note)
     if idle:
         notes = (*notes, f"{idle} rollouts count no token and were left out")
@@ -169,7 +169,7 @@ def prepare_recorded(
         data_of=data_of,
         spoiled=spoiled,
         train=train,
-        train_semantics=said,
+        train_semantics=semantics,
         kept=replayed is not None,
         left_out=idle,
         notes=notes,
@@ -177,24 +177,29 @@ def prepare_recorded(
     )
 
 
-def _replayed(
+def _on_kept_tokens(
     rows: Mapping[str, tuple[Rollout, ...]],
-    said: Semantics | None,
+    semantics: Semantics | None,
     program: Program,
     *,
     runs: bool,
 ) -> tuple[dict[str, tuple[Rollout, ...]], Semantics, str] | None:
     """Return the rollouts with the training side on the tokens that the sampler kept.
 
-    None where the sampler cut nothing off, where the training side is of another law, and where a
-    rollout does not tell what was kept, or recorded values do not tell their mass on it.
+    None if the sampler did not truncate, if the training side is of another law, and if the kept
+    tokens of a rollout, or their mass in recorded values, are not known.
     """
     infer = program.infer.recording
     stated = None if infer is None else semantics_of(infer.logprobs)
-    if stated is None or said is None or stated.values != "processed" or not stated.law.filters:
+    if (
+        stated is None
+        or semantics is None
+        or stated.values != "processed"
+        or not stated.law.filters
+    ):
         return None
-    own = said.law.filters == stated.law.filters  # the trainer has replayed the sets by itself
-    if (said.law.filters and not own) or said.law.temperature != stated.law.temperature:
+    own = semantics.law.filters == stated.law.filters  # applied by the trainer
+    if (semantics.law.filters and not own) or semantics.law.temperature != stated.law.temperature:
         return None
     every = {id(r): r for found in rows.values() for r in found}
     kept = {key: sets for key, r in every.items() if (sets := kept_of(r)) is not None}
@@ -231,7 +236,7 @@ def _as_requests(found: RecordedRollouts) -> RequestFile:
 
 
 def units_available(program: Program, base: Path) -> dict[str, int | None]:
-    """Return how many sampling units each slice has; None where its recording is not here yet."""
+    """Return the number of sampling units of each slice; None if its recording is missing."""
     found: dict[str, int | None] = {}
     files = Artefacts.of(base)
     vocabulary = stated_vocabulary(program, files)
@@ -280,10 +285,10 @@ def prepare_logits(
 ) -> KernelContext:
     """Read the requests and both recordings; `settings` are further fields of `KernelContext`.
 
-    Requests give their tokens, for no tokenizer is loaded.
+    Requests must have tokens, since no tokenizer is loaded.
     """
 
-    def known(tokens: Sequence[int]) -> None:
+    def check_tokens(tokens: Sequence[int]) -> None:
         wrong = next((t for t in tokens if vocabulary is not None and t >= vocabulary), None)
         if wrong is not None:
             raise refuse(
@@ -293,7 +298,7 @@ def prepare_logits(
             )
 
     names = dict.fromkeys(data_of.values())
-    files = {name: requests_of(artefacts, name, None, known) for name in names}
+    files = {name: requests_of(artefacts, name, None, check_tokens) for name in names}
     slices = {s.name: select(files[data_of[s.name]], s) for s in chosen}
     distinct = list({r.key: r for rows in slices.values() for r in rows}.values())
     train, infer = (
@@ -332,14 +337,14 @@ def _no_block(request: Request, block: str) -> Tensor:
 
 
 def recorded_sides(program: Program) -> int:
-    """Return how many of the two kernels are recordings of whole logits."""
+    """Return the number of kernels that are recordings of whole logits."""
     return sum(holds_logits(side) for side in (program.train, program.infer))
 
 
 def of_recordings(program: Program, prechecks: Sequence[Precheck]) -> tuple[Precheck, ...]:
-    """Return prechecks with what recorded logits cannot say left open.
+    """Return prechecks with those that recorded logits cannot decide not applicable.
 
-    A recording is read twice, not run twice; it holds no weights; no request of it is batched.
+    A recording is not run twice, holds no weights, and takes no batches.
     """
     recorded, whys = recorded_sides(program), dict[str, str]()
     if recorded:

@@ -1,15 +1,15 @@
 """Resumption of a run that ended early, and the digests of everything that decides its values.
 
-What a request gave is taken over if everything that decides it is the same: the contract, the
-model, both kernels, the tokens of all requests, the seed, what is measured, the files of a user's
-functions and model, versions and device. As a last check the first request is run again, and must
-give the bits that it gave: outputs, and every value that was formed from them. Two processes give
-the same bits where all digests (`decisive`) are the same, so workers may run requests elsewhere.
+Results of requests are reused if everything that decides them is the same: the contract, the model,
+both kernels, the tokens of all requests, the seed, the metrics, the files of a user's functions and
+model, versions and device. As a last check the first request is run again, and must give the same
+bits: outputs, and all values computed from them. Two processes give the same bits if all digests
+(`decisive`) are equal, so workers may run requests elsewhere.
 
-Answers of a server are taken over where the contract, the prompts and the seed are the same, and
-the server is the one that gave them: it says the same of itself, and draws the same bits after the
-*witness*, the longest of the prompts, which is asked alone at the beginning of every evaluation. A
-server that does not repeat itself cannot be known again, so its answers are never taken over.
+Answers of a server are reused if the contract, the prompts and the seed are the same, and the
+server is the same: it states the same identity, and draws the same bits after the *witness*, the
+longest prompt, which is sent alone at the beginning of every evaluation. A nondeterministic server
+cannot be recognised, so its answers are never reused.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def resume(
     plan: MeasurementPlan,
     requests: Sequence[Request],
 ) -> dict[str, RequestRun]:
-    """Open the run checkpoint; return what requests gave that need not be run again.
+    """Open the run checkpoint; return the results that can be reused.
 
-    Raises Refusal where the run checkpoint cannot be written.
+    Raises Refusal if the run checkpoint cannot be written.
     """
     key = key_of(context, plan, requests)
     checkpoint.open(key)
@@ -80,13 +80,13 @@ def resume(
 
 
 _CODE = "own code"
-"""The name of the note of a run checkpoint that says which own modules were imported."""
+"""The name of the note in a run checkpoint with the contract's own imported modules."""
 
 
 @dataclass(slots=True)
 class OwnCode:
-    """Records the contract's own modules that requests import, here and in workers, with the files
-    of the command and in the checkpoint, before what they gave is kept."""
+    """Records the contract's own modules that requests import, here and in workers, in the files of
+    the command and in the checkpoint, before results are stored."""
 
     files: Artefacts | None
     checkpoint: RunCheckpoint | None
@@ -94,12 +94,13 @@ class OwnCode:
     _kept: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def imported(self, code: Mapping[str, tuple[str, str]]) -> None:
-        """Record what a worker imported."""
+        """Record the modules that a worker imported."""
         if self.files is not None:
             self.files.record_code(code)
 
     def keep(self) -> None:
-        """Record what was imported here; keep it in the run checkpoint where it is more."""
+        """Record the modules imported here; store them in the run checkpoint if there are new
+        ones."""
         if self.files is None:
             return
         if compiled_files() != self._seen:
@@ -111,7 +112,7 @@ class OwnCode:
 
 
 def taken_over_code(checkpoint: RunCheckpoint, files: Artefacts | None) -> bool:
-    """Record the own modules that an earlier run imported; say whether they are as they were."""
+    """Record the own modules that an earlier run imported; return whether they are unchanged."""
     note = checkpoint.note(_CODE)
     if note is None or files is None:
         return True
@@ -124,7 +125,7 @@ def taken_over_code(checkpoint: RunCheckpoint, files: Artefacts | None) -> bool:
 
 
 def _outcome(run: RequestRun) -> tuple[object, ...]:
-    """Return everything that a run gave, so that equal outcomes are equal bits."""
+    """Return all results of a run, so that equal outcomes are equal bits."""
     unit = run.unit
     return (
         run.replay_signature,
@@ -139,14 +140,14 @@ def _outcome(run: RequestRun) -> tuple[object, ...]:
     )
 
 
-def _served(context: KernelContext) -> str | None:
-    """Return the digest of a checkpoint of the inference kernel's own; None where it has none."""
+def _own_checkpoint_digest(context: KernelContext) -> str | None:
+    """Return the digest of the inference kernel's own checkpoint; None if it has none."""
     files = context.artefacts
     return None if files is None else files.digests.get(companion(INFER_CHECKPOINT))
 
 
 def key_of(context: KernelContext, plan: MeasurementPlan, requests: Sequence[Request]) -> str:
-    """Return the digest of everything that decides what the requests and their checks give."""
+    """Return the digest of everything that decides the results of requests and checks."""
     module, _, _ = (context.program.model.module or "").partition(":")
     return digest_of(
         {
@@ -160,7 +161,7 @@ def key_of(context: KernelContext, plan: MeasurementPlan, requests: Sequence[Req
 
 def sources(name: str) -> dict[str, str]:
     """Return the digests of the files that were imported from the folder of a user's module, or of
-    its package: what it calls decides values as well."""
+    its package, since its callees decide values too."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None:
         return {}
@@ -183,13 +184,14 @@ def sources(name: str) -> dict[str, str]:
 def decisive(
     context: KernelContext, plan: MeasurementPlan, requests: Sequence[Request]
 ) -> dict[str, str]:
-    """Return the digest of everything that decides what requests give, by the name of the part."""
+    """Return the digests of everything that decides results of requests, by the name of the
+    part."""
     parts = {
         "contract": digest(context.program),
         "model": [
             {name: value for name, value in context.model.items() if name != "program"},
             dict(context.weights),
-            _served(context),
+            _own_checkpoint_digest(context),
         ],
         "kernels": dict(context.digests),
         "requests": [
@@ -215,19 +217,19 @@ def digest_of(value: object) -> str:
 
 
 _SERVER, _WITNESS = "server", "witness"
-"""Names of notes in the run checkpoint; answers have those of `_name`."""
+"""Names of notes in the run checkpoint; those of answers are from `_name`."""
 
 
 @dataclass(slots=True)
 class Kept:
-    """Answers that are at hand, by the key of their request, and where further ones are kept."""
+    """Stored answers, by the key of their request, and the checkpoint for further ones."""
 
     checkpoint: RunCheckpoint | None = None
     answers: dict[str, Answer] = field(default_factory=dict)
     _lock: Any = field(default_factory=Lock)
 
     def keep(self, request: Request, answer: Answer) -> None:
-        """Keep an answer at once; any thread may. Raises Refusal where that cannot be written."""
+        """Store an answer; thread-safe. Raises Refusal if it cannot be written."""
         if isinstance(answer, Silence):
             return
         with self._lock:
@@ -235,7 +237,7 @@ class Kept:
                 self.checkpoint.keep_note(_name(request), to_bytes(answer))
 
     def close(self) -> None:
-        """Keep nothing more: answers on their way may come when the run checkpoint is closed."""
+        """Store no further answers: late ones may arrive after the run checkpoint is closed."""
         with self._lock:
             self.checkpoint = None
 
@@ -246,20 +248,20 @@ def resume_served(
     server: ServerKernel,
     requests: Sequence[Request],
 ) -> Kept:
-    """Open the run checkpoint; return the answers that need not be asked for again.
+    """Open the run checkpoint; return the answers that can be reused.
 
-    Raises Refusal where the run checkpoint cannot be written, and where the server does not answer.
+    Raises Refusal if the run checkpoint cannot be written, and if the server does not answer.
     """
     key = served_key(context, server, requests)
     checkpoint.open(key)
     if not requests:
         return Kept(checkpoint)
     witness = _witness(server, requests, context.seed)
-    now = {_SERVER: _told(server), _WITNESS: to_bytes(witness)}
+    now = {_SERVER: _identity(server), _WITNESS: to_bytes(witness)}
     before = {name: checkpoint.note(name) for name in now}
     found = {r.key: checkpoint.note(_name(r)) for r in requests}
     kept = {name: note for name, note in found.items() if note is not None}
-    another = _another(before, now, isinstance(witness, Continuation))
+    another = _why_another(before, now, isinstance(witness, Continuation))
     if another is not None and kept:
         checkpoint.restart(key, another)
     if another is not None:
@@ -272,7 +274,7 @@ def resume_served(
 
 
 def served_key(context: KernelContext, server: ServerKernel, requests: Sequence[Request]) -> str:
-    """Return the digest of everything that decides which questions are asked."""
+    """Return the digest of everything that decides the requests to a server."""
     decisive = {
         "contract": digest(context.program),
         "model": dict(context.model),
@@ -288,11 +290,11 @@ def served_key(context: KernelContext, server: ServerKernel, requests: Sequence[
 
 
 def _name(request: Request) -> str:
-    """Return the name of the note with the answer to a request, whatever its id holds."""
+    """Return the name of the note with the answer to a request, for any id."""
     return f"answer {json.dumps(request.key)}"
 
 
-def _told(server: ServerKernel) -> bytes:
+def _identity(server: ServerKernel) -> bytes:
     said = {**server.fingerprint()["server"], "prompts": server.prompts}
     return json.dumps(said, sort_keys=True).encode()
 
@@ -300,7 +302,7 @@ def _told(server: ServerKernel) -> bytes:
 def _witness(
     server: ServerKernel, requests: Sequence[Request], seed: int
 ) -> Continuation | UnusableReply:
-    """Return what the server draws after the longest prompt, asked alone."""
+    """Return the server's answer to the longest prompt, sent alone."""
     longest = max(requests, key=lambda request: request.length)
     answer = answer_of(server, longest.tokens, request_seed(seed, f"{_WITNESS} {longest.key}"))
     if isinstance(answer, Silence):
@@ -308,10 +310,10 @@ def _witness(
     return answer
 
 
-def _another(
+def _why_another(
     before: Mapping[str, bytes | None], now: Mapping[str, bytes], usable: bool
 ) -> str | None:
-    """Return why it is not certain that the same server answers now, None where it is."""
+    """Return why it is not certain that the server is the same; None if it is."""
     first, witness = before[_SERVER], before[_WITNESS]
     if first is None or witness is None:
         return "what was kept does not say which server gave it"

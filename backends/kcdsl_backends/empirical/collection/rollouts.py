@@ -1,4 +1,4 @@
-"""Evidence from recordings: read, score where a kernel is at hand, diagnose, measure."""
+"""Evidence from recordings: read, score if the training kernel is loaded, diagnose, measure."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun, S
 from kcdsl_backends.empirical.table.requirements import PROOFS, metrics_of
 
 _TIMED = frozenset({"latency", "ttft", "tpot", "throughput", "kv_memory"})
-"""Metrics of which each row is a unit."""
+"""Metrics whose units are rows."""
 _COMPARED = frozenset({"k3", "w_log_w_minus", "tv_is", "importance_ratio"})
-"""Metrics that are measured wherever both sides are compared."""
+"""Metrics that are always measured if both sides are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSource:
-    """Recorded rollouts; the training kernel scores them where it is at hand."""
+    """Recorded rollouts; the training kernel scores them if it is loaded."""
 
     context: RolloutContext
 
@@ -79,7 +79,7 @@ class RolloutSource:
                 *context.notes,
                 *_shares(distinct.values()),
                 *_joined(context),
-                *_of_the_batch(wanted),
+                *_census_note(wanted),
             ),
         )
 
@@ -199,7 +199,7 @@ def _prechecks(
 
 
 def _kernels(context: RolloutContext) -> dict[str, dict[str, object]]:
-    """Return what identifies both sides: a recorded one by the files that were read."""
+    """Return the identification of both sides: that of a recorded one by its files."""
     files = {name: found.sha256 for name, found in context.recordings.items()}
     stated: Sequence[tuple[str, KernelRef]] = (
         ("train", context.program.train),
@@ -207,13 +207,13 @@ def _kernels(context: RolloutContext) -> dict[str, dict[str, object]]:
     )
     found: dict[str, dict[str, object]] = {}
     for side, reference in stated:
-        print_ = kernel_fingerprint(reference, context.device)
+        fingerprint = kernel_fingerprint(reference, context.device)
         if reference.recording is not None:
-            print_ = {**print_, "recorded": dict(sorted(files.items()))}
+            fingerprint = {**fingerprint, "recorded": dict(sorted(files.items()))}
         found[side] = {
             "run": reference.run,
-            "digest": f"sha256:{fingerprint_digest(print_)}",
-            "fingerprint": print_,
+            "digest": f"sha256:{fingerprint_digest(fingerprint)}",
+            "fingerprint": fingerprint,
         }
     return found
 
@@ -223,7 +223,7 @@ def _joined(context: RolloutContext) -> tuple[str, ...]:
     return (f"{count} groups share a prompt with another and count with it",) if count else ()
 
 
-def _of_the_batch(clauses: Sequence[Clause]) -> tuple[str, ...]:
+def _census_note(clauses: Sequence[Clause]) -> tuple[str, ...]:
     names = [c.id for c in clauses if c.evidence is EvidenceKind.CENSUS]
     if not names:
         return ()

@@ -1,4 +1,4 @@
-"""Decisions of a server about a contract: clauses about drawn tokens, each row of them a sample."""
+"""Collection from a server: values of drawn tokens, each row a sample."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from kcdsl_backends.executors import in_order
 from kcdsl_backends.requests import Request
 
 SUMMARY = frozenset({"k1", "k3", "importance_ratio", "log_ratio", "log_ratio_linf", "tv_is"})
-"""The usual drifts of drawn tokens."""
+"""The drifts of drawn tokens that are always measured."""
 _LISTS = frozenset({"train_top_ids", "train_top_logs", "infer_top_ids", "infer_top_logs"})
 _LOGS = frozenset({"prompt", "tokens", "train_logs", "infer_logs"})
 _TIMES = frozenset({"arrived", "stamps"})
-"""What a streamed answer gives."""
+"""The columns that a streamed answer gives."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSource:
     """A server that draws after every request of the slices, and the kernel that scores it.
 
-    What `checkpoint` holds is not asked for again.
+    Answers in `checkpoint` are not requested again.
     """
 
     context: KernelContext
@@ -67,7 +67,8 @@ class ServerSource:
         return self.context.slices
 
     def check(self, clauses: Sequence[Clause]) -> None:
-        """Refuse a clause whose metric needs more than the server gives; name it and its tier."""
+        """Refuse a clause whose metric needs values that the server does not give; name its
+        tier."""
         measures = measures_of(self.context.program)
         given = _LOGS | _TIMES | (_LISTS if self.server.tier == "B" else frozenset())
         for clause in clauses:
@@ -89,7 +90,7 @@ class ServerSource:
                 raise _beyond(clause, f"`{name}` of tier {tier}", why)
 
     def fill(self, clauses: Sequence[Clause], progress: Progress) -> EvidenceTable:
-        """Draw, score, measure, and time. Raises Refusal where the server is not reliable."""
+        """Draw, score, measure, and time. Raises Refusal if the server is not reliable."""
         context, requests = self.context, self.context.requests
         metrics = SUMMARY | {name for clause in clauses for name in metrics_of(clause.require)}
         found = self._answers(progress)
@@ -116,7 +117,7 @@ class ServerSource:
             ),
         )
 
-    def _answers(self, progress: Progress) -> Gathered:
+    def _answers(self, progress: Progress) -> ServerRollouts:
         context, checkpoint = self.context, self.checkpoint
         requests = context.requests
         kept = (
@@ -136,7 +137,7 @@ class ServerSource:
         except Refusal as refusal:
             if checkpoint is not None and refusal.diagnostics[0].code is codes.SERVER_CHANGED:
                 kept.close()
-                checkpoint.remove()  # which of the answers each server gave is not known
+                checkpoint.remove()  # the answers may be of two servers
             raise
         finally:
             kept.close()
@@ -185,8 +186,8 @@ def _beyond(clause: Clause, what: str, why: str) -> Refusal:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Requests of a slice that have one prompt, as one request: what is drawn after a prompt says
-    how far the kernels are apart after this prompt, however often it is drawn."""
+    """Requests of a slice with one prompt, as one request: several draws after a prompt measure the
+    drift after this prompt alone."""
 
     request: Request
     members: tuple[Request, ...]
@@ -214,7 +215,7 @@ def _joined(members: Sequence[Request]) -> Request:
     return replace(first, key=first.key + more, id=first.id + more, fields=shared)
 
 
-def _run(unit: _Unit, found: Gathered, metrics: frozenset[str], seed: int) -> RequestRun:
+def _run(unit: _Unit, found: ServerRollouts, metrics: frozenset[str], seed: int) -> RequestRun:
     request, alone = unit.request, len(unit.members) == 1
     own = request_seed(seed, request.key) if alone else seed
     failures = [found.failures[m.key] for m in unit.members if m.key in found.failures]
@@ -237,7 +238,7 @@ def _timed_as(server: ServerKernel) -> str:
 
 
 def _prechecks(
-    context: KernelContext, server: ServerKernel, requests: Sequence[Request], found: Gathered
+    context: KernelContext, server: ServerKernel, requests: Sequence[Request], found: ServerRollouts
 ) -> tuple[Precheck, ...]:
     temperature = float(context.program.constants.temperature)
     checks = recorded_prechecks(
@@ -258,8 +259,8 @@ def _prechecks(
     )
 
 
-def _answered(requests: Sequence[Request], found: Gathered) -> Precheck:
-    """Every request must have a usable answer: those that failed are not like the others."""
+def _answered(requests: Sequence[Request], found: ServerRollouts) -> Precheck:
+    """Check that every request has a usable answer: failed ones may differ from the others."""
     failed = [r for r in requests if r.key in found.failures]
     detail = f"{len(failed)} of {len(requests)} requests have no usable answer"
     if failed:
@@ -268,14 +269,14 @@ def _answered(requests: Sequence[Request], found: Gathered) -> Precheck:
 
 
 FAILURES = 3
-"""So many requests one after the other that the server does not answer, and it is given up."""
+"""Number of consecutive requests without an answer after which the evaluation ends."""
 KEPT = 2**22
-"""So many logits of the training kernel are kept, of the first requests, for diagnoses."""
+"""Number of logits of the training kernel, of the first requests, that are kept for diagnoses."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
-    """What each request gave: its rollout, or why it has none; and policies for diagnoses."""
+class ServerRollouts:
+    """The rollout of each request, or why it has none; and policies for diagnoses."""
 
     rollouts: dict[str, Rollout]
     failures: dict[str, str]
@@ -289,19 +290,19 @@ def gather_rollouts(
     seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
     kept: Kept | None = None,
-) -> Gathered:
+) -> ServerRollouts:
     """Let the server draw after each request, and the training kernel score it.
 
-    So many requests are before the server at a time as the contract says; what they give stands in
-    their own order. `kept` has the answers that need not be asked for.
+    The contract states the number of concurrent requests; results are in the order of requests.
+    `kept` has the stored answers.
 
-    Raises Refusal where the server no longer answers, and where it is another one in the end than
-    it was at first: then nothing of what it said belongs together.
+    Raises Refusal if the server no longer answers, and if it has changed at the end: its answers
+    are then not comparable.
     """
     kept = kept or Kept()
-    found = Gathered({}, {}, ())
+    found = ServerRollouts({}, {}, ())
     policies: list[Policy] = []
-    silent = room = 0
+    silent = kept_logits = 0
 
     def ask(request: Request) -> Answer:
         answer = answer_of(server, request.tokens, request_seed(seed, request.key))
@@ -317,9 +318,9 @@ def gather_rollouts(
             try:
                 rollout, policy = _scored(server, train, request, answer)
                 found.rollouts[request.key] = rollout
-                if policy is not None and room < KEPT:
+                if policy is not None and kept_logits < KEPT:
                     policies.append(policy)
-                    room += policy.logits.numel()
+                    kept_logits += policy.logits.numel()
             except Refusal as refusal:
                 first = refusal.diagnostics[0]
                 found.failures[request.key] = f"{first.code}: {first.message}"
@@ -327,7 +328,7 @@ def gather_rollouts(
                 found.failures[request.key] = str(error) or type(error).__name__
             progress(done, len(requests))
     server.check_unchanged()
-    return Gathered(found.rollouts, found.failures, tuple(policies))
+    return ServerRollouts(found.rollouts, found.failures, tuple(policies))
 
 
 def _scored(

@@ -1,11 +1,11 @@
-"""The run checkpoint: what each request gave, kept at once, so that a killed run can go on.
+"""The run checkpoint: results of requests, stored at once, so that a killed run can continue.
 
-A file of frames that only grows. A frame states its length and carries an authentication code of
-its content and of the code before it, under a secret of the user (`kcdsl_backends.secret`). So a
-frame that a kill or a crash tore is found and dropped with all after it, and so is one that
-anybody changed, wrote, moved or took from another checkpoint who cannot read the secret. The first
-frame is the key: the digest of everything that decides values, with a number that no other file
-has. A run checkpoint with another key is started anew.
+The file is a sequence of frames to which frames are only appended. A frame states its length and
+has an authentication code of its content and of the previous code, under a secret of the user
+(`kcdsl_backends.secret`). So a frame that is incomplete after a kill or crash is detected and
+dropped with all after it, and so is one that was changed, written, moved or copied from another
+checkpoint without the secret. The first frame is the key: the digest of everything that decides
+values, with a random number. A run checkpoint with another key is started anew.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kcdsl_backends.requests import Request
 from kcdsl_backends.secret import sealed
 
 _HEAD = struct.Struct("<4scQ32s")
-"""Mark, kind, length of the content, code of the frame before, of kind and content."""
+"""Mark, kind, length of the content, code over the previous code, kind and content."""
 _MARK = b"kcj3"
 _NONCE = 16
 _KEY, _RUN, _COMPARISON, _NOTE = b"K", b"R", b"C", b"N"
@@ -39,22 +39,22 @@ _KEY, _RUN, _COMPARISON, _NOTE = b"K", b"R", b"C", b"N"
 
 @dataclass(slots=True)
 class RunCheckpoint:
-    """What an evaluation has measured so far, in memory and in a file.
+    """The results of an evaluation so far, in memory and in a file.
 
-    `fresh` ignores what is there; `tell` is told what was found. Only one process at a time keeps
-    a checkpoint: another one evaluates without.
+    `fresh` ignores an existing file; `tell` is called with messages for the user. Only one process
+    at a time uses a checkpoint: another one evaluates without.
     """
 
     path: Path
     fresh: bool = False
     tell: Callable[[str], None] = lambda text: None
     resumed: bytes = b""
-    """The run checkpoint as it was taken over; empty where nothing was."""
+    """The bytes of the run checkpoint that was resumed; empty if none was."""
     notes: tuple[str, ...] = ()
-    """What a report says of it."""
+    """The notes of the report about it."""
     _file: int | None = None
     _code: bytes = b""
-    """The code of the last frame."""
+    """The authentication code of the last frame."""
     _made: bool = False
     _runs: dict[str, RequestRun] = field(default_factory=dict)
     _comparisons: dict[tuple[str, str], BlockComparison] = field(default_factory=dict)
@@ -62,9 +62,9 @@ class RunCheckpoint:
     _read_bytes: bytes = b""
 
     def open(self, key: str) -> None:
-        """Read what is there of the evaluation with this key, and make ready to go on.
+        """Read the results stored for this key, and open the file for appending.
 
-        Raises Refusal where the file cannot be written.
+        Raises Refusal if the file cannot be written.
         """
         self._made = not self.path.parent.exists()
         make_folder(self.path.parent)
@@ -86,11 +86,11 @@ class RunCheckpoint:
             self._begin(key)
 
     def run(self, request: Request) -> RequestRun | None:
-        """Return what a request gave, None where it was not run."""
+        """Return the stored run of a request; None if there is none."""
         return self._runs.get(request.key)
 
     def keep_run(self, request: Request, run: RequestRun) -> None:
-        """Keep what a request gave."""
+        """Store the run of a request."""
         row = Row(rows.REQUEST, run.unit, request, run)
         found = rows.table([row], rows.metrics_in([row]))
         sink = pa.BufferOutputStream()
@@ -99,24 +99,25 @@ class RunCheckpoint:
         self._append(_RUN, sink.getvalue().to_pybytes())
 
     def comparison(self, block: str, request: Request) -> BlockComparison | None:
-        """Return the cross-check of a block on a request, None where it was not made."""
+        """Return the stored cross-check of a block on a request; None if there is none."""
         return self._comparisons.get((block, request.key))
 
     def keep_comparison(self, block: str, found: BlockComparison) -> None:
-        """Keep the cross-check of a block on a request."""
+        """Store the cross-check of a block on a request."""
         numbers = [found.measured.hex(), found.certified.hex()]
         self._append(_COMPARISON, json.dumps([block, found.request, *numbers]).encode())
 
     def note(self, name: str) -> bytes | None:
-        """Return the note of a name, None where there is none."""
+        """Return the note of this name; None if there is none."""
         return self._notes.get(name)
 
     def keep_note(self, name: str, content: bytes) -> None:
-        """Keep bytes under a name, which holds no NUL."""
+        """Store bytes under a name, which contains no NUL."""
         self._append(_NOTE, name.encode() + b"\0" + content)
 
     def take_over(self, done: int, of: int) -> None:
-        """Say that what was read stands for `done` requests, and keep it as evidence of that."""
+        """Report that `done` requests are resumed, and keep the bytes that were read as
+        evidence."""
         self.resumed = self._read_bytes
         self.tell(f"resumed: {done} of {of} requests")
         self.notes = (
@@ -124,7 +125,7 @@ class RunCheckpoint:
         )
 
     def restart(self, key: str, why: str) -> None:
-        """Forget what was read."""
+        """Discard the stored results, with a message why."""
         self.tell(f"not resumed: {why}")
         self._read_bytes = b""
         self._runs.clear()
@@ -135,13 +136,13 @@ class RunCheckpoint:
             self._begin(key)
 
     def close(self) -> None:
-        """Let go of the file, and leave it as it is."""
+        """Close the file without a change."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def remove(self) -> None:
-        """Remove the file, and the folder if it was made for it and holds nothing else."""
+        """Remove the file, and the folder if it was made for it and is empty."""
         if self._file is None:
             return
         self.path.unlink(missing_ok=True)
@@ -151,14 +152,14 @@ class RunCheckpoint:
                 self.path.parent.rmdir()
 
     def _read(self, key: str) -> int:
-        """Take in the frames of the file; return where the last usable one ends, 0 for none."""
+        """Read the frames of the file; return the end of the last usable one, 0 for none."""
         assert self._file is not None
         end = 0
         with open(os.dup(self._file), "rb") as stream:
             stream.seek(0)
             data = b"" if self.fresh else stream.read()
         changed = False
-        for kind, content, code, after in _frames(data):
+        for kind, content, code, frame_end in _frames(data):
             if not hmac.compare_digest(code, sealed(self._code, kind, content)):
                 changed = True
                 break
@@ -174,7 +175,7 @@ class RunCheckpoint:
             elif kind == _NOTE:
                 name, _, note = content.partition(b"\0")
                 self._notes[name.decode()] = note
-            end, self._code = after, code
+            end, self._code = frame_end, code
         if changed:
             where = "it" if end == 0 else "what follows its first records"
             self.tell(f"{self.path}: {where} was changed, or not written here; it is not used")
@@ -213,7 +214,7 @@ class RunCheckpoint:
 
 
 def _frames(data: bytes) -> Iterator[tuple[bytes, bytes, bytes, int]]:
-    """Yield kind, content, code and end of every whole frame up to the first that is torn."""
+    """Yield kind, content, code and end of every complete frame before the first incomplete one."""
     at = 0
     while at + _HEAD.size <= len(data):
         mark, kind, length, code = _HEAD.unpack_from(data, at)
@@ -225,7 +226,7 @@ def _frames(data: bytes) -> Iterator[tuple[bytes, bytes, bytes, int]]:
 
 
 def _lock(file: int) -> bool:
-    """Take the file for this process until it ends; say whether no other one has it."""
+    """Lock the file for this process until it ends; return whether the lock was free."""
     try:
         import fcntl
     except ImportError:  # not on Windows

@@ -1,12 +1,12 @@
-"""Evidence: units in full or reduced to statistics, and all that deciding and reporting read.
+"""Evidence: units in full or reduced to statistics, and the table that decisions and reports read.
 
 Percentiles, budgets and extremes represent a request by its worst token, means by the sum of its
-tokens and their number. So a verdict needs five numbers of a request of a token table (`Column`)
-and not its tokens, and is the same as from the tokens.
+tokens and their number. So a verdict needs only a few numbers of a request of a token table
+(`Column`), not its tokens, and is the same as from the tokens.
 
-`EvidenceTable` is plain frozen data: whoever has it can conclude from it what was concluded when
-it was collected, without the kernels, the model or the contract's file. A trace record is what is
-logged of one request, and what clauses about traces are decided on.
+`EvidenceTable` is plain frozen data: the same results follow from it without the kernels, the model
+or the contract's file. A trace record is the log entry of one request, on which clauses about
+traces are decided.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Array = NDArray[np.float64]
 class SamplingUnit:
     """One request, or one timed run of a request: a sampling unit.
 
-    `values` holds, per metric, one value per token or a single one. `failure` says why a request
-    has no values.
+    `values` holds, per metric, one value per token or a single one. `failure` is the reason why a
+    request has no values.
     """
 
     key: str
@@ -40,12 +40,12 @@ class SamplingUnit:
     values: Mapping[str, Array] = field(default_factory=dict)
     failure: str | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
-    """Why a metric has no values here although the request has others."""
+    """The reasons why metrics have no values although the request has others."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRun:
-    """What one request gave: its unit, and the digests of the tensors at the audit points."""
+    """The results of one request: its unit, and the digests of the tensors at the audit points."""
 
     unit: SamplingUnit
     seed: int
@@ -69,7 +69,7 @@ class BlockComparison:
 
     @property
     def tightness(self) -> float | None:
-        """Return certified / measured; None where nothing was measured or nothing certified."""
+        """Return certified / measured; None if the drift is 0 or has no bound."""
         if self.measured == 0 or not np.isfinite(self.certified):
             return None
         return self.certified / self.measured
@@ -101,18 +101,18 @@ class SliceData:
     records: tuple[Mapping[str, Any], ...] = ()
     """The trace records of the requests."""
     measures: Mapping[str, MetricDefinition] = field(default_factory=lambda: MEASURES)
-    """How each metric is measured, the user's own included."""
+    """The definitions of the metrics, the user's own included."""
     reduced: Reduced | None = None
     """The requests of a token table, instead of `requests`."""
     unit: str = "request"
-    """What one of `requests` is called: "prompt" where a unit is all rollouts of one."""
+    """The name of one of `requests`: "prompt" if a unit is all rollouts of a prompt."""
     batch: bool = False
-    """The units are all those of a recorded batch: one more look at it gives the same values."""
+    """Whether the units are those of a recorded batch, whose values do not vary between looks."""
     drawn: tuple[SamplingUnit, ...] | None = None
-    """Of a sample: one timed run of each unit, which stands for it in counts. None where every run
-    counts."""
+    """For a sample: one timed run of each unit, which represents it in counts. None if all runs
+    count."""
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Estimates of terms on this slice: each is formed once."""
+    """Cache of the estimates of terms on this slice."""
 
     @property
     def size(self) -> int:
@@ -131,16 +131,16 @@ FAULTS = {
     OUTSIDE: "a value lies outside of its range",
     SEVERAL: "it has several values of a metric that has one for each request",
 }
-"""Why the values of a request are none of their metric (0: they are)."""
+"""Faults: why the values of a request cannot be those of their metric (0: no fault)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
     """The values of one term, reduced: an entry for each request.
 
-    `values` there are, `missing` there are not; `nan` and `infinite` of the values; `fractions` of
-    them are neither 0 nor 1; `least`, `most` ignore NaN (NaN where nothing else is); `totals` are
-    the correctly rounded sums of the finite ones; `faults` are keys of `FAULTS`.
+    Counts are `values`, `missing` values, `nan`, `infinite`, and `fractions` (neither 0 nor 1);
+    `least` and `most` ignore NaN (NaN without other values); `totals` are the correctly rounded
+    sums of the finite values; `faults` are keys of `FAULTS`.
     """
 
     values: Counts
@@ -159,17 +159,17 @@ class Column:
 
     @property
     def complete(self) -> NDArray[np.bool_]:
-        """Say of which requests every value is there, and one that its metric can have."""
+        """Return the mask of requests with all values and without faults."""
         found: NDArray[np.bool_] = (self.missing == 0) & (self.values > 0) & (self.faults == 0)
         return found
 
     def worst(self, side: Literal["upper", "lower"]) -> Floats:
-        """Return the worst value of each request; NaN where one of its values is."""
+        """Return the worst value of each request; NaN if one of its values is NaN."""
         extreme = self.most if side == "upper" else self.least
         return np.where(self.nan > 0, np.nan, extreme)
 
     def fingerprint(self, row: int) -> tuple[float | int, ...]:
-        """Return all that a statistic of one request alone can depend on; NaN as None would."""
+        """Return the numbers on which a statistic of one request can depend, with 0 for NaN."""
         numbers = (self.least[row], self.most[row], self.totals[row])
         return (
             int(self.values[row]),
@@ -207,28 +207,28 @@ SUMMARY_METRICS = {
     False: ("kl", "tv", "logit_linf", "logit_span", "top1_overlap"),
     True: ("hidden_l2", "hidden_linf", "embedding_l2", "embedding_cosine"),
 }
-"""The usual drifts of models with a head (False) and of encoders (True)."""
+"""The drifts that are always measured, of models with a head (False) and of encoders (True)."""
 
 CHART_METRICS = ("top5_overlap", "margin", "entropy")
-"""What charts read of models with a head beside the usual drifts, where the vocabulary allows."""
+"""Further metrics for the charts of models with a head, if the vocabulary is large enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvidenceTable:
-    """What was measured of a contract's requests, and of what."""
+    """The measured values of a contract's requests, and their provenance."""
 
     program: Program
-    """The contract as it was compiled, its tables as they are stated."""
+    """The compiled contract, with its tables not expanded."""
     requests: tuple[Request, ...]
     """Every request of the slices, once."""
     runs: Mapping[str, RequestRun]
-    """What each request gave, by its key."""
+    """The results of each request, by its key."""
     slices: Mapping[str, tuple[str, ...]]
     """The keys of the requests of each slice, buckets of tables included, in the order of the
     file."""
     measured: frozenset[str]
-    """The metrics that were measured, and the norms of drifts (`clauses.norm_name`), whether or
-    not a request has values of them."""
+    """The metrics and norms of drifts (`requirements.norm_name`) that were measured, also those of
+    which no request has values."""
     encoder: bool
     contract: Mapping[str, str]
     """Name, version and digest."""
@@ -242,18 +242,18 @@ class EvidenceTable:
     prechecks: tuple[Precheck, ...] = ()
     crosschecks: tuple[CrossCheck, ...] = ()
     certified: Mapping[str, SamplingUnit] = field(default_factory=dict)
-    """By request: certified bounds of metrics, one for each position; `failure` says why there is
-    none. Empty where none were sought."""
+    """By request: certified bounds of metrics, one for each position, or the `failure`. Empty if
+    none were computed."""
     bounding: Mapping[str, Any] = field(default_factory=dict)
-    """Of which numerics `certified` speaks, and how long was spent on it (plain JSON data)."""
+    """The numerics of which `certified` holds, and the time spent on it (plain JSON data)."""
     floor: Mapping[str, SamplingUnit] = field(default_factory=dict)
-    """By request: the drift of the training kernel from itself when it is batched otherwise."""
+    """By request: the drift of the training kernel from itself under another batching."""
     spoiled: Mapping[str, str] = field(default_factory=dict)
-    """Why the evidence on a slice is invalid, whatever was measured."""
+    """The reasons why the evidence on slices is invalid, whatever was measured."""
     implied: tuple[ImpliedClause, ...] = ()
     notes: tuple[str, ...] = ()
     accepted: tuple[str, ...] = ()
     """Findings of the contract that its author accepts, with the reasons."""
     seed: int = 0
     looks: int | None = 1
-    """How many evaluations of growing data share the error; None: any number."""
+    """The number of evaluations of growing data that share the error; None: any number."""

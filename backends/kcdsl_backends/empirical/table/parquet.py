@@ -1,7 +1,7 @@
-"""Parquet files from elsewhere: read whole, unless a few bytes would fill the memory.
+"""Untrusted Parquet files: read whole, unless few bytes expand to more than the memory.
 
-Runs, dictionaries and compression let a kilobyte stand for gigabytes. What kernels give does not
-repeat like that.
+Runs, dictionaries and compression may expand a kilobyte to gigabytes. Outputs of kernels do not
+repeat in that way.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import pyarrow.parquet as pq
 _ROWS = 2**20
 _VALUES = 2**27
 _BYTES = 2**30
-"""The rows, the values and the bytes of texts that any file may hold."""
+"""Limits of rows, values and bytes of texts for a file of any size."""
 _PER_BYTE = 64
-"""The values, or the bytes of texts, that a byte of a larger file may stand for; of rows, one."""
+"""Limit of values, and of bytes of texts, per byte of a larger file; of rows, one."""
 
 
 def read_parquet(data: bytes) -> pa.Table:
     """Return a Parquet file as a table.
 
-    Raises ValueError where it holds far more than its size lets expect, and an ArrowException or
-    OSError where it is damaged.
+    Raises ValueError if it exceeds the limits for its size, and an ArrowException or OSError if it
+    is damaged.
     """
     with pq.ParquetFile(pa.BufferReader(data)) as file:
         about, schema = file.metadata, file.schema_arrow
@@ -49,6 +49,6 @@ def _refuse(held: int, what: str, most: int, data: bytes) -> None:
 
 
 def _size(part: pa.DictionaryArray) -> int:
-    """Return how many bytes texts take where each stands by itself."""
+    """Return the number of bytes of texts without a dictionary."""
     lengths = pc.binary_length(part.dictionary).cast(pa.int64())
     return int(pc.sum(lengths.take(part.indices)).as_py() or 0)

@@ -1,8 +1,9 @@
-"""Requirements: what clauses read, which slices they speak of, and what budgets they allow.
+"""Requirements of clauses: the metrics that they read, their slices, and the rates they allow.
 
 `p99(m) <= τ` says that at most 1 % of the requests exceed τ, `budget: 1% of requests` on `max(m)`
 says the same, and a maximum alone says that none does. `failure_rate` and `determinism` are shares
-of requests themselves. A mean speaks of no unit, and neither does a rate over tokens, which is one.
+of requests themselves. A mean is no statement about units, and neither is a rate over tokens, which
+is a mean.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def measured_norms(formula: Formula) -> frozenset[tuple[str, str]]:
 
 
 def norm_name(block: str, kind: str) -> str:
-    """Return the name under which the norm of a measured drift is recorded."""
+    """Return the name of the values of the norm of a measured drift."""
     return f"measured_drift[{block}].{kind}"
 
 
@@ -70,8 +71,8 @@ def main_comparison(formula: Formula) -> Compare | None:
 
 
 def statistic_count(formula: Formula) -> int:
-    """Return how many estimates a formula compares, at least 1; those that are to equal something
-    count twice, since they may miss it on either side."""
+    """Return the number of estimates that a formula compares, at least 1; those compared by `==`
+    count twice, since they may err on either side."""
     estimates = 0
     for part in walk(formula):
         if isinstance(part, Compare):
@@ -95,7 +96,7 @@ def _estimates(term: Term) -> int:
 
 
 def obstacle(clause: Clause) -> str | None:
-    """Return why running the kernels cannot decide a clause, or None where it can."""
+    """Return why running the kernels cannot decide a clause; None if it can."""
     for part in walk(clause.require):
         match part:
             case NoFlip():
@@ -110,15 +111,16 @@ def obstacle(clause: Clause) -> str | None:
 
 
 def slices_of(clause: Clause) -> tuple[str, ...]:
-    """Return the slices that a clause is decided on, in the order of the contract."""
+    """Return the slices on which a clause is decided, in the order of the contract."""
     named = [p.region.slice for p in walk(clause.require) if isinstance(p, Quantified)]
     return tuple(dict.fromkeys((*clause.slices, *named)))
 
 
 def split(program: Program, slices: frozenset[str]) -> tuple[tuple[Clause, ...], dict[str, str]]:
-    """Return the clauses that running the kernels decides on these slices, and why not the others.
+    """Return the clauses that running the kernels decides on these slices, and the reasons for
+    others.
 
-    Raises Refusal where none is left.
+    Raises Refusal if there is none.
     """
     chosen: list[Clause] = []
     deferred: dict[str, str] = {}
@@ -146,7 +148,7 @@ def split(program: Program, slices: frozenset[str]) -> tuple[tuple[Clause, ...],
 
 
 PROOFS = (EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.PROBABILISTIC)
-"""Kinds of evidence that measuring does not give."""
+"""Kinds of evidence that measurements do not give."""
 
 DEFAULT_BLOCK = "attn_0"
 """The block that is compared with its certified bound whether a clause names it or not."""
@@ -161,7 +163,7 @@ def drift_blocks(program: Program) -> tuple[str, ...]:
 
 
 def block_place(program: Program, block: str) -> Span | None:
-    """Return where the contract first speaks of the drift of a block."""
+    """Return the first place in the contract of the drift of a block."""
     terms = (t for clause in program.clauses for t in terms_of(clause.require))
     return next((t.of.span for t in terms if isinstance(t, Norm) and t.of.block == block), None)
 
@@ -169,7 +171,7 @@ def block_place(program: Program, block: str) -> Span | None:
 def unreadable(
     clause: Clause, what: str, why: str, help: str, notes: tuple[str, ...] = ()
 ) -> Refusal:
-    """Return the refusal of a clause that reads what its source does not give."""
+    """Return the refusal of a clause that reads values which its source does not have."""
     message = f"the clause `{clause.id}` reads {what}, {why}"
     return refuse(codes.METRIC_OUT_OF_REACH, message, notes=notes, help=help)
 
@@ -180,9 +182,9 @@ def unreadable(
 _Unit = TypeVar("_Unit")
 
 WINDOW = 16
-"""Consecutive units that form one window."""
+"""Number of consecutive units in one window."""
 NO_WINDOW_HAS = frozenset({"peak_memory", "determinism"})
-"""Metrics that are one number of a whole slice: no window by itself was measured."""
+"""Metrics with one number for a whole slice, so that a window has no value."""
 
 
 def windows(units: Sequence[_Unit], size: int = WINDOW) -> tuple[tuple[_Unit, ...], ...]:
@@ -193,7 +195,7 @@ def windows(units: Sequence[_Unit], size: int = WINDOW) -> tuple[tuple[_Unit, ..
 
 
 def window_count(units: int, size: int = WINDOW) -> int:
-    """Return into how many windows so many units are cut."""
+    """Return the number of windows of so many units."""
     return 0 if units == 0 else max(1, units // size)
 
 
@@ -235,7 +237,7 @@ _OF_RUNS = frozenset(
     for name, metric in METRICS.items()
     if {"timing", "outcomes", "repeats"} & set(metric.needs)
 )
-"""Metrics of runs, which give other values whenever they are made."""
+"""Metrics of runs, which vary from run to run."""
 
 
 _TIMES = frozenset(name for name, metric in METRICS.items() if "timing" in metric.needs)
@@ -253,13 +255,14 @@ def is_throughput(clause: Clause) -> bool:
 
 
 def of_runs(formula: Formula) -> bool:
-    """Return whether a formula reads what each run of a request gives anew: times, failures."""
+    """Return whether a formula reads metrics that vary from run to run: times, failures."""
     return bool(metrics_of(formula) & _OF_RUNS)
 
 
 def measured_anew(formula: Formula, program: Program) -> bool:
-    """Return whether another evaluation measures the same requests anew: their runs, and whatever a
-    server answers. What was recorded stays as it is, and draws of a kernel here follow the seed."""
+    """Return whether another evaluation of the same requests gives other values: those of runs, and
+    all answers of a server. Recorded values do not change, and draws of a local kernel follow the
+    seed."""
     if program.infer.recording is not None:
         return False
     served = any(kernel.service is not None for kernel in (program.train, program.infer))
@@ -267,7 +270,7 @@ def measured_anew(formula: Formula, program: Program) -> bool:
 
 
 def sampling_unit(program: Program) -> str:
-    """Return what one sampling unit is called: "prompt" or "request"."""
+    """Return the name of one sampling unit: "prompt" or "request"."""
     return "prompt" if prompts_are_units(program) else "request"
 
 
@@ -275,7 +278,7 @@ _UPPER, _LOWER = ("<=", "<"), (">=", ">")
 
 
 def allowed_rate(clause: Clause) -> Fraction | None:
-    """Return the allowed rate; 0 where every unit is spoken of, None where no unit is."""
+    """Return the allowed rate of units beyond; 0 if no unit may be, None if units do not count."""
     if clause.budget is not None:
         return clause.budget.rate
     formula = clause.require
@@ -297,13 +300,14 @@ def threshold(formula: Formula) -> tuple[Term, str, Fraction] | None:
 
 
 def better_of(clause: Clause) -> str:
-    """Return which values are good by the operator: "lower" or "higher"."""
+    """Return the better direction of values by the operator: "lower" or "higher"."""
     found = threshold(clause.require)
     return "higher" if found is not None and found[1] in _LOWER else "lower"
 
 
 def requirement_text(part: Clause, whole: Clause) -> str:
-    """Return what a part asks for: the text of its clause, or of the comparison if it has more."""
+    """Return the text of a part: that of its clause, or of its comparison if the clause has
+    several."""
     budget = part.budget
     if budget is not None:
         return f"{whole.text or whole.id}, up to {float(100 * budget.rate):g}% of {budget.unit}"
@@ -355,8 +359,8 @@ def is_mean(clause: Clause) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A mean of values in a range: its good end, and how far along the range from there the
-    threshold lies (0 to 1)."""
+    """A mean of values in a range: the best value, the distance of the threshold from it as a share
+    of the range (0 to 1), and the width of the range."""
 
     best: float
     share: Fraction
@@ -364,8 +368,8 @@ class Bounded:
 
 
 def bounded_mean(clause: Clause) -> Bounded | None:
-    """Return the range of a mean of one metric; None for others, for a range that is open at an
-    end, and for a threshold outside of it."""
+    """Return the range of a mean of one metric; None for other terms, for an unbounded range, and
+    for a threshold outside it."""
     found = threshold(clause.require)
     if found is None or not is_mean(clause):
         return None
@@ -374,16 +378,16 @@ def bounded_mean(clause: Clause) -> Bounded | None:
     definition = METRICS.get(inner.name) if isinstance(inner, Metric) else None
     if definition is None or definition.lower is None or definition.upper is None or op == "==":
         return None
-    best, room = definition.lower, tau - definition.lower
+    best, distance = definition.lower, tau - definition.lower
     if op in _LOWER:
-        best, room = definition.upper, definition.upper - tau
+        best, distance = definition.upper, definition.upper - tau
     width = definition.upper - definition.lower
-    share = room / width
+    share = distance / width
     return Bounded(float(best), share, float(width)) if 0 < share < 1 else None
 
 
 def _per_request(name: str) -> bool:
-    """Return whether a metric has one value of each request, as far as that is known."""
+    """Return whether a metric is known to have one value per request."""
     definition = METRICS.get(name)
     return definition is not None and definition.counted == "request"
 

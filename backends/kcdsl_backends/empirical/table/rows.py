@@ -1,7 +1,7 @@
 """The rows of a trace: one for each request, for each timed run in the order they ran, and so on.
 
-Values are lists of float64, so that NaN, infinities, the sign of zero and empty arrays come back as
-they were; what a unit does not have is null, which is not the same as an empty list.
+Values are lists of float64, which preserves NaN, infinities, the sign of zero and empty arrays; a
+missing value is null, which differs from an empty list.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _COLUMNS = (
 class Row:
     """A unit of a kind; one of the kind REQUEST has the request and its run as well.
 
-    `places` is where the request stands in each of its slices; `repeats` counts (equal, made).
+    `places` has the positions of the request in its slices; `repeats` counts (equal, made).
     """
 
     kind: str
@@ -63,7 +63,7 @@ class Row:
 
 
 def schema(metrics: Sequence[str]) -> pa.Schema:
-    """Return the columns of rows whose units have values of these metrics."""
+    """Return the schema of rows whose units have values of these metrics."""
     columns = [pa.field(name, kind) for name, kind in _COLUMNS]
     if metrics:
         columns.append(pa.field("metrics", pa.struct([(name, _NUMBERS) for name in metrics])))
@@ -71,7 +71,7 @@ def schema(metrics: Sequence[str]) -> pa.Schema:
 
 
 def metrics_in(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Return the names of all values, in their order."""
+    """Return the sorted names of all values."""
     return tuple(sorted({name for row in rows for name in row.unit.values}))
 
 
@@ -156,7 +156,7 @@ def _lists(arrays: Sequence[Array | None]) -> pa.ListArray:
 def rows_of(found: pa.Table, metrics: Sequence[str]) -> Iterator[Row]:
     """Yield the rows of a table of `schema(metrics)`.
 
-    Raises ValueError, TypeError or KeyError where they are not what `table` writes.
+    Raises ValueError, TypeError or KeyError for rows that `table` does not write.
     """
     for batch in found.to_batches():
         plain = [name for name, _ in _COLUMNS]
@@ -179,11 +179,11 @@ def _arrays(column: pa.ListArray) -> Callable[[int], Array | None]:
 
 def _row(cell: Mapping[str, Any], values: Mapping[str, Array]) -> Row:
     unit = SamplingUnit(
-        _given(cell, "request"),
-        _given(cell, "length"),
+        _required(cell, "request"),
+        _required(cell, "length"),
         values,
         cell["failure"],
-        _given(cell, "problems"),
+        _required(cell, "problems"),
     )
     if cell["kind"] in (TIMED_RUN, CERTIFIED, FLOOR):
         return Row(cell["kind"], unit)
@@ -191,25 +191,25 @@ def _row(cell: Mapping[str, Any], values: Mapping[str, Array]) -> Row:
         raise ValueError(f"a row of the kind {cell['kind']!r}")
     request = Request(
         unit.key,
-        _given(cell, "id"),
-        tuple(_given(cell, "tokens")),
-        read_fields(_given(cell, "fields")),
-        _given(cell, "line"),
+        _required(cell, "id"),
+        tuple(_required(cell, "tokens")),
+        read_fields(_required(cell, "fields")),
+        _required(cell, "line"),
     )
     run = RequestRun(
-        unit, _given(cell, "rng_seed"), _given(cell, "digests"), _given(cell, "nonfinite")
+        unit, _required(cell, "rng_seed"), _required(cell, "digests"), _required(cell, "nonfinite")
     )
     signature = None if unit.failure is not None else run.replay_signature
     if cell["replay_signature"] != signature:
         raise ValueError(f"{unit.key}: the replay signature does not belong to the digests")
     repeats = None
     if cell["repeats_made"] is not None:
-        repeats = (_given(cell, "repeats_equal"), cell["repeats_made"])
-    places = tuple(zip(_given(cell, "slices"), _given(cell, "places"), strict=True))
+        repeats = (_required(cell, "repeats_equal"), cell["repeats_made"])
+    places = tuple(zip(_required(cell, "slices"), _required(cell, "places"), strict=True))
     return Row(REQUEST, unit, request, run, places, repeats)
 
 
-def _given(cell: Mapping[str, Any], name: str) -> Any:
+def _required(cell: Mapping[str, Any], name: str) -> Any:
     if cell[name] is None:
         raise ValueError(f"a row has no `{name}`")
     return cell[name]
@@ -232,8 +232,8 @@ def read_fields(text: str) -> dict[str, str | bool | Fraction]:
 
 
 def sampling_of(program: Program) -> dict[str, float] | None:
-    """Return how tokens are drawn: as the contract says of a server or a recording, else from the
-    whole law; None for a recording of which nothing states it."""
+    """Return the sampling parameters: those of the contract for a server or a recording, else of
+    the whole law; None for a recording without them."""
     service, recording = program.infer.service, program.infer.recording
     if service is None and (recording is None or recording.format == LOGITS):
         return {"temperature": float(program.constants.temperature), "top_p": 1.0, "top_k": 0}
@@ -256,7 +256,7 @@ TRACE_SCHEMA = "kcdsl.trace/1"
 def records(evidence: EvidenceTable) -> dict[str, dict[str, Any]]:
     """Return the trace record of every request, by its key.
 
-    A request that failed has no replay signature: there is nothing to replay against.
+    A failed request has no replay signature, as it has no outputs to compare.
     """
     timed: dict[str, list[float]] = {}
     for unit in evidence.timing.runs:
@@ -292,8 +292,8 @@ def records(evidence: EvidenceTable) -> dict[str, dict[str, Any]]:
 
 
 def summary(values: Array) -> dict[str, float | int | None]:
-    """Return what percentiles, maxima and means of a request need: n, sum, smallest, largest; None
-    for what is not finite."""
+    """Return the numbers for percentiles, maxima and means of a request: n, sum, smallest, largest;
+    None for those that are not finite."""
     finite = bool(np.isfinite(values).all()) and values.size > 0
     total = rounded_sum(values) if finite else math.inf
     return {

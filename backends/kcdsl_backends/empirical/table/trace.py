@@ -1,16 +1,15 @@
 """Traces: evidence written as one Parquet file, and read back or refused.
 
-A trace holds the rows of `rows`, and in its footer the header and the seal. What is not intact, of
-another version, or not what this program writes is refused before anything is concluded from it.
-The seal is the sha256 of every byte of the file, with zeros in its own place. It stands in the
-key-value metadata of the footer, where a reader finds it without trusting the rest. It shows damage
-and careless changes; it is no signature.
+A trace holds the rows of `rows`, and in its footer the header and the seal. A file that is not
+intact, of another version, or not written by this program is refused before it is used.
+The seal is the sha256 of every byte of the file, with zeros in place of the seal. It is in the
+key-value metadata of the footer, where a reader finds it without parsing the rest. It detects
+damage and accidental changes; it is no signature.
 
 The header is everything in evidence but its rows, as JSON. Numbers that are not finite are written
-as "nan", "inf" and "-inf": JSON has no words for them. The canonical form of a program keeps the
-meaning and no more; a report also shows the author's wording, orders its rows as the contract does,
-and labels terms by the names that the author chose. So a header holds these too, and both must have
-the same digest.
+as "nan", "inf" and "-inf": JSON has no such numbers. The canonical form of a program keeps only its
+meaning; a report also shows the author's wording, order and names. So a header holds these too, and
+both must have the same digest.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from kcdsl_backends.requests import Request
 
 HEADER = "kcdsl.trace"
 _TOKENS = 2**20
-"""About how many tokens are written together, as one group of rows."""
+"""Approximate number of tokens in one row group."""
 _WAY_OUT = "evaluate again: `kcdsl evaluate` writes out/trace.parquet"
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a trace holds: the evidence, the report as it was concluded then, and its digest."""
+    """The content of a trace: the evidence, the report on it, and the digest of the file."""
 
     evidence: EvidenceTable
     report: Mapping[str, Any]
@@ -57,7 +56,7 @@ class Trace:
 
 
 def trace_bytes(evidence: EvidenceTable, report: Mapping[str, Any]) -> bytes:
-    """Return the trace of evidence and of the report (its JSON) that was concluded from it."""
+    """Return the bytes of the trace of the evidence and of the report on it (its JSON)."""
     every = _rows(evidence)
     metrics = rows.metrics_in(every)
     sink = io.BytesIO()
@@ -109,7 +108,7 @@ def _groups(every: Sequence[Row]) -> Iterator[Sequence[Row]]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace; raises Refusal (KC630, KC631) for what cannot be relied upon."""
+    """Read a trace; raises Refusal (KC630, KC631) if it cannot be relied upon."""
     data, name = read_bytes(path), str(path)
     stated = seal_of(data)
     if stated is None:
@@ -162,7 +161,7 @@ def _unusable(name: str, why: str) -> Refusal:
 SEAL = "kcdsl.digest"
 UNSEALED = "sha256:" + "0" * 64
 _SEAL = re.compile(rb"kcdsl\.digest[^\x20-\x7e]\x47sha256:([0-9a-f]{64})")
-"""The key, then of the value: its tag and its length, 71, as the footer encodes them."""
+"""The key, then tag and length (71) of the value, as the footer encodes them."""
 
 
 def sealed(data: bytes) -> bytes:
@@ -175,7 +174,7 @@ def sealed(data: bytes) -> bytes:
 
 
 def seal_of(data: bytes) -> str | None:
-    """Return the digest that a file states of itself, None where it states none or several."""
+    """Return the digest that a file states; None if it states none or several."""
     found = _SEAL.findall(data)
     return found[0].decode() if len(found) == 1 else None
 
@@ -198,7 +197,8 @@ _PLAIN = ("contract", "model", "kernels", "environment", "bounding", "spoiled")
 def header_of(
     evidence: EvidenceTable, rows: Sequence[Row], metrics: Sequence[str], report: Mapping[str, Any]
 ) -> Any:
-    """Return the header of rows; `metrics` are theirs, `report` is what was concluded."""
+    """Return the header of rows; `metrics` are those of the rows, `report` is the report on
+    them."""
     return {
         "schema": TRACE_SCHEMA,
         "program": stated_json(evidence.program),
@@ -225,7 +225,7 @@ def header_of(
 def evidence_of(header: Mapping[str, Any], rows: Sequence[Row]) -> EvidenceTable:
     """Return the evidence of a header and its rows.
 
-    Raises KeyError, TypeError, ValueError or Refusal where they do not belong together.
+    Raises KeyError, TypeError, ValueError or Refusal if they do not belong together.
     """
     program = stated_program(header["program"])
     if header["contract"]["digest"] != f"sha256:{header['program']['canonical']['digest']}":
@@ -337,7 +337,7 @@ _Item = TypeVar("_Item")
 
 
 def stated_json(program: Program) -> dict[str, Any]:
-    """Return a program as plain JSON data, with orders, names and wording as they were stated."""
+    """Return a program as plain JSON data, with the author's order, names and wording."""
     return {
         "canonical": document_json(program),
         "slices": [slice_.name for slice_ in program.slices],
@@ -358,8 +358,8 @@ def stated_json(program: Program) -> dict[str, Any]:
 def stated_program(value: Any) -> Program:
     """Return the program of `stated_json`.
 
-    Raises ValueError, TypeError, KeyError or Refusal where the data are not such a program, or what
-    was stated has another digest than the canonical form beside it.
+    Raises ValueError, TypeError, KeyError or Refusal if the data are not such a program, or if the
+    stated form has another digest than the canonical one.
     """
     canonical = value["canonical"]
     held = from_json(canonical, "the program of the trace")
