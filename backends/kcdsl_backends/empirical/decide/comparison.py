@@ -1,8 +1,8 @@
-"""Beside each clause: percentiles of what was measured, the certified bound, the noise floor.
+"""For each clause: percentiles of the measured values, the certified bound, the noise floor.
 
-Bounds and noise are units like requests, so that the statistic of the clause is formed from them by
-the code that decides it. A bound of a percentile, a maximum or a mean is the same statistic of the
-bounds of its values, since all of them grow with every value.
+Bounds and noise are units like requests, so that the code that decides the clause also computes its
+statistic from them. A bound of a percentile, a maximum or a mean is the same statistic of the
+bounds of its values, since all of them are monotone in every value.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from kcdsl_backends.empirical.table.evidence import Array, EvidenceTable, Sampli
 from kcdsl_backends.empirical.table.requirements import allowed_rate, main_comparison, norm_name
 
 FEWEST = 20
-"""Units below which a result is thin whatever they say: those that the limits of a mean need."""
+"""Number of units below which a result is narrow: limits of a mean need as many."""
 NEAR = 0.1
 """Distance from the threshold, relative to it, below which a result is near it."""
 OF_BLOCKS = "intervals"
 """The domain that bounds single blocks."""
 _POINT = Settings(0, None)
 _UNBOUNDED = {False: np.inf, True: -np.inf}
-"""What stands for a missing bound from above (False) and from below (True)."""
+"""The value of a missing bound from above (False) and from below (True)."""
 
 
 def beside(clause: Clause, row: ClauseResult, data: SliceData, evidence: EvidenceTable) -> Beside:
-    """Return what stands beside the result of a clause on a slice."""
+    """Return the comparison values for the result of a clause on a slice."""
     comparison = main_comparison(clause.require)
     narrow = narrowness(clause, row)
     if comparison is None:
@@ -55,7 +55,7 @@ def beside(clause: Clause, row: ClauseResult, data: SliceData, evidence: Evidenc
 
 
 def measured(term: Term, data: SliceData, side: Side) -> MeasuredPercentiles | None:
-    """Return percentiles of the requests; None where one of them has no finite value."""
+    """Return percentiles of the requests; None if one of them has no finite value."""
     try:
         worst = np.sort(worst_of_units(term, data, side))
     except NotMeasurable:
@@ -76,7 +76,7 @@ def measured(term: Term, data: SliceData, side: Side) -> MeasuredPercentiles | N
 def certified(
     term: Term, names: Sequence[str], data: SliceData, side: Side, evidence: EvidenceTable
 ) -> Certified | None:
-    """Return the statistic of the certified bounds; None for what no drift of logits bounds."""
+    """Return the statistic of the certified bounds; None for a slice without requests."""
     bounded = [evidence.certified.get(unit.key) for unit in data.requests]
     every = len(bounded)
     if every == 0:
@@ -107,13 +107,13 @@ def certified(
 
 
 def _is_bounded(unit: SamplingUnit, name: str) -> bool:
-    """Return whether a request has finite bounds of a metric: an infinite one says nothing."""
+    """Return whether a request has finite bounds of a metric."""
     values = unit.values.get(name)
     return values is not None and bool(np.isfinite(values).all())
 
 
 def _domains(term: Term, keys: set[str], evidence: EvidenceTable) -> tuple[str, ...]:
-    """Return by what the requests `keys` were bounded."""
+    """Return the domains that bounded the requests `keys`."""
     if any(isinstance(part, Norm) for part in subterms(term)):
         return (OF_BLOCKS,)
     by_domain = evidence.bounding.get("domains", {})
@@ -165,7 +165,7 @@ def floor(
 
 
 def narrowness(clause: Clause, row: ClauseResult) -> tuple[str, ...]:
-    """Return whether few units, or little of the value, decide a result."""
+    """Return the reasons why a result is narrow: few units, or a value near the threshold."""
     found = []
     n = row.n if row.exceedance is None else row.exceedance.n
     allowed = allowed_rate(clause)
@@ -185,7 +185,7 @@ def narrowness(clause: Clause, row: ClauseResult) -> tuple[str, ...]:
 
 
 def _inner(term: Term) -> Term:
-    """Return the values behind a statistic; their sizes behind the magnitude of a mean."""
+    """Return the values of a statistic; their magnitudes for the magnitude of a mean."""
     match term:
         case Statistic(_, of):
             return of
@@ -196,7 +196,7 @@ def _inner(term: Term) -> Term:
 
 
 def _names_of(term: Term) -> tuple[str, ...]:
-    """Return the names of the values that a term is made of, none where it is no such term."""
+    """Return the names of the values that a term combines; none for a term of another kind."""
     found: dict[str, None] = {}
     for part in subterms(term):
         match part:
@@ -228,7 +228,7 @@ def _is_timed(name: str, data: SliceData) -> bool:
 def _statistic(
     term: Term, values: Sequence[Mapping[str, Array]], side: Side, data: SliceData | None
 ) -> float | None:
-    """Form the statistic of a term from other values of its metrics; infinite where one is."""
+    """Compute the statistic of a term from given values of its metrics; infinite if one is."""
     kind = term.kind if isinstance(term, Statistic) else "aggregate"
     if any(bool(np.isinf(v).any()) for unit in values for v in unit.values()):
         if kind != "quantile":

@@ -1,10 +1,10 @@
 """From terms of the language to estimates over the units of a slice.
 
 Percentiles and exceedance count requests: the tokens of a request are represented by their worst
-value, the largest for an upper bound and the smallest for a lower one; where a sign decides which
-of them harms, both are tried. The timed runs of a request are represented by one of them. Means
-weigh every token, or run, the same; their limits resample whole requests. Metrics that are one
-number of a slice are formed from all its requests.
+value, the largest for an upper bound and the smallest for a lower one; if a sign decides which of
+them is worse, both are tried. The timed runs of a request are represented by one of them. Means
+weigh every token, or run, the same; their limits resample whole requests. Metrics with one number
+per slice are computed from all its requests.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TAILS: dict[str, Side] = {"max": "upper", "min": "lower"}
 _OF_UNITS = frozenset({"order-statistic", "maximum", "minimum"})
 """Methods whose limits are values of single units."""
 _STORED = Fraction(1, 10**6)
-"""How far a stored share may lie from the share itself, in steps: float32 rounds within it."""
+"""Tolerance of a stored share, in steps: above the rounding of float32."""
 
 
 def evaluate(
@@ -60,7 +60,7 @@ def evaluate(
 ) -> tuple[EstimateInterval, int]:
     """Return a term as an interval around its value, and the number of units behind it.
 
-    Raises `NotMeasurable` where the values support no statement.
+    Raises `NotMeasurable` if the values support no statement.
     """
     match term:
         case Number(value):
@@ -79,16 +79,16 @@ def evaluate(
         case Abs(of) if any(isinstance(t, Statistic) for t in subterms(of)):
             return _magnitude(of, data, side, settings)
         case Statistic(kind, of, q):
-            found = _once(kind, of, q, data, side, settings)
+            found = _cached_statistic(kind, of, q, data, side, settings)
         case Metric() | Norm() | Abs():
-            found = _once("aggregate", term, None, data, side, settings)
+            found = _cached_statistic("aggregate", term, None, data, side, settings)
     return found
 
 
-def _once(
+def _cached_statistic(
     kind: str, of: Term, q: Fraction | None, data: SliceData, side: Side, settings: Settings
 ) -> tuple[EstimateInterval, int]:
-    """Return the interval of a statistic and its number of units, formed once for a slice."""
+    """Return the interval of a statistic and its number of units, cached for a slice."""
     key = (kind, of, q, side, settings)
     if key not in data.known:
         estimate = _statistic(kind, of, q, data, side, settings)
@@ -100,22 +100,23 @@ def _once(
 def _tails(
     term: Term, data: SliceData, settings: Settings
 ) -> tuple[tuple[EstimateInterval, ...], int]:
-    """Return a term with either tail as the harmful one: the sign of a factor turns them around."""
+    """Return the intervals of a term for either harmful tail, since the sign of a factor swaps
+    them."""
     first, n = evaluate(term, data, "upper", settings)
-    if not _takes_sides(term):
+    if not _depends_on_tail(term):
         return (first,), n
     return (first, evaluate(term, data, "lower", settings)[0]), n
 
 
-def _takes_sides(term: Term) -> bool:
-    """Return whether requests stand for another value where the other tail harms."""
+def _depends_on_tail(term: Term) -> bool:
+    """Return whether the value of a term depends on the harmful tail."""
     match term:
         case Statistic(kind):
             return kind in ("quantile", "aggregate")
         case Arith(_, left, right):
-            return _takes_sides(left) or _takes_sides(right)
+            return _depends_on_tail(left) or _depends_on_tail(right)
         case Abs(of) if any(isinstance(t, Statistic) for t in subterms(of)):
-            return _takes_sides(of)
+            return _depends_on_tail(of)
         case _:
             return isinstance(term, Metric | Norm | Abs)
 
@@ -123,19 +124,19 @@ def _takes_sides(term: Term) -> bool:
 def _magnitude(
     of: Term, data: SliceData, side: Side, settings: Settings
 ) -> tuple[EstimateInterval, int]:
-    """Return |term| of a term of statistics; the limit at 0 of two one-sided tests each at half the
-    error, since chance may lead away from 0 on either side."""
+    """Return |term| of a term of statistics. Its lower limit is that of two one-sided tests at half
+    the error each, since the number may deviate from 0 on either side."""
     tails, n = _tails(of, data, settings)
-    surer, _ = _tails(of, data, settings.halved())
-    found = [a.magnitude(b) for a, b in zip(tails, surer, strict=True)]
-    if side == "lower" and len({a.value > 0 for a in tails}) > 1:  # 0 lies between both
+    stricter, _ = _tails(of, data, settings.halved())
+    found = [a.magnitude(b) for a, b in zip(tails, stricter, strict=True)]
+    if side == "lower" and len({a.value > 0 for a in tails}) > 1:  # 0 lies between them
         found.append(EstimateInterval.point(Fraction(0)))
     return _worst(found, side), n
 
 
 def _worst(found: Sequence[EstimateInterval], side: Side) -> EstimateInterval:
-    """Return the largest of several readings of a number where "upper" is the harmful side, else
-    the smallest."""
+    """Return the largest of several intervals of a number if "upper" is the harmful side, else the
+    smallest."""
     if side == "lower":
         return _worst([one.negate() for one in found], "upper").negate()
     lows = [one.low for one in found if one.low is not None]
@@ -183,9 +184,9 @@ def _statistic(
 def _exactly(of: Term, found: Estimate, data: SliceData) -> EstimateInterval:
     """Return the interval of an estimate, exact for metrics whose values are shares of k tokens.
 
-    Such a share is stored as the nearest double: 3/5 as a little less than it, which a threshold
-    of 60 % must not notice. What is no such share stays what it is. Limits that are themselves
-    values of units are shares, too.
+    Such a share is stored as the nearest double, 3/5 as slightly less, which must not decide a
+    comparison with 60 %. Other values stay unchanged. Limits that are values of units are shares
+    too.
     """
     interval = EstimateInterval.of(found)
     measure = data.measures.get(of.name) if isinstance(of, Metric) else None
@@ -217,16 +218,16 @@ def _opposite(side: Side) -> Side:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How estimates are formed: the seed of resampling and the confidence of each limit (None:
-    values alone, without limits). `population`: the requests stand for others, too, rather than for
-    themselves with other draws of tokens."""
+    """Settings of estimates: the seed of resampling and the confidence of each limit (None: values
+    without limits). `population`: the requests are a sample of a population, not fixed requests
+    with other draws of tokens."""
 
     seed: int
     confidence: Confidence | None
     population: bool = False
 
     def halved(self) -> Settings:
-        """Return the same with half the error: for limits of which either may be missed."""
+        """Return the same settings with half the error, for two limits of which either may fail."""
         return (
             self
             if self.confidence is None
@@ -248,7 +249,7 @@ def mean_of(of: Term, data: SliceData, settings: Settings) -> Estimate:
 
 
 def rate_of(of: Term, data: SliceData, settings: Settings) -> Estimate:
-    """Return the mean of a pointwise term that is 0 or 1; a share of requests where each has one
+    """Return the mean of a pointwise term that is 0 or 1; a share of requests if each has one
     value. Raises `NotMeasurable` for other values."""
     if data.reduced is not None:
         sums, sizes = token_sums(of, data)
@@ -273,9 +274,9 @@ _MEANS = {**MAGNITUDES, **SCORE_GAPS}
 
 
 def slice_metric(metric: Metric, data: SliceData, settings: Settings) -> Estimate | None:
-    """Return the estimate of a metric that is one number per slice, None for a pointwise one.
+    """Return the estimate of a metric with one number per slice; None for a pointwise one.
 
-    Raises `NotMeasurable` where the slice has no such number.
+    Raises `NotMeasurable` if the slice has no such number.
     """
     match metric.name:
         case name if name in UNMEASURED and name not in data.measures:
@@ -311,8 +312,8 @@ def slice_metric(metric: Metric, data: SliceData, settings: Settings) -> Estimat
 
 
 def _joined(name: str, data: SliceData, settings: Settings) -> Estimate:
-    """Return one number of the arrays of all requests, with limits by resampling requests: from
-    sums of each where the number is a function of them."""
+    """Return the number computed from the arrays of all requests, with limits by resampling
+    requests: from their sums if the number is a function of sums."""
     aggregate = AGGREGATES.get(name) or RECORDED_AGGREGATES[name]
     parts = [[recorded(of, unit) for of in aggregate.inputs] for unit in data.requests]
     try:
@@ -411,9 +412,8 @@ def _magnitude_of_mean(name: str, data: SliceData, settings: Settings) -> Estima
 def _throughput(data: SliceData, settings: Settings) -> Estimate:
     """Return tokens per second; its limits are those of the seconds per token, inverted.
 
-    A single stalled run stretches the seconds per token upwards without end, and so the limits of
-    their inverse towards zero, but never to zero or below. The runs of a request are drawn
-    together.
+    A stalled run increases the seconds per token without bound, so the limits of the inverse
+    approach zero, but stay positive. The runs of a request are drawn together.
     """
     every = unit_values(Metric("latency"), data.runs, data.measures)
     own: dict[str, list[tuple[float, int]]] = {}

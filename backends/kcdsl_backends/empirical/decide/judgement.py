@@ -1,10 +1,10 @@
 """From measured values to verdicts, clause by clause and slice by slice.
 
-A clause on a pinned file that was run whole is decided as a *census*: the exact value is compared
-with the threshold, a statement about these requests and no others. A clause with `evidence:
-sample`, and any clause about a noisy metric (times, sampled tokens), is decided on the limit of the
-interval that is worse for it: held or violated only where the limit agrees, else inconclusive.
-Empty, missing and non-finite values are `InvalidEvidence`, whatever the rest says.
+A clause on a pinned file that was run completely is decided as a *census*: the exact value is
+compared with the threshold, a statement about these requests only. A clause with `evidence:
+sample`, and any clause about a noisy metric (times, sampled tokens), is decided on the worse limit
+of the interval: held or violated only if the limit agrees, else inconclusive. Empty, missing and
+non-finite values are `InvalidEvidence`, whatever the other values are.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from kcdsl_backends.empirical.table.requirements import (
 )
 
 _OF_MANY = frozenset({"ece_gap"})
-"""Metrics that one request by itself does not have, and a window of them does."""
+"""Metrics that a window of requests has, but a single request does not."""
 
 _Records = Sequence[Mapping[str, Any]]
 _Reading = tuple[EstimateInterval, EstimateInterval, int]
@@ -76,15 +76,14 @@ class Judge:
     def outcome(self, formula: Formula, negated: bool = False) -> Outcome:
         """Return the three-valued truth of a formula; raises `NotMeasurable`.
 
-        `negated` says that the formula stands under an odd number of negations, which turns the
-        harmful tail around.
+        `negated`: the formula is under an odd number of negations, which swaps the harmful tail.
         """
         match formula:
             case Compare():
                 return self._compare(formula, negated)
             case HasFields():
                 complete = all(has_fields(formula, r) for r in _records(self.data))
-                # of a sample, that none lacks a field says nothing of every request
+                # complete records of a sample show nothing about all requests
                 return "unknown" if complete and self.sample else _from_bool(complete)
             case Not(of):
                 return _not(self.outcome(of, not negated))
@@ -102,15 +101,15 @@ class Judge:
         raise NotMeasurable(f"the formula {formula} has no meaning for measured values")
 
     def sides(self, formula: Compare, negated: bool = False) -> _Reading:
-        """Return both sides of a comparison, and the number of units behind them: of what is to be
-        equal with the tail that differs more, or less under a negation."""
+        """Return both sides of a comparison, and the number of units behind them. Of the tails of
+        an equality, that with the larger difference counts, or the smaller one under a negation."""
         choose = min if negated else max
         readings = self._readings(formula, negated)
         return choose(readings, key=lambda read: abs(read[0].value - read[1].value))
 
     def _readings(self, formula: Compare, negated: bool) -> list[_Reading]:
-        """Return the sides of a comparison with the tail that harms; where both must be equal,
-        each does."""
+        """Return the sides of a comparison for the harmful tail; for an equality, for both
+        tails."""
         harmful: Side = "lower" if (formula.op in (">=", ">")) != negated else "upper"
         tails: tuple[Side, ...] = ("upper", "lower") if formula.op == "==" else (harmful,)
         return [self._read(formula, tail) for tail in tails]
@@ -141,7 +140,7 @@ class Judge:
         return found if not self.sample or found == settled else "unknown"
 
     def on(self, *units: SamplingUnit, runs: bool = False, records: _Records = ()) -> Judge:
-        """Return the judge of some units alone, with their trace records: exact values, no
+        """Return the judge of the given units, with their trace records: exact values, no
         limits."""
         requests, timed = ((), units) if runs else (units, ())
         data = replace(self.data, requests=requests, runs=timed, drawn=None, records=tuple(records))
@@ -150,7 +149,8 @@ class Judge:
     def beyond(
         self, body: Formula, reduced: Reduced, *, per_window: bool = False, negated: bool = False
     ) -> tuple[bool, ...]:
-        """Return which requests of a token table, or windows of them, do not meet a formula."""
+        """Return the mask of requests of a token table, or windows of them, that do not meet a
+        formula."""
         settings = Settings(self.settings.seed, None)
 
         def decide(part: Reduced) -> Outcome:
@@ -168,8 +168,8 @@ class Judge:
 
 
 def judge_for(clause: Clause, data: SliceData, seed: int, confidence: Confidence | None) -> Judge:
-    """Return the judge of a clause: the error level is shared among the estimates it compares.
-    Without one a sample has no limits."""
+    """Return the judge of a clause; the error level is shared among the estimates that it compares.
+    Without a confidence a sample has no limits."""
     share = None if confidence is None else confidence.divided(statistic_count(clause.require))
     sample = evidence_kind(clause, data) is EvidenceKind.SAMPLE
     population = clause.evidence is EvidenceKind.SAMPLE
@@ -179,7 +179,7 @@ def judge_for(clause: Clause, data: SliceData, seed: int, confidence: Confidence
 
 
 def evidence_kind(clause: Clause, data: SliceData) -> EvidenceKind:
-    """Return the kind of evidence that what was measured on a slice gives for a clause.
+    """Return the kind of evidence that the measurements on a slice are for a clause.
 
     Values that vary from run to run are a sample; those of a recorded batch are a sample too,
     unless the clause asks about this batch and no other (`evidence: census`).
@@ -210,10 +210,10 @@ class Counted:
 
 
 def count(clause: Clause, judge: Judge) -> Counted | None:
-    """Find the units beyond the threshold of a clause; None where single units have no value.
+    """Find the units beyond the threshold of a clause; None if single units have no value.
 
-    A unit is beyond where the requirement is not met by it alone: never "value > threshold", which
-    a NaN would pass.
+    A unit is beyond if it does not meet the requirement by itself, not if "value > threshold",
+    which is false for NaN.
     """
     metrics = metrics_of(clause.require)
     known = judge.data.measures
@@ -260,7 +260,7 @@ def within_budget(
 ) -> Outcome:
     """Decide whether at most `budget.rate` of the units exceed.
 
-    Of a sample the binomial tail decides, not the printed limit: exactly, in k, n and the rate.
+    For a sample the binomial tail decides, exactly in k, n and the rate, not the printed limit.
     """
     if not sample:
         return _from_bool(found.rate <= budget.rate)
@@ -274,7 +274,7 @@ def within_budget(
 
 
 def has_fields(formula: HasFields, record: object) -> bool:
-    """Return whether a trace record carries every field of a clause, not null and not empty."""
+    """Return whether a trace record has every field of a clause, not null and not empty."""
     if not isinstance(record, dict):
         return False
     return all(record.get(name) not in (None, "", [], {}) for name in formula.fields)
@@ -317,8 +317,8 @@ def _or(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def counterexample(clause: Clause, judge: Judge, found: Counted | None) -> dict[str, Any]:
-    """Return what violates a clause: the worst request with token and value, or the first records
-    that lack fields; nothing where no single unit does."""
+    """Return the violation of a clause: the worst request with token and value, or the first
+    records that lack fields; empty if no single unit violates it."""
     comparison = main_comparison(clause.require)
     if isinstance(clause.require, HasFields):
         lacking = [

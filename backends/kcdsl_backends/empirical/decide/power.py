@@ -1,4 +1,5 @@
-"""Statistical power: the rate that a sample shows, and how many units would decide a clause."""
+"""Statistical power: the rate that a sample shows, and the number of units that decides a
+clause."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from kcdsl_backends.empirical.table.requirements import (
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """What is printed of a clause beside its verdict; a compound clause has only its text."""
+    """The numbers printed with the verdict of a clause; a compound clause has only its text."""
 
     metric: str
     unit: str = "1"
@@ -30,8 +31,8 @@ class Display:
     n: int = 0
     threshold: float | None = None
     exact: Fraction | None = None
-    """The value that the obligation compares with its threshold, before it is rounded to a double:
-    of two terms their difference. None where a sample gives no limit of it."""
+    """The exact value that the obligation compares with its threshold: of two terms their
+    difference. None if a sample gives no limit of it."""
 
 
 _MOST_UNITS = 10**9
@@ -40,7 +41,7 @@ _MOST_UNITS = 10**9
 def shown(
     clause: Clause, of: str, exceedance: Exceedance | None, confidence: Confidence
 ) -> Shown | None:
-    """Return the rate that a sample shows not to be exceeded; None where no unit is counted.
+    """Return the rate that a sample shows not to be exceeded; None if no units are counted.
 
     With none of n beyond it is 1 - α^(1/n), about 3/n at 95 %.
     """
@@ -52,9 +53,10 @@ def shown(
 def needed(
     clause: Clause, display: Display, exceedance: Exceedance | None, confidence: Confidence
 ) -> int | None:
-    """Return how many units would decide an open clause in its favour, went they on as they did.
+    """Return the number of units that would decide an open clause in its favour at the observed
+    rate or mean.
 
-    None where no number of units would, or where that cannot be told.
+    None if no number of units would, or if it cannot be computed.
     """
     allowed = allowed_rate(clause)
     if allowed is not None and 0 < allowed < 1 and exceedance is not None:
@@ -69,11 +71,11 @@ def _for_mean(display: Display) -> int | None:
     limit = display.low if display.op in (">=", ">") else display.high
     if display.value is None or display.threshold is None or limit is None:
         return None
-    room = display.threshold - display.value
-    room = -room if display.op in (">=", ">") else room
-    if room <= 0:
+    slack = display.threshold - display.value
+    slack = -slack if display.op in (">=", ">") else slack
+    if slack <= 0:
         return None
-    wanted = display.n * (abs(limit - display.value) / room) ** 2
+    wanted = display.n * (abs(limit - display.value) / slack) ** 2
     return max(display.n + 1, round(wanted)) if wanted < _MOST_UNITS else None
 
 
@@ -84,7 +86,7 @@ def why_open(
     enough: int | None,
     confidence: Confidence,
 ) -> str:
-    """Return why a sample decides nothing, and what would."""
+    """Return why a sample does not decide a clause, and how many units would."""
     allowed = allowed_rate(clause)
     if found is not None and allowed is not None:
         wanted = _what_decides(found, allowed, enough, confidence)

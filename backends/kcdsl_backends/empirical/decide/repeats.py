@@ -1,9 +1,9 @@
-"""Requests with the same tokens as one sampling unit: a copy of a request shows nothing more.
+"""Requests with the same tokens as one sampling unit, since copies of a request are dependent.
 
-A census is about the rows of a file, whatever they repeat. A sample is about what they were drawn
-from, and its limits count independent units: a prompt counts once, with all values of its rows, and
-with one of its timed runs. Runs of one prompt take about the same time: counted one by one, few
-slow prompts among many would hardly ever be seen.
+A census is about all rows of a file, copies included. A sample is about their population, and its
+limits count independent units: a prompt counts once, with all values of its rows, and with one of
+its timed runs. Runs of one prompt take about the same time, so that single runs are not
+independent.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
 
 _EMPTY: tuple[object, ...] = (None, "", [], {})
-"""What a trace record has where a field is missing (`judgement.has_fields`)."""
+"""The values of a trace record that count as missing (`judgement.has_fields`)."""
 
 
 def repeated(prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Return the places of each prompt, in the order in which the prompts come first."""
+    """Return the positions of each prompt, in the order of their first positions."""
     places: dict[tuple[int, ...], list[int]] = {}
     for place, tokens in enumerate(prompts):
         places.setdefault(tokens, []).append(place)
@@ -34,8 +34,8 @@ def repeated(prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
 def by_prompt(data: SliceData, prompts: Sequence[tuple[int, ...]]) -> SliceData:
     """Return the data of a slice with a unit for each prompt; `prompts` are those of its requests.
 
-    A unit of several requests has the values of all, one after the other, and their timed runs. It
-    failed where one of them did, and lacks what one of them lacks.
+    A unit of several requests has their concatenated values and their timed runs. It failed if one
+    of them did, and lacks a value that one of them lacks.
     """
     groups = repeated(prompts)
     if len(groups) == len(data.requests):
@@ -56,9 +56,9 @@ def by_prompt(data: SliceData, prompts: Sequence[tuple[int, ...]]) -> SliceData:
 def with_drawn_runs(data: SliceData) -> SliceData:
     """Return the data of a slice with one timed run of each unit, chosen by a hash of its key.
 
-    That a drawn run is beyond a threshold is as likely as that a run of a request is, however alike
-    the runs of one are, and units are independent: their number follows the binomial law. A metric
-    that one run of a unit lacks, or has no finite value of, is lacking in the drawn one.
+    A drawn run is beyond a threshold with the probability that a run of a random request is, and
+    units are independent, so their number beyond is binomial. The drawn run lacks a metric that one
+    run of the unit lacks or has no finite value of.
     """
     if data.drawn is not None or not data.runs:
         return data
@@ -66,7 +66,7 @@ def with_drawn_runs(data: SliceData) -> SliceData:
 
 
 def by_request(runs: Sequence[SamplingUnit]) -> tuple[tuple[SamplingUnit, ...], ...]:
-    """Return the timed runs of each request, in the order in which requests come first."""
+    """Return the timed runs of each request, in the order of the first runs."""
     own: dict[str, list[SamplingUnit]] = {}
     for run in runs:
         own.setdefault(run.key, []).append(run)
@@ -96,7 +96,7 @@ def _unit(members: Sequence[SamplingUnit]) -> SamplingUnit:
         return first
     shared = [name for name in first.values if all(name in m.values for m in members)]
     return SamplingUnit(
-        min(m.key for m in members),  # the same in every order of the file
+        min(m.key for m in members),  # independent of the order of the file
         sum(m.tokens for m in members),
         {name: np.concatenate([m.values[name] for m in members]) for name in shared},
         next((m.failure for m in members if m.failure is not None), None),

@@ -42,9 +42,9 @@ from kcdsl_backends.empirical.table.rows import records
 
 
 def conclude(evidence: EvidenceTable) -> Report:
-    """Decide every clause that the evidence can decide, and report it.
+    """Decide every clause that the evidence can decide, and return the report.
 
-    Raises Refusal where the contract has no such clause.
+    Raises Refusal if the contract has no such clause.
     """
     program = expand_tables(evidence.program)
     clauses, deferred = split(program, frozenset(evidence.slices))
@@ -55,7 +55,7 @@ def conclude(evidence: EvidenceTable) -> Report:
 
 
 def slice_data(evidence: EvidenceTable) -> dict[str, SliceData]:
-    """Return what was measured, slice by slice."""
+    """Return the measured values, slice by slice."""
     written, measures = records(evidence), measures_of(evidence.program)
     return {
         name: _on_slice(name, keys, evidence, written, measures)
@@ -89,10 +89,10 @@ def _on_slice(
 
 
 def sampled_data(evidence: EvidenceTable, data: Mapping[str, SliceData]) -> Mapping[str, SliceData]:
-    """Return the data of slices as samples have them: requests that repeat a prompt are one unit,
-    and so are timed runs.
+    """Return the data of slices for samples: requests with the same prompt, and their timed runs,
+    are one unit.
 
-    Recorded rollouts are units of prompts already, and a token table has no prompts.
+    Recorded rollouts already are units by prompt, and a token table has no prompts.
     """
     if prompts_are_units(evidence.program):
         return {name: with_drawn_runs(own) for name, own in data.items()}
@@ -105,13 +105,13 @@ def sampled_data(evidence: EvidenceTable, data: Mapping[str, SliceData]) -> Mapp
 
 
 def _prompts(keys: Sequence[str], evidence: EvidenceTable) -> list[tuple[int, ...]]:
-    """Return the tokens of requests, by which those that repeat a prompt are known."""
+    """Return the tokens of requests, which identify their prompts."""
     tokens = {request.key: request.tokens for request in evidence.requests}
     return [tokens[key] for key in keys]
 
 
 def _repeats(evidence: EvidenceTable, results: Sequence[ClauseResult]) -> tuple[str, ...]:
-    """Say how many requests count with another in samples."""
+    """Return a note on the number of requests that count with another in samples."""
     sampled = [row.slice for row in results if row.evidence == EvidenceKind.SAMPLE.value]
     keys = list(dict.fromkeys(key for name in sampled for key in evidence.slices[name]))
     more = len(keys) - len(repeated(_prompts(keys, evidence)))
@@ -126,7 +126,7 @@ def decide(
     clauses: Sequence[Clause],
     data: Mapping[str, SliceData],
 ) -> tuple[tuple[ClauseResult, ...], dict[str, str], Statistics]:
-    """Decide every clause; one that demands a proof is only reported where it is violated."""
+    """Decide every clause; one that demands a proof is only reported if it is violated."""
     cases: list[DecisionCase] = []
     measures = measures_of(program)
     samples = sampled_data(evidence, data)
@@ -177,10 +177,10 @@ def decide(
 def why_blocked(
     clause: Clause, prechecks: Sequence[Precheck], measures: Mapping[str, MetricDefinition]
 ) -> str | None:
-    """Return why no value of the model may be trusted for a clause, None where it may.
+    """Return why values of the model cannot be trusted for a clause; None if they can.
 
-    Sampled clauses also need mass wherever the training kernel has some. A request without finite
-    numbers is what runtime clauses count, so it does not block them.
+    Sampled clauses also require that the inference policy has mass wherever the training policy
+    does. Runtime clauses count requests without finite values, so these do not block them.
     """
     if clause.family is Family.RUNTIME:
         prechecks = [check for check in prechecks if check.name != "finite"]
@@ -239,7 +239,8 @@ def build_report(
 
 
 def below_noise(results: Sequence[ClauseResult]) -> tuple[Warned, ...]:
-    """Name the clauses whose threshold lies below the noise floor of the training kernel."""
+    """Return warnings for the clauses whose threshold is below the noise floor of the training
+    kernel."""
     found = []
     for row in results:
         floor = None if row.beside is None else row.beside.noise_floor
@@ -260,7 +261,8 @@ def below_noise(results: Sequence[ClauseResult]) -> tuple[Warned, ...]:
 
 
 def summarise_slice(data: SliceData, encoder: bool) -> SliceSummary:
-    """Return mean, percentiles and worst of the usual drifts; each request by its worst token."""
+    """Return mean, percentiles and worst of the summary metrics; each request by its worst
+    token."""
     rows: dict[str, dict[str, float]] = {}
     for name in SUMMARY_METRICS[encoder]:
         values = [u.values[name] for u in data.requests if name in u.values and u.failure is None]

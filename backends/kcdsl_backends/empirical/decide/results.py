@@ -1,9 +1,9 @@
-"""From clauses to rows of the report, with the error of many results shared among them.
+"""From clauses to rows of the report, with correction for multiplicity.
 
-Passes are not corrected: a contract holds only if all its clauses do, and whichever of them is
-false is accepted with at most its own error. A violation is reported if any clause is violated, so
-the chance of a false one grows with their number; Holm's method keeps it below the error. What is
-violated by itself and not among so many is inconclusive, never a pass.
+Passes are not corrected: a contract holds only if all its clauses do, and a false one is accepted
+with at most its own error. A violation is reported if any clause is violated, so the probability of
+a false one grows with their number; Holm's method keeps it below the error. A clause that is
+violated at its own level only is inconclusive, never a pass.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def decide_clause(
 ) -> ClauseResult:
     """Decide one clause on one slice.
 
-    `alarm` is the error at which a sample shows a violation, where it is smaller than that of
-    `confidence`: what is violated at the one and not at the other is inconclusive. `blocked` says
-    why no value of the model may be trusted (a failed precheck); the clause is then
-    `InvalidEvidence` whatever was measured.
+    `alarm` is the error level of violations, if it is smaller than that of `confidence`: a clause
+    that is violated only at the latter is inconclusive. `blocked` is the reason why values of the
+    model cannot be trusted (a failed precheck); the clause is then `InvalidEvidence` whatever was
+    measured.
     """
     anew = _without_limits(clause, program, data, confidence)
     judge = judge_for(clause, data, seed, None if anew else confidence)
@@ -132,7 +132,7 @@ def invalid(clause: Clause, program: Program, data: SliceData, reason: str) -> C
 
 
 def _demand(clause: Clause, data: SliceData) -> str | None:
-    """Return why measuring cannot satisfy the kind of evidence that a clause demands."""
+    """Return why measurements are not the kind of evidence that a clause demands."""
     match clause.evidence:
         case EvidenceKind.PROOF | EvidenceKind.PROOF_REAL | EvidenceKind.PROBABILISTIC as kind:
             return f"the clause demands {kind}, and running the kernels only measures"
@@ -145,10 +145,10 @@ def _demand(clause: Clause, data: SliceData) -> str | None:
 def _without_limits(
     clause: Clause, program: Program, data: SliceData, confidence: Confidence
 ) -> str | None:
-    """Return why a sample has no limit that holds at every look, None where it may have some.
+    """Return why a sample has no limit that holds at every look; None if it may have some.
 
-    Limits at every look are those of one sequence of values. Where each look measures the requests
-    it has seen anew, every look is a sample of its own, and some of many pass by chance.
+    Limits at every look need one growing sequence of values. If each look measures its requests
+    again, every look is a sample of its own, and some of many pass by chance.
     """
     sampled = evidence_kind(clause, data) is EvidenceKind.SAMPLE
     if not (confidence.anytime and sampled and data.reduced is None):
@@ -166,7 +166,7 @@ def _count_if_possible(clause: Clause, judge: Judge) -> Counted | None:
         return found
     try:
         return count(clause, judge)
-    except NotMeasurable:  # a slice may have a value where a single unit has none (0 in 1 / x)
+    except NotMeasurable:  # a slice may have a value if a single unit has none (0 in 1 / x)
         return None
 
 
@@ -189,7 +189,7 @@ def _by_chance(
     alarm: Fraction | None,
     found: Counted | None,
 ) -> str | None:
-    """Return why a sampled violation is none at the level of the whole report, or None."""
+    """Return why a sampled violation is not one at the level of the whole report; None if it is."""
     if alarm is None or alarm >= confidence.error:
         return None
     strict = replace(confidence, error=alarm)
@@ -206,7 +206,7 @@ def _by_chance(
 
 
 def display_of(clause: Clause, judge: Judge) -> Display:
-    """Return the numbers of a comparison; a compound clause has none, only its text."""
+    """Return the printed numbers of a comparison; a compound clause has only its text."""
     comparison = main_comparison(clause.require)
     if comparison is None:
         return _of_fields(clause, judge)
@@ -227,8 +227,8 @@ def display_of(clause: Clause, judge: Judge) -> Display:
 def _compared(
     comparison: Compare, left: EstimateInterval, right: EstimateInterval, *, sample: bool
 ) -> Fraction | None:
-    """Return the value of the obligation's quantity. The limits of two sampled terms do not hold
-    together at the level of each, so a sample has no limits of their difference."""
+    """Return the value of the obligation's quantity; None for two sampled terms, whose limits do
+    not hold jointly at the level of each."""
     if isinstance(comparison.right, Number):
         return left.value
     return None if sample else left.value - right.value
@@ -246,7 +246,7 @@ def _of_fields(clause: Clause, judge: Judge) -> Display:
 
 
 def display_without_values(clause: Clause, data: SliceData) -> Display:
-    """Return what is printed of a clause of which nothing was measured."""
+    """Return the printed numbers of a clause without measured values."""
     comparison = main_comparison(clause.require)
     if comparison is None:
         return Display(clause.text or clause.id)
@@ -264,7 +264,7 @@ def _unit(term: Term, data: SliceData) -> str:
 
 
 def _double(value: Fraction) -> float:
-    """Return the nearest float64; infinite beyond the greatest."""
+    """Return the nearest float64; infinite beyond the largest."""
     try:
         return float(value)
     except OverflowError:
@@ -308,7 +308,7 @@ def _row(
         confidence=shared.share,
         exceedance=exceedance,
         budget=None if budget is None else _budget(budget, data.unit),
-        action=_asked_for(clause, program, verdict),
+        action=_requested_action(clause, program, verdict),
         deviation=_deviation(clause, display, verdict, exceedance),
         estimators=tuple(
             _estimator(data.measures[name])
@@ -327,11 +327,11 @@ def _budget(budget: Budget, unit: str) -> str:
     return f"{float(budget.rate) * 100:g}% of {units}"
 
 
-def _asked_for(clause: Clause, program: Program, verdict: Verdict) -> str | None:
-    """Return the action that a result asks for.
+def _requested_action(clause: Clause, program: Program, verdict: Verdict) -> str | None:
+    """Return the action that a result requests.
 
-    An undecided hard clause asks for its own action, but for none beyond freezing the promotion:
-    nothing shows that the kernel that runs is bad.
+    An undecided hard clause requests its own action, but at most freezing the promotion, since
+    nothing shows that the kernel in use is bad.
     """
     own = action_of(clause, program)
     match verdict:
@@ -344,7 +344,7 @@ def _asked_for(clause: Clause, program: Program, verdict: Verdict) -> str | None
 
 
 def action_of(clause: Clause, program: Program) -> str:
-    """Return the action that a violated clause calls for: its own, else that of the policy."""
+    """Return the action of a violated clause: its own, else that of the policy."""
     return clause.action or program.escalation.action(clause.family, clause.level)
 
 
@@ -355,8 +355,8 @@ def _deviation(
 
     0 for a clause that is neither violated nor without evidence.
 
-    A trace clause deviates by the share of records without the fields; a compound clause, which
-    has no number, by one unit where it is violated.
+    For a trace clause it is the share of records without the fields; for a compound clause, which
+    has no number, 1 if it is violated.
     """
     if isinstance(verdict, InvalidEvidence):
         return float("inf")
@@ -383,13 +383,13 @@ def _estimator(measure: MetricDefinition) -> Estimator:
     )
 
 
-# --- alarms --------------------------------------------------------------------------------------
+# --- all cases -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionCase:
-    """An obligation with what was measured on its slice; `blocked` says why no evidence about it
-    may be trusted."""
+    """An obligation with the data of its slice; `blocked` is the reason why the evidence cannot be
+    trusted."""
 
     obligation: Obligation
     data: SliceData
@@ -399,7 +399,7 @@ class DecisionCase:
 def decide_all(
     cases: Sequence[DecisionCase], program: Program, seed: int, looks: int | None = 1
 ) -> tuple[tuple[ClauseResult, ...], Statistics]:
-    """Decide every case, and say how the error was shared."""
+    """Decide every case; return the rows and how the error was shared."""
     confidence = estimates.confidence_over(looks)
 
     def decide(case: DecisionCase, alarm: Fraction | None = None) -> ClauseResult:

@@ -1,7 +1,7 @@
-"""Values of pointwise terms, unit by unit: as they were measured, or as a table reduced them.
+"""Values of pointwise terms, unit by unit: as measured, or as reduced by a token table.
 
-A value that its metric cannot have, such as a divergence below zero, is no evidence: it was logged
-with another sign, or by an estimator that cancels.
+A value outside the range of its metric, such as a divergence below zero, is no evidence: it was
+logged with another sign, or by an estimator with cancellation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kcdsl_backends.empirical.table.evidence import (
 from kcdsl_backends.empirical.table.requirements import WINDOW, norm_name, window_count
 
 Side = Literal["upper", "lower"]
-"""Which tail harms: "upper" where a value must stay below something."""
+"""The harmful tail: "upper" if a value must stay below a threshold."""
 
 
 def is_timed(term: Term, data: SliceData) -> bool:
@@ -82,8 +82,7 @@ def unit_values(
 ) -> list[Array]:
     """Return the values of a pointwise term, one array per unit.
 
-    Raises `NotMeasurable` where a unit failed, lacks a metric, or has a value of it that it cannot
-    have.
+    Raises `NotMeasurable` if a unit failed, lacks a metric, or has a value outside its range.
     """
     return [np.atleast_1d(_pointwise(term, unit, measures)) for unit in units]
 
@@ -134,7 +133,7 @@ def token_sums(term: Term, data: SliceData) -> tuple[Array, Array]:
 
 
 def column_of(term: Term, reduced: Reduced) -> Column:
-    """Return the column of a term; raise `NotMeasurable` where a request lacks values."""
+    """Return the column of a term; raise `NotMeasurable` if a request lacks values."""
     name = term_text(term)
     if term not in reduced.columns:
         raise NotMeasurable(f"{name}: the table has no such values")
@@ -153,7 +152,7 @@ def column_of(term: Term, reduced: Reduced) -> Column:
 
 
 def _fault(term: Term, reduced: Reduced, row: int) -> str:
-    """Say what is wrong with the values of a request, of the metric of a term that has them."""
+    """Return the message about the first metric of a term with faulty values of a request."""
     parts = [*(t for t in subterms(term) if isinstance(t, Metric)), term]
     own = [(t, reduced.columns[t]) for t in parts if t in reduced.columns]
     of, column = next((t, found) for t, found in own if found.faults[row])
@@ -163,7 +162,7 @@ def _fault(term: Term, reduced: Reduced, row: int) -> str:
 
 
 def recorded(name: str, unit: SamplingUnit) -> Array:
-    """Return what a unit holds under the name of a metric; raise `NotMeasurable` for nothing."""
+    """Return the values of a metric of a unit; raise `NotMeasurable` if there are none."""
     require(unit)
     values = unit.values.get(name)
     if name in unit.problems:
@@ -186,7 +185,7 @@ def _pointwise(term: Term, unit: SamplingUnit, measures: Mapping[str, MetricDefi
         case Number(value):
             return np.array([float(value)])
         case Metric(name):
-            return _possible(name, unit, measures)
+            return _in_range(name, unit, measures)
         case Norm(kind, of):
             if not of.measured:
                 raise NotMeasurable(f"{term_text(term)} speaks of every admissible run")
@@ -212,8 +211,8 @@ def _pointwise(term: Term, unit: SamplingUnit, measures: Mapping[str, MetricDefi
             raise NotMeasurable(f"{term_text(term)}: a table inside a statistic")
 
 
-def _possible(name: str, unit: SamplingUnit, measures: Mapping[str, MetricDefinition]) -> Array:
-    """Return the values of a metric, none of which lies where it cannot."""
+def _in_range(name: str, unit: SamplingUnit, measures: Mapping[str, MetricDefinition]) -> Array:
+    """Return the values of a metric; raise `NotMeasurable` for one outside its range."""
     values, measure = recorded(name, unit), measures.get(name)
     if measure is None or measure.per == "slice":
         return values
@@ -233,9 +232,9 @@ def value_range(
 ) -> tuple[float | None, float | None]:
     """Return the range of one value of a pointwise term, as far as it is known.
 
-    Where both policies are equal at every position, the value of a sampled token is the same
-    whichever token is drawn, so its range is one point. Of a `population` that is not known:
-    policies that are equal on these requests may differ on others.
+    If both policies are equal at every position, the value of a sampled token is the same for all
+    tokens, so its range is one point; not for a `population`, since policies that are equal on
+    these requests may differ on others.
     """
     sampled = {t.name for t in subterms(term) if isinstance(t, Metric)} & DRAWN
     if sampled and not population and _equal_policies(data):
@@ -267,8 +266,8 @@ def _equal_policies(data: SliceData) -> bool:
 
 
 _NEAR = 1e-9
-"""Relative distance from the threshold within which doubles do not decide: rounding of a quotient
-and of stored shares is far below."""
+"""Relative distance from the threshold within which doubles do not decide; far above the rounding
+of quotients and of stored shares."""
 _ORDERS = ("<=", "<", ">=", ">")
 
 
@@ -281,11 +280,11 @@ def beyond_of(
     per_window: bool = False,
     negated: bool = False,
 ) -> tuple[bool, ...]:
-    """Return which requests, or windows of them, do not meet a formula by themselves.
+    """Return the mask of requests, or windows of them, that do not meet a formula by themselves.
 
     `decide` decides some requests together, and raises `NotMeasurable`; `range_of` gives the range
-    of a term, which a mean must not leave; `negated` says that the
-    formula stands under an odd number of negations, which turns the harmful tail around.
+    of a term, within which means must lie; `negated`: the formula is under an odd number of
+    negations, which swaps the harmful tail.
     """
     n = len(reduced)
     if n == 0:
@@ -294,7 +293,7 @@ def beyond_of(
         ends = _window_ends(n)
         parts = (reduced.part(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True))
         return tuple(decide(part) != "held" for part in parts)
-    clear, held = _at_once(body, reduced, range_of, negated)
+    clear, held = _decided_by_doubles(body, reduced, range_of, negated)
     beyond: NDArray[np.bool_] = ~held
     known: dict[tuple[Any, ...], bool] = {}
     for row in np.flatnonzero(~clear).tolist():
@@ -306,27 +305,27 @@ def beyond_of(
 
 
 def _window_ends(n: int) -> list[int]:
-    """Return where the windows of n requests end; a short rest joins the last."""
+    """Return the ends of the windows of n requests; a short rest joins the last."""
     return [*(WINDOW * i for i in range(1, window_count(n))), n]
 
 
-def _at_once(
+def _decided_by_doubles(
     body: Formula,
     reduced: Reduced,
     range_of: Callable[[Term], tuple[float | None, float | None]],
     negated: bool,
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return which requests doubles decide, and which of those meet the formula."""
-    nothing = np.zeros(len(reduced), dtype=bool)
+    """Return the masks of requests that doubles decide, and of those that meet the formula."""
+    undecided = np.zeros(len(reduced), dtype=bool)
     if not isinstance(body, Compare) or body.op not in _ORDERS:
-        return nothing, nothing
+        return undecided, undecided
     term, op, limit = body.left, body.op, body.right
     if not isinstance(limit, Number):
-        return nothing, nothing
+        return undecided, undecided
     side: Side = "lower" if (op in (">=", ">")) != negated else "upper"
     numbers = _numbers(term, side, reduced)
     if numbers is None:
-        return nothing, nothing
+        return undecided, undecided
     tau = float(limit.value)
     certain = np.isfinite(numbers) & (np.abs(numbers - tau) > _NEAR * max(abs(tau), 1e-300))
     if isinstance(term, Statistic) and term.kind == "mean":
@@ -365,7 +364,7 @@ def worst_request(
     reduced: Reduced, beyond: Sequence[bool], windows: bool, term: Term, op: str
 ) -> dict[str, Any]:
     """Return the worst of the requests, or of those in windows, beyond a threshold: its name, and
-    its worst value with its position; nothing for a term without a column."""
+    its worst value with its position; empty for a term without a column."""
     column = reduced.columns.get(term)
     if column is None:
         return {}

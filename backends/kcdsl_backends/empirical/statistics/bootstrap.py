@@ -1,10 +1,9 @@
 """Means and other functions of all requests: limits by resampling whole requests.
 
-Tokens of a request are dependent, so the request is drawn, with all that it has. The limits of a
-ratio of sums (a mean over tokens, tokens per second) are those of the studentised bootstrap
-(Efron 1981); they hold for large n and are good, not exact, for small:
-docs/explanation/statistics.md has the coverage that was measured. No limit here holds at every
-look.
+Tokens of a request are dependent, so whole requests are drawn. The limits of a ratio of sums (a
+mean over tokens, tokens per second) are those of the studentised bootstrap (Efron 1981); they hold
+for large n and approximately for small n: docs/explanation/statistics.md has the measured coverage.
+No limit here holds at every look.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from kcdsl_backends.empirical.statistics.estimates import (
 
 RESAMPLES = 1999
 FEWEST_CLUSTERS = 20
-"""With fewer requests a bootstrap says too little, and no limit is given."""
+"""Smallest number of requests for a limit by bootstrap."""
 _COCHRAN = 25
-"""n requests bear a limit by themselves where n > 25 G^2, G their skewness (Cochran 1977)."""
+"""n requests support a limit without correction if n > 25 G^2, G their skewness (Cochran 1977)."""
 _TAIL = 10
-"""Resamples that lie beyond a limit, at least."""
+"""Smallest number of resamples beyond a limit."""
 _MOST_RESAMPLES = 199_999
 _MOST_DRAWS = 2**32
-"""Draws of requests that a limit at a small error may cost; it is not given where it costs more."""
+"""Largest number of draws for a limit at a small error; a limit that needs more is not given."""
 _BLOCK = 2**22
 _REDRAWN = 299
-"""Resamples of a number that no linearisation gives, at least."""
+"""Smallest number of resamples of a number without a linearisation."""
 
 Range = tuple[float | None, float | None]
 
@@ -58,12 +57,12 @@ def clustered_ratio(
 
     One entry of each is one request: the sum of its token values and their number, or its tokens
     and its seconds. Requests are resampled whole, with a fixed seed. `bounds` is the range of a
-    single value: where every value sits on an end of it, resampling shows no spread, and the
-    limit is that of n equal draws instead. Where the requests are too skewed for their number, the
-    limit on the side of the long tail is that of the same requests with the worst one counted
-    twice: what is rare and large was hardly all seen. In a range with two ends no limit is nearer
-    than that of equal draws would be. Fewer than 20 requests give no limits, and
-    neither does a confidence that is to hold at every look.
+    single value: if every value is at one end of it, resampling has no spread, and the limit is
+    that of n equal draws instead. If the requests are too skewed for their number, the limit on the
+    side of the long tail is that of the same requests with the worst one counted twice, since a
+    sample hardly has all rare, large values. In a bounded range no limit is nearer to the value
+    than that of equal draws. Fewer than 20 requests give no limits, and neither does a confidence
+    for every look.
     """
     above = check_values(numerators, what)
     below = check_values(denominators, what)
@@ -113,10 +112,11 @@ def clustered_ratio(
 
 @dataclass(frozen=True, slots=True)
 class SmoothFunction:
-    """A smooth function of sums of requests: `rows` [n, S] are their sums, `value` the number on a
-    scale of nearly equal spread, of totals [..., S], real or complex, and `back` the number itself.
+    """A smooth function of sums of requests: `rows` [n, S] are their sums, `value` maps totals
+    [..., S], real or complex, to the number on a variance-stabilised scale, and `back` maps that to
+    the number.
 
-    `beyond` gives the row of one more request from the worst row; None where nothing bounds it.
+    `beyond` gives the row of one more request from the worst row; None if it is unbounded.
     """
 
     rows: Array
@@ -136,9 +136,9 @@ def clustered_function(
     """Return a smooth function of sums of requests with limits by the studentised bootstrap.
 
     `value` is the function of all requests. The standard error, of the requests and of each
-    resample, is that of the delta method (linearisation). A function whose requests do not differ
-    has no limits, and neither have fewer than 20 requests; requests too skewed for their number
-    are treated as in `clustered_ratio`, with the row of `beyond` for the worst counted twice.
+    resample, is that of the delta method (linearisation). Equal requests have no limits, and
+    neither have fewer than 20 requests; requests too skewed for their number are treated as in
+    `clustered_ratio`, with the row of `beyond` added.
     """
     n = len(smooth.rows)
     bare = Estimate(value, None, None, n, "cluster-bootstrap-t")
@@ -173,7 +173,7 @@ def clustered_function(
 def _smooth_limits(
     smooth: SmoothFunction, rows: Array, confidence: Confidence, seed: int, count: int
 ) -> tuple[float, float] | None:
-    """Return limits on the scale of a smooth function; None where a resample has no value."""
+    """Return limits on the scale of a smooth function; None if too many resamples have no value."""
     n = len(rows)
     apart = rows - rows.mean(axis=0)
     products = (apart[:, :, None] * apart[:, None, :]).reshape(n, -1)
@@ -224,8 +224,8 @@ def clustered_redrawn(
     bounds: Range = (None, None),
 ) -> Estimate:
     """Return a function of the multiplicities of n requests with the limits of
-    `clustered_statistic`: `of` gives the values of resamples [B] from how often each draws each
-    request [B, n], NaN where there is none."""
+    `clustered_statistic`: `of` maps the multiplicities of requests in resamples [B, n] to values
+    [B], NaN if there is none."""
     bare = Estimate(value, None, None, n, "cluster-bootstrap")
     if n < FEWEST_CLUSTERS or confidence is None or confidence.anytime:
         return bare
@@ -257,7 +257,7 @@ def _with_resampled(
 
 
 def multiplicities(n: int, seed: int, count: int) -> Iterator[Array]:
-    """Yield how often `count` resamples draw each of n requests, in blocks [at most count, n]."""
+    """Yield the multiplicities of n requests in `count` resamples, in blocks [at most count, n]."""
     for drawn in resamples(n, seed, count):
         rows = np.arange(len(drawn))[:, None] * n
         found = np.bincount((drawn + rows).ravel(), minlength=drawn.size)
@@ -276,11 +276,10 @@ def clustered_statistic(
 ) -> Estimate:
     """Return a function of n requests, given by their numbers, with limits by resampling.
 
-    For statistics without a standard error, some of them biased: each limit is the wider of that
-    of the percentiles of the resamples and that of the same mirrored at the value, which takes
-    their bias off, at half the error, as the magnitude of a difference hides its sign. `statistic`
-    may return None for a resample that has no value; more than one in a hundred of those, or a NaN,
-    and there are no limits, and neither where a small error would need 20 times `count` resamples.
+    For statistics without a standard error, which may be biased: each limit is the wider of the
+    percentile of the resamples and the one mirrored at the value, which removes their bias, at half
+    the error each. `statistic` may return None for a resample without a value. More than 1 % of
+    those, a NaN, or an error that needs over 20 times `count` resamples give no limits.
     `bounds` is the range of the value: see `_with_unseen`.
     """
     value = statistic(range(n))
@@ -300,8 +299,8 @@ def clustered_statistic(
 
 
 def resampled_limits(value: float, draws: Array, confidence: Confidence) -> tuple[float, float]:
-    """Return the limits that resamples of a value give: on each side the wider of those of their
-    percentiles and of the same mirrored at the value, each at half the error."""
+    """Return the limits by resamples of a value: on each side the wider of their percentile and of
+    the one mirrored at the value, each at half the error."""
     half = confidence.divided(2)
     first = float(np.quantile(draws, float(half.error), method="lower"))
     last = float(np.quantile(draws, half.share, method="higher"))
@@ -309,7 +308,7 @@ def resampled_limits(value: float, draws: Array, confidence: Confidence) -> tupl
 
 
 def resamples_needed(confidence: Confidence, usual: int) -> int | None:
-    """Return how many resamples put enough of them beyond a limit; None for more than possible."""
+    """Return the number of resamples with enough beyond a limit; None for more than possible."""
     needed = math.ceil(_TAIL / confidence.error) - 1
     if needed > _MOST_RESAMPLES:
         return None
@@ -357,18 +356,18 @@ def _studentise(top: Array, bottom: Array, value: float) -> Array:
     distance = ratio - value
     with np.errstate(divide="ignore", invalid="ignore"):
         t = distance / spread
-    # A resample without spread lies infinitely many of its own standard errors away.
+    # The distance of a resample without spread is infinite in its standard errors.
     return np.where(spread > 0, t, np.where(distance == 0, 0.0, np.copysign(np.inf, distance)))
 
 
 def _degenerate_limits(
     means: Array, n: int, confidence: Confidence, bounds: Range
 ) -> tuple[float | None, float | None]:
-    """Return limits where every request has the same mean.
+    """Return the limits if every request has the same mean.
 
-    For values in [a, b] that all equal b: the chance of that is at most ((mu - a)/(b - a))^n, so mu
-    is at least a + (b - a) error^(1/n); mirrored at a. Inside the range, or on a range open at the
-    other end, equal values support no limit on that side.
+    The probability that n values in [a, b] all equal b is at most ((mu - a)/(b - a))^n, so mu is at
+    least a + (b - a) error^(1/n); mirrored for a. Equal values inside the range, or in a range
+    unbounded at the other end, support no limit on that side.
     """
     bottom, top = bounds
     value = float(means[0])
@@ -385,10 +384,10 @@ def _degenerate_limits(
 def _with_unseen(
     low: float, high: float, value: float, n: int, confidence: Confidence, bounds: Range
 ) -> tuple[float, float]:
-    """Return limits that leave room for requests of which n draws show none.
+    """Return limits widened for requests of which n draws have none.
 
-    A share of 1 - error^(1/n) of all requests may be at an end of the range unseen, however alike
-    those are that were drawn: a sample with some spread shows no more than one without any.
+    A share of 1 - error^(1/n) of all requests may be at an end of the range without being drawn,
+    whatever the drawn ones are.
     """
     bottom, top = bounds
     if bottom is None or top is None:
@@ -398,7 +397,7 @@ def _with_unseen(
 
 
 def _check_range(value: float, bounds: Range, what: str) -> None:
-    """Raise `NotMeasurable` for a value that its range excludes: limits are cut to the range."""
+    """Raise `NotMeasurable` for a value outside its range, to which limits are clipped."""
     low, high = bounds
     slack = 1e-9 * max(1.0, abs(value))
     if (low is not None and value < low - slack) or (high is not None and value > high + slack):

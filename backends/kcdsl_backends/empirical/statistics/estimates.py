@@ -1,4 +1,4 @@
-"""Estimates with limits, how sure a limit is, and the error of many verdicts together."""
+"""Estimates with limits, the confidence of a limit, and multiplicity of verdicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROUNDED = 1e-6
 """Largest excess of a value over its range, relative to 1 or to itself, by float32 rounding."""
 
 _MANY = 64
-"""Fewer values than these are summed one after the other."""
+"""Number of values below which `math.fsum` sums them directly."""
 
 CONFIDENCE = 0.95
 """The confidence of each limit, as reports state it."""
@@ -27,8 +27,8 @@ CONFIDENCE = 0.95
 class Confidence:
     """The confidence of one limit: it fails with a probability of at most `error`.
 
-    `anytime` says that it fails at no look at growing data but with that probability; otherwise
-    the number of units was fixed before the first of them was seen.
+    `anytime`: the probability that it fails at any look at growing data is at most `error`;
+    otherwise the number of units is fixed in advance.
     """
 
     error: Fraction = Fraction(1, 20)
@@ -53,7 +53,7 @@ ONE_LOOK = Confidence()
 
 
 def confidence_over(looks: int | None) -> Confidence:
-    """Return the confidence of one limit at one of so many looks, 95 % over all of them together.
+    """Return the confidence of one limit at one of `looks` looks, 95 % over all of them together.
 
     None stands for any number of looks.
     """
@@ -62,9 +62,9 @@ def confidence_over(looks: int | None) -> Confidence:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A statistic over n units; `low` and `high` are None where the sample supports no limit.
+    """A statistic over n units; `low` and `high` are None if the sample supports no limit.
 
-    `exact` is the value before rounding to float64, where it is a quotient: a mean, a share.
+    `exact` is the value before rounding to float64 if it is a quotient: a mean, a share.
     """
 
     value: float
@@ -78,7 +78,7 @@ class Estimate:
 
     @property
     def rational(self) -> Fraction:
-        """Return the value as it is compared with a threshold."""
+        """Return the exact value that is compared with a threshold."""
         return Fraction(self.value) if self.exact is None else self.exact
 
 
@@ -98,20 +98,20 @@ class Exceedance:
 
 
 class NotMeasurable(ValueError):
-    """The values support no statement at all: none, or one of them is not finite."""
+    """The values support no statement: there are none, or one of them is not finite."""
 
 
 def check_values(values: Sequence[float] | Array, what: str) -> Array:
-    """Return the values as float64; raise `NotMeasurable` for none, and for one not finite."""
+    """Return the values as float64; raise `NotMeasurable` for none, and if one is not finite."""
     array = np.asarray(values, dtype=np.float64)
     check_finite(int(np.count_nonzero(~np.isfinite(array))), int(array.size), what)
     return array
 
 
 def beyond_range(values: Array, bounds: tuple[float | None, float | None]) -> NDArray[np.bool_]:
-    """Say which values lie beyond the range that single values have, by more than float32 rounds.
+    """Return the mask of values outside the range of single values by more than float32 rounding.
 
-    NaN, which is no value at all, is left to `check_values`.
+    NaN is left to `check_values`.
     """
     low, high = bounds
     if values.size and _inside(values, low, high):
@@ -127,13 +127,13 @@ def beyond_range(values: Array, bounds: tuple[float | None, float | None]) -> ND
 
 
 def _inside(values: Array, low: float | None, high: float | None) -> bool:
-    """Return whether all values lie in the range itself; NaN does not."""
+    """Return whether all values lie in the range; NaN does not."""
     above = low is None or bool(values.min() >= low)
     return above and (high is None or bool(values.max() <= high))
 
 
 def check_finite(bad: int, n: int, what: str) -> None:
-    """Raise `NotMeasurable` for no values, and where some of them are not finite."""
+    """Raise `NotMeasurable` for no values, and if some of them are not finite."""
     if n == 0:
         raise NotMeasurable(f"{what}: there are no values")
     if bad:
@@ -145,7 +145,7 @@ def rounded_sum(values: Array) -> float:
     parts = _exact_parts(np.asarray(values, dtype=np.float64).ravel())
     try:
         return math.fsum(values if parts is None else parts)
-    except OverflowError:  # perhaps of a part of the sum alone
+    except OverflowError:  # possibly of a partial sum only
         exact = sum(map(Fraction, values.tolist()), Fraction(0))
         try:
             return float(exact)
@@ -154,11 +154,11 @@ def rounded_sum(values: Array) -> float:
 
 
 def _exact_parts(values: Array) -> list[float] | None:
-    """Return a few numbers with exactly the sum of many values; None where there is nothing to
-    gain, or a value is too large or not finite.
+    """Return a few numbers with exactly the sum of many values; None for few values, or if one is
+    too large or not finite.
 
-    Each pass splits off the leading bits of all values, on one grid that is so coarse that their
-    sum is exact in any order (Rump, Ogita and Oishi 2008, extraction of vectors).
+    Each pass splits off the leading bits of all values, on one grid so coarse that their sum is
+    exact in any order (Rump, Ogita and Oishi 2008, extraction of vectors).
     """
     if values.size < _MANY:
         return None
@@ -216,7 +216,7 @@ def check_counts(k: int, n: int) -> None:
 
 
 def check_rate(rate: Fraction) -> None:
-    """Raise ValueError unless a rate can be tested: 0 needs a proof or a census, 1 nothing."""
+    """Raise ValueError unless a rate can be tested: 0 needs a proof or a census, 1 no evidence."""
     if not 0 < rate < 1:
         raise ValueError(f"a rate that a sample can show lies between 0 and 1, not {rate}")
 
@@ -227,15 +227,15 @@ def holm(
     candidates: Iterable[int],
     rejected: Callable[[int, Fraction], bool],
 ) -> tuple[frozenset[int], Fraction]:
-    """Return which candidates are rejected among `family` hypotheses, and the last level used.
+    """Return the rejected candidates among `family` hypotheses, and the last level used.
 
-    "Promote if all hold" is an intersection of claims: whatever is false is accepted with at most
-    its own error, so passes need no correction (Berger 1982). "Alarm if any is violated" is a
-    union: violations are corrected by Holm's method, which bounds the chance of any false one
-    whatever the dependence between them.
+    "Promote if all hold" is an intersection of claims: a false one is accepted with at most its own
+    error, so passes need no correction (Berger 1982). "Alarm if any is violated" is a union:
+    violations are corrected by Holm's method, which bounds the probability of any false one under
+    any dependence.
 
-    `rejected(i, level)` says whether i is rejected at an error level by itself; what is rejected at
-    a level must be at every larger one. Only candidates are asked: those rejected at `error`.
+    `rejected(i, level)` returns whether i is rejected at an error level by itself, monotone in the
+    level. It is called for candidates only: those rejected at `error`.
     """
     left, found = set(candidates), set[int]()
     if family < len(left):
@@ -259,7 +259,7 @@ Outcome = Literal["held", "violated", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class EstimateInterval:
-    """A value in [low, high]; None is a limit at infinity.
+    """A value in [low, high]; None is an infinite limit.
 
     Fractions hold every float64 exactly, so a comparison with a threshold never rounds.
     """
@@ -281,7 +281,7 @@ class EstimateInterval:
         )
 
     def as_point(self) -> EstimateInterval:
-        """Return the value alone, for statements about exactly what was measured."""
+        """Return the value alone, for statements about the measured units only."""
         return EstimateInterval.point(self.value)
 
     def negate(self) -> EstimateInterval:
@@ -292,18 +292,18 @@ class EstimateInterval:
             None if self.low is None else -self.low,
         )
 
-    def magnitude(self, surer: EstimateInterval) -> EstimateInterval:
+    def magnitude(self, stricter: EstimateInterval) -> EstimateInterval:
         """Return the interval of the absolute value.
 
-        `surer` is the same number with limits at half the error: chance may lead away from 0 on
-        either side, so that two limits are asked whether the number lies beyond it. The upper limit
-        needs no correction: it fails only where the limit on the side of the number does.
+        `stricter` is the same number with limits at half the error, since both limits are tests
+        whether the number differs from 0. The upper limit needs no correction: it fails only if the
+        limit on the side of the number does.
         """
         low = Fraction(0)
-        if surer.low is not None and surer.low > 0:
-            low = surer.low
-        if surer.high is not None and surer.high < 0:
-            low = -surer.high
+        if stricter.low is not None and stricter.low > 0:
+            low = stricter.low
+        if stricter.high is not None and stricter.high < 0:
+            low = -stricter.high
         ends = [end for end in (self.low, self.high) if end is not None]
         if self.low is not None and self.low >= 0:
             high = self.high
@@ -314,7 +314,8 @@ class EstimateInterval:
         return EstimateInterval(abs(self.value), low, high)
 
     def combine(self, op: str, other: EstimateInterval) -> EstimateInterval:
-        """Return `self op other`; raises `NotMeasurable` for a division by what may be zero."""
+        """Return `self op other`; raises `NotMeasurable` for a division by a value that may be
+        zero."""
         match op:
             case "+":
                 return EstimateInterval(
@@ -336,7 +337,7 @@ class EstimateInterval:
         return EstimateInterval(self.value * other.value, _end(low), _end(high))
 
     def _ends(self) -> tuple[Fraction | float, Fraction | float]:
-        """Return both limits, infinite where there is none."""
+        """Return both limits, infinite if there is none."""
         return (
             -math.inf if self.low is None else self.low,
             math.inf if self.high is None else self.high,
@@ -367,7 +368,7 @@ def _end(limit: Fraction | float) -> Fraction | None:
 
 
 def compare(left: EstimateInterval, op: str, right: EstimateInterval) -> Outcome:
-    """Compare two intervals: held or violated only where every pair of values agrees."""
+    """Compare two intervals: held or violated only if every pair of values agrees."""
     match op:
         case "<=":
             return _order(left, right, strict=False)

@@ -1,9 +1,8 @@
 """Paired comparison of two runs, or of the four of a 2×2 design, unit by unit.
 
-Of shares, only units count that changed: as many as kept a threshold in one run alone (McNemar
-1947, exact by the binomial law). Of means, the changes of the requests (the t law). In a 2×2 design
-the change of a unit is the difference of two differences, the interaction of the factors; of shares
-it counts by its sign.
+Shares are compared by the units that meet a threshold in one run only (McNemar 1947, exact binomial
+test), means by the changes of the requests (t test). In a 2×2 design the change of a unit is the
+difference of two differences, the interaction of the factors; of shares its sign counts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ FEWEST = 2
 
 @dataclass(frozen=True, slots=True)
 class PairedChange:
-    """What was found of a row; `harm` and `use` are the one-sided chances without any change."""
+    """The comparison of a row; `harm` and `use` are the one-sided p-values of a change for the
+    worse and for the better."""
 
     n: int
     delta: float
@@ -46,8 +46,8 @@ def contrast(runs: Sequence[Any]) -> Any:
 
 
 def change_of_shares(kept: Sequence[Any]) -> PairedChange:
-    """Compare which units keep the threshold, one array for each run (McNemar's exact test); or how
-    often they do, of which the sign of the change counts (sign test)."""
+    """Compare the units that meet the threshold, one array for each run (McNemar's exact test), or
+    their counts by the sign of the change (sign test)."""
     moved = contrast([np.asarray(each, dtype=np.int64) for each in kept])
     n, worse, better = int(moved.size), int(np.sum(moved < 0)), int(np.sum(moved > 0))
     if not n:
@@ -72,7 +72,7 @@ def change_of_means(
     if n < FEWEST:
         raise NotMeasurable("a single request has no spread")
     spread = float(np.std(away, ddof=1)) * math.sqrt(n)
-    if spread == 0.0:  # every request moved alike: as sure as n signs
+    if spread == 0.0:  # all changes are equal: the p-value of n signs
         sure = 2.0**-n if delta else 1.0
         harm, use = (sure, 1.0) if (delta < 0) == upward else (1.0, sure)
         return PairedChange(n, delta, delta, delta, harm, use)
@@ -83,7 +83,7 @@ def change_of_means(
 
 
 def rejected(chances: Sequence[float]) -> frozenset[int]:
-    """Return which hypotheses of no change are rejected, by Holm's method."""
+    """Return the rejected hypotheses of no change, by Holm's method."""
     error = Fraction(ERROR)
     candidates = [i for i, chance in enumerate(chances) if chance <= ERROR]
     return holm(len(chances), error, candidates, lambda i, level: chances[i] <= level)[0]

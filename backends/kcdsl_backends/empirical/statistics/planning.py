@@ -13,22 +13,22 @@ from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK, Confidence, 
 from kcdsl_backends.empirical.statistics.rates import limits, shows_below
 
 MOST_UNITS = 10**12
-"""More units than this are as good as none."""
+"""Largest number of units that is reported."""
 
 
 def units_for_budget(rate: Fraction, confidence: Confidence = ONE_LOOK, *, k: int = 0) -> int:
-    """Return the fewest units of which k beyond still show that at most `rate` are.
+    """Return the fewest units with which k beyond still show a rate of at most `rate`.
 
-    Raises ValueError for a rate of 0, which no number of units shows.
+    Raises ValueError for a rate of 0, which no sample shows.
     """
     check_rate(rate)
     return _least(k + 1, lambda n: shows_below(k, n, rate, confidence))
 
 
 def units_at_rate(rate: Fraction, true: Fraction, confidence: Confidence = ONE_LOOK) -> int | None:
-    """Return the fewest units that show at most `rate` where a share `true` of them is beyond.
+    """Return the fewest units that show at most `rate` if a share `true` of them is beyond.
 
-    A fraction of a unit counts as one. None where `true` is not below the rate, or nearly there.
+    A fraction of a unit counts as one. None if `true` is not clearly below the rate.
     """
     check_rate(rate)
     if not 0 <= true < rate:
@@ -39,10 +39,10 @@ def units_at_rate(rate: Fraction, true: Fraction, confidence: Confidence = ONE_L
 def units_with_power(
     rate: Fraction, true: Fraction, power: float, confidence: Confidence = ONE_LOOK
 ) -> int | None:
-    """Return the fewest units that show at most `rate` with the probability `power`, where each is
+    """Return the fewest units that show at most `rate` with the probability `power`, if each is
     beyond with the probability `true`.
 
-    At every look the chance is higher still; None as in `units_at_rate`.
+    With limits at every look the power is higher; None as in `units_at_rate`.
     """
     check_rate(rate)
     if not 0 <= true < rate:
@@ -54,10 +54,11 @@ def units_with_power(
 def units_for_mean(
     variance: float, distance: float, power: float, confidence: Confidence = ONE_LOOK
 ) -> int | None:
-    """Return how many requests show a mean that lies `distance` within its threshold.
+    """Return the number of requests that show a mean at `distance` within its threshold.
 
     `variance` is that of one request. The normal approximation: ((z_α + z_β) σ / distance)^2, at
-    least as many as a bootstrap needs. None where the distance is not positive, or at every look.
+    least as many as a bootstrap needs. None if the distance is not positive, and for limits at
+    every look.
     """
     if not distance > 0 or not math.isfinite(variance) or confidence.anytime:
         return None
@@ -67,11 +68,11 @@ def units_for_mean(
 
 
 def units_with_some(share: Fraction, power: float, confidence: Confidence = ONE_LOOK) -> int | None:
-    """Return the fewest requests of which, with the probability `power`, enough lie away from the
-    end of their range for resampling to show a limit, where a share of them does.
+    """Return the fewest requests of which, with the probability `power`, enough are away from the
+    end of their range for a limit by resampling, if a `share` of all is.
 
-    A resample that lacks all of k such requests comes with the chance e^-k, and shows no spread: no
-    limit is left where that is more often than the error. None for more than `MOST_UNITS`.
+    A resample without any of k such requests has the probability e^-k and no spread; if this
+    exceeds the error, there is no limit. None for more than `MOST_UNITS`.
     """
     fewest = math.ceil(-math.log(float(confidence.error)))
     if share * MOST_UNITS < fewest:
@@ -83,11 +84,11 @@ def units_with_some(share: Fraction, power: float, confidence: Confidence = ONE_
 def units_with_unseen(
     share: float, away: float, variance: float, power: float, confidence: Confidence = ONE_LOOK
 ) -> int | None:
-    """Return the fewest requests whose mean, with the probability `power`, leaves room below the
-    threshold for requests that none of them shows (`bootstrap.clustered_ratio`).
+    """Return the fewest requests whose limits for undrawn requests (`bootstrap.clustered_ratio`)
+    are within the threshold with the probability `power`.
 
-    In shares of the range: the threshold lies `share` from the good end and the mean `away`;
-    `variance` is that of one request. The normal approximation. None where no number is enough.
+    In shares of the range: the threshold is `share` from the best value and the mean `away`;
+    `variance` is that of one request. The normal approximation. None if no number is enough.
     """
     if not away < share:
         return None
@@ -104,14 +105,14 @@ def units_with_unseen(
 
 
 def shown_by(n: int, confidence: Confidence = ONE_LOOK, *, k: int = 0) -> float:
-    """Return the rate that n units, k of them beyond, show not to be exceeded."""
+    """Return the upper limit of the rate for n units, k of them beyond."""
     return limits(k, n, confidence)[1]
 
 
 def _by_count(
     rate: Fraction, confidence: Confidence, enough: Callable[[int, int], bool]
 ) -> int | None:
-    """Return the units that k exceedances need, for the least k of which they are enough."""
+    """Return the number of units for the smallest k exceedances with `enough(k, units)`."""
 
     def reached(k: int) -> bool:
         return enough(k, units_for_budget(rate, confidence, k=k))
@@ -127,7 +128,7 @@ def _by_count(
 
 
 def _least(start: int, holds: Callable[[int], bool]) -> int:
-    """Return the least number from `start` on that holds, where all beyond it hold too."""
+    """Return the least number from `start` on for which `holds`, which must be monotone."""
     if holds(start):
         return start
     step = 1

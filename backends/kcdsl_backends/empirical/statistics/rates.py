@@ -1,7 +1,7 @@
 """Shares of units and order statistics, at one look or at every look.
 
-Exceedances are counted as `not (x <= τ)`: a NaN exceeds, and a missing value is no value but a
-reason to say nothing. Counts are integers and rates fractions, so every engine agrees on them.
+Exceedances are counted as `not (x <= τ)`: a NaN exceeds, and a missing value allows no statement.
+Counts are integers and rates fractions, so every engine agrees on them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import lower_tail
 
 _NEAR = 1e-9
-"""Relative error that the float64 tail is far within; nearer to the level it is not trusted."""
+"""Upper bound of the relative error of the float64 tail; nearer to the level it does not decide."""
 _OUTWARD = 1e-12
 _A = _B = 0.5
 _METHODS = {False: "clopper-pearson", True: "e-process"}
@@ -37,16 +37,16 @@ _PRECISION = 1e-12
 
 
 class ClopperPearson:
-    """Exact binomial limits for a number of units that was fixed in advance.
+    """Exact binomial limits for a number of units fixed in advance.
 
-    Decisions are made on the binomial tail itself, near its level with 50 digits; the limits that
-    are printed are rounded outward. Source: Clopper and Pearson 1934.
+    Decisions use the binomial tail itself, near its level with 50 digits; printed limits are
+    rounded outward. Source: Clopper and Pearson 1934.
     """
 
     def shows_below(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
         """Return whether k of n show a rate of at most `rate`: P(X <= k | n, rate) <= error.
 
-        False wherever the tail is not known well enough. Exact in its three arguments.
+        False if the tail is not known accurately enough. Exact in its three arguments.
         """
         check_counts(k, n)
         check_rate(rate)
@@ -66,7 +66,7 @@ class ClopperPearson:
         return self.shows_below(n - k, n, 1 - rate, error)
 
     def upper_limit(self, k: int, n: int, error: Fraction) -> float:
-        """Return the largest rate that k of n do not exclude, rounded up; 1 for n of n."""
+        """Return the largest rate not excluded by k of n, rounded up; 1 for n of n."""
         check_counts(k, n)
         if k == n:
             return 1.0
@@ -77,7 +77,7 @@ class ClopperPearson:
         return min(1.0, limit * (1 + _OUTWARD))
 
     def lower_limit(self, k: int, n: int, error: Fraction) -> float:
-        """Return the smallest rate that k of n do not exclude, rounded down; 0 for 0 of n."""
+        """Return the smallest rate not excluded by k of n, rounded down; 0 for 0 of n."""
         check_counts(k, n)
         if k == 0:
             return 0.0
@@ -102,22 +102,22 @@ class EProcess:
     """Limits of a rate that hold at every look at growing data.
 
     The state is two integers, k of n units beyond the threshold, so it merges across shards and
-    does not depend on the order of anything. Evidence against "the rate is at least δ" is the
-    mixture of likelihood ratios over p < δ with a Beta(1/2, 1/2) prior cut off at δ; against "at
-    most δ" the same over p > δ. Each is a non-negative supermartingale that starts at 1, so (Ville
-    1939) the chance that it ever reaches 1/α is at most α, whatever rule stops the data.
+    does not depend on order. Evidence against "the rate is at least δ" is the mixture of likelihood
+    ratios over p < δ with a Beta(1/2, 1/2) prior truncated at δ; against "at most δ" the same over
+    p > δ. Each is a non-negative supermartingale that starts at 1, so (Ville 1939) the probability
+    that it ever reaches 1/α is at most α, for any stopping rule.
     """
 
     def shows_below(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
-        """Return whether k of n show, at this and every other look, a rate of at most `rate`."""
+        """Return whether k of n show a rate of at most `rate`, with one error for all looks."""
         return _reaches(log_certify(k, n, rate), n, error)
 
     def shows_above(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
-        """Return whether k of n show, at this and every other look, a rate of at least `rate`."""
+        """Return whether k of n show a rate of at least `rate`, with one error for all looks."""
         return _reaches(log_alarm(k, n, rate), n, error)
 
     def upper_limit(self, k: int, n: int, error: Fraction) -> float:
-        """Return the least rate above k/n that is excluded, rounded up; 1 where none is."""
+        """Return the least rate above k/n that is excluded, rounded up; 1 if none is."""
         check_counts(k, n)
         if k == n or not self.shows_below(k, n, Fraction(math.nextafter(1.0, 0.0)), error):
             return 1.0
@@ -133,7 +133,7 @@ class EProcess:
         return high
 
     def lower_limit(self, k: int, n: int, error: Fraction) -> float:
-        """Return the greatest rate below k/n that is excluded, rounded down; 0 where none is."""
+        """Return the greatest rate below k/n that is excluded, rounded down; 0 if none is."""
         check_counts(k, n)
         least = 2.0**-1000
         if k == 0 or not self.shows_above(k, n, Fraction(least), error):
@@ -167,8 +167,8 @@ class EProcess:
 def log_certify(k: int, n: int, rate: Fraction) -> float:
     """Return ln E against "the true rate is at least `rate`" after k of n.
 
-    0 where k/n is not below the rate: there is nothing against it. Raises ValueError for a rate of
-    0 or 1: no number of units without a failure shows that none ever comes.
+    0 if k/n is not below the rate: there is no evidence against it. Raises ValueError for a rate of
+    0 or 1, which no sample shows.
     """
     check_counts(k, n)
     check_rate(rate)
@@ -183,7 +183,7 @@ def log_alarm(k: int, n: int, rate: Fraction) -> float:
 
 
 def _log_mixture(k: int, n: int, rate: Fraction, *, below: bool) -> float:
-    """Return the logarithm of the mixture, without any floor: no mass below δ is no evidence."""
+    """Return the logarithm of the mixture; -inf without mass on the side of the alternative."""
     delta = float(rate)
     complement = math.log1p(-delta) if delta < 0.5 else math.log(float(1 - rate))
     mass = special.betainc if below else special.betaincc
@@ -201,7 +201,7 @@ def _log_mixture(k: int, n: int, rate: Fraction, *, below: bool) -> float:
 
 
 def _reaches(evidence: float, n: int, error: Fraction) -> bool:
-    """Compare ln E with ln 1/α, less what rounding may have added to it."""
+    """Return whether ln E reaches ln 1/α, after subtracting a bound of its rounding error."""
     slack = 64 * 2.0**-52 * (n + 2) * math.log(n + 2)
     return evidence - slack >= -math.log(float(error))
 
@@ -229,7 +229,7 @@ def shows_below(k: int, n: int, rate: Fraction, confidence: Confidence) -> bool:
 
 
 def shows_above(k: int, n: int, rate: Fraction, confidence: Confidence) -> bool:
-    """Return whether k of n show a rate above `rate`; one unit is enough where none is allowed."""
+    """Return whether k of n show a rate above `rate`; for a rate of 0 one unit is enough."""
     if rate >= 1 or n <= 0:
         return False
     if rate <= 0:
@@ -243,7 +243,7 @@ def most_exceedances(n: int, rate: Fraction, confidence: Confidence) -> int | No
 
 
 def proportion(k: int, n: int, confidence: Confidence | None = ONE_LOOK) -> Estimate:
-    """Return k / n with one-sided limits; `confidence` None asks for the value alone."""
+    """Return k / n with one-sided limits; without limits for `confidence` None."""
     if n <= 0:
         raise NotMeasurable("rate: there are no values")
     check_counts(k, n)
@@ -265,9 +265,9 @@ def exceedance(beyond: Sequence[bool], confidence: Confidence = ONE_LOOK) -> Exc
 # --- order statistics -----------------------------------------------------------------------------
 
 
-# That the q-quantile lies above x_(r) means that n - r or fewer units exceed it although a share of
-# 1 - q does: a statement about a count, so the limits of a percentile are those of a rate. Nothing
-# is assumed of the distribution, and nothing is interpolated.
+# The q-quantile lies above x_(r) only if at most n - r units exceed it, of which a share of 1 - q
+# is expected: a statement about a count, so the limits of a percentile are those of a rate. The
+# distribution is arbitrary, and nothing is interpolated.
 
 
 def quantile_rank(n: int, q: Fraction) -> int:
@@ -286,7 +286,7 @@ def limit_ranks(n: int, q: Fraction, confidence: Confidence) -> tuple[int | None
 def quantile(values: Array, q: Fraction, confidence: Confidence | None = ONE_LOOK) -> Estimate:
     """Return the order statistic x_(ceil(q n)) with one-sided limits.
 
-    `confidence` None asks for the value alone.
+    Without limits for `confidence` None.
     """
     array = np.sort(check_values(values, "quantile"))
     n = int(array.size)
@@ -304,13 +304,13 @@ def quantile(values: Array, q: Fraction, confidence: Confidence | None = ONE_LOO
 
 
 def largest(values: Array) -> Estimate:
-    """Return the maximum. No sample bounds the maximum of what it was drawn from from above."""
+    """Return the maximum. No sample bounds the maximum of its population from above."""
     array = check_values(values, "max")
     return Estimate(float(array.max()), float(array.max()), None, int(array.size), "maximum")
 
 
 def smallest(values: Array) -> Estimate:
-    """Return the minimum. No sample bounds the minimum of what it was drawn from from below."""
+    """Return the minimum. No sample bounds the minimum of its population from below."""
     array = check_values(values, "min")
     return Estimate(float(array.min()), None, float(array.min()), int(array.size), "minimum")
 
@@ -322,11 +322,11 @@ def threshold(
     *,
     better: str = "lower",
 ) -> float | None:
-    """Return the tightest τ of which these units show that at most `rate` are beyond it.
+    """Return the tightest τ for which these units show that at most `rate` are beyond it.
 
-    An order statistic by its binomial rank: unlike the empirical quantile, which is exceeded too
-    often about half of the time, it errs with a probability of at most `confidence.error`. None
-    where the units are too few for any (fewer than 59, 299, 2995 for 5 %, 1 %, 0.1 %).
+    It is the order statistic of the binomial rank, which errs with a probability of at most
+    `confidence.error`; the empirical quantile errs about half of the time. None for too few units
+    (below 59, 299, 2995 for 5 %, 1 %, 0.1 %).
     """
     array = np.sort(check_values(values, "threshold"))
     allowed = most_exceedances(int(array.size), rate, confidence)
