@@ -54,7 +54,7 @@ class CheckResult(Shows):
 
     @property
     def valid(self) -> bool:
-        """Say whether every certificate is valid and nothing that was demanded is left out."""
+        """Return whether every certificate is valid and nothing that was demanded is left out."""
         return self.combined.accepted
 
     def __bool__(self) -> bool:
@@ -320,7 +320,7 @@ def _pulled(
 
 
 def are_certificates(*paths: Path) -> bool:
-    """Say whether files are certificates, by how they begin; refuse some beside other files."""
+    """Return whether files are certificates, by how they begin; refuse some beside other files."""
     found = [b'"dsseEnvelope"' in read_bytes(path, 4096) for path in paths]
     if any(found) and not all(found):
         raise refuse(
@@ -385,7 +385,7 @@ def read_certificate(path: Path) -> bytes:
 
 
 def _is_statement(data: bytes) -> bool:
-    """Say whether data are the statement of a certificate, without its signatures."""
+    """Return whether data are the statement of a certificate, without its signatures."""
     if b'"_type"' not in data:  # of a certificate it is within base64
         return False
     try:

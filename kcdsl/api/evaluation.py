@@ -86,7 +86,7 @@ class Evaluation(Shows):
 
     @property
     def held(self) -> bool:
-        """Say whether every clause that was decided holds."""
+        """Return whether every clause that was decided holds."""
         return self.exit is Exit.HELD
 
     def to_json(self) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def _write(
 
 
 def _unread(program: Program) -> bool:
-    """Say whether both kernels are recorded: a certificate would name weights that nothing read."""
+    """Return whether both kernels are recorded: a certificate would name weights that nothing read."""
     return program.train.recording is not None and program.infer.recording is not None
 
 

@@ -38,7 +38,7 @@ class _Asked:
 
     @property
     def settled(self) -> bool:
-        """Say whether asking others could change nothing."""
+        """Return whether asking others could change nothing."""
         return any(
             isinstance(outcome.verdict, Held | Violated | InvalidEvidence)
             for _, outcome in self.answers
@@ -110,7 +110,7 @@ def decide_together(
 
 
 def _takes(spec: BackendSpec, asked: _Asked) -> bool:
-    """Say whether a backend is asked for a goal; note why not, if others left it open."""
+    """Return whether a backend is asked for a goal; note why not, if others left it open."""
     goal = asked.goal
     if asked.settled:
         return False
@@ -127,7 +127,7 @@ def _takes(spec: BackendSpec, asked: _Asked) -> bool:
 
 
 def _is_word(spec: BackendSpec, outcome: GoalOutcome) -> bool:
-    """Say whether the bound of an answer is the word of another distribution: no proof shows it."""
+    """Return whether the bound of an answer is the word of another distribution: no proof shows it."""
     return is_foreign(spec) and not outcome.confirmed
 
 

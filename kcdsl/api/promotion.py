@@ -359,7 +359,7 @@ class _Promotion:
         return _Look(found, gathered(previous, found.candidate), unused, notes=(*notes, why))
 
     def withdraws(self, found: PromotionStep, slot: Slot) -> bool:
-        """Say whether a step takes the triple out of service that is live in the slot."""
+        """Return whether a step takes the triple out of service that is live in the slot."""
         return found.outcome is PromotionOutcome.ROLLED_BACK and slot.triple == self.triple.digest
 
     def gone_back(self, decision: Promotion, register: Register) -> Promotion:

@@ -112,7 +112,7 @@ class Verification(Shows):
 
     @property
     def held(self) -> bool:
-        """Say whether every clause that was decided holds."""
+        """Return whether every clause that was decided holds."""
         return self.exit is Exit.HELD
 
     def to_json(self) -> dict[str, Any]:

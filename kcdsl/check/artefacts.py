@@ -138,7 +138,7 @@ def _blocks(program: Program) -> Iterator[tuple[str, Span]]:
 
 
 def _has_files(model: ModelRef, folder: Path) -> bool:
-    """Say whether the folder of the weights has some, or their configuration."""
+    """Return whether the folder of the weights has some, or their configuration."""
     place = weights_folder(folder / model.checkpoint)
     there = is_file(place / "config.json") or any(place.glob("*.safetensors"))
     return there or _weights_at_hand(model.checkpoint, folder)

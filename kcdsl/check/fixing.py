@@ -85,7 +85,7 @@ class _Effort:
 
     @property
     def is_spent(self) -> bool:
-        """Say whether no text may be checked any more."""
+        """Return whether no text may be checked any more."""
         return self.left <= 0
 
 
@@ -121,12 +121,12 @@ class _State:
         return state
 
     def better_by(self, fixes: int, kind: int, before: _State) -> bool:
-        """Say whether so many findings of a kind are gone since, and no errors have come."""
+        """Return whether so many findings of a kind are gone since, and no errors have come."""
         fewer = self.counts[kind] <= before.counts[kind] - fixes
         return fewer and all(self.counts[k] <= before.counts[k] for k in (_SYNTAX, _ERRORS))
 
     def means_what(self, before: _State) -> bool:
-        """Say whether the text means what it did before, where it meant anything."""
+        """Return whether the text means what it did before, where it meant anything."""
         meant = before.meaning
         return meant is None or self.meaning == meant
 
@@ -196,5 +196,5 @@ def _compatible(
 
 
 def mends(fix: Fix | None, unsafe: bool) -> bool:
-    """Say whether `--fix` (with `--unsafe-fixes`) would apply a fix."""
+    """Return whether `--fix` (with `--unsafe-fixes`) would apply a fix."""
     return fix is not None and (fix.safe or unsafe)

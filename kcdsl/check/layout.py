@@ -85,7 +85,7 @@ def reduced(text: str, found: Layout, kept: Container[int]) -> str:
 
 
 def stands_alone(text: str, name: str) -> bool:
-    """Say whether the text of a clause is YAML by itself, one entry of that name."""
+    """Return whether the text of a clause is YAML by itself, one entry of that name."""
     root = parse_yaml(SourceFile("", text), Sink())
     return isinstance(root, Mapping) and [e.key.text for e in root.entries] == [name]
 

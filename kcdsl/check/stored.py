@@ -20,7 +20,7 @@ _STORED = re.compile(r"\A\s*\{.*\"schema\"\s*:\s*\"" + re.escape(SCHEMA) + r"\""
 
 
 def is_stored(text: str) -> bool:
-    """Say whether a text is to be read as a stored program rather than as a contract."""
+    """Return whether a text is to be read as a stored program rather than as a contract."""
     return _STORED.match(text) is not None
 
 

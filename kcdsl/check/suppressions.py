@@ -325,7 +325,7 @@ def spare_comments(source: SourceFile, root: Node | None, sink: Sink) -> None:
 
 
 def _fix_removes(source: SourceFile, found: Diagnostic, text: str, at: int | None = None) -> bool:
-    """Say whether the safe fix of a finding removes a text, at an offset or anywhere."""
+    """Return whether the safe fix of a finding removes a text, at an offset or anywhere."""
     if found.fix is None or not found.fix.safe or found.code == UNUSED_SUPPRESSION:
         return False
     if found.source is None or found.source.name != source.name:

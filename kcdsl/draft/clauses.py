@@ -50,7 +50,7 @@ class DraftClause:
 
     @property
     def quantified(self) -> bool:
-        """Say whether the clause is about all inputs of a region."""
+        """Return whether the clause is about all inputs of a region."""
         return self.goal.startswith("forall ")
 
     @property

@@ -46,7 +46,7 @@ class ModelFolder:
 
     @property
     def capped(self) -> bool:
-        """Say whether the model caps its attention scores."""
+        """Return whether the model caps its attention scores."""
         return self.config.get("attn_logit_softcapping") is not None
 
     @property
@@ -73,7 +73,7 @@ class ModelFolder:
 
     @property
     def encoder(self) -> bool:
-        """Say whether the model ends in hidden states."""
+        """Return whether the model ends in hidden states."""
         return registry.is_encoder(self.architecture)
 
     @property

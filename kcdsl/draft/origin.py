@@ -75,7 +75,7 @@ class DraftFiles:
 
     @property
     def recorded(self) -> bool:
-        """Say whether a kernel of the draft is a recording."""
+        """Return whether a kernel of the draft is a recording."""
         return isinstance(self.draft.infer, RecordedKernel)
 
     @property

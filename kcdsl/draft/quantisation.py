@@ -380,7 +380,7 @@ _TORCHAO: dict[str, tuple[str, Section, Section]] = {
 
 
 def _packed(config: Mapping[str, Any]) -> bool:
-    """Say whether torchao packs weights for one kernel, in an order that no reader knows."""
+    """Return whether torchao packs weights for one kernel, in an order that no reader knows."""
     name = _torchao_kind(config)
     if name == "Int4WeightOnlyConfig":
         return _torchao_field(config, "int4_packing_format", "plain") != "PLAIN"

@@ -72,12 +72,12 @@ class DraftRows:
 
     @property
     def short(self) -> bool:
-        """Say whether there is a slice of short requests, about which blocks are proved."""
+        """Return whether there is a slice of short requests, about which blocks are proved."""
         return any(s.name == "short" for s in self.slices)
 
     @property
     def long(self) -> bool:
-        """Say whether there is a slice of long requests."""
+        """Return whether there is a slice of long requests."""
         return any(s.name == "long" for s in self.slices)
 
 

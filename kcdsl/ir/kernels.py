@@ -22,7 +22,7 @@ MOST_AT_ONCE = 1 << 10
 
 
 def is_onnx(path: str | None) -> bool:
-    """Say whether a path is one of an ONNX file, by its name."""
+    """Return whether a path is one of an ONNX file, by its name."""
     return path is not None and path.lower().endswith(".onnx")
 
 
@@ -123,7 +123,7 @@ class KernelRef:
 
     @property
     def claims(self) -> bool:
-        """Say whether it claims any numerics; a server or a recording that states none claims
+        """Return whether it claims any numerics; a server or a recording that states none claims
         none, and nothing says what an ONNX file of its own computes."""
         if self.own_file is not None:
             return False

@@ -67,7 +67,7 @@ class Comparison:
         return term_text(self.quantity)
 
     def admits(self, value: Fraction) -> bool:
-        """Say whether a value of the quantity meets the threshold, exactly."""
+        """Return whether a value of the quantity meets the threshold, exactly."""
         return HOLDS[self.op](value, self.threshold)
 
 

@@ -103,7 +103,7 @@ def tests_of(predicate: Predicate) -> Iterator[FieldTest]:
 
 
 def holds(predicate: Predicate, case: Case) -> bool:
-    """Say whether a request satisfies a predicate."""
+    """Return whether a request satisfies a predicate."""
     match predicate:
         case FieldTest(field=field, op=op, value=value):
             return _compare(case[field], op, value)
@@ -162,12 +162,12 @@ inside it; and are the parts known to share none."""
 
 
 def implies(inner: Predicate, outer: Predicate) -> bool | None:
-    """Say whether every request that satisfies `inner` satisfies `outer`; None where it is open."""
+    """Return whether every request that satisfies `inner` satisfies `outer`; None where it is open."""
     return is_empty(AllOf((inner, NoneOf(outer))))
 
 
 def is_empty(predicate: Predicate) -> bool | None:
-    """Say whether no request satisfies a predicate; None where it is open."""
+    """Return whether no request satisfies a predicate; None where it is open."""
     try:
         return find_case(predicate) is None
     except Undecided:
@@ -203,7 +203,7 @@ def inclusion(
 
 
 def region_inside(inner: Region, outer: Region, inside: Inside) -> bool:
-    """Say whether every input of one region is known to be one of the other."""
+    """Return whether every input of one region is known to be one of the other."""
     if inner == outer:
         return True
     if not inside(inner.slice, outer.slice):

@@ -86,7 +86,7 @@ def bucket_slice(slice_: Slice, bucket: Bucket) -> Slice:
 
 
 def is_bucket(name: str) -> bool:
-    """Say whether a slice of this name stands for a bucket; no declared name has a bracket."""
+    """Return whether a slice of this name stands for a bucket; no declared name has a bracket."""
     return "[" in name
 
 

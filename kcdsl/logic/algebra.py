@@ -80,7 +80,7 @@ class Algebra(Protocol[N, B]):
         ...
 
     def same(self, left: N, right: N) -> bool:
-        """Say whether two numbers are the same expression."""
+        """Return whether two numbers are the same expression."""
         ...
 
 

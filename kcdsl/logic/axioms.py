@@ -181,7 +181,7 @@ def laws(
 
 
 def _is_worst(a: Placed, b: Placed) -> bool:
-    """Say whether a is the extreme token of one request that b, a percentile of it, is."""
+    """Return whether a is the extreme token of one request that b, a percentile of it, is."""
     if a.of != b.of or a.slice != b.slice or b.kind != "quantile":
         return False
     return (a.kind, b.side) in (("max", "largest"), ("min", "smallest"))
@@ -257,7 +257,7 @@ def _divided(
 
 
 def has_two_sides(term: Metric | Statistic, by_request: frozenset[str]) -> bool:
-    """Say whether a measured term is another number by the largest and by the smallest token of
+    """Return whether a measured term is another number by the largest and by the smallest token of
     each request."""
     if isinstance(term, Statistic) and term.kind not in ("quantile", "aggregate"):
         return False
@@ -265,7 +265,7 @@ def has_two_sides(term: Metric | Statistic, by_request: frozenset[str]) -> bool:
 
 
 def is_of_tokens(term: Term, by_request: frozenset[str]) -> bool:
-    """Say whether a request can have several values of a term."""
+    """Return whether a request can have several values of a term."""
     for part in subterms(term):
         if isinstance(part, Metric):
             definition = find_metric(part.name)

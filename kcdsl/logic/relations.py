@@ -87,7 +87,7 @@ class Placed(Ranked, Protocol):
 
 
 def ordered(a: Ranked, b: Ranked) -> bool:
-    """Say whether a <= b holds of two statistics of the same values."""
+    """Return whether a <= b holds of two statistics of the same values."""
     return (a.kind, b.kind) in ORDERS and (a.kind != b.kind or _below(a.q, b.q))
 
 

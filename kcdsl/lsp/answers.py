@@ -81,7 +81,7 @@ class Question:
 
     @property
     def versioned(self) -> bool:
-        """Say whether the client takes edits of a stated version."""
+        """Return whether the client takes edits of a stated version."""
         return bool(self.able("workspace.workspace_edit.document_changes"))
 
     def able(self, what: str) -> Any:

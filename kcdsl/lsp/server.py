@@ -83,7 +83,7 @@ class Server(LanguageServer):
 
     @property
     def pulls(self) -> bool:
-        """Say whether the client asks for diagnostics, so that they need not be pushed."""
+        """Return whether the client asks for diagnostics, so that they need not be pushed."""
         return get_capability(self.client_capabilities, "text_document.diagnostic") is not None
 
     # --- findings --------------------------------------------------------------------------------

@@ -77,12 +77,12 @@ class Session:
 
 
 def takes_part_in_imports(document: Document) -> bool:
-    """Say whether a document may import others or be imported."""
+    """Return whether a document may import others or be imported."""
     return "imports" in document.source.text or "library" in document.source.text
 
 
 def _may_import(document: Document, other: Document) -> bool:
-    """Say whether a document may depend on another: one that it names, or a library, which may be
+    """Return whether a document may depend on another: one that it names, or a library, which may be
     behind one that it names."""
     if other.path is None or other.uri == document.uri or "imports" not in document.source.text:
         return False

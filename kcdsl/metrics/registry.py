@@ -79,7 +79,7 @@ class Registry:
         return found if found is not None else self.more().get(name)
 
     def known(self, name: str) -> bool:
-        """Say whether a name is a metric, installed packages that were not needed left out."""
+        """Return whether a name is a metric, installed packages that were not needed left out."""
         return name in METRICS or name in self.own
 
     def __getitem__(self, name: str) -> MetricDefinition:

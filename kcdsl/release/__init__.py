@@ -1,4 +1,4 @@
-"""From results to certificates: the triple of a contract, issuing, trust."""
+"""Certificates of results: the triple of a contract, issuing, trust."""
 
 OCI = "oci://"
-"""How the name of what is in an OCI registry begins."""
+"""The prefix of names in an OCI registry."""

@@ -1,4 +1,4 @@
-"""The files that a contract names, found and hashed without loading anything."""
+"""Locating and hashing the files of a contract, without loading them."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class ArtefactRefused(Refusal):
 
 
 def checkpoint_manifest(path: Path, told: Told | None = None) -> Manifest:
-    """Hash the checkpoint; `told` hears how far it is.
+    """Hash the checkpoint; `told` is called with the progress.
 
-    Raises Refusal for what cannot be read or must not be trusted.
+    Raises Refusal for files that cannot be read or must not be trusted.
     """
     try:
         return build_manifest(path, told)
@@ -66,12 +66,12 @@ def checkpoint_manifest(path: Path, told: Told | None = None) -> Manifest:
 
 
 def companions(model: ModelRef, files: Artefacts, served: Path | None = None) -> dict[str, str]:
-    """Return the sha256 of the files that belong to the weights, by role.
+    """Return the sha256 of the companion files of the weights, by role.
 
-    `config`, `tokenizer`, `generation_config`, `tokenizer_config` and `chat_template` as they are
-    found by what reads them (named, or beside the checkpoint), `module`, the source file of a
-    factory of the user's own, and `infer_checkpoint`, the manifest of what the inference kernel
-    reads instead; `served` replaces the path that the contract names.
+    The roles are `config`, `tokenizer`, `generation_config`, `tokenizer_config` and `chat_template`
+    (named by the contract, or beside the checkpoint), `module`, the source file of a user's own
+    factory, and `infer_checkpoint`, the manifest of the inference kernel's own checkpoint; `served`
+    replaces its path in the contract.
     """
     checkpoint = files.locate(model.checkpoint)
     found: dict[str, str] = {}
@@ -99,7 +99,7 @@ def companions(model: ModelRef, files: Artefacts, served: Path | None = None) ->
 
 
 def _factory_source(target: str, base: Path) -> Path:
-    """Return the source file that an import of the factory's module would read; none is run."""
+    """Return the source file of the factory's module, without importing it."""
     from kcdsl.source.modules import find_module
 
     name = target.partition(":")[0]
@@ -114,9 +114,8 @@ def _factory_source(target: str, base: Path) -> Path:
 
 
 def data_digests(program: Program, files: Artefacts) -> dict[str, str]:
-    """Return the sha256 of every file that measurements of the contract rest on, by the names that
-    are recorded as they are read: data and recordings, the folders of kernels, and the modules of
-    the user's metrics."""
+    """Return the sha256 of every file that measurements depend on, by recorded name: data and
+    recordings, the folders of kernels, and the modules of the user's metrics."""
     names = {program.data, *(s.data for s in program.slices)}
     kernels = (program.train, program.infer)
     names |= {kernel.recording.file for kernel in kernels if kernel.recording is not None}
@@ -143,7 +142,7 @@ def _folder(program: Program, kernel: KernelRef, files: Artefacts) -> tuple[Path
 def metric_files(program: Program, base: Path) -> dict[str, Path]:
     """Return the Python files of the user's metrics by the names of their modules.
 
-    Nothing is imported. Raises Refusal where a metric is not declared any more.
+    Nothing is imported. Raises Refusal where a metric is no longer declared.
     """
     if not program.metrics:
         return {}
@@ -166,10 +165,10 @@ def metric_files(program: Program, base: Path) -> dict[str, Path]:
 
 
 def code_digests(program: Program, files: Artefacts) -> dict[str, str]:
-    """Return the sha256 of what the contract's own Python code imported, by the names that a
-    statement has for it; the modules that the contract names stand elsewhere.
+    """Return the sha256 of the modules that the contract's own Python code imported, by their names
+    in a statement, without the modules that the contract names itself.
 
-    Raises Refusal where a file is no longer the one that was imported.
+    Raises Refusal where a file has changed since its import.
     """
     if program.model.module is None and not program.metrics:
         return {}
@@ -187,8 +186,8 @@ def code_digests(program: Program, files: Artefacts) -> dict[str, str]:
 
 
 def input_at_hand(files: Artefacts, name: str) -> Path | None:
-    """Return the file of an input by the name that a statement has for it; None where it is not
-    here. Nothing is imported to find it."""
+    """Return the file of an input from its name in a statement; None where it does not exist.
+    Nothing is imported."""
     if not name.startswith(MODULE):
         return files.at_hand(name)
     from kcdsl.source.modules import find_module
@@ -198,7 +197,7 @@ def input_at_hand(files: Artefacts, name: str) -> Path | None:
 
 
 def refuse_changed(name: str, before: str, now: str) -> None:
-    """Raise Refusal where a file is another than the one that was used."""
+    """Raise Refusal where a file has changed since it was used."""
     if before != now:
         raise refuse(
             CHANGED_MEANWHILE,
@@ -208,15 +207,14 @@ def refuse_changed(name: str, before: str, now: str) -> None:
 
 
 def stated_digests(checkpoint: Checkpoint, data: Mapping[str, str]) -> dict[str, str]:
-    """Return the digests that a certificate states, by the names that are recorded as files are
-    read."""
+    """Return the digests that a certificate states, by the names under which reads are recorded."""
     belonging = {companion(role): digest for role, digest in checkpoint.companions.items()}
     return {CHECKPOINT: checkpoint.root_digest, **belonging, **data}
 
 
 def refuse_others(loaded: Mapping[str, str], stated: Mapping[str, str]) -> None:
-    """Raise Refusal unless what was loaded is what a certificate would state: the weights, and
-    every other file that was read."""
+    """Raise Refusal where a loaded file, weights included, differs from the digests that a
+    certificate would state."""
     if CHECKPOINT not in loaded:
         raise refuse(
             CANNOT_CERTIFY,
@@ -233,8 +231,8 @@ def refuse_others(loaded: Mapping[str, str], stated: Mapping[str, str]) -> None:
 
 
 def record_all(program: Program, files: Artefacts) -> None:
-    """Record what is there, for a backend that does not say itself what it read; what reads a
-    missing file refuses it."""
+    """Record all existing files, for a backend that does not report its reads; missing files are
+    refused by their readers."""
     now = Artefacts.of(files.base)
     for read in (_weights, _belonging, data_digests):
         try:
@@ -257,11 +255,11 @@ def _belonging(program: Program, files: Artefacts) -> dict[str, str]:
 
 
 def refuse_untrusted(program: Program, files: Artefacts) -> None:
-    """Raise Refusal, before hours of work, for a checkpoint that no certificate can name."""
+    """Raise Refusal early for a checkpoint that no certificate can name."""
     try:
         path = files.locate(program.model.checkpoint)
     except Refusal:
-        return  # what reads it refuses it, at its place in the contract
+        return  # its reader refuses it, with its place in the contract
     try:
         files_of(path)
     except Rejected as error:

@@ -1,8 +1,8 @@
-"""Companions of a certificate: statements about an OCI image in the forms that other tools verify.
+"""Companions of a certificate: statements about an OCI image in formats that other tools verify.
 
-The subject of a certificate is a triple, which a registry does not know. A companion has the
-manifest digest of an image as its only subject and repeats what a check of the certificates showed.
-That the image holds the checkpoint and the kernels is the word of whoever signs it.
+The subject of a certificate is a triple, which registries cannot look up. The only subject of a
+companion is the manifest digest of an image, and its predicate repeats the result of a check. Its
+signer vouches that the image contains the checkpoint and the kernels.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class ValidCertificates:
-    """Certificates of one stage that were found valid together, by file and identity."""
+    """Certificates of one stage that passed a check together, by file and identifier."""
 
     certificates: tuple[tuple[str, Predicate], ...]
     levels: tuple[str, ...]
@@ -85,8 +85,8 @@ class ValidCertificates:
 
     @classmethod
     def of(cls, checked: Combined, moment: datetime, *, rechecked: bool) -> ValidCertificates:
-        """Take what a check of the whole contract showed; raises Refusal for a weights transfer,
-        and for certificates of several stages. `checked` must be accepted."""
+        """Return the certificates of an accepted check of the whole contract; raises Refusal for a
+        weights transfer and for certificates of several stages."""
         if not (checked.accepted and checked.complete):
             raise ValueError("companions state what a check of the whole contract accepted")
         found: list[tuple[str, Predicate]] = []
@@ -111,24 +111,24 @@ class ValidCertificates:
 
     @property
     def first(self) -> Predicate:
-        """Return the body of the first certificate; stage and contract are those of all."""
+        """Return the body of the first certificate; all have its stage and contract."""
         return self.certificates[0][1]
 
     @property
     def valid_until(self) -> datetime:
-        """Return the end of the certificate that ends first."""
+        """Return the earliest end of validity."""
         return min(body.valid_until for _, body in self.certificates)
 
     @property
     def policy(self) -> dict[str, Any]:
-        """Return the contract as a resource: what the image was verified against."""
+        """Return the contract as a resource descriptor, against which the image was verified."""
         contract = self.first.triple.contract
         uri = f"urn:kcdsl:contract:{contract.id}:{contract.version}"
         return {"uri": uri, "digest": {"sha256": contract.digest}}
 
 
 def image_statement(image: Image, certified: ValidCertificates) -> bytes:
-    """Return the statement of an image with a predicate of our own, which repeats what counts."""
+    """Return the statement of an image with kcdsl's own predicate type."""
     contract = certified.first.triple.contract
     certificates = [
         {
@@ -199,10 +199,10 @@ def _statement(image: Image, kind: str, body: dict[str, Any]) -> bytes:
 def companion_files(
     stem: Path, image: Image, certified: ValidCertificates, keys: Sequence[SigningKey]
 ) -> tuple[NewFile, ...]:
-    """Return every companion, each signed by each key in a file of its own, and the policies.
+    """Return every companion, signed by each key in a separate file, and the policies.
 
     A Sigstore bundle has one signature; several keys give several bundles. `stem` is the path
-    without an ending.
+    without a suffix.
     """
     return tuple(
         result(stem.with_name(stem.name + ending), data)

@@ -1,10 +1,8 @@
-"""Backends of other distributions: asked in a process of their own, and believed only as far as
-what they bring can be looked at here.
+"""Backends of other distributions: run in separate processes, with answers that are verified here.
 
-`Held` needs the cases of every row of the slice, each with a bound that settles the goal, evidence
-of the kind that the clause demands, and a proof object that is about the clause and that the
-independent checker derives again. `Violated` needs a run that breaks the clause when it is run
-again.
+`Held` needs a case for every row of the slice, each with a bound that decides the goal, evidence
+of the kind that the clause demands, and a proof object about the clause that the independent
+checker derives again. `Violated` needs a run that breaks the clause again when it is repeated.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ _PROOFS = frozenset({EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.P
 
 @dataclass(frozen=True, slots=True)
 class ForeignBackend:
-    """A backend that is never imported here; it has `seconds` for an answer."""
+    """A backend that is never imported here; its time limit for an answer is `seconds`."""
 
     spec: BackendSpec
     seconds: float
@@ -69,9 +67,9 @@ class ForeignBackend:
         progress: Any = None,
         **wishes: Any,
     ) -> tuple[GoalOutcome, ...]:
-        """Ask for the goals; return what of the answers can be believed, in their order.
+        """Ask the backend about the goals; return the verified outcomes in their order.
 
-        Raises Refusal (KC402) for an exception, and for answers that are not those to the goals.
+        Raises Refusal (KC402) for an exception, and for answers that do not match the goals.
         """
         question = {
             "target": self.spec.target,
@@ -94,7 +92,8 @@ class ForeignBackend:
         return tuple(believed(program, base, outcome, device) for outcome in told)
 
     def slice_sizes(self, program: Program, base: Path, slices: Collection[str]) -> dict[str, int]:
-        """Return how many rows each slice has at least, without a tokenizer of the model."""
+        """Return a lower bound of the number of rows of each slice, without the model's
+        tokenizer."""
         files = Artefacts.of(base)
         sources = slice_sources(program, files)
         found = dict.fromkeys(slices, 0)
@@ -106,7 +105,7 @@ class ForeignBackend:
         return found
 
     def _asked(self, question: Mapping[str, Any]) -> Any:
-        """Return the document that the backend gave; None where it took too long."""
+        """Return the answer of the backend; None after a timeout."""
         with tempfile.TemporaryDirectory(prefix="kcdsl-") as folder:
             asked, answer = Path(folder) / "question", Path(folder) / "answer"
             asked.write_bytes(pickle.dumps(question))
@@ -162,7 +161,7 @@ def _has_file(stream: Any) -> bool:
 def _answers(
     document: Any, goals: Sequence[Goal], name: str, seconds: float
 ) -> tuple[GoalOutcome, ...]:
-    """Return the outcomes that a document states; raises Rejected unless each goal has one."""
+    """Return the outcomes in a document; raises Rejected unless each goal has one."""
     fields = Fields.of(document, "answer")
     if "error" in fields.record:
         raise Rejected("answer/error", fields.text("error"))
@@ -238,8 +237,8 @@ def _case(record: Fields) -> CaseOutcome:
 
 
 def believed(program: Program, base: Path, outcome: GoalOutcome, device: str) -> GoalOutcome:
-    """Return an outcome as far as it can be believed: what is not shown becomes inconclusive, and
-    what no run can have invalid evidence."""
+    """Return a verified outcome: an unproved verdict becomes inconclusive, and an impossible one
+    invalid evidence."""
     attained = [case.attack for case in outcome.cases if case.attack is not None]
     if any(not value >= 0 or math.isinf(value) for value in attained):
         bare = tuple(replace(case, attack=None) for case in outcome.cases)
@@ -261,7 +260,7 @@ def believed(program: Program, base: Path, outcome: GoalOutcome, device: str) ->
 
 
 def _against(outcome: GoalOutcome) -> str | None:
-    """Return what an answer `Held` lacks by itself, None for nothing."""
+    """Return why an answer `Held` is incomplete; None where it is complete."""
     goal, names = outcome.goal, [case.name for case in outcome.cases]
     demanded, kind = goal.clause.evidence, outcome.evidence.kind
     if not names or len(set(names)) != len(names):
@@ -282,8 +281,8 @@ def _against(outcome: GoalOutcome) -> str | None:
 
 
 def _unproved(program: Program, base: Path, outcome: GoalOutcome, device: str) -> str | None:
-    """Return why the proof does not show the clause, None where the checker derives that it does,
-    from cases that are the rows of the slice."""
+    """Return why the proof does not show the clause; None where the checker derives it and the
+    cases are the rows of the slice."""
     assert outcome.proof is not None
     name = outcome.goal.clause.id
     reference = proof_reference(name, outcome.proof)
@@ -317,7 +316,7 @@ def _unproved(program: Program, base: Path, outcome: GoalOutcome, device: str) -
 
 
 def _unbroken(program: Program, base: Path, outcome: GoalOutcome, device: str) -> str | None:
-    """Return why a run does not break the clause, None where it does so again."""
+    """Return why a repeated run does not break the clause; None where it does."""
     if outcome.counterexample is None:
         return "it brings no run that can be run again"
     own = next((s for s in catalogue() if not is_foreign(s) and s.domains), None)

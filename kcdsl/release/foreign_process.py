@@ -1,8 +1,8 @@
-"""Ask a backend of another distribution, in a process of its own.
+"""Run a backend of another distribution in a separate process.
 
-`python -m kcdsl.release.foreign_process` reads what is asked from a file that
-`kcdsl.release.foreign` wrote, runs the backend, and writes what it says as JSON without floats.
-Whatever the backend prints goes to stderr.
+`python -m kcdsl.release.foreign_process` reads the question from a file that
+`kcdsl.release.foreign` wrote, runs the backend, and writes the answer as JSON without floats.
+Output of the backend goes to stderr.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def main(question: str, answer: str) -> None:
-    """Run the backend that the question names; an exception is an answer too."""
+    """Run the backend of the question; an exception is written as an answer."""
     asked = pickle.loads(Path(question).read_bytes())
     os.dup2(2, 1)
     try:
@@ -32,7 +32,7 @@ def main(question: str, answer: str) -> None:
 
 
 def _told(outcome: Any, goals: tuple[Any, ...]) -> dict[str, Any]:
-    """Return an outcome as plain data; `goal` is its place among those that were asked, or -1."""
+    """Return an outcome as plain data; `goal` is its index in the question, or -1."""
     verdict, evidence = outcome.verdict, outcome.evidence
     shown = getattr(verdict, "counterexample", None)
     return {

@@ -1,8 +1,8 @@
 """Policies for the statement of a certified image, in the two languages that cosign reads.
 
-Values are written as JSON texts, which both languages read alike. The Rego policy compares the time
-as well. CUE has no clock; its constraints are patterns and not values, because a value would fill a
-field that is absent instead of rejecting the statement.
+Values are JSON strings, which both languages parse in the same way. Only the Rego policy compares
+the time, since CUE has no clock. CUE constraints are patterns, because a value would fill a missing
+field instead of rejecting the statement.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _TIME = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$"
 def rego_policy(kind: str, contract: str, stage: str, levels: Sequence[str]) -> bytes:
     """Return a Rego policy (`data.signature.allow`) for statements of a type, contract and stage.
 
-    `contract` is the digest of the contract in hex, `levels` what must be among those stated.
+    `contract` is the digest of the contract in hex; the statement must include all `levels`.
     """
     values = {
         "kind": json.dumps(kind),

@@ -1,4 +1,4 @@
-"""Issuing a certificate: results in, one signed bundle out."""
+"""Issuing a certificate: a signed bundle from results."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def results_for(
     verdict: Verdict,
     **numbers: Any,
 ) -> CertifiedClause:
-    """Fill in what the contract states about a result; `numbers` are fields of CertifiedClause.
+    """Return a result with the fields that the contract states; `numbers` are other fields.
 
-    `wanted` is the comparison that it is about; without one, the first that the clause asks for.
+    `wanted` is the comparison of the result, by default the first one of the clause.
 
-    The verdict is weakened to what the numbers admit: a sampled result of a hard clause becomes
-    INCONCLUSIVE, never PASSED. Raises Refusal where the numbers contradict themselves.
+    The verdict is weakened to the one that the numbers support: a sampled result of a hard clause
+    becomes INCONCLUSIVE, never PASSED. Raises Refusal where the numbers are inconsistent.
     """
     if wanted is None:
         wanted = next((c for part in required.alternatives for c in part), None)
@@ -100,7 +100,7 @@ def results_for(
 
 
 def weakened(clause: CertifiedClause) -> CertifiedClause:
-    """Return the result with the strongest verdict, at most the stated one, that it admits."""
+    """Return the result with the strongest verdict that its numbers support, at most its own."""
     try:
         clause.to_json()
         admitted = admissible(clause)
@@ -139,14 +139,14 @@ def issue(
 ) -> bytes:
     """Build the certificate of these results, signed by every key; returns the bundle.
 
-    Without `keys` it is the statement alone, which `kcdsl sign` signs.
+    Without `keys` it is the unsigned statement, which `kcdsl sign` signs.
     `base` is the folder of the contract. The same results at the same time give the same payload.
-    `sequence` defaults to the time of issue in seconds, so that later certificates come later.
-    `supersedes` is the identity of an older certificate; `suppressed` are the findings about the
-    contract that comments in it accept; `source` is the sha256 of its text. `loaded` are the
-    digests of the files as they were read.
-    `evidence` are the files that measured results rest on, beside the certificate.
-    Raises Refusal for results that cannot be certified, and for files that are now others.
+    `sequence` defaults to the time of issue in seconds, so that it increases.
+    `supersedes` is the identifier of an older certificate; `suppressed` are findings about the
+    contract that its comments accept; `source` is the sha256 of its text. `loaded` are the
+    digests of the files when they were read.
+    `evidence` are the evidence files of measured results, stored beside the certificate.
+    Raises Refusal for results that cannot be certified, and for files that have changed.
     """
     if not clauses or stage not in STAGES or lifetime <= timedelta(0):
         raise refuse(
@@ -197,7 +197,7 @@ def issue(
 
 
 def resting_on(files: Mapping[str, tuple[Path, bytes]]) -> tuple[EvidenceFile, ...]:
-    """Return how a certificate names the files of evidence beside it, given by their roles."""
+    """Return the entries of a certificate for its evidence files, which are given by role."""
     return tuple(
         EvidenceFile(role, path.name, hashlib.sha256(data).hexdigest())
         for role, (path, data) in files.items()
@@ -220,7 +220,7 @@ def _accepted(suppressed: Sequence[Suppressed]) -> tuple[AcceptedFinding, ...]:
 
 
 def _with_numerics(clause: CertifiedClause, triple: Triple) -> CertifiedClause:
-    """Fill in the numerics that a proof is about, from the fingerprints of the two kernels."""
+    """Fill in the numerics of a proof from the fingerprints of the two kernels."""
     if clause.proof is None or clause.numerics is not None:
         return clause
     train, infer = numerics_digest(triple.train), numerics_digest(triple.infer)
@@ -230,7 +230,7 @@ def _with_numerics(clause: CertifiedClause, triple: Triple) -> CertifiedClause:
 
 
 def _of_machine(clause: CertifiedClause, triple: Triple) -> CertifiedClause:
-    """Leave open what holds of the machine that measured it where nothing names the machine."""
+    """Weaken a machine-dependent result to inconclusive where the triple names no machine."""
     passed = clause.verdict is Verdict.PASSED
     if not passed or not clause.quantity.is_of_a_machine or states_machine(triple.infer):
         return clause

@@ -1,7 +1,7 @@
-"""Requirements of a verifier: the clauses of a contract, and the triple that is deployed.
+"""Requirements of a verifier: the clauses of a contract, and the deployed triple.
 
-The triple is rebuilt from what is about to be deployed; its kernels may be in a file. No tensor
-library is needed.
+The triple is built from the files to be deployed; kernel fingerprints may come from a file. No
+tensor library is needed.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ from kcdsl_certs.verification.rows import BYTES
 
 
 def required_clauses(program: Program, base: Path | Artefacts) -> tuple[RequiredClause, ...]:
-    """Return every (clause, slice) that the contract names, in its order.
+    """Return every (clause, slice) of the contract, in its order.
 
-    A clause with a table is required on each bucket of its slices by itself, with its threshold.
+    A clause with a table is required on each bucket of its slices separately, with its threshold.
     `base` is the folder of the contract; the data of the slices is hashed. Raises Refusal where a
     data file is missing.
     """
@@ -105,8 +105,8 @@ def required_clauses(program: Program, base: Path | Artefacts) -> tuple[Required
 def _alternatives(
     clause: Clause, name: str | None, program: Program
 ) -> tuple[tuple[Comparison, ...], ...]:
-    """Return the alternatives of a clause on a slice; none where it speaks of two regions there,
-    as a requirement states one."""
+    """Return the alternatives of a clause on a slice; none where it has two regions there, since a
+    requirement states one."""
     regions = {_region(region) for region in regions_of(clause.require) if region.slice == name}
     if len(regions) > 1:
         return ()
@@ -116,7 +116,7 @@ def _alternatives(
 def stated_alternatives(
     obligation: Obligation, program: Program
 ) -> tuple[tuple[Comparison, ...], ...]:
-    """Return the alternatives of an obligation as a certificate states them; none where it has no
+    """Return the alternatives of an obligation in the form of a certificate; none where it has no
     normal form."""
     return tuple(
         tuple(
@@ -145,10 +145,10 @@ def slice_digest(program: Program, files: Artefacts, name: str) -> str | None:
 
 
 def slice_sources(program: Program, files: Artefacts) -> dict[str, SliceSource]:
-    """Return where the rows of every slice with data come from, buckets of tables included.
+    """Return the source of rows of every slice with data, buckets of tables included.
 
-    Without a tokenizer of its own the model reads bytes. Kernels that draw after prompts, or whose
-    rollouts are read, are measured in other units than rows.
+    A model without a tokenizer reads bytes. Kernels that sample after prompts, or read rollouts,
+    are measured in other units than rows.
     """
     program = expand_tables(program)
     beside = companions(replace(program.model, served=None), files)
@@ -165,7 +165,7 @@ def slice_sources(program: Program, files: Artefacts) -> dict[str, SliceSource]:
 
 
 def containing_slices(program: Program, name: str) -> tuple[str, ...]:
-    """Return the slices that contain this one by their form: same data, fewer conditions."""
+    """Return the slices that contain this one syntactically: same data, fewer conditions."""
     inner = program.slice(name)
     return tuple(
         outer.name
@@ -196,7 +196,7 @@ def _predicate(predicate: Predicate) -> Any:
 
 
 def quantity_of(term: Term | NoFlip | HasFields) -> Quantity:
-    """Return what a comparison is about as a certificate states it."""
+    """Return the quantity of a comparison in the form of a certificate."""
     match term:
         case Number(value):
             return Quantity("number", value=value)
@@ -223,7 +223,8 @@ def _region(region: DemandedRegion) -> Region:
 
 
 def _chain(quantity: Term | NoFlip | HasFields, program: Program) -> ChainTerms | None:
-    """Return what the bound chain needs to bound a quantity; None where it says nothing of it."""
+    """Return the inputs of the bound chain for a quantity; None where the chain does not bound
+    it."""
     metric = None if isinstance(quantity, NoFlip | HasFields) else _metric_inside(quantity)
     if metric is None or is_encoder(program.model.architecture):
         return None
@@ -237,7 +238,7 @@ def _chain(quantity: Term | NoFlip | HasFields, program: Program) -> ChainTerms 
 
 
 def _metric_inside(term: Term) -> str | None:
-    """Return the metric of which a term is a value or statistic: its bound bounds the term."""
+    """Return the metric in a term that is its value or statistic: a bound of it bounds the term."""
     match term:
         case Metric(name):
             definition = find_metric(name)
@@ -268,9 +269,9 @@ def build_triple(
 ) -> Triple:
     """Return the triple of a compiled contract whose folder is `base`.
 
-    `fingerprints` are those of the kernels that will run; by default they are taken here.
-    `checkpoint` and `served` replace the paths that the contract names. `told` hears how far the
-    hashing of the checkpoint is. Raises Refusal where a file is missing or must not be trusted.
+    `fingerprints` are those of the deployed kernels, by default those on this machine.
+    `checkpoint` and `served` replace paths of the contract. `told` is called with the progress of
+    hashing. Raises Refusal where a file is missing or must not be trusted.
     """
     from kcdsl.ir.canonical import digest
 
@@ -294,11 +295,11 @@ def build_triple(
 def kernel_here(
     program: Program, ref: KernelRef, files: Artefacts, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Return the fingerprint of a kernel as it is here: a recorded one is what its files hold.
+    """Return the fingerprint of a kernel on this machine; that of a recording comes from its files.
 
     Raises Refusal where a recording is missing.
     """
-    from kcdsl.model.fingerprint import kernel_fingerprint  # needs numpy, which gates may lack
+    from kcdsl.model.fingerprint import kernel_fingerprint  # needs numpy, which gates may not have
 
     found = kernel_fingerprint(ref, device)
     if ref.recording is None:
@@ -335,7 +336,7 @@ def build_expectation(
     served: Path | None = None,
     told: Told | None = None,
 ) -> Expectation:
-    """Return all that a verifier must know beforehand: triple, clauses, data digests, slices."""
+    """Return the expectation of a verifier: triple, clauses, data digests, slices."""
     files = Artefacts.of(base)
     return Expectation(
         build_triple(

@@ -1,4 +1,4 @@
-"""From the rows of a report and the outcomes of goals to the results of a certificate."""
+"""Results of a certificate from the rows of a report and the outcomes of goals."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _RATES = "clopper-pearson/1"
 def certified_clauses(
     program: Program, base: Path | Artefacts, report: Report
 ) -> list[CertifiedClause]:
-    """Return the results of an evaluation as a certificate states them.
+    """Return the results of an evaluation in the form of a certificate.
 
     Every row names the obligation that it decides. A verdict that the numbers of a certificate
-    cannot show again is weakened to INCONCLUSIVE: so is that of several comparisons in one row,
-    whose counts are of none of them.
+    cannot reproduce is weakened to INCONCLUSIVE; so is a row with several comparisons, whose counts
+    belong to no single one.
     """
     required = {(r.id, r.slice): r for r in required_clauses(program, base)}
     expanded = expand_tables(program)
@@ -65,7 +65,7 @@ def certified_clauses(
 
 
 def _compound(row: ClauseResult) -> ClauseResult:
-    """Return a row of several comparisons without what is of none of them."""
+    """Return a row of several comparisons without the fields that belong to no single one."""
     verdict = row.verdict
     if isinstance(verdict, Held | Violated):
         verdict = Inconclusive("its counts are of several comparisons together")
@@ -77,7 +77,7 @@ def result_of(
 ) -> CertifiedClause:
     """Return the result of a row that decides an obligation of a clause on a slice.
 
-    Raises Refusal for what a certificate cannot state.
+    Raises Refusal for a row that a certificate cannot state.
     """
     comparisons = [comparison for choice in alternatives for comparison in choice]
     wanted = comparisons[0] if comparisons and required.alternatives else None
@@ -110,7 +110,7 @@ def result_of(
 
 
 def proof_reference(clause: str, proof: bytes) -> ProofReference:
-    """Return how a certificate names the proof of a clause: by digest, and where to look."""
+    """Return the reference to the proof of a clause: its digest and its file."""
     return ProofReference(hashlib.sha256(proof).hexdigest(), f"{clause}.proof.json")
 
 
@@ -120,11 +120,11 @@ def proved_clauses(
     outcomes: Sequence[GoalOutcome],
     proofs: Mapping[str, ProofReference],
 ) -> list[CertifiedClause]:
-    """Return the results of goals as a certificate states them.
+    """Return the results of goals in the form of a certificate.
 
-    `proofs` names the proof object of every clause that has one; a result without one is a sample
-    of the runs that were attacked, so it can refute a hard clause and never show it. What a backend
-    holds without an object, as in real arithmetic, is inconclusive there.
+    `proofs` names the proof object of every clause that has one. A result without one is a sample
+    of attacked runs, so it can refute a hard clause but never show it. A verdict of held without a
+    proof object, as in real arithmetic, becomes inconclusive.
     """
     required = {r.id: r for r in required_clauses(program, base)}
     train, infer = (canonical_digest(resolve(k).to_json()) for k in (program.train, program.infer))
@@ -184,7 +184,7 @@ def implied_clauses(
     program: Program, base: Path | Artefacts, implied: Sequence[Implied]
 ) -> list[CertifiedClause]:
     """Return the implied hard clauses as results, one for each comparison of the alternative that
-    the bounds decide. A clause with a budget is left to what is measured."""
+    the bounds decide. Clauses with a budget are decided by measurement instead."""
     required = {(r.id, r.slice): r for r in required_clauses(program, base)}
     found: list[CertifiedClause] = []
     for item in implied:

@@ -1,4 +1,4 @@
-"""Keys, signatures and trust: who signs a certificate, and by which keys one is accepted."""
+"""Keys, signatures and trust: signing certificates, and the keys by which they are accepted."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def password_from(variable: str) -> bytes:
 
 
 def _read_key(path: Path) -> bytes:
-    """Return what the file of a private key holds; say where others may read it as well."""
+    """Return the content of a private key file; warn where other users can read it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(descriptor, "rb") as stream:
@@ -109,8 +109,8 @@ CERTIFICATE, STATEMENT = ".cert.json", ".statement.json"
 
 
 def signing_keys(given: Sequence[str]) -> tuple[SigningKey, ...]:
-    """Return the keys that are named; raises Refusal for one that is missing, unusable or given
-    twice. A key that lies beside a contract signs nothing unless it is named."""
+    """Return the given keys; raises Refusal for a key that is missing, unusable or given twice.
+    A key beside a contract is not used unless it is given."""
     keys = tuple(read_private_key(Path(name)) for name in given)
     if len({key.public.spki for key in keys}) != len(keys):
         raise refuse(CANNOT_SIGN, "one key is given twice", help="name each key once")
@@ -118,15 +118,15 @@ def signing_keys(given: Sequence[str]) -> tuple[SigningKey, ...]:
 
 
 def written_as(stem: Path, signed: bool) -> Path:
-    """Return the file of a certificate, or of its statement, from the path without an ending."""
+    """Return the file of a certificate, or of its statement, from the path without a suffix."""
     return stem.with_name(stem.name + (CERTIFICATE if signed else STATEMENT))
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The file of a certificate, or of its statement where no key is to sign.
+    """The file of a certificate, or of its unsigned statement if there is no key.
 
-    `replaces` says that there is an earlier certificate of the same keys.
+    `replaces`: there is an earlier certificate of the same keys.
     """
 
     path: Path
@@ -135,12 +135,13 @@ class Target:
 
     @classmethod
     def of(cls, stem: Path, keys: tuple[SigningKey, ...]) -> Target:
-        """Return the file from the path without an ending; raises Refusal where it is of others."""
+        """Return the target from the path without a suffix; raises Refusal where other keys signed
+        the existing file."""
         path = written_as(stem, bool(keys))
         return cls(path, keys, bool(keys) and refuse_other_signers(path, keys))
 
     def tell(self, written: bool = True) -> None:
-        """Say on stderr what signs it, and what it replaces."""
+        """Print to stderr the signing keys, and the replaced file."""
         if not self.keys:
             tell_unsigned(self.path, written)
         elif self.replaces:
@@ -149,7 +150,7 @@ class Target:
 
 
 def certificate_of(statement: Path) -> Path:
-    """Return the file of the certificate that a statement becomes."""
+    """Return the file of the signed certificate of a statement."""
     if not statement.name:
         raise refuse(
             CANNOT_SIGN,
@@ -162,7 +163,7 @@ def certificate_of(statement: Path) -> Path:
 
 
 def refuse_other_signers(path: Path, keys: Sequence[SigningKey]) -> bool:
-    """Return whether a certificate of these keys is to be replaced; raises Refusal where another
+    """Return whether a certificate of these keys will be replaced; raises Refusal where another
     key has signed it, too."""
     if not os.path.lexists(path):
         return False
@@ -192,7 +193,7 @@ def read_envelope(path: Path) -> Envelope:
 
 
 def tell_unsigned(statement: Path, written: bool = True) -> None:
-    """Say on stderr how a statement that was written is signed, and what is of an earlier run."""
+    """Print to stderr how to sign a written statement, and which files are of an earlier run."""
     if written:
         print(f"not signed: kcdsl sign {statement} --key KEY", file=sys.stderr)
     older = certificate_of(statement)
@@ -201,7 +202,7 @@ def tell_unsigned(statement: Path, written: bool = True) -> None:
 
 
 def cannot_sign(error: Rejected, path: Path) -> Refusal:
-    """Return the refusal of a statement that a checker would refuse."""
+    """Return the refusal of a statement that a checker would reject."""
     return refuse(
         CANNOT_SIGN,
         f"{path}: {error.detail} ({error.reason})",
@@ -224,10 +225,10 @@ def trusted(
     revocations: Sequence[str],
     folder: Path,
 ) -> Trust:
-    """Return what a check goes by; raises Refusal where it says nothing or cannot be used.
+    """Return the trust settings of a check; raises Refusal where they are empty or unusable.
 
-    The policy is the file given, else that of the environment, else of the user's configuration.
-    The configuration of the contract's `folder` can only refuse more: accepted findings.
+    The policy is the given file, else that of the environment, else of the user's configuration.
+    The configuration of the contract's `folder` can only make it stricter, about accepted findings.
     """
     try:
         found = _trust(_policy(policy), keys, threshold, revocations)
@@ -241,7 +242,7 @@ def trusted(
 
 
 def has_policy() -> bool:
-    """Say whether the environment or the user's configuration names a policy."""
+    """Return whether the environment or the user's configuration names a policy."""
     own = user_folder()
     return POLICY_VARIABLE in os.environ or (own is not None and os.path.lexists(own / POLICY_FILE))
 
@@ -249,8 +250,8 @@ def has_policy() -> bool:
 def trusted_if_any(
     policy: str | None, keys: Sequence[str], threshold: int | None, revocations: Sequence[str]
 ) -> Trust | None:
-    """Return what a reader of certificates goes by, from the places of `trusted` but for a
-    contract; None where nobody is trusted: no policy, no key. Raises Refusal like `trusted`."""
+    """Return the trust settings of a reader of certificates, from the sources of `trusted` except
+    a contract; None without policy and keys. Raises Refusal as `trusted` does."""
     try:
         chosen = _policy(policy)
         if chosen[1] is None and not keys and threshold is None and not revocations:

@@ -1,4 +1,4 @@
-"""Transfer of a certificate: results that hold for a later checkpoint, and why others do not."""
+"""Transfer of a certificate to a later checkpoint: results that remain valid, and reasons."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NON_CLAIMS = (
 
 
 class Stated(Protocol):
-    """A case of a goal with the later weights: name, digest of the graph, region as in a proof."""
+    """A case of a goal with the later weights: name, graph digest, and region as in a proof."""
 
     @property
     def name(self) -> str: ...
@@ -55,23 +55,23 @@ Regions = Callable[[str], Sequence[Stated]]
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What goes over and what stays behind, in the order of the certificate."""
+    """The transferred and the dropped results, in the order of the certificate."""
 
     carried: tuple[Carried, ...]
     left: tuple[Left, ...]
 
 
 def plan(earlier: Predicate, folder: Path, weights: Weights, regions: Regions) -> TransferPlan:
-    """Decide for every result of a verified certificate whether it goes over.
+    """Decide for every result of a verified certificate whether it is transferred.
 
     Args:
         earlier: its predicate.
         folder: where its proofs are.
         weights: the earlier and the later checkpoint.
-        regions: makes the cases of a clause with the later weights.
+        regions: returns the cases of a clause with the later weights.
 
     Raises:
-        Rejected: a proof is missing or not about its clause, or a checkpoint holds no numbers.
+        Rejected: a proof is missing or not about its clause, or a checkpoint has invalid numbers.
     """
     found: dict[tuple[str, str | None], Carried | Left] = {}
     for clause in earlier.clauses:
@@ -124,7 +124,7 @@ def _implied(
 
 
 def _states(proof: Any, clause: CertifiedClause, regions: Regions) -> str | None:
-    """Return why the inputs of a block are not those of a proof any more; None where they are."""
+    """Return why the inputs of a block differ from those of a proof; None where they are equal."""
     proved = {case["name"]: case for case in proof["cases"]}
     if all("ids" in case["region"] for case in proved.values()):
         return None
@@ -141,7 +141,7 @@ def _states(proof: Any, clause: CertifiedClause, regions: Regions) -> str | None
 
 
 def _outside(proved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return how far a region reaches beyond one that is proved; None where it lies inside."""
+    """Return how a region exceeds a proved one; None where it lies inside."""
     if "centre" not in proved or "centre" not in now or "longest" in proved:
         return "the proof is about another kind of region"
     centre, radius = _array(proved["centre"]), _array(proved["radius"])
@@ -170,7 +170,7 @@ def transfer_of(
     decided: TransferPlan,
     issued: datetime,
 ) -> Transfer:
-    """Return the statement of a plan. It is valid as long as the earlier certificate is."""
+    """Return the statement of a plan. It is valid as long as the earlier certificate."""
     return Transfer(
         triple=triple,
         base=identity,

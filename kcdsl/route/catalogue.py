@@ -105,7 +105,7 @@ class BackendSpec:
 
 
 def is_foreign(spec: BackendSpec) -> bool:
-    """Say whether a backend is of another distribution."""
+    """Return whether a backend is of another distribution."""
     return not spec.target.startswith(OWN)
 
 

@@ -166,7 +166,7 @@ def _conjuncts(formula: Formula) -> Iterator[Formula]:
 
 
 def _is_measured_outside(formula: Formula) -> bool:
-    """Say whether a part of a formula is about a whole slice, and stands under no quantifier."""
+    """Return whether a part of a formula is about a whole slice, and stands under no quantifier."""
     match formula:
         case Compare() | HasFields():
             return True
@@ -278,7 +278,7 @@ def why_uncovered(clause: Clause, fragments: Collection[Fragment]) -> Blame | No
 
 
 def _is_strange(requirement: Formula, fragment: Fragment) -> bool:
-    """Say whether a fragment has nothing in common with a requirement: fields of traces, top ranks
+    """Return whether a fragment has nothing in common with a requirement: fields of traces, top ranks
     and numbers are three things."""
     match fragment:
         case Fragment.TRACE_FIELDS:

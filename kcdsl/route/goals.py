@@ -54,11 +54,11 @@ class Goal:
                 return self.clause.require.span
 
     def admits(self, bound: float) -> bool:
-        """Say whether a finite upper bound of the functional settles the goal."""
+        """Return whether a finite upper bound of the functional settles the goal."""
         return self._compared(bound) is True
 
     def refuted_by(self, value: float) -> bool:
-        """Say whether a functional value that a concrete run attains breaks the goal."""
+        """Return whether a functional value that a concrete run attains breaks the goal."""
         return self._compared(value) is False
 
     def _compared(self, value: float) -> bool | None:

@@ -74,7 +74,7 @@ class Premises:
         return self._known[name]
 
     def _may_contain(self, outer: str, inner: str) -> bool:
-        """Say whether no request is known that is in one slice and not in the other."""
+        """Return whether no request is known that is in one slice and not in the other."""
         if outer == inner:
             return True
         a, b = self._slices.get(inner), self._slices.get(outer)
@@ -87,7 +87,7 @@ class Premises:
 
 
 def _derivable(clause: Clause) -> bool:
-    """Say whether the bound chain derives statements about all metrics of a clause."""
+    """Return whether the bound chain derives statements about all metrics of a clause."""
     terms = tuple(terms_of(clause.require))
     statistics = [term for term in terms if isinstance(term, Statistic)]
     names = {term.name for term in terms if isinstance(term, Metric)}

@@ -26,7 +26,7 @@ class Comment:
 
     @property
     def speaks_of_lines(self) -> bool:
-        """Say whether it tells kcdsl to accept a finding, on its line or the next."""
+        """Return whether it tells kcdsl to accept a finding, on its line or the next."""
         return _TO_KCDSL.match(self.text) is not None
 
 

@@ -81,7 +81,7 @@ class Option(NamedTuple):
         return f"allowed: {', '.join(self.allowed)}" if self.allowed else self.example
 
     def allows(self, word: str) -> bool:
-        """Say whether a text may be its value, or an item of its list."""
+        """Return whether a text may be its value, or an item of its list."""
         if "\0" in word:
             return False
         if self.kind is OptionType.CODES:
@@ -90,7 +90,7 @@ class Option(NamedTuple):
         return not self.allowed or given in self.allowed
 
     def fits(self, value: Any) -> bool:
-        """Say whether a value of a file has its type."""
+        """Return whether a value of a file has its type."""
         match self.kind:
             case OptionType.TEXT:
                 return isinstance(value, str)

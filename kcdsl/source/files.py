@@ -90,7 +90,7 @@ def read_bytes(path: Path, most: int | None = None) -> bytes:
 
 
 def is_parquet(path: Path) -> bool:
-    """Say whether a file begins or ends as Parquet files do; raises Refusal where there is none."""
+    """Return whether a file begins or ends as Parquet files do; raises Refusal where there is none."""
     mark = b"PAR1"
     if read_bytes(path, len(mark)) == mark:
         return True
@@ -138,7 +138,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def is_settled(about: os.stat_result) -> bool:
-    """Say whether every change of a file from now on shows in its times.
+    """Return whether every change of a file from now on shows in its times.
 
     Times move in ticks of the file system's clock: a file that changed just now can change again
     with the same times. Ask before the file is read.
@@ -218,7 +218,7 @@ def _is_utf16(data: bytes) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Say whether a file or folder is at a path; a path that no file can have leads nowhere."""
+    """Return whether a file or folder is at a path; a path that no file can have leads nowhere."""
     return os.path.exists(path)
 
 
@@ -242,12 +242,12 @@ def _names(folder: Path) -> list[str]:
 
 
 def is_file(path: Path) -> bool:
-    """Say whether a file is at a path; a path that no file can have leads nowhere."""
+    """Return whether a file is at a path; a path that no file can have leads nowhere."""
     return os.path.isfile(path)
 
 
 def is_folder(path: Path) -> bool:
-    """Say whether a folder is at a path; a path that no file can have leads nowhere."""
+    """Return whether a folder is at a path; a path that no file can have leads nowhere."""
     return os.path.isdir(path)
 
 

@@ -26,7 +26,7 @@ def find_file(named: str, folder: Path) -> Path | None:
 
 
 def is_file_name(named: str) -> bool:
-    """Say whether a name is that of a file, as opposed to a module."""
+    """Return whether a name is that of a file, as opposed to a module."""
     return named.endswith(".py") or "/" in named
 
 

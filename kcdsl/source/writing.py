@@ -42,7 +42,7 @@ def _led_to(path: Path) -> Path:
 
 
 def _takes_data(path: Path) -> bool:
-    """Say whether a path is a device or a pipe, which nothing may take the place of."""
+    """Return whether a path is a device or a pipe, which nothing may take the place of."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
@@ -129,7 +129,7 @@ class NewFile:
 
     @property
     def poured(self) -> bool:
-        """Say whether the data go to a device or a pipe."""
+        """Return whether the data go to a device or a pipe."""
         return not self.own_name and _takes_data(self.path)
 
 

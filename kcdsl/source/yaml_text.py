@@ -42,7 +42,7 @@ class Masked(NamedTuple):
         return text.translate(self.back) if self.back else text
 
     def matters(self, text: str, flow: bool) -> bool:
-        """Say whether YAML alone would have misread this plain scalar of the masked text."""
+        """Return whether YAML alone would have misread this plain scalar of the masked text."""
         own = {self.back.get(ord(char)) for char in text} - {None} if self.back else set()
         return bool(own) if flow else ord(":") in own
 

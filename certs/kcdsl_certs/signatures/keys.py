@@ -45,7 +45,7 @@ def refuse_weak_key(encoding: bytes) -> None:
 
 
 def is_strong_commitment(signature: bytes) -> bool:
-    """Say whether R, the first half of a signature, is spelt canonically and not of small order."""
+    """Return whether R, the first half of a signature, is spelt canonically and not of small order."""
     try:
         return len(signature) == 64 and not _is_small(_decode(signature[:32], "signature"))
     except Rejected:
@@ -163,7 +163,7 @@ class PublicKey:
         return b"\n".join([head, *lines, tail, b""])
 
     def verifies(self, signature: bytes, message: bytes) -> bool:
-        """Say whether the signature (ECDSA: ASN.1 DER) of the message was made by this key."""
+        """Return whether the signature (ECDSA: ASN.1 DER) of the message was made by this key."""
         key = _public_object(self.spki)
         try:
             match key:
@@ -305,7 +305,7 @@ class TrustedKey:
     valid_until: datetime | None = None
 
     def is_valid_at(self, moment: datetime) -> bool:
-        """Say whether the key may be used at this time; the end is exclusive."""
+        """Return whether the key may be used at this time; the end is exclusive."""
         if self.valid_from is not None and moment < self.valid_from:
             return False
         return self.valid_until is None or moment < self.valid_until

@@ -46,11 +46,11 @@ class Evidence(StrEnum):
 
     @property
     def is_proof(self) -> bool:
-        """Say whether the claim is about every input of a region."""
+        """Return whether the claim is about every input of a region."""
         return self in (Evidence.PROOF, Evidence.PROOF_REAL, Evidence.PROBABILISTIC)
 
     def is_at_least(self, other: Evidence) -> bool:
-        """Say whether this kind is as strong as `other` or stronger."""
+        """Return whether this kind is as strong as `other` or stronger."""
         order = list(Evidence)
         return order.index(self) <= order.index(other)
 
@@ -128,7 +128,7 @@ class CertifiedClause:
 
     @property
     def is_hard(self) -> bool:
-        """Say whether no exceedance is allowed."""
+        """Return whether no exceedance is allowed."""
         return self.budget is None or self.budget == 0
 
     def to_json(self) -> dict[str, Any]:

@@ -258,7 +258,7 @@ def _identity(found: os.stat_result) -> tuple[int, ...]:
 
 
 def _is_hollow(descriptor: int, found: os.stat_result) -> bool:
-    """Say whether reading a file would mostly read a hole: it is larger than 1 GiB, and less than
+    """Return whether reading a file would mostly read a hole: it is larger than 1 GiB, and less than
     a quarter of it is stored. What such a file holds is honest, and reading it can take for ever.
     """
     stored = getattr(found, "st_blocks", found.st_size) * 512

@@ -69,17 +69,17 @@ class Quantity:
 
     @property
     def is_of_proofs(self) -> bool:
-        """Say whether proof objects speak of it: of every admissible run, not of those observed."""
+        """Return whether proof objects speak of it: of every admissible run, not of those observed."""
         return self.kind == "margin" or (self.kind == "norm" and not self.measured)
 
     @property
     def is_of_every_run(self) -> bool:
-        """Say whether any part of it speaks of every admissible run, so that no run shows it."""
+        """Return whether any part of it speaks of every admissible run, so that no run shows it."""
         return any(node.is_of_proofs for node in self._nodes())
 
     @property
     def is_of_every_unit(self) -> bool:
-        """Say whether it speaks of every unit, so that no sample bounds it."""
+        """Return whether it speaks of every unit, so that no sample bounds it."""
         if self.kind == "statistic":
             extreme = self.name in ("max", "min") or self.q in (0, 1)
             inner = (node for part in self.of for node in part._nodes())
@@ -94,12 +94,12 @@ class Quantity:
 
     @property
     def is_of_a_machine(self) -> bool:
-        """Say whether it names times, memory or repeated runs: what a machine measured."""
+        """Return whether it names times, memory or repeated runs: what a machine measured."""
         return any(word in name for name in self._names() for word in (*_OF_A_MACHINE, *_TIMED))
 
     @property
     def is_timed(self) -> bool:
-        """Say whether it is counted in timed runs."""
+        """Return whether it is counted in timed runs."""
         return not _TIMED.isdisjoint(self._names())
 
     def _nodes(self) -> Iterator[Quantity]:

@@ -52,7 +52,7 @@ class Comparison:
     chain: ChainTerms | None = None
 
     def is_of(self, clause: CertifiedClause) -> bool:
-        """Say whether the result is about this comparison of this obligation."""
+        """Return whether the result is about this comparison of this obligation."""
         return (
             clause.obligation == self.obligation
             and clause.quantity == self.quantity

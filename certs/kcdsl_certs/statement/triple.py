@@ -189,7 +189,7 @@ def _with_part(
 
 
 def states(kernel: Kernel, part: str) -> bool:
-    """Say whether a fingerprint states a part; that of a server or a recording states none."""
+    """Return whether a fingerprint states a part; that of a server or a recording states none."""
     found: Any = kernel.fingerprint
     for name in PARTS[part]:
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -197,7 +197,7 @@ def states(kernel: Kernel, part: str) -> bool:
 
 
 def states_machine(kernel: Kernel) -> bool:
-    """Say whether a fingerprint names the machine that times and memory are of: the model of the
+    """Return whether a fingerprint names the machine that times and memory are of: the model of the
     processor, cores and memory of the host, and the model of the device that is no processor."""
     hardware = kernel.fingerprint.get("hardware")
     found = hardware if isinstance(hardware, Mapping) else {}

@@ -49,7 +49,7 @@ def lower_tail(k: int, n: int, p: Fraction) -> Decimal:
 
 
 def certifies(k: int, n: int, rate: Fraction, alpha: Fraction) -> bool:
-    """Say whether k exceedances of n units show a rate below `rate` at level α (one look, fixed n).
+    """Return whether k exceedances of n units show a rate below `rate` at level α (one look, fixed n).
 
     Clopper-Pearson: P(X <= k | rate) <= α.
     """
@@ -123,7 +123,7 @@ def _evidence_fits(clause: CertifiedClause) -> None:
 
 
 def is_method_of_proofs(method: str) -> bool:
-    """Say whether a method is of the form that proof objects have: their parts in order."""
+    """Return whether a method is of the form that proof objects have: their parts in order."""
     name, version = method.removesuffix("/1"), method.endswith("/1")
     parts = name.split("+")
     domains = set(parts) - {"chain"}

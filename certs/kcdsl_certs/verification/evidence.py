@@ -131,7 +131,7 @@ def _compare_report(document: Any, clauses: tuple[CertifiedClause, ...], triple:
 
 
 def _is_of(row: Mapping[str, Any], clause: CertifiedClause) -> bool:
-    """Say whether a row of the report is this result: units, counts, value and verdict."""
+    """Return whether a row of the report is this result: units, counts, value and verdict."""
     counted, words = row.get("exceedance"), _WORDS.get(clause.verdict)
     if words is not None and row.get("verdict") not in words:
         return False

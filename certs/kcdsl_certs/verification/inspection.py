@@ -139,7 +139,7 @@ def inspect(
 
 
 def _read_unverified(log: Log, state: CheckState, bundle: bytes) -> bool:
-    """Run steps 1 to 7 but for the signatures; say whether all of the others are ok."""
+    """Run steps 1 to 7 but for the signatures; return whether all of the others are ok."""
 
     def parse() -> str:
         state.raw = parse_bundle(bundle)

@@ -293,7 +293,7 @@ def _bind_longest(cases: list[Fields], clause: CertifiedClause, region: Region) 
 
 
 def _is_about(quantity: Quantity, kind: str, k: int) -> bool:
-    """Say whether a quantity is the functional of a proof about its block."""
+    """Return whether a quantity is the functional of a proof about its block."""
     if kind == "no_flip":
         return quantity.kind == "margin" and quantity.k == k
     return quantity.is_of_proofs and quantity.kind == "norm" and quantity.name == kind

@@ -77,7 +77,7 @@ class Report:
 
     @property
     def accepted(self) -> bool:
-        """Say whether every step that must run is ok and none failed."""
+        """Return whether every step that must run is ok and none failed."""
         return tuple(c.name for c in self.checks) == self.steps and all(
             c.outcome is StepOutcome.OK
             or (c.outcome is StepOutcome.NOT_RUN and c.name in _OPTIONAL)
@@ -195,7 +195,7 @@ class Combined:
 
     @property
     def accepted(self) -> bool:
-        """Say whether every certificate is valid and, with `complete`, nothing is left out."""
+        """Return whether every certificate is valid and, with `complete`, nothing is left out."""
         if not self.reports or not all(report.accepted for _, report in self.reports):
             return False
         return not (self.complete and self.outside)

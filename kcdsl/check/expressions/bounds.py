@@ -106,12 +106,12 @@ def _turned(source: SourceFile, op_span: Span) -> Fix | None:
 
 
 def _is_signed(leaf: Leaf, metrics: Registry) -> bool:
-    """Say whether a leaf is a signed metric without a magnitude, which is an error by itself."""
+    """Return whether a leaf is a signed metric without a magnitude, which is an error by itself."""
     return isinstance(leaf.term, ir.Metric) and metrics[leaf.term.name].signed
 
 
 def _is_claimed(leaf: Leaf) -> bool:
-    """Say whether a leaf is a drift of every admissible run, of which only bounds are decided."""
+    """Return whether a leaf is a drift of every admissible run, of which only bounds are decided."""
     return isinstance(leaf.term, ir.Norm) and not leaf.term.of.measured
 
 

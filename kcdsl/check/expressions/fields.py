@@ -356,7 +356,7 @@ def _slices_of(clause: Clause) -> tuple[str, ...]:
 
 
 def _covered(field: str, place: str, observing: Sequence[Clause], slices: dict[str, Slice]) -> bool:
-    """Say whether some clause requires the field on a slice, or on all the data of that slice."""
+    """Return whether some clause requires the field on a slice, or on all the data of that slice."""
     here = slices.get(place)
     for clause in observing:
         if field not in fields_of(clause.require):

@@ -255,7 +255,7 @@ def find_function(name: str) -> Function | None:
 
 
 def is_reserved(name: str) -> bool:
-    """Say whether a name has a meaning in the language, so that no metric can have it."""
+    """Return whether a name has a meaning in the language, so that no metric can have it."""
     named = (*FUNCTIONS, *KEYWORDS, "trace", "requests", "windows", "samples")
     return name in named or bool(PERCENTILE.fullmatch(name) or BLOCK.fullmatch(name))
 
@@ -287,7 +287,7 @@ class Scope:
 
 
 def takes(call: ast.Call, reporter: Reporter) -> bool:
-    """Say whether a call has as many arguments as its function takes; report it if not."""
+    """Return whether a call has as many arguments as its function takes; report it if not."""
     function = find_function(call.function.id)
     assert function is not None
     fits = function.least <= len(call.arguments) <= len(function.parameters)

@@ -70,7 +70,7 @@ class Loader:
         return self.known[path]
 
     def is_open(self, path: Path) -> bool:
-        """Say whether a library is being read, so that importing it would be a cycle."""
+        """Return whether a library is being read, so that importing it would be a cycle."""
         here = _identity(Path(os.path.normpath(path)))
         return any(_identity(other) == here for other in self.stack)
 

@@ -229,7 +229,7 @@ def _number(node: Mapping, name: str, reader: StructureReader) -> Fraction | Non
 
 
 def _are_samples(logs: LogProbabilities, node: Mapping, reader: StructureReader) -> bool:
-    """Say whether tokens are samples of the law that log-probabilities are of; report if not."""
+    """Return whether tokens are samples of the law that log-probabilities are of; report if not."""
     problem = logs.problem()
     if problem is None:
         return True

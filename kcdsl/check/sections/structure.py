@@ -135,7 +135,7 @@ def fields_named(entries: tuple[MappingEntry, ...], names: Collection[str]) -> l
 
 
 def is_library(root: Node | None) -> bool:
-    """Say whether a document declares itself a library, also with the word misspelt."""
+    """Return whether a document declares itself a library, also with the word misspelt."""
     if not isinstance(root, Mapping) or root.get("contract") is not None:
         return False
     if root.get("library") is not None:

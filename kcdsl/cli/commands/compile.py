@@ -327,7 +327,7 @@ class DiffForm(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffCommand(Command):
-    """Say whether a contract, or what a certificate states, became stricter or weaker."""
+    """Return whether a contract, or what a certificate states, became stricter or weaker."""
 
     old: str = argument("OLD", "the contract as it was, or what --emit ir wrote; or a certificate")
     new: str = argument("NEW", "the contract as it is to be, or the like; or a certificate")

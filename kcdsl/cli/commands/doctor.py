@@ -81,7 +81,7 @@ class Package:
 
     @property
     def usable(self) -> bool:
-        """Say whether the package is there, in range, and imports."""
+        """Return whether the package is there, in range, and imports."""
         return self.problem is None
 
 
@@ -96,7 +96,7 @@ class Backend:
 
     @property
     def enabled(self) -> bool:
-        """Say whether everything the backend needs can be used."""
+        """Return whether everything the backend needs can be used."""
         return not self.missing
 
 
@@ -130,7 +130,7 @@ class Environment:
 
     @property
     def ready(self) -> bool:
-        """Say whether compile, verify, evaluate and check can run."""
+        """Return whether compile, verify, evaluate and check can run."""
         return (
             not self.problems
             and self.python_problem is None

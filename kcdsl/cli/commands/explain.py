@@ -348,7 +348,7 @@ def _contract_for(topic: str, given: str | None) -> Path:
 
 
 def _speaks_of(found: Diagnostic, name: str, analysis: Analysis) -> bool:
-    """Say whether an error is one of a clause, other than that no backend covers it."""
+    """Return whether an error is one of a clause, other than that no backend covers it."""
     if found.code is OUTSIDE_FRAGMENTS or found.span is None or analysis.raw is None:
         return False
     if found.source is not None and found.source.name != analysis.source.name:

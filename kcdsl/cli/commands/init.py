@@ -129,7 +129,7 @@ def _refuse_defect(text: str, path: Path) -> None:
 
 
 def _is_new(path: Path, data: bytes) -> bool:
-    """Say whether a file of the draft is not there yet; refuse another of its name."""
+    """Return whether a file of the draft is not there yet; refuse another of its name."""
     from kcdsl.source.files import read_bytes
 
     if not os.path.lexists(path):

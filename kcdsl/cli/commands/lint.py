@@ -138,7 +138,7 @@ class _Wishes:
                 )
 
     def shows(self, diagnostic: Diagnostic) -> bool:
-        """Say whether a diagnostic is shown: every error is."""
+        """Return whether a diagnostic is shown: every error is."""
         if diagnostic.severity is Severity.ERROR:
             return True
         code = diagnostic.code.id
@@ -147,7 +147,7 @@ class _Wishes:
         )
 
     def fails(self, severity: Severity) -> bool:
-        """Say whether a finding of this severity gives exit code 1."""
+        """Return whether a finding of this severity gives exit code 1."""
         return _SEVERITIES.index(severity) <= _SEVERITIES.index(self.fail_on)
 
 

@@ -56,7 +56,7 @@ class Argument:
 
     @property
     def is_switch(self) -> bool:
-        """Say whether no value follows its name."""
+        """Return whether no value follows its name."""
         return self.metavar is None and not self.choices
 
     @property

@@ -96,7 +96,7 @@ def _norm_factor(small: Extreme, large: Extreme) -> Fraction | None:
 
 
 def _meet(theory: Theory, small: Extreme, large: Extreme) -> bool:
-    """Say whether an order of norms at every input orders two extremes.
+    """Return whether an order of norms at every input orders two extremes.
 
     The largest is ordered as its region is, the least the other way round; the least over one
     region lies below the largest over another where an input is in both.

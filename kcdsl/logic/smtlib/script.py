@@ -52,7 +52,7 @@ class BudgetLimit:
     rate: Fraction | None = None
 
     def allows(self, total: Fraction) -> bool:
-        """Say whether budgets that add up to `total` keep to it."""
+        """Return whether budgets that add up to `total` keep to it."""
         return total < 1 and (self.rate is None or total <= self.rate)
 
 

@@ -143,7 +143,7 @@ class Theory:
         return symbol
 
     def region_inside(self, inner: ir.Region, outer: ir.Region, unit: str) -> bool:
-        """Say whether every input of one region is one of the other, within a unit.
+        """Return whether every input of one region is one of the other, within a unit.
 
         Units of different slices are counted apart, so nothing relates their inputs.
         """
@@ -332,18 +332,18 @@ def _input(at: Input) -> str:
 
 
 def _bound(term: ir.Term, at: Environment) -> bool:
-    """Say whether every drift of a term is one that was observed at a known input."""
+    """Return whether every drift of a term is one that was observed at a known input."""
     norms = [part.of for part in subterms(term) if isinstance(part, ir.Norm)]
     return all(drift.measured and drift.variable in at for drift in norms)
 
 
 def _is_measured(formula: ir.Formula) -> bool:
-    """Say whether a statement speaks of measured terms."""
+    """Return whether a statement speaks of measured terms."""
     return any(isinstance(term, ir.Metric | ir.Statistic) for term in terms_of(formula))
 
 
 def _only_observed(formula: ir.Quantified) -> bool:
-    """Say whether a quantifier is about drift that was observed, and holds no other quantifier."""
+    """Return whether a quantifier is about drift that was observed, and holds no other quantifier."""
     parts = list(walk(formula.body))
     if any(isinstance(part, ir.Quantified | ir.NoFlip) for part in parts):
         return False

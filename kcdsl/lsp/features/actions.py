@@ -88,7 +88,7 @@ def fix_all(snapshot: Snapshot) -> tuple[Edit, ...]:
 
 
 def _overlap(one: Span, other: Span) -> bool:
-    """Say whether two edits compete: for a character, or for the place of an insertion."""
+    """Return whether two edits compete: for a character, or for the place of an insertion."""
     if one.start == one.end or other.start == other.end:
         return one.touches(other)
     return one.start < other.end and other.start < one.end
@@ -193,7 +193,7 @@ def _as_expression(snapshot: Snapshot, item: KnownClause) -> tuple[Edit, ...]:
 
 
 def _means_the_same(snapshot: Snapshot, changes: tuple[Edit, ...]) -> bool:
-    """Say whether a document means the same after edits, as far as it means anything before."""
+    """Return whether a document means the same after edits, as far as it means anything before."""
     old = snapshot.analysis
     ordered = tuple(sorted(changes, key=lambda edit: edit.span))
     if any(_overlap(a.span, b.span) for a, b in pairwise(ordered)):

@@ -154,7 +154,7 @@ _RIVALS = (
 
 
 def _excluded(name: str, present: set[str]) -> bool:
-    """Say whether a field goes against one that is there."""
+    """Return whether a field goes against one that is there."""
     return any(name in pair and pair - {name} <= present for pair in _RIVALS)
 
 

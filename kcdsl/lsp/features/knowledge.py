@@ -97,7 +97,7 @@ def policy_action(analysis: Analysis, item: KnownClause) -> str | None:
 
 
 def is_formal(clause: ir.Clause) -> bool:
-    """Say whether a clause speaks of every input of a region, so that `verify` decides it."""
+    """Return whether a clause speaks of every input of a region, so that `verify` decides it."""
     return any(isinstance(part, ir.Quantified) for part in walk(clause.require))
 
 

@@ -398,12 +398,12 @@ def _signs(place: _Place) -> Iterator[Item]:
 
 
 def _binds(place: _Place) -> bool:
-    """Say whether the word before the cursor is the variable of a quantifier."""
+    """Return whether the word before the cursor is the variable of a quantifier."""
     return bool(place.words) and place.words[-1].binder == place.words[-1].start
 
 
 def _ends_statement(place: _Place) -> bool:
-    """Say whether what stands before the cursor is a comparison, or a statement by itself."""
+    """Return whether what stands before the cursor is a comparison, or a statement by itself."""
     depth = 0
     for word in reversed(place.words):
         if word.role is Role.BRACKET and word.text in ")]":
@@ -454,7 +454,7 @@ def _units(place: _Place) -> Iterator[Item]:
 
 
 def _space_before(place: _Place) -> bool:
-    """Say whether the cursor stands apart from the number before it."""
+    """Return whether the cursor stands apart from the number before it."""
     source = place.analysis.source.text
     return source[place.span.start - 1 : place.span.start].isspace()
 

@@ -42,7 +42,7 @@ class Verdict:
     modified: int
 
     def stale(self, digest: str | None) -> bool:
-        """Say whether the verdict is about another text of the contract."""
+        """Return whether the verdict is about another text of the contract."""
         return digest is None or self.digest.removeprefix("sha256:") != digest
 
 

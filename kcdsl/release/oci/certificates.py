@@ -1,4 +1,4 @@
-"""Certificates in OCI registries: attached to a manifest as referrers, found and read by digest."""
+"""Certificates in OCI registries: attached to a manifest as referrers, and read by digest."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CREATED = "org.opencontainers.image.created"
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A certificate that was read from a registry into a folder of its own."""
+    """A certificate that was read from a registry into its own folder."""
 
     name: str
     path: Path
@@ -57,14 +57,14 @@ class Pulled:
 def attach(certificate: Path, registry: Repository, moment: datetime) -> tuple[Descriptor, int]:
     """Attach a certificate, with every file that it names, to an image.
 
-    What the registry has already is not sent again, and the same certificate gives the same
-    artefact: an attachment that was cut off is finished by the same command.
+    Blobs that the registry has are not sent again, and the same certificate gives the same
+    artefact, so repeating the command completes an interrupted upload.
 
-    Returns the descriptor of the artefact, and how many bytes were sent.
+    Returns the descriptor of the artefact, and the number of bytes sent.
 
     Raises:
-        Refusal: it is no certificate, a file that it names is missing or another one, or the
-            registry does not take it.
+    Refusal: it is no certificate, a file that it names is missing or has changed, or the
+    registry rejects it.
     """
     with open_regular(certificate) as file:
         bundle = file.read(LARGEST_BUNDLE + 1)
@@ -102,15 +102,15 @@ def attach(certificate: Path, registry: Repository, moment: datetime) -> tuple[D
 def pull(
     registry: Repository, folder: Path, keys: Sequence[TrustedKey], stage: str | None = None
 ) -> list[Pulled]:
-    """Read the certificates that are attached to an image, or the one that is named itself.
+    """Read the certificates that are attached to an image, or the certificate that is named.
 
-    Files beside a certificate are read only where a trusted key signed it. Where any is signed so,
-    those that are not are left out, for whoever may write to the registry can attach anything; and
-    those that a signed one supersedes or states anew. With `stage`, those of other stages are left
-    out, if there is one of it.
+    Files of a certificate are read only if a trusted key signed it. If any certificate is signed,
+    unsigned ones are ignored, because anyone with write access can attach anything; so are
+    certificates that a signed one supersedes or restates. With `stage`, certificates of other
+    stages are ignored if there is one of this stage.
 
     Raises:
-        Refusal: there is none, or the registry sends something else than digests name.
+    Refusal: there is none, or the registry sends content that does not match its digest.
     """
     digest = f"sha256:{registry.image.sha256}"
     document, _ = registry.manifest(digest)
@@ -140,8 +140,8 @@ def pull(
 
 
 def _is_anew(later: Predicate, earlier: Predicate | Transfer | None) -> bool:
-    """Say whether a certificate states every result of an earlier one again, whatever they are: of
-    the same triple and stage, with a later sequence."""
+    """Return whether a certificate of the same triple and stage with a later sequence states every
+    result of an earlier one again."""
     if not isinstance(earlier, Predicate) or later.sequence <= earlier.sequence:
         return False
     if (later.triple.digest, later.stage) != (earlier.triple.digest, earlier.stage):
@@ -168,19 +168,19 @@ def _pulled(
         raise reply(where, f"{len(bundles)} bundles in one artefact")
     own = folder / digest.removeprefix("sha256:")
     own.mkdir()
-    path = own / f"{own.name}.json"  # which no file beside it is called: its digest says all names
+    path = own / f"{own.name}.json"  # no other file has this name: the digest covers all names
     files = {layer.title: layer for layer in layers if layer is not bundles[0]}
     registry.blob(bundles[0], path, LARGEST_BUNDLE)
     try:
         envelope = decode(parse_bundle(path.read_bytes()))
         if not signers(envelope, keys):
             return Pulled(name, path, None, "")
-    except Rejected:  # which the check says
+    except Rejected:  # reported by the check
         return Pulled(name, path, None, "")
     identity = certificate_id(envelope.payload)
     try:
         body = _body(envelope.payload)
-    except Rejected:  # signed, so it is not left out: the check refuses it
+    except Rejected:  # it is signed, so it is kept and the check refuses it
         return Pulled(name, path, None, identity)
 
     def read(names: Sequence[str]) -> None:
@@ -190,7 +190,7 @@ def _pulled(
 
     if isinstance(body, Transfer):
         read([plain_name(body.path, "transfer")])
-    with suppress(Rejected):  # the base of a transfer is missing or another one: the check says so
+    with suppress(Rejected):  # a missing or wrong base of a transfer is reported by the check
         read(_named(body, own))
     return Pulled(name, path, body, identity)
 
@@ -203,8 +203,8 @@ def _body(payload: bytes) -> Predicate | Transfer:
 
 
 def _named(body: Predicate | Transfer, folder: Path) -> list[str]:
-    """Return the files that a certificate names, each once; those of the certificate that a
-    transfer carries over are its own. Raises Rejected where that one cannot be read."""
+    """Return the files that a certificate names, each once, including the files of the base
+    certificate of a transfer. Raises Rejected where the base cannot be read."""
     if isinstance(body, Predicate):
         proofs = [clause.proof.path for clause in body.clauses if clause.proof is not None]
         return list(dict.fromkeys([*proofs, *(file.path for file in body.evidence)]))

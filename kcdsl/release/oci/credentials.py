@@ -1,4 +1,4 @@
-"""Credentials of registries, as docker and podman keep them in a file."""
+"""Credentials of registries from the configuration files of docker and podman."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LARGEST = 4 * 2**20
 
 
 def credentials(host: str) -> str | None:
-    """Return what the configuration of docker or podman holds for a host, in base64.
+    """Return the base64 credentials of a host in the configuration of docker or podman.
 
-    Raises Refusal where a program keeps it: this command runs none.
+    Raises Refusal where a credential helper is configured, because no program is run here.
     """
     named = os.environ.get("REGISTRY_AUTH_FILE")
     folder = os.environ.get("DOCKER_CONFIG")

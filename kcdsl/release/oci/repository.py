@@ -1,8 +1,8 @@
 """One repository of an OCI registry: manifests, blobs and lists of referrers, by digest.
 
-OCI distribution specification 1.1: an artefact names its subject; the registry lists it by the
-referrers API, or the client keeps the list under the tag `sha256-DIGEST`. Whatever a registry
-sends is compared with the digest under which it was asked for before it is read.
+OCI distribution specification 1.1: an artefact names its subject; the registry lists it in the
+referrers API, or the client keeps the list under the tag `sha256-DIGEST`. All content is compared
+with the requested digest before it is parsed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ACCEPTED = (
 )
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 SETTLED = 0.5
-"""Seconds within which another client writes a list that it read."""
+"""Seconds in which other clients are expected to write a list after reading it."""
 _TRIES = 10
 _MOST_LISTED, _MOST_CERTIFICATES, _MOST_PAGES = 10_000, 100, 64
 _LINK = re.compile(
@@ -51,7 +51,7 @@ _REL = re.compile(r""";\s*+rel\s*+=\s*+(?:"([^"]*)"|([^\s;,"]*))""", re.IGNORECA
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """What a manifest says of another document or blob."""
+    """A descriptor of a document or blob in a manifest."""
 
     media_type: str
     digest: str
@@ -76,7 +76,7 @@ class Descriptor:
         return cls(str(kinds[0]), digest, size, str(title), str(kinds[2]))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the descriptor as it stands in a manifest."""
+        """Return the descriptor as JSON data."""
         found: dict[str, Any] = {
             "mediaType": self.media_type,
             "digest": self.digest,
@@ -114,13 +114,13 @@ class Repository:
 
     @property
     def root(self) -> str:
-        """Return the address under which everything of the repository is."""
+        """Return the base address of the repository."""
         return f"{self.client.origin}/v2/{self.image.name.partition('/')[2]}"
 
     # --- reading ----------------------------------------------------------------------------------
 
     def manifest(self, digest: str) -> tuple[dict[str, Any], Descriptor]:
-        """Return a manifest and its descriptor; raises Refusal if it is not what was asked for."""
+        """Return a manifest and its descriptor; raises Refusal if its digest differs."""
         where = f"{self.root}/manifests/{digest}"
         with self.client.send("GET", where, headers={"Accept": ", ".join(_ACCEPTED)}) as answer:
             answer.expect(200)
@@ -133,7 +133,7 @@ class Repository:
         return document, Descriptor(str(named), digest, len(data))
 
     def blob(self, descriptor: Descriptor, path: Path, limit: int) -> None:
-        """Write a blob to a new file; raises Refusal if it is not what its descriptor says."""
+        """Write a blob to a new file; raises Refusal if it does not match its descriptor."""
         where = f"{self.root}/blobs/{descriptor.digest}"
         if descriptor.size > limit:
             raise reply(where, f"{descriptor.size} bytes, more than {limit}")
@@ -160,14 +160,14 @@ class Repository:
             each
             for each in known[:_MOST_LISTED]
             if isinstance(each, dict) and each.get("artifactType") == ARTEFACT_TYPE
-        ]  # what others attach may be of another form
+        ]  # other clients may attach other artefacts
         own = dict.fromkeys(Descriptor.of(each, self.root) for each in ours)
         if len(known) > _MOST_LISTED or len(own) > _MOST_CERTIFICATES:
             raise reply(self.root, f"{len(own)} certificates among {len(known)} referrers")
         return list(own)
 
     def _listed(self) -> list[Any] | None:
-        """Return what the referrers API lists; None where the registry has none."""
+        """Return the list of the referrers API; None where the registry lacks this API."""
         first = where = f"{self.root}/referrers/sha256:{self.image.sha256}"
         found: list[Any] = []
         for _ in range(_MOST_PAGES):
@@ -183,7 +183,7 @@ class Repository:
         raise reply(where, f"more than {_MOST_PAGES} pages of referrers")
 
     def _tagged(self) -> dict[str, Any]:
-        """Return the list that is kept under the fallback tag."""
+        """Return the list under the fallback tag."""
         where = f"{self.root}/manifests/sha256-{self.image.sha256}"
         with self.client.send("GET", where, headers={"Accept": INDEX_TYPE}) as answer:
             if answer.status == 404:
@@ -194,7 +194,7 @@ class Repository:
     # --- writing ----------------------------------------------------------------------------------
 
     def push(self, descriptor: Descriptor, data: bytes | Path) -> bool:
-        """Upload a blob unless the registry has it; say whether it was sent."""
+        """Upload a blob unless the registry has it; return whether it was sent."""
         where = f"{self.root}/blobs/{descriptor.digest}"
         with self.client.send("HEAD", where, follow=True) as answer:
             if answer.status == 200:
@@ -215,7 +215,7 @@ class Repository:
         return True
 
     def push_manifest(self, document: Mapping[str, Any]) -> Descriptor:
-        """Upload an artefact whose subject is the image, and see that it is listed."""
+        """Upload an artefact whose subject is the image, and make sure that it is listed."""
         data = canonical_json(document)
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
         where = f"{self.root}/manifests/{digest}"
@@ -230,8 +230,8 @@ class Repository:
         return own
 
     def _tag(self, own: Descriptor, notes: Mapping[str, str]) -> None:
-        """Add an artefact to the list under the fallback tag, and see that it stays there: another
-        client that read the list before replaces it without this artefact."""
+        """Add an artefact to the list under the fallback tag, and check that it remains: a client
+        that read the list earlier may overwrite it."""
         where = f"{self.root}/manifests/sha256-{self.image.sha256}"
         for _ in range(_TRIES):
             index = self._tagged()
@@ -239,9 +239,9 @@ class Repository:
             if any(isinstance(each, dict) and each.get("digest") == own.digest for each in known):
                 return
             index["manifests"] = [*known, {**own.to_json(), "annotations": dict(notes)}]
-            data = json.dumps(index).encode()  # it has whatever others wrote
+            data = json.dumps(index).encode()  # preserves entries of other clients
             self._put(where, data, {"Content-Type": INDEX_TYPE})
-            sleep(SETTLED * random.uniform(1, 2))  # other lengths than those of the others
+            sleep(SETTLED * random.uniform(1, 2))  # randomised to avoid collisions
         raise reply(self.root, f"the list of referrers was replaced by others {_TRIES} times")
 
     def _put(
@@ -253,7 +253,7 @@ class Repository:
 
 
 def _index(document: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a list of referrers; raises Refusal for anything else, which is not an empty one."""
+    """Return a list of referrers; raises Refusal for anything else."""
     kind = document.get("mediaType", INDEX_TYPE)
     if kind != INDEX_TYPE or not isinstance(document.get("manifests"), list):
         raise reply(where, "it is no list of referrers")
@@ -261,7 +261,7 @@ def _index(document: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _next_of(links: str) -> str | None:
-    """Return the target of the link to the next page among the fields `Link`; None without one."""
+    """Return the target of the `next` link in the `Link` headers; None without one."""
     for found in _LINK.finditer(links):
         for rel in _REL.finditer(found[2]):
             if "next" in (rel[1] or rel[2] or "").lower().split():

@@ -1,7 +1,7 @@
-"""Requests to an OCI registry: within limits of size and time, with credentials for it alone.
+"""Requests to an OCI registry, with limits of size and time.
 
-A registry is foreign: it names addresses, and may send bytes without end. So an address that it
-names is one of its own, or is asked without credentials, and every request ends in time.
+A registry is untrusted: it may name other addresses or send endless data. So credentials are sent
+only to its own addresses, and every request has a time limit.
 """
 
 from __future__ import annotations
@@ -36,32 +36,33 @@ if TYPE_CHECKING:
     from http.client import HTTPResponse
 
 LARGEST_DOCUMENT = 4 * 2**20
-"""Bytes of a manifest or a list, as registries must accept them."""
+"""The size in bytes of manifests and lists that registries must accept."""
 CHUNK = 1 << 20
 SECONDS = 60.0
-"""For a request with its whole answer, beside the time for its blob."""
+"""Time limit of a request with its answer, without the time for its blob."""
 SLOWEST = 2**17
-"""Bytes of a blob in a second: a request that is slower is given up."""
+"""The least transfer rate of a blob in bytes per second; slower requests are aborted."""
 _MOST_REDIRECTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RegistryAnswer:
-    """What a registry answers to one request.
+    """The answer of a registry to one request.
 
-    `where` is what was asked for: the address of a redirect may hold a secret and is not shown.
+    `where` is the requested address; the address of a redirect may contain a secret and is not
+    shown.
     """
 
     where: str
     status: int
     headers: Message
     links: str
-    """The fields `Link`, joined."""
+    """The `Link` headers, joined."""
     _body: HTTPResponse
     _watch: Watch
 
     def read(self, size: int) -> bytes:
-        """Return at most so many bytes, none at the end; raises Refusal where it breaks off."""
+        """Return at most `size` bytes, none at the end; raises Refusal for a truncated answer."""
         try:
             found = self._body.read(size)
         except (OSError, HTTPException, ValueError) as error:
@@ -71,7 +72,7 @@ class RegistryAnswer:
         return found
 
     def data(self) -> bytes:
-        """Return the whole answer; raises Refusal where it is larger than a document may be."""
+        """Return the whole answer; raises Refusal where it exceeds `LARGEST_DOCUMENT`."""
         found = bytearray()
         while len(found) <= LARGEST_DOCUMENT and (chunk := self.read(CHUNK)):
             found += chunk
@@ -100,7 +101,7 @@ class RegistryAnswer:
 
 @dataclass(slots=True)
 class RegistryClient:
-    """Asks one registry."""
+    """A client of one registry."""
 
     host: str
     plain_http: bool = False
@@ -112,8 +113,8 @@ class RegistryClient:
         return f"{'http' if self.plain_http else 'https'}://{self.host}"
 
     def own(self, base: str, where: str) -> str:
-        """Return an address that the registry named in answer to `base`, if it is one of its own;
-        raises Refusal."""
+        """Return an address that the registry named in answer to `base`; raises Refusal unless it
+        is an address of the registry."""
         found = _address(base, where)
         if _origin(found) != _origin(self.origin):
             raise reply(self.origin, f"it sends its client to {found[:80]!a}")
@@ -130,15 +131,15 @@ class RegistryClient:
         follow: bool = False,
         size: int = 0,
     ) -> Iterator[RegistryAnswer]:
-        """Send a request, once more with a token where one is asked for, and give its answer.
+        """Send a request, repeat it with a token if the registry demands one, and yield the answer.
 
-        Redirects are followed where `follow` says so, without credentials and never from TLS to
-        plain text. `size` is the number of bytes of the blob that comes or goes.
+        With `follow`, redirects are followed, without credentials and never from TLS to plain
+        text. `size` is the number of bytes of the transferred blob.
         """
         ask = partial(self._once, method, headers=headers or {}, size=size, named=where)
         with ExitStack() as open_now:
             answer = open_now.enter_context(ask(where, body=body, token=self._token))
-            if answer.status == 401:  # without a token, or with one that may less than this
+            if answer.status == 401:  # there is no token, or its scope is too small
                 challenge = answer.headers.get("WWW-Authenticate", "")
                 open_now.close()
                 self._token = self._authorised(challenge)
@@ -198,7 +199,7 @@ class RegistryClient:
                 yield RegistryAnswer(named, found.status, found.headers, links, found, watch)
 
     def _authorised(self, challenge: str) -> str:
-        """Return the value of `Authorization` that a registry asks for."""
+        """Return the `Authorization` header that a registry demands."""
         scheme, _, rest = challenge.partition(" ")
         basic = credentials(self.host)
         if scheme.lower() == "basic" and basic is not None:
@@ -226,9 +227,9 @@ class RegistryClient:
 
 @dataclass(slots=True)
 class Watch:
-    """Ends the connections of a request when its time is over, whatever they wait for.
+    """Closes the connections of a request at its deadline.
 
-    A limit of each read would not do: a byte now and then keeps it.
+    A timeout per read is not enough: a server that sends single bytes slowly would never hit it.
     """
 
     seconds: float
@@ -238,7 +239,7 @@ class Watch:
     @classmethod
     @contextmanager
     def over(cls, seconds: float) -> Iterator[Watch]:
-        """Watch for so many seconds, or until the end of the block."""
+        """Watch for `seconds`, or until the end of the context."""
         watch = cls(seconds)
         timer = Timer(seconds, watch._end)
         timer.daemon = True
@@ -251,7 +252,7 @@ class Watch:
                 held.close()
 
     def hold(self, connection: socket.socket) -> None:
-        """Take a connection that is open, before there is TLS on it."""
+        """Register an open connection, before TLS starts on it."""
         self._held.append(connection.dup())
         if self.is_over:
             self._end()
@@ -263,13 +264,13 @@ class Watch:
                 held.shutdown(socket.SHUT_RDWR)
 
     def refuse_late(self, where: str) -> None:
-        """Raise Refusal where the time is over: what came is not whole."""
+        """Raise Refusal after the deadline: the answer is truncated."""
         if self.is_over:
             raise reply(where, f"no whole answer in {self.seconds:.0f} s")
 
 
 class _Held(HTTPConnection):
-    """A connection that a watch can end."""
+    """A connection that a watch can close."""
 
     watch: Watch
 
@@ -279,7 +280,7 @@ class _Held(HTTPConnection):
 
 
 class _HeldTls(HTTPSConnection, _Held):
-    """The same with TLS: `HTTPSConnection` calls the method above before it begins TLS."""
+    """The same with TLS: `HTTPSConnection` calls `connect` above before it starts TLS."""
 
 
 class _Http(HTTPHandler):
@@ -307,17 +308,17 @@ def _watched(kind: type[_Held], watch: Watch, host: str, **options: Any) -> _Hel
 
 
 class _Plain(HTTPRedirectHandler):
-    """Leaves redirects to the caller, who knows where credentials may go."""
+    """Disables automatic redirects: the caller decides where credentials are sent."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Follow nothing."""
+        """Follow no redirect."""
 
 
 # --- addresses ------------------------------------------------------------------------------------
 
 
 def _address(base: str, given: str) -> str:
-    """Return an address that a registry named in answer to `base`; raises Refusal for none."""
+    """Return the absolute address that a registry named in answer to `base`; raises Refusal."""
     try:
         found = urljoin(base, given)
         port = urlsplit(found).port

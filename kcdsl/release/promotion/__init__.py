@@ -1,7 +1,7 @@
-"""Promotion in four stages: what each stage demands, and what evidence makes of a candidate.
+"""Promotion in four stages: the demands of each stage, and transitions of a candidate by evidence.
 
-Pure functions of values; the clock is given. `kcdsl.api.promotion` reads the evidence and keeps the
-state in a register.
+All functions are pure; the time is an argument. `kcdsl.api.promotion` reads the evidence and stores
+the state in a register.
 """
 
 from kcdsl.release.promotion.candidate import (

@@ -1,4 +1,4 @@
-"""A triple on its way through the stages of a slot, as a value and as plain data."""
+"""Candidates: the state of a triple in the stages of a slot, as a value and as JSON data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEMA = "kcdsl.candidate/1"
 
 
 class CandidateState(StrEnum):
-    """Where a candidate is within its stage."""
+    """The state of a candidate within its stage."""
 
     ACTIVE = "active"
     BLOCKED = "blocked"
@@ -40,8 +40,8 @@ class CandidateState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ShownObligation:
-    """An obligation that a document shows without counts: the kind of evidence, the identity of the
-    document, and until when it holds; None for as long as the stage lasts."""
+    """An obligation that a document shows without counts: the kind of evidence, the identifier of
+    the document, and its expiry; None: it does not expire during the stage."""
 
     by: str
     document: str
@@ -50,9 +50,9 @@ class ShownObligation:
 
 @dataclass(frozen=True, slots=True)
 class StabilityWindow:
-    """What was gathered since the window began: counts (k, n) by obligation, requests by slice, and
-    the time that they cover. `traffic` has the counts of windows alone, without those of reports
-    and certificates."""
+    """The evidence since the window began: counts (k, n) by obligation, requests by slice, and the
+    periods covered. `traffic` has only the counts of windows, without those of reports and
+    certificates."""
 
     since: datetime
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -63,21 +63,21 @@ class StabilityWindow:
 
 @dataclass(frozen=True, slots=True)
 class StagedCandidate:
-    """A triple on its way through the stages of a slot.
+    """The state of a triple in the stages of a slot.
 
     Args:
         triple: its digest, sha256 in hex.
-        incumbent: the digest of what was live when it began; None where nothing was.
-        stage: the stage whose evidence is gathered.
-        state: whether it may go on.
-        attempt: how often it began at the first stage.
-        epoch: the number of its present stability window.
-        documents: how many documents with counts it has had, at every stage and attempt.
-        looks: how many sampled results without counts it has had, by stage and obligation.
+        incumbent: the digest of the live triple when it began; None where there was none.
+        stage: the stage whose evidence is collected.
+        state: whether it may advance.
+        attempt: the number of times it began at the first stage.
+        epoch: the number of its current stability window.
+        documents: the number of documents with counts, over all stages and attempts.
+        looks: the number of sampled results without counts, by stage and obligation.
         planned: the smallest number of looks that any of them was planned for, likewise.
-        shown: what documents of this stage show without counts, by obligation.
-        certificates: the identities of the certificates that were accepted, by stage.
-        served: what was gathered at `full` of a live triple that began anew; None for another one.
+        shown: obligations that documents of this stage show without counts.
+        certificates: the identifiers of the accepted certificates, by stage.
+        served: the window at `full` of a live triple that restarted; None for any other triple.
     """
 
     triple: str
@@ -95,12 +95,12 @@ class StagedCandidate:
     served: StabilityWindow | None = None
 
     def signed(self, stage: str) -> tuple[str, ...]:
-        """Return the certificates that a stage rests on; `full` goes on with those of canary."""
+        """Return the certificates of a stage; `full` uses those of canary."""
         own = self.certificates.get(stage, ())
         return (*self.certificates.get(CANARY, ()), *own) if stage == FULL else own
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data without floats, as a register keeps it."""
+        """Return JSON data without floats for the register."""
         return _CANDIDATE.write(self)
 
     @staticmethod
@@ -153,10 +153,10 @@ _CANDIDATE: Record[StagedCandidate] = Record(
 
 @dataclass(frozen=True, slots=True)
 class NotHere:
-    """The evidence is of a stage that the candidate is not in, or the candidate is stopped.
+    """The candidate cannot use the evidence: it is in another stage or stopped.
 
-    `refutable` is the candidate as evidence of the stage finds it, where its triple is live: it may
-    be rolled back, and else counts go on (`gathered`).
+    `refutable` is the candidate to judge by this evidence if its triple is live: it may be rolled
+    back, and otherwise counts are kept (`gathered`).
     """
 
     why: str
@@ -172,15 +172,15 @@ def enter(
     now: datetime,
     withdrawn: Mapping[str, str] = MappingProxyType({}),
 ) -> StagedCandidate | NotHere:
-    """Return the candidate as it is before new evidence of a stage.
+    """Return the candidate before new evidence of a stage is applied.
 
-    `previous` is what is known of this triple in the slot, `live` the triple that is live there,
-    `withdrawn` says, by digest, why evidence that it rests on counts no more. Other weights, kernel
-    builds and contracts are another triple, which begins at the first stage. So does, anew, a
-    candidate that was blocked, frozen or rolled back, one whose incumbent was replaced meanwhile,
-    and one that rests on what was withdrawn. No stage is left out.
+    `previous` is the last state of this triple in the slot, `live` the triple that is live there,
+    and `withdrawn` maps digests of withdrawn evidence to reasons. Other weights, kernel builds or
+    contracts are another triple, which begins at the first stage. A candidate restarts there if it
+    was blocked, frozen or rolled back, if its incumbent was replaced meanwhile, or if its evidence
+    was withdrawn. No stage is skipped.
 
-    A stopped candidate that is live still serves: NotHere then holds what may be rolled back.
+    A stopped candidate that is live still serves: NotHere then has the candidate to roll back.
     """
     if previous is None:
         if stage != OFFLINE:
@@ -223,7 +223,7 @@ def enter(
 def _why_stopped(
     previous: StagedCandidate, live: str | None, withdrawn: Mapping[str, str]
 ) -> str | None:
-    """Return why a candidate does not go on; None where it does."""
+    """Return why a candidate cannot continue; None where it can."""
     if previous.state is not CandidateState.ACTIVE:
         return f"is {previous.state} in the stage {previous.stage}"
     displaced = previous.stage == FULL and live != previous.triple
@@ -234,7 +234,7 @@ def _why_stopped(
 
 
 def _served(previous: StagedCandidate, stage: str) -> StagedCandidate:
-    """Return a live candidate as evidence of a stage finds it, without counts of another stage."""
+    """Return a live candidate for evidence of a stage, without counts of other stages."""
     if stage == previous.stage:
         return previous
     gathered = _at_full(previous) if stage == FULL else None
@@ -247,8 +247,8 @@ def _at_full(candidate: StagedCandidate) -> StabilityWindow | None:
 
 
 def gathered(previous: StagedCandidate, looked: StagedCandidate) -> StagedCandidate:
-    """Return what is kept of a look at a live candidate that is stopped, beside a rollback: what it
-    counted, so that a slow regression adds up over looks."""
+    """Return a stopped live candidate with the counts of a look that did not roll it back, so that
+    a slow regression accumulates over looks."""
     after = replace(previous, documents=looked.documents)
     if looked.stage == previous.stage:
         return replace(after, window=looked.window)

@@ -21,8 +21,7 @@ _NOT_PASSED = "clause/not-passed"
 
 
 def states_failure(report: Report) -> bool:
-    """Say whether a certificate is valid but for clauses that did not pass: a true record that
-    shows nothing."""
+    """Return whether a certificate is valid except for clauses that did not pass."""
     failed = [c.name for c in report.checks if c.outcome is StepOutcome.FAILED]
     return failed == ["clauses"] and report.reasons == (_NOT_PASSED,)
 
@@ -30,7 +29,7 @@ def states_failure(report: Report) -> bool:
 def document_of(
     name: str, report: Report, demands: Sequence[Demand], expected: Expectation
 ) -> EvidenceDocument:
-    """Return the document of a certificate that is valid, or that states a failure."""
+    """Return the evidence of a certificate that is valid or states a failure."""
     predicate, identity = report.predicate, report.certificate
     assert predicate is not None
     assert identity is not None
@@ -58,8 +57,8 @@ def document_of(
 def _result(
     demand: Demand, own: Sequence[CertifiedClause], accepted: bool, violated: bool
 ) -> ObligationResult:
-    """Return the result of an obligation from those of its clause on its slice, of which the
-    weakest kind of evidence counts."""
+    """Return the result of an obligation from the results of its clause on its slice, with the
+    weakest of their kinds of evidence."""
     order = list(Evidence)
     kind = max((one.evidence for one in own), key=order.index)
     counted = [c for c in own if c.obligation == demand.obligation and c.exceed is not None]

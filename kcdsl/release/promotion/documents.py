@@ -1,7 +1,7 @@
 """Reading evidence of a stage: reports of `kcdsl evaluate` and windows of `kcdsl aggregate`.
 
-Neither is signed, so a document counts only where all that it says of itself is the candidate: the
-contract, both kernels, the weights. What is about another triple is left out, with the reason.
+Neither is signed, so a document is used only if its contract, kernels and weights are those of the
+candidate. Documents about other triples are ignored, with the reason.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ WINDOW_SCHEMA = "kcdsl.aggregate/2"
 _SHA256 = 64
 LONGEST_REASON = 1000
 MOST_COUNTED = LARGEST_INTEGER // 1024
-"""Units or requests of one document; a thousand of them add up to an integer of the register."""
+"""The largest count in one document; the sum of a thousand documents fits the register."""
 
 
 class OtherSubject(Exception):
-    """Raised for a document that is not about the candidate; the text says why."""
+    """Raised for a document that is not about the candidate; the text is the reason."""
 
 
 def window_of(triple: Triple, stage: str, period: Period) -> dict[str, Any]:
-    """Return what a window of traffic says of itself, a field of `kcdsl.aggregate/2`."""
+    """Return the identification of a window of traffic, a field of `kcdsl.aggregate/2`."""
     return {
         "stage": stage,
         "from": time_text(period.start),
@@ -57,9 +57,9 @@ def window_of(triple: Triple, stage: str, period: Period) -> dict[str, Any]:
 
 
 def schema_of(path: Path) -> str | None:
-    """Return the schema that a JSON document names; None for one that names none, as a certificate.
+    """Return the schema that a JSON document names; None without one, as in a certificate.
 
-    Raises Refusal for what cannot be read.
+    Raises Refusal for a file that cannot be read.
     """
     found = _load(path)[0].get("schema")
     return found if isinstance(found, str) else None
@@ -75,9 +75,9 @@ def read_evidence(
 ) -> EvidenceDocument:
     """Read a report or a window.
 
-    `expected` is the candidate, `inputs` the digests of the data that the contract names, `parts`
-    those of the kernels that may differ. Raises OtherSubject for what is not about the candidate at
-    this stage, and Refusal (KC698) for what is no such document.
+    `expected` is the candidate, `inputs` the digests of the contract's data, `parts` the parts of
+    kernels that may differ. Raises OtherSubject for a document that is not about the candidate at
+    this stage, and Refusal (KC698) for any other document.
     """
     document, identity = _load(path)
     schema = document.get("schema")
@@ -106,7 +106,7 @@ def unusable(path: Path, why: str) -> Refusal:
 
 
 def _load(path: Path) -> tuple[dict[str, Any], str]:
-    """Return a JSON object and the sha256 of the bytes that it was read from."""
+    """Return a JSON object and the sha256 of its bytes."""
     try:
         with open_regular(path) as stream:
             data = stream.read(LARGEST + 1)
@@ -161,7 +161,7 @@ def _report(
 
 
 def is_about(report: Mapping[str, Any], triple: Triple) -> bool:
-    """Say whether a report says of itself that it is about a triple, on whatever host.
+    """Return whether a report names a triple as its subject, on any host.
 
     Raises KeyError, TypeError or ValueError for a report without usable fields.
     """
@@ -186,9 +186,9 @@ def _refuse_other_subject(
 def claimed_triple(
     document: Mapping[str, Any], expected: Triple, kernels: Mapping[str, Any]
 ) -> Triple:
-    """Return the triple that a document says it is about; the checkpoint is compared elsewhere.
+    """Return the triple that a document names as its subject; the checkpoint is compared elsewhere.
 
-    Raises OtherSubject, KeyError or TypeError for a document that does not say it.
+    Raises OtherSubject, KeyError or TypeError for a document that does not name one.
     """
     named = document["contract"]
     if not isinstance(named, dict):
@@ -213,8 +213,8 @@ def _refuse_other_triple(claimed: Triple, expected: Triple, parts: Iterable[str]
 
 
 def names_weights_of(weights: str, expected: Triple) -> bool:
-    """Say whether the digest by which reports name weights is that of the checkpoint: of one file
-    its sha256, of several the digest of the manifest."""
+    """Return whether a digest of weights in a report is that of the checkpoint: the sha256 of a
+    single file, or the digest of the manifest of several."""
     if len(weights) != _SHA256:
         return False
     root = hashlib.sha256(bytes.fromhex(weights)).hexdigest()
@@ -247,7 +247,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _far(row: Mapping[str, Any]) -> str | None:
-    """Return by how much a row is violated; None for one that is not."""
+    """Return by how much a row is violated; None where it is not violated."""
     from kcdsl.verdict.messages import how_far, where
 
     if row["verdict"] != "violated":
@@ -313,8 +313,8 @@ def _time(text: Any) -> datetime:
 def _refuse_partial(
     results: Mapping[str, ObligationResult], demands: Sequence[Demand], deferred: Mapping[str, str]
 ) -> None:
-    """Refuse a window in which slices of a decided clause were left out, or a clause unmentioned:
-    what is left out might be what fails."""
+    """Refuse a window without a clause or a slice of a decided clause: the omitted part may be the
+    one that fails."""
     decided = {demand.clause for demand in demands if demand.obligation in results}
     for demand in demands:
         if demand.obligation in results:

@@ -10,8 +10,8 @@ from enum import StrEnum
 
 
 class DocumentKind(StrEnum):
-    """What a document of evidence is, in the order in which a look takes them: a report has counts
-    that the certificate of the same evaluation leaves out."""
+    """The kind of an evidence document, in the order in which a look processes them: a report has
+    counts that the certificate of the same evaluation lacks."""
 
     REPORT = "report"
     CERTIFICATE = "certificate"
@@ -20,10 +20,10 @@ class DocumentKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ObligationResult:
-    """What a document says of one obligation.
+    """The result of one obligation in a document.
 
-    `verdict` is one of those of `kcdsl.verdict.model`; `evidence` the kind it rests on, such as
-    "census". `k` of `n` units were beyond; both None where no unit was counted.
+    `verdict` is a name of `kcdsl.verdict.model`; `evidence` is the kind of evidence, such as
+    "census". `k` of `n` units were beyond; both None where no units were counted.
     """
 
     verdict: str
@@ -43,27 +43,26 @@ class Period:
 
 @dataclass(frozen=True, slots=True)
 class EvidenceDocument:
-    """A document that was read and is about the candidate.
+    """A document about the candidate.
 
     Args:
-        kind: what it is.
-        name: its file, for people.
-        identity: the sha256 of its content, of a certificate that of its payload.
-        parts: the sha256 of the rows of the tables that it counts, of each and of all together, and
-            those of a sketch of its requests with their values, by which a second copy is
-            recognised.
-        ids: a sketch of the ids of its requests. Within a candidate and a slot a request counts
-            once, also where each document has other rows of it.
-        requests_of: the sha256 of the files whose requests were measured. Within a stability window
-            samples of the same requests count once for each obligation, however often they are
-            measured.
-        results: by obligation.
-        looks: over how many evaluations its sampled results without counts share the error.
-        period: when the traffic of a window was served.
-        requests: how many requests of each slice a window has.
-        valid_until: when a certificate ends.
-        valid: whether a certificate passed its check. One that states a failure is a true record,
-            and shows nothing.
+    kind: its kind.
+    name: its file, for people.
+    identity: the sha256 of its content, or of the payload of a certificate.
+    parts: digests that identify a second copy: the sha256 of the rows of each table and of all
+    tables, and of a sketch of its requests with their values.
+    ids: a sketch of the ids of its requests. Within a candidate and a slot a request counts
+    once, even if the documents have different rows of it.
+    requests_of: the sha256 of the files whose requests were measured. Within a stability window
+    samples of the same requests count once for each obligation, however often they are
+    measured.
+    results: the results by obligation.
+    looks: the number of evaluations among which sampled results without counts share the error.
+    period: the time when the traffic of a window was served.
+    requests: the number of requests of a window, by slice.
+    valid_until: the end of validity of a certificate.
+    valid: whether a certificate passed its check. One that states a failure is not valid and
+    shows no obligation.
     """
 
     kind: DocumentKind
@@ -81,8 +80,8 @@ class EvidenceDocument:
 
     @property
     def label(self) -> str:
-        """Return what reasons call it, which a register keeps: the last part of its name, with
-        what no terminal prints as escapes, and its digest."""
+        """Return its name in recorded reasons: the last part of its file name, with unprintable
+        characters escaped, and its digest."""
         shown = (
             c if c.isprintable() else c.encode("unicode_escape").decode("ascii")
             for c in os.path.basename(self.name)
@@ -91,13 +90,12 @@ class EvidenceDocument:
 
 
 def printable(name: str | os.PathLike[str]) -> str:
-    """Return the name of a file as text that a register can keep: bytes that are no UTF-8 are
-    written as escapes."""
+    """Return the name of a file as text for the register: bytes that are no UTF-8 are escaped."""
     return os.fspath(name).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def merged(periods: Iterable[Period]) -> tuple[Period, ...]:
-    """Return the same time without overlaps, in order."""
+    """Return the union of periods as disjoint periods, in order."""
     found: list[Period] = []
     for one in sorted(periods, key=lambda period: (period.start, period.end)):
         if found and one.start <= found[-1].end:
@@ -108,5 +106,5 @@ def merged(periods: Iterable[Period]) -> tuple[Period, ...]:
 
 
 def duration(periods: Iterable[Period]) -> timedelta:
-    """Return how long some periods are together; time that several cover counts once."""
+    """Return the total length of the union of periods."""
     return sum((one.end - one.start for one in merged(periods)), timedelta())

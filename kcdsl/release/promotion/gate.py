@@ -1,7 +1,7 @@
-"""The gate: may a triple serve at a stage of a slot? Answered from the register alone.
+"""The gate: decides from the register whether a triple may serve at a stage of a slot.
 
-It opens for a candidate that is in the stage, or beyond it, while every certificate that it rests
-on stands. It stays closed for whatever is not recorded.
+It is open for a candidate that is in the stage or beyond it, while all its certificates are in
+force. It is closed for everything that is not recorded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class GateAnswer(StrEnum):
-    """The answer, by the words of an analysis of Argo Rollouts."""
+    """The answer, in the terms of an Argo Rollouts analysis."""
 
     SUCCESSFUL = "Successful"
     FAILED = "Failed"
@@ -48,8 +48,8 @@ EXITS = {
 class Gate:
     """The answer about a triple at a stage of a slot.
 
-    `known` says whether the register has a decision about the triple there; `state` and `at` are
-    its state and stage.
+    `known`: the register has a decision about the triple in this slot; `state` and `at` are its
+    state and stage.
     """
 
     slot: str
@@ -63,7 +63,7 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Say whether the triple may serve."""
+        """Return whether the triple may serve."""
         return self.answer is GateAnswer.SUCCESSFUL
 
     @property
@@ -88,7 +88,7 @@ class Gate:
 
 
 def ask(register: Register, slot: str, stage: str, triple: str, now: datetime) -> Gate:
-    """Answer whether a triple, by its digest, may serve at a stage of a slot.
+    """Return whether a triple, by its digest, may serve at a stage of a slot.
 
     Raises Refusal where the register was changed behind its events.
     """
@@ -108,8 +108,8 @@ def ask(register: Register, slot: str, stage: str, triple: str, now: datetime) -
 
 
 def fallback(register: Register, slot: str, triple: str, now: datetime) -> str | None:
-    """Return the triple that was live in a slot last before this one and may serve again: the gate
-    would be open for it. None where there is none."""
+    """Return the last triple that was live in a slot before this one and for which the gate is
+    open; None where there is none."""
     from kcdsl.release.register import PromotionState
 
     decided = register.promotions(slot=slot)
@@ -147,8 +147,8 @@ def _judged(
 def _ended_results(
     register: Register, candidate: StagedCandidate, ended: Set[str]
 ) -> tuple[str, ...]:
-    """Return which certificates of the stage that a candidate passed ended, where those in force do
-    not have all of their results."""
+    """Return the expired certificates of the last passed stage whose results are not all covered by
+    certificates in force."""
     if candidate.stage == OFFLINE:
         return ()
     signed = candidate.signed(_passed(candidate))
@@ -165,7 +165,7 @@ def _ended_results(
 
 
 def _passed(candidate: StagedCandidate) -> str:
-    """Return the stage whose certificates a candidate rests on."""
+    """Return the stage whose certificates a candidate depends on."""
     return candidate.stage if candidate.stage == FULL else _before(candidate.stage)
 
 
@@ -178,11 +178,11 @@ def judge(
     distrusted: Mapping[str, str] = MappingProxyType({}),
     failures: Sequence[Certificate] = (),
 ) -> tuple[GateAnswer, tuple[str, ...]]:
-    """Answer whether a candidate may serve at a stage, with the reasons, where a triple is `live`.
+    """Return whether a candidate may serve at a stage, with reasons; `live` is the live triple.
 
-    Of what it rests on, `withdrawn` and `distrusted` say why it counts no more, by digest, and
-    `ended` names certificates that are not in force. `failures` are certificates of its stage that
-    did not pass and that no decision has looked at.
+    `withdrawn` and `distrusted` map digests of its evidence to reasons why they are no longer
+    accepted; `ended` names certificates that are not in force. `failures` are certificates of its
+    stage that did not pass and that no decision has considered.
     """
     match candidate.state:
         case CandidateState.ROLLED_BACK | CandidateState.BLOCKED:
@@ -220,8 +220,8 @@ def judge(
 def _undecided_failures(
     register: Register, candidate: StagedCandidate, looked_at: Set[str], now: datetime
 ) -> tuple[Certificate, ...]:
-    """Return the certificates of the stage of a candidate that did not pass, newest first, without
-    those that a decision has looked at and those before a newer one that passed and stands."""
+    """Return the failed certificates of the stage of a candidate, newest first, without those that
+    a decision has considered and those older than a passed certificate in force."""
     found = []
     of_stage = register.certificates(triple=candidate.triple, stage=candidate.stage)
     for one in sorted(of_stage, key=lambda each: each.sequence, reverse=True):

@@ -7,8 +7,8 @@
 | `/rollback` | POST | 200 where the triple was rolled back or blocked, else 409 or 404 |
 | `/health` | GET | 204 where the register can be read |
 
-The question is `slot`, `stage` and `triple`, in the query or in `metadata` of a JSON body, as
-Flagger sends it. Whatever goes wrong is an answer other than 2xx, without details of the machine.
+The arguments are `slot`, `stage` and `triple`, in the query or in `metadata` of a JSON body, as
+Flagger sends it. Any error gives a status other than 2xx, without details of the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 LARGEST_BODY = 64 * 1024
 SECONDS = 10.0
-"""How long a client may take to send its question and to read the answer."""
+"""Time limit of a client for sending its request and reading the answer."""
 MOST_AT_A_TIME = 32
 _NAMES = ("slot", "stage", "triple")
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})", re.ASCII)
@@ -55,7 +55,7 @@ _PATHS = {
 
 
 class BadQuestion(Exception):
-    """Raised for a request that asks nothing that can be answered."""
+    """Raised for an invalid request."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
         self.status, self.why = status, why
@@ -63,9 +63,9 @@ class BadQuestion(Exception):
 
 
 def question(given: Mapping[str, Any], usual: Mapping[str, str]) -> tuple[str, str, str]:
-    """Return slot, stage and digest of the triple; `usual` stands for what is not given.
+    """Return slot, stage and digest of the triple; `usual` has default values.
 
-    Raises BadQuestion for what is missing, unknown or no text.
+    Raises BadQuestion for missing, unknown and non-string arguments.
     """
     from kcdsl.release.register.records import SLOT_NAME
 
@@ -86,10 +86,9 @@ def question(given: Mapping[str, Any], usual: Mapping[str, str]) -> tuple[str, s
 
 
 class GateServer(ThreadingHTTPServer):
-    """Answers from one register; at most `MOST_AT_A_TIME` questions at a time.
+    """Serves one register; at most `MOST_AT_A_TIME` requests at a time.
 
-    When it is closed, it first ends what it answers: that takes no longer than `SECONDS` and the
-    register.
+    Closing it waits for open requests, at most `SECONDS` plus the time of the register.
     """
 
     daemon_threads = False
@@ -107,13 +106,13 @@ class GateServer(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Bind without a look-up of the name of this host, which may take long."""
+        """Bind without a look-up of the host name, which may be slow."""
         TCPServer.server_bind(self)
         host, port = self.server_address[:2]
         self.server_name, self.server_port = str(host), port
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own; close the connection where too many are open."""
+        """Answer in a new thread; close the connection where too many are open."""
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -124,7 +123,7 @@ class GateServer(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and let the next one in; a client that is too slow is cut off."""
+        """Answer, then admit the next request; a client that is too slow is disconnected."""
         end = threading.Timer(SECONDS, _cut_off, (request,))
         end.daemon = True
         try:
@@ -135,11 +134,11 @@ class GateServer(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: the client has gone, and no traceback belongs into a log."""
+        """Ignore the error: the client has disconnected, and a traceback would clutter the log."""
 
 
 def _cut_off(connection: socket.socket) -> None:
-    """End a connection, whatever its thread waits for."""
+    """Shut a connection down, which wakes its waiting thread."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -156,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer("POST")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: paths are the client's own text."""
+        """Log nothing: paths are untrusted text of the client."""
 
     def _answer(self, method: str) -> None:
         document: dict[str, Any] | None

@@ -1,18 +1,18 @@
-"""One look at evidence: what documents say of each obligation, and how the error is spent.
+"""One look at evidence: the results of each obligation, and the spending of the error level.
 
-Counts of units add up over the documents of a stability window, however often somebody looks. An
-error level α is spent like this, so that the chance of a false decision stays below it:
+Counts of units accumulate over the documents of a stability window, for any number of looks. An
+error level α is spent as follows, so that the probability of a false decision stays below it:
 
-- a rate is shown on the counts of traffic in the whole window (pinned rows would dilute it), or on
-  those of reports where no traffic counts it, at α / (e (e + 1)) in the e-th window of the
-  triple at any stage, restarts and later attempts included: the terms add up to α. Nothing is
-  promoted from `full`, so there each window has α.
-- an alarm is raised on the counts of the whole window at α / (2 m e (e + 1)), and on those of the
-  j-th document alone at α / (2 m j (j + 1)), with m rates: a fault that begins late is seen beside
-  any amount of good traffic before it.
+- A rate is tested on the counts of traffic in the whole window (pinned rows would dilute it), or
+on those of reports without traffic, at α / (e (e + 1)) in the e-th window of the triple at any
+stage, restarts and later attempts included: the terms add up to α. Nothing is promoted from
+`full`, so each window there has α.
+- An alarm is tested on the counts of the whole window at α / (2 m e (e + 1)), and on those of the
+j-th document alone at α / (2 m j (j + 1)), with m rates. The second test finds a late fault
+after any amount of good traffic.
 
-Sampled results without counts, such as means, count as shown only within the smallest number of
-looks that any document of the stage planned for them, so that the looks of a stage spend at most α.
+Sampled results without counts, such as means, are accepted only within the smallest number of looks
+that any document of the stage planned for them, so that the looks of a stage spend at most α.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SHOWN, VIOLATED, OPEN, NOT_DUE = "shown", "violated", "open", "not-due"
 
 @dataclass(frozen=True, slots=True)
 class LookRow(Record):
-    """What is known of one obligation on one slice, after a look.
+    """The status of one obligation on one slice after a look.
 
-    `status` is "shown", "violated", "open", or "not-due" for what the stage does not demand.
-    `k` of `n` units of the window were beyond, `allowed` is the share that may be.
+    `status` is "shown", "violated", "open", or "not-due" if the stage does not demand it.
+    `k` of `n` units of the window were beyond; `allowed` is the allowed share.
     """
 
     clause: str
@@ -57,7 +57,7 @@ class LookRow(Record):
 
 @dataclass(slots=True)
 class Look:
-    """Collects what documents say of a candidate."""
+    """Collects the results of documents about a candidate."""
 
     candidate: StagedCandidate
     demands: Mapping[str, Demand]
@@ -76,12 +76,12 @@ class Look:
 
     @property
     def rates(self) -> int:
-        """Return how many obligations alarms share the error among."""
+        """Return the number of obligations among which alarms share the error."""
         return max(1, sum(demand.is_rate for demand in self.demands.values()))
 
     def take(self, document: EvidenceDocument, repeated: Set[str]) -> None:
-        """Take what a document says of each obligation; those that it sampled on the requests of
-        another document (`repeated`) are left out unless they are violated or invalid."""
+        """Add the results of a document. Results sampled on the requests of another document
+        (`repeated`) are ignored unless they are violated or invalid."""
         counting = False
         for name, result in document.results.items():
             demand = self.demands[name]
@@ -98,11 +98,11 @@ class Look:
     def _rate(
         self, document: EvidenceDocument, demand: Demand, result: ObligationResult, number: int
     ) -> bool:
-        """Take a rate of traffic; say whether it has counts."""
+        """Add a rate of traffic; return whether it has counts."""
         name, allowed = demand.obligation, demand.allowed
         assert allowed is not None
         if document.kind is not DocumentKind.WINDOW and result.evidence != "sample":
-            # what is proved holds of traffic too; pinned rows may refute, and are no traffic
+            # a proof covers traffic too; pinned rows can only refute a rate of traffic
             if result.verdict == "violated":
                 self.violated[name] = f"{document.label}: {_beyond(result.k, result.n, allowed)}"
             elif result.verdict == "held" and result.evidence in _PROOFS:
@@ -112,7 +112,7 @@ class Look:
             return False
         if result.k is None or not result.n or not 0 <= result.k <= result.n:
             if document.kind is DocumentKind.CERTIFICATE and result.verdict == "violated":
-                # a failure that is signed: its evaluation decided on counts that are not in it
+                # a signed failure: its evaluation decided on counts that it does not contain
                 self.violated[name] = f"{document.label}: {result.reason or 'it did not pass'}"
                 return False
             kept = self.spoiled if document.kind is DocumentKind.WINDOW else self.noted
@@ -134,7 +134,7 @@ class Look:
         return True
 
     def _single(self, document: EvidenceDocument, demand: Demand, result: ObligationResult) -> None:
-        """Take a result that counts of a window do not decide."""
+        """Add a result that is not decided by counts of a window."""
         name = demand.obligation
         signed = document.kind is DocumentKind.CERTIFICATE
         read_here = signed or (
@@ -165,7 +165,7 @@ class Look:
 
 
 def order_of(document: EvidenceDocument) -> tuple[int, str, str]:
-    """Return the place of a document among those of a look."""
+    """Return the sort key of a document in a look."""
     kinds = list(DocumentKind)
     end = "" if document.period is None else time_text(document.period.end)
     return kinds.index(document.kind), end, document.identity
@@ -178,7 +178,7 @@ def why_unusable(
     seen: Set[str],
     now: datetime,
 ) -> str | None:
-    """Return why a document does not count; None where it does."""
+    """Return why a document is ignored; None where it is used."""
     if document.identity in seen or (document.parts and document.parts <= seen):
         return "it was counted before"
     if document.parts & seen:
@@ -201,7 +201,7 @@ def why_unusable(
 
 
 def row_of(demand: Demand, candidate: StagedCandidate, look: Look, error: Fraction) -> LookRow:
-    """Return what is known of an obligation after a look."""
+    """Return the row of an obligation after a look."""
     name, stage = demand.obligation, candidate.stage
     k, n = look.traffic.get(name) or look.counts.get(name) or (None, None)
     status, reason, reacts = OPEN, look.noted.get(name, "there is no evidence"), None
@@ -238,14 +238,14 @@ def row_of(demand: Demand, candidate: StagedCandidate, look: Look, error: Fracti
 
 
 def _error_of(candidate: StagedCandidate, error: Fraction) -> Fraction:
-    """Return the error at which the present window shows a rate."""
+    """Return the error level of the current window for showing a rate."""
     if candidate.stage == FULL:
         return error
     return error / (candidate.epoch * (candidate.epoch + 1))
 
 
 def _added(counts: dict[str, tuple[int, int]], name: str, k: int, n: int) -> tuple[int, int]:
-    """Add k of n units to the counts of an obligation, and return them."""
+    """Add k of n units to the counts of an obligation, and return the counts."""
     before = counts.get(name, (0, 0))
     counts[name] = before[0] + k, before[1] + n
     return counts[name]

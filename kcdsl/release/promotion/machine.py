@@ -1,8 +1,8 @@
 """The state machine of a candidate: pure functions from a state and evidence to the next state.
 
-A candidate gathers evidence of its stage over a *stability window*. It advances where every clause
+A candidate collects evidence of its stage over a *stability window*. It advances if every clause
 that the stage demands is shown, nothing is violated, and the window is long enough, in time and in
-requests of each slice. Missing, empty or invalid evidence holds it.
+requests of each slice. Missing, empty or invalid evidence prevents this.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ERROR = Fraction(1, 20)
 
 
 class PromotionOutcome(StrEnum):
-    """What a look at the evidence came to."""
+    """The outcome of a look at the evidence."""
 
     ADVANCED = "advanced"
     KEPT = "kept"
@@ -52,8 +52,8 @@ class PromotionOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PromotionLimits:
-    """How long a stability window is, how many requests of each slice it has at least, and the
-    chance of a false decision of each kind."""
+    """The length of a stability window, its least number of requests of each slice, and the
+    probability of a false decision of each kind."""
 
     window: timedelta
     requests: int
@@ -62,10 +62,10 @@ class PromotionLimits:
 
 @dataclass(frozen=True, slots=True)
 class PromotionStep:
-    """The candidate after a look, what the look came to, and why.
+    """The candidate after a look, the outcome of the look, and the reasons.
 
-    `lacking` says what is missing beside clauses, `unused` names the documents that did not count
-    and why, `counted` has the digests of those that did.
+    `lacking` lists missing conditions other than clauses, `unused` the ignored documents with
+    reasons, `counted` the digests of the used ones.
     """
 
     candidate: StagedCandidate
@@ -89,11 +89,11 @@ def step(
     live: bool = False,
     stopped: bool = False,
 ) -> PromotionStep:
-    """Return what the evidence makes of a candidate; one that is `stopped` is rolled back or held.
+    """Return the next state of a candidate; one that is `stopped` is rolled back or held.
 
-    `counted` are the digests of what earlier looks counted: nothing counts twice. `now` is the
-    time of the look. `ended` are the identities of certificates that are not in force any more.
-    `live` says that the triple of the candidate is live in the slot.
+    `counted` are the digests used by earlier looks, which are not counted again. `now` is the time
+    of the look. `ended` are the identifiers of certificates that are no longer in force.
+    `live`: the triple of the candidate is live in the slot.
     """
     by_name = {demand.obligation: demand for demand in demands}
     seen, unused = set(counted), dict[str, str]()
@@ -163,8 +163,8 @@ def step(
 def _sampled_in_window(
     candidate: StagedCandidate, document: EvidenceDocument
 ) -> dict[str, frozenset[str]]:
-    """Return, by obligation, the marks of the requests on which a document sampled it in the
-    present stability window; none offline, where looks count."""
+    """Return, by obligation, identifiers of the requests that a document sampled in the current
+    stability window; empty offline, where the number of looks is limited instead."""
     if candidate.stage == OFFLINE:
         return {}
     where = f"{candidate.stage} {candidate.epoch}"
@@ -184,7 +184,7 @@ def _lacking(
     limits: PromotionLimits,
     ended: Set[str],
 ) -> tuple[str, ...]:
-    """Return what is missing for the next stage beside clauses."""
+    """Return the missing conditions for the next stage other than clauses."""
     found = []
     if all(identity in ended for identity in candidate.signed(candidate.stage)):
         found.append(f"a certificate of the stage {candidate.stage} that is in force")
@@ -251,15 +251,15 @@ def _conclude(
 
 
 def _restarted(candidate: StagedCandidate, now: datetime) -> StagedCandidate:
-    """Return the candidate at the beginning of another stability window of its stage."""
+    """Return the candidate with a new stability window of its stage."""
     return replace(candidate, epoch=candidate.epoch + 1, window=StabilityWindow(now))
 
 
 def without(
     candidate: StagedCandidate, documents: Set[str], counted: Set[str], now: datetime
 ) -> StagedCandidate:
-    """Return the candidate without what documents show, by their digests; where its window counted
-    some of them (`counted`), another window begins."""
+    """Return the candidate without the results of documents, by digest; if its window counted some
+    of them (`counted`), a new window begins."""
     if not documents:
         return candidate
     shown = {name: one for name, one in candidate.shown.items() if one.document not in documents}

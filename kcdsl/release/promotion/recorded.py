@@ -1,4 +1,4 @@
-"""Records of a candidate in a register: its last state, and the standing of its certificates."""
+"""Records of a candidate in a register: its last state, and the status of its certificates."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def candidate_in(history: Sequence[Promotion]) -> StagedCandidate | None:
-    """Return the candidate as its last decision left it; None without a decision.
+    """Return the candidate after its last decision; None without a decision.
 
-    Raises Refusal where the record of the candidate is not one that this program wrote.
+    Raises Refusal for a malformed record.
     """
     return _after(history[-1]) if history else None
 
@@ -45,12 +45,12 @@ def _after(last: Promotion) -> StagedCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Distrust:
-    """What a register does not trust about a triple.
+    """The untrusted runs and documents of a triple in a register.
 
-    A report is not signed, and names neither its run nor its stage: its bytes can be written anew.
-    Where a run of the triple is not trusted, for the reason `marked`, a report counts only if it is
-    `named`: a certificate states its digest, and its run is trusted. `why` has the reasons by
-    digest, of reports and certificates.
+    A report is not signed and names neither its run nor its stage, so it can be forged. If a run of
+    the triple is untrusted, for the reason `marked`, a report is used only if it is `named`: a
+    certificate states its digest, and its run is trusted. `why` has the reasons for reports and
+    certificates, by digest.
     """
 
     why: Mapping[str, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Distrust:
     named: frozenset[str] = frozenset()
 
     def of_report(self, identity: str) -> str | None:
-        """Return why a report does not count; None where it does."""
+        """Return why a report is not trusted; None where it is."""
         if self.marked is None or identity in self.why or identity in self.named:
             return self.why.get(identity)
         return f"no certificate names it, and it may be of another run: {self.marked}"
@@ -67,9 +67,9 @@ class Distrust:
 def distrust_of(
     register: Register, triple: str, given: Mapping[str, Run | None] = MappingProxyType({})
 ) -> Distrust:
-    """Return what a register does not trust about a triple: the runs that are marked, and whatever
-    has the report or the trace of one. `given` has the runs of certificates that may not be
-    recorded yet, by identity."""
+    """Return the distrust about a triple: the marked runs, and documents with the report or trace
+    of a marked run. `given` has the runs of certificates that may not be recorded yet, by
+    identifier."""
     told = {
         run: f"the register does not trust it: {run.reason}"
         for run in register.runs(triple=triple, trusted=False)
@@ -103,7 +103,7 @@ def distrust_of(
 def distrusted_reports(
     register: Register, reports: Mapping[str, tuple[str, Mapping[str, Any]]]
 ) -> dict[str, str]:
-    """Return why reports do not count, by name: the run of one is not trusted, or may be.
+    """Return why reports are not trusted, by name: their run is, or may be, untrusted.
 
     `reports` has the sha256 and the document of each. Raises KeyError, TypeError or ValueError for
     a report without usable fields.
@@ -123,8 +123,8 @@ def distrusted_reports(
 def rests_on(
     why: Mapping[str, str], history: Sequence[Promotion]
 ) -> tuple[frozenset[str], dict[str, str]]:
-    """Return which of the reports and certificates that are not trusted the present window of a
-    candidate counts; and the reasons of those by which it advanced in its present attempt."""
+    """Return the untrusted documents that the current window of a candidate counts, and the reasons
+    for those by which it advanced in its current attempt."""
     passed: set[str] = set()
     window: set[str] = set()
     before: StagedCandidate | None = None
@@ -134,7 +134,7 @@ def rests_on(
             passed, window = set(), set()
             before = replace(after, stage=OFFLINE, shown={})
         elif after.stage == before.stage != each.stage:
-            continue  # traffic of a live triple that began anew
+            continue  # traffic of a live triple that restarted
         window = {*each.evidence} | (window if before.epoch == after.epoch else set())
         if after.stage != before.stage:
             passed |= window | {one.document for one in before.shown.values()}
@@ -145,9 +145,9 @@ def rests_on(
 
 
 def deployed_in(register: Register, slot: str, deployed: Triple, parts: Collection[str]) -> Triple:
-    """Return the triple of a slot that is the deployed one but for the host and these parts of its
-    kernels: it may have been certified on another machine. The deployed one itself where the slot
-    knows none."""
+    """Return the triple of a slot that equals the deployed one except for the host and `parts` of
+    its kernels, because it may have been certified on another machine; the deployed one if there is
+    none."""
     known = dict.fromkeys(each.candidate for each in reversed(register.promotions(slot=slot)))
     for digest in dict.fromkeys((deployed.digest, *known)):
         triple = register.triple(digest) if digest in known else None
@@ -159,8 +159,8 @@ def deployed_in(register: Register, slot: str, deployed: Triple, parts: Collecti
 
 
 def why_withdrawn(register: Register, status: CertificateStatus) -> str | None:
-    """Return why nothing may rest on a certificate any more: it is unknown, revoked, or superseded
-    by one that did not pass, or by one of which that is true. None also for one whose time is over.
+    """Return why a certificate is withdrawn: it is unknown, revoked, or superseded, directly or
+    through others, by one that did not pass. An expired certificate is not withdrawn (None).
     """
     why = ""
     while status.standing.name == "SUPERSEDED" and status.by is not None:
@@ -175,9 +175,9 @@ def why_withdrawn(register: Register, status: CertificateStatus) -> str | None:
 def standing_of(
     candidate: StagedCandidate, register: Register, now: datetime, given: Collection[str] = ()
 ) -> tuple[dict[str, str], frozenset[str]]:
-    """Return why certificates of a candidate are withdrawn, by identity, and which are not in
-    force. What a certificate that is `given` now supersedes is not withdrawn by it: the look at the
-    given one decides."""
+    """Return why certificates of a candidate are withdrawn, by identifier, and which are not in
+    force. A certificate in `given` does not withdraw those that it supersedes: the look at it
+    decides."""
     withdrawn: dict[str, str] = {}
     ended = set()
     for identity in dict.fromkeys(one for each in candidate.certificates.values() for one in each):

@@ -5,7 +5,7 @@
 | offline-ci | pinned rows | every hard clause; deterministic clauses of the families N, S, O |
 | shadow | mirrored | clauses about traffic: families S and O, and N if soft or sampled |
 | canary | a small live share | every clause, R included |
-| full | all of it | every clause, again and again |
+| full | all of it | every clause, repeatedly |
 
 Source: section 7.1 of the paper. A violated clause counts at every stage, demanded or not.
 """
@@ -27,14 +27,14 @@ OFFLINE, SHADOW, CANARY, FULL = STAGES
 
 
 class Reaction(StrEnum):
-    """What a violated clause does to a promotion, mildest first."""
+    """The reaction to a violated clause, mildest first."""
 
     BLOCK = "block"
     """The candidate does not advance."""
     FREEZE = "freeze"
-    """The candidate stays where it is, and no evidence moves it on."""
+    """The candidate keeps its stage, and no evidence advances it."""
     ROLL_BACK = "roll-back"
-    """The candidate is withdrawn: the slot goes back to what served before."""
+    """The candidate is withdrawn: the incumbent becomes live again."""
 
 
 _ORDER = tuple(Reaction)
@@ -47,12 +47,11 @@ _BY_ACTION = {
 
 
 def reaction(stage: str, level: Level, action: str, live: bool = False) -> Reaction:
-    """Return how a stage reacts to a violated clause of a level with this action.
+    """Return the reaction of a stage to a violated clause of a level with this action.
 
-    The level decides, of every family: L1 blocks, L2 freezes, L3 rolls back. The action that the
-    contract gives the clause makes the reaction more severe and never milder. Offline, the
-    candidate is blocked; only one that is `live` all the same, because it began anew, is rolled
-    back.
+    The level decides, in every family: L1 blocks, L2 freezes, L3 rolls back. The action of the
+    clause can only make the reaction more severe. Offline, the candidate is blocked; one that is
+    `live`, because it restarted, can be rolled back.
     """
     found = worst_reaction((_BY_LEVEL[level], _BY_ACTION.get(kind(action), Reaction.BLOCK)))
     if stage == OFFLINE and not (live and found is Reaction.ROLL_BACK):
@@ -61,7 +60,7 @@ def reaction(stage: str, level: Level, action: str, live: bool = False) -> React
 
 
 def worst_reaction(reactions: tuple[Reaction, ...]) -> Reaction:
-    """Return the most severe of some reactions."""
+    """Return the most severe of several reactions."""
     return max(reactions, key=_ORDER.index)
 
 
@@ -74,32 +73,33 @@ def following(stage: str) -> str:
 
 
 class LookRules(Protocol):
-    """How a measuring backend decides counts that grow from look to look.
+    """Sequential tests of a measuring backend on counts that grow from look to look.
 
-    A backend of the catalogue offers it (`BackendSpec.looks`), because its statistics need packages
-    that this package does not import.
+    A backend of the catalogue provides them (`BackendSpec.looks`), because the statistics need
+    packages that are not imported here.
     """
 
     def allowed_rate(self, clause: Clause) -> Fraction | None:
-        """Return the share of units that may be beyond; 0 for every unit, None for no unit."""
+        """Return the share of units that may be beyond: 0 if all units must pass, None if the
+        clause is not about units."""
 
     def varies(self, clause: Clause, program: Program) -> bool:
-        """Say whether one more run of the same requests would give other values."""
+        """Return whether repeated runs of the same requests give different values."""
 
     def shows_below(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
-        """Say whether k of n show, at this and every other look, a rate of at most `rate`."""
+        """Return whether k of n show a rate of at most `rate`, valid at all looks."""
 
     def shows_above(self, k: int, n: int, rate: Fraction, error: Fraction) -> bool:
-        """Say whether k of n show, at this and every other look, a rate above `rate`."""
+        """Return whether k of n show a rate above `rate`, valid at all looks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One obligation of the contract, with what a promotion needs to know of it.
+    """One obligation of the contract, with its properties for promotion.
 
-    `allowed` is the share of units that may be beyond: 0 where every unit is spoken of, None where
-    the obligation speaks of no unit, such as a mean. `repeatable`: the same requests give the same
-    values again, and the clause asks for no sample.
+    `allowed` is the share of units that may be beyond: 0 if all units must pass, None if the
+    obligation is not about units, such as a mean. `repeatable`: the same requests give the same
+    values again, and the clause demands no sample.
     """
 
     obligation: str
@@ -114,7 +114,7 @@ class Demand:
     requirement: str
 
     def is_due(self, stage: str) -> bool:
-        """Say whether a stage demands it."""
+        """Return whether a stage demands it."""
         if stage == OFFLINE:
             return self.hard or (self.repeatable and self.family is not Family.RUNTIME)
         if stage == SHADOW:
@@ -126,16 +126,16 @@ class Demand:
 
     @property
     def is_rate(self) -> bool:
-        """Say whether counts of units decide it."""
+        """Return whether counts of units decide it."""
         return self.allowed is not None and 0 < self.allowed < 1
 
     def reaction(self, stage: str, live: bool = False) -> Reaction:
-        """Return how a stage reacts where it is violated."""
+        """Return the reaction of a stage to its violation."""
         return reaction(stage, self.level, self.action, live)
 
 
 def demands_of(program: Program, rules: LookRules) -> tuple[Demand, ...]:
-    """Return every obligation of a contract, in its order, tables written out."""
+    """Return every obligation of a contract, in its order, with tables expanded."""
     expanded = expand_tables(program)
     return tuple(
         Demand(

@@ -1,7 +1,7 @@
-"""The register: which certificates, runs and promotions there were, and what is live.
+"""The register: a log of certificates, runs and promotions, and the live triples.
 
-Events are appended and never changed; each holds the hash of the one before. Everything that is
-read follows from them. `Register.open` opens one, in a file of SQLite or in PostgreSQL.
+Events are appended and never changed; each has the hash of its predecessor. All other tables are
+derived from them. `Register.open` opens a register in an SQLite file or in PostgreSQL.
 """
 
 from kcdsl.release.register.audit import Audit, AuditDefect

@@ -1,4 +1,4 @@
-"""Appending to the chain, inside one transaction."""
+"""Appending to the hash chain in one transaction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kcdsl_certs.statement import RegisterHead
 
 
 def head_in(connection: Connection) -> RegisterHead:
-    """Return the head that the table states; raises Refusal where there is none."""
+    """Return the head in the table; raises Refusal where there is none."""
     row = connection.execute(select(head)).first()
     if row is None:
         raise refuse(
@@ -29,10 +29,10 @@ def head_in(connection: Connection) -> RegisterHead:
 
 
 class Chain:
-    """Appends events; the head is written at the end, by `close`.
+    """Appends events to the hash chain; `close` writes the head at the end.
 
-    The connection must be the only one that appends. Times never go backwards, whatever the clock
-    of a writer says.
+    The connection must be the only one that appends. Times never decrease, even if the clock of a
+    writer is behind.
     """
 
     def __init__(self, connection: Connection, moment: datetime) -> None:
@@ -42,7 +42,7 @@ class Chain:
         self._moment = max(moment.replace(microsecond=0), self._before.at)
 
     def append(self, kind: EventKind, data: Mapping[str, Any]) -> Event:
-        """Append an event with what follows from it; raises Rejected where it is not admissible."""
+        """Append an event and update the derived tables; raises Rejected for an invalid event."""
         last = self._head
         event = Event(last.number + 1, self._moment, last.hash, kind, data)
         insert_event(self._connection, event)
@@ -51,7 +51,7 @@ class Chain:
         return event
 
     def close(self) -> None:
-        """Write the new head, if there is one; raises Refusal where the old one has changed."""
+        """Write the new head, if any; raises Refusal where the old head has changed meanwhile."""
         new, old = self._head, self._before
         if new == old:
             return
@@ -67,7 +67,7 @@ class Chain:
 
 
 def insert_event(connection: Connection, event: Event) -> None:
-    """Write an event as it stands; raises Rejected for one that is too large."""
+    """Write an event unchanged; raises Rejected if it is too large."""
     body = event.body
     if len(body) > LARGEST_EVENT:
         raise Rejected("event/size", f"{len(body)} bytes, at most {LARGEST_EVENT} are recorded")

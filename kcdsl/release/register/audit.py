@@ -1,4 +1,4 @@
-"""The audit of a register: its chain, what follows from it, its bundles, and signed heads."""
+"""The audit of a register: its hash chain, derived tables, bundles, and signed heads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BATCH = 1000
 
 @dataclass(frozen=True, slots=True)
 class AuditDefect:
-    """One thing that is wrong: a stable reason, and the number of the event that it is about."""
+    """A defect: a stable reason, and the number of its event."""
 
     reason: str
     detail: str
@@ -52,10 +52,10 @@ class AuditDefect:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What an audit found: nothing is wrong where `defects` is empty.
+    """The result of an audit; the register is sound if `defects` is empty.
 
-    `heads` are the signed heads that were compared, `unverified` counts certificates that none of
-    the trusted keys signed. The first 100 defects are kept.
+    `heads` are the compared signed heads, `unverified` counts certificates that no trusted key
+    signed. The first 100 defects are kept.
     """
 
     last: RegisterHead | None
@@ -66,7 +66,7 @@ class Audit:
 
     @property
     def is_sound(self) -> bool:
-        """Say whether nothing is wrong."""
+        """Return whether there are no defects."""
         return not self.defects
 
     def to_json(self) -> dict[str, Any]:
@@ -94,17 +94,17 @@ def head_json(found: RegisterHead) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Found:
-    """What is learnt on the way along the chain."""
+    """The state of an audit while it follows the chain."""
 
     defects: list[AuditDefect] = field(default_factory=list)
     hashes: dict[int, str] = field(default_factory=dict)
-    """The hashes at the numbers of signed heads, by number."""
+    """The hashes of the events at signed heads, by number."""
     last: RegisterHead | None = None
     bundles: set[str] = field(default_factory=set)
     certificates: int = 0
     unverified: int = 0
     rebuilt: bool = True
-    """Whether every event so far could be applied to the tables that are made again."""
+    """Whether every event so far could be applied to the rebuilt tables."""
 
     def add(self, reason: str, detail: str, number: int | None = None) -> None:
         if len(self.defects) < MOST_DEFECTS:
@@ -117,10 +117,10 @@ def audit(
     trusted: TrustPolicy | None,
     moment: datetime,
 ) -> Audit:
-    """Look at everything that is recorded, in one state of the register.
+    """Check everything that is recorded, in one snapshot of the register.
 
-    Each of `heads` must be signed by keys of `trusted` and be a beginning of the chain. Without
-    `trusted`, no signature is verified, so that there may be no heads. Nothing is written.
+    Each of `heads` must be signed by keys of `trusted` and be the head of a prefix of the chain.
+    Without `trusted`, no signature is verified, and there may be no heads. Nothing is written.
     """
     found = _Found()
     signed = list(_signed_heads(found, heads, trusted, moment))
@@ -151,7 +151,7 @@ def _rows_of(
         _head(connection, found)
         for table in PROJECTIONS if found.rebuilt else ():
             _compare(connection, tables, table, found)
-    except (TypeError, ValueError, AttributeError) as error:  # SQLite keeps values of any type
+    except (TypeError, ValueError, AttributeError) as error:  # SQLite columns accept any type
         found.rebuilt = False
         found.add("database/type", f"a column holds a value of another type: {error}")
 
@@ -242,7 +242,7 @@ def _head(connection: Connection, found: _Found) -> None:
 
 
 def _compare(connection: Connection, tables: Connection, table: Table, found: _Found) -> None:
-    """Compare a table, row by row in the order of events, with the one that was made again."""
+    """Compare a table, row by row in the order of events, with the rebuilt one."""
     ordered = select(table).order_by(table.c.event)
     stored = connection.execution_options(yield_per=_BATCH).execute(ordered)
     wanted = tables.execution_options(yield_per=_BATCH).execute(ordered)
@@ -264,7 +264,7 @@ def _bundle(
     try:
         stated = CERTIFICATE.read(event.data, "data")
     except Rejected:
-        return  # said by `_rebuild`
+        return  # reported by `_rebuild`
     found.bundles.add(stated.bundle)
     wanted = select(bundles.c.content).where(bundles.c.digest == stated.bundle)
     content = connection.execute(wanted).scalar_one_or_none()

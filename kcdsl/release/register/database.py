@@ -1,7 +1,7 @@
 """The database of a register: SQLite in a file, or PostgreSQL by its URL.
 
-Appends come one after another: in SQLite by BEGIN IMMEDIATE, in PostgreSQL by the lock of the one
-row of `head`. A commit returns when the disk has it.
+Appends are serialised: in SQLite by BEGIN IMMEDIATE, in PostgreSQL by a lock on the only row of
+`head`. A commit returns after the data is on disk.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from kcdsl.diagnostics.codes import (
 from kcdsl.release.register.schema import REVISION, head
 
 WAIT = 60.0
-"""Seconds for which a writer waits for others, unless it says otherwise."""
+"""The default time in seconds that a writer waits for other writers."""
 MIGRATIONS = "kcdsl.release.register:migrations"
 _WRITES = "kcdsl_writes"
 _KNOWN = ("0001", REVISION)
-"""The revisions that this program knows, oldest first."""
+"""The known revisions, oldest first."""
 _OPTIONS = frozenset(
     {
         "application_name",
@@ -62,23 +62,23 @@ _OPTIONS = frozenset(
         "user",
     }
 )
-"""Options of libpq that the URL of a register may have: none holds a password, or names a file of
+"""Options of libpq that the URL of a register may have: none is a password, or names a file of
 passwords."""
 STOPPED = 60.0
-"""Seconds after which PostgreSQL ends the transaction of a writer that says nothing: one that was
-stopped, or whose machine is gone, would keep all others from writing."""
+"""Seconds after which PostgreSQL ends an idle transaction. The transaction of a stopped process or a
+lost machine would block all other writers."""
 _OF_THE_SERVER = ("08", "22P05", "25", "42501", "53", "54", "57", "58")
-"""States of SQL that say nothing of the tables: its connection, an encoding without a character, a
-transaction that is read-only or was ended, no right, no room, a limit, stopped, its disk."""
+"""SQL states of server problems: connection, encoding, read-only or ended transaction, privilege,
+resources, limits, shutdown, I/O error."""
 _CONFLICTS = ("40001", "40P01")
-"""States of SQL of a conflict with another transaction, or on a standby."""
+"""SQL states of a conflict with another transaction, or on a standby."""
 _LOCK = 0x6B6364736C
-"""The advisory lock of PostgreSQL under which a register is made or upgraded."""
+"""The advisory lock of PostgreSQL for creating and upgrading a register."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a register is. `shown` is safe to print: it has no password."""
+    """The location of a register. `shown` is safe to print: it has no password."""
 
     url: URL
     path: Path | None
@@ -138,7 +138,7 @@ class RegisterDatabase:
 
     @property
     def is_sqlite(self) -> bool:
-        """Say whether it is a file of SQLite."""
+        """Return whether it is an SQLite file."""
         return self.location.path is not None
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class RegisterDatabase:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """Yield a connection that sees one state of the register; nothing may be written."""
+        """Yield a read-only connection with a snapshot of the register."""
         with self._translating(), self._engine.connect() as plain:
             options: dict[str, Any] = {}
             if not self.is_sqlite:
@@ -158,7 +158,8 @@ class RegisterDatabase:
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """Yield a connection that alone may append; all that it writes is committed, or nothing."""
+        """Yield the only connection that may append; its writes are committed together or not at
+        all."""
         with self._translating(), self._engine.connect() as plain:
             connection = plain.execution_options(**self._of_writers)
             with connection.begin():
@@ -170,9 +171,9 @@ class RegisterDatabase:
 
     @contextmanager
     def defining(self) -> Iterator[Connection]:
-        """Yield a connection that alone may make or change tables, in one transaction."""
+        """Yield the only connection that may create or change tables, in one transaction."""
         with self._translating():
-            if self.is_sqlite:  # outside of any transaction; the file keeps it
+            if self.is_sqlite:  # outside any transaction; the setting is stored in the file
                 with self._engine.connect() as own:
                     raw: Any = own.connection.dbapi_connection
                     raw.execute("PRAGMA journal_mode=WAL")
@@ -185,20 +186,20 @@ class RegisterDatabase:
 
     @property
     def _of_writers(self) -> dict[str, Any]:
-        """Return the options of a transaction that writes: what it reads after it waited for its
-        lock is what others wrote before, whatever the usual isolation of the database is."""
+        """Return the options of a write transaction. After it has the lock, it must read what
+        others committed before, whatever the default isolation level is."""
         found: dict[str, Any] = {_WRITES: True}
         return found if self.is_sqlite else found | {"isolation_level": "READ COMMITTED"}
 
     def revision(self) -> str | None:
-        """Return the revision of the tables; None where there is no register yet."""
+        """Return the revision of the tables; None where there is no register."""
         with self.reading() as connection:
             return revision_of(connection)
 
     def refuse_other_revision(self, *, older: bool = False) -> None:
-        """Refuse a database that is no register, or one of another version of this program.
+        """Refuse a database that is no register, or has tables of another program version.
 
-        With `older`, tables that can be upgraded are admitted.
+        With `older`, tables that can be upgraded are accepted.
         """
         found = self.revision()
         where = self.location.shown
@@ -228,7 +229,7 @@ class RegisterDatabase:
             yield
         except (SQLAlchemyError, sqlite3.Error) as error:
             raise self._refusal(error) from error
-        except UnicodeDecodeError as error:  # SQLite quotes what is damaged when it reports it
+        except UnicodeDecodeError as error:  # error messages of SQLite quote damaged data
             raise refuse(
                 REGISTER_DAMAGED,
                 f"the register {self.location.shown} cannot be used: its tables are no text",
@@ -299,7 +300,7 @@ def _kind(cause: BaseException | None) -> int:
 
 
 def upgrade(connection: Connection) -> None:
-    """Make or change the tables, in the transaction of the connection."""
+    """Create or upgrade the tables, in the transaction of the connection."""
     from alembic import command
     from alembic.config import Config
 
@@ -349,11 +350,11 @@ LIMIT 1
 
 
 def _refuse_computed(raw: sqlite3.Connection, shown: str) -> None:
-    """Refuse a file in which reading a table would run queries of its own, perhaps without end."""
+    """Refuse a file with views or computed columns, whose queries might never end."""
     try:
         found = raw.execute(_COMPUTED).fetchall()
     except (sqlite3.Error, UnicodeDecodeError):
-        return  # what reads the tables says so, in its place
+        return  # reported by the reader of the tables
     if found:
         raise refuse(
             REGISTER_DAMAGED,
@@ -363,7 +364,7 @@ def _refuse_computed(raw: sqlite3.Connection, shown: str) -> None:
 
 
 def _file_at(path: Path) -> tuple[int, int] | None:
-    """Return what tells the file at a path from another one; None where there is none."""
+    """Return device and inode of the file at a path; None where there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -382,7 +383,7 @@ def _sqlite(path: Path, shown: str, create: bool, wait: float) -> Engine:
     uri = f"{path.as_uri()}?mode={'rwc' if create else 'rw'}"
 
     def connect() -> sqlite3.Connection:
-        # Transactions are begun by `begin` below, so that none begins by itself.
+        # `begin` below starts transactions explicitly.
         return sqlite3.connect(
             uri, uri=True, timeout=wait, isolation_level=None, check_same_thread=False
         )
@@ -391,7 +392,7 @@ def _sqlite(path: Path, shown: str, create: bool, wait: float) -> Engine:
 
     @event.listens_for(engine, "checkout")
     def look(raw: Any, record: Any, proxy: Any) -> None:
-        # A connection to a file that was removed or replaced still reads its bytes.
+        # A connection still reads the old bytes of a file that was removed or replaced.
         found = _file_at(path)
         if found is None or record.info["file"] != found:
             raise DisconnectionError

@@ -1,4 +1,4 @@
-"""The events of a register: one chain of canonical documents, each with the hash of the last."""
+"""The events of a register: a hash chain of canonical documents."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from kcdsl_certs.encoding.strict import canonical_json, strict_load
 SCHEMA = "kcdsl.register-event/1"
 LARGEST_EVENT = 4 * 1024 * 1024
 BEFORE_FIRST = "0" * 64
-"""What stands for the hash before the first event."""
+"""The predecessor hash of the first event."""
 
 
 class EventKind(StrEnum):
-    """What an event records."""
+    """The kind of an event."""
 
     REGISTER = "register"
     TRIPLE = "triple"
@@ -42,7 +42,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One entry of the chain. `data` is plain data without floats and without secrets."""
+    """One entry of the chain. `data` is JSON data without floats and secrets."""
 
     number: int
     time: datetime
@@ -67,7 +67,7 @@ def hash_of(body: bytes) -> str:
 
 
 def parse_event(body: bytes) -> Event:
-    """Read the body of an event strictly; raises Rejected unless these are its canonical bytes."""
+    """Read the body of an event strictly; raises Rejected unless the bytes are canonical."""
     event = _EVENT.read(strict_load(body, LARGEST_EVENT), "event")
     if event.body != body:
         raise Rejected("chain/canonical", "the bytes are not the canonical form of the event")

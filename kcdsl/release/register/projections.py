@@ -1,4 +1,4 @@
-"""The tables that follow from the events and are read. Each event changes them in one way."""
+"""Tables derived from the events, and their update for each kind of event."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ MARK: Record[dict[str, Any]] = Record(
     RecordField("trusted", FLAG, get=lambda mark: mark["trusted"]),
     RecordField("reason", TEXT, get=lambda mark: mark["reason"]),
 )
-"""A run that is trusted no more, or again."""
+"""A change of the trust in a run."""
 
 
 def apply(connection: Connection, event: Event) -> None:
-    """Write what follows from an event; raises Rejected where it contradicts an earlier one."""
+    """Apply an event to the tables; raises Rejected where it contradicts an earlier one."""
     match event.kind:
         case EventKind.REGISTER:
             if event.number != 1:
@@ -63,13 +63,13 @@ def apply(connection: Connection, event: Event) -> None:
 
 
 def text_of(data: Mapping[str, Any]) -> str:
-    """Return plain data as the text of a column."""
+    """Return JSON data as the text of a column."""
     return canonical_json(dict(data)).decode("utf-8")
 
 
 def read_record(kind: Record[_Kind], column: object) -> _Kind:
     """Return the entry in the text of a column; raises Rejected."""
-    if not isinstance(column, str):  # SQLite keeps values of any type
+    if not isinstance(column, str):  # SQLite columns accept any type
         raise Rejected("database/type", "an entry is no text")
     return kind.read(strict_load(column.encode("utf-8"), LARGEST_EVENT), "record")
 
@@ -177,7 +177,7 @@ def _promotion(connection: Connection, event: Event) -> None:
 
 
 def slot_after(before: Slot, promotion: Promotion, number: int) -> Slot:
-    """Return the slot after a decision; raises Rejected where it is about another state of it."""
+    """Return the slot after a decision; raises Rejected where it was made for another state."""
     if promotion.version != before.version + 1:
         raise Rejected(
             "slot/stale",
@@ -202,7 +202,7 @@ def slot_after(before: Slot, promotion: Promotion, number: int) -> Slot:
 
 
 def slot_in(connection: Connection, name: str) -> Slot:
-    """Return a slot; one of version 0 where nothing was decided about it."""
+    """Return a slot, with version 0 if there was no decision about it."""
     row = connection.execute(select(slots.c.record).where(slots.c.name == name)).first()
     return Slot(name) if row is None else read_record(SLOT, row.record)
 

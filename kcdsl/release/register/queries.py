@@ -1,8 +1,7 @@
-"""Queries of a register: entries by their keys, and the standing of a certificate.
+"""Queries of a register: entries by key, and the status of a certificate.
 
-Each row that is read is compared with the event that wrote it: a table that somebody changed gives
-no answer. Rows that were removed are missing in a count (`refuse_changed`); the whole chain is
-looked at by an audit.
+Each row that is read is compared with the event that wrote it, and a changed row is refused.
+Removed rows are found by counts (`refuse_changed`); an audit verifies the whole chain.
 """
 
 from __future__ import annotations
@@ -101,11 +100,11 @@ _SUPERSEDING = (
 )
 _BOTH = union_all(select(_FAILED_LATER.subquery()), select(_SUPERSEDING.subquery())).subquery()
 _NEWER = _entries(_BOTH).order_by(_BOTH.c.place).limit(1)
-"""The newest that failed, else the one that says that it supersedes: one query, one round trip."""
+"""The newest failure, else the explicit successor, in one query."""
 
 
 def certificate_in(connection: Connection, identity: str) -> Certificate | None:
-    """Return a certificate by its identity."""
+    """Return a certificate by its identifier."""
     row = connection.execute(_BY_IDENTITY, {"identity": identity}).first()
     return None if row is None else _certificate(row)
 
@@ -188,7 +187,7 @@ def promotions_in(
 def evidence_elsewhere(
     connection: Connection, slot: str, candidate: str
 ) -> Iterator[tuple[str, str, frozenset[str]]]:
-    """Yield slot, candidate and digests of evidence of each decision about another candidate, or in
+    """Yield slot, candidate and evidence digests of each decision about another candidate or in
     another slot."""
     other = (promotions.c.slot != slot) | (promotions.c.candidate != candidate)
     wanted = select(promotions.c.slot, promotions.c.candidate, promotions.c.record).where(other)
@@ -300,10 +299,10 @@ def refuse_changed(connection: Connection, triple: str) -> None:
 
 
 def status_in(connection: Connection, identity: str, moment: datetime) -> CertificateStatus:
-    """Return what is recorded about a certificate; `moment` is compared with its validity alone.
+    """Return the status of a certificate; `moment` is only compared with its validity period.
 
-    Whatever is recorded counts, whenever that was. A newer result that did not pass counts even
-    where it was revoked: only a newer certificate that passes replaces it.
+    All recorded events count, at whatever time they were recorded. A newer failed certificate
+    counts even if it was revoked: only a newer certificate that passes replaces it.
     """
     found = certificate_in(connection, identity)
 
@@ -347,8 +346,8 @@ def _revoked(
 
 
 def _superseding(connection: Connection, found: Certificate) -> Certificate | None:
-    """Return the newest of the same triple and stage that did not pass, else one that says so: a
-    failure counts whatever else supersedes the certificate."""
+    """Return the newest failed certificate of the same triple and stage, or else the explicit
+    successor: a failure has priority."""
     after = {"triple": found.triple, "stage": found.stage, "sequence": found.sequence}
     row = connection.execute(_NEWER, {**after, "identity": found.identity}).first()
     return None if row is None else _certificate(row)

@@ -1,4 +1,4 @@
-"""Conditions of entries: signatures and content of a bundle, and what a decision rests on."""
+"""Validation of entries: signatures and content of a bundle, and the evidence of a decision."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ from kcdsl_certs.verification.authentication import authentic, meets_threshold
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A bundle with what is recorded of it."""
+    """A bundle and the entries to record for it."""
 
     bundle: bytes
     certificate: Certificate
     triple: Triple
     run: Run | None = None
-    """The run that wrote the report which the certificate names."""
+    """The run that wrote the certificate's report."""
 
 
 def read_bundle(bundle: bytes, trusted: TrustPolicy, moment: datetime) -> Read:
-    """Return what is recorded of a bundle; raises Rejected.
+    """Return the entries for a bundle; raises Rejected.
 
-    The signatures are verified as a check does, by keys that may sign the type and the stage. The
-    content must not contradict itself, nor come from the future. It may have ended, and it may say
-    that a contract is violated.
+    Signatures are verified as in a check, with keys that may sign the type and the stage. The
+    content must be consistent and not from the future. It may be expired, and it may state that a
+    contract is violated.
     """
     signed = authentic(bundle, trusted, moment, (PREDICATE_TYPE, TRANSFER_TYPE))
     body = read_statement(signed.payload)
@@ -74,7 +74,7 @@ def read_bundle(bundle: bytes, trusted: TrustPolicy, moment: datetime) -> Read:
 
 
 def run_of(body: Predicate | Transfer) -> Run | None:
-    """Return the evaluation behind measured results; proofs have no report."""
+    """Return the evaluation of measured results; None for proofs, which have no report."""
     files = {} if isinstance(body, Transfer) else {f.role: f.sha256 for f in body.evidence}
     if "report" not in files:
         return None
@@ -89,7 +89,7 @@ def entry_of(
     signers: tuple[str, ...],
     threshold: int,
 ) -> Certificate:
-    """Return what is recorded of a bundle: what its payload says, and by whom it was signed."""
+    """Return the certificate entry of a bundle, from its payload and its signers."""
     of_a_certificate = isinstance(body, Predicate)
     return Certificate(
         identity=certificate_id(payload),
@@ -110,7 +110,7 @@ def entry_of(
 
 
 def record(connection: Connection, chain: Chain, read: Read) -> Certificate:
-    """Append a certificate that was read, and its triple if that is new; raises Refusal."""
+    """Append a certificate, and its triple if it is new; raises Refusal."""
     found = queries.certificate_in(connection, read.certificate.identity)
     if found is not None:
         return found
@@ -138,7 +138,7 @@ def record(connection: Connection, chain: Chain, read: Read) -> Certificate:
 
 
 def record_run(connection: Connection, chain: Chain, run: Run) -> Run:
-    """Append a run, unless it is recorded."""
+    """Append a run unless it is recorded already."""
     found = queries.run_in(connection, run.identity)
     if found is not None:
         return found
@@ -146,7 +146,7 @@ def record_run(connection: Connection, chain: Chain, run: Run) -> Run:
 
 
 def record_triple(connection: Connection, chain: Chain, triple: Triple) -> None:
-    """Append a triple, unless it is recorded."""
+    """Append a triple unless it is recorded already."""
     if queries.triple_in(connection, triple.digest) is None:
         chain.append(EventKind.TRIPLE, triple.to_json())
 
@@ -154,7 +154,7 @@ def record_triple(connection: Connection, chain: Chain, triple: Triple) -> None:
 def refuse_unfounded(
     connection: Connection, decided: Promotion, before: Slot, moment: datetime
 ) -> None:
-    """Refuse a decision that rests on nothing, or about triples that are not recorded."""
+    """Refuse a decision without valid certificates, or about triples that are not recorded."""
     for digest in filter(None, (decided.candidate, decided.incumbent)):
         triple = queries.triple_in(connection, digest)
         if triple is None:
@@ -186,7 +186,7 @@ def refuse_unfounded(
 def refuse_counted(
     connection: Connection, slot: str, candidate: str, traffic: Iterable[str]
 ) -> None:
-    """Refuse evidence, by its digests, that counts for another candidate or in another slot."""
+    """Refuse evidence, by digest, that was used for another candidate or in another slot."""
     given = frozenset(traffic)
     if not given:
         return

@@ -33,14 +33,14 @@ _STAGE = one_of(STAGES)
 
 
 class StatementKind(StrEnum):
-    """Which statement a bundle holds."""
+    """The kind of statement in a bundle."""
 
     CERTIFICATE = "certificate"
     TRANSFER = "transfer"
 
 
 class Standing(StrEnum):
-    """What a register says of a certificate at a time."""
+    """The status of a certificate at a time."""
 
     IN_FORCE = "in force"
     SUPERSEDED = "superseded"
@@ -50,17 +50,17 @@ class Standing(StrEnum):
 
 
 class Revoked(StrEnum):
-    """What a revocation is about."""
+    """The kind of subject of a revocation."""
 
     CERTIFICATE = "certificate"
     KEY = "key"
 
 
 class PromotionState(StrEnum):
-    """What was decided about a candidate.
+    """The decision about a candidate.
 
     PROMOTED makes the candidate the live triple of the slot, ROLLED_BACK makes the incumbent the
-    live triple again. The other decisions leave the live triple as it is.
+    live triple again. Other decisions do not change the live triple.
     """
 
     HELD = "held"
@@ -72,17 +72,17 @@ class PromotionState(StrEnum):
 
 
 NEEDS_CERTIFICATE = frozenset({PromotionState.ADVANCED, PromotionState.PROMOTED})
-"""The decisions that rest on certificates of the candidate which are in force."""
+"""Decisions that need certificates of the candidate in force."""
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A certificate or a weights transfer as the register recorded it.
+    """A recorded certificate or weights transfer.
 
     `identity` is the sha256 of the payload, `bundle` that of the bundle, `triple` the digest of the
-    triple manifest, `base` the identity of the earlier certificate of a transfer. `signers` are
-    fingerprints of the trusted keys whose signatures were verified, of which `threshold` had to
-    sign. The verdict of a transfer is PASSED, because it states nothing else.
+    triple manifest, `base` the identifier of the earlier certificate of a transfer. `signers` are
+    fingerprints of the trusted keys whose signatures were verified; at least `threshold` of them
+    had to sign. The verdict of a transfer is always PASSED.
     """
 
     identity: str
@@ -118,13 +118,13 @@ class Run:
     trace: str | None = None
     trusted: bool = True
     reason: str | None = None
-    """Why it is not trusted, or trusted again."""
+    """The reason of the last change of trust."""
     number: int = 0
     """The number of the event that recorded it."""
 
     @property
     def identity(self) -> str:
-        """Return the sha256 (hex) of what never changes about the run."""
+        """Return the sha256 (hex) of the immutable fields of the run."""
         trace = None if self.trace is None else {"sha256": self.trace}
         return canonical_digest(
             {
@@ -143,7 +143,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class PromotionReason:
-    """Why a decision was taken: a clause, on a slice, with its numbers as decimal texts."""
+    """A reason of a decision: a clause on a slice, with its numbers as decimal strings."""
 
     clause: str
     detail: str
@@ -159,11 +159,10 @@ class PromotionReason:
 class Promotion:
     """A decision about a candidate in a slot, at a stage.
 
-    `candidate` and `incumbent` are digests of triples: the incumbent is the exact triple with which
-    the candidate was compared, None where nothing was live; of a rollback of the live triple, what
-    becomes live. `contract` is the digest of the
-    contract, `certificates` are identities, `evidence` the sha256 of reports, traces and window
-    summaries.
+    `candidate` and `incumbent` are digests of triples. The incumbent is the exact triple with which
+    the candidate was compared, None where nothing was live; in a rollback of the live triple, the
+    triple that becomes live. `contract` is the digest of the contract, `certificates` are
+    identifiers, `evidence` the sha256 of reports, traces and window summaries.
     """
 
     slot: str
@@ -179,7 +178,7 @@ class Promotion:
     """Where the candidate is after the decision, as plain data without floats; the register keeps
     it and reads nothing of it."""
     version: int = 0
-    """The version of the slot that the decision made; 0 before it is recorded."""
+    """The version of the slot after the decision; 0 before it is recorded."""
     number: int = 0
     """The number of the event that recorded it."""
     at: datetime | None = None
@@ -192,7 +191,8 @@ class Promotion:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What is live in a slot. Each decision increments the version; 0 is before the first one."""
+    """The live triple of a slot. Each decision increments the version; 0 is before the first
+    one."""
 
     name: str
     version: int = 0
@@ -209,7 +209,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Revocation:
-    """A certificate, by its identity, or a key, by its fingerprint, that counts no more."""
+    """A revoked certificate, by its identifier, or key, by its fingerprint."""
 
     kind: Revoked
     subject: str
@@ -224,10 +224,10 @@ class Revocation:
 
 @dataclass(frozen=True, slots=True)
 class CertificateStatus:
-    """What a register says of a certificate, and by which entry.
+    """The status of a certificate in a register, and the entry that decides it.
 
-    `by` is the identity of the newer certificate, or the subject of the revocation, that decides;
-    `by_key` says that this is the fingerprint of a revoked key.
+    `by` is the identifier of the newer certificate, or the subject of the revocation; `by_key`: it
+    is the fingerprint of a revoked key.
     """
 
     identity: str
@@ -239,9 +239,9 @@ class CertificateStatus:
 
     @property
     def in_force(self) -> bool:
-        """Say whether nothing that is recorded speaks against the certificate.
+        """Return whether the certificate is in force: not revoked, superseded or expired.
 
-        It does not say that the certificate passed: see `certificate.verdict`.
+        The certificate may still state a failure: see `certificate.verdict`.
         """
         return self.standing is Standing.IN_FORCE
 

@@ -1,4 +1,4 @@
-"""The tables of a register. Events and bundles are the record; the others follow from them."""
+"""The tables of a register. All tables but events and bundles are derived."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ head = Table(
     Column("register", _digest, nullable=False),
     Column("time", String(20), nullable=False),
 )
-"""One row. Whoever appends holds it, so that appends come one after another."""
+"""One row, which a writer locks, so that appends are serialised."""
 triples = Table(
     "triples",
     metadata,
@@ -123,7 +123,7 @@ revocations = Table(
     UniqueConstraint("kind", "subject"),
 )
 PROJECTIONS = (triples, certificates, runs, promotions, slots, revocations)
-"""What follows from the events, in the order in which rows may be written."""
+"""The derived tables, in the order in which rows may be written."""
 Index("ix_events_kind", events.c.kind, events.c.number)
 
 # --- append-only ----------------------------------------------------------------------------------
@@ -156,8 +156,8 @@ def trigger_names(dialect: str) -> frozenset[str]:
 def triggers(dialect: str) -> tuple[str, ...]:
     """Return the statements that make a database refuse changes of events and bundles.
 
-    In SQLite, `INSERT OR REPLACE` removes rows without the triggers of DELETE, so that an INSERT is
-    looked at, too.
+    In SQLite, `INSERT OR REPLACE` removes rows without firing DELETE triggers, so INSERT needs a
+    trigger, too.
     """
     if dialect == "postgresql":
         return (_POSTGRES_FUNCTION, *(_POSTGRES_CHANGE.format(table=t) for t in APPEND_ONLY))

@@ -1,4 +1,4 @@
-"""The step of a check that asks a register: is the certificate known, and still in force?"""
+"""The check step of the register: is the certificate recorded and in force?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEP = "register"
 def with_register(
     report: Report, bundle: bytes, register: Register, trusted: TrustPolicy, moment: datetime
 ) -> Report:
-    """Return a report with one more step, which must be ok: that of the register.
+    """Return a report with the additional required step of the register.
 
     Reasons: `register/unknown`, `register/revoked`, `register/key-revoked`, `register/superseded`,
     `register/outside-validity`. Raises Refusal where the register cannot be read.
@@ -34,7 +34,8 @@ def with_register(
 def _step(
     report: Report, bundle: bytes, register: Register, trusted: TrustPolicy, moment: datetime
 ) -> Callable[[], str]:
-    """Ask the register now, so that a register that cannot be read is no failed step."""
+    """Query the register now, so that an unreadable register raises Refusal and is no failed
+    step."""
     identity = report.certificate
     if identity is None:
 
@@ -57,7 +58,7 @@ def _step(
 
 
 def revoked_keys(register: Register) -> frozenset[str]:
-    """Return the fingerprints of the keys that a register has revoked."""
+    """Return the fingerprints of the revoked keys."""
     return frozenset(r.subject for r in register.revocations() if r.kind is Revoked.KEY)
 
 

@@ -1,4 +1,4 @@
-"""The register of certificates: what was recorded, in order, and what follows from it."""
+"""The register of certificates: recording, reading and checking."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ _BATCH = 1000
 
 
 class Stale(Refusal):
-    """Raised where a slot is no longer what a decision was about; `slot` is what it is now.
+    """Raised where a slot has changed since a decision was prepared; `slot` is its current state.
 
-    The caller reads the slot again and verifies the candidate against what is live, before it
-    decides anew.
+    The caller must read the slot again and verify the candidate against the live triple before a
+    new decision.
     """
 
     def __init__(self, slot: Slot, detail: str) -> None:
@@ -82,8 +82,8 @@ class Stale(Refusal):
 class Register:
     """A register of triples, certificates, runs, promotions and revocations.
 
-    Every change is an event that is never changed again; each method that changes something is one
-    transaction, and returns when it is on the disk. Use it as a context manager.
+    Every change is an immutable event. Each modifying method is one transaction and returns after
+    the data is on disk. Use it as a context manager.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Register:
         clock: Callable[[], datetime],
         within: Connection | None = None,
     ) -> None:
-        """Take what `open` made; `within` is the transaction that everything is read in."""
+        """Take the database of `open`; `within` is the transaction for all reads, if any."""
         self._database = database
         self._clock = clock
         self._within = within
@@ -108,9 +108,8 @@ class Register:
     ) -> Self:
         """Open the register at a path, at `sqlite:///PATH` or at `postgresql://HOST/DATABASE`.
 
-        With `create`, one is made where there is none. `wait` is how long, in seconds, other
-        writers are waited for. Raises Refusal where there is none, or one
-        with tables of another version.
+        With `create`, a missing register is created. `wait` is the time in seconds to wait for
+        other writers. Raises Refusal for a missing register or tables of another version.
         """
         database = RegisterDatabase(Location.of(place), create=create, wait=wait)
         try:
@@ -124,7 +123,7 @@ class Register:
 
     @staticmethod
     def upgrade(place: str | os.PathLike[str]) -> tuple[str, str]:
-        """Bring the tables of a register to the revision of this program, or leave all as it is.
+        """Upgrade the tables of a register to the revision of this program, or change nothing.
 
         Returns the revisions before and after. Raises Refusal where there is no register, or a
         newer one.
@@ -146,7 +145,7 @@ class Register:
         self.close()
 
     def refuse_other_revision(self) -> None:
-        """Refuse tables of another version, as when it was opened."""
+        """Refuse tables of another version, as `open` does."""
         self._database.refuse_other_revision()
 
     def close(self) -> None:
@@ -160,11 +159,11 @@ class Register:
     ) -> tuple[Certificate, ...]:
         """Record the certificates or weights transfers in bundles, whatever their verdicts.
 
-        Each is recorded with its triple and, if it names a report, with the run that wrote this. It
-        is one transaction: all of them, or none. Keys of `trusted` must have signed them, as for a
-        check. One that is recorded already is returned as it was. Raises Refusal for one that
-        contradicts itself, that no trusted key signed, or whose sequence another one of the same
-        triple and stage has.
+        Each is recorded with its triple and, if it names a report, with the run of the report. All
+        are recorded in one transaction, or none. Keys of `trusted` must have signed them, as in a
+        check. A certificate that is recorded already is returned unchanged. Raises Refusal for a
+        certificate that is inconsistent, that no trusted key signed, or whose sequence number is
+        taken for the same triple and stage.
         """
         try:
             read = [read_bundle(bundle, trusted, self._clock()) for bundle in given]
@@ -174,7 +173,7 @@ class Register:
             return tuple(record(connection, chain, each) for each in read)
 
     def record_triple(self, triple: Triple) -> str:
-        """Record a triple before there is a certificate of it; returns its digest."""
+        """Record a triple that has no certificate yet; returns its digest."""
         with self._appending() as (connection, chain):
             record_triple(connection, chain, triple)
         return triple.digest
@@ -205,10 +204,10 @@ class Register:
     def revoke(
         self, subject: str, reason: str, *, kind: Revoked = Revoked.CERTIFICATE
     ) -> Revocation:
-        """Revoke a certificate by its identity, or a key by its fingerprint; it need not be known.
+        """Revoke a certificate by its identifier, or a key by its fingerprint, known or not.
 
-        What is revoked stays so. A certificate is revoked with its keys once fewer keys are left
-        than had to sign it.
+        A revocation is final. Revoking keys revokes a certificate once fewer keys are left than
+        had to sign it.
         """
         entry = Revocation(kind, subject, reason)
         _refuse_malformed(REVOCATION, entry.to_json())
@@ -226,15 +225,15 @@ class Register:
         promotion: Promotion | Callable[[Register], Promotion],
         traffic: Iterable[str] = (),
     ) -> Slot:
-        """Record a decision about a candidate, and move the slot where the decision says so.
+        """Record a decision about a candidate, and update the slot accordingly.
 
-        A decision may be a function of the register: what it reads there is the state that the
-        decision is recorded in, and no other writer changes it in between.
-        `expected_version` is that of the slot which the decision is about; each decision increments
-        it. Raises Stale where the slot has another one, or where something else is live than the
-        incumbent; Refusal where ADVANCED or PROMOTED rests on no certificate, or on one that is not
+        A decision may be a function of the register, evaluated in the same transaction, so that no
+        other writer changes its input.
+        `expected_version` is the version of the slot that the decision refers to; each decision
+        increments it. Raises Stale where the slot has another version, or where the live triple is
+        not the incumbent; Refusal where ADVANCED or PROMOTED has no certificate, or one that is not
         of the candidate, did not pass, or is not in force, or where `traffic`, digests of evidence,
-        was counted for another candidate or in another slot.
+        was used for another candidate or in another slot.
         """
         with self._appending() as (connection, chain):
             before = queries.slot_in(connection, slot)
@@ -256,7 +255,7 @@ class Register:
     # --- reading ----------------------------------------------------------------------------------
 
     def certificate(self, identity: str) -> Certificate | None:
-        """Return a certificate by its identity."""
+        """Return a certificate by its identifier."""
         with self._reading() as connection:
             return queries.certificate_in(connection, identity)
 
@@ -268,7 +267,7 @@ class Register:
             return tuple(queries.certificates_in(connection, triple, stage))
 
     def bundle(self, identity: str) -> bytes | None:
-        """Return the bundle of a certificate, as it was recorded."""
+        """Return the recorded bundle of a certificate."""
         with self._reading() as connection:
             found = queries.certificate_in(connection, identity)
             if found is None:
@@ -290,7 +289,7 @@ class Register:
         return None if body is None else run_of(body)
 
     def obligations_of(self, identity: str) -> frozenset[str]:
-        """Return the obligations of which a recorded certificate states results."""
+        """Return the obligations for which a recorded certificate states results."""
         body = self._body(identity)
         stated = body.clauses if isinstance(body, Predicate) else ()
         return frozenset(clause.obligation for clause in stated)
@@ -327,7 +326,7 @@ class Register:
             return tuple(queries.runs_in(connection, triple, stage, trusted))
 
     def slot(self, name: str) -> Slot:
-        """Return what is live in a slot; version 0 where nothing was decided about it."""
+        """Return the state of a slot, with version 0 if there was no decision about it."""
         try:
             SLOT_NAME.read(name, "slot")
         except Rejected as error:
@@ -348,7 +347,7 @@ class Register:
             return tuple(queries.promotions_in(connection, slot, candidate))
 
     def refuse_counted(self, slot: str, candidate: str, traffic: Iterable[str]) -> None:
-        """Raise Refusal where `promote` would for this traffic."""
+        """Raise Refusal where `promote` would refuse this traffic."""
         with self._reading() as connection:
             refuse_counted(connection, slot, candidate, traffic)
 
@@ -364,10 +363,10 @@ class Register:
             return tuple(queries.revocations_in(connection))
 
     def status_of(self, identity: str, at: datetime | None = None) -> CertificateStatus:
-        """Say whether a certificate is in force; `at` (default: now) is compared with its validity.
+        """Return the status of a certificate; `at` (default: now) is compared with its validity.
 
-        It is superseded by a newer one that says so, and by any newer one of the same triple and
-        stage that did not pass. Whatever is recorded counts, whenever that was.
+        It is superseded by a newer one that names it, and by any newer one of the same triple and
+        stage that did not pass. All recorded events count, at whatever time they were recorded.
         """
         with self._reading() as connection:
             return queries.status_in(connection, identity, at or self._clock())
@@ -393,19 +392,19 @@ class Register:
             return head_in(connection)
 
     def sign_head(self, keys: Sequence[SigningKey], head: RegisterHead | None = None) -> bytes:
-        """Return a head (default: the present one), signed by every key, as a Sigstore bundle.
+        """Return a head (default: the current one), signed by every key, as a Sigstore bundle.
 
-        There must be a key.
+        At least one key is required.
         """
         found = replace(head or self.head(), at=self._clock().replace(microsecond=0))
         envelope = sign(head_bytes(found), keys)
         return bundle_bytes(envelope, keys[0].public.hint)
 
     def check(self, heads: Sequence[bytes] = (), trusted: TrustPolicy | None = None) -> Audit:
-        """Look at everything that is recorded: the chain, what follows from it, and the bundles.
+        """Check everything that is recorded: the chain, the derived tables, and the bundles.
 
-        Each of the signed `heads` must be a beginning of the chain. With `trusted`, signatures of
-        the heads and of every bundle are verified.
+        Each of the signed `heads` must be the head of a prefix of the chain. With `trusted`,
+        signatures of the heads and of every bundle are verified.
         """
         with self._reading() as connection:
             return audit(connection, heads, trusted, self._clock())
@@ -431,10 +430,10 @@ class Register:
 
 @contextmanager
 def _damaged() -> Iterator[None]:
-    """Refuse a register whose rows are not what this program writes."""
+    """Refuse a register with malformed rows."""
     try:
         yield
-    except (Rejected, TypeError) as error:  # SQLite keeps values of any type
+    except (Rejected, TypeError) as error:  # SQLite columns accept any type
         raise refuse(
             REGISTER_DAMAGED,
             f"the register contradicts itself: {error}",
@@ -456,12 +455,12 @@ def _not_recorded(error: Rejected, help: str | None = None) -> Refusal:
 
 
 def _make(database: RegisterDatabase, moment: datetime) -> None:
-    """Make tables and the first event where there are none, in one transaction."""
+    """Create tables and the first event where there are none, in one transaction."""
     if database.revision() is not None:
         return
     with database.defining() as connection:
         if revision_of(connection) is not None:
-            return  # another process was faster
+            return  # another process created them
         upgrade(connection)
         name = {"id": secrets.token_hex(16)}
         begin(

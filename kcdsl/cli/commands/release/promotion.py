@@ -172,7 +172,7 @@ def _print(found: Promoted) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GateCommand(OfSlot):
-    """Say whether a triple may serve at a stage of a slot; with --serve over HTTP."""
+    """Return whether a triple may serve at a stage of a slot; with --serve over HTTP."""
 
     contract: str | None = contract_argument()
     stage: Stage | None = choice(Stage, "the stage at which it is to serve")

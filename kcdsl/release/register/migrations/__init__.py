@@ -1,1 +1,1 @@
-"""Migrations of the tables of a register, run by alembic on a connection that is given."""
+"""Alembic migrations of the tables of a register, run on a given connection."""

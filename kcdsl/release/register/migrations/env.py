@@ -1,4 +1,4 @@
-"""The environment of alembic: it runs the revisions in the transaction of the given connection."""
+"""The environment of alembic: runs the revisions in the transaction of the given connection."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make every table, and the triggers that keep events and bundles as they are."""
+    """Create every table, and the triggers that make events and bundles append-only."""
     digest, name, word, time = sa.String(64), sa.String(128), sa.String(32), sa.String(20)
     op.create_table(
         "events",

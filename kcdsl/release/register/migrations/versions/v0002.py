@@ -1,4 +1,4 @@
-"""An index of the certificates that did not pass: a lookup of a later failure is one step."""
+"""An index of the certificates that did not pass, for fast lookups of a later failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the index."""
+    """Create the index."""
     failed = sa.text("verdict <> 'PASSED'")
     op.create_index(
         "ix_certificates_not_passed",
