@@ -1,4 +1,4 @@
-"""The clauses of a draft, by purpose: what each demands, its first limit, and a line about it."""
+"""The clauses of a draft, by purpose: requirement, initial limit, and description."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 USUAL = "usual"
-"""Where a limit comes from that no run of this model is behind."""
+"""The origin of a limit that is not based on a run of this model."""
 
 
 class DraftPurpose(StrEnum):
-    """What a drafted contract is for."""
+    """The purpose of a drafted contract."""
 
     SERVING = "serving"
     RL = "rl"
@@ -19,8 +19,8 @@ class DraftPurpose(StrEnum):
 
 
 class DraftEvidence(StrEnum):
-    """Where a drafted contract takes its evidence from: both kernels run here, recorded tokens that
-    the training kernel scores, or two recorded sides."""
+    """The evidence of a drafted contract: both kernels run here, recorded tokens scored by the
+    training kernel, or recordings of both sides."""
 
     RUN = "run"
     SCORED = "scored"
@@ -31,8 +31,8 @@ class DraftEvidence(StrEnum):
 class DraftClause:
     """One clause: `goal` compared with `limit` by `op`, and a sentence about it.
 
-    `slices` are those it holds on beside its own; of a `quantified` one the goal names the slice.
-    `note` says where the limit comes from; `timed` that it is about the speed of this machine.
+    `slices` are further slices of the clause; the goal of a `quantified` one names its slice.
+    `note` is the origin of the limit; `timed`: it is about the speed of this machine.
     """
 
     id: str
@@ -77,7 +77,7 @@ def clauses_for(
     """Return the clauses of a purpose.
 
     Args:
-        width: the width of the states that an encoder ends in; None for a model with logits.
+        width: the width of the output states of an encoder; None for a model with logits.
         blocks: the blocks whose drift can be proved, the first ones of the model.
         long: whether there is a slice of long requests.
         named: the slices that columns of the data name.

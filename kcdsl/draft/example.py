@@ -1,4 +1,4 @@
-"""A small model of its own, for a draft in a folder that has none: random weights from a seed."""
+"""A small example model for a draft in a folder without one: random weights from a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of a draft: a folder of Hugging Face, read without torch and without its weights."""
+"""The model of a draft: a Hugging Face folder, read without torch and without its weights."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from kcdsl.source.files import excerpt, is_file, shown
 from kcdsl_grammar.expression_table import KEYWORDS
 
 COMPUTE = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-"""The formats that weights are trained and stored in, by the types of safetensors."""
+"""Weight formats by safetensors type."""
 QUANTISED = ("compression_config", "quantization_config")
-"""The keys of config.json that say how weights are quantised."""
+"""The keys of config.json with the quantisation of weights."""
 _OF_MODELOPT = "hf_quant_config.json"
 _WHOLE = 4096
-"""Tokens of the longest sequence where the configuration states none."""
+"""The default of the longest sequence, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """What a folder says of its model.
+    """The model in a folder.
 
-    `architecture` is built in, or "hf" with the reason in `unproved`: then clauses are measured and
-    none is proved. `quantised` is the configuration of quantised weights, None for plain ones;
-    `checkpoint` is the one file or the index of `files`, `stored` the type of most of the weights.
+    `architecture` is built in, or "hf" with the reason in `unproved`: its clauses can be measured
+    but not proved. `quantised` is the configuration of quantised weights, None for plain ones;
+    `checkpoint` is the only file or the index of `files`, `stored` the type of most of the weights.
     """
 
     path: Path
@@ -51,8 +51,8 @@ class ModelFolder:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Return the blocks whose drift can be proved, the first ones. None with a
-        router: at some position of a prompt its choice is rarely sure."""
+        """Return the first blocks, whose drift can be proved; empty for models with routers, since
+        some position of a prompt usually has an uncertain choice."""
         routed = self.config.get("num_experts_per_tok") is not None
         return () if self.unproved else ("attn_0",) if routed else ("attn_0", "mlp_0")
 
@@ -65,7 +65,7 @@ class ModelFolder:
 
     @property
     def compute(self) -> str:
-        """Return the format that the model was trained in: as stated, else as it is stored."""
+        """Return the training format: the stated one, else the stored one."""
         stated = self.config.get("dtype") or self.config.get("torch_dtype")
         if stated in COMPUTE.values():
             return str(stated)
@@ -96,7 +96,7 @@ class ModelFolder:
 
     @property
     def longest(self) -> int:
-        """Return how many tokens a sequence may have."""
+        """Return the largest number of tokens of a sequence."""
         found = [self._text.get(name) for name in ("max_position_embeddings", "n_positions")]
         sizes = [size for size in found if isinstance(size, int) and size > 0]
         window = self._text.get("sliding_window")
@@ -143,7 +143,7 @@ def read_folder(path: Path) -> ModelFolder:
 
 
 def quantisation_of(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return how the weights of a folder are quantised, as it says; None where it says nothing."""
+    """Return the quantisation configuration of the weights of a folder; None without one."""
     for key in QUANTISED:
         found = config.get(key)
         if isinstance(found, dict) and found:
@@ -156,7 +156,8 @@ def quantisation_of(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def _architecture(config: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the built-in architecture of a configuration, or "hf" and why none is built in."""
+    """Return the built-in architecture of a configuration, or "hf" and the reason why there is
+    none."""
     kind = config.get("model_type")
     plain = {key: value for key, value in config.items() if key not in QUANTISED}
     for name in registry.names() if isinstance(kind, str) else ():

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 _ATTENTION = frozenset({"Softmax", "Attention"})
 FILE_ADAPTER = "onnxruntime.file"
 _MOST = 16
-"""Tokens of the longest request that a draft brings."""
+"""The largest number of tokens of a generated request."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelGraph:
-    """What an ONNX file says of its model: its blocks as [name, first tensor, last tensor]."""
+    """The model in an ONNX file, with blocks as [name, first tensor, last tensor]."""
 
     path: Path
     blocks: tuple[tuple[str, str, str], ...]
@@ -48,15 +48,15 @@ class ModelGraph:
 
     @property
     def width(self) -> int | None:
-        """Return the width of the states that the program ends in; None for logits."""
+        """Return the width of the output states; None for logits."""
         if not self.program.encoder_only:
             return None
         plan = self.program.plan
         return int(plan.at(plan.usual_length)[1][self.program.ends[1]].shape[-1])
 
     def kernels(self) -> tuple[DraftKernel, DraftKernel]:
-        """Return the kernel of the graph in the format of its weights, and that of inference: the
-        file as ONNX Runtime runs it, with its quantisers, where it runs that format."""
+        """Return the training kernel, in the format of the weights, and the inference kernel: the
+        file with its quantisers in ONNX Runtime, if that supports the format."""
         own = self.stated.compute
         plain = {"preset": "torch-eager", "compute": own}
         train = DraftKernel("torch.eager", plain, f"the graph in {own}")
@@ -66,11 +66,11 @@ class ModelGraph:
         return train, DraftKernel(FILE_ADAPTER, served, "the file as ONNX Runtime runs it")
 
     def served(self, file: str) -> tuple[DraftKernel, DraftKernel]:
-        """Return the kernels where another file is served, such as a quantised one."""
+        """Return the kernels if another file is served, such as a quantised one."""
         return self.kernels()[0], own_file_kernel(file)
 
     def rows(self, path: str) -> DraftRows:
-        """Return requests of token ids from a seed, of the length that the file takes."""
+        """Return random requests of token ids from a seed, of the length that the file takes."""
         from random import Random
 
         chance, fixed = Random(0), self.program.plan.fixed_length
@@ -84,7 +84,7 @@ class ModelGraph:
 
 
 def own_file_kernel(file: str) -> DraftKernel:
-    """Return the kernel that runs an ONNX file in place of the model; it is measured alone."""
+    """Return the kernel that runs an ONNX file in place of the model; it can only be measured."""
     return DraftKernel(FILE_ADAPTER, {}, "another file, as ONNX Runtime runs it", checkpoint=file)
 
 
@@ -111,8 +111,8 @@ def rows_of_ids(file: Path, path: str) -> DraftRows:
 
 
 def _blocks(program: OnnxProgram) -> tuple[tuple[str, str, str], ...]:
-    """Return the parts between residual sums, from the states that enter the first one; without
-    such sums, the part between the first and the last states."""
+    """Return the parts between residual sums, beginning with the input of the first sum; without
+    such sums, the part between the first and the last hidden states."""
     plan = program.plan
     cuts = _cuts(plan, program.runs, program)
     sums = [name for name, residual in cuts if residual]
@@ -132,8 +132,8 @@ def _blocks(program: OnnxProgram) -> tuple[tuple[str, str, str], ...]:
 
 
 def _cuts(plan: OnnxPlan, runs: Sequence[OnnxNode], program: OnnxProgram) -> list[tuple[str, bool]]:
-    """Return the hidden states on which alone all that follows depends, and whether each is a sum
-    of two tensors that depend on the tokens."""
+    """Return the hidden states that separate the graph (all later nodes depend on the tokens only
+    through them), and whether each is a sum of two token-dependent tensors."""
     length, output = plan.usual_length, program.ends[1]
     shapes: Any = plan.at(length)[1]
     made = {name: place for place, node in enumerate(runs) for name in node.outputs if name}
@@ -157,7 +157,7 @@ def _cuts(plan: OnnxPlan, runs: Sequence[OnnxNode], program: OnnxProgram) -> lis
 
 
 def _kind(runs: Sequence[OnnxNode], plan: OnnxPlan, first: str, last: str) -> str:
-    """Name a part by what it computes."""
+    """Return a name for a part by its operations."""
     from kcdsl.model.onnx.program import nodes_between
 
     kinds = {node.kind for node in nodes_between(plan, first, last, "")}

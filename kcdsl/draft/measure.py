@@ -1,7 +1,7 @@
-"""Limits of a draft from runs of its model: noise of the training kernel, and bounds proved today.
+"""Limits of a draft from runs of its model: noise of the training kernel, and proved bounds.
 
-The noise is how far the training kernel is from the same program in the next wider format, and from
-itself when requests are batched otherwise (the noise floor of an evaluation).
+The noise is the drift of the training kernel from the same program in the next wider format, and
+from itself when requests are batched differently (the noise floor of an evaluation).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kcdsl.model.presets import resolve
 from kcdsl.verdict.result import ClauseResult
 
 WIDER = {"bfloat16": "float32", "float16": "float32", "float32": "float64", "float64": "float64"}
-"""The format in which the program of training is run once more."""
+"""The next wider format."""
 ROOM = 3
-"""How many times its noise a measured clause allows."""
+"""The limit of a measured clause as a multiple of its noise."""
 HEADROOM = Fraction(5, 4)
-"""How many times the bound that is proved today a proved clause allows."""
+"""The limit of a proved clause as a multiple of its proved bound."""
 
 
 def measured_clauses(
@@ -36,10 +36,10 @@ def measured_clauses(
     evaluating: EvaluateSettings,
     verifying: VerifySettings,
 ) -> tuple[DraftClause, ...]:
-    """Return the clauses of a draft, which is written already, with limits from runs.
+    """Return the clauses of a draft, whose contract is already written, with limits from runs.
 
-    A clause keeps its usual limit where no noise is seen or can be measured, as of an ONNX file
-    with quantisers, and where no bound is found. Raises Refusal where the model does not run.
+    A clause keeps its usual limit where there is no noise, where noise cannot be measured (ONNX
+    files with quantisers), and where no bound is found. Raises Refusal if the model does not run.
     """
     clauses = tuple(clauses)
     program, wide = contract.program, WIDER[resolve(contract.program.train).compute]
@@ -51,7 +51,7 @@ def measured_clauses(
     except Refusal as refusal:
         if refusal.diagnostics[0].code is not codes.NUMERICS or program.model.architecture != ONNX:
             raise
-    else:  # of an ONNX file with quantisers nothing runs in a wider format
+    else:  # an ONNX file with quantisers cannot run in a wider format
         for row in report.clauses:
             rows.setdefault(row.clause, []).append(row)
     bounds = _bounds(contract, [c.id for c in clauses if c.quantified], verifying)
@@ -102,7 +102,7 @@ def _noisy(clause: DraftClause, rows: Mapping[str, list[ClauseResult]], wide: st
 
 
 def _values(row: ClauseResult) -> list[float]:
-    """Return what a row shows: its value, the confidence limit of a sample, the noise floor."""
+    """Return the numbers of a row: its value, the confidence limit of a sample, the noise floor."""
     floor = None if row.beside is None else row.beside.noise_floor
     found = [row.value, row.high if row.op == "<=" else row.low]
     if row.evidence == "census":
@@ -112,7 +112,7 @@ def _values(row: ClauseResult) -> list[float]:
 
 
 def _rounded(value: Fraction, *, up: bool) -> str:
-    """Return a positive number with three digits, at or beyond it."""
+    """Return a positive number rounded up or down to three digits."""
     digits = Context(prec=3, rounding=ROUND_CEILING if up else ROUND_FLOOR)
     exact = digits.divide(Decimal(value.numerator), Decimal(value.denominator)).normalize()
     return f"{exact:f}" if Fraction(1, 1000) <= value < 10**6 else f"{exact:e}"

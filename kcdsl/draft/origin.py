@@ -1,4 +1,4 @@
-"""From what a user has to a draft: a model, a recording of rollouts, or nothing."""
+"""Drafts from a model, from a recording of rollouts, or from nothing."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _UNREAD = "there are no log-probabilities of both sides in it"
 
 @dataclass(frozen=True, slots=True)
 class DraftRecording:
-    """What the readers of recordings say of a file: its layout, roles of its columns, its rows as
-    fields that slices may test."""
+    """A recording: its layout, the roles of its columns, and its rows as fields that slices may
+    test."""
 
     format: str
     roles: frozenset[str]
@@ -38,7 +38,7 @@ class DraftRecording:
 
 
 class ReadsRecordings(Protocol):
-    """What reads recordings: a function of the measuring backend."""
+    """The reader of recordings, a function of the measuring backend."""
 
     def __call__(self, path: Path) -> tuple[str, frozenset[str], Sequence[dict[str, Any]]] | None:
         """Return layout, roles and fields of rows; None for a file that is no recording."""
@@ -46,11 +46,11 @@ class ReadsRecordings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """What a draft is to be made of; everything may be left out.
+    """The input of a draft; every field is optional.
 
-    `source` is a folder of a model, a file of its weights, an ONNX file, or a recording; `data`
-    requests or a recording beside a model; `quantised` the folder of the weights as they are
-    served.
+    `source` is the folder of a model, a file of its weights, an ONNX file, or a recording; `data`
+    are requests, or a recording in addition to a model; `quantised` is the folder of the served
+    weights.
     """
 
     source: Path | None = None
@@ -63,9 +63,9 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class DraftFiles:
-    """A draft, the path of its contract, and further files that it brings.
+    """A draft, the path of its contract, and further files to write.
 
-    `allow` are folders that the environment must allow before commands read them.
+    `allow` are folders that the user must allow before commands can read them.
     """
 
     draft: Draft
@@ -85,10 +85,10 @@ class DraftFiles:
 
 
 def draft_of(request: DraftRequest, here: Path, recordings: ReadsRecordings) -> DraftFiles:
-    """Return the draft of a contract for what a user has, in the folder `here`.
+    """Return the draft of a contract for a request, in the folder `here`.
 
-    Refuse what is missing, weights that are quantised and no others, and a
-    recording without log-probabilities.
+    Refuse missing files, quantised weights without unquantised ones, and a recording without
+    log-probabilities.
     """
     source = request.source
     if source is None and not is_file(here / "config.json"):
@@ -109,7 +109,7 @@ def draft_of(request: DraftRequest, here: Path, recordings: ReadsRecordings) -> 
 
 
 def _of_graph(request: DraftRequest, path: Path, here: Path) -> DraftFiles:
-    """Return the draft for an ONNX file: its blocks, and the numerics that it states."""
+    """Return the draft for an ONNX file, with its blocks and numerics."""
     from kcdsl.draft.graph import read_graph, rows_of_ids
 
     if request.quantised is not None and not is_onnx(request.quantised.name):
@@ -236,7 +236,7 @@ def _refuse_quantised(model: ModelFolder) -> None:
 
 
 def _quantisation(folder: Path) -> Any:
-    """Return the quantisation configuration of the folder of served weights; refuse none."""
+    """Return the quantisation configuration of the folder of served weights; refuse if missing."""
     if not is_file(folder / "config.json"):
         raise refuse(
             codes.HF_FOLDER,
@@ -354,7 +354,7 @@ def _recorded(request: DraftRequest, recording: DraftRecording) -> tuple[Recorde
 
 
 def _example(request: DraftRequest, here: Path) -> DraftFiles:
-    """Return a draft about a small random model, which it brings along."""
+    """Return a draft with a small random model, whose files are written too."""
     from tempfile import TemporaryDirectory
 
     from kcdsl.draft import example
@@ -382,17 +382,17 @@ def _example(request: DraftRequest, here: Path) -> DraftFiles:
 
 
 def _beside(folder: Path, here: Path) -> Path:
-    """Return the folder of the contract: `here` where the files lie below it, else theirs."""
+    """Return the folder of the contract: `here` if the files lie below it, else their folder."""
     return here if folder.resolve().is_relative_to(here.resolve()) else folder
 
 
 def _prompts_there(base: Path) -> Path | None:
-    """Return the requests that lie beside a contract already; a draft takes them for its data."""
+    """Return an existing requests file beside the contract, which a draft uses as its data."""
     return base / PROMPTS if is_file(base / PROMPTS) else None
 
 
 def _reference(path: Path, base: Path) -> str:
-    """Return how a contract in the folder `base` names a file."""
+    """Return the path of a file as written in a contract in the folder `base`."""
     whole = Path(os.path.abspath(path))
     return Path(os.path.relpath(whole, Path(os.path.abspath(base)))).as_posix()
 

@@ -1,7 +1,7 @@
 """The inference kernel of a draft, from the configuration of quantised weights.
 
-Each method of quantisation is read by name. What a configuration says and no numerics express, or
-no kernel of this machine runs, is named beside the kernel and not written as if it held.
+Each method of quantisation is read by name. Parts of a configuration that no numerics express, or
+no kernel of this machine runs, are listed with the kernel and not written into the numerics.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ _ORDER = (
     *("torch.sdpa", "torch.eager", "torch.scaled_mm", "torchao.int8_dynamic"),
     *("torchao.int8_weight_only", "torchao.int4_weight_only"),
 )
-"""Kernels that may run a draft, the first that serves its numerics is taken."""
+"""Kernels for a draft; the first one that supports its numerics is used."""
 _HF = ("hf.transformers.sdpa", "torch.sdpa", "torch.eager")
 
 
 @dataclass(frozen=True, slots=True)
 class DraftKernel:
-    """A kernel of a draft: its adapter and its numerics, with what they leave out."""
+    """A kernel of a draft: its adapter and its numerics, and the parts that they omit."""
 
     run: str
     numerics: Section
     says: str
-    """How it is called in a comment."""
+    """Its description in a comment."""
     unmet: tuple[str, ...] = ()
     checkpoint: str | None = None
-    """The weights that it reads instead of those of the model, as the contract names them."""
+    """The path in the contract of the weights that it reads instead of those of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """What a configuration says of weights, activations and the KV cache."""
+    """The quantisation of weights, activations and the KV cache in a configuration."""
 
     says: str
     weights: Section
     activations: Section = field(default_factory=dict)
     kv_cache: Section = field(default_factory=dict)
     kept: tuple[str, ...] = ()
-    """Names of linears that are not quantised; `*` stands for any text."""
+    """Names of linears that are not quantised; `*` matches any text."""
     unmet: tuple[str, ...] = ()
 
 
@@ -69,8 +69,8 @@ def serving_kernel(
 ) -> DraftKernel:
     """Return the kernel that serves a model, by the configuration of its quantised weights.
 
-    `linears` are the names of weights in the checkpoint; `capped` says that the model caps its
-    attention scores, which fused kernels of PyTorch do not. Without a configuration it is fused
+    `linears` are the names of weights in the checkpoint; `capped`: the model caps its attention
+    scores, which fused kernels of PyTorch do not support. Without a configuration it is fused
     attention in the format of training. A configuration of an unknown method is named in `unmet`.
     """
     read = None if config is None else read_quantisation(config)
@@ -111,8 +111,8 @@ def serving_kernel(
 def stored_kernel(
     compute: str, architecture: str, config: Mapping[str, Any], checkpoint: str, *, capped: bool
 ) -> DraftKernel | None:
-    """Return the kernel that reads quantised weights as they are stored and multiplies them
-    dequantised; None for a method that no reader knows."""
+    """Return the kernel that reads the stored quantised weights and dequantises them before
+    products; None for an unsupported method."""
     method = str(config.get("quant_method", "")).lower()
     if method not in _STORED:
         return None
@@ -147,7 +147,7 @@ _ATTEMPTS: tuple[tuple[str, ...], ...] = (
     *((), ("kv_cache",), ("overrides",), ("kv_cache", "overrides")),
     *(("activations",), ("kv_cache", "activations")),
 )
-"""What is left out to find a kernel, the first that finds one."""
+"""Sections to omit until a kernel is found, in order."""
 
 
 def _short(section: Section) -> str:
@@ -159,7 +159,7 @@ def _plain(compute: str) -> Section:
 
 
 def _served(numerics: Section, order: Iterable[str]) -> tuple[str, Section] | None:
-    """Return the first adapter that runs here and serves the numerics, with its preset."""
+    """Return the first adapter that runs here and supports the numerics, with its preset."""
     for run in order:
         adapter = ADAPTERS[run]
         if any(find_spec(name) is None for name in adapter.library[1:2]):
@@ -184,7 +184,7 @@ def _pairs(section: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
 
 
 def _present(names: Iterable[str], linears: Iterable[str]) -> Iterator[str]:
-    """Yield the names that fit a linear of the checkpoint."""
+    """Yield the names that match a linear of the checkpoint."""
     known = [name.removesuffix(".weight") for name in linears if name.endswith(".weight")]
     for name in dict.fromkeys(names):
         if any(fnmatchcase(one, name) for one in known):
@@ -195,8 +195,8 @@ def _present(names: Iterable[str], linears: Iterable[str]) -> Iterator[str]:
 
 
 def read_quantisation(config: Mapping[str, Any]) -> Quantised:
-    """Return what a quantization_config says; one of an unknown method quantises nothing and says
-    so."""
+    """Return the quantisation of a quantization_config; an unknown method is reported and quantises
+    nothing."""
     method = str(config.get("quant_method") or config.get("quantization_method") or "").lower()
     reader = _METHODS.get(method)
     if reader is None:
@@ -267,7 +267,7 @@ def _compressed(config: Mapping[str, Any]) -> Quantised:
 
 
 def _scheme(raw: Any, *, activation: bool) -> tuple[Section, str | None]:
-    """Return the section of one scheme of compressed-tensors, and what of it is not expressed."""
+    """Return the section of one scheme of compressed-tensors, and its unsupported part."""
     if not isinstance(raw, dict):
         return {}, None
     bits, kind, strategy = raw.get("num_bits"), raw.get("type", "int"), raw.get("strategy")
@@ -380,7 +380,7 @@ _TORCHAO: dict[str, tuple[str, Section, Section]] = {
 
 
 def _packed(config: Mapping[str, Any]) -> bool:
-    """Return whether torchao packs weights for one kernel, in an order that no reader knows."""
+    """Return whether torchao packs weights in a kernel-specific order, which is not supported."""
     name = _torchao_kind(config)
     if name == "Int4WeightOnlyConfig":
         return _torchao_field(config, "int4_packing_format", "plain") != "PLAIN"
@@ -388,7 +388,7 @@ def _packed(config: Mapping[str, Any]) -> bool:
 
 
 def _torchao_field(config: Mapping[str, Any], name: str, default: str) -> str:
-    """Return a field of a configuration of torchao, in capitals, as a name or as an enumeration."""
+    """Return a field of a torchao configuration, a string or enumeration member, in upper case."""
     kind = config.get("quant_type")
     inner = kind.get("default", kind) if isinstance(kind, dict) else {}
     data = inner.get("_data") if isinstance(inner, dict) else None
@@ -414,7 +414,7 @@ def _torchao(config: Mapping[str, Any]) -> Quantised:
 
 
 def _names(raw: Any) -> tuple[str, ...]:
-    """Return names of linears with `*` for any text, from names and regular expressions `re:…`."""
+    """Return patterns with `*` for any text, from names and regular expressions `re:…`."""
     if not isinstance(raw, list):
         return ()
     found = []

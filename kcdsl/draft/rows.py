@@ -1,4 +1,4 @@
-"""The requests of a draft: rows that a user gives or some of its own, and the slices in them."""
+"""The requests of a draft: given or generated rows, and their slices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kcdsl.draft.folder import ModelFolder
 from kcdsl.source.files import excerpt, read_bytes, shown
 
 MOST_SLICES = 6
-"""How many slices columns of the data may give."""
+"""The largest number of slices from columns of the data."""
 _LEAST_ROWS = 2
 _NAMES = 12
 
@@ -43,7 +43,7 @@ PROMPTS = (
         "with a docstring, type hints and two examples.",
     ),
 )
-"""Requests for a model without data: short and long, of three kinds."""
+"""Requests for a draft without data: short and long, of three kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class DraftSlice:
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """The data of a draft: the path as the contract names it, its slices, the number of rows, and
-    the text of the file where the draft brings it."""
+    """The data of a draft: its path in the contract, its slices, its number of rows, and the text
+    of the file if the draft generates it."""
 
     path: str
     slices: tuple[DraftSlice, ...]
@@ -67,12 +67,12 @@ class DraftRows:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Return the slices that columns give."""
+        """Return the slices from columns."""
         return tuple(s.name for s in self.slices if s.name not in ("all", "short", "long"))
 
     @property
     def short(self) -> bool:
-        """Return whether there is a slice of short requests, about which blocks are proved."""
+        """Return whether there is a slice of short requests, on which blocks are proved."""
         return any(s.name == "short" for s in self.slices)
 
     @property
@@ -107,17 +107,17 @@ def own_rows(model: ModelFolder, path: str) -> DraftRows:
 
 
 def given_rows(file: Path, path: str, model: ModelFolder) -> DraftRows:
-    """Return the requests of a JSONL file, with slices by its columns and by length. Rows with
-    `messages` have a length only when the chat template has run, so they give no such slices.
+    """Return the requests of a JSONL file, with slices by its columns and by length.
 
-    Refuse rows that have no text, tokens or messages.
+    Rows with `messages` give no slices by length, which is known only after the chat template has
+    run. Refuse rows that have no text, tokens or messages.
     """
     encode = _encoder(model)
     rows = json_rows(file)
     lengths = True
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get("length"), bool | int | float | str):
-            row.pop("length", None)  # no field that a slice tests
+            row.pop("length", None)  # slices cannot test it
         elif not _is_length(row["length"]):
             raise _no_row(file, number, f"`length` is {excerpt(repr(row['length']))}, no number")
         if isinstance(row.get("tokens"), list):
@@ -142,7 +142,7 @@ def _is_length(value: bool | int | float | str) -> bool:
 
 
 def json_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file. Refuse a line that is none, and a file without one."""
+    """Return the objects of a JSONL file. Refuse any other line, and an empty file."""
     found = []
     for number, line in enumerate(read_bytes(file).split(b"\n"), 1):
         if not line.strip():
@@ -170,7 +170,7 @@ def _no_row(file: Path, number: int, why: str) -> Exception:
 def slices_of(
     rows: Sequence[Mapping[str, Any]], *, lengths: bool = True, skip: Sequence[str] = ()
 ) -> tuple[DraftSlice, ...]:
-    """Return the slice of all rows, those of short and of long ones, and one for each value of
+    """Return the slice of all rows, slices of short and long rows, and one slice per value of
     columns with few values."""
     found = [DraftSlice("all", "", f"all {len(rows)} requests")]
     sizes = sorted(row["length"] for row in rows) if lengths else []
@@ -225,7 +225,7 @@ def _slug(value: str) -> str:
 
 
 def _encoder(model: ModelFolder) -> Callable[[str], list[int]] | None:
-    """Return what turns a text into token ids; None where the folder has no tokenizer."""
+    """Return the encoder from text to token ids; None where the folder has no tokenizer."""
     from kcdsl.model.tokenizer import ByteTokenizer, FileTokenizer
 
     if model.tokenizer is not None:

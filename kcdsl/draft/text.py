@@ -1,4 +1,4 @@
-"""The text of a draft: a contract in YAML with one plain line about each part."""
+"""The text of a draft: a contract in YAML with a one-line comment on each part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORDS_OF_YAML = frozenset({"true", "false", "null", "yes", "no", "on", "off", "
 
 @dataclass(frozen=True, slots=True)
 class RecordedKernel:
-    """A kernel of a draft that is a recording: its layout, and what its log-probabilities are."""
+    """A recorded kernel of a draft: its layout, and the kind of its log-probabilities."""
 
     format: str
     values: str
@@ -33,7 +33,7 @@ class RecordedKernel:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """All that a drafted contract states."""
+    """The content of a drafted contract."""
 
     name: str
     purpose: DraftPurpose
@@ -46,9 +46,9 @@ class Draft:
     slices: tuple[DraftSlice, ...]
     clauses: tuple[DraftClause, ...]
     blocks: tuple[tuple[str, str, str], ...] = ()
-    """Of an ONNX file: names, first and last tensors."""
+    """Blocks of an ONNX file: name, first and last tensor."""
     notes: tuple[str, ...] = ()
-    """What the draft leaves out or assumes; each is a comment at the kernels, and is printed."""
+    """Omissions and assumptions of the draft, printed and written as comments at the kernels."""
 
 
 def contract_text(draft: Draft) -> str:

@@ -1,14 +1,14 @@
 """Programs as canonical JSON, and their digest.
 
-The digest covers the meaning alone: spans, comments, formatting, the wording of requirements and
-the order of slices, tables, clauses and listed names take no part, nor does it matter which parts
-were imported. Fractions are written as "p/q".
+The digest covers only the meaning. It is independent of spans, comments, formatting, the wording of
+requirements, the order of slices, tables, clauses and listed names, and of imports. Fractions are
+written as "p/q".
 
-Requirements are brought into a normal form first: bound variables are called `x`, `x1`, `x2` … from
-the outside in; a constant or a table stands on the right of its comparison; `a >= b` of two other
-terms is `b <= a`; trace fields stand in the order of their names. Nothing else is rewritten: parts
-of `and`, sums and products keep the author's order, so requirements that are equal by a law of
-logic or arithmetic only are different requirements.
+Requirements are normalised first: bound variables are called `x`, `x1`, `x2` … from the outside in;
+a constant or a table is on the right of its comparison; `a >= b` of two other terms is `b <= a`;
+trace fields are sorted by name. Nothing else is rewritten: parts of `and`, sums and products keep
+the author's order, so requirements that are only equivalent by a law of logic or arithmetic are
+different.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def free_variables(formula: Formula) -> frozenset[str]:
 
 
 def _formula(formula: Formula, names: _Names, fresh: tuple[str, ...]) -> Formula:
-    """Rename bound variables; `fresh` holds the names for the quantifiers further in."""
+    """Rename bound variables; `fresh` yields the names for inner quantifiers."""
     match formula:
         case Compare():
             return _compare(formula, names)
@@ -128,8 +128,8 @@ def canonical_bytes(program: ir.Program) -> bytes:
 def document(program: ir.Program) -> bytes:
     """Return the file that `compile --emit ir` writes: the canonical JSON with its digest.
 
-    The digest is that of the same object without the members `digest` and `imports`, which says
-    where imported parts come from.
+    The digest is that of the same object without the members `digest` and `imports` (the origins of
+    imported parts).
     """
     import rfc8785
 
@@ -137,7 +137,7 @@ def document(program: ir.Program) -> bytes:
 
 
 def document_json(program: ir.Program) -> dict[str, Any]:
-    """Return what `document` writes, as plain data."""
+    """Return the content of `document` as plain data."""
     found = {**to_json(program), "digest": digest(program)}
     if program.imports:
         named = sorted(program.imports, key=lambda item: (item.file, item.digest))
@@ -146,7 +146,8 @@ def document_json(program: ir.Program) -> dict[str, Any]:
 
 
 def library_digest(library: ir.Library) -> str:
-    """Return the digest of a library as imports state it: "sha256:" and 64 hexadecimal digits."""
+    """Return the digest of a library in the form of imports: "sha256:" and 64 hexadecimal
+    digits."""
     import hashlib
 
     import rfc8785
@@ -167,7 +168,7 @@ def library_json(library: ir.Library) -> dict[str, Any]:
 
 
 def _blocks(model: ir.ModelRef) -> dict[str, Any]:
-    """Return the blocks of an ONNX file; nothing for another model."""
+    """Return the field with the blocks of an ONNX file; empty for another model."""
     named = {name: {"from": first, "to": last} for name, first, last in sorted(model.blocks)}
     return {"blocks": named} if named else {}
 
@@ -219,7 +220,7 @@ def to_json(program: ir.Program) -> dict[str, Any]:
 
 
 def _health(escalation: ir.Escalation) -> dict[str, Any]:
-    """Return the thresholds of the health score, nothing where they are the defaults."""
+    """Return the thresholds of the health score; empty for the defaults."""
     thresholds = escalation.guard_from, escalation.fallback_from
     if thresholds == (ir.GUARD_FROM, ir.FALLBACK_FROM):
         return {}
@@ -277,7 +278,7 @@ def _optional(value: Fraction | None) -> str | None:
 def kernel_json(kernel: ir.KernelRef) -> dict[str, Any]:
     """Return a kernel as plain JSON data.
 
-    `folder`, `service`, `recording` and `checkpoint` stand in it only where it has them.
+    `folder`, `service`, `recording` and `checkpoint` are left out where it has none.
     """
     found: dict[str, Any] = {"run": kernel.run, "numerics": _plain(kernel.numerics)}
     if kernel.folder is not None:
@@ -292,8 +293,7 @@ def kernel_json(kernel: ir.KernelRef) -> dict[str, Any]:
 
 
 def service_json(service: Service) -> dict[str, Any]:
-    """Return what a contract says of a server as plain JSON data; `concurrency` stands in it only
-    where it is not 1."""
+    """Return the description of a server as plain JSON data; a `concurrency` of 1 is left out."""
     at_once = {} if service.concurrency == 1 else {"concurrency": service.concurrency}
     return {
         **at_once,
@@ -306,7 +306,7 @@ def service_json(service: Service) -> dict[str, Any]:
 
 
 def recording_json(recording: Recording) -> dict[str, Any]:
-    """Return what a contract says of a recording as plain JSON data."""
+    """Return the description of a recording as plain JSON data."""
     logs = recording.logprobs
     return {
         "format": recording.format,

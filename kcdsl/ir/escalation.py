@@ -22,7 +22,7 @@ ACTIONS: tuple[str, ...] = (
 remediations between log and freeze."""
 
 ALIASES = {"higher_precision_kernel": "higher_precision", "guarded_route": "guard"}
-"""Other spellings that records use."""
+"""Other names of actions in records."""
 
 LEVEL_DEFAULTS: dict[Level, str] = {Level.L1: "log", Level.L2: "guard", Level.L3: "fallback"}
 
@@ -50,10 +50,10 @@ def severity(action: str) -> int:
 def build_escalation(
     levels: Mapping[Level, str], cells: Mapping[tuple[Family, Level], str]
 ) -> Escalation:
-    """Complete the rows that a contract states to the total table.
+    """Return the total table from the rows of a contract.
 
-    A cell of a family wins over a level row, and a level row of the contract wins over the
-    default of a family.
+    A cell of a family has priority over a level row, and a level row of the contract has priority
+    over the default of a family.
     """
     by_level = tuple((level, levels.get(level, LEVEL_DEFAULTS[level])) for level in Level)
     by_family = []
@@ -65,10 +65,10 @@ def build_escalation(
 
 
 class Weakness(NamedTuple):
-    """A cell of the table that is milder than it should be.
+    """A cell of the table that is too mild.
 
-    `than` is the action that it is milder than: that of the lower level `below`, or the default
-    of the family where `below` is None.
+    `than` is the least severe acceptable action: that of the lower level `below`, or the default of
+    the family where `below` is None.
     """
 
     family: Family
@@ -79,15 +79,15 @@ class Weakness(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Say what is wrong."""
+        """Return the defect in words."""
         if self.below is None:
             return f"`{self.action}` replaces the default `{self.than}`"
         return f"`{self.action}` is milder than `{self.than}` of {self.below}"
 
 
 def weakened(escalation: Escalation) -> list[Weakness]:
-    """Return the cells that are milder than a lower level, or than the rollback that a violated
-    observability clause of L3 calls for."""
+    """Return the cells that are milder than a lower level, or than the default rollback of L3
+    observability clauses."""
     found = []
     for family in Family:
         worst: tuple[Level, str] | None = None
@@ -111,7 +111,7 @@ _KINDS = ("log", None, "freeze", "fallback", "rollback")
 def kind(action: str) -> int:
     """Return the rank of an action among log < remedies < freeze < fallback < rollback.
 
-    Remedies (`guard`, `higher_precision` and the like) answer different troubles, so that none of
-    them is milder than another.
+    Remedies (`guard`, `higher_precision` and the like) address different problems, so none of them
+    is milder than another.
     """
     return _KINDS.index(action if action in _KINDS else None)

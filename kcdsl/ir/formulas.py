@@ -1,7 +1,7 @@
-"""Formulas: what clauses and slices say, as trees of frozen nodes.
+"""Formulas of clauses and slices as trees of frozen nodes.
 
 Numbers are exact fractions in base units (see `kcdsl.units`): seconds, bytes, tokens/second,
-nats, or 1. Spans point into the contract file and take no part in equality.
+nats, or 1. Spans point into the contract file and are ignored by equality.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kcdsl.diagnostics.spans import Span
 
 _NOWHERE = Span(0, 0)
 MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "==", "!=": "!="}
-"""The comparison that says the same when its sides are exchanged."""
+"""The equivalent comparison with exchanged sides."""
 NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
-"""The comparison that holds where another does not."""
+"""The negated comparison."""
 
 
 # --- terms ---------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ class Metric:
 @dataclass(frozen=True, slots=True)
 class Statistic:
     """A statistic of a metric over a slice. `kind`: mean, max, min, rate, quantile (with `q`), or
-    aggregate, for a metric that is one number per window by itself."""
+    aggregate, for a metric with one number per window."""
 
     kind: str
     of: Term
@@ -57,7 +57,7 @@ class Statistic:
 class Drift:
     """`drift(block, x)`: any admissible run of the inference kernel minus one of the training one.
 
-    `measured` stands for `measured_drift`, the difference of the two runs that were observed.
+    `measured`: `measured_drift`, the difference of the two observed runs.
     """
 
     block: str
@@ -68,7 +68,7 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm of a drift, taken row by row (token by token) and then the largest row.
+    """A norm of a drift: the largest norm of a row (token).
 
     `kind`: "inf", "2" or "span" (largest minus smallest component of the row).
     """
@@ -98,10 +98,10 @@ class Arith:
 
 @dataclass(frozen=True, slots=True)
 class TableValue:
-    """`table(name)`: the threshold that a table of the contract gives for the request at hand.
+    """`table(name)`: the threshold of a table of the contract for the current request.
 
-    It stands alone on the right of a comparison. A clause that holds one means: for every bucket
-    of the table, the clause with the value of the bucket, on the slice within the bucket
+    It is the whole right side of a comparison. A clause with it means: for every bucket of the
+    table, the clause with the value of the bucket, on the slice within the bucket
     (`kcdsl.ir.tables.expand_tables`).
     """
 
@@ -117,16 +117,16 @@ Term = Number | Metric | Statistic | Norm | Abs | Arith | TableValue
 
 
 MOST_ROWS = 2**20
-"""The longest sequence that a region of rows may speak of."""
+"""The longest sequence of a region of rows."""
 
 
 class RegionKind(StrEnum):
-    """How the inputs of a quantifier are given."""
+    """The kind of the set of inputs of a quantifier."""
 
     POINTS = "points"
-    """Each row of the slice, by itself, exactly."""
+    """Exactly the rows of the slice."""
     BALL = "ball"
-    """Around each row of the slice, an l_inf ball of the given radius on the block's input."""
+    """An l_inf ball of the given radius around the block's input of each row of the slice."""
     HULL = "hull"
     """The box spanned by the block's inputs over all rows of the slice, plus a relative margin."""
     ROWS = "rows"
@@ -136,7 +136,7 @@ class RegionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The set a quantifier ranges over; `longest` is set for `rows` alone."""
+    """The set a quantifier ranges over; `longest` is set only for `rows`."""
 
     kind: RegionKind
     slice: str
@@ -152,8 +152,8 @@ class Region:
 class Compare:
     """`left op right` with op one of <= < >= > ==; a threshold is always on the right.
 
-    `0.02 >= p99(kl)` becomes `p99(kl) <= 0.02` when it is made, so that no reader of a clause
-    has two forms to tell apart.
+    `0.02 >= p99(kl)` becomes `p99(kl) <= 0.02` at construction, so that other code handles only one
+    form.
     """
 
     op: str
@@ -162,7 +162,7 @@ class Compare:
     span: Span = field(default=_NOWHERE, compare=False)
 
     def __post_init__(self) -> None:
-        """Exchange the sides where the threshold is on the left."""
+        """Exchange the sides if the threshold is on the left."""
         if isinstance(self.left, Number | TableValue) and not isinstance(
             self.right, Number | TableValue
         ):
@@ -184,7 +184,7 @@ class NoFlip:
 
 @dataclass(frozen=True, slots=True)
 class HasFields:
-    """Every trace record carries these fields, not null."""
+    """Every trace record has these fields, not null."""
 
     fields: tuple[str, ...]
     span: Span = field(default=_NOWHERE, compare=False)
@@ -302,7 +302,7 @@ def subterms(term: Term) -> Iterator[Term]:
 
 
 def rewritten(formula: Formula, part: Callable[[Formula], Formula]) -> Formula:
-    """Return what a function makes of a formula, after what it makes of the formulas inside it."""
+    """Return a formula after applying a function to all sub-formulas, innermost first."""
     match formula:
         case Not(of=of):
             formula = replace(formula, of=rewritten(of, part))
@@ -318,7 +318,7 @@ def rewritten(formula: Formula, part: Callable[[Formula], Formula]) -> Formula:
 
 
 def with_leaves(term: Term, leaf: Callable[[Term], Term]) -> Term:
-    """Return a term with what a function makes of its numbers, metrics, norms and tables."""
+    """Return a term after applying a function to its numbers, metrics, norms and tables."""
     match term:
         case Statistic(of=of) | Abs(of=of):
             return replace(term, of=with_leaves(of, leaf))

@@ -1,4 +1,4 @@
-"""Kernels as a contract names them: the program that runs, what it claims, where it is."""
+"""Kernels of a contract: adapter, claimed numerics, and location."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from kcdsl.diagnostics.spans import Span
 _NOWHERE = Span(0, 0)
 
 MOST_DRAWN = 1 << 16
-"""The most tokens that are drawn after one prompt."""
+"""The largest number of tokens sampled after one prompt."""
 DRAWN = 32
-"""Tokens drawn after each prompt where the contract does not say."""
+"""The default number of tokens sampled after each prompt."""
 MOST_TOP = 1 << 10
-"""The most of the likeliest tokens that a server is asked for."""
+"""The largest number of top log-probabilities requested from a server."""
 TOP = 5
-"""How many of the likeliest tokens a server is asked for where the contract does not say."""
+"""The default number of top log-probabilities requested from a server."""
 MOST_AT_ONCE = 1 << 10
-"""The most questions that a server has before it at a time."""
+"""The largest number of concurrent requests to a server."""
 
 
 def is_onnx(path: str | None) -> bool:
-    """Return whether a path is one of an ONNX file, by its name."""
+    """Return whether a path has the name of an ONNX file."""
     return path is not None and path.lower().endswith(".onnx")
 
 
 @dataclass(frozen=True, slots=True)
 class LogProbabilities:
-    """What the log-probabilities of a server are of, and how it samples.
+    """The distribution of a server's log-probabilities, and its sampling parameters.
 
-    `values`: "raw" for the softmax of the logits as the model gives them, "processed" for the law
-    that tokens are drawn from. `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing off. `top`: of how
-    many of the likeliest tokens they are asked for.
+    `values`: "raw" for the softmax of the model's logits, "processed" for the distribution that
+    tokens are sampled from. `top_k` 0, `top_p` 1 and `min_p` 0 mean no truncation. `top` is the
+    number of top log-probabilities to request.
     """
 
     values: str
@@ -43,8 +43,8 @@ class LogProbabilities:
     top: int = TOP
 
     def problem(self) -> tuple[str, str, str] | None:
-        """Return why what is drawn is no sample of the law that the values are of: the field, what
-        is wrong, and a way out. None where it is one."""
+        """Return why tokens are not sampled from the distribution of the values: the field, the
+        defect, and a way out. None where they are."""
         if self.temperature == 0 or self.top_k == 1:
             name, value = ("temperature", 0) if self.temperature == 0 else ("top_k", 1)
             return (
@@ -69,9 +69,9 @@ class LogProbabilities:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A server: its address, the model that it is asked for (None: the only one that it has), the
-    variable of the environment that holds its key, how many tokens it draws after a prompt, and how
-    many prompts it has before it at a time: those it may batch, which changes its roundings."""
+    """A server: its address, its model (None: the only one), the environment variable with its key,
+    the number of tokens sampled after a prompt, and the number of concurrent prompts, which it may
+    batch and so round differently."""
 
     url: str
     logprobs: LogProbabilities
@@ -85,9 +85,9 @@ class Service:
 class Recording:
     """A recorded kernel: `format` is one of `kcdsl.ir.kernels.FORMATS`.
 
-    `columns` names columns in place of those of the format, as sorted pairs (role, column). `file`
-    holds the logits of the format `logits`. `logprobs` None: nothing states what the recorded
-    ln-probabilities are of. `recomputed` says that the training side was computed, not copied.
+    `columns` replaces column names of the format, as sorted pairs (role, column). `file` has the
+    logits of the format `logits`. `logprobs` None: the distribution of the recorded
+    log-probabilities is unknown. `recomputed`: the training side was computed, not copied.
     """
 
     format: str = "rows"
@@ -99,12 +99,12 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class KernelRef:
-    """One kernel: the adapter that runs it and the numerics it claims (plain data, resolved by
+    """One kernel: the adapter that runs it and its claimed numerics (plain data, resolved by
     `kcdsl.model.presets.resolve`).
 
-    `folder` holds a model for adapters that read one, None for that of the checkpoint; `service`
-    is what adapters that ask a server need, `recording` what those that read recorded runs need.
-    `checkpoint` is a checkpoint of the inference kernel's own, relative to the contract.
+    `folder` has the model of adapters that read a folder, None for the checkpoint's folder;
+    `service` is for adapters of servers, `recording` for adapters of recorded runs. `checkpoint` is
+    the inference kernel's own checkpoint, relative to the contract.
     """
 
     run: str
@@ -123,8 +123,8 @@ class KernelRef:
 
     @property
     def claims(self) -> bool:
-        """Return whether it claims any numerics; a server or a recording that states none claims
-        none, and nothing says what an ONNX file of its own computes."""
+        """Return whether it claims any numerics: not for a server or a recording without stated
+        numerics, nor for an ONNX file of its own."""
         if self.own_file is not None:
             return False
         return (self.service is None and self.recording is None) or bool(self.numerics)
@@ -167,9 +167,9 @@ ROLES = {
     "infer_gradient": "the same from the ln-probabilities of the inference kernel",
     "cache": "layers, heads, width and bytes of one number of the cache of keys and values",
 }
-"""What a column of a recording can be, and what it holds."""
+"""Roles of the columns of a recording, with descriptions."""
 
 LOGITS = "logits"
 """The format of whole logits; each request has a tensor in a file."""
 FORMATS = ("rows", "verl", "trl", "nemo-rl", "prime-rl", "skyrl", "slime", LOGITS)
-"""How recordings are laid out. `rows` is ours: columns are named as roles."""
+"""Layouts of recordings. `rows` is kcdsl's own: columns have the names of roles."""

@@ -1,8 +1,7 @@
-"""Obligations: the single statements that a contract demands, each with a name.
+"""Obligations: the single statements that a contract demands, each with an identifier.
 
-A clause on several slices, or one that is a conjunction, is several obligations. They are made once
-from the checked program: goals, plans, reports and certificates carry an obligation or its
-identifier, so that nothing takes a clause apart again and nothing counts positions.
+A clause on several slices, or a conjunction, is several obligations. They are created once from the
+checked program; goals, plans, reports and certificates refer to an obligation or its identifier.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ HOLDS: dict[str, Callable[[Fraction, Fraction], bool]] = {
     ">": operator.gt,
     "==": operator.eq,
 }
-"""What each comparison says of two exact numbers."""
+"""The comparison operators on exact numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class Comparison:
         return term_text(self.quantity)
 
     def admits(self, value: Fraction) -> bool:
-        """Return whether a value of the quantity meets the threshold, exactly."""
+        """Return whether a value of the quantity satisfies the comparison, exactly."""
         return HOLDS[self.op](value, self.threshold)
 
 
@@ -78,9 +77,9 @@ Alternatives = tuple[tuple[Comparison, ...], ...]
 class Obligation:
     """One part of a clause on one slice (None where the clause names none).
 
-    `part` is the clause with that part of its conjunction as its requirement, the `number`-th from
-    zero in the order of the contract. It holds where every comparison of one of the `alternatives`
-    does (disjunctive normal form); there are none where the part has no such form.
+    `part` is the clause with only the `number`-th part (from zero) of its conjunction as its
+    requirement. It holds if every comparison of one of the `alternatives` holds (disjunctive normal
+    form); there are none where the part has no such form.
     """
 
     clause: Clause
@@ -101,13 +100,13 @@ class Obligation:
 
     @property
     def comparison(self) -> Comparison | None:
-        """Return the one comparison that it consists of; None where there are several or none."""
+        """Return its only comparison; None where there are several or none."""
         found = self.comparisons
         return found[0] if len(found) == 1 else None
 
     @property
     def drift(self) -> tuple[Quantified, Comparison] | None:
-        """Return the universal statement about one drift or order that it is, with its comparison;
+        """Return the quantifier and comparison of a universal statement about one drift or order;
         None for any other statement."""
         formula, comparison = self.part.require, self.comparison
         if comparison is None or not isinstance(formula, Quantified):
@@ -126,8 +125,8 @@ class Obligation:
 def obligations_of(clause: Clause, slice: str | None) -> tuple[Obligation, ...]:
     """Return the obligations of a clause on a slice.
 
-    A part whose quantifiers name slices is an obligation on these alone. A conjunction with a
-    budget is one obligation: a unit is beyond where any part of it fails.
+    A part whose quantifiers name slices is an obligation on these only. A conjunction with a
+    budget is one obligation: a unit is beyond if any part fails for it.
     """
     parts = (clause.require,) if clause.budget is not None else tuple(_parts(clause.require))
     return tuple(
@@ -162,15 +161,14 @@ def _parts(formula: Formula) -> Iterator[Formula]:
 def alternatives(formula: Formula) -> Alternatives:
     """Return a requirement in disjunctive normal form over comparisons.
 
-    Empty where it has none: an existential quantifier, the negation of a quantifier, or more than
-    64 alternatives. Under `forall` a disjunction is read as one of universal statements, which
-    implies it.
+    Empty for an existential quantifier, a negated quantifier, or more than 64 alternatives. A
+    disjunction under `forall` is strengthened to a disjunction of universal statements.
     """
     return _normal_form(formula, negated=False)
 
 
 def conjunction(parts: Sequence[tuple[tuple[_T, ...], ...]]) -> tuple[tuple[_T, ...], ...]:
-    """Return the alternatives of several requirements together; none beyond 64."""
+    """Return the alternatives of the conjunction of requirements; none if more than 64."""
     if prod(map(len, parts)) > MOST_ALTERNATIVES:
         return ()
     return tuple(tuple(c for part in choice for c in part) for choice in product(*parts))

@@ -1,11 +1,11 @@
-"""Predicates of requests: which requests there can be, which slices lie inside others.
+"""Predicates of requests: satisfiability, and inclusion of slices.
 
-A predicate compares fields with constants. Between two neighbouring constants it cannot tell one
-number from another, and no text from another that it does not name; so a few values of each field
-stand for all of them, and looking at every combination decides whether any request satisfies a
-predicate. A field has the kind of the constants it is compared with: a request where it is absent
-or of another kind is refused before any predicate is evaluated. What has too many cases is left
-open, and an open question is never answered with yes.
+A predicate compares fields with constants, so it has the same value for all numbers between two
+neighbouring constants and for all texts that it does not name. A few representative values of each
+field suffice, and enumerating their combinations decides satisfiability. A field has the type of
+the constants it is compared with: requests where it is absent or of another type are refused before
+any predicate is evaluated. Problems with too many combinations are undecided, which never counts as
+yes.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ from kcdsl.ir.terms import (
 
 Value = str | Fraction | bool
 Case = Mapping[str, Value]
-"""A value for each field that is tested."""
+"""A value for each tested field."""
 
 MOST_CASES = 20_000
 MOST_TESTS = 2_000_000
 
 
 class Undecided(Exception):
-    """Raised where there are too many combinations to look at."""
+    """Raised where there are too many combinations."""
 
 
 def find_case(predicate: Predicate, whole: Iterable[str] = ()) -> Case | None:
-    """Return a request that satisfies a predicate, or None if there can be none.
+    """Return a request that satisfies a predicate, or None if it is unsatisfiable.
 
-    The fields in `whole` hold whole numbers from 1 on. Raises `Undecided` beyond 20,000
-    combinations or two million comparisons, and where a field is compared with constants of two
-    kinds.
+    The fields in `whole` are positive integers. Raises `Undecided` beyond 20,000 combinations or
+    two million comparisons, and where a field is compared with constants of two types.
     """
     cases = _cases([predicate], whole)
     return next((case for case in cases if holds(predicate, case)), None)
@@ -53,8 +52,8 @@ def find_case(predicate: Predicate, whole: Iterable[str] = ()) -> Case | None:
 def first_taken(
     predicates: Sequence[Predicate], whole: Iterable[str] = ()
 ) -> tuple[frozenset[int], Case | None]:
-    """Return which of several predicates are the first that some request satisfies, and a request
-    that satisfies none of them, if there can be one.
+    """Return the indices of the predicates that are the first satisfied one for some request, and a
+    request that satisfies none of them, if possible.
 
     Raises `Undecided` as `find_case` does.
     """
@@ -70,7 +69,7 @@ def first_taken(
 
 
 def _cases(predicates: Sequence[Predicate], whole: Iterable[str]) -> Iterator[Case]:
-    """Return requests that stand for all that predicates tell apart."""
+    """Yield representative requests of all combinations that predicates distinguish."""
     constants: dict[str, set[Value]] = {}
     tests = 0
     for predicate in predicates:
@@ -154,20 +153,20 @@ def _representatives(constants: set[Value], whole: bool) -> list[Value]:
 
 
 Inside = Callable[[str, str], bool]
-"""inside(a, b): is every request of the slice a known to be one of the slice b."""
+"""inside(a, b): whether every request of the slice a is known to be in the slice b."""
 
 Division = Callable[[str, tuple[str, ...]], tuple[bool, bool]]
-"""division(whole, parts): is every request of the whole known to be in one of the parts, which lie
-inside it; and are the parts known to share none."""
+"""division(whole, parts): whether the whole is known to be the union of the parts, which lie inside
+it; and whether the parts are known to be disjoint."""
 
 
 def implies(inner: Predicate, outer: Predicate) -> bool | None:
-    """Return whether every request that satisfies `inner` satisfies `outer`; None where it is open."""
+    """Return whether every request that satisfies `inner` satisfies `outer`; None if undecided."""
     return is_empty(AllOf((inner, NoneOf(outer))))
 
 
 def is_empty(predicate: Predicate) -> bool | None:
-    """Return whether no request satisfies a predicate; None where it is open."""
+    """Return whether no request satisfies a predicate; None if undecided."""
     try:
         return find_case(predicate) is None
     except Undecided:
@@ -182,9 +181,9 @@ def _selects_within(program: Program, inner: Slice, outer: Slice) -> bool:
 def inclusion(
     program: Program, within: Callable[[Program, Slice, Slice], bool] = _selects_within
 ) -> Inside:
-    """Return which slices of a program are known to lie inside which; answers are remembered.
+    """Return the inclusion relation of the slices of a program, with cached results.
 
-    `within` says whether each request of one slice is known to be one of another.
+    `within` returns whether each request of one slice is known to be in another.
     """
     declared = {item.name: item for item in program.slices}
     known: dict[tuple[str, str], bool] = {}
@@ -203,12 +202,12 @@ def inclusion(
 
 
 def region_inside(inner: Region, outer: Region, inside: Inside) -> bool:
-    """Return whether every input of one region is known to be one of the other."""
+    """Return whether every input of one region is known to be in the other."""
     if inner == outer:
         return True
     if not inside(inner.slice, outer.slice):
         return False
-    if outer.kind is RegionKind.ROWS:  # a request may be longer than the longest sequence
+    if outer.kind is RegionKind.ROWS:  # requests may exceed the length limit of `rows`
         shorter = inner.longest is not None and inner.longest <= (outer.longest or 0)
         return inner.kind is outer.kind and shorter and inner.radius <= outer.radius
     if inner.kind is RegionKind.POINTS:
@@ -217,9 +216,9 @@ def region_inside(inner: Region, outer: Region, inside: Inside) -> bool:
 
 
 def division(program: Program, empty: Callable[[Predicate], bool | None] = is_empty) -> Division:
-    """Return how slices of a program are made up of others; answers are remembered.
+    """Return the function that recognises unions of slices of a program, with cached results.
 
-    `empty` says whether a predicate is known to select nothing.
+    `empty` returns whether a predicate is known to be unsatisfiable.
     """
     known: dict[tuple[str, ...], tuple[bool, bool]] = {}
     where = {item.name: item.where for item in program.slices}

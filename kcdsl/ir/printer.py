@@ -1,7 +1,7 @@
-"""Print the IR and syntax trees as the language writes them.
+"""Printer of the IR and syntax trees in the syntax of the language.
 
-The text of a formula compiles to it again; the text of an expression has single spaces and the
-fewest brackets that keep its meaning.
+The text of a formula compiles to the same formula; the text of an expression has single spaces and
+the fewest brackets that keep its meaning.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ _NORMS = {"inf": "norm_inf", "2": "norm_2", "span": "span"}
 
 
 def formula_text(formula: ir.Formula) -> str:
-    """Return a formula as the language writes it."""
+    """Return the source text of a formula."""
     return print_expression(statement(formula))
 
 
 def term_text(term: ir.Term) -> str:
-    """Return a term as the language writes it."""
+    """Return the source text of a term."""
     return print_expression(quantity(term))
 
 
 def region_text(region: ir.Region) -> str:
-    """Return a region as the language writes it."""
+    """Return the source text of a region."""
     return print_expression(place(region))
 
 
 def predicate_text(predicate: ir.Predicate) -> str:
-    """Return a predicate of slices as the language writes it; `true` where it tests nothing."""
+    """Return the source text of a predicate of slices; `true` for an empty conjunction."""
     return print_expression(selection(predicate))
 
 
 def statement(formula: ir.Formula) -> ast.Expression:
-    """Return the syntax of a formula."""
+    """Return the syntax tree of a formula."""
     match formula:
         case ir.Compare(op=op, left=left, right=right):
             return ast.ComparisonChain((op,), (quantity(left), quantity(right)))
@@ -55,7 +55,7 @@ def statement(formula: ir.Formula) -> ast.Expression:
 
 
 def place(region: ir.Region) -> ast.Call:
-    """Return the syntax of a region."""
+    """Return the syntax tree of a region."""
     given: tuple[ast.Expression, ...] = (ast.Name(region.slice),)
     if region.longest is not None:
         given += (ast.Num(Fraction(region.longest)),)
@@ -65,7 +65,7 @@ def place(region: ir.Region) -> ast.Call:
 
 
 def quantity(term: ir.Term) -> ast.Expression:
-    """Return the syntax of a term."""
+    """Return the syntax tree of a term."""
     match term:
         case ir.Number(value=value, dimension="ratio"):
             return _number(value * 100, "%")
@@ -94,7 +94,7 @@ def quantity(term: ir.Term) -> ast.Expression:
 
 
 def selection(predicate: ir.Predicate) -> ast.Expression:
-    """Return the syntax of a predicate; `true` and `false` where it has no part to test."""
+    """Return the syntax tree of a predicate; `true` or `false` where it has no parts."""
     match predicate:
         case ir.FieldTest(field=field, op=op, value=value):
             return ast.ComparisonChain((op,), (ast.Name(field), _constant(value)))
@@ -155,7 +155,7 @@ def _print(expression: ast.Expression, needed: int) -> str:
 
 
 def _form(expression: ast.Expression) -> tuple[str, int]:
-    """Return the text of an expression and how tightly its outermost form binds."""
+    """Return the text of an expression and the precedence of its outermost form."""
     match expression:
         case ast.Num():
             return _number_text(expression), _ATOM

@@ -1,14 +1,13 @@
-"""Tables of thresholds: what a clause with `table(...)` means, without the table.
+"""Tables of thresholds: expansion of clauses with `table(...)`.
 
-A bucket of a table holds the requests that satisfy its row and no earlier one; the last bucket
-holds the requests of no row, where the table has a value for them (`otherwise`). A clause with
-`table(t)` on a slice means: for every bucket b of t, the clause with the value of b in place of
-`table(t)`, on the slice within b. `expand_tables` writes exactly that out, so that whoever decides,
-certifies or translates clauses needs to know nothing of tables: the clauses of one original share
-its identifier and differ in slices named `SLICE[TABLE: PREDICATE]`.
+A bucket of a table has the requests that satisfy its row and no earlier one; the last bucket has
+all other requests, if the table has a value for them (`otherwise`). A clause with `table(t)` on a
+slice means: for every bucket b of t, the clause with the value of b in place of `table(t)`, on the
+slice within b. `expand_tables` makes these clauses, so that other code does not need to handle
+tables: they share the identifier of the original and have slices named `SLICE[TABLE: PREDICATE]`.
 
-A bucket that no request of the slice can be in is left out; every other one must have requests,
-like any slice. Where a table has no `otherwise`, a request of no row is invalid evidence: `gaps`.
+A bucket that cannot contain requests of the slice is omitted; every other one must have requests,
+like any slice. If a table has no `otherwise`, a request of no row is invalid evidence: `gaps`.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ class Bucket:
 
     table: str
     label: str
-    """The predicate of the row as the language writes it, or `otherwise`."""
+    """The source text of the row's predicate, or `otherwise`."""
     where: Predicate
     value: Fraction
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The requests of the slice `whole` that are in no row of a table without `otherwise`; if there
-    is any, it spoils the evidence on the slices named in `spoils`."""
+    """The requests of the slice `whole` that are in no row of a table without `otherwise`; any such
+    request makes the evidence on the slices `spoils` invalid."""
 
     table: str
     whole: str
@@ -61,7 +60,7 @@ class Gap:
 
 
 def table_of(clause: Clause) -> str | None:
-    """Return the name of the table that a clause speaks of, or None."""
+    """Return the name of the table in a clause, or None."""
     names = (t.name for t in terms_of(clause.require) if isinstance(t, TableValue))
     return next(names, None)
 
@@ -86,17 +85,17 @@ def bucket_slice(slice_: Slice, bucket: Bucket) -> Slice:
 
 
 def is_bucket(name: str) -> bool:
-    """Return whether a slice of this name stands for a bucket; no declared name has a bracket."""
+    """Return whether a slice is a bucket, by its name; no declared name has a bracket."""
     return "[" in name
 
 
 def whole_of(name: str) -> str:
-    """Return the name of the declared slice that a slice is part of."""
+    """Return the name of the declared slice that contains a slice."""
     return name.partition("[")[0]
 
 
 def expand_tables(program: Program) -> Program:
-    """Return the program without tables: each clause that speaks of one, bucket by bucket."""
+    """Return the program with each clause with a table replaced by its clauses per bucket."""
     if not program.tables:
         return program
     slices: dict[str, Slice] = {s.name: s for s in program.slices}
@@ -113,7 +112,7 @@ def expand_tables(program: Program) -> Program:
 
 
 def gaps(program: Program) -> tuple[Gap, ...]:
-    """Return where a request of no row would spoil the evidence of a clause."""
+    """Return the gaps of the tables, whose requests make the evidence of clauses invalid."""
     found: dict[str, Gap] = {}
     for clause in program.clauses:
         name = table_of(clause)
@@ -134,7 +133,7 @@ def gaps(program: Program) -> tuple[Gap, ...]:
 def _by_bucket(
     clause: Clause, program: Program, table: ThresholdTable
 ) -> list[tuple[Clause, list[Slice]]]:
-    """Return the clause for each bucket, with the slices that it speaks of."""
+    """Return the clause for each bucket, with its slices."""
     everywhere, names = buckets(table), _slices_of(clause)
     inside = {name: _reached(program.slice(name), everywhere) for name in names}
     quantified = any(isinstance(part, Quantified) for part in walk(clause.require))
@@ -142,7 +141,7 @@ def _by_bucket(
     for bucket in everywhere:
         reached = tuple(name for name in names if bucket in inside[name])
         if quantified and reached:
-            reached = names  # one statement about several slices is not cut to pieces
+            reached = names  # a statement about several slices cannot be split
         parts = {name: bucket_slice(program.slice(name), bucket) for name in reached}
         if not parts:
             continue
@@ -156,8 +155,8 @@ def _by_bucket(
 
 
 def _reached(slice_: Slice, everywhere: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
-    """Return the buckets that requests of a slice can be in; all of them where that is open, or
-    where it would be none, so that nothing is dropped silently."""
+    """Return the buckets that may contain requests of a slice; all buckets if that is undecided or
+    would be none, so that nothing is dropped silently."""
     try:
         found = tuple(b for b in everywhere if find_case(_all((slice_.where, b.where))) is not None)
     except Undecided:

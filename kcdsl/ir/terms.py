@@ -1,8 +1,8 @@
 """The first-order intermediate representation of a contract.
 
 Everything is frozen and hashable. The nodes of formulas are in `kcdsl.ir.formulas`; this module
-gives them and what is made of them: slices, tables, clauses, programs. Spans point into the
-contract file and take no part in equality, so the digest of a clause depends on its meaning alone.
+exports them and defines slices, tables, clauses and programs. Spans point into the contract file
+and are ignored by equality, so the digest of a clause depends only on its meaning.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Level(StrEnum):
 
 
 class EvidenceKind(StrEnum):
-    """What a verdict rests on, strongest first."""
+    """The kinds of evidence, strongest first."""
 
     PROOF = "proof"
     PROOF_REAL = "proof-real"
@@ -141,10 +141,10 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class ThresholdTable:
-    """Thresholds by context: the first row that a request satisfies gives its value.
+    """Thresholds by request: the first row that a request satisfies has its value.
 
-    Values are in base units of `dimension`. `otherwise` is the value for the requests of no row;
-    None where the rows cover every request, and then a request of no row is invalid evidence.
+    Values are in base units of `dimension`. `otherwise` is the value for requests of no row; None
+    if the rows should cover every request: a request of no row is then invalid evidence.
     """
 
     name: str
@@ -166,9 +166,9 @@ class Budget:
 class Clause:
     """One clause c = (id, metric, τ, S, δ, level, action), its requirement as a formula.
 
-    `slices` is empty for a clause whose quantifier already names its slice. `text` is the
-    requirement as the author wrote it. `budget` None makes the clause hard. A `holdout` clause is
-    evaluated and gates releases, and is never shown to a training loss.
+    `slices` is empty for a clause whose quantifier already names its slice. `text` is the source
+    text of the requirement. `budget` None makes the clause hard. A `holdout` clause is evaluated
+    and gates releases, but is excluded from training losses.
     """
 
     id: str
@@ -190,16 +190,15 @@ ONNX = "onnx"
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
-    """Where the weights are and which program they belong to.
+    """The weights and the program of a model.
 
     Exactly one of `architecture` (a module of kcdsl.model: "llama", "bert") and `module`
     ("package.module:factory") is set. `checkpoint` and `tokenizer` are paths relative to the
     contract; a checkpoint may also be `package:NAME/path/inside`, a file inside an installed
-    distribution. `served` is the checkpoint that the inference kernel reads, where that is
-    another; a program takes it from its kernel. Where the architecture is `ONNX`, the checkpoint
-    is an ONNX file with the program in it, and `blocks` has the name of each block with the
-    tensors at which it begins and ends; a program gives it its kernels: the numerics of that of
-    inference, and of those that run the file, must be those that the file states.
+    distribution. `served` is the inference kernel's own checkpoint, if any; `Program` sets it. If
+    the architecture is `ONNX`, the checkpoint is an ONNX file with the program, and `blocks` has
+    the name of each block with its first and last tensor. `Program` also sets its kernels: numerics
+    of the inference kernel, and of kernels that run the file, must equal those of the file.
     """
 
     checkpoint: str
@@ -223,8 +222,8 @@ class Escalation:
     """Π: the action for each level, and per family where it differs.
 
     `by_level` and `by_family` are total: every (family, level) has an action, defaults included.
-    The health score asks for the guard kernel from D = `guard_from` on (eta_1 of the paper), for
-    the fallback kernel from D = `fallback_from` on (eta_2); 0 < guard_from < fallback_from.
+    The health score selects the guard kernel from D = `guard_from` on (eta_1 of the paper), and the
+    fallback kernel from D = `fallback_from` on (eta_2); 0 < guard_from < fallback_from.
     """
 
     by_level: tuple[tuple[Level, str], ...]
@@ -242,7 +241,7 @@ class Escalation:
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Constants of the bound chain that the contract states; None where it states none."""
+    """Constants of the bound chain in the contract; None where it states none."""
 
     temperature: Fraction = Fraction(1)
     reward_range: Fraction | None = None
@@ -253,11 +252,11 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class UserMetric:
-    """A metric of the user that clauses speak of, as it was declared beside its function.
+    """A user metric in clauses, as it was declared with its function.
 
     `function` is `module:function` or `file.py:function`. `counted` is "token" or "request", `unit`
-    the unit in which the function returns its values, `dimension` what the unit measures. `lower`
-    and `upper` are the ends of the range, in base units; None where there is none.
+    the unit of the returned values, `dimension` its dimension. `lower` and `upper` are the ends of
+    the range, in base units; None where it is unbounded.
     """
 
     name: str
@@ -276,8 +275,8 @@ class UserMetric:
 
 @dataclass(frozen=True, slots=True)
 class ImportedFrom:
-    """Where imported parts of a program come from: the file as the contract names it, and the
-    digest of the library's meaning ("sha256:…")."""
+    """The origin of imported parts of a program: the file as named in the contract, and the digest
+    of the library's meaning ("sha256:…")."""
 
     file: str
     digest: str
@@ -298,9 +297,9 @@ class Library:
 class Program:
     """A compiled contract.
 
-    Imported parts are part of it like those of its own; `imports` says where they come from and
-    takes no part in equality and digest, so that a contract means the same with its imports
-    written out. `tables` are those that clauses speak of.
+    Imported parts are treated like its own; `imports` has their origins and is ignored by equality
+    and digest, so that a contract has the same meaning with its imports inlined. `tables` are those
+    used by clauses.
     """
 
     name: str
@@ -316,14 +315,14 @@ class Program:
     tables: tuple[ThresholdTable, ...] = ()
     imports: tuple[ImportedFrom, ...] = field(default=(), compare=False)
     metrics: tuple[UserMetric, ...] = ()
-    """The user's metrics that clauses speak of, by name."""
+    """The user's metrics in clauses, by name."""
     guard: KernelRef | None = None
     """The kernel of the guarded route; None where the contract names none."""
     fallback: KernelRef | None = None
     """The kernel that `fallback` switches to; None where the contract names none."""
 
     def __post_init__(self) -> None:
-        """Have the model name the checkpoint of the inference kernel, and an ONNX file kernels."""
+        """Set the inference kernel's checkpoint of the model, and the kernels of an ONNX file."""
         of_file = self.model.architecture == ONNX
         infer = self.infer if of_file else None
         rest = [kernel for role, kernel in self.kernels.items() if role != "infer" and of_file]

@@ -1,10 +1,9 @@
 """The part of a contract that a training loss may use.
 
-A clause with `holdout: true` is evaluated and gates releases. Were it part of a training loss, the
-loss would be driven to satisfy the clause and not what the clause stands for; so a trainer is given
-the contract without such clauses, and without the slices, tables and metrics that they alone speak
-of. The full program is named by its digest, which binds the trainer to one contract; it hides the
-clauses from readers, not from a search over guesses.
+A clause with `holdout: true` is evaluated and gates releases. In a training loss, it would be
+optimised directly and no longer measure what it should; so a trainer gets the contract without such
+clauses, and without the slices, tables and metrics that only they use. The digest of the full
+program binds the trainer to one contract; it does not protect the clauses against guessing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ SCHEMA = "kcdsl.training/1"
 
 @dataclass(frozen=True, slots=True)
 class Withheld:
-    """How much of a program is kept from training."""
+    """The numbers of parts of a program that are excluded from training."""
 
     clauses: int
     slices: int
@@ -37,7 +36,7 @@ class Withheld:
 
 
 def for_training(program: Program) -> tuple[Program, Withheld]:
-    """Return the program without held-out clauses and what they alone need, and the counts."""
+    """Return the program without held-out clauses and the parts that only they need, and counts."""
     clauses = tuple(clause for clause in program.clauses if not clause.holdout)
     slices: set[str] = set()
     names: set[str] = set()

@@ -1,12 +1,12 @@
 """Terms and axioms as expressions of an algebra: of a solver, of SMT-LIB, or exact numbers.
 
 Every translation of contracts into logic, and every evaluation of a requirement under given values,
-reads terms here, so that all of them give a term the same meaning. An algebra says how an
-expression is written down; what a measured term or a norm stands for is the translation's own.
+interprets terms here, so that a term has one meaning. An algebra constructs expressions; the
+translation supplies the values of measured terms and norms.
 
-A percentile of a metric of tokens stands for each request by its largest or by its smallest token,
-whichever harms the comparison (`side`). Where a sign decides which of them makes a term large, both
-are read.
+A percentile of a metric of tokens represents each request by its largest or its smallest token,
+whichever is worse for the comparison (`side`). Where the sign of a factor decides which one makes a
+term large, both are used.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def other(side: Side) -> Side:
 
 
 class Algebra(Protocol[N, B]):
-    """How numbers (N) and truth values (B) are written down."""
+    """Constructs expressions of numbers (N) and truth values (B)."""
 
     def real(self, value: Fraction) -> N:
         """Return a constant."""
@@ -56,7 +56,7 @@ class Algebra(Protocol[N, B]):
         ...
 
     def negative(self, of: N) -> N:
-        """Return the opposite number."""
+        """Return the negative of a number."""
         ...
 
     def compare(self, op: str, left: N, right: N) -> B:
@@ -86,18 +86,18 @@ class Algebra(Protocol[N, B]):
 
 @dataclass(frozen=True, slots=True)
 class Terms(Generic[N, B]):
-    """Reads terms in an algebra. `divisors` collects what must not be zero."""
+    """Interprets terms in an algebra. `divisors` collects the terms that must not be zero."""
 
     algebra: Algebra[N, B]
     measured: Callable[[Metric | Statistic, Side], N]
-    """What a measured term stands for, on the given side where it has two."""
+    """Returns the expression of a measured term, on the given side if it has two."""
     norm: Callable[[Norm], N]
     divisors: list[N] = field(default_factory=list)
 
     def value(self, term: Term, side: Side) -> N:
-        """Return a term, measured on the given side where it has two.
+        """Return the expression of a term, on the given side if it has two.
 
-        Raises ValueError for a table, which stands alone on one side of a comparison.
+        Raises ValueError for a table, which may only be a whole side of a comparison.
         """
         algebra = self.algebra
         match term:
@@ -127,19 +127,20 @@ class Terms(Generic[N, B]):
                 assert_never(term)
 
     def _readings(self, term: Term) -> list[N]:
-        """Return a term by its largest and by its smallest tokens; one where both are the same."""
+        """Return a term by its largest and by its smallest tokens; one reading if both are
+        equal."""
         one, two = self.value(term, LARGEST), self.value(term, SMALLEST)
         return [one] if self.algebra.same(one, two) else [one, two]
 
     def _factor(self, term: Term, by: Term | None, side: Side) -> list[N]:
         """Return the readings of a term that is multiplied or divided by another; the sign of a
-        number says which one makes the result large."""
+        constant factor decides which one makes the result large."""
         if not isinstance(by, Number) or not by.value:
             return self._readings(term)
         return [self.value(term, side if by.value > 0 else other(side))]
 
     def _magnitude(self, readings: list[N], side: Side) -> N:
-        """Return the largest or the smallest magnitude of what lies between readings."""
+        """Return the largest or the smallest magnitude in the range of the readings."""
         algebra, zero = self.algebra, self.algebra.real(Fraction(0))
         sizes = [
             algebra.choose(algebra.compare(">=", one, zero), one, algebra.negative(one))
@@ -160,7 +161,7 @@ class Terms(Generic[N, B]):
 
 
 def axiom(law: Law, variables: Sequence[N], algebra: Algebra[N, B]) -> B:
-    """Return a law about quantities, whose variables are given in their order."""
+    """Return a law as an expression; `variables` are the quantities in order."""
     real, compare = algebra.real, algebra.compare
     match law:
         case Least(quantity, limit):

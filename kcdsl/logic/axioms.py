@@ -1,13 +1,13 @@
-"""Axioms: what holds between measured quantities whatever the kernels do, each with its reason.
+"""Axioms: relations between measured quantities that hold for all kernels, each with its reason.
 
-The inequalities are data (`kcdsl.logic.relations`, `kcdsl.logic.orders`); here they meet the
-quantities that clauses speak of. Every translation of contracts into logic states these axioms of
-its constants, and no others, so that two solvers are asked the same. Facts that are not linear are
-stated at the numbers that clauses compare with, which keeps every question linear: where kl <= 0.02
-is spoken of, `kl <= 0.02 implies tv <= 0.1`.
+The inequalities are data (`kcdsl.logic.relations`, `kcdsl.logic.orders`); here they are applied to
+the quantities in clauses. Every translation of contracts into logic states exactly these axioms, so
+that different solvers get the same problem. Nonlinear relations are stated at the thresholds of
+clauses, which keeps every problem linear: if a clause has kl <= 0.02, the axiom is
+`kl <= 0.02 implies tv <= 0.1`.
 
-A percentile counts requests, each of which stands by its worst token: by its largest value where
-the comparison needs the term to be small, else by its smallest (`side`).
+A percentile is over requests, each represented by its worst token: its largest value where the
+comparison needs the term to be small, else its smallest (`side`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from kcdsl.logic.relations import MONOTONE, Interval, Placed, at_most, bent, int
 from kcdsl.metrics import find_metric
 
 _MOST_PARTS, _MOST_TOGETHER = 6, 4
-"""How many slices inside another are tried together, out of how many."""
+"""The largest number of contained slices considered, and of slices combined at a time."""
 
 
 def undivided(whole: str, parts: tuple[str, ...]) -> tuple[bool, bool]:
-    """Know nothing of how slices are made up."""
+    """Return the default division: no slice is known to be a union of others."""
     return False, False
 
 
 @dataclass(frozen=True, slots=True)
 class ContractFacts:
-    """What is known of a contract beyond its clauses.
+    """Facts about a contract other than its clauses.
 
-    `temperature` relates the span of the logits to the distributions; None leaves them apart.
-    `known` bounds metrics beyond their definition. `by_request` names metrics of the user with one
-    value per request. `one_request`: the quantities are of a single request.
+    `temperature` relates the span of the logits to the distributions; None: no relation.
+    `known` has bounds of metrics tighter than by definition. `by_request` names user metrics with
+    one value per request. `one_request`: the quantities are of a single request.
     """
 
     inside: Inside
@@ -101,7 +101,7 @@ class Bent:
 
 @dataclass(frozen=True, slots=True)
 class Tied:
-    """A mean at the end of the range means that every value is there.
+    """If a mean is at the end of the range, every value is.
 
     `low`: mean <= limit implies other <= limit; else mean >= limit implies other >= limit.
     """
@@ -115,7 +115,7 @@ class Tied:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A mean that is an extreme means that all values are equal: mean == extreme implies
+    """If a mean equals an extreme, all values are equal: mean == extreme implies
     other == extreme."""
 
     mean: int
@@ -137,7 +137,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """A whole is at most one of its parts (`above`), and at least one of them (`below`)."""
+    """The value of a union is at most that of one part (`above`), and at least that of one part
+    (`below`)."""
 
     whole: int
     parts: tuple[int, ...]
@@ -154,8 +155,8 @@ def laws(
     compared: Sequence[Collection[Fraction]],
     setting: ContractFacts,
 ) -> Iterator[Law]:
-    """Yield what holds of quantities; `terms` are what is measured, `compared` the numbers that
-    clauses compare each with."""
+    """Yield the laws of quantities; `terms` are the measured terms, `compared` the thresholds of
+    each."""
     ranges = [interval(term, setting.known) for term in terms]
     for n, found in enumerate(ranges):
         if found.low is not None:
@@ -181,7 +182,7 @@ def laws(
 
 
 def _is_worst(a: Placed, b: Placed) -> bool:
-    """Return whether a is the extreme token of one request that b, a percentile of it, is."""
+    """Return whether a is the extreme token of a single request and b its percentile."""
     if a.of != b.of or a.slice != b.slice or b.kind != "quantile":
         return False
     return (a.kind, b.side) in (("max", "largest"), ("min", "smallest"))
@@ -190,7 +191,7 @@ def _is_worst(a: Placed, b: Placed) -> bool:
 def _means(
     quantities: Sequence[Placed], ranges: Sequence[Interval], setting: ContractFacts
 ) -> Iterator[Law]:
-    """Yield what a mean says of the other statistics of the same values."""
+    """Yield the laws between a mean and the other statistics of the same values."""
     same: dict[object, list[int]] = defaultdict(list)
     for n, quantity in enumerate(quantities):
         if quantity.kind in MONOTONE:
@@ -213,8 +214,8 @@ def _means(
 
 
 def _divisions(quantities: Sequence[Placed], setting: ContractFacts) -> Iterator[Between]:
-    """Yield: a slice that is made up of others has no larger maximum than each of them, and where
-    they share no request its mean and percentiles lie between theirs."""
+    """Yield the laws of unions: the maximum of a slice is at most the largest maximum of its parts,
+    and if parts are disjoint, its mean and percentiles lie between theirs."""
     same: dict[object, list[int]] = defaultdict(list)
     for n, quantity in enumerate(quantities):
         if quantity.kind in MONOTONE:
@@ -235,7 +236,7 @@ def _divisions(quantities: Sequence[Placed], setting: ContractFacts) -> Iterator
 def _divided(
     quantities: Sequence[Placed], whole: int, parts: Sequence[int], setting: ContractFacts
 ) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """Yield the fewest parts that make up a slice, and whether they share no request."""
+    """Yield minimal sets of parts whose union is a slice, and whether they are disjoint."""
     few = parts if len(parts) <= _MOST_PARTS else ()
     sizes = range(2, min(len(few), _MOST_TOGETHER) + 1)
     choices = [chosen for size in sizes for chosen in combinations(few, size)]
@@ -257,8 +258,8 @@ def _divided(
 
 
 def has_two_sides(term: Metric | Statistic, by_request: frozenset[str]) -> bool:
-    """Return whether a measured term is another number by the largest and by the smallest token of
-    each request."""
+    """Return whether a measured term differs between the largest and the smallest token of each
+    request."""
     if isinstance(term, Statistic) and term.kind not in ("quantile", "aggregate"):
         return False
     return is_of_tokens(term.of if isinstance(term, Statistic) else term, by_request)

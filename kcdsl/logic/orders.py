@@ -1,7 +1,7 @@
-"""Metrics of one token that bound others, with the reason of each bound.
+"""Inequalities between metrics of one token, with reasons.
 
-Edges are linear: *small* <= factor times *large* for every token. Their products along paths are
-bounds too, so `least_factor` looks at all paths. Curves are not linear: *small* <= f(bound) where
+Edges are linear: *small* <= factor times *large* for every token. Products along paths are bounds
+too, so `least_factor` searches all paths. Curves are nonlinear: *small* <= f(bound) where
 *large* <= bound, f monotone. Sources: norms of one row of logits; docs/proofs/bound-chain.md;
 Pinsker; J. Lin, Divergence measures based on the Shannon entropy, IEEE Trans. Inf. Theory 37
 (1991).
@@ -22,9 +22,9 @@ from kcdsl.inequalities import round_up
 from kcdsl.metrics import LN_2_UP
 
 SQRT2_UP = Fraction(14142136, 10**7)
-"""A little more than the square root of two."""
+"""An upper bound of the square root of two."""
 MAGNITUDE_OF_LOG_RATIO = "abs(log_ratio)"
-"""The node of |ln w| of the sampled token among the metrics."""
+"""The node of |ln w| of the sampled token."""
 
 _ONE = Fraction(1)
 
@@ -59,21 +59,21 @@ EDGES: tuple[Edge, ...] = (
     Edge(MAGNITUDE_OF_LOG_RATIO, _ONE, "log_ratio_linf", "the sampled token is one of all"),
     Edge("k1", _ONE, MAGNITUDE_OF_LOG_RATIO, "k1 is -ln w"),
 )
-"""What holds at every temperature."""
+"""Edges that hold at every temperature."""
 
 TEMPERED: tuple[Edge, ...] = (
     Edge("tv", Fraction(1, 4), "logit_span", "TV <= tanh(s/4) <= s/4, s = span/T"),
     Edge("log_ratio_linf", _ONE, "logit_span", "|ln w| <= s, s = span/T"),
 )
-"""What holds at the temperature T, each factor to be divided by T."""
+"""Edges at the temperature T, whose factors must be divided by T."""
 UNTEMPERED: tuple[Edge, ...] = (
     Edge("logit_span", Fraction(2), "log_ratio_linf", "span/T = span(ln p/q) <= 2 max |ln p/q|"),
 )
-"""What holds at the temperature T, each factor to be multiplied by T."""
+"""Edges at the temperature T, whose factors must be multiplied by T."""
 
 
 class Path(NamedTuple):
-    """small <= factor * large, with the reasons along the way."""
+    """small <= factor * large, with the reasons of its edges."""
 
     factor: Fraction
     reasons: tuple[str, ...]
@@ -82,7 +82,7 @@ class Path(NamedTuple):
 def least_factor(small: str, large: str, temperature: Fraction | None) -> Path | None:
     """Return the smallest known factor with small <= factor * large for every token.
 
-    `temperature` relates logits to distributions; None leaves them apart.
+    `temperature` relates logits to distributions; None: no relation.
     """
     return _closure(temperature).get((small, large))
 
@@ -120,9 +120,9 @@ def _edges(temperature: Fraction | None) -> list[Edge]:
 
 
 class Curve(NamedTuple):
-    """Where large <= bound for a token, small <= at(bound, T) for it.
+    """If large <= bound for a token, then small <= at(bound, T).
 
-    `concave`: the bound holds of the means too (Jensen). `tempered`: it needs T > 0.
+    `concave`: the bound also holds for the means (Jensen). `tempered`: it needs T > 0.
     """
 
     small: str
@@ -134,7 +134,7 @@ class Curve(NamedTuple):
 
 
 def _root_up(value: Fraction) -> Fraction:
-    """Return the square root, exactly where it is a fraction, else a little more."""
+    """Return the square root, exact if it is a fraction, else an upper bound."""
     top, bottom = math.isqrt(value.numerator), math.isqrt(value.denominator)
     if top * top == value.numerator and bottom * bottom == value.denominator:
         return Fraction(top, bottom)

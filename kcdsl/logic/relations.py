@@ -1,10 +1,10 @@
-"""Relations that measured quantities satisfy whatever the kernels do, as data.
+"""Relations of measured quantities that hold for all kernels, as data.
 
-Every translation of contracts into logic takes its assumptions from here and makes no others. A
-*small* quantity is at most a factor times a *large* one, value by value; an order that holds value
-by value holds of every mean, minimum, maximum and quantile of the same values too. Sources: norms
-of one row of logits, and `docs/proofs/bound-chain.md`, sections 1 and 2. Which metrics bound which
-others is in `kcdsl.logic.orders`.
+Every translation of contracts into logic uses exactly these assumptions. A *small* quantity is at
+most a factor times a *large* one, value by value; an order of values also holds for every mean,
+minimum, maximum and quantile of the same values. Sources: norms of one row of logits, and
+`docs/proofs/bound-chain.md`, sections 1 and 2. The inequalities between metrics are in
+`kcdsl.logic.orders`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ NORMS: tuple[tuple[str, Fraction, str], ...] = (
 """(small, factor, large) for the norms of one drift."""
 
 MONOTONE = frozenset({"mean", "min", "max", "quantile"})
-"""Statistics that keep an order that holds value by value."""
+"""Statistics that are monotone in the values."""
 
 
 def canonical(name: str) -> str:
-    """Return the registered name of a metric, or the name itself where none is registered."""
+    """Return the registered name of a metric, or the name itself if it is not registered."""
     definition = find_metric(name)
     return name if definition is None else definition.name
 
@@ -40,7 +40,7 @@ def canonical(name: str) -> str:
 def domination(small: Term, large: Term, temperature: Fraction | None) -> Fraction | None:
     """Return c if small <= c large holds for every value, else None.
 
-    `temperature` relates the span of the logits to the distributions; None leaves them apart.
+    `temperature` relates the span of the logits to the distributions; None: no relation.
     """
     if isinstance(large, Abs) and large.of == small:
         return Fraction(1)
@@ -52,7 +52,7 @@ def domination(small: Term, large: Term, temperature: Fraction | None) -> Fracti
 
 
 def metric_node(term: Term) -> str | None:
-    """Return the name under which `kcdsl.logic.orders` knows a term of one token, or None."""
+    """Return the node of a term of one token in `kcdsl.logic.orders`, or None."""
     match term:
         case Metric(name):
             return name
@@ -63,7 +63,7 @@ def metric_node(term: Term) -> str | None:
 
 
 class Ranked(Protocol):
-    """A statistic of some values, by its kind and level."""
+    """A statistic, by its kind and level."""
 
     @property
     def kind(self) -> str: ...
@@ -73,8 +73,8 @@ class Ranked(Protocol):
 
 
 class Placed(Ranked, Protocol):
-    """A statistic of a term on a slice. `side` is "largest" or "smallest" where a request can have
-    several values and stands by one of them, else ""."""
+    """A statistic of a term on a slice. `side` is "largest" or "smallest" where a request has
+    several values and is represented by one of them, else ""."""
 
     @property
     def of(self) -> Term: ...
@@ -87,7 +87,7 @@ class Placed(Ranked, Protocol):
 
 
 def ordered(a: Ranked, b: Ranked) -> bool:
-    """Return whether a <= b holds of two statistics of the same values."""
+    """Return whether a <= b holds for two statistics of the same values."""
     return (a.kind, b.kind) in ORDERS and (a.kind != b.kind or _below(a.q, b.q))
 
 
@@ -107,13 +107,13 @@ ORDERS = {
     ("rate", "max"): "a rate is the mean of values 0 and 1",
     ("quantile", "quantile"): "percentiles of the same values, in the order of their levels",
 }
-"""(kind, kind): why the first is at most the second."""
+"""(kind, kind): the reason why the first is at most the second."""
 
 
 def rises(a: Placed, b: Placed, inside: Callable[[str, str], bool]) -> tuple[str, ...] | None:
-    """Return why the statistic of a <= that of b for any term of both, or None.
+    """Return the reasons for a <= b as statistics of any common term, or None.
 
-    `inside(x, y)`: every request of the slice x is one of y.
+    `inside(x, y)`: every request of the slice x is in y.
     """
     if a.side and b.side and a.side != b.side and b.side != "largest":
         return None
@@ -133,7 +133,7 @@ def rises(a: Placed, b: Placed, inside: Callable[[str, str], bool]) -> tuple[str
 def at_most(
     a: Placed, b: Placed, temperature: Fraction | None, inside: Callable[[str, str], bool]
 ) -> tuple[Fraction, tuple[str, ...]] | None:
-    """Return c, and why, if a <= c b holds of two measured quantities whatever the kernels do."""
+    """Return c and the reasons if a <= c b holds for two measured quantities of any kernels."""
     if a.of != b.of and a.kind not in MONOTONE and a.kind != "value":
         return None
     factor = Fraction(1) if a.of == b.of else domination(a.of, b.of, temperature)
@@ -144,7 +144,7 @@ def at_most(
 
 
 def domination_reasons(small: Term, large: Term, temperature: Fraction | None) -> tuple[str, ...]:
-    """Return why `domination` holds."""
+    """Return the reasons of `domination`."""
     names = metric_node(small), metric_node(large)
     if small == large:
         return ()
@@ -162,7 +162,7 @@ def bent(
     temperature: Fraction | None,
     inside: Callable[[str, str], bool],
 ) -> Iterator[tuple[Fraction, tuple[str, ...]]]:
-    """Yield t, and why, where b <= bound implies a <= t by a relation that is not linear."""
+    """Yield t and the reasons where b <= bound implies a <= t by a nonlinear relation."""
     names = metric_node(a.of), metric_node(b.of)
     if names[0] is None or names[1] is None or bound < 0:
         return
@@ -184,7 +184,7 @@ def bent(
 
 
 class Interval(NamedTuple):
-    """A closed interval of exact reals; None stands for no end."""
+    """A closed interval of exact reals; None is an infinite end."""
 
     low: Fraction | None = None
     high: Fraction | None = None
@@ -200,13 +200,13 @@ EVERYTHING = Interval()
 _UNIT = Interval(Fraction(0), Fraction(1))
 _DOMAINS = {
     "embedding_cosine": Interval(Fraction(-1), Fraction(1)),
-    # w ln w is least at w = 1/e; 0.368 > 1/e.
+    # The minimum of w ln w is -1/e, and 0.368 > 1/e.
     "w_log_w": Interval(Fraction(-368, 1000), None),
 }
 
 
 def domain(name: str) -> Interval:
-    """Return where the values of a metric lie by definition; everything for an unknown metric."""
+    """Return the range of a metric by definition; the whole line for an unknown metric."""
     definition = find_metric(name)
     if definition is None:
         return EVERYTHING
@@ -215,7 +215,7 @@ def domain(name: str) -> Interval:
 
 
 def interval(term: Term, known: Mapping[str, Interval] | None = None) -> Interval:
-    """Return an interval that holds the term; `known` bounds metrics beyond their domain.
+    """Return an interval that contains the term; `known` has tighter bounds of metrics.
 
     A mean, minimum, maximum or quantile of values in an interval lies in it; a rate lies in
     [0, 1].

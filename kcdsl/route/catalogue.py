@@ -1,4 +1,4 @@
-"""The catalogue of backends: names, fragments and needs, without importing anything heavy."""
+"""The catalogue of backends: names, fragments and requirements, without importing them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Fragment(StrEnum):
-    """What kind of goal a clause makes; a backend lists those it decides."""
+    """The kind of goal of a clause; a backend lists the fragments that it decides."""
 
     UNIVERSAL_DRIFT = "universal-drift"
     """forall x in region: a norm of drift(block, x) is below a constant."""
@@ -25,13 +25,13 @@ class Fragment(StrEnum):
     TRACE_FIELDS = "trace-fields"
     """Trace records carry the named fields."""
     IMPLIED = "implied"
-    """Follows from a proved drift clause by the bound chain."""
+    """The clause follows from a proved drift clause by the bound chain."""
     OUTSIDE = "outside"
-    """No backend of the catalogue decides such a formula."""
+    """No backend of the catalogue decides the formula."""
 
 
 OWN = "kcdsl_backends."
-"""The package of the backends that are not foreign."""
+"""The package of kcdsl's own backends."""
 _PROVABLE = frozenset({Fragment.UNIVERSAL_DRIFT, Fragment.UNIVERSAL_FLIP})
 """What a foreign backend can decide: its answers bring a proof or a run that is looked at here.
 What it measured nobody can look at."""
@@ -49,7 +49,7 @@ class BackendSpec:
     needs: tuple[str, ...] = ()
     summary: str = ""
     rank: int = 0
-    """Among able backends the least rank is taken."""
+    """The backend with the least rank is chosen among those that can decide a clause."""
     around_weights: bool = False
     """Whether it decides goals for every θ' in a region around the weights (`Goal.weights`); a
     backend that does not say so is never given one."""
@@ -60,20 +60,20 @@ class BackendSpec:
     """The domains that it bounds goals in, cheapest first, of which some may be chosen
     (`Goal.domains`); a backend that names none has no choice."""
     planner: str = ""
-    """"package.module:ATTRIBUTE" of what tells how many units its clauses need; none if empty."""
+    """"package.module:ATTRIBUTE" of the planner of numbers of units; none if empty."""
     planner_needs: tuple[str, ...] = ()
-    """The packages that the planner and the rules of looks need."""
+    """The packages that the planner and `looks` need."""
     looks: str = ""
     """"package.module:ATTRIBUTE" of the rules by which growing counts are decided; none if
     empty."""
     attributor: str = ""
-    """"package.module:ATTRIBUTE" of what splits a drift among its sources; none if empty."""
+    """"package.module:ATTRIBUTE" of the attribution of drift to its sources; none if empty."""
     sizer: str = ""
-    """"package.module:ATTRIBUTE" of what says which cases are small enough; empty if all are."""
+    """"package.module:ATTRIBUTE" of the limit on the size of cases; none if empty."""
     queries: str = ""
-    """"package.module:ATTRIBUTE" of what answers VNN-LIB queries; none if empty."""
+    """"package.module:ATTRIBUTE" of the solver of VNN-LIB queries; none if empty."""
     fault: str = ""
-    """Why its distribution cannot be used; it then decides nothing. Empty for one that can."""
+    """Why its distribution cannot be used; it then decides nothing. Empty if it can be used."""
 
     def missing(self) -> tuple[str, ...]:
         """Return the needed packages that are not installed, without importing them."""
@@ -88,19 +88,19 @@ class BackendSpec:
         return _imported(self.planner)
 
     def load_looks(self) -> Any:
-        """Import and return the rules by which growing counts are decided."""
+        """Import and return the sequential tests of counts."""
         return _imported(self.looks)
 
     def load_attributor(self) -> Any:
-        """Import and return what splits a drift among its sources."""
+        """Import and return the attribution of drift."""
         return _imported(self.attributor)
 
     def load_sizer(self) -> Any:
-        """Import and return what says which cases are small enough."""
+        """Import and return the limit on the size of cases."""
         return _imported(self.sizer)
 
     def load_queries(self) -> Any:
-        """Import and return what answers VNN-LIB queries."""
+        """Import and return the solver of VNN-LIB queries."""
         return _imported(self.queries)
 
 
@@ -117,9 +117,8 @@ def _imported(target: str) -> Any:
 def catalogue() -> tuple[BackendSpec, ...]:
     """Return the backends of every installed distribution (entry-point group `kcdsl.backends`).
 
-    Those of other distributions have no fragments but those of proofs, and neither plan, decide
-    counts nor attribute. An entry point that cannot be used stands at the end, with the reason as
-    its `fault`, and the others are there all the same.
+    Backends of other distributions only have fragments of proofs, and no planner, tests of counts
+    or attribution. An unusable entry point is listed at the end, with the reason as its `fault`.
     """
     from importlib.metadata import entry_points
 
@@ -146,15 +145,15 @@ def _offered(found: Any) -> tuple[BackendSpec, ...]:
 
 
 def _unusable(entry: EntryPoint, error: BaseException) -> BackendSpec:
-    """Return an entry for what cannot be used, with the distribution and the reason. Its name is
-    that of the entry point's object, which no backend has."""
+    """Return an entry for an unusable entry point, with the distribution and the reason. Its name
+    is that of the entry point's object, which no backend has."""
     of = entry.value if entry.dist is None else f"{entry.value} of {entry.dist.name}"
     why = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_FAULT]
     return BackendSpec(entry.value, entry.value, frozenset(), fault=f"{of} cannot be used: {why}")
 
 
 def _as_far_as_checked(spec: BackendSpec) -> BackendSpec:
-    """Return a backend with what can be believed of it."""
+    """Return a foreign backend reduced to the abilities whose answers can be verified."""
     if not is_foreign(spec):
         return spec
     fragments = spec.fragments & _PROVABLE
@@ -167,20 +166,20 @@ def _as_far_as_checked(spec: BackendSpec) -> BackendSpec:
 
 
 ENGINES = ("processes", "ray")
-"""Where cases run: processes of this machine, or whatever a ray cluster has."""
+"""Where cases run: in processes of this machine, or on a ray cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How the cases of goals are worked on. `threads` changes last bits; `seconds` what is found.
+    """The execution of the cases of goals. `threads` may change last bits, `seconds` the results.
 
     Args:
         engine: one of `ENGINES`.
-        jobs: how many cases at a time; 1 works in this process; None begins here and goes on in as
-            many processes as cores and memory allow if there is much to do.
+        jobs: the number of cases at a time; 1 uses this process; None starts in this process and
+        uses as many processes as cores and memory allow if there is enough work.
         threads: threads of one case; None divides the cores among the cases.
-        cache: folder of what earlier runs found, None to find everything anew.
-        seconds: after how long no search for bounds or runs goes on; None for as long as it takes.
+        cache: folder of cached results of earlier runs; None disables the cache.
+        seconds: time limit of searches for bounds or runs; None for no limit.
     """
 
     engine: str = "processes"

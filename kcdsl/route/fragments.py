@@ -1,7 +1,7 @@
-"""The fragment of a clause, and what takes it out of every other one.
+"""The fragment of a clause, and the reasons why it is in no other fragment.
 
 A clause belongs to the least fragment that covers it. For every other fragment, the blame is the
-first sub-expression that a backend of that fragment could not take, at its place in the source.
+first sub-expression that is not in that fragment, with its place in the source.
 """
 
 from __future__ import annotations
@@ -133,11 +133,10 @@ def _together(op: str, placements: list[Placement], span: Span) -> Placement:
 
 
 def _on_one_slice(clause: Clause) -> Placement | None:
-    """Return the placement of a clause with a part that speaks of several slices at once, None
-    where there is none.
+    """Return the placement of a clause with a part about several slices at once, None without one.
 
-    Each part of a conjunction is decided slice by slice, which says nothing of alternatives between
-    slices: whether one holds of one slice or another of another.
+    Each part of a conjunction is decided per slice, so a disjunction between statements about
+    different slices cannot be decided.
     """
     whole = clause.require
     for part in _conjuncts(whole) if clause.budget is None else (whole,):
@@ -166,7 +165,7 @@ def _conjuncts(formula: Formula) -> Iterator[Formula]:
 
 
 def _is_measured_outside(formula: Formula) -> bool:
-    """Return whether a part of a formula is about a whole slice, and stands under no quantifier."""
+    """Return whether a part of a formula is about a whole slice and under no quantifier."""
     match formula:
         case Compare() | HasFields():
             return True
@@ -188,7 +187,7 @@ def _quantified(formula: Quantified) -> Placement:
 
 
 def _observed(formula: Quantified) -> Placement:
-    """Place a quantifier over the rows of a slice about the drift that was observed on each."""
+    """Return the placement of a quantifier over the rows of a slice about their observed drift."""
     if formula.region.kind is not RegionKind.POINTS:
         reason = "`measured_drift` is observed at points, and the region holds more"
         return _outside(reason, formula.region.span)
@@ -259,10 +258,10 @@ def _measured(compare: Compare) -> Placement:
 
 
 def why_uncovered(clause: Clause, fragments: Collection[Fragment]) -> Blame | None:
-    """Return what keeps a clause out of each of several fragments; None where one holds it.
+    """Return why a clause is in none of several fragments; None where it is in one.
 
-    Of several fragments the nearest is asked: one that speaks of what the clause speaks of, and of
-    those the one that the fewest parts do not fit.
+    The reason is that of the closest fragment: one about the same quantities, and among those the
+    one with the fewest parts outside.
     """
     placement = classify(clause)
     if placement.fragment in fragments:
@@ -278,8 +277,8 @@ def why_uncovered(clause: Clause, fragments: Collection[Fragment]) -> Blame | No
 
 
 def _is_strange(requirement: Formula, fragment: Fragment) -> bool:
-    """Return whether a fragment has nothing in common with a requirement: fields of traces, top ranks
-    and numbers are three things."""
+    """Return whether a fragment and a requirement are of different kinds: fields of traces, top
+    ranks or numbers."""
     match fragment:
         case Fragment.TRACE_FIELDS:
             return not any(isinstance(part, HasFields) for part in walk(requirement))
@@ -292,7 +291,7 @@ def _is_strange(requirement: Formula, fragment: Fragment) -> bool:
 
 
 def _candidates(clause: Clause, fragment: Fragment) -> Iterator[Blame]:
-    """Yield the parts that a fragment does not hold, outermost and leftmost first."""
+    """Yield the parts that are not in a fragment, outermost and leftmost first."""
     requirement = clause.require
     match fragment:
         case Fragment.UNIVERSAL_DRIFT:
@@ -333,7 +332,7 @@ def _start_of(formula: Formula) -> Span:
 
 
 def _measured_parts(requirement: Formula) -> Iterator[Blame]:
-    """Parts that speak of what was observed, which no statement about every input holds."""
+    """Yield parts about observed values, which are not statements about every input."""
     for part in walk(requirement):
         match part:
             case HasFields(span=span):
@@ -349,7 +348,7 @@ def _measured_parts(requirement: Formula) -> Iterator[Blame]:
 
 
 def _admissible_parts(requirement: Formula) -> Iterator[Blame]:
-    """Parts that speak of every admissible run, which measuring cannot decide."""
+    """Yield parts about every admissible run, which measurement cannot decide."""
     for part in walk(requirement):
         match part:
             case NoFlip(span=span):
@@ -364,7 +363,7 @@ def _admissible_parts(requirement: Formula) -> Iterator[Blame]:
 
 
 def _shape(requirement: Formula) -> Iterator[Blame]:
-    """Forms that keep a statement about drift from being one bound for every input."""
+    """Yield forms in which a statement about drift is not a single bound for every input."""
     for part in walk(requirement):
         match part:
             case Quantified(quantifier="exists", span=span):
@@ -378,7 +377,7 @@ def _shape(requirement: Formula) -> Iterator[Blame]:
 
 
 def _not_derivable(clause: Clause) -> Iterator[Blame]:
-    """Parts that the bound chain does not derive from a bound on the drift of the logits."""
+    """Yield parts that the bound chain does not derive from a bound on the drift of the logits."""
     for part in walk(clause.require):
         if isinstance(part, Quantified):
             yield Blame("claims drift itself: a premise of the bound chain", part.span)

@@ -1,4 +1,4 @@
-"""Goals: what a formal backend is asked to decide, one per clause."""
+"""Goals: the statements that formal backends decide, one per clause."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ class Goal:
 
     forall x in region: functional(drift(block, x)) `op` threshold, or: the top k never change.
     `functional` is "inf", "2", "span" or "no_flip"; `threshold` is None for "no_flip". With
-    `weights` ρ it is asked for every θ' with |θ' - θ| <= ρ|θ|, element by element (a clause speaks
-    of ρ = 0, and whoever verifies it may ask for more: docs/proofs/weights-region.md), and with
-    `states` for every state within that of those of the region, in every feature. `domains` are
-    those that a backend may bound it in; None leaves the choice to the backend. With `alpha` it is
-    enough that the roundings of a run, taken as independent, break it with at most that
-    probability.
+    `weights` ρ the goal is for every θ' with |θ' - θ| <= ρ|θ|, element by element (clauses have
+    ρ = 0, and the user may request more: docs/proofs/weights-region.md), and with `states` for
+    every state within this distance of one in the region, in every feature. `domains` are the
+    allowed proof domains; None leaves the choice to the backend. With `alpha`, independent random
+    roundings may break the goal with at most that probability.
     """
 
     obligation: Obligation
@@ -43,7 +42,7 @@ class Goal:
 
     @property
     def span(self) -> Span:
-        """Return the place of the drift, or of `no_flip`, in the contract."""
+        """Return the span of the drift, or of `no_flip`, in the contract."""
         comparison = self.obligation.comparison
         match comparison.quantity if comparison is not None else None:
             case Norm(of=drift):
@@ -54,15 +53,16 @@ class Goal:
                 return self.clause.require.span
 
     def admits(self, bound: float) -> bool:
-        """Return whether a finite upper bound of the functional settles the goal."""
+        """Return whether a finite upper bound of the functional proves the goal."""
         return self._compared(bound) is True
 
     def refuted_by(self, value: float) -> bool:
-        """Return whether a functional value that a concrete run attains breaks the goal."""
+        """Return whether an attained value of the functional refutes the goal."""
         return self._compared(value) is False
 
     def _compared(self, value: float) -> bool | None:
-        """Return whether a value meets the threshold; None for no threshold or no finite value."""
+        """Return whether a value satisfies the threshold; None without threshold or finite
+        value."""
         if self.threshold is None or not 0 <= value < float("inf"):
             return None
         exact = Fraction(value)
@@ -70,11 +70,11 @@ class Goal:
 
 
 ALPHA = Fraction(1, 10**9)
-"""With what probability roundings may break a clause that admits probabilistic evidence."""
+"""The probability with which roundings may break a clause that admits probabilistic evidence."""
 
 
 def goal_of(clause: Clause) -> Goal | None:
-    """Return the goal of a clause, or None if it is not one universal statement about one drift."""
+    """Return the goal of a clause, or None unless it is a universal statement about one drift."""
     regions = regions_of(clause.require)
     if len(regions) != 1:
         return None

@@ -1,4 +1,4 @@
-"""From fragments to backends, with the reasons for and against each; premises of clauses."""
+"""The choice of a backend for each clause, with reasons for and against each; premises."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _LOGITS_BLOCK = "model"
 
 
 class Premises:
-    """The clauses of a program that bound the drift of logits (block `model`), by what they cover.
+    """The clauses of a program that bound the drift of logits (block `model`), by slice.
 
-    Each clause of the program is looked at once, when this is made, and each pair of slices at most
-    once. What `of` does then depends on the clause it is asked about and on the number of premises,
-    not on the other clauses.
+    Each clause of the program is visited once, at construction, and each pair of slices at most
+    once. The cost of `of` depends on its clause and on the number of premises, not on the other
+    clauses.
     """
 
     def __init__(self, program: Program) -> None:
-        """Take the premises of a program."""
+        """Collect the premises of a program."""
         self._program = program
         self._slices = {item.name: item for item in program.slices}
         self._names: list[str] = []
@@ -47,7 +47,7 @@ class Premises:
         self._known: dict[str, frozenset[int]] = {}
         for clause in program.clauses:
             covered = _covered(clause)
-            # From the states that an encoder gives the bound chain derives nothing.
+            # The bound chain derives nothing from the output states of an encoder.
             if covered and not is_encoder(program.model.architecture):
                 for name in covered:
                     self._on[name].add(len(self._names))
@@ -56,9 +56,8 @@ class Premises:
     def of(self, clause: Clause) -> tuple[str, ...]:
         """Return the names of the premises of a clause, in the order of the program.
 
-        Each slice of the clause follows by itself, so each needs a premise on a slice that may
-        contain it; where one has none, nothing is returned. What is returned are candidates, and
-        only the derivation decides.
+        Each slice of the clause needs a premise on a slice that may contain it; the result is
+        empty where one has none. The premises are candidates; only the derivation decides.
         """
         if not self._names or not _derivable(clause):
             return ()
@@ -74,7 +73,7 @@ class Premises:
         return self._known[name]
 
     def _may_contain(self, outer: str, inner: str) -> bool:
-        """Return whether no request is known that is in one slice and not in the other."""
+        """Return whether no request is known to be in the inner slice and not in the outer one."""
         if outer == inner:
             return True
         a, b = self._slices.get(inner), self._slices.get(outer)
@@ -121,9 +120,9 @@ def _bounds_logits(part: Quantified) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a clause goes. `backend` is None where nobody decides it; `why_not` names every
-    other backend with the reason. `premises` are the drift clauses an implied clause rests on;
-    for a clause that is measured anyway they are those that could imply it as well."""
+    """The backend of a clause, None where no backend decides it; `why_not` names every other
+    backend with the reason. `premises` are the drift clauses of an implied clause; for a measured
+    clause, those that could imply it as well."""
 
     clause_id: str
     fragment: Fragment
@@ -195,7 +194,7 @@ def _against(
     missing: tuple[str, ...],
     wanted: str | None,
 ) -> str | None:
-    """Say why a backend does not take a clause, or None where it can."""
+    """Return why a backend cannot decide a clause; None where it can."""
     if spec.fault:
         return spec.fault
     if placement.fragment not in spec.fragments:

@@ -1,6 +1,6 @@
-"""Properties of the constants of a theory that no kernel changes, as assertions with reasons.
+"""Assumptions about the constants of a theory, as assertions with reasons.
 
-What holds of measured quantities is `kcdsl.logic.axioms`; here the laws become assertions.
+The laws of measured quantities come from `kcdsl.logic.axioms`; here they become assertions.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def assumptions(
     known: Mapping[str, Interval],
     division: Division = undivided,
 ) -> Iterator[Fact]:
-    """Yield what holds of the constants that the theory has made so far.
+    """Yield the assumptions about the constants that the theory has created so far.
 
-    `temperature` relates the span of the logits to the distributions; None leaves them apart.
-    `known` bounds metrics beyond their definition, `division` says how slices are made up.
+    `temperature` relates the span of the logits to the distributions; None: no relation. `known`
+    has tighter bounds of metrics, `division` returns whether slices are unions of others.
     """
     for constant, symbol in theory.constants.items():
         if not isinstance(constant, MeasuredTerm):
@@ -41,7 +41,7 @@ def assumptions(
     measured = [c for c in theory.constants if isinstance(c, MeasuredTerm)]
     for unit in dict.fromkeys(quantity.unit for quantity in measured):
         group = [quantity for quantity in measured if quantity.unit == unit]
-        # Units of different slices are counted apart, so nothing relates them.
+        # Units of different slices are unrelated.
         setting = ContractFacts(
             eq if unit else theory.inside,
             temperature,
@@ -80,7 +80,7 @@ def _groups(items: Iterable[Any], key: Any) -> Iterator[list[Any]]:
 
 
 def _extremes(theory: Theory) -> Iterator[Fact]:
-    """Yield how the extremes of norms over regions lie to each other."""
+    """Yield the orders between extremes of norms over regions."""
     found = {c: s for c, s in theory.constants.items() if isinstance(c, Extreme)}
     for group in _groups(found, lambda e: (e.unit, e.block, e.measured)):
         for small, large in permutations(group, 2):
@@ -98,8 +98,8 @@ def _norm_factor(small: Extreme, large: Extreme) -> Fraction | None:
 def _meet(theory: Theory, small: Extreme, large: Extreme) -> bool:
     """Return whether an order of norms at every input orders two extremes.
 
-    The largest is ordered as its region is, the least the other way round; the least over one
-    region lies below the largest over another where an input is in both.
+    The largest norm grows with the region, the least norm shrinks; the least over one region is
+    at most the largest over another if an input is in both.
     """
     grows = theory.region_inside(small.region, large.region, small.unit)
     shrinks = theory.region_inside(large.region, small.region, small.unit)
@@ -115,7 +115,7 @@ def _meet(theory: Theory, small: Extreme, large: Extreme) -> bool:
 
 
 def _at_inputs(theory: Theory) -> Iterator[Fact]:
-    """Yield what holds of the drift observed at single inputs."""
+    """Yield the assumptions about the drift observed at single inputs."""
     found = {c: s for c, s in theory.constants.items() if isinstance(c, NormAt)}
     extremes = {c: s for c, s in theory.constants.items() if isinstance(c, Extreme) and c.measured}
     for norm, symbol in found.items():
@@ -135,7 +135,7 @@ def _at_inputs(theory: Theory) -> Iterator[Fact]:
 
 
 def _flags(theory: Theory) -> Iterator[Fact]:
-    """Yield: what no input of a region flips, no input of a smaller one does."""
+    """Yield that the absence of flips in a region implies it in every smaller region."""
     flips = {key: s for key, s in theory.flags.items() if _is_flip(key)}
     for group in _groups(flips, lambda key: key[:4]):
         for inner, outer in permutations(group, 2):

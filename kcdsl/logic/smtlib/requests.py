@@ -14,9 +14,9 @@ _SORTS = {"truth": "Bool", "text": "String", "number": "Real"}
 
 
 def slice_lines(slice_: Slice, symbols: Symbols) -> Iterator[str]:
-    """Yield the definition of a slice, and the assertion that it has a request.
+    """Yield the definition of a slice, and the assertion that it is not empty.
 
-    A test of a field of another kind selects nothing. A slice without a test selects everything.
+    A test of a field of another kind is false. A slice without a test contains every request.
     """
     tests = list(tests_of(slice_.where))
     if not tests:

@@ -1,9 +1,9 @@
 """SMT-LIB scripts that ask whether a contract is consistent, or whether one clause follows.
 
-Hard clauses speak of a slice as a whole. A clause with a budget of requests speaks of single
-requests: as long as the budgets of several clauses add up to less than one, some request keeps all
-of them, and the script asks whether there can be such a request. Clauses whose budgets add up to
-one or more are asked about different requests. The same holds of windows.
+Hard clauses are about a slice as a whole. A clause with a budget of requests is about single
+requests: if the budgets of several clauses add up to less than one, some request satisfies all of
+them, and the script asks whether there can be such a request. Clauses whose budgets add up to one
+or more are about different requests. The same holds for windows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNITS = ("requests", "windows")
 
 @dataclass(frozen=True, slots=True)
 class ScriptClaim:
-    """One clause on one slice ("" where it names none), of the slice ("") or of one unit of it."""
+    """One clause on one slice ("" where it names none), about the slice (unit "") or one unit."""
 
     clause: Clause
     slice: str
@@ -36,31 +36,31 @@ class ScriptClaim:
 
     @property
     def name(self) -> str:
-        """Return what the assertion is called."""
+        """Return the name of the assertion."""
         return f"{self.clause.id} on {self.slice}" if self.slice else f"{self.clause.id} holds"
 
 
 Failure = tuple[ScriptClaim, ...]
-"""A way in which a clause fails: these claims of it do not hold, each of its unit."""
+"""A way in which a clause fails: the claims that are false, each about its unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetLimit:
-    """What the budgets of a unit may add up to: less than one, or (`rate`) at most a rate."""
+    """The limit on the sum of the budgets of a unit: less than one, or at most `rate`."""
 
     unit: str
     rate: Fraction | None = None
 
     def allows(self, total: Fraction) -> bool:
-        """Return whether budgets that add up to `total` keep to it."""
+        """Return whether a sum of budgets is within the limit."""
         return total < 1 and (self.rate is None or total <= self.rate)
 
 
 def consistency(program: Program) -> str:
-    """Return the script that asks whether every clause of a program can hold at once.
+    """Return the script that asks whether all clauses of a program can hold together.
 
-    `unsat`: the clauses contradict each other, or a slice can have no request; the core names
-    them. `sat`: nothing that the script knows speaks against the contract.
+    `unsat`: the clauses contradict each other, or a slice is empty; the core names them.
+    `sat`: the contract is consistent as far as the axioms show.
     """
     written = expand_tables(program)
     return _script(program, written, claims_of(written))
@@ -69,9 +69,8 @@ def consistency(program: Program) -> str:
 def implication(program: Program, clause_id: str) -> str:
     """Return the script that asks whether the other clauses imply one clause.
 
-    `unsat`: they do, or they contradict each other by themselves. `sat`: the model shows measured
-    values that keep the others, as far as they are asked, and not this one. Raises KeyError for an
-    unknown clause.
+    `unsat`: they do, or they contradict each other. `sat`: the model has measured values that
+    satisfy the encoded other clauses but not this one. Raises KeyError for an unknown clause.
     """
     if all(clause.id != clause_id for clause in program.clauses):
         raise KeyError(clause_id)
@@ -81,15 +80,15 @@ def implication(program: Program, clause_id: str) -> str:
 
 
 def claims_of(program: Program) -> tuple[ScriptClaim, ...]:
-    """Return every clause on every slice, each with the unit that it is asked about.
+    """Return every clause on every slice, each with its unit.
 
-    A clause whose budget is everything demands nothing and is left out.
+    A clause with a budget of 100 % demands nothing and is omitted.
     """
     return tuple(_claims(program.clauses))
 
 
 def _claims(clauses: Sequence[Clause], limit: BudgetLimit | None = None) -> Iterator[ScriptClaim]:
-    """Yield claims; those with a budget of the unit of `limit` in groups that keep to it."""
+    """Yield claims; clauses with budgets of the unit of `limit` are grouped within the limit."""
     yield from (ScriptClaim(c, name, "") for c in clauses if c.budget is None for name in _on(c))
     for unit in UNITS:
         own = limit is not None and limit.unit == unit
@@ -107,7 +106,7 @@ def _question(
     """Return the claims of the other clauses, and the ways in which this one can fail."""
     others = [c for c in clauses if c.id != clause_id]
     asked = [c for c in clauses if c.id == clause_id]
-    budget = next((c.budget for c in asked), None)  # that of every bucket, where it has a table
+    budget = next((c.budget for c in asked), None)  # all buckets of a table have the same
     if budget is None:
         return tuple(_claims(others)), tuple(
             (ScriptClaim(c, n, ""),) for c in asked for n in _on(c)
@@ -119,8 +118,8 @@ def _question(
 
 
 def _groups(clauses: Sequence[Clause], limit: BudgetLimit) -> list[tuple[str, list[Clause]]]:
-    """Split clauses with budgets of a unit into groups within a limit, each about a unit of its
-    own. What may fail of no unit is in every group, what passes the limit by itself in none."""
+    """Split clauses with budgets of a unit into groups within a limit, each about a separate unit.
+    Clauses with budget 0 are in every group, clauses that exceed the limit alone in none."""
     own = [c for c in clauses if c.budget is not None and c.budget.unit == limit.unit]
     rated = [(_rate(c), c) for c in own if _rate(c) > 0]
     groups: list[tuple[Fraction, list[Clause]]] = []

@@ -1,4 +1,4 @@
-"""The writing of SMT-LIB: symbols, numbers, texts, connectives."""
+"""SMT-LIB syntax: symbols, numbers, strings, connectives."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from fractions import Fraction
 TRUE, FALSE = "true", "false"
 
 _LARGEST_CHARACTER = 0x2FFFF
-"""SMT-LIB 2.6 knows characters up to here."""
+"""The largest character of SMT-LIB 2.6."""
 
 
 @dataclass(slots=True)
 class Symbols:
-    """Gives each meaning a symbol of its own, as readable as it can be."""
+    """Assigns a unique, readable symbol to each meaning."""
 
     _given: dict[Hashable, str] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
 
     def symbol(self, meaning: Hashable, name: str) -> str:
-        """Return the quoted symbol of a meaning; `name` is what it would be called."""
+        """Return the quoted symbol of a meaning; `name` is the preferred name."""
         if meaning not in self._given:
             plain = _printable(name)
             chosen, count = plain, 1
@@ -33,7 +33,7 @@ class Symbols:
 
 
 def _printable(name: str) -> str:
-    """Return what may stand between bars: printable ASCII without `|` and the backslash."""
+    """Return a valid quoted-symbol text: printable ASCII without `|` and backslash."""
     return "".join(c if " " <= c <= "~" and c not in "|\\" else f"{{{ord(c):x}}}" for c in name)
 
 

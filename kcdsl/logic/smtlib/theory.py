@@ -1,16 +1,16 @@
 """Clauses as statements about real constants.
 
-A measured term on a slice (`p99(kl)` on `long`) becomes a real constant; `assumptions` says what is
-true of the constants whatever the kernels do. A claim about every input of a region
-speaks of the largest norm of the drift that occurs there (`Extreme`), which is exact: inputs and
-admitted runs are finitely many, so the largest is attained. A quantifier over anything else becomes
-a truth value of its own (`Opaque`), about which its instances are stated.
+A measured term on a slice (`p99(kl)` on `long`) becomes a real constant; `assumptions` has the
+axioms about the constants. A claim about every input of a region becomes a claim about the largest
+norm of the drift there (`Extreme`). This is exact: there are finitely many inputs and admitted
+runs, so the maximum is attained. Any other quantified formula becomes a truth value (`Opaque`),
+with assertions about its instances.
 
-A percentile of a metric of tokens stands for each request by its largest or by its smallest token,
-whichever harms the comparison: two constants (`Quantity.side`).
+A percentile of a metric of tokens represents each request by its largest or its smallest token,
+whichever is worse for the comparison: two constants (`MeasuredTerm.side`).
 
-Division by a measured term makes a statement undefined where the term is zero, and an undefined
-statement is not true; so `holds` demands of every divisor that it is not zero.
+A statement that divides by a measured term is undefined, and not true, where the term is zero; so
+`holds` requires every divisor to be nonzero.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kcdsl.logic.smtlib.text import WRITTEN, Symbols
 class MeasuredTerm:
     """A measured term on a slice. `unit` is "" for the slice as a whole, else names one unit.
 
-    `side` says which token stands for its request, "" where only one can.
+    `side` is the token that represents its request, "" where there is only one value.
     """
 
     unit: str
@@ -56,7 +56,7 @@ class MeasuredTerm:
 
     @property
     def of(self) -> ir.Term:
-        """Return what the statistic is of."""
+        """Return the term inside the statistic."""
         return self.term.of if isinstance(self.term, ir.Statistic) else self.term
 
 
@@ -74,7 +74,7 @@ class Extreme:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One row of a slice: any one (`number` 0), or the one that a quantifier is about."""
+    """One row of a slice: an arbitrary one (`number` 0), or that of a quantifier."""
 
     unit: str
     region: ir.Region
@@ -94,8 +94,8 @@ class NormAt:
 class Opaque:
     """A quantified statement that is no bound of one norm.
 
-    `turned`: it stands under an odd number of negations and speaks of measured terms, which then
-    have their other side.
+    `turned`: it is under an odd number of negations and contains measured terms, which then have
+    their other side.
     """
 
     unit: str
@@ -110,24 +110,24 @@ Environment = Mapping[str, Input]
 
 @dataclass(slots=True)
 class Theory:
-    """Translates clauses and keeps the constants they speak of, in the order of their use."""
+    """Translates clauses and records their constants in the order of use."""
 
     inside: Inside
     by_request: frozenset[str] = frozenset()
-    """The metrics of the user with one value per request."""
+    """User metrics with one value per request."""
     symbols: Symbols = field(default_factory=Symbols)
     constants: dict[Constant, str] = field(default_factory=dict)
     flags: dict[Hashable, str] = field(default_factory=dict)
     opaque: dict[Opaque, str] = field(default_factory=dict)
     bounds: dict[MeasuredTerm, set[Fraction]] = field(default_factory=dict)
-    """The numbers that measured terms are compared with."""
+    """The thresholds of measured terms."""
 
     def holds(self, formula: ir.Formula, slice_name: str, unit: str = "") -> str:
-        """Return that a requirement is true of a slice, or of one unit of it."""
+        """Return the formula that a requirement is true for a slice, or for one unit of it."""
         return _Translation(self, slice_name, unit).holds(normal_formula(formula), {})
 
     def fails(self, formula: ir.Formula, slice_name: str, unit: str = "") -> str:
-        """Return that a requirement is not true of a slice, or of one unit of it."""
+        """Return the formula that a requirement is not true for a slice, or for one unit of it."""
         return text.negation(self.holds(formula, slice_name, unit))
 
     def real(self, constant: Constant, name: str) -> str:
@@ -143,18 +143,18 @@ class Theory:
         return symbol
 
     def region_inside(self, inner: ir.Region, outer: ir.Region, unit: str) -> bool:
-        """Return whether every input of one region is one of the other, within a unit.
+        """Return whether every input of one region is in the other, within a unit.
 
-        Units of different slices are counted apart, so nothing relates their inputs.
+        Units of different slices are unrelated.
         """
         apart = bool(unit) and inner.slice != outer.slice
         return not apart and region_inside(inner, outer, self.inside)
 
     def instances(self) -> list[str]:
-        """Return what the opaque statements say about single inputs.
+        """Return the instances of the opaque statements.
 
-        A statement about every input is true of any one input of each region inside its own, and
-        of those that other quantifiers are about; one that is not true is not true of one input.
+        A true universal statement is true for an input of each region inside its own, and for the
+        inputs of other quantifiers there; a false one is false for some input.
         """
         found: list[str] = []
         general = list(self.opaque.items())
@@ -192,7 +192,7 @@ class _Translation:
     divisors: list[str] = field(default_factory=list)
 
     def holds(self, formula: ir.Formula, at: Environment, negated: bool = False) -> str:
-        """Return that the formula is defined and true; `negated` as in `formula`."""
+        """Return the formula "defined and true"; `negated` as in `formula`."""
         self.divisors.clear()
         truth = self.formula(formula, at, negated)
         defined = (f"(not (= {divisor} 0.0))" for divisor in dict.fromkeys(self.divisors))
@@ -201,7 +201,7 @@ class _Translation:
     def formula(self, formula: ir.Formula, at: Environment, negated: bool = False) -> str:
         """Return the truth of a formula where it is defined.
 
-        `negated`: it stands under an odd number of negations, which turns its harmful side round.
+        `negated`: it is under an odd number of negations, which exchanges its worse side.
         """
         match formula:
             case ir.Compare(op, left, right):
@@ -230,7 +230,7 @@ class _Translation:
                 assert_never(formula)
 
     def term(self, term: ir.Term, at: Environment, side: Side) -> str:
-        """Return a term, measured on the given side where it has two."""
+        """Return a term, on the given side where it has two."""
 
         def norm(of: ir.Norm) -> str:
             place = at[of.of.variable]
@@ -253,7 +253,7 @@ class _Translation:
         return MeasuredTerm(self.unit, self.slice, plain, side if two else "")
 
     def _note(self, left: ir.Term, right: ir.Term, side: Side) -> None:
-        """Remember which numbers a measured term is compared with."""
+        """Record the thresholds of a measured term."""
         for term, number, end in ((left, right, side), (right, left, other(side))):
             if isinstance(term, ir.Metric | ir.Statistic) and isinstance(number, ir.Number):
                 self.theory.bounds.setdefault(self._of(term, end), set()).add(number.value)
@@ -263,12 +263,12 @@ class _Translation:
         return self.theory.flag(key, self._here(f"trace has {name}"))
 
     def _here(self, words: str) -> str:
-        """Return words with the place that they are about."""
+        """Return words followed by the slice or unit."""
         place = f" on {self.slice}" if self.slice else ""
         return f"{words}{place}{', ' + self.unit if self.unit else ''}"
 
     def _unbound(self, formula: ir.Compare | ir.NoFlip, negated: bool) -> str:
-        """Return a truth value for a claim about admitted runs outside its simple form."""
+        """Return a truth value for a claim about admitted runs that is not in the simple form."""
         key = ("claim", self.unit, self.slice, formula, negated and _is_measured(formula))
         return self.theory.flag(key, self._here(formula_text(formula)))
 
@@ -332,18 +332,18 @@ def _input(at: Input) -> str:
 
 
 def _bound(term: ir.Term, at: Environment) -> bool:
-    """Return whether every drift of a term is one that was observed at a known input."""
+    """Return whether every drift of a term was observed at a known input."""
     norms = [part.of for part in subterms(term) if isinstance(part, ir.Norm)]
     return all(drift.measured and drift.variable in at for drift in norms)
 
 
 def _is_measured(formula: ir.Formula) -> bool:
-    """Return whether a statement speaks of measured terms."""
+    """Return whether a statement contains measured terms."""
     return any(isinstance(term, ir.Metric | ir.Statistic) for term in terms_of(formula))
 
 
 def _only_observed(formula: ir.Quantified) -> bool:
-    """Return whether a quantifier is about drift that was observed, and holds no other quantifier."""
+    """Return whether a quantifier is only about observed drift and contains no other quantifier."""
     parts = list(walk(formula.body))
     if any(isinstance(part, ir.Quantified | ir.NoFlip) for part in parts):
         return False
@@ -352,7 +352,7 @@ def _only_observed(formula: ir.Quantified) -> bool:
 
 
 def _plain(term: ir.Term) -> ir.Term:
-    """Return a measured term with registered names of metrics and numbers without a dimension."""
+    """Return a measured term with registered metric names and dimensionless numbers."""
 
     def leaf(part: ir.Term) -> ir.Term:
         match part:
