@@ -12,8 +12,10 @@ import torch
 from scipy.optimize import lsq_linear
 
 from kcdsl_backends.drift.affine import ellipsoids as prover
+from kcdsl_backends.drift.affine import tape
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine_run import affine_run
+from kcdsl_certs.recheck.affine import curves
 from kcdsl_certs.recheck.affine import ellipsoids as checker
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Walk
@@ -245,6 +247,76 @@ def test_sums_images_and_lengths_hold_their_members(seed: int) -> None:
         )
         singular = np.linalg.norm(matrix @ np.linalg.cholesky(shapes[0] + 1e-14 * np.eye(n)), 2)
         assert longest >= singular * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sums_of_images_hold_their_members(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n, count = int(rng.integers(2, 9)), int(rng.integers(1, 16))
+    matrix, other = rng.standard_normal((count, n)), rng.standard_normal((count, 3))
+    if seed % 3 == 0:
+        matrix = np.diag(rng.standard_normal(n))
+        other, count = other[:1].repeat(n, axis=0), n
+    sizes, shapes = np.exp2(-rng.uniform(0, 20, n)), [positive(rng, n), positive(rng, 3)]
+    plain = positive(rng, count)
+    parts = [(matrix, shapes[0]), (matrix, sizes), (other, shapes[1])]
+    total = members(rng, plain, 400)
+    for functionals, shape in parts:
+        whole = np.diag(shape) if shape.ndim == 1 else shape
+        total = total + members(rng, whole, 400) @ functionals.T
+    theirs = [checker.Seen.by(*part) for part in parts]
+    ours = [prover.Image.of(*map(torch.from_numpy, part)) for part in parts]
+    for point in total:
+        assert beyond(point, checker.sum_of([plain, *theirs])) <= 1 + 2.0**-20
+        around = prover.around_sum([torch.from_numpy(plain), *ours])
+        assert beyond(point, around.numpy()) <= 1 + 2.0**-20
+    for (functionals, shape), one, two in zip(parts, theirs, ours, strict=True):
+        whole = np.diag(shape) if shape.ndim == 1 else shape
+        exact = functionals @ whole @ functionals.T
+        longest = float(np.linalg.eigvalsh(exact)[-1])
+        for extents, largest in ((one.extents, one.largest), (two.sizes.numpy(), two.largest)):
+            assert (extents**2 >= np.diagonal(exact)).all()
+            assert (extents**2 <= np.diagonal(exact) * (1 + 2.0**-20) + 2.0**-40).all()
+            assert longest <= largest <= longest * (1 + 2.0**-3) + 2.0**-20 * np.trace(exact)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_remainders_with_known_sums_lie_in_their_ellipsoids(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows, n, count = int(rng.integers(1, 4)), int(rng.integers(2, 9)), int(rng.integers(1, 12))
+    low, high = -rng.uniform(0.1, 1, (rows, n)), rng.uniform(0.1, 1, (rows, n))
+    caps = np.maximum(-low, high)
+    sums = caps.max(axis=-1, keepdims=True) * rng.uniform(1, 2, (rows, 1))
+    if seed == 3:
+        sums[0] = np.inf  # nothing is known of the sum but the caps
+    values = rng.standard_normal((count, rows, n))
+    if seed == 4 and rows > 1:
+        values[:, 0] = 0.0  # a window may hold rows that are not read
+    (one,) = curves.Remainder(low, high, sums).curve.around(Adjoint(values, (0, 0)))
+    tensors = (torch.from_numpy(x) for x in (low, high, sums))
+    nonlinear = tape.Remainder(*tensors).nonlinear()
+    (two,) = nonlinear.around(ProverAdjoint.full(torch.from_numpy(values)))
+    flat = values.reshape(count, -1)
+    around = checker.sum_of([one]), prover.around_sum([two]).numpy()
+    np.testing.assert_allclose(*around, rtol=1e-6, atol=1e-6 * np.trace(around[1]))
+    farthest = 0.0
+    for _ in range(200):
+        inside = rng.choice([-1.0, 1.0], (rows, n)) * caps * (rng.uniform(size=(rows, n)) < 0.4)
+        size = np.abs(inside).sum(axis=-1, keepdims=True)
+        inside *= np.minimum(1.0, sums / np.maximum(size, 1e-9))
+        inside = np.clip(inside, low, high)
+        point = flat @ inside.reshape(-1)
+        for shape, part in zip(around, (one, two), strict=True):
+            farthest = max(farthest, ratio := beyond(point, shape))
+            assert ratio <= 1 + 2.0**-20
+            assert float(point @ point) <= part.largest
+    assert farthest > 0.1
+    alone = np.zeros((1, rows, n))
+    alone[0, -1, -1] = 1.0  # one element as large as its cap and the sum: nothing to spare
+    single = np.zeros((rows, n))
+    single[-1, -1] = 0.5
+    part = curves.Remainder(-single, single, single[:, -1:]).curve.around(Adjoint(alone, (0, 0)))[0]
+    assert float(part.trace) == pytest.approx(0.25, rel=1e-9)
 
 
 def test_what_is_not_finite_bounds_nothing() -> None:

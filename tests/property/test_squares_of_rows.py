@@ -54,6 +54,21 @@ def test_norms_that_are_known_count(seed: int) -> None:
             assert found[0] == pytest.approx(1.5 * min(share, 1.0) * most, rel=1e-3)
 
 
+def test_squares_of_long_rows_are_those_of_short_ones() -> None:
+    rng, n = np.random.default_rng(5), 300  # more than one block of the product in both programs
+    half = rng.standard_normal((n, 40))
+    shape, weights = half @ half.T, np.abs(rng.standard_normal((7, n)))
+    weights[0], weights[1, 3:] = 1.0, 0.0
+    squares, sums = shape**2, weights @ (shape**2).sum(axis=-1)
+    both, total = np.einsum("bi,ij,bj->b", weights, squares, weights), squares.sum()
+    most = float(np.linalg.eigvalsh(shape)[-1])
+    prices = np.linspace(0.0, float(weights.max()), 4001)[:, None]
+    norms = np.maximum(both - 2 * prices * sums + prices**2 * total, 0.0)
+    best = np.sqrt((prices * most + np.sqrt(norms)).min(axis=0))
+    for found in roots(shape, weights):
+        np.testing.assert_allclose(found, best, rtol=1e-3)
+
+
 @pytest.mark.parametrize(("size", "weight"), [(1e-90, 1e-90), (1e-150, 1.0), (1e-170, 1e40)])
 def test_squares_that_float64_cannot_hold_are_not_lost(size: float, weight: float) -> None:
     shape, weights = drawn(2)

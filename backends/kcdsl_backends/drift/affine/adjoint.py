@@ -330,12 +330,13 @@ SMALL = 160
 """Up to this size all eigenvalues are computed."""
 
 
-def largest_eigenvalue(products: Tensor, trace: float) -> float:
+def largest_eigenvalue(products: Tensor, trace: float, known: float = math.inf) -> float:
     """Bound the largest eigenvalue, by a Cholesky factorisation that succeeds (Rump 2006).
 
     Args:
         products: [n, n], a Gram matrix.
         trace: a bound of its trace.
+        known: what else stands for a bound; where the eigenvalue is no less, this is returned.
     """
     if not (0 < trace < math.inf and bool(torch.isfinite(products).all())):
         return trace
@@ -343,6 +344,8 @@ def largest_eigenvalue(products: Tensor, trace: float) -> float:
     even = products / 2 / trace
     even = even + even.T
     value = _estimate(even)
+    if trace * value >= known:
+        return known
     below = even.neg_()
     diagonal = below.diagonal().clone()
     for rise, more in pairwise(RISES):

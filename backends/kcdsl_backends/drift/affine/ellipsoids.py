@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kcdsl_backends.drift.affine.adjoint import (
     MORE,
+    PARTS,
     Adjoint,
     Row,
     by_rows,
@@ -90,9 +91,11 @@ def product_of(functionals: Tensor) -> Tensor:
 
 
 def _rounding(matrix: Tensor, functionals: Tensor) -> Tensor:
-    """Return what aᵀ P a may be off by: γ (Σ |a_i| √P_ii)², as |P_ij| <= √P_ii √P_jj."""
-    size = functionals.abs() @ matrix.diagonal().clamp_min(0).sqrt()
-    return 4 * gamma(2 * matrix.shape[0] + 8) * size.square()
+    """Return what aᵀ P a may be off by: γ (Σ |a_i| √P_ii)², as |P_ij| <= √P_ii √P_jj, of an
+    ellipsoid P or of its diagonal."""
+    diagonal = matrix.diagonal() if matrix.dim() == 2 else matrix
+    size = functionals.abs() @ diagonal.clamp_min(0).sqrt()
+    return 4 * gamma(2 * len(diagonal) + 8) * size.square()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,29 +129,110 @@ class RankOne:
         return self.scale * float(self.values.square().sum()) + self.rest * len(self.values)
 
 
-def around_sum(parts: Sequence[Tensor | RankOne]) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Image:
+    """The ellipsoid A P Aᵀ of functionals A [B, n], of P [n, n] or its diagonal [n].
+
+    The product with Aᵀ is left for where it is needed; `longest` bounds the norm of members.
+    """
+
+    functionals: Tensor
+    matrix: Tensor
+    product: Tensor
+    longest: float = math.inf
+
+    @staticmethod
+    def of(functionals: Tensor, matrix: Tensor, longest: float = math.inf) -> Image:
+        """Return the image of an ellipsoid, given as matrix or as diagonal."""
+        whole = matrix.dim() == 2
+        product = functionals @ matrix if whole else functionals * matrix
+        return Image(functionals, matrix, product, longest)
+
+    @property
+    def squares(self) -> Tensor:
+        """Return the diagonal [B], as float64 forms it."""
+        return torch.einsum("bn,bn->b", self.product, self.functionals)
+
+    @property
+    def trace(self) -> float:
+        """Return the trace, as float64 forms it."""
+        return float(self.squares.sum())
+
+    @property
+    def sizes(self) -> Tensor:
+        """Return bounds of the functionals [B]; infinite where there are none."""
+        lost = _rounding(self.matrix, self.functionals)
+        found = (self.squares.clamp_min(0) + lost).sqrt() * MORE
+        return found.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+    @property
+    def largest(self) -> float:
+        """Return a bound of the square of the norm of members."""
+        products = _images([(self, 1.0)])
+        trace = float(products.diagonal().sum()) * MORE
+        return min(largest_eigenvalue(products, trace), self.longest**2)
+
+    def of_same(self, other: Image) -> bool:
+        """Say whether another image is one of the same functionals."""
+        one, two = self.functionals, other.functionals
+        return one.data_ptr() == two.data_ptr() and one.shape == two.shape
+
+
+def _images(parts: Sequence[tuple[Image, float]]) -> Tensor:
+    """Return the sum of images by the same functionals, each with a factor: one product for all,
+    with what float64 may have lost on the diagonal."""
+    (first, factor), *others = parts
+    alone, product = diagonal(first.functionals), first.product * factor
+    sizes = (first.matrix.diagonal() if first.matrix.dim() == 2 else first.matrix) * factor
+    for part, factor in others:
+        product.add_(part.product, alpha=factor)
+        sizes = sizes + (part.matrix.diagonal() if part.matrix.dim() == 2 else part.matrix) * factor
+    lost = float(_rounding(sizes, first.functionals).sum())
+    found = square_of(product, first.functionals) if alone is None else product * alone
+    found.diagonal().add_(lost)
+    return found
+
+
+Part = Tensor | RankOne | Image
+"""An ellipsoid [B, B]."""
+
+
+def around_sum(parts: Sequence[Part]) -> Tensor:
     """Return an ellipsoid that holds the sums of members of others: (Σ w) Σ P_k/w_k.
 
     By Cauchy and Schwarz (Σ √q_k)² <= (Σ w) Σ q_k/w_k for all w > 0; w_k = √trace here. The share
     of 2^-30 of the trace is more than what sums of up to 2^22 products lost.
     """
-    traces = [part.trace if isinstance(part, RankOne) else float(part.trace()) for part in parts]
+    traces = [float(part.trace()) if isinstance(part, Tensor) else part.trace for part in parts]
     weights = [math.sqrt(max(trace, 0.0)) for trace in traces]
-    first = next(part.values if isinstance(part, RankOne) else part for part in parts)
-    total = first.new_zeros(len(first), len(first))
+    whole, images = sum(weights), list[list[tuple[Image, float]]]()
+    first = parts[0]
+    like = first if isinstance(first, Tensor) else _values(first)
+    total = like.new_zeros(len(like), len(like))
     for part, weight in zip(parts, weights, strict=True):
-        share = sum(weights) / weight if weight > 0 else 0.0
+        share = whole / weight if weight > 0 else 0.0
         if share == 0:
             continue
         if isinstance(part, RankOne):
             if part.scale > 0:
                 total.addr_(part.values, part.values, alpha=share * part.scale)
             total.diagonal().add_(share * part.rest)
+        elif isinstance(part, Image):
+            same = next((each for each in images if each[0][0].of_same(part)), None)
+            if same is None:
+                images.append(same := [])
+            same.append((part, share))
         else:
             total.add_(part, alpha=share)
+    for each in images:
+        total.add_(_images(each))
     found = (total + total.T).mul_(MORE / 2)
     found.diagonal().add_(2.0**-30 * float(total.diagonal().sum()))
     return found
+
+
+def _values(part: RankOne | Image) -> Tensor:
+    return part.values if isinstance(part, RankOne) else part.functionals
 
 
 def reached(ellipsoids: Ellipsoids, error_bound: Tensor, functional: Adjoint) -> Tensor:
@@ -170,20 +254,30 @@ def reached(ellipsoids: Ellipsoids, error_bound: Tensor, functional: Adjoint) ->
 class Energy:
     """What bounds Σ β_k e_k² of one row for weights β >= 0: e is in an ellipsoid Q.
 
-    `largest` bounds Σ e_k²; `squares` [n, n] are the Q_kl², `total` their sum.
+    `largest` bounds Σ e_k²; `squares` [n, n] are the Q_kl², `rows` their sums.
     """
 
     largest: float
     squares: Tensor
-    total: Tensor
+    rows: Tensor
 
     @staticmethod
     def of(matrix: Tensor, length: float) -> Energy:
         """Return the energy of errors in an ellipsoid that are no longer than `length`."""
-        most = largest_eigenvalue(matrix, float(matrix.diagonal().sum()) * SAFE)
+        most = largest_eigenvalue(matrix, float(matrix.diagonal().sum()) * SAFE, length**2)
         squares = matrix.square()
         squares.diagonal().copy_((matrix.diagonal() + FAINT).square())
-        return Energy(min(most + FAINT, length**2) * SAFE, squares, squares.sum(-1).sum())
+        return Energy(min(most + FAINT, length**2) * SAFE, squares, squares.sum(-1))
+
+    def _mixed(self, weights: Tensor) -> Tensor:
+        """Return Σ_kl β_k β_l Q_kl² [B], of which one half is computed."""
+        found, size = weights.new_zeros(len(weights)), max(64, -(-len(self.squares) // PARTS))
+        for start in range(0, len(self.squares), size):
+            own = weights[:, start : start + size]
+            part = own @ self.squares[start : start + size, : start + own.shape[1]]
+            part[:, :start] *= 2
+            found += torch.einsum("bn,bn->b", part, weights[:, : part.shape[1]])
+        return found
 
     def root(self, weights: Tensor) -> Tensor:
         """Bound √(Σ β_k e_k²) for weights β [B, n] -> [B].
@@ -192,8 +286,7 @@ class Energy:
         the second the root of Σ_kl (β_k - c)(β_l - c) Q_kl².
         """
         weights = (weights + FAINT) * SAFE
-        mixed = weights @ self.squares
-        first, second, third = (mixed * weights).sum(-1), mixed.sum(-1), self.total
+        first, second, third = self._mixed(weights), weights @ self.rows, self.rows.sum()
         middle = second / third
         left = (first - middle * second).clamp_min(0) / third
         slope = self.largest / (third - self.largest**2).clamp_min(2.0**-40 * third).sqrt()

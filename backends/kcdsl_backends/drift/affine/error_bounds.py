@@ -22,7 +22,14 @@ from kcdsl_backends.drift.affine.adjoint import (
     square_of,
     whole,
 )
-from kcdsl_backends.drift.affine.ellipsoids import RankOne, around_sum, image, longest
+from kcdsl_backends.drift.affine.ellipsoids import (
+    Image,
+    Part,
+    RankOne,
+    around_sum,
+    image,
+    longest,
+)
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.row_sums import RowBound
 from kcdsl_backends.drift.affine.tape import INPUT, Nonlinear, Tape, TapeEntry
@@ -51,7 +58,7 @@ class _Gram:
     loose: Tensor
     trace: float = 0.0
     further: float = 0.0
-    parts: list[Tensor | RankOne] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     single: Tensor | None = None
 
     @staticmethod
@@ -69,11 +76,22 @@ class _Gram:
         if alone is not None:
             self._apart(alone * part)
             return
+        if self.single is not None and values.shape[0] > values.shape[1]:
+            self._few(values, part, self.single)
+            return
         some = part != 0
         if bool(some.all()):
             self.columns(values * part)
         elif bool(some.any()):
             self.columns(values[:, some] * part[some])
+
+    def _few(self, values: Tensor, sizes: Tensor, single: Tensor) -> None:
+        """Take in symbols of these sizes [n] for functionals [B, n] of few elements: what else is
+        read of these elements is multiplied with the functionals at once."""
+        columns = values.norm(dim=0).clamp_min(2.0**-450)
+        weights = (sizes * columns).sum() * (sizes / columns) * SAFE
+        self.parts.append(Image.of(values, weights))
+        single += values.abs() @ sizes * SAFE
 
     def columns(self, columns: Tensor) -> None:
         """Take in symbols with these columns [B, n]; what is parallel is one symbol."""
@@ -108,28 +126,27 @@ class _Gram:
         """Take in what is known of an entry element by element."""
         if entry.apart is not None:
             self.add(functional, entry.apart.radius)
-            self.further += entry.apart.rest.together(functional)
-            self._beyond(entry.apart.rest, functional)
+            self._curved(entry.apart.rest, functional)
         elif entry.radius is not None:
             self.add(functional, entry.radius)
 
-    def _beyond(self, part: Nonlinear, functional: Adjoint) -> None:
+    def _curved(self, part: Nonlinear, functional: Adjoint) -> None:
         """Take in what is bounded functional by functional."""
+        if self.single is None or part.around is None:
+            self.further += part.together(functional)
+        else:
+            self.parts += part.around(functional)
         if self.single is not None:
             low, high = part.between(functional)
             self.single += torch.maximum(-low, high)
 
-    def beside(self, functional: Adjoint, entry: TapeEntry, *, surround: bool) -> None:
+    def beside(self, functional: Adjoint, entry: TapeEntry) -> None:
         """Take in what an entry adds, without its radius."""
         if entry.centre is not None:
             self.middle = self.middle + functional.against(entry.centre)
             self.loose += 2.0**-30 * functional.magnitude(entry.centre.abs())
-        if entry.nonlinear is not None and surround and entry.nonlinear.around is not None:
-            self.parts += entry.nonlinear.around(functional)
-        elif entry.nonlinear is not None:
-            self.further += entry.nonlinear.together(functional)
         if entry.nonlinear is not None:
-            self._beyond(entry.nonlinear, functional)
+            self._curved(entry.nonlinear, functional)
         self.loose += ROUNDED * functional.magnitude(entry.widest)
 
     def merge(self, below: _Gram, factor: float) -> None:
@@ -139,6 +156,30 @@ class _Gram:
         self.trace += below.trace
         self.middle = self.middle + below.middle
         self.loose += below.loose
+
+    def amplify(self, tape: Tape, functional: Adjoint, entry: TapeEntry, floor: int) -> None:
+        """Take in 1 + factor times what is below an entry, for an ellipsoid: of the functionals of
+        one row, or of its elements, if these are fewer."""
+        assert entry.amplified is not None
+        factor = float(entry.amplified.factor.expand(entry.shape)[functional.first])
+        values = functional.values.flatten(1)
+        few = values.shape[0] > values.shape[1]
+        read = functional
+        if few:
+            unit = torch.eye(values.shape[1], dtype=values.dtype, device=values.device)
+            unit = unit.reshape(-1, *functional.values.shape[1:])
+            read = Adjoint(unit, functional.window, functional.shape)
+        below = _reverse(tape, dict(entry.vjp(read)), read.values, floor, surround=True)
+        shape = below.ellipsoid() * (1 + factor) ** 2 * (1 + 2.0**-40)
+        sizes = below.elements * (1 + factor)
+        assert self.single is not None
+        if few:
+            image = Image.of(values, shape)
+            self.parts.append(image)
+            self.single += torch.minimum(image.sizes, values.abs() @ sizes * SAFE)
+        else:
+            self.parts.append(shape)
+            self.single += sizes
 
     def floor(self, functional: Adjoint, entry: TapeEntry) -> None:
         """Take in the error of an entry at which a pass stops, row by row; where no ellipsoid is
@@ -166,7 +207,7 @@ class _Gram:
     def norm(self) -> float:
         together = math.sqrt(self.trace * largest_eigenvalue(self.products, self.trace))
         for part in self.parts:
-            if isinstance(part, RankOne):
+            if isinstance(part, RankOne | Image):
                 together += math.sqrt(part.largest)
             else:
                 size = float(part.diagonal().sum()) * (1 + 2.0**-30)
@@ -220,8 +261,13 @@ def _reverse(
         if entry.rows is not None:
             gram.rows(functional, entry.rows.rows)
             continue
-        adjoints, amplified = entry.vjp(functional), entry.amplified
-        gram.beside(functional, entry, surround=surround)
+        gram.beside(functional, entry)
+        amplified = entry.amplified
+        if surround and amplified is not None and not pending and functional.single_row:
+            gram.symbols(functional, entry)
+            gram.amplify(tape, functional, entry, floor)
+            break
+        adjoints = entry.vjp(functional)
         alone = not pending and len(adjoints) == 1
         wide = alone and adjoints[0][1].values[0].numel() < values.shape[0]
         if wide and not surround:
@@ -238,13 +284,7 @@ def _reverse(
         if amplified is not None:
             if alone and functional.single_row:
                 factor = float(amplified.factor.expand(entry.shape)[functional.first])
-                below = _reverse(tape, dict(adjoints), values, floor, surround=surround)
-                if not surround:
-                    gram.merge(below, factor)
-                else:
-                    gram.parts.append(below.ellipsoid() * (1 + factor) ** 2 * (1 + 2.0**-40))
-                    assert gram.single is not None
-                    gram.single += below.elements * (1 + factor)
+                gram.merge(_reverse(tape, dict(adjoints), values, floor, surround=False), factor)
                 break
             gram.loose += functional.magnitude(amplified.loose) * SAFE
         meet(pending, adjoints)

@@ -31,7 +31,8 @@ from kcdsl_backends.drift.affine.adjoint import (
 from kcdsl_backends.drift.affine.cases import Cases, Ends, Together
 from kcdsl_backends.drift.affine.ellipsoids import (
     Ellipsoids,
-    RankOne,
+    Image,
+    Part,
     RowEnergies,
     quadratic,
     reached,
@@ -68,7 +69,7 @@ class Nonlinear:
 
     between: Callable[[Adjoint], tuple[Tensor, Tensor]]
     norm: Callable[[Adjoint], float] | None = None
-    around: Callable[[Adjoint], list[Tensor | RankOne]] | None = None
+    around: Callable[[Adjoint], list[Part]] | None = None
 
     def together(self, adjoint: Adjoint) -> float:
         """Bound the Euclidean norm of what is added to the functionals."""
@@ -499,7 +500,7 @@ class Remainder:
     """Such sums by row and digest of the weights: the next passes often have the same ones."""
 
     def nonlinear(self) -> Nonlinear:
-        return Nonlinear(self._between, self._norm)
+        return Nonlinear(self._between, self._norm, self._around)
 
     def _between(self, a: Adjoint) -> tuple[Tensor, Tensor]:
         part = at(a.window)
@@ -524,14 +525,30 @@ class Remainder:
             self.known[key] = sums(row, weights)
         return self.known[key]
 
+    def _around(self, a: Adjoint) -> list[Part]:
+        """Return an ellipsoid around A o: as Σ o²/cap <= Σ|o|, that of A∘√cap."""
+        most, total = self._ends(a)
+        one_by_one = self._columns(a, most)
+        return [Image.of(a.values.flatten(1), most.flatten() * total * SAFE, one_by_one)]
+
+    def _ends(self, a: Adjoint) -> tuple[Tensor, float]:
+        """Return the caps of a window, and a bound of Σ|o| over all rows that are read."""
+        part, read = at(a.window), a.values.any(0).any(-1, keepdim=True)
+        most = torch.maximum(-self.low[part], self.high[part])
+        total = torch.minimum(self.total[part[:-1]], most.sum(-1, keepdim=True) * SAFE)
+        return most, float(total[read].sum()) * SAFE
+
+    def _columns(self, a: Adjoint, most: Tensor) -> float:
+        """Bound |A o| by the norms of columns."""
+        columns = a.values.norm(dim=0, keepdim=True) * SAFE
+        order = columns[..., :: _step(columns)].argsort(dim=-1, descending=True)
+        return float(_largest(columns, most[None], self.total[at(a.window[:-1])], order))
+
     def _norm(self, a: Adjoint) -> float:
         """Bound |A o|: by column norms, and as Σ o²/cap <= Σ|o|, by that of A∘√cap; rows that are
         not read do not count."""
-        part = at(a.window)
-        most, total = torch.maximum(-self.low[part], self.high[part]), self.total[part[:-1]]
-        columns = a.values.norm(dim=0, keepdim=True) * SAFE
-        order = columns[..., :: _step(columns)].argsort(dim=-1, descending=True)
-        one_by_one = float(_largest(columns, most[None], total, order))
+        most, whole = self._ends(a)
+        one_by_one = self._columns(a, most)
         scaled = (a.values * most.sqrt()).flatten(1)
         alone = diagonal(scaled)
         if alone is not None:
@@ -539,7 +556,6 @@ class Remainder:
         else:
             products = square_of(scaled)
             spread = largest_eigenvalue(products, float(scaled.square().sum()) * SAFE)
-        whole = float(total[a.values.any(0).any(-1, keepdim=True)].sum()) * SAFE
         return min(one_by_one, math.sqrt(spread * whole) * SAFE)
 
 

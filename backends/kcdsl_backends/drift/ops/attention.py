@@ -11,7 +11,7 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.cases import Cases, choices, of_product, split
-from kcdsl_backends.drift.affine.ellipsoids import RankOne, product_of, stretch
+from kcdsl_backends.drift.affine.ellipsoids import Part, product_of, stretch
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
@@ -207,7 +207,7 @@ def _second_order(moved: Tensor, values: Heads) -> Nonlinear:
         low, high = between(a)
         return min(total, float(torch.maximum(-low, high).norm())) * SAFE
 
-    def around(a: Adjoint) -> list[Tensor | RankOne]:
+    def around(a: Adjoint) -> list[Part]:
         return [
             product_of(part.flatten(1)) * (float(sizes.square().sum()) * SAFE)
             for part, sizes in each_row(a)

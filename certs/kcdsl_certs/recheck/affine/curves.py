@@ -15,9 +15,11 @@ from kcdsl_certs.recheck.affine import reverse_passes
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, reads_one_each, units
 from kcdsl_certs.recheck.affine.before_casts import LARGEST
 from kcdsl_certs.recheck.affine.ellipsoids import (
+    Part,
     RankOne,
     Row,
     RowSquares,
+    Seen,
     Squares,
     largest,
     longest,
@@ -51,7 +53,7 @@ class Remainder:
     @property
     def curve(self) -> NonlinearPart:
         """Return the bounds of its functionals."""
-        return NonlinearPart(self._between, self._length)
+        return NonlinearPart(self._between, self._length, self._around)
 
     def _between(self, adjoint: Adjoint) -> tuple[Floats, Floats]:
         below, above = -self.low[adjoint.window], self.high[adjoint.window]
@@ -72,18 +74,29 @@ class Remainder:
             least, most = np.minimum(least, size), np.minimum(most, size)
         return -least, most
 
-    def _length(self, adjoint: Adjoint) -> float:
+    def _columns(self, adjoint: Adjoint) -> tuple[Floats, float, float]:
+        """Return the caps, a bound of Σ|o| in the rows that are read (a window may be wider), and
+        one of the norm of all functionals by those of their columns."""
         cap = np.maximum(-self.low, self.high)[adjoint.window]
         total = self.total[adjoint.window[:-1]]
         columns = np.linalg.norm(adjoint.values, axis=0)[None] * _MORE + TINY
-        by_columns = float(most_of(columns, cap[None], total)[0])
+        whole = np.minimum(total, cap.sum(axis=-1, keepdims=True) * _MORE)
+        read = np.asarray(adjoint.values.any(axis=(0, -1)))
+        return cap, float(whole[read].sum()) * _MORE, float(most_of(columns, cap[None], total)[0])
+
+    def _around(self, adjoint: Adjoint) -> list[Part]:
+        """Return the ellipsoid of all with Σ o²/cap ≤ Σ|o|."""
+        cap, whole, by_columns = self._columns(adjoint)
+        shape = cap.reshape(-1) * whole + TINY
+        return [Seen.by(adjoint.values.reshape(adjoint.batch, -1), shape, by_columns)]
+
+    def _length(self, adjoint: Adjoint) -> float:
+        cap, whole, by_columns = self._columns(adjoint)
         scaled = (adjoint.values * np.sqrt(cap)).reshape(adjoint.batch, -1)
         if reads_one_each(scaled):
             spread = float((np.diagonal(scaled) ** 2).max()) * _MORE
         else:
             spread = largest(scaled @ scaled.T, float((scaled**2).sum()) * _MORE)
-        read = np.asarray(adjoint.values.any(axis=(0, -1)))  # a window may be wider
-        whole = float(total[read].sum())
         return min(by_columns, math.sqrt(spread * whole) * _MORE + 2.0**-450)
 
 

@@ -21,12 +21,13 @@ _LOOKS, _STILL = 5, 2.0**-28  # after so many steps each it has settled if it gr
 _RISES = (-20, -14, -12, -10, -8, -6, -4)
 
 
-def largest(gram: Floats, trace: float) -> float:
+def largest(gram: Floats, trace: float, otherwise: float = math.inf) -> float:
     """Return a bound of the largest eigenvalue of a positive semidefinite matrix.
 
     Args:
         gram: [n, n], off by up to 2^-30·trace (in the norm) from the matrix that is meant.
         trace: a bound of the trace of that matrix.
+        otherwise: what bounds the same; returned where the eigenvalue is about as large.
     """
     if not (math.isfinite(trace) and trace > 0 and bool(np.isfinite(gram).all())):
         return trace
@@ -34,6 +35,8 @@ def largest(gram: Floats, trace: float) -> float:
     even = gram / 2 / trace
     even = even + even.T
     value = _estimate(even)
+    if value * trace >= otherwise:
+        return otherwise
     rest = np.negative(even, out=even)
     own, places = np.diagonal(rest).copy(), np.arange(n)
     for rise in _RISES:
@@ -126,9 +129,67 @@ def symmetric(a: Floats, b: Floats) -> Floats:
 
 
 def _lost(shape: Floats, functionals: Floats) -> Floats:
-    """Return what float64 may lose in aᵀ P a: |P_ij| ≤ √P_ii √P_jj."""
-    size = np.abs(functionals) @ np.sqrt(np.maximum(np.diagonal(shape), 0.0))
+    """Return what float64 may lose in aᵀ P a: |P_ij| ≤ √P_ii √P_jj; P may be its diagonal."""
+    size = np.abs(functionals) @ np.sqrt(np.maximum(_diagonal(shape), 0.0))
     return np.asarray(size**2 * 4 * gamma(2 * len(shape) + 8, UNIT))
+
+
+def _diagonal(shape: Floats) -> Floats:
+    return shape if shape.ndim == 1 else np.diagonal(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """An ellipsoid P [n, n], or the diagonal [n] of one, as functionals A [B, n] see it: A P Aᵀ,
+    which is formed with others of the same functionals. `half` is A P, and `norm` a bound of the
+    norm of members that is known without the product."""
+
+    functionals: Floats
+    shape: Floats
+    half: Floats
+    norm: float = math.inf
+
+    @staticmethod
+    def by(functionals: Floats, shape: Floats, norm: float = math.inf) -> Seen:
+        """Return how functionals see an ellipsoid or a diagonal."""
+        half = functionals * shape if shape.ndim == 1 else functionals @ shape
+        return Seen(functionals, shape, half, norm)
+
+    @property
+    def trace(self) -> float:
+        """Return the trace, as float64 forms it."""
+        return float(np.einsum("bn,bn->", self.half, self.functionals))
+
+    @property
+    def extents(self) -> Floats:
+        """Return bounds of the functionals [B]."""
+        squares = np.einsum("bn,bn->b", self.half, self.functionals)
+        lost = _lost(self.shape, self.functionals)
+        found = np.sqrt(np.maximum(squares, 0.0) + lost) * _MORE
+        return np.where(np.isfinite(found), found, np.inf)
+
+    @property
+    def largest(self) -> float:
+        """Return a bound of the square of the norm of members."""
+        whole = _all_seen([(1.0, self)])
+        return min(self.norm**2, largest(whole, float(np.trace(whole)) * _MORE))
+
+
+def _all_seen(parts: Sequence[tuple[float, Seen]]) -> Floats:
+    """Return Σ factor·A P Aᵀ of ellipsoids seen by the same functionals, raised by what the product
+    lost."""
+    functionals = parts[0][1].functionals
+    half, own = np.zeros(functionals.shape), np.zeros(functionals.shape[1])
+    for factor, part in parts:
+        half += part.half * factor
+        own += factor * _diagonal(part.shape)
+    if reads_one_each(functionals):
+        found = half * np.diagonal(functionals)
+    else:
+        found = symmetric(half, functionals)
+    places = np.arange(len(found))
+    found[places, places] += float(_lost(own, functionals).sum())
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,25 +219,42 @@ class RankOne:
         return self.scale * float((self.ends**2).sum()) + self.rest * len(self.ends)
 
 
-def sum_of(parts: Sequence[Floats | RankOne]) -> Floats:
+Part = Floats | RankOne | Seen
+"""An ellipsoid around functionals [B, B]."""
+
+
+def sum_of(parts: Sequence[Part]) -> Floats:
     """Return an ellipsoid around sums of members: (Σ w) Σ P_k/w_k, w_k = √trace(P_k)."""
-    traces = [part.trace if isinstance(part, RankOne) else float(np.trace(part)) for part in parts]
+    traces = [float(np.trace(p)) if isinstance(p, np.ndarray) else p.trace for p in parts]
     roots = [math.sqrt(max(trace, 0.0)) for trace in traces]
-    n = len(parts[0].ends if isinstance(parts[0], RankOne) else parts[0])
+    n = _count(parts[0])
     total, whole, places = np.zeros((n, n)), sum(roots), np.arange(n)
+    seen = dict[int, list[tuple[float, Seen]]]()
     for part, root in zip(parts, roots, strict=True):
         if root == 0:
             continue
-        if isinstance(part, RankOne):
+        if isinstance(part, Seen):
+            key = part.functionals.__array_interface__["data"][0]
+            seen.setdefault(key, []).append((whole / root, part))
+        elif isinstance(part, RankOne):
             if part.scale > 0:
                 total += np.outer(whole / root * part.scale * part.ends, part.ends)
             total[places, places] += whole / root * part.rest
         else:
             total += whole / root * part
+    for some in seen.values():
+        total += _all_seen(some)
     found = total + total.T
     found *= _MORE / 2
     found[places, places] += 2.0**-30 * float(np.trace(total))
     return found
+
+
+def _count(part: Part) -> int:
+    """Return the number of functionals."""
+    if isinstance(part, RankOne):
+        return len(part.ends)
+    return len(part.functionals if isinstance(part, Seen) else part)
 
 
 def longest(shape: Floats, functionals: Floats) -> float:
@@ -231,20 +309,31 @@ def norm_of(matrix: Floats, size: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RowSquares:
-    """One row e in an ellipsoid Q, with Σ e_k² at most `whole`; `squares` are the Q_kl², `total`
-    is their sum."""
+    """One row e in an ellipsoid Q, with Σ e_k² at most `whole`; `squares` are the Q_kl², `sums`
+    those of their rows."""
 
     whole: float
     squares: Floats
-    total: float
+    sums: Floats
 
     @staticmethod
     def of(shape: Floats, norm: float) -> RowSquares:
         """Return what an ellipsoid and a norm say of the squares of a row."""
-        most = largest(shape, float(np.trace(shape)) * _MORE) + _FAINT
+        most = largest(shape, float(np.trace(shape)) * _MORE, norm**2) + _FAINT
         squares, places = shape**2, np.arange(len(shape))
         squares[places, places] = (np.diagonal(shape) + _FAINT) ** 2
-        return RowSquares(min(most, norm**2) * _MORE, squares, float(squares.sum(axis=-1).sum()))
+        return RowSquares(min(most, norm**2) * _MORE, squares, squares.sum(axis=-1))
+
+    def _both(self, weights: Floats) -> Floats:
+        """Return Σ_kl β_k β_l Q_kl² [B]: twice what is left of the diagonal blocks, and these."""
+        found, n = np.zeros(len(weights)), len(self.squares)
+        for first in range(0, n, _BLOCK):
+            last = min(n, first + _BLOCK)
+            mixed = weights[:, first:last] @ self.squares[first:last, :last]
+            before = np.einsum("bn,bn->b", mixed[:, :first], weights[:, :first])
+            block = np.einsum("bn,bn->b", mixed[:, first:], weights[:, first:last])
+            found += 2 * before + block
+        return found
 
     def root(self, weights: Floats) -> Floats:
         """Return bounds [B] of √(Σ β e²) for weights β ≥ 0 [B, n].
@@ -253,8 +342,7 @@ class RowSquares:
         Σ_kl β_k β_l Q_kl² - 2c Σ_kl β_k Q_kl² + c² Σ_kl Q_kl².
         """
         weights = (weights + _FAINT) * _MORE
-        mixed, total = weights @ self.squares, self.total
-        both, one = np.einsum("bn,bn->b", mixed, weights), mixed.sum(axis=-1)
+        both, one, total = self._both(weights), weights @ self.sums, float(self.sums.sum())
         least = np.full(len(weights), np.inf)
         if not total > 0:
             return least

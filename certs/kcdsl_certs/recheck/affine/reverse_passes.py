@@ -10,7 +10,9 @@ import numpy as np
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, gathered, merged, reads_one_each, units
 from kcdsl_certs.recheck.affine.ellipsoids import (
+    Part,
     RankOne,
+    Seen,
     largest,
     longest,
     moved_with_extents,
@@ -19,7 +21,7 @@ from kcdsl_certs.recheck.affine.ellipsoids import (
 )
 from kcdsl_certs.recheck.affine.form import Form, Walk, form_of
 from kcdsl_certs.recheck.affine.many_rows import RowReach
-from kcdsl_certs.recheck.affine.tape import Tape, TapeEntry
+from kcdsl_certs.recheck.affine.tape import NonlinearPart, Tape, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.box import UNIT, Bools, Floats, raised
 
@@ -61,7 +63,7 @@ class Surrounded:
 
     shape: Floats
     each: Floats
-    parts: tuple[Floats | RankOne, ...]
+    parts: tuple[Part, ...]
     rest: float
 
     @property
@@ -69,7 +71,7 @@ class Surrounded:
         """Return a bound of the norm of all functionals."""
         total = self.rest
         for part in self.parts:
-            if isinstance(part, RankOne):
+            if isinstance(part, RankOne | Seen):
                 total += math.sqrt(part.largest)
             else:
                 total += math.sqrt(largest(part, float(np.trace(part)) * _MORE))
@@ -82,7 +84,7 @@ def surrounded(tape: Tape, place: int, functionals: Adjoint, floor: int) -> Surr
 
 
 def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int) -> Surrounded:
-    found, parts = _Length(count, single=np.zeros(count)), list[Floats | RankOne]()
+    found, parts = _Length(count, single=np.zeros(count)), list[Part]()
     while pending:
         place = max(pending)
         adjoint = pending.pop(place)
@@ -100,16 +102,15 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
             continue
         kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
         _beside(entry, adjoint, kept, found, parts)
-        _each(entry, adjoint, found)
+        _each(entry, adjoint, found, parts)
+        one_row = all(size == 1 for size in kept.extent[:-1])
+        if entry.share is not None and one_row and not pending and len(entry.operands) == 1:
+            part, each = _shared(tape, entry, kept, floor)
+            parts.append(part)
+            found.alone(each)
+            break
         pulled = list(_pulled(entry, kept))
         if entry.share is not None:
-            row = all(size == 1 for size in kept.extent[:-1])
-            if row and not pending and len(pulled) == 1:
-                ratio = float(entry.share.ratio[kept.window[:-1]].max())
-                below = _surrounded(tape, dict(pulled), count, floor)
-                parts.append(below.shape * ((1 + ratio) ** 2 * _MORE))
-                found.alone(below.each * (1 + ratio))
-                break
             found.each = found.each + kept.sizes(entry.share.otherwise)
         for operand, part in pulled:
             pending[operand] = merged(pending[operand], part) if operand in pending else part
@@ -120,9 +121,25 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
     return Surrounded(shape, found.sizes, tuple(parts), found.rest)
 
 
-def _stopped(
-    entry: TapeEntry, adjoint: Adjoint, found: _Length, parts: list[Floats | RankOne]
-) -> None:
+def _shared(tape: Tape, entry: TapeEntry, kept: Adjoint, floor: int) -> tuple[Part, Floats]:
+    """Return an ellipsoid around 1 + ratio times what is below an entry, and bounds one by one, of
+    functionals of one row: of its elements, as the functionals see them, where these are fewer."""
+    assert entry.share is not None
+    sides = 1 + float(entry.share.ratio[kept.window[:-1]].max())
+    values = kept.values.reshape(kept.batch, -1)
+    few = values.shape[1] < kept.batch
+    read = (
+        kept if not few else Adjoint(np.eye(values.shape[1]).reshape(-1, *kept.extent), kept.start)
+    )
+    below = _surrounded(tape, dict(_pulled(entry, read)), read.batch, floor)
+    shape, each = below.shape * (sides**2 * _MORE), below.each * sides
+    if not few:
+        return shape, each
+    seen = Seen.by(values, shape)
+    return seen, np.minimum(seen.extents, np.abs(values) @ each * _MORE)
+
+
+def _stopped(entry: TapeEntry, adjoint: Adjoint, found: _Length, parts: list[Part]) -> None:
     """Take in the error of an entry at which a pass stops, row by row."""
     for row, part in rows_of(adjoint):
         if not part.values.any():
@@ -303,15 +320,40 @@ def _pulled(entry: TapeEntry, adjoint: Adjoint) -> Iterator[tuple[int, Adjoint]]
             yield operand, part
 
 
-def _each(entry: TapeEntry, adjoint: Adjoint, found: _Length) -> None:
-    """Add the symbols of an entry, and what is known of it by the sums of its rows."""
+def _each(
+    entry: TapeEntry, adjoint: Adjoint, found: _Length, parts: list[Part] | None = None
+) -> None:
+    """Add the symbols of an entry, and what is known of it by the sums of its rows; ellipsoids to
+    `parts`, where these are wanted."""
+    radius = entry.radius if entry.apart is None else entry.apart.radius
+    few = len(adjoint.values) > adjoint.values[0].size
+    if radius is not None and parts is not None and few:
+        parts.append(_few_symbols(adjoint, radius, found))
+    elif radius is not None:
+        found.symbols(adjoint, radius)
     if entry.apart is not None:
-        found.symbols(adjoint, entry.apart.radius)
-        found.more += entry.apart.rest.together(adjoint)
-        if found.single is not None:
-            found.alone(entry.apart.rest.one_by_one(adjoint))
-    elif entry.radius is not None:
-        found.symbols(adjoint, entry.radius)
+        _curve(entry.apart.rest, adjoint, found, parts)
+
+
+def _few_symbols(adjoint: Adjoint, radius: Floats, found: _Length) -> Part:
+    """Return the ellipsoid of symbols b_j ξ_j that are fewer than the functionals, as these see it:
+    b_j = A_j ρ_j, weighted by ρ_j|A_j|."""
+    values, sizes = adjoint.values.reshape(adjoint.batch, -1), radius[adjoint.window].reshape(-1)
+    columns = np.maximum(np.linalg.norm(values, axis=0), _LOST)
+    found.alone(np.abs(values) @ sizes * _MORE)
+    return Seen.by(values, sizes / columns * float(sizes @ columns) * _MORE)
+
+
+def _curve(
+    curve: NonlinearPart, adjoint: Adjoint, found: _Length, parts: list[Part] | None
+) -> None:
+    """Add what is known functional by functional."""
+    if parts is None or curve.around is None:
+        found.more += curve.together(adjoint)
+    else:
+        parts += curve.around(adjoint)
+    if parts is not None:
+        found.alone(curve.one_by_one(adjoint))
 
 
 def _beside(
@@ -319,7 +361,7 @@ def _beside(
     adjoint: Adjoint,
     kept: Adjoint,
     found: _Length,
-    parts: list[Floats | RankOne] | None = None,
+    parts: list[Part] | None = None,
 ) -> None:
     """Add what an entry contributes that is not one symbol for each element; ellipsoids to `parts`,
     where these are wanted."""
@@ -328,12 +370,7 @@ def _beside(
         found.centre = found.centre + kept.sums(entry.centre)
         found.each = found.each + 2.0**-30 * kept.sizes(np.abs(entry.centre))
     for curve in entry.curved:
-        if parts is not None:
-            found.alone(curve.one_by_one(kept))
-        if parts is not None and curve.around is not None:
-            parts += curve.around(kept)
-        else:
-            found.more += curve.together(kept)
+        _curve(curve, kept, found, parts)
 
 
 def _factored(tape: Tape, place: int, adjoint: Adjoint, floor: int) -> float:

@@ -13,7 +13,7 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged
 from kcdsl_certs.recheck.affine.cases import Together
 from kcdsl_certs.recheck.affine.ellipsoids import (
     Ellipsoids,
-    RankOne,
+    Part,
     Squares,
     extent_along,
     reached,
@@ -40,7 +40,7 @@ class NonlinearPart:
 
     between: Callable[[Adjoint], tuple[Floats, Floats]]
     length: Callable[[Adjoint], float] | None = None
-    around: Callable[[Adjoint], list[Floats | RankOne]] | None = None
+    around: Callable[[Adjoint], list[Part]] | None = None
 
     def one_by_one(self, adjoint: Adjoint) -> Floats:
         """Return bounds of the sizes of functionals [B] of this part."""

@@ -10,7 +10,7 @@ import numpy as np
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine import reverse_passes
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
-from kcdsl_certs.recheck.affine.ellipsoids import RankOne, extent_along, longest, rows_of
+from kcdsl_certs.recheck.affine.ellipsoids import Part, RankOne, extent_along, longest, rows_of
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import only_sure
 from kcdsl_certs.recheck.affine.many_rows import Line, RowReach
@@ -453,8 +453,8 @@ def _scalars(scales: list[tuple[Floats, Floats]]) -> NonlinearPart:
             found = found + (sums * rows).reshape(adjoint.batch, -1).sum(axis=-1)
         return -found, found
 
-    def around(adjoint: Adjoint) -> list[Floats | RankOne]:
-        found = list[Floats | RankOne]()
+    def around(adjoint: Adjoint) -> list[Part]:
+        found = list[Part]()
         for direction, size in scales:
             for row, part in rows_of(adjoint):
                 most = float(size[row][0])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import Adjoint, at, by_rows, largest_eigenvalue
-from kcdsl_backends.drift.affine.ellipsoids import RankOne, image, quadratic
+from kcdsl_backends.drift.affine.ellipsoids import Part, RankOne, image, quadratic
 from kcdsl_backends.drift.affine.error_bounds import (
     deviations,
     directions,
@@ -122,8 +122,8 @@ def affine_norm(run: KernelRun, node: Node, *, centred: bool) -> None:
         total = found.flatten(1).sum(-1) * SAFE
         return -total, total
 
-    def around(a: Adjoint) -> list[Tensor | RankOne]:
-        found = list[Tensor | RankOne]()
+    def around(a: Adjoint) -> list[Part]:
+        found = list[Part]()
         for direction, sizes in ((steep, along), (g.expand(y.shape), flat)):
             for row, part in by_rows(a):
                 columns, size = slice(*part.window[-1]), float(sizes[row])

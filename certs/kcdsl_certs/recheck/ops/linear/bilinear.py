@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, RankOne, Row, longest, norm_of
+from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, Part, Row, longest, norm_of
 from kcdsl_certs.recheck.affine.form import Form, Origin, Turned, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.reverse_passes import until
 from kcdsl_certs.recheck.affine.tape import NonlinearPart, TapeEntry
@@ -233,8 +233,8 @@ def context_curve(p: Floats, v: Straight, rest: Floats) -> NonlinearPart:
         alone = float(np.linalg.norm(np.maximum(-low, high)))
         return min(total, alone) * (1 + 2.0**-40)
 
-    def around(adjoint: Adjoint) -> list[Floats | RankOne]:
-        found = list[Floats | RankOne]()
+    def around(adjoint: Adjoint) -> list[Part]:
+        found = list[Part]()
         for alpha, sizes in by_row(adjoint):
             flat = alpha.reshape(len(alpha), -1)
             lost = 4 * gamma(flat.shape[1] + 8, UNIT) * float((flat**2).sum())
