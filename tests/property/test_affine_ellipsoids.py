@@ -62,14 +62,28 @@ def two_layers(rng: np.random.Generator) -> Any:
 
 def normed(rng: np.random.Generator) -> Any:
     """Return an attention with its residual, and what the norm of the next block makes of it."""
-    graph = decoder(rng)
+    return followed(decoder(rng), rng)
+
+
+def followed(graph: Any, rng: np.random.Generator) -> Any:
+    """Append the norm of the next block."""
     last, shape = graph.output, tuple(graph.nodes[-1]["shape"])
     weight = graph.param("next.weight", 1 + 0.1 * rng.standard_normal(shape[-1]))
     graph.add("rms_norm", [last, weight], shape, eps=1e-5)
     return graph
 
 
-GRAPHS = {"decoder": normed, "encoder": encoder, "two layers": two_layers}
+def rotated(rng: np.random.Generator) -> Any:
+    """Return such an attention in which every head has keys and values of its own."""
+    return followed(proofs.attention(rng, rows=3, heads=2, kv_heads=2, size=2), rng)
+
+
+GRAPHS = {
+    "decoder": normed,
+    "encoder": encoder,
+    "two layers": two_layers,
+    "own keys": rotated,
+}
 
 
 def walked(

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
+from kcdsl_backends.drift.affine import ellipsoids as prover
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.ops.attention import _second_order
 from kcdsl_backends.drift.ops.bilinear import Heads
+from kcdsl_certs.recheck.affine import ellipsoids as checker
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.ops.linear.bilinear import Straight, context_curve
 
@@ -31,7 +32,7 @@ def _prover(alpha: Floats, moved: Floats, weight: Floats, reach: Floats, own: Fl
     assert part.norm is not None
     assert part.around is not None
     around = part.around(functionals)
-    return part.norm(functionals), [full.numpy() for full in around if isinstance(full, Tensor)]
+    return part.norm(functionals), [prover.around_sum([each]).numpy() for each in around]
 
 
 def _checker(alpha: Floats, moved: Floats, weight: Floats, reach: Floats, own: Floats) -> Found:
@@ -44,7 +45,7 @@ def _checker(alpha: Floats, moved: Floats, weight: Floats, reach: Floats, own: F
     assert curve.length is not None
     assert curve.around is not None
     around = curve.around(functionals)
-    return curve.length(functionals), [full for full in around if isinstance(full, np.ndarray)]
+    return curve.length(functionals), [checker.sum_of([each]) for each in around]
 
 
 PROGRAMS: dict[str, Callable[..., Found]] = {"prover": _prover, "checker": _checker}

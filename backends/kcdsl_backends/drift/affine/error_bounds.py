@@ -32,7 +32,7 @@ from kcdsl_backends.drift.affine.ellipsoids import (
 )
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.row_sums import RowBound
-from kcdsl_backends.drift.affine.tape import INPUT, Nonlinear, Tape, TapeEntry
+from kcdsl_backends.drift.affine.tape import INPUT, Gathered, Nonlinear, Tape, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE
 from kcdsl_backends.process import refuse_late
 
@@ -149,6 +149,13 @@ class _Gram:
             self._curved(entry.nonlinear, functional)
         self.loose += ROUNDED * functional.magnitude(entry.widest)
 
+    def gather(self, found: Gathered) -> None:
+        """Take in what functionals of one row of a product meet below it."""
+        assert self.single is not None
+        self.parts += found.parts
+        self.single += found.single
+        self.loose += found.lost
+
     def merge(self, below: _Gram, factor: float) -> None:
         """Take in the functionals below an entry that amplifies them by up to 1 + factor."""
         self.further += factor * below.norm() + below.further
@@ -262,6 +269,13 @@ def _reverse(
             gram.rows(functional, entry.rows.rows)
             continue
         gram.beside(functional, entry)
+        if surround and entry.gathered is not None and functional.one_row:
+            gathered = entry.gathered(functional, floor)
+            if gathered is not None:
+                gram.symbols(functional, entry)
+                gram.gather(gathered)
+                meet(pending, gathered.adjoints)
+                continue
         amplified = entry.amplified
         if surround and amplified is not None and not pending and functional.single_row:
             gram.symbols(functional, entry)

@@ -25,6 +25,7 @@ from kcdsl_backends.drift.affine.kernel import KernelRun, Private
 from kcdsl_backends.drift.affine.tape import (
     VJP,
     Amplified,
+    Gather,
     Nonlinear,
     Remainder,
     Shared,
@@ -62,6 +63,7 @@ class Result:
     roundings: Roundings | None = None
     early: Early | None = None
     one_row: SingleRow | None = None
+    gathered: Gather | None = None
     shared: Shared | None = None
     again: Apart = None
 
@@ -224,6 +226,7 @@ def _formed(run: KernelRun, node: Node, result: Result, internal: Tensor) -> Tap
         result.amplified,
         roundings=parts,
         one_row=result.one_row,
+        gathered=result.gathered,
         shared=_more(result.shared, torch.zeros_like(internal)),
     )
 
@@ -272,8 +275,9 @@ def _apart(
         return None
     cap = share * entry.error_bound * SAFE
     radius = result.internal + early.of_known * (1 + cast) + cast * result.reference.abs()
-    rest = Remainder(-cap, cap, share * total * SAFE)
-    return SplitError((radius + run.rounding.faint(form)) * SAFE, rest.nonlinear())
+    radius = (radius + run.rounding.faint(form)) * SAFE
+    total = share * total * SAFE
+    return SplitError(radius, Remainder(-cap, cap, total).nonlinear(), cap, total)
 
 
 def _summed(run: KernelRun, node: Node) -> bool:

@@ -107,6 +107,22 @@ class SingleRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Gathered:
+    """What functionals [B] of one row of a product meet on the way to the rows that its operand
+    comes from: `parts` are ellipsoids around them, `single` [B] bounds them one by one, `lost` [B]
+    is what float64 may be off by; `adjoints` are those of other entries."""
+
+    parts: list[Part]
+    single: Tensor
+    lost: Tensor
+    adjoints: Adjoints
+
+
+Gather = Callable[[Adjoint, int], Gathered | None]
+"""Gathers what such functionals meet; None where a pass that stops at an entry meets less."""
+
+
+@dataclass(frozen=True, slots=True)
 class Amplified:
     """A remainder that is a multiple of the linear part of a functional (section 5).
 
@@ -135,10 +151,13 @@ class Amplified:
 @dataclass(frozen=True, slots=True)
 class SplitError:
     """What o is beside centre and nonlinear part: a `radius` smaller than that of the entry, and a
-    `rest` whose sum over each row is known. The radius of the entry bounds both together."""
+    `rest` whose sum over each row is known: at most `caps` element by element, and `total` [..., 1]
+    together. The radius of the entry bounds both together."""
 
     radius: Tensor
     rest: Nonlinear
+    caps: Tensor
+    total: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +191,10 @@ class TapeEntry:
     formed, before a cast to nearest or, of the output, a free one. `roundings` take the radius
     apart for bounds by chance, `apart` for others, `shared` for those of both kernels together.
     `balance` [..., 1] bounds |Σ e| of every row of probabilities; `one_row` is for functionals of
-    one row of a product, `rows` for those of many rows at once. `moved` is the entry whose elements
-    these are, and how they were moved or copied. `squares` bounds weighted squares of errors, and
-    `length` [..., 1] their Euclidean norm in every row.
+    one row of a product, `gathered` for ellipsoids around many of them, `rows` for functionals of
+    many rows at once. `moved` is the entry whose elements these are, and how they were moved or
+    copied. `squares` bounds weighted squares of errors, and `length` [..., 1] their Euclidean norm
+    in every row.
     """
 
     name: str
@@ -197,6 +217,7 @@ class TapeEntry:
     apart: SplitError | None = None
     balance: Tensor | None = None
     one_row: SingleRow | None = None
+    gathered: Gather | None = None
     shared: Shared | None = None
     rows: BoundedRows | None = None
     moved: tuple[int, Callable[[Tensor], Tensor]] | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.cases import Cases, choices, of_product, split
-from kcdsl_backends.drift.affine.ellipsoids import Part, product_of, stretch
+from kcdsl_backends.drift.affine.ellipsoids import Image, Part, stretch
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
@@ -35,6 +35,7 @@ from kcdsl_backends.drift.ops.arithmetic import _sizes
 from kcdsl_backends.drift.ops.bilinear import Heads, heads, row_of_values, through_values
 from kcdsl_backends.drift.ops.matmul import affine_product, linear_matmul
 from kcdsl_backends.drift.ops.operation import Operation
+from kcdsl_backends.drift.ops.row_images import images_of_values
 
 
 def interval_context(step: Step) -> State:
@@ -158,6 +159,7 @@ def affine_context(run: KernelRun, node: Node) -> None:
         cases=cases,
         roundings=parts,
         one_row=one_row,
+        gathered=images_of_values(run, node, p, v.reference, values),
     )
     round_result(run, node, formed, accumulates=True, tight=tight)
 
@@ -208,10 +210,12 @@ def _second_order(moved: Tensor, values: Heads) -> Nonlinear:
         return min(total, float(torch.maximum(-low, high).norm())) * SAFE
 
     def around(a: Adjoint) -> list[Part]:
-        return [
-            product_of(part.flatten(1)) * (float(sizes.square().sum()) * SAFE)
-            for part, sizes in each_row(a)
-        ]
+        found = list[Part]()
+        for part, sizes in each_row(a):
+            flat = part.flatten(1)
+            size = float(sizes.square().sum()) * SAFE
+            found.append(Image.of(flat, flat.new_full(flat.shape[1:], size)))
+        return found
 
     return Nonlinear(between, norm, around)
 

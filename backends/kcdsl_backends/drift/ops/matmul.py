@@ -34,6 +34,7 @@ from kcdsl_backends.drift.ops.bilinear import (
 )
 from kcdsl_backends.drift.ops.linear import _through_weights
 from kcdsl_backends.drift.ops.operation import Operation
+from kcdsl_backends.drift.ops.row_images import images_of_keys
 
 
 def interval_matmul(step: Step) -> State:
@@ -75,7 +76,13 @@ def affine_matmul(run: KernelRun, node: Node) -> None:
     parts = None if parts is None else parts.beside(second)
     one_row = row_of_keys(run, a, key_maps(run, node) if scores else None, b.reference)
     formed = Result(
-        result.reference, result.vjp, result.linear, internal, roundings=parts, one_row=one_row
+        result.reference,
+        result.vjp,
+        result.linear,
+        internal,
+        roundings=parts,
+        one_row=one_row,
+        gathered=images_of_keys(run, node, a, b.reference) if scores else None,
     )
     round_result(run, node, formed, accumulates=True)
 

@@ -110,13 +110,15 @@ def most_of(
     [..., 1]; returned is [B]. `order` is that of the weights, the largest first.
     """
     order = np.argsort(-weights, axis=-1) if order is None else order
+    n, alike = weights.shape[-1], caps.size == caps.shape[-1]
     caps = np.broadcast_to(caps, weights.shape)
-    ordered = np.take_along_axis(weights, order, axis=-1)
-    used = np.cumsum(np.take_along_axis(caps, order, axis=-1), axis=-1)
+    if alike:  # one row of caps for all: a plain index is soonest
+        used = np.cumsum(caps.reshape(-1, n)[0].take(order), axis=-1)
+    else:
+        used = np.cumsum(np.take_along_axis(caps, order, axis=-1), axis=-1)
     last = (used < total).sum(axis=-1, keepdims=True)
-    n = ordered.shape[-1]
-    price = np.take_along_axis(ordered, np.minimum(last, n - 1), axis=-1)
-    price = np.where(last < n, price, 0.0)
+    place = np.take_along_axis(order, np.minimum(last, n - 1), axis=-1)
+    price = np.where(last < n, np.take_along_axis(weights, place, axis=-1), 0.0)
     rest = weights - price
     over = np.einsum("...n,...n->...", np.maximum(rest, 0.0, out=rest), caps)
     # a price of 0 costs nothing, whatever the total, which may be infinite

@@ -48,7 +48,8 @@ class Origin:
 
     `weight` is [outputs, inputs], `source` the node x, `rest` ≥ |o| [rows, outputs]; `index` holds
     row·outputs + output for every element of the operand. `plain` says that nothing else is known
-    of o, and that it is around zero.
+    of o, and that it is around zero; `place` is that of the linear on the tape, if all of o stands
+    there.
     """
 
     weight: Floats
@@ -56,6 +57,7 @@ class Origin:
     rest: Floats
     index: NDArray[np.int64]
     plain: bool
+    place: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -103,17 +103,23 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
         kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
         _beside(entry, adjoint, kept, found, parts)
         _each(entry, adjoint, found, parts)
+        if entry.gather is not None and adjoint.extent[-2] == 1:
+            gathered = entry.gather(adjoint, floor)
+            if gathered is not None:
+                parts += gathered.parts
+                found.alone(gathered.each)
+                found.each = found.each + gathered.lost
+                _wait(pending, gathered.pulled)
+                continue
         one_row = all(size == 1 for size in kept.extent[:-1])
         if entry.share is not None and one_row and not pending and len(entry.operands) == 1:
-            part, each = _shared(tape, entry, kept, floor)
-            parts.append(part)
+            below, each = _shared(tape, entry, kept, floor)
+            parts.append(below)
             found.alone(each)
             break
-        pulled = list(_pulled(entry, kept))
         if entry.share is not None:
             found.each = found.each + kept.sizes(entry.share.otherwise)
-        for operand, part in pulled:
-            pending[operand] = merged(pending[operand], part) if operand in pending else part
+        _wait(pending, _pulled(entry, kept))
     if found.gram is not None:
         parts.append(found.gram * found.trace)
     alone = RankOne(found.centre, 0.0, found.uncentred**2)
@@ -296,8 +302,13 @@ def _descend(
                 found.add(below, float(entry.share.ratio[kept.window[:-1]].max()))
                 return
             found.each = found.each + kept.sizes(entry.share.otherwise)
-        for operand, part in pulled:
-            pending[operand] = merged(pending[operand], part) if operand in pending else part
+        _wait(pending, pulled)
+
+
+def _wait(pending: dict[int, Adjoint], pulled: Iterable[tuple[int, Adjoint]]) -> None:
+    """Add functionals to those that wait at entries."""
+    for operand, part in pulled:
+        pending[operand] = merged(pending[operand], part) if operand in pending else part
 
 
 def _at_floor(entry: TapeEntry, adjoint: Adjoint, found: _Length) -> None:

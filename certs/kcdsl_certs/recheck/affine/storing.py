@@ -17,6 +17,7 @@ from kcdsl_certs.recheck.affine.reverse_passes import length, room, rows
 from kcdsl_certs.recheck.affine.tape import (
     Apart,
     Averaged,
+    Gather,
     NonlinearPart,
     Pull,
     Share,
@@ -70,6 +71,7 @@ class Formed:
     split: Split | None = None
     early: Early | None = None
     averaged: Averaged | None = None
+    gather: Gather | None = None
     shared: Shared | None = None  # its rest is the radius without what both kernels share
     own: Floats | None = None  # what readings of the operands beside those of the forms may add
 
@@ -221,6 +223,7 @@ def settle_form(
         split=split,
         apart=apart,
         averaged=averaged,
+        gather=formed.gather if kept is None and operands else None,
         shared=shared,
     )
     if passed is not None or formed.within is not None:  # adjoints round as what is loose
@@ -340,7 +343,8 @@ def _apart(
     cap = raised(more * reach)
     cast = u * (np.abs(formed.reference) + known) + eta
     radius = raised(formed.radius + known + cast) + TINY
-    return Apart(radius, Remainder(-cap, cap, raised(more * total)).curve)
+    sums = raised(more * total)
+    return Apart(radius, Remainder(-cap, cap, sums).curve, cap, sums)
 
 
 def _split(walk: Walk, formed: Formed) -> Split | None:
@@ -384,6 +388,7 @@ def _unstored(walk: Walk, formed: Formed) -> TapeEntry:
         near=None if formed.within is None else formed.deviation,
         split=_split(walk, formed),
         averaged=formed.averaged,
+        gather=formed.gather,
         shared=formed.shared,
     )
     return walk.tape.counted(entry)

@@ -77,11 +77,30 @@ class Averaged:
 
 
 @dataclass(frozen=True, slots=True)
+class Gathered:
+    """What functionals [B] of one row of a product meet on their way to the rows that an operand
+    comes from: ellipsoids around them, bounds of `each`, what float64 loses of each, and what they
+    are of other entries."""
+
+    parts: list[Part]
+    each: Floats
+    lost: Floats
+    pulled: tuple[tuple[int, Adjoint], ...]
+
+
+Gather = Callable[[Adjoint, int], Gathered | None]
+"""Returns it for a pass that stops at an entry; None where that is on the way."""
+
+
+@dataclass(frozen=True, slots=True)
 class Apart:
-    """The radius of an entry in two parts: a smaller radius, and a rest with known sums of rows."""
+    """The radius of an entry in two parts: a smaller radius, and a rest up to `caps` element by
+    element, whose sums over rows are up to `sums` [..., 1]."""
 
     radius: Floats
     rest: NonlinearPart
+    caps: Floats
+    sums: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +139,7 @@ class TapeEntry:
     split: Split | None = None  # the radius, taken apart; None: all of it is sure
     apart: Apart | None = None  # for functionals, instead of the radius
     averaged: Averaged | None = None
+    gather: Gather | None = None  # for ellipsoids of functionals of one row of a product
     shared: Shared | None = None  # for functionals of both kernels, instead of the radius
     rows: RowReach | None = None  # for functionals of single rows, instead of a pass
     squares: Squares | None = None  # of errors, with weights

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, Part, Row, longest, norm_of
+from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, Part, Row, Seen, longest, norm_of
 from kcdsl_certs.recheck.affine.form import Form, Origin, Turned, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.reverse_passes import until
 from kcdsl_certs.recheck.affine.tape import NonlinearPart, TapeEntry
@@ -237,9 +237,8 @@ def context_curve(p: Floats, v: Straight, rest: Floats) -> NonlinearPart:
         found = list[Part]()
         for alpha, sizes in by_row(adjoint):
             flat = alpha.reshape(len(alpha), -1)
-            lost = 4 * gamma(flat.shape[1] + 8, UNIT) * float((flat**2).sum())
-            square = flat @ flat.T + lost * np.eye(len(flat))
-            found.append(square * (float((sizes**2).sum()) * (1 + 2.0**-40)))
+            size = float((sizes**2).sum()) * (1 + 2.0**-40)
+            found.append(Seen.by(flat, np.full(flat.shape[1], size)))
         return found
 
     return NonlinearPart(between, length, around)

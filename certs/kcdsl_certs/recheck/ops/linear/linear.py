@@ -269,7 +269,8 @@ def linear_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     index = np.arange(form.reference.size).reshape(form.shape)
     rest = rest.reshape(-1, weight.shape[0])
     plain = entry.centre is None and entry.apart is None
-    return replace(form, origin=Origin(weight, node.inputs[0], rest, index, plain))
+    place = form.place if version is None else None
+    return replace(form, origin=Origin(weight, node.inputs[0], rest, index, plain, place))
 
 
 def _shared(

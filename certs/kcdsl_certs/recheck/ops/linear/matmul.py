@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from kcdsl_certs.recheck.linear_bounds.context import SPARE, Added, Context, Rea
 from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch, joined
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.arithmetic import mul_affine, mul_interval
-from kcdsl_certs.recheck.ops.linear import bilinear, one_row
+from kcdsl_certs.recheck.ops.linear import bilinear, one_row, row_images
 from kcdsl_certs.recheck.ops.operation import Operation
 
 
@@ -127,6 +128,10 @@ def matmul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         split=split.with_sure(mapped if curved else mapped + rest),
     )
     region = walk.tape.region
+    if context:
+        formed = replace(formed, gather=row_images.of_values(walk, a, b))
+    elif node.role == "scores":
+        formed = replace(formed, gather=row_images.of_keys(walk, a, b))
     tight = context and region is not None and bool(region.any())
     return settle_form(walk, node, formed, target(kernel, node), kernel.accumulate, tight=tight)
 
