@@ -133,20 +133,19 @@ class RankOne:
 class Image:
     """The ellipsoid A P Aᵀ of functionals A [B, n], of P [n, n] or its diagonal [n].
 
-    The product with Aᵀ is left for where it is needed; `longest` bounds the norm of members.
+    The product with Aᵀ is left for where it is needed.
     """
 
     functionals: Tensor
     matrix: Tensor
     product: Tensor
-    longest: float = math.inf
 
     @staticmethod
-    def of(functionals: Tensor, matrix: Tensor, longest: float = math.inf) -> Image:
+    def of(functionals: Tensor, matrix: Tensor) -> Image:
         """Return the image of an ellipsoid, given as matrix or as diagonal."""
         whole = matrix.dim() == 2
         product = functionals @ matrix if whole else functionals * matrix
-        return Image(functionals, matrix, product, longest)
+        return Image(functionals, matrix, product)
 
     @property
     def squares(self) -> Tensor:
@@ -165,17 +164,11 @@ class Image:
         found = (self.squares.clamp_min(0) + lost).sqrt() * MORE
         return found.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
-    @property
-    def largest(self) -> float:
-        """Return a bound of the square of the norm of members."""
-        products = _images([(self, 1.0)])
-        trace = float(products.diagonal().sum()) * MORE
-        return min(largest_eigenvalue(products, trace), self.longest**2)
-
     def of_same(self, other: Image) -> bool:
         """Say whether another image is one of the same functionals."""
         one, two = self.functionals, other.functionals
-        return one.data_ptr() == two.data_ptr() and one.shape == two.shape
+        same = one.data_ptr() == two.data_ptr() and one.shape == two.shape
+        return same and one.stride() == two.stride()
 
 
 def _images(parts: Sequence[tuple[Image, float]]) -> Tensor:
@@ -197,42 +190,52 @@ Part = Tensor | RankOne | Image
 """An ellipsoid [B, B]."""
 
 
+def joined(parts: Sequence[Part]) -> list[Tensor | RankOne]:
+    """Return ellipsoids around the same sums of members: images by the same functionals are
+    multiplied together, with the shares that they have in `around_sum`."""
+    found, images = list[Tensor | RankOne](), list[list[Image]]()
+    for part in parts:
+        if not isinstance(part, Image):
+            found.append(part)
+            continue
+        same = next((each for each in images if each[0].of_same(part)), None)
+        if same is None:
+            images.append(same := [])
+        same.append(part)
+    for each in images:
+        weights = [math.sqrt(max(part.trace, 0.0)) for part in each]
+        some = [(part, sum(weights) / w) for part, w in zip(each, weights, strict=True) if w > 0]
+        if some:
+            found.append(_images(some))
+    return found
+
+
 def around_sum(parts: Sequence[Part]) -> Tensor:
     """Return an ellipsoid that holds the sums of members of others: (Σ w) Σ P_k/w_k.
 
     By Cauchy and Schwarz (Σ √q_k)² <= (Σ w) Σ q_k/w_k for all w > 0; w_k = √trace here. The share
     of 2^-30 of the trace is more than what sums of up to 2^22 products lost.
     """
-    traces = [float(part.trace()) if isinstance(part, Tensor) else part.trace for part in parts]
+    each = joined(parts)
+    traces = [part.trace if isinstance(part, RankOne) else float(part.trace()) for part in each]
     weights = [math.sqrt(max(trace, 0.0)) for trace in traces]
-    whole, images = sum(weights), list[list[tuple[Image, float]]]()
-    first = parts[0]
-    like = first if isinstance(first, Tensor) else _values(first)
+    like = parts[0]
+    if not isinstance(like, Tensor):
+        like = like.values if isinstance(like, RankOne) else like.functionals
     total = like.new_zeros(len(like), len(like))
-    for part, weight in zip(parts, weights, strict=True):
-        share = whole / weight if weight > 0 else 0.0
+    for part, weight in zip(each, weights, strict=True):
+        share = sum(weights) / weight if weight > 0 else 0.0
         if share == 0:
             continue
         if isinstance(part, RankOne):
             if part.scale > 0:
                 total.addr_(part.values, part.values, alpha=share * part.scale)
             total.diagonal().add_(share * part.rest)
-        elif isinstance(part, Image):
-            same = next((each for each in images if each[0][0].of_same(part)), None)
-            if same is None:
-                images.append(same := [])
-            same.append((part, share))
         else:
             total.add_(part, alpha=share)
-    for each in images:
-        total.add_(_images(each))
     found = (total + total.T).mul_(MORE / 2)
     found.diagonal().add_(2.0**-30 * float(total.diagonal().sum()))
     return found
-
-
-def _values(part: RankOne | Image) -> Tensor:
-    return part.values if isinstance(part, RankOne) else part.functionals
 
 
 def reached(ellipsoids: Ellipsoids, error_bound: Tensor, functional: Adjoint) -> Tensor:

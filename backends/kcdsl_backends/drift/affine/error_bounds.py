@@ -28,6 +28,7 @@ from kcdsl_backends.drift.affine.ellipsoids import (
     RankOne,
     around_sum,
     image,
+    joined,
     longest,
 )
 from kcdsl_backends.drift.affine.kernel import KernelRun
@@ -213,8 +214,9 @@ class _Gram:
 
     def norm(self) -> float:
         together = math.sqrt(self.trace * largest_eigenvalue(self.products, self.trace))
-        for part in self.parts:
-            if isinstance(part, RankOne | Image):
+        self.parts = list[Part](joined(self.parts))
+        for part in joined(self.parts):
+            if isinstance(part, RankOne):
                 together += math.sqrt(part.largest)
             else:
                 size = float(part.diagonal().sum()) * (1 + 2.0**-30)
@@ -229,6 +231,7 @@ class _Gram:
 
     def ellipsoid(self) -> Tensor:
         """Return an ellipsoid [B, B] around the functionals."""
+        self.parts = list[Part](joined(self.parts))  # once for this and the norm
         rest = float(self.loose.norm()) + self.further
         own, alone = self.trace * self.products, RankOne(self.middle, 0.0, rest**2)
         return around_sum([*self.parts, own, RankOne(self.middle), alone])

@@ -549,8 +549,7 @@ class Remainder:
     def _around(self, a: Adjoint) -> list[Part]:
         """Return an ellipsoid around A o: as Σ o²/cap <= Σ|o|, that of A∘√cap."""
         most, total = self._ends(a)
-        one_by_one = self._columns(a, most)
-        return [Image.of(a.values.flatten(1), most.flatten() * total * SAFE, one_by_one)]
+        return [Image.of(a.values.flatten(1), most.flatten() * total * SAFE)]
 
     def _ends(self, a: Adjoint) -> tuple[Tensor, float]:
         """Return the caps of a window, and a bound of Σ|o| over all rows that are read."""
@@ -559,17 +558,14 @@ class Remainder:
         total = torch.minimum(self.total[part[:-1]], most.sum(-1, keepdim=True) * SAFE)
         return most, float(total[read].sum()) * SAFE
 
-    def _columns(self, a: Adjoint, most: Tensor) -> float:
-        """Bound |A o| by the norms of columns."""
-        columns = a.values.norm(dim=0, keepdim=True) * SAFE
-        order = columns[..., :: _step(columns)].argsort(dim=-1, descending=True)
-        return float(_largest(columns, most[None], self.total[at(a.window[:-1])], order))
-
     def _norm(self, a: Adjoint) -> float:
         """Bound |A o|: by column norms, and as Σ o²/cap <= Σ|o|, by that of A∘√cap; rows that are
         not read do not count."""
         most, whole = self._ends(a)
-        one_by_one = self._columns(a, most)
+        columns = a.values.norm(dim=0, keepdim=True) * SAFE
+        order = columns[..., :: _step(columns)].argsort(dim=-1, descending=True)
+        total = self.total[at(a.window[:-1])]
+        one_by_one = float(_largest(columns, most[None], total, order))
         scaled = (a.values * most.sqrt()).flatten(1)
         alone = diagonal(scaled)
         if alone is not None:

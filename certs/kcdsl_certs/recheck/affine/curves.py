@@ -74,24 +74,24 @@ class Remainder:
             least, most = np.minimum(least, size), np.minimum(most, size)
         return -least, most
 
-    def _columns(self, adjoint: Adjoint) -> tuple[Floats, float, float]:
-        """Return the caps, a bound of Σ|o| in the rows that are read (a window may be wider), and
-        one of the norm of all functionals by those of their columns."""
+    def _caps(self, adjoint: Adjoint) -> tuple[Floats, float]:
+        """Return the caps, and a bound of Σ|o| in the rows that are read; a window may be wider."""
         cap = np.maximum(-self.low, self.high)[adjoint.window]
-        total = self.total[adjoint.window[:-1]]
-        columns = np.linalg.norm(adjoint.values, axis=0)[None] * _MORE + TINY
-        whole = np.minimum(total, cap.sum(axis=-1, keepdims=True) * _MORE)
+        sums = cap.sum(axis=-1, keepdims=True) * _MORE
+        whole = np.minimum(self.total[adjoint.window[:-1]], sums)
         read = np.asarray(adjoint.values.any(axis=(0, -1)))
-        return cap, float(whole[read].sum()) * _MORE, float(most_of(columns, cap[None], total)[0])
+        return cap, float(whole[read].sum()) * _MORE
 
     def _around(self, adjoint: Adjoint) -> list[Part]:
         """Return the ellipsoid of all with Σ o²/cap ≤ Σ|o|."""
-        cap, whole, by_columns = self._columns(adjoint)
+        cap, whole = self._caps(adjoint)
         shape = cap.reshape(-1) * whole + TINY
-        return [Seen.by(adjoint.values.reshape(adjoint.batch, -1), shape, by_columns)]
+        return [Seen.by(adjoint.values.reshape(adjoint.batch, -1), shape)]
 
     def _length(self, adjoint: Adjoint) -> float:
-        cap, whole, by_columns = self._columns(adjoint)
+        cap, whole = self._caps(adjoint)
+        columns = np.linalg.norm(adjoint.values, axis=0)[None] * _MORE + TINY
+        by_columns = float(most_of(columns, cap[None], self.total[adjoint.window[:-1]])[0])
         scaled = (adjoint.values * np.sqrt(cap)).reshape(adjoint.batch, -1)
         if reads_one_each(scaled):
             spread = float((np.diagonal(scaled) ** 2).max()) * _MORE

@@ -141,19 +141,17 @@ def _diagonal(shape: Floats) -> Floats:
 @dataclass(frozen=True, slots=True)
 class Seen:
     """An ellipsoid P [n, n], or the diagonal [n] of one, as functionals A [B, n] see it: A P Aᵀ,
-    which is formed with others of the same functionals. `half` is A P, and `norm` a bound of the
-    norm of members that is known without the product."""
+    which is formed with others of the same functionals. `half` is A P."""
 
     functionals: Floats
     shape: Floats
     half: Floats
-    norm: float = math.inf
 
     @staticmethod
-    def by(functionals: Floats, shape: Floats, norm: float = math.inf) -> Seen:
+    def by(functionals: Floats, shape: Floats) -> Seen:
         """Return how functionals see an ellipsoid or a diagonal."""
         half = functionals * shape if shape.ndim == 1 else functionals @ shape
-        return Seen(functionals, shape, half, norm)
+        return Seen(functionals, shape, half)
 
     @property
     def trace(self) -> float:
@@ -167,12 +165,6 @@ class Seen:
         lost = _lost(self.shape, self.functionals)
         found = np.sqrt(np.maximum(squares, 0.0) + lost) * _MORE
         return np.where(np.isfinite(found), found, np.inf)
-
-    @property
-    def largest(self) -> float:
-        """Return a bound of the square of the norm of members."""
-        whole = _all_seen([(1.0, self)])
-        return min(self.norm**2, largest(whole, float(np.trace(whole)) * _MORE))
 
 
 def _all_seen(parts: Sequence[tuple[float, Seen]]) -> Floats:
@@ -223,27 +215,40 @@ Part = Floats | RankOne | Seen
 """An ellipsoid around functionals [B, B]."""
 
 
+def multiplied(parts: Sequence[Part]) -> list[Floats | RankOne]:
+    """Return ellipsoids around the same sums: what the same functionals see is one ellipsoid, of
+    the shares that `sum_of` gives them."""
+    found, seen = list[Floats | RankOne](), dict[tuple[int, ...], list[Seen]]()
+    for part in parts:
+        if isinstance(part, Seen):
+            by = part.functionals
+            key = by.__array_interface__["data"][0], *by.shape, *by.strides
+            seen.setdefault(key, []).append(part)
+        else:
+            found.append(part)
+    for some in seen.values():
+        roots = [math.sqrt(max(part.trace, 0.0)) for part in some]
+        shares = [(sum(roots) / w, part) for w, part in zip(roots, some, strict=True) if w != 0]
+        if shares:
+            found.append(_all_seen(shares))
+    return found
+
+
 def sum_of(parts: Sequence[Part]) -> Floats:
     """Return an ellipsoid around sums of members: (Σ w) Σ P_k/w_k, w_k = √trace(P_k)."""
-    traces = [float(np.trace(p)) if isinstance(p, np.ndarray) else p.trace for p in parts]
+    each, n = multiplied(parts), _count(parts[0])
+    traces = [part.trace if isinstance(part, RankOne) else float(np.trace(part)) for part in each]
     roots = [math.sqrt(max(trace, 0.0)) for trace in traces]
-    n = _count(parts[0])
     total, whole, places = np.zeros((n, n)), sum(roots), np.arange(n)
-    seen = dict[int, list[tuple[float, Seen]]]()
-    for part, root in zip(parts, roots, strict=True):
+    for part, root in zip(each, roots, strict=True):
         if root == 0:
             continue
-        if isinstance(part, Seen):
-            key = part.functionals.__array_interface__["data"][0]
-            seen.setdefault(key, []).append((whole / root, part))
-        elif isinstance(part, RankOne):
+        if isinstance(part, RankOne):
             if part.scale > 0:
                 total += np.outer(whole / root * part.scale * part.ends, part.ends)
             total[places, places] += whole / root * part.rest
         else:
             total += whole / root * part
-    for some in seen.values():
-        total += _all_seen(some)
     found = total + total.T
     found *= _MORE / 2
     found[places, places] += 2.0**-30 * float(np.trace(total))

@@ -16,6 +16,7 @@ from kcdsl_certs.recheck.affine.ellipsoids import (
     largest,
     longest,
     moved_with_extents,
+    multiplied,
     rows_of,
     sum_of,
 )
@@ -63,7 +64,7 @@ class Surrounded:
 
     shape: Floats
     each: Floats
-    parts: tuple[Part, ...]
+    parts: tuple[Floats | RankOne, ...]
     rest: float
 
     @property
@@ -71,7 +72,7 @@ class Surrounded:
         """Return a bound of the norm of all functionals."""
         total = self.rest
         for part in self.parts:
-            if isinstance(part, RankOne | Seen):
+            if isinstance(part, RankOne):
                 total += math.sqrt(part.largest)
             else:
                 total += math.sqrt(largest(part, float(np.trace(part)) * _MORE))
@@ -123,8 +124,9 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
     if found.gram is not None:
         parts.append(found.gram * found.trace)
     alone = RankOne(found.centre, 0.0, found.uncentred**2)
-    shape = sum_of([*parts, RankOne(found.centre, 1.0, 0.0), alone])
-    return Surrounded(shape, found.sizes, tuple(parts), found.rest)
+    whole = multiplied(parts)
+    shape = sum_of([*whole, RankOne(found.centre, 1.0, 0.0), alone])
+    return Surrounded(shape, found.sizes, tuple(whole), found.rest)
 
 
 def _shared(tape: Tape, entry: TapeEntry, kept: Adjoint, floor: int) -> tuple[Part, Floats]:
