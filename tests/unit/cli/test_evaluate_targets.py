@@ -64,7 +64,7 @@ def test_what_cannot_be_written(cli: Any, folder: Path, words: tuple[str, ...], 
     [
         ("--format", "junit=out/x.xml"),
         ("--format", "junit=/dev/null", "--format", "sarif=/dev/null"),
-        ("--format", "json", "--format", "json"),
+        ("--format", "json"),
     ],
 )
 def test_what_can_be_written_is_measured(cli: Any, folder: Path, words: tuple[str, ...]) -> None:
