@@ -2,8 +2,8 @@
 
 Attention of the published MiniLM and of the tiny LM, float32 torch eager against float32 flash
 attention. Every row of the sequence lies in one box: a ball around the state of one token, or the
-hull of all states of a sentence. The any-length bound covers 1 to 256 rows; beside it stands what
-the interval domain says of each length by itself, and the strongest run that was found there.
+hull of all states of a sentence. The any-length bound covers 1 to 256 rows. It is compared with the
+bound of the interval domain at each single length and with the strongest run found there.
 
     make bench-any-length    # also the table and the picture of docs/proofs/any-length.md
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LENGTHS = (6, 17, 64, 256)
 LONGEST = LENGTHS[-1]
 EFFORT = {6: (3, 8), 17: (3, 8), 64: (1, 3), 256: (1, 1)}
-"""At how many places, and with how many steps, an attack of so many rows pushes."""
+"""By number of rows: output elements and steps of an attack."""
 RADII = (1e-4, 1e-3, 1e-2)
 BLOCK = "attn_0"
 SENTENCE = "The quick brown fox jumps over the lazy dog near the big river bank."
@@ -39,7 +39,7 @@ TINY = ROOT / "examples" / "tiny_lm"
 PICTURE = ROOT / "docs" / "images" / "any-length.svg"
 INFER = {"preset": "torch-sdpa-flash", "compute": "float32"}
 TOKEN = 3
-"""Around the state of which token of the sentence the balls lie."""
+"""Index of the token whose state is the centre of the balls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def models() -> dict[str, tuple[ProblemFactory, list[int]]]:
 
 
 def regions(factory: ProblemFactory, ids: list[int]) -> Iterator[Region]:
-    """Yield the balls around one state, and the hull of all of the sentence."""
+    """Yield the balls around one state, and the hull of all states of the sentence."""
     import torch
 
     states = factory.centre(BLOCK, tuple(ids))
@@ -111,7 +111,7 @@ def worst(bounds: Any) -> float:
 
 
 def strongest(problem: Any, centre: Tensor, radius: Tensor) -> float:
-    """Return the largest drift that an attack attains; at many rows it tries fewer places."""
+    """Return the largest drift of an attack, which tries fewer output elements at many rows."""
     from kcdsl_backends.attack import attack
 
     candidates, rounds = EFFORT[centre.shape[0]]

@@ -10,15 +10,15 @@ from html import escape
 WIDTH, HEIGHT = 1000, 420
 LEFT, TOP, PANEL, GAP, BOTTOM = 74, 84, 400, 90, 352
 COLOURS = ("#1f6feb", "#d9730d", "#2da44e", "#8250df")
-"""Of the regions, in order of appearance."""
+"""Colours of the regions, in order of appearance."""
 RADII = (2.5, 4.5, 6.5, 8.5)
-"""Of their rings, so that runs at one place are seen beside each other."""
+"""Radii of the rings of the regions, so that runs at the same place stay visible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One region: the bound of every length, and by number of rows that of the length alone and
-    the strongest run."""
+    """One region: the any-length bound and, by number of rows, the bound of that length and the
+    strongest run."""
 
     model: str
     region: str
@@ -29,7 +29,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Places of a panel, both axes logarithmic."""
+    """Coordinates of a panel with logarithmic axes."""
 
     left: float
     rows: tuple[int, int]

@@ -1,6 +1,6 @@
-"""Drift of kernels whose casts do not round to nearest: MiniLM, bound beside attack.
+"""Drift of kernels whose casts do not round to nearest: bound and attack on MiniLM.
 
-Every word that `casts` may be, on attention and feed-forward at a point, bfloat16 against float32
+Every value of `casts`, on attention and feed-forward at a point, bfloat16 against float32
 in any order. A kernel whose casts are steps has one run at a point, up to the order of its sums.
 
     make bench-casts
@@ -16,7 +16,7 @@ from bench.certifier import MIDDLE, Case, Measured, measure
 from bench.common import Better, Figure, report, show_in
 
 LIMIT = 2.0
-"""Of bound / attack, whatever the casts."""
+"""Limit of bound / attack for all casts."""
 _STEPS = {"preset": "torch-eager", "compute": "bfloat16"}
 _FREE = {"preset": "torch-sdpa-flash", "compute": "bfloat16"}
 _CUT = {"format": "bfloat16", "rounding": "toward_zero"}

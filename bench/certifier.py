@@ -1,9 +1,9 @@
-"""Bounds of the affine domain beside the best attack, on the published MiniLM.
+"""Bounds of the affine domain against the best attack, on the published MiniLM.
 
-For every case the bound and the attack of the same statement, at the point (the region of a ball
-where a radius is named), norm_inf of the drift between float32 torch eager and the inference
-kernel named; the attack pushes at the elements whose bounds are largest. The worst ratio of the
-sentences is the figure.
+Every case compares the bound and the attack of one statement: norm_inf of the drift between float32
+torch eager and the named inference kernel, at a point or on a ball with the named radius. The
+attack maximises the elements with the largest bounds. The figure is the worst ratio of the
+sentences.
 
     make bench-certifier
     python -m bench.certifier layer_0    # only cases of this name, results are not kept
@@ -38,11 +38,11 @@ LONG = (
     "operator who reads it can see afterwards how often, and why, this was needed at all."
 )
 SAMPLES = 2000
-"""Inputs drawn from a ball, where casts to nearest leave few slopes for an attack to follow."""
+"""Inputs drawn from a ball, where casts to nearest leave an attack few nonzero gradients."""
 BATCHES = 8
-"""Batches of an attack there; `kcdsl verify` has one."""
+"""Batches of such an attack; `kcdsl verify` has one."""
 FARTHER = 10.0
-"""How many times tighter than the interval domain, where a run leaves room for that."""
+"""Demanded ratio of the interval bound to the affine bound, if a run does not exclude it."""
 TIMED = 17
 """Tokens of MIDDLE, the sentence of the time and memory figures."""
 LENGTHS = (8, 16, 32, 64)
@@ -50,10 +50,10 @@ LENGTHS = (8, 16, 32, 64)
 
 STACK = "six layers, float32, one free rounding at every operation"
 MOST_SECONDS = 60.0
-"""Of the bound of all six layers."""
+"""Limit for the bound of all six layers."""
 
 TEXTS = Path(__file__).resolve().parent.parent / "examples" / "minilm" / "sentences.jsonl"
-"""Sentences that a seed draws from, of this many tokens."""
+"""The sentences from which a seed draws."""
 LEAST, MOST = 4, 36
 
 _FREE = {"preset": "torch-eager", "accumulate": "float64"}
@@ -187,7 +187,7 @@ def drawn(seed: int) -> list[Case]:
 
 
 def main() -> int:
-    """Measure every case and report; or those that are named or drawn, and print them."""
+    """Measure and report all cases; or measure and print those that are named or drawn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("only", nargs="?", default="", help="cases whose name contains this")
     parser.add_argument("--seed", type=int, help="draw blocks and sentences instead")
@@ -195,17 +195,17 @@ def main() -> int:
     only, figures = chosen.only, list[Figure]()
     for case in CASES if chosen.seed is None else drawn(chosen.seed):
         if only in case.name:
-            figures += _figures(case, [_apart(measure, case, text) for text in case.sentences])
+            figures += _figures(case, [_isolated(measure, case, text) for text in case.sentences])
     if only or chosen.seed is not None:
         for figure in figures:
             print(f"{figure.name}: {figure.value:.4g} (limit {figure.limit}; {figure.conditions})")
         return 0 if figures and all(f.limit is None or f.within for f in figures) else 1
-    figures += _apart(cost)
-    figures.append(_apart(growth))
+    figures += _isolated(cost)
+    figures.append(_isolated(growth))
     return report("certifier", figures)
 
 
-def _apart(work: Any, *arguments: object) -> Any:
+def _isolated(work: Any, *arguments: object) -> Any:
     """Run in a fresh process: peak memory cannot be reset."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -229,7 +229,7 @@ def _figures(case: Case, found: list[Measured]) -> Iterator[Figure]:
         least = min(known, key=lambda m: m.interval / m.bound)
         room = least.interval / least.attack
         where = f"the least of the sentences, {least.tokens} tokens; interval / attack {room:.3g}"
-        # no bound is more below the interval domain than a run is
+        # a bound cannot be below a run, which limits its gain over intervals
         limit = FARTHER if room >= FARTHER else None
         gain = least.interval / least.bound
         yield Figure(f"{case.name}: interval / affine", gain, Better.HIGHER, limit, where)

@@ -1,10 +1,10 @@
-"""Blocks proved stage by stage and as one: bounds, attack, seconds, and what a training step costs.
+"""Blocks proved stage by stage and as one: bounds, attack, time, and cost after a training step.
 
 MiniLM (real weights, one short sentence) under one free rounding to float32 at every operation, and
 the tiny language model between torch eager and its flash kernel in float32, any order and any cast;
-chains of boxes alone, with ellipsoids, and of fewer links, as `kcdsl verify --chain` tries them one
-after the other. The whole is one affine graph; the attack is of the whole. A chain is looser than
-the whole, so nothing is promised but that no run exceeds it.
+chains of boxes alone, with ellipsoids, and with fewer links, in the order of `kcdsl verify
+--chain`. The whole block is one affine graph, and the attack is on the whole block. A chain is
+looser, so the only limit is that no run exceeds it.
 
     make bench-chain
     python -m bench.chain tiny    # only cases of this name, results are not kept
@@ -46,7 +46,7 @@ _FLASH = {"preset": "torch-sdpa-flash", "compute": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One block on one region; a plan is a number of links, and whether they hand on ellipsoids."""
+    """One block on one region; a plan is a number of links and whether they have ellipsoids."""
 
     name: str
     model: str
@@ -65,7 +65,7 @@ LINES = (
 
 
 def main() -> int:
-    """Measure every line and report; or those with `only` in their name, and print them."""
+    """Measure and report every line; or measure and print those with `only` in their name."""
     only = sys.argv[1] if len(sys.argv) > 1 else ""
     figures: list[Figure] = []
     for line in LINES:
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def shown(figures: list[Figure]) -> list[Figure]:
-    """Print figures as they come."""
+    """Print figures and return them."""
     for figure in figures:
         print(f"  {figure.name}: {figure.value:.4g}  {figure.conditions}", flush=True)
     return figures
@@ -90,8 +90,8 @@ def measured(line: Line) -> list[Figure]:
     from kcdsl_backends.certifier.statements.problems import claim_margin
     from kcdsl_backends.drift.functionals import functional_bound
 
-    factory, tokens = _shop(line.model)
-    context, goal, region = _stand(factory, line.block, tokens, line.radius)
+    factory, tokens = _factory_of(line.model)
+    context, goal, region = _inputs(factory, line.block, tokens, line.radius)
     problem = factory.problem(line.block, tokens)
     started = time.perf_counter()
     forms = problem.forms(region.centre, region.radius)
@@ -129,8 +129,8 @@ def measured(line: Line) -> list[Figure]:
 
 
 def after_a_step() -> list[Figure]:
-    """Return what the tiny model's layer costs again after its second half changed, and its first
-    by little: the links that are known, and the seconds."""
+    """Return cached links and seconds of a second proof of the tiny model's layer, after a change
+    of its second half and after a small one of its first half."""
     from kcdsl_backends.certifier.composition import CompositionTask, StagePlan
 
     figures = []
@@ -143,7 +143,7 @@ def after_a_step() -> list[Figure]:
             ("after a step of the attention by 1e-6", "self_attn.o_proj", 1e-6),
         ):
             factory = _stepped(folder, key, by)
-            context, goal, region = _stand(factory, "layer_1", prompt, 1e-3, folder / "cache")
+            context, goal, region = _inputs(factory, "layer_1", prompt, 1e-3, folder / "cache")
             started = time.perf_counter()
             outcome = (
                 CompositionTask(goal, region, StagePlan(2, ellipsoids=False))
@@ -157,14 +157,14 @@ def after_a_step() -> list[Figure]:
     return figures
 
 
-def _shop(model: str) -> tuple[ProblemFactory, tuple[int, ...]]:
+def _factory_of(model: str) -> tuple[ProblemFactory, tuple[int, ...]]:
     if model == "minilm":
         return minilm.problem_factory(_FREE, _EXACT), SENTENCE
     return no_flip.problem_factory(_FLASH), no_flip.prompts(1)[0][:PROMPT]
 
 
 def _stepped(folder: Path, key: str, by: float) -> ProblemFactory:
-    """Return the tiny model, one tensor of its second layer scaled by 1 + `by`; steps add up."""
+    """Return the tiny model with one tensor scaled by 1 + `by`; repeated steps accumulate."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -185,14 +185,14 @@ def _stepped(folder: Path, key: str, by: float) -> ProblemFactory:
     return ProblemFactory(load_model(files, folder), train, resolve(_FLASH), torch.device("cpu"))
 
 
-def _stand(
+def _inputs(
     factory: ProblemFactory,
     block: str,
     tokens: tuple[int, ...],
     radius: float,
     cache: Path | None = None,
 ) -> tuple[WorkerContext, Goal, Region]:
-    """Return what a chain needs: a context, a goal with a limit that nothing meets, and a case."""
+    """Return the inputs of a chain: a context, a goal that no bound meets, and a case."""
     import torch
 
     from kcdsl.check.compile import load_contract

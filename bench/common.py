@@ -1,4 +1,4 @@
-"""The common part of benchmarks: figures, limits, the table, and the file that keeps the results.
+"""Common functions of benchmarks: figures, limits, the table, and the results file.
 
 A benchmark is a module `bench/NAME.py`, run by `make bench-NAME`. It measures in that run, calls
 `report(NAME, figures)`, and exits with the status that `report` returns. The results file
@@ -35,7 +35,7 @@ class Better(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number. `limit` is None where nothing is promised."""
+    """One measured number; `limit` is None if there is no target."""
 
     name: str
     value: float
@@ -45,7 +45,7 @@ class Figure:
 
     @property
     def within(self) -> bool:
-        """Say whether the value is a finite number on the right side of the limit."""
+        """Return whether the value is a finite number on the right side of the limit."""
         if not math.isfinite(self.value):
             return False
         if self.limit is None:
@@ -68,7 +68,7 @@ def seconds(work: Callable[[], object], *, repeat: int = 5, warmup: int = 1) -> 
 
 
 def forget_peak() -> int:
-    """Start a new peak of resident memory (Linux) and return the bytes resident now."""
+    """Reset the peak of resident memory (Linux) and return the resident bytes."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return peak_bytes()
@@ -112,9 +112,9 @@ def _processor() -> str:
 
 
 def report(name: str, figures: Iterable[Figure], results: Path = RESULTS) -> int:
-    """Print the table, write `results/NAME.json`, return 0, or 1 where a limit is missed.
+    """Print the table and write `results/NAME.json`; return 0, or 1 if a limit is missed.
 
-    Raises ValueError for no figures at all or two of the same name.
+    Raises ValueError if there are no figures or two of the same name.
     """
     rows = tuple(figures)
     names = [figure.name for figure in rows]
@@ -130,7 +130,7 @@ def report(name: str, figures: Iterable[Figure], results: Path = RESULTS) -> int
 def show_in(page: str, name: str, table: str) -> None:
     """Put a table into docs/PAGE, between the marks of benchmark NAME.
 
-    Raises ValueError where the page has no such marks.
+    Raises ValueError if the page has no such marks.
     """
     path, (before, _, after) = RESULTS.parents[1] / "docs" / page, _around(page, name)
     path.write_text(f"{before}{table}{after}", encoding="utf-8")
@@ -196,5 +196,5 @@ def _limit(figure: Figure) -> str:
 
 
 def _shown(value: float) -> str:
-    """Write a number with four digits, or with all where it is whole and has up to seven."""
+    """Format a number with four digits, an integer with up to seven."""
     return f"{value:,.0f}" if 1e4 <= value < 1e7 and value == int(value) else f"{value:.4g}"

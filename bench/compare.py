@@ -1,19 +1,18 @@
-"""Benchmarks of an earlier commit and of this tree, in one run on one machine.
+"""Comparison of benchmarks of an earlier commit and of this tree on one machine.
 
     python -m bench.compare certifier language --before v0.1
     make bench-compare    # certifier, language, evaluator and foundation, before: d557d31
-    python -m bench.compare certifier --only 'mlp_0|any order'    # cases of it, not recorded
+    python -m bench.compare certifier --only 'mlp_0|any order'    # some cases, not recorded
 
-Both trees run in turn, each benchmark in a process of its own with the packages of this
-environment; the order changes with every round. Of each figure that both have, the median of the
-rounds is compared: the loss is now / before where lower values are better, else before / now. A
-loss above 1.05 in the first round calls for two further rounds, as times are noisy. The table is
-printed and recorded after each benchmark.
+Both trees run alternately, each benchmark in its own process with the packages of this environment;
+the order changes with every round. The medians of figures that both trees have are compared: the
+loss is now / before if lower values are better, else before / now. A loss above 1.05 in the first
+round causes two more rounds, as times are noisy. The table is printed and recorded after each
+benchmark.
 
-`--only` compares the cases of the certifier whose names match: one round, the trees in turn for
-every case. Of each sentence it compares the bounds of both domains, which must not be larger by
-more than 0.1 %, and the seconds of the bound; these are of the processor, on one thread, as such a
-part may run beside other work.
+`--only` compares the cases of the certifier whose names match, in one round. For each sentence it
+compares the bounds of both domains, which must not grow by more than 0.1 %, and the processor
+seconds of the bound on one thread, which other work on the machine affects little.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ LOOSER = 1.001
 """The largest ratio of two bounds of one statement that passes."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 OWN_TIME = "import time\ntime.perf_counter = time.process_time\n"
-"""What processes of a part import first: seconds are those of the processor."""
+"""Preamble of the processes of `--only`: time is processor time."""
 
 Values = dict[str, tuple[float, Better]]
 Measured = dict[int, dict[str, float]]
-"""By tokens of a sentence: bound, interval bound, attack and seconds."""
+"""Bound, interval bound, attack and seconds, by the tokens of a sentence."""
 
 
 def main() -> int:
@@ -99,7 +98,7 @@ def compared(name: str, before: Path, now: Path) -> list[Figure]:
 def run(name: str, tree: Path) -> Values:
     """Run a benchmark of a tree and return its figures.
 
-    Raises SystemExit where it writes no results.
+    Raises SystemExit if it writes no results.
     """
     results = tree / "bench" / "results" / f"{name}.json"
     results.unlink(missing_ok=True)
@@ -124,7 +123,7 @@ def run(name: str, tree: Path) -> Values:
 def parts(only: str, before: Path, now: Path) -> list[Figure]:
     """Compare the certifier's cases whose names match, one by one.
 
-    Raises SystemExit where there is none.
+    Raises SystemExit if there is none.
     """
     from bench.certifier import CASES
 
@@ -142,9 +141,9 @@ def parts(only: str, before: Path, now: Path) -> list[Figure]:
 
 
 def part(name: str, tree: Path) -> Measured:
-    """Return what the certifier of a tree measures of a case.
+    """Return the measurements of a case by the certifier of a tree.
 
-    Raises SystemExit where that is nothing.
+    Raises SystemExit if there are none.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sitecustomize.py").write_text(OWN_TIME, encoding="utf-8")
@@ -167,7 +166,7 @@ def part(name: str, tree: Path) -> Measured:
 
 
 def measured(name: str, text: str) -> Measured:
-    """Return what the certifier's progress says of the case of this name, by tokens."""
+    """Parse the certifier's progress output for a case, by tokens."""
     found = {}
     for line in text.splitlines():
         case, mark, fields = line.partition(" Measured(")
@@ -179,7 +178,7 @@ def measured(name: str, text: str) -> Measured:
 
 
 def differences(name: str, before: Measured, now: Measured) -> list[Figure]:
-    """Return the ratios of bounds and seconds of a case; a sentence without any is no number."""
+    """Return the ratios of bounds and seconds of a case; NaN for a sentence without them."""
     found = []
     for tokens, old in before.items():
         for key, most in (("bound", LOOSER), ("interval", LOOSER), ("seconds", MOST)):
@@ -197,7 +196,7 @@ def _ratio(worse: float, least: float) -> float:
 def losses(name: str, rounds: Sequence[tuple[Values, Values]]) -> list[Figure]:
     """Return the loss of every figure that both trees have, medians over the rounds.
 
-    A figure that the earlier tree alone has counts as missing.
+    A figure that only the earlier tree has counts as missing.
     """
     before, now = ([side[number] for side in rounds] for number in (0, 1))
     common = [figure for figure in before[0] if figure in now[0]]

@@ -1,7 +1,7 @@
 """Errors of the limits of samples: false passes, false violations, coverage, by simulation.
 
 `make bench-coverage` prints the figures that docs/explanation/statistics.md quotes. Every
-simulation is seeded, so that a second run prints the same.
+simulation is seeded and reproducible.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ LEVELS: dict[str, Level] = {
     "lognormal 1": lambda g, n: np.exp(g.normal(size=n) - 0.5),
     "lognormal 1.5": lambda g, n: np.exp(1.5 * g.normal(size=n) - 1.125),
 }
-"""Levels of requests, each with a mean of 1."""
+"""Distributions of the request levels, each with mean 1."""
 
 
 def clustered(generator: np.random.Generator, n: int, level: Level) -> tuple[Array, Array]:
-    """Return the sums and the sizes of n requests, whose tokens share the level of the request."""
+    """Return sums and sizes of n requests; the tokens of a request share its level."""
     sizes = generator.integers(5, 40, size=n).astype(np.float64)
     noise = generator.normal(size=n) * np.sqrt(sizes) / 10
     return level(generator, n) * sizes + noise, sizes
 
 
 def mean_misses(level: Level, n: int, runs: int, confidence: Confidence) -> tuple[float, float]:
-    """Return how often a mean of 1 lies below its lower and above its upper limit."""
+    """Return the frequencies of the mean 1 below the lower and above the upper limit."""
     generator = np.random.default_rng(n)
     below = above = 0
     for run in range(runs):
@@ -59,7 +59,7 @@ def mean_misses(level: Level, n: int, runs: int, confidence: Confidence) -> tupl
 
 
 def percentile_misses(n: int, q: Fraction, runs: int, confidence: Confidence) -> float:
-    """Return how often the q-quantile of an exponential lies above its upper limit."""
+    """Return the frequency of the q-quantile of an exponential above its upper limit."""
     _, rank = limit_ranks(n, q, confidence)
     if rank is None:
         return 0.0
@@ -68,10 +68,10 @@ def percentile_misses(n: int, q: Fraction, runs: int, confidence: Confidence) ->
 
 
 def looks(p: float, runs: int, *, rate: Fraction, units: int, every: int) -> dict[str, float]:
-    """Return how often each rule calls a rate of p good or bad, at any of many looks.
+    """Return the frequency of a verdict of each rule on a rate p at any of many looks.
 
     Rules: `naive` (k/n against the budget) and Clopper-Pearson at every look, Clopper-Pearson once
-    at the end, and the e-processes that certify and that raise an alarm.
+    at the end, and the e-processes for certification and for alarms.
     """
     generator = np.random.default_rng(round(p * 10**6))
     n = np.arange(every, units + 1, every)
@@ -82,7 +82,7 @@ def looks(p: float, runs: int, *, rate: Fraction, units: int, every: int) -> dic
         return np.array([-1 if a is None else a for a in allowed])
 
     def alarms() -> NDArray[np.int64]:
-        """Return the least k of each n that raises an alarm: n - k of the others certify."""
+        """Return the least k for each n that raises an alarm, by certifying n - k others."""
         allowed = (most_exceedances(int(m), 1 - rate, ANYTIME) for m in n)
         return np.array([m + 1 if a is None else m - a for m, a in zip(n, allowed, strict=True)])
 
@@ -99,8 +99,8 @@ def looks(p: float, runs: int, *, rate: Fraction, units: int, every: int) -> dic
 
 
 def false_alarms(family: int, runs: int) -> tuple[float, float]:
-    """Return how often a report of `family` sampled clauses, all kept at their very limit, calls
-    one of them violated: each at 5 % by itself, and by Holm's method."""
+    """Return the frequency of a false violation in a report of `family` sampled clauses, all
+    exactly at their limits: each tested at 5 %, and by Holm's method."""
     rate, n = Fraction(1, 20), 400
     k = np.random.default_rng(family).binomial(n, float(rate), size=(runs, family))
     p = stats.binom.sf(k - 1, n, float(rate))
@@ -115,8 +115,8 @@ def false_alarms(family: int, runs: int) -> tuple[float, float]:
 
 
 def magnitudes(runs: int) -> tuple[float, float]:
-    """Return how often |mean| <= τ is called violated where the mean is 0 and τ far below the noise
-    of 40 requests: by two limits at 95 %, and by the clause itself, which halves their error."""
+    """Return the frequency of a false violation of |mean| <= τ, for mean 0 and τ far below the
+    noise of 40 requests: by two limits at 95 %, and by the clause, which halves their error."""
     generator, sizes = np.random.default_rng(3), np.ones(40)
     tau, alone, halved = 0.001, 0, 0
     size = Abs(Statistic("mean", Metric("log_ratio"), None))
@@ -139,8 +139,8 @@ def _reached(p: Sequence[Fraction]) -> Callable[[int, Fraction], bool]:
 
 
 def token_counts(correlation: float, runs: int) -> tuple[float, float]:
-    """Return how often 200 requests of 100 tokens pass although the rate is at its limit: counted
-    by token, and by request (beyond where any of its tokens is)."""
+    """Return how often 200 requests of 100 tokens pass with the rate at its limit: counted by
+    token, and by request (beyond the threshold if any token is)."""
     generator = np.random.default_rng(round(correlation * 1000))
     rate, requests, tokens = Fraction(1, 20), 200, 100
     spread = (1 - correlation) / correlation
@@ -157,7 +157,7 @@ def token_counts(correlation: float, runs: int) -> tuple[float, float]:
 
 
 def thresholds(runs: int) -> tuple[float, float]:
-    """Return how often more than 5 % exceed a threshold taken from 500 units: the empirical 95 %
+    """Return how often more than 5 % exceed a threshold derived from 500 units: the empirical 95 %
     quantile, and the order statistic with a guarantee."""
     rate, n = Fraction(1, 20), 500
     drawn = np.sort(np.random.default_rng(3).exponential(size=(runs, n)), axis=1)
@@ -169,7 +169,7 @@ def thresholds(runs: int) -> tuple[float, float]:
 
 
 def band_misses(level: Level, earlier: int, runs: int) -> float:
-    """Return how often the next value of a law lies outside the band of earlier ones."""
+    """Return how often the next value of a distribution is outside the band of earlier ones."""
     generator = np.random.default_rng(earlier)
     outside = 0
     for _ in range(runs):

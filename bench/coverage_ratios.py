@@ -1,11 +1,11 @@
-"""Errors of limits of numbers of importance ratios, by simulation.
+"""Errors of confidence limits of statistics of importance ratios, by simulation.
 
     python -m bench.coverage_ratios [RUNS]
 
-Requests of 40 tokens with levels of their own. Ratios w: normal ln w; or 1 but for a share of
-tokens with a Pareto tail, P(w > x) = x^-a: E w^2 exists for a > 2, and its estimate has a variance
-for a > 4. `studentised` are the limits of reports; `percentiles` are those of the same resamples by
-their percentiles. Every simulation is seeded.
+Requests have 40 tokens and a random level. Ratios w have a normal ln w, or are 1 except for a share
+of tokens with a Pareto tail, P(w > x) = x^-a: E w^2 exists for a > 2, and its estimate has a
+variance for a > 4. `studentised` are the limits of reports; `percentiles` are percentile limits
+from the same resamples. Every simulation is seeded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LARGE = 200_000
 
 @dataclass(frozen=True, slots=True)
 class RatioLaw:
-    """Logarithms of both probabilities [n, 40] of n requests, and the truth where it is known."""
+    """Sampler of both log-probabilities [n, 40] of n requests, and the true value if known."""
 
     metric: str
     draw: Callable[[np.random.Generator, int], tuple[Array, Array]]
@@ -43,7 +43,7 @@ class RatioLaw:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """Shares of runs: truth below the lower limit, above the upper one, no lower or upper limit."""
+    """Shares of runs with the true value below or above the limits, or without a limit."""
 
     below: float
     above: float
@@ -52,7 +52,7 @@ class Misses:
 
 
 def pareto(a: float, share: float) -> RatioLaw:
-    """Return ratios that are 1 but for about `share` of the tokens, with a tail of index a."""
+    """Return ratios of 1, except for about `share` of the tokens with a tail of index a."""
 
     def draw(generator: np.random.Generator, n: int) -> tuple[Array, Array]:
         level = np.minimum(generator.gamma(0.5, 2.0, size=(n, 1)) * share, 1.0)
@@ -69,7 +69,7 @@ def pareto(a: float, share: float) -> RatioLaw:
 
 
 def noise(metric: str, freedom: float | None, spread: float) -> RatioLaw:
-    """Return ln w with noise of a level of each request: normal, or Student's t of `freedom`."""
+    """Return ln w with noise scaled by request: normal, or Student's t with `freedom`."""
 
     def draw(generator: np.random.Generator, n: int) -> tuple[Array, Array]:
         infer = -generator.exponential(0.6, size=(n, TOKENS))
@@ -108,7 +108,7 @@ def _arrays(metric: str, train: Array, infer: Array) -> list[Array]:
 
 
 def misses(law: RatioLaw, n: int, runs: int) -> tuple[Misses, Misses]:
-    """Return how often studentised limits, and those of percentiles, miss the truth."""
+    """Return how often studentised and percentile limits miss the true value."""
     generator, truth = np.random.default_rng(n), law.truth()
     found: tuple[list[tuple[float | None, float | None]], ...] = ([], [])
     for run in range(runs):
@@ -154,7 +154,7 @@ def _counted(limits: Sequence[tuple[float | None, float | None]], truth: float) 
 
 
 def ratio_figures(runs: int = RUNS) -> list[Figure]:
-    """Return how often each law's true number lies outside of each limit."""
+    """Return how often the true value of each distribution is outside each limit."""
     figures = []
     for name, law in LAWS.items():
         for n in (50, 200, 512):

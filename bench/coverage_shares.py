@@ -1,8 +1,8 @@
-"""Coverage of the intervals of an attribution: shares of three sources, by simulation.
+"""Coverage of the intervals of an attribution to three sources, by simulation.
 
 `make bench-coverage` prints the figures that docs/reference/attribution.md quotes. The effects of
-the sources vary from request to request by a level with a mean of 1; two add up but for a tenth,
-and the third does nothing on average.
+the sources are scaled by a level with mean 1 for each request. Two effects add up except for a
+tenth; the third is 0 on average.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Array = NDArray[np.float64]
 Level = Callable[[np.random.Generator, int], Array]
 
 SHARES = {"first": 0.95, "second": 0.25, "nothing": 0.0}
-"""Of means: of 1, 0.3 and noise, where the first two together make 0.1 less."""
+"""True shares of means: effects 1 and 0.3 with an interaction of -0.1, and noise."""
 POPULATION = 400_000
-"""Requests of which the shares of a percentile are taken for those of the population."""
+"""Sample size at which shares of a percentile are taken as those of the population."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Rates of samples: in which all three intervals hold, in which each source is shown, and in
-    which any is shown with the wrong sign, nothing included."""
+    """Rates of samples: all three intervals hold; each source is significant; any is significant
+    with the wrong sign, including the source without effect."""
 
     together: float
     shown: dict[str, float]
@@ -43,7 +43,7 @@ class Held:
 
 
 def game(generator: np.random.Generator, n: int, level: Level) -> Table:
-    """Return what all eight kernels between both sides give on n requests of 4 to 63 tokens."""
+    """Return the results of all eight mixed kernels on n requests of 4 to 63 tokens."""
     counts = generator.integers(4, 64, n).astype(np.float64)
 
     def effect(size: float) -> Array:
@@ -60,7 +60,7 @@ def game(generator: np.random.Generator, n: int, level: Level) -> Table:
 
 
 def shares_held(level: Level, n: int, runs: int, statistic: Statistic = "mean") -> Held:
-    """Return how often intervals of shares hold."""
+    """Return how often intervals contain the true shares."""
     generator = np.random.default_rng(n)
     wanted = dict(zip(SHARES, split(3, range(8)).shares, strict=True))
     truths = SHARES if statistic == "mean" else _of_many(level, statistic, wanted)

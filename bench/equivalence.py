@@ -1,23 +1,23 @@
-"""Pairs of ACAS-Xu networks that are decided: is |g - f| < 0.05 for every input of a box?
+"""Decisions about pairs of ACAS-Xu networks: is |g - f| < 0.05 for every input of a box?
 
 Original networks against pruned and against perturbed copies on the box of VNN-COMP 2026
-(`isomorphic_acasxu_2026`), in real arithmetic. Our answers are confirmed: the checker derives a
-tree of boxes again, or replays a counterexample in exact arithmetic. Peers get the same pairs and
-as much time of a processor:
+(`isomorphic_acasxu_2026`), in real arithmetic. Our answers are confirmed: the checker re-derives
+a tree of boxes, or replays a counterexample in exact arithmetic. Peers get the same pairs and the
+same processor time:
 
-- `kcdsl vnnlib verify` and vibecheck on both networks as a query, told ten times as many elapsed
-  seconds: others use the machine too;
-- Marabou on one network that has the difference as its output, output by output;
-- CROWN of auto_LiRPA and of bound-propagation on that network, with boxes halved here.
+- `kcdsl vnnlib verify` and vibecheck on both networks as a query, with a tenfold
+  limit of wall time, as the machine is shared;
+- Marabou on one network whose output is the difference, output by output;
+- CROWN of auto_LiRPA and of bound-propagation on that network, with boxes split here.
 
     python -m bench.equivalence FOLDER [--seconds S] [--pairs 1_5_5 ...] [--methods splits ...]
 
 FOLDER holds `nets/` and `nets_pruned/` with `.nnet` files (the folder `onnx` of
-github.com/lukasmrohwer/acasxu-isomorphic-networks-benchmark); nothing of it is in this repository.
+github.com/lukasmrohwer/acasxu-isomorphic-networks-benchmark); it is not in this repository.
 "1_5_5" is network 1_5 against its copy with 5 % pruned. "1_2_p1" is network 1_2 against a copy
-perturbed as the generator of that benchmark does it, a normal error of deviation 0.001 on every
-weight, of seed 1; the seeds of the competition are not published. Peers that are not installed are
-named in the first row. An answer of a peer that differs from a confirmed one is named in its row.
+perturbed as by the generator of that benchmark: a normal error of deviation 0.001 on every weight,
+with seed 1; the seeds of the competition are not published. The first row names peers that are not
+installed. The row of a peer names its answers that differ from confirmed ones.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ if TYPE_CHECKING:
 OURS = ("splits", "vnnlib")
 METHODS = (*OURS, "vibecheck", "marabou", "auto_lirpa", "bound_propagation")
 PAIRS = ("1_5_5", "5_2_5", "2_2_30", "2_4_10", "2_4_p0", "1_2_p1", "5_2_p2", "1_8_p3")
-"""The perturbed ones are the networks of the first four instances of the competition."""
+"""The perturbed networks are those of the first four instances of the competition."""
 DEVIATION = 0.001
 
 
 def main() -> int:
-    """Ask every method about every pair and report."""
+    """Run every method on every pair and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=int, default=100)
@@ -82,7 +82,7 @@ def figures(
     pairs: Sequence[str] = PAIRS,
     methods: Sequence[str] = METHODS,
 ) -> list[Figure]:
-    """Ask every method about every pair, in turn, and return one row for each method."""
+    """Run every method on every pair and return one row for each method."""
     needs = {"marabou": "maraboupy", "auto_lirpa": "auto_LiRPA"}
     absent = [
         method
@@ -90,7 +90,7 @@ def figures(
         if method not in OURS and importlib.util.find_spec(needs.get(method, method)) is None
     ]
     found = {
-        method: {pair: _apart(method, folder, pair, seconds) for pair in pairs}
+        method: {pair: _isolated(method, folder, pair, seconds) for pair in pairs}
         for method in methods
         if method not in absent
     }
@@ -100,7 +100,7 @@ def figures(
 def _rows(
     found: Mapping[str, Mapping[str, Answer]], seconds: int, absent: Sequence[str] = ()
 ) -> list[Figure]:
-    """Return the rows of a table; raise SystemExit where two confirmed answers contradict."""
+    """Return the rows of a table; raise SystemExit if two confirmed answers contradict."""
     known: dict[str, bool] = {}
     for method in OURS:
         for pair, one in found.get(method, {}).items():
@@ -158,8 +158,8 @@ def perturbed(layers: list[tuple[Tensor, Tensor]], seed: int) -> list[tuple[Tens
     ]
 
 
-def _apart(method: str, folder: Path, pair: str, seconds: int) -> Answer:
-    """Ask in a fresh process, which ends with its processor time."""
+def _isolated(method: str, folder: Path, pair: str, seconds: int) -> Answer:
+    """Run a method in a new process with a limit of processor time."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
@@ -178,7 +178,7 @@ def _apart(method: str, folder: Path, pair: str, seconds: int) -> Answer:
 
 
 def answer(method: str, folder: Path, pair: str, seconds: int) -> Answer:
-    """Return what a method says of a pair, in this process."""
+    """Return the answer of a method to a pair, computed in this process."""
     import torch
 
     torch.set_num_threads(1)
@@ -205,7 +205,7 @@ def answer(method: str, folder: Path, pair: str, seconds: int) -> Answer:
 
 
 def _splits(networks: Pair, seconds: int) -> Answer:
-    """Return our answer, which the checker has confirmed; its time counts."""
+    """Return our answer after confirmation by the checker, whose time counts."""
     from kcdsl_backends.drift.linear.splitting import decide
 
     low, high = [one for one, _ in BOX], [one for _, one in BOX]

@@ -66,7 +66,7 @@ def product(networks: Pair) -> nn.Sequential:
 
 
 def halved(networks: Pair, method: str) -> Answer:
-    """Return the answer of CROWN of a library, with boxes halved along the widest input."""
+    """Return the answer of a library's CROWN with boxes halved along the widest input."""
     import torch
 
     network = product(networks)
@@ -151,7 +151,7 @@ def marabou(networks: Pair) -> Answer:
 
 
 def query(first: str, shape: str) -> str:
-    """Return the question of a pair as VNN-LIB; `first` precedes the index of an element."""
+    """Return the query of a pair as VNN-LIB; `first` precedes the index of an element."""
     variables = "(declare-input X_{0} real {1}) (declare-output Y_{0} real {1})"
     lines = [
         "(vnnlib-version <2.0>)",
@@ -184,7 +184,7 @@ def vnnlib(networks: Pair, seconds: int) -> Answer:
 
 
 def vibecheck(networks: Pair, seconds: int) -> Answer:
-    """Return the answer of vibecheck, as the program that it is."""
+    """Return the answer of vibecheck, run as a program."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "query.vnnlib").write_text(query("", "[5]"), encoding="utf-8")
@@ -208,7 +208,7 @@ def vibecheck(networks: Pair, seconds: int) -> Answer:
 
 
 def write_onnx(network: list[tuple[Tensor, Tensor]], path: Path) -> None:
-    """Write a network of an opset that every peer reads."""
+    """Write a network in an opset that every peer supports."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 

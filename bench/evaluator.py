@@ -1,11 +1,10 @@
-"""Cost and findings of the evaluator: every metric of full logits in one pass over both
-kernels' logits, the mistakes planted around the kernels of the tiny language model, and tokens
-counted by slice.
+"""Cost and findings of the evaluator: all metrics of full logits in one pass over both kernels'
+logits, planted mistakes around the kernels of the tiny language model, and aggregation by slice.
 
     make bench-evaluator
     python -m bench.evaluator --rows 1e7    # a smaller table of tokens
 
-The table of docs/reference/metrics.md is written by it.
+It writes the table of docs/reference/metrics.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Slice aggregation beside a query written by hand for the same content.
+"""Slice aggregation compared with a hand-written query of the same content.
 
     python -m bench.evaluator_aggregation [ROWS]
 
-Tokens of 48 slices in 20 Parquet files are made in a temporary folder. Ours and the hand-written
-query count what exceeds two limits and find exact p50, p95 and p99 of every slice; both are run in
-turns, on new connections, and the median of the ratios counts.
+A temporary folder gets tokens of 48 slices in 20 Parquet files. Both queries count the values above
+two limits and compute the exact p50, p95 and p99 of every slice. They run alternately on new
+connections; the figure is the median of the ratios.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FROM read_parquet('{folder}/*.parquet') GROUP BY slice
 
 
 def aggregation_figures(rows: int = ROWS) -> list[Figure]:
-    """Make the table, measure both queries in turns, and hold their answers against each other."""
+    """Make the table, measure both queries alternately, and compare their answers."""
     with tempfile.TemporaryDirectory(prefix="kcdsl-bench-") as name:
         folder = Path(name)
         _write(folder, rows)

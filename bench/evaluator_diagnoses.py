@@ -1,4 +1,4 @@
-"""Planted mistakes that the preconditions miss or misname, and clean runs that they suspect."""
+"""Planted mistakes that diagnoses miss or misname, and false alarms on clean runs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The fused pass over logits beside two passes of `log_softmax`, and the memory it takes.
+"""Time and memory of the fused pass over logits compared with two `log_softmax` passes.
 
-Both are timed by the processor time of one thread, in turns, and the least time of each counts:
-other programs on the machine lengthen wall times. `log_softmax` makes new arrays, as the naive
-evaluation does; its time into arrays that exist already is a figure of its own.
+Both are measured alternately by processor time of one thread, since other programs lengthen wall
+times; the least time of each counts. `log_softmax` allocates new arrays, as the naive evaluation
+does; its time with reused arrays is a separate figure.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LIMIT = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of processor time: two passes of log_softmax with new and with kept arrays, the
-    naive metrics, and the fused pass; and the bytes that the pass added at its peak."""
+    """Processor seconds of two log_softmax passes with new and with reused arrays, of the naive
+    metrics and of the fused pass, and the peak bytes that this pass added."""
 
     passes: float
     kept: float
@@ -36,7 +36,7 @@ class Costs:
 
 
 def tier_a_figures() -> list[Figure]:
-    """Measure the pass at every size of drift."""
+    """Measure the pass for every size of drift."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -130,7 +130,7 @@ def _costs(drift: float) -> Costs:
 
 
 def _naive(train: Tensor, infer: Tensor) -> tuple[Tensor, ...]:
-    """Return eight metrics as they are often written, on a quarter of the rows at a time."""
+    """Return eight metrics by straightforward code, on a quarter of the rows at a time."""
     found: list[tuple[Tensor, ...]] = []
     for a, b in zip(train.chunk(4), infer.chunk(4), strict=True):
         log_p, log_q = torch.log_softmax(a, dim=-1), torch.log_softmax(b, dim=-1)

@@ -1,4 +1,4 @@
-"""The first hour with one's own model: what is read, proved and measured, and what it costs.
+"""The first hour with a user's model: supported inputs, proofs, measurements and costs.
 
 Each section is a module with a function `figures()`; `--only NAME` runs some of them.
 
@@ -20,7 +20,7 @@ SECTIONS = {
     "verify": "bench.first_hour_verify",
     "rollouts": "bench.first_hour_rollouts",
 }
-"""Where the figures of each part of the table are measured."""
+"""The module of each section of the table."""
 
 
 def main() -> int:

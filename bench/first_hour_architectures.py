@@ -1,5 +1,5 @@
-"""Every built-in decoder: its distance from transformers, and the road from its files to a signed
-certificate, on small random models; and configurations that only look like one of them.
+"""Built-in decoders on small random models: distance from transformers, the way to a signed
+certificate, and rejection of configurations that only look like one of them.
 
     python -m bench.first_hour --only architectures
 """
@@ -27,7 +27,7 @@ from tests.support.decoders import (
 from tests.support.look_alikes import LOOK_ALIKES, refused
 
 RANDOM = 6
-"""Random configurations of each form, beside the small one."""
+"""Number of random configurations of each form, besides the small one."""
 BLOCKS = ("attn_0", "mlp_0")
 _CONTRACT = """\
 kcdsl: 1
@@ -65,12 +65,12 @@ def figures() -> list[Figure]:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A form of an architecture: its name, how far from transformers it is on the small
-    configuration and on random ones, and what writes a small random model to a folder."""
+    """A form of an architecture: its name, its distance from transformers on the small and on
+    random configurations, and a function that writes a small random model to a folder."""
 
     name: str
     architecture: str
-    apart: Callable[[], list[float]]
+    distances: Callable[[], list[float]]
     save: Callable[[Path], object]
 
 
@@ -78,19 +78,19 @@ def _rows() -> Iterator[_Row]:
     """Yield every form."""
     for name, form in EVERY_FORM.items():
         save = partial(saved_model, name, seed=SURE.get(name, 0))
-        yield _Row(name, form.architecture, partial(_apart, form), save)
+        yield _Row(name, form.architecture, partial(_distances, form), save)
     for name, kind in (("GPT-2", "gpt2"), ("GPT-NeoX", "gpt_neox")):
-        yield _Row(name, kind, partial(_apart_of_gpt, kind), partial(gpt_models.written, kind))
+        yield _Row(name, kind, partial(_distances_of_gpt, kind), partial(gpt_models.written, kind))
 
 
-def _apart(form: Form) -> list[float]:
+def _distances(form: Form) -> list[float]:
     return [distance_from_transformers(form, 1)] + [
         distance_from_transformers(form, seed, **random_changes(form, seed))
         for seed in range(RANDOM)
     ]
 
 
-def _apart_of_gpt(kind: str) -> list[float]:
+def _distances_of_gpt(kind: str) -> list[float]:
     drawn = (gpt_models.drawn(kind, seed) for seed in range(RANDOM))
     small = gpt_models.distance(kind, gpt_models.saved(kind), 1)
     return [small, *(gpt_models.distance(kind, raw, n) for n, raw in enumerate(drawn))]
@@ -98,11 +98,11 @@ def _apart_of_gpt(kind: str) -> list[float]:
 
 def _of_form(row: _Row) -> list[Figure]:
     name, lower, higher = row.name, Better.LOWER, Better.HIGHER
-    apart = row.apart()
-    worst = max(apart) if all(value == value for value in apart) else float("nan")
+    distances = row.distances()
+    worst = max(distances) if all(value == value for value in distances) else float("nan")
     small = "2 layers of width 16 (GPT-NeoX: 32), 2 requests; infer bfloat16, casts any"
     with tempfile.TemporaryDirectory() as folder:
-        ran, goals = _road(row, Path(folder))
+        ran, goals = _run(row, Path(folder))
     found = [
         Figure(
             f"{name}: largest difference from transformers",
@@ -131,8 +131,8 @@ def _of_form(row: _Row) -> list[Figure]:
     ]
 
 
-def _road(row: _Row, folder: Path) -> tuple[dict[str, Ran], dict[str, tuple[float, float]]]:
-    """Run the commands on a random model; return what each left, and bound and attack by block."""
+def _run(row: _Row, folder: Path) -> tuple[dict[str, Ran], dict[str, tuple[float, float]]]:
+    """Run the commands on a random model; return their results, and bound and attack by block."""
     row.save(folder)
     (folder / "contract.kc.yaml").write_text(_CONTRACT % row.architecture)
     (folder / "requests.jsonl").write_text(_REQUESTS)

@@ -1,7 +1,7 @@
-"""The road from the wheel to the first signed certificate: how many commands, and how long.
+"""Commands and time from the wheel to the first signed certificate.
 
-The model is a folder that transformers wrote, outside of the repository; the commands are those of
-docs/tutorials/first-certificate.md. Packages that kcdsl requires are installed before.
+The model is a folder written by transformers outside the repository; the commands are those of
+docs/tutorials/first-certificate.md. The dependencies of kcdsl are already installed.
 
     python -m bench.first_hour --only road
 """
@@ -22,7 +22,7 @@ MOST_COMMANDS = 4
 
 
 def figures() -> list[Figure]:
-    """Walk the road once."""
+    """Run all commands once."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "dist").mkdir()

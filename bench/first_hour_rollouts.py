@@ -3,9 +3,9 @@
     python -m bench.first_hour_rollouts [REQUESTS] [TOKENS]
 
 A batch of 512 requests of 2,000 sampled tokens is written as JSONL and as Parquet, and `kcdsl
-evaluate` decides every metric of sampled tokens and of sequences on it, in a process of its own:
-the clauses of N-RLHF-1 and N-RLHF-2 among them. The differences of the log-probabilities have a
-level of the request and heavy tails.
+evaluate` computes every metric of sampled tokens and of sequences on it in a separate process,
+including those of the clauses N-RLHF-1 and N-RLHF-2. The differences of the log-probabilities have
+a random level for each request and heavy tails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STATISTICS = {
 
 @dataclass(frozen=True, slots=True)
 class CommandCost:
-    """Seconds of processor and clock, and the peak of resident memory in bytes, of one command."""
+    """Processor seconds, wall seconds and peak resident bytes of one command."""
 
     processor: float
     wall: float
@@ -47,7 +47,7 @@ class CommandCost:
 
 
 def contract(data: str) -> str:
-    """Return a contract with every metric that a batch with advantages has."""
+    """Return a contract with all metrics of a batch with advantages."""
     has = {"train_logs", "infer_logs", "tokens", "advantages"}
     lines = [
         "kcdsl: 1",
@@ -122,7 +122,7 @@ def write(folder: Path, requests: int, tokens: int) -> None:
 
 
 def cost(command: list[str], folder: Path) -> CommandCost:
-    """Run a command on two cores at most and return what it cost."""
+    """Run a command on at most two cores and return its cost."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     start, pid_times = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     process = subprocess.Popen(
@@ -148,7 +148,7 @@ def cost(command: list[str], folder: Path) -> CommandCost:
 
 
 def figures(requests: int = REQUESTS, tokens: int = TOKENS) -> list[Figure]:
-    """Write the batch, evaluate it from both files, and return seconds and memory."""
+    """Evaluate the batch from both files and return seconds and memory."""
     found: list[Figure] = []
     where = f"{requests} requests of {tokens:,} tokens, every metric of sampled tokens, one thread"
     with tempfile.TemporaryDirectory(prefix="kcdsl-bench-") as name:

@@ -1,9 +1,9 @@
 """Cost of `kcdsl verify` at ordinary sizes: one case of attention, and of a whole layer.
 
-Random weights of the size that training begins with, float32 torch eager against bfloat16 flash
-attention with free casts; the command as users run it, without attacks, its checker included, on
-one thread. Seconds of the processor stand beside those of the clock, as machines are shared. Every
-row ends at a limit of time, and rows can be run one by one:
+Random weights of the usual initial size, float32 torch eager against bfloat16 flash attention with
+free casts. The command runs as for users, without attacks, with the checker, on one thread. Both
+processor and wall time are given, as machines are shared. Every row has a time limit; rows can be
+run one by one:
 
     python -m bench.first_hour_verify --list
     python -m bench.first_hour_verify --row attn_0-1024-32 --seconds 300
@@ -47,7 +47,7 @@ _WHERE = "kcdsl verify --attack off --domains affine, bfloat16, casts any"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A block, its width and tokens, and what is wanted of it: seconds of the clock, GB."""
+    """A block, its width and tokens, and the limits of wall seconds and GB."""
 
     block: str
     width: int
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Return the name by which the row is asked for."""
+        """Return the name of the row on the command line."""
         return f"{self.block}-{self.width}-{self.tokens}"
 
 
@@ -67,34 +67,34 @@ ROWS = (
     Row("mlp_0", 1024, 8, 60.0, 4.0),
     Row("layer_0", 1024, 8, 60.0, 4.0),
 )
-"""What is reported."""
+"""The reported rows."""
 MORE = (
     Row("attn_0", 1024, 32),
     Row("attn_0", 1024, 64),
     Row("attn_0", 4096, 128, 600.0, 12.0, threads=2),
 )
-"""Rows that are run by name alone: smaller ones, and one that takes an hour."""
+"""Rows that run only on request: smaller ones, and one that takes an hour."""
 OPTIONS = ("--attack", "off", "--domains", "affine", "--jobs", "1", "--cache", "off")
-"""How the command is run."""
+"""Options of the command."""
 LIMIT = 900.0
-"""Seconds of the clock after which a row is ended."""
+"""Limit of the wall seconds of a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one run of the command took; `bound` is None where the checker confirms none,
-    `said` is what it told beforehand, in seconds (None where it told nothing)."""
+    """The cost of one run of the command; `bound` is None if the checker confirms none, `estimate`
+    has the seconds that it predicted (None if it printed no estimate)."""
 
     cpu: float
     wall: float
     peak: float
     bound: float | None
-    said: float | None
+    estimate: float | None
     ended: bool
 
 
 def main(arguments: list[str]) -> int:
-    """Run the rows that are named, each in a process of its own, and print what they cost."""
+    """Run the named rows, each in its own process, and print their cost."""
     parser = argparse.ArgumentParser(prog="bench.first_hour_verify", description=__doc__)
     every = {row.name: row for row in (*ROWS, *MORE)}
     parser.add_argument("--list", action="store_true", help="name the rows")
@@ -122,8 +122,8 @@ def figures() -> list[Figure]:
             Figure(f"{name}: processor seconds", cost.cpu, lower, None, where),
             Figure(f"{name}: peak GB", cost.peak / 1e9, lower, row.memory, where),
         ]
-        if cost.said is not None:
-            ratio = cost.said / cost.cpu
+        if cost.estimate is not None:
+            ratio = cost.estimate / cost.cpu
             found.append(Figure(f"{name}: seconds told / processor", ratio, lower, 3.0, where))
         bound = math.nan if cost.bound is None else cost.bound  # none is no result
         found.append(Figure(f"{name}: bound", bound, lower, None, "norm_inf of the drift"))
@@ -146,16 +146,18 @@ def write_case(folder: Path, row: Row) -> None:
 
 
 def _measured(row: Row, limit: float = LIMIT) -> Cost:
-    """Return what the command costs on a row, and print it."""
+    """Measure the command on a row and print its cost."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_case(folder, row)
         cost = _run(folder, row, limit)
     bound = "no bound" if cost.bound is None else f"bound {cost.bound:.4g}"
-    said = "" if cost.said is None else f", {cost.said / cost.cpu:.2f} of it told beforehand"
+    estimate = (
+        "" if cost.estimate is None else f", {cost.estimate / cost.cpu:.2f} of it told beforehand"
+    )
     state = "ended, " if cost.ended else ""
     print(
-        f"  {row.name}: {state}{cost.cpu:.1f} s of the processor{said}, {cost.wall:.1f} s, "
+        f"  {row.name}: {state}{cost.cpu:.1f} s of the processor{estimate}, {cost.wall:.1f} s, "
         f"{cost.peak / 1e9:.2f} GB, {bound}",
         file=sys.stderr,
         flush=True,
@@ -190,7 +192,7 @@ def _run(folder: Path, row: Row, limit: float) -> Cost:
         wall = time.perf_counter() - started
         answer.seek(0)
         text = answer.read()
-    if not ended and status not in (0, 3):  # 3: inconclusive, as where there is no bound
+    if not ended and status not in (0, 3):  # 3: inconclusive, for example without a bound
         raise SystemExit(f"{row.name}: {text[-400:]}{told.read_text()[-400:]}")
     bound = None
     if not ended:
@@ -199,13 +201,13 @@ def _run(folder: Path, row: Row, limit: float) -> Cost:
             bound = float(goal["bound"])
         else:
             print(f"  {row.name}: {goal['reason']}", file=sys.stderr)
-    said = _told(told.read_text().splitlines())
-    return Cost(used[0], wall, used[1], bound, said, ended)
+    estimate = _printed_estimate(told.read_text().splitlines())
+    return Cost(used[0], wall, used[1], bound, estimate, ended)
 
 
 def _awaited(child: subprocess.Popen[bytes], until: float) -> tuple[bool, int, tuple[float, float]]:
-    """Wait for a process, and end it at a time: whether it was ended, its exit code, and seconds of
-    the processor and bytes that it took."""
+    """Wait for a process and kill it at a time; return whether it was killed, its exit code, and
+    its processor seconds and peak bytes."""
     ended = False
     while True:
         pid, status, used = os.wait4(child.pid, os.WNOHANG)
@@ -219,8 +221,8 @@ def _awaited(child: subprocess.Popen[bytes], until: float) -> tuple[bool, int, t
         time.sleep(0.1)
 
 
-def _told(lines: Iterable[str]) -> float | None:
-    """Return the seconds that the command told before it began."""
+def _printed_estimate(lines: Iterable[str]) -> float | None:
+    """Return the estimate in seconds that the command printed before its work."""
     for line in lines:
         found = re.search(r"about (\d+) (s|min) and", line)
         if found is not None:

@@ -1,9 +1,8 @@
 """Forward time, verification time, memory, bound and attack of one real attention block.
 
 MiniLM `attn_0` (D = 384, 12 heads, published weights) on one sentence of 17 tokens, at the point,
-the training kernel float32 torch eager, the inference kernel in float32, bfloat16 and with float8
-weights, and the coarse ones once more with casts to nearest. Each numerics is measured in a process
-of its own.
+with float32 torch eager as training kernel and an inference kernel in float32, in bfloat16 and with
+float8 weights; the coarse ones also with casts to nearest. Each is measured in a separate process.
 
     make bench-foundation
 """
@@ -36,7 +35,7 @@ NUMERICS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one process found."""
+    """The measurements of one process."""
 
     forward: float
     verify: float

@@ -1,8 +1,8 @@
-"""Damaged documents: nothing crashes, nothing hangs, and what is accepted keeps its meaning.
+"""Damaged documents: no crash, no hang, and accepted documents keep their meaning.
 
-Mutants of bytes, of tokens and of trees, made of the corpus, the examples, the pages of diagnostic
+Mutants of bytes, tokens and trees are made from the corpus, the examples, the pages of diagnostic
 codes and generated documents; each is linted, rendered, formatted, fixed and edited. A mutant is
-known by the number of its campaign and its own, so everything can be repeated.
+identified by the numbers of its campaign and its own, so that it can be repeated.
 
     make fuzz-language                    20,000 mutants, recorded
     make fuzz-language COUNT=500 SEED=7   fewer, of another campaign, not recorded
@@ -26,7 +26,7 @@ from tests.fuzz.mutants import KINDS, mutant
 COUNT = 20_000
 SEED = 1
 ACCEPTED = COUNT // 4
-"""Documents that are to be accepted, so that there is something to format."""
+"""Least number of accepted documents, on which the formatter is tested."""
 
 
 def main() -> int:
@@ -134,7 +134,7 @@ def _print(seed: int, finding: Finding, data: bytes) -> None:
 
 
 def _show(seed: int, number: int) -> int:
-    """Show one mutant, what is wrong with it, and a small document for that."""
+    """Show one mutant, its defect, and a reduced document with the same defect."""
     made = mutant(seed, number)
     failure = examine_mutant(made).failure
     if failure is None:
@@ -148,8 +148,8 @@ def _show(seed: int, number: int) -> int:
 
 @contextmanager
 def _progress(count: int) -> Iterator[Callable[[Tally], None]]:
-    """Show a bar with the time that is left, or a line for each tenth where there is no terminal;
-    and a line for each finding, at once."""
+    """Show a progress bar with the remaining time, or without a terminal a line for each tenth; and
+    each finding at once."""
     from kcdsl.cli.common.output import progress_bars
 
     step, shown = max(1, count // 10), 0

@@ -1,13 +1,13 @@
 """Growth of cost with the width of a block, and the gain of several cases at a time.
 
 Width: the attention half of an encoder layer with random weights, 16 tokens, heads of 32, float32
-in any order, all outputs, by affine forms; each width in a fresh process. The exponent of time is
-that between the second and the last width, where overheads no longer count; that of memory is of
-the peak beyond what was resident before. Cases: `kcdsl verify` without a cache on a clause of the
-tiny language model, in one process and in as many as there are cores; proofs must be the same.
+in any order, all outputs, by affine forms; each width in a new process. The exponent of time is
+taken between the second and the last width, where overheads are small; that of memory is of the
+peak minus the bytes resident before. Cases: `kcdsl verify` without a cache on a clause of the tiny
+language model, in one process and in one for each core; proofs must be equal.
 
     make bench-growth
-    python -m bench.growth width    # only this part, results are not kept
+    python -m bench.growth width    # only this part, not recorded
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ clauses:
 
 
 def main() -> int:
-    """Measure and report; or one part, and print it."""
+    """Measure and report all parts; or measure and print one."""
     parts = {"width": width, "jobs": jobs}
     chosen = [parts[name] for name in sys.argv[1:]] or list(parts.values())
     figures = [figure for part in chosen for figure in part()]
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def width() -> list[Figure]:
-    """Return the exponents of time and memory against the width of the state."""
+    """Return the exponents of time and memory as functions of the width."""
     found = []
     for size in WIDTHS:
         context = multiprocessing.get_context("spawn")
@@ -107,7 +107,7 @@ def _cost(size: int) -> tuple[float, float]:
 
 
 def _random(size: int, folder: Path) -> ProblemFactory:
-    """Return an encoder of one layer with random weights of the size that training begins with."""
+    """Return an encoder of one layer with random weights of the usual initial size."""
     import torch
     from safetensors.torch import save_file
 
@@ -135,7 +135,7 @@ def _random(size: int, folder: Path) -> ProblemFactory:
 
 
 def jobs() -> list[Figure]:
-    """Return how much sooner a clause of many cases is decided in as many processes as cores."""
+    """Return the speed-up for a clause with many cases with one process per core."""
     count = os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,15 +1,15 @@
-"""Size and structure of the tree: sizes, cycles, floors, and what nothing uses.
+"""Size and structure of the tree: sizes, cycles, floors and unused definitions.
 
-Each figure is of the tree as it lies here; beside it stands that of an earlier commit.
+Each figure is of the working tree and is compared with that of an earlier commit.
 
     make bench-house
-    python -m bench.house --before v0.1 --list    # also name what is unused, and the cycles
-    python -m bench.house --time                  # also run `make test` and say how long it takes
+    python -m bench.house --before v0.1 --list    # also name unused definitions and cycles
+    python -m bench.house --time                  # also measure `make test`
     python -m bench.house --extend                # also try the additions of examples/extending
 
-Files and lines are of the folders kcdsl, grammar, backends and certs. A line of code has a token
-that is neither a comment nor of a docstring. A module without imports from the product stands on
-floor 1, any other one floor above the highest that it imports; a cycle is one floor.
+Files and lines are those of the folders kcdsl, grammar, backends and certs. A line of code has a
+token outside comments and docstrings. A module without imports from the product is on floor 1, any
+other is one floor above the highest that it imports; a cycle is one floor.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Graph = Mapping[str, set[str]]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Values by name of figure, what to say beside some of them, and what `--list` prints."""
+    """Values by name of figure, notes on some of them, and the lists of `--list`."""
 
     values: dict[str, int]
     remarks: dict[str, str]
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def figures(now: Measured, before: Measured, commit: str) -> list[Figure]:
-    """Return the figures of a tree, each with that of the commit beside it."""
+    """Return the figures of a tree, each with that of the earlier commit."""
     return [
         Figure(
             name, value, Better.LOWER, LIMITS.get(name),
@@ -109,7 +109,7 @@ def _extract(commit: str, folder: Path) -> None:
 
 
 def _addition(extension: Extension, tried: bool) -> Figure:
-    """Return how many files an addition touches; not a number where its tests fail."""
+    """Return the number of files that an addition touches; NaN if its tests fail."""
     wrong = try_out(extension) if tried else ""
     said = wrong.partition("\n")[0] or ("its tests pass" if tried else "not tried: --extend")
     tests = sum(file.startswith("tests/") for file in extension.files)
@@ -133,7 +133,7 @@ def measure(code: Code) -> Measured:
 
 
 def size(code: Code) -> dict[str, int]:
-    """Return how many files and lines a tree has, of each folder too."""
+    """Return the numbers of files and lines of a tree and of each folder."""
     values: dict[str, int] = {}
     sizes = {"files": lambda m: 1, "lines": lambda m: len(m.text.splitlines())}
     for name, lines in {**sizes, "lines of code": code_lines}.items():
@@ -178,7 +178,7 @@ def structure(code: Code) -> Measured:
 
 
 def code_lines(module: Module) -> int:
-    """Return how many lines have a token that is neither a comment nor of a docstring."""
+    """Return the number of lines with a token outside comments and docstrings."""
     silent = {
         line
         for node in ast.walk(module.tree)
@@ -194,8 +194,8 @@ def code_lines(module: Module) -> int:
 
 
 def same_names(code: Code) -> list[str]:
-    """Return the public classes whose name another public class of the program has too, as
-    MODULE.NAME. The checker is a program of its own."""
+    """Return public classes that share a name with another public class of the program, as
+    MODULE.NAME. The checker is a separate program."""
     places = defaultdict[tuple[str, bool], list[str]](list)
     for name, module in code.installed.items():
         for node in module.tree.body:
@@ -209,7 +209,7 @@ def same_names(code: Code) -> list[str]:
 
 
 def components(graph: Graph) -> list[frozenset[str]]:
-    """Return the strongly connected components: who imports each other, by any way."""
+    """Return the strongly connected components of the import graph."""
     reached = {name: _reached(graph, name) for name in graph}
     seen: set[str] = set()
     found = []
@@ -248,7 +248,7 @@ def floors(graph: Graph) -> int:
 
 
 def of_folders(code: Code, graph: Graph) -> dict[str, set[str]]:
-    """Return which folder imports from which other one."""
+    """Return the import graph between folders."""
     folder = {name: module.folder for name, module in code.installed.items()}
     found: dict[str, set[str]] = {place: set() for place in folder.values()}
     for name, targets in graph.items():

@@ -1,12 +1,11 @@
-"""Read a tree as code: its modules, what they import, and the definitions that nothing uses.
+"""Static analysis of a tree: modules, imports and unused definitions.
 
-Everything goes by names, and nothing is imported. A definition counts as used where its name is
-loaded, is an attribute, or stands in a string that is no sentence or in a file of data, whatever
-it means there. So a name that is reported is free, and a common one may hide what is free too. A
-use inside the definition itself, or inside another one that is unused, does not count. Not looked
-at: what an unknown decorator registers, names between double underscores, and methods that may be
-called from outside the product: those of classes with a base there, and those that hand on to a
-method of the same name.
+The analysis is by name and imports no module. A definition counts as used if its name is loaded, is
+an attribute, or occurs in a string that is not a sentence or in a data file, whatever it means
+there. So a reported definition is unused, but a common name may hide an unused one. Uses inside the
+definition itself or inside other unused ones do not count. Excluded are definitions with an unknown
+decorator, dunder names, and methods that may be called from outside the product: those of classes
+with an external base, and those that call a method of the same name.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _Made = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class Module:
-    """A file of Python. `name` is None where it is of no package that is installed."""
+    """A Python file; `name` is None unless it is in an installed package."""
 
     path: str
     text: str
@@ -67,7 +66,7 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A tree: modules of the product, those that use it, and the words of its files of data."""
+    """A tree: modules of the product, modules that use it, and the words of its data files."""
 
     product: tuple[Module, ...]
     users: tuple[Module, ...]
@@ -94,7 +93,7 @@ class Definition:
         return self.name.rpartition(".")[2]
 
     def __contains__(self, place: tuple[str, int]) -> bool:
-        """Say whether a line of a file is of this definition."""
+        """Return whether a line of a file belongs to this definition."""
         return place[0] == self.path and self.line <= place[1] <= self.end
 
 
@@ -143,9 +142,9 @@ def _entry_points(text: str) -> Iterator[str]:
 
 
 def imports(code: Code) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Return what each module imports of the product when it is loaded, and what for types alone.
+    """Return the product modules that each module imports at load time, and for types only.
 
-    A package does not count as imported where only a module in it is.
+    A package does not count as imported if only a module in it is.
     """
     installed = code.installed
     loaded: dict[str, set[str]] = {name: set() for name in installed}
@@ -192,14 +191,14 @@ def _targets(
 
 
 def unused(code: Code) -> tuple[list[Definition], list[Definition]]:
-    """Return the definitions that nothing uses, and those that only tests and the like use.
+    """Return unused definitions, and those used only by tests, benches and examples.
 
-    What is of an unused class is not named again.
+    Members of an unused class are not listed.
     """
     candidates = list(_candidates(code))
     wanted = {each.word for each in candidates}
     places = _uses((module for module in code.product if module.name is not None), wanted)
-    idle = _idle(candidates, places)
+    idle = _unused_only(candidates, places)
     found = [d for d in idle if not any(_inside(d, other) for other in idle)]
     beside = _uses(code.users if found else (), wanted)
     tested = {d for d in found if any(beside[e.word] for e in idle if e == d or _inside(e, d))}
@@ -212,10 +211,10 @@ def unused(code: Code) -> tuple[list[Definition], list[Definition]]:
     return [d for d in found if d not in tested], [d for d in found if d in tested]
 
 
-def _idle(
+def _unused_only(
     candidates: Iterable[Definition], places: Mapping[str, set[tuple[str, int]]]
 ) -> list[Definition]:
-    """Return what has no use but in itself and in what has none either, in order of place."""
+    """Return definitions used only in themselves or in other unused ones, by location."""
     idle: dict[str, set[Definition]] = defaultdict(set)
     left = list(candidates)
     while True:
@@ -252,7 +251,7 @@ def _candidates(code: Code) -> Iterator[Definition]:
             hidden = node.name.startswith("__") or node.name in code.words
             registered = any(_last(each) not in _PLAIN for each in node.decorator_list)
             awaited = owner is not None and (
-                any(_foreign(_last(base), bases) for base in owner.bases) or _stands_in(node)
+                any(_external(_last(base), bases) for base in owner.bases) or _delegates(node)
             )
             if not (hidden or registered or awaited):
                 end = node.end_lineno or node.lineno
@@ -271,17 +270,17 @@ def _made(
                 yield from _made(node.body, f"{outer}{node.name}.", node)
 
 
-def _foreign(base: str, bases: Mapping[str, set[str]], seen: frozenset[str] = frozenset()) -> bool:
-    """Say whether something outside the product may call methods of a class by this base."""
+def _external(base: str, bases: Mapping[str, set[str]], seen: frozenset[str] = frozenset()) -> bool:
+    """Return whether code outside the product may call methods through this base class."""
     if base in bases and base not in seen:
-        return any(_foreign(each, bases, seen | {base}) for each in bases[base])
+        return any(_external(each, bases, seen | {base}) for each in bases[base])
     built = getattr(builtins, base, None)
     error = isinstance(built, type) and issubclass(built, BaseException)
     return base not in bases and base not in _HARMLESS and not error
 
 
-def _stands_in(method: _Made) -> bool:
-    """Say whether a method asks something else by its own name: who calls that may call this."""
+def _delegates(method: _Made) -> bool:
+    """Return whether a method calls one of the same name, so that it may be called in its place."""
     return any(
         isinstance(node, ast.Attribute)
         and node.attr == method.name
@@ -312,7 +311,7 @@ def _uses(modules: Iterable[Module], wanted: set[str]) -> dict[str, set[tuple[st
 
 
 def _loaded(nodes: Sequence[ast.AST], exports: bool) -> Iterator[tuple[str, int]]:
-    """Find names that are used; with `exports`, `__all__` is no use: that of a package is."""
+    """Yield used names; with `exports`, entries of `__all__` do not count as uses."""
     silent = {id(each) for node in nodes for each in _silent(node, exports)}
     for node in nodes:
         match node:
@@ -322,7 +321,7 @@ def _loaded(nodes: Sequence[ast.AST], exports: bool) -> Iterator[tuple[str, int]
                 yield from ((a.name, a.lineno) for a in names if a.asname not in (None, a.name))
             case ast.MatchClass(kwd_attrs=names):
                 yield from ((name, node.lineno) for name in names)
-            case ast.Constant(value=str(text)) if id(node) not in silent and _speaks(text):
+            case ast.Constant(value=str(text)) if id(node) not in silent and _may_name(text):
                 yield from ((word, node.lineno) for word in _WORD.findall(text))
 
 
@@ -334,8 +333,8 @@ def _silent(node: ast.AST, exports: bool) -> Iterator[ast.AST]:
             yield from ast.walk(value)
 
 
-def _speaks(text: str) -> bool:
-    """Say whether a string may name something: one word, an expression, or a program."""
+def _may_name(text: str) -> bool:
+    """Return whether a string may refer to a name: a word, an expression or a program."""
     if not re.search(r"\s", text) or "import" in text:
         return True
     try:

@@ -1,17 +1,17 @@
-"""Distance of real kernels from what their numerics admit, on the published MiniLM and the tiny LM.
+"""Drift of real kernels against their certified bounds, on the published MiniLM and the tiny LM.
 
 Every kernel of the matrix runs blocks of both models on hundreds of inputs
 (bench/kernels_inputs.py); the training kernel is PyTorch's eager float32. For every element of
-every run the measured drift is divided by the certified bound (the smaller of the interval and the
-affine domain's, where the second was asked): no quotient may exceed 1. The table goes into
-docs/explanation/real-kernels.md, the picture of all quotients beside it.
+every run the measured drift is divided by the certified bound (of the interval domain, or the
+smaller of both domains if the affine one is used): no quotient may exceed 1. The table is in
+docs/explanation/real-kernels.md, with a picture of all quotients.
 
     make bench-kernels
     python -m bench.kernels --share 0.25      a quarter of the texts and random sequences
-    python -m bench.kernels --resume          go on where a run ended that was stopped
+    python -m bench.kernels --resume          continue a run that was stopped
 
-What was found of each kernel is written to build/bench-kernels at once, with a digest of all code
-that it depends on; `--resume` takes it from there where the digest is the same.
+The results of each kernel are written to build/bench-kernels at once, with a digest of all code
+that they depend on; `--resume` reuses results with the same digest.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "real-kernels.svg"
 PARTS = ROOT / "build" / "bench-kernels"
 AFFINE = {"MiniLM": 24, "tiny LM": 6}
-"""The affine domain is asked for one input in so many of each block."""
+"""One input in this many of each block is bounded by the affine domain."""
 LAYERS = ("torch-sdpa-flash", "onnxruntime-float32")
-"""Presets whose MiniLM layer, where the interval domain has no bound, it is asked for."""
+"""Presets for which the affine domain bounds the MiniLM layer, which has no interval bound."""
 LONGEST_AFFINE = {"MiniLM": 10, "tiny LM": 40}
-"""And for none longer than this."""
+"""Longest input for the affine domain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kernel: the adapter, and what its numerics say beside their preset."""
+    """One kernel: the adapter, and its numerics fields besides the preset."""
 
     run: str
     numerics: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
-        """Return the adapter and what was said of it."""
+        """Return the adapter and these fields as text."""
         words = [self.run]
         for key, value in self.numerics.items():
             words += value.values() if isinstance(value, dict) else [value] * (key != "preset")
@@ -71,7 +71,7 @@ class Case:
         return " ".join(words)
 
     def ref(self) -> KernelRef:
-        """Return the kernel as a contract names it."""
+        """Return the kernel as in a contract."""
         from kcdsl.ir.terms import KernelRef
 
         return KernelRef(self.run, _pairs(self.numerics))
@@ -84,7 +84,7 @@ def _pairs(value: Any) -> Any:
 
 
 def _byte_sums() -> tuple[dict[str, Any], ...]:
-    """Return what ONNX Runtime's kernels of bytes may claim of their sums on this processor."""
+    """Return the numerics of sums in ONNX Runtime's byte kernels on this processor."""
     from importlib.util import find_spec
 
     pairs = {"byte_sums": "int16_pairs"}
@@ -96,7 +96,7 @@ def _byte_sums() -> tuple[dict[str, Any], ...]:
 
 
 def _signed_bytes() -> tuple[Case, ...]:
-    """Return torchao's dynamic bytes where this processor multiplies them exactly."""
+    """Return torchao's dynamic byte kernel if this processor multiplies bytes exactly."""
     from importlib.util import find_spec
 
     case = Case("torchao.int8_dynamic")
@@ -143,7 +143,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One run of one block: the largest drift / bound of its elements, and what it was."""
+    """One run of one block: the largest drift / bound of its elements, and its subject."""
 
     case: str
     model: str
@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
 def _measured(
     cases: Sequence[Case], share: float, jobs: int, resume: bool
 ) -> Iterator[list[Comparison]]:
-    """Yield the runs of each case, as they come, in processes; or those of a run before."""
+    """Yield the runs of each case as processes finish; or those of an earlier run."""
     from kcdsl_backends.executors import Processes
 
     started, key = time.perf_counter(), _key(share)
@@ -202,7 +202,7 @@ def _measured(
 
 
 def _measure(number: int, share: float, key: str) -> list[Comparison]:
-    """Measure one case, and write down what was found."""
+    """Measure one case and write its results."""
     case = CASES[number]
     found = list(compare(case, share=share))
     path = _part(case)
@@ -215,7 +215,7 @@ def _measure(number: int, share: float, key: str) -> list[Comparison]:
 
 
 def _kept(case: Case, key: str) -> list[Comparison] | None:
-    """Return what an earlier run found of a case with the same code, or None."""
+    """Return the results of an earlier run of a case with the same code, or None."""
     try:
         kept = json.loads(_part(case).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -228,7 +228,7 @@ def _part(case: Case) -> Path:
 
 
 def _key(share: float) -> str:
-    """Return the digest of all that decides what is found."""
+    """Return the digest of everything that results depend on."""
     from kcdsl_backends.certifier.cache import rules_version
 
     sources = [path.read_bytes() for path in sorted(ROOT.glob("bench/kernels*.py"))]
@@ -236,7 +236,7 @@ def _key(share: float) -> str:
 
 
 def figures(found: Sequence[Comparison]) -> Iterator[Figure]:
-    """Return the largest quotient of each kernel on each model, with what was left of the bound."""
+    """Return the largest quotient of each kernel on each model."""
     for case in CASES:
         for model in MODELS:
             runs = [c for c in found if (c.case, c.model) == (case.name, model)]
@@ -260,8 +260,8 @@ def figures(found: Sequence[Comparison]) -> Iterator[Figure]:
 
 
 def table(found: Sequence[Comparison]) -> str:
-    """Return the table of the page: for each kernel and model the largest quotient of each kind of
-    block, and of how many runs."""
+    """Return the table of the page: for each kernel and model the number of runs and the largest
+    quotient of each kind of block."""
     lines = [
         "| kernel | model | runs, with a bound | attention | feed-forward | layer | head |",
         "|---|---|---|---|---|---|---|",
@@ -307,9 +307,9 @@ def compare(case: Case, models: Iterable[str] = MODELS, share: float = 1.0) -> I
 
 
 def _worth_while(name: str, place: int, block: str, x: Tensor, factory: ProblemFactory) -> bool:
-    """Say whether the affine domain is asked of the input at this place among those of a block.
+    """Return whether the input at this index among those of a block gets an affine bound.
 
-    It takes seconds for MiniLM, and more for its layers.
+    This takes seconds for MiniLM, and more for its layers.
     """
     if len(x) > LONGEST_AFFINE[name]:
         return False
@@ -340,8 +340,8 @@ def bound(factory: ProblemFactory, block: str, x: Tensor, affine: bool) -> Tenso
 
 
 def quotients(drift: Tensor, bounds: Tensor) -> Tensor:
-    """Return drift / bound: 0 where nothing is claimed or nothing drifts, infinity where a drift,
-    or what is no number, stands against a bound of 0 or any bound."""
+    """Return drift / bound: 0 for an infinite bound or no drift, infinity for a drift with bound 0
+    or for a NaN drift with any finite bound."""
     import torch
 
     told = torch.isfinite(bounds)
@@ -364,7 +364,7 @@ def _compared(case: str, model: str, block: str, drift: Tensor, bounds: Tensor) 
 
 
 def problem_factory(model: Model, case: Case) -> ProblemFactory:
-    """Return what bounds the blocks of a model between eager float32 and a kernel."""
+    """Return the problem factory of a model between eager float32 and a kernel."""
     import torch
 
     from kcdsl.model.presets import resolve

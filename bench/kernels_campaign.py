@@ -1,15 +1,15 @@
-"""Real kernels on random modules: how far they drift against what is certified.
+"""Drift of real kernels on random modules against certified bounds.
 
-Every module is made of a seed: operations and idioms as users write them (hand-written norms,
+Every module is generated from a seed: operations and idioms of user code (hand-written norms,
 activations, tables, views by every alias; tests/support/random_modules.py), or a small built-in
-decoder or encoder of odd widths and epsilons for the adapters that serve those alone. It runs on
+decoder or encoder with odd widths and epsilons for adapters that support only those. It runs on
 inputs of 1e-40 to 1e8 under every adapter of one format; the training kernel is PyTorch's eager
 float32. For every element the measured drift is divided by the certified bound: no quotient may
-exceed 1. What is found of each module is kept at once, so that a run may be stopped and goes on.
+exceed 1. The results of each module are stored at once, so that a run can be continued.
 
     python -m bench.kernels_campaign --modules 20000
     python -m bench.kernels_campaign --modules 500 --first 20000      other modules
-    python -m bench.kernels_campaign --only 4711                      one module, told in full
+    python -m bench.kernels_campaign --only 4711                      one module in detail
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 FOUND = ROOT / "build" / "bench-kernels" / "campaign.jsonl"
 SIZES = (1e-40, 1e-30, 1e-12, 1e-5, 1e-3, 1.0, 30.0, 1e3, 1e8)
-"""Of the numbers of an input, which are normal times this; some rows are zeros."""
+"""Scales of inputs, which are normal; some rows are zeros."""
 INPUTS = 3
 AFFINE = 10
-"""Affine forms are asked of one module in so many, on inputs of few numbers."""
+"""One module in this many is bounded by affine forms, on small inputs."""
 FEW = 256
 COMPILED = 100
-"""One user's module in so many is compiled."""
+"""One user module in this many is compiled."""
 BUILT_IN = 100
-"""One module in so many is a built-in one."""
+"""One module in this many is built-in."""
 _NEAREST = {"casts": "nearest"}
 _ATTENTION = ("torch.sdpa.math", "torch.sdpa.flash")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One kernel on one module: the largest drift / bound of its inputs, how many had a bound and
-    how many there were, or why there was no run."""
+    """One kernel on one module: the largest drift / bound, the numbers of bounded and of all
+    inputs, or the reason why there was no run."""
 
     module: int
     case: str
@@ -65,7 +65,7 @@ class Run:
 
 
 def cases_of(seed: int) -> list[Case]:
-    """Return the kernels of a module: every adapter that serves it, in one format."""
+    """Return the kernels of a module: every adapter that supports it, in one format."""
     compute = ("bfloat16", "float16", "float32", "float64")[seed % 4]
     if seed % BUILT_IN == 0:
         compute = ("bfloat16", "float16", "float32", "float64")[seed // BUILT_IN % 4]
@@ -90,7 +90,7 @@ def cases_of(seed: int) -> list[Case]:
 
 
 def module_of(seed: int) -> tuple[Model, str, int, int]:
-    """Return a model with the block, its width and how many rows it is read with."""
+    """Return a model with the block, its width and its number of rows."""
     if seed % BUILT_IN:
         from tests.support.random_modules import random_module
 
@@ -102,7 +102,7 @@ def module_of(seed: int) -> tuple[Model, str, int, int]:
 
 
 def _only_at(rows: int, whole: Any) -> None:
-    """Have a model leave out its block on other numbers of rows: views may hold the one it has."""
+    """Make a model skip its block on other numbers of rows, which its views may not support."""
 
     class Some(type(whole)):  # type: ignore[misc]
         def forward(self, ids: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def _compared(seed: int, case: Case, running: Any, factory: Any, block: str, giv
 
 
 def main() -> int:
-    """Examine the modules that were not yet, and report all of them."""
+    """Examine the modules that have no results yet, and report all."""
     chosen = _parser().parse_args()
     if chosen.only is not None:
         for run in examine(chosen.only):
@@ -250,7 +250,7 @@ def _known() -> dict[int, list[dict[str, Any]]]:
 
 
 def _examine(seeds: Sequence[int], jobs: int, seconds: float) -> None:
-    """Examine modules in processes; write down what was found of each at once."""
+    """Examine modules in processes; write the results of each at once."""
     from kcdsl_backends.executors import Processes
 
     started, waiting, left = time.perf_counter(), {}, iter(seeds)
@@ -277,7 +277,7 @@ def _examine(seeds: Sequence[int], jobs: int, seconds: float) -> None:
 
 
 def figures(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Return how many modules ran, and how many drifted beyond a bound."""
+    """Return the numbers of modules that ran and that exceeded a bound."""
     ran = [run for run in runs if not run.refused]
     beyond = {run.module for run in ran if run.ratio > 1}
     where = f"{sum(run.bounded for run in ran)} of {sum(run.inputs for run in ran)} runs bounded"

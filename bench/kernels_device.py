@@ -1,9 +1,8 @@
-"""Distance of kernels of a CUDA device from what their numerics admit, on a small random decoder.
+"""Drift of kernels of a CUDA device against certified bounds, on a small random decoder.
 
-As bench/kernels.py does on the CPU: both kernels run on the device, the bounds are those of the
-CPU, and no quotient of a drift by its bound may exceed 1. Half-precision and float8 products are
-held to the published units of their tensor cores. The table goes into
-docs/explanation/real-kernels.md.
+As in bench/kernels.py on the CPU, but both kernels run on the device; the bounds are computed on
+the CPU, and no quotient of drift and bound may exceed 1. Half-precision and float8 products have
+the published numerics of the tensor cores. The table is in docs/explanation/real-kernels.md.
 
     python -m bench.kernels_device
 """
@@ -35,19 +34,19 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 LENGTHS = (1, 2, 31, 32, 33, 65, 129, 300)
 LONGEST_AFFINE = 33
-"""The affine domain is asked for none longer than this."""
+"""Longest input for the affine domain."""
 UNITS = {8: "ampere_16", 9: "hopper_16", 10: "hopper_16"}
-"""The unit of half-precision products by the major number of the compute capability."""
+"""Tensor core of half-precision products by the major compute capability."""
 FP8_UNITS = {(8, 9): "ada_fp8", (9, 0): "hopper_fp8", (10, 0): "blackwell_fp8"}
 FEWEST = {"torch.sdpa.cudnn": 2}
-"""The shortest sequences that kernels take, where not of one token (sdp_utils.cpp in PyTorch)."""
+"""Shortest supported sequences, if longer than one token (sdp_utils.cpp in PyTorch)."""
 
 
 def cases(capability: tuple[int, int]) -> Iterator[tuple[str, Case]]:
     """Yield the kernels of a device, each with the block that it runs.
 
-    Products of half precision are those of its tensor cores; those of float8 are left out where no
-    accumulator is published for it.
+    Half-precision products are those of its tensor cores; float8 products are left out if their
+    accumulator is not published.
     """
     half: dict[str, Any] = {"tensor_core": UNITS.get(capability[0], "ampere_16")}
     yield "attn_0", Case("torch.eager", {"compute": "float32"})
@@ -68,7 +67,7 @@ def cases(capability: tuple[int, int]) -> Iterator[tuple[str, Case]]:
 
 
 def random_model(folder: Path) -> Model:
-    """Write a small decoder whose widths suit every kernel to a folder; return it."""
+    """Write a small decoder with widths that every kernel supports to a folder; return it."""
     import torch
     from safetensors.torch import save_file
 
@@ -87,7 +86,7 @@ def random_model(folder: Path) -> Model:
 
 
 def inputs(run: str) -> Iterator[Tensor]:
-    """Yield hidden states of many lengths and sizes, those that a kernel takes."""
+    """Yield hidden states of many lengths and sizes that a kernel supports."""
     import torch
 
     generator, width = torch.Generator().manual_seed(11), CONFIG["hidden_size"]
@@ -102,7 +101,7 @@ def inputs(run: str) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A kernel on all inputs: the largest drift / bound, how many ran, and how many had bounds."""
+    """A kernel on all inputs: the largest drift / bound, and the numbers of runs and of bounds."""
 
     case: str
     block: str
@@ -112,7 +111,7 @@ class Measured:
 
 
 def measure(model: Model, case: Case, block: str) -> Measured:
-    """Run a kernel of the device, and compare every run with its bound."""
+    """Run a kernel of the device and compare every run with its bound."""
     from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 
     running = load_kernel(case.ref(), model, "cuda")
@@ -140,7 +139,7 @@ def table(device: str, found: list[Measured]) -> str:
 
 
 def main() -> int:
-    """Measure every case, write the table and report; fail where there is no device."""
+    """Measure every case, write the table and report; fail without a device."""
     import torch
 
     if not torch.cuda.is_available():

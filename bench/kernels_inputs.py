@@ -1,7 +1,7 @@
 """Inputs of bench/kernels.py: several hundred for each of two models.
 
-What enters each block on real text, on its beginnings and on random tokens, and hidden states that
-no text leads to: subnormal, large, with outliers, alone, constant.
+The inputs of each block on real texts, their prefixes and random tokens, and artificial hidden
+states: subnormal, large, with outliers, of one row, constant.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ BLOCKS = {
 }
 TEXTS = {"MiniLM": ("minilm", "sentences.jsonl"), "tiny LM": ("tiny_lm", "prompts.jsonl")}
 HALVES = ("attn_0", "mlp_0", "mlp_1")
-"""The blocks that also run on odd inputs; of MiniLM all that runs on short ones, as its layer has
-no bound but by affine forms."""
+"""The blocks that also run on odd inputs. Of MiniLM these are the only ones for short inputs, as
+its layer has bounds only by affine forms."""
 BEGINNINGS = 24
-"""How many texts are also read up to a token of their first eight."""
+"""Number of texts of which prefixes of up to eight tokens are used too."""
 RANDOM = {"MiniLM": 60, "tiny LM": 40}
-"""How many sequences of random tokens are read, of 1 to 12 tokens."""
+"""Number of sequences of 1 to 12 random tokens."""
 TOKENS = {"MiniLM": (1000, 30_000), "tiny LM": (32, 127)}
-"""From which tokens they are taken: words, or printable characters."""
+"""Range of random token ids: words, or printable characters."""
 ODD = ((9, 7), (1, 8), (2, 9), (5, 10))
 """Lengths and seeds of the odd inputs."""
 
@@ -53,7 +53,8 @@ def loaded(name: str) -> Model:
 
 @cache
 def inputs(name: str, share: float = 1.0) -> tuple[tuple[str, Tensor], ...]:
-    """Return what enters each block: for a share of the texts and random sequences, and odd."""
+    """Return the inputs of each block: of a share of the texts and random sequences, and odd
+    ones."""
     model, some = loaded(name), texts(name, share)
     short = BLOCKS[name] if name == "tiny LM" else HALVES
     blocks = tuple(block for block in BLOCKS[name] if block in short)
@@ -72,7 +73,7 @@ def inputs(name: str, share: float = 1.0) -> tuple[tuple[str, Tensor], ...]:
 
 
 def texts(name: str, share: float = 1.0) -> list[list[int]]:
-    """Return the tokens of a share of the texts of an example, spread over them."""
+    """Return the tokens of an evenly spread share of the texts of an example."""
     path = ROOT.joinpath("examples", *TEXTS[name])
     lines = path.read_text(encoding="utf-8").splitlines()
     every = [loaded(name).tokenizer.encode(json.loads(line)["text"]) for line in lines]
@@ -96,7 +97,7 @@ def random_tokens(name: str, share: float) -> Iterator[list[int]]:
 
 
 def odd(width: int, length: int = 9, seed: int = 7) -> list[Tensor]:
-    """Return inputs that kernels seldom meet: subnormal, large, with outliers, alone, constant."""
+    """Return unusual inputs: subnormal, large, with outliers, of one row, constant."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

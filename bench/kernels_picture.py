@@ -10,9 +10,9 @@ from html import escape
 LEFT, RIGHT, ROW, TOP = 350, 60, 22, 64
 WIDTH = 1000
 LEAST = 1e-6
-"""Smaller quotients stand at the left edge, and runs without a drift or without a bound."""
+"""Left edge: smaller quotients, and runs without drift or bound, are drawn there."""
 BIN = 3
-"""Runs closer than so many units are one dot, the darker the more they are."""
+"""Width of a bin; the runs of a bin are one dot, darker for more runs."""
 COLOURS = {"MiniLM": "#1f6feb", "tiny LM": "#d9730d"}
 
 
@@ -59,13 +59,13 @@ def draw(runs: Iterable[tuple[str, str, float]]) -> str:
 
 
 def _dot(ratio: float) -> float:
-    """Return the place of the dot of a quotient, whole bins away from the bound."""
+    """Return the position of the dot of a quotient, whole bins away from the bound."""
     bound = _place(1.0)
     return bound - BIN * round((bound - _place(ratio)) / BIN)
 
 
 def _place(ratio: float) -> float:
-    """Return the horizontal place of a quotient; beyond the bound by ten times it is cut off."""
+    """Return the horizontal position of a quotient, clipped at ten times the bound."""
     shown = min(max(ratio, LEAST), 10.0)
     span = WIDTH - LEFT - RIGHT
     return LEFT + span * (math.log10(shown) - math.log10(LEAST)) / -math.log10(LEAST)

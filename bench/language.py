@@ -1,10 +1,9 @@
-"""Cold and warm speed of the front end, beside a bare interpreter and a compiled peer.
+"""Cold and warm speed of the front end, compared with a bare interpreter and a compiled peer.
 
-Cold start: whole processes, taken in turns so that the noise of the machine meets all of them, and
-compared as ratios of medians. The peer is `vehicle typecheck` (PyPI vehicle-lang) of a small
-specification, installed into an environment of its own. Scale: a contract of 10,000 lines and
-2,000 clauses, linted in a process, and checked again after edits of one clause as the language
-server does it.
+Cold start: whole processes, run alternately so that noise affects all equally, and compared as
+ratios of medians. The peer is `vehicle typecheck` (PyPI vehicle-lang) of a small specification,
+installed in a separate environment. Scale: a contract of 10,000 lines and 2,000 clauses, linted in
+a process, and checked again after edits of one clause as in the language server.
 
     make bench-language
 """
@@ -88,7 +87,7 @@ def _process(words: list[str], folder: Path) -> float:
 
 
 def _peer() -> Path:
-    """Return the peer's program; installs it the first time."""
+    """Return the peer's program; install it on first use."""
     program = PEER / "bin" / "vehicle"
     if not program.exists():
         print(f"installing vehicle-lang {PEER_VERSION} into {PEER.name}", file=sys.stderr)
@@ -156,7 +155,7 @@ def _edited(text: str) -> float:
 
 
 def _served(text: str) -> float:
-    """Return the median time of a real server from an edit to its findings, in seconds."""
+    """Return the median seconds of a real server from an edit to its diagnostics."""
     from tests.support.rpc import Client
 
     client = Client([str(Path(sys.executable).with_name("kcdsl")), "lsp"], cwd=ROOT)

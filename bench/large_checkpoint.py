@@ -1,10 +1,9 @@
-"""Measure what `verify --block attn_0` reads and holds of a checkpoint of the shape of a 7B model.
+"""Memory and bytes read by `verify --block attn_0` on a checkpoint with the shape of a 7B model.
 
-`python -m bench.large_checkpoint` writes a folder of random bfloat16 shards with few of the layers
-(a block does not depend on how many there are), and runs processes on it, `kcdsl verify` the last.
-Peak memory is that beyond what the same process takes for a model of one small layer; bytes are
-those that it read. The model is not compared with that of transformers: with all of its layers it
-is larger than what is.
+`python -m bench.large_checkpoint` writes a folder of random bfloat16 shards with few of the layers,
+on whose number a block does not depend, and runs processes on it, `kcdsl verify` last. Peak memory
+is that beyond the same process for a model of one small layer; bytes are those that it reads. The
+model is not compared with transformers, as a full one exceeds the limit for comparisons.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ except SystemExit:
 
 
 def write(folder: Path, shape: Mapping[str, Any], layers: int) -> int:
-    """Write a contract with a checkpoint in shards, one for each layer; return its bytes."""
+    """Write a contract and a checkpoint with one shard per layer; return the checkpoint's bytes."""
     import torch
     from safetensors.torch import save_file
 
@@ -114,7 +113,7 @@ def write(folder: Path, shape: Mapping[str, Any], layers: int) -> int:
 
 
 def measured(folder: Path, code: str) -> dict[str, float]:
-    """Run code in a process of its own; return its peak memory, bytes read and CPU seconds."""
+    """Run code in a new process; return its peak memory, bytes read and CPU seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     before = os.times()
     command = [sys.executable, "-c", code + _REPORT]

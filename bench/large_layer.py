@@ -1,12 +1,12 @@
 """Cost of one layer of a 7B-class decoder: width 4096, 32 heads, inner width 11008.
 
-Random weights of the size that training begins with. `attn_0`, all outputs, at a point, by affine
-forms, float32 torch eager against float32 flash attention in any order; each number of tokens in a
-fresh process. The exponent of time is that between the last two. Operations are those of products
-of matrices in float64, counted by PyTorch; all others read and write memory.
+Random weights of the usual initial size. `attn_0`, all outputs, at a point, by affine forms,
+float32 torch eager against float32 flash attention in any order; each number of tokens in a new
+process. The exponent of time is that between the last two. Operations are those of float64 matrix
+products, counted by PyTorch; all others are limited by memory.
 
     make bench-large-layer
-    python -m bench.large_layer --device cuda --tokens 128    # only this, results are not kept
+    python -m bench.large_layer --device cuda --tokens 128    # only this, not recorded
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _INFER = {"preset": "torch-sdpa-flash", "compute": "float32"}
 
 
 def main(arguments: list[str]) -> int:
-    """Measure and report; or what the options name, and print it."""
+    """Measure and report all; or measure and print the options' selection."""
     parser = argparse.ArgumentParser(prog="bench.large_layer")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, action="append")
@@ -88,7 +88,7 @@ def _figures(block: str, lengths: tuple[int, ...] | list[int], device: str) -> l
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds, peak memory in bytes beside what was held before, operations, the largest bound."""
+    """Seconds, peak bytes beyond those held before, operations, and the largest bound."""
 
     seconds: float
     peak: float

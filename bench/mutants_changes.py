@@ -20,11 +20,11 @@ RADII = {
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A changed module: where and what was done. `block` is None outside of any function.
+    """A changed module: place and kind of the change. `block` is None outside functions.
 
-    `node` is the place of what is changed in a walk of the syntax tree, `number` says which of the
-    changes directly below it is made. A rejection that is left out belongs to the block of the
-    rejection: other tests cannot find it.
+    `node` is the index of the changed node in a walk of the syntax tree, `number` selects one of
+    the changes directly below it. An omitted rejection belongs to the block of the rejection, as
+    only tests that execute it can find it.
     """
 
     module: str
@@ -44,12 +44,12 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """Return what tells it from every other mutant of the same sources."""
+        """Return the unique name among the mutants of the same sources."""
         return f"{self.name}:{self.node}:{self.number}"
 
 
 def changed(module: str, mutants: Iterable[Mutant]) -> ast.Module | None:
-    """Return a module with all changes of those mutants that are its own, None if there are none.
+    """Return a module with all changes of its mutants; None if there are none.
 
     No two of them may be in one statement.
     """
@@ -98,7 +98,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
 def _around(
     node: ast.AST, block: int | None, statement: int, *, inside: bool
 ) -> Iterator[tuple[int, tuple[int | None, int]]]:
-    """Yield of every node the line of the block and of the statement that it is in.
+    """Yield for every node the lines of its block and of its statement.
 
     `inside` says whether the node is in a function; elsewhere there are no blocks.
     """
@@ -132,7 +132,7 @@ def _put(target: ast.AST, place: str, new: ast.AST) -> None:
 
 
 def _changes(parent: ast.AST) -> Iterator[tuple[str, str, ast.AST]]:
-    """Yield changes of what stands directly below a node: kind, field and its replacement."""
+    """Yield changes of the direct children of a node: kind, field and replacement."""
     for name, value in ast.iter_fields(parent):
         items = value if isinstance(value, list) else [value]
         for index, node in enumerate(items):
@@ -170,7 +170,7 @@ def _replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _numbers(*nodes: ast.AST) -> bool:
-    """Say whether an operation may be one of numbers, and not of texts, tuples or small counts."""
+    """Return whether operands may be numbers, not strings, tuples or small counts."""
     return not any(
         isinstance(n, ast.Constant | ast.JoinedStr | ast.Tuple | ast.List) for n in nodes
     )

@@ -1,4 +1,4 @@
-"""Parts of the checker that each test executes."""
+"""The parts of the checker that each test executes."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECKER = ROOT / "certs" / "kcdsl_certs" / "recheck"
 PACKAGE = "kcdsl_certs.recheck"
 FOLDERS = ("tests/unit", "tests/property", "tests/kernels")
-"""Where the tests are that may find a defect of the checker."""
+"""Folders of tests that may find a defect of the checker."""
 NEAR = ("tests/unit/certs", "tests/property", "tests/kernels")
 """Folders of tests of the checker itself, which find most defects."""
 FOREIGN = ("tests/unit/lsp", "tests/unit/bench")
-"""Folders among them whose tests do not meet the checker, or run campaigns of their own."""
+"""Folders among them whose tests do not use the checker, or run mutation campaigns."""
 
 Block = tuple[str, int]
-"""Statements of a function that follow each other: a module and the line of the first one."""
+"""Consecutive statements of a function: a module and the line of the first one."""
 
 
 def modules() -> list[Path]:
-    """Return every module of the checker's rules; a package has no code of its own."""
+    """Return every module of the checker's rules except `__init__` modules."""
     return [path for path in sorted(CHECKER.rglob("*.py")) if path.name != "__init__.py"]
 
 
 def files() -> list[str]:
-    """Return the files of tests, in the order of `NEAR`, the others after them."""
+    """Return the test files, those of `NEAR` in order first."""
     found = {
         str(path.relative_to(ROOT)): path
         for folder in FOLDERS
@@ -55,9 +55,9 @@ def name_of(path: Path) -> str:
 
 
 class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports modules of the checker from other code than that of their files.
+    """Imports modules of the checker from given code instead of their files.
 
-    `code` gives what to execute for a module's name; `names` are what that finds among its globals.
+    `code` returns the code for a module's name; `names` are added to its globals.
     """
 
     def __init__(self, code: Callable[[str], CodeType], names: Mapping[str, Any]) -> None:
@@ -71,7 +71,7 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None if place is None else importlib.util.spec_from_loader(fullname, self)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the other code."""
+        """Execute the given code."""
         place = _module_path(module.__name__)
         assert place is not None
         module.__dict__.update(self.names)
@@ -86,12 +86,12 @@ def _module_path(fullname: str) -> Path | None:
 
 
 def parsed(module: str) -> ast.Module:
-    """Return the tree of a module of the checker as it is."""
+    """Return the syntax tree of an unchanged module of the checker."""
     return ast.parse((CHECKER / module).read_text(encoding="utf-8"))
 
 
 def statements(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    """Yield the lists of statements directly below a node: its body, and what else it has."""
+    """Yield the statement lists directly below a node, such as body and else."""
     for _, value in ast.iter_fields(node):
         if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
             yield value
@@ -99,12 +99,12 @@ def statements(node: ast.AST) -> Iterator[list[ast.stmt]]:
 
 @cache
 def marked(module: str) -> CodeType:
-    """Return the code of a module as it is, except that its blocks say that they are executed."""
+    """Return the code of a module with calls that record executed blocks."""
     return with_marks(module, parsed(module))
 
 
 def with_marks(module: str, tree: ast.Module) -> CodeType:
-    """Return the code of a tree whose functions say which of their blocks are executed."""
+    """Return the code of a tree with calls that record executed blocks of functions."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     inside = {id(node): node for function in functions for node in ast.walk(function)}
     for node in inside.values():
@@ -119,7 +119,7 @@ def with_marks(module: str, tree: ast.Module) -> CodeType:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A test that was run: the seconds that it took and the blocks of the checker it executed."""
+    """A test that was run: its seconds and the blocks of the checker that it executed."""
 
     seconds: float
     blocks: frozenset[Block]
@@ -127,9 +127,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Tests that were run, by their names; those that failed; a test that ended the process.
+    """Tests that were run, by name; those that failed; a test that ended the process.
 
-    `failed` names a file where that cannot be imported, and how pytest ended where no test failed.
+    `failed` also names a file that cannot be imported, or how pytest ended without a failed test.
     """
 
     tests: Mapping[str, Result]
@@ -137,7 +137,7 @@ class Results:
     ended: str = ""
 
     def only(self, wanted: Collection[Block]) -> Results:
-        """Return the same with the wanted blocks alone."""
+        """Return the results restricted to the wanted blocks."""
         tests = {
             test: Result(result.seconds, result.blocks & frozenset(wanted))
             for test, result in self.tests.items()
@@ -145,14 +145,14 @@ class Results:
         return Results(tests, self.failed, self.ended)
 
     def seconds(self, tests: Iterable[str]) -> float:
-        """Return the seconds that tests took together."""
+        """Return the total seconds of tests."""
         return sum(self.tests[test].seconds for test in tests)
 
     def meeting(self, blocks: Collection[Block | None]) -> list[str]:
         """Return the tests that execute one of the blocks, quick ones first, then the others.
 
-        The others may read what a test before them made. There are none if no test executes one.
-        None is what is executed when a module is imported, which every test reads.
+        The others may use what a test before them made. There are none if no test executes one.
+        None stands for code that is executed at import, on which every test depends.
         """
         ordered = sorted(self.tests, key=lambda test: self.tests[test].seconds)
         if None in blocks:
@@ -163,9 +163,9 @@ class Results:
 
 
 def quick(found: Sequence[Results], block: Block | None, most: float) -> list[str]:
-    """Return the quickest tests that execute a block, of `most` seconds together.
+    """Return the quickest tests that execute a block, `most` seconds together.
 
-    Those of one file follow each other, as each file takes time to be imported.
+    Tests of one file are consecutive, as each file takes time to import.
     """
     near = sorted(
         (result.seconds, test)
@@ -184,17 +184,17 @@ def quick(found: Sequence[Results], block: Block | None, most: float) -> list[st
 
 @dataclass(slots=True, eq=False)
 class Recorder:
-    """A plugin of pytest that takes down what `Results` holds.
+    """A pytest plugin that records `Results`.
 
-    `order` selects and orders the tests, if it has any; otherwise they come in an order by chance,
-    the same each time, if the seconds are limited.
+    `order` selects and orders the tests if it is not empty; otherwise, with a limit of seconds,
+    they run in a fixed random order.
     """
 
     executed: set[Block]
     """The blocks that were executed; emptied before each test."""
     order: Mapping[str, int]
     most: float
-    """After how many seconds no further test begins."""
+    """Seconds after which no further test begins."""
     started: Callable[[str], None]
     """Called with each test before it begins."""
     failed: dict[str, None] = field(default_factory=dict)
@@ -202,7 +202,7 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leave the wanted tests, in their order."""
+        """Select and order the tests."""
         if self.order:
             wanted = [item for item in items if item.nodeid in self.order]
             items[:] = sorted(wanted, key=lambda item: self.order[item.nodeid])
@@ -211,7 +211,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        """Take down a test."""
+        """Record a test."""
         self.executed.clear()
         self.started(item.nodeid)
         began = time.process_time()
@@ -225,12 +225,12 @@ class Recorder:
                 item.session.shouldstop = "the seconds are over"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take down a failure."""
+        """Record a failure."""
         if report.failed:
             self.failed[report.nodeid] = None
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Take down a module that cannot be imported."""
+        """Record a module that cannot be imported."""
         if report.failed:
             self.failed[report.nodeid] = None
 
@@ -246,9 +246,9 @@ def run(
     change: Callable[[str], ast.Module | None], paths: Sequence[str], *options: str,
     tests: Sequence[str] = (), most: float = math.inf, started: Callable[[str], None],
 ) -> Results:  # fmt: skip
-    """Run tests of files in this process, on a checker of other text, which is not yet imported.
+    """Run tests of files in this process on a changed checker, which must not be imported yet.
 
-    `change` gives the tree of a module, None for the file as it is; `tests` selects and orders;
+    `change` returns the tree of a module, None for an unchanged file; `tests` selects and orders;
     no test begins after `most` seconds.
     """
     executed: set[Block] = set()

@@ -1,4 +1,4 @@
-"""Runs of tests on the checker with defects, each in a process of its own, and their journal."""
+"""Test runs on the checker with defects, each in a separate process, and their journal."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from bench.mutants_tests import FIRST, ROOT, Results, run
 from tests.support.files import files_below
 
 SHARED = ("kcdsl", "backends", "certs", "grammar", "examples", "tests")
-"""Folders whose files decide what a test does, beside the file of the test."""
+"""Folders whose files affect a test, besides its own file."""
 OWN = ("bench/mutants_tests.py", "bench/mutants_changes.py")
 LONGEST = 3600
-"""Seconds after which tests are ended that were not run before."""
+"""Time limit in seconds for tests that have not run before."""
 
 
 def sources() -> str:
-    """Return a digest of what all tests may read: the product, the examples, what tests share."""
+    """Return a digest of the files that all tests may read: product, examples, shared test code."""
     found = hashlib.sha256()
     inside = [path for name in SHARED for path in files_below(ROOT / name)]
     for path in (*inside, *(ROOT / name for name in OWN)):
@@ -38,16 +38,16 @@ def sources() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What earlier campaigns found out on the same sources, in a folder that is theirs.
+    """Results of earlier campaigns on the same sources, in a folder for these.
 
-    An entry is written whole or not at all. It is named by what was asked and by the digests of the
-    files of tests that answered.
+    An entry is written whole or not at all. Its name depends on the question and on the digests of
+    the test files.
     """
 
     folder: Path
 
     def entry(self, *question: object, files: Collection[str]) -> Path:
-        """Return where the answer to a question to some files of tests stands."""
+        """Return the path of the answer to a question about some test files."""
         found = hashlib.sha256(repr(question).encode())
         for file in sorted(files):
             found.update(f"{file}\0".encode())
@@ -64,9 +64,9 @@ def write(entry: Path, value: object) -> None:
 
 
 def without_defect(file: str, journal: Journal) -> Results:
-    """Return what the first tier of a file shows of the checker as it is.
+    """Return the first-tier results of a file on the unchanged checker.
 
-    What fails is not remembered.
+    Failures are not stored.
     """
     entry = journal.entry("without a defect", files=[file])
     if entry.exists():
@@ -80,7 +80,7 @@ def without_defect(file: str, journal: Journal) -> Results:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A mutant and tests that may find it, with the seconds of a process that these may take."""
+    """A mutant, tests that may find it, and the time limit of their process in seconds."""
 
     mutant: Mutant
     tests: tuple[str, ...]
@@ -106,16 +106,16 @@ def failure(found: Results) -> str:
 
 
 def limit(seconds: float) -> int:
-    """Return after how many seconds a process with a defect is ended that takes so long without."""
+    """Return the time limit of a process with a defect, given its seconds without one."""
     return int(60 + 4 * seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Mutants that are planted together, and the tests of a file and a tier that meet them.
+    """Mutants that are planted together, and the tests of a file and a tier to run on them.
 
-    `known` are the results of the tests without a defect; where there are none, all tests meet the
-    mutants, as many as begin in `most` seconds.
+    `known` are the results of the tests without a defect; without them all tests run that begin
+    within `most` seconds.
     """
 
     file: str
@@ -128,8 +128,8 @@ class Round:
 def together(round: Round, journal: Journal) -> dict[str, str]:
     """Return the mutants that tests of a file find, by keys, with the test that finds each.
 
-    A test that fails on all of them is tried with each alone. A test that fails on several together
-    and on none alone says nothing.
+    A test that fails on all of them runs again with each alone. A test that fails on several
+    together but on none alone finds none.
     """
     wanted = {mutant.key for mutant in round.mutants}
     entry = journal.entry("together", round.tier, round.most, files=[round.file])
@@ -172,7 +172,7 @@ def _found(round: Round, group: list[Mutant]) -> dict[str, str]:
 def _explained(
     group: Sequence[Mutant], failed: Sequence[str], results: Results
 ) -> tuple[dict[str, str], set[str]]:
-    """Return the mutants that the first test which finds any finds alone; the tests that find none.
+    """Return the mutants that the first successful test finds alone, and the tests that find none.
 
     A test that fails without a defect finds none.
     """
@@ -196,9 +196,9 @@ def forked(
     mutants: Sequence[Mutant], paths: Sequence[str], *options: str,
     tests: Sequence[str] = (), seconds: int = LONGEST, most: float = math.inf,
 ) -> Results:  # fmt: skip
-    """Return the results of tests on a checker with defects, run in a copy of this process.
+    """Return the results of tests on a checker with defects, run in a fork of this process.
 
-    This process has imported what takes long, but not the checker.
+    This process has imported the slow packages, but not the checker.
     """
 
     def results(current: IO[str]) -> Results:
@@ -227,7 +227,7 @@ def forked(
 
 
 def _answer(task: Callable[[], Results], answer: IO[bytes]) -> NoReturn:
-    """Write what a task returns, silently, and end the process."""
+    """Write the result of a task without other output, and end the process."""
     try:
         with tempfile.TemporaryFile("w") as nowhere:
             os.dup2(nowhere.fileno(), 1)

@@ -1,14 +1,14 @@
-"""Proved width of the difference of a published pair of networks, beside NeuroDiff.
+"""Proved width of the difference of a published pair of networks, compared with NeuroDiff.
 
 Two ReLU networks on MNIST with float32 and with float16 weights, 20 images, every pixel ± 3 of 255;
-the sum over the outputs of the widths of [least, largest] difference, without splitting the box.
-Beside it: the widths that NeuroDiff's first pass published for the same queries, those of the
-interval domain, and the widths that concrete inputs reach (sign steps): no bound is below those.
-The same for float8 weights, for which nothing is published.
+the sum over the outputs of the widths of [least, largest] difference, without splitting the box. It
+is compared with the published widths of NeuroDiff's first pass on the same queries, with those of
+the interval domain, and with the widths that concrete inputs reach (sign steps), which are lower
+bounds. The same is measured for float8 weights, for which no result is published.
 
     KCDSL_NEURODIFF=FOLDER make bench-neurodiff
 
-The networks and figures are data of other people and not in this repository: FOLDER holds
+The networks and figures belong to other people and are not in this repository: FOLDER holds
 `mnist_3_100_p3.json` and the two `.nnet` files that it names, from the artifact of NeuroDiff (ASE
 2020, github.com/pauls658/NeuroDiff-ASE2020-Artifact).
 """
@@ -63,7 +63,7 @@ class Measured:
 
 
 def main() -> int:
-    """Measure every image and report; 2 where the data are not there."""
+    """Measure every image and report; return 2 without the data."""
     named = os.environ.get(FOLDER)
     if not named or not (Path(named) / QUERIES).is_file():
         print(
@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def read_nnet(path: Path) -> Network:
-    """Read a network in the `.nnet` text format: a head of seven lines, then weights and biases."""
+    """Read a network in the `.nnet` text format: seven header lines, then weights and biases."""
     import torch
 
     lines = [
@@ -126,7 +126,7 @@ def graph_of(sizes: tuple[int, ...]) -> BlockGraph:
 
 
 def problem(train: Network, infer: Network, numerics: dict[str, Any] | None = None) -> BlockProblem:
-    """Return both networks as one block: the same graph, and weights that each kernel stores."""
+    """Return both networks as one block problem: one graph with the weights of each kernel."""
     import torch
 
     from kcdsl.model.presets import resolve
@@ -144,7 +144,7 @@ def problem(train: Network, infer: Network, numerics: dict[str, Any] | None = No
 
 
 def region(image: list[int], perturbation: int) -> tuple[Tensor, Tensor]:
-    """Return (centre, radius) of a box that holds clip((pixel ± perturbation) / 255, 0, 1)."""
+    """Return (centre, radius) of a box around clip((pixel ± perturbation) / 255, 0, 1)."""
     import torch
 
     pixels = torch.tensor(image, dtype=torch.float64).unsqueeze(0)
@@ -154,7 +154,7 @@ def region(image: list[int], perturbation: int) -> tuple[Tensor, Tensor]:
 
 
 def measure(pair: BlockProblem, image: str, case: dict[str, Any], perturbation: int) -> Measured:
-    """Bound the difference on the box of one image, and search for inputs that come near."""
+    """Bound the difference on the box of one image, and search for large differences."""
     from kcdsl_backends.drift.linear_bounds import SlopeEffort
     from kcdsl_backends.drift.linear_bounds import linear_bounds as drift
 

@@ -1,13 +1,14 @@
-"""Differences of NeuroDiff's pair that are proved small, with splitting, and by the checker too.
+"""Proofs, with splitting and confirmed by the checker, that differences of NeuroDiff's pair are
+small.
 
 The networks and images of bench/neurodiff.py. Two questions for each image, in real arithmetic:
 
-- is |g - f| < ε for every output, where ε is the largest end of the intervals that NeuroDiff's
-  first pass published? NeuroDiff decides that without splitting;
+- is |g - f| < ε for every output, where ε is the largest end of the intervals published for
+  NeuroDiff's first pass, which decides this without splitting?
 - the same for half of that ε, which its first pass does not decide.
 
-An answer counts if the checker derived the tree of boxes again, or replayed the counterexample in
-exact arithmetic.
+An answer counts if the checker re-derives the tree of boxes or replays the counterexample in exact
+arithmetic.
 
     KCDSL_NEURODIFF=FOLDER python -m bench.peers --only neurodiff
 """
@@ -33,7 +34,7 @@ SECONDS = 5
 
 
 def figures(folder: Path) -> list[Figure]:
-    """Ask both questions about every image and return a row for each question."""
+    """Decide both questions for every image and return a row for each question."""
     import torch
 
     torch.set_num_threads(1)
@@ -84,7 +85,7 @@ def ends_of(image: list[int], perturbation: int) -> tuple[list[Fraction], list[F
 def differences(
     outputs: int, inputs: int, limit: Fraction, only: int | None = None
 ) -> list[list[LinearConstraint]]:
-    """Return what a difference of an output of at least a limit is, for either sign.
+    """Return the constraints that some output differs by at least a limit, for either sign.
 
     Args:
         only: one output; all if it is None.

@@ -1,10 +1,10 @@
-"""At how many held-out positions of the tiny language model no kernel can change the first choice.
+"""Share of held-out positions of the tiny LM where no kernel can change the first choice.
 
-Block `model` on the beginnings of the held-out prompts of examples/tiny_lm, between torch eager
-float32 and an inference kernel, casts and orders of sums free in both. A position counts where its
-margin (the largest logit less the second, without roundings) exceeds twice the drift that an attack
-finds for the difference of these two. It is proved if affine forms show that its first choice is
-the same in every run of both kernels. Coarser formats are shown beside it.
+Block `model` on prefixes of the held-out prompts of examples/tiny_lm, between torch eager float32
+and an inference kernel, casts and orders of sums free in both. A position counts if its margin (the
+largest logit minus the second, without roundings) exceeds twice the drift that an attack finds for
+this difference. It is proved if affine forms show that its first choice is the same in all runs of
+both kernels. Coarser formats are reported too.
 
     make bench-no-flip
 """
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_lm"
 LONGEST = 24
-"""Tokens of a prompt that are read."""
+"""Largest number of tokens of a prompt."""
 ROUNDS = 4
 """Sign iterations in one direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """An inference kernel, with how many prompts are tried and the share that is promised."""
+    """An inference kernel, the number of prompts, and the demanded share."""
 
     name: str
     numerics: dict[str, Any]
@@ -51,7 +51,7 @@ KERNELS = (
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """One position: its margin, the drift of it that a run attains, and whether it is proved."""
+    """One position: its margin, the margin drift of an attack, and whether it is proved."""
 
     margin: float
     attack: float
@@ -59,7 +59,7 @@ class Position:
 
     @property
     def counts(self) -> bool:
-        """Say whether the margin exceeds twice the attack."""
+        """Return whether the margin exceeds twice the attack."""
         return self.margin > 2 * self.attack
 
 
@@ -110,7 +110,7 @@ def problem_factory(infer: dict[str, Any]) -> ProblemFactory:
 
 
 def prompts(count: int) -> list[tuple[int, ...]]:
-    """Return the beginnings of held-out prompts, evenly from all of them, as tokens."""
+    """Return evenly spread prefixes of held-out prompts as tokens."""
     lines = (EXAMPLE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines]
     chosen = texts[:: max(1, len(texts) // count)][:count]
@@ -152,7 +152,7 @@ def positions(factory: ProblemFactory, tokens: tuple[int, ...]) -> list[Position
 
 
 def extreme(kernel: Simulator, row: int, columns: tuple[int, int], sign: float) -> float:
-    """Push the difference of two logits of a row up or down by the roundings of a kernel."""
+    """Maximise (sign 1) or minimise the difference of two logits of a row over roundings."""
     import torch
 
     from kcdsl_backends.attack.simulation import Overflowed

@@ -1,8 +1,8 @@
-"""Other people's benchmarks and verifiers, beside ours: one run, one machine, the same goals.
+"""Comparison with benchmarks and verifiers of other projects: one machine, the same goals.
 
 Each section is a module with a function `figures`; `--only NAME` runs some of them. Networks and
-published figures are data of other people and not in this repository: a section whose folder is not
-named by its variable of the environment is left out, and stderr says so.
+published figures belong to other people and are not in this repository; a section is left out, with
+a message on stderr, if its environment variable does not name their folder.
 
 | section | module | data |
 |---|---|---|
@@ -35,11 +35,11 @@ SECTIONS: dict[str, tuple[str, Callable[[Path, str], list[Figure]]]] = {
     "blocks": ("", lambda _, case: peers_blocks.figures(case)),
     "qebverif": ("KCDSL_QEBVERIF", lambda folder, _: qebverif.figures(folder)),
 }
-"""The variable that names the folder of a section, and what measures it."""
+"""The environment variable of the folder of each section, and its module."""
 
 
 def main() -> int:
-    """Measure the sections whose data are there and report them as one table."""
+    """Measure the sections with available data and report them as one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", choices=tuple(SECTIONS), help="a section")
     parser.add_argument("--case", default="", help="blocks whose name contains this")

@@ -1,11 +1,11 @@
 """Bounds of blocks by our domains, auto_LiRPA and z3: tightness, time and memory.
 
 The blocks are those of the published MiniLM, and norm and other blocks of examples/tiny_lm. Every
-bound is of the same goal, norm_inf of the drift between float32 torch eager and the inference
-kernel named, at the point of one sentence, all elements of the output. A method has a process, with
-limits of time and memory; one that does not finish is said so with the reason. z3 is asked for the
-smallest goals alone, as it is for the backend `z3`. A bound below a run ends the benchmark if it is
-ours, and is named in the row of the attack if not.
+bound is of the same goal: norm_inf of the drift between float32 torch eager and the named inference
+kernel, at the point of one sentence, all elements of the output. A method runs in a process with
+limits of time and memory; the table has the reason if it does not finish. z3 gets the smallest
+goals only, as in the backend `z3`. A bound below a run ends the benchmark if it is ours; otherwise
+the row of the attack names it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SENTENCES = {
     6: "A cat sleeps.",
     17: "The quick brown fox jumps over the lazy dog near the big river bank.",
 }
-"""A sentence of so many tokens."""
+"""A sentence by its number of tokens."""
 KERNELS: dict[str, dict[str, Any]] = {
     "bfloat16, casts any": {"preset": "torch-sdpa-flash", "compute": "bfloat16"},
     "fp8, casts to nearest": {"preset": "fp8-w8a8-per-channel", "casts": "nearest"},
@@ -60,18 +60,18 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the words of its rows."""
+        """Return the name of its rows."""
         return f"{self.model} {self.block}, {self.kernel}, {self.tokens} tokens"
 
     @property
     def small(self) -> bool:
-        """Say whether z3 is asked: the fewest operations and tokens of the model."""
+        """Return whether z3 is asked: the fewest operations and tokens of the model."""
         return self.tokens == 6 and self.block in ("norm_0", "mlp_0")
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a method gave: infinity and a reason where that is nothing."""
+    """The result of a method: infinity with a reason if there is none."""
 
     value: float
     reason: str = ""
@@ -96,12 +96,12 @@ def figures(only: str = "") -> list[Figure]:
     for case in CASES:
         if only in case.name:
             methods = [name for name in METHODS if name != "z3" or case.small]
-            found += _figures(case, {method: _apart(case, method) for method in methods})
+            found += _figures(case, {method: _isolated(case, method) for method in methods})
     return found
 
 
 def _figures(case: Case, found: dict[str, Measured]) -> Iterator[Figure]:
-    """Yield a row for every method that finished; the others stand in the row of the attack."""
+    """Yield a row for every method that finished; the row of the attack names the others."""
     attack = found["attack"]
     without = [f"{name}: {one.reason}" for name, one in found.items() if one.reason]
     below = [name for name, one in found.items() if one.value < attack.value]
@@ -120,8 +120,8 @@ def _cost(one: Measured, *more: str) -> str:
     return "; ".join((used, *more))
 
 
-def _apart(case: Case, method: str) -> Measured:
-    """Measure in a fresh process, whose end is a result too."""
+def _isolated(case: Case, method: str) -> Measured:
+    """Measure in a new process; its failure is a result too."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
@@ -134,7 +134,7 @@ def _apart(case: Case, method: str) -> Measured:
 
 
 def measure(case: Case, method: str) -> Measured:
-    """Return what a method gives for a case, in this process."""
+    """Return the result of a method for a case, computed in this process."""
     import torch
 
     from kcdsl_backends.drift.boxes import NoBound
@@ -155,14 +155,14 @@ def measure(case: Case, method: str) -> Measured:
         value, reason = work(), ""
     except (NoBound, Unanswered) as no:
         value, reason = math.inf, str(no)
-    except (MemoryError, RuntimeError) as no:  # torch raises the latter where memory is not enough
+    except (MemoryError, RuntimeError) as no:  # torch raises RuntimeError without memory
         value, reason = math.inf, f"{type(no).__name__}: {str(no).partition(chr(10))[0][:120]}"
     wall, processor = time.perf_counter() - wall, time.process_time() - processor
     return Measured(value, reason, wall, processor, peak_bytes() - before)
 
 
 def _work(problem: Any, centre: Any, radius: Any, method: str) -> Callable[[], float]:
-    """Return what is measured of a method: the bound of the largest element, or the attack."""
+    """Return the function to measure: the bound of the largest element, or the attack."""
     from kcdsl_backends.attack import attack
     from kcdsl_backends.lirpa.backend import drift_box
 

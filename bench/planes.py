@@ -1,9 +1,9 @@
-"""Backward planes on the difference graph beside the interval and the affine domain, on boxes.
+"""Planes on the difference graph compared with the interval and the affine domain, on balls.
 
 MiniLM blocks with published weights on one sentence of 6 tokens, hidden states in a ball; the
-training kernel is float32 torch eager. `feed` is the feed-forward parts of the first two layers
-one after the other, with ReLU in the place of gelu. For every case the largest elementwise bound of
-each domain and the drift of the strongest run found. `met` is the box in which all three agree.
+training kernel is float32 torch eager. `feed` consists of the feed-forward parts of the first two
+layers in sequence, with ReLU instead of gelu. Every case has the largest elementwise bound of each
+domain and the drift of the strongest run found. `met` is the intersection of all three boxes.
 
     make bench-planes
 """
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def feed_forward(*graphs: BlockGraph) -> BlockGraph:
-    """Return the first two linears of each block with ReLU between them, one after the other."""
+    """Return a sequence of the first two linears of each block with ReLU between them."""
     from kcdsl.model.graph import BlockGraph
 
     nodes: list[Node] = []

@@ -1,20 +1,19 @@
-"""Quantisation errors of QEBVerif's benchmark that are decided, beside its published table.
+"""Decisions about quantisation errors in QEBVerif's benchmark, compared with its published table.
 
 Networks on MNIST with weights and hidden values in fixed point of Q bits, against the same networks
-without quantisation; every pixel ± 3. Is |quantised - original| < ε for the output of the image's
-class, ε of 1, 2, 4, 6, 8? Published are the answers of its difference analysis (DRA) and of that
-with a mixed-integer solver behind it (an hour for each, Gurobi), with the intervals of DRA.
+without quantisation; every pixel ± 3. The question is whether |quantised - original| < ε for the
+output of the image's class, with ε of 1, 2, 4, 6, 8. Published are the intervals and answers of the
+difference analysis (DRA), and its answers with a mixed-integer solver (Gurobi, an hour for each).
 
-Here the bound is one of linear bounds with slopes that are searched, without splitting
-(bench/qebverif_bounds.py), and another program derives it again (bench/qebverif_checker.py). A
-violation is an image of integers that a local search finds, and the checker replays its difference
-in exact arithmetic.
+Our bound uses linear bounds with optimised slopes, without splitting (bench/qebverif_bounds.py); an
+independent program re-derives it (bench/qebverif_checker.py). A violation is an integer image found
+by a local search; the checker replays its difference in exact arithmetic.
 
     KCDSL_QEBVERIF=FOLDER python -m bench.peers --only qebverif
 
 FOLDER holds `PTQ_mnist_*.h5` (github.com/S3L-official/QEBVerif, CAV 2023), `RQ_2.csv`
 ("Experimental Results" of github.com/QEBVerif/Data) and the test set of MNIST,
-`t10k-images-idx3-ubyte.gz` and `t10k-labels-idx1-ubyte.gz`. Reading them takes the package h5py.
+`t10k-images-idx3-ubyte.gz` and `t10k-labels-idx1-ubyte.gz`. Reading them requires the package h5py.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ NAMES = {
 STARTS, SIGN_STEPS = 32, 12
 CLIMBS, CLIMB_STEPS = 3, 60
 MANY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
-"""Numbers of pixels that are changed at once."""
+"""Numbers of pixels that a search step changes at once."""
 
 Layers = list[tuple[Tensor, Tensor]]
 Interval = tuple[float, float]
@@ -63,18 +62,18 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The answers to one network, one number of bits and one image, by ε; intervals of DRA."""
+    """The published answers for one network, number of bits and image, by ε; intervals of DRA."""
 
     network: str
     bits: int
     image: int
     interval: Interval | None
     solved: dict[int, bool | None]
-    """Whether the error is below ε, by DRA and the solver in either mode; None: not decided."""
+    """Whether the error is below ε, by DRA and the solver in any mode; None: not decided."""
 
 
 def figures(folder: Path) -> list[Figure]:
-    """Ask every question of the published table, and return the rows of each network."""
+    """Decide every question of the published table; return the rows of each network."""
     torch.set_num_threads(1)
     pixels, labels = mnist(folder)
     table = [one for one in published(folder / "RQ_2.csv") if one.network in NAMES]
@@ -114,9 +113,9 @@ def figures(folder: Path) -> list[Figure]:
 def decided(
     layers: Layers, bits: int, image: list[int], label: int, limits: list[int]
 ) -> tuple[Interval, dict[int, bool | None]]:
-    """Return an interval of the error, and for each limit whether the error is below it.
+    """Return an interval of the error and, for each limit, whether the error is below it.
 
-    None: not decided, or the checker did not confirm the answer.
+    None: not decided, or not confirmed by the checker.
     """
     networks, grid = fixed_point(layers, bits)
     low, high = ends_of(image, PIXELS)
@@ -152,7 +151,7 @@ def decided(
 def fixed_point(layers: Layers, bits: int) -> tuple[tuple[Layers, Layers], Grid]:
     """Return the original network and the quantised one, both of pixels over 255, and the grid.
 
-    The quantised network reads pixels over 256; float64 holds its first weights times 255/256.
+    The quantised network reads pixels over 256; its first weights hold the factor 255/256.
     """
     step, most = hidden_format(bits)
     (weight, bias), *others = quantised(layers, bits)
@@ -161,7 +160,7 @@ def fixed_point(layers: Layers, bits: int) -> tuple[tuple[Layers, Layers], Grid]
 
 
 def bounded(pair: FixedPointPair, label: int) -> tuple[Interval, SlopeProof]:
-    """Return an interval of the difference of one output, and what shows it."""
+    """Return an interval of the difference of one output, and its proof."""
     signs = torch.zeros(2, len(pair.networks[0][-1][1]), dtype=torch.float64)
     signs[0, label], signs[1, label] = 1.0, -1.0
     (above, below), slopes = pair.bounded(Functionals(-signs, signs))
@@ -169,26 +168,26 @@ def bounded(pair: FixedPointPair, label: int) -> tuple[Interval, SlopeProof]:
 
 
 def quantised(layers: Layers, bits: int) -> Layers:
-    """Return weights with one bit before the point and biases with two, as float64."""
+    """Quantise weights with one integer bit and biases with two; return float64."""
     return [(_nearest(w, bits, bits - 1), _nearest(b, bits, bits - 2)) for w, b in layers]
 
 
 def _nearest(values: Tensor, bits: int, after: int) -> Tensor:
-    """Return values of a fixed-point format, halves away from zero."""
+    """Round values to a fixed-point format, halves away from zero."""
     scaled = values.double() * 2.0**after
     whole = torch.sign(scaled) * (scaled.abs() + 0.5).floor()
     return whole.clamp(-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) / 2.0**after
 
 
 def hidden_format(bits: int) -> tuple[float, float]:
-    """Return step and largest number of hidden values, which have two bits before the point."""
+    """Return step and largest number of hidden values, which have two integer bits."""
     return 2.0 ** -(bits - 2), (2.0**bits - 1) * 2.0 ** -(bits - 2)
 
 
 def quantised_run(layers: Layers, bits: int, pixels: Tensor, rounds: bool = True) -> Tensor:
-    """Return outputs [B, 10] of quantised layers for whole pixels [B, 784].
+    """Return outputs [B, 10] of quantised layers for integer pixels [B, 784].
 
-    Float64 holds every value exactly. Without `rounds` hidden values are only clipped.
+    All values are exact in float64. Without `rounds` hidden values are only clipped.
     """
     h = pixels / 256
     for number, (weight, bias) in enumerate(layers):
@@ -199,7 +198,7 @@ def quantised_run(layers: Layers, bits: int, pixels: Tensor, rounds: bool = True
 
 
 def hidden_values(sums: Tensor, bits: int, rounds: bool = True) -> Tensor:
-    """Return sums clipped to the hidden format, and rounded to it."""
+    """Clip sums to the hidden format, and round them to it."""
     step, most = hidden_format(bits)
     clipped = sums.clamp(0, most)
     return ((clipped / step + 0.5).floor() * step).clamp(0, most) if rounds else clipped
@@ -210,9 +209,9 @@ def attacked(
 ) -> tuple[float, list[int]]:
     """Return the largest |difference| of an output that a search over images finds, and its pixels.
 
-    Sign steps along the gradient of the network that does not round, from random images; then
-    changes of single pixels, and of many at once, that increase the difference of the rounding one.
-    The search ends where the difference is large enough.
+    Sign steps start from random images and follow the gradient of the network without rounding;
+    then changes of one or many pixels increase the difference of the rounded network. The search
+    ends when the difference is large enough.
     """
     served, generator = quantised(layers, bits), torch.Generator().manual_seed(0)
     low, high = (torch.tensor(v).double() for v in _whole_ends(image))
@@ -232,16 +231,16 @@ def attacked(
     for place in size.argsort(descending=True)[:CLIMBS].tolist():
         if best >= enough:
             break
-        climb = _Climb(layers, served, bits, label, float(signs[place]), (low, high), generator)
-        top, reached = climb.from_image(images[place])
+        search = _Search(layers, served, bits, label, float(signs[place]), (low, high), generator)
+        top, reached = search.from_image(images[place])
         if top > best:
             best, pixels = top, reached
     return best, [int(v) for v in pixels.tolist()]
 
 
 @dataclass(frozen=True, slots=True)
-class _Climb:
-    """A local search over whole pixels for the largest difference of one sign."""
+class _Search:
+    """A local search over integer pixels for the largest difference of one sign."""
 
     layers: Layers
     served: Layers
@@ -252,11 +251,11 @@ class _Climb:
     generator: torch.Generator
 
     def from_image(self, x: Tensor) -> tuple[float, Tensor]:
-        """Return the largest difference, and its image."""
+        """Return the largest difference found from a start image, and its image."""
         (weight, bias), (other, shift) = self.layers[0], self.served[0]
         weight, other = weight.double() / 255, other / 256
         low, high = self.ends
-        best = float(self._behind(x @ weight.T + bias, x @ other.T + shift))
+        best = float(self._differences(x @ weight.T + bias, x @ other.T + shift))
         for step in range(CLIMB_STEPS):
             share = torch.rand(len(x), generator=self.generator).double()
             share = share.round() if step % 2 == 0 else share
@@ -264,7 +263,7 @@ class _Climb:
             places = torch.nonzero(change).flatten()
             each = change[places].unsqueeze(1)
             z, served = x @ weight.T + bias, x @ other.T + shift
-            found = self._behind(z + each * weight.T[places], served + each * other.T[places])
+            found = self._differences(z + each * weight.T[places], served + each * other.T[places])
             order = places[found.argsort(descending=True)]
             rising = int((found > best).sum())
             many = [k for k in MANY if k <= rising]
@@ -273,14 +272,14 @@ class _Climb:
             tried = x.repeat(len(many), 1)
             for row, count in zip(tried, many, strict=True):
                 row[order[:count]] += change[order[:count]]
-            found = self._behind(tried @ weight.T + bias, tried @ other.T + shift)
+            found = self._differences(tried @ weight.T + bias, tried @ other.T + shift)
             if float(found.max()) > best:
                 best, x = float(found.max()), tried[int(found.argmax())]
         found = _difference(self.layers, self.served, self.bits, x.unsqueeze(0))[0, self.label]
         return float(found) * self.sign, x
 
-    def _behind(self, z: Tensor, served: Tensor) -> Tensor:
-        """Return signed differences for sums of the first layer [..., n] of either network."""
+    def _differences(self, z: Tensor, served: Tensor) -> Tensor:
+        """Return signed differences, given sums of the first layer [..., n] of both networks."""
         for (weight, bias), (other, shift) in zip(self.layers[1:], self.served[1:], strict=True):
             z = z.clamp_min(0) @ weight.double().T + bias.double()
             served = hidden_values(served, self.bits) @ other.T + shift
@@ -322,7 +321,7 @@ def mnist(folder: Path) -> tuple[Any, Any]:
 
 
 def published(path: Path) -> Iterator[Published]:
-    """Read the answers of the published table, one image after another in each setting."""
+    """Yield the answers of the published table, image by image for each setting."""
     rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines(keepends=True)))
     starts = [k for k, row in enumerate(rows) if len(row) > 2 and "Q bit:" in row[2]]
     for start, end in pairwise([*starts, len(rows)]):

@@ -1,8 +1,7 @@
-"""Bounds of a ReLU network and its copy in fixed point, with slopes that are searched.
+"""Bounds of a ReLU network and its copy in fixed point, with optimised slopes.
 
 "Fixed point" in section 9 of docs/proofs/difference-planes.md. The second network rounds its
-hidden values to multiples of a step. What is found here is a proof only if the checker derives it
-again.
+hidden values to multiples of a step. A result is a proof only if the checker re-derives it.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from kcdsl_backends.drift.linear.paired import chord, nearest
 from kcdsl_certs.recheck.linear_bounds.constraints import Grid
 
 _STEPS = 100
-"""Of the search for slopes of the outputs."""
+"""Steps of the optimisation of slopes for the outputs."""
 _RATE, _LAST = 0.1, 0.05
-"""The size of its first step; the last is this share of it."""
+"""Size of the first step, and ratio of the last step to it."""
 
 Slopes = list[tuple[Tensor, Tensor]]
-"""Of each hidden layer: slopes in z and in z + D [M, n]."""
+"""Slopes in z and in z + D [M, n] of each hidden layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class _Ranges:
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """z, z + D, relu(z), and the highest and the lowest level there [C, n]."""
+    """Points [C, n]: z, z + D, relu(z), and the largest and least rounded value of z + D."""
 
     first: Tensor
     second: Tensor
@@ -99,7 +98,7 @@ class FixedPointPair:
     ranges: list[_Ranges] = field(init=False, default_factory=list)
     points: list[_Points] = field(init=False, default_factory=list)
     hidden: list[NDArray[np.float32]] = field(init=False, default_factory=list)
-    """The slopes that show the ranges."""
+    """The slopes of the proofs of the ranges."""
 
     def __post_init__(self) -> None:
         first, second = (
@@ -133,9 +132,9 @@ class FixedPointPair:
         self.points.append(self.ranges[-1].points(self.grid))
 
     def bounded(self, rows: Functionals) -> tuple[Tensor, Slopes]:
-        """Bound functionals of the outputs from above [M], and return slopes that show the bounds.
+        """Return upper bounds [M] of functionals of the outputs, and their slopes.
 
-        Steps along the gradient of the bounds search for the slopes.
+        The slopes are optimised by gradient steps on the bounds.
         """
         number = len(self.networks[0]) - 1
         best, kept = self._started(number, rows)
@@ -159,13 +158,13 @@ class FixedPointPair:
         return _better(*first, *self._above(number, rows, together=False))
 
     def proof(self, slopes: Slopes) -> SlopeProof:
-        """Return what the checker reads, from slopes of the constraints."""
+        """Return the proof for the checker, with these slopes of the constraints."""
         return SlopeProof(self.hidden, packed(slopes, 0))
 
     def _above(
         self, number: int, rows: Functionals, slopes: Slopes | None = None, together: bool = True
     ) -> tuple[Tensor, Slopes]:
-        """Bound functionals with slopes, or with those of planes to begin with.
+        """Bound functionals with given slopes, or with initial slopes from planes.
 
         Args:
             together: planes of the change of ReLU; otherwise planes of either network.
@@ -203,7 +202,7 @@ def _better(best: Tensor, kept: Slopes, found: Tensor, slopes: Slopes) -> tuple[
 
 
 def packed(slopes: Slopes, count: int) -> NDArray[np.float32]:
-    """Return slopes as the checker reads them [M, hidden elements, 2]; M = `count` without any."""
+    """Return slopes in the checker's format [M, hidden elements, 2]; M = `count` if empty."""
     if not slopes:
         return np.zeros((count, 0, 2), dtype=np.float32)
     both = [torch.stack(part, -1) for part in slopes]
@@ -227,7 +226,7 @@ def _of_either(ranges: _Ranges, grid: Grid, p: Tensor, q: Tensor) -> tuple[Tenso
 
 
 def _of_the_change(ranges: _Ranges, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slopes of Rule 9.3, as if nothing were rounded."""
+    """Return the slopes of Rule 9.3, ignoring roundings."""
     (z_low, z_high), (d_low, d_high) = ranges.z, ranges.d
     middle = (z_low + z_high) / 2, (d_low + d_high) / 2
     alone, served = chord(z_low, z_high), chord(*ranges.other)

@@ -1,7 +1,7 @@
-"""Derive again that constraints on a network and its copy in fixed point cannot be met in a box.
+"""Re-derivation that no input of a box meets constraints on a network and its fixed-point copy.
 
 "Fixed point" in section 9 of docs/proofs/difference-planes.md. The slopes of a proof may be any
-numbers: what is added to them is derived here.
+numbers; the offsets are derived here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kcdsl_certs.recheck.linear_bounds.splits import Linear, paired
 _ROUNDOFF = 2.0**-53
 _FAINT = 2.0**-800
 _ROWS = 64
-"""Functionals at a time."""
+"""Functionals in a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class SlopeProof:
     """Slopes of all functionals in z and z + D of the hidden elements before them.
 
     Args:
-        hidden: for each hidden layer of n elements behind N earlier hidden elements, [6 n, N, 2],
-            of z, -z, D, -D, z + D, -(z + D).
+        hidden: for each hidden layer of n elements after N earlier hidden elements, [6 n, N, 2], of
+            z, -z, D, -D, z + D, -(z + D).
         outputs: of the constraints [constraints, hidden elements, 2].
     """
 
@@ -56,8 +56,8 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Corners:
-    """Points [C, n] where a functional of an element is largest: z, z + D, relu(z), and the highest
-    and lowest value that z + D is rounded to there."""
+    """Points [C, n] that contain the maximum of a functional of an element: z, z + D, relu(z), and
+    the largest and least value to which z + D is rounded there."""
 
     first: Floats
     second: Floats
@@ -95,7 +95,7 @@ class Corners:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """A box of the input [inputs], and what is known of the hidden layers."""
+    """A box of the input [inputs], and the bounds of the hidden layers so far."""
 
     layers: Sequence[Linear]
     grid: Grid
@@ -203,8 +203,8 @@ def recheck_fixed_point(
 ) -> None:
     """Derive that no input of a box meets all constraints of a conjunction.
 
-    The second network rounds its hidden values to a grid, instead of ReLU. Raises Rejected: sizes
-    do not fit, a slope is no number, or the bounds do not show it.
+    The second network rounds its hidden values to a grid instead of ReLU. Raises Rejected if sizes
+    do not fit, a slope is not finite, or the bounds do not suffice.
     """
     layers = paired(networks)
     if len(networks) != 2:

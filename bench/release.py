@@ -1,11 +1,11 @@
-"""Certificates and companions in other verifiers; mutants of them; costs; registers.
+"""Certificates and companions in other verifiers, their mutants, costs, and registers.
 
     make bench-release
     python -m bench.release --mutants 50000
 
-Every row of the table was run: a verifier of another project, its version, the form that it was
-given, and what it said of the honest document and of one by another key. `make tools` installs the
-verifiers. bench/release_mutants.py tries changed documents and registers, and
+Every row of the table is a run: a verifier of another project, its version, the form of the
+document, and the answers to the honest document and to one by another key. `make tools` installs
+the verifiers. bench/release_mutants.py tries changed documents and registers, and
 bench/release_register.py measures registers. Seconds of costs are processor time of the process.
 """
 
@@ -39,18 +39,18 @@ from tests.support.vectors.golden import KEY_A
 from tests.support.verifiers import Answer
 
 COLD = 0.35
-"""Seconds that a cold check may take beside hashing."""
+"""Limit of the seconds of a cold check without hashing."""
 HASHED = 1 << 30
-"""Bytes that the hashing figure reads."""
+"""Bytes hashed for the hashing figure."""
 PAGE = "how-to/pipelines.md"
-"""Where the table is."""
+"""The page with the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One verifier and one form: what it said of the honest document and of another one.
+    """One verifier and one form: its answers to the honest document and to another one.
 
-    `known` is what a verifier says that is known to reject the form.
+    `known` is the answer of a verifier that is known to reject the form.
     """
 
     verifier: str
@@ -70,15 +70,15 @@ class Row:
 
     @property
     def is_odd(self) -> bool:
-        """Say whether it is neither an acceptance of the honest document alone nor a rejection
-        that is known."""
+        """Return whether the answers are neither acceptance of the honest document alone nor a
+        known rejection."""
         if self.known:
             return self.honest or self.other or self.known not in self.detail
         return self.other or not self.honest
 
 
 def rows(made: Released) -> Iterator[Row]:
-    """Give every form to every verifier that reads it."""
+    """Run every verifier on every form that it supports."""
     version = verifiers.versions()
     other = generate()
     node = f"@sigstore/verify {version['@sigstore/verify']}"
@@ -162,8 +162,8 @@ def _policies(made: Released, named: Mapping[str, str]) -> Iterator[Row]:
 
 
 def _manifests(made: Released, version: Mapping[str, str]) -> Iterator[Row]:
-    """Compare the digest of a checkpoint with the one of model signing, before and after a change
-    of a file."""
+    """Compare the digest of a checkpoint with that of model signing, before and after a change of
+    a file."""
     folder = made.folder / "sharded"
     folder.mkdir(exist_ok=True)
     for name in ("config.json", "model-1.safetensors", "model-2.safetensors"):
@@ -183,7 +183,7 @@ def _row(verifier: str, path: Path, answers: Sequence[Answer]) -> Row:
 
 
 def table(found: Sequence[Row]) -> str:
-    """Return rows as a table of Markdown."""
+    """Return rows as a Markdown table."""
     lines = ["| verifier | form | outcome |", "|---|---|---|"]
     lines += (f"| {row.verifier} | {row.form} | {row.outcome} |" for row in found)
     return "\n".join(lines) + "\n"
@@ -193,7 +193,7 @@ def table(found: Sequence[Row]) -> str:
 
 
 def cold(made: Released, repeat: int = 7) -> dict[str, float]:
-    """Return processor seconds of a check as a process, and those of an interpreter alone."""
+    """Return processor seconds of a check as a process and of a bare interpreter."""
     kcdsl = Path(sys.executable).with_name("kcdsl")
     check = ["check", str(made.certificate), "--key", "one.key.pub"]
     expected = made.folder / "expected.json"
@@ -221,7 +221,7 @@ def _processor(command: Sequence[str], folder: Path, repeat: int) -> float:
 
 
 def hashing(folder: Path) -> float:
-    """Return bytes for each processor second of a manifest, divided by those of openssl."""
+    """Return bytes per processor second of a manifest, relative to openssl."""
     path = folder / "weights.safetensors"
     _filled(path, HASHED)
     ratios = []
@@ -236,8 +236,8 @@ def hashing(folder: Path) -> float:
 
 
 def scaling(folder: Path) -> float:
-    """Return bytes for each second of wall time of as many files as there are cores, divided by
-    those of one file; the best of three rounds, because other work takes cores away."""
+    """Return bytes per wall second with one file per core, relative to one file; the best of three
+    rounds, because other work may use cores."""
     place, cores = folder / "shards", len(os.sched_getaffinity(0))
     place.mkdir()
     for number in range(cores):
@@ -261,7 +261,7 @@ def _filled(path: Path, size: int) -> None:
 
 
 def main() -> int:
-    """Print the table, try mutants, measure; 1 where a row or a figure is not as it must be."""
+    """Print the table, try mutants, measure; return 1 if a row or figure is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     release_mutants.add_options(parser)
     release_register.add_options(parser)

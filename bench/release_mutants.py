@@ -1,13 +1,13 @@
-"""Changed certificates, companions, signed heads and registers, which nobody signed as they are.
+"""Mutants of signed certificates, companions, register heads and registers.
 
     python -m bench.release_mutants --mutants 50000
 
-A document (a certificate, a companion, a signed head) is changed in its bytes or its fields and is
-given to every verifier that reads its form; one that is accepted with another payload than the
-signed one is a wrong acceptance. A register is a file of SQLite with a signed head. It is changed
-in its bytes, its values or its rows, or written anew with other events, a chain that is correct and
-every row that follows from them, and is audited with the head; a change that leaves another content
-and that no audit notices is a wrong acceptance. `make tools` installs the verifiers.
+A document (a certificate, a companion, a signed head) is changed in its bytes or fields and given
+to every verifier of its form; acceptance with another payload than the signed one is wrong. A
+register is an SQLite file with a signed head. Its bytes, values or rows are changed, or it is
+written anew with other events, a correct chain and all rows that follow, and it is audited with the
+head; a change of content that the audit does not notice is a wrong acceptance. `make tools`
+installs the verifiers.
 """
 
 from __future__ import annotations
@@ -56,26 +56,26 @@ from tests.support.vectors.golden import KEY_A
 from tests.support.verifiers import Answer
 
 PORTION = 2_000
-"""Documents that a verifier is given at a time."""
+"""Number of documents in one call of a verifier."""
 REGISTERS = 0.05
-"""The share of the mutants that are registers."""
+"""Share of registers among the mutants."""
 HEAD = "head of a register, Sigstore bundle v0.3"
 
 
 @dataclass
 class Tally:
-    """How many were tried of each form, and what was accepted although it was changed."""
+    """Number of mutants of each form, and the mutants that were accepted wrongly."""
 
     tried: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
     def count(self, form: str, number: int) -> None:
-        """Count so many of a form."""
+        """Add a number of mutants of a form."""
         self.tried[form] = self.tried.get(form, 0) + number
 
     @property
     def total(self) -> int:
-        """Return how many were tried."""
+        """Return the number of mutants."""
         return sum(self.tried.values())
 
 
@@ -83,7 +83,8 @@ class Tally:
 
 
 def mutants(data: bytes, rng: random.Random) -> Iterator[bytes]:
-    """Yield changed documents for ever: bytes flipped, cut, dropped, doubled; fields changed."""
+    """Yield an endless sequence of mutants: bytes flipped, cut, dropped, doubled; fields
+    changed."""
     document = json.loads(data)
     every = list(changes(document, {}))
     envelope = document.get("dsseEnvelope", document)
@@ -137,16 +138,16 @@ READERS: tuple[tuple[str, Reader], ...] = (
     ("kcdsl", ours),
     ("@sigstore/verify", _by(verifiers.sigstore_js)),
 )
-"""What reads bundles."""
+"""Readers of bundles."""
 PLAIN: tuple[tuple[str, Reader], ...] = (
     ("sigstore (PyPI)", _by(verifiers.sigstore_dsse)),
     ("securesystemslib", _by(verifiers.securesystemslib_dsse)),
 )
-"""What reads plain envelopes."""
+"""Readers of plain envelopes."""
 
 
 def of_documents(made: Released, signed_head: bytes, count: int, seed: int) -> Tally:
-    """Try mutants of the certificate, of each companion and of a head in all that read them."""
+    """Try mutants of the certificate, of each companion and of a head in all their readers."""
     found = Tally()
     forms = [
         *((form_of(path), path.read_bytes(), key, READERS) for path, key in made.bundles[:3]),
@@ -177,7 +178,7 @@ def of_documents(made: Released, signed_head: bytes, count: int, seed: int) -> T
 
 @dataclass(frozen=True)
 class Original:
-    """A register with some of everything, its content, its events with every change of their data,
+    """A register with all kinds of events, its content, its events with all changes of their data,
     and its signed head."""
 
     path: Path
@@ -187,7 +188,7 @@ class Original:
 
     @classmethod
     def made(cls, path: Path) -> Original:
-        """Make it at a path; raises RuntimeError unless an audit with the head is content."""
+        """Create it at a path; raise RuntimeError unless an audit with the head succeeds."""
         with Register.open(path, create=True, clock=clock) as register:
             fill(register)
             signed = register.sign_head([KEY_A])
@@ -199,11 +200,11 @@ class Original:
 
 
 Way = Callable[[Original, Path, random.Random], str | None]
-"""Changes a copy at a path; returns what it did, or None where nothing can be so."""
+"""Changes a copy at a path; returns a description, or None if the change is impossible."""
 
 
 def of_registers(original: Original, path: Path, count: int, seed: int) -> Tally:
-    """Change a copy of a register at a path, and audit it with the signed head of the original."""
+    """Change copies of a register at a path; audit each with the signed head of the original."""
     rng, found = random.Random(seed), Tally()
     while found.total < count:
         shutil.copy(original.path, path)
@@ -261,7 +262,7 @@ def _with_triggers_gone(
         try:
             done = change(raw)
         except sqlite3.Error:
-            return None  # the database itself refuses it
+            return None  # the database refuses it
         for statement in triggers("sqlite"):
             raw.execute(statement)
         raw.execute("COMMIT")
@@ -310,7 +311,7 @@ def _row_gone(original: Original, path: Path, rng: random.Random) -> str | None:
 
 
 def _row_twice(original: Original, path: Path, rng: random.Random) -> str | None:
-    """Put a row there twice, the second time with other keys."""
+    """Duplicate a row with other keys."""
 
     def change(raw: sqlite3.Connection) -> str:
         table, row = _chosen(raw, rng)
@@ -327,7 +328,7 @@ def _row_twice(original: Original, path: Path, rng: random.Random) -> str | None
 
 
 def _anew(original: Original, path: Path, rng: random.Random) -> str | None:
-    """Write the register as the program would have, had other events been recorded."""
+    """Write the register as the program would for other events."""
     listed = [event for event, _ in original.events]
     at, other = rng.randrange(len(listed)), rng.randrange(1, len(listed))
     match rng.choice(("data", "data", "data", "data", "gone", "cut", "moved", "time")):
@@ -400,7 +401,7 @@ WAYS: tuple[tuple[str, Way], ...] = (
 
 
 def campaign(made: Released, folder: Path, count: int, seed: int) -> Tally:
-    """Try so many mutants of documents and registers; `folder` is for the registers."""
+    """Try `count` mutants of documents and registers; `folder` is for the registers."""
     original = Original.made(folder / "original.db")
     registers = round(count * REGISTERS)
     found = of_documents(made, original.head, count - registers, seed)
@@ -409,13 +410,13 @@ def campaign(made: Released, folder: Path, count: int, seed: int) -> Tally:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare how many."""
+    """Declare the number of mutants."""
     parser.add_argument("--mutants", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)
 
 
 def figures(made: Released, options: argparse.Namespace) -> list[Figure]:
-    """Try them, print how many of each form, and what was accepted wrongly."""
+    """Try mutants; print the numbers by form and those that were accepted wrongly."""
     with tempfile.TemporaryDirectory(prefix="kcdsl-mutants-") as place:
         found = campaign(made, Path(place), options.mutants, options.seed)
     for form, number in sorted(found.tried.items()):
@@ -429,7 +430,7 @@ def figures(made: Released, options: argparse.Namespace) -> list[Figure]:
 
 
 def main() -> int:
-    """Try mutants alone; 1 where one was accepted wrongly."""
+    """Try mutants only; return 1 if one was accepted wrongly."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser)
     options = parser.parse_args()

@@ -1,16 +1,16 @@
-"""Registers of certificates: speed, writers at the same time, killed writers.
+"""Registers of certificates: speed, concurrent writers, killed writers.
 
     make bench-release-register
     python -m bench.release_register --certificates 1000000 --kills 1000
 
-Everything runs on a file of SQLite and on a server of PostgreSQL in a temporary folder
-(`make tools` installs it). Seconds are wall time. The register in which certificates are looked up
-is filled with events and rows as the program writes them, ten certificates to a triple, but without
-bundles and signatures, which no lookup reads; the last events and their rows are read back by the
-program. PostgreSQL is filled by COPY and does not wait for the disk; VACUUM ANALYZE and CHECKPOINT
-follow, which the server would do later by itself. A lookup is `Register.status_of`: one transaction
-with all its queries, and the reading of what they return. Opening a register, which connects and
-reads the revision of the tables, has a figure of its own. `--only stock` measures lookups alone.
+Everything runs on an SQLite file and on a PostgreSQL server in a temporary folder (`make tools`
+installs it). Seconds are wall time. The register for lookups is filled with events and rows in the
+program's format, ten certificates per triple, but without bundles and signatures, which no lookup
+reads; the program reads the last events and their rows back. PostgreSQL is filled by COPY without
+waiting for the disk; VACUUM ANALYZE and CHECKPOINT follow, which the server would run later. A
+lookup is `Register.status_of`: one transaction with all its queries, and the reading of what they
+return. Opening a register, which connects and reads the revision of the tables, has a figure of its
+own. `--only stock` measures lookups alone.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ from tests.support.registers import NOW, TRUSTED, certified, clock, triple
 from tests.support.vectors.golden import KEY_A
 
 LOOKUP = 0.005
-"""Seconds that a lookup may take."""
+"""Limit of the seconds of a lookup."""
 PER_TRIPLE = 10
 LOOKUPS = 500
 OPENINGS = 20
 SAMPLE = 11_000
-"""Events that are read back after a register was filled."""
+"""Number of events that are read back from a filled register."""
 WRITERS = 50
 PROMOTIONS = 200
 BETWEEN = 100
 """Kills between two audits."""
 _PORTION = 1000
-"""Triples that are written in one transaction."""
+"""Triples in one transaction."""
 SHOWN = 50_000
-"""Certificates after which progress is shown."""
+"""Certificates between two progress messages."""
 
 
 # --- speed ----------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def recording(place: str) -> float:
 
 
 def stock(place: str, count: int) -> list[str]:
-    """Fill a new register with certificates; returns some of their identities."""
+    """Fill a new register with certificates; return some of their identities."""
     Register.open(place, create=True, clock=clock).close()
     database, some = RegisterDatabase(Location.of(place), create=False), []
     for first in range(0, count // PER_TRIPLE, _PORTION):
@@ -146,7 +146,7 @@ AT = time_text(NOW)
 
 
 def _body(number: int, previous: str, kind: EventKind, data: str) -> bytes:
-    """Return the canonical event, faster than by the program; `stock` compares the two."""
+    """Return the canonical event, faster than the program does; `stock` compares the two."""
     start = (
         f'{{"data":{data},"kind":"{kind}","number":{number},"previous":{{"sha256":"{previous}"}}'
     )
@@ -210,7 +210,7 @@ def intact(place: str) -> None:
 
 
 def openings(place: str) -> float:
-    """Return the median of the seconds that opening a register takes."""
+    """Return the median seconds of opening a register."""
     times = []
     for _ in range(OPENINGS):
         start = time.perf_counter()
@@ -249,8 +249,8 @@ def together(place: str, writers: int) -> tuple[int, int]:
 
 
 def killed(place: str, kills: int, seed: int) -> tuple[int, int]:
-    """Return how many entries killed writers were told of, and how many of them were lost, with
-    the promotions that forked and the defects that audits found."""
+    """Return the number of entries acknowledged to killed writers, and the number of lost entries,
+    forked promotions and audit findings."""
     told = wrong = 0
     for turn, left in enumerate(range(kills, 0, -BETWEEN)):
         written = kill_writers(place, min(BETWEEN, left), seed + turn)
@@ -315,7 +315,7 @@ def _looked_up(kind: str, place: str, count: int) -> Iterator[Figure]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare how much is done."""
+    """Declare the sizes of the measurements."""
     parser.add_argument("--certificates", type=int, default=1_000_000)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--writers", type=int, default=WRITERS)
@@ -323,7 +323,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    """Measure and report; 1 where something was lost, went unnoticed, or a limit is missed."""
+    """Measure and report; return 1 if something was lost or unnoticed, or a limit is missed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser)
     parser.add_argument("--seed", type=int, default=1)

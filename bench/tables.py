@@ -1,7 +1,7 @@
-"""Tables of documents and of the schema of contracts, made from the definitions in the code.
+"""Generator of tables in documents and of the contract schema from definitions in the code.
 
-`python -m bench.tables` writes the tables of metrics, and the names of architectures and adapters;
-a test says whether they are fresh.
+`python -m bench.tables` writes the tables of metrics and the names of architectures and adapters; a
+test checks that they are current.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ORDER = ("mean", "rate", "max", "min", "quantile")
 
 
 def function_of(metric: MetricDefinition) -> str:
-    """Return where the function of a metric is, in words."""
+    """Return the location of the function of a metric as text."""
     if callable(metric.entry):
         return f"`{metric.entry.__module__}`"
     module, colon, name = metric.entry.partition(":")
@@ -80,20 +80,20 @@ TABLES = {
         _stated,
     ),
 }
-"""For each document the header of its table, and the cells of a metric."""
+"""For each document, the header of its table and the function for the cells of a metric."""
 
 
 SCHEMA = "grammar/kcdsl_grammar/contract.schema.json"
 REFERENCE = "grammar/README.md"
 NAMES = {"architecture": registry.names(), "run": tuple(ADAPTERS)}
-"""Registered names by the field of a contract that takes them."""
+"""Registered names by the contract field that uses them."""
 DOCUMENTS = (*TABLES, SCHEMA)
 
 
 def fresh(document: str, text: str) -> str:
-    """Return the text of a document with what the definitions have.
+    """Return the text of a document with tables from the current definitions.
 
-    Raises ValueError where the document has no place for it.
+    Raises ValueError if the document has no place for them.
     """
     if document in TABLES:
         text = _with_table(document, text)

@@ -1,15 +1,14 @@
-"""Attacks on certificates, signing, policies, readers and look-alike models, each carried out here.
+"""Attacks on certificates, signing, policies, readers and look-alike models.
 
     make bench-trust
     python -m bench.trust --mutants 50000
 
-Every row of the table is one attack and what came of it on this tree. `keys` are attacks through
-the command line with honest uses beside them, which must be accepted. `foreign code` runs every
-command in a folder full of modules that note when they are imported. `hostile input` gives every
-reading command files that are expensive to read; its seconds are processor time of a process of its
-own, so that other programs on the machine do not count. `tests` are attacks that need a second
-thread, a fault or a link and are written as tests; a test that fails is an attack that succeeded.
-`mutants` are changes of statements, proofs, journals, traces and paths.
+Every row of the table is one attack and its outcome on this tree. `keys` are attacks through the
+command line, along with honest uses, which must be accepted. `foreign code` runs every command in a
+folder of modules that record their import. `hostile input` gives every reading command files that
+are expensive to read; its seconds are processor time of a separate process. `tests` are attacks
+that need a second thread, a fault or a link and are written as tests; a failing test is a
+successful attack. `mutants` are changes of statements, proofs, journals, traces and paths.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from tests.support.foreign import Outcome, attempt
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 5.0
-"""A reading command that takes longer hangs."""
+"""Seconds after which a reading command counts as hanging."""
 TESTS = (
     "tests/unit/release/test_loaded_files.py",
     "tests/unit/release/test_foreign_backends.py",
@@ -60,13 +59,13 @@ OF_CONTRACTS: tuple[tuple[str, ...], ...] = (
 )
 """The commands that read a hostile contract."""
 EDITORS = frozenset({"lint", "fmt"})
-"""Commands that need not refuse a contract with errors: they show, mend or lay out what they can,
-and say nothing of whether it is good."""
+"""Commands that need not refuse a contract with errors: they display, fix or format it, without a
+verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One attack: its group, its name, whether it succeeded, and what came of it in a word."""
+    """One attack: its group, its name, whether it succeeded, and its outcome in a word."""
 
     group: str
     attack: str
@@ -76,7 +75,7 @@ class Row:
 
 
 def keys(root: Path) -> Iterator[Row]:
-    """Attack keys, policies and signing, and use them honestly."""
+    """Attack keys, policies and signing, with honest uses as controls."""
     for control in trust_attacks.CONTROLS:
         found = control(trust_attacks.scene(root / control.__name__, run_here))
         word = "accepted, as it must be" if found.accepted else "REFUSED"
@@ -87,7 +86,7 @@ def keys(root: Path) -> Iterator[Row]:
 
 
 def foreign_code(root: Path) -> Iterator[Row]:
-    """Run every command where every importable name is a trap."""
+    """Run every command in a folder where every importable name is a trap."""
     commands = {**foreign.READING, **foreign.RUNNING}
     for name, words in commands.items():
         folder = _trapped(root / name)
@@ -162,8 +161,8 @@ def hostile_input(root: Path) -> Iterator[Row]:
 
 
 def _said(root: Path, name: str, files: dict[str, str], words: tuple[str, ...]) -> Row:
-    """Run one command in this process on files that it must refuse by an error that has a place;
-    succeed where it does not."""
+    """Run one command in this process on files that it must refuse with an error and its place; the
+    attack succeeds otherwise."""
     folder = root / f"{len(list(root.iterdir()))}"
     folder.mkdir()
     known = {
@@ -188,7 +187,7 @@ def _shown(words: tuple[str, ...]) -> str:
 
 
 def _read(root: Path, name: str, files: dict[str, bytes], words: tuple[str, ...]) -> Row:
-    """Run one command on hostile files; succeed where it hangs, crashes, or calls them good."""
+    """Run one command on hostile files; the attack succeeds if it hangs, crashes or accepts."""
     folder = root / f"{len(list(root.iterdir()))}"
     folder.mkdir()
     known = {
@@ -215,8 +214,8 @@ def _read(root: Path, name: str, files: dict[str, bytes], words: tuple[str, ...]
 
 
 def _asked(root: Path, name: str, text: str) -> Row:
-    """Ask a language server everything about a hostile contract; the seconds are of the slowest
-    answer."""
+    """Send a language server all requests about a hostile contract; the seconds are those of the
+    slowest answer."""
     folder = root / f"{len(list(root.iterdir()))}"
     folder.mkdir()
     try:
@@ -236,13 +235,13 @@ def _asked(root: Path, name: str, text: str) -> Row:
 
 
 def _processor_seconds() -> float:
-    """Return the processor time of the child processes that have ended."""
+    """Return the processor time of finished child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def tests(root: Path) -> Iterator[Row]:
-    """Carry out the attacks that are written as tests."""
+    """Run the attacks that are written as tests."""
     results = root / "results.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
     command += ["-m", "not programs and not gpu", f"--junitxml={results}"]
@@ -263,7 +262,7 @@ def _words(name: str) -> str:
 
 
 def main() -> int:
-    """Carry everything out; 1 where an attack succeeded."""
+    """Run all attacks; return 1 if one succeeded."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mutants", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,12 +1,12 @@
-"""Mutants of signed statements, proofs, journals, traces and paths, each tried on the real checker.
+"""Mutants of signed statements, proofs, journals, traces and paths, tried on the real checker.
 
-`Scene` is a certificate that is valid: a proof that is derived again, and measured results with the
-files that they rest on. Each generator yields mutants for ever; a mutant is carried out by `tried`,
-which says whether it was accepted and, where the change means nothing or says less, which row of
-docs/proofs/certificate-fields.md allows that. A mutant that is accepted without such a row is a
-wrong acceptance. Nothing here knows beforehand what the checker says.
+`Scene` is a valid certificate: a proof that is re-derived, and measured results with their evidence
+files. Each generator yields an endless sequence of mutants. `tried` runs a mutant and returns
+whether it was accepted and, if the change is harmless or states less, the row of
+docs/proofs/certificate-fields.md that allows it. A mutant that is accepted without such a row is a
+wrong acceptance. The answers of the checker are not known in advance.
 
-`python bench/trust_mutants.py --count 50000` tries them all, in as many processes as `--jobs` says.
+`python bench/trust_mutants.py --count 50000` tries mutants of all kinds in `--jobs` processes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ KINDS = ("statement", "envelope", "proof", "trace", "path", "journal")
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a mutant: accepted or not, and why it may be (empty: for no reason)."""
+    """The result of a mutant: whether it was accepted, and the allowing row (empty: none)."""
 
     kind: str
     what: str
@@ -90,7 +90,7 @@ class Tried:
 
     @property
     def wrong(self) -> bool:
-        """Say whether it was accepted for no reason."""
+        """Return whether it was accepted without an allowing row."""
         return self.accepted and not self.reason
 
 
@@ -99,7 +99,7 @@ Mutant = Callable[[], Tried]
 
 @dataclass
 class Scene:
-    """A folder with a valid certificate, and what checks it."""
+    """A folder with a valid certificate, and its checker."""
 
     folder: Path
     statement: dict[str, Any] = field(init=False)
@@ -107,7 +107,7 @@ class Scene:
     key: Any = field(default_factory=generate)
 
     def __post_init__(self) -> None:
-        """Make everything."""
+        """Create the certificate and its files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.document, self.checkpoint, _ = made(BASE, self.folder)
         self.document["cases"][0]["name"] = NAMES[0]
@@ -234,7 +234,7 @@ class Scene:
         )
 
     def rest_on(self, measured: tuple[CertifiedClause, ...]) -> tuple[EvidenceFile, ...]:
-        """Write the files of evidence; return how they are named."""
+        """Write the evidence files and return their entries."""
         records = [
             {
                 "request": f"{DATA}:{name}",
@@ -279,7 +279,7 @@ class Scene:
         return bundle_bytes(sign(payload, (self.key,)), self.key.public.hint)
 
     def check(self, bundle: bytes, *, recheck: bool = True) -> Report:
-        """Check a bundle in this folder, everything demanded."""
+        """Check a bundle in this folder with all demands."""
         kinds = frozenset({PREDICATE_TYPE})
         checker = Rechecker(self.folder, self.checkpoint)
         if not recheck:
@@ -302,13 +302,13 @@ class Scene:
 
     @property
     def _known(self) -> Rechecker:
-        """Return a checker that derives each proof object once, by its digest."""
+        """Return a checker that caches the result of each proof object by its digest."""
         if not hasattr(self, "_rechecker"):
             self._rechecker = Rechecker(self.folder, self.checkpoint)
         return self._rechecker
 
     def restore(self) -> None:
-        """Put every file back as it was."""
+        """Restore every file."""
         for path in self.folder.iterdir():
             if path.is_symlink() or path.name not in self.files:
                 path.unlink()
@@ -324,7 +324,7 @@ def _noted(scene: Scene, change: Change) -> str:
 
 
 def _after(document: Any, chosen: list[Change]) -> Any:
-    """Return a document after changes; one whose place an earlier one took away does nothing."""
+    """Apply changes to a document; one whose place was removed earlier has no effect."""
     for change in chosen:
         with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError, ValueError):
             document = change.of(document)
@@ -344,7 +344,7 @@ def mutants_of_statement(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
                 return Tried("statement", what, False)
             payload = json.dumps(changed, ensure_ascii=False, separators=(",", ":")).encode()
             accepted = scene.check(scene.signed(payload), recheck=False).accepted
-            # A later change may put back what an earlier one changed: what is left counts.
+            # A later change may undo an earlier one: compare the result.
             noted = [change for change in chosen if _noted(scene, change)]
             left = _after(scene.statement, noted) == changed
             reason = ", ".join(_noted(scene, change) for change in noted) if left else ""
@@ -354,7 +354,7 @@ def mutants_of_statement(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
 
 
 def mutants_of_envelope(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
-    """Yield bundles with changed bytes that nobody signed again."""
+    """Yield bundles with changed bytes that are not signed again."""
     payload = json.loads(scene.bundle)["dsseEnvelope"]["payload"]
     while True:
         at, way = rng.randrange(len(scene.bundle)), rng.choice(("flip", "cut", "drop", "double"))
@@ -377,7 +377,7 @@ def mutants_of_envelope(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
 
 
 def mutants_of_proof(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
-    """Yield changed proof objects: under the old digest, and named and signed anew."""
+    """Yield changed proof objects, with the old digest or with a newly signed one."""
     every = list(changes(scene.document, {}))
     original = scene.files[PROOF]
     while True:
@@ -406,8 +406,8 @@ def mutants_of_proof(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
 
 
 def mutants_of_trace(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
-    """Yield changed files of evidence and data, and records that were left out, doubled, renamed or
-    moved, with a statement that names their digests."""
+    """Yield changed evidence and data files, and records that are omitted, doubled, renamed or
+    moved, with a statement of their digests."""
     names = (DATA, *(file.path for file in scene.body.evidence))
     records = scene.files["trace.jsonl"].split(b"\n")
     while True:
@@ -455,7 +455,7 @@ def mutants_of_trace(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
 
 
 def mutants_of_path(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
-    """Yield other paths of proofs and evidence, signed anew, and files that lie elsewhere."""
+    """Yield statements with other paths of proofs and evidence, signed anew, and moved files."""
     marks = ("..", ".", "/", "\\", "\0", ":", "~", " ", "%2e", "\u2025", "\n", "a", "")
     names = (PROOF, *(file.path for file in scene.body.evidence))
     outside = scene.folder.parent / f"{scene.folder.name}-outside"
@@ -484,7 +484,7 @@ def mutants_of_path(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
 
 
 def mutants_of_journal(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
-    """Yield journals that somebody changed who can write to the folder and not read the secret."""
+    """Yield journals changed by someone who can write to the folder but not read the secret."""
     kept = {f"answer {n}": bytes(rng.randbytes(40)) for n in range(6)}
     path = scene.folder.parent / f"{scene.folder.name}.journal"
 
@@ -572,14 +572,14 @@ SHARES = {
 
 @dataclass
 class Tally:
-    """How many were tried of each kind, which were accepted for a reason, and which wrongly."""
+    """Numbers of mutants by kind, those accepted by an allowing row, and those accepted wrongly."""
 
     tried: Counter[str] = field(default_factory=Counter)
     accepted: Counter[tuple[str, str]] = field(default_factory=Counter)
     wrong: list[Tried] = field(default_factory=list)
 
     def add(self, found: Tried) -> None:
-        """Count one."""
+        """Add one result."""
         self.tried[found.kind] += 1
         if found.wrong:
             self.wrong.append(found)
@@ -587,14 +587,14 @@ class Tally:
             self.accepted[found.kind, found.reason] += 1
 
     def join(self, other: Tally) -> None:
-        """Count all of another."""
+        """Add the results of another tally."""
         self.tried += other.tried
         self.accepted += other.accepted
         self.wrong += other.wrong
 
 
 def part(kind: str, count: int, seed: int) -> Tally:
-    """Try so many mutants of a kind, in a scene of their own."""
+    """Try `count` mutants of a kind in a new scene."""
     found = Tally()
     with tempfile.TemporaryDirectory(prefix="kcdsl-trust-") as place:
         scene = Scene(Path(place) / "scene")
@@ -610,7 +610,7 @@ def part(kind: str, count: int, seed: int) -> Tally:
 
 
 def campaign(count: int, seed: int = 0, jobs: int = 2) -> Tally:
-    """Try `count` mutants of all kinds in `jobs` processes; return what became of them."""
+    """Try `count` mutants of all kinds in `jobs` processes; return the results."""
     asked = [(kind, round(count * share)) for kind, share in SHARES.items()]
     asked[0] = (asked[0][0], asked[0][1] + count - sum(n for _, n in asked))
     pieces = [
@@ -624,7 +624,7 @@ def campaign(count: int, seed: int = 0, jobs: int = 2) -> Tally:
 
 
 def main() -> int:
-    """Run a campaign and print what became of it; 1 where something was accepted wrongly."""
+    """Run a campaign and print its results; return 1 if a mutant was accepted wrongly."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,9 +1,9 @@
-"""Cost of a region around the weights: bounds as a function of ρ.
+"""Growth of bounds with the radius ρ of a weight ball.
 
 The largest elementwise bound at one sentence (hidden states at a point), by the interval domain and
-met with affine forms, for all weights within ρ of those of the checkpoint. The training kernel is
-torch eager, in float32 unless the case says otherwise. Beside it the drift of a run found at the
-checkpoint itself. The figures are bound(ρ) / bound(0).
+by its intersection with affine forms, for all weights within ρ of those of the checkpoint. The
+training kernel is torch eager, in float32 unless the case says otherwise. The drift of a run at the
+checkpoint itself is given too. The figures are bound(ρ) / bound(0).
 
     make bench-weights
 """
