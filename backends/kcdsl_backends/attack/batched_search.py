@@ -1,4 +1,4 @@
-"""Search with many runs at once, for regions with a width where a kernel rounds to nearest."""
+"""Search with batches of runs, for kernels that round to nearest on regions with a width."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kcdsl_backends.attack.gradient_ascent import Ascent, Symbols, gradient_signs, rounded_symbols
+from kcdsl_backends.attack.gradient_ascent import Ascent, Symbols, gradient_signs, on_grid
 from kcdsl_backends.attack.simulation import Overflowed, Step, Through
 
 Widths = Mapping[str, Tensor]
@@ -141,7 +141,7 @@ class Batch:
         self.accept(moved, self._evaluated(moved, work, {})[_OBJECTIVES])
 
     def accept(self, moved: Symbols, objectives: Tensor) -> None:
-        """Accept moves whose given objectives are at least the current ones."""
+        """Accept moves whose given objectives are at least the now ones."""
         better = objectives >= self.objectives
         self.symbols = {
             key: torch.where(better.reshape(-1, *[1] * (value.dim() - 1)), moved[key], value)
@@ -216,10 +216,8 @@ def _drift(ascent: Ascent, symbols: Symbols, through: Sequence[Through | None]) 
 
 def _finite(found: Symbols) -> Symbols:
     """Replace objectives that are not finite by -inf."""
-    objectives = found[_OBJECTIVES]
-    known = torch.where(
-        torch.isfinite(objectives), objectives, torch.full_like(objectives, -math.inf)
-    )
+    values = found[_OBJECTIVES]
+    known = torch.where(torch.isfinite(values), values, torch.full_like(values, -math.inf))
     return found | {_OBJECTIVES: known}
 
 
@@ -229,7 +227,7 @@ _ALONE = 4
 _ELEMENTS = 2**21
 """Limit of the symbols of all members together; there are at least two members."""
 _SMOOTHED_STEPS = 24
-_FIRST_WIDTH, _LAST_WIDTH = 2.0, 0.3
+_WIDE, _NARROW = 2.0, 0.3
 """Factors of the secant widths at the first step and after the last."""
 _STEP_SIZE = 1.0
 """Approximate size of the first step; it falls to a tenth at the last."""
@@ -301,36 +299,33 @@ def _best_targets(batch: Batch, targets: Sequence[Target]) -> list[Target]:
 
 def _smoothed_ascent(batch: Batch) -> None:
     """Follow smoothed gradients with momentum (Adam); each member keeps its best symbols."""
-    current = batch.symbols
-    mean = {key: torch.zeros_like(value) for key, value in current.items()}
+    now = batch.symbols
+    mean = {key: torch.zeros_like(value) for key, value in now.items()}
     square = mean
     for step in range(_SMOOTHED_STEPS):
         share = step / _SMOOTHED_STEPS
-        factors = torch.full(
-            (len(batch.targets),), _FIRST_WIDTH * (_LAST_WIDTH / _FIRST_WIDTH) ** share
-        )
-        at = {key: rounded_symbols(value) for key, value in current.items()}
+        factors = torch.full((len(batch.targets),), _WIDE * (_NARROW / _WIDE) ** share)
+        at = {key: on_grid(value) for key, value in now.items()}
         gradients, objectives = batch.gradients(at, factors.double())
         batch.accept(at, objectives)
-        mean = _running_mean(mean, gradients, _MOMENTUM)
-        square = _running_mean(
+        mean = _average(mean, gradients, _MOMENTUM)
+        square = _average(
             square, {key: slope.square() for key, slope in gradients.items()}, _MEMORY
         )
         pace = _STEP_SIZE * 0.1**share / (1 - _MOMENTUM ** (step + 1))
         size = 1 - _MEMORY ** (step + 1)
-        current = {
+        now = {
             key: _scaled_step(value, pace * mean[key], square[key] / size)
-            for key, value in current.items()
+            for key, value in now.items()
         }
         if (step + 1) % _SELECTION_PERIOD == 0:
             source = batch.select()
-            current, mean, square = (
-                {key: value[source] for key, value in kept.items()}
-                for kept in (current, mean, square)
+            now, mean, square = (
+                {key: value[source] for key, value in kept.items()} for kept in (now, mean, square)
             )
 
 
-def _running_mean(past: Symbols, new: Symbols, share: float) -> Symbols:
+def _average(past: Symbols, new: Symbols, share: float) -> Symbols:
     return {key: share * value + (1 - share) * new[key] for key, value in past.items()}
 
 
@@ -366,7 +361,7 @@ def _random_move(symbols: Symbols, gradients: Symbols, generator: torch.Generato
         drawn = torch.rand(start.shape, generator=generator, dtype=torch.float64)
         some = (drawn < shares.reshape(wide)).to(start.device)
         part = parts.reshape(wide).to(start.device)
-        moved[key] = torch.where(some, rounded_symbols(start + (ends[key] - start) * part), start)
+        moved[key] = torch.where(some, on_grid(start + (ends[key] - start) * part), start)
     return moved
 
 

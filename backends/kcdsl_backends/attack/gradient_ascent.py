@@ -191,7 +191,7 @@ class Ascent:
             out_train, out_infer = self.run_of(leaves).outputs(self.train, self.infer)
         except Overflowed:
             return None
-        return gradient_of_objective(self.objective(out_infer - out_train, position, sign), leaves)
+        return leaf_gradients(self.objective(out_infer - out_train, position, sign), leaves)
 
     def objective(self, drift: Tensor, position: int, sign: float) -> Tensor:
         """Return the objective of an ascent at an output element, a differentiable scalar."""
@@ -227,7 +227,7 @@ def ascend(
     return symbols, objective_value
 
 
-def gradient_of_objective(objective: Tensor, leaves: Symbols) -> Symbols:
+def leaf_gradients(objective: Tensor, leaves: Symbols) -> Symbols:
     """Return the gradient of an objective; 0 for leaves that it does not depend on."""
     found = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
     return {
@@ -257,10 +257,7 @@ def _steps(symbols: Symbols, gradient: Symbols, objective_value: float) -> Itera
         place = int((reached < share * predicted).sum())
         least = ordered[min(place, ordered.numel() - 1)]
         yield {key: torch.where(gains[key] >= least, ends[key], symbols[key]) for key in ends}
-        yield {
-            key: rounded_symbols(symbols[key] + (ends[key] - symbols[key]) * share / 2)
-            for key in ends
-        }
+        yield {key: on_grid(symbols[key] + (ends[key] - symbols[key]) * share / 2) for key in ends}
 
 
 def gradient_signs(symbols: Symbols, gradient: Symbols) -> Symbols:
@@ -271,7 +268,7 @@ def gradient_signs(symbols: Symbols, gradient: Symbols) -> Symbols:
     }
 
 
-def rounded_symbols(value: Tensor) -> Tensor:
+def on_grid(value: Tensor) -> Tensor:
     """Round symbols to multiples of 1/STEPS, which a record stores in one byte."""
     return torch.round(value * STEPS) / STEPS
 

@@ -46,9 +46,7 @@ def moved_by(x: Tensor, numerics: Numerics, weight: str, share: Tensor) -> Tenso
 
 
 def to_nearest(x: Tensor, numerics: Numerics, weight: str) -> Tensor:
-    """Quantise x with every step rounded to nearest and return the dequantised values.
-
-    The gradient is that of x.
+    """Quantise x to nearest and return the dequantised values; the gradient is that of x.
 
     Raises:
         Exceeded: there is no admitted run.

@@ -14,13 +14,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
-from kcdsl_backends.attack.gradient_ascent import (
-    Key,
-    Symbols,
-    ascend,
-    gradient_of_objective,
-    input_at,
-)
+from kcdsl_backends.attack.gradient_ascent import Key, Symbols, ascend, input_at, leaf_gradients
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
 from kcdsl_backends.drift.ops.route import chosen_mask
 
@@ -119,7 +113,7 @@ class _Router:
             logits = self._run(leaves)
             if logits is None or not logits.requires_grad:
                 return None
-            return gradient_of_objective(logits[row, other] - logits[row, expert], leaves)
+            return leaf_gradients(logits[row, other] - logits[row, expert], leaves)
 
         return ascend(start, above, gradient, rounds)
 

@@ -188,13 +188,15 @@ class Simulator:
     @property
     def steps(self) -> bool:
         """Return whether some rounding, of a quantiser or a store, is a step function."""
-        stores = any(self._stores(node) and self._stepped(node) for node in self.graph.nodes)
+        stores = any(
+            self._stores(node) and self._stores_by_steps(node) for node in self.graph.nodes
+        )
         caches = self.numerics.kv_cache is not None
         quantises = caches or any(map(self._quantises, self.graph.nodes))
         tensors = any(self._tensor_quantiser(node) is not None for node in self.graph.nodes)
         return stores or tensors or (not self.free and quantises)
 
-    def _once(self, node: Node) -> bool:
+    def _computed_once(self, node: Node) -> bool:
         """Return whether a result is computed once for all of its readings."""
         return node.op in ONCE or self._tensor_quantiser(node) is not None
 
@@ -211,16 +213,16 @@ class Simulator:
         def step(value: Tensor) -> Tensor:
             return quantised_tensor(value, by)
 
-        return step(x) if through is None else through(_entering(node), step, x)
+        return step(x) if through is None else through(_input_rounding(node), step, x)
 
     def _quantises(self, node: Node) -> bool:
         """Return whether a node is a linear whose input is quantised."""
         return node.op == "linear" and self._kernel(node).numerics.activations.quantised
 
-    def _stepped(self, node: Node) -> bool:
+    def _stores_by_steps(self, node: Node) -> bool:
         """Return whether storing a result rounds it by a step function."""
         precision = self._format(node).precision
-        return not self.free and precision < max(24, self._inner(node).precision)
+        return not self.free and precision < max(24, self._compute_format(node).precision)
 
     def _casts_early(self, node: Node) -> bool:
         """Return whether a kernel may store a result before its bias, gain or sum."""
@@ -240,7 +242,7 @@ class Simulator:
             return None
         return None if low == high else (float(node.attrs[name]), low, high)
 
-    def _held(self, node: Node) -> list[Format]:
+    def _operand_formats(self, node: Node) -> list[Format]:
         """Return the formats of a cast's operand that the format of its result cannot represent."""
         held = held_formats(self._nodes, node.inputs[0], self.numerics, handed=False)
         form = self._format(node)
@@ -248,7 +250,7 @@ class Simulator:
 
     def _stores(self, node: Node) -> bool:
         if node.op == "cast":
-            return bool(self._held(node))
+            return bool(self._operand_formats(node))
         if node.op == "cache":
             return self.numerics.kv_cache is not None
         return node.op in STORED or (node.op == "input" and self._format(node).coarse)
@@ -283,11 +285,11 @@ class Simulator:
                     raise ValueError("the block reads hidden states")
                 values[name] = self._store(node, x, cast, through)
                 continue
-            if version.first or not self._once(node):
+            if version.first or not self._computed_once(node):
                 operands = self._operands(version, values)
                 if node.op == "linear":
                     symbol = symbols.get(f"quantised {node.name}")
-                    operands[0] = self._entered(node, operands[0], symbol, through)
+                    operands[0] = self._quantised_input(node, operands[0], symbol, through)
                 rows = values[version.rows] if version.rows else operands[0]
                 if node.op == "cache":
                     symbol = symbols.get(f"quantised {node.name}")
@@ -304,7 +306,7 @@ class Simulator:
                     refuse_other_route(node, value)
                 formed[node.name] = value, operands, rows
             value, operands, rows = formed[node.name]
-            value = self._inside(version, value, symbols, operands, rows)
+            value = self._rounded_inside(version, value, symbols, operands, rows)
             values[name] = self._store(node, value, cast, through)
         return values[self.graph.output]
 
@@ -347,7 +349,7 @@ class Simulator:
             error = Sums(*sizes, kernel, roundings - left.shape[-1], before, *named).error()
         return exact + WITHIN * symbol * error
 
-    def _inside(
+    def _rounded_inside(
         self,
         version: Version,
         value: Tensor,
@@ -387,14 +389,14 @@ class Simulator:
     def _format(self, node: Node) -> Format:
         return self._kernel(node).format_for(node.role, node.op)
 
-    def _inner(self, node: Node) -> Format:
+    def _compute_format(self, node: Node) -> Format:
         """Return the format in which a result is computed, before it is stored."""
         if node.op == "cast":
-            held = [*self._held(node), self._format(node)]
+            held = [*self._operand_formats(node), self._format(node)]
             return max(held, key=lambda form: form.precision)
         return self._kernel(node).inner(node.op in SUMS)
 
-    def _entered(
+    def _quantised_input(
         self, node: Node, x: Tensor, symbol: Tensor | None, through: Through | None
     ) -> Tensor:
         """Return the input of a linear after its quantisation."""
@@ -402,7 +404,7 @@ class Simulator:
             symbol = torch.zeros_like(x)  # left out
         if through is None or symbol is not None or not self._quantises(node):
             return self._quantised(node, x, symbol)
-        return through(_entering(node), lambda value: self._quantised(node, value, None), x)
+        return through(_input_rounding(node), lambda value: self._quantised(node, value, None), x)
 
     def _cached(
         self, node: Node, x: Tensor, symbol: Tensor | None, through: Through | None
@@ -422,7 +424,7 @@ class Simulator:
         try:
             if through is None or symbol is not None:
                 return step(x)
-            return through(_entering(node), step, x)
+            return through(_input_rounding(node), step, x)
         except Exceeded as reason:
             raise Overflowed(f"{node.name}: {reason}") from None
 
@@ -433,7 +435,7 @@ class Simulator:
             return value
         format = self._format(node)
         cast = self.numerics.cast
-        if self._stepped(node):
+        if self._stores_by_steps(node):
 
             def step(value: Tensor) -> Tensor:
                 return straight_through(value, lambda still: cast.step(still, format))
@@ -487,6 +489,6 @@ def _run_by_run(
     return torch.stack([of(one, own) for one, own in zip(x, symbols, strict=True)])
 
 
-def _entering(node: Node) -> str:
+def _input_rounding(node: Node) -> str:
     """Return the name of the rounding of a linear's input."""
     return f"{node.name}/input"

@@ -149,7 +149,7 @@ class IntervalBackend:
             for batch in chained(first, batches):
                 working = [one for one in batch if one.cases]
                 if tell is not None and not chain:
-                    _report_cost(context, working, pool.spread, tell, checked=confirm)
+                    _report_cost(context, working, pool.width, tell, checked=confirm)
                 decide_batch(
                     pool,
                     context,
@@ -284,7 +284,7 @@ def _report_cost(
         if one.goal.domains is None or "affine" in one.goal.domains:
             with at(one.goal.span):
                 graphs += [problem_of(context.factory, one.goal, case).graph for case in one.cases]
-    for line in CostEstimate.of(graphs, jobs, checked=checked).told():
+    for line in CostEstimate.of(graphs, jobs, checked=checked).messages():
         tell(line)
 
 

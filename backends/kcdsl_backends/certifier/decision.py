@@ -216,7 +216,7 @@ def _prove(context: WorkerContext, one: OpenGoal) -> None:
 
 def _confirm(pool: WorkerPool, proved: Sequence[OpenGoal], progress: Progress) -> None:
     """Have the independent checker re-derive proofs; unconfirmed goals are inconclusive."""
-    parts = {id(one): min(pool.spread, len(one.cases)) for one in proved}
+    parts = {id(one): min(pool.width, len(one.cases)) for one in proved}
     places = [(one, first) for one in proved for first in range(parts[id(one)])]
     tasks = [CheckTask(one.proof or b"", first, parts[id(one)]) for one, first in places]
     answers = pool.run(tasks, _counted(progress, [one for one, _ in places], ": check"))

@@ -76,7 +76,7 @@ class CostEstimate:
         largest = max((cost.peak for cost in costs), default=0.0)
         return CostEstimate(seconds / jobs, largest * jobs, _free())
 
-    def told(self) -> Iterable[str]:
+    def messages(self) -> Iterable[str]:
         """Yield messages for users about a large cost."""
         if self.seconds >= WORTH_SAYING:
             yield f"about {_time(self.seconds)} and {self.peak / 1e9:.1f} GB, within a factor of 3"

@@ -145,7 +145,7 @@ class TaskResult:
     """The result of a task and its cost."""
 
     value: object
-    """What the task returned, or `Unfinished`, `Refused` or `Defect`."""
+    """The value of the task, or `Unfinished`, `Refused` or `Defect`."""
     seconds: float
     peak_bytes: int
     found: Lookup | None = None
@@ -163,7 +163,7 @@ class Ready:
 
 # --- execution ------------------------------------------------------------------------------------
 
-_KEPT: dict[bytes, WorkerContext] = {}
+_CONTEXTS: dict[bytes, WorkerContext] = {}
 """The context of this process for the latest settings."""
 
 
@@ -204,11 +204,11 @@ def work(setting: bytes, task: bytes) -> bytes:
     Tensors are passed by value, so that processes share nothing. Exceptions become results.
     """
     started = time.perf_counter()
-    with _caught(started) as outcome:
-        if setting not in _KEPT:
-            _KEPT.clear()
-            _KEPT[setting] = open_context(pickle.loads(setting))
-        context = _KEPT[setting]
+    with _failures_as_results(started) as outcome:
+        if setting not in _CONTEXTS:
+            _CONTEXTS.clear()
+            _CONTEXTS[setting] = open_context(pickle.loads(setting))
+        context = _CONTEXTS[setting]
         answer = perform(context, pickle.loads(task))
         imported_code(context.factory.model.files)
         outcome.append(replace(answer, code=dict(context.factory.model.files.code)))
@@ -218,14 +218,14 @@ def work(setting: bytes, task: bytes) -> bytes:
 def perform(context: WorkerContext, task: Task) -> TaskResult:
     """Run a task. Only exceptions that end the process are raised."""
     started = time.perf_counter()
-    with _caught(started) as outcome, _threads(context.setting.threads):
+    with _failures_as_results(started) as outcome, _threads(context.setting.threads):
         value, found = task.run(context)
         outcome.append(TaskResult(value, time.perf_counter() - started, peak_bytes(), found))
     return outcome[0]
 
 
 @contextmanager
-def _caught(started: float) -> Iterator[list[TaskResult]]:
+def _failures_as_results(started: float) -> Iterator[list[TaskResult]]:
     """Convert an exception of the body to a task result."""
     outcome: list[TaskResult] = []
 

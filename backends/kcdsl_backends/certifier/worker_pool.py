@@ -35,7 +35,7 @@ WORTH = 30.0
 """Least expected seconds of remaining work for which workers are started."""
 
 Executor = Processes | Ray
-Told = Callable[[int, TaskResult], None]
+OnAnswer = Callable[[int, TaskResult], None]
 Wanted = Callable[[int], bool]
 
 
@@ -87,17 +87,17 @@ class WorkerPool:
         self._executor = None
 
     @property
-    def spread(self) -> int:
+    def width(self) -> int:
         """Return the number of parts into which divisible work should be split."""
         return 1 if self._executor is None else self._width
 
     def run(
-        self, tasks: Sequence[Task], told: Told | None = None, wanted: Wanted | None = None
+        self, tasks: Sequence[Task], on_answer: OnAnswer | None = None, wanted: Wanted | None = None
     ) -> list[TaskResult | None]:
         """Run all tasks and return the answers in order; None for tasks that are not `wanted`.
 
-        `told` is called for every answer as it arrives, in any order. If tasks are refused or fail,
-        the first of them in the order of tasks is reported.
+        `on_answer` is called for every answer as it arrives, in any order. Of refused or failed
+        tasks, the first in the order of tasks is reported.
 
         Raises:
             Refusal: a task was refused.
@@ -113,8 +113,8 @@ class WorkerPool:
             answers[index] = answer
             if isinstance(answer.value, Refused | Defect):
                 last = min(last, index)
-            if told is not None:
-                told(index, answer)
+            if on_answer is not None:
+                on_answer(index, answer)
 
         while waiting or running:
             self._start_workers(len(waiting))
@@ -150,7 +150,7 @@ class WorkerPool:
         return answer
 
     def _collect(
-        self, running: dict[Future[bytes], int], tasks: Sequence[Task], keep: Told
+        self, running: dict[Future[bytes], int], tasks: Sequence[Task], keep: OnAnswer
     ) -> None:
         """Wait for answers and keep them. If the pool broke, run the lost tasks one by one."""
         let_interrupts_through()

@@ -7,7 +7,7 @@ import sys
 
 from kcdsl.api.backends import formal_backend
 from kcdsl.diagnostics import Refusal
-from kcdsl_backends.conformance.campaign import answer_of, campaign, judged, monotone
+from kcdsl_backends.conformance.campaign import answered, campaign, judged, monotone
 from kcdsl_backends.conformance.goals import known_goals
 
 
@@ -26,17 +26,17 @@ def main(words: list[str] | None = None) -> int:
         print(f"error: {refusal.diagnostics[0].message}", file=sys.stderr)
         return 2
     wrong = 0
-    judgements = (judged(goal, answer_of(backend, goal, options.evidence)) for goal in known_goals())
+    judgements = (judged(goal, answered(backend, goal, options.evidence)) for goal in known_goals())
     for each in (*judgements, monotone(backend, options.evidence)):
         wrong += bool(each.wrong)
         sign = "✗" if each.wrong else "✓"
-        told = each.wrong or each.reason
-        print(f"{sign} {each.goal}: {each.verdict}" + (f" ({told})" if told else ""), flush=True)
+        note = each.wrong or each.reason
+        print(f"{sign} {each.goal}: {each.verdict}" + (f" ({note})" if note else ""), flush=True)
     for one in campaign({options.backend: backend}, options.random, options.seed):
         wrong += bool(one.wrong)
         sign, bound = "✗" if one.wrong else "✓", one.bounds[options.backend]
-        told = one.wrong or f"bound {bound:.3g}, run {one.attack:.3g}"
-        print(f"{sign} random {one.seed}, {' '.join(one.steps)}: {told}", flush=True)
+        note = one.wrong or f"bound {bound:.3g}, run {one.attack:.3g}"
+        print(f"{sign} random {one.seed}, {' '.join(one.steps)}: {note}", flush=True)
     print(f"{wrong} wrong answers" if wrong else "no wrong answer")
     return int(wrong > 0)
 

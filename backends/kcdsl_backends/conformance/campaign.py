@@ -73,7 +73,7 @@ def _refused(goal: str, error: Exception) -> Judgement:
     return Judgement(goal, "raised", f"{type(error).__name__}: {error}")
 
 
-def answer_of(backend: Any, goal: KnownGoal, evidence: str = "proof") -> GoalOutcome | Exception:
+def answered(backend: Any, goal: KnownGoal, evidence: str = "proof") -> GoalOutcome | Exception:
     """Return the answer of a backend to a goal, or the exception that it raised."""
     with tempfile.TemporaryDirectory(prefix="kcdsl-") as folder:
         config = {

@@ -74,11 +74,11 @@ def _cast(name: str, scale: float) -> list[KnownGoal]:
     why = "bfloat16 numbers near it are 2^-7 of its power of two apart"
     return [
         KnownGoal(
-            f"{name}: a rounding {told}",
+            f"{name}: a rounding {detail}",
             *(("relu",), [[number, number]], _drift(op, limit), answer, why),
             least=quarter,
         )
-        for told, op, limit, answer in goals
+        for detail, op, limit, answer in goals
     ]
 
 

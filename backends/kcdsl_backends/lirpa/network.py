@@ -108,17 +108,17 @@ class _Side:
         self._given, self._found = given, {}
         return self._reading(self.graph.output, _STORED)
 
-    def _kept(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+    def _cached(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         if name not in self._found:
             self._found[name] = make()
         return self._found[name]
 
-    def _moved(self, value: Tensor, what: str, box: Box | None, shape: tuple[int, ...]) -> Tensor:
+    def _add_error(self, x: Tensor, what: str, box: Box | None, shape: tuple[int, ...]) -> Tensor:
         """Add a new error input in a box to a value of some shape."""
         if box is None or not bool((box.lo.abs() + box.hi.abs()).any()):
-            return value
+            return x
         shaped = Box(*(end.expand(shape).contiguous() for end in (box.lo, box.hi)))
-        return value + self.network.entry(f"{self.side} {what}", shaped, self._given)
+        return x + self.network.entry(f"{self.side} {what}", shaped, self._given)
 
     def _reading(self, name: str, use: str) -> Tensor:
         """Return the reading of a result by one reader."""
@@ -126,13 +126,13 @@ class _Side:
         if allowed.apart is None:
             return self._value(name)
         box, what, shape = Box.around(allowed.apart), f"{name} {use}", self.nodes[name].shape
-        return self._kept(what, lambda: self._moved(self._base(name), what, box, shape))
+        return self._cached(what, lambda: self._add_error(self._base(name), what, box, shape))
 
     def _value(self, name: str) -> Tensor:
         """Return a result with one reading: the operation on its readings, plus the error."""
         node, error = self.nodes[name], self.known[name].error
-        return self._kept(
-            name, lambda: self._moved(self._exact(node, self._read), name, error, node.shape)
+        return self._cached(
+            name, lambda: self._add_error(self._exact(node, self._operand), name, error, node.shape)
         )
 
     def _base(self, name: str) -> Tensor:
@@ -141,13 +141,13 @@ class _Side:
         node = self.nodes[name]
         if node.op in ONCE or node.op == "input":
             return self._value(name)
-        return self._kept(f"{name} base", lambda: self._exact(node, self._based))
+        return self._cached(f"{name} base", lambda: self._exact(node, self._base_operand))
 
-    def _read(self, node: Node, index: int) -> Tensor:
+    def _operand(self, node: Node, index: int) -> Tensor:
         use = _STORED if node.op in ONCE else f"{node.name} {index}"
         return self._reading(node.inputs[index], use)
 
-    def _based(self, node: Node, index: int) -> Tensor:
+    def _base_operand(self, node: Node, index: int) -> Tensor:
         return self._base(node.inputs[index])
 
     def _exact(self, node: Node, read: Callable[[Node, int], Tensor]) -> Tensor:
@@ -230,7 +230,7 @@ class _Side:
 
     def _linear(self, node: Node, x: Tensor) -> Tensor:
         entering, source = self.known[node.name].entering, self.nodes[node.inputs[0]]
-        x = self._moved(x, f"{node.name} entering", entering, source.shape)
+        x = self._add_error(x, f"{node.name} entering", entering, source.shape)
         weight = self._stored(self.nodes[node.inputs[1]], linear=True)
         y = x @ self.network.made_of(weight, "T", lambda t: t.T)
         if len(node.inputs) < 3:

@@ -1,1 +1,1 @@
-"""Drift in real arithmetic: what the backends `lirpa` and `z3` share."""
+"""Drift in real arithmetic: common code of the backends `lirpa` and `z3`."""

@@ -107,7 +107,7 @@ def premises_of(
     """
     if not premises:
         return []
-    outcome, named = session.can_fail_given(claim, premises)
+    outcome, named = session.fails_if(claim, premises)
     if outcome is Outcome.UNKNOWN:
         return None
     if outcome is Outcome.SAT:
@@ -119,7 +119,7 @@ def premises_of(
         return core
     is_open = False
     for chosen in _affordable(premises, claim.rate):
-        outcome, named = session.can_fail_given(claim, chosen)
+        outcome, named = session.fails_if(claim, chosen)
         if outcome is Outcome.UNSAT:
             return minimal(session, [p for p in chosen if p.name in named], claim)
         is_open = is_open or outcome is Outcome.UNKNOWN
@@ -326,7 +326,7 @@ class Pool:
             return Answer(None)
         if not all(is_exact(c.clause.require) for c in (claim, *premises)):
             return Answer(None)
-        match session.can_fail_given(claim, premises)[0] if premises else Outcome.SAT:
+        match session.fails_if(claim, premises)[0] if premises else Outcome.SAT:
             case Outcome.SAT:
                 return Answer(False, refuted=Refuted(session, claim, tuple(premises)))
             case Outcome.UNSAT:
@@ -353,12 +353,12 @@ def _violating_share(
         return None  # the other units must satisfy all premises
     large = [p.rate for p in premises if p.rate > claim.rate]
     small = [p for p in premises if p.rate <= claim.rate]
-    if large and session.can_fail_given(claim, small)[0] is Outcome.SAT:
+    if large and session.fails_if(claim, small)[0] is Outcome.SAT:
         return min(large)
     alone = Fraction(0)
     for premise in premises:
         rest = [p for p in premises if p is not premise]
-        if premise.rate and session.can_fail_given(claim, rest)[0] is Outcome.SAT:
+        if premise.rate and session.fails_if(claim, rest)[0] is Outcome.SAT:
             alone += premise.rate
     return min(alone, Fraction(1)) if alone > claim.rate else None
 

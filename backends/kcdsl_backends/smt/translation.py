@@ -356,11 +356,8 @@ class SolverSession:
         """Decide whether a claim can be violated."""
         return self.solver.decide_all([f"not {claim.name}"])[0]
 
-    def can_fail_given(
-        self, claim: Claim, premises: Collection[Claim]
-    ) -> tuple[Outcome, frozenset[str]]:
-        """Decide whether premises and a violation of a claim are satisfiable; if not, also return
-        the names of the premises in the core."""
+    def fails_if(self, claim: Claim, premises: Collection[Claim]) -> tuple[Outcome, frozenset[str]]:
+        """Decide whether a claim can fail if premises hold; if not, also return the core."""
         names = [f"not {claim.name}", *(premise.name for premise in premises)]
         outcome, core = self.solver.decide_all(names)
         return outcome, core - {f"not {claim.name}"}
@@ -405,9 +402,7 @@ def minimal(
     core = list(claims)
     for member in list(core):
         rest = [other for other in core if other is not member]
-        outcome = (
-            session.can_hold(rest) if claim is None else session.can_fail_given(claim, rest)
-        )[0]
+        outcome = (session.can_hold(rest) if claim is None else session.fails_if(claim, rest))[0]
         if outcome is Outcome.UNSAT:
             core = rest
     return core

@@ -127,10 +127,10 @@ def _query(
         networks.append(QueryNetwork(_SIDES[side.side], variables, relation))
         for i, (_, box) in enumerate(side.errors):
             for j, (lo, hi) in enumerate(_ends(box)):
-                facts += _within((f"{letters[1]}{i}", j), lo, hi)
+                facts += _bounds_of((f"{letters[1]}{i}", j), lo, hi)
     one = Fraction(1)
     for j, (c, r) in enumerate(zip(*(t.flatten().tolist() for t in region), strict=True)):
-        facts += _within(("X", j), Fraction(c) - Fraction(r), Fraction(c) + Fraction(r))
+        facts += _bounds_of(("X", j), Fraction(c) - Fraction(r), Fraction(c) + Fraction(r))
         facts.append(QueryComparison({(("X", j),): one, (("U", j),): -one}, "=="))
     parts = []
     for j in range(math.prod(sides[0].output)):
@@ -142,7 +142,7 @@ def _query(
     return Query((2, 0), tuple(networks), Junction(True, tuple(facts)))
 
 
-def _within(element: tuple[str, int], lo: Fraction, hi: Fraction) -> list[QueryComparison]:
+def _bounds_of(element: tuple[str, int], lo: Fraction, hi: Fraction) -> list[QueryComparison]:
     low = {k: v for k, v in {(element,): Fraction(-1), (): lo}.items() if v}
     high = {k: v for k, v in {(element,): Fraction(1), (): -hi}.items() if v}
     return [QueryComparison(low, "<="), QueryComparison(high, "<=")]
@@ -196,12 +196,12 @@ class _Side:
 
     # --- readings and errors, as in kcdsl_backends.lirpa.network ----------------------------------
 
-    def _kept(self, name: str, make: Callable[[], str]) -> str:
+    def _cached(self, name: str, make: Callable[[], str]) -> str:
         if name not in self._found:
             self._found[name] = make()
         return self._found[name]
 
-    def _moved(self, value: str, boxes: Sequence[Box | None], shape: tuple[int, ...]) -> str:
+    def _add_error(self, value: str, boxes: Sequence[Box | None], shape: tuple[int, ...]) -> str:
         """Add an error input to a value if either kernel has an error there."""
         if not any(b is not None and bool((b.lo.abs() + b.hi.abs()).any()) for b in boxes):
             return value
@@ -217,25 +217,27 @@ class _Side:
             return self._value(name)
         boxes = [None if a is None else Box.around(a) for a in apart]
         shape = self._nodes[name].shape
-        return self._kept(f"{name} {use}", lambda: self._moved(self._base(name), boxes, shape))
+        return self._cached(
+            f"{name} {use}", lambda: self._add_error(self._base(name), boxes, shape)
+        )
 
     def _value(self, name: str) -> str:
         node, errors = self._nodes[name], [side[name].error for side in self.known.sides]
-        return self._kept(
-            name, lambda: self._moved(self._exact(node, self._read), errors, node.shape)
+        return self._cached(
+            name, lambda: self._add_error(self._exact(node, self._operand), errors, node.shape)
         )
 
     def _base(self, name: str) -> str:
         node = self._nodes[name]
         if node.op in ONCE or node.op == "input":
             return self._value(name)
-        return self._kept(f"{name} base", lambda: self._exact(node, self._based))
+        return self._cached(f"{name} base", lambda: self._exact(node, self._base_operand))
 
-    def _read(self, node: Node, index: int) -> str:
+    def _operand(self, node: Node, index: int) -> str:
         use = _STORED if node.op in ONCE else f"{node.name} {index}"
         return self._reading(node.inputs[index], use)
 
-    def _based(self, node: Node, index: int) -> str:
+    def _base_operand(self, node: Node, index: int) -> str:
         return self._base(node.inputs[index])
 
     # --- operations -------------------------------------------------------------------------------
@@ -292,7 +294,7 @@ class _Side:
     def _linear(self, node: Node, x: str) -> str:
         source, weight = (self._nodes[name] for name in node.inputs[:2])
         entering = [side[node.name].entering for side in self.known.sides]
-        x = self._moved(x, entering, source.shape)
+        x = self._add_error(x, entering, source.shape)
         matrix = self._constant(f"held {weight.name} turned", self._stored(weight, True).T)
         y = self._node("MatMul", x, matrix)
         if len(node.inputs) < 3:

@@ -112,7 +112,7 @@ def query_problem(query: Query, files: Mapping[str, OnnxFile]) -> QueryProblem:
             f"{len(found)} cases of {count} inputs have more than {_MOST_BOUNDS} bounds",
             help="split the query into several, one for each part of its disjunctions",
         )
-    regions, polynomials = _regions([_in_program_input(case, places) for case in found], count)
+    regions, polynomials = _regions([_mapped(case, places) for case in found], count)
     program, tensors, layers = _programs(query, files, places, count, polynomials)
     sums = _sums(program, tensors, polynomials)
     whole, narrow = [False] * count, [False] * count
@@ -254,7 +254,7 @@ _INPUT = ""
 """The name of the program's input in polynomials."""
 
 
-def _in_program_input(
+def _mapped(
     case: Iterable[QueryComparison], places: Mapping[Element, int]
 ) -> list[QueryComparison]:
     """Return comparisons with input elements replaced by those of the program's input."""

@@ -86,9 +86,7 @@ def _files(query: Query, given: Mapping[str, Path]) -> dict[str, OnnxFile]:
         if network in own:
             path = given[network.name]
             if path not in read:
-                beside = Artefacts.of(
-                    path.parent
-                ).admitted  # external data must not leave the folder
+                beside = Artefacts.of(path.parent).admitted  # refuse links out of the folder
                 read[path] = read_onnx(path, beside, oldest=OLDEST_OPSET, mixed=True)
             files[network.name] = read[path]
         else:

@@ -15,7 +15,7 @@ from kcdsl.verdict.model import Evidence, Held, Inconclusive, Verdict, Violated
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
 from kcdsl_backends.certifier.backend import BACKEND as CERTIFIER
 from kcdsl_backends.conformance.__main__ import main
-from kcdsl_backends.conformance.campaign import RandomGoal, answer_of, campaign, judged, monotone
+from kcdsl_backends.conformance.campaign import RandomGoal, answered, campaign, judged, monotone
 from kcdsl_backends.conformance.goals import KnownAnswer, KnownGoal, known_goals
 from kcdsl_backends.lirpa.backend import BACKEND as LIRPA
 from kcdsl_backends.smt.drift.backend import BACKEND as Z3
@@ -84,7 +84,7 @@ class Raises(Says):
 def test_wrong_answers_are_found_and_others_are_not(
     backend: Any, goal: KnownGoal, told: str
 ) -> None:
-    found = judged(goal, answer_of(backend, goal))
+    found = judged(goal, answered(backend, goal))
     assert told in found.wrong
     assert bool(told) is bool(found.wrong)
 
@@ -103,7 +103,7 @@ def test_limits_that_contradict_each_other_are_found() -> None:
 @pytest.mark.parametrize("name", GOALS)
 def test_the_certifier_answers_rightly(name: str) -> None:
     goal = GOALS[name]
-    found = judged(goal, answer_of(CERTIFIER, goal))
+    found = judged(goal, answered(CERTIFIER, goal))
     assert not found.wrong
     exact = name in ("no drift is at most 0", "ordinary numbers: a rounding is at most itself")
     if goal.answer is KnownAnswer.TRUE and not exact:  # bounds are rounded up, so they exceed those
@@ -115,7 +115,7 @@ def test_the_certifier_answers_rightly(name: str) -> None:
 @pytest.mark.parametrize("backend", [LIRPA, Z3], ids=["lirpa", "z3"])
 def test_backends_of_real_arithmetic_answer_rightly(backend: Any, name: str) -> None:
     goal = GOALS[name]
-    assert not judged(goal, answer_of(backend, goal, "proof-real")).wrong
+    assert not judged(goal, answered(backend, goal, "proof-real")).wrong
 
 
 def test_a_bound_below_a_run_or_above_a_coarser_one_is_wrong() -> None:

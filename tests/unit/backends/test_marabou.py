@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kcdsl_backends.conformance.campaign import answer_of, campaign, judged
+from kcdsl_backends.conformance.campaign import answered, campaign, judged
 from kcdsl_backends.conformance.goals import known_goals
 from kcdsl_backends.smt.drift.backend import DriftGoal
 from kcdsl_backends.smt.drift.forms import Constraint, Inequality
@@ -75,7 +75,7 @@ def test_bounds_of_a_block_are_above_runs() -> None:
 @pytest.mark.parametrize("name", GOALS)
 def test_it_answers_known_goals_rightly(name: str) -> None:
     goal = GOALS[name]
-    assert not judged(goal, answer_of(BACKEND, goal, "proof-real")).wrong
+    assert not judged(goal, answered(BACKEND, goal, "proof-real")).wrong
 
 
 @pytest.mark.full

@@ -59,11 +59,11 @@ def test_estimates_grow_with_tokens_and_are_told_where_they_matter(factory: Prob
     operations = [cost.operations for cost in costs]
     assert operations == sorted(operations)
     assert operations[0] > 0
-    assert not list(CostEstimate.of(graphs, 1, checked=True).told())
-    assert list(CostEstimate(1e4, 1e9, math.inf).told()) == [
+    assert not list(CostEstimate.of(graphs, 1, checked=True).messages())
+    assert list(CostEstimate(1e4, 1e9, math.inf).messages()) == [
         "about 167 min and 1.0 GB, within a factor of 3"
     ]
-    (line,) = CostEstimate(1.0, 9e9, 4e9).told()
+    (line,) = CostEstimate(1.0, 9e9, 4e9).messages()
     assert "9.0 GB" in line
     assert "--domains interval" in line
 

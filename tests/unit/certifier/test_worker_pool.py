@@ -171,7 +171,7 @@ def test_little_work_starts_no_workers(
     monkeypatch.setattr(worker_pool, "Processes", None)
     with WorkerPool(context, Execution()) as pool:
         assert said(pool.run([Say("a"), Say("b")])) == ["a", "b"]
-        assert pool.spread == 1
+        assert pool.width == 1
 
 
 def test_much_work_starts_them(context: WorkerContext, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,8 @@ def difference(
     makes the relation undecided, never equal or stricter. `report` receives the progress.
     """
     clock = Clock(timeout_ms, total_ms)
-    around = tuple(changes(old, new))
-    comparison = _Comparison(old, new, unite(old, new, clock), around, clock)
+    context = tuple(changes(old, new))
+    comparison = _Comparison(old, new, unite(old, new, clock), context, clock)
     clauses = comparison.clauses(report or (lambda stage, done, total: None))
     return Difference(
         ContractName(old.name, old.version, f"sha256:{digest(old)}"),
@@ -67,11 +67,11 @@ def difference(
         together(
             (
                 *(comparison.contribution(item) for item in clauses),
-                *(change.relation for change in around if change.relation is not None),
+                *(change.relation for change in context if change.relation is not None),
             )
         ),
         clauses,
-        around,
+        context,
     )
 
 
@@ -82,7 +82,7 @@ class _Comparison:
     old: Program
     new: Program
     merged: Merged
-    around: tuple[Change, ...]
+    context: tuple[Change, ...]
     clock: Clock
     pool: Pool = field(init=False)
     before: dict[str, list[Clause]] = field(init=False)
@@ -139,12 +139,12 @@ class _Comparison:
         found = ClauseDifference(
             name, ClauseStatus.BOTH, Relation.EQUAL, name, text_of(old), text_of(new)
         )
-        aside = apart(old, self.around) or apart(new, self.around)
-        respects = tuple(consequences(self.old, old, self.new, new))
+        altering = apart(old, self.context) or apart(new, self.context)
+        others = tuple(consequences(self.old, old, self.new, new))
         witness: Witness | None = None
-        if aside:
+        if altering:
             demand = Relation.INCOMPARABLE
-            respects = (*respects, *(c for c in self.around if c.name in aside))
+            others = (*others, *(c for c in self.context if c.name in altering))
         elif self._is_same(name):
             demand = Relation.EQUAL
         else:
@@ -153,23 +153,23 @@ class _Comparison:
             demand = from_implications(forward.follows, backward.follows)
             witness = self._witness(name, forward)
         told = stated(self.old, old, self.new, new, demand)
-        relation = together((demand, *(c.relation for c in respects if c.relation is not None)))
-        found = replace(found, relation=relation, changes=(*told, *respects), witness=witness)
-        if aside or not relation.is_finding:
+        relation = together((demand, *(c.relation for c in others if c.relation is not None)))
+        found = replace(found, relation=relation, changes=(*told, *others), witness=witness)
+        if altering or not relation.is_finding:
             return found
         return self._if_kept(found, name)
 
     def _renamed(self, name: str) -> ClauseDifference:
         old, new = self.renamed[name], self.stated_new[name]
-        aside = apart(new, self.around)
+        altering = apart(new, self.context)
         return ClauseDifference(
             name,
             ClauseStatus.RENAMED,
-            Relation.INCOMPARABLE if aside else Relation.EQUAL,
+            Relation.INCOMPARABLE if altering else Relation.EQUAL,
             old,
             text_of(self.stated_old[old]),
             text_of(new),
-            tuple(c for c in self.around if c.name in aside),
+            tuple(c for c in self.context if c.name in altering),
         )
 
     def _removed(self, name: str) -> ClauseDifference:
@@ -177,7 +177,7 @@ class _Comparison:
         found = ClauseDifference(name, ClauseStatus.REMOVED, Relation.WEAKER, name, text_of(old))
         if _is_waived(self.before[name]):
             return replace(found, relation=Relation.EQUAL, because=_WAIVED)
-        kept = self._if_kept(found, name) if not apart(old, self.around) else found
+        kept = self._if_kept(found, name) if not apart(old, self.context) else found
         if kept.implied_by or kept.because or kept.relation is not Relation.WEAKER:
             return kept
         return replace(kept, witness=self._witness(name, self._ask(OLD, name, NEW, [])))
@@ -227,8 +227,8 @@ class _Comparison:
         """Add a note if new clauses imply the requirement with other consequences."""
         answer = self._ask(OLD, name, NEW, frozenset(self.after) - {name})
         by = _names(answer.premises)
-        aside = any(apart(self.stated_new[other], self.around) for other in by)
-        if not answer.follows or not by or aside or not self._agree(answer.premises):
+        altering = any(apart(self.stated_new[other], self.context) for other in by)
+        if not answer.follows or not by or altering or not self._agree(answer.premises):
             return found
         verb = "demands" if len(by) == 1 else "demand"
         told = f"{listed(by)} still {verb} it, with other consequences"
@@ -241,7 +241,7 @@ class _Comparison:
         )
         if _is_waived(self.after[name]):
             return replace(found, relation=Relation.EQUAL, because=_WAIVED)
-        if apart(new, self.around):
+        if apart(new, self.context):
             return found
         answer = self._ask(NEW, name, OLD, None)
         if answer.follows and self._agree(answer.premises):
@@ -264,7 +264,7 @@ class _Comparison:
         covers = covers_between(other, own)
 
         def may(premise: Clause, _: Clause) -> bool:
-            return ids is not None or (covers(premise, clause) and not apart(premise, self.around))
+            return ids is not None or (covers(premise, clause) and not apart(premise, self.context))
 
         return self.pool.follow(self.pool.of(side, [name]), self.pool.of(others, ids), may)
 

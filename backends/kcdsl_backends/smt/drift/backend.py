@@ -146,14 +146,14 @@ def sizes(program: Program, files: Artefacts, goal: Goal) -> list[CaseSize]:
 
 
 def _size(factory: ProblemFactory, goal: Goal, case: Case) -> CaseSize:
-    posed = _posed(factory, goal, case)
-    if isinstance(posed, str):
-        return CaseSize(case.name, False, posed)
+    encoded = _encoded(factory, goal, case)
+    if isinstance(encoded, str):
+        return CaseSize(case.name, False, encoded)
     threshold = _limit(goal)
-    refusal = posed.refusal(threshold)
+    refusal = encoded.refusal(threshold)
     if refusal is not None:
         return CaseSize(case.name, False, refusal)
-    asked = [one for one in posed.targets if threshold is None or one.high > threshold]
+    asked = [one for one in encoded.targets if threshold is None or one.high > threshold]
     if threshold is None:
         return CaseSize(case.name, True, f"{size_of(asked)} in the largest question")
     if not asked:
@@ -163,7 +163,7 @@ def _size(factory: ProblemFactory, goal: Goal, case: Case) -> CaseSize:
     return CaseSize(case.name, True, reason, scripts)
 
 
-def _posed(factory: ProblemFactory, goal: Goal, case: Case) -> DriftGoal | str:
+def _encoded(factory: ProblemFactory, goal: Goal, case: Case) -> DriftGoal | str:
     """Return a case as questions, or the reason why it is not asked."""
     if case.longest is not None or goal.weights or goal.states:
         return "solvers are asked about one length, one checkpoint and one state"
@@ -176,7 +176,7 @@ def _posed(factory: ProblemFactory, goal: Goal, case: Case) -> DriftGoal | str:
 
 def _limit(goal: Goal) -> float | None:
     """Return the limit of every element; None if the clause has no such number."""
-    return _below(goal) if goal.functional == "inf" and goal.threshold is not None else None
+    return _admitted(goal) if goal.functional == "inf" and goal.threshold is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,32 +198,32 @@ class LinearSolver:
     ) -> SolverAnswer:
         """Return the smallest bound of a case that the solver proves within the time limit."""
         started = time.monotonic()
-        posed, threshold = _posed(factory, goal, case), _limit(goal)
-        if isinstance(posed, str):
+        encoded, threshold = _encoded(factory, goal, case), _limit(goal)
+        if isinstance(encoded, str):
             length = case.longest or len(case.tokens)
-            return SolverAnswer(CaseBound(CaseOutcome(case.name, length, math.inf, reason=posed)))
-        reason, notes = posed.refusal(threshold), []
+            return SolverAnswer(CaseBound(CaseOutcome(case.name, length, math.inf, reason=encoded)))
+        reason, notes = encoded.refusal(threshold), []
         spent = time.monotonic() - started
         left = max(0.0, (SECONDS if seconds is None else seconds) - spent)
-        search = Search(posed.targets, left, self.question)
+        search = Search(encoded.targets, left, self.question)
         if reason is None:
             answer = Outcome.SAT if threshold is None else search.settle(threshold)
             if answer is Outcome.UNKNOWN:
                 reason = f"{self.name} did not decide the threshold within the time limit"
             else:
                 search.tighten()
-        drift = posed.box()
+        drift = encoded.box()
         bound = drift_bound(drift, goal.functional)
         if search.asked:
             notes.append(f"{search.asked} questions were put to {self.version()}")
-        places = drift.mag().flatten().topk(min(3, math.prod(posed.shape))).indices.tolist()
+        places = drift.mag().flatten().topk(min(3, math.prod(encoded.shape))).indices.tolist()
         outcome = CaseOutcome(case.name, len(case.tokens), bound)
         if reason is not None and not goal.admits(bound):
             outcome = CaseOutcome(case.name, len(case.tokens), bound, reason=reason)
         x = None
-        strongest = max(posed.targets, key=lambda one: one.low)
+        strongest = max(encoded.targets, key=lambda one: one.low)
         if case.centre is not None and strongest.values and bool((case.radius > 0).any()):
-            x = posed.input(strongest, case.centre, case.radius)
+            x = encoded.input(strongest, case.centre, case.radius)
         return SolverAnswer(CaseBound(outcome, tuple(places)), notes, x)
 
 
@@ -231,7 +231,7 @@ def _up(value: float) -> float:
     return math.nextafter(value, math.inf)
 
 
-def _below(goal: Goal) -> float:
+def _admitted(goal: Goal) -> float:
     """Return a float64 next to the threshold that the goal admits as a bound."""
     assert goal.threshold is not None
     value = float(goal.threshold)

@@ -23,6 +23,7 @@ from kcdsl_backends.drift.ops.softmax import probabilities
 from kcdsl_backends.real_arithmetic.allowances import LEAVES, Allowances, allowances
 from kcdsl_backends.smt.drift.forms import SymbolForm, System
 
+_BoxPair = tuple[Box | None, Box | None]
 _STORED = "stored"
 """Name of the reading that all sums and the output of the block share."""
 
@@ -101,12 +102,12 @@ class Encoder:
 
     # --- readings and errors ----------------------------------------------------------------------
 
-    def _kept(self, name: str, make: Callable[[], BothKernels]) -> BothKernels:
+    def _cached(self, name: str, make: Callable[[], BothKernels]) -> BothKernels:
         if name not in self._found:
             self._found[name] = make()
         return self._found[name]
 
-    def _off(self, x: BothKernels, what: str, boxes: tuple[Box | None, Box | None]) -> BothKernels:
+    def _add_errors(self, x: BothKernels, what: str, boxes: _BoxPair) -> BothKernels:
         """Return a result with errors of both kernels in these boxes."""
         errors = [
             SymbolForm.constant(torch.zeros_like(x.train.centre))
@@ -116,7 +117,7 @@ class Encoder:
         ]
         return pair(x.train + errors[0], x.drift + (errors[1] - errors[0]))
 
-    def _within(self, name: str, x: BothKernels) -> BothKernels:
+    def _refined(self, name: str, x: BothKernels) -> BothKernels:
         """Return a result with its boxes intersected with those of the interval domain."""
         state = self._known.states[name]
         state = state.collapse() if isinstance(state, SoftmaxState) else state
@@ -128,21 +129,21 @@ class Encoder:
         if apart == (None, None):
             return self._value(name)
         boxes = tuple(None if a is None else Box.around(a) for a in apart)
-        return self._kept(
+        return self._cached(
             f"{name} {use}",
-            lambda: self._within(
-                name, self._off(self._base(name), f"{name} {use}", (boxes[0], boxes[1]))
+            lambda: self._refined(
+                name, self._add_errors(self._base(name), f"{name} {use}", (boxes[0], boxes[1]))
             ),
         )
 
     def _value(self, name: str) -> BothKernels:
         """Return a result with one reading: the operation on its readings, plus errors."""
-        errors = tuple(side[name].error for side in self._known.sides)
-        return self._kept(
+        errors = self._known.sides[0][name].error, self._known.sides[1][name].error
+        return self._cached(
             name,
-            lambda: self._within(
+            lambda: self._refined(
                 name,
-                self._off(self._exact(self._nodes[name], self._read), name, (errors[0], errors[1])),
+                self._add_errors(self._exact(self._nodes[name], self._operand), name, errors),
             ),
         )
 
@@ -151,13 +152,13 @@ class Encoder:
         node = self._nodes[name]
         if node.op in ONCE or node.op == "input":
             return self._value(name)
-        return self._kept(f"{name} base", lambda: self._exact(node, self._based))
+        return self._cached(f"{name} base", lambda: self._exact(node, self._base_operand))
 
-    def _read(self, node: Node, index: int) -> BothKernels:
+    def _operand(self, node: Node, index: int) -> BothKernels:
         use = _STORED if node.op in ONCE else f"{node.name} {index}"
         return self._reading(node.inputs[index], use)
 
-    def _based(self, node: Node, index: int) -> BothKernels:
+    def _base_operand(self, node: Node, index: int) -> BothKernels:
         return self._base(node.inputs[index])
 
     # --- operations -------------------------------------------------------------------------------
@@ -240,7 +241,7 @@ class Encoder:
     def _linear(self, node: Node, x: BothKernels) -> BothKernels:
         entering = tuple(side[node.name].entering for side in self._known.sides)
         if entering != (None, None):
-            x = self._off(x, f"{node.name} entering", (entering[0], entering[1]))
+            x = self._add_errors(x, f"{node.name} entering", (entering[0], entering[1]))
             for side, form in ((0, x.train), (1, x.infer)):
                 step = self._known.sides[side][node.name].step
                 if step is not None:
