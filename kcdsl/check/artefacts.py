@@ -1,10 +1,9 @@
 """Checks of a contract against its files: architecture, tensors, blocks, kernels and requests.
 
-A contract may be compiled before there is any of its files. Where some files of its model are
-there, those that it names must be too. What later commands would refuse is found here, from
-config.json, the headers of the weights and the first rows of requests: nothing that the contract
-names is run, and no weight is read. torch is imported where there are weights of a built-in
-architecture.
+A contract may be compiled before any of its files exist. If some files of its model exist, all the
+others that it names must exist too. Defects that later commands would refuse are found here, from
+config.json, the headers of the weights and the first rows of requests: no code of the contract is
+run, and no weight is read. torch is imported if there are weights of a built-in architecture.
 """
 
 from __future__ import annotations
@@ -34,21 +33,20 @@ if TYPE_CHECKING:
     from kcdsl.model.architecture import Model
 
 _ROWS = 1000
-"""Rows of requests that are looked at."""
+"""The number of rows of requests that are checked."""
 
 
 def check_artefacts(program: Program, folder: Path) -> tuple[Diagnostic, ...]:
-    """Return what is wrong with the model and the kernels of a contract in a folder.
+    """Return the defects of the model and the kernels of a contract in a folder.
 
-    That no file of the model is there yet is no error; kernels of other distributions are not
-    imported.
+    A model without any file is no error; kernels of other distributions are not imported.
     """
     found: list[Diagnostic] = []
     if _has_files(program.model, folder):
         found += _absent(program, folder)
     kernels = [k for k in (program.train, program.infer, program.guard, program.fallback) if k]
     measured = any(goal_of(clause) is None for clause in program.clauses)
-    for kernel in kernels if measured else ():  # proofs are about numerics, whatever runs
+    for kernel in kernels if measured else ():  # proofs are about numerics, not adapters
         with _collected(found), at(kernel.span):
             _refuse_unserved(kernel, of_file=program.model.architecture == ONNX)
     for clause in program.clauses if program.infer.own_file is not None else ():
@@ -90,8 +88,8 @@ def _collected(found: list[Diagnostic]) -> Iterator[None]:
 
 
 def _refuse_unserved(kernel: KernelRef, *, of_file: bool) -> None:
-    """Refuse numerics that the adapter of a kernel serves on no device, and a model that it does
-    not run."""
+    """Refuse numerics that the adapter of a kernel supports on no device, and a model that it
+    cannot run."""
     adapter = ADAPTERS.get(kernel.run)
     own_file = kernel.own_file is not None
     if adapter is not None and adapter.engine not in ("server", "recorded"):
@@ -126,7 +124,7 @@ def _refuse_uncapped(kernel: KernelRef, model: Model) -> None:
 
 
 def _blocks(program: Program) -> Iterator[tuple[str, Span]]:
-    """Yield every block that clauses speak of, with its first place."""
+    """Yield every block in clauses, with its first span."""
     seen: set[str] = set()
     for clause in program.clauses:
         named = [(t.of.block, t.of.span) for t in terms_of(clause.require) if isinstance(t, Norm)]
@@ -138,15 +136,15 @@ def _blocks(program: Program) -> Iterator[tuple[str, Span]]:
 
 
 def _has_files(model: ModelRef, folder: Path) -> bool:
-    """Return whether the folder of the weights has some, or their configuration."""
+    """Return whether the folder has weights or their configuration."""
     place = weights_folder(folder / model.checkpoint)
     there = is_file(place / "config.json") or any(place.glob("*.safetensors"))
     return there or _weights_at_hand(model.checkpoint, folder)
 
 
 def _absent(program: Program, folder: Path) -> Iterator[Diagnostic]:
-    """Yield the diagnostics of weights and data that are not there, and of the first row that has
-    no field that a slice tests."""
+    """Yield the diagnostics of missing weights and data, and of the first row without a field that
+    a slice tests."""
     files, model = Artefacts.of(folder), program.model
     found: list[Diagnostic] = []
     adapters = [ADAPTERS.get(kernel.run) for kernel in (program.train, program.infer)]
@@ -174,13 +172,13 @@ def _absent(program: Program, folder: Path) -> Iterator[Diagnostic]:
 
 
 def _refuse_lacking(one: Slice, fields: Sequence[str], path: Path) -> None:
-    """Refuse requests of which one of the first rows lacks a field that a slice tests."""
+    """Refuse requests if one of the first rows lacks a field that a slice tests."""
     with open_file(path) as lines:
         for number, line in enumerate(islice(lines, _ROWS if fields else 0), 1):
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
-                continue  # a blank line, or one that the reader of requests refuses
+                continue  # a blank line, or an error that the reader of requests reports
             for field in fields if isinstance(row, dict) else ():
                 if row.get(field) is None and field != "length":
                     raise refuse(

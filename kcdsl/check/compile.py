@@ -1,4 +1,4 @@
-"""The compiler: from a contract file to the intermediate representation."""
+"""The compiler from a contract file to the intermediate representation."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ _SUPPRESSION = re.compile(r"#\s*kcdsl\s*:\s*[A-Za-z]")
 
 
 def load_program(path: Path) -> ir.Program:
-    """Compile a contract file; raises Refusal with every error and warning where it does not."""
+    """Compile a contract file; raises Refusal with all errors and warnings where that fails."""
     return load_contract(path)[0]
 
 
 def load_contract(path: Path) -> tuple[ir.Program, tuple[Suppressed, ...]]:
-    """Compile a contract file as `load_program` does; return the findings that its comments accept
-    too, those of a solver included, which is not asked."""
+    """Compile a contract file as `load_program` does; return also the findings that its comments
+    accept, including findings of a solver, which is not run."""
     return contract_of(path, read_source(path))
 
 
@@ -75,7 +75,7 @@ def contract_of(path: Path, source: SourceFile) -> tuple[ir.Program, tuple[Suppr
 
 
 def no_program(path: Path, sink: Sink) -> Refusal:
-    """Return the refusal of a file that gave no program: its findings, or that it is a library."""
+    """Return the refusal of a file without a program: its errors, or that it is a library."""
     if sink.has_errors:
         return Refusal(tuple(sink))
     return refuse(
@@ -86,9 +86,9 @@ def no_program(path: Path, sink: Sink) -> Refusal:
 
 
 def compile_source(source: SourceFile, sink: Sink, folder: Path | None = None) -> ir.Program | None:
-    """Compile the text of a contract; `folder` is where the files it names are looked for.
+    """Compile the text of a contract; relative paths in it are relative to `folder`.
 
-    The sink is left in the order of the places.
+    The findings in the sink are sorted by place.
     """
     return analyse(source, sink, folder).program
 
@@ -97,10 +97,10 @@ def compile_source(source: SourceFile, sink: Sink, folder: Path | None = None) -
 class Analysis:
     """The results of each pass over a contract or a library.
 
-    `root` and `raw` are None where the document could not be read that far. `slices` goes with
-    `raw.slices`, `tables` with `raw.tables`, `clauses` with `raw.clauses`: one each, None for one
-    in error; `imports` goes with `raw.imports`. `program` is None where there is any error. Of a
-    library there are `raw_library` and `library` instead of `raw` and `program`.
+    `root` and `raw` are None if the document could not be parsed that far. `slices`, `tables` and
+    `clauses` have one entry per entry of `raw`, None for one in error; `imports` corresponds to
+    `raw.imports`. `program` is None if there is any error. A library has `raw_library` and
+    `library` instead of `raw` and `program`.
     """
 
     source: SourceFile
@@ -126,10 +126,10 @@ def analyse(
     folder: Path | None = None,
     texts: Texts | None = None,
 ) -> Analysis:
-    """Run every pass over the text of a contract and keep what each of them found out.
+    """Run every pass over the text of a contract and return the result of each.
 
-    `folder` is where the files it names are looked for; `texts` count instead of the files at
-    their paths. The sink is left in the order of the places.
+    Relative paths are relative to `folder`; `texts` replace the files at their paths. The findings
+    in the sink are sorted by place.
     """
     try:
         analysis = _analyse(source, sink, folder, texts)
@@ -155,7 +155,7 @@ def analyse(
 
 
 def _place(diagnostic: Diagnostic, source: SourceFile) -> tuple[str, int]:
-    """Return where a diagnostic stands among the others: the document before what it imports."""
+    """Return the sort key of a diagnostic: the document before its imports."""
     own = diagnostic.source is None or diagnostic.source.name == source.name
     name = "" if own or diagnostic.source is None else diagnostic.source.name
     return name, -1 if diagnostic.span is None else diagnostic.span.start
@@ -253,7 +253,7 @@ def _analyse(source: SourceFile, sink: Sink, folder: Path | None, texts: Texts |
 def _user_metrics(
     clauses: tuple[ir.Clause | None, ...], metrics: Registry
 ) -> tuple[ir.UserMetric, ...]:
-    """Return the user's metrics that clauses speak of, by name."""
+    """Return the user's metrics in clauses, by name."""
     named = {
         term.name
         for clause in clauses
@@ -266,7 +266,7 @@ def _user_metrics(
 
 
 def _declared(root: Mapping, raw: RawContract) -> dict[str, dict[str, Span]]:
-    """Return the names that the contract itself declares, with their places."""
+    """Return the names that the contract itself declares, with their spans."""
     kernels = root.get("kernels")
     entries = kernels.entries if isinstance(kernels, Mapping) else ()
     return {
@@ -282,7 +282,7 @@ def _known_tables(
     declared: dict[str, Span],
     imports: tuple[Import, ...],
 ) -> dict[str, ir.ThresholdTable | None]:
-    """Return every table by its name; None for one that is named and in error."""
+    """Return every table by name; None for one in error."""
     known: dict[str, ir.ThresholdTable | None] = dict.fromkeys(declared)
     known |= {t.name: t for item in imports for t in item.tables}
     known |= {item.name.text: table for item, table in zip(raw.tables, tables, strict=True)}
@@ -290,7 +290,7 @@ def _known_tables(
 
 
 def _names_in_use(clauses: tuple[ir.Clause | None, ...]) -> dict[str, frozenset[str]]:
-    """Return the slices and tables that clauses speak of."""
+    """Return the names of slices and tables in clauses."""
     slices: set[str] = set()
     tables: set[str] = set()
     for clause in clauses:
@@ -309,7 +309,7 @@ def _names_in_use(clauses: tuple[ir.Clause | None, ...]) -> dict[str, frozenset[
 def _used_or_missing(
     used: dict[str, frozenset[str]], raw: RawContract, imports: tuple[Import, ...]
 ) -> dict[str, frozenset[str]]:
-    """Add the names that are imported and that no library gives: those are errors already."""
+    """Add imported names that no library declares, which are reported already."""
     given = {
         "slices": {part.name for item in imports for part in item.slices},
         "tables": {part.name for item in imports for part in item.tables},
@@ -345,7 +345,7 @@ def _report_unused_tables(
 def _provenance(
     imports: tuple[Import, ...], used: dict[str, frozenset[str]]
 ) -> tuple[ir.ImportedFrom, ...]:
-    """Return where the imported parts of the program come from."""
+    """Return the origins of the imported parts of the program."""
     found: dict[ir.ImportedFrom, None] = {}
     for item in imports:
         brings = (
@@ -359,7 +359,7 @@ def _provenance(
 
 
 def _check_checkpoints(kernels: dict[str, ir.KernelRef | None], reporter: Reporter) -> None:
-    """Report a checkpoint of another kernel than that of inference."""
+    """Report a checkpoint of any kernel but the inference kernel."""
     for role, kernel in kernels.items():
         if kernel is not None and kernel.checkpoint is not None:
             reporter.error(
@@ -371,8 +371,8 @@ def _check_checkpoints(kernels: dict[str, ir.KernelRef | None], reporter: Report
 
 
 def _check_configuration(model: ir.ModelRef, folder: Path, reporter: Reporter) -> None:
-    """Report a config.json that the built-in architecture does not implement; one that is not there
-    yet is noted elsewhere."""
+    """Report a config.json that the built-in architecture does not implement; a missing one is
+    reported elsewhere."""
     architecture = model.architecture or ""
     named = model.config or model.checkpoint
     installed = named.startswith("package:")

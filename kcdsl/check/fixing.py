@@ -1,4 +1,4 @@
-"""Apply the fixes of diagnostics to a text, and check the text again."""
+"""Applying the fixes of diagnostics to a text, with a check of the result."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kcdsl.ir.canonical import digest, library_digest
 
 _ROUNDS = 20
 _SYNTAX, _ERRORS, _KINDS = 0, 1, 3
-"""Kinds of findings: those that hide others come first; each counts with those before it."""
+"""Kinds of findings: those that hide others have smaller numbers; a kind includes smaller ones."""
 _ALONE = 32
-"""Fixes of one round that are tried one by one, where all together make things worse."""
+"""The largest number of fixes of a round to try singly if all together make the text worse."""
 _EFFORT = 2**22
-"""Characters that are read in all, each time that a text is checked counted. A contract of usual
+"""The total number of characters to check, over all checks of the text. A contract of usual
 size is checked hundreds of times before they are used up, one of the largest four times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A text after its fixes: how many were applied, which were taken back because the text was
-    no better with them, what is left to say about it, and what it means now."""
+    """A text after its fixes: the number of applied fixes, the fixes that were undone because they
+    did not improve it, the remaining findings, and the analysis of the text."""
 
     source: SourceFile
     applied: int
@@ -44,12 +44,11 @@ def fix(
 ) -> Fixed:
     """Apply the safe fixes (with `unsafe` the others too) of wanted diagnostics until none is left.
 
-    What hides more is mended first: what is no YAML and errors of syntax, then other errors, then
-    the rest. Each fix leaves the text with fewer findings of its kind and with no more errors,
-    unless the text could not be read before; safe ones leave its meaning as it is, where it has
-    one. Fixes that do not are taken back. What is said about files that are absent does not
-    count: that is not about the text. A very large text is checked again a few times at most; what
-    is not mended by then is left.
+    Findings that hide others are fixed first: YAML and syntax errors, then other errors, then the
+    rest. Each fix must reduce the findings of its kind and must not add errors, unless the text
+    could not be parsed before; safe fixes must not change its meaning, if it has one. Other fixes
+    are undone. Findings about missing files do not count. The number of checks of a very large text
+    is limited; remaining findings are left.
     """
     effort = _Effort()
     state = _State(source, folder, effort)
@@ -79,18 +78,18 @@ def fix(
 
 @dataclass(slots=True)
 class _Effort:
-    """How many characters may still be read; the last text may take more than are left."""
+    """The remaining number of characters to check; the last check may exceed it."""
 
     left: int = _EFFORT
 
     @property
     def is_spent(self) -> bool:
-        """Return whether no text may be checked any more."""
+        """Return whether the limit is reached."""
         return self.left <= 0
 
 
 class _State:
-    """A text with what is said about it."""
+    """A text with its findings."""
 
     def __init__(self, source: SourceFile, folder: Path | None, effort: _Effort) -> None:
         self.source, self.folder, self.sink = source, folder, Sink()
@@ -103,8 +102,8 @@ class _State:
         ]
 
     def after(self, chosen: Sequence[Diagnostic]) -> _State | None:
-        """Return the state after fixes of one kind that do not touch each other; None where there
-        is nothing to do, or not each of them makes the text better."""
+        """Return the state after non-overlapping fixes of one kind; None where there are none, or
+        where not each of them improves the text."""
         fixes = [d.fix for d in chosen if d.fix is not None]
         edits = [edit for fix in fixes for edit in fix.edits]
         if not edits:
@@ -112,7 +111,7 @@ class _State:
         text = edited(self.source.text, edits)
         state = _State(SourceFile(self.source.name, text), self.folder, self.effort)
         better = state.better_by(len(fixes), _kind(chosen[0]), self)
-        # What is not YAML hides all that is to be said about it.
+        # A YAML error hides all other findings.
         hidden, hides = self.analysis.root is None, state.analysis.root is None
         if hidden != hides:
             better = hidden
@@ -121,18 +120,18 @@ class _State:
         return state
 
     def better_by(self, fixes: int, kind: int, before: _State) -> bool:
-        """Return whether so many findings of a kind are gone since, and no errors have come."""
+        """Return whether at least `fixes` findings of a kind are gone and no errors were added."""
         fewer = self.counts[kind] <= before.counts[kind] - fixes
         return fewer and all(self.counts[k] <= before.counts[k] for k in (_SYNTAX, _ERRORS))
 
     def means_what(self, before: _State) -> bool:
-        """Return whether the text means what it did before, where it meant anything."""
+        """Return whether the text has the same meaning as before, if it had one."""
         meant = before.meaning
         return meant is None or self.meaning == meant
 
     @property
     def meaning(self) -> str | None:
-        """Return the digest of the contract or library; None where it is in error."""
+        """Return the digest of the contract or library; None if it has errors."""
         if self.analysis.library is not None:
             return library_digest(self.analysis.library)
         return None if self.analysis.program is None else digest(self.analysis.program)
@@ -141,7 +140,7 @@ class _State:
 def _one_by_one(
     state: _State, chosen: list[Diagnostic], refused: dict[tuple[str, str], Diagnostic]
 ) -> tuple[list[Diagnostic], _State | None]:
-    """Return the fixes that do no harm together, and the state after them; keep the others."""
+    """Return the fixes that are harmless together, and the state after them; record the others."""
     kept: list[Diagnostic] = []
     best: _State | None = None
     for diagnostic in chosen:
@@ -163,13 +162,12 @@ def _kind(diagnostic: Diagnostic) -> int:
 
 
 def _key(diagnostic: Diagnostic) -> tuple[str, str]:
-    """Return what tells a finding from others after other places have moved."""
+    """Return an identification of a finding that does not depend on places."""
     return diagnostic.code.id, diagnostic.message
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:
-    """Return a text after edits that do not overlap; line ends that they bring are those of the
-    text."""
+    """Return a text after non-overlapping edits, with the line ends of the text."""
     windows = "\r\n" in text
     for edit in sorted(edits, key=lambda e: e.span, reverse=True):
         new = re.sub("\r?\n", "\r\n", edit.text) if windows else edit.text
@@ -180,7 +178,7 @@ def edited(text: str, edits: Iterable[Edit]) -> str:
 def _compatible(
     source: SourceFile, offered: Iterable[Diagnostic], unsafe: bool
 ) -> list[Diagnostic]:
-    """Return as many diagnostics as there are whose fixes do not touch each other."""
+    """Return the diagnostics whose fixes do not overlap earlier ones."""
     chosen: list[Diagnostic] = []
     taken: list[Edit] = []
     for diagnostic in offered:
@@ -196,5 +194,5 @@ def _compatible(
 
 
 def mends(fix: Fix | None, unsafe: bool) -> bool:
-    """Return whether `--fix` (with `--unsafe-fixes`) would apply a fix."""
+    """Return whether `--fix` (or `--unsafe-fixes`) would apply a fix."""
     return fix is not None and (fix.safe or unsafe)

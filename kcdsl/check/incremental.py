@@ -1,14 +1,15 @@
-"""Check a contract again after an edit, reading only the clauses that may have something to say.
+"""Incremental check of a contract after an edit.
 
-A clause that had no finding, and whose text and context did not change, has none now either. So the
-document is *reduced*: such clauses become blank lines, which moves no character of the others, and
-the reduced document is checked by the passes that check every document. Kept are the clauses that
-changed, those that had findings, those about traces, which the others are compared with, and for
-each name of the other sections one clause that uses it.
+A clause without findings whose text and context did not change still has none. So the document is
+*reduced*: such clauses are replaced by blank lines, which keeps the offsets of the others, and the
+reduced document is checked by the usual passes. These clauses are kept: those that changed, those
+with findings, those about traces, with which others are compared, and for each name of the other
+sections one clause that uses it.
 
-Whatever cannot be cut safely (a clause that is not YAML by itself, other layouts of `clauses`,
-clauses of one name, another context, libraries, which may change by themselves) is checked in full,
-and so is a document whose clauses about traces changed or lack fields, a finding about all clauses.
+A document that cannot be split safely is checked in full: if a clause alone is not YAML, `clauses`
+has another layout, clauses share a name, the context changed, or there are libraries, which may
+change separately. So is a document whose clauses about traces changed or lack fields, because that
+finding concerns all clauses.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from kcdsl.ir.terms import Family
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _IMPORTS = re.compile(r"^[\"']?imports\b", re.MULTILINE)
 _NEVER_CLEAN = "kcdsl:"
-"""A comment to kcdsl acts on findings, which a blank clause would not have."""
+"""Clauses with such a comment are kept, because the comment may accept a finding."""
 
 
 class Incremental:
-    """Checks successive versions of one document; an edit of one clause costs little."""
+    """Checks successive versions of one document."""
 
     def __init__(self) -> None:
         self._context: tuple[str, Path | None, str] | None = None
@@ -44,10 +45,9 @@ class Incremental:
     def analyse(
         self, source: SourceFile, folder: Path | None = None, texts: Texts | None = None
     ) -> tuple[Callable[[], Analysis], Sink]:
-        """Return the findings of a version, those that `analyse` would report, in its order.
+        """Return the same findings of a version as `analyse`, in the same order.
 
-        The analysis itself is made when it is asked for. `texts` must be the same for all versions
-        that one object checks.
+        The analysis itself is made on demand. `texts` must be the same for all versions.
         """
         found = layout(source.text)
         if found is None or len(set(found.names)) < len(found.names) or _imports(found):
@@ -69,8 +69,8 @@ class Incremental:
         sink = Sink()
         analysis = analyse(source, sink, folder, texts)
         if analysis.root is None or analysis.scope.metrics.own:
-            # A document that is not YAML says nothing about its clauses; the user's metrics are
-            # declared in files that may change by themselves.
+            # The clauses of a document that is not YAML are unknown; files with the user's metrics
+            # may change separately.
             self._context = None
         elif found is not None:
             self._observing = _observing(analysis, found)
@@ -78,7 +78,8 @@ class Incremental:
         return lambda: analysis, sink
 
     def _remember(self, source: SourceFile, found: Layout, sink: Sink) -> None:
-        """Keep the text of every clause that no finding speaks of; none if one speaks of all."""
+        """Record the text of every clause without findings; none if a finding concerns all
+        clauses."""
         touched = {found.at(place) for d in sink for place in _places(d)}
         texts = (source.text[span.start : span.end] for span in found.clauses)
         self._clean = set()
@@ -90,7 +91,7 @@ class Incremental:
     def _reduced(
         self, source: SourceFile, folder: Path | None, opened: Texts | None, found: Layout
     ) -> Sink | None:
-        """Return the findings by the reduced document; None where it is not to be trusted."""
+        """Return the findings of the reduced document; None where they may be incomplete."""
         texts = [source.text[span.start : span.end] for span in found.clauses]
         kept = {i for i, t in enumerate(texts) if t not in self._clean or t in self._observing}
         if not all(stands_alone(texts[i], found.names[i]) for i in kept):
@@ -125,9 +126,8 @@ def _places(diagnostic: Diagnostic) -> Iterable[int]:
 
 
 def _witnesses(context: str, texts: list[str]) -> set[int]:
-    """Return, for each word of the context, the first clause that uses it, and the first clause.
-
-    So nothing that is used looks unused.
+    """Return the first clause and, for each word of the context, the first clause that uses it, so
+    that no used name is reported as unused.
     """
     wanted = set(_WORD.findall(context))
     found = {0}
@@ -142,7 +142,7 @@ def _witnesses(context: str, texts: list[str]) -> set[int]:
 
 
 def _of(source: SourceFile, reduced: SourceFile, sink: Sink) -> Sink:
-    """Return the same findings as ones of the document itself; places are equal in both."""
+    """Return the findings of a reduced document as findings of the document; spans are equal."""
     own = Sink()
     for found in sink:
         own.add(replace(found, source=source) if found.source == reduced else found)

@@ -1,10 +1,9 @@
-"""The text of a document cut into its clauses, by indentation alone.
+"""Splitting the text of a document into clauses, by indentation only.
 
-Two kinds of work need the clauses before the document is YAML as a whole: to check only what an
-edit changed, and to go on after a clause that cannot be read. A YAML parser stops at its first
-error, and often far from the mistake: a quotation mark that is not closed takes the rest of the
-document with it. `recover` reads each clause of a block mapping by itself instead, reports each
-that cannot be read at its own place, and checks the document without them.
+Incremental checks and error recovery need the clauses before the document is valid YAML. A YAML
+parser stops at its first error, often far from the mistake: an unclosed quotation mark extends to
+the rest of the document. `recover` instead parses each clause of a block mapping separately,
+reports each one that cannot be parsed at its own place, and checks the document without them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _FIRST = re.compile(r"^ *(?=[^ #\n])", re.MULTILINE)
 
 
 class Layout(NamedTuple):
-    """A document cut into its clauses: `clauses[i]` is the range of a clause with its comments, and
+    """A document split into clauses: `clauses[i]` is the range of a clause with its comments, and
     `names[i]` its identifier; `context` is the rest of the text."""
 
     clauses: tuple[Span, ...]
@@ -35,14 +34,14 @@ class Layout(NamedTuple):
     context: str
 
     def at(self, offset: int) -> int | None:
-        """Return the number of the clause that holds a place, or None."""
+        """Return the number of the clause at an offset, or None."""
         number = bisect_right(self.clauses, offset, key=lambda span: span.start) - 1
         inside = number >= 0 and offset < self.clauses[number].end
         return number if inside else None
 
 
 def layout(text: str) -> Layout | None:
-    """Cut a document whose clauses are a block mapping; None for any other layout."""
+    """Split a document whose clauses are a block mapping; None for any other layout."""
     headings = list(_SECTION.finditer(text))
     if len(headings) != 1 or "\t" in text or "\r" in text:
         return None
@@ -66,17 +65,17 @@ def layout(text: str) -> Layout | None:
 
 @cache
 def _not_deeper(indent: int) -> re.Pattern[str]:
-    """Match the beginnings of lines that hold something and are indented so far at most."""
+    """Return a pattern for the start of nonempty lines indented by at most `indent`."""
     return re.compile(rf"^ {{0,{indent}}}(?=[^ #\n])", re.MULTILINE)
 
 
 def blank(text: str) -> str:
-    """Return as many spaces and the same line ends, so that nothing after it moves."""
+    """Return a text of the same length of spaces and line ends, which keeps later offsets."""
     return "\n".join([" " * len(line) for line in text.split("\n")])
 
 
 def reduced(text: str, found: Layout, kept: Container[int]) -> str:
-    """Return a text in which all but the kept clauses are blank."""
+    """Return a text in which all clauses but the kept ones are blank."""
     pieces = [text[: found.clauses[0].start]]
     for number, span in enumerate(found.clauses):
         piece = text[span.start : span.end]
@@ -85,7 +84,7 @@ def reduced(text: str, found: Layout, kept: Container[int]) -> str:
 
 
 def stands_alone(text: str, name: str) -> bool:
-    """Return whether the text of a clause is YAML by itself, one entry of that name."""
+    """Return whether the text of a clause alone is YAML with one entry of that name."""
     root = parse_yaml(SourceFile("", text), Sink())
     return isinstance(root, Mapping) and [e.key.text for e in root.entries] == [name]
 
@@ -95,15 +94,15 @@ Check = Callable[[SourceFile, Sink], object]
 
 
 _MOST = 20
-"""How many broken clauses are told apart; each is read with all that comes before it blank."""
+"""The largest number of broken clauses to report separately."""
 
 
 def recover(source: SourceFile, first: Sink, check: Check) -> Sink:
-    """Return the errors of a document that is not YAML, as many as can be told apart.
+    """Return the separate errors of a document that is not YAML.
 
-    `first` holds what the YAML parser said of the whole; it is returned where the text cannot be
-    cut into clauses, or where its other parts are not YAML either. Warnings and notes are left out:
-    what a clause that cannot be read would have used may look unused.
+    `first` has the error of the YAML parser for the whole; it is returned where the text cannot be
+    split into clauses, or where its other parts are not YAML either. Warnings and notes are left
+    out, because names used in a broken clause would be reported as unused.
     """
     found = layout(source.text)
     if found is None:
@@ -130,7 +129,7 @@ def recover(source: SourceFile, first: Sink, check: Check) -> Sink:
 
 
 def _collect(found: Sink, source: SourceFile, into: Sink) -> None:
-    """Keep the errors; those of a reduced text become errors of the file, at the same places."""
+    """Add the errors of a reduced text as errors of the file, at the same spans."""
     for item in found:
         if item.severity is not Severity.ERROR:
             continue

@@ -1,4 +1,4 @@
-"""Stored programs: from the JSON of `kcdsl.ir/1` back to the IR."""
+"""Stored programs: parsing the JSON of `kcdsl.ir/1`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _STORED = re.compile(r"\A\s*\{.*\"schema\"\s*:\s*\"" + re.escape(SCHEMA) + r"\""
 
 
 def is_stored(text: str) -> bool:
-    """Return whether a text is to be read as a stored program rather than as a contract."""
+    """Return whether a text is a stored program and not a contract."""
     return _STORED.match(text) is not None
 
 
 def load_bytes(data: bytes, name: str = "stored program") -> ir.Program:
-    """Read what `compile --emit ir` wrote; raises Refusal where it is damaged.
+    """Read the output of `compile --emit ir`; raises Refusal where it is damaged.
 
-    Where the object has a member `digest`, it must be that of the program.
+    A member `digest`, if present, must be that of the program.
     """
     try:
         value = json.loads(data)
@@ -72,8 +72,8 @@ def from_json(value: Any, name: str = "stored program") -> ir.Program:
 
 
 def _check_references(program: ir.Program) -> None:
-    """Raise ValueError where a clause speaks of a slice, table or metric that is not there, or a
-    name is given twice."""
+    """Raise ValueError where a clause uses an undeclared slice, table or metric, or a name is
+    declared twice."""
     slices, tables = [s.name for s in program.slices], [t.name for t in program.tables]
     own = [metric.name for metric in program.metrics]
     for names in (slices, tables, own, [c.id for c in program.clauses]):

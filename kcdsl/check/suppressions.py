@@ -1,10 +1,10 @@
 """Comments that accept a finding: `# kcdsl: ignore[KC507] reason`, on its line or the one above.
 
-Warnings and notes may be accepted, with a reason; errors may not, because nothing is compiled while
-there is one. A comment that accepts nothing is itself a finding, so that none outlives its cause;
-except about files that are absent, which may be there for some and not for others.
-A comment about a line speaks of every line of the texts that begin there, since a text in block
-style has no room for comments of its own.
+Warnings and notes may be accepted, with a reason; errors may not, because they prevent compilation.
+A comment that accepts nothing is itself a finding, so that obsolete comments are removed, except
+for findings about missing files, which depend on the machine.
+A comment about a line covers every line of the texts that begin there, since a text in block style
+cannot contain comments.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kcdsl.source.comments import find_comments
 from kcdsl.source.yaml_nodes import Node, scalars
 
 _MOST = 500
-"""How many findings the comments of a document may speak of."""
+"""The largest number of suppressions in a document."""
 _HELP = "write `# kcdsl: ignore[KC507] why it is accepted`"
 _MEANT = re.compile(r"(?i)#\s*kcdsl\s*:\s*(?:ignore|disable|allow|suppress|noqa)\b")
 _COMMENT = re.compile(r"#\s*kcdsl: ignore(?:\[([^\]]*)\])?[ \t]*(.*)")
@@ -58,15 +58,15 @@ _OF_SOLVER = frozenset(
         DEAD_PART,
     )
 )
-"""Codes that only `kcdsl compile --consistency` reports; other commands leave them alone."""
+"""Codes that only `kcdsl compile --consistency` reports; other commands ignore them."""
 _ERRORS = frozenset(code.id for code in (CONTRADICTION, NEVER_HOLDS, EMPTY_SLICE))
-"""Codes of a solver that are errors, and so cannot be accepted."""
+"""Solver codes that are errors, which cannot be accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suppression:
-    """One code that a comment accepts: the lines it speaks of (from 1), its reason, the place of
-    the code, and the comment."""
+    """One code that a comment accepts: the covered lines (from 1), the reason, the span of the
+    code, and the comment."""
 
     code: str
     lines: range
@@ -83,12 +83,12 @@ def accept(
     *,
     solver: bool = False,
 ) -> tuple[Suppressed, ...]:
-    """Take accepted findings out of a sink and return them; report comments that are of no use.
+    """Remove accepted findings from a sink and return them; report useless comments.
 
-    Where the configuration of `folder` refuses accepted findings, they stay, and the comments are
-    errors; those about findings of a solver are so in any case, because nobody else can tell
-    whether they accept one. With `solver` the findings are those of a solver about the contract,
-    and only comments about such are judged; without, only the others.
+    If the configuration of `folder` forbids accepted findings, they stay, and the comments are
+    errors; comments about solver findings are then always errors, because only a solver could tell
+    whether they accept any. With `solver`, the findings are those of a solver, and only comments
+    about such findings are considered; without it, only the other comments.
     """
     if root is None:
         return ()
@@ -124,8 +124,8 @@ def accept(
 
 
 def unasked(source: SourceFile, root: Node | None) -> tuple[Suppressed, ...]:
-    """Return what the comments of a document accept of the findings that a solver alone would
-    make: whoever has not asked one counts them as accepted."""
+    """Return the solver findings that the comments of a document accept: they count as accepted
+    although no solver was run."""
     if root is None:
         return ()
     return tuple(
@@ -140,7 +140,7 @@ def unasked(source: SourceFile, root: Node | None) -> tuple[Suppressed, ...]:
 
 
 def _refused(folder: Path | None) -> str | None:
-    """Return where the configuration refuses accepted findings; None where it does not."""
+    """Return where the configuration forbids accepted findings; None where it does not."""
     if folder is None:
         return None
     from kcdsl.source.config import read_config
@@ -161,8 +161,8 @@ def _forbidden(source: SourceFile, item: Suppression, where: str) -> Diagnostic:
 
 
 def read(source: SourceFile, root: Node, sink: Sink) -> tuple[Suppression, ...]:
-    """Return the suppressions of a document; those without codes, known codes or a reason are
-    reported and left out."""
+    """Return the suppressions of a document; those without valid codes or a reason are reported and
+    left out."""
     found: list[Suppression] = []
     last, following = _last_lines(source, root), _next_lines(source)
     for comment, alone in _comments(source, root):
@@ -203,8 +203,8 @@ def read(source: SourceFile, root: Node, sink: Sink) -> tuple[Suppression, ...]:
 
 
 def _comments(source: SourceFile, root: Node) -> Iterator[tuple[Span, bool]]:
-    """Yield the comments of a document, and whether each has its line for itself; those behind the
-    sign of a block text too."""
+    """Yield the comments of a document, including those after a block scalar indicator, and whether
+    each is alone on its line."""
     for comment in find_comments(source, root):
         yield Span(comment.start, comment.start + len(comment.text)), comment.alone
     for scalar in scalars(root):
@@ -228,8 +228,8 @@ def _bad(source: SourceFile, problem: str, place: Span) -> Diagnostic:
 
 
 def _next_lines(source: SourceFile) -> list[int]:
-    """Return for each line (from 1) the next that is neither empty nor a comment; itself where
-    there is none."""
+    """Return for each line (from 1) the next line that is neither empty nor a comment, or else the
+    line itself."""
     found, after = list(range(source.line_count + 1)), 0
     for number in range(source.line_count, 0, -1):
         found[number] = after or number
@@ -240,7 +240,7 @@ def _next_lines(source: SourceFile) -> list[int]:
 
 
 def _last_lines(source: SourceFile, root: Node) -> dict[int, int]:
-    """Return, by the line that a text begins on, the line on which the last such text ends."""
+    """Return, by first line, the last line of the texts that begin there."""
     found: dict[int, int] = {}
     for scalar in scalars(root):
         first = source.position(scalar.span.start).line
@@ -290,8 +290,8 @@ def _useless(
 
 
 def _removal(source: SourceFile, item: Suppression, among: bool) -> tuple[Span, str]:
-    """Return what goes, and what that is: a code with its comma, or a comment with its line or
-    with the white space before it."""
+    """Return the range to remove and its description: a code with its comma, or a comment with its
+    line or the preceding white space."""
     text = source.text
     if among:
         start, end = item.span.start, item.span.end
@@ -311,8 +311,7 @@ def _removal(source: SourceFile, item: Suppression, among: bool) -> tuple[Span, 
 
 
 def spare_comments(source: SourceFile, root: Node | None, sink: Sink) -> None:
-    """Make those fixes of a document unsafe that remove a comment, other than the one that their
-    finding is about."""
+    """Mark fixes as unsafe that remove a comment other than the one of their finding."""
     doubtful = [i for i, found in enumerate(sink.found) if _fix_removes(source, found, "#")]
     if root is None or not doubtful:
         return

@@ -1,8 +1,8 @@
-"""The registry of a contract: the metrics of the language and those that its user declares.
+"""The metric registry of a contract: built-in metrics and those that the user declares.
 
-Declared are the modules that `metrics` of the configuration names, read whenever a contract is
-checked, and those of installed packages (entry points of the group `kcdsl.metrics`), looked for
-only where a contract names a metric that is neither built in nor configured.
+User metrics come from the modules in `metrics` of the configuration, which are read at every check,
+and from installed packages (entry points of the group `kcdsl.metrics`), which are searched only for
+a metric that is neither built in nor configured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZE_LIMIT = 2**20
 
 
 class Modules(NamedTuple):
-    """The list `metrics` of a configuration, and the folder that its files are in."""
+    """The list `metrics` of a configuration, and its folder."""
 
     config: Config
     folder: Path
@@ -40,7 +40,7 @@ class Modules(NamedTuple):
 
     @property
     def source(self) -> SourceFile | None:
-        """Return the file that the list is written in; None where the environment has it."""
+        """Return the file with the list; None if it comes from the environment."""
         return self.config.origin("metrics").source
 
     def span(self, name: str) -> Span | None:
@@ -49,9 +49,9 @@ class Modules(NamedTuple):
 
 
 def read_registry(folder: Path | None, sink: Sink) -> Registry:
-    """Return the metrics that a contract in `folder` may name; errors are in the sink.
+    """Return the metrics for contracts in `folder`; errors are in the sink.
 
-    Without a folder there is no configuration. Nothing that the user wrote is run.
+    Without a folder there is no configuration. No user code is run.
     """
     modules = _configured(folder, sink) if folder is not None else None
     own: dict[str, Declared] = {}
@@ -76,8 +76,8 @@ def declarations(folder: Path | None, sink: Sink) -> Mapping[str, Declared]:
 
 
 def configured_functions(folder: Path) -> Mapping[str, Path]:
-    """Return the functions that the configuration of a folder declares as metrics, each with the
-    folder of that configuration; those that a variable of the environment names are left out."""
+    """Return the functions of metrics in the configuration file of a folder, each with the folder
+    of that file; those of environment variables are excluded."""
     sink = Sink()
     modules = _configured(folder, sink)
     if modules is None or modules.config.origin("metrics").variable is not None:
@@ -189,7 +189,7 @@ def _keep(refusal: Refusal, sink: Sink) -> None:
 
 
 def _installed(own: Mapping[str, Declared], sink: Sink) -> Mapping[str, MetricDefinition]:
-    """Return what installed packages declare, apart from what the configuration declares too."""
+    """Return the metrics of installed packages that the configuration does not declare."""
     found: dict[str, Declared] = {}
     for declared in _entry_points(sink):
         if declared.definition.name not in own:

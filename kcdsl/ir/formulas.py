@@ -130,8 +130,8 @@ class RegionKind(StrEnum):
     HULL = "hull"
     """The box spanned by the block's inputs over all rows of the slice, plus a relative margin."""
     ROWS = "rows"
-    """Every sequence of 1 to `longest` rows, each of them in the box of one row of the block's
-    inputs over all rows of the slice, plus a relative margin."""
+    """Every sequence of 1 to `longest` rows, each in the box spanned by the single rows of the
+    block's inputs over the slice, plus a relative margin."""
 
 
 @dataclass(frozen=True, slots=True)

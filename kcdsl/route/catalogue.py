@@ -33,8 +33,8 @@ class Fragment(StrEnum):
 OWN = "kcdsl_backends."
 """The package of kcdsl's own backends."""
 _PROVABLE = frozenset({Fragment.UNIVERSAL_DRIFT, Fragment.UNIVERSAL_FLIP})
-"""What a foreign backend can decide: its answers bring a proof or a run that is looked at here.
-What it measured nobody can look at."""
+"""Fragments of foreign backends: their answers have a proof or a run that is verified here.
+Measurements cannot be verified."""
 _LONGEST_FAULT = 300
 
 
@@ -51,21 +51,18 @@ class BackendSpec:
     rank: int = 0
     """The backend with the least rank is chosen among those that can decide a clause."""
     around_weights: bool = False
-    """Whether it decides goals for every θ' in a region around the weights (`Goal.weights`); a
-    backend that does not say so is never given one."""
+    """Whether it decides goals for a weight ball (`Goal.weights`); others never get such goals."""
     real_arithmetic: bool = False
-    """Whether its bounds leave its own roundings out: it decides only clauses that admit
+    """Whether its bounds ignore its own rounding errors: it decides only clauses that admit
     `evidence: proof-real`."""
     domains: tuple[str, ...] = ()
-    """The domains that it bounds goals in, cheapest first, of which some may be chosen
-    (`Goal.domains`); a backend that names none has no choice."""
+    """Its proof domains, cheapest first, to choose from (`Goal.domains`); empty: no choice."""
     planner: str = ""
     """"package.module:ATTRIBUTE" of the planner of numbers of units; none if empty."""
     planner_needs: tuple[str, ...] = ()
     """The packages that the planner and `looks` need."""
     looks: str = ""
-    """"package.module:ATTRIBUTE" of the rules by which growing counts are decided; none if
-    empty."""
+    """"package.module:ATTRIBUTE" of the sequential tests of counts (`LookRules`); none if empty."""
     attributor: str = ""
     """"package.module:ATTRIBUTE" of the attribution of drift to its sources; none if empty."""
     sizer: str = ""

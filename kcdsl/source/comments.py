@@ -1,4 +1,4 @@
-"""Comments of a YAML document, found exactly: what stands outside every scalar after a `#`."""
+"""Comments of a YAML document: text after a `#` outside every scalar."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _TO_KCDSL = re.compile(r"#\s*kcdsl\s*:\s*[A-Za-z]")
 
 @dataclass(frozen=True, slots=True)
 class Comment:
-    """A comment: its text from the `#` on, where it starts, its line and column (from 0), whether
-    it has its line for itself, and whether an empty line stands above it."""
+    """A comment: its text from the `#` on, its offset, its line and column (from 0), whether it is
+    alone on its line, and whether an empty line precedes it."""
 
     text: str
     start: int
@@ -26,7 +26,7 @@ class Comment:
 
     @property
     def speaks_of_lines(self) -> bool:
-        """Return whether it tells kcdsl to accept a finding, on its line or the next."""
+        """Return whether it accepts a finding, on its line or the next."""
         return _TO_KCDSL.match(self.text) is not None
 
 

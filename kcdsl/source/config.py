@@ -1,11 +1,11 @@
-"""The configuration: what `kcdsl.toml`, `pyproject.toml` and the environment say.
+"""The configuration from `kcdsl.toml`, `pyproject.toml` and the environment.
 
-The nearest folder counts that has a `kcdsl.toml` or a `pyproject.toml` with `[tool.kcdsl]`, upwards
-from where a command or a contract stands; `kcdsl.toml` wins in the same folder. A variable of the
-environment counts more than the file, and an option of the command line more than both.
+The file of the nearest folder with a `kcdsl.toml` or a `pyproject.toml` with `[tool.kcdsl]` is
+used, upwards from the current folder or the contract; `kcdsl.toml` has priority in the same folder.
+Environment variables override the file, and options of the command line override both.
 
-The user's own file (`user_file`) counts less than all of them. Only it and the environment can give
-the options that a folder must not decide for itself, such as that its code may run.
+The user's own file (`user_file`) has the lowest priority. Only it and the environment can set
+options that a folder must not set for itself, such as the permission to run its code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.files import read_source, shown, user_place
 
 FILES = (("kcdsl.toml", ()), ("pyproject.toml", ("tool", "kcdsl")))
-"""The files of a folder, in the order of their weight, with the path to our section."""
+"""The files of a folder, by priority, with the path to the section of kcdsl."""
 CODES_HELP = "such as KC208 or KC5; `kcdsl explain` lists the codes"
 _CODES = re.compile("KC[0-9]{0,3}")
 _OF_POLICIES = frozenset({"trusted-keys", "threshold", "max-validity"})
@@ -34,7 +34,7 @@ _START = Span(0, 0)
 
 
 class Colour(StrEnum):
-    """When output is coloured."""
+    """The mode of coloured output."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -53,8 +53,8 @@ class OptionType(StrEnum):
 class Option(NamedTuple):
     """An option of the configuration, declared by a field of `Config`.
 
-    `allowed` lists its words, where only some are allowed; a word of `format` may go on with
-    `=FILE`. One that is `personal` is not taken from the file of a folder.
+    `allowed` lists its allowed words, if restricted; a word of `format` may be followed by
+    `=FILE`. A `personal` option is not read from the file of a folder.
     """
 
     field: str
@@ -67,7 +67,7 @@ class Option(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return its name in files, where `_` counts as `-`."""
+        """Return its name in files, where `_` is equivalent to `-`."""
         return self.field.replace("_", "-")
 
     @property
@@ -77,7 +77,7 @@ class Option(NamedTuple):
 
     @property
     def usage(self) -> str | None:
-        """Return what a value may be: the allowed words, or an example."""
+        """Return the allowed words, or an example of a value."""
         return f"allowed: {', '.join(self.allowed)}" if self.allowed else self.example
 
     def allows(self, word: str) -> bool:
@@ -100,8 +100,8 @@ class Option(NamedTuple):
                 return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
 
     def read(self, text: str) -> Any:
-        """Return the value that a variable spells, items of a list separated by commas; None
-        where it spells none."""
+        """Return the value of an environment variable, with list items separated by commas; None
+        for an invalid one."""
         value: Any = text
         if self.kind in {OptionType.TEXTS, OptionType.CODES}:
             value = tuple(part.strip() for part in text.split(",") if part.strip())
@@ -111,9 +111,9 @@ class Option(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a value came from: a variable, a key of a file, or neither, the default.
+    """The origin of a value: a variable, a key of a file, or neither for the default.
 
-    `folder` is what relative paths in the value are relative to.
+    Relative paths in the value are relative to `folder`.
     """
 
     folder: Path
@@ -154,10 +154,9 @@ def _codes(help: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The values of all options; `origins` has those that were given, by the name of the option.
+    """The values of all options; `origins` has the origins of given values, by option name.
 
-    `file` is the configuration file of the folder, `own` that of the user; None where there is
-    none.
+    `file` is the configuration file of the folder, `own` that of the user; None if missing.
     """
 
     allow_folders: tuple[str, ...] = _texts(
@@ -194,19 +193,18 @@ class Config:
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
     def origin(self, name: str) -> Origin:
-        """Return where the value of an option came from."""
+        """Return the origin of the value of an option."""
         return self.origins.get(name, Origin(Path()))
 
     @property
     def register_place(self) -> str | None:
-        """Return the file or URL of the register; a relative file as seen from its option."""
+        """Return the file or URL of the register; a relative file is resolved from its option."""
         if self.register is None or "://" in self.register:
             return self.register
         return str(self.origin("register").folder / Path(self.register).expanduser())
 
     def place(self, name: str, *path: int) -> Span | None:
-        """Return where a value, or an item of a list, is written in the file; None where no place
-        can be told."""
+        """Return the span of a value, or of an item of a list, in the file; None if unknown."""
         origin, value = self.origin(name), getattr(self, name.replace("-", "_"))
         if origin.source is None:
             return None
@@ -230,7 +228,7 @@ OPTIONS = tuple(
 
 
 def load_config(start: Path, environment: Mapping[str, str] | None = None) -> Config:
-    """Return the configuration of a folder; raises Refusal where it is not usable."""
+    """Return the configuration of a folder; raises Refusal for an invalid one."""
     sink = Sink()
     config = read_config(start, sink, environment)
     if sink.has_errors:
@@ -239,7 +237,7 @@ def load_config(start: Path, environment: Mapping[str, str] | None = None) -> Co
 
 
 def read_config(start: Path, sink: Sink, environment: Mapping[str, str] | None = None) -> Config:
-    """Return the configuration of a folder; what cannot be used is reported and left out."""
+    """Return the configuration of a folder; invalid entries are reported and left out."""
     variables = os.environ if environment is None else environment
     mine = user_file(variables)
     own = None if mine is None or not mine.is_file() else _read(mine, (), sink)
@@ -264,11 +262,11 @@ def read_config(start: Path, sink: Sink, environment: Mapping[str, str] | None =
 
 
 def allowed_folders(start: Path, environment: Mapping[str, str] | None = None) -> tuple[Path, ...]:
-    """Return the folders whose files the contracts of a folder may name beside those below it.
+    """Return the additional folders whose files the contracts of a folder may name.
 
-    The variable of `allow-folders` and the user's own file may name any. The files of this folder
-    and of those above it speak of folders below their own alone, so that a contract brings no
-    permission that its folder does not have.
+    The variable of `allow-folders` and the user's own file may name any folder. Files of this
+    folder and of its parents may name only folders below their own, so that a contract cannot bring
+    its own permissions.
     """
     variables = os.environ if environment is None else environment
     option = next(o for o in OPTIONS if o.name == "allow-folders")
@@ -283,7 +281,7 @@ def allowed_folders(start: Path, environment: Mapping[str, str] | None = None) -
 
 
 def _entries(option: Option, file: Path, section: tuple[str, ...], *, own: bool) -> tuple[str, ...]:
-    """Return the entries of an option that holds texts in one file; none where it is in error."""
+    """Return the entries of an option with texts in one file; none if it is invalid."""
     sink = Sink()
     read = _read(file, section, sink)
     if read is None:
@@ -307,7 +305,7 @@ def user_folder(environment: Mapping[str, str] | None = None) -> Path | None:
 
 
 def user_file(environment: Mapping[str, str] | None = None) -> Path | None:
-    """Return where the user's own configuration is; None where there is no home."""
+    """Return the path of the user's own configuration; None without a home folder."""
     folder = user_folder(environment)
     return None if folder is None else (folder / "kcdsl.toml").resolve()
 
@@ -315,13 +313,13 @@ def user_file(environment: Mapping[str, str] | None = None) -> Path | None:
 _SIZE_LIMIT = 2**18
 """Largest configuration in bytes."""
 _ENTRIES = 100
-"""The most entries of a configuration that are looked at one by one."""
+"""The largest number of entries of a configuration."""
 _DOTS = 200
-"""The most points that a line of a configuration has."""
+"""The largest number of dots in a line of a configuration."""
 
 
 def _files_above(folder: Path, mine: Path | None) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Yield the configuration files of a folder and of those above it, without the user's own."""
+    """Yield the configuration files of a folder and its parents, without the user's own."""
     for place in (folder, *folder.parents):
         for name, section in FILES:
             if (place / name).is_file() and place / name != mine:
@@ -331,7 +329,7 @@ def _files_above(folder: Path, mine: Path | None) -> Iterator[tuple[Path, tuple[
 def _nearest(
     start: Path, sink: Sink, mine: Path | None
 ) -> tuple[SourceFile, Path, Mapping[str, Any]] | None:
-    """Return the nearest file that has our section, its folder, and the section; not `mine`."""
+    """Return the nearest file with a kcdsl section, its folder, and the section; not `mine`."""
     for file, section in _files_above(start.resolve(), mine):
         found = _read(file, section, sink)
         if found is not None:
@@ -341,7 +339,7 @@ def _nearest(
 
 @lru_cache(maxsize=4)
 def _tables(text: str) -> Mapping[str, Any]:
-    """Return the tables of a TOML text, which a language server asks for at every edit."""
+    """Return the tables of a TOML text; cached, since a language server calls it at every edit."""
     import tomllib
 
     return tomllib.loads(text)
@@ -350,7 +348,7 @@ def _tables(text: str) -> Mapping[str, Any]:
 def _read(
     file: Path, section: tuple[str, ...], sink: Sink
 ) -> tuple[SourceFile, Mapping[str, Any]] | None:
-    """Return the section of a file; None where it has none, or none that can be read."""
+    """Return the section of a file; None if it is missing or cannot be read."""
     try:
         source = read_source(shown(file), _SIZE_LIMIT)
     except Refusal as refusal:
@@ -369,7 +367,7 @@ def _read(
 
     try:
         if any(line.count(".") > _DOTS for line in source.text.split("\n")):
-            raise RecursionError  # reading such a key takes the square of its length
+            raise RecursionError  # parsing such a key takes quadratic time
         table: Any = _tables(source.text)
     except RecursionError:
         return unusable(f"{source.name} nests too deeply")
@@ -399,7 +397,7 @@ def _key_span(source: SourceFile, path: tuple[str, ...]) -> Span:
 def _with_file(
     config: Config, source: SourceFile, folder: Path, table: Mapping[str, Any], sink: Sink
 ) -> Config:
-    """Return the configuration with a file; what a file before it gave is replaced."""
+    """Return the configuration with the entries of a file, which replace earlier values."""
     before = config.origins
     if len(table) > _ENTRIES:
         message = f"{source.name} has {len(table)} options, and there are {len(OPTIONS)}"
@@ -422,7 +420,7 @@ def _with_file(
 def _take(
     config: Config, key: str, value: Any, source: SourceFile, folder: Path, sink: Sink
 ) -> Config:
-    """Return the configuration with one entry of a file, or report why it cannot be used."""
+    """Return the configuration with one entry of a file, or report an invalid entry."""
     origin = Origin(folder, source=source, key=(*dict(FILES)[Path(source.name).name], key))
 
     def unusable(message: str, help: str | None, place: Span | None = None) -> Config:
@@ -464,7 +462,7 @@ def _take(
 
 
 def _instead(option: Option, word: str) -> str:
-    """Say what a word that is not allowed should be."""
+    """Return the help for a word that is not allowed."""
     if "\0" in word:
         return "remove the character U+0000: no path, name or address has it"
     if option.kind is OptionType.CODES:
@@ -473,14 +471,14 @@ def _instead(option: Option, word: str) -> str:
 
 
 def _near(key: str) -> str:
-    """Say what an unknown option should be."""
+    """Return the help for an unknown option."""
     if key.replace("_", "-") in _OF_POLICIES:
         return "who is trusted is said by the one who checks: `kcdsl check --policy FILE`"
     return suggest(key, [option.name for option in OPTIONS], "options")
 
 
 def _with(config: Config, option: Option, value: Any, origin: Origin) -> Config:
-    """Return the configuration with a value that is allowed, or is reported by the caller."""
+    """Return the configuration with a value, which the caller has checked."""
     origins = {**config.origins, option.name: origin}
     if option.kind is OptionType.CODES:
         value = tuple(code_or_beginning(word) or word for word in value)
@@ -496,14 +494,14 @@ def _words(value: Any) -> Iterator[tuple[tuple[int, ...], str]]:
 
 
 def code_or_beginning(word: str) -> str | None:
-    """Return a code, or the beginning of codes, as it is declared; None where no code fits."""
+    """Return a declared code or prefix of codes; None where no code matches."""
     name = RETIRED.get(word.upper(), word.upper())
     fits = _CODES.fullmatch(name) and any(code.id.startswith(name) for code in all_codes())
     return name if fits else None
 
 
 def truth(text: str) -> bool | None:
-    """Return the truth value that a variable of the environment spells, or None."""
+    """Return the truth value of the text of an environment variable, or None."""
     word = text.strip().lower()
     if word in {"1", "true", "yes", "on"}:
         return True

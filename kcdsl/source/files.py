@@ -1,4 +1,4 @@
-"""Reading text files. Nothing is normalised: an offset in the text is an offset in the file."""
+"""Reading text files without normalisation: offsets in the text are offsets in the file."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from kcdsl.diagnostics.report import Suggestion, meant
 from kcdsl.diagnostics.spans import SourceFile, Span
 
 SIZE_LIMIT = 2**20
-"""Largest contract in bytes; one that a person can review is a hundred times smaller."""
+"""Largest contract in bytes; reviewable contracts are a hundred times smaller."""
 
 
 MARK = "\ufeff"
-"""The byte order mark that some editors and shells put first."""
+"""The byte order mark that some editors and shells write."""
 MARKED = "the file begins with a byte order mark, and JSON does not"
-"""The message for a file of JSON that begins with `MARK`."""
+"""The message for a JSON file that begins with `MARK`."""
 UNMARKED = "save the file as UTF-8 without a byte order mark"
 """The help for it."""
 SETTLED = 2_000_000_000
-"""Nanoseconds after which another change of a file has another time, in any file system."""
+"""Nanoseconds after which a further change of a file changes its times, on any file system."""
 _LONGEST_NAME = 255
 _LISTED = 4
 _NEIGHBOURS = 1000
-"""How many files of a folder are looked at for a suggestion."""
+"""The largest number of files of a folder considered for a suggestion."""
 
 
 def user_place(
@@ -42,8 +42,8 @@ def user_place(
 ) -> Path | None:
     """Return the folder that an XDG variable names, else one below the user's home.
 
-    None where there is no such folder, or only a relative one: it would lie in the folder where the
-    command runs, which may be somebody else's.
+    None where there is no such folder or only a relative one, which would be below the current
+    folder and so possibly not the user's.
     """
     given = Path(environment.get(variable, ""))
     if given.is_absolute():
@@ -56,7 +56,7 @@ def user_place(
 
 
 def shown(path: Path) -> Path:
-    """Return a path as a person would name it: from the current folder, where it is below it."""
+    """Return a path for display: relative if it is below the current folder."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
@@ -68,8 +68,8 @@ def read_source(path: Path, limit: int = SIZE_LIMIT) -> SourceFile:
 
 
 def read_bytes(path: Path, most: int | None = None) -> bytes:
-    """Return a file, or its first `most` bytes; raises Refusal where it cannot be read, and where
-    it holds more than its size says, as the files of /proc do."""
+    """Return a file, or its first `most` bytes; raises Refusal where it cannot be read, or where it
+    has more bytes than its size states, as files of /proc do."""
     with open_file(path) as stream:
         try:
             size = os.fstat(stream.fileno()).st_size
@@ -90,7 +90,7 @@ def read_bytes(path: Path, most: int | None = None) -> bytes:
 
 
 def is_parquet(path: Path) -> bool:
-    """Return whether a file begins or ends as Parquet files do; raises Refusal where there is none."""
+    """Return whether a file has the magic bytes of Parquet; raises Refusal where it is missing."""
     mark = b"PAR1"
     if read_bytes(path, len(mark)) == mark:
         return True
@@ -101,7 +101,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a regular file to read; raises Refusal for what is missing or is no regular file."""
+    """Open a regular file to read; raises Refusal where it is missing or no regular file."""
     try:
         return open_regular(path)
     except FileNotFoundError as error:
@@ -119,9 +119,9 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file to read; raises OSError for what is missing, a folder, a pipe, a device.
+    """Open a regular file to read; raises OSError for a missing file, a folder, a pipe, a device.
 
-    Nothing is waited for: a pipe without a writer is refused like one that has a writer.
+    It does not block, not even on a pipe without a writer.
     """
     flags = os.O_RDONLY | _flag("O_NONBLOCK") | _flag("O_NOCTTY") | _flag("O_BINARY")
     try:
@@ -138,10 +138,10 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def is_settled(about: os.stat_result) -> bool:
-    """Return whether every change of a file from now on shows in its times.
+    """Return whether every later change of a file will change its times.
 
-    Times move in ticks of the file system's clock: a file that changed just now can change again
-    with the same times. Ask before the file is read.
+    Times have the resolution of the file system's clock: a file that changed a moment ago can
+    change again with the same times. Call this before the file is read.
     """
     return time.time_ns() - max(about.st_mtime_ns, about.st_ctime_ns) > SETTLED
 
@@ -151,14 +151,13 @@ def _flag(name: str) -> int:
 
 
 def excerpt(text: object, most: int = 60) -> str:
-    """Return the beginning of what a file says, as a message may quote it: short, and escaped."""
+    """Return the beginning of a text for quoting in a message, escaped."""
     said = str(text)
     return ascii(said[:most])[1:-1] + ("…" if len(said) > most else "")
 
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; ValueError where a key is given twice, of which readers take one or
-    the other."""
+    """Return a JSON object; ValueError for a repeated key, which readers treat differently."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
@@ -173,7 +172,7 @@ def missing(path: Path, notes: tuple[str, ...] = ()) -> Refusal:
 
 
 def neighbours(path: Path) -> str:
-    """Return what may be meant by a path where no file is: the files of its kind beside it."""
+    """Return a help text for a missing file: the files of the same kind beside it."""
     close = similar_file(path)
     if close is not None:
         return f"did you mean {path.with_name(close)}?"
@@ -189,7 +188,7 @@ def neighbours(path: Path) -> str:
 
 
 def decode_source(name: str, data: bytes, limit: int = SIZE_LIMIT) -> SourceFile:
-    """Return the text of a file by its bytes; raises Refusal where it is too large or not UTF-8."""
+    """Return the text in the bytes of a file; raises Refusal if they are too many or no UTF-8."""
     if len(data) > limit:
         raise refuse(
             TOO_LARGE,
@@ -214,16 +213,16 @@ def _is_utf16(data: bytes) -> bool:
     return data.startswith((b"\xff\xfe", b"\xfe\xff"))
 
 
-# Path.exists() and its like raise for names that are too long; those of os.path do not.
+# Unlike os.path, Path.exists() and similar methods raise for too long names.
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a file or folder is at a path; a path that no file can have leads nowhere."""
+    """Return whether a path exists; False for invalid paths."""
     return os.path.exists(path)
 
 
 def similar_file(path: Path) -> str | None:
-    """Return the name of a neighbour that a missing path probably means, or None."""
+    """Return the name of a file in the same folder similar to a missing path, or None."""
     if len(path.name) > _LONGEST_NAME:
         return None
     from difflib import get_close_matches
@@ -242,20 +241,20 @@ def _names(folder: Path) -> list[str]:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a file is at a path; a path that no file can have leads nowhere."""
+    """Return whether a path is a file; False for invalid paths."""
     return os.path.isfile(path)
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a folder is at a path; a path that no file can have leads nowhere."""
+    """Return whether a path is a folder; False for invalid paths."""
     return os.path.isdir(path)
 
 
 @contextmanager
 def in_contract(path: Path) -> Iterator[None]:
-    """Give refusals with a span of the contract its text, read again from `path`.
+    """Add the text of the contract, read again from `path`, to refusals with a span of it.
 
-    A program that was not compiled from a text has empty spans, which say nothing.
+    A program that was not compiled from a text has empty spans, which are ignored.
     """
     try:
         yield
@@ -278,7 +277,7 @@ def _in_text(diagnostic: Diagnostic, path: Path) -> Diagnostic:
 
 
 def suggest_file(text: str, folder: Path) -> Suggestion | None:
-    """Return "did you mean …?" where a path leads nowhere and a file beside it has a close name."""
+    """Return "did you mean …?" for a missing path if a file beside it has a similar name."""
     close = None if is_there(folder / text) else similar_file(folder / text)
     if close is None:
         return None

@@ -1,4 +1,4 @@
-"""Modules of the user: their files are found, and none of them is run.
+"""Locating the files of user modules without running them.
 
 `importlib.util.find_spec("a.b")` would run `a`, so the folders are searched here, in the order in
 which the import system searches them.
@@ -31,7 +31,7 @@ def is_file_name(named: str) -> bool:
 
 
 def plain_name(named: str) -> str:
-    """Return the name by which a program knows the module: files without `./` and `x/../`."""
+    """Return the normalised name of the module: files without `./` and `x/../`."""
     return str(PurePosixPath(named)) if is_file_name(named) else named
 
 
@@ -54,11 +54,11 @@ def find_module(name: str, paths: Sequence[str]) -> Path | None:
 
 
 _Found = tuple[Path | None, Sequence[str]]
-"""The source of a module (None for a namespace package), and where its own modules are."""
+"""The source of a module (None for a namespace package), and its search path of submodules."""
 
 
 def _look(part: str, where: Sequence[str]) -> _Found | None:
-    """Look in folders as the import system does: package, module, and namespace last."""
+    """Search folders as the import system does: package, module, and namespace last."""
     spaces: list[str] = []
     for folder in where:
         package = Path(folder) / part
@@ -73,7 +73,7 @@ def _look(part: str, where: Sequence[str]) -> _Found | None:
 
 
 def _installed_in_place(part: str) -> _Found | None:
-    """Ask the finders that editable installations add to the import system."""
+    """Search with the finders that editable installs add to the import system."""
     for finder in sys.meta_path:
         if finder is PathFinder or not hasattr(finder, "find_spec"):
             continue

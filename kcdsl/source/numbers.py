@@ -15,9 +15,9 @@ _MAGNITUDE_LIMIT = Fraction(10) ** 100
 def exact(text: str) -> Fraction | None:
     """Return the exact value of a decimal spelling such as `12`, `.5` or `1e-3`.
 
-    None where the spelling is no number, has more than 60 digits, or is beyond 1e100 or (but for
-    0) below 1e-100: such a number is never meant, its exact value could fill the memory, and a
-    product of a few would leave the range of float64.
+    None for any other text, more than 60 digits, and magnitudes above 1e100 or (except 0) below
+    1e-100: exact values of such numbers could exhaust the memory, and products of a few would
+    overflow float64.
     """
     match = _DECIMAL.fullmatch(text)
     if match is None:
@@ -71,7 +71,7 @@ _PREFIXED = re.compile(r"[-+]?0[xXoObB][0-9a-fA-F_]+")
 
 
 def ambiguity(text: str) -> str | None:
-    """Say how other readers take a plain scalar that is not what it seems, or None."""
+    """Return how other YAML readers parse an ambiguous plain scalar, or None."""
     if _OLD_BOOL.fullmatch(text):
         return "YAML 1.1 takes it for a truth value"
     if _BASE_60.fullmatch(text):

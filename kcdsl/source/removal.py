@@ -1,4 +1,4 @@
-"""Removing entries of a mapping or items of a list from the text, and nothing else."""
+"""Edits that remove entries of a mapping or items of a list from the text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, MappingEntry, Scalar, SequenceNode
 
 SpanOf = Callable[[int], Span]
-"""The place of a part by its number. Asked for as needed: a collection may have many parts."""
+"""Returns the span of a part by index; lazy, since a collection may have many parts."""
 
 
 def remove_entry(source: SourceFile, mapping: Mapping, entry: MappingEntry) -> Edit:
-    """Return the edit that removes an entry; in block style its whole lines, comments above it
-    excepted. The mapping must have other entries."""
+    """Return the edit that removes an entry; in block style its whole lines, but no comments above
+    it. The mapping must have other entries."""
     index = next(i for i, other in enumerate(mapping.entries) if other is entry)
     (edit,) = remove_parts(source, mapping, {index})
     return edit
@@ -24,7 +24,7 @@ def remove_entry(source: SourceFile, mapping: Mapping, entry: MappingEntry) -> E
 def remove_parts(
     source: SourceFile, node: Mapping | SequenceNode, chosen: Collection[int]
 ) -> tuple[Edit, ...]:
-    """Return the edits that remove the chosen entries or items; others must be left."""
+    """Return the edits that remove the chosen entries or items; at least one must remain."""
     if isinstance(node, Mapping):
         spans = [entry.key.span.hull(entry.value.span) for entry in node.entries]
     else:
@@ -35,7 +35,7 @@ def remove_parts(
 def remove_spans(
     source: SourceFile, whole: Span, count: int, span: SpanOf, chosen: Collection[int]
 ) -> tuple[Edit, ...]:
-    """Return the edits that remove the chosen parts of a collection that has `count` of them."""
+    """Return the edits that remove the chosen parts of a collection with `count` parts."""
     if source.text[whole.start : whole.start + 1] in {"{", "["}:
         return tuple(_from_flow(count, span, chosen))
     return tuple(_from_block(source, whole, count, span, index) for index in sorted(chosen))
@@ -58,12 +58,12 @@ def _from_block(source: SourceFile, whole: Span, count: int, span: SpanOf, index
     lead = text[before:start].strip()
     if not lead or (lead == "-" and text[whole.start] == "-"):
         return Edit(Span(before, end), "")
-    # The first entry of a list item stands behind its dash.
+    # The first entry of a list item is after the dash.
     return Edit(Span(start, span(index + 1).start if index + 1 < count else end), "")
 
 
 def _line_after(text: str, end: int) -> int:
-    """Return where the line after the one that holds the last character before `end` begins."""
+    """Return the start of the line after the one with the last character before `end`."""
     if end > 0 and text[end - 1] == "\n":
         return end
     found = text.find("\n", end)
@@ -73,7 +73,7 @@ def _line_after(text: str, end: int) -> int:
 def add_field(
     source: SourceFile, node: Mapping | None, after: str, line: str, safe: bool = False
 ) -> Fix | None:
-    """Return the fix that adds `line` (`field: value`) behind a field whose value is a scalar."""
+    """Return the fix that adds `line` (`field: value`) after a field with a scalar value."""
     entry = next((e for e in node.entries if e.key.text == after), None) if node else None
     if node is None or entry is None or not isinstance(entry.value, Scalar):
         return None
@@ -91,8 +91,8 @@ def without(
     indices: Iterable[int],
     safe: bool = False,
 ) -> Fix | None:
-    """Return the fix that removes entries of a mapping or items of a list; None where nothing or
-    all would go."""
+    """Return the fix that removes entries of a mapping or items of a list; None where none or all
+    would be removed."""
     chosen = set(indices)
     if node is None or not chosen:
         return None

@@ -1,11 +1,10 @@
-"""Maps from the decoded characters of a YAML scalar to their places in the source.
+"""Maps from the decoded characters of a YAML scalar to offsets in the source.
 
 Covers plain, single-quoted, double-quoted, literal and folded scalars with chomping and
-indentation indicators, escapes, folds and CRLF. The decoding made here is compared with the value
-that the YAML parser delivered, so a map is never silently wrong: where the two differ, every
-position falls back to the span of the whole scalar, and an expression there is refused (KC999).
-No document is known for which they differ; docs/reference/spans.md says what each character maps
-to.
+indentation indicators, escapes, folds and CRLF. The decoded text is compared with the value from
+the YAML parser, so a map is never silently wrong: where they differ, every position falls back to
+the span of the whole scalar, and an expression there is refused (KC999). No such document is known;
+docs/reference/spans.md defines the map.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ class ScalarMap(NamedTuple):
     whole: Span
     pieces: tuple[tuple[int, int], ...] | None
     empty: int
-    """Where the text of a scalar without a character stands: between its quotation marks."""
+    """The offset of the text of an empty scalar: between its quotation marks."""
 
     def span(self, start: int, end: int) -> Span:
         """Return the source range of the decoded characters `[start, end)`.
 
-        One without a character, or beyond the end of the text, lies just after the character
-        before it, whatever white space follows that.
+        An empty range, or one beyond the end of the text, is placed directly after the preceding
+        character, before any white space.
         """
         if self.pieces is None:
             return self.whole
@@ -90,9 +89,9 @@ def map_scalar(source: SourceFile, scalar: Scalar) -> ScalarMap:
 
 
 def _flow(raw: str, base: int, start: int, end: int, style: str) -> list[_Piece] | None:
-    """Decode a plain or quoted scalar: line breaks fold, white space around them goes."""
+    """Decode a plain or quoted scalar: fold line breaks and drop white space around them."""
     pieces: list[_Piece] = []
-    kept = 0  # pieces before this index are not white space that a fold may remove
+    kept = 0  # a fold may remove white space only from this index on
     i = start
     while i < end:
         char = raw[i]
@@ -123,7 +122,7 @@ def _trimmed(pieces: list[_Piece]) -> int:
 
 
 def _fold(raw: str, base: int, i: int, end: int, pieces: list[_Piece]) -> int:
-    """Fold the line break at `i` and all that follow: one is a space, n + 1 are n breaks."""
+    """Fold the consecutive line breaks at `i`: one becomes a space, n + 1 become n breaks."""
     breaks: list[tuple[int, int]] = []
     while i < end and raw[i] in " \t\r\n":
         if raw[i] in "\r\n":
@@ -197,10 +196,10 @@ def _lines(raw: str, start: int) -> list[_Line]:
 
 
 def _indentation(raw: str, lines: list[_Line], text: str, *, explicit: bool) -> int:
-    """Return how many spaces before each line are not part of the text.
+    """Return the number of spaces before each line that are not part of the text.
 
-    An indicator counts from the indentation of the parent, which is not visible from here; so the
-    spaces that the decoded text begins a line with tell how many were taken away.
+    An explicit indicator is relative to the indentation of the parent, which is unknown here, so
+    the indentation is inferred from the leading spaces of the decoded text.
     """
     for line in lines:
         deep = _depth(raw[line.start : line.stop])
@@ -232,7 +231,7 @@ def _literal(raw: str, base: int, lines: list[_Line], indent: int) -> list[_Piec
 
 
 def _folded(raw: str, base: int, lines: list[_Line], indent: int) -> list[_Piece]:
-    """Join neighbouring lines of text by a space; lines that begin with white space keep theirs."""
+    """Join adjacent lines of text by a space; line breaks at more indented lines are kept."""
     pieces: list[_Piece] = []
     pending: list[_Piece] = []
     previous_is_text = False
@@ -271,7 +270,7 @@ def _chomp(pieces: list[_Piece], chomp: str) -> list[_Piece]:
 
 
 def scalar_at(source: SourceFile, offset: int) -> Scalar | None:
-    """Return the scalar that holds a place; None outside, and in a file that is not YAML."""
+    """Return the scalar at an offset; None outside, and in a file that is not YAML."""
     found = _scalars(source)
     number = bisect_right(found, offset, key=lambda scalar: scalar.span.start) - 1
     if number < 0 or offset > found[number].span.end:
@@ -281,8 +280,7 @@ def scalar_at(source: SourceFile, offset: int) -> Scalar | None:
 
 @lru_cache(maxsize=4)
 def _scalars(source: SourceFile) -> tuple[Scalar, ...]:
-    """Return the scalars of a file in their order; they are read again, which takes no longer than
-    reading them did."""
+    """Parse a file again and return its scalars in order."""
     root = parse_yaml(source, Sink())
     found = () if root is None else scalars(root)
     return tuple(sorted(found, key=lambda scalar: (scalar.span.start, scalar.span.end)))

@@ -1,7 +1,7 @@
-"""Places in TOML texts, which the reader of the standard library does not keep.
+"""Spans in TOML texts, which the parser of the standard library does not provide.
 
-A place is guessed and then proved: the text with another word there is read again, and the word
-must turn up where it should. So a comment or a text that looks like an entry deceives nobody.
+A span is guessed and then verified: the text is parsed with another word at that place, and the
+word must appear at the right path. So comments and strings that look like entries are rejected.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 
 _WORD = "kcdsl-looks-here"
 _MOST = 200
-"""Candidates that are tried; each costs one reading of the text."""
+"""The largest number of candidates to try; each costs one parse of the text."""
 _AT = re.compile(r"\(at line (\d+), column (\d+)\)$")
 
 
 def key_span(text: str, path: Sequence[str]) -> Span | None:
-    """Return where the last key of a path is written; None where that cannot be told."""
+    """Return the span of the last key of a path; None if it cannot be determined."""
     name = re.escape(path[-1])
     pattern = rf"(?<![\w-])(?:\"{name}\"|'{name}'|{name})(?![\w-])"
     for found in _candidates(pattern, text):
@@ -30,8 +30,8 @@ def key_span(text: str, path: Sequence[str]) -> Span | None:
 
 
 def text_span(text: str, path: Sequence[str | int], value: str) -> Span | None:
-    """Return the inside of the quotation marks of a text, the value at a path of keys and list
-    indices; None where it is written with escapes."""
+    """Return the span inside the quotation marks of the string at a path of keys and list indices;
+    None if it has escapes."""
     for found in _candidates(rf"(?<=[\"']){re.escape(value)}(?=[\"'])", text):
         if _at(_read(f"{text[: found.start()]}{_WORD}{text[found.end() :]}"), path) == _WORD:
             return Span(*found.span())
@@ -39,7 +39,7 @@ def text_span(text: str, path: Sequence[str | int], value: str) -> Span | None:
 
 
 def error_span(source: SourceFile, error: ValueError) -> Span:
-    """Return the place that a reading error names; the end of the text where it names none."""
+    """Return the position in a parse error; the end of the text if it has none."""
     found, end = _AT.search(str(error)), len(source.text)
     if found is None:
         return Span(end, end)

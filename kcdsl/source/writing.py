@@ -1,4 +1,4 @@
-"""Writing files that are either complete or not there."""
+"""Atomic writing of files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kcdsl.diagnostics.codes import INPUT_OUTPUT, KEY_EXISTS
 
 
 def write_bytes(path: Path, data: bytes, mode: int = 0o644, *, own_name: bool = False) -> None:
-    """Write a file in one step, replacing an older one; missing folders are made.
+    """Write a file atomically, replacing an older one; missing folders are created.
 
     Raises Refusal where that fails. For `own_name` see `NewFile`.
     """
@@ -25,12 +25,12 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o644, *, own_name: bool = 
 
 
 def _led_to(path: Path) -> Path:
-    """Return the file that a link leads to; a path that is none, or leads to no file, as it is."""
+    """Return the target file of a link; any other path unchanged."""
     if not path.is_symlink() or _takes_data(path):
         return path
     try:
         found = path.resolve()
-        if found.is_symlink():  # since Python 3.13 a circle of links raises nothing
+        if found.is_symlink():  # since Python 3.13 a cycle of links raises nothing
             raise OSError(errno.ELOOP, "a circle of links")
     except (OSError, RuntimeError) as error:
         raise refuse(
@@ -42,7 +42,7 @@ def _led_to(path: Path) -> Path:
 
 
 def _takes_data(path: Path) -> bool:
-    """Return whether a path is a device or a pipe, which nothing may take the place of."""
+    """Return whether a path is a device or a pipe, which must not be replaced."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
@@ -59,10 +59,10 @@ def _pour(path: Path, data: bytes) -> None:
 
 
 def open_to_append(path: Path) -> int:
-    """Open a regular file to read and to append, and make it where there is none.
+    """Open a regular file to read and to append; create it if missing.
 
-    Raises OSError for anything else that lies there, such as a link, also one of two names of a
-    file, or a pipe.
+    Raises OSError for anything else, such as a symbolic link, a file with several hard links, or a
+    pipe.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | _flag("O_NOFOLLOW") | _flag("O_NONBLOCK")
     descriptor = os.open(path, flags | _flag("O_BINARY"), 0o644)
@@ -78,7 +78,7 @@ def _flag(name: str) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and what is above it; raises Refusal where that fails."""
+    """Create a folder and its parents; raises Refusal where that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -96,7 +96,7 @@ def make_folder(folder: Path) -> None:
 
 
 def refuse_folder(folder: Path) -> None:
-    """Raise Refusal for a path that cannot become a folder of new files; nothing is made."""
+    """Raise Refusal for a path that cannot become a folder of new files; creates nothing."""
     place = folder.absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -116,10 +116,10 @@ def refuse_folder(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """A file to be written; `mode` holds from its first byte on.
+    """A file to be written; it has `mode` from creation on.
 
-    A link or a pipe at a path that the user named is written through. At a name that the program
-    chose (`own_name`), a folder that came from elsewhere may have brought one: it is replaced.
+    A link or a pipe at a path that the user gave is written through. At a name that the program
+    chose (`own_name`) it is replaced, since an untrusted folder may contain one.
     """
 
     path: Path
@@ -129,21 +129,20 @@ class NewFile:
 
     @property
     def poured(self) -> bool:
-        """Return whether the data go to a device or a pipe."""
+        """Return whether the data is written to a device or a pipe."""
         return not self.own_name and _takes_data(self.path)
 
 
 def result(path: Path, data: bytes) -> NewFile:
-    """Return a file of results, under a name that the program chose."""
+    """Return a result file with a name that the program chose."""
     return NewFile(path, data, 0o644, own_name=True)
 
 
 def write_together(files: Sequence[NewFile], *, replace: bool) -> None:
     """Write several files, all of them or none; raises Refusal.
 
-    At a path that the user named, a link stays, and what it leads to is written; a device or a
-    pipe takes the data as it is. Without `replace`, a file that is already there is left as it is
-    and refused.
+    At a path that the user gave, the target of a link is written, and a device or a pipe gets the
+    data directly. Without `replace`, an existing file is refused and not changed.
     """
     if replace:
         files = [f if f.own_name else replaced(f, path=_led_to(f.path)) for f in files]
@@ -184,8 +183,8 @@ def write_together(files: Sequence[NewFile], *, replace: bool) -> None:
 
 
 def refuse_targets(paths: Sequence[Path], made: Sequence[Path] = ()) -> None:
-    """Raise Refusal for a path that cannot become a file, or is to become two; the folders `made`
-    need not be there yet."""
+    """Raise Refusal for a path that cannot become a file, or occurs twice; the folders `made` need
+    not exist yet."""
     taken: set[Path] = set()
     for path in paths:
         if path.is_dir():

@@ -1,7 +1,7 @@
-"""YAML as a frozen tree of nodes with exact places.
+"""YAML as a frozen tree of nodes with exact spans.
 
-The parser of PyYAML delivers events with marks in code points; the tree, the resolution of plain
-scalars (YAML 1.2 core schema) and every restriction are ours. Nothing is constructed or executed.
+PyYAML supplies events with marks in code points; the tree, the resolution of plain scalars (YAML
+1.2 core schema) and all restrictions are implemented here. No objects are constructed from tags.
 Anchors, aliases, merge keys, tags, several documents, duplicate keys and scalars on which YAML
 1.1 and 1.2 disagree are diagnosed, each at its place.
 """
@@ -36,16 +36,16 @@ from kcdsl.source.yaml_text import NO_CHARACTER, Masked, mask_expressions, prope
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DEPTH_LIMIT = 40
 NODES = 30_000
-"""How many keys, values and collections a document may have."""
+"""The largest number of keys, values and collections of a document."""
 
 LONGEST = 2**16
-"""How many characters a key or a value may have."""
+"""The largest number of characters of a key or a value."""
 
 Value = str | int | Fraction | bool | None
 
 
 class _Broken(Enum):
-    """The value of a scalar that was reported."""
+    """The value of a scalar with a reported error."""
 
     BROKEN = "broken"
 
@@ -55,8 +55,8 @@ _BROKEN = _Broken.BROKEN
 
 class Scalar(NamedTuple):
     """A scalar: its resolved value, its decoded text, and its style
-    (`plain`, `'`, `"`, `|` or `>`). `broken` says that it was reported already, so that later
-    passes stay silent about it."""
+    (`plain`, `'`, `"`, `|` or `>`). `broken`: an error was reported, so later passes report
+    nothing about it."""
 
     value: Value
     text: str
@@ -169,7 +169,7 @@ def _in_quotes(text: str) -> str:
 
 
 class _Builder:
-    """Turns the stream of events into the tree; depth is bounded, recursion is not used."""
+    """Builds the tree from the stream of events, with bounded depth and without recursion."""
 
     def __init__(self, source: SourceFile, sink: Sink) -> None:
         self._source = source
@@ -231,7 +231,7 @@ class _Builder:
         self._sink.add(Diagnostic(code, message, self._source, span, help=help, fix=fix))
 
     def _take(self, event: yaml.Event) -> bool:
-        """Process one event; False ends the reading."""
+        """Process one event; return False to stop."""
         if isinstance(event, yaml.NodeEvent):
             self._nodes += 1
             if self._nodes > NODES:
@@ -291,7 +291,7 @@ class _Builder:
         return True
 
     def _without_properties(self, event: yaml.NodeEvent) -> Span:
-        """Report the anchor and the tag of a node; return its place without them."""
+        """Report the anchor and the tag of a node; return its span without them."""
         span = self._span(event)
         tag = getattr(event, "tag", None)
         if event.anchor is None and tag is None:
@@ -300,7 +300,7 @@ class _Builder:
         found = properties(text, span)
         if event.anchor is not None:
             place = found.anchor or span
-            # As long as an alias needs it, the anchor stays; a later round removes it.
+            # An anchor with aliases is kept; a later round of fixes removes it.
             needed = event.anchor in self._aliases
             fix = None if needed or found.anchor is None else self._removed(place, safe=True)
             help = "write the value out where its aliases stand, then remove it" if needed else None
@@ -316,7 +316,7 @@ class _Builder:
         return Span(found.end, span.end)
 
     def _removed(self, place: Span, *, safe: bool) -> Fix:
-        """Return the fix that removes a property with the white space behind it."""
+        """Return the fix that removes a property with the white space after it."""
         text, end = self._source.text, place.end
         while text[end : end + 1] in {" ", "\t"}:
             end += 1
@@ -327,7 +327,7 @@ class _Builder:
         return Fix(f"remove `{text[place.start : place.end]}`", (Edit(Span(start, end), ""),), safe)
 
     def _written_out(self, event: yaml.AliasEvent) -> Fix | None:
-        """Return the fix that writes the value of an alias, where that is one short text."""
+        """Return the fix that replaces an alias by its value, if that is a short scalar."""
         value = self._anchored.get(event.anchor or "")
         if value is None:
             return None

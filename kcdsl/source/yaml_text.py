@@ -1,11 +1,11 @@
-"""YAML as text: unquoted expressions that YAML alone would cut, anchors and tags before a node, and
-what to say about a text that is not YAML.
+"""Textual processing of YAML: masking of unquoted expressions, properties of nodes, and diagnostics
+of syntax errors.
 
 `require: forall x in points(all): ...` and `{require: quantile(0.999, kl) <= 0.02, level: L2}`
-are natural to write, but a YAML parser takes the colon after the region, and in a flow mapping the
-commas and square brackets between the round ones, for its own. Before parsing, exactly those
-characters are replaced one for one by unused characters, and put back in the decoded scalars: so
-offsets stay exact, and text in quotation marks, block scalars and comments is as it was.
+are natural to write, but a YAML parser interprets the colon after the region, and in a flow mapping
+the commas and square brackets inside calls. Before parsing, exactly those characters are replaced
+one for one by unused characters, which are restored in the decoded scalars: offsets stay exact, and
+quoted text, block scalars and comments are unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOKEN = re.compile(r"(?<![\w\"'])[A-Za-z_]\w*\(|[(),\[\]\"'{}#\r\n]")
 _ESCAPED = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8}))")
 _SPECIAL = ":,[]"
 _PRIVATE = range(0xE000, 0xF900)
-"""Characters that no text has a use for; one that has them all is left as it is."""
+"""Candidates for unused characters; a text that contains all of them is not masked."""
 
 
 class Masked(NamedTuple):
@@ -38,17 +38,17 @@ class Masked(NamedTuple):
     back: dict[int, int]
 
     def restore(self, text: str) -> str:
-        """Return a decoded scalar with its own characters."""
+        """Return a decoded scalar with the original characters."""
         return text.translate(self.back) if self.back else text
 
     def matters(self, text: str, flow: bool) -> bool:
-        """Return whether YAML alone would have misread this plain scalar of the masked text."""
+        """Return whether YAML would misinterpret this plain scalar without masking."""
         own = {self.back.get(ord(char)) for char in text} - {None} if self.back else set()
         return bool(own) if flow else ord(":") in own
 
 
 def mask_expressions(text: str) -> Masked:
-    """Replace what YAML would misread inside unquoted expressions."""
+    """Replace the characters inside unquoted expressions that YAML would interpret."""
     places = [match.start(1) for match in _QUANTIFIER.finditer(text)]
     places += _inside_calls(text)
     if not places:
@@ -68,11 +68,11 @@ def mask_expressions(text: str) -> Masked:
 def _inside_calls(text: str) -> list[int]:
     """Return the offsets of commas and square brackets inside calls closed on their line.
 
-    Quotation marks, braces and comment signs end the search: what holds them is quoted anyway.
+    Quotation marks, braces and comment signs end the search: such expressions must be quoted.
     """
     places: list[int] = []
     waiting: list[int] = []
-    frames: list[tuple[bool, int]] = []  # whether it is a call, and how many waited before it
+    frames: list[tuple[bool, int]] = []  # whether it is a call, and the earlier pending count
     for token in _TOKEN.finditer(text):
         char = token[0][-1]
         if char == "(":
@@ -98,7 +98,7 @@ _PROPERTY = re.compile(
 
 
 class Properties(NamedTuple):
-    """The places of an anchor with its `&` and of a tag with its `!`, and where the node begins."""
+    """The spans of an anchor with its `&` and a tag with its `!`, and the start of the node."""
 
     anchor: Span | None
     tag: Span | None
@@ -106,7 +106,7 @@ class Properties(NamedTuple):
 
 
 def properties(text: str, whole: Span) -> Properties:
-    """Return the properties of the node that stands at a place together with them."""
+    """Return the properties of the node in a span that includes them."""
     anchor = tag = None
     at = whole.start
     while (found := _PROPERTY.match(text, at)) is not None:
@@ -127,7 +127,7 @@ _LINE = re.compile(r"^([ \t]*+)([^\r\n])", re.MULTILINE)
 def syntax_error(
     source: SourceFile, error: yaml.MarkedYAMLError, place: Callable[[int], int]
 ) -> Diagnostic:
-    """Return the diagnostic of a syntax error; `place` turns an index of the parser's text into an
+    """Return the diagnostic of a syntax error; `place` converts an index of the parser's text to an
     offset of the file."""
     mark = error.problem_mark or error.context_mark
     at = place(mark.index) if mark is not None else 0
@@ -149,9 +149,9 @@ def syntax_error(
 
 
 def _without_tabs(text: str, at: int) -> Fix | None:
-    """Return the fix that indents by spaces, where a tab is the trouble: two for each tab in all
-    sections that are indented by tabs alone; in another section the line, as the one above, and two
-    more behind a key without a value."""
+    """Return the fix that replaces tabs in indentation: by two spaces per tab in sections that are
+    indented only by tabs; else in one line, by the indentation of the line above, plus two after a
+    key without a value."""
     start = text.rfind("\n", 0, at) + 1
     lead = _LEAD.match(text, start)
     assert lead is not None
@@ -171,7 +171,7 @@ def _without_tabs(text: str, at: int) -> Fix | None:
 
 
 def _by_tabs(text: str) -> dict[int, int]:
-    """Return the range of each indentation in the sections that are indented by tabs alone."""
+    """Return the range of each indentation in the sections that are indented only by tabs."""
     sections: list[list[re.Match[str]]] = [[]]
     for line in _LINE.finditer(text):
         if line[1]:

@@ -1,10 +1,9 @@
-"""Checks of one comparison: its direction, its tail, and whether it says anything at all.
+"""Checks of one comparison: its direction, its tail, and whether it is vacuous.
 
-A comparison is read as `left - right <= 0` (or `< 0`, after `>=` is turned round). A measured
-quantity stands *the right way round* where a worse value makes that harder to satisfy, *the wrong
-way round* where it makes it easier. All right: nothing to report. All wrong: an error. Where some
-are wrong, or the way of some cannot be shown, a warning says which, because a clause that compares
-kernels with themselves bounds no drift.
+A comparison is read as `left - right <= 0` (or `< 0`, after `>=` is reversed). A measured quantity
+has *the right direction* if a worse value makes that harder to satisfy, and *the wrong direction*
+if it makes it easier. If all are wrong, it is an error. If some are wrong or unknown, a warning
+lists them, because a clause that compares kernels with themselves bounds no drift.
 
 A *leaf* is a statistic of a metric, or the norm of a drift. Its *polarity* is 1 where the term
 grows with it, -1 where it falls, and None where neither can be shown. Sums and differences keep
@@ -48,7 +47,7 @@ def check_compare(
     """Report a comparison that bounds the harmless side, or that cannot fail or hold.
 
     `side` as in `kcdsl.check.expressions.statements.formula`. Returns False where the comparison
-    says nothing about the kernels at all, so that later checks have nothing to look at.
+    has no measured quantity, so that later checks do not apply.
     """
     if isinstance(compare.left, ir.Number) and isinstance(compare.right, ir.Number):
         reporter.error(
@@ -74,7 +73,8 @@ def check_compare(
 def _check_direction(
     compare: ir.Compare, op: str, op_span: Span, metrics: Registry, reporter: Reporter
 ) -> bool:
-    """Report the direction and the tail; False where the whole comparison is the wrong way."""
+    """Report the direction and the tail; False where the whole comparison has the wrong
+    direction."""
     bounded = 1 if op in _UPPER else -1
     found = [*leaves(compare.left, metrics, bounded), *leaves(compare.right, metrics, -bounded)]
     judged = [leaf for leaf in found if not _is_signed(leaf, metrics)]
@@ -99,19 +99,20 @@ def _check_direction(
 
 
 def _turned(source: SourceFile, op_span: Span) -> Fix | None:
-    """Return the fix that turns a comparison round; None where no operator is written there."""
+    """Return the fix that reverses a comparison; None where no operator is written there."""
     op = source.text[op_span.start : op_span.end]
     turned = op.replace("<", "\0").replace(">", "<").replace("\0", ">")
     return replacement(op_span, turned) if turned != op and op in _UPPER | _LOWER else None
 
 
 def _is_signed(leaf: Leaf, metrics: Registry) -> bool:
-    """Return whether a leaf is a signed metric without a magnitude, which is an error by itself."""
+    """Return whether a leaf is a signed metric without `abs`, which is reported separately."""
     return isinstance(leaf.term, ir.Metric) and metrics[leaf.term.name].signed
 
 
 def _is_claimed(leaf: Leaf) -> bool:
-    """Return whether a leaf is a drift of every admissible run, of which only bounds are decided."""
+    """Return whether a leaf is a drift of every admissible run, for which only bounds are
+    decided."""
     return isinstance(leaf.term, ir.Norm) and not leaf.term.of.measured
 
 
@@ -153,7 +154,7 @@ def _check_tails(right: Sequence[Leaf], reporter: Reporter) -> None:
 
 
 def _check_tail(statistic: ir.Statistic, from_above: bool, reporter: Reporter) -> None:
-    """Report a statistic that looks at the values on the other side than the bound."""
+    """Report a statistic of the tail opposite to the bound."""
     half = Fraction(1, 2)
     q = statistic.q
     match statistic.kind:
@@ -209,7 +210,7 @@ def _check_vacuous(compare: ir.Compare, op: str, metrics: Registry, reporter: Re
 
 
 def _as_percent(bound: ir.Term, source: SourceFile) -> str | None:
-    """Return the help for a share that is written as a number of percent without the sign."""
+    """Return the help for a share that is written as a percentage without `%`."""
     if not isinstance(bound, ir.Number) or bound.dimension != "ratio" or not 1 < bound.value <= 100:
         return None
     written = source.text[bound.span.start : bound.span.end]
@@ -217,7 +218,8 @@ def _as_percent(bound: ir.Term, source: SourceFile) -> str | None:
 
 
 def _settled(small: Interval, large: Interval, equal: bool) -> tuple[bool, bool]:
-    """Return whether `small <= large` (`<` unless `equal`) always holds, and whether it never."""
+    """Return whether `small <= large` (`<` unless `equal`) always holds, and whether it never
+    does."""
     always = _below(small.high, large.low, not equal)
     never = _below(large.high, small.low, equal)
     return always, never
@@ -266,7 +268,7 @@ def check_threshold(
     side: int,
     against: bool,
 ) -> bool:
-    """Check a comparison as `check_compare` does, for every value that its threshold can have."""
+    """Check a comparison as `check_compare` does, for every value of its threshold."""
     if not isinstance(compare.right, ir.TableValue):
         return check_compare(compare, op_span, scope.metrics, reporter, side, against)
     table = scope.tables[compare.right.name]
@@ -288,9 +290,8 @@ def check_threshold(
 
 
 class Leaf(NamedTuple):
-    """One measured quantity in a term: `better` says which of its values are good (None: the
-    language does not say), `subject` names it in a message, `statistic` is what it stands in and
-    `outer` the polarity of that statistic."""
+    """One measured quantity in a term: `better` is its better direction (None: unknown), `subject`
+    its name in messages, `statistic` the enclosing statistic and `outer` the polarity of that."""
 
     term: ir.Term
     better: str | None
@@ -366,7 +367,7 @@ def sign(term: ir.Term, metrics: Registry) -> int | None:
 
 
 def range_of(term: ir.Term, metrics: Registry) -> Interval:
-    """Return an interval that holds every value of a term."""
+    """Return an interval that contains every value of a term."""
     return interval(term, _known(term, metrics))
 
 

@@ -43,7 +43,7 @@ def value_sort(value: str | Fraction | bool) -> str:
 
 
 def field_sorts(slices: Sequence[ir.Slice | None], data: str | None) -> Mapping[str, str]:
-    """Return what the slices on one data file take its fields for, by the first test of each."""
+    """Return the sorts of the fields of one data file, by the first test of each in slices."""
     found = {LENGTH: "Int"}
     for item in slices:
         if item is not None and (item.data or data) == data:
@@ -59,9 +59,9 @@ def check_fields(
     data: str | None,
     reporter: Reporter,
 ) -> None:
-    """Report a field that is taken for two sorts; `data` is that of slices that name none.
+    """Report a field that is used with two sorts; `data` is the default data of slices.
 
-    Slices from other files are compared with, and not reported: their own file is checked.
+    Imported slices are compared but not reported, since their own file is checked.
     """
     by_data: dict[str | None, dict[str, tuple[str, Span | None]]] = {}
     for item in imported:
@@ -104,7 +104,7 @@ def _compare(
 
 
 _NEAR = 0.8
-"""How alike two names are that may be meant for each other; 1 is equal."""
+"""The least similarity of a misspelt name; 1 is equal."""
 
 
 def _words(expression: ast.Expression) -> str:
@@ -201,8 +201,8 @@ def _value(expression: ast.Expression, reporter: Reporter) -> str | Fraction | b
 
 
 def _in_quotes(source: SourceFile, span: Span) -> Fix | None:
-    """Return the fix that quotes a name, by the marks that its scalar does not use; none where the
-    scalar begins with the name, and would end with it."""
+    """Return the fix that quotes a name with the marks that its scalar does not use; None where the
+    scalar begins with the name, and the marks would become those of the scalar."""
     from kcdsl.source.scalar_map import scalar_at
 
     scalar = scalar_at(source, span.start)
@@ -214,7 +214,7 @@ def _in_quotes(source: SourceFile, span: Span) -> Fix | None:
 
 
 def _doubt(field: ast.Name, reporter: Reporter) -> None:
-    """Warn of a field whose name is nearly that of the one which every request has."""
+    """Warn of a field whose name is similar to `length`."""
     if field.id != LENGTH and _nearly(field.id, LENGTH):
         reporter.warning(
             codes.DOUBTFUL_NAME,
@@ -225,7 +225,7 @@ def _doubt(field: ast.Name, reporter: Reporter) -> None:
 
 
 def _nearly(name: str, other: str) -> bool:
-    # No more letters can agree than both have; so most names need no closer look.
+    # An upper bound of the similarity, which rules out most names quickly.
     common = sum(min(name.count(letter), other.count(letter)) for letter in set(name))
     if 2 * common < _NEAR * (len(name) + len(other)):
         return False
@@ -268,14 +268,14 @@ TRACE_FIELDS: tuple[str, ...] = (
     "sampling_params",
     "replay_signature",
 )
-"""The payload that replay and attribution need; a contract may require others as well."""
+"""The fields that replay and attribution need; a contract may require others as well."""
 
 _ALWAYS = ("build_fingerprint", "request_shape")
-"""Without these nobody can run the request again on the kernels that served it."""
+"""Fields that are needed to repeat a request on the kernels that served it."""
 _DRAWN = frozenset({"sampled", "text", "rewards", "outcomes", "rollouts", "advantages"})
-"""Data that depend on how tokens were drawn; replay needs the seed and the sampling parameters."""
+"""Data that depend on sampling; replay needs the seed and the sampling parameters."""
 _TIMED = frozenset({"timing", "memory"})
-"""Data that a run does not repeat exactly; everything else replays to the same signature."""
+"""Data that repeated runs do not reproduce exactly; all else replays to the same signature."""
 
 
 def doubtful(name: str) -> str | None:
@@ -356,7 +356,8 @@ def _slices_of(clause: Clause) -> tuple[str, ...]:
 
 
 def _covered(field: str, place: str, observing: Sequence[Clause], slices: dict[str, Slice]) -> bool:
-    """Return whether some clause requires the field on a slice, or on all the data of that slice."""
+    """Return whether some clause requires the field on a slice, or on all the data of that
+    slice."""
     here = slices.get(place)
     for clause in observing:
         if field not in fields_of(clause.require):

@@ -66,7 +66,7 @@ def align(left: Typed, right: Typed, span: Span, reporter: Reporter) -> tuple[Ty
 
 
 def _needed(left: Typed, right: Typed) -> str | None:
-    """Say which dimension a number beside something else should have."""
+    """Return a help text with the dimension that a number should have."""
     for one, other in ((left, right), (right, left)):
         if isinstance(one.term, ir.Number) and not isinstance(other.term, ir.Number):
             shown = sample(other.dimension)
@@ -246,14 +246,14 @@ def statistic(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | None:
 
 
 def _alone(call: ast.Call) -> Fix:
-    """Return the fix that takes a function away from its last argument."""
+    """Return the fix that removes a function around its last argument."""
     inner = call.arguments[-1].span
     edits = (Edit(Span(call.span.start, inner.start), ""), Edit(Span(inner.end, call.span.end), ""))
     return Fix(f"remove `{call.function.id}`", edits, safe=False)
 
 
 def _range_over(expression: ast.Expression, inner: Typed, scope: Scope, reporter: Reporter) -> bool:
-    """Report what has no values to range over, or values of different things."""
+    """Report an argument without values to range over, or with values of different units."""
     metrics = metrics_of(inner.term)
     if not metrics:
         reporter.error(
@@ -316,7 +316,7 @@ def _level(expression: ast.Expression, reporter: Reporter) -> Fraction | None:
 
 
 def pointwise(expression: ast.Expression, scope: Scope, reporter: Reporter) -> Typed | None:
-    """Type what a statistic ranges over: a metric, its magnitude, or arithmetic of them."""
+    """Type the argument of a statistic: a metric, its magnitude, or arithmetic of them."""
     match expression:
         case ast.Name():
             definition = metric_reference(expression, scope, reporter)

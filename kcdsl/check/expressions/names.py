@@ -37,7 +37,7 @@ OTHER_NAMES = {
 
 
 class FunctionGroup(StrEnum):
-    """Where a function may stand."""
+    """The contexts of functions."""
 
     STATISTIC = "statistic"
     NORM = "norm"
@@ -48,7 +48,7 @@ class FunctionGroup(StrEnum):
 
 
 class FunctionParameter(NamedTuple):
-    """One parameter of a function; `usage` is how messages write it, by default its name."""
+    """One parameter of a function; `usage` is its form in messages, by default its name."""
 
     name: str
     meaning: str
@@ -59,7 +59,7 @@ class FunctionParameter(NamedTuple):
 class Function(NamedTuple):
     """A function of the language: its parameters, the sort of its value and its meaning.
 
-    `snippet` is what a completion inserts, with the places to fill in as editors mark them.
+    `snippet` is the text that a completion inserts, with editor placeholders.
     """
 
     name: str
@@ -267,8 +267,8 @@ def all_functions() -> tuple[Function, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The names at a place: the declared slices and the bound variables, with their places, and the
-    declared tables (None for one in error)."""
+    """The names in scope: declared slices and bound variables, with their spans, and declared
+    tables (None for one in error)."""
 
     slices: Mapping[str, Span]
     variables: Mapping[str, Span]
@@ -321,7 +321,7 @@ def quantity(number: ast.Num, reporter: Reporter) -> tuple[Fraction, Dimension, 
 
 
 def other_unit(name: str) -> str:
-    """Return what to write in place of something that is no unit."""
+    """Return the suggestion for an unknown unit."""
     if name in NO_UNITS:
         return NO_UNITS[name]
     known = SPELLINGS.get(name.lower())
@@ -346,7 +346,7 @@ def single_comparison(
 
 
 def _unchained(expression: ast.ComparisonChain, source: SourceFile) -> Fix | None:
-    """Return the fix that writes the middle of a chain twice; None where it runs over lines."""
+    """Return the fix that repeats the middle of a chain; None for a chain on several lines."""
     if len(expression.ops) > 2:
         return None
     middle = expression.operands[1].span

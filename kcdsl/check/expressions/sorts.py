@@ -1,8 +1,8 @@
-"""The sorts of expressions: what each part of a requirement or predicate is.
+"""The sorts (types) of expressions in requirements and predicates.
 
-`sorts` gives the sort of every sub-expression with its place, `sort_at` that of the smallest one at
-an offset. Both are total: what has no sort, because it is in error, is `UNKNOWN`. The passes that
-report errors take the words of their messages from here.
+`sorts` returns the sort of every sub-expression with its span, `sort_at` that of the smallest one
+at an offset. Both are total: an expression in error has the sort `UNKNOWN`. The passes that report
+errors use these names in their messages.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kcdsl.units import NATS, ONE, RATIO, UNITS, Dimension, takes_bare_numbers
 class Real(NamedTuple):
     """A number with a dimension.
 
-    `unit` is how it is shown. `counted` says what it has one value of (`per`), or ranges over
-    (`over`); None for a constant. `bare` marks a constant without a unit.
+    `unit` is its displayed unit. `counted` is the unit that it has one value of (`per`), or ranges
+    over (`over`); None for a constant. `bare` marks a constant without a unit.
     """
 
     dimension: Dimension = ONE
@@ -78,7 +78,7 @@ class ListSort(NamedTuple):
 Sort = Real | Matrix | NameSort | ListSort
 BOOL, INT, SEQUENCE = NameSort("Bool"), NameSort("Int"), NameSort("Sequence[Token]")
 UNKNOWN = NameSort("unknown")
-"""The sort of what is in error, or of a field that nothing tells about."""
+"""The sort of an expression in error, or of a field of unknown sort."""
 BLOCK_SORT, SLICE, REGION, TRACE = (
     NameSort("Block"),
     NameSort("Slice"),
@@ -111,7 +111,7 @@ NAMES = (
 
 
 def shown_unit(dimension: Dimension) -> str:
-    """Return a dimension as the sorts show it: "" for plain numbers."""
+    """Return the displayed unit of a dimension: "" for plain numbers."""
     return _SHOWN_UNITS.get(dimension, str(dimension).replace("nat", "nats"))
 
 
@@ -125,7 +125,7 @@ def sort_of(
 ) -> Sort:
     """Return the sort of an expression.
 
-    `fields` is given for the predicate of a slice: the sorts of the fields that are known.
+    `fields` is given for the predicate of a slice: the known sorts of fields.
     """
     return _Sorter(scope, fields).sort(expression)
 
@@ -133,8 +133,8 @@ def sort_of(
 def sorts(
     expression: ast.Expression, scope: Scope, fields: Mapping[str, str] | None = None
 ) -> tuple[tuple[Span, Sort], ...]:
-    """Return the sort of every sub-expression with its place, in the order of the text; an outer
-    expression comes before those inside it."""
+    """Return the sort of every sub-expression with its span, in source order; an outer expression
+    precedes its parts."""
     sorter = _Sorter(scope, fields)
     sorter.sort(expression)
     return tuple(sorted(sorter.found, key=lambda item: (item[0].start, -item[0].end)))
@@ -146,8 +146,8 @@ def sort_at(
     offset: int,
     fields: Mapping[str, str] | None = None,
 ) -> tuple[Span, Sort] | None:
-    """Return place and sort of the smallest sub-expression that holds an offset of the file, or
-    None outside the expression."""
+    """Return span and sort of the smallest sub-expression at an offset of the file, or None outside
+    the expression."""
     inside = [
         item for item in sorts(expression, scope, fields) if item[0].start <= offset < item[0].end
     ]
@@ -157,7 +157,7 @@ def sort_at(
 def described(
     expression: ast.Expression, scope: Scope, fields: Mapping[str, str] | None = None
 ) -> str:
-    """Return what a message calls an expression: its sort, or its form where it has none."""
+    """Return the description of an expression in messages: its sort, or else its form."""
     sort = sort_of(expression, scope, fields)
     if sort != UNKNOWN:
         return str(sort)
@@ -179,14 +179,14 @@ def wrong_sort(
     *,
     fix: Fix | None = None,
 ) -> None:
-    """Report an expression that stands in the place of another sort."""
+    """Report an expression of the wrong sort."""
     message = f"a {wanted} is needed here, not {described(found, scope)}"
     reporter.error(WRONG_SORT, message, found.span, help, fix=fix)
 
 
 @dataclass(slots=True)
 class _Sorter:
-    """Walks over an expression; `found` collects every part with its sort."""
+    """Visits an expression; `found` collects every part with its sort."""
 
     scope: Scope
     fields: Mapping[str, str] | None
@@ -301,7 +301,7 @@ class _Sorter:
         return UNKNOWN
 
     def _with(self, call: ast.Call, first: tuple[Sort, ...], found: Sort) -> Sort:
-        """Sort the arguments of a call; the first ones are names of a kind of their own."""
+        """Sort the arguments of a call; the first ones are names with the sorts `first`."""
         for position, argument in enumerate(call.arguments):
             if position < len(first) and isinstance(argument, ast.Name):
                 self._keep(argument, self._named(argument.id, first[position]))
@@ -345,8 +345,8 @@ class _Sorter:
 
 
 def _variable(region: str) -> Sort:
-    """Return the sort of a bound variable: a ball or hull is made of the states that enter a
-    block, not of tokens."""
+    """Return the sort of a bound variable: elements of a ball or hull are input states of a block,
+    not tokens."""
     if region == "points":
         return SEQUENCE
     return STATES if region in REGIONS else UNKNOWN
@@ -372,10 +372,10 @@ def _of_statistic(name: str, of: Sort) -> Sort:
 
 
 def counted_by(statistic: str, counted: Counted | str) -> str:
-    """Return what a statistic of a metric ranges over.
+    """Return the unit over which a statistic of a metric ranges.
 
-    A percentile ranges over requests, each by the worst of its tokens; a mean, a rate, a maximum
-    and a minimum range over every value.
+    A percentile ranges over requests, each represented by its worst token; a mean, a rate, a
+    maximum and a minimum range over every value.
     """
     ranks = statistic == "quantile" or PERCENTILE.fullmatch(statistic) is not None
     return "requests" if ranks and counted == "token" else f"{counted}s"
@@ -391,7 +391,7 @@ def _combined(op: str, left: Sort, right: Sort) -> Sort:
     if not relation:
         relation, counted = right.relation, right.counted
     elif right.relation and (right.relation, right.counted) != (relation, counted):
-        # An aggregate, one number per window, is a number as a statistic is one.
+        # An aggregate has one number per window and is treated like a statistic.
         if not (_is_one_number(left) and _is_one_number(right)):
             return UNKNOWN
         relation = counted = ""

@@ -232,7 +232,7 @@ def _region(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Region | Non
 
 
 def _longest(expression: ast.Expression, reporter: Reporter) -> int | None:
-    """Return of how many rows a sequence of a region is at most."""
+    """Return the largest number of rows of a sequence of a region."""
     number = expression.of if isinstance(expression, ast.Minus) else expression
     whole = isinstance(number, ast.Num) and number.unit is None and number.value.denominator == 1
     if not whole or not isinstance(number, ast.Num):
@@ -346,7 +346,7 @@ def _has(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | None:
 
 
 def _is_field(name: str, span: Span, reporter: Reporter) -> bool:
-    """Report a statement in the place of the name of a field."""
+    """Report a statement where the name of a field is expected."""
     if _FIELD.fullmatch(name):
         return True
     reporter.error(
@@ -361,7 +361,7 @@ def _is_field(name: str, span: Span, reporter: Reporter) -> bool:
 def trace_fields(
     fields: list[tuple[str, Span]], span: Span, reporter: Reporter
 ) -> ir.HasFields | None:
-    """Check the fields that every trace record must carry."""
+    """Check the fields that every trace record must have."""
     if not fields:
         reporter.error(
             codes.WRONG_ARGUMENTS,

@@ -1,7 +1,7 @@
 """Typing of terms: from syntax to IR terms with their dimension.
 
-Every function returns None after an error that it reported; callers treat None as poison and stay
-silent, so one mistake gives one diagnostic.
+Every function returns None after it reported an error; callers then report nothing more, so one
+mistake gives one diagnostic.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kcdsl.units import (
 )
 
 _FINE_LEVEL = re.compile(r"p(9[0-9]{2,})")
-"""A percentile as people write it that has more than two digits: p999, p9999."""
+"""A common spelling of percentiles with more than two digits: p999, p9999."""
 
 
 def drift(expression: ast.Expression, scope: Scope, reporter: Reporter) -> ir.Drift | None:
@@ -162,7 +162,7 @@ def block_name(expression: ast.Expression, scope: Scope, reporter: Reporter) -> 
 
 
 def _blocks_like(name: str) -> list[str]:
-    """Return a block of each kind, with the number that a name ends in."""
+    """Return a block of each kind, with the number at the end of a name."""
     number = re.search(r"(?<![0-9])(?:0|[1-9][0-9]*)$", name)
     return [block.replace("0", number[0] if number else "0") for block in BLOCK_EXAMPLES]
 
@@ -189,7 +189,7 @@ def variable_name(expression: ast.Expression, scope: Scope, reporter: Reporter) 
 def check_input(
     block: str | None, variable: ast.Expression, scope: Scope, reporter: Reporter
 ) -> bool:
-    """Report states where the block takes tokens: only blocks inside the model take states."""
+    """Report states as the input of a block that takes tokens: only inner blocks take states."""
     if block != "model" or not isinstance(variable, ast.Name):
         return True
     region = scope.regions.get(variable.id, "points")

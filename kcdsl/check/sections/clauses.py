@@ -1,4 +1,4 @@
-"""From raw clauses to clauses of the IR: requirement, family, slices, budget, level, action."""
+"""Checking of raw clauses: requirement, family, slices, budget, level, action."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Context(NamedTuple):
 
 
 def check_clause(raw: RawClause, scope: Scope, reporter: Reporter) -> ir.Clause | None:
-    """Type one clause; None after an error, which the sink then holds."""
+    """Type one clause; None after an error, which is in the sink."""
     context = _Context(raw, scope, reporter)
     against = _override(context)
     requirement, text = _requirement(context, against)
@@ -117,7 +117,7 @@ def _requirement(context: _Context, against: bool) -> tuple[ir.Formula | None, s
 
 
 def _check_tables(requirement: ir.Formula, reporter: Reporter) -> None:
-    """Report a second table: a clause is decided for one bucket at a time."""
+    """Report a second table in a clause."""
     first: ir.TableValue | None = None
     for term in terms_of(requirement):
         if not isinstance(term, ir.TableValue):
@@ -195,7 +195,7 @@ def _evidence(context: _Context) -> ir.EvidenceKind | None:
 def _word(
     context: _Context, field: str, what: str, allowed: Collection[str], shown: list[str]
 ) -> Scalar | None:
-    """Return the word of a field; None where it is absent, or another than those allowed."""
+    """Return the word of a field; None where it is missing or not allowed."""
     node = context.raw.node(field)
     if node is None or (isinstance(node, Scalar) and node.text in allowed):
         return node
@@ -303,7 +303,7 @@ def _applied_slices(
 
 
 def _only_slice(context: _Context) -> Fix | None:
-    """Return the fix that names the only slice that there is."""
+    """Return the fix that names the only declared slice."""
     if len(context.scope.slices) != 1:
         return None
     (name,) = context.scope.slices
@@ -318,7 +318,7 @@ def _declared_family(context: _Context) -> tuple[ir.Family, Span] | None:
 
 
 def families_of(requirement: ir.Formula, metrics: Registry) -> Iterator[tuple[ir.Family, Span]]:
-    """Yield the family of each part of a requirement with its place."""
+    """Yield the family of each part of a requirement with its span."""
     for part in walk(requirement):
         match part:
             case ir.NoFlip(span=span):

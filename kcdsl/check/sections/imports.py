@@ -1,4 +1,4 @@
-"""The section `imports`: from the names of a library to slices, kernels and tables."""
+"""The section `imports`: resolving names to slices, kernels and tables of libraries."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def resolve_imports(
     reporter: Reporter,
     loader: Loader,
 ) -> tuple[Import, ...]:
-    """Read what the imports name; errors are in the sink.
+    """Resolve imports; errors are in the sink, and parts in error are left out.
 
-    `taken` holds the places of the names declared in the importing file, by `IMPORTED`, and gets
-    those that are imported. What is in error is left out.
+    `taken` has the spans of the names declared in the importing file, by `IMPORTED`; imported names
+    are added.
     """
     return tuple(_resolve(raw, folder, taken, reporter, loader) for raw in raws)
 
@@ -149,7 +149,7 @@ def _check_digest(raw: RawImport, loaded: Loaded, reporter: Reporter) -> None:
 
 
 def _insert_digest(source: SourceFile, raw: RawImport, digest: str) -> Edit:
-    """Return the edit that states a digest behind the file."""
+    """Return the edit that adds the digest after the file."""
     entry = next(e for e in raw.node.entries if e.key.text == "file")
     text, end = source.text, entry.value.span.end
     if text[raw.node.span.start] == "{":
@@ -174,11 +174,11 @@ def _chosen(
     library: ir.Library,
     reporter: Reporter,
 ) -> list[tuple[RawName, Part]]:
-    """Return what the names mean in the library; report those that it does not declare."""
+    """Return the parts of a library by name; report names that it does not declare."""
     found = []
     for name in fresh.get(what, ()):
         part = offered.get(name.theirs.text)
-        if isinstance(part, ir.KernelRef):  # its place in the library is none of the contract
+        if isinstance(part, ir.KernelRef):  # its span in the library is not one of the contract
             part = replace(part, span=name.theirs.span)
         if part is not None:
             found.append((name, part))
@@ -203,9 +203,9 @@ def report_unused(
     used: Mapping[str, frozenset[str]],
     reporter: Reporter,
 ) -> None:
-    """Warn of imported names that no clause speaks of; `used` has the names in use by kind.
+    """Warn of imported names that no clause uses; `used` has the used names by kind.
 
-    Kernels are always in use. The fix removes the names, the field or the import.
+    Kernels always count as used. The fix removes the names, the field or the import.
     """
     for position, raw in enumerate(raws):
         idle = {

@@ -1,4 +1,4 @@
-"""The sections `model` and `kernels`: names that must be known, numerics kept as plain data."""
+"""The sections `model` and `kernels`: checked names, and numerics as plain data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
 }
 _NUMBERS = {"tile", "exp_ulps", "shards", *_NUMERICS_FIELDS["linears"]}
 _BY_NAME = {"input_scale", "input_zero_point", "key_scale", "value_scale", "quantisers"}
-"""Numbers that may stand in mappings of names of linears or tensors, and in lists; kept as
+"""Numbers that may be in mappings from names of linears or tensors, and in lists; kept as
 written."""
 _AS_WRITTEN = {"least_scale", "amax_limit", "batch_amax"}
 """Numbers that are kept as written, as decimals or float.hex()."""
@@ -193,7 +193,7 @@ def read_kernel(raw: RawKernel | None, reporter: Reporter) -> KernelRef | None:
         read_checkpoint(raw, reader),
     )
     if raw.run.text in (*SERVERS, *RECORDED) and raw.numerics is None:
-        return kernel  # it claims nothing
+        return kernel  # it claims no numerics
     if kernel.own_file is not None and raw.numerics is None:
         return kernel
     _check_numerics(kernel, raw, reporter, whole=len(reporter.sink.found) == before)
@@ -208,11 +208,11 @@ def _other_adapter(name: str) -> str:
 
 
 def _check_numerics(kernel: KernelRef, raw: RawKernel, reporter: Reporter, whole: bool) -> None:
-    """Report numerics that have no meaning, at the value that is named or the whole mapping.
+    """Report invalid numerics, at the named value or at the whole mapping.
 
-    A value that is refused is taken out, and the others are tried again. Once something is
-    missing, as it is from the start unless the numerics are `whole`, only values that are never
-    allowed are reported, for what they have to do with each other may be of no account.
+    A refused value is removed, and the others are checked again. Once a value is missing (from the
+    start unless the numerics are `whole`), only values that are never allowed are reported, because
+    inconsistencies may be due to the missing value.
     """
     leaves = dict(_leaves(raw.numerics)) if raw.numerics is not None else {}
     numerics = kernel.numerics
@@ -237,10 +237,10 @@ def _check_numerics(kernel: KernelRef, raw: RawKernel, reporter: Reporter, whole
 
 
 def _without(numerics: Pairs, name: str) -> Pairs:
-    """Return the numerics without a value, which a section may hold."""
+    """Return the numerics without a value, which may be in a section."""
     found: list[tuple[str, object]] = []
     for key, value in numerics:
-        rest = name.removeprefix(f"{key}.")  # a key may hold dots: it may be the name of a linear
+        rest = name.removeprefix(f"{key}.")  # a key may contain dots, as a name of a linear
         if rest != name and isinstance(value, tuple):
             found.append((key, _without(value, rest)))
         elif key != name and rest == name:
@@ -249,7 +249,7 @@ def _without(numerics: Pairs, name: str) -> Pairs:
 
 
 def _instead(help: str | None, span: Span) -> Fix | None:
-    """Return the fix that writes the word which an advice suggests."""
+    """Return the fix that writes the word suggested by a help text."""
     word = _MEANT.match(help or "")
     return None if word is None else replacement(span, word[1])
 
@@ -293,7 +293,7 @@ def _pairs(node: Mapping, section: str, reader: StructureReader) -> Pairs:
 
 
 def _overrides(node: Node, reader: StructureReader) -> Pairs:
-    """Return what linears have of their own, by their names."""
+    """Return the overrides, by names of linears."""
     if not isinstance(node, Mapping):
         wanted = "a mapping of linears"
         reader.reporter.error(
@@ -321,7 +321,7 @@ def _overrides(node: Node, reader: StructureReader) -> Pairs:
 
 
 def _written(node: Node, name: str, reader: StructureReader) -> object:
-    """Return numbers as one text, also those of a list; of a mapping sorted pairs of these."""
+    """Return a number or list of numbers as one text, and a mapping as sorted pairs of these."""
     match node:
         case Scalar() if isinstance(node.value, int | Fraction | str) and node.value is not True:
             return node.text

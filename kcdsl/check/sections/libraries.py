@@ -24,21 +24,21 @@ from kcdsl.source.files import is_file, is_folder, read_source
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
 
 FILE_LIMIT = 64
-"""Most libraries behind one contract."""
+"""The largest number of libraries of a contract."""
 DEPTH_LIMIT = 8
-"""Longest chain of libraries that import each other."""
+"""The largest depth of nested imports."""
 OUTSIDE = "leads outside of the contract's folder"
 SIZE_LIMIT = 2**20
 """Largest library in bytes."""
 Texts = abc.Mapping[Path, SourceFile]
-"""Texts that count instead of the files at their paths, such as those open in an editor."""
+"""Texts that replace the files at their paths, such as open documents of an editor."""
 _STEP = re.compile(r"[^\x00-\x1f\x7f/\\:]+")
 _PACKAGE = "package:"
 
 
 class Loaded(NamedTuple):
-    """A file that an import names; `library` is None where it is none, or has errors, and then
-    `problem` says why in a few words."""
+    """The file of an import; `library` is None if it is no library or has errors, with the reason
+    in `problem`."""
 
     path: Path
     source: SourceFile | None
@@ -47,14 +47,14 @@ class Loaded(NamedTuple):
 
     @property
     def digest(self) -> str | None:
-        """Return the digest of what the library means."""
+        """Return the digest of the library's meaning."""
         return None if self.library is None else library_digest(self.library)
 
 
 @dataclass(slots=True)
 class Loader:
-    """Reads libraries, each once; their own findings go to the sink. `folder` is that of the
-    contract, below which they lie, if the user does not allow more."""
+    """Reads libraries, each once; their findings go to the sink. They must lie below `folder`, that
+    of the contract, unless the user allows other folders."""
 
     sink: Sink
     folder: Path | None = None
@@ -116,7 +116,7 @@ class Loader:
 
 
 def _identity(path: Path) -> object:
-    """Return what tells files apart, links included."""
+    """Return the identity of a file, equal for all links to it."""
     try:
         found = path.stat()
     except OSError:
@@ -135,7 +135,7 @@ class LibraryAnalysis(NamedTuple):
 def analyse_library(
     root: Node | None, reporter: Reporter, folder: Path | None, loader: Loader
 ) -> LibraryAnalysis:
-    """Check a library; `folder` is the one that its imports are relative to."""
+    """Check a library; its imports are relative to `folder`."""
     from kcdsl.check.sections.imports import resolve_imports
 
     if not isinstance(root, Mapping):
@@ -189,10 +189,10 @@ def _check_data(scalar: Scalar, reporter: Reporter) -> None:
 
 
 def path_problem(text: str) -> str | None:
-    """Return why a text is no path that a library may be found by, or None.
+    """Return why a text is no valid path of a library, or None.
 
-    A path is relative and of plain steps; steps up (`..`) come first, so that it means the same
-    whatever links there are on the way.
+    A path must be relative and normalised; `..` may only be at the start, so that links cannot
+    change its meaning.
     """
     if text.startswith(("/", "~")) or re.match(r"[A-Za-z]:", text):
         return "needs a relative path"
@@ -214,15 +214,14 @@ def plain_path(data: str | None) -> str | None:
 
 
 def rebase(data: str | None, file: str) -> str | None:
-    """Return the data path of a library as the importing file would name it."""
+    """Return the data path of a library relative to the importing file."""
     if data is None or data.startswith(_PACKAGE):
         return data
     return posixpath.normpath(posixpath.join(posixpath.dirname(file), data))
 
 
 class Import(NamedTuple):
-    """One import, resolved: what it brings, under the names used here and with paths relative to
-    the importing file. Their spans are in the importing file."""
+    """A resolved import: its parts, with names, paths and spans of the importing file."""
 
     file: str
     span: Span
@@ -233,7 +232,7 @@ class Import(NamedTuple):
 
 
 def collide(what: str, name: Scalar, taken: dict[str, Span], reporter: Reporter) -> bool:
-    """Report a name that is declared here as well; else take it."""
+    """Report a name that is already declared; else add it to `taken`."""
     if name.text in taken:
         reporter.error(
             DUPLICATE_IDENTIFIER,

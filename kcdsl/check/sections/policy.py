@@ -34,13 +34,13 @@ _CONSTANTS = ("temperature", "reward_range", "advantage_max", "score_norm_max")
 
 @dataclass(slots=True)
 class _Stated:
-    """The rows that a contract states, each action with its place."""
+    """The rows of a contract, each action with its span."""
 
     levels: dict[Level, Scalar] = field(default_factory=dict)
     cells: dict[tuple[Family, Level], Scalar] = field(default_factory=dict)
 
     def place(self, family: Family, level: Level) -> Span | None:
-        """Return the place that gives a cell its action; None for a default."""
+        """Return the span that sets the action of a cell; None for a default."""
         scalar = self.cells.get((family, level)) or self.levels.get(level)
         return None if scalar is None else scalar.span
 
@@ -107,7 +107,7 @@ def _health(node: Mapping | None, reader: StructureReader) -> tuple[Fraction, Fr
 
 
 def _report_weakened(escalation: Escalation, stated: _Stated, reader: StructureReader) -> None:
-    """Point at the entry that makes cells too mild, once for all families that it does so for."""
+    """Report each entry that makes cells too mild, once for all its families."""
     places: dict[tuple[Span, str], list[Weakness]] = {}
     for weakness in weakened(escalation):
         span = stated.place(weakness.family, weakness.level)
@@ -163,7 +163,7 @@ def _family(parent: Mapping, name: str, reader: StructureReader, stated: _Stated
 def _keep_first(
     reader: StructureReader, row: Mapping, entry: MappingEntry, first: Scalar
 ) -> Fix | None:
-    """Return the fix that removes the second of two actions; safe where both are the same."""
+    """Return the fix that removes the second of two actions; safe if both are equal."""
     same = isinstance(entry.value, Scalar) and entry.value.text == first.text
     return without(reader.reporter.source, row, [row.entries.index(entry)], safe=same)
 
@@ -184,7 +184,7 @@ def check_actions(
     escalation: Escalation,
     reporter: Reporter,
 ) -> None:
-    """Warn of clauses whose own action is of a milder kind than the policy's for their level."""
+    """Warn of clauses whose own action is milder than that of the policy for their level."""
     for raw, clause in zip(raws, clauses, strict=True):
         if clause is None or clause.action is None:
             continue

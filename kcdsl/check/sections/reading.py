@@ -42,11 +42,11 @@ _FIRST_FIELDS = {
     "activations": "format",
     "kv_cache": "format",
 }
-"""Mappings and the field that people mean who write a text in their place."""
+"""Mappings and the field that is probably meant by a text in their place."""
 
 
 class StructureReader(NamedTuple):
-    """Reads fields of mappings and reports what does not fit."""
+    """Reads fields of mappings and reports errors."""
 
     reporter: Reporter
 
@@ -58,7 +58,7 @@ class StructureReader(NamedTuple):
         required: Collection[str] = (),
         skeletons: Lines = MappingProxyType({}),
     ) -> None:
-        """Report unknown fields, and missing ones that none of these seems to be; `skeletons` has
+        """Report unknown fields, and missing ones that are not probably misspelt; `skeletons` has
         the lines that fixes add."""
         misspelt: set[str] = set()
         for entry in node.entries:
@@ -89,8 +89,8 @@ class StructureReader(NamedTuple):
                 )
 
     def _line(self, node: Mapping, line: str, later: Collection[str]) -> Fix | None:
-        """Return the fix that adds a line before the first of the fields that come later; None in
-        flow style. The number of the language is certain, all else a guess."""
+        """Return the fix that adds a line before the first of the later fields; None in flow style.
+        It is safe only for the version of the language; all other lines are guesses."""
         source = self.reporter.source
         following = next((e.key.span.start for e in node.entries if e.key.text in later), None)
         if following is None or source.text[node.span.start] == "{":
@@ -105,7 +105,7 @@ class StructureReader(NamedTuple):
         allowed: Collection[str] | None = None,
         required: Collection[str] = (),
     ) -> Mapping | None:
-        """Return the mapping under `name`; None where absent or of another kind."""
+        """Return the mapping under `name`; None where it is missing or of another kind."""
         node = parent.get(name) if parent is not None else None
         if node is None:
             return None
@@ -120,12 +120,12 @@ class StructureReader(NamedTuple):
         return node
 
     def text(self, parent: Mapping | None, name: str, numbers: bool = False) -> Scalar | None:
-        """Return the text under `name` (a number too, if `numbers`), None where it is not one."""
+        """Return the text under `name` (or a number, if `numbers`); None for other kinds."""
         node = parent.get(name) if parent is not None else None
         return None if node is None else self.as_text(node, name, numbers)
 
     def as_text(self, node: Node, name: str, numbers: bool = False) -> Scalar | None:
-        """Return the node if it is a text, else report it."""
+        """Return the node if it is a text; report it otherwise."""
         if isinstance(node, Scalar):
             if node.broken:
                 return None
@@ -137,7 +137,7 @@ class StructureReader(NamedTuple):
         return None
 
     def number(self, node: Node, name: str, help: str | None = None) -> Fraction | None:
-        """Return the exact number that a node holds, else report it."""
+        """Return the exact number of a node; report any other node."""
         value = node.value if isinstance(node, Scalar) else None
         if isinstance(value, int | Fraction) and not isinstance(value, bool):
             return Fraction(value)
@@ -145,7 +145,7 @@ class StructureReader(NamedTuple):
         return None
 
     def wrong_kind(self, node: Node, name: str, wanted: str, help: str | None = None) -> None:
-        """Report that a field holds another kind of node than it takes."""
+        """Report a field with the wrong kind of node."""
         if isinstance(node, Scalar) and node.broken:
             return
         found = node.kind if not (isinstance(node, Scalar) and node.text == "") else "empty"
@@ -154,7 +154,7 @@ class StructureReader(NamedTuple):
         )
 
     def texts(self, node: Node, name: str) -> tuple[Scalar, ...] | None:
-        """Return a list of texts; a single text counts as a list of one."""
+        """Return a list of texts; a single text is a list of one."""
         if isinstance(node, Scalar):
             only = self.as_text(node, name)
             return None if only is None else (only,)
@@ -192,11 +192,11 @@ TABLE_FIELDS = ("unit", "rows", "otherwise")
 ROW_FIELDS = ("where", "value")
 IMPORT_FIELDS = ("file", "digest", "slices", "kernels", "tables")
 IMPORTED = ("slices", "kernels", "tables")
-"""The kinds of parts that an import may bring."""
+"""The kinds of imported parts."""
 PAIR = ("train", "infer")
 """The kernels that a contract compares; both are required."""
 ROLES = (*PAIR, "guard", "fallback")
-"""Every kernel that a contract can name: the compared pair, and what actions route to."""
+"""Every kernel of a contract: the compared pair, and the targets of actions."""
 
 
 class RawKernel(NamedTuple):
@@ -208,7 +208,7 @@ class RawKernel(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """Return the place of the whole."""
+        """Return the span of the whole kernel."""
         return self.node.span
 
 
@@ -230,7 +230,7 @@ class RawRow(NamedTuple):
 
 
 class RawTable(NamedTuple):
-    """One table of thresholds as written; `entry` is its place in the section `tables`."""
+    """One table of thresholds as written; `entry` is its index in the section `tables`."""
 
     name: Scalar
     unit: Scalar | None
@@ -240,12 +240,12 @@ class RawTable(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """Return the place of its name."""
+        """Return the span of its name."""
         return self.name.span
 
 
 class RawName(NamedTuple):
-    """One imported name: what it is called here, and what the library calls it."""
+    """One imported name: the local name, and the name in the library."""
 
     local: Scalar
     theirs: Scalar
@@ -257,18 +257,18 @@ class RawImport(NamedTuple):
     file: Scalar | None
     digest: Node | None
     names: tuple[tuple[str, tuple[RawName, ...]], ...]
-    """For each of `IMPORTED` that is given, what is imported."""
+    """Imported names by kind, in the order of `IMPORTED`."""
     node: Mapping
 
     @property
     def span(self) -> Span:
-        """Return the place of the file, or of the first field."""
+        """Return the span of the file, or of the first field."""
         if self.file is not None:
             return self.file.span
         return self.node.entries[0].key.span if self.node.entries else self.node.span
 
     def brought(self, what: str) -> tuple[RawName, ...]:
-        """Return the names of one kind that the import brings."""
+        """Return the imported names of one kind."""
         return dict(self.names).get(what, ())
 
 
@@ -292,7 +292,7 @@ def read_slices(reader: StructureReader, root: Mapping) -> tuple[RawSlice, ...]:
 def _declared(
     reader: StructureReader, section: Mapping | None, what: str, help: str | None = None
 ) -> Iterator[MappingEntry]:
-    """Yield the entries of a section that can be named; report one without entries."""
+    """Yield the entries of a section with valid names; report an empty section."""
     if section is not None and not section.entries:
         message = f"`{what}s` declares no {what}"
         reader.reporter.error(codes.EMPTY_SECTION, message, section.span, help)
@@ -309,7 +309,7 @@ def _mappings(
     empty: str,
     item_form: str,
 ) -> Iterator[Mapping]:
-    """Yield the items of a list of mappings; `form` says what the list holds, with an example."""
+    """Yield the items of a list of mappings; `form` describes the list, with an example."""
     node = parent.get(name)
     if node is None:
         return
@@ -367,7 +367,7 @@ def _value(reader: StructureReader, node: Mapping, name: str) -> Scalar | None:
 def read_imports(
     reader: StructureReader, root: Mapping, roles: Collection[str] | None = None
 ) -> tuple[RawImport, ...]:
-    """Return the section `imports`; `roles` are the only names that kernels may have here."""
+    """Return the section `imports`; `roles` are the allowed local names of kernels."""
     found, form = [], ("files", "- {file: ..., slices: [...]}")
     for item in _mappings(reader, root, "imports", form, "names no file", "{file: ..., ...}"):
         reader.fields(item, "an import", IMPORT_FIELDS, ("file",))
@@ -383,7 +383,7 @@ def read_imports(
 def _names(
     reader: StructureReader, entry: MappingEntry, roles: Collection[str] | None
 ) -> tuple[RawName, ...]:
-    """Return what a field of an import names: a list, or a mapping from names used here."""
+    """Return the names of a field of an import: a list, or a mapping from local names."""
     what = entry.key.text
     kinds = {"slices": "slice", "kernels": "kernel", "tables": "table"}
     pattern = CLAUSE_ID if what == "kernels" else SLICE_NAME

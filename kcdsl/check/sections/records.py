@@ -103,7 +103,7 @@ def _subject(name: Scalar, scope: Scope, reporter: Reporter) -> tuple[RecordMetr
 
 
 def _similar(name: str, metrics: Registry) -> Suggestion | None:
-    """Suggest the name that has the statistic of another and a metric that is nearly its own."""
+    """Return a suggestion with the same statistic and a similar metric."""
     begun = re.match(rf"(?:{PREFIX.pattern})*", name)
     names = {f"{begun[0] if begun else ''}{metric}" for metric in metrics.names()}
     close = nearest(name, sorted(names))
@@ -214,7 +214,7 @@ _COUNTED = {"requests": "requests", "samples": "requests", "windows": "windows"}
 
 
 def read_budget(raw: RawClause, reporter: Reporter) -> tuple[ir.Budget | None, Span | None]:
-    """Return the budget (None where hard) and the place where one is stated."""
+    """Return the budget (None where hard) and the span where one is stated."""
     node = raw.node("budget")
     if node is not None:
         if not isinstance(node, Scalar):
@@ -303,7 +303,7 @@ def check_budget(
     metrics: Registry,
     reporter: Reporter,
 ) -> None:
-    """Report a budget that counts nothing, or counts what the statistic counted already."""
+    """Report a budget that counts nothing, or counts the units that the statistic ranges over."""
     if budget is None or span is None:
         return
     statistics = [t for t in terms_of(requirement) if isinstance(t, ir.Statistic)]
@@ -351,7 +351,7 @@ def check_budget(
 
 
 def _of_windows(raw: RawClause, reporter: Reporter) -> Fix | None:
-    """Return the fix that lets the budget count windows."""
+    """Return the fix that changes the unit of the budget to windows."""
     node = raw.scalar("over") or raw.scalar("budget")
     if node is None:
         return None

@@ -1,4 +1,4 @@
-"""The fields of kernels that say where a kernel is: a folder, a server, or a recording."""
+"""The fields of kernels with their source: a folder, a server, or a recording."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from kcdsl.source.removal import without
 from kcdsl.source.yaml_nodes import Mapping, Scalar
 
 SERVERS = ("server",)
-"""The adapters that ask a server."""
+"""The adapters of servers."""
 SAMPLERS = ("server", "recorded")
-"""The adapters that state what their log-probabilities are of."""
+"""The adapters that must state the distribution of their log-probabilities."""
 FOLDERS = ("hf.transformers", "hf.transformers.sdpa")
 """The adapters that read a folder."""
 WITH_CHECKPOINT = (
     *("torch.eager", "torch.sdpa", "torch.sdpa.math", "torch.sdpa.flash", "torch.sdpa.efficient"),
     *("torch.sdpa.cudnn", "torch.compile", "onnxruntime.file", *SAMPLERS),
 )
-"""The adapters whose weights may come from a checkpoint of their own: they quantise none."""
+"""The adapters that may have a checkpoint of their own; they do not quantise weights."""
 SERVER_FIELDS = ("url", "model", "key", "tokens", "concurrency", "logprobs")
 LOGPROBS_FIELDS = ("values", "temperature", "top_p", "top_k", "min_p", "top")
 VALUES = ("raw", "processed")
@@ -49,7 +49,7 @@ _FROM = "at least"
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """A range of numbers: from `low` (or above it, if `open`) to `high`, whole or not."""
+    """A range of numbers from `low` (excluded if `open`) to `high`, integers only if `whole`."""
 
     low: int
     high: int | None = None
@@ -88,7 +88,7 @@ _USUAL = {
 
 
 def read_folder(raw: RawKernel, reader: StructureReader) -> str | None:
-    """Return the folder of a kernel; report one that its adapter does not read."""
+    """Return the folder of a kernel; report one that its adapter does not use."""
     node = reader.text(raw.node, "folder")
     if raw.node.get("folder") is not None and raw.run.text not in FOLDERS:
         foreign(raw, reader, ("folder",), FOLDERS)
@@ -96,7 +96,7 @@ def read_folder(raw: RawKernel, reader: StructureReader) -> str | None:
 
 
 def read_checkpoint(raw: RawKernel, reader: StructureReader) -> str | None:
-    """Return the checkpoint of a kernel's own; report one that its adapter does not read."""
+    """Return the own checkpoint of a kernel; report one that its adapter does not use."""
     node = reader.text(raw.node, "checkpoint")
     if raw.node.get("checkpoint") is not None and raw.run.text not in WITH_CHECKPOINT:
         foreign(raw, reader, ("checkpoint",), WITH_CHECKPOINT)
@@ -104,7 +104,7 @@ def read_checkpoint(raw: RawKernel, reader: StructureReader) -> str | None:
 
 
 def read_service(raw: RawKernel, reader: StructureReader) -> Service | None:
-    """Return what a kernel says of its server; None for other kernels, and after an error."""
+    """Return the server of a kernel; None for other kernels, and after an error."""
     if raw.run.text not in SERVERS:
         shared = ("logprobs",) if raw.run.text in SAMPLERS else ()
         foreign(raw, reader, tuple(n for n in SERVER_FIELDS if n not in shared), SERVERS)
@@ -139,7 +139,7 @@ def read_service(raw: RawKernel, reader: StructureReader) -> Service | None:
 def foreign(
     raw: RawKernel, reader: StructureReader, fields: tuple[str, ...], adapters: tuple[str, ...]
 ) -> None:
-    """Report fields of a kernel that only other adapters take."""
+    """Report fields of a kernel that only other adapters have."""
     for index, entry in enumerate(raw.node.entries):
         if entry.key.text in fields:
             reader.reporter.error(
@@ -187,7 +187,7 @@ def _variable(raw: RawKernel, reader: StructureReader) -> str | None:
 
 
 def read_logprobs(raw: RawKernel, reader: StructureReader) -> LogProbabilities | None:
-    """Return what a kernel says of its log-probabilities; None where it says nothing."""
+    """Return the description of a kernel's log-probabilities; None without one."""
     node = reader.mapping(raw.node, "logprobs", LOGPROBS_FIELDS, ("values",))
     if node is None:
         return None
@@ -229,7 +229,8 @@ def _number(node: Mapping, name: str, reader: StructureReader) -> Fraction | Non
 
 
 def _are_samples(logs: LogProbabilities, node: Mapping, reader: StructureReader) -> bool:
-    """Return whether tokens are samples of the law that log-probabilities are of; report if not."""
+    """Return whether tokens are sampled from the distribution of the log-probabilities; report if
+    not."""
     problem = logs.problem()
     if problem is None:
         return True
@@ -242,7 +243,7 @@ def _are_samples(logs: LogProbabilities, node: Mapping, reader: StructureReader)
 def check_together(
     train: KernelRef, infer: KernelRef, raw: RawContract, constants: Constants, reporter: Reporter
 ) -> None:
-    """Report a training kernel that scores no given tokens, and kernels of two temperatures."""
+    """Report a training kernel that cannot score given tokens, and different temperatures."""
     if train.run in SERVERS:
         reporter.error(
             codes.NOT_ALLOWED,
@@ -269,13 +270,13 @@ def check_together(
 
 
 RECORDED = ("recorded",)
-"""The adapters that read what was recorded."""
+"""The adapters of recordings."""
 RECORDING_FIELDS = ("format", "columns", "file", "recomputed")
 _OF_ROWS = ("columns", "logprobs", "recomputed")
 
 
 def read_recording(raw: RawKernel, reader: StructureReader) -> Recording | None:
-    """Return what a kernel says of its recording; None for other kernels."""
+    """Return the recording of a kernel; None for other kernels."""
     if raw.run.text not in RECORDED:
         foreign(raw, reader, RECORDING_FIELDS, RECORDED)
         return None
@@ -352,7 +353,7 @@ def _recomputed(raw: RawKernel, reader: StructureReader) -> bool:
 def check_recorded(
     train: KernelRef, infer: KernelRef, raw: RawContract, reporter: Reporter
 ) -> None:
-    """Report kernels that no recording can stand for beside each other."""
+    """Report pairs of recorded kernels that cannot be compared."""
     place = raw.kernels["train"].run.span if "train" in raw.kernels else raw.span
     if train.recording is None or train.recording.format == LOGITS:
         if infer.recording is not None and infer.recording.format != LOGITS and train.recording:

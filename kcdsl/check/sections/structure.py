@@ -1,7 +1,7 @@
-"""From YAML nodes to the raw contract: which fields there are, and of which kind.
+"""Structure of the raw contract: the fields of YAML mappings and their kinds.
 
-Nothing is interpreted here beyond the structure; every field keeps its node, so that later passes
-can point at it.
+Values are not interpreted here; every field keeps its node, so that later passes can report its
+span.
 """
 
 from __future__ import annotations
@@ -89,23 +89,23 @@ class RawClause(NamedTuple):
         return node if isinstance(node, Scalar) else None
 
     def without(self, source: SourceFile, names: Collection[str]) -> Fix | None:
-        """Return the fix that removes fields; None where that cannot be done."""
+        """Return the fix that removes fields; None where that is impossible."""
         return without(source, self.body, fields_named(self.fields, names))
 
     def node(self, name: str) -> Node | None:
-        """Return the node under a field name; None where absent, or reported already."""
+        """Return the node under a field name; None where it is missing or already reported."""
         node = next((e.value for e in self.fields if e.key.text == name), None)
         return None if isinstance(node, Scalar) and node.broken else node
 
 
 class RawContract(NamedTuple):
-    """A contract as written; None stands for a section that is absent or was reported."""
+    """A contract as written; None for a section that is missing or was reported."""
 
     name: Scalar | None
     version: Scalar | None
     model: Mapping | None
     kernels: abc.Mapping[str, RawKernel]
-    """The kernels that could be read, by their roles."""
+    """The well-formed kernels, by role."""
     data: Scalar | None
     slices: tuple[RawSlice, ...]
     clauses: tuple[RawClause, ...]
@@ -135,7 +135,7 @@ def fields_named(entries: tuple[MappingEntry, ...], names: Collection[str]) -> l
 
 
 def is_library(root: Node | None) -> bool:
-    """Return whether a document declares itself a library, also with the word misspelt."""
+    """Return whether a document declares itself a library, even if the word is misspelt."""
     if not isinstance(root, Mapping) or root.get("contract") is not None:
         return False
     if root.get("library") is not None:
@@ -145,8 +145,8 @@ def is_library(root: Node | None) -> bool:
 
 
 def stored_schema(root: Node | None) -> Scalar | None:
-    """Return the schema that a document names instead of a version of the language: it is something
-    that kcdsl wrote, such as a compiled contract."""
+    """Return the schema of a document that kcdsl wrote, such as a compiled contract; None for a
+    contract, which names a version of the language."""
     if not isinstance(root, Mapping) or root.get("kcdsl") is not None:
         return None
     schema = root.get("schema")
@@ -323,7 +323,7 @@ def _clause(reader: StructureReader, key: Scalar, body: Node) -> RawClause | Non
 
 
 def _one_action(source: SourceFile, body: Mapping, actions: list[MappingEntry]) -> Fix | None:
-    """Return the fix that keeps one action; safe where both say the same."""
+    """Return the fix that keeps one action; safe where both are equal."""
     kept = next((entry for entry in actions if entry.key.text == "then"), actions[0])
     texts = {e.value.text if isinstance(e.value, Scalar) else "" for e in actions}
     others = [body.entries.index(entry) for entry in actions if entry is not kept]
@@ -333,7 +333,7 @@ def _one_action(source: SourceFile, body: Mapping, actions: list[MappingEntry]) 
 def _require_something(reader: StructureReader, key: Scalar, body: Mapping) -> None:
     strange = [e.key.text for e in body.entries if e.key.text not in (*CLAUSE_FIELDS, "id")]
     if {nearest(name, CLAUSE_FIELDS) for name in strange} & {"require", "metric"}:
-        return  # reported as misspelt already
+        return  # already reported as misspelt
     if body.get("require") is None and body.get("metric") is None:
         reader.reporter.error(
             codes.MISSING_FIELD,

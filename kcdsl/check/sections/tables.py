@@ -1,4 +1,4 @@
-"""Tables of thresholds: their rows, and the comparisons in which they stand."""
+"""Tables of thresholds: their rows, and their use in comparisons."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from kcdsl.syntax.parser import parse_expression, parse_quantity
 from kcdsl.units import UNITS, Unit, describe
 
 _WHOLE = ("length",)
-"""Fields that count something, so that they hold whole numbers."""
+"""Fields with integer values."""
 _MOST_LABELLED = 100
-"""Rows for which the row that takes their requests is looked for."""
+"""The largest number of unreachable rows for which the covering row is searched."""
 
 
 def check_table(raw: RawTable, reporter: Reporter) -> ir.ThresholdTable | None:
     """Check one table: units, predicates, and that each request has exactly one value.
 
-    None after an error, which the sink then holds.
+    None after an error, which is in the sink.
     """
     unit = _unit(raw.unit, reporter)
     rows = [_row(row, unit, reporter) for row in raw.rows]
@@ -97,7 +97,7 @@ def _value(scalar: Scalar, unit: Unit | None, reporter: Reporter) -> Fraction | 
 def _is_total(
     raw: RawTable, rows: Sequence[ir.TableRow], otherwise: bool, reporter: Reporter
 ) -> bool:
-    """Report rows that no request reaches, and requests that no row takes."""
+    """Report rows that no request reaches, and requests without a row."""
     try:
         reached, left = first_taken([row.where for row in rows], _WHOLE)
     except Undecided:
@@ -129,7 +129,7 @@ def _is_total(
 
 
 def _is_undecided(raw: RawTable, otherwise: bool, reporter: Reporter) -> bool:
-    """Report a table of too many cases to look at, unless it says what holds otherwise."""
+    """Report a table with too many cases, unless it has `otherwise`."""
     if not otherwise:
         reporter.error(
             codes.TABLE_GAP,
@@ -149,8 +149,7 @@ def _without_row(raw: RawTable, position: int, reporter: Reporter) -> Fix | None
 
 
 def _check_rest(raw: RawTable, case: Case | None, otherwise: bool, reporter: Reporter) -> bool:
-    """Report a table without a value for a request, or with one for no request; `case` is a request
-    that no row takes, or None."""
+    """Report a missing or unreachable `otherwise`; `case` is a request without a row, or None."""
     if case is not None and not otherwise:
         reporter.error(
             codes.TABLE_GAP,
@@ -174,7 +173,7 @@ def _check_rest(raw: RawTable, case: Case | None, otherwise: bool, reporter: Rep
 
 
 def _taken_by(rows: Sequence[ir.TableRow], position: int) -> int | None:
-    """Return the only row that takes every request of a later one, or None."""
+    """Return the only row that covers every request of a later one, or None."""
     where = rows[position].where
     for earlier, row in enumerate(rows[:position]):
         if not _can_hold(ir.AllOf((where, ir.NoneOf(row.where)))):
