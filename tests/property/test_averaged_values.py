@@ -18,7 +18,7 @@ import torch
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine_run import affine_run
-from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
 from kcdsl_certs.recheck.affine_walk import walk
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import Pass, parse
@@ -104,7 +104,7 @@ def prover(graph: Any, record: Any, centre: Array, radius: float, _: Path) -> Pr
         low, high = one_row.nonlinear.between(a)
         assert float(low) == -float(high)
         found: Any = dict(one_row.vjp(a))
-        of_p = found[run.computed[names.p]].values[0, :, 0]
+        of_p = found[run.computed[names.p]].dense().values[0, :, row]
         of_x = found.get(run.computed[names.x])
         still = np.zeros(tuple(x.error_bound.shape))
         if isinstance(of_x, ProverAdjoint):
@@ -159,7 +159,8 @@ def checker(graph: Any, record: Any, centre: Array, radius: float, folder: Path)
             still = of_x.values[0]
         else:  # sums over rows, which nothing forms as a whole
             still = _carried(p.reference[:, row], alpha, weight)
-        return float(high[0]), pulled[p.place].values[0, :, 0], still
+        of_p = embedded(pulled[p.place], a.start, (HEADS, 1, p.shape[-1])).values[0, :, 0]
+        return float(high[0]), of_p, still
 
     own = v.origin.rest.reshape(ROWS, -1, WIDTH).transpose(1, 0, 2)
     weight = v.origin.weight.reshape(-1, WIDTH, INPUTS)
@@ -228,6 +229,24 @@ def test_no_row_exceeds_its_bound_and_some_are_near(
             assert total <= bound * (1 + 2.0**-40) + 2.0**-60
             nearest = max(nearest, total / bound if bound else 0.0)
     assert nearest > 0.5
+
+
+@pytest.mark.parametrize("implementation", [prover, checker])
+@pytest.mark.parametrize("radius", [0.0, 2.0**-9])
+def test_rows_share_only_what_functionals_that_are_the_same_have(
+    tmp_path: Path, implementation: Callable[..., Product], radius: float
+) -> None:
+    rng, record = np.random.default_rng(8), next(iter(KERNELS.values()))
+    graph = RULES[RULE](rng)
+    centre = np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10
+    one = rng.standard_normal((HEADS, WIDTH))
+    other = one.copy()
+    other[0, 0] += 2.0**-30
+    product = implementation(graph, record, centre, radius, tmp_path)
+    for alpha, row in ((one, 1), (one, 2), (other, 2), (one, 2), (-one, 1), (other, 1), (one, 1)):
+        fresh = implementation(graph, record, centre, radius, tmp_path).claim(alpha, row)
+        for mine, expected in zip(product.claim(alpha, row), fresh, strict=True):
+            np.testing.assert_array_equal(mine, expected)
 
 
 @pytest.mark.full

@@ -119,3 +119,20 @@ def test_eigenvalues_found_by_few_steps_are_none_too_small(kind: str) -> None:
         ellipsoids.largest(gram, trace),
     ):
         assert most <= found <= most * (1 + 1e-3)
+
+
+def test_eigenvalues_of_many_matrices_are_none_too_small() -> None:
+    rng, scales = np.random.default_rng(7), np.zeros((20, 48))
+    matrix = rng.standard_normal((12, 48))
+    scales[1:] = rng.random((19, 48)) ** 6 * 2.0 ** rng.integers(-300, 300, (19, 1))
+    scales[1, 1:] = 0.0  # a matrix of rank one, and one of zeros
+    exact = np.array([np.linalg.norm(matrix * row, 2) for row in scales])
+    scaled = torch.from_numpy(matrix * scales[:, None])
+    grams = scaled @ scaled.mT
+    traces = grams.diagonal(dim1=1, dim2=2).sum(-1) * (1 + 2.0**-40)
+    for some in (slice(1, None), slice(None)):
+        mine = prover.largest_eigenvalues(grams[some], traces[some]).sqrt().numpy()
+        other = ellipsoids.norms_of(matrix, scales[some], 1.0)
+        for found in (mine, other):
+            assert (found >= exact[some]).all()
+            assert (found <= exact[some] * (1 + 1e-3) + 1e-100).all()

@@ -16,7 +16,7 @@ import torch
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine_run import affine_run
-from kcdsl_backends.drift.ops.bilinear import KeyMaps, RowRotation
+from kcdsl_backends.drift.ops.bilinear import KeyRow, RowRotation
 from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.prover import block, parameters
@@ -95,13 +95,13 @@ def test_a_mistake_in_the_short_way_would_be_seen(
             return vectors.expand(-1, self.cos[rows].shape[0], -1)
         return back(replace(self, sin=-self.sin), vectors, rows)
 
-    def nothing(self: KeyMaps, each: torch.Tensor, *_: Any) -> torch.Tensor:
+    def nothing(self: KeyRow, each: torch.Tensor, *_: Any) -> torch.Tensor:
         return each.new_zeros(len(each))
 
     changes: dict[str, tuple[type, str, Callable[..., torch.Tensor]]] = {
         "no rotation": (RowRotation, "back", wrong),
         "rotated the other way": (RowRotation, "back", wrong),
-        "nothing added": (KeyMaps, "own", nothing),
+        "nothing added": (KeyRow, "own", nothing),
     }
     monkeypatch.setattr(*changes[broken])
     assert max(abs(q - 1) for q in quotients(runs(rule)[2])) > 2.0**-20

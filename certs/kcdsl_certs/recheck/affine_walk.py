@@ -13,7 +13,7 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
 from kcdsl_certs.recheck.affine.form import Form, Operand, Passes, Uncast, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import Budget
 from kcdsl_certs.recheck.affine.many_rows import RowReach
-from kcdsl_certs.recheck.affine.reverse_passes import AT_ONCE, kept, room
+from kcdsl_certs.recheck.affine.reverse_passes import AT_ONCE, kept, room, room_of_rows
 from kcdsl_certs.recheck.affine.tape import Bound, Tape, TapeEntry
 from kcdsl_certs.recheck.documents.document import Hints
 from kcdsl_certs.recheck.graphs.graph import Node
@@ -264,7 +264,7 @@ def _stored(at: Walk, form: Form, spare: Floats | None = None) -> Box:
         entry, reference = before.entry, before.reference
     around = box.widen(box.exact(reference), form.reach if entry is None else entry.nearest)
     lo, hi = around.lo.copy(), around.hi.copy()
-    step, floor = min(AT_ONCE, _room(at)), at.tape.last_floor
+    step, floor = room_of_rows(at), at.tape.last_floor
     for first in range(0, form.shape[-1], step):
         count = min(step, form.shape[-1] - first)
         for row in np.ndindex(*form.shape[:-1]):
@@ -285,14 +285,6 @@ def _stored(at: Walk, form: Form, spare: Floats | None = None) -> Box:
     stored = steps.ends.within(Box(lo, hi))
     reached = box.widen(box.exact(form.reference), form.reach)
     return Box(np.maximum(stored.lo, reached.lo), np.minimum(stored.hi, reached.hi))
-
-
-def _room(at: Walk) -> int:
-    """Return how many functionals of one row may be carried at a time. Of a block with one softmax
-    they read many rows only where these are bounded one by one, if any are."""
-    if len(at.softmaxes) == 1 and any(entry.rows is not None for entry in at.tape.entries):
-        return AT_ONCE
-    return room(at)
 
 
 def _freely(around: Box, to: Uncast) -> Box:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from bench.first_hour_verify import OPTIONS, Row, write_case
 from kcdsl_backends.drift.affine.row_sums import (
     BoundedRows,
     KeyRows,
+    KeyWays,
     RowBound,
     RowSums,
     ValueRows,
     Vectors,
 )
-from kcdsl_certs.recheck.affine.many_rows import Line, ManyRows, RowReach, Through
+from kcdsl_certs.recheck.affine.many_rows import Line, ManyRows, Places, RowReach, Through
 
 HEADS, COUNT, KEYS, WIDTH, INPUTS = 3, 40, 37, 4, 24
 OWN = 5
@@ -63,7 +65,9 @@ def _prover(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         vectors = Vectors.of(tensors["each"], tensors["weight"], bound)
         found = RowSums(bound, OWN, 0, KEYS, COUNT, values=ValueRows(vectors, tensors["p"]))
     if "s" in drawn:
-        keys = KeyRows(tensors["s"], tensors["k"], 1)
+        ways, top = tensors["k"], 2.0 ** math.frexp(float(tensors["k"].abs().max()))[1]
+        known = KeyWays(ways / top, top, bound, 1, KEYS - 2)
+        keys = KeyRows(tensors["s"].transpose(0, 1), known, slice(0, len(ways)))
         other = RowSums(bound, OWN, 1, KEYS - 1, COUNT, keys=keys)
         found = other if found is None else found.beside(other)
     assert found is not None
@@ -78,7 +82,8 @@ def _checker(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]
         through = Through.of(drawn["each"], drawn["weight"], rows)
         found = ManyRows(rows, OWN, COUNT, drawn["p"], through)
     if "s" in drawn:
-        other = ManyRows(rows, OWN, COUNT, None, None, drawn["s"], drawn["k"], 1)
+        weights, places = drawn["s"].swapaxes(0, 1), Places(drawn["k"], rows, 1)
+        other = ManyRows(rows, OWN, COUNT, None, None, weights, places)
         found = other if found is None else found.joined(other)
     assert found is not None
     return found.row.values[:, 0], found.bound(), found.all_rows.values

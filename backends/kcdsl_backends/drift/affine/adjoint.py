@@ -125,6 +125,11 @@ class Adjoint:
         part = radius.expand(self.shape)[at(self.window)]
         return self.values.abs().flatten(1) @ part.flatten()
 
+    def magnitudes(self, *radii: Tensor) -> list[Tensor]:
+        """Return Σ |values|·radius [B] of several radii."""
+        sizes, window = self.values.abs().flatten(1), at(self.window)
+        return [sizes @ radius.expand(self.shape)[window].flatten() for radius in radii]
+
     def each(self, radius: Tensor) -> Tensor:
         """Return |values|·radius of every element of the window [B, n]."""
         part = radius.expand(self.shape)[at(self.window)]
@@ -356,6 +361,33 @@ def largest_eigenvalue(products: Tensor, trace: float, known: float = math.inf) 
             sure = value * (1 + 2.0**more) * (1 + 4 * n * gamma(n + 4)) + 2.0**-30
             return trace * min(1.0, sure) * (1 + 2.0**-50)
     return trace
+
+
+def largest_eigenvalues(products: Tensor, traces: Tensor) -> Tensor:
+    """Bound the largest eigenvalue of each of many matrices, as `largest_eigenvalue` does.
+
+    Args:
+        products: [k, n, n], Gram matrices.
+        traces: [k], bounds of their traces.
+    """
+    n = products.shape[-1]
+    if n > SMALL or not bool(torch.isfinite(products).all() and (traces > 0).all()):
+        each = zip(products, traces.tolist(), strict=True)
+        return traces.new_tensor([largest_eigenvalue(product, trace) for product, trace in each])
+    even = products / (2 * traces[:, None, None])
+    even = even + even.mT
+    value, unit = torch.linalg.eigvalsh(even)[:, -1], torch.eye(n, dtype=even.dtype).to(even)
+    found = torch.ones_like(value)
+    missing = torch.ones_like(value, dtype=torch.bool)
+    for rise, more in pairwise(RISES):
+        value = value * (1 + 2.0**rise)
+        _, failed = torch.linalg.cholesky_ex(value[:, None, None] * unit - even)
+        sure = value * (1 + 2.0**more) * (1 + 4 * n * gamma(n + 4)) + 2.0**-30
+        shown = missing & (failed == 0) & torch.isfinite(value)
+        found, missing = torch.where(shown, sure.clamp_max(1.0), found), missing & ~shown
+        if not bool(missing.any()):
+            break
+    return traces * found * (1 + 2.0**-50)
 
 
 def _estimate(even: Tensor) -> float:

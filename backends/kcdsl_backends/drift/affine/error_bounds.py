@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -320,7 +321,7 @@ def _compressed(tape: Tape, functionals: Adjoint) -> Adjoint:
 
 
 BATCH = 512
-"""Functionals bounded by one reverse pass."""
+"""Functionals bounded by one reverse pass; twice as many where they read many rows in sums."""
 REST = 128
 """Elements of the rows of a head from which on each row is bounded by a pass of its own."""
 MOST_NUMBERS = 2**28
@@ -365,7 +366,9 @@ def at_once(tape: Tape) -> int:
     however many tokens there are."""
     matrices = (entry.reference for entry in tape.entries if entry.reference.dim() == 2)
     widest = max((matrix.numel() for matrix in matrices), default=1)
-    return max(1, min(BATCH, MOST_NUMBERS // widest))
+    sums = any(entry.rows is not None for entry in tape.entries) and not tape.last_floor
+    summed = sums and any(entry.one_row is not None for entry in tape.entries)
+    return max(1, min(BATCH * (2 if summed else 1), MOST_NUMBERS // widest))
 
 
 def elements(tape: Tape, index: int, needed: Tensor, floor: int = INPUT) -> Tensor:
@@ -528,16 +531,16 @@ def _surrounded(tape: Tape, index: int, needed: Tensor, floor: int) -> Iterator[
 
 
 def _chosen(needed: Tensor) -> Iterator[Row]:
-    """Yield the index of every row that is needed."""
-    for row in rows(tuple(needed.shape)):
-        if bool(needed[row]):
-            yield row
+    """Yield the index of every row that is needed, those of all heads one after another: what they
+    read is often shared."""
+    yield from sorted(
+        (tuple(row) for row in needed[..., 0].nonzero().tolist()), key=lambda row: row[::-1]
+    )
 
 
 def rows(shape: tuple[int, ...]) -> Iterator[Row]:
     """Yield the index of every row of the last dimension."""
-    for flat in range(math.prod(shape[:-1])):
-        yield tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape[:-1]))
+    return product(*map(range, shape[:-1]))
 
 
 def on_row(values: Tensor, row: tuple[int, ...], shape: tuple[int, ...]) -> Adjoint:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -72,7 +73,7 @@ class _Single:
 
     @staticmethod
     def of(values: Tensor) -> _Single:
-        scale = _power(values)
+        scale = power(values)
         return _Single((values / scale).float(), scale)
 
 
@@ -120,19 +121,20 @@ class Vectors:
         weights [heads, d, n]."""
         heads, count, columns = len(each), each.shape[1], weight.shape[-1]
         lines = bound.rows.along
-        scale = _power(each.abs().sum(-1).amax() * weight.abs().amax())
+        scale = power(each.abs().sum(-1).amax() * weight.abs().amax())
         single = torch.empty(heads, count, columns, dtype=torch.float32, device=each.device)
         along = each.new_empty(heads, count, lines.shape[0] * lines.shape[1])
         for head in range(heads):
             values = each[head] @ weight[head]
             along[head] = values @ lines.reshape(-1, columns).T
             single[head] = values.div_(scale)
-        sizes, peaks = single.abs(), bound.whole.amax(0).expand(heads, -1)
+        sizes, peaks = single.abs(), bound.whole.amax(0)[None]
+        most = torch.stack([_weighed(size, scale, peaks)[:, 0] for size in sizes])
         return Vectors(
             _Single(single, scale),
             sizes,
             along.view(heads, count, *lines.shape[:2]),
-            _weighed(sizes, scale, peaks),
+            most,
             _gram(single, bound.metric) if heads * bound.whole.numel() >= MANY else None,
         )
 
@@ -141,9 +143,13 @@ class Vectors:
         """Return the number n of elements of a functional."""
         return self.sizes.shape[-1]
 
-    def weighed(self, weights: Tensor) -> Tensor:
-        """Bound Σ_n |c_hbn| weights_hn of weights [heads, n] >= 0 -> [heads, B]."""
-        return _weighed(self.sizes, self.single.scale, weights)
+    def weighed(self, shares: Tensor, whole: Tensor) -> Tensor:
+        """Bound Σ_h Σ_n |c_hbn| Σ_j shares_htj whole_jn of shares [heads, T, J] >= 0 and a bound
+        [J, n] of rows -> [B, T]."""
+        found = whole.new_zeros(self.sizes.shape[1], shares.shape[1])
+        for size, share in zip(self.sizes, shares, strict=True):
+            found += _weighed(size, self.single.scale, share @ whole * SAFE)
+        return found * SAFE
 
     @exact_products()
     def row(self, shares: Tensor) -> Tensor:
@@ -171,8 +177,9 @@ def _norms(squares: Tensor, sizes: Tensor, terms: int) -> Tensor:
 
 @exact_products()
 def _weighed(sizes: Tensor, scale: float, weights: Tensor) -> Tensor:
-    top, columns = _power(weights), weights.shape[-1]
-    single = torch.bmm(sizes, (weights / top).float()[..., None])[..., 0].double()
+    """Bound Σ_n sizes_bn weights_tn of weights [T, n] >= 0 -> [B, T]."""
+    top, columns = power(weights), weights.shape[-1]
+    single = (sizes @ (weights / top).float().T).double()
     return (single * _raised(columns + 6) + columns * _FAINT) * (scale * top)
 
 
@@ -208,55 +215,120 @@ class ValueRows:
         return torch.einsum("hj,hbkj->bkj", self.shares[:, rows], self.vectors.along[..., rows])
 
 
+@dataclass(frozen=True)
+class KeyWays:
+    """The ways k [heads, keys or 1, n] of all scores of one row through their keys, from row
+    `first` on, as multiples of `scale`; none is above 1 in size.
+
+    What the bound of the rows makes of them is found once, for all functionals that read the row.
+    """
+
+    places: Tensor
+    scale: float
+    bound: BoundedRows
+    first: int
+    count: int
+
+    @property
+    def rows(self) -> slice:
+        """Return the rows of the entry."""
+        return slice(self.first, self.first + self.count)
+
+    @property
+    def wide(self) -> Tensor:
+        """Return k as [heads, keys, n]."""
+        return self.places.expand(-1, self.count, -1)
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Bound Σ_n |k_hj| whole_j, and the same of the radius [2, heads, keys]."""
+        rows, whole = self.bound.rows, self.bound.whole
+        each = torch.stack([whole[self.rows], rows.radius[self.rows]], -1)
+        found = torch.bmm(self.places.abs().expand_as(self.wide).transpose(0, 1), each)
+        return found.permute(2, 1, 0) * (self.scale * (1 + 2 * gamma(whole.shape[1] + 8)) * SAFE)
+
+    @cached_property
+    def lines(self) -> Tensor:
+        """Return k_hj·along_kj [K, heads, keys]."""
+        along = self.bound.rows.along[:, self.rows].permute(1, 2, 0)
+        return torch.bmm(self.wide.transpose(0, 1), along).permute(2, 1, 0) * self.scale
+
+    @cached_property
+    def gram(self) -> Tensor:
+        """Return Σ_n radius_jn k_hjn k_gjn [keys, heads, heads], of multiples of both scales."""
+        radius = self.bound.radius.values[self.rows].double()[:, None]
+        ways = self.wide.transpose(0, 1)
+        return torch.bmm(ways * radius, ways.mT)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Bound sqrt(Σ_n radius_jn) [keys], of the radius as a multiple of its scale."""
+        radius = self.bound.radius.values[self.rows].double()
+        return radius.sum(-1).sqrt() * (1 + gamma(radius.shape[-1] + 32))
+
+
 @dataclass(frozen=True, slots=True)
 class KeyRows:
-    """Row j is Σ_h weights_hbj k_hj: weights [heads, B, keys], k [heads, keys or 1, n], from row
-    `first` on."""
+    """Row j is Σ_h weights_hbj k_hj: weights [B, heads, keys], k the ways of some `heads`."""
 
     weights: Tensor
-    places: Tensor
-    first: int
+    ways: KeyWays
+    heads: slice
 
-    def part(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return weights and k of some rows."""
+    @property
+    def first(self) -> int:
+        """Return the first row."""
+        return self.ways.first
+
+    @property
+    def last(self) -> int:
+        """Return the row behind the last one."""
+        return self.ways.first + self.ways.count
+
+    def part(self, rows: slice) -> tuple[Tensor, slice]:
+        """Return the weights [B, heads, rows] of some rows, and where the ways have these rows."""
         inner = slice(rows.start - self.first, rows.stop - self.first)
-        places = self.places if self.places.shape[1] == 1 else self.places[:, inner]
-        return self.weights[..., inner], places
+        return self.weights[..., inner], inner
 
-    def bounds(self, bound: BoundedRows) -> Tensor:
+    def formed(self, rows: slice) -> Tensor:
+        """Return k [heads, rows, n] of some rows."""
+        return self.ways.wide[self.heads, self.part(rows)[1]] * self.ways.scale
+
+    @property
+    def bounds(self) -> Tensor:
         """Bound Σ_j |α_j|·whole_j with absolute values inside, [B]."""
-        whole = bound.whole[self.first : self.first + self.weights.shape[-1]]
-        sizes = (self.places.abs() * whole).sum(-1) * SAFE
-        return torch.einsum("hbj,hj->b", self.weights.abs(), sizes) * SAFE
+        sizes = self.ways.sizes[0, self.heads].reshape(-1)
+        return self.weights.abs().flatten(1) @ sizes * (1 + 2 * gamma(sizes.numel())) * SAFE
 
-    def along(self, rows: slice, bound: BoundedRows) -> Tensor:
+    def along(self, rows: slice) -> Tensor:
         """Return α_j·along_kj [B, K, rows]."""
-        weights, places = self.part(rows)
-        wide = places.expand(-1, weights.shape[-1], -1)
-        lines = torch.einsum("hjn,kjn->khj", wide, bound.rows.along[:, rows])
-        return torch.einsum("hbj,khj->bkj", weights, lines)
+        weights, inner = self.part(rows)
+        return torch.einsum("bhj,khj->bkj", weights, self.ways.lines[:, self.heads, inner])
 
-    def reach(self, rows: slice, bound: BoundedRows) -> Tensor:
+    def reach(self, rows: slice) -> Tensor:
         """Bound Σ_j |α_j|·radius_j by Cauchy and Schwarz row by row, [B]."""
-        weights, places = self.part(rows)
-        by, to = _power(weights), _power(places)
-        radius = bound.radius.values[rows].double()[:, None]
-        each = (weights / by).permute(2, 1, 0).contiguous()  # [rows, B, heads]
-        ways = (places / to).transpose(0, 1).expand(len(radius), -1, -1)
-        gram = torch.bmm(ways * radius, ways.mT)
-        sizes = (each.abs() @ gram.diagonal(dim1=1, dim2=2).sqrt()[..., None])[..., 0] * SAFE
+        weights, inner = self.part(rows)
+        by, gram = power(weights), self.ways.gram[inner, self.heads, self.heads]
+        each = weights.new_empty(weights.shape[2], weights.shape[0], weights.shape[1])
+        torch.mul(weights.permute(2, 0, 1), 1 / by, out=each)  # [rows, B, heads]
         squares = torch.bmm(each, gram).mul_(each).sum(-1)
-        norms = _norms(squares, sizes, ways.shape[-1] + each.shape[-1] ** 2)
-        lengths = radius[:, 0].sum(-1).sqrt() * (1 + gamma(ways.shape[-1] + 32))
-        return (lengths @ norms) * (by * to * bound.radius.scale) * SAFE
+        sizes = torch.bmm(each.abs_(), gram.diagonal(dim1=1, dim2=2).sqrt()[..., None])[..., 0]
+        columns = self.ways.places.shape[-1]
+        norms = _norms(squares, sizes * SAFE, columns + each.shape[-1] ** 2)
+        scale = by * self.ways.scale * self.ways.bound.radius.scale
+        return (self.ways.lengths[inner] @ norms) * scale * SAFE
 
-    def apart(self, rows: slice, bound: BoundedRows) -> Tensor:
+    def apart(self, rows: slice) -> Tensor:
         """Bound Σ_j |α_j·e_j| of the functionals of one head, [B]."""
-        weights, places = self.part(rows)
-        sizes = (places[0].abs() * bound.rows.radius[rows]).sum(-1)
-        lines = (places[0] * bound.rows.along[:, rows]).sum(-1).abs() * bound.rows.size[:, rows]
-        lost = gamma(places.shape[-1] + 8) * (places[0].abs() * bound.whole[rows]).sum(-1)
-        return weights[0].abs() @ ((sizes + lines.sum(0) + lost) * SAFE) * SAFE
+        weights, inner = self.part(rows)
+        whole, radius = self.ways.sizes[:, self.heads, inner]
+        lines = (
+            self.ways.lines[:, self.heads, inner].abs() * self.ways.bound.rows.size[:, None, rows]
+        )
+        lost = gamma(self.ways.places.shape[-1] + 8) * whole
+        each = (radius + lines.sum(0) + lost) * SAFE
+        found: Tensor = weights[:, 0].abs() @ each[0] * SAFE
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +365,8 @@ class RowSums:
         if self.values is not None and self.own < self.values.shares.shape[1]:
             found = found + self.values.vectors.row(self.values.shares[:, self.own])
         if self.keys is not None and self._reads(self.keys, at):
-            weights, places = self.keys.part(at)
-            found = found + torch.einsum("hb,hn->bn", weights[..., 0], places[:, 0])
+            weights, _ = self.keys.part(at)
+            found = found + weights[..., 0] @ self.keys.formed(at)[:, 0]
         return Adjoint(found[:, None], ((self.own, self.own + 1), (0, shape[1])), shape)
 
     @property
@@ -308,10 +380,9 @@ class RowSums:
             part += torch.einsum("hj,hbn->bjn", self.values.shares, single.values.double())
             part *= single.scale
         if self.keys is not None:
-            first, last = self.keys.first, self.keys.first + self.keys.weights.shape[-1]
-            weights, places = self.keys.part(slice(first, last))
-            wide = places.expand(-1, last - first, -1)
-            found[:, first:last] += torch.einsum("hbj,hjn->bjn", weights, wide)
+            rows = slice(self.keys.first, self.keys.last)
+            wide = self.keys.formed(rows)
+            found[:, rows] += torch.einsum("bhj,hjn->bjn", self.keys.weights, wide)
         return Adjoint(found, tuple((0, n) for n in shape), shape)
 
     @exact_products()
@@ -320,8 +391,8 @@ class RowSums:
         total = self.lost()
         for rows in self._others:
             values, keys = self._values(rows), self._keys(rows)
-            if keys is not None and values is None and len(keys.weights) == 1:
-                total = total + keys.apart(rows, self.bound)
+            if keys is not None and values is None and keys.weights.shape[1] == 1:
+                total = total + keys.apart(rows)
                 continue
             if values is not None and values.many:
                 total = total + self._by_norms(rows, values, keys)
@@ -337,7 +408,7 @@ class RowSums:
         if self.values is not None:
             cuts.add(self.values.shares.shape[1])
         if self.keys is not None:
-            cuts |= {self.keys.first, self.keys.first + self.keys.weights.shape[-1]}
+            cuts |= {self.keys.first, self.keys.last}
         places = sorted(cut for cut in cuts if self.start <= cut <= self.stop)
         for start, stop in pairwise(places):
             if start != self.own:
@@ -352,7 +423,7 @@ class RowSums:
 
     @staticmethod
     def _reads(keys: KeyRows, rows: slice) -> bool:
-        inside: bool = 0 <= rows.start - keys.first < keys.weights.shape[-1]
+        inside: bool = keys.first <= rows.start < keys.last
         return inside
 
     def whole(self) -> Tensor:
@@ -373,8 +444,8 @@ class RowSums:
             total = total + self.values.bounds
             terms += len(self.values.shares)
         if self.keys is not None:
-            total = total + self.keys.bounds(self.bound)
-            terms += len(self.keys.weights)
+            total = total + self.keys.bounds
+            terms += self.keys.weights.shape[1]
         columns = self.bound.whole.shape[1]
         return total, _gamma(terms) + gamma(columns + terms + 64) + 2.0**-40
 
@@ -387,7 +458,7 @@ class RowSums:
         if values is not None:
             found = found + values.along(rows)
         if keys is not None:
-            found = found + keys.along(rows, self.bound)
+            found = found + keys.along(rows)
         return found.abs().flatten(1) @ size.flatten() * SAFE
 
     def _by_norms(self, rows: slice, values: ValueRows, keys: KeyRows | None) -> Tensor:
@@ -396,7 +467,7 @@ class RowSums:
         total: Tensor = values.norms(rows) @ self.bound.lengths[rows]
         faint = (rows.stop - rows.start) * values.vectors.columns * _FAINT
         total = (total + faint) * unit
-        return total if keys is None else total + keys.reach(rows, self.bound)
+        return total if keys is None else total + keys.reach(rows)
 
     def _each(self, rows: slice, values: ValueRows | None, keys: KeyRows | None) -> Tensor:
         """Bound Σ_j |α_j|·radius_j [B] of α_j as float32 forms it."""
@@ -407,12 +478,12 @@ class RowSums:
             scale, vectors = values.vectors.single.scale, values.vectors.single.values
             shares = values.shares[:, rows].T.float().contiguous()
         if keys is not None:
-            weights, places = keys.part(rows)
-            by, to = _power(weights), _power(places)
+            weights, inner = keys.part(rows)
+            by, to = power(weights), keys.ways.scale
             scale = max(scale, by * to)
-            single = (weights / by).float().permute(2, 1, 0).contiguous()
-            lines = (places * (by / scale)).float().transpose(0, 1)
-            lines = lines.expand(rows.stop - rows.start, -1, -1)
+            single = (weights / by).float().permute(2, 0, 1).contiguous()
+            places = keys.ways.wide[keys.heads, inner]
+            lines = (places * (by * to / scale)).float().transpose(0, 1)
         if values is not None and scale != values.vectors.single.scale:
             shares = shares * (values.vectors.single.scale / scale)
         room = torch.empty(_ROWS * _FUNCTIONALS * columns, dtype=torch.float32, device=total.device)
@@ -443,33 +514,9 @@ class RowSums:
         return found
 
 
-@dataclass(slots=True)
-class LastVectors:
-    """The vectors made last, and what they were made of: functionals of the elements of one row are
-    those of any other."""
-
-    last: tuple[Tensor, Tensor, Vectors] | None = None
-
-    def get(self, each: Tensor, weight: Tensor, bound: BoundedRows) -> Vectors:
-        """Return `Vectors.of` the arguments; `weight` is a part of one tensor, of any format."""
-        if self.last is not None:
-            known, part, made = self.last
-            if _same_part(part, weight) and torch.equal(known, each):
-                return made
-        self.last = None
-        made = Vectors.of(each, weight.to(torch.float64), bound)
-        self.last = each.clone(), weight, made
-        return made
-
-
-def _same_part(one: Tensor, two: Tensor) -> bool:
-    """Say whether two tensors are one and the same part of one tensor."""
-    return one.data_ptr() == two.data_ptr() and one.shape == two.shape
-
-
-def _power(values: Tensor) -> float:
+def power(values: Tensor) -> float:
     """Return a power of two that no value exceeds in size; 1 if all are zero."""
-    top = float(values.abs().amax()) if values.numel() else 0.0
+    top = max(float(abs(end)) for end in values.aminmax()) if values.numel() else 0.0
     if not 0 < top < math.inf:
         return 1.0 if top == 0 else math.inf
     return 2.0 ** min(max(math.frexp(top)[1], -900), 1000)

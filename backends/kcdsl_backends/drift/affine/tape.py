@@ -393,15 +393,17 @@ class Tape:
             if index <= floor:
                 spread = spread + reached(entry.ellipsoids, entry.error_bound, functional)
                 continue
-            few, whole = _few(spare, partial(functional.magnitude, entry.error_bound), middle)
+            sizes = self._sizes(functional, entry, spare is not None)
+            few, whole = _few(spare, partial(sizes.__getitem__, 0), middle)
             if bool(few.any()):
                 spread = spread + whole * few
                 if bool(few.all()):
                     continue
                 functional = functional.without(few)
+                sizes = [size * ~few for size in sizes]
             if entry.centre is not None:
                 middle = middle + functional.against(entry.centre)
-                spread = spread + 2.0**-30 * functional.magnitude(entry.centre.abs())
+                spread = spread + 2.0**-30 * sizes[1]
             if shared and entry.shared is not None:
                 common[entry.name] = entry.shared.of(functional), entry.shared.size
                 spread = spread + functional.magnitude(entry.shared.rest)
@@ -418,7 +420,7 @@ class Tape:
                 low, high = entry.apart.rest.between(functional)
                 middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
             elif entry.radius is not None:
-                spread = spread + functional.magnitude(entry.radius)
+                spread = spread + sizes[-1]
             nonlinear = entry.nonlinear
             vjp: VJP | RowVJP = entry.vjp
             other = None if self.chance is not None or shared else entry.one_row
@@ -452,6 +454,18 @@ class Tape:
             for source, part in adjoints:
                 spread = spread + self._meet(pending, source, part)
         return self._range(middle, spread, terms, None, parts, common)
+
+    @staticmethod
+    def _sizes(functional: Adjoint, entry: TapeEntry, spare: bool) -> list[Tensor]:
+        """Return |functional|·radius of the error bound, the centre and the radius of an entry, in
+        this order; of those that are read: of the error bound where it may suffice, `spare`."""
+        parts = [entry.error_bound if spare else None]
+        parts.append(None if entry.centre is None else entry.centre.abs())
+        parts.append(entry.radius if entry.apart is None and entry.together is None else None)
+        known = [part for part in parts if part is not None]
+        found = iter(functional.magnitudes(*known)) if known else iter(())
+        zero = functional.values.new_zeros(())
+        return [zero if part is None else next(found) for part in parts]
 
     def _meet(self, pending: dict[int, Adjoint], source: int, part: Adjoint) -> Tensor | float:
         """Add functionals to those that wait at an entry; return what rounding the sum costs."""

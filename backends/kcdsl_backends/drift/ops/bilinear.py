@@ -4,35 +4,33 @@ functionals of one row: averages of values, and keys in one pass (section 4)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node, View
-from kcdsl_backends.drift.affine.adjoint import Adjoint, largest_eigenvalue
+from kcdsl_backends.drift.affine.adjoint import Adjoint, largest_eigenvalues
 from kcdsl_backends.drift.affine.ellipsoids import Ellipsoids, longest
-from kcdsl_backends.drift.affine.error_bounds import rows
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.row_sums import (
+    BoundedRows,
     KeyRows,
-    LastVectors,
+    KeyWays,
     RowSums,
     ValueRows,
     Vectors,
+    power,
 )
 from kcdsl_backends.drift.affine.tape import PASS, Nonlinear, SingleRow, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE, gamma
 from kcdsl_backends.drift.linear import LinearRun
 from kcdsl_backends.drift.linear.tape import LinearEntry
 
-
-class Through(Protocol):
-    """See `through_values`."""
-
-    def __call__(self, a: Adjoint, h: int, *, known: bool = False) -> Tensor: ...
+_TOKENS = 16
+"""Tokens whose Gram matrices are formed at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +69,14 @@ class Heads:
     def lengths(self) -> Tensor:
         """Return bounds of |W_h e_x|₂ [heads, T]: √n times the largest singular value of W_h ρ."""
         found = self.own.new_empty(self.own.shape[:-1])
-        for h, t in rows((*found.shape, 1)):
-            scaled = self.part(h) * self.error_bound[t]
-            trace = float(scaled.square().sum()) * SAFE
-            found[h, t] = math.sqrt(largest_eigenvalue(scaled @ scaled.T, trace))
+        for h in range(found.shape[0]):
+            weight = self.part(h)
+            for first in range(0, found.shape[1], _TOKENS):
+                some = slice(first, first + _TOKENS)
+                scaled = weight * self.error_bound[some, None]
+                products = torch.bmm(scaled, scaled.mT)
+                traces = products.diagonal(dim1=1, dim2=2).sum(-1) * (1 + 2.0**-30)
+                found[h, some] = largest_eigenvalues(products, traces).sqrt()
         found = found * math.sqrt(self.error_bound.shape[-1]) * SAFE
         for (t,), matrix in self.ellipsoids.items():
             for h in range(found.shape[0]):
@@ -211,29 +213,22 @@ class KeyMaps:
         """Return the keys of heads."""
         return KeyMaps(below, groups, turn, below.carried + below.own)
 
-    def own(self, each: Tensor, queries: Tensor, first: int, rows: slice) -> Tensor:
-        """Bound what rotation and linear add to functionals of one row of scores.
-
-        Args:
-            each: a [B, heads, rows], of heads from the one numbered `first`.
-            queries: q [heads, d].
-            rows: the keys that are read.
-
-        Returns:
-            [B]. What float64 loses on the way to e_x is part of it.
-        """
-        read, vectors = self.groups[first : first + len(queries)], queries[:, None]
-        size, gathered = self.size[:, rows], list(read)
-        total = _size(each, self._back(vectors, rows), self.below.own[:, rows], read)
+    def row(self, queries: Tensor, rows: slice) -> KeyRow:
+        """Return what queries [heads, d] of one row of all heads read of some rows of the keys."""
+        read, vectors = list(self.groups), queries[:, None]
+        back, size = self._back(vectors, rows), self.size[:, rows]
+        below, turned = self.below.own[:, rows], None
+        alone = (back.abs() * below[read]).sum(-1)
         if self.turn is None:
-            sizes = vectors.abs() * size[gathered]
+            sizes = vectors.abs() * size[read]
         else:
-            added = self.turn.own[:, rows]
-            total = total + _size(each, vectors, added, read)
-            sizes = vectors.abs() * added[gathered]
-            sizes = sizes + self.turn.size(vectors, rows) * size[gathered]
+            turned = self.turn.own[:, rows]
+            added = vectors.abs() * turned[read]
+            alone = alone + added.sum(-1)
+            sizes = added + self.turn.size(vectors, rows) * size[read]
         inexact = gamma(len(read) + vectors.shape[-1] + 2 * PASS) * sizes.sum(-1)
-        return (total + each.abs().flatten(1) @ inexact.flatten()) * SAFE
+        parts = [(back, below)] if turned is None else [(back, below), (vectors, turned)]
+        return KeyRow(self, rows, back, alone.expand_as(inexact), inexact, tuple(parts))
 
     def directions(self, queries: Tensor, first: int, rows: slice) -> Tensor:
         """Return W_gᵀ R_jᵀ q_h of queries [heads, d] -> [heads, rows, D]; [heads, 1, D] where it is
@@ -245,26 +240,46 @@ class KeyMaps:
         return vectors if self.turn is None else self.turn.back(vectors, rows)
 
 
-def _size(each: Tensor, vectors: Tensor, own: Tensor, read: tuple[int, ...]) -> Tensor:
-    """Bound Σ_j Σ_h a_hj v_hj·o[g, j] of |o| <= own, the heads of a group taken together.
+@dataclass(frozen=True, slots=True)
+class KeyRow:
+    """What the queries of one row read of some `rows` of the keys, all heads.
 
-    Args:
-        each: a [B, heads, rows].
-        vectors: v [heads, rows or 1, d].
-        own: [groups, rows, d].
-        read: the group of every head.
+    R_jᵀ q_h are `back` [heads, rows or 1, d]. What rotation and linear add to score j of a head is
+    at most `alone` [heads, rows], the sum of |v|·|o| over `parts` v [heads, rows or 1, d] and
+    bounds of o [groups, rows, d]; float64 loses `inexact` on the way to e_x.
     """
-    total = each.new_zeros(len(each))
-    for group in dict.fromkeys(read):
-        members = [h for h, other in enumerate(read) if other == group]
-        if len(members) == 1:
-            size = (vectors[members[0]].abs() * own[group]).sum(-1)
-            total = total + each[:, members[0]].abs() @ size
-            continue
-        turned = vectors[members].expand(-1, each.shape[-1], -1)
-        joint = torch.einsum("bhj,hjd->bjd", each[:, members], turned)
-        total = total + joint.abs().flatten(1) @ own[group].flatten()
-    return total * (1 + 2 * gamma(own[0].numel() + PASS))
+
+    maps: KeyMaps
+    rows: slice
+    back: Tensor
+    alone: Tensor
+    inexact: Tensor
+    parts: tuple[tuple[Tensor, Tensor], ...]
+
+    def own(self, each: Tensor, first: int) -> Tensor:
+        """Bound what rotation and linear add to functionals a [B, heads, rows] of the row of
+        scores, of heads from the one numbered `first`, with what float64 loses [B]."""
+        heads = slice(first, first + each.shape[1])
+        sizes, joint = self.inexact[heads].clone(), each.new_zeros(len(each))
+        for members in _groups(self.maps.groups, heads.start, heads.stop):
+            if len(members) == 1:
+                sizes[members[0] - first] += self.alone[members[0]]
+                continue
+            group, some = self.maps.groups[members[0]], [h - first for h in members]
+            for vectors, own in self.parts:
+                turned = vectors[members].expand(-1, each.shape[-1], -1)
+                sums = torch.einsum("bhj,hjd->bjd", each[:, some], turned)
+                joint = joint + sums.abs().flatten(1) @ own[group].flatten()
+        terms = self.inexact[heads].numel() + self.back.shape[-1] + 2 * PASS
+        total = joint + each.abs().flatten(1) @ sizes.flatten()
+        return total * (1 + 2 * gamma(terms * self.back.shape[-1])) * SAFE
+
+    def ways(self, bound: BoundedRows) -> KeyWays:
+        """Return W_gᵀ R_jᵀ q_h, and what a bound of the rows of x makes of them."""
+        weight = self.maps.below.part(list(self.maps.groups))
+        scale = power(self.back.abs().sum(-1).amax() * weight.abs().amax())
+        places = (self.back / scale) @ weight
+        return KeyWays(places, scale, bound, self.rows.start, self.rows.stop - self.rows.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,66 +397,60 @@ def row_of_values(
         return None
     entry, bound = run.tape.entries[place], run.tape.entries[source].rows
     weights, moved, balance = entry.reference, entry.error_bound, entry.balance
-    below, last = 2 * (moved - weights).clamp_min(0), LastVectors()
-    beyond = through_values(values, moved)
+    below = 2 * (moved - weights).clamp_min(0)
+    beyond, inexact = through_values(values, moved), moved @ _lost(values) * SAFE
     sizes = values.carried + values.own
     ends = [_last(row) + 1 for row in (weights != 0).any(0)]
     reads = [_last(row) + 1 for row in ((weights != 0) | (moved != 0)).any(0)]
     carries = bool(values.error_bound.any())
-
-    def vectors(a: Adjoint) -> Vectors | None:
-        """Return the functionals of one row as those of every row that the values come from."""
-        if bound is None or not carries:
-            return None
-        (first, stop), _, columns = a.window
-        each = a.values[:, :, 0].transpose(0, 1)  # [heads, B, d]
-        return last.get(each, values.kept[first:stop, slice(*columns)], bound)
+    lines = torch.stack([weights.abs(), moved, below], -1)
+    last = _LastRow(values, known, moved, bound if carries else None)
 
     def between(a: Adjoint) -> tuple[Tensor, Tensor]:
         (first, stop), (row, _), columns = a.window
-        total, many = a.values.new_zeros(a.values.shape[0]), vectors(a) if second_order else None
-        read = slice(0, reads[row])
-        if many is not None:
-            far = moved[first:stop, row] @ values.error_bound * SAFE
-            total = total + many.weighed(far).sum(0)
+        heads, read, of_row = slice(first, stop), slice(0, reads[row]), last.get(a)
+        own = of_row.own[:, :, read]  # [heads, B, keys]
+        sums = torch.bmm(own, lines[heads, row, read])
+        alone, around = sums[..., 0], torch.zeros_like(sums[..., 0])
+        total = a.values.new_zeros(a.values.shape[0])
+        if second_order:
+            rest = around = sums[..., 1]
+            if balance is not None:
+                price, to = balance[heads, row], moved[heads, row, read]
+                middle = _middle(own, to, price)
+                apart = torch.bmm((own - middle).abs_(), to[..., None])[..., 0] + sums[..., 2]
+                rest = torch.minimum(rest, apart + middle[..., 0] * price)
+            alone = alone + rest
+            if of_row.many is not None:
+                size = inexact[heads, row, slice(*columns)].flatten()
+                lost = a.values.abs().flatten(1) @ size * (1 + 2 * gamma(size.numel()))
+                total = total + of_row.far[:, row] + lost
+            else:
+                for h in range(first, stop):
+                    total = total + beyond(a, h)
         for members in _groups(values.groups, first, stop):
-            alone, around = torch.zeros_like(total), torch.zeros_like(total)
-            for h in members:
-                own = a.values[:, h - first, 0].abs() @ values.own[h, read, slice(*columns)].T
-                own = own * SAFE  # [B, keys]
-                alone = alone + own @ weights[h, row, read].abs()
-                if not second_order:
-                    continue
-                rest = plain = own @ moved[h, row, read]
-                if balance is not None:
-                    price = balance[h, row]
-                    middle = _middle(own, moved[h, row, read], price)
-                    apart = (own - middle).abs() @ moved[h, row, read] + own @ below[h, row, read]
-                    rest = torch.minimum(rest, apart + middle[:, 0] * price)
-                alone, around = alone + rest, around + plain
-                total = total + beyond(a, h, known=many is not None)
+            some = [h - first for h in members]
+            together = alone[some].sum(0)
             if len(members) > 1:
-                alone = torch.minimum(
-                    alone, _together(a, members, weights[:, row], values, sizes) + around
-                )
-            total = total + alone
+                joint = _together(a, members, weights[:, row], values, sizes)
+                together = torch.minimum(together, joint + around[some].sum(0))
+            total = total + together
         total = total * SAFE
         return -total, total
 
     def vjp(a: Adjoint) -> list[tuple[int, Adjoint | RowSums]]:
         (first, stop), (row, end), columns = a.window
-        heads = slice(first, stop)
-        each = a.values[:, :, 0].transpose(0, 1)  # [heads, B, d]
-        back = (each @ known[heads, :, slice(*columns)].mT).transpose(0, 1)[:, :, None]
-        window = ((first, stop), (row, end), (0, weights.shape[-1]))
+        heads, read, of_row = slice(first, stop), slice(0, max(reads[row], 1)), last.get(a)
+        window = ((first, stop), (row, end), (read.start, read.stop))
         found: list[tuple[int, Adjoint | RowSums]]
+        back = of_row.back[:, :, None, read]
         found = [(place, Adjoint(back, window, tuple(weights.shape)))]
-        many = vectors(a) if ends[row] else None
-        if many is not None and bound is not None:
-            shares = ValueRows(many, weights[heads, row, : ends[row]])
+        if of_row.many is not None and bound is not None and ends[row]:
+            shares = ValueRows(of_row.many, weights[heads, row, : ends[row]])
             count = a.values.shape[0]
             found.append((source, RowSums(bound, row, 0, ends[row], count, values=shares)))
         elif carries and ends[row]:
+            each = a.values[:, :, 0].transpose(0, 1)  # [heads, B, d]
             inputs = each @ values.part(heads, slice(*columns))  # [heads, B, D]
             rows = torch.einsum("hj,hbn->bjn", weights[heads, row, : ends[row]], inputs)
             shape = tuple(values.error_bound.shape)
@@ -449,6 +458,87 @@ def row_of_values(
         return found
 
     return SingleRow(Nonlinear(between), vjp, nearer=second_order and balance is not None)
+
+
+@dataclass(frozen=True)
+class _OfRow:
+    """Functionals of one row of a context product, and what they make of the values: that is the
+    same in every row."""
+
+    functionals: Adjoint
+    values: Heads
+    known: Tensor
+    moved: Tensor
+    bound: BoundedRows | None
+
+    def same(self, a: Adjoint) -> bool:
+        """Say whether other functionals are these, of any row."""
+        mine, one, two = self.functionals, self.functionals.values, a.values
+        if (mine.window[0], mine.window[2]) != (a.window[0], a.window[2]):
+            return False
+        return one.shape == two.shape and torch.equal(one, two)
+
+    @cached_property
+    def heads(self) -> slice:
+        return slice(*self.functionals.window[0])
+
+    @cached_property
+    def columns(self) -> slice:
+        return slice(*self.functionals.window[2])
+
+    @cached_property
+    def back(self) -> Tensor:
+        """Return a·v_j of the reference of every key [B, heads, keys]."""
+        each, known = self.functionals.values[:, :, 0], self.known[self.heads, :, self.columns]
+        return times_by_heads(each, known.mT)
+
+    @cached_property
+    def own(self) -> Tensor:
+        """Bound |a|·|o_j| of what the linear adds at every key [heads, B, keys]."""
+        own = self.values.own[self.heads, :, self.columns]
+        return self.functionals.values[:, :, 0].abs().transpose(0, 1) @ own.mT * SAFE
+
+    @cached_property
+    def many(self) -> Vectors | None:
+        """Return them as functionals of every row that the values come from."""
+        if self.bound is None:
+            return None
+        each = self.functionals.values[:, :, 0].transpose(0, 1)  # [heads, B, d]
+        weight = self.values.kept[self.heads, self.columns].to(torch.float64)
+        return Vectors.of(each, weight, self.bound)
+
+    @cached_property
+    def far(self) -> Tensor:
+        """Bound Σ_h Σ_j moved_htj |a·W_h| ρ_j of every row t [B, T]."""
+        many = self.many
+        assert many is not None
+        return many.weighed(self.moved[self.heads], self.values.error_bound)
+
+
+@dataclass(slots=True)
+class _LastRow:
+    """The functionals of one row asked for last: those of the next row are often the same."""
+
+    values: Heads
+    known: Tensor
+    moved: Tensor
+    bound: BoundedRows | None
+    last: _OfRow | None = None
+
+    def get(self, a: Adjoint) -> _OfRow:
+        """Return functionals with what was found of them already."""
+        if self.last is None or not self.last.same(a):
+            self.last = None
+            self.last = _OfRow(a, self.values, self.known, self.moved, self.bound)
+        return self.last
+
+
+def times_by_heads(values: Tensor, matrices: Tensor) -> Tensor:
+    """Return values [B, heads, n] times the matrix [heads, n, m] of each head [B, heads, m]."""
+    found = values.new_empty(*values.shape[:2], matrices.shape[-1])
+    for head, matrix in enumerate(matrices):
+        torch.mm(values[:, head], matrix, out=found[:, head])
+    return found
 
 
 def _last(chosen: Tensor) -> int:
@@ -497,47 +587,74 @@ def row_of_keys(
         return None
     place, source, found_at = query.index, keys.below.source, query.reference
     shape, bound = tuple(keys.below.error_bound.shape), run.tape.entries[source].rows
+    carries, last = bool(keys.below.error_bound.any()), _LastKeys(keys, found_at, bound)
 
     def between(a: Adjoint) -> tuple[Tensor, Tensor]:
-        (first, last), (row, _), columns = a.window
-        total = keys.own(a.values[:, :, 0], found_at[first:last, row], first, slice(*columns))
+        total = last.get(a).own(a.values[:, :, 0], a.window[0][0])
         return -total, total
 
-    carries = bool(keys.below.error_bound.any())
-
     def vjp(a: Adjoint) -> list[tuple[int, Adjoint | RowSums]]:
-        (first, last), (row, _), (start, stop) = a.window
-        each = a.values[:, :, 0].transpose(0, 1)  # [heads, B, keys]
-        back = (each @ known[first:last, :, start:stop].mT).transpose(0, 1)[:, :, None]
-        window = ((first, last), a.window[1], (0, known.shape[1]))
+        (first, end), (row, _), (start, stop) = a.window
+        heads, each = slice(first, end), a.values[:, :, 0]
+        back = times_by_heads(each, known[heads, :, start:stop].mT)[:, :, None]
+        window = (a.window[0], a.window[1], (0, known.shape[1]))
         found: list[tuple[int, Adjoint | RowSums]]
         found = [(place, Adjoint(back, window, tuple(found_at.shape)))]
         if not carries or start == stop:
             return found
-        along = keys.directions(found_at[first:last, row], first, slice(start, stop))
         if bound is not None:
-            several, count = KeyRows(each, along, start), a.values.shape[0]
+            several, count = KeyRows(each, last.ways(a), heads), a.values.shape[0]
             found.append((source, RowSums(bound, row, start, stop, count, keys=several)))
         else:
-            rows = torch.einsum("hbj,hjn->bjn", each, along.expand(-1, stop - start, -1))
+            along = keys.directions(found_at[heads, row], first, slice(start, stop))
+            rows = torch.einsum("bhj,hjn->bjn", each, along.expand(-1, stop - start, -1))
             found.append((source, Adjoint(rows, ((start, stop), (0, shape[1])), shape)))
         return found
 
     return SingleRow(Nonlinear(between), vjp)
 
 
-def through_values(values: Heads, moved: Tensor) -> Through:
-    """Return a function that bounds Σ_j moved[h, t, j] |a·W_h e_x[j]| of a head, [B]; with `known`,
-    but for what that is beside Σ_j moved[h, t, j] (|a·W_h| ρ_x[j])."""
-    inexact = gamma(values.kept.shape[1] + PASS) * values.carried
+@dataclass(slots=True)
+class _LastKeys:
+    """What the row of queries asked for last reads of the keys: all of its heads are asked for one
+    after another, and often several times."""
+
+    keys: KeyMaps
+    queries: Tensor
+    bound: BoundedRows | None
+    place: tuple[int, tuple[int, int]] | None = None
+    row: KeyRow | None = None
+    known: KeyWays | None = None
+
+    def get(self, a: Adjoint) -> KeyRow:
+        """Return what the row of functionals reads of their columns."""
+        place = a.window[1][0], a.window[2]
+        if self.row is None or self.place != place:
+            self.known = None
+            self.row = self.keys.row(self.queries[:, place[0]], slice(*place[1]))
+            self.place = place
+        return self.row
+
+    def ways(self, a: Adjoint) -> KeyWays:
+        """Return the ways of the scores to what the keys come from."""
+        row = self.get(a)
+        if self.known is None:
+            assert self.bound is not None
+            self.known = row.ways(self.bound)
+        return self.known
+
+
+def through_values(values: Heads, moved: Tensor) -> Callable[[Adjoint, int], Tensor]:
+    """Return a function that bounds Σ_j moved[h, t, j] |a·W_h e_x[j]| of a head, [B]."""
+    inexact = _lost(values)
     exact = not bool(values.error_bound.any())  # then all that the values are off by is their own
 
-    def beyond(a: Adjoint, h: int, *, known: bool = False) -> Tensor:
+    def beyond(a: Adjoint, h: int) -> Tensor:
         (first, _), (row, end), columns = a.window
         part, weights = a.values[:, h - first], moved[h, row:end]
         size = part.abs() * (weights @ inexact[h, :, slice(*columns)])
         total = size.flatten(1).sum(-1) * SAFE
-        if exact or known:
+        if exact:
             return total
         far = weights @ values.error_bound * SAFE
         sized = (part @ values.part(h, slice(*columns))).abs() * far
@@ -546,19 +663,29 @@ def through_values(values: Heads, moved: Tensor) -> Through:
     return beyond
 
 
+def _lost(values: Heads) -> Tensor:
+    """Bound what float64 loses of values where adjoints are taken through their linear."""
+    return gamma(values.kept.shape[1] + PASS) * values.carried
+
+
 CANDIDATES = 32
 """About so many elements of a row are looked at to find the middle one."""
 
 
 def _middle(sizes: Tensor, weights: Tensor, price: Tensor) -> Tensor:
-    """Return an m [B, 1] where Σ_j weights_j |sizes_j - m| + price·m of sizes [B, n] is nearly
-    least: the best of some of the sizes."""
+    """Return an m [heads, B, 1] where Σ_j weights_j |sizes_j - m| + price·m of sizes [heads, B, n]
+    is nearly least: the best of some of the sizes.
+
+    Args:
+        weights: [heads, n].
+        price: [heads, 1].
+    """
     step = max(1, sizes.shape[-1] // CANDIDATES)
-    sizes, weights = sizes[:, ::step], weights[::step] * step
+    sizes, weights = sizes[..., ::step], weights[:, None, ::step] * step
     if not sizes.shape[-1]:
-        return sizes.new_zeros(len(sizes), 1)
+        return sizes.new_zeros(*sizes.shape[:-1], 1)
     ordered, order = sizes.sort(dim=-1)
-    below = weights[order].cumsum(-1)
-    wanted = ((weights.sum() - price) / 2).clamp_min(0)
+    below = weights.expand_as(sizes).gather(-1, order).cumsum(-1)
+    wanted = ((weights.sum(-1, keepdim=True) - price[..., None]) / 2).clamp_min(0)
     place = (below < wanted).sum(-1, keepdim=True).clamp_max(sizes.shape[-1] - 1)
     return torch.where(wanted > 0, ordered.gather(-1, place), 0.0)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics.formats import FORMATS
-from kcdsl_backends.drift.affine.adjoint import Adjoint, at
+from kcdsl_backends.drift.affine.adjoint import Adjoint, Window, at
 from kcdsl_backends.drift.affine.cases import SCORES, choices, split
 from kcdsl_backends.drift.affine.error_bounds import deviations
 from kcdsl_backends.drift.affine.kernel import KernelRun, Private
@@ -279,15 +278,14 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
     if not bool((c < FARTHEST).all()):
         raise NoBound(node.name, f"a score may drift by more than {FARTHEST:g}")
     low, high = _curved(p, c, trust)
-    numerator = p * (c + _rise(c))
+    numerator, admitted = p * (c + _rise(c)), _Admitted.by(mask)
     radius = p * (high - low) / 2 + 4 * trust * numerator + gamma(PASS) * p * scores.error_bound
-    read = _columns(mask)
     first = run.tape.add(
         TapeEntry(
             f"{node.name}/numerator",
             torch.zeros_like(p),
             (numerator + radius) * SAFE,
-            lambda a: [(index, read(a.times(p)))],
+            lambda a: [(index, admitted.read(a.times(p)))],
             p * (low + high) / 2,
             radius * SAFE,
         )
@@ -298,7 +296,7 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
     own = 4 * trust * (p + gathered) + gamma(columns + PASS) * gathered + _LOST
 
     def project(a: Adjoint) -> Adjoints:
-        window = (*a.window[:-1], (0, columns))
+        window = admitted.around(a)
         values, weights = a.on(window), p[at(window)]
         mean = (values * weights).sum(-1, keepdim=True)
         return [(first, Adjoint(values - mean, window, a.shape))]
@@ -402,24 +400,40 @@ def _mask(run: KernelRun, node: Node, scores: TapeEntry) -> Tensor:
     return mask
 
 
-def _columns(mask: Tensor) -> Callable[[Adjoint], Adjoint]:
-    """Return a function that leaves out of functionals of one row the columns before the first and
-    behind the last that the mask admits in any head, where they are zero."""
-    admitted = mask.reshape(-1, *mask.shape[-2:]).any(0)
-    places = torch.arange(mask.shape[-1], device=mask.device)
-    starts = torch.where(admitted, places, mask.shape[-1]).amin(-1).tolist()
-    stops = (torch.where(admitted, places, -1).amax(-1) + 1).tolist()
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    """The range of columns, by row of the last two dimensions, that a mask admits in any head; all
+    others are zero."""
 
-    def read(a: Adjoint) -> Adjoint:
+    columns: int
+    starts: list[int]
+    stops: list[int]
+
+    @staticmethod
+    def by(mask: Tensor) -> _Admitted:
+        """Return the columns that a mask [..., rows, columns] admits."""
+        some = mask.reshape(-1, *mask.shape[-2:]).any(0)
+        places = torch.arange(mask.shape[-1], device=mask.device)
+        starts = torch.where(some, places, mask.shape[-1]).amin(-1).tolist()
+        stops = (torch.where(some, places, -1).amax(-1) + 1).tolist()
+        return _Admitted(mask.shape[-1], starts, stops)
+
+    def read(self, a: Adjoint) -> Adjoint:
+        """Leave out of functionals of one row the columns that are zero."""
         if not a.one_row:
             return a
         row, (start, stop) = a.window[-2][0], a.window[-1]
-        least = min(max(start, starts[row]), stop)
-        most = max(least, min(stop, stops[row]))
+        least = min(max(start, self.starts[row]), stop)
+        most = max(least, min(stop, self.stops[row]))
         values = a.values[..., least - start : most - start]
         return Adjoint(values, (*a.window[:-1], (least, most)), a.shape)
 
-    return read
+    def around(self, a: Adjoint) -> Window:
+        """Return a window that holds that of functionals, and of one row all columns that count."""
+        if not a.one_row:
+            return (*a.window[:-1], (0, self.columns))
+        row, (start, stop) = a.window[-2][0], a.window[-1]
+        return (*a.window[:-1], (min(start, self.starts[row]), max(stop, self.stops[row])))
 
 
 def _theta(run: KernelRun, scores: Box, mask: Tensor, again: Apart) -> Tensor:

@@ -15,6 +15,7 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint, reads_one_each
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Floats
 from kcdsl_certs.recheck.interval.state import gamma
 
+_AT_A_TIME = 16  # matrices
 _SMALL = 160  # up to this size all eigenvalues are computed
 _STEPS = 48  # of the Lanczos iteration
 _LOOKS, _STILL = 5, 2.0**-28  # after so many steps each it has settled if it grew no more
@@ -310,6 +311,37 @@ def norm_of(matrix: Floats, size: float) -> float:
     small = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
     trace = float((matrix**2).sum()) * (1 + 2.0**-30) + TINY
     return math.sqrt(largest(small, trace)) * size * (1 + 2.0**-40)
+
+
+def norms_of(matrix: Floats, scales: Floats, size: float) -> Floats:
+    """Return bounds [T] of |M diag(s_t) x|₂ for |x|₂ ≤ size and every row of scales [T, n]."""
+    found = np.empty(len(scales))
+    for first in range(0, len(scales), _AT_A_TIME):
+        some = slice(first, first + _AT_A_TIME)
+        scaled = matrix * scales[some, None]
+        grams = scaled @ scaled.swapaxes(-1, -2)
+        traces = np.trace(grams, axis1=1, axis2=2) * (1 + 2.0**-30) + TINY
+        found[some] = np.sqrt(_each_largest(grams, traces))
+    return found * (size * (1 + 2.0**-40))
+
+
+def _each_largest(grams: Floats, traces: Floats) -> Floats:
+    """Return bounds of the largest eigenvalues of Gram matrices, as `largest` does one by one."""
+    n = grams.shape[-1]
+    if n <= _SMALL and np.isfinite(grams).all() and np.isfinite(traces).all():
+        even = grams / 2 / traces[:, None, None]
+        even = even + even.swapaxes(-1, -2)
+        value = np.linalg.eigvalsh(even)[:, -1] * (1 + 2.0 ** _RISES[0])
+        try:
+            np.linalg.cholesky(value[:, None, None] * np.eye(n) - even)
+        except np.linalg.LinAlgError:
+            pass  # one of them needs more
+        else:
+            sure = value * (1 + 4 * n * gamma(n + 4, UNIT)) + 2.0**-30
+            return np.asarray(traces * np.minimum(1.0, sure) * (1 + 2.0**-50))
+    return np.array(
+        [largest(gram, float(trace)) for gram, trace in zip(grams, traces, strict=True)]
+    )
 
 
 @dataclass(frozen=True, slots=True)

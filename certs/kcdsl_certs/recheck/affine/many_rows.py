@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -36,7 +37,7 @@ class Line:
     size: Floats
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowReach:
     """|α·e_j| ≤ |α|·radius_j + Σ |α·direction_j| size_j over the lines, for a functional of one row
     of an entry [T, n]: all that stands below it is counted."""
@@ -44,7 +45,7 @@ class RowReach:
     radius: Floats
     lines: tuple[Line, ...] = ()
 
-    @property
+    @cached_property
     def reach(self) -> Floats:
         """Return the bound of single elements."""
         found = self.radius
@@ -52,7 +53,12 @@ class RowReach:
             found = found + np.abs(line.direction) * line.size[:, None]
         return raised(found)
 
-    @property
+    @cached_property
+    def unit(self) -> float:
+        """Return a power of two above the radius."""
+        return _unit(self.radius)
+
+    @cached_property
     def measure(self) -> Floats:
         """Return weights [n] > 0 of squares: the means of the columns of the radius, up to 1."""
         means = self.radius.mean(axis=0)
@@ -66,7 +72,7 @@ class RowReach:
 
 def _unit(values: Floats | Singles) -> float:
     """Return a power of two above all magnitudes; 1 of zeros."""
-    top = float(np.abs(values).max(initial=0.0))
+    top = max(float(values.max(initial=0.0)), -float(values.min(initial=0.0)))
     return math.ldexp(1.0, min(max(math.frexp(top)[1], -900), 1000)) if top else 1.0
 
 
@@ -108,14 +114,16 @@ class Through:
         squares = _squares(single, rows.measure) if heads * n * tokens >= _LARGE else None
         return Through(single, unit, along, most, squares)
 
-    def sizes(self, weights: Floats) -> Floats:
-        """Bound Σ_h |u_h| · weights_h of weights [heads, n] ≥ 0, [B]."""
-        unit, n = _unit(weights), weights.shape[-1]
-        line = _singles(weights, unit)[:, None]
-        found = line @ np.abs(self.single)
-        lost = n * _VANISHED
-        total = (found[:, 0].astype(np.float64) * _above(n + 8) + lost).sum(axis=0)
-        return raised(total * (self.unit * unit))
+    def sizes(self, shares: Floats, reach: Floats) -> Floats:
+        """Bound Σ_h |u_h| · (shares_ht reach) for shares [heads, T, J] ≥ 0 of rows with a reach
+        [J, n] ≥ 0, [B, T]."""
+        n, found = reach.shape[-1], np.zeros((self.single.shape[-1], shares.shape[1]))
+        for single, share in zip(self.single, shares, strict=True):
+            weights = raised(share @ reach)
+            unit = _unit(weights)
+            product = np.abs(single).T @ _singles(weights, unit).T
+            found += (product.astype(np.float64) * _above(n + 8) + n * _VANISHED) * unit
+        return raised(found * self.unit)
 
 
 def _squares(single: Singles, measure: Floats) -> Floats:
@@ -136,33 +144,61 @@ def _lengths(square: Floats, triangle: Floats, terms: int) -> Floats:
     return raised(np.sqrt(np.maximum(square, 0.0) + off + _LEAST))
 
 
-@dataclass(slots=True)
-class Kept:
-    """The functionals that were last carried through weights: many rows have the same."""
+@dataclass(frozen=True)
+class Places:
+    """Where the scores of one row of queries lead through their keys: v [heads, J, n] for the keys
+    from row `first` on, of an entry with a bound of its rows.
 
-    alpha: Floats | None = None
-    place: tuple[slice, ...] = ()
-    found: Through | None = None
+    What follows from these is the same for all functionals of the row, and is formed once.
+    """
 
-    def through(
-        self, alpha: Floats, weight: Floats, place: tuple[slice, ...], rows: RowReach
-    ) -> Through:
-        """Return α times weight[place]."""
-        last = self.alpha if self.place == place else None
-        if self.found is not None and last is not None and np.array_equal(last, alpha):
-            return self.found
-        self.found = None
-        self.alpha, self.place = alpha.copy(), place
-        self.found = Through.of(alpha, weight[place], rows)
-        return self.found
+    v: Floats
+    rows: RowReach
+    first: int
+
+    @property
+    def last(self) -> int:
+        """Return the row behind the last one."""
+        return self.first + int(self.v.shape[1])
+
+    @property
+    def read(self) -> slice:
+        """Return the rows of the entry that are read."""
+        return slice(self.first, self.last)
+
+    @cached_property
+    def unit(self) -> float:
+        """Return a power of two above v."""
+        return _unit(self.v)
+
+    @cached_property
+    def sizes(self) -> Floats:
+        """Bound |v| · reach and |v| · radius of every row, [heads, J, 2]."""
+        weights = np.stack([self.rows.reach[self.read], self.rows.radius[self.read]], axis=-1)
+        found = np.abs(self.v).swapaxes(0, 1) @ weights
+        lost = 1 + 4 * gamma(self.v.shape[-1] + 8, UNIT)
+        return np.ascontiguousarray(raised(found * lost).swapaxes(0, 1))
+
+    @cached_property
+    def moved(self) -> list[Floats]:
+        """Return v · direction of every line, [heads, J]."""
+        by_row = self.v.swapaxes(0, 1)
+        lines = (line.direction[self.read, :, None] for line in self.rows.lines)
+        return [(by_row @ line)[..., 0].T for line in lines]
+
+    @cached_property
+    def squares(self) -> Floats:
+        """Return Σ_n radius_jn v_gjn v_hjn [J, heads, heads], of multiples of both units."""
+        v = self.v.swapaxes(0, 1) * (1 / self.unit)
+        return (v * (self.rows.radius[self.read, None] * (1 / self.rows.unit))) @ v.swapaxes(-1, -2)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ManyRows:
     """Such functionals α [B] of an entry with a bound of its rows; `own` is the row t.
 
-    `shares` p are [heads, J] of rows 0 to J, with `through` u; `weights` w [heads, B, J'] with
-    `places` v [heads, J', n] are of rows `first` to first + J'.
+    `shares` p are [heads, J] of rows 0 to J, with `through` u; `weights` w [B, heads, J'] are those
+    of some `heads` of the `places` v.
     """
 
     rows: RowReach
@@ -171,8 +207,8 @@ class ManyRows:
     shares: Floats | None = None
     through: Through | None = None
     weights: Floats | None = None
-    places: Floats | None = None
-    first: int = 0
+    places: Places | None = None
+    heads: slice = field(default_factory=lambda: slice(None))
 
     def joined(self, other: ManyRows) -> ManyRows | None:
         """Return the sum, None where it has another form."""
@@ -183,20 +219,23 @@ class ManyRows:
             return None
         return ManyRows(
             *(self.rows, self.own, self.batch, one.shares, one.through),
-            *(two.weights, two.places, two.first),
+            *(two.weights, two.places, two.heads),
         )
 
     @property
     def row(self) -> Adjoint:
         """Return the part of row t; what float32 lost of it is part of `bound`."""
-        found = np.zeros((self.batch, self.rows.radius.shape[1]))
+        found = np.empty((self.batch, self.rows.radius.shape[1]))
         if self.through is not None and self.shares is not None and self._in_values(self.own):
             p = self.shares[:, self.own].astype(np.float32)
             flat = p @ self.through.single.reshape(len(p), -1)
-            found += flat.reshape(-1, self.batch).T.astype(np.float64) * self.through.unit
+            each = flat.reshape(-1, self.batch).T
+            np.multiply(each, self.through.unit, out=found, dtype=np.float64)
+        else:
+            found[:] = 0.0
         if self.weights is not None and self.places is not None and self._in_keys(self.own):
-            j = self.own - self.first
-            found += np.einsum("hb,hn->bn", self.weights[..., j], self.places[:, j])
+            j = self.own - self.places.first
+            found += self.weights[..., j] @ self.places.v[self.heads, j]
         return Adjoint(found[:, None], (self.own, 0))
 
     @property
@@ -210,16 +249,17 @@ class ManyRows:
             formed = formed.reshape(-1, n, self.batch).transpose(2, 0, 1)
             found[:, : p.shape[1]] += formed * self.through.unit
         if self.weights is not None and self.places is not None:
-            last = self.first + self.weights.shape[-1]
-            found[:, self.first : last] += np.einsum("hbj,hjn->bjn", self.weights, self.places)
+            by_row = self.places.v[self.heads].swapaxes(0, 1)
+            found[:, self.places.read] += (self.weights.transpose(2, 0, 1) @ by_row).swapaxes(0, 1)
         return Adjoint(found, (0, 0))
 
     def bound(self) -> Floats:
         """Return a bound of all rows but t, [B], with what is lost of all."""
         total = self.lost()
         for start, stop in self._parts():
-            by_norms = self._large and self._in_values(start)
-            formed = self._by_norms if by_norms else self._formed
+            formed = self._by_norms if self._large else self._formed
+            if not self._in_values(start):
+                formed = self._of_one_head if self._one_head else self._formed
             total = total + formed(start, stop) + self._along(start, stop)
         return raised(total)
 
@@ -233,15 +273,19 @@ class ManyRows:
         return self.shares is not None and row < self.shares.shape[1]
 
     def _in_keys(self, row: int) -> bool:
-        return self.weights is not None and 0 <= row - self.first < self.weights.shape[-1]
+        return self.places is not None and self.places.first <= row < self.places.last
+
+    @property
+    def _one_head(self) -> bool:
+        return self.weights is not None and self.weights.shape[1] == 1
 
     def _parts(self) -> Iterator[tuple[int, int]]:
         """Yield the runs of rows but t that are read in one way."""
         ends = {0, self.own, self.own + 1}
         if self.shares is not None:
             ends.add(self.shares.shape[1])
-        if self.weights is not None:
-            ends |= {self.first, self.first + self.weights.shape[-1]}
+        if self.places is not None:
+            ends |= {self.places.first, self.places.last}
         places = sorted(ends)
         for start, stop in pairwise(places):
             if start != self.own and (self._in_values(start) or self._in_keys(start)):
@@ -249,14 +293,15 @@ class ManyRows:
 
     def whole(self) -> Floats:
         """Return a bound of all rows, [B], without what cancels between heads."""
-        total, each = self._sizes()
+        total, each = self._sizes
         return raised(total * (1 + each))
 
     def lost(self) -> Floats:
         """Bound what is lost of α_j, times the reach of its row."""
-        total, each = self._sizes()
+        total, each = self._sizes
         return raised(total * each)
 
+    @cached_property
     def _sizes(self) -> tuple[Floats, float]:
         """Return Σ_j (Σ_h |p_hj||u_h| + Σ_h |w_hj||v_hj|)·reach_j, [B], and which share of it may
         be lost."""
@@ -265,11 +310,25 @@ class ManyRows:
             total = total + np.abs(self.shares).sum(axis=-1) @ self.through.most
             terms += 2 * len(self.shares)
         if self.weights is not None and self.places is not None:
-            last = self.first + self.weights.shape[-1]
-            sizes = (np.abs(self.places) * self.rows.reach[self.first : last]).sum(axis=-1)
-            total = total + np.einsum("hbj,hj->b", np.abs(self.weights), sizes)
-            terms += 2 * len(self.weights)
+            sizes = self.places.sizes[self.heads, :, 0].reshape(-1)
+            total = total + np.abs(self.weights).reshape(self.batch, -1) @ sizes
+            terms += 2 * self.weights.shape[1]
+        total = raised(total * (1 + 4 * gamma(self.rows.radius.shape[0] * terms + 64, UNIT)))
         return total, terms * _SINGLE / (1 - terms * _SINGLE) + 4 * gamma(n + terms + 64, UNIT)
+
+    def _inner(self, start: int, stop: int) -> slice:
+        """Return where weights and places have some rows."""
+        first = 0 if self.places is None else self.places.first
+        return slice(start - first, stop - first)
+
+    def _of_one_head(self, start: int, stop: int) -> Floats:
+        """Bound Σ_j |α_j|·radius_j through one head: every row is a multiple of its place."""
+        assert self.weights is not None
+        assert self.places is not None
+        inner = self._inner(start, stop)
+        each = self.places.sizes[self.heads, inner, 1][0]
+        found = np.abs(self.weights[:, 0, inner]) @ each
+        return raised(found * (1 + 2 * gamma(stop - start + 8, UNIT)))
 
     def _along(self, start: int, stop: int) -> Floats:
         """Bound what moves along the lines of rows start to stop."""
@@ -280,9 +339,9 @@ class ManyRows:
                 along = self.through.along[k, :, :, start:stop]
                 moved += np.einsum("hj,hbj->bj", self.shares[:, start:stop], along)
             if self.weights is not None and self.places is not None and self._in_keys(start):
-                inner = slice(start - self.first, stop - self.first)
-                sums = np.einsum("hjn,jn->hj", self.places[:, inner], line.direction[start:stop])
-                moved += np.einsum("hbj,hj->bj", self.weights[..., inner], sums)
+                inner = self._inner(start, stop)
+                sums = self.places.moved[k][self.heads, inner]
+                moved += np.einsum("bhj,hj->bj", self.weights[..., inner], sums)
             total += np.abs(moved) @ line.size[start:stop]
         return raised(total)
 
@@ -290,7 +349,7 @@ class ManyRows:
         """Bound the same by the inequality of Cauchy and Schwarz: through values with one measure
         for all rows, through keys with the radius of each row."""
         n = self.rows.radius.shape[1]
-        unit_r = _unit(self.rows.radius)
+        unit_r = self.rows.unit
         radius = self.rows.radius[start:stop] / unit_r
         total = np.zeros(self.batch)
         through, shares = self.through, self.shares
@@ -303,16 +362,16 @@ class ManyRows:
             vanished = (stop - start) * n * _VANISHED
             total += (norms @ across + vanished) * (through.unit * unit_r)
         if self.weights is not None and self.places is not None and self._in_keys(start):
-            inner = slice(start - self.first, stop - self.first)
-            by, to = _unit(self.weights[..., inner]), _unit(self.places[:, inner])
-            w = np.ascontiguousarray(self.weights[..., inner].transpose(2, 1, 0)) / by
-            v = np.ascontiguousarray(self.places[:, inner].swapaxes(0, 1)) / to
-            squares = (v * radius[:, None]) @ v.swapaxes(-1, -2)  # [rows, heads, heads]
+            inner = self._inner(start, stop)
+            weights = self.weights[..., inner].transpose(2, 1, 0)
+            by, w = _unit(weights), np.empty(weights.shape)
+            np.multiply(weights, 1 / by, out=w)  # [rows, heads, B]
+            squares = self.places.squares[inner, self.heads, self.heads]
             roots = np.sqrt(np.diagonal(squares, axis1=1, axis2=2))
-            single = (np.abs(w) @ roots[..., None])[..., 0]
-            square = ((w @ squares) * w).sum(axis=-1)
-            norms = _lengths(square, single, n + w.shape[-1] ** 2)
-            total += np.sqrt(radius.sum(axis=-1)) @ norms * (by * to * unit_r)
+            square = ((squares @ w) * w).sum(axis=1)
+            single = (roots[:, None] @ np.abs(w, out=w))[:, 0]
+            norms = _lengths(square, single, n + weights.shape[1] ** 2)
+            total += np.sqrt(radius.sum(axis=-1)) @ norms * (by * self.places.unit * unit_r)
         return raised(total * (1 + 4 * gamma(n + stop - start + 32, UNIT)))
 
     def _formed(self, start: int, stop: int) -> Floats:
@@ -326,16 +385,12 @@ class ManyRows:
         if self.through is not None and self.shares is not None and self._in_values(start):
             unit, u = self.through.unit, self.through.single
         if self.weights is not None and self.places is not None and self._in_keys(start):
-            inner = slice(start - self.first, stop - self.first)
-            by = _unit(self.weights[..., inner])
-            unit = max(unit, by * _unit(self.places[:, inner]))
-            w = np.ascontiguousarray(_singles(self.weights[..., inner], by).transpose(2, 0, 1))
-            places = _singles(self.places[:, inner], unit / by)
-            v = np.ascontiguousarray(places.transpose(1, 2, 0))
-            if u is None and len(self.weights) == 1:  # one head: every row is a multiple of v
-                each = (np.abs(v[..., 0]).astype(np.float64) * sizes).sum(axis=-1)
-                total = np.abs(w[:, 0].T).astype(np.float64) @ each
-                return self._scaled(total, unit * unit_r, count)
+            inner = self._inner(start, stop)
+            weights, places = self.weights[..., inner], self.places.v[self.heads, inner]
+            by = _unit(weights)
+            unit = max(unit, by * self.places.unit)
+            w = np.ascontiguousarray(_singles(weights, by).transpose(2, 1, 0))
+            v = np.ascontiguousarray(_singles(places, unit / by).transpose(1, 2, 0))
         if u is not None and self.through is not None and self.shares is not None:
             p = _singles(self.shares[:, start:stop].T, unit / self.through.unit)
             p = np.ascontiguousarray(p)

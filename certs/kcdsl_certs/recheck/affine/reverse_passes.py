@@ -402,6 +402,7 @@ Row = tuple[int, ...]
 
 _WIDEST = 64  # unit functionals at a time: their windows are cut to the columns they touch
 AT_ONCE = 256  # of an output row, and of a result before its cast, which both read the same
+OF_ROWS = 1024  # of one row, where sums over rows are bounded one by one
 _LARGEST = 2**24  # doubles in one batch of adjoints of the largest node
 
 
@@ -409,6 +410,14 @@ def room(walk: Walk) -> int:
     """Return how many functionals may be carried at a time."""
     largest = max((entry.reach.size for entry in walk.tape.entries), default=1)
     return max(1, _LARGEST // largest)
+
+
+def room_of_rows(walk: Walk) -> int:
+    """Return how many functionals of one row may be carried at a time. Of a block with one softmax
+    they read many rows only where these are bounded one by one, if any are."""
+    if len(walk.softmaxes) == 1 and any(entry.rows is not None for entry in walk.tape.entries):
+        return OF_ROWS
+    return min(AT_ONCE, room(walk))
 
 
 def tight(walk: Walk, node: Node, name: str, floor: int) -> Form:
@@ -484,7 +493,7 @@ def along(walk: Walk, form: Form, row: Row, functionals: Floats, floor: int = 0)
     if form.place is None:
         return np.zeros(functionals.shape[0])
     ones = (1,) * len(row)
-    found, step = [], room(walk)
+    found, step = [], room_of_rows(walk)
     for first in range(0, functionals.shape[0], step):
         part = functionals[first : first + step]
         adjoint = Adjoint(part.reshape(part.shape[0], *ones, -1), (*row, 0))

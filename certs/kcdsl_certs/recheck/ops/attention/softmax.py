@@ -106,7 +106,7 @@ def softmax_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     formed = Formed(
         p,
         carried,
-        ((numerator, _project(p)),),
+        ((numerator, _project(p, allowed)),),
         raised(own + error),
         within=raised(reach + error) + TINY,
         sure=~allowed,
@@ -167,7 +167,9 @@ def _centred(walk: Walk, node: Node, p: Floats, wrong: Floats, allowed: Bools) -
         return np.where(allowed, plain, 0.0)
     found = plain.copy()
     for floor in walk.tape.floors:
-        for row in reverse_passes.rows(walk.chosen(node, node.inputs[0], "deviations", floor)):
+        chosen = walk.chosen(node, node.inputs[0], "deviations", floor)
+        # all heads of a row one after another: what they read of the keys is shared
+        for row in sorted(reverse_passes.rows(chosen), key=lambda row: row[::-1]):
             columns = np.flatnonzero(allowed[row])
             some: tuple[int | NDArray[np.intp], ...] = (*row, columns)
             functionals = np.zeros((columns.size, p.shape[-1]))
@@ -264,11 +266,20 @@ def _times(p: Floats) -> Pull:
     return lambda a: a.times(p)
 
 
-def _project(p: Floats) -> Pull:
-    """Return the pullback of Πy = y - pΣy: α - (α·p)."""
+def _project(p: Floats, allowed: Bools) -> Pull:
+    """Return the pullback of Πy = y - pΣy: α - (α·p). Of one row it leaves out the columns at
+    either end that no head is allowed: there, y is zero."""
+    n, allowed = p.shape[-1], np.atleast_2d(allowed)
+    some = np.asarray(allowed.reshape(-1, *allowed.shape[-2:]).any(axis=0))
+    firsts, lasts = some.argmax(axis=-1), n - some[:, ::-1].argmax(axis=-1)
 
     def pull(adjoint: Adjoint) -> Adjoint:
-        whole = embedded(adjoint, (*adjoint.start[:-1], 0), (*adjoint.extent[:-1], p.shape[-1]))
+        first, last = 0, n
+        if adjoint.extent[-2:-1] == (1,):
+            t, columns = adjoint.start[-2], adjoint.window[-1]
+            first, last = min(int(firsts[t]), columns.start), max(int(lasts[t]), columns.stop)
+        start, extent = (*adjoint.start[:-1], first), (*adjoint.extent[:-1], last - first)
+        whole = embedded(adjoint, start, extent)
         along = (whole.values * p[whole.window]).sum(axis=-1, keepdims=True)
         return Adjoint(whole.values - along, whole.start)
 

@@ -13,7 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, Part, Row, Seen, longest, norm_of
+from kcdsl_certs.recheck.affine.ellipsoids import (
+    Ellipsoids,
+    Part,
+    Row,
+    Seen,
+    longest,
+    norm_of,
+    norms_of,
+)
 from kcdsl_certs.recheck.affine.form import Form, Origin, Turned, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.reverse_passes import until
 from kcdsl_certs.recheck.affine.tape import NonlinearPart, TapeEntry
@@ -180,11 +188,11 @@ def _second_order(left: Straight, right: Straight) -> Floats:
 def _norms(operand: Straight, h: int) -> Floats:
     """Return bounds [T] of |W_h e|₂, by the reach of e and by its ellipsoids."""
     weight = operand.weight[h]
-    found = [norm_of(weight * row, math.sqrt(weight.shape[1])) for row in operand.reach[h]]
+    found = norms_of(weight, operand.reach[h], math.sqrt(weight.shape[1]))
     for t, row in enumerate(operand.rows[h]):
         if row in operand.ellipsoids:
             found[t] = min(found[t], longest(operand.ellipsoids[row], weight))
-    return np.array(found)
+    return found
 
 
 def context_curve(p: Floats, v: Straight, rest: Floats) -> NonlinearPart:

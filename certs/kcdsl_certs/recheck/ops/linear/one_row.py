@@ -3,14 +3,15 @@ are averaged, and queries times keys; both read many rows of what they come from
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Origin, Walk, form_of, product_raised
-from kcdsl_certs.recheck.affine.many_rows import Kept, ManyRows, RowReach
-from kcdsl_certs.recheck.affine.tape import Averaged, NonlinearPart, Pull, RowPull
+from kcdsl_certs.recheck.affine.many_rows import ManyRows, Places, RowReach, Through
+from kcdsl_certs.recheck.affine.tape import Averaged, NonlinearPart, RowPull
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Floats, raised
 from kcdsl_certs.recheck.interval.state import gamma
 from kcdsl_certs.recheck.ops.linear.bilinear import Straight, split, whole_heads
@@ -27,13 +28,13 @@ def averages(
     """
     if p.place is None or v.origin is None or (second and p.balance is None):
         return None
-    read = _readers(v.origin)
-    if read is None:
+    read_by = _readers(v.origin)
+    if read_by is None:
         return None
     source = form_of(walk.forms[v.origin.source])
     if source.place is None or len(source.shape) != 2:
         return None
-    rows_of, last = walk.tape.entries[source.place].rows, Kept()
+    rows_of = walk.tape.entries[source.place].rows
     below = 2 * np.maximum(raised(p.reach - p.reference), 0.0)
     slack = 1 + 4 * gamma(sum(values.weight.shape) + p.shape[-1] + 64, UNIT)
     reach, weight = values.reach[0], values.weight  # the same rows in every head
@@ -43,54 +44,130 @@ def averages(
     by_size = np.stack([product_raised(reach, np.abs(w).T) for w in weight])
     lost = by_size * (2 * gamma(weight.shape[1] + 8, UNIT)) + TINY
     inexact = (by_size + values.rest) * (4 * gamma(sum(weight.shape), UNIT)) + TINY
+    lost, inexact = p.reach @ lost, weights @ inexact  # of every row of p [heads, T, d]
+    factors = np.stack([weights, p.reach, below], axis=-1)
+    by_norms = rows_of if second and moves else None
+    last = _Last(values, v.reference, p.reach, by_norms)
 
     def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
         heads, rows, columns = adjoint.window
-        t, inside = rows.start, range(heads.start, heads.stop)
+        t, inside, same = rows.start, range(heads.start, heads.stop), last.of(adjoint)
+        size, read = np.abs(adjoint.values).reshape(adjoint.batch, -1), slice(0, last_read[t])
+        own = same.own[:, :, read]  # [heads, B, keys]
+        averaged, plain, below_p = np.moveaxis(own @ factors[heads, t, read], -1, 0)
         found = np.zeros(adjoint.batch)
-        averaged, plain = np.zeros((2, len(weight), adjoint.batch))
-        if rows_of is not None and second and moves:
-            alphas = adjoint.values[:, :, 0].swapaxes(0, 1)
-            moving = raised(p.reach[heads, t] @ reach)
-            found = last.through(alphas, weight, (heads, columns), rows_of).sizes(moving)
-        for k, h in enumerate(inside):
-            alpha = adjoint.values[:, k, 0]
-            own = raised(np.abs(alpha) @ values.rest[h][:, columns].T)
-            if not second:
-                averaged[h] = own @ weights[h, t]
-                plain[h] = np.abs(alpha) @ (inexact[h][:, columns].T @ weights[h, t])
-                continue
-            far = np.abs(alpha) @ lost[h][:, columns].T
-            if rows_of is None:
-                far = far + np.abs(alpha @ weight[h][columns]) @ reach.T
-            moved = p.reach[h, t]
-            found = found + far @ moved
-            own, moved = own[:, : last_read[t]], moved[: last_read[t]]
-            m = _middle(own, moved, float(balance[h, t]))
-            near = np.abs(own - m) @ moved + m[:, 0] * balance[h, t]
-            near = near + own @ below[h, t, : last_read[t]]
-            averaged[h] = own @ weights[h, t, : last_read[t]] + np.minimum(near, own @ moved)
-            plain[h] = own @ moved + np.abs(alpha) @ (inexact[h][:, columns].T @ weights[h, t])
-        for readers in sorted(set(read)):
-            some = [h for h in readers if h in inside]
+        if not second:
+            plain = np.zeros(averaged.shape)
+        else:
+            found = found + size @ lost[heads, t, columns].reshape(-1)
+            moved, price = p.reach[heads, t, read], balance[heads, t]
+            m = _middle(own, moved, price)
+            off = np.abs(own - m) @ moved[..., None]
+            near = off[..., 0] + m[..., 0] * price[:, None] + below_p
+            averaged = averaged + np.minimum(near, plain)
+            if by_norms is not None:
+                found = found + same.far[:, t]
+            elif rows_of is None:
+                for k, h in enumerate(inside):
+                    pulled = np.abs(adjoint.values[:, k, 0] @ weight[h][columns])
+                    found = found + pulled @ (reach.T @ p.reach[h, t])
+        for readers in sorted(set(read_by)):
+            some = [h - heads.start for h in readers if h in inside]
             alone = averaged[some].sum(axis=0)
             if len(some) > 1:
-                alphas = adjoint.values[:, [h - heads.start for h in some], 0]
-                joint = np.abs(np.einsum("hj,bhd->bjd", p.reference[some, t], alphas))
-                own = values.rest[some[0]][:, columns]
-                together = (joint * own).sum(axis=(-1, -2)) * (1 + 2 * gamma(own.size + 8, UNIT))
-                together = together + plain[some].sum(axis=0)
-                alone = np.minimum(alone, together)
+                alphas, mine = adjoint.values[:, some, 0], [k + heads.start for k in some]
+                joint = np.abs(np.einsum("hj,bhd->bjd", p.reference[mine, t], alphas))
+                rest = values.rest[mine[0]][:, columns]
+                together = (joint * rest).sum(axis=(-1, -2)) * (1 + 2 * gamma(rest.size + 8, UNIT))
+                sizes = np.abs(alphas).reshape(adjoint.batch, -1)
+                together = together + sizes @ inexact[mine, t, columns].reshape(-1)
+                alone = np.minimum(alone, together + plain[some].sum(axis=0))
             found = found + alone
         return -found * slack, found * slack
 
-    return Averaged(
-        NonlinearPart(between),
-        (
-            (p.place, _to_probabilities(v.reference, p.shape)),
-            (source.place, _to_inputs(p.reference, weight, rows_of, last)),
-        ),
-    )
+    def to_probabilities(adjoint: Adjoint) -> Adjoint:
+        read = slice(0, max(last_read[adjoint.start[-2]], 1))
+        return Adjoint(last.of(adjoint).back[:, :, None, read], (*adjoint.start[:-1], 0))
+
+    def to_inputs(adjoint: Adjoint) -> Adjoint | ManyRows:
+        heads, rows, columns = adjoint.window
+        if rows_of is not None:
+            shares, through = (
+                _until(p.reference[heads, rows.start]),
+                last.of(adjoint).through(rows_of),
+            )
+            return ManyRows(rows_of, rows.start, adjoint.batch, shares, through)
+        each = np.einsum("bhd,hdn->bhn", adjoint.values[:, :, 0], weight[heads, columns])
+        found = np.einsum("hj,bhn->bjn", p.reference[heads, rows.start], each)
+        return Adjoint(np.ascontiguousarray(found), (0, 0))
+
+    operands: tuple[tuple[int, RowPull], ...]
+    operands = (p.place, to_probabilities), (source.place, to_inputs)
+    return Averaged(NonlinearPart(between), operands)
+
+
+@dataclass
+class _Same:
+    """Functionals α of one row of probabilities times values, and what they make of the values: all
+    rows that have the same functionals share it."""
+
+    alpha: Floats  # [B, heads, 1, d]
+    heads: slice
+    columns: slice
+    values: Straight
+    reference: Floats
+    moved: Floats
+    rows: RowReach | None
+    carried: Through | None = None
+
+    @cached_property
+    def back(self) -> Floats:
+        """Return α v of every key, [B, heads, keys]."""
+        return by_head(self.alpha[:, :, 0], self.reference[self.heads, :, self.columns])
+
+    @cached_property
+    def own(self) -> Floats:
+        """Bound |α| |o| of every key, [heads, B, keys]."""
+        rest = self.values.rest[self.heads, :, self.columns]
+        return raised(np.abs(self.alpha[:, :, 0]).swapaxes(0, 1) @ rest.swapaxes(-1, -2))
+
+    def through(self, rows: RowReach) -> Through:
+        """Return α W."""
+        if self.carried is None:
+            weight = self.values.weight[self.heads, self.columns]
+            self.carried = Through.of(self.alpha[:, :, 0].swapaxes(0, 1), weight, rows)
+        return self.carried
+
+    @cached_property
+    def far(self) -> Floats:
+        """Bound Σ_h Σ_j |e_p,htj| (|α_h W_h| reach_j) for every row t, [B, T]."""
+        assert self.rows is not None
+        return self.through(self.rows).sizes(self.moved[self.heads], self.values.reach[0])
+
+
+@dataclass
+class _Last:
+    """The functionals met last."""
+
+    values: Straight
+    reference: Floats
+    moved: Floats
+    rows: RowReach | None
+    same: _Same | None = None
+
+    def of(self, adjoint: Adjoint) -> _Same:
+        """Return what is known of functionals of one row."""
+        heads, _, columns = adjoint.window
+        known, alpha = self.same, adjoint.values
+        if known is not None and (known.heads, known.columns) != (heads, columns):
+            known = None
+        if known is not None and (known.alpha is alpha or np.array_equal(known.alpha, alpha)):
+            return known
+        self.same = None
+        self.same = _Same(
+            *(alpha, heads, columns, self.values, self.reference, self.moved, self.rows)
+        )
+        return self.same
 
 
 def _readers(origin: Origin) -> list[tuple[int, ...]] | None:
@@ -110,56 +187,34 @@ def _readers(origin: Origin) -> list[tuple[int, ...]] | None:
     return [tuple(np.flatnonzero(kind.ravel() == mine).tolist()) for mine in kind.ravel()]
 
 
-def _middle(sizes: Floats, weights: Floats, price: float) -> Floats:
-    """Return an m [B, 1] where Σ_j weights_j |sizes_j - m| + price·m is nearly least; any m is
-    sound."""
+def _middle(sizes: Floats, weights: Floats, price: Floats) -> Floats:
+    """Return an m [heads, B, 1] where Σ_j weights_j |sizes_j - m| + price·m is nearly least, of
+    sizes [heads, B, J], weights [heads, J] and a price [heads]; any m is sound."""
     step = max(1, sizes.shape[-1] // _LOOKED_AT)
-    sizes, weights = sizes[:, ::step], weights[::step] * step
-    wanted = (weights.sum() - price) / 2
-    if wanted <= 0 or not weights.size:
-        return np.zeros((len(sizes), 1))
+    sizes, weights = sizes[..., ::step], weights[:, ::step] * step
+    if not weights.size:
+        return np.zeros((*sizes.shape[:2], 1))
+    wanted = ((weights.sum(axis=-1) - price) / 2)[:, None, None]
     order = np.argsort(sizes, axis=-1)
-    below = np.cumsum(weights[order], axis=-1)
-    place = np.minimum((below < wanted).sum(axis=-1), sizes.shape[-1] - 1)
-    chosen = np.take_along_axis(order, place[:, None], axis=-1)
-    return np.asarray(np.take_along_axis(sizes, chosen, axis=-1))
+    sorted_weights = np.take_along_axis(np.broadcast_to(weights[:, None], order.shape), order, -1)
+    place = (np.cumsum(sorted_weights, axis=-1) < wanted).sum(axis=-1, keepdims=True)
+    chosen = np.take_along_axis(order, np.minimum(place, sizes.shape[-1] - 1), axis=-1)
+    return np.where(wanted > 0, np.take_along_axis(sizes, chosen, axis=-1), 0.0)
 
 
-def _to_probabilities(v: Floats, shape: tuple[int, ...]) -> Pull:
-    """Return the pullback p ← α vᵀ."""
-
-    def pull(adjoint: Adjoint) -> Adjoint:
-        heads, _, columns = adjoint.window
-        found = _each_head(adjoint, v[heads, :, columns].swapaxes(-1, -2))
-        return Adjoint(found, (*adjoint.start[:-1], 0))
-
-    return pull
-
-
-def _each_head(adjoint: Adjoint, matrices: Floats) -> Floats:
-    """Return functionals [B, heads, 1, n] of one row times a matrix [heads, n, m] of each head."""
-    found = adjoint.values[:, :, 0].swapaxes(0, 1) @ matrices
-    return np.ascontiguousarray(found.swapaxes(0, 1)[:, :, None])
-
-
-def _to_inputs(p: Floats, weight: Floats, rows_of: RowReach | None, last: Kept) -> RowPull:
-    """Return the pullback of one row, x_j ← Σ_h p_hj α_h W_h."""
-
-    def pull(adjoint: Adjoint) -> Adjoint | ManyRows:
-        heads, rows, columns = adjoint.window
-        if rows_of is not None:
-            shares, alphas = _until(p[heads, rows.start]), adjoint.values[:, :, 0].swapaxes(0, 1)
-            through = last.through(alphas, weight, (heads, columns), rows_of)
-            return ManyRows(rows_of, rows.start, adjoint.batch, shares, through)
-        each = np.einsum("bhd,hdn->bhn", adjoint.values[:, :, 0], weight[heads, columns])
-        found = np.einsum("hj,bhn->bjn", p[heads, rows.start], each)
-        return Adjoint(np.ascontiguousarray(found), (0, 0))
-
-    return pull
+def by_head(values: Floats, matrices: Floats) -> Floats:
+    """Return values [B, heads, d] times the transposed matrix [heads, m, d] of each head,
+    [B, heads, m]."""
+    found = np.empty((*values.shape[:2], matrices.shape[1]))
+    for h, matrix in enumerate(matrices):
+        np.matmul(values[:, h], matrix.T, out=found[:, h])
+    return found
 
 
 def _until(values: Floats) -> Floats:
     """Leave out the last columns, where all is zero."""
+    if values[..., -1:].any():
+        return values
     read = np.flatnonzero(np.abs(values).reshape(-1, values.shape[-1]).any(axis=0))
     return values[..., : int(read[-1]) + 1 if read.size else 0]
 
@@ -206,44 +261,72 @@ def keys(walk: Walk, q: Form, k: Form) -> Averaged | None:
         back = np.concatenate([by_sin[..., half:], by_sin[..., :half]], axis=-1)
         return np.asarray(vectors * np.abs(turn.cos[columns]) + back)
 
-    def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
-        heads, rows, columns = adjoint.window
-        alpha, mine = _until(adjoint.values[:, :, 0]), group[heads]
-        columns = slice(columns.start, columns.start + alpha.shape[-1])
-        vectors = q.reference[heads, rows.start][:, None]
-        parts = [(turned_back(vectors, columns), rest)]
-        size = (sized_back(np.abs(vectors), columns) * by_size[mine][:, columns]).sum(axis=-1)
+    def formed(t: int, columns: slice) -> _Row:
+        vectors = q.reference[:, t][:, None]
+        parts = [(turned_back(vectors, columns), rest[:, columns])]
+        size = (sized_back(np.abs(vectors), columns) * by_size[group][:, columns]).sum(axis=-1)
         if turn is not None:
-            parts.append((np.broadcast_to(vectors, parts[0][0].shape), turn.rest))
-            size = size + (np.abs(vectors) * turn.rest[mine][:, columns]).sum(axis=-1)
-        found = np.einsum("bhj,hj->b", np.abs(alpha), size) * lost
-        for directions, own in parts:
-            for g in np.unique(mine):
-                some = np.flatnonzero(mine == g)
-                if len(some) == 1:
-                    each = (np.abs(directions[some[0]]) * own[g, columns]).sum(axis=-1)
-                    found = found + np.abs(alpha[:, some[0]]) @ each
-                    continue
-                joint = np.einsum("bhj,hjd->bjd", alpha[:, some], directions[some])
-                found = found + np.abs(joint).reshape(len(joint), -1) @ own[g, columns].reshape(-1)
+            own = turn.rest[:, columns]
+            parts.append((np.broadcast_to(vectors, parts[0][0].shape), own))
+            size = size + (np.abs(vectors) * own[group]).sum(axis=-1)
+        alone = sum((np.abs(along) * own[group]).sum(axis=-1) for along, own in parts)
+        return _Row(t, columns, parts, size * lost, np.asarray(alone), weight[group], rows_of)
+
+    def row(adjoint: Adjoint) -> tuple[Floats, _Row]:
+        """Return α without the columns at the end where it is zero, and what belongs to its row."""
+        _, rows, columns = adjoint.window
+        alpha = _until(adjoint.values[:, :, 0])
+        columns = slice(columns.start, columns.start + alpha.shape[-1])
+        if not kept or (kept[0].t, kept[0].columns) != (rows.start, columns):
+            kept[:] = [formed(rows.start, columns)]
+        return alpha, kept[0]
+
+    kept: list[_Row] = []
+
+    def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
+        (alpha, at), heads = row(adjoint), adjoint.window[0]
+        mine, size, joint = group[heads], at.lost[heads].copy(), np.zeros(adjoint.batch)
+        for g in np.unique(mine):
+            some = np.flatnonzero(mine == g)
+            if len(some) == 1:
+                size[some] += at.alone[heads][some]
+                continue
+            for along, own in at.parts:
+                each = np.einsum("bhj,hjd->bjd", alpha[:, some], along[heads][some])
+                joint = joint + np.abs(each).reshape(len(each), -1) @ own[g].reshape(-1)
+        found = joint + np.abs(alpha).reshape(len(alpha), -1) @ size.reshape(-1)
+        found = found * (1 + 2 * gamma(size.size * weight.shape[1] + 8, UNIT))
         return -found * slack, found * slack
 
     def to_inputs(adjoint: Adjoint) -> ManyRows | None:
-        heads, rows, columns = adjoint.window
-        alpha = _until(adjoint.values[:, :, 0])
+        (alpha, at), (heads, rows, _) = row(adjoint), adjoint.window
         if not alpha.shape[-1]:
             return None
-        columns = slice(columns.start, columns.start + alpha.shape[-1])
-        vectors = turned_back(q.reference[heads, rows.start][:, None], columns)
-        places = vectors @ weight[group[heads]]
-        weights = np.ascontiguousarray(alpha.swapaxes(0, 1))
-        return ManyRows(
-            *(rows_of, rows.start, adjoint.batch, None, None, weights, places, columns.start)
-        )
+        return ManyRows(rows_of, rows.start, adjoint.batch, None, None, alpha, at.places, heads)
 
     def to_queries(adjoint: Adjoint) -> Adjoint:
         heads, _, columns = adjoint.window
-        found = _each_head(adjoint, k.reference[heads, :, columns].swapaxes(-1, -2))
-        return Adjoint(found, (*adjoint.start[:-1], 0))
+        found = by_head(adjoint.values[:, :, 0], k.reference[heads, :, columns])
+        return Adjoint(found[:, :, None], (*adjoint.start[:-1], 0))
 
     return Averaged(NonlinearPart(between), ((q.place, to_queries), (source.place, to_inputs)))
+
+
+@dataclass
+class _Row:
+    """What one row of queries, t, reads of the keys of some columns, all heads: `alone` bounds what
+    is added to each score [heads, J], as Σ |v||o| over the parts v [heads, J, d] and o of every
+    group [groups, J, d]; `lost` is what rounds."""
+
+    t: int
+    columns: slice
+    parts: list[tuple[Floats, Floats]]
+    lost: Floats
+    alone: Floats
+    weight: Floats
+    rows: RowReach
+
+    @cached_property
+    def places(self) -> Places:
+        """Return where scores lead through heads and rotation of their keys."""
+        return Places(self.parts[0][0] @ self.weight, self.rows, self.columns.start)
