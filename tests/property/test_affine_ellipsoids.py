@@ -309,6 +309,9 @@ def test_remainders_with_known_sums_lie_in_their_ellipsoids(seed: int) -> None:
     if seed == 3:
         sums[0] = np.inf  # nothing is known of the sum but the caps
     values = rng.standard_normal((count, rows, n))
+    if seed == 5:  # functionals of one element each
+        count = rows * n
+        values = np.diag(rng.standard_normal(count)).reshape(count, rows, n)
     if seed == 4 and rows > 1:
         values[:, 0] = 0.0  # a window may hold rows that are not read
     (one,) = curves.Remainder(low, high, sums).curve.around(Adjoint(values, (0, 0)))

@@ -12,6 +12,7 @@ import torch
 
 from kcdsl.model.graph import BlockGraph
 from kcdsl_backends.drift.affine.error_bounds import BATCH
+from kcdsl_backends.drift.affine.row_ellipsoids import LARGEST
 from kcdsl_backends.drift.affine.row_sums import MANY
 
 WORTH_SAYING = 30.0
@@ -23,6 +24,10 @@ _SLOWER = 2.2
 """Ratio of the total time to that of the matrix products alone, as measured."""
 _CHECKED = 1.0
 """Time of the checker as a share of the prover's, as measured."""
+_MOVED, _ELLIPSOIDS, _READ = 9e3, 4.0, 2e3
+"""Cost of the ellipsoids of a layer in operations, as measured: memory traffic for each token and
+parameter, products for each of these and element of a row, and for each element of two rows of
+attention."""
 _BASE = 6e8
 """Bytes of a process that has imported torch."""
 
@@ -45,9 +50,14 @@ class Cost:
         inputs = max((shape[1] for shape in weights), default=width)
         functionals = tokens * width
         operations = 4.0 * functionals * parameters / max(1, len(weights))
-        if len(weights) > len(scores) * 4:  # norms of errors of each row; attention reads all rows
-            read = tokens**2 * len(scores) if scores else tokens
-            operations += 8.0 * read * width**3
+        peak = 6.0 * parameters
+        if not scores:  # norms of errors, row by row
+            operations += 8.0 * tokens * width**3
+        elif len(weights) > len(scores) * 4:  # ellipsoids as well; attention reads all rows
+            products = sum(math.prod(shape) * max(shape) for shape in weights)
+            operations += tokens * (_MOVED * parameters + _ELLIPSOIDS * products)
+            operations += _READ * len(scores) * (tokens * width) ** 2
+            peak += 2.0 * min(tokens * inputs**2, LARGEST)
         for heads, rows, keys in (s for s in scores if len(s) == 3):
             # in float32 (twice as fast) over half of the keys, or by norms
             each = inputs * heads if keys * inputs * heads < MANY else 8 * heads**2
@@ -55,8 +65,8 @@ class Cost:
         heads = max((shape[0] for shape in scores if len(shape) == 3), default=1)
         largest = max(math.prod(shape) for shape in shapes.values())
         batch = min(BATCH, width)
-        peak = _BASE + 8.0 * (6 * parameters + 2 * heads * batch * inputs + 40 * largest)
-        return Cost(operations, peak)
+        peak += 2 * heads * batch * inputs + 40 * largest
+        return Cost(operations, _BASE + 8.0 * peak)
 
 
 @dataclass(frozen=True, slots=True)

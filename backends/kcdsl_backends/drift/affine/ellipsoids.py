@@ -100,11 +100,16 @@ def _rounding(matrix: Tensor, functionals: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RankOne:
-    """The ellipsoid scale·v vᵀ + rest·1, for a vector v [n]."""
+    """The ellipsoid scale·v vᵀ + diag(rest), for a vector v [n] and one number or n."""
 
     values: Tensor
     scale: float = 1.0
-    rest: float = 0.0
+    rest: float | Tensor = 0.0
+
+    @staticmethod
+    def axes(squares: Tensor) -> RankOne:
+        """Return the ellipsoid with these squares of half axes [n] along the elements."""
+        return RankOne(torch.zeros_like(squares), 0.0, squares)
 
     @staticmethod
     def near(values: Tensor, lost: float) -> RankOne:
@@ -121,12 +126,14 @@ class RankOne:
     @property
     def largest(self) -> float:
         """Return a bound of the largest eigenvalue."""
-        return (self.scale * float(self.values.square().sum()) + self.rest) * MORE
+        rest = self.rest if isinstance(self.rest, float) else float(self.rest.amax())
+        return (self.scale * float(self.values.square().sum()) + rest) * MORE
 
     @property
     def trace(self) -> float:
         """Return the trace, as float64 forms it."""
-        return self.scale * float(self.values.square().sum()) + self.rest * len(self.values)
+        rest = torch.as_tensor(self.rest).expand(len(self.values)).sum()
+        return self.scale * float(self.values.square().sum()) + float(rest)
 
 
 @dataclass(frozen=True, slots=True)

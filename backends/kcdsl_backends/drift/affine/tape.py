@@ -33,6 +33,7 @@ from kcdsl_backends.drift.affine.ellipsoids import (
     Ellipsoids,
     Image,
     Part,
+    RankOne,
     RowEnergies,
     quadratic,
     reached,
@@ -563,7 +564,11 @@ class Remainder:
     def _around(self, a: Adjoint) -> list[Part]:
         """Return an ellipsoid around A o: as Σ o²/cap <= Σ|o|, that of A∘√cap."""
         most, total = self._ends(a)
-        return [Image.of(a.values.flatten(1), most.flatten() * total * SAFE)]
+        flat, squares = a.values.flatten(1), most.flatten() * total * SAFE
+        alone = diagonal(flat)
+        if alone is not None:
+            return [RankOne.axes(alone.square() * squares * SAFE)]
+        return [Image.of(flat, squares)]
 
     def _ends(self, a: Adjoint) -> tuple[Tensor, float]:
         """Return the caps of a window, and a bound of Σ|o| over all rows that are read."""

@@ -85,8 +85,11 @@ class Remainder:
     def _around(self, adjoint: Adjoint) -> list[Part]:
         """Return the ellipsoid of all with Σ o²/cap ≤ Σ|o|."""
         cap, whole = self._caps(adjoint)
-        shape = cap.reshape(-1) * whole + TINY
-        return [Seen.by(adjoint.values.reshape(adjoint.batch, -1), shape)]
+        shape, flat = cap.reshape(-1) * whole + TINY, adjoint.values.reshape(adjoint.batch, -1)
+        if reads_one_each(flat):
+            own = np.diagonal(flat) ** 2 * shape * _MORE + TINY
+            return [RankOne(np.zeros(len(own)), 0.0, own)]
+        return [Seen.by(flat, shape)]
 
     def _length(self, adjoint: Adjoint) -> float:
         cap, whole = self._caps(adjoint)

@@ -187,11 +187,11 @@ def _all_seen(parts: Sequence[tuple[float, Seen]]) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class RankOne:
-    """The ellipsoid scale·e eᵀ + rest·1 of the vector `ends`, e [n]."""
+    """The ellipsoid scale·e eᵀ + diag(rest) of the vector `ends`, e [n], with one number or n."""
 
     ends: Floats
     scale: float
-    rest: float
+    rest: float | Floats
 
     @staticmethod
     def near(ends: Floats, lost: float) -> RankOne:
@@ -204,12 +204,13 @@ class RankOne:
     @property
     def largest(self) -> float:
         """Return a bound of the largest eigenvalue."""
-        return (self.scale * float((self.ends**2).sum()) + self.rest) * _MORE
+        return (self.scale * float((self.ends**2).sum()) + float(np.max(self.rest))) * _MORE
 
     @property
     def trace(self) -> float:
         """Return the trace, as float64 forms it."""
-        return self.scale * float((self.ends**2).sum()) + self.rest * len(self.ends)
+        rest = float(np.broadcast_to(self.rest, self.ends.shape).sum())
+        return self.scale * float((self.ends**2).sum()) + rest
 
 
 Part = Floats | RankOne | Seen
