@@ -33,8 +33,8 @@ def lines(picture: str) -> str:
 
 def test_the_picture_has_what_is_compared(repository: Path) -> None:
     text = lines((repository / PICTURE).read_text(encoding="utf-8"))
-    assert "N-HIDDEN L2 all p99(hidden_l2) <= 3 1.19 – census 0/24 ✓ held" in text
-    assert "attn_0 24 0.0642 0.125 1.57" in text
+    assert "N-HIDDEN L2 all p99(hidden_l2) <= 3 1.22 – census 0/24 ✓ held" in text
+    assert "attn_0 12 0.0642 0.125 1.57" in text
     page = repository / "docs" / "tutorials" / "demo.md"
     assert Path(PICTURE).name in page.read_text(encoding="utf-8")
     assert not agrees(text, text.replace("0.125", "0.525"), roughly=True)
