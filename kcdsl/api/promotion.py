@@ -28,6 +28,7 @@ from kcdsl.release.promotion import (
     PromotionOutcome,
     PromotionStep,
     StagedCandidate,
+    begun,
     demands_of,
     enter,
     gathered,
@@ -319,12 +320,15 @@ class _Promotion:
         previous, withdrawn, ended = candidate_in(history), dict[str, str](), frozenset[str]()
         distrust = distrust_of(register, self.triple.digest, self._runs(weak))
         counted, passed = rests_on(distrust.why, history)
+        ahead = False
         if previous is not None:
             read = self.evidence.certificates.items()
             given = [r.certificate for name, (r, _) in read if r.certificate and name not in weak]
             withdrawn, ended = standing_of(previous, register, now, given)
             withdrawn |= passed
             previous = without(previous, distrust.why.keys(), counted, now)
+            again = begun(previous, now)
+            ahead, previous = again != previous, again
         digest, live = self.triple.digest, slot.triple == self.triple.digest
         entered = enter(previous, digest, slot.triple, settings.stage, now, withdrawn)
         barred = entered if isinstance(entered, NotHere) else None
@@ -349,9 +353,13 @@ class _Promotion:
             stopped=barred is not None,
         )
         found = take(documents)
-        notes = () if not counted else ("the window begins anew: it counted what is not trusted",)
+        reasons = {
+            "it counted what is not trusted": bool(counted),
+            "a clock that was ahead put it into the future": ahead,
+        }
+        notes = tuple(f"the window begins anew: {why}" for why, holds in reasons.items() if holds)
         if barred is None or found.outcome is PromotionOutcome.ROLLED_BACK:
-            return _Look(found, found.candidate, unused, bool(counted), notes)
+            return _Look(found, found.candidate, unused, bool(notes), notes)
         found = take([each for each in documents if each.kind is DocumentKind.WINDOW])
         if previous is None or not found.counted:
             raise refuse(PROMOTION_STAGE, barred.why, help=barred.way_out)

@@ -23,6 +23,7 @@ from kcdsl.release.promotion.machine import (
     PromotionLimits,
     PromotionOutcome,
     PromotionStep,
+    begun,
     step,
     without,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "PromotionStep",
     "Reaction",
     "StagedCandidate",
+    "begun",
     "demands_of",
     "enter",
     "gathered",

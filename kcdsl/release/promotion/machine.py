@@ -269,3 +269,12 @@ def without(
         candidate, shown=shown, certificates={**candidate.certificates, candidate.stage: left}
     )
     return _restarted(after, now) if counted else after
+
+
+def begun(candidate: StagedCandidate, now: datetime) -> StagedCandidate:
+    """Return the candidate with stability windows that have begun: a window that a clock which was
+    ahead put into the future leaves all evidence out, also evidence of a violation."""
+    served = candidate.served
+    if served is not None and served.since > now:
+        candidate = replace(candidate, served=StabilityWindow(now))
+    return _restarted(candidate, now) if candidate.window.since > now else candidate

@@ -107,6 +107,19 @@ def test_a_changed_contract_is_another_triple(pipeline: Pipeline) -> None:
 # --- windows --------------------------------------------------------------------------------------
 
 
+def test_a_clock_that_was_ahead_does_not_hide_a_violation(pipeline: Pipeline) -> None:
+    """A stability window that began in the future would leave out all traffic until then."""
+    pipeline.now += timedelta(days=2)
+    pipeline.until("shadow")
+    pipeline.now -= timedelta(days=2)
+    early = pipeline.promote("shadow")
+    assert early.step.outcome is PromotionOutcome.HELD
+    assert early.step.candidate.window.since == pipeline.now
+    assert any("a clock that was ahead" in note for note in early.notes)
+    bad = pipeline.promote("shadow", pipeline.traffic("shadow", beyond=300))
+    assert bad.step.outcome is PromotionOutcome.FROZEN, (bad.step.rows, bad.unused)
+
+
 @pytest.mark.full
 def test_windows_add_up_over_looks(in_canary: Pipeline) -> None:
     signed = in_canary.certificate("canary")
