@@ -97,7 +97,7 @@ def measure(case: Case) -> list[Figure]:
     run = attack(train, infer, "inf", centre, zero, candidates=1, rounds=2, places=places)
     figures = []
     for rho in RHOS:
-        near = replace(problem, weight_ball=factory.neighbourhood(case.block, Fraction(rho)))
+        near = replace(problem, weight_ball=factory.weight_ball(case.block, Fraction(rho)))
         started = time.perf_counter()
         bound, interval, _ = bounds(near, centre, zero)
         took = time.perf_counter() - started

@@ -151,7 +151,7 @@ def said(factory: ProblemFactory, block: str, radius: float, wide: bool) -> list
         lambda: read(problem.forms(centre, spread)),
     ]
     if wide:
-        near = replace(problem, weight_ball=factory.neighbourhood(block, Fraction(1, 10**4)))
+        near = replace(problem, weight_ball=factory.weight_ball(block, Fraction(1, 10**4)))
         asked += [
             lambda: read(problem.forms(centre, spread, Fraction(1, 10**9))),
             planes,

@@ -266,7 +266,7 @@ def test_truth_in_a_world_is_what_the_translation_for_z3_makes_of_its_values() -
             if answer.truth is Truth.UNDEFINED:
                 continue
             translator = Translator(temperature=Fraction(1), inside=inclusion(program))
-            translator.announce(clause.require)
+            translator.collect(clause.require)
             claim = translator.requirement(clause.require, name)
             denial = translator.negation(clause.require, name)
             requests = rows(program.slice(name), program, world) if name else ()

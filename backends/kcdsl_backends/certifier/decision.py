@@ -53,7 +53,7 @@ class OpenGoal:
     seconds: float = 0.0
     peak_bytes: int = 0
 
-    def spend(self, answer: TaskResult) -> None:
+    def add_cost(self, answer: TaskResult) -> None:
         """Add the cost and the cache lookup of an answer."""
         self.seconds += answer.seconds
         self.peak_bytes = max(self.peak_bytes, answer.peak_bytes)
@@ -117,7 +117,7 @@ def _bound(
     told = _counted(progress, [one for one, _ in places], "")
     for (one, index), answer in zip(places, pool.run(tasks, told), strict=True):
         assert answer is not None
-        one.spend(answer)
+        one.add_cost(answer)
         match answer.value:
             case BoundedCase(bounded, contents):
                 one.bounded.append(bounded)
@@ -154,7 +154,7 @@ def _attack(pool: WorkerPool, batch: Sequence[OpenGoal], progress: Progress) -> 
     ):
         if answer is None or number > refuted.get(id(one), number):
             continue
-        one.spend(answer)
+        one.add_cost(answer)
         match answer.value:
             case Attack() as attack:
                 one.outcomes[index] = _attacked(one.outcomes[index], attack)
@@ -187,7 +187,7 @@ def _measure_slack(pool: WorkerPool, batch: Sequence[OpenGoal], progress: Progre
     answers = pool.run(tasks)
     for number, ((one, index), answer) in enumerate(zip(places, answers, strict=True)):
         assert answer is not None
-        one.spend(answer)
+        one.add_cost(answer)
         progress(f"{one.goal.clause.id}: slack", number + 1, len(places))
         outcome = one.outcomes[index]
         match answer.value:
@@ -223,7 +223,7 @@ def _confirm(pool: WorkerPool, proved: Sequence[OpenGoal], progress: Progress) -
     for one in proved:
         own = [a for (o, _), a in zip(places, answers, strict=True) if o is one and a is not None]
         for answer in own:
-            one.spend(answer)
+            one.add_cost(answer)
         objection = _objection(own, parts[id(one)])
         if objection is not None and parts[id(one)] > 1:
             whole = pool.run([CheckTask(one.proof or b"")])[0]

@@ -89,7 +89,7 @@ class Translator:
 
     # --- formulas ---------------------------------------------------------------------------
 
-    def announce(self, formula: Formula, site: str = "", positive: bool = True) -> None:
+    def collect(self, formula: Formula, site: str = "", positive: bool = True) -> None:
         """Collect the inputs at which universal statements are instantiated.
 
         Call this for every formula before the first translation, with `positive` false for
@@ -97,18 +97,18 @@ class Translator:
         """
         match formula:
             case Not(of):
-                self.announce(of, site, not positive)
+                self.collect(of, site, not positive)
             case Connective("implies", (left, right)):
-                self.announce(left, f"{site}.0", not positive)
-                self.announce(right, f"{site}.1", positive)
+                self.collect(left, f"{site}.0", not positive)
+                self.collect(right, f"{site}.1", positive)
             case Connective(_, parts):
                 for n, part in enumerate(parts):
-                    self.announce(part, f"{site}.{n}", positive)
+                    self.collect(part, f"{site}.{n}", positive)
             case Quantified(quantifier, _, region, body):
                 self._instances(region)
                 if (quantifier == "exists") == positive:
                     self._witnesses.append(UnknownInput(region, _site(site, {})))
-                self.announce(body, f"{site}.x", positive)
+                self.collect(body, f"{site}.x", positive)
             case Compare() | NoFlip() | HasFields():
                 return
 
@@ -181,13 +181,13 @@ class Translator:
                 )
                 return z3.And(self._true(), *found)
 
-    def announce_negation(self, formula: Formula, site: str = "") -> None:
-        """Collect the inputs of `negation`, as `announce` does."""
+    def collect_negation(self, formula: Formula, site: str = "") -> None:
+        """Collect the inputs of `negation`, as `collect` does."""
         if isinstance(formula, Quantified) and formula.quantifier == "forall":
             self._instances(formula.region)
-            self.announce(formula.body, f"{site}.x", False)
+            self.collect(formula.body, f"{site}.x", False)
         else:
-            self.announce(formula, site, False)
+            self.collect(formula, site, False)
 
     def _instances(self, region: Region) -> list[UnknownInput]:
         """Return the collected inputs that lie in a region, including its own."""
@@ -335,8 +335,8 @@ class SolverSession:
     def __post_init__(self) -> None:
         self.translator = translator_for(self.program, self.inside, self.clock, self.unit)
         for claim in self.claims:
-            self.translator.announce(claim.clause.require, claim.site)
-            self.translator.announce_negation(claim.clause.require, claim.site)
+            self.translator.collect(claim.clause.require, claim.site)
+            self.translator.collect_negation(claim.clause.require, claim.site)
         self.solver = Solver(self.translator.context, self.clock)
         for claim in self.claims:
             asked = (claim.clause.require, claim.slice, claim.site)

@@ -166,8 +166,8 @@ class _Question:
 
     def _follows(self, premise: Formula, conclusion: Formula) -> bool:
         translator = translator_for(self._program, self._inside, self._clock, self._unit)
-        translator.announce(premise, "p")
-        translator.announce_negation(conclusion, "c")
+        translator.collect(premise, "p")
+        translator.collect_negation(conclusion, "c")
         goals = (
             translator.requirement(premise, self._slice, "p"),
             translator.negation(conclusion, self._slice, "c"),

@@ -95,7 +95,7 @@ def problem_of(factory: ProblemFactory, goal: Goal, case: Case) -> BlockProblem:
             problem = factory.sequences(goal.block, case.longest)
     if not goal.weights:
         return problem
-    return replace(problem, weight_ball=factory.neighbourhood(goal.block, goal.weights))
+    return replace(problem, weight_ball=factory.weight_ball(goal.block, goal.weights))
 
 
 def region_of(factory: ProblemFactory, goal: Goal, case: Case) -> dict[str, Any]:

@@ -335,7 +335,7 @@ class ProblemFactory:
             self._sequences[key] = replace(problem, graph=graph, rows=rows, tables=tables)
         return self._sequences[key]
 
-    def neighbourhood(self, block: str, rho: Fraction) -> WeightBall:
+    def weight_ball(self, block: str, rho: Fraction) -> WeightBall:
         """Return the weight ball of radius rho, as both kernels store its parameters.
 
         Only the ball of the latest block is cached.

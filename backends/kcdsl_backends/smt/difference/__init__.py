@@ -31,9 +31,9 @@ from kcdsl_backends.smt.difference.contracts import (
     apart,
     changes,
     consequences,
+    merge,
     stated,
     text_of,
-    unite,
 )
 from kcdsl_backends.smt.difference.models import Sides, witness_of
 from kcdsl_backends.smt.findings import listed
@@ -59,7 +59,7 @@ def difference(
     """
     clock = Clock(timeout_ms, total_ms)
     context = tuple(changes(old, new))
-    comparison = _Comparison(old, new, unite(old, new, clock), context, clock)
+    comparison = _Comparison(old, new, merge(old, new, clock), context, clock)
     clauses = comparison.clauses(report or (lambda stage, done, total: None))
     return Difference(
         ContractName(old.name, old.version, f"sha256:{digest(old)}"),
@@ -157,7 +157,7 @@ class _Comparison:
         found = replace(found, relation=relation, changes=(*told, *others), witness=witness)
         if altering or not relation.is_finding:
             return found
-        return self._if_kept(found, name)
+        return self._with_implication(found, name)
 
     def _renamed(self, name: str) -> ClauseDifference:
         old, new = self.renamed[name], self.stated_new[name]
@@ -177,7 +177,7 @@ class _Comparison:
         found = ClauseDifference(name, ClauseStatus.REMOVED, Relation.WEAKER, name, text_of(old))
         if _is_waived(self.before[name]):
             return replace(found, relation=Relation.EQUAL, because=_WAIVED)
-        kept = self._if_kept(found, name) if not apart(old, self.context) else found
+        kept = self._with_implication(found, name) if not apart(old, self.context) else found
         if kept.implied_by or kept.because or kept.relation is not Relation.WEAKER:
             return kept
         return replace(kept, witness=self._witness(name, self._ask(OLD, name, NEW, [])))
@@ -209,13 +209,13 @@ class _Comparison:
             if not _is_waived([clause]) and own & subjects(clause)
         }
 
-    def _if_kept(self, found: ClauseDifference, name: str) -> ClauseDifference:
+    def _with_implication(self, found: ClauseDifference, name: str) -> ClauseDifference:
         """Add the premises if the whole new contract still implies an old clause."""
         answer = self._ask(OLD, name, NEW, None)
         if answer.follows is None and found.relation is Relation.WEAKER and not found.changes:
             return replace(found, relation=Relation.UNDECIDED)
         if not answer.follows or not self._agree(answer.premises):
-            return self._if_demanded(found, name)
+            return self._with_note(found, name)
         self.kept.add(name)
         by = _names(answer.premises)
         relation = Relation.EQUAL if found.status is ClauseStatus.REMOVED else found.relation
@@ -223,7 +223,7 @@ class _Comparison:
             found, relation=relation, implied_by=by, because=answer.reasons, witness=None
         )
 
-    def _if_demanded(self, found: ClauseDifference, name: str) -> ClauseDifference:
+    def _with_note(self, found: ClauseDifference, name: str) -> ClauseDifference:
         """Add a note if new clauses imply the requirement with other consequences."""
         answer = self._ask(OLD, name, NEW, frozenset(self.after) - {name})
         by = _names(answer.premises)

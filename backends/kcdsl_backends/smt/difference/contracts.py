@@ -52,7 +52,7 @@ class Merged:
     new: tuple[Clause, ...]
 
 
-def unite(old: Program, new: Program, clock: Clock) -> Merged:
+def merge(old: Program, new: Program, clock: Clock) -> Merged:
     """Return the merged program of two programs.
 
     The temperature is 0 if the programs differ in it; metrics with two definitions are left out.
@@ -75,14 +75,14 @@ def unite(old: Program, new: Program, clock: Clock) -> Merged:
         name: f"{name} (old)" if name in named and name not in taken else name for name in first
     }
     second = {name: first.get(chosen, chosen) for name, chosen in second.items()}
-    united = {first[s.name]: replace(s, name=first[s.name]) for s in slices.values()}
+    merged = {first[s.name]: replace(s, name=first[s.name]) for s in slices.values()}
     for declared in after.slices:
         chosen = second[declared.name]
-        united.setdefault(chosen, replace(_placed(declared, after), name=chosen))
+        merged.setdefault(chosen, replace(_placed(declared, after), name=chosen))
     same_temperature = old.constants.temperature == new.constants.temperature
     program = replace(
         before,
-        slices=tuple(united.values()),
+        slices=tuple(merged.values()),
         clauses=(),
         constants=old.constants
         if same_temperature
