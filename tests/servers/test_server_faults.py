@@ -12,7 +12,7 @@ import pytest
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.diagnostics.codes import Code
 from kcdsl.verdict.report import Precheck
-from kcdsl_backends.empirical.collection.servers import FAILURES, Gathered, gather_rollouts
+from kcdsl_backends.empirical.collection.servers import FAILURES, ServerRollouts, gather_rollouts
 from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.empirical.sources.rollouts.record import Semantics
@@ -341,7 +341,7 @@ def named(
     server: ServerKernel, train: TorchKernel, requests: tuple[Request, ...]
 ) -> dict[str, Precheck]:
     """Return the preconditions that failed."""
-    found: Gathered = gather_rollouts(server, train, requests, 5)
+    found: ServerRollouts = gather_rollouts(server, train, requests, 5)
     assert not found.failures
     temperature = server.semantics.temperature
     subject = Recorded(

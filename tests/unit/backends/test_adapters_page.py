@@ -15,7 +15,7 @@ from kcdsl.model.adapters import ADAPTERS
 from kcdsl.model.architecture import Model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.backend import _unserved
-from kcdsl_backends.empirical.diagnoses.drawn_law import KINDS
+from kcdsl_backends.empirical.diagnoses.drawn_law import LAWS
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_row_says_what_the_code_says(rows: dict[str, list[str]], name: str) ->
 
 def test_the_number_of_other_laws_is_that_of_the_page(page: str) -> None:
     assert "some thirty settings" in page
-    assert 28 <= len(KINDS) <= 32
+    assert 28 <= len(LAWS) <= 32
 
 
 def test_a_proof_about_numerics_that_nothing_holds_a_kernel_to_says_so() -> None:
