@@ -1,7 +1,7 @@
-"""The backend that does what a command asks for, found through the catalogue and loaded.
+"""Selection and loading of backends from the catalogue.
 
-Each function raises Refusal (KC402 and its like) where no backend does it, or where what the
-backend needs is not installed.
+Each function raises Refusal (KC402 and similar) where no backend has the ability, or where its
+requirements are not installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _first(
     verb: str,
     lacking: Callable[[BackendSpec], Sequence[str]] = BackendSpec.missing,
 ) -> BackendSpec:
-    """Return the first of the backends that lacks nothing."""
+    """Return the first backend whose requirements are all installed."""
     for spec in able:
         if not lacking(spec):
             return spec
@@ -44,19 +44,19 @@ def _absent(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def measuring_backend(*more: str) -> Any:
-    """Return the backend that measures; it and the command need `more` packages."""
+    """Return the measuring backend; the command needs `more` packages."""
     able = [spec for spec in catalogue() if Fragment.STATISTICAL in spec.fragments]
     return _first(able, "measures", lambda spec: (*spec.missing(), *_absent(more))).load()
 
 
 def planner() -> Any:
-    """Return what tells how many units the clauses need."""
+    """Return the planner of the number of units."""
     able = [s for s in catalogue() if Fragment.STATISTICAL in s.fragments and s.planner]
     return _first(able, "plans", lambda spec: _absent(spec.planner_needs)).load_planner()
 
 
 def look_rules() -> LookRules:
-    """Return the rules by which counts that grow from look to look are decided."""
+    """Return the sequential tests of counts."""
     able = [s for s in catalogue() if Fragment.STATISTICAL in s.fragments and s.looks]
     spec = _first(able, "decides growing counts", lambda one: _absent(one.planner_needs))
     rules: LookRules = spec.load_looks()
@@ -64,13 +64,13 @@ def look_rules() -> LookRules:
 
 
 def attributor() -> Any:
-    """Return what splits a drift among its sources."""
+    """Return the attribution of drift to its sources."""
     able = [spec for spec in catalogue() if spec.attributor]
     return _first(able, "attributes").load_attributor()
 
 
 def query_solver() -> Any:
-    """Return what answers VNN-LIB queries."""
+    """Return the solver of VNN-LIB queries."""
     able = [spec for spec in catalogue() if spec.queries]
     return _first(able, "answers VNN-LIB queries").load_queries()
 
@@ -86,13 +86,13 @@ def replaying_backend() -> Any:
 
 
 def solver_if_installed() -> Any:
-    """Return the backend that asks z3, or None."""
+    """Return the z3 backend, or None."""
     spec = next((s for s in catalogue() if s.name == "smt" and not s.missing()), None)
     return None if spec is None else spec.load()
 
 
 def solver_backend(purpose: str) -> Any:
-    """Return the backend that asks z3, for a purpose that is named where there is none."""
+    """Return the z3 backend; the refusal names the purpose."""
     spec = next((spec for spec in catalogue() if spec.name == "smt"), None)
     if spec is None or spec.missing():
         lacking = "the backend smt" if spec is None else ", ".join(spec.missing())
@@ -109,8 +109,8 @@ def formal_backend(
 ) -> Any:
     """Return the backend for drift goals: the named one, else the first of the catalogue.
 
-    One that knows no region around the weights is refused where one is asked for. One of another
-    distribution is asked in a process of its own, and has so many `seconds` for all its answers.
+    Refuse a backend without weight balls if `around_weights`. A backend of another distribution
+    runs in a separate process, with a time limit of `seconds` for all its answers.
     """
     able = formal_backends()
     named = [s for s in able if name is None or s.name == name]
@@ -148,7 +148,7 @@ def formal_backends() -> list[BackendSpec]:
 
 
 def loaded(spec: BackendSpec, seconds: float) -> Any:
-    """Return a backend; one of another distribution has so many seconds for all its answers."""
+    """Return a backend; one of another distribution has a time limit for all its answers."""
     from kcdsl.release.foreign import ForeignBackend
     from kcdsl.route.catalogue import is_foreign
 
@@ -180,7 +180,7 @@ def execution_of(
     cache: str | None,
     tell: Callable[[str], None],
 ) -> Execution:
-    """Return how work is spread; the folder of the cache is made if it can be."""
+    """Return the execution settings; the cache folder is created if possible."""
     from kcdsl.route.catalogue import Execution
     from kcdsl.source.writing import make_folder
 
@@ -194,7 +194,7 @@ def execution_of(
 
 
 def _usual_cache(tell: Callable[[str], None]) -> Path | None:
-    """Return the folder of the cache where the user said nothing; None if there can be none."""
+    """Return the default cache folder; None if it cannot be created."""
     from kcdsl.source.files import user_place
 
     base = user_place("XDG_CACHE_HOME", ".cache")

@@ -1,4 +1,4 @@
-"""Causes of a failure: the trace of a triple beside runs of the triples registered before it."""
+"""Causes of a failure: compares the trace of a triple with runs of earlier registered triples."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ _NO_UNITS = "a report has no units to compare: name the trace beside it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhySettings:
-    """What is asked; each field is the option of `kcdsl why` of its name. `checkpoint` has paths by
-    the digests of their manifests."""
+    """Settings; each field is the option of `kcdsl why` of its name. `checkpoint` maps digests of
+    manifests to paths."""
 
     trace: Path
     register: str
@@ -68,8 +68,8 @@ class WhySettings:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A run: what it reports, what was measured (None for a report alone), the digest of its file,
-    and its triple where this machine says that."""
+    """A run: its report, its measurements (None for a report alone), the digest of its file, and
+    its triple if it was run on this machine."""
 
     name: str
     document: Mapping[str, Any]
@@ -80,9 +80,9 @@ class _Measured:
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """What a register says: runs by the digests of their traces and reports, triples by theirs in
-    the order in which they were recorded, and of the run that failed its triple, the one before it
-    and what was certified."""
+    """The content of a register: runs by the digests of their traces and reports, triples by digest
+    in the order of recording, and for the failed run its triple, the previous triple and the
+    certified results."""
 
     runs: Mapping[str, Run]
     triples: Mapping[str, Triple]
@@ -97,10 +97,10 @@ class _History:
 
 
 def explain(settings: WhySettings) -> Explanation:
-    """Tell the causes of a failure apart; raises Refusal for what cannot be read.
+    """Determine the causes of a failure; raises Refusal for unreadable files.
 
-    Runs of other checkpoints and kernels are read from the files of `evidence`; those that are
-    missing are made where the contracts and checkpoints that are named here have them.
+    Runs of other checkpoints and kernels are read from the files of `evidence`; missing runs are
+    made if the given contracts and checkpoints allow it.
     """
     from kcdsl.release.register import Register
 
@@ -154,7 +154,7 @@ def explain(settings: WhySettings) -> Explanation:
 
 
 def _read(backend: Any, path: Path) -> _Measured:
-    """Read a trace, and decide again what it shows, or a report; raises Refusal."""
+    """Read a trace and decide it again, or read a report; raises Refusal."""
     digest = hashlib.sha256(read_bytes(path)).hexdigest()
     if not is_parquet(path):
         return _Measured(str(path), read_report(path), None, digest)
@@ -166,7 +166,7 @@ def _read(backend: Any, path: Path) -> _Measured:
 
 
 def _history(register: Register, failed: _Measured) -> _History:
-    """Return what a register says of the run that failed."""
+    """Return the history of the failed run in a register."""
     runs = {d: run for run in register.runs() for d in (run.report, run.trace) if d is not None}
     triples = {triple.digest: triple for triple in register.triples()}
     run = runs.get(failed.digest or "")
@@ -190,8 +190,8 @@ def _history(register: Register, failed: _Measured) -> _History:
 def _before(
     register: Register, present: Triple, triples: Mapping[str, Triple]
 ) -> tuple[Triple | None, str]:
-    """Return the triple with which the present one was compared last, else the one of the same
-    contract that was recorded last before it; and how it was found."""
+    """Return the triple with which the present one was last compared, else the last one of the
+    same contract recorded before it; and how it was found."""
     for decision in reversed(register.promotions(candidate=present.digest)):
         if decision.incumbent is not None and decision.incumbent != present.digest:
             found_by = f"the incumbent of decision {decision.number} about {decision.slot}"
@@ -229,7 +229,7 @@ def _certified(register: Register, triple: Triple) -> Iterator[tuple[str, Any]]:
 
 
 def _differing(found: Triple, wanted: Triple) -> dict[str, tuple[str, ...]]:
-    """Return in what two triples differ, by factor; another host is no other kernel."""
+    """Return the differences of two triples, by factor; the host is ignored."""
     parts: dict[str, tuple[str, ...]] = {CHECKPOINT: (), KERNELS: (), _CONTRACT: ()}
     for one in differences(found, relaxed(found, wanted, {"host"})):
         factor = KERNELS if one.reason.startswith("triple/kernel-") else CHECKPOINT
@@ -238,8 +238,8 @@ def _differing(found: Triple, wanted: Triple) -> dict[str, tuple[str, ...]]:
 
 
 def _unlike(found: Triple, wanted: Triple) -> str:
-    """Return why a triple is not of a checkpoint with a pair of kernels; empty where it is. Its
-    contract may have another text: clauses are compared one by one."""
+    """Return why a triple differs from the wanted checkpoint and kernels; empty where it does not.
+    Its contract may differ, since clauses are compared one by one."""
     if found.contract.id != wanted.contract.id:
         return "it is of another contract"
     parts = _differing(found, wanted)
@@ -249,7 +249,7 @@ def _unlike(found: Triple, wanted: Triple) -> str:
 def _wanted(
     previous: Triple, present: Triple, changed: Mapping[str, Sequence[str]]
 ) -> dict[Place, Triple]:
-    """Return the triples whose runs tell the changes apart, and that of the run that failed."""
+    """Return the triples whose runs separate the changes, and that of the failed run."""
     known = {PREVIOUS: previous, PRESENT: present}
     weights, builds = (
         known if changed[factor] else {PRESENT: present} for factor in (CHECKPOINT, KERNELS)
@@ -262,10 +262,10 @@ def _wanted(
 
 
 def _why_other(one: _Measured, wanted: Triple, stated: Triple | None) -> str:
-    """Return why a run is not of a checkpoint with a pair of kernels; empty where it is.
+    """Return why a run differs from the wanted checkpoint and kernels; empty where it does not.
 
-    A run itself tells its kernels and weights. What belongs to the weights, only the triple tells
-    that is `stated` of it.
+    A run has its kernels and weights; companion files of the weights are only in its `stated`
+    triple.
     """
     from kcdsl.release.promotion.documents import OtherSubject, claimed_triple, names_weights_of
 
@@ -293,7 +293,7 @@ def _place_of(
     failed: _Measured,
     backend: Any,
 ) -> Place | str:
-    """Return of which checkpoint and kernels a run is, or why it counts for nothing."""
+    """Return the checkpoint and kernels of a run, or why it is ignored."""
     if one.evidence is None or failed.evidence is None:
         return _NO_UNITS
     run = history.run(one)
@@ -318,7 +318,7 @@ def _place_of(
 def _runs(
     wanted: Mapping[Place, Triple], found: Mapping[Place, _Measured], history: _History
 ) -> Iterator[RunEvidence]:
-    """Yield the run of each checkpoint with each pair of kernels, or that it is missing."""
+    """Yield the run of each checkpoint with each pair of kernels, marked if missing."""
     for place in wanted or (FAILED,):
         one = found.get(place)
         if one is None:
@@ -350,8 +350,8 @@ def _evaluated(
     wanted: Mapping[Place, Triple],
     found: Mapping[Place, _Measured],
 ) -> Iterator[_Measured]:
-    """Yield runs that are missing and can be made here: kernels of the contracts, on their own
-    weights and on the checkpoints that are named."""
+    """Yield missing runs that can be made here: kernels of the contracts, on their own weights and
+    on the given checkpoints."""
     for digest, path in settings.checkpoint.items():
         own = checkpoint_manifest(path).digest
         if own != digest:

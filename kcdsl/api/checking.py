@@ -48,13 +48,13 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class CheckResult(Shows):
-    """What the checks say of certificates, step by step."""
+    """The results of checking certificates, step by step."""
 
     combined: Combined
 
     @property
     def valid(self) -> bool:
-        """Return whether every certificate is valid and nothing that was demanded is left out."""
+        """Return whether every certificate is valid and no demanded result is missing."""
         return self.combined.accepted
 
     def __bool__(self) -> bool:
@@ -62,7 +62,7 @@ class CheckResult(Shows):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Return why certificates are not valid, each reason once."""
+        """Return the reasons why certificates are not valid, each once."""
         found = (reason for _, report in self.combined.reports for reason in report.reasons)
         return tuple(dict.fromkeys(found))
 
@@ -87,7 +87,7 @@ class CheckResult(Shows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckSettings:
-    """What certificates are held against; each field is the option of `kcdsl check` of its name."""
+    """Settings of a check; each field is the option of `kcdsl check` of its name."""
 
     key: Sequence[PathLike] = ()
     contract: PathLike | None = None
@@ -106,18 +106,18 @@ class CheckSettings:
     at: str | None = None
     plain_http: bool = False
     register: PathLike | None = None
-    """A path or a URL; by default that of the user's own configuration, if it names one."""
+    """A path or a URL; the default is that of the user's own configuration, if any."""
     promoting: bool = False
     """Whether `kcdsl promote` checks: evidence that is absent is refused, as `complete` does, and
     the register, which records the certificates afterwards, is not asked before."""
     expected: Callable[[Expectation], None] | None = None
-    """Told what is expected of the certificates, before they are looked at."""
+    """Called with the expectation before certificates are read."""
     progress: Callable[[], AbstractContextManager[Progress]] = no_progress
-    """What shows how much of the checkpoint is hashed."""
+    """Displays the progress of hashing the checkpoint."""
 
 
 class Checks(TypedDict, total=False):
-    """What `check` takes beside certificates and keys: the options of `kcdsl check`."""
+    """Keyword arguments of `check`: the options of `kcdsl check`."""
 
     contract: PathLike | None
     recheck: bool
@@ -146,7 +146,7 @@ def check(
     """Verify certificates about one triple, as `kcdsl check` with the options of these names.
 
     `contract` is the contract in force, by default that of the current folder. Raises Refusal for
-    what cannot be read; a certificate that is not valid gives a result that is false.
+    unreadable files; the result is false if a certificate is not valid.
     """
     return check_certificates(_several(certificates), CheckSettings(key=_several(key), **options))
 
@@ -156,10 +156,10 @@ def _several(paths: PathLike | Sequence[PathLike]) -> tuple[PathLike, ...]:
 
 
 def check_certificates(certificates: Sequence[PathLike], settings: CheckSettings) -> CheckResult:
-    """Verify certificates about one triple; raises Refusal for what cannot be read.
+    """Verify certificates about one triple; raises Refusal for unreadable files.
 
-    A name that begins with `oci://` is an image: the certificates that are attached to it are read
-    from its registry into a folder that goes again.
+    A name that begins with `oci://` is an image: the certificates attached to it are pulled from
+    its registry into a temporary folder.
     """
     with ExitStack() as folders:
         return _checked(certificates, settings, folders)
@@ -242,7 +242,7 @@ def _in_register(
     trust: Trust,
     moment: datetime,
 ) -> list[tuple[str, Report]]:
-    """Return the reports with the step that asks a register."""
+    """Return the reports with the register step."""
     from kcdsl.release.register import Register
     from kcdsl.release.register.step import with_register
 
@@ -255,7 +255,7 @@ def _in_register(
 
 @dataclass(frozen=True, slots=True)
 class _AtHand:
-    """What each certificate is held against."""
+    """The inputs of a check: expectation, trust and time."""
 
     settings: CheckSettings
     files: Artefacts
@@ -267,7 +267,7 @@ class _AtHand:
     in_part: bool
 
     def report(self, path: Path, bundle: bytes) -> Report:
-        """Return what the checks of one certificate say."""
+        """Return the report of checking one certificate."""
         from kcdsl_certs.verification.proofs import PresentProofs, ProofChecker, Rechecker
 
         settings, expectation = self.settings, self.expectation
@@ -296,7 +296,7 @@ class _AtHand:
         )
 
     def _earlier(self, folder: Path) -> Earlier | None:
-        """Return what a weights transfer is compared with."""
+        """Return the earlier certificate of a weights transfer."""
         if self.settings.base is None:
             return None
         from kcdsl_certs.verification.transfers import Earlier
@@ -320,7 +320,7 @@ def _pulled(
 
 
 def are_certificates(*paths: Path) -> bool:
-    """Return whether files are certificates, by how they begin; refuse some beside other files."""
+    """Return whether files are certificates, by their content; refuse a mixture."""
     found = [b'"dsseEnvelope"' in read_bytes(path, 4096) for path in paths]
     if any(found) and not all(found):
         raise refuse(
@@ -332,8 +332,8 @@ def are_certificates(*paths: Path) -> bool:
 
 
 def differing(old: Path, new: Path) -> CertificateDifference:
-    """Return how one certificate differs from another, under the policy of the user; raises Refusal
-    for what is none or cannot be read."""
+    """Return the difference of two certificates, under the policy of the user; raises Refusal for
+    other or unreadable files."""
     from kcdsl.verdict.studies.certificate_difference import compare_certificates
     from kcdsl.verdict.studies.certificate_view import certificate_view
 
@@ -355,7 +355,7 @@ def differing(old: Path, new: Path) -> CertificateDifference:
 
 
 def _refuse_without_numpy() -> None:
-    """Refuse a re-derivation that cannot run, instead of calling the certificate invalid."""
+    """Refuse a re-derivation that cannot run, instead of reporting an invalid certificate."""
     from importlib.util import find_spec
 
     if find_spec("numpy") is None:
@@ -386,7 +386,7 @@ def read_certificate(path: Path) -> bytes:
 
 def _is_statement(data: bytes) -> bool:
     """Return whether data are the statement of a certificate, without its signatures."""
-    if b'"_type"' not in data:  # of a certificate it is within base64
+    if b'"_type"' not in data:  # in a certificate it is base64-encoded
         return False
     try:
         found = json.loads(data)
@@ -396,7 +396,7 @@ def _is_statement(data: bytes) -> bool:
 
 
 def moment_of(text: str | None) -> datetime:
-    """Return the time that `--at` names, by default now; raises Refusal for what is no time."""
+    """Return the time of `--at`, by default now; raises Refusal for an invalid time."""
     if text is None:
         return datetime.now(UTC)
     try:

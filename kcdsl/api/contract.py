@@ -1,4 +1,4 @@
-"""The contract that a command is about: where it is, what it says, and whether its code may run."""
+"""The contract of a command: locating and compiling it, and permission to run its code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LIBRARY = re.compile(rb"^library[ \t]*:", re.MULTILINE)
 
 
 class Verifies(TypedDict, total=False):
-    """What `Contract.verify` takes beside blocks and clauses: the options of `kcdsl verify`."""
+    """Keyword arguments of `Contract.verify`: the options of `kcdsl verify`."""
 
     backend: str | None
     backend_seconds: float
@@ -56,7 +56,7 @@ class Verifies(TypedDict, total=False):
 
 
 class Evaluates(TypedDict, total=False):
-    """What `Contract.evaluate` takes beside slices: the options of `kcdsl evaluate`."""
+    """Keyword arguments of `Contract.evaluate`: the options of `kcdsl evaluate`."""
 
     device: str
     seed: int
@@ -79,8 +79,8 @@ _SECONDS = ("seconds", "bound_seconds", "backend_seconds", "time_limit")
 
 
 def refuse_values(settings: Any) -> None:
-    """Raise Refusal for a number or a stage that the command would refuse, by the name of the
-    option; the command line reads its own."""
+    """Raise Refusal for an invalid number or stage, by the name of the option; the command line
+    checks its own arguments."""
     from kcdsl_certs.statement import STAGES
 
     for name, least in _WHOLE.items():
@@ -109,7 +109,7 @@ class Contract(Shows):
 
     @property
     def base(self) -> Path:
-        """Return the folder that its paths are relative to."""
+        """Return the folder for its relative paths."""
         return self.path.resolve().parent
 
     @property
@@ -124,8 +124,8 @@ class Contract(Shows):
         clause: str | Sequence[str] = (),
         **options: Unpack[Verifies],
     ) -> Verification:
-        """Decide the clauses about every input of a region, those of the named blocks or clauses
-        alone, and write a certificate or its statement. Raises Refusal."""
+        """Decide the clauses about every input of a region, only those of the given blocks or
+        clauses if any, and write a certificate or its statement. Raises Refusal."""
         from kcdsl.api.verification import VerifySettings, verify
 
         return verify(
@@ -183,7 +183,7 @@ def read_contract(given: str | None) -> Contract:
 def find_contract(given: str | None, start: Path) -> Path:
     """Return the path of the contract.
 
-    `given` wins; then `contract` of the configuration of `start`; then the only contract.yaml or
+    It is `given`, else `contract` of the configuration of `start`, else the only contract.yaml or
     *.kc.yaml in `start`.
     Raises Refusal where there is none, where there are several, or where the file is missing.
     """
@@ -206,13 +206,13 @@ def find_contract(given: str | None, start: Path) -> Path:
 def contracts_in(
     given: Sequence[str], start: Path, exclude: Sequence[str] = (), base: Path | None = None
 ) -> list[Path]:
-    """Return the files that a command is about: those given, the contracts below each folder
-    given, sorted, or the one contract of `start` where nothing is given.
+    """Return the files of a command: the given files, the contracts below each given folder,
+    sorted, or the only contract of `start` by default.
 
-    `exclude` leaves files out of folders, by patterns as shells have them: those with `/` fit paths
-    from `base` on, the others any name on the way. `*` fits `/` too.
-    Raises Refusal for a file that is missing, a folder that holds no contract, and a link in it
-    that leads out of it.
+    `exclude` has shell patterns of files in folders to skip: a pattern with `/` matches paths
+    relative to `base`, any other one each part of a path. `*` matches `/` too.
+    Raises Refusal for a missing file, a folder without contracts, and a link that leads out of a
+    folder.
     """
     if not given:
         return [_the_one(start)]
@@ -237,10 +237,10 @@ def contracts_in(
 
 
 def results_folder(given: str | None, contract: Path, *inner: str) -> Path:
-    """Return the folder for the results of a contract: the one given, else `out` beside it.
+    """Return the folder for the results of a contract: the given one, else `out` beside it.
 
-    What was not given lies below the contract's folder, or where the user allows it: raises Refusal
-    for a link that leads elsewhere.
+    The default must lie below the contract's folder or an allowed folder: raises Refusal for a link
+    that leads elsewhere.
     """
     if given:
         return Path(given)
@@ -250,7 +250,7 @@ def results_folder(given: str | None, contract: Path, *inner: str) -> Path:
 
 
 def _refuse_elsewhere(path: Path, folder: Path) -> None:
-    """Refuse a path that was found in a folder, and lies or leads elsewhere."""
+    """Refuse a path in a folder that leads out of it."""
     from kcdsl.model.files import Artefacts
 
     Artefacts.of(folder).admitted(path, str(path))
@@ -289,7 +289,7 @@ def _is_contract(path: Path) -> bool:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    """Return the contracts in a folder; its libraries where there is nothing else."""
+    """Return the contracts in a folder; its libraries if there are no contracts."""
     if not folder.is_dir():
         return []
     found = sorted(filter(_is_contract, folder.iterdir()))
@@ -340,10 +340,10 @@ def _configured(start: Path) -> Path | None:
 
 
 def refuse_foreign_code(contract: Contract, *, allowed: bool, metrics: bool = True) -> None:
-    """Raise Refusal where a command would run code of a contract that nobody allowed.
+    """Raise Refusal where a command would run code of a contract without permission.
 
-    A contract names Python code in two places: the factory of its model, and metrics of its own.
-    `allowed` is what `--allow-code` says. Without `metrics` the command runs the model alone.
+    A contract has Python code in two places: the factory of its model, and its own metrics.
+    `allowed` is the value of `--allow-code`. Without `metrics` the command runs only the model.
     """
     if allowed:
         return

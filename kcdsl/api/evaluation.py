@@ -42,7 +42,7 @@ _UNCERTIFIED = "both kernels are recorded, so nothing ran the checkpoint"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateSettings:
-    """How clauses are measured; each field is the option of `kcdsl evaluate` of its name.
+    """Settings of an evaluation; each field is the option of `kcdsl evaluate` of its name.
 
     `more` are further files with their content for a report; they are written with the others.
     """
@@ -77,7 +77,7 @@ class Evaluation(Shows):
     files: tuple[str, ...]
     target: Target
     uncertified: str | None
-    """Why there is no statement of a certificate; None where there is one."""
+    """Why there is no certificate or statement; None where there is one."""
 
     @property
     def exit(self) -> Exit:
@@ -86,7 +86,7 @@ class Evaluation(Shows):
 
     @property
     def held(self) -> bool:
-        """Return whether every clause that was decided holds."""
+        """Return whether every decided clause holds."""
         return self.exit is Exit.HELD
 
     def to_json(self) -> dict[str, Any]:
@@ -114,8 +114,8 @@ class Evaluation(Shows):
 def measured(
     contract: Contract, settings: EvaluateSettings, program: Program | None = None
 ) -> Report:
-    """Return the report of an evaluation of a contract, or of `program` in its place; nothing is
-    written. Raises Refusal."""
+    """Return the report of an evaluation of a contract, or of `program` in its place, without
+    writing files. Raises Refusal."""
     evidence = gathered(contract, settings, program)
     with in_contract(contract.path):
         report: Report = measuring_backend().conclude(evidence)
@@ -130,7 +130,7 @@ def gathered(
 ) -> Any:
     """Return the evidence table of a contract, or of `program` in its place; nothing is written.
 
-    `files` says which files may be read. Raises Refusal.
+    `files` are the files that may be read. Raises Refusal.
     """
     program = contract.program if program is None else program
     refuse_foreign_code(contract, allowed=settings.allow_code)
@@ -152,13 +152,13 @@ def gathered(
 
 
 def evaluate(contract: Contract, settings: EvaluateSettings) -> Evaluation:
-    """Run both kernels, decide the measured clauses and write the files of the evaluation, all or
-    none; raises Refusal."""
+    """Run both kernels, decide the measured clauses and write the files of the evaluation together;
+    raises Refusal."""
     program, base = contract.program, contract.base
     refuse_foreign_code(contract, allowed=settings.allow_code)
     keys = _keys_for(program, settings.sign)
     device = choose_device(settings.device)
-    # What no certificate can name is refused before hours of measuring.
+    # Files that no certificate can name are refused before the measurement.
     files = Artefacts.of(base)
     unnamed = _unnamed(program, files, bool(keys))
     folder = results_folder(settings.output, contract.path)
@@ -272,7 +272,8 @@ def _write(
 
 
 def _unread(program: Program) -> bool:
-    """Return whether both kernels are recorded: a certificate would name weights that nothing read."""
+    """Return whether both kernels are recorded: a certificate would name weights that nothing
+    read."""
     return program.train.recording is not None and program.infer.recording is not None
 
 
@@ -303,7 +304,7 @@ def _unnamed(program: Program, files: Artefacts, signing: bool) -> str | None:
 
 @contextmanager
 def _dropped_if_refused(checkpoint: Any) -> Iterator[None]:
-    """Remove the run checkpoint of an evaluation that would be refused by whoever repeats it."""
+    """Remove the run checkpoint of an evaluation that would be refused again when repeated."""
     again = {codes.ABOVE_CERTIFIED, codes.NOTHING_TO_EVALUATE, codes.METRIC_OUT_OF_REACH}
     try:
         yield
@@ -314,7 +315,7 @@ def _dropped_if_refused(checkpoint: Any) -> Iterator[None]:
 
 
 def implied_clauses(program: Program) -> tuple[ImpliedClause, ...]:
-    """Return the clauses that would follow from drift clauses, were those proved at their limit."""
+    """Return the clauses that would follow if the drift clauses were proved at their limits."""
     premises = tuple(
         ProvedDrift(
             clause_id=goal.clause.id,
@@ -338,7 +339,7 @@ def implied_clauses(program: Program) -> tuple[ImpliedClause, ...]:
 
 
 def accepted_findings(suppressed: Sequence[Suppressed]) -> tuple[str, ...]:
-    """Return what a report says of accepted findings."""
+    """Return the accepted findings as text for a report."""
     return tuple(
         f"{item.diagnostic.code} is accepted in line {item.line} of the contract: {item.reason}"
         for item in suppressed
@@ -346,15 +347,15 @@ def accepted_findings(suppressed: Sequence[Suppressed]) -> tuple[str, ...]:
 
 
 def _fingerprints(report: Report) -> Fingerprints:
-    """Return what identifies the kernels that ran, with the device they ran on."""
+    """Return the fingerprints of the kernels that ran, with their device."""
     return {side: report.kernels[side]["fingerprint"] for side in ("train", "infer")}
 
 
 def _evidence(
     folder: Path, report: Report, trace: bytes, records: Any, resumed: bytes
 ) -> dict[str, NewFile]:
-    """Return the files that the results rest on, by what a certificate calls them; `resumed` is
-    what was taken over from the run checkpoint of an earlier one."""
+    """Return the evidence files of the results, by their names in a certificate; `resumed` is the
+    part taken from a run checkpoint."""
     lines = (json.dumps(r, allow_nan=False, separators=(",", ":")) + "\n" for r in records)
     found = {
         "trace": result(folder / "trace.parquet", trace),

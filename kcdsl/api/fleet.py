@@ -1,4 +1,4 @@
-"""Fleets: what certificates of pairs of kernels say of all of them under one contract."""
+"""Fleets: pairwise agreement of kernels under one contract, from certificates of pairs."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from kcdsl_certs.statement import Kernel, RequiredClause
 
 _NOT_PASSED = "clause/not-passed"
-"""The one refusal that is a result: a pair that does not keep the contract was certified so."""
+"""The only refusal that is a result: a certificate that a pair violates the contract."""
 _ENDED = frozenset(("validity/expired", "sequence/revoked"))
-"""Refusals of a result that did not pass which leave what it withdrew withdrawn."""
+"""Refusals of a failed certificate that do not undo its withdrawal of older ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetReading:
-    """A fleet, what its contracts ask, and the certificates that count, by identity."""
+    """A fleet, the requirements of its contracts, and the accepted certificates, by identifier."""
 
     fleet: Fleet
     program: Program
@@ -63,11 +63,11 @@ class FleetReading:
 def fleet_of(
     contracts: Sequence[Contract], certificates: Sequence[Path], trust: Trust, moment: datetime
 ) -> FleetReading:
-    """Return the agreement of every two kernels that certificates speak of; raises Refusal.
+    """Return the agreement of all pairs of kernels in certificates; raises Refusal.
 
-    The contracts differ in their kernels alone. A certificate counts if trusted keys signed it, it
-    is in force, its contract is one of them, and its results are about the limits, regions and rows
-    of the clauses.
+    The contracts may differ only in their kernels. A certificate is used if trusted keys signed it,
+    it is in force, its contract is one of them, and its results are about the limits, regions and
+    rows of the clauses.
     """
     known = _alike(contracts)
     files: dict[str, Path] = {}
@@ -112,9 +112,9 @@ def fleet_of(
 
 
 def _outdated(bodies: Mapping[str, Predicate], ended: Mapping[str, Predicate]) -> dict[str, str]:
-    """Return why certificates count no more, by identity: a result of the same triple and stage
-    that is at least as new did not pass, whether or not it is in force (`ended`). What refutes a
-    clause always counts."""
+    """Return why certificates are outdated, by identifier: one of the same triple and stage that is
+    at least as new did not pass, whether or not it is in force (`ended`). Certificates that refute
+    a clause are never outdated."""
     newest: dict[tuple[str, str], tuple[int, str]] = {}
     every = {**ended, **bodies}
     for identity, body in every.items():
@@ -140,7 +140,7 @@ def _joined(
     bodies: Mapping[str, Predicate],
     unused: Mapping[str, str],
 ) -> Fleet:
-    """Return the fleet that certificates of one checkpoint speak of, by identity."""
+    """Return the fleet of the certificates of one checkpoint, which are given by identifier."""
     kernels: dict[str, Kernel] = {}
     for body in bodies.values():
         for kernel in (body.triple.train, body.triple.infer):
@@ -175,7 +175,7 @@ def _joined(
 
 
 def _alike(contracts: Sequence[Contract]) -> frozenset[str]:
-    """Return the digests of contracts that differ in their kernels alone; raises Refusal."""
+    """Return the digests of contracts that differ only in their kernels; raises Refusal."""
     first = contracts[0].program
     for other in contracts[1:]:
         same = replace(other.program, train=first.train, infer=first.infer)
@@ -199,8 +199,8 @@ def _read(
     trust: Trust,
     moment: datetime,
 ) -> tuple[str, Predicate, str] | str:
-    """Return identity and body of a certificate, with why it only withdraws older ones, or else an
-    empty text; or why it counts for nothing."""
+    """Return identifier and body of a certificate, with the reason if it only withdraws older ones;
+    or the reason why it is ignored."""
     seen = inspect(read_certificate(path), trust, moment)
     refused = [check for check in seen.refusals if check.reason != _NOT_PASSED]
     why = "; ".join(f"{check.detail} ({check.reason})" for check in refused)
@@ -229,10 +229,10 @@ def _read(
 
 
 def class_statements(reading: FleetReading, moment: datetime) -> list[SignedClass]:
-    """Return what may be signed about each class of at least two kernels; raises Refusal where its
+    """Return the statement about each class of at least two kernels; raises Refusal where its
     certificates are of several stages.
 
-    It is valid as long as every certificate behind it.
+    It is valid as long as all its certificates.
     """
     names = {kernel.digest: kernel.name for kernel in reading.fleet.kernels}
     found = []
@@ -264,7 +264,7 @@ def class_statements(reading: FleetReading, moment: datetime) -> list[SignedClas
 def checked_class(
     path: Path, reading: FleetReading, trust: Trust, moment: datetime
 ) -> CheckedClass:
-    """Check the certificate of a class: trusted keys signed it, and the fleet shows it again."""
+    """Check the certificate of a class: trusted keys signed it, and the fleet reproduces it."""
     members: tuple[str, ...] = ()
     try:
         bundle = read_certificate(path)
@@ -282,7 +282,7 @@ def checked_class(
 
 
 def _derive(found: SignedClass, reading: FleetReading, moment: datetime) -> None:
-    """Raise Rejected unless the certificates that are here show all that a class states."""
+    """Raise Rejected unless the given certificates show the whole statement of a class."""
     if not found.issued_at <= moment < found.valid_until:
         raise Rejected("validity/outside", "it is not valid at this time")
     fleet = reading.fleet

@@ -1,4 +1,4 @@
-"""Several backends for one contract: the cheapest first, others where it leaves a clause open."""
+"""Several backends for one contract: the cheapest first, others for clauses that remain open."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from kcdsl.verdict.outcome import GoalOutcome
 
 AUTO = "auto"
-"""The name by which all backends together are asked for."""
+"""The name that selects all backends."""
 
 Load = Callable[[float | None], Any]
-"""Loads a backend that has some seconds for all its answers, None for as many as it usually has."""
+"""Loads a backend with a time limit in seconds for all its answers, None for the default."""
 Ask = Callable[[Any, Sequence["Goal"], float | None], Sequence["GoalOutcome"]]
-"""Asks a backend for goals within some seconds, None for as long as it takes."""
+"""Asks a backend about goals with a time limit in seconds, None for no limit."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """What was said of a goal so far, and why some backends were not asked or failed."""
+    """The answers about a goal so far, and why some backends were not asked or failed."""
 
     goal: Goal
     answers: list[tuple[BackendSpec, GoalOutcome]] = field(default_factory=list)
@@ -38,15 +38,15 @@ class _Asked:
 
     @property
     def settled(self) -> bool:
-        """Return whether asking others could change nothing."""
+        """Return whether no other backend needs to be asked."""
         return any(
             isinstance(outcome.verdict, Held | Violated | InvalidEvidence)
             for _, outcome in self.answers
         )
 
     def outcome(self) -> GoalOutcome:
-        """Return the answer that decides, or else the one with the smallest bound, with notes on
-        all others."""
+        """Return the deciding answer, or else the one with the smallest bound, with notes on all
+        others."""
         decisive = [o for _, o in self.answers if not isinstance(o.verdict, Inconclusive)]
         _, least = min(self.answers, key=lambda one: (_is_word(*one), one[1].bound))
         best = decisive[0] if decisive else least
@@ -65,13 +65,13 @@ def decide_together(
 ) -> tuple[GoalOutcome, ...]:
     """Decide each goal by the first backend that can; outcomes come in the order of the goals.
 
-    One of another distribution that gives no usable answer decides nothing; the others are asked.
+    If a backend of another distribution gives no usable answer, the next one is asked.
 
     Args:
-        offers: backends in the order in which they are asked, with what loads each; not empty.
-        goals: what to decide.
-        ask: asks one of them.
-        seconds: after how long no further backend is asked, and no search goes on.
+        offers: backends in the order in which they are asked, with their loaders; not empty.
+        goals: the goals to decide.
+        ask: asks one backend.
+        seconds: time limit of all backends and searches.
 
     Raises:
         Refusal: KC479 where two backends contradict each other, KC402 for a goal that none decides.
@@ -110,7 +110,7 @@ def decide_together(
 
 
 def _takes(spec: BackendSpec, asked: _Asked) -> bool:
-    """Return whether a backend is asked for a goal; note why not, if others left it open."""
+    """Return whether a backend is asked about a goal; record the reason if not."""
     goal = asked.goal
     if asked.settled:
         return False
@@ -127,19 +127,19 @@ def _takes(spec: BackendSpec, asked: _Asked) -> bool:
 
 
 def _is_word(spec: BackendSpec, outcome: GoalOutcome) -> bool:
-    """Return whether the bound of an answer is the word of another distribution: no proof shows it."""
+    """Return whether a bound is an unproved claim of another distribution."""
     return is_foreign(spec) and not outcome.confirmed
 
 
 def proved(outcome: GoalOutcome) -> float:
-    """Return the bound of every run that an outcome states; infinite where it states none."""
+    """Return the proved bound of an outcome for all runs; infinite without one."""
     likely = any(case.alpha is not None for case in outcome.cases)
     return math.inf if likely or outcome.goal.functional == "no_flip" else outcome.bound
 
 
 def _refuse_contradiction(asked: _Asked) -> None:
-    """Raise KC479 where a backend says that a goal holds, or bounds its drift, and another has a
-    run that says otherwise."""
+    """Raise KC479 where a backend proves a goal or a bound, and another one has a run that
+    contradicts it."""
     for (one, holds), (other, breaks) in permutations(asked.answers, 2):
         told = ""
         if isinstance(holds.verdict, Held) and isinstance(breaks.verdict, Violated):
@@ -161,7 +161,7 @@ def _refuse_contradiction(asked: _Asked) -> None:
 
 
 def _told(outcome: GoalOutcome) -> str:
-    """Say in a few words what a backend found."""
+    """Return the result of a backend in a few words."""
     match outcome.verdict:
         case Inconclusive(reason) | InvalidEvidence(reason):
             return f"{outcome.backend}: {verdict_name(outcome.verdict)}, {reason}"

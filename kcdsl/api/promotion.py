@@ -74,8 +74,8 @@ NOTHING_LIVE = "no other triple that was live in the slot may serve: nothing is 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromoteSettings:
-    """How a candidate is looked at; `checks` has the options of `kcdsl check`, and each other field
-    is the option of `kcdsl promote` of its name."""
+    """Settings of a promotion; `checks` has the options of `kcdsl check`, and each other field is
+    the option of `kcdsl promote` of its name."""
 
     register: str
     slot: str
@@ -91,7 +91,7 @@ class PromoteSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promoted(Shows):
-    """What a look came to; `step` is None where a certificate is not valid."""
+    """The result of a look; `step` is None where a certificate is not valid."""
 
     slot: str
     stage: str
@@ -100,7 +100,7 @@ class Promoted(Shows):
     version: int | None = None
     """The version of the slot after the look."""
     live: str | None = None
-    """The digest of the triple that is live in the slot after the look."""
+    """The digest of the live triple of the slot after the look."""
     recorded: bool = False
     unused: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -139,10 +139,10 @@ class Promoted(Shows):
 
 
 def promote(settings: PromoteSettings) -> Promoted:
-    """Look at the evidence of a stage, and record what it makes of the candidate.
+    """Evaluate the evidence of a stage, and record the next state of the candidate.
 
-    Where another writer was faster, the evidence is looked at again beside what is live now.
-    Raises Refusal for what cannot be read, and for a stage that the candidate is not in.
+    If another writer changed the slot meanwhile, the evidence is evaluated again with its new
+    state. Raises Refusal for unreadable files, and for a stage that the candidate is not in.
     """
     from kcdsl.release.register import Register, Run, Stale
 
@@ -219,8 +219,8 @@ def promote(settings: PromoteSettings) -> Promoted:
 
 
 def _candidate(evidence: StageEvidence, register: Register, slot: str) -> Triple:
-    """Return the triple that the evidence is about: that of its certificates, else the one of the
-    slot that is deployed."""
+    """Return the triple of the evidence: that of its certificates, else the deployed one of the
+    slot."""
     assert evidence.expected is not None
     stated = evidence.triple
     if stated is not None:
@@ -230,8 +230,8 @@ def _candidate(evidence: StageEvidence, register: Register, slot: str) -> Triple
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """A step, the candidate as it is recorded after it, why files were left out, and whether its
-    window begins anew because a run is not trusted any more."""
+    """A step, the candidate to record after it, the reasons for ignored files, and whether its
+    window restarts because a run is no longer trusted."""
 
     step: PromotionStep
     progress: StagedCandidate
@@ -242,7 +242,7 @@ class _Look:
 
 @dataclass(frozen=True, slots=True)
 class _Promotion:
-    """A look at the evidence of one candidate."""
+    """The evaluation of the evidence of one candidate."""
 
     settings: PromoteSettings
     evidence: StageEvidence
@@ -301,20 +301,20 @@ class _Promotion:
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """Return the digests of the reports that are about the candidate."""
+        """Return the digests of the reports about the candidate."""
         documents, _ = self.evidence.documents(self.demands, self.triple, self.settings.stage)
         return tuple(d.identity for d in documents if d.kind is DocumentKind.REPORT)
 
     def traffic(self, found: PromotionStep) -> tuple[str, ...]:
-        """Return the digests of traffic that a step counted: of windows and of their rows."""
+        """Return the digests of the traffic counted by a step: of windows and of their rows."""
         documents, _ = self.evidence.documents(self.demands, self.triple, self.settings.stage)
         windows = (each for each in documents if each.kind is DocumentKind.WINDOW)
         known = {digest for each in windows for digest in (each.identity, *each.parts)}
         return tuple(sorted(known & {*found.counted}))
 
     def look(self, register: Register, slot: Slot, weak: Mapping[str, tuple[str, ...]]) -> _Look:
-        """Return what the evidence makes of the candidate as the slot is now, without the
-        certificates that are `weak`; raises Refusal."""
+        """Return the next state of the candidate for the current slot, without the certificates in
+        `weak`; raises Refusal."""
         settings, now = self.settings, self.settings.clock().replace(microsecond=0)
         history = register.promotions(slot=settings.slot, candidate=self.triple.digest)
         previous, withdrawn, ended = candidate_in(history), dict[str, str](), frozenset[str]()
@@ -367,11 +367,11 @@ class _Promotion:
         return _Look(found, gathered(previous, found.candidate), unused, notes=(*notes, why))
 
     def withdraws(self, found: PromotionStep, slot: Slot) -> bool:
-        """Return whether a step takes the triple out of service that is live in the slot."""
+        """Return whether a step withdraws the live triple of the slot."""
         return found.outcome is PromotionOutcome.ROLLED_BACK and slot.triple == self.triple.digest
 
     def gone_back(self, decision: Promotion, register: Register) -> Promotion:
-        """Return a decision with the triple that its slot goes back to, as the register is now."""
+        """Return a decision with the triple that becomes live again, by the current register."""
         from kcdsl.release.register import PromotionReason
 
         now = self.settings.clock()
@@ -380,7 +380,7 @@ class _Promotion:
         return replace(decision, incumbent=target, reasons=(*decision.reasons, *none))
 
     def _untrusted(self, documents: Sequence[EvidenceDocument], known: Distrust) -> dict[str, str]:
-        """Return why documents do not count, by name: the run of one is not trusted, or may be."""
+        """Return why documents are not trusted, by name: their run is, or may be, untrusted."""
         found = {}
         for each in documents:
             why = known.why.get(each.identity)
@@ -391,7 +391,7 @@ class _Promotion:
         return found
 
     def _runs(self, weak: Mapping[str, tuple[str, ...]]) -> dict[str, Run | None]:
-        """Return the runs that the given certificates name, by the identity of the certificate."""
+        """Return the runs of the given certificates, by the identifier of the certificate."""
         from kcdsl.release.register.recording import run_of
 
         return {
@@ -401,8 +401,8 @@ class _Promotion:
         }
 
     def decision(self, look: _Look, register: Register, slot: Slot) -> Promotion:
-        """Return the decision as the register records it; one that withdraws the live triple lacks
-        what the slot goes back to."""
+        """Return the decision for the register; for a withdrawal of the live triple still without
+        the triple that becomes live again."""
         from kcdsl.release.register import Promotion, PromotionReason, PromotionState
 
         states = {

@@ -11,14 +11,14 @@ from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NO_PACKAGE
 
 Progress = Callable[[str, int, int], None]
-"""What long work calls: the name of a stage, how much of it is done, how much there is."""
+"""A progress callback: the name of a stage, the work done, and the total work."""
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def offered(method: Method) -> Method:
-    """Mark what programs and notebooks call, and nothing of the product."""
+    """Mark a method that only programs and notebooks call."""
     return method
 
 
@@ -84,4 +84,4 @@ def no_progress() -> Iterator[Progress]:
 
 
 def quiet(text: str) -> None:
-    """Tell nobody."""
+    """Discard the message."""

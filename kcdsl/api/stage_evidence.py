@@ -1,4 +1,4 @@
-"""Gathering the evidence of a stage: certificates are checked, reports and windows are read."""
+"""Collecting the evidence of a stage: checks certificates, reads reports and windows."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageEvidence:
-    """Evidence of a stage before it is known which candidate of a slot it is about.
+    """Evidence of a stage before its candidate is known.
 
     Args:
-        expected: what is deployed; None where a certificate was checked against what must not be
-            trusted, and then `invalid` says so.
-        certificates: those that are valid or state a failure, by file, with their bundles.
-        others: the files of reports and windows.
-        invalid: why certificates are not valid, by file.
-        trust: what certificates were checked by.
+    expected: the deployed triple; None if files that must not be trusted prevented it, with the
+    reason in `invalid`.
+    certificates: those that are valid or state a failure, by file, with their bundles.
+    others: the files of reports and windows.
+    invalid: why certificates are not valid, by file.
+    trust: the trust settings of the check.
     """
 
     expected: Expectation | None
@@ -45,9 +45,9 @@ class StageEvidence:
 
     @property
     def triple(self) -> Triple | None:
-        """Return the triple that the certificates state; None without one.
+        """Return the triple of the certificates; None without certificates.
 
-        Raises Refusal (KC698) where they state several, as those of several hosts do.
+        Raises Refusal (KC698) where they have different triples, for instance of several hosts.
         """
         stated = {
             report.predicate.triple.digest: report.predicate.triple
@@ -64,14 +64,14 @@ class StageEvidence:
 
     @property
     def relaxed_parts(self) -> frozenset[str]:
-        """Return the parts of kernels that the policy leaves out of account."""
+        """Return the parts of kernels that the policy ignores."""
         return frozenset() if self.trust is None else self.trust.rules.relaxed_parts
 
     def documents(
         self, demands: Sequence[Demand], candidate: Triple, stage: str
     ) -> tuple[tuple[EvidenceDocument, ...], dict[str, str]]:
-        """Return what is about a candidate, and why other files are not; raises Refusal for what is
-        no evidence."""
+        """Return the documents about a candidate, and why other files are ignored; raises Refusal
+        for a file that is no evidence."""
         assert self.expected is not None
         found = [
             document_of(name, report, demands, self.expected)

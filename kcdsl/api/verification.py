@@ -1,4 +1,4 @@
-"""Deciding the formal clauses of a contract, and writing certificates of what was found."""
+"""Deciding the formal clauses of a contract, and writing certificates of the results."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifySettings:
-    """How clauses are decided; each field is the option of `kcdsl verify` of its name."""
+    """Settings of a verification; each field is the option of `kcdsl verify` of its name."""
 
     blocks: Sequence[str] = ()
     clauses: Sequence[str] = ()
@@ -96,7 +96,7 @@ class VerifySettings:
 
 @dataclass(frozen=True, slots=True)
 class Verification(Shows):
-    """What was decided, and where the certificate, or its statement, lies."""
+    """The outcomes, and the file of the certificate or its statement."""
 
     program: Program
     outcomes: tuple[GoalOutcome, ...]
@@ -112,7 +112,7 @@ class Verification(Shows):
 
     @property
     def held(self) -> bool:
-        """Return whether every clause that was decided holds."""
+        """Return whether every decided clause holds."""
         return self.exit is Exit.HELD
 
     def to_json(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Verification(Shows):
 
 
 def verify(contract: Contract, settings: VerifySettings) -> Verification:
-    """Decide the chosen clauses, and write what was found before it is returned; raises Refusal."""
+    """Decide the chosen clauses, write the results and return them; raises Refusal."""
     program = contract.program
     refuse_foreign_code(contract, allowed=settings.allow_code, metrics=False)
     _refuse_inconsistent(contract, settings.tell)
@@ -173,7 +173,7 @@ def verify(contract: Contract, settings: VerifySettings) -> Verification:
 
 
 def _asked(options: VerifySettings, goals: tuple[Goal, ...]) -> tuple[Goal, ...]:
-    """Return the goals with the regions and the probability that options ask for."""
+    """Return the goals with the weight ball, state ball and probability of the options."""
     if options.weights is not None:
         rho = _exact(
             options.weights,
@@ -218,7 +218,7 @@ def _decide(
 ) -> tuple[GoalOutcome, ...]:
     confirmed = options.confirm
     if not confirmed and execution.cache is not None:
-        # Nothing is remembered where no checker looks at what comes out of the cache.
+        # The cache is disabled if no checker verifies its content.
         options.tell("note: --confirm off takes nothing from the cache, and keeps nothing")
         execution = replace(execution, cache=None)
     with options.progress() as progress:
@@ -272,7 +272,7 @@ def _write(
     implied: Sequence[Implied],
     device: str,
 ) -> None:
-    """Write the certificate, or its statement, and the proofs that it names, all or none."""
+    """Write the certificate, or its statement, and its proofs together."""
     program, folder = contract.program, target.path.parent
     proofs = {o.goal.clause.id: o.proof for o in outcomes if o.proof is not None}
     references = {name: proof_reference(name, proof) for name, proof in proofs.items()}
@@ -306,8 +306,8 @@ def _write(
 
 
 def recording(function: Any, program: Program, files: Artefacts) -> dict[str, Any]:
-    """Return the argument by which a function of a backend records what it reads. For a backend
-    that has none, record the files as they are before it runs."""
+    """Return the argument by which a function of a backend records its reads. For a backend
+    without it, record all files before it runs."""
     if "artefacts" in signature(function).parameters:
         return {"artefacts": files}
     record_all(program, files)
@@ -315,7 +315,7 @@ def recording(function: Any, program: Program, files: Artefacts) -> dict[str, An
 
 
 def _telling(function: Any, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Return the argument by which a backend tells beforehand what work may cost, if it has one."""
+    """Return the argument by which a backend announces the cost of work, if it has one."""
     if "tell" not in signature(function).parameters:
         return {}
     return {"tell": lambda text: tell(f"note: {text}")}
@@ -337,7 +337,7 @@ def _refuse_inconsistent(contract: Contract, tell: Callable[[str], None]) -> Non
 
 
 def _refuse_unchained(backend: Any) -> None:
-    """Refuse a backend that decides a block as one alone."""
+    """Refuse a backend without support for chains."""
     if "chain" not in signature(backend.decide).parameters:
         raise refuse(
             NO_BACKEND,
@@ -373,9 +373,9 @@ def _chosen(program: Program, blocks: Sequence[str], clauses: Sequence[str]) -> 
 def _exact(
     text: str, admits: Callable[[Fraction], bool], wrong: tuple[Code, str], help: str
 ) -> Fraction:
-    """Return the exact value of an option; refuse what is no number, or not one of the admitted.
+    """Return the exact value of an option; refuse an invalid or inadmissible number.
 
-    `wrong` is the code of the refusal and its message, with a place for the text.
+    `wrong` is the code of the refusal and its message, with a placeholder for the text.
     """
     code, message = wrong
     try:
@@ -388,7 +388,7 @@ def _exact(
 
 
 def _domains(text: str, backend: str, *, chain: bool) -> tuple[str, ...]:
-    """Return the domains that are named; refuse others than those that the backend has."""
+    """Return the chosen domains; refuse domains that the backend does not have."""
     from kcdsl.route.catalogue import catalogue
 
     known = next((spec.domains for spec in catalogue() if spec.name == backend), ())
@@ -416,7 +416,7 @@ def _implied(
 ) -> tuple[Implied, ...]:
     """Return the empirical clauses, on slices with rows, that the proved drift bounds imply.
 
-    A clause with a table is implied bucket by bucket, and nowhere if requests are in no bucket.
+    A clause with a table is implied per bucket, and nowhere if some requests are in no bucket.
     """
     proved, smt = proved_drifts(program, outcomes), solver_if_installed()
     if not proved or smt is None:

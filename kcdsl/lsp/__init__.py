@@ -1,4 +1,4 @@
-"""The language server. Features are pure functions over a `Snapshot`; `server` is their wiring.
+"""The language server. Features are pure functions of a `Snapshot`; `server` registers them.
 
-Inside, places are code points (`Span`); `positions` and `wire` turn them into what a client counts.
+Internal offsets count code points (`Span`); `positions` converts them to the units of a client.
 """

@@ -1,4 +1,4 @@
-"""The answer to each request: a feature is called, and its values are put in protocol form."""
+"""The handler of each request: calls a feature and converts the result to protocol types."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ class Question:
     encoding: Encoding
     client: lsp.ClientCapabilities = field(default_factory=lsp.ClientCapabilities)
     others: tuple[Snapshot, ...] = ()
-    """The other documents of the workspace that import or are imported, for those of `ACROSS`."""
+    """Other documents of the workspace that import or are imported, for methods of `ACROSS`."""
 
     @cached_property
     def ranges(self) -> Ranges:
-        """Return what converts ranges of the document as it is."""
+        """Return the range converter of the current document."""
         return self.ranges_of(self.snapshot)
 
     def ranges_of(self, snapshot: Snapshot, way: Carry = NOWHERE) -> Ranges:
-        """Return what converts ranges of a document, for the client that asks."""
+        """Return the range converter of a document for this client."""
         document = snapshot.document
         return Ranges(document.uri, document.version, document.lines, self.encoding, way)
 
     def settled(self, at: Snapshot | None = None) -> tuple[Snapshot, Ranges, Callable[[int], int]]:
-        """Return a readable version, what converts its ranges, and the way of an offset to it."""
+        """Return a parsable version, its range converter, and a map of offsets to it."""
         view, way = (at or self.snapshot).settled
         if way is NOWHERE:
             return view, self.ranges, lambda offset: offset
@@ -75,17 +75,17 @@ class Question:
         return view, self.ranges_of(self.snapshot, way.back), there
 
     def at(self, position: lsp.Position) -> tuple[Snapshot, Ranges, int]:
-        """Return a readable version, what converts its ranges, and an offset in it."""
+        """Return a parsable version, its range converter, and an offset in it."""
         view, ranges, there = self.settled()
         return view, ranges, there(self.ranges.offset(position))
 
     @property
     def versioned(self) -> bool:
-        """Return whether the client takes edits of a stated version."""
+        """Return whether the client supports versioned edits."""
         return bool(self.able("workspace.workspace_edit.document_changes"))
 
     def able(self, what: str) -> Any:
-        """Return what the client says of one of its capabilities, by the path of its name."""
+        """Return a capability of the client, by its path."""
         return get_capability(self.client, what)
 
 
@@ -98,7 +98,7 @@ def pushed(question: Question) -> list[lsp.Diagnostic]:
 
 
 def pulled(question: Question, params: lsp.DocumentDiagnosticParams) -> Any:
-    """Return the diagnostics of a document, or that they are those the client has."""
+    """Return the diagnostics of a document, or an "unchanged" report."""
     found = pushed(question)
     name = result_id(found)
     if params.previous_result_id == name:
@@ -122,7 +122,7 @@ def workspace_report(question: Question, params: lsp.WorkspaceDiagnosticParams) 
 
 
 def code_actions(question: Question, params: lsp.CodeActionParams) -> list[lsp.CodeAction]:
-    """Return what can be done in a range."""
+    """Return the code actions for a range."""
     span = question.ranges.span(params.range)
     only = params.context.only
     kinds = None if only is None else [str(getattr(kind, "value", kind)) for kind in only]
@@ -148,7 +148,7 @@ def _action(question: Question, item: Action) -> lsp.CodeAction:
 
 
 def hovered(question: Question, params: lsp.HoverParams) -> lsp.Hover | None:
-    """Return what there is to say about a place."""
+    """Return the hover text at a position."""
     view, ranges, offset = question.at(params.position)
     found = hover(view, offset)
     if found is None:
@@ -158,7 +158,7 @@ def hovered(question: Question, params: lsp.HoverParams) -> lsp.Hover | None:
 
 
 def completed(question: Question, params: lsp.CompletionParams) -> lsp.CompletionList:
-    """Return what may stand at the cursor."""
+    """Return the completions at the cursor."""
     item = question.able("text_document.completion.completion_item")
     found = complete(question.snapshot, question.ranges.offset(params.position))
     return lsp.CompletionList(
@@ -196,14 +196,14 @@ def signature_help(
 
 
 def defined(question: Question, params: lsp.DefinitionParams) -> list[lsp.Location]:
-    """Return where a name is declared."""
+    """Return the location of a declaration."""
     view, ranges, offset = question.at(params.position)
     found = definition(view, offset)
     return [ranges.location(target) for target in with_open_texts(found, question.snapshot)]
 
 
 def referred(question: Question, params: lsp.ReferenceParams) -> list[lsp.Location]:
-    """Return where a name is used."""
+    """Return the locations of the uses of a name."""
     view, ranges, offset = question.at(params.position)
     uri, declaration = question.snapshot.document.uri, params.context.include_declaration
     found = [lsp.Location(uri, ranges.of(span)) for span in references(view, offset, declaration)]
@@ -216,7 +216,7 @@ def referred(question: Question, params: lsp.ReferenceParams) -> list[lsp.Locati
 def highlighted(
     question: Question, params: lsp.DocumentHighlightParams
 ) -> list[lsp.DocumentHighlight]:
-    """Return the places of the name under the cursor."""
+    """Return the ranges of the name under the cursor."""
     view, ranges, offset = question.at(params.position)
     kinds = {True: lsp.DocumentHighlightKind.Write, False: lsp.DocumentHighlightKind.Read}
     return [
@@ -226,14 +226,14 @@ def highlighted(
 
 
 def renamable(question: Question, params: lsp.PrepareRenameParams) -> Any:
-    """Return the range of the name that would be changed."""
+    """Return the range of the name to be renamed."""
     span = prepare(question.snapshot, question.ranges.offset(params.position))
     name = question.snapshot.source.text[span.start : span.end]
     return lsp.PrepareRenamePlaceholder(question.ranges.of(span), name)
 
 
 def renamed(question: Question, params: lsp.RenameParams) -> lsp.WorkspaceEdit:
-    """Return the edits that change a name everywhere."""
+    """Return the edits that rename all occurrences."""
     offset = question.ranges.offset(params.position)
     found = rename_across(question.snapshot, offset, params.new_name, question.others)
     return _joined(
@@ -245,7 +245,7 @@ def renamed(question: Question, params: lsp.RenameParams) -> lsp.WorkspaceEdit:
 
 
 def _joined(found: Iterable[lsp.WorkspaceEdit]) -> lsp.WorkspaceEdit:
-    """Return edits of several documents as one; all of them are versioned, or none."""
+    """Return the combined edits of several documents; all of them are versioned, or none."""
     together = lsp.WorkspaceEdit()
     for item in found:
         if item.document_changes is not None:
@@ -259,7 +259,7 @@ def _joined(found: Iterable[lsp.WorkspaceEdit]) -> lsp.WorkspaceEdit:
 
 
 def symbols(question: Question, params: lsp.DocumentSymbolParams) -> list[Any]:
-    """Return the outline, as a tree where the client shows trees."""
+    """Return the outline, as a tree if the client supports it."""
     view, ranges, _ = question.settled()
     found = outline(view.analysis, ranges)
     if question.able("text_document.document_symbol.hierarchical_document_symbol_support"):
@@ -270,7 +270,7 @@ def symbols(question: Question, params: lsp.DocumentSymbolParams) -> list[Any]:
 def _flat_symbols(
     symbols: Iterable[lsp.DocumentSymbol], uri: str, container: str | None = None
 ) -> list[lsp.SymbolInformation]:
-    """Return symbols as a list, for clients without a tree and for the workspace."""
+    """Return symbols as a flat list, for clients without trees and for the workspace."""
     found = []
     for symbol in symbols:
         place = lsp.Location(uri, symbol.selection_range)
@@ -284,7 +284,7 @@ def _flat_symbols(
 def workspace_symbols(
     question: Question, params: lsp.WorkspaceSymbolParams
 ) -> list[lsp.SymbolInformation]:
-    """Return the symbols of one document whose names hold the letters asked for, in their order."""
+    """Return the symbols of one document whose names contain the query as a subsequence."""
     view, ranges, _ = question.settled()
     found = _flat_symbols(outline(view.analysis, ranges), ranges.uri)
     return [item for item in found if item.container_name and _matches(item.name, params.query)]
@@ -296,7 +296,7 @@ def _matches(name: str, query: str) -> bool:
 
 
 def folded(question: Question, params: lsp.FoldingRangeParams) -> list[lsp.FoldingRange]:
-    """Return the lines that fold together; none while the document cannot be read."""
+    """Return the folding ranges; empty while the document cannot be parsed."""
     view, _, _ = question.settled()
     if view.source.text.count("\n") != question.snapshot.source.text.count("\n"):
         return []
@@ -304,7 +304,7 @@ def folded(question: Question, params: lsp.FoldingRangeParams) -> list[lsp.Foldi
 
 
 def selected(question: Question, params: lsp.SelectionRangeParams) -> list[lsp.SelectionRange]:
-    """Return the ranges around each place, the smallest first."""
+    """Return the enclosing ranges of each position, the smallest first."""
     view, ranges, there = question.settled()
     found = []
     for position in params.positions:
@@ -335,7 +335,7 @@ def _tokens(question: Question, within: Span | None) -> lsp.SemanticTokens:
     at = question.snapshot if within is None else question.snapshot.near(within)
     view, ranges, _ = question.settled(at)
     if ranges is not question.ranges:
-        # Of an older text the lines do not fit; the editor keeps the tokens that it has.
+        # Lines of an older text do not match; the editor keeps its tokens.
         return lsp.SemanticTokens([])
     found = decorations.tokens(view, within)
     lines = question.snapshot.document.lines
@@ -370,7 +370,7 @@ ACROSS = frozenset({lsp.TEXT_DOCUMENT_REFERENCES, lsp.TEXT_DOCUMENT_RENAME})
 """Methods whose answers depend on the other documents of the workspace."""
 
 NO_ANSWER = object()
-"""In place of an empty answer: a failure to check must not read as "nothing found"."""
+"""Marks that a failure is reported as an error: it must not be taken for "nothing found"."""
 
 FEATURES: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     lsp.TEXT_DOCUMENT_DIAGNOSTIC: (
@@ -412,4 +412,4 @@ FEATURES: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     lsp.TEXT_DOCUMENT_CODE_LENS: (lensed, [], lsp.CodeLensOptions(resolve_provider=False)),
     lsp.TEXT_DOCUMENT_DOCUMENT_LINK: (linked, [], None),
 }
-"""Method -> the function that answers, what is answered where it fails, and its options."""
+"""Method -> its handler, the answer if it fails, and its options."""

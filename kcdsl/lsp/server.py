@@ -1,4 +1,4 @@
-"""The language server: the protocol on one side, the features on the other, and nothing else."""
+"""The language server: connects the protocol with the features."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _WATCHED = ("**/*.kc.{yaml,yml}", "**/contract.yaml", "**/{kcdsl,pyproject}.toml
 
 
 class _Protocol(LanguageServerProtocol):
-    """The protocol of pygls, but the documents are ours: theirs take other signs for line ends."""
+    """The protocol of pygls without its documents, which have other line separators."""
 
     @lsp_method(lsp.TEXT_DOCUMENT_DID_OPEN)
     def lsp_text_document__did_open(self, params: lsp.DidOpenTextDocumentParams) -> None:
@@ -73,7 +73,7 @@ class Server(LanguageServer):
     # --- what the client can do ------------------------------------------------------------------
 
     def began(self, params: lsp.InitializeParams) -> None:
-        """Take what is negotiated; called before the capabilities are answered."""
+        """Store the negotiated options; called before the answer of `initialize`."""
         chosen = self.workspace.position_encoding
         self.session.encoding = Encoding(str(getattr(chosen, "value", chosen)))
         options = params.initialization_options
@@ -83,13 +83,13 @@ class Server(LanguageServer):
 
     @property
     def pulls(self) -> bool:
-        """Return whether the client asks for diagnostics, so that they need not be pushed."""
+        """Return whether the client pulls diagnostics, so that they need not be pushed."""
         return get_capability(self.client_capabilities, "text_document.diagnostic") is not None
 
     # --- findings --------------------------------------------------------------------------------
 
     def changed(self, document: Document) -> None:
-        """Check a document, and those that may import it, once there is a moment of silence."""
+        """Schedule a check of a document and its possible importers after a short delay."""
         others = self.session.importers(document)
         for item in (document, *others):
             if not self.pulls:
@@ -98,7 +98,7 @@ class Server(LanguageServer):
             self._refresh()
 
     def changed_on_disk(self) -> None:
-        """Check every open document again: a file that it names may be another one."""
+        """Check every open document again, since files that it names may have changed."""
         task = asyncio.ensure_future(self.work.forget())
         task.add_done_callback(lambda _: self._check_all())
 
@@ -114,7 +114,7 @@ class Server(LanguageServer):
             self.workspace_diagnostic_refresh(None)
 
     def closed(self, uri: str) -> None:
-        """Take the findings of a closed document away."""
+        """Remove the findings of a closed document."""
         task = self._pending.pop(uri, None)
         if task is not None:
             task.cancel()
@@ -155,9 +155,8 @@ class Server(LanguageServer):
         empty: Any,
         across: bool = False,
     ) -> Any:
-        """Return what a feature answers about an open document; where that fails `empty`, or an
-        error where an empty answer would say too much. With `across` it is told of the other
-        documents too."""
+        """Return the answer of a feature about an open document. If the feature fails, return
+        `empty`, or an error for `NO_ANSWER`. With `across`, pass the other documents, too."""
         document = self.session.get(uri)
         if document is None and empty is not answers.NO_ANSWER:
             return empty
@@ -177,7 +176,7 @@ class Server(LanguageServer):
             return empty
 
     def log(self, error: Exception, doing: str) -> None:
-        """Tell the client's log about a failure."""
+        """Write a failure to the client's log."""
         _log.error("%s failed", doing, exc_info=error)
         text = f"{doing} failed: {type(error).__name__}: {error}"
         self.window_log_message(lsp.LogMessageParams(lsp.MessageType.Error, text))
@@ -185,7 +184,7 @@ class Server(LanguageServer):
     # --- the workspace ---------------------------------------------------------------------------
 
     def folders(self) -> list[Path]:
-        """Return the folders that the client works in."""
+        """Return the workspace folders of the client."""
         uris = [*self.workspace.folders]
         if not uris and self.workspace.root_uri:
             uris = [self.workspace.root_uri]
@@ -193,7 +192,7 @@ class Server(LanguageServer):
         return [folder for folder in found if folder is not None]
 
     async def every_document(self) -> list[Document]:
-        """Return every contract of the workspace, open ones as they are in the editor."""
+        """Return every contract of the workspace, with the editor's text for open ones."""
         opened = {document.path: document for document in self.session}
         folders = self.folders()
 
@@ -206,7 +205,7 @@ class Server(LanguageServer):
         return await self.work.answer(read)
 
     async def _others(self, document: Document) -> tuple[Snapshot, ...]:
-        """Return what is known of the other documents that import or may be imported."""
+        """Return snapshots of the other documents that import or may be imported."""
         if not takes_part_in_imports(document):
             return ()
         return tuple(
@@ -220,7 +219,7 @@ class Server(LanguageServer):
     # --- commands --------------------------------------------------------------------------------
 
     async def decide(self, command: str, uri: str, clause: str) -> dict[str, Any]:
-        """Decide a clause by a process of its own, and tell how it ended."""
+        """Decide a clause in a separate process, and report the outcome."""
         path, document = path_of(uri), self.session.get(uri)
         if path is None:
             raise JsonRpcException("save the contract to a file first", _REQUEST_FAILED)
@@ -240,7 +239,7 @@ class Server(LanguageServer):
         return {"status": finished.code, "output": finished.output}
 
     def explain(self, code: str) -> str:
-        """Show what a code means, by its page where the client shows documents, and return it."""
+        """Show the page of a code, if the client supports it, and return its text."""
         text, found = code_text(code), find_code(code)
         page = found.uri if found is not None else None
         able = get_capability(self.client_capabilities, "window.show_document.support")
@@ -251,7 +250,7 @@ class Server(LanguageServer):
         return text
 
     def end(self) -> None:
-        """Stop what is running."""
+        """Stop running work."""
         for task in (*self._pending.values(), *self._decisions):
             task.cancel()
         self.work.close()
@@ -386,6 +385,6 @@ def serve() -> None:
     """Serve one client on standard input and output."""
     server = build()
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    # Nothing but messages may be written to standard output.
+    # Only protocol messages may be written to standard output.
     sys.stdout = sys.stderr
     server.start_io(stdin, stdout)

@@ -1,7 +1,7 @@
-"""The state of a session: open documents, the threads that check and answer, and processes.
+"""The state of a session: open documents, worker threads, and processes.
 
-Checks have a thread of their own, so that findings do not wait behind other questions. Requests
-that wait can be cancelled. `kcdsl verify` and `kcdsl evaluate` run as processes of their own.
+Checks have a separate thread, so that findings do not wait for other requests. Waiting requests
+can be cancelled. `kcdsl verify` and `kcdsl evaluate` run in separate processes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _MOST_FILES = 500
 
 @dataclass(slots=True)
 class Session:
-    """The open documents. All changes come from one thread; the values handed out never change."""
+    """The open documents. Only one thread changes them; returned values are immutable."""
 
     encoding: Encoding = Encoding.Utf16
     _documents: dict[str, Document] = field(default_factory=dict)
 
     def open(self, uri: str, version: int, text: str) -> Document:
-        """Take a document that the client opened."""
+        """Add a document that the client opened."""
         self._documents[uri] = document(uri, text, version)
         return self._documents[uri]
 
@@ -53,7 +53,7 @@ class Session:
         return self._documents[uri]
 
     def close(self, uri: str) -> None:
-        """Forget a document that the client closed."""
+        """Remove a document that the client closed."""
         self._documents.pop(uri, None)
 
     def get(self, uri: str) -> Document | None:
@@ -82,15 +82,15 @@ def takes_part_in_imports(document: Document) -> bool:
 
 
 def _may_import(document: Document, other: Document) -> bool:
-    """Return whether a document may depend on another: one that it names, or a library, which may be
-    behind one that it names."""
+    """Return whether a document may depend on another: it names the other one, or the other one is
+    a library, which may be imported indirectly."""
     if other.path is None or other.uri == document.uri or "imports" not in document.source.text:
         return False
     return "library" in other.source.text or other.path.name in document.source.text
 
 
 def read_document(path: Path) -> Document | None:
-    """Return a document as it is on disk; None where it cannot be read."""
+    """Return a document from disk; None where it cannot be read."""
     try:
         return Document(path.as_uri(), read_source(path))
     except (Refusal, ValueError, OSError):
@@ -98,8 +98,8 @@ def read_document(path: Path) -> Document | None:
 
 
 def contracts_below(folder: Path) -> list[Path]:
-    """Return the contracts and libraries below a folder; hidden folders, and links that lead out of
-    it, are left out."""
+    """Return the contracts and libraries below a folder, without hidden folders and links that lead
+    out of it."""
     found: list[Path] = []
     real = Path(os.path.realpath(folder))
     for place, inside, files in os.walk(folder):
@@ -113,7 +113,7 @@ def contracts_below(folder: Path) -> list[Path]:
 
 
 def folder_of(uri: str) -> Path | None:
-    """Return the folder that a client works in; None where it is none on this machine."""
+    """Return the folder of a workspace URI; None where it does not exist on this machine."""
     path = path_of(uri)
     return path if path is not None and is_folder(path) else None
 
@@ -130,18 +130,18 @@ def _one_thread(name: str) -> Callable[[], ThreadPoolExecutor]:
 
 @dataclass(slots=True)
 class Threads:
-    """Two threads: one checks, one answers."""
+    """Two threads: one for checks, one for answers."""
 
     checker: Checker = field(default_factory=Checker)
     _checks: ThreadPoolExecutor = field(default_factory=_one_thread("check"))
     _answers: ThreadPoolExecutor = field(default_factory=_one_thread("answer"))
 
     async def snapshot(self, document: Document, texts: Texts) -> Snapshot:
-        """Return what is known of a document."""
+        """Return the snapshot of a document."""
         return await self._run(self._checks, lambda: self.checker.snapshot(document, texts))
 
     async def answer(self, question: Callable[[], Answer]) -> Answer:
-        """Return what a feature says."""
+        """Return the answer of a feature."""
         return await self._run(self._answers, question)
 
     async def forget(self, uri: str | None = None) -> None:
@@ -149,7 +149,7 @@ class Threads:
         await self._run(self._checks, lambda: self.checker.forget(uri))
 
     def close(self) -> None:
-        """Let the threads end; what waits is dropped."""
+        """Stop the threads; waiting work is dropped."""
         for pool in (self._checks, self._answers):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -168,7 +168,7 @@ _WORDS = {0: "holds", 1: "is violated", 2: "could not be decided: see the log", 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a command ended, and what it printed."""
+    """The exit code and the output of a command."""
 
     code: int
     output: str
@@ -179,7 +179,7 @@ class Finished:
 
 
 def arguments(command: str, contract: Path, clause: str) -> list[str]:
-    """Return the command line that decides a clause; measuring decides the whole contract."""
+    """Return the command line that decides a clause; `evaluate` decides the whole contract."""
     words = [sys.executable, _SAFE, "-c", _ENTRY, command, str(contract)]
     return [*words, "--clause", clause] if command == "verify" else words
 

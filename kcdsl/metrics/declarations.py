@@ -24,11 +24,11 @@ from kcdsl.source.numbers import exact
 from kcdsl.units import UNITS
 
 Report = Callable[[ast.expr, str, str | None], None]
-"""Told the node, what is wrong, and the way out."""
+"""Called with the node, the defect, and the way out."""
 
 
 class LiteralReader:
-    """Reads literals; the first that is none makes `failed` true."""
+    """Reads literals; anything else sets `failed`."""
 
     def __init__(self, values: Mapping[str, ast.expr], report: Report) -> None:
         self._report = report
@@ -55,7 +55,7 @@ class LiteralReader:
         self._report(node, message, help)
 
     def text(self, name: str) -> str | None:
-        """Return a text; None where it is absent, None, or no text."""
+        """Return a text; None where it is missing, None, or no text."""
         found: str | None = self._literal(
             name, "a text", lambda v: v is None or (isinstance(v, str) and v.strip() != "")
         )
@@ -96,7 +96,7 @@ class LiteralReader:
         return tuple(found)
 
     def number(self, name: str) -> Fraction | None:
-        """Return an exact number; None where it is absent, None, or no number."""
+        """Return an exact number; None where it is missing, None, or no number."""
         found = self._literal(
             name,
             "a number",
@@ -120,7 +120,7 @@ PARAMETERS: dict[str, str | None] = {
     "sampled": "sampled",
     "temperature": None,
 }
-"""What the function of a metric may take, each with the need that gives it (None: always there)."""
+"""Parameters of the function of a metric, each with its need (None: always available)."""
 NEEDS = tuple(dict.fromkeys(need for need in PARAMETERS.values() if need is not None))
 STATISTICS = (*sorted(POINTWISE), "rate")
 
@@ -132,7 +132,7 @@ _ARGUMENTS = (
 _REQUIRED = ("family", "unit", "better", "counted", "needs")
 _PUBLIC = {"kcdsl", "kcdsl.declare"}
 _MARK = "\ufeff"
-"""The byte order mark that some editors put first; Python skips it."""
+"""The byte order mark of some editors, which Python skips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,8 @@ def read_declarations(
 ) -> tuple[Declared, ...]:
     """Return the metrics that a Python file declares; errors are in the sink.
 
-    `module` is how the configuration names the file; with the name of the function it identifies
-    the metric. `reserved` says which names the language has.
+    `module` is the name of the file in the configuration; with the name of the function it
+    identifies the metric. `reserved` returns whether a name belongs to the language.
     """
     reporter = Reporter(source, sink)
     tree = _parse(source, reporter)
@@ -197,7 +197,7 @@ class _File:
     reserved: Callable[[str], bool]
 
     def declarations(self) -> Iterator[Declared]:
-        """Yield what is declared at the top of the module; report what is declared elsewhere."""
+        """Yield the declarations at the top level of the module; report all others."""
         direct, through = _imported_names(self.tree)
         if not direct and not through:
             return
@@ -258,7 +258,7 @@ class _File:
     # --- arguments -------------------------------------------------------------------------------
 
     def _arguments(self, call: ast.Call) -> tuple[dict[str, ast.expr], bool]:
-        """Return the arguments that are known, and whether they are all there are and need be."""
+        """Return the known arguments, and whether none is unknown or missing."""
         good = True
         if call.args:
             self._error(call.args[0], "the arguments of `metric` have names")
@@ -386,7 +386,7 @@ class _File:
     # --- places ----------------------------------------------------------------------------------
 
     def span(self, node: ast.expr | ast.keyword | ast.arg) -> Span:
-        """Return the place of a node; Python counts columns in bytes."""
+        """Return the span of a node; Python counts columns in bytes."""
         start = self._offset(node.lineno, node.col_offset)
         last, column = node.end_lineno or node.lineno, node.end_col_offset
         return Span(start, start + 1 if column is None else self._offset(last, column))
@@ -397,7 +397,7 @@ class _File:
         return start + len(piece.encode("utf-8")[:column].decode("utf-8", "ignore"))
 
     def _line_start(self, line: int) -> int:
-        # Python also ends lines at a carriage return that stands alone, and this class does not.
+        # Unlike this class, Python also ends lines at a lone carriage return.
         first = len(_MARK) if self.source.text.startswith(_MARK) else 0
         starts = [first, *(m.end() for m in re.finditer(r"\r\n|\r|\n", self.source.text))]
         return starts[line - 1]
@@ -418,7 +418,7 @@ _BETTER: dict[str, Better] = {"lower": "lower", "higher": "higher"}
 
 
 def _imported_names(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """Return the names that stand for `metric`, and those of modules that hold it."""
+    """Return the local names of `metric`, and those of modules that contain it."""
     direct: set[str] = set()
     through: set[str] = set()
     for node in ast.walk(tree):

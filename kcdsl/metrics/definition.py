@@ -1,4 +1,4 @@
-"""The definition of a metric: meaning, unit, range, direction, and how it is measured."""
+"""The definition of a metric: meaning, unit, range, direction, and measurement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEAN = frozenset({"mean"})
 AGGREGATE = frozenset({"aggregate"})
 ZERO, ONE_WHOLE = Fraction(0), Fraction(1)
 LN_2_UP = Fraction(6931471805599454, 10**16)
-"""A little more than ln 2, the largest Jensen-Shannon divergence."""
+"""An upper bound of ln 2, the largest Jensen-Shannon divergence."""
 
 ABSOLUTE_MEAN = "absolute mean"
 """The entry of an aggregate that is the absolute value of the mean of its array. Its limits are
@@ -56,33 +56,33 @@ class MetricDefinition:
     statistics: frozenset[str] = POINTWISE
     needs: tuple[str, ...] = ("logits",)
     signed: bool = False
-    """Both signs are bad; the metric is bounded through `abs(...)` only."""
+    """Deviations of both signs are bad; the metric may only be bounded through `abs(...)`."""
     lower: Fraction | None = ZERO
-    """The smallest value possible, where there is one."""
+    """The least possible value, None if unbounded."""
     upper: Fraction | None = None
-    """The largest value possible, where there is one."""
+    """The largest possible value, None if unbounded."""
     tier: Tier = "A"
     bias: Bias = "exact"
     estimates: str = ""
     """The quantity that the mean estimates or bounds, with the two sides of a divergence."""
     noisy: bool = False
-    """One more run of the same requests would give other values: a verdict needs an interval."""
+    """Repeated runs of the same requests give different values: a verdict needs an interval."""
     steps: int | None = None
-    """Where it is set, a value is a whole number of 1/steps (shares of k tokens)."""
+    """If set, a value is a multiple of 1/steps (shares of k tokens)."""
     depth: int = 1
     """The number of likeliest tokens that are compared."""
     valued: Literal["token", "request", "slice"] | None = None
     """The unit that has one value; None where it is `counted`."""
     reads: tuple[str, ...] = ()
-    """The arrays (below, or other metrics) that the value is formed from."""
+    """The arrays (below, or other metrics) that the value is computed from."""
     entry: str | Callable[..., Any] = ""
     """The function of these arrays: `module:function` below `kcdsl_backends.empirical.metrics`, or
     the function itself where the methods of an array are all that it needs; `ABSOLUTE_MEAN`; empty
     where the evaluator measures the metric itself, with no function of arrays."""
     columns: tuple[str, ...] | None = None
-    """The columns of a recording that it is formed from; None where none can give it."""
+    """The columns of a recording that it is computed from; None if recordings cannot provide it."""
     absent: str = ""
-    """The reason why a forward pass of both kernels does not give it; empty where one does."""
+    """The reason why a forward pass of both kernels does not provide it; empty if it does."""
     unit: str | None = None
     """The unit in which the function of a user's metric returns its values."""
     function: str | None = None
@@ -90,17 +90,17 @@ class MetricDefinition:
 
     @property
     def low(self) -> float | None:
-        """Return the smallest value possible."""
+        """Return the least possible value."""
         return None if self.lower is None else float(self.lower)
 
     @property
     def high(self) -> float | None:
-        """Return the largest value possible."""
+        """Return the largest possible value."""
         return None if self.upper is None else float(self.upper)
 
     @property
     def per(self) -> Literal["token", "request", "slice"]:
-        """Return what has one value each: a token, a request or a whole slice."""
+        """Return the unit with one value each: a token, a request or a whole slice."""
         if self.valued is not None:
             return self.valued
         return "slice" if self.counted == "window" else self.counted
@@ -108,8 +108,8 @@ class MetricDefinition:
 
 # --- arrays --------------------------------------------------------------------------------------
 
-# Names of the arrays that a request records, from which metrics are formed. A metric per token or
-# per request is recorded under its own name; these are the others.
+# Names of the recorded arrays of a request from which metrics are computed, besides the metrics per
+# token or per request, which are recorded under their own names.
 
 LOGITS = ("train_logits", "infer_logits")
 """Logits [T, V] of both kernels, read by one pass over all of them; never kept."""

@@ -25,19 +25,19 @@ METRICS: dict[str, MetricDefinition] = {
 }
 """Canonical name -> definition of the metrics that are built in."""
 MEASURES: Mapping[str, MetricDefinition] = {m.name: m for m in METRICS.values() if not m.absent}
-"""The metrics that a forward pass of both kernels gives."""
+"""The metrics that a forward pass of both kernels provides."""
 RECORDED: Mapping[str, MetricDefinition] = {m.name: m for m in METRICS.values() if m.absent}
-"""The metrics that only recorded runs feed."""
+"""The metrics that only recorded runs provide."""
 UNMEASURED: Mapping[str, str] = {m.name: m.absent for m in RECORDED.values()}
-"""Metrics that a forward pass of both kernels does not give, with the reason."""
+"""Metrics that a forward pass of both kernels does not provide, with the reason."""
 DRAWN = frozenset(
     m.name for m in METRICS.values() if m.per == "token" and m.reads in ((RATIO_LOG,), LOGS)
 )
-"""Metrics of which each sampled token has a value."""
+"""Metrics with a value per sampled token."""
 
 
 class RecordMetric(NamedTuple):
-    """A metric name of the record form, taken apart; `unit` is that of its threshold."""
+    """A parsed metric name of the record form; `unit` is that of its threshold."""
 
     statistic: str
     metric: str
@@ -49,13 +49,13 @@ class RecordMetric(NamedTuple):
 _PERCENTILE = re.compile(r"p([1-9][0-9]?)_(.+)")
 _WORDS = ("mean", "max", "min", "rate")
 PREFIX = re.compile(r"(?:p[1-9][0-9]?|mean|max|min|rate|abs)_")
-"""Beginnings of names of the record form; names of metrics do not begin so."""
+"""Prefixes of names of the record form; names of metrics do not have them."""
 _UNIT_SUFFIXES = {
     "_" + unit.replace("/", "_").lower(): unit
     for unit in UNITS
     if unit not in {"%", "1", "ratio", "tok"}
 }
-"""Endings of names of the record form."""
+"""Suffixes of names of the record form."""
 
 
 def _nothing() -> Mapping[str, MetricDefinition]:
@@ -66,8 +66,8 @@ def _nothing() -> Mapping[str, MetricDefinition]:
 class Registry:
     """The metrics that a contract may name: those built in, the user's `own`, and `more`.
 
-    `more` is asked only for a name that is neither; it returns the metrics that installed packages
-    declare, the same each time it is asked.
+    `more` is called only for a name that is neither; it returns the metrics of installed packages,
+    always the same.
     """
 
     own: Mapping[str, MetricDefinition] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Registry:
         return found if found is not None else self.more().get(name)
 
     def known(self, name: str) -> bool:
-        """Return whether a name is a metric, installed packages that were not needed left out."""
+        """Return whether a name is a metric, without searching installed packages."""
         return name in METRICS or name in self.own
 
     def __getitem__(self, name: str) -> MetricDefinition:
@@ -89,7 +89,7 @@ class Registry:
         return found
 
     def names(self) -> tuple[str, ...]:
-        """Return every name that stands for a metric, the user's own included."""
+        """Return every name of a metric, the user's own included."""
         return (*METRICS, *dict.fromkeys((*self.own, *self.more())))
 
     def definitions(self) -> Iterator[MetricDefinition]:
@@ -139,7 +139,7 @@ class Registry:
 
 
 BUILT_IN = Registry()
-"""The metrics of the language alone."""
+"""The built-in metrics only."""
 
 
 def find_metric(name: str) -> MetricDefinition | None:
@@ -151,7 +151,7 @@ def find_metric(name: str) -> MetricDefinition | None:
 
 
 def user_metric(definition: MetricDefinition) -> UserMetric:
-    """Return what a program stores of a user's metric: what its meaning and typing rest on."""
+    """Return the part of a user's metric that a program stores: its meaning and typing."""
     assert definition.function is not None
     assert definition.unit is not None
     return UserMetric(
@@ -171,7 +171,7 @@ def user_metric(definition: MetricDefinition) -> UserMetric:
 
 
 def registry_of(program: Program) -> Registry:
-    """Return the metrics that a program speaks of, without a look at any file."""
+    """Return the registry of the metrics in a program, without reading files."""
     return Registry({metric.name: _definition(metric) for metric in program.metrics})
 
 

@@ -1,4 +1,4 @@
-"""Metrics that recorded runs feed: whole sequences, behaviour, gradients and routes of experts.
+"""Metrics from recorded runs: whole sequences, behaviour, gradients and routes of experts.
 
 W is the weight of a sequence, the product of the ratios w of its tokens. Sources: Donner 1986
 (intraclass correlation of groups of unequal size).
@@ -296,4 +296,4 @@ DEFINITIONS = (
         columns=(*_TEXT_COLUMNS, "reference"),
     ),
 )
-"""The metrics that a forward pass of both kernels does not give."""
+"""The metrics that a forward pass of both kernels does not provide."""

@@ -32,7 +32,7 @@ CLIP = 0.2
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A remedy for ratios outside [low, high]: they are truncated to the band, masked, or veto the
-    whole sequence that they stand in. `meaning` is that of the share of such tokens."""
+    whole sequence. `meaning` describes the share of such tokens."""
 
     name: str
     low: float

@@ -1,1 +1,1 @@
-"""Features of the language server: each answers questions about one snapshot of a document."""
+"""Features of the language server, as functions of one snapshot of a document."""

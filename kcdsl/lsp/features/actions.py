@@ -1,4 +1,4 @@
-"""Code actions: fixes of findings, suppressions, and rewritings that keep the meaning."""
+"""Code actions: fixes of findings, suppressions, and meaning-preserving rewrites."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RECORD = {"metric", "threshold", "op", "delta", "over"}
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Something an editor offers at a place: edits of the document, or a command with a code."""
+    """A code action: edits of the document, or a command with a code."""
 
     title: str
     kind: str
@@ -43,7 +43,7 @@ class Action:
 
 
 def actions(snapshot: Snapshot, span: Span, only: Iterable[str] | None = None) -> list[Action]:
-    """Return what can be done in a range; `only` names the kinds that are asked for."""
+    """Return the code actions for a range; `only` lists the requested kinds."""
     wanted = None if only is None else tuple(only)
     found: list[Action] = []
     near = [d for d in snapshot.findings if d.span is not None and d.span.touches(span)]
@@ -88,7 +88,7 @@ def fix_all(snapshot: Snapshot) -> tuple[Edit, ...]:
 
 
 def _overlap(one: Span, other: Span) -> bool:
-    """Return whether two edits compete: for a character, or for the place of an insertion."""
+    """Return whether two edits conflict: on a character, or on the offset of an insertion."""
     if one.start == one.end or other.start == other.end:
         return one.touches(other)
     return one.start < other.end and other.start < one.end
@@ -105,7 +105,7 @@ def _suppress(source: SourceFile, root: Node | None, finding: Diagnostic) -> lis
         for f in fields_at(root, start)
         if isinstance(f.value, Scalar)
     ):
-        return []  # inside a text of several lines there is no place for a comment
+        return []  # a text of several lines cannot contain comments
     if number > 1:
         above = _IGNORED.match(source.line(number - 1))
         if above is not None:
@@ -158,7 +158,7 @@ def _in_quotes(text: str) -> str:
 
 
 def _as_expression(snapshot: Snapshot, item: KnownClause) -> tuple[Edit, ...]:
-    """Return the edits that write a record as an expression; none where that is not possible."""
+    """Return the edits that convert a record to an expression; none where that is impossible."""
     raw, clause, analysis = item.raw, item.clause, snapshot.analysis
     metric, threshold = raw.scalar("metric"), raw.scalar("threshold")
     if metric is None or threshold is None or clause is None:
@@ -193,7 +193,7 @@ def _as_expression(snapshot: Snapshot, item: KnownClause) -> tuple[Edit, ...]:
 
 
 def _means_the_same(snapshot: Snapshot, changes: tuple[Edit, ...]) -> bool:
-    """Return whether a document means the same after edits, as far as it means anything before."""
+    """Return whether edits keep the meaning of a document, if it has one."""
     old = snapshot.analysis
     ordered = tuple(sorted(changes, key=lambda edit: edit.span))
     if any(_overlap(a.span, b.span) for a, b in pairwise(ordered)):
@@ -209,6 +209,6 @@ def _means_the_same(snapshot: Snapshot, changes: tuple[Edit, ...]) -> bool:
 
 
 def formatting(source: SourceFile) -> tuple[Edit, ...]:
-    """Return the edits that bring a document into the house layout; none where it is not YAML."""
+    """Return the edits that format a document; none where it is not YAML."""
     text = format_text(source, Sink())
     return () if text is None or text == source.text else edits(source.text, text)

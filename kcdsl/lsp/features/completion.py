@@ -1,4 +1,4 @@
-"""Completion: keys and values of YAML by their place; expressions by `suggestions`."""
+"""Completion of YAML keys and values by their path; of expressions by `suggestions`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Item:
 
 
 def complete(snapshot: Snapshot, offset: int) -> list[Item]:
-    """Return what may stand at the cursor."""
+    """Return the completions at the cursor."""
     source = snapshot.source
     comment = comment_before(source.text, offset)
     if comment is not None:
@@ -154,12 +154,12 @@ _RIVALS = (
 
 
 def _excluded(name: str, present: set[str]) -> bool:
-    """Return whether a field goes against one that is there."""
+    """Return whether a field conflicts with a present one."""
     return any(name in pair and pair - {name} <= present for pair in _RIVALS)
 
 
 def _key_text(field: FieldHelp, text: str, span: Span) -> tuple[str, bool]:
-    """Return what a key inserts: with its colon unless one follows."""
+    """Return the inserted text of a key, with a colon unless one follows."""
     if text[span.end :].lstrip(" ").startswith(":"):
         return field.name, False
     start = text.rfind("\n", 0, span.start) + 1
@@ -208,14 +208,14 @@ def _new_clause(span: Span) -> list[Item]:
 
 
 def _values(known: Snapshot, cursor: Cursor, span: Span, library: bool) -> list[Item]:
-    """Return the values that a place takes; of a list without those that stand in it."""
+    """Return the values for a path, without the present items of a list."""
     listed = _other_items(known.analysis.root, cursor.path)
     found = _every_value(known, cursor, span, library)
     return [item for item in found if item.label not in listed]
 
 
 def _other_items(root: Node | None, path: NodePath) -> set[str]:
-    """Return the texts of the other items of the list that a place lies in."""
+    """Return the texts of the other items of the list at a path."""
     *steps, last = path or ("",)
     if not isinstance(last, int):
         return set()
@@ -260,12 +260,12 @@ def _every_value(known: Snapshot, cursor: Cursor, span: Span, library: bool) -> 
 
 
 def _plain(value: str) -> str:
-    """Return a value as plain YAML, or in quotation marks where it cannot stand so."""
+    """Return a value as plain YAML, or quoted where necessary."""
     return f'"{value}"' if value[:1] in "%<>=@`!&*|" or value == "1" else value
 
 
 def _numerics(parent: str, name: str) -> list[str]:
-    """Return the values of `numerics`, which the schema leaves open."""
+    """Return the values of `numerics`, which the schema does not list."""
     from kcdsl.model import presets
     from kcdsl.model.numerics import preset_table
     from kcdsl.model.numerics.formats import FORMATS
@@ -333,7 +333,7 @@ def _record_names(analysis: Analysis, span: Span) -> list[Item]:
 
 
 def _offered(analysis: Analysis, path: NodePath, what: str, span: Span) -> list[Item]:
-    """Return what the library of an import declares."""
+    """Return the names that the library of an import declares."""
     number = next((step for step in path if isinstance(step, int)), -1)
     if not 0 <= number < len(analysis.imports):
         return []
@@ -350,7 +350,7 @@ def _offered(analysis: Analysis, path: NodePath, what: str, span: Span) -> list[
 
 
 def _files(known: Snapshot, name: str, cursor: Cursor, span: Span) -> list[Item]:
-    """Return the files of a kind beside the document, and below the folder that is typed."""
+    """Return the files of a kind beside the document, and in the typed folder."""
     folder = known.document.folder
     if folder is None:
         return []
@@ -380,8 +380,7 @@ def _entries(folder: Path) -> list[Path]:
 def completion_item(
     item: Item, ranges: Ranges, able: lsp.ClientCompletionItemOptions | None
 ) -> lsp.CompletionItem:
-    """Return a completion as the client is able to show it: without snippets the places to fill in
-    are left out."""
+    """Return a completion for the client; placeholders are removed if it lacks snippet support."""
     snippets = able is not None and bool(able.snippet_support)
     formats = able.documentation_format if able is not None else None
     rich = item.snippet and snippets
@@ -399,7 +398,7 @@ def completion_item(
 
 
 def plain(snippet: str) -> str:
-    """Return the text of a snippet without its places to fill in."""
+    """Return the text of a snippet without placeholders."""
     text, at = "", 0
     while at < len(snippet):
         if snippet.startswith("${", at):

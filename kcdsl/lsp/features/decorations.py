@@ -63,10 +63,10 @@ class SemanticToken:
 
 
 def tokens(snapshot: Snapshot, within: Span | None = None) -> list[SemanticToken]:
-    """Return the tokens of a document, or of those expressions that touch a range, in order.
+    """Return the tokens of a document, or of the expressions that overlap a range, in order.
 
-    Those of a clause follow from its text alone and are kept by it, so that an edit of a long
-    document costs little. Clauses beyond the first `_MOST` have none.
+    The tokens of a clause depend only on its text and are cached by it, so that edits of long
+    documents are cheap. Clauses beyond the first `_MOST` have none.
     """
     text = snapshot.source.text
     found = layout(text) if len(text) > LARGE and within is None else None
@@ -87,7 +87,7 @@ def tokens(snapshot: Snapshot, within: Span | None = None) -> list[SemanticToken
 
 _HEAD = "clauses:\n"
 _MOST = 5_000
-"""Clauses that are read one by one; a contract with more has too many keys and values anyway."""
+"""The largest number of clauses with tokens; contracts with more exceed the limit on nodes."""
 
 
 @lru_cache(maxsize=8192)
@@ -117,7 +117,7 @@ def _tokens(analysis: Analysis, within: Span | None) -> list[SemanticToken]:
 
 
 def _names(source: SourceFile, field: Field) -> Iterator[SemanticToken]:
-    """Yield the names of slices and tables that stand in plain YAML."""
+    """Yield the names of slices and tables in plain YAML."""
     kind = {"slices": "namespace", "tables": "type"}.get(str(field.path[0]))
     if kind is not None and len(field.path) == 2 and field.key is not None:
         yield SemanticToken(inner_span(source, field.key), kind, ("declaration",))
@@ -137,9 +137,9 @@ def _modifiers(word: Lexeme) -> tuple[str, ...]:
 
 
 def encode(found: list[SemanticToken], lines: Lines, encoding: Encoding) -> list[int]:
-    """Return tokens as the protocol wants them: five numbers each, relative to the one before.
+    """Return tokens in protocol form: five numbers each, relative to the preceding token.
 
-    A token of several lines (a word cannot be, a folded text may) becomes one for each line.
+    A token on several lines, such as a folded text, is split by line.
     """
     data: list[int] = []
     last_line = last_character = 0
@@ -169,11 +169,11 @@ def _pieces(
 
 
 Hint = tuple[int, str, str]
-"""The offset of a hint, its words, and what explains them."""
+"""The offset of a hint, its text, and its tooltip."""
 
 
 def hints(snapshot: Snapshot, within: Span, ranges: Ranges) -> list[lsp.InlayHint]:
-    """Return the hints of the clauses that touch a range."""
+    """Return the hints of the clauses that overlap a range."""
     found: list[Hint] = []
     for item in known_clauses(snapshot.analysis):
         end = max([item.raw.span.end, *(e.value.span.end for e in item.raw.fields)])
@@ -210,13 +210,13 @@ def _hints_of(snapshot: Snapshot, item: KnownClause) -> Iterator[Hint]:
 
 
 def _end(scalar: Scalar, snapshot: Snapshot) -> int:
-    """Return where a scalar ends on its line; a block scalar ends before its line break."""
+    """Return the end offset of a scalar on its line; a block scalar ends before its line break."""
     text = snapshot.source.text[scalar.span.start : scalar.span.end]
     return scalar.span.start + len(text.rstrip())
 
 
 def _sorts(snapshot: Snapshot, require: Scalar) -> Iterator[Hint]:
-    """Yield what each statistic of a requirement ranges over, and in which unit."""
+    """Yield hints with the range and the unit of each statistic of a requirement."""
     analysis = snapshot.analysis
     parsed = parse_expression(analysis.source, require, Sink())
     if parsed is None:
@@ -235,7 +235,7 @@ def _sorts(snapshot: Snapshot, require: Scalar) -> Iterator[Hint]:
 
 
 def lenses(snapshot: Snapshot, ranges: Ranges) -> list[lsp.CodeLens]:
-    """Return a lens for each clause that can be decided: the command of `kcdsl` that does so."""
+    """Return a lens for each decidable clause, with the `kcdsl` command that decides it."""
     if snapshot.analysis.program is None or snapshot.document.path is None:
         return []
     found = []

@@ -21,7 +21,7 @@ _UNNECESSARY = {codes.UNUSED_VARIABLE, codes.UNUSED_IMPORT, codes.UNUSED_TABLE}
 
 
 def diagnostics(found: Iterable[Diagnostic], ranges: Ranges) -> list[lsp.Diagnostic]:
-    """Return findings as diagnostics: the way out is below the message, the fix in `data`."""
+    """Return findings as diagnostics: the help is below the message, the fix in `data`."""
     return [_diagnostic(finding, ranges) for finding in found]
 
 
@@ -65,12 +65,12 @@ def _fix(finding: Diagnostic, ranges: Ranges) -> dict[str, object] | None:
 
 
 def _tags(code: codes.Code) -> list[lsp.DiagnosticTag]:
-    """Return the tags of a code: what is unused is shown faded."""
+    """Return the tags of a code: `Unnecessary` for unused names."""
     if code in _UNNECESSARY or code.title.startswith("unused"):
         return [lsp.DiagnosticTag.Unnecessary]
     return [lsp.DiagnosticTag.Deprecated] if "deprecated" in code.title else []
 
 
 def result_id(found: list[lsp.Diagnostic]) -> str:
-    """Return a name that tells two lists of diagnostics apart."""
+    """Return an identifier of a list of diagnostics that depends on its content."""
     return hashlib.sha256(repr(found).encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Hovers: what the word at a place means, as Markdown."""
+"""Hovers: the meaning of the word at an offset, as Markdown."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ _CODE = re.compile(r"KC[0-9]{3}")
 
 @dataclass(frozen=True, slots=True)
 class Hover:
-    """Markdown about a range."""
+    """A Markdown text for a range."""
 
     text: str
     span: Span
 
 
 def hover(snapshot: Snapshot, offset: int) -> Hover | None:
-    """Return what there is to say about a place."""
+    """Return the hover at an offset."""
     found = _ignored_code(snapshot.source, offset)
     if found is not None:
         return found
@@ -97,7 +97,7 @@ def _ignored_code(source: SourceFile, offset: int) -> Hover | None:
 
 
 def code_text(id: str) -> str:
-    """Return what a diagnostic code means, as Markdown."""
+    """Return the description of a diagnostic code, as Markdown."""
     code = find_code(id)
     return (
         f"there is no code {id}"
@@ -127,7 +127,7 @@ def _key(snapshot: Snapshot, field: Field) -> Hover | None:
 
 
 def _declared_clause(analysis: Analysis, field: Field) -> KnownClause | None:
-    """Return the clause whose identifier the key is."""
+    """Return the clause whose identifier is the key."""
     if clause_of(field.path) != field.name or not isinstance(field.value, Mapping):
         return None
     item = clause_named(analysis, field.name)
@@ -157,7 +157,7 @@ def _value(snapshot: Snapshot, field: Field, scalar: Scalar) -> Hover | None:
 
 
 def _imported_text(analysis: Analysis, what: object, name: str) -> str:
-    """Return what the name is that an import gives to something."""
+    """Return the description of an imported name."""
     known = {"slices": slice_text, "tables": table_text}
     return known.get(str(what), kernel_text)(analysis, name)
 
@@ -189,7 +189,7 @@ def _action_text(name: str) -> str:
 
 
 def clause_text(snapshot: Snapshot, item: KnownClause) -> str:
-    """Return what is known of a clause, as Markdown: requirement, route, action, verdicts."""
+    """Return the description of a clause, as Markdown: requirement, route, action, verdicts."""
     analysis, clause = snapshot.analysis, item.clause
     name = item.raw.id.text
     if clause is None:
@@ -268,7 +268,7 @@ def _route_text(snapshot: Snapshot, expression: DocumentExpression) -> str:
 def _sort(
     analysis: Analysis, expression: DocumentExpression, offset: int
 ) -> tuple[Span, str] | None:
-    """Return place and sort of the smallest part at a place; None in a broken expression."""
+    """Return span and sort of the smallest part at an offset; None in a broken expression."""
     if expression.start not in {"requirement", "predicate"}:
         return None
     parsed = parse_expression(analysis.source, expression.scalar, Sink())
@@ -286,7 +286,7 @@ def _sort(
 
 
 def _word_text(analysis: Analysis, expression: DocumentExpression, word: Word) -> str:
-    """Return what a word means by itself."""
+    """Return the description of a single word."""
     name = word.lexeme.text
     match word.lexeme.role:
         case Role.METRIC:
@@ -331,7 +331,7 @@ def _measured(
 
 
 def _variable_text(expression: DocumentExpression, word: Word) -> str:
-    """Return what a bound variable ranges over."""
+    """Return the description of the range of a bound variable."""
     binder = next((w for w in expression.words if w.lexeme.start == word.lexeme.binder), None)
     if binder is None:
         return f"**{word.lexeme.text}**: not bound by a quantifier"

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KnownClause:
-    """A clause as written, with its meaning where it has one."""
+    """A clause as written, with its compiled form if it has one."""
 
     raw: RawClause
     clause: ir.Clause | None
 
 
 def known_clauses(analysis: Analysis) -> tuple[KnownClause, ...]:
-    """Return the clauses of a document in their order."""
+    """Return the clauses of a document in order."""
     if analysis.raw is None:
         return ()
     pairs = zip(analysis.raw.clauses, analysis.clauses, strict=True)
@@ -54,7 +54,7 @@ def clause_named(analysis: Analysis, name: str | None) -> KnownClause | None:
 
 
 def clause_at(analysis: Analysis, offset: int) -> KnownClause | None:
-    """Return the clause that holds a place."""
+    """Return the clause at an offset."""
     for item in known_clauses(analysis):
         end = max([item.raw.span.end, *(e.value.span.end for e in item.raw.fields)])
         if min(item.raw.id.span.start, item.raw.span.start) <= offset <= end:
@@ -89,7 +89,7 @@ def mark(verdict: str) -> str:
 
 
 def policy_action(analysis: Analysis, item: KnownClause) -> str | None:
-    """Return the action that the policy gives a clause which states none."""
+    """Return the policy's action for a clause without its own."""
     program, clause = analysis.draft, item.clause
     if clause is None or program is None or clause.action is not None:
         return None
@@ -97,7 +97,7 @@ def policy_action(analysis: Analysis, item: KnownClause) -> str | None:
 
 
 def is_formal(clause: ir.Clause) -> bool:
-    """Return whether a clause speaks of every input of a region, so that `verify` decides it."""
+    """Return whether a clause is about every input of a region and decided by `verify`."""
     return any(isinstance(part, ir.Quantified) for part in walk(clause.require))
 
 
@@ -110,7 +110,7 @@ def quoted(scalar: Scalar) -> str:
 
 
 def slice_text(analysis: Analysis, name: str) -> str:
-    """Return what a slice is, by its name in the document."""
+    """Return the description of a slice, by its name in the document."""
     raw = analysis.raw or analysis.raw_library
     for item in raw.slices if raw is not None else ():
         if item.name.text == name:
@@ -126,7 +126,7 @@ def slice_text(analysis: Analysis, name: str) -> str:
 
 
 def table_text(analysis: Analysis, name: str) -> str:
-    """Return what a table is, by its name in the document."""
+    """Return the description of a table, by its name in the document."""
     raw = analysis.raw or analysis.raw_library
     for item in raw.tables if raw is not None else ():
         if item.name.text != name:
@@ -147,7 +147,7 @@ def table_text(analysis: Analysis, name: str) -> str:
 
 
 def kernel_text(analysis: Analysis, name: str) -> str:
-    """Return what an imported kernel is, by its name in the document."""
+    """Return the description of an imported kernel, by its name in the document."""
     for brought in analysis.imports:
         for local, kernel in brought.kernels:
             if local == name:
@@ -156,7 +156,7 @@ def kernel_text(analysis: Analysis, name: str) -> str:
 
 
 def library_text(analysis: Analysis, number: int, what: str, name: str) -> str:
-    """Return what a name of the library of an import means there."""
+    """Return the description of a name in the library of an import."""
     loaded = analysis.imports[number].loaded if number < len(analysis.imports) else None
     library = loaded.library if loaded is not None else None
     if library is None:
@@ -233,7 +233,7 @@ KEYWORDS = {
 
 
 def describe_metric(metric: MetricDefinition) -> str:
-    """Return what a metric measures, as Markdown."""
+    """Return the description of a metric, as Markdown."""
     unit = shown_unit(metric.dimension)
     sort = f"Real[{unit}]" if unit else "Real"
     rows = [
@@ -261,14 +261,13 @@ def describe_metric(metric: MetricDefinition) -> str:
 
 
 def _sentence(summary: str) -> str:
-    """Return a summary as a sentence. What begins with a symbol, such as `w` or `ln`, keeps it: a
-    capital would be another one."""
+    """Return a summary as a sentence. A leading symbol, such as `w` or `ln`, is not capitalised."""
     word = re.match(r"[^\W\d_]{3,}[\s,;:-]", f"{summary} ")
     return (summary[:1].upper() + summary[1:] if word else summary) + "."
 
 
 def describe_function(function: Function, metric: MetricDefinition | None = None) -> str:
-    """Return a function as Markdown; `metric` is the one that a statistic is applied to."""
+    """Return a function as Markdown; `metric` is the argument of a statistic."""
     rows = [f"```kcdsl\n{function.signature}\n```", function.meaning, ""]
     rows += [f"- `{p.name}`: {p.meaning}" for p in function.parameters]
     if metric is not None and function.sort == "Real" and metric.kind == "pointwise":
@@ -332,7 +331,7 @@ def _document() -> Schema:
 
 
 def _target(schema: Schema) -> Schema:
-    """Return what a reference points to; the description beside the reference wins."""
+    """Return the target of a reference; a description beside the reference has priority."""
     while "$ref" in schema:
         name = str(schema["$ref"]).removeprefix("#/definitions/")
         found: dict[str, Any] = dict(_document()["definitions"][name])
@@ -343,7 +342,7 @@ def _target(schema: Schema) -> Schema:
 
 
 def _alternatives(schema: Schema) -> Iterator[Schema]:
-    """Yield a schema and every one that it allows in its place."""
+    """Yield a schema and all its alternatives."""
     schema = _target(schema)
     yield schema
     for word in ("oneOf", "anyOf", "allOf"):
@@ -363,7 +362,7 @@ def _child(schema: Schema, step: str | int) -> Iterator[Schema]:
 
 
 def schemas_at(path: Path, library: bool = False) -> list[Schema]:
-    """Return every schema that the value at a path may follow."""
+    """Return every schema that applies to the value at a path."""
     root = _document()["definitions"]["library" if library else "contract"]
     found: list[Schema] = [root]
     for step in path:
@@ -372,7 +371,7 @@ def schemas_at(path: Path, library: bool = False) -> list[Schema]:
 
 
 def fields_at(path: Path, library: bool = False) -> list[FieldHelp]:
-    """Return the fields that the mapping at a path may have, those that are needed first."""
+    """Return the fields of the mapping at a path, required ones first."""
     found: dict[str, FieldHelp] = {}
     schemas = schemas_at(path, library)
     required = {name for schema in schemas for name in schema.get("required", ())}
@@ -394,7 +393,7 @@ def _holds(schema: Schema) -> str:
 
 
 def values_at(path: Path, library: bool = False) -> list[str]:
-    """Return the values that the schema lists for a place."""
+    """Return the values that the schema lists for a path."""
     found: dict[str, None] = {}
     for schema in schemas_at(path, library):
         for value in (*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())):
@@ -405,7 +404,7 @@ def values_at(path: Path, library: bool = False) -> list[str]:
 
 
 def description_at(path: Path, library: bool = False) -> str:
-    """Return what the schema says about the field at a path."""
+    """Return the schema's description of the field at a path."""
     for schema in schemas_at(path, library):
         if schema.get("description"):
             return str(schema["description"])

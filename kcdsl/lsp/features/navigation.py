@@ -44,7 +44,7 @@ class Link:
 
 
 def definition(snapshot: Snapshot, offset: int) -> list[LinkTarget]:
-    """Return where the name at a place is declared."""
+    """Return the declaration of the name at an offset."""
     analysis, found = snapshot.analysis, snapshot.occurrences
     here = at(found, offset, foreign=True)
     if here is None:
@@ -59,7 +59,7 @@ def definition(snapshot: Snapshot, offset: int) -> list[LinkTarget]:
 
 
 def references(snapshot: Snapshot, offset: int, declaration: bool = True) -> list[Span]:
-    """Return every place of the name at a place, with that of its declaration if wanted."""
+    """Return every span of the name at an offset, with its declaration if wanted."""
     found = snapshot.occurrences
     here = at(found, offset)
     if here is None:
@@ -72,7 +72,7 @@ def references(snapshot: Snapshot, offset: int, declaration: bool = True) -> lis
 
 
 def highlights(snapshot: Snapshot, offset: int) -> list[tuple[Span, bool]]:
-    """Return every place of the name at a place, and whether the name is declared there."""
+    """Return every span of the name at an offset, and whether it is the declaration."""
     found = snapshot.occurrences
     declared = {o.span for o in found if o.declares}
     return [(span, span in declared) for span in references(snapshot, offset)]
@@ -111,7 +111,7 @@ def _file_of(field: Field, folder: Path) -> Path | None:
 
 
 def _in_library(analysis: Analysis, here: Occurrence) -> list[LinkTarget]:
-    """Return where a library declares an imported name."""
+    """Return the declaration of an imported name in its library."""
     for item in analysis.imports:
         if item.file == here.foreign and item.loaded is not None:
             span = _declared_in(item, item.loaded, here)
@@ -143,7 +143,7 @@ def _user_metric(snapshot: Snapshot, name: str) -> list[LinkTarget]:
 
 
 def with_open_texts(targets: list[LinkTarget], snapshot: Snapshot) -> list[LinkTarget]:
-    """Return the targets with the texts of open documents where the files are open."""
+    """Return the targets with the texts of open documents, if the files are open."""
     return [
         replace(t, source=snapshot.texts.get(t.path, t.source)) if t.path is not None else t
         for t in targets
@@ -158,7 +158,7 @@ _SECTIONS = {"slices", "tables", "clauses", "kernels", "imports", "constants"}
 
 
 def outline(analysis: Analysis, ranges: Ranges) -> list[lsp.DocumentSymbol]:
-    """Return the sections of a document with what they declare."""
+    """Return the sections of a document with their declarations."""
     return _Outline(analysis.source, ranges).sections(analysis.root)
 
 
@@ -206,7 +206,7 @@ class _Outline:
                 )
 
     def _clause(self, child: Field) -> Iterator[lsp.DocumentSymbol]:
-        """Yield the symbol of a clause, in each of the forms that `clauses` may have."""
+        """Yield the symbol of a clause, in any form of `clauses`."""
         detail, body = _requirement(child.value), isinstance(child.value, Mapping)
         name = child.value.get("id") if isinstance(child.value, Mapping) else None
         if child.key is None:
@@ -219,7 +219,7 @@ class _Outline:
 
 
 def _trimmed(span: Span, source: SourceFile) -> Span:
-    """Return a range without the white space at its end."""
+    """Return a range without trailing white space."""
     text = source.text[span.start : span.end]
     return Span(span.start, span.start + max(len(text.rstrip()), 0))
 
@@ -233,7 +233,7 @@ _CHILDREN = {
 
 
 def _requirement(node: Node) -> str:
-    """Return what a clause requires, on one line."""
+    """Return the requirement of a clause, on one line."""
     if not isinstance(node, Mapping):
         return ""
     require = node.get("require")
@@ -260,7 +260,7 @@ def _text(node: Node, name: str) -> str:
 
 
 def folds(analysis: Analysis, lines: Lines) -> list[lsp.FoldingRange]:
-    """Return the fields of more than one line, and blocks of comments."""
+    """Return folding ranges of multi-line fields and of blocks of comments."""
     found: dict[tuple[int, int], lsp.FoldingRange] = {}
     for item in fields(analysis.root):
         span = _trimmed(item.span, analysis.source)
@@ -292,7 +292,7 @@ def _comments(lines: Lines) -> Iterator[lsp.FoldingRange]:
 
 
 def selection(analysis: Analysis, offset: int) -> list[Span]:
-    """Return the ranges around a place, from the smallest to the whole document."""
+    """Return the ranges around an offset, from the smallest to the whole document."""
     spans = {Span(0, len(analysis.source.text))}
     for item in fields_at(analysis.root, offset):
         spans.add(_trimmed(item.span, analysis.source))

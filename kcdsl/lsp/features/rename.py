@@ -1,8 +1,8 @@
-"""Renaming slices, tables, clauses and bound variables, without a change of meaning.
+"""Renaming of slices, tables, clauses and bound variables, without a change of meaning.
 
-The edits are tried on the text first: the contract must mean the same under the new name, and every
-occurrence must still be one of the same thing. Otherwise the rename is refused, with the reason.
-A name of a library changes in the documents that import it as well.
+The edited text is checked first: the contract must have the same meaning under the new name, and
+every occurrence must still refer to the same declaration. Otherwise the rename is refused, with
+the reason. A name of a library is also changed in the documents that import it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _RENAMED = {NameKind.SLICE, NameKind.TABLE, NameKind.CLAUSE, NameKind.VARIABLE}
 
 
 class CannotRename(Exception):
-    """Raised where a rename is refused; the message says why."""
+    """Raised where a rename is refused; the message is the reason."""
 
 
 def prepare(snapshot: Snapshot, offset: int) -> Span:
-    """Return the range of the name at a place; raises CannotRename where none can be renamed."""
+    """Return the range of the name at an offset; raises CannotRename where there is none."""
     return _target(snapshot.analysis, offset).span
 
 
 def rename(snapshot: Snapshot, offset: int, name: str) -> tuple[Edit, ...]:
-    """Return the edits that give the thing at a place another name.
+    """Return the edits that rename the declaration of the name at an offset.
 
     Raises CannotRename where the name is unsuitable, is taken, or would change the meaning.
     """
@@ -93,7 +93,7 @@ def _check_name(analysis: Analysis, target: Occurrence, name: str) -> None:
 def _check_meaning(
     snapshot: Snapshot, target: Occurrence, name: str, edits: tuple[Edit, ...]
 ) -> None:
-    """Raise CannotRename unless the edited contract means the same under the new name."""
+    """Raise CannotRename unless the edited contract has the same meaning under the new name."""
     old, sink = snapshot.analysis, Sink()
     source = SourceFile(old.source.name, edited(old.source.text, list(edits)))
     new = snapshot.read(source, sink)
@@ -112,7 +112,7 @@ def _check_meaning(
 
 
 def _shape(analysis: Analysis, key: object, name: str) -> list[tuple[NameKind, str, int | None]]:
-    """Return the occurrences in order, each with the number of what it refers to."""
+    """Return the occurrences in order, each with the number of its declaration."""
     found = occurrences(analysis)
     binders = sorted({o.binder for o in found if o.binder is not None})
     return [
@@ -129,7 +129,7 @@ def _shape(analysis: Analysis, key: object, name: str) -> list[tuple[NameKind, s
 
 
 def under_new_name(program: ir.Program, target: Occurrence, name: str) -> ir.Program:
-    """Return the program with the name exchanged wherever the IR holds it."""
+    """Return the program with the name replaced everywhere in the IR."""
     old = target.name
 
     def change(value: Any) -> Any:
@@ -152,8 +152,8 @@ def under_new_name(program: ir.Program, target: Occurrence, name: str) -> ir.Pro
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a value with a change made at every part of it, from the inside out."""
-    if type(value) is tuple:  # no record: a span, for one, is a named tuple
+    """Return a value after applying a function to all its parts, innermost first."""
+    if type(value) is tuple:  # not named tuples, such as spans
         return tuple(_rebuilt(item, change) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
         parts = {
@@ -169,13 +169,13 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 _EXPORTED = {NameKind.SLICE, NameKind.TABLE, NameKind.KERNEL}
 Home = tuple[Path, NameKind, str]
-"""The library that a name is looked up in, the kind of the name, and the name."""
+"""The library that declares a name, the kind of the name, and the name."""
 
 
 def references_across(
     snapshot: Snapshot, offset: int, others: Iterable[Snapshot], declaration: bool = True
 ) -> list[tuple[Snapshot, Span]]:
-    """Return the places of a name of a library in it and in those that import it."""
+    """Return the spans of a library's name in the library and in its importers."""
     home = _home(snapshot, offset)
     if home is None:
         return []
@@ -190,11 +190,11 @@ def references_across(
 def rename_across(
     snapshot: Snapshot, offset: int, name: str, others: Iterable[Snapshot]
 ) -> list[tuple[Snapshot, tuple[Edit, ...]]]:
-    """Return the edits that give a thing another name, by document.
+    """Return the edits that rename a declaration, by document.
 
-    The name of a library's part changes in the documents that import it as well, and so does the
-    digest that they state. Raises CannotRename as `rename` does, and where a document that imports
-    the part would mean something else.
+    The name of a library's part and the digest of the library are also changed in the documents
+    that import it. Raises CannotRename as `rename` does, and where the meaning of an importing
+    document would change.
     """
     own = rename(snapshot, offset, name)
     found = [(snapshot, own)] if own else []
@@ -237,7 +237,7 @@ def _imports(snapshot: Snapshot, path: Path) -> list[RawImport]:
 
 
 def _home(snapshot: Snapshot, offset: int) -> Home | None:
-    """Return where the name at a place is at home; None for what is no part of a library."""
+    """Return the declaring library of the name at an offset; None if it is not in a library."""
     here = at(snapshot.occurrences, offset, foreign=True)
     if here is None:
         return None
@@ -252,7 +252,7 @@ def _home(snapshot: Snapshot, offset: int) -> Home | None:
 
 
 def _occurrences(snapshot: Snapshot, home: Home) -> Iterator[Occurrence]:
-    """Yield the places of a name of a library in a document: in the library, or in imports."""
+    """Yield the occurrences of a library's name in a document: the library or an importer."""
     path, kind, name = home
     if _path(snapshot) == path:
         files: set[str | None] = {None}
@@ -267,8 +267,8 @@ def _occurrences(snapshot: Snapshot, home: Home) -> Iterator[Occurrence]:
 
 
 def _name_edits(user: Snapshot, home: Home, name: str) -> Iterator[Edit]:
-    """Yield the edits of the names in imports; one imported under its own name changes wherever it
-    is used."""
+    """Yield the edits of the names in imports; a name without a local alias changes at all its
+    uses."""
     spans = {found.span for found in _occurrences(user, home)}
     local = {found for found in user.occurrences if found.foreign is None and found.span in spans}
     if local and user.analysis.raw_library is not None:
@@ -285,7 +285,7 @@ def _name_edits(user: Snapshot, home: Home, name: str) -> Iterator[Edit]:
 def _digest_edits(
     user: Snapshot, imports: Iterable[RawImport], old: str, new: str
 ) -> Iterator[Edit]:
-    """Yield the edits of the digests that imports state; one that was wrong before stays so."""
+    """Yield the edits of the digests in imports; a digest that was wrong before is not changed."""
     for item in imports:
         if isinstance(item.digest, Scalar) and item.digest.text == old:
             yield Edit(inner_span(user.source, item.digest), new)
@@ -298,7 +298,7 @@ def _check_importer(
     edits: tuple[Edit, ...],
     texts: dict[Path, SourceFile],
 ) -> None:
-    """Raise CannotRename unless a document means the same after its edits."""
+    """Raise CannotRename unless a document has the same meaning after its edits."""
     source = SourceFile(user.source.name, edited(user.source.text, list(edits)))
     before, after = Sink(), Sink()
     old = user.read(user.source, before)

@@ -1,4 +1,4 @@
-"""Completion in expressions: what the grammar allows next, narrowed by scope and sorts."""
+"""Completion in expressions: the words that the grammar allows next, filtered by scope and sort."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _FEW_VALUES = 12
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The cursor in an expression: the words before it, what is open, what the grammar allows."""
+    """The cursor in an expression: preceding words, open brackets, and allowed terminals."""
 
     analysis: Analysis
     start: Start
@@ -89,13 +89,13 @@ class _Place:
 
 
 def suggest(snapshot: Snapshot, start: Start, before: str, offset: int) -> list[Item]:
-    """Return what may come next after `before`, which ends at the cursor."""
+    """Return the completions after `before`, which ends at the cursor."""
     analysis = snapshot.analysis
     metrics = analysis.scope.metrics
     words = lexemes(before, start, lambda name: metrics.find(name) is not None)
     begun = 0
     if words and words[-1].end == len(before) and _is_unfinished(words[-1]):
-        # The word that ends at the cursor is not finished: it is what is completed.
+        # The word that ends at the cursor is unfinished and is completed.
         begun = len(words[-1].text)
         words = words[:-1]
     frames = open_frames(words)
@@ -139,7 +139,7 @@ def _suggest(place: _Place, snapshot: Snapshot) -> Iterator[Item]:
 
 
 def _names(place: _Place) -> Iterator[Item]:
-    """Yield the names that a place takes, by what is open around it."""
+    """Yield the names that are allowed in the innermost open bracket."""
     opener, argument = place.frame.opener, place.frame.argument
     if place.last in {"forall", "exists"}:
         bound = {w.text for w in place.words if w.role is Role.VARIABLE}
@@ -179,7 +179,7 @@ def _names(place: _Place) -> Iterator[Item]:
 
 
 def _statistic_around(place: _Place) -> str:
-    """Return the statistic in which an `abs(` stands; "" outside of statistics."""
+    """Return the statistic around an `abs(`; "" outside statistics."""
     frames = open_frames(place.words)
     return frames[-2].opener if len(frames) > 1 else ""
 
@@ -221,7 +221,7 @@ def _block_or_variable(place: _Place, argument: int) -> Iterator[Item]:
 
 
 def _known_blocks(place: _Place) -> list[str]:
-    """Return the blocks that the contract speaks of, then an example of each kind."""
+    """Return the blocks in the contract, then an example of each kind."""
     used = [
         word.lexeme.text
         for expression in expressions(place.analysis)
@@ -232,7 +232,7 @@ def _known_blocks(place: _Place) -> list[str]:
 
 
 def _metrics(place: _Place, statistic: str) -> Iterator[Item]:
-    """Yield the metrics that have a statistic, those of the wanted direction in one group."""
+    """Yield the metrics that support a statistic, grouped by the wanted direction."""
     kind = "quantile" if PERCENTILE.fullmatch(statistic) else statistic
     in_abs = place.frame.opener == "abs"
     for number, metric in enumerate(place.analysis.scope.metrics.definitions()):
@@ -240,7 +240,7 @@ def _metrics(place: _Place, statistic: str) -> Iterator[Item]:
             continue
         if not statistic and metric.kind == "pointwise":
             continue
-        # A signed metric stands only inside `abs(...)`; others need none.
+        # A signed metric is only allowed inside `abs(...)`; others do not need it.
         order = number + (100 if metric.signed is not in_abs else 0)
         yield _metric(place, metric, order)
 
@@ -261,7 +261,7 @@ def _metric(place: _Place, metric: MetricDefinition, order: int) -> Item:
 
 
 def _statements(place: _Place) -> Iterator[Item]:
-    """Yield what begins a statement or a number, where no call decides what it is."""
+    """Yield the starts of a statement or a number outside calls."""
     after_comparison = bool(place.words) and place.last in _COMPARE
     if "FORALL" in place.terminals:
         yield place.item(
@@ -299,7 +299,7 @@ def _statements(place: _Place) -> Iterator[Item]:
 
 
 def _fields(place: _Place, snapshot: Snapshot) -> Iterator[Item]:
-    """Yield the fields of requests, by what other predicates use and what the data holds."""
+    """Yield the fields of requests, from other predicates and from the data."""
     if place.last in _COMPARE or place.last == "!=" or place.frame.opener == "[":
         return
     known = dict(field_sorts(place.analysis.slices, None))
@@ -311,7 +311,7 @@ def _fields(place: _Place, snapshot: Snapshot) -> Iterator[Item]:
 
 
 def _texts(place: _Place, snapshot: Snapshot) -> Iterator[Item]:
-    """Yield the texts that the field on the left has in the data."""
+    """Yield the texts of the left field in the data."""
     field = next((w.text for w in reversed(place.words) if w.role is Role.FIELD), None)
     for file in _data_files(snapshot):
         values = _sampled(file).get(field or "", [])
@@ -403,7 +403,7 @@ def _binds(place: _Place) -> bool:
 
 
 def _ends_statement(place: _Place) -> bool:
-    """Return whether what stands before the cursor is a comparison, or a statement by itself."""
+    """Return whether the text before the cursor is a comparison or a complete statement."""
     depth = 0
     for word in reversed(place.words):
         if word.role is Role.BRACKET and word.text in ")]":
@@ -421,13 +421,13 @@ def _ends_statement(place: _Place) -> bool:
 
 
 def _wanted_sign(place: _Place) -> str:
-    """Return the comparison that the direction of the metric on the left asks for."""
+    """Return the comparison that fits the direction of the metric on the left."""
     metric = _metric_of(place)
     return ">=" if metric is not None and metric.better == "higher" else "<="
 
 
 def _metric_of(place: _Place) -> MetricDefinition | None:
-    """Return the metric that the comparison at the cursor speaks of: the last one before it."""
+    """Return the metric of the comparison at the cursor: the last one before it."""
     for word in reversed(place.words):
         if word.role is Role.METRIC:
             return place.analysis.scope.metrics.find(word.text)
@@ -437,7 +437,7 @@ def _metric_of(place: _Place) -> MetricDefinition | None:
 
 
 def _units(place: _Place) -> Iterator[Item]:
-    """Yield the units that fit: of the metric in question, of a budget, or all."""
+    """Yield the matching units: of the metric, of a budget, or all."""
     wanted = _dimension(place)
     fitting = [u for n, u in UNITS.items() if n != "1" and wanted in {None, u.dimension}]
     for number, unit in enumerate(fitting):
@@ -454,7 +454,7 @@ def _units(place: _Place) -> Iterator[Item]:
 
 
 def _space_before(place: _Place) -> bool:
-    """Return whether the cursor stands apart from the number before it."""
+    """Return whether there is a space between the cursor and the number before it."""
     source = place.analysis.source.text
     return source[place.span.start - 1 : place.span.start].isspace()
 

@@ -1,8 +1,8 @@
-"""The cursor in a document that is being typed: where it stands, and a readable form of the rest.
+"""The cursor in an unfinished document: its path, and a parsable form of the text.
 
-`locate` puts a word that occurs nowhere else at the cursor, and the YAML parser says where it
-landed. Where the text around is unfinished, its end is left out and what is open on the line is
-closed. `mend` makes clauses or lines that cannot be read blank, which moves no character.
+`locate` inserts a unique word at the cursor and finds it in the parsed YAML. If the text around is
+unfinished, the rest of it is left out and open quotes and brackets on the line are closed. `mend`
+blanks clauses or lines that cannot be parsed, which keeps all offsets.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _QUOTES = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^']|'')*'|#[^\n]*")
 _CLOSES = {"(": ")", "[": "]", "{": "}"}
 _INDENT = re.compile(r"[ ]*(?:- +)?")
 _EFFORT = 2**21
-"""Characters that are read in all to find where the cursor stands; the last text may go beyond."""
+"""The total number of characters to parse to locate the cursor; the last text may exceed it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The place of the cursor: the path of the value or key at it.
+    """The location of the cursor: the path of the value or key at it.
 
-    `before` is what the scalar holds in front of the cursor, decoded, and `siblings` are the keys
-    of the mapping around it. `node` is the tree in which the path was found.
+    `before` is the decoded text of the scalar before the cursor, and `siblings` are the keys of the
+    enclosing mapping. `node` is the tree in which the path was found.
     """
 
     path: Path
@@ -58,8 +58,7 @@ def _begins_comment(line: str, at: int) -> bool:
 
 
 def locate(source: SourceFile, offset: int) -> Cursor | None:
-    """Return where the cursor stands; None where no version of the text around is YAML, of those
-    that are tried."""
+    """Return the location of the cursor; None where no candidate text is YAML."""
     text, offset = _local(source.text, offset)
     marker, left = _unused(text), _EFFORT
     for candidate in _candidates(text, offset, marker):
@@ -83,19 +82,19 @@ def _unused(text: str) -> str:
 
 
 def _local(text: str, offset: int) -> tuple[str, int]:
-    """Blank the clauses that the cursor is not in, so that a long document costs little."""
+    """Blank the clauses other than that of the cursor, so that long documents are cheap."""
     found = layout(text)
     if found is None:
         return text, offset
     near = [i for i, span in enumerate(found.clauses) if span.holds(offset)]
     if not near:
-        # The first clause stays, so that the section is still a mapping.
+        # The first clause is kept, so that the section remains a mapping.
         near = [0]
     return reduced(text, found, near), offset
 
 
 def _candidates(text: str, offset: int, marker: str) -> Iterator[str]:
-    """Yield texts with the marker at the cursor, those closest to what is there first."""
+    """Yield texts with the marker at the cursor, the least changed first."""
     before, after = text[:offset], text[offset:]
     line_end = len(after) if "\n" not in after else after.index("\n")
     rest_of_line, rest = after[:line_end], after[line_end:]
@@ -120,7 +119,7 @@ def _candidates(text: str, offset: int, marker: str) -> Iterator[str]:
 
 
 def _next_outer(rest: str, indent: int) -> str:
-    """Blank the lines that belong to the one of the cursor by their indentation."""
+    """Blank the following lines that are indented more than the line of the cursor."""
     lines = rest.split("\n")
     for number, line in enumerate(lines[1:], 1):
         if line.strip() and len(line) - len(line.lstrip(" ")) < max(indent, 1):
@@ -129,7 +128,7 @@ def _next_outer(rest: str, indent: int) -> str:
 
 
 def _open_brackets(before: str) -> list[str]:
-    """Return the brackets that are open before the cursor, in what belongs to its line."""
+    """Return the brackets that are open before the cursor."""
     start = before.rfind("\n") + 1
     # A flow mapping may have begun on an earlier line.
     opened = _scan(before[start:])
@@ -189,7 +188,7 @@ def _keys(root: Node, path: Path, marker: str) -> tuple[str, ...]:
 
 
 def word_before(text: str, offset: int) -> int:
-    """Return where the word that ends at the cursor begins."""
+    """Return the start of the word that ends at the cursor."""
     found = _WORD_BEFORE.search(text, max(0, offset - 200), offset)
     return found.start() if found is not None else offset
 
@@ -198,14 +197,14 @@ def word_before(text: str, offset: int) -> int:
 
 
 _ROUNDS = 4
-"""Lines that are given up before nothing is."""
+"""The largest number of lines to blank."""
 _LONGEST = 2**18
-"""Characters of a document beyond which it is not mended: each line given up reads it anew."""
+"""The largest document to mend, in characters: each blanked line needs a new parse."""
 
 
 def mend(source: SourceFile) -> SourceFile | None:
-    """Return a text of the same length that is YAML; None where few blank lines do not help, and
-    for a document that is too long to try."""
+    """Return a text of the same length that is YAML; None where a few blank lines are not enough,
+    and for a too long document."""
     if len(source.text) > _LONGEST:
         return None
     for text in dict.fromkeys((_without_broken_clauses(source.text), source.text)):
@@ -218,13 +217,13 @@ def mend(source: SourceFile) -> SourceFile | None:
             readable = [other for other, problem in found if problem is None]
             if readable:
                 return SourceFile(source.name, readable[0])
-            # Go on from the text that can be read furthest.
+            # Continue with the text whose error is furthest.
             current, error = max(found, key=lambda item: _place(item[1]))
     return None
 
 
 def _error(text: str) -> Diagnostic | None:
-    """Return what keeps a text from being YAML; None where it is."""
+    """Return the YAML error of a text; None where it is valid."""
     sink = Sink()
     if parse_yaml(SourceFile("", text), sink) is not None:
         return None
@@ -248,8 +247,8 @@ def _without_broken_clauses(text: str) -> str:
 
 
 def _suspects(text: str, error: Diagnostic) -> list[int]:
-    """Return places of lines that may have caused an error: where it was noticed, the line before,
-    and where what it is about began."""
+    """Return offsets in the lines that may have caused an error: the line of the error, the line
+    before, and the start of the reported construct."""
     at = min(_place(error), len(text))
     before = len(text[: text.rfind("\n", 0, at) + 1].rstrip())
     return [at, before, *(label.span.start for label in error.labels)]
@@ -273,7 +272,7 @@ class Signature:
 
 
 def signature(source: SourceFile, offset: int) -> Signature | None:
-    """Return the function whose call holds the cursor, the innermost one."""
+    """Return the function of the innermost call around the cursor."""
     cursor = locate(source, offset)
     if cursor is None or cursor.is_key:
         return None

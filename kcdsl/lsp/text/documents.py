@@ -1,8 +1,8 @@
-"""Open documents, and what is known of each version of them.
+"""Open documents, and the analysis of their versions.
 
-A `Document` is what the client described. A `Snapshot` adds the findings and the analysis; both are
-values that never change, so that a request is answered about the text it was asked about. A
-`Checker` makes snapshots: nothing else runs the checks of the language.
+A `Document` is the text from the client. A `Snapshot` adds the findings and the analysis. Both are
+immutable, so that a request is answered for the version it was made for. Only a `Checker` runs
+the checks of the language and makes snapshots.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from kcdsl.route.router import Route, route
 from kcdsl.source.files import SIZE_LIMIT
 
 LARGE = 60_000
-"""Characters of a document beyond which one question is answered from a part of it."""
+"""The size in characters above which a request uses only a part of a document."""
 
 
 def path_of(uri: str) -> Path | None:
-    """Return the path of a file URI; None for any other document, and for what no path can be."""
+    """Return the path of a file URI; None for any other document and for invalid paths."""
     try:
         parts = urlsplit(uri)
     except ValueError:
@@ -57,12 +57,12 @@ class Document:
 
     @cached_property
     def path(self) -> Path | None:
-        """Return where the document lies; None where it is not a file."""
+        """Return the path of the document; None where it is not a file."""
         return path_of(self.uri)
 
     @property
     def folder(self) -> Path | None:
-        """Return the folder that the files it names are relative to."""
+        """Return the folder for relative paths in the document."""
         return None if self.path is None else self.path.parent
 
     @cached_property
@@ -72,22 +72,22 @@ class Document:
 
 
 def document(uri: str, text: str, version: int | None = None) -> Document:
-    """Return a document; it is reported under its path where it has one."""
+    """Return a document, named by its path if it has one."""
     path = path_of(uri)
     return Document(uri, SourceFile(uri if path is None else str(path), text), version)
 
 
 @cache
 def _backends() -> tuple[BackendSpec, ...]:
-    """Return the installed backends, looked for once; none of them is imported."""
+    """Return the installed backends, cached; none of them is imported."""
     return catalogue()
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A version of a document with its findings; the analysis is made when it is asked for.
+    """A version of a document with its findings; the analysis is made on demand.
 
-    `whole` is False for a part of a document: its context and some clauses, at their places.
+    `whole` is False for a part of a document: its context and some clauses, at their offsets.
     `good` is the last version that was YAML.
     """
 
@@ -100,7 +100,7 @@ class Snapshot:
 
     @cached_property
     def analysis(self) -> Analysis:
-        """Return what is known of the document."""
+        """Return the analysis of the document."""
         return self.make()
 
     @property
@@ -110,10 +110,10 @@ class Snapshot:
 
     @cached_property
     def settled(self) -> tuple[Snapshot, Carry]:
-        """Return a snapshot that is YAML, with the way to its places from those of this one.
+        """Return a snapshot that is YAML, with a map of offsets from this one to it.
 
-        That is this one; or else one in which what cannot be read is blank; or else the last that
-        was YAML. Where there is none, it is this one after all.
+        That is this one, or else one with invalid parts blanked, or else the last one that was
+        YAML. If there is none, it is this one.
         """
         if self.analysis.root is not None:
             return self, NOWHERE
@@ -125,9 +125,9 @@ class Snapshot:
         return self, NOWHERE
 
     def near(self, span: Span, reduce: bool = False) -> Snapshot:
-        """Return a snapshot that knows what stands in a range: of a large document, a part.
+        """Return a snapshot with the analysis of a range: a part of a large document.
 
-        What is known of the whole already is taken, unless a part is asked for by `reduce`.
+        An existing analysis of the whole is used, unless `reduce` demands a part.
         """
         known = "analysis" in self.__dict__ and not reduce
         if len(self.source.text) <= LARGE or known or not self.whole:
@@ -140,7 +140,7 @@ class Snapshot:
         return replace(self._of(part), whole=False)
 
     def _of(self, source: SourceFile) -> Snapshot:
-        """Return a snapshot of a text that has the same places."""
+        """Return a snapshot of a text with the same offsets."""
         return replace(
             self,
             document=replace(self.document, source=source),
@@ -149,7 +149,7 @@ class Snapshot:
         )
 
     def read(self, source: SourceFile, sink: Sink) -> Analysis:
-        """Check another text as if it stood in place of the document."""
+        """Check another text in place of the document."""
         return analyse(source, sink, self.document.folder, self.texts)
 
     def importing(self, texts: Texts) -> Snapshot:
@@ -163,15 +163,15 @@ class Snapshot:
 
     @cached_property
     def _premises(self) -> tuple[Clause, ...]:
-        """Return the clauses from which others may follow: those with a quantifier."""
+        """Return the clauses that may imply others: those with a quantifier."""
         program = self.analysis.draft
         clauses = program.clauses if program is not None else ()
         return tuple(c for c in clauses if any(isinstance(p, Quantified) for p in walk(c.require)))
 
     def route(self, clause: str) -> Route | None:
-        """Return the route of a clause; None where it is in error, or not all of them are known.
+        """Return the route of a clause; None where it has errors or some clauses are unknown.
 
-        A route follows from the clause and those that it may follow from, which are few.
+        A route depends on the clause and its possible premises, which are few.
         """
         program = self.analysis.draft
         if program is None or not self.whole:
@@ -182,7 +182,7 @@ class Snapshot:
 
     @cached_property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return what the reports beside the contract say, as of the first time it is asked."""
+        """Return the verdicts of the reports beside the contract, cached at the first call."""
         raw = self.analysis.raw
         if raw is None or raw.name is None or not self.whole:
             return ()
@@ -199,7 +199,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class _State:
-    """The state of a document that is kept between its versions."""
+    """The state of a document across its versions."""
 
     incremental: Incremental = field(default_factory=Incremental)
     latest: Snapshot | None = None
@@ -208,16 +208,16 @@ class _State:
 
 @dataclass(slots=True)
 class Checker:
-    """Checks versions of documents; each version once. Not to be used by two threads at a time."""
+    """Checks each version of a document once. Not thread-safe."""
 
     _states: dict[str, _State] = field(default_factory=dict)
 
     def snapshot(self, document: Document, texts: Texts) -> Snapshot:
-        """Return what is known of a document; `texts` are the open documents it may import."""
+        """Return the snapshot of a document; `texts` are the open documents it may import."""
         state = self._states.setdefault(document.uri, _State())
         latest = state.latest
         if latest is not None and latest.document == document and _same(latest.texts, texts):
-            # A copy of a light one, so that an analysis made for it is not kept.
+            # Return a copy for files on disk, so that its analysis is not kept.
             return latest if document.version is not None else replace(latest)
         if latest is not None and not _same(latest.texts, texts):
             state.incremental = Incremental()
@@ -226,19 +226,19 @@ class Checker:
             return self._keep_lightly(found, state)
         state.latest = found
         if not any(d.code.id.startswith("KC00") for d in found.findings):
-            # Without the one before it, which would hold the one before that.
+            # Drop its predecessor, which would keep all earlier versions alive.
             state.good = replace(found, good=None)
         return found
 
     def _keep_lightly(self, found: Snapshot, state: _State) -> Snapshot:
-        """Keep the findings alone of a file that is not open: there may be hundreds."""
+        """Keep only the findings of files that are not open, since there may be hundreds."""
         source, folder, texts = found.source, found.document.folder, found.texts
         state.incremental = Incremental()
         state.latest = replace(found, make=lambda: analyse(source, Sink(), folder, texts))
         return found
 
     def forget(self, uri: str | None = None) -> None:
-        """Forget a document, or all of them: files that they name may have changed."""
+        """Drop the state of a document, or of all, since files that they name may have changed."""
         if uri is None:
             self._states.clear()
         else:
@@ -259,7 +259,7 @@ class Checker:
             return Snapshot(document, (finding,), lambda: Analysis(source), texts)
         try:
             make, sink = state.incremental.analyse(source, document.folder, texts)
-        except Exception as error:  # a defect of a pass must not read as "nothing found"
+        except Exception as error:  # a defect of a pass must not look like "no findings"
             finding = Diagnostic(
                 INTERNAL,
                 f"the document could not be checked: {type(error).__name__}: {error}",
@@ -273,8 +273,8 @@ class Checker:
 
 
 def _shown(sink: Sink, source: SourceFile) -> Iterator[Diagnostic]:
-    """Yield the findings of a document. Those in files that it depends on stand at its beginning;
-    libraries are documents too, and an import of one with errors is reported itself."""
+    """Yield the findings of a document. Findings in other files are placed at its beginning, except
+    those in libraries, which are documents themselves."""
     for found in sink:
         if found.source is None or found.source.name == source.name:
             yield found

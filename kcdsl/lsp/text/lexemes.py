@@ -1,7 +1,7 @@
-"""The words of an expression and what each one means, also where the expression is unfinished.
+"""The words of an expression with their roles, even if the expression is unfinished.
 
-The roles follow from the words around: an argument of `points` is a slice whatever it is called.
-So they are right in every expression that is well formed, and useful in the others.
+Roles depend on the context: an argument of `points` is a slice, whatever its name. So they are
+correct in every well-formed expression, and useful in others.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Role(StrEnum):
 class Lexeme:
     """A word with its range `[start, end)` of the decoded expression.
 
-    `binder` is the place of the quantified variable, for its own occurrences; `within` names the
-    function whose argument number `argument` holds the word.
+    `binder` is the offset of the quantified variable, for its occurrences; `within` names the
+    function whose argument number `argument` contains the word.
     """
 
     role: Role
@@ -59,7 +59,7 @@ class Lexeme:
 
 @dataclass(frozen=True, slots=True)
 class OpenBracket:
-    """An open bracket: the function before it (or "" or "["), and how many commas it has seen."""
+    """An open bracket: the function before it (or "" or "["), and the number of commas so far."""
 
     opener: str
     argument: int = 0
@@ -116,7 +116,7 @@ class _Reader:
         self._start = start
         self._is_metric = is_metric
         self._frames: list[OpenBracket] = []
-        # Bound variables: name, place of the binder, and at which depth of brackets it was bound.
+        # Bound variables: name, offset of the binder, and depth of brackets of the binder.
         self._bound: list[tuple[str, int, int]] = []
         self._found: list[Lexeme] = []
 
@@ -198,7 +198,7 @@ class _Reader:
 
 
 def _by_argument(frame: OpenBracket) -> Role | None:
-    """Return the role that the place in a call alone decides."""
+    """Return the role that is determined by the position in a call."""
     if frame.opener in REGIONS and frame.argument == 0:
         return Role.SLICE
     if frame.opener == "table":
@@ -219,7 +219,7 @@ _ALL_TERMINALS = tuple(
 
 
 def next_terminals(words: tuple[Lexeme, ...], start: Start) -> frozenset[str]:
-    """Return the terminals that may stand after the words, `$END` for the end."""
+    """Return the terminals allowed after the words, `$END` for the end."""
     states = [STARTS[start]]
     for word in words:
         following = _feed(states, _terminal(word, states[-1]), start)

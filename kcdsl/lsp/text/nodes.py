@@ -1,4 +1,4 @@
-"""Places in the tree of a document: fields by their paths, expressions in them, and names."""
+"""The tree of a document: fields by path, their expressions, and names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Field:
 
 
 def fields(node: Node | None, path: Path = ()) -> Iterator[Field]:
-    """Yield every entry and item, those that hold others before them."""
+    """Yield every entry and item, parents first."""
     if isinstance(node, Mapping):
         for entry in node.entries:
             found = Field((*path, entry.key.text), entry.key, entry.value)
@@ -51,7 +51,7 @@ def fields(node: Node | None, path: Path = ()) -> Iterator[Field]:
 
 
 def fields_at(node: Node | None, offset: int) -> list[Field]:
-    """Return the fields that hold a place, outermost first."""
+    """Return the fields around an offset, outermost first."""
     found: list[Field] = []
     path: Path = ()
     while node is not None:
@@ -72,13 +72,13 @@ def _child_at(node: Node, path: Path, offset: int) -> Field | None:
         entries = [Field((*path, i), None, item) for i, item in enumerate(node.items)]
     else:
         return None
-    # Of two that touch, the later one begins at the place.
+    # Of two adjacent ones, the later one begins at the offset.
     holding = [f for f in entries if f.span.holds(offset)]
     return holding[-1] if holding else None
 
 
 def language(path: Path, node: Node | None = None) -> Start | None:
-    """Return in which language the scalar at a path is written; None for plain YAML."""
+    """Return the language of the scalar at a path; None for plain YAML."""
     if not path or not isinstance(path[-1], str) or isinstance(node, Mapping | SequenceNode):
         return None
     section, name = path[0], path[-1]
@@ -101,7 +101,7 @@ def inner_span(source: SourceFile, scalar: Scalar) -> Span:
 
 
 def clause_of(path: Path) -> str | None:
-    """Return the identifier of the clause that a path lies in, where the path names it."""
+    """Return the identifier of the clause that contains a path, if the path has it."""
     if len(path) < 2 or path[0] != "clauses":
         return None
     return next((step for step in path[1:3] if isinstance(step, str)), None)
@@ -124,8 +124,8 @@ class NameKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """A name at a place. `binder` is the place of the quantified variable that is meant; `foreign`
-    is the file of the library in which the name is looked up."""
+    """An occurrence of a name. `binder` is the offset of its quantified variable; `foreign` is the
+    file of the library that declares the name."""
 
     kind: NameKind
     name: str
@@ -136,13 +136,13 @@ class Occurrence:
 
     @property
     def key(self) -> tuple[NameKind, str, int | None, str | None]:
-        """Return what two occurrences of one thing have in common."""
+        """Return a key that is equal for all occurrences of one declaration."""
         return self.kind, self.name, self.binder, self.foreign
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word of an expression with its place in the file."""
+    """A word of an expression with its span in the file."""
 
     lexeme: Lexeme
     span: Span
@@ -159,14 +159,14 @@ class DocumentExpression:
     words: tuple[Word, ...]
 
     def at(self, offset: int) -> Word | None:
-        """Return the word that holds or ends at a place, a name rather than a sign."""
+        """Return the word that contains or ends at an offset, preferring names to operators."""
         touching = [w for w in self.words if w.span.holds(offset)]
         named = [w for w in touching if w.lexeme.role not in {Role.BRACKET, Role.OPERATOR}]
         return next(iter(named or touching), None)
 
 
 def written(analysis: Analysis, field: Field) -> DocumentExpression | None:
-    """Return the expression in a field; None where it holds none."""
+    """Return the expression in a field; None without one."""
     start = language(field.path, field.value)
     if start is None or not isinstance(field.value, Scalar):
         return None
@@ -181,7 +181,7 @@ def written(analysis: Analysis, field: Field) -> DocumentExpression | None:
 
 
 def expressions(analysis: Analysis) -> Iterator[DocumentExpression]:
-    """Yield every expression of the document in its order."""
+    """Yield every expression of the document in order."""
     for field in fields(analysis.root):
         found = written(analysis, field)
         if found is not None:
@@ -237,7 +237,7 @@ _IMPORTED = {"slices": NameKind.SLICE, "tables": NameKind.TABLE, "kernels": Name
 
 
 def _imported(source: SourceFile, item: RawImport) -> Iterator[Occurrence]:
-    """Yield the names that an import brings; one under its own name stands for both."""
+    """Yield the names of an import; a name without an alias is both the local and library name."""
     file = item.file.text if item.file is not None else ""
     for what, names in item.names:
         for name in names:
@@ -265,9 +265,9 @@ def _scalars(node: Node | None) -> Iterator[Scalar]:
 
 
 def at(found: tuple[Occurrence, ...], offset: int, foreign: bool = False) -> Occurrence | None:
-    """Return the occurrence that holds or ends at a place.
+    """Return the occurrence that contains or ends at an offset.
 
-    Of an imported name, which stands for two things, that of the library where `foreign` is set.
+    For an imported name, `foreign` selects the name of the library instead of the local one.
     """
     holding = [o for o in found if o.span.holds(offset)]
     wanted = [o for o in holding if (o.foreign is not None) is foreign]

@@ -1,9 +1,9 @@
-"""Places as clients count them: lines from 0, and characters in units of a negotiated encoding.
+"""Positions of clients: lines from 0, and characters in units of a negotiated encoding.
 
-The only module that knows of UTF-8, UTF-16 and UTF-32 units; everything else counts code points.
+Only this module handles UTF-8, UTF-16 and UTF-32 units; everything else counts code points.
 As in the protocol, a line ends at a line feed, a carriage return, or both together. The documents
-and the codec of pygls are not used: they take other separators for line ends, scan a line for each
-position, and round a place in the middle of a character up.
+and the codec of pygls are not used: they have other line separators, scan a line for each position,
+and round a position inside a character up.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def units(text: str, encoding: Encoding) -> int:
 
 
 def _code_points(text: str, wanted: int, encoding: Encoding) -> int:
-    """Return how many code points of a text lie before a number of units, rounded down."""
+    """Return the number of code points of a text within a number of units, rounded down."""
     if encoding is Encoding.Utf32 or text.isascii():
         return min(wanted, len(text))
     lengths = range(len(text) + 1)
@@ -44,7 +44,7 @@ def _code_points(text: str, wanted: int, encoding: Encoding) -> int:
 
 @dataclass(frozen=True)
 class Lines:
-    """The lines of a text, to go from offsets to positions and back."""
+    """The lines of a text, for conversion between offsets and positions."""
 
     text: str
 
@@ -69,7 +69,7 @@ class Lines:
         return Span(self._starts[line], self._ends[line])
 
     def number(self, offset: int) -> int:
-        """Return the number of the line that holds an offset."""
+        """Return the number of the line with an offset."""
         return bisect_right(self._starts, offset) - 1
 
     def place(self, offset: int, encoding: Encoding) -> lsp.Position:
@@ -83,8 +83,8 @@ class Lines:
     def offset(self, place: lsp.Position, encoding: Encoding) -> int:
         """Return the code-point offset of a position.
 
-        Beyond the end of a line lies its end, beyond the last line the end of the text, and in
-        the middle of a character its beginning.
+        A position beyond the end of a line is its end, one beyond the last line is the end of the
+        text, and one inside a character is its beginning.
         """
         if place.line >= len(self._starts):
             return len(self.text)
@@ -97,7 +97,7 @@ class Lines:
 def apply_changes(
     text: str, changes: Iterable[lsp.TextDocumentContentChangeEvent], encoding: Encoding
 ) -> str:
-    """Return the text after changes, each of which is about the text that the one before left."""
+    """Return the text after sequential changes."""
     for change in changes:
         if isinstance(change, lsp.TextDocumentContentChangePartial):
             lines = Lines(text)
@@ -111,20 +111,20 @@ def apply_changes(
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """Takes places of one text to those of another that differs from it in one stretch."""
+    """Maps offsets of one text to those of another that differs from it in one range."""
 
     start: int
     here: int
     there: int
 
     def offset(self, offset: int) -> int | None:
-        """Return the place before the same character; None inside the stretch that differs."""
+        """Return the offset of the same character; None inside the range that differs."""
         if offset >= self.here:
             return offset + self.there - self.here
         return offset if offset <= self.start else None
 
     def span(self, span: Span) -> Span:
-        """Return the range of the same characters, and of the stretch if it lies among them."""
+        """Return the range of the same characters, including the differing range if inside."""
         start, end = self.offset(span.start), self.offset(span.end)
         if span.end <= self.start:
             end = span.end
@@ -133,16 +133,16 @@ class Carry:
 
     @property
     def back(self) -> Carry:
-        """Return the way from the other text to this one."""
+        """Return the inverse map."""
         return Carry(self.start, self.there, self.here)
 
 
 NOWHERE = Carry(0, 0, 0)
-"""Between a text and itself."""
+"""The identity map."""
 
 
 def carry(here: str, there: str) -> Carry:
-    """Return how places of `here` become places of `there`."""
+    """Return the map from offsets of `here` to offsets of `there`."""
     shortest = min(len(here), len(there))
     start = _common(here, there, shortest)
     tail = _common(here[start:][::-1], there[start:][::-1], shortest - start)
@@ -150,7 +150,7 @@ def carry(here: str, there: str) -> Carry:
 
 
 def _common(one: str, other: str, most: int) -> int:
-    """Return the length of the common beginning, at most `most`, by halving."""
+    """Return the length of the common prefix, at most `most`, by bisection."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -165,7 +165,7 @@ _MARKS = re.compile(r"^```\w*\n?|`|\*\*|^---$", re.MULTILINE)
 
 
 def markup(text: str, formats: Collection[lsp.MarkupKind | str] | None) -> lsp.MarkupContent | str:
-    """Return Markdown, or its words alone for a client that shows no Markdown."""
+    """Return Markdown, or plain text for a client without Markdown support."""
     if lsp.MarkupKind.Markdown in (formats or ()):
         return lsp.MarkupContent(lsp.MarkupKind.Markdown, text)
     return _MARKS.sub("", text)
@@ -173,8 +173,8 @@ def markup(text: str, formats: Collection[lsp.MarkupKind | str] | None) -> lsp.M
 
 @dataclass(frozen=True, slots=True)
 class LinkTarget:
-    """A range of a file; `path` is None for the document itself, and `source` the text that the
-    range is in, where it is at hand."""
+    """A range of a file; `path` is None for the document itself, and `source` its text, if
+    available."""
 
     span: Span
     path: Path | None = None
@@ -183,9 +183,9 @@ class LinkTarget:
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Converts places in one document, for one client.
+    """Converts offsets and positions in one document, for one client.
 
-    `way` leads from the places of the values to those of the document.
+    `way` maps offsets of the analysed text to offsets of the document.
     """
 
     uri: str
@@ -208,14 +208,14 @@ class Ranges:
         return Span(min(start, end), max(start, end))
 
     def of(self, span: Span, lines: Lines | None = None) -> lsp.Range:
-        """Return the range of a span, of another text where its lines are given."""
+        """Return the range of a span, in another text if its lines are given."""
         if self.way is not NOWHERE and lines is None:
             span = self.way.span(span)
         place = (lines or self.lines).place
         return lsp.Range(place(span.start, self.encoding), place(span.end, self.encoding))
 
     def location(self, target: LinkTarget) -> lsp.Location:
-        """Return where a target lies."""
+        """Return the location of a target."""
         if target.path is None:
             return lsp.Location(self.uri, self.of(target.span))
         text = target.source.text if target.source is not None else ""
@@ -226,7 +226,7 @@ class Ranges:
         return [lsp.TextEdit(self.of(edit.span), edit.text) for edit in found]
 
     def workspace_edit(self, found: Iterable[Edit], versioned: bool) -> lsp.WorkspaceEdit:
-        """Return edits of the document, of this version alone where the client can tell."""
+        """Return edits of the document, for this version only if the client supports it."""
         if not versioned:
             return lsp.WorkspaceEdit(changes={self.uri: self.edits(found)})
         identifier = lsp.OptionalVersionedTextDocumentIdentifier(self.uri, self.version)

@@ -1,8 +1,8 @@
 """The last verdicts about a contract, from the reports and certificates beside it.
 
-Read are `out/*.json` and `*.json` next to the contract: reports of `kcdsl evaluate`
-(`kcdsl.report/2`) and certificates. A verdict counts for a contract of the same digest; of another
-digest it is stale, and said to be. Signatures are not checked here.
+The files `out/*.json` and `*.json` next to the contract are read: reports of `kcdsl evaluate`
+(`kcdsl.report/2`) and certificates. A verdict for another digest of the contract is shown as stale.
+Signatures are not checked here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _VERDICTS = {"PASSED": "held", "FAILED": "violated", "INCONCLUSIVE": "inconclusi
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one file says about a clause on a slice. `digest` is that of the contract it is about,
-    `numbers` a few words about values, `modified` when the file was written."""
+    """The verdict of one file on a clause on a slice. `digest` is that of its contract, `numbers` a
+    short text about values, `modified` the modification time of the file."""
 
     clause: str
     slice: str
@@ -47,7 +47,7 @@ class Verdict:
 
 
 def verdicts(folder: Path | None, contract: str) -> tuple[Verdict, ...]:
-    """Return what the files beside a contract of this name say, the newest first."""
+    """Return the verdicts of the files beside a contract of this name, the newest first."""
     if folder is None:
         return ()
     found: list[Verdict] = []
@@ -59,12 +59,12 @@ def verdicts(folder: Path | None, contract: str) -> tuple[Verdict, ...]:
         if S_ISREG(about.st_mode) and about.st_size <= _SIZE_LIMIT:
             found += _read(file, about.st_mtime_ns, about.st_size)
     own = [verdict for verdict in found if verdict.contract == contract]
-    # A report says more than the certificate that was written with it.
+    # A report has more details than the certificate written with it.
     return tuple(sorted(own, key=lambda v: (-(v.modified // _SECOND), not v.numbers)))
 
 
 def latest(found: tuple[Verdict, ...], clause: str, digest: str | None) -> tuple[Verdict, ...]:
-    """Return the newest verdict on each slice of a clause, those that are not stale before."""
+    """Return the newest verdict on each slice of a clause, preferring those that are not stale."""
     kept: dict[str, Verdict] = {}
     for verdict in sorted(found, key=lambda item: item.stale(digest)):
         if verdict.clause == clause:
@@ -84,7 +84,7 @@ def _candidates(folder: Path) -> list[Path]:
 
 @lru_cache(maxsize=256)
 def _read(file: Path, modified: int, size: int) -> tuple[Verdict, ...]:
-    """Return what one file says; nothing where it is no report and no certificate."""
+    """Return the verdicts in one file; empty if it is neither a report nor a certificate."""
     try:
         data = json.loads(read_bytes(file, _SIZE_LIMIT))
         if not isinstance(data, dict):
