@@ -1,4 +1,4 @@
-"""Run one command: parse its words, and turn whatever stops it into a diagnostic and a status."""
+"""Run one command: parse arguments, and convert exceptions to a diagnostic and an exit code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kcdsl.source.config import Colour
 
 COLOR = "--color"
 COMMON = ("--traceback", COLOR)
-"""Options that stand before the command, or among its own."""
+"""Options allowed before the command and among its own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(words: list[str]) -> int:
-    """Run one command; whatever stops it becomes a diagnostic and an exit code."""
+    """Run one command; convert exceptions to a diagnostic and an exit code."""
     from kcdsl.cli.process import abandon_stdout
 
     traceback = "--traceback" in words or os.environ.get("KCDSL_TRACEBACK") == "1"
@@ -75,7 +75,7 @@ def _guarded(words: list[str]) -> int:
 
 
 def _diagnosed(error: Exception) -> Diagnostic:
-    """Return the diagnostic of an exception that no command expects."""
+    """Return the diagnostic of an unexpected exception."""
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return Diagnostic(
@@ -128,9 +128,9 @@ def _run(words: list[str]) -> int:
 
 
 def gathered(words: Sequence[str], name: str | None, command: type[Command] | None) -> list[str]:
-    """Return the words of a command with its positional arguments together at the end.
+    """Return the words of a command with its positional arguments moved to the end.
 
-    argparse gives an argument that may be left out nothing at all where an option stands before it.
+    argparse does not fill an optional positional argument that follows an option.
     """
     if name is None or command is None:
         return list(words)
@@ -151,7 +151,7 @@ def gathered(words: Sequence[str], name: str | None, command: type[Command] | No
 
 
 def built(name: str, command: type[Command], given: dict[str, Any]) -> Command:
-    """Return a command with the arguments that are given, by the environment or in words."""
+    """Return a command with arguments from the environment and the command line."""
     fields = {**from_environment(name, command, os.environ), **given}
     many = {name for name, option in command.options() if option.many}
     return command(
@@ -223,7 +223,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _not_taken(word: str, name: str | None, command: type[Command] | None) -> Refusal:
-    """Return the refusal of a word that is no option, or one argument too many."""
+    """Return the refusal of an unknown option or a surplus argument."""
     from difflib import get_close_matches
 
     where = f"kcdsl {name}" if name is not None else "kcdsl"

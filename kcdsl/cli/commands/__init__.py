@@ -1,4 +1,4 @@
-"""The commands, by name; the module of one is imported only when it runs."""
+"""The commands, by name; the module of a command is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class CommandEntry(NamedTuple):
-    """Where a command is, as `module:Class` of this package, and what it does."""
+    """The location of a command, as `module:Class` of this package, and its summary."""
 
     target: str
     help: str
@@ -150,7 +150,7 @@ GROUPS: Mapping[str, Mapping[str, CommandEntry]] = {
         ),
     },
 }
-"""The commands by what they are for."""
+"""The commands by purpose."""
 COMMANDS: Mapping[str, CommandEntry] = {
     name: entry for group in GROUPS.values() for name, entry in group.items()
 }
@@ -164,7 +164,7 @@ def load(name: str) -> type[Command]:
 
 
 def command_of(words: Sequence[str]) -> str | None:
-    """Return the word that names the command: the first that is no option and no value of one."""
+    """Return the name of the command: the first word that is no option or value of an option."""
     before = ""
     for word in words:
         if not word.startswith("-") and before != "--color":

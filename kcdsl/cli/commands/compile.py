@@ -39,7 +39,7 @@ QUESTION_MS = 2000
 
 
 class Emitted(StrEnum):
-    """What is written instead of the table of routes."""
+    """The output in place of the table of routes."""
 
     IR = "ir"
     SMTLIB = "smtlib"
@@ -47,7 +47,7 @@ class Emitted(StrEnum):
 
 
 class Purpose(StrEnum):
-    """What a contract is compiled for."""
+    """The purpose of compiling a contract."""
 
     TRAINING = "training"
 
@@ -148,8 +148,8 @@ class CompileCommand(Command):
         code: Exit,
         asked: frozenset[Diagnostic] = frozenset(),
     ) -> None:
-        """Print errors and warnings, what was asked for, and which files are not there yet; of
-        other notes and of accepted findings only their number."""
+        """Print errors and warnings, requested findings, and missing files; of other notes and of
+        accepted findings only the number."""
         if self.format in DOCUMENTS:
             docs_url = load_config(path.parent).docs_url
             run = LintRun(
@@ -173,7 +173,7 @@ class CompileCommand(Command):
 
 
 def _unfit(program: Program, source: SourceFile, folder: Path) -> tuple[Diagnostic, ...]:
-    """Return what is wrong with the model and the kernels, at its place in the text."""
+    """Return the defects of the model and the kernels, with spans in the text."""
     from kcdsl.check.artefacts import check_artefacts
 
     placed = (
@@ -198,8 +198,8 @@ def _question(program: Program, follows: str | None) -> str:
 def _block_model(path: Path, block: str, length: int) -> bytes:
     """Return a block of the training kernel as the bytes of an ONNX model.
 
-    Refuse a model that is code of the contract's folder, and a block whose graph is not that of
-    every input: one that reads token ids, or has experts.
+    Refuse a model with own code of the contract, and a block whose graph depends on the input: one
+    that reads token ids, or has experts.
     """
     from kcdsl.model.architecture import load_model
     from kcdsl.model.files import Artefacts
@@ -227,7 +227,7 @@ def _block_model(path: Path, block: str, length: int) -> bytes:
 
 
 def _limits(timeout: float) -> tuple[int, int]:
-    """Return the milliseconds for each question to z3 and for all of them."""
+    """Return the time limits in milliseconds of each z3 query and of all of them."""
     total = max(1, int(1000 * timeout))
     return min(total, QUESTION_MS), total
 
@@ -243,7 +243,7 @@ def _consistency(program: Program, source: SourceFile, timeout: float) -> Sink:
 
 
 def _undecided(routes: tuple[Route, ...]) -> Sink:
-    """Warn of every clause that no installed backend decides, with the reason of each."""
+    """Warn of every clause that no installed backend decides, with the reason of each backend."""
     sink = Sink()
     for item in routes:
         if item.backend is None:
@@ -260,7 +260,7 @@ def _undecided(routes: tuple[Route, ...]) -> Sink:
 
 
 def _library(library: Library) -> str:
-    """Return what `compile` says of a library: its digest, as imports state it, and its names."""
+    """Return the output for a library: its digest, in the form of imports, and its names."""
     named = {
         "slices": [s.name for s in library.slices],
         "kernels": [name for name, _ in library.kernels],
@@ -272,8 +272,7 @@ def _library(library: Library) -> str:
 
 
 def _weights(model: ModelRef, folder: Path) -> str:
-    """Return how certificates name the checkpoint as it is now, or where it was looked for in
-    vain."""
+    """Return the current digest of the checkpoint in certificates, or the path if it is missing."""
     from kcdsl.model.checkpoint.ranges import manifest_now
     from kcdsl.model.files import Artefacts
     from kcdsl.release.artefacts import checkpoint_manifest
@@ -327,7 +326,7 @@ class DiffForm(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffCommand(Command):
-    """Return whether a contract, or what a certificate states, became stricter or weaker."""
+    """Say whether a contract, or what a certificate states, became stricter or weaker."""
 
     old: str = argument("OLD", "the contract as it was, or what --emit ir wrote; or a certificate")
     new: str = argument("NEW", "the contract as it is to be, or the like; or a certificate")
@@ -336,8 +335,8 @@ class DiffCommand(Command):
     timeout: float = value("SECONDS", "how long z3 may take for all questions", 60.0, read=seconds)
 
     def run(self) -> Exit:
-        """Print how the new one differs; exit code 1 if it may accept what the old one refuses, or
-        states less, 3 if that is open."""
+        """Print the difference; exit code 1 if the new one may accept more, or states less, than
+        the old one, 3 if that is undecided."""
         from kcdsl.api.checking import are_certificates
         from kcdsl.verdict.studies.difference import Relation
 
@@ -375,7 +374,7 @@ class DiffCommand(Command):
 
 
 def _program(given: str) -> Program:
-    """Return a contract, compiled or as it was stored; what is wrong with it goes to stderr."""
+    """Return a contract, compiled or stored; its findings go to stderr."""
     from kcdsl.check.stored import is_stored, load_bytes
 
     path = find_contract(given, Path())
@@ -411,7 +410,7 @@ class FmtCommand(Command):
 
     def run(self) -> Exit:
         """Format each file; exit code 1 where `--check` or `--diff` found one that would change, 2
-        where one cannot be read, written or formatted, and then that file is left as it is."""
+        where one cannot be read, written or formatted; that file is not changed."""
         dry = self.check or self.diff
         seen, failed, changed = 0, 0, 0
         for name, path in self._places():
@@ -443,7 +442,7 @@ class FmtCommand(Command):
         return Exit.VIOLATED if dry and changed else Exit.HELD
 
     def _places(self) -> list[tuple[str, Path | None]]:
-        """Return the names of what is to be formatted; the path is None for standard input."""
+        """Return the names and paths to format; the path is None for standard input."""
         if _STDIN in self.paths:
             if len(self.paths) > 1:
                 raise refuse(USAGE, "standard input is read alone", help="leave the others out")
@@ -458,7 +457,7 @@ def _read(name: str, path: Path | None) -> SourceFile:
 
 
 def _formatted(source: SourceFile) -> str:
-    """Return the text in the house layout; raises Refusal where it has none."""
+    """Return the formatted text; raises Refusal where it cannot be formatted."""
     from kcdsl.format import format_text
 
     sink = Sink()

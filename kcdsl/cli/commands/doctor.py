@@ -1,7 +1,7 @@
 """`kcdsl doctor` and `kcdsl backends`: what is installed, what that enables, and what is missing.
 
-Packages are imported here, one by one and inside a function, because a package that is installed
-and does not import is as good as missing.
+Packages are imported here, one by one and inside a function, because an installed package whose
+import fails counts as missing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ EXTRAS: Mapping[str, tuple[str, str]] = {
 }
 """Distributions (imported by the same name) of extras: the extra, and what they are there for."""
 LIRPA = ("auto_LiRPA", "0.3", "the backend lirpa, a second opinion")
-"""Its requirements ask for versions of years ago, so that it is installed without them."""
+"""It is installed without its requirements, which demand outdated versions."""
 
 
 # --- what was found ------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ LIRPA = ("auto_LiRPA", "0.3", "the backend lirpa, a second opinion")
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One distribution as found. `problem` is None where it can be used."""
+    """The state of one distribution. `problem` is None where it can be used."""
 
     name: str
     module: str
@@ -87,7 +87,7 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One backend of the catalogue and what keeps it from running."""
+    """One backend of the catalogue and the reasons why it cannot run."""
 
     name: str
     summary: str
@@ -102,7 +102,7 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """Where `evaluate` would run."""
+    """The device on which `evaluate` would run."""
 
     kind: str
     """"cuda", "cpu", or "none" where torch cannot be used."""
@@ -135,7 +135,7 @@ class Environment:
             not self.problems
             and self.python_problem is None
             and all(p.usable for p in self.packages if p.required)
-            and any(b.enabled for b in self.backends)  # others lack what is optional
+            and any(b.enabled for b in self.backends)  # others may lack optional packages
         )
 
     @property
@@ -182,7 +182,7 @@ def pip_install(*words: str) -> str:
 
 
 def examine() -> Environment:
-    """Look at this interpreter, its packages, the backends and the device."""
+    """Examine this interpreter, its packages, the backends and the device."""
     problems: list[str] = []
     try:
         own: str | None = version(DISTRIBUTION)
@@ -268,7 +268,7 @@ def _out_of_range(installed: str, requirement: str) -> str | None:
     try:
         from packaging.requirements import Requirement
     except ImportError:
-        return None  # reported as a missing package of its own
+        return None  # reported as a separate missing package
     wanted = Requirement(requirement).specifier
     return None if wanted.contains(installed, prereleases=True) else f"outside {wanted}"
 
@@ -369,7 +369,7 @@ def _print(found: Environment) -> None:
         from rich.text import Text
 
         from kcdsl.verdict.text.console import print_on, table
-    except ImportError:  # the doctor must speak where even rich is missing
+    except ImportError:  # the command must work without rich
         print("\n".join([headline, *("  ".join(row) for row in (*packages, *backends))]))
     else:
         print_on(sys.stdout, Text(headline))
@@ -384,7 +384,7 @@ def _print(found: Environment) -> None:
             how = {"padding": (0, 1), "header_style": "table.header"}
             print_on(sys.stdout, table(columns, styled, title, box=box.SIMPLE_HEAD, **how))
     for line in (*_device_lines(found.device), *_advice(found)):
-        print(line)  # commands are never wrapped: they are there to be copied
+        print(line)  # commands are not wrapped, so that they can be copied
 
 
 def _package_row(package: Package) -> tuple[str, ...]:

@@ -75,10 +75,10 @@ class ExplainCommand(Command):
     )
 
     def run(self) -> Exit:
-        """Print a page of a code or of the manual, a metric, what backends say to a clause, or the
-        list of all codes.
+        """Print a page of a code or of the manual, a metric, the backends of a clause, or the list
+        of all codes.
 
-        A clause that has the name of a metric or of a page is meant where its contract is given.
+        With a contract, a clause has priority over a metric or page of the same name.
         """
         if self.topic is None:
             _list_codes(all_codes(), self.format)
@@ -118,7 +118,7 @@ def _explain_code(wanted: str, format: AnswerFormat) -> None:
         return
     found = find(wanted)
     if found is None:
-        # Near numbers mean nothing alike, so that none is suggested.
+        # Similar numbers are unrelated, so none is suggested.
         family = wanted[:3]
         help = "`kcdsl explain` lists every code"
         if family in FAMILIES:
@@ -133,7 +133,7 @@ def _explain_code(wanted: str, format: AnswerFormat) -> None:
 
 
 def _print_markdown(markdown: str, plain: str) -> None:
-    """Print a text set for a terminal, and as plain text for anything else."""
+    """Print a text, formatted on a terminal and as plain text otherwise."""
     if not sys.stdout.isatty():
         print(plain, end="")
         return
@@ -144,7 +144,7 @@ def _print_markdown(markdown: str, plain: str) -> None:
 
 
 def _list_codes(codes: Sequence[Code], format: AnswerFormat) -> None:
-    """Print codes by family: their titles, in Markdown and JSON what they mean too."""
+    """Print codes by family: their titles, in Markdown and JSON their meaning too."""
     if format is AnswerFormat.JSON:
         _print_codes(codes)
         return
@@ -214,7 +214,7 @@ def _show_metric(metric: MetricDefinition, format: AnswerFormat) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BackendAnswer:
-    """What a backend says to a clause. `blame` is the part out of its reach, where there is one."""
+    """The answer of a backend to a clause. `blame` is the part that it cannot decide, if any."""
 
     backend: str
     covers: bool
@@ -225,8 +225,8 @@ class BackendAnswer:
 def _explain_clause(name: str, given: str | None, format: AnswerFormat) -> None:
     """Print the table of backends for a clause of a contract.
 
-    A clause that no backend covers is explained too, and so is one beside clauses in error. Where
-    there is no such clause, a metric that the contract's user declares under this name is shown.
+    A clause that no backend covers is explained too, and so is one in a contract with errors in
+    other clauses. If there is no such clause, the user's metric of this name is shown.
     """
     from kcdsl.check.compile import analyse, no_program
     from kcdsl.route.catalogue import catalogue
@@ -268,7 +268,7 @@ def _explain_clause(name: str, given: str | None, format: AnswerFormat) -> None:
 
 
 def _show_sizes(name: str, given: str | None, folder: str | None) -> None:
-    """Print for each case of a clause whether it is small enough, and why; write its questions."""
+    """Print for each case of a clause whether it is small enough, and why; write its queries."""
     from kcdsl.model.files import Artefacts
     from kcdsl.route.catalogue import catalogue
     from kcdsl.route.goals import goals
@@ -298,7 +298,7 @@ def _show_sizes(name: str, given: str | None, folder: str | None) -> None:
 
 
 def _write_queries(name: str, given: str | None, folder: str) -> None:
-    """Write each case of a clause as a VNN-LIB query and its networks, or say why it is none."""
+    """Write each case of a clause as a VNN-LIB query and its networks, or print why it has none."""
     from kcdsl.api.backends import query_solver
     from kcdsl.model.files import Artefacts
     from kcdsl.route.goals import goals
@@ -326,8 +326,8 @@ def _write_queries(name: str, given: str | None, folder: str) -> None:
 
 
 def _contract_for(topic: str, given: str | None) -> Path:
-    """Return the path of the contract. Where none is named and none is here, the topic may be a
-    misspelt code or metric, so the refusal says what it is not."""
+    """Return the path of the contract. If there is none, the topic may be a misspelt code or
+    metric, so the refusal mentions both."""
     from kcdsl.metrics import BUILT_IN
 
     try:
@@ -348,7 +348,7 @@ def _contract_for(topic: str, given: str | None) -> Path:
 
 
 def _speaks_of(found: Diagnostic, name: str, analysis: Analysis) -> bool:
-    """Return whether an error is one of a clause, other than that no backend covers it."""
+    """Return whether an error concerns a clause, other than that no backend covers it."""
     if found.code is OUTSIDE_FRAGMENTS or found.span is None or analysis.raw is None:
         return False
     if found.source is not None and found.source.name != analysis.source.name:

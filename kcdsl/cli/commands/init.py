@@ -59,7 +59,7 @@ class InitCommand(Command):
     )
 
     def run(self) -> Exit:
-        """Write the contract and what it needs beside it; --force replaces a contract alone."""
+        """Write the contract and its further files; --force replaces only the contract."""
         from kcdsl.draft.origin import DraftRequest, draft_of
         from kcdsl.source.writing import NewFile, make_folder, write_together
 
@@ -92,7 +92,7 @@ class InitCommand(Command):
 
 
 def _measured(found: DraftFiles) -> DraftFiles:
-    """Write the contract once more, with limits from runs; return what was written."""
+    """Write the contract again, with limits from runs; return the new files."""
     from kcdsl.api.contract import load
     from kcdsl.api.evaluation import EvaluateSettings
     from kcdsl.api.verification import VerifySettings
@@ -113,14 +113,14 @@ def _path(name: str | None) -> Path | None:
 
 
 def _recording(path: Path) -> Any:
-    """Return what the measuring backend says of a recording; None for rows that are none."""
+    """Return the description of a recording by the measuring backend; None for other files."""
     from kcdsl.api.backends import measuring_backend
 
     return measuring_backend().recording(path)
 
 
 def _refuse_defect(text: str, path: Path) -> None:
-    """Refuse a draft that would not compile, with its diagnostics: nothing is written then."""
+    """Refuse a draft that does not compile, with its diagnostics, before anything is written."""
     from kcdsl.check.compile import compile_source
 
     sink = Sink()
@@ -129,7 +129,7 @@ def _refuse_defect(text: str, path: Path) -> None:
 
 
 def _is_new(path: Path, data: bytes) -> bool:
-    """Return whether a file of the draft is not there yet; refuse another of its name."""
+    """Return whether a file of the draft does not exist yet; refuse a different existing file."""
     from kcdsl.source.files import read_bytes
 
     if not os.path.lexists(path):
@@ -161,7 +161,7 @@ def _print(found: DraftFiles, paths: Sequence[Path]) -> None:
 
 
 def _argument(contract: Path) -> str:
-    """Return what commands need to be told of a contract: nothing where they find it by itself."""
+    """Return the contract argument for commands; empty where they find the contract themselves."""
     import shlex
 
     from kcdsl.api.contract import find_contract

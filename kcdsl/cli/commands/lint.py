@@ -1,4 +1,4 @@
-"""`kcdsl lint`: check contracts and say everything that is wrong with them."""
+"""`kcdsl lint`: check contracts and report all findings."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ class LintCommand(Command):
 
 
 class _Wishes:
-    """What a run was asked for: the command line over the environment over the configuration.
+    """The settings of a run: command line over environment over configuration.
 
-    `select` and `ignore` hold codes and beginnings of codes. What the command line asks for by
-    `--select` and no more, the configuration cannot leave out.
+    `select` and `ignore` hold codes and prefixes of codes. With only `--select` on the command
+    line, `ignore` of the configuration does not apply.
     """
 
     def __init__(self, given: LintCommand) -> None:
-        """Raise Refusal where the wishes cannot be met."""
+        """Raise Refusal for inconsistent settings."""
         self.config = config = load_config(Path())
         self.outputs = self._outputs(given)
         lists = all(o.file is not None or o.format in _LISTS for o in self.outputs)
@@ -104,7 +104,7 @@ class _Wishes:
         self.fail_on = Severity(given.fail_on or config.fail_on)
 
     def _outputs(self, given: LintCommand) -> tuple[Output, ...]:
-        """Return where findings go, in which form; at most one goes to standard output."""
+        """Return the outputs and their formats; at most one is standard output."""
         more = []
         if not given.format:
             self._refuse_elsewhere()
@@ -122,7 +122,7 @@ class _Wishes:
         return outputs(words, FORMATS, usual, more, screen=given.output is None)
 
     def _refuse_elsewhere(self) -> None:
-        """Refuse a file that the configuration of a folder would have written outside of it."""
+        """Refuse an output file of a folder's configuration that is outside the folder."""
         config, origin = self.config, self.config.origin("format")
         if origin.source is not config.file or config.file is None:
             return
@@ -152,7 +152,7 @@ class _Wishes:
 
 
 def _codes(given: Sequence[str] | None, name: str, configured: tuple[str, ...]) -> tuple[str, ...]:
-    """Return codes and beginnings of codes; each must fit a code that there is."""
+    """Return codes and prefixes of codes; each must match an existing code."""
     if given is None:
         return configured
     found = []
@@ -165,7 +165,7 @@ def _codes(given: Sequence[str] | None, name: str, configured: tuple[str, ...]) 
 
 
 class _Session:
-    """One run over the paths of a command, and what it found."""
+    """One run over the paths of a command, and its findings."""
 
     def __init__(self, command: LintCommand) -> None:
         self.command = command
@@ -188,7 +188,7 @@ class _Session:
         return code
 
     def _texts(self) -> Iterator[tuple[SourceFile, Path | None, Path | None]]:
-        """Yield each text with its folder and file; what cannot be read is among the findings."""
+        """Yield each text with its folder and file; unreadable files become findings."""
         if _STDIN in self.command.paths:
             if len(self.command.paths) > 1:
                 raise refuse(USAGE, "standard input is read alone", help="leave the others out")
@@ -274,10 +274,10 @@ class _Session:
                 from kcdsl.source.writing import write_bytes
 
                 text = render(shown, output.format, None, about)
-                # Names of files may hold bytes that are no characters; in JSON, this is an escape.
+                # File names may contain undecodable bytes, which are escaped in JSON.
                 write_bytes(output.file, f"{text}\n".encode("utf-8", "backslashreplace"))
                 continue
-            # The mended text of standard input has standard output for itself.
+            # The fixed text of standard input is the only content of standard output.
             asked = self.command
             mended = asked.fix and not asked.diff and _STDIN in asked.paths
             stream = sys.stderr if mended else sys.stdout
@@ -317,7 +317,7 @@ class _Session:
 
 
 def _whole(clause: RawClause) -> Span:
-    """Return the place of a clause with all its fields."""
+    """Return the span of a clause with all its fields."""
     if clause.body is None:
         return clause.span
     body = clause.body.span
@@ -325,7 +325,7 @@ def _whole(clause: RawClause) -> Span:
 
 
 def _standard_input() -> bytes:
-    """Return what standard input holds, one byte more than is allowed at most."""
+    """Return standard input, at most one byte more than the limit."""
     stream = getattr(sys.stdin, "buffer", None)
     if stream is None:
         raise refuse(INPUT_OUTPUT, "there is no standard input", help="name a file")

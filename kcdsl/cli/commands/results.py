@@ -1,5 +1,5 @@
-"""`kcdsl report`, `compare`, `status` and `replay`: what earlier runs wrote, shown, held beside one
-another, joined and run again."""
+"""`kcdsl report`, `compare`, `status` and `replay`: show, compare, join and repeat earlier
+results."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ReportCommand(Command):
 
 
 def _malformed() -> tuple[type[Exception], ...]:
-    """Return what a document of another shape raises while it is shown."""
+    """Return the exceptions that a malformed document raises while it is shown."""
     from jinja2 import UndefinedError
 
     wrong = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
@@ -172,8 +172,8 @@ class CompareCommand(Command):
         return EXITS[found.verdict]
 
     def _untrusted(self, read: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """Return which reports are left out: those that are named so, and those whose run a
-        register does not trust."""
+        """Return the ignored reports: those given as untrusted, and those whose run a register does
+        not trust."""
         import hashlib
 
         named = [read[name] for name in self.untrusted]
@@ -235,7 +235,7 @@ class StatusCommand(Command):
 
 
 def _written(folder: Path) -> list[Path]:
-    """Return what verify and evaluate wrote; a certificate stands for its statement."""
+    """Return the files of verify and evaluate; a certificate replaces its statement."""
     from kcdsl.release.signing import CERTIFICATE, STATEMENT
 
     return sorted([*folder.glob(f"*{CERTIFICATE}"), *folder.glob(f"*{STATEMENT}")])
@@ -258,7 +258,7 @@ def _join(contract: Contract, expectation: Expectation, files: Sequence[Path]) -
 
 
 def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
-    """Return what a statement says about this triple; raises Rejected where it says nothing."""
+    """Return the predicate of a statement about this triple; raises Rejected for any other."""
     from kcdsl.model.files import Artefacts
     from kcdsl.release.artefacts import input_at_hand
     from kcdsl.release.signing import CERTIFICATE, read_envelope
@@ -353,7 +353,7 @@ class ReplayCommand(RunsCode):
     format: OutputFormat = format_option()
 
     def run(self) -> Exit:
-        """Replay; what is not reproduced is refused (2).
+        """Replay; refuse (2) a result that is not reproduced.
 
         A counterexample: 1 its run breaks its clause, 3 it does not. A trace: as the evaluation
         did.
@@ -390,7 +390,7 @@ class ReplayCommand(RunsCode):
         return replayed.exit
 
     def _trace(self, file: Path) -> Exit:
-        """Conclude from a trace; raises Refusal (KC633) where the report was another."""
+        """Decide again from a trace; raises Refusal (KC633) where the report differs."""
         if self.checkpoint is not None:
             raise refuse(
                 codes.USAGE,
@@ -482,7 +482,7 @@ def _print_run(program: Program, document: Mapping[str, Any], found: Replayed) -
 
 
 def _under(backend: Any, trace: Any, given: str) -> Concluded:
-    """Return what the evidence says of a changed contract."""
+    """Return the conclusion of the evidence for a changed contract."""
     from kcdsl.api.evaluation import accepted_findings, implied_clauses
 
     contract = read_contract(given)
@@ -497,7 +497,7 @@ def _under(backend: Any, trace: Any, given: str) -> Concluded:
 
 
 def _reproduced(file: Path, report: Concluded, recorded: Mapping[str, Any]) -> str:
-    """Say that the report is what the trace records, and the report beside it if there is one."""
+    """Return that the report equals the recorded one, and the report beside the trace if any."""
     found = json.loads(report.dumps())
     _compare(recorded, found, f"the report that {file} records")
     beside = file.with_name("report.json")

@@ -81,7 +81,7 @@ class CheckCommand(Trusts):
     format: OutputFormat = format_option()
 
     def run(self) -> Exit:
-        """Check certificates: 0 valid, 4 invalid; what could not be read is refused (2)."""
+        """Check certificates: 0 valid, 4 invalid; unreadable files are refused (2)."""
         from kcdsl.api.checking import CheckSettings, check_certificates
 
         settings = self.settings(
@@ -105,7 +105,7 @@ class CheckCommand(Trusts):
 
 
 def print_report(combined: Combined) -> None:
-    """Print what the checks say of each certificate, and of all of them."""
+    """Print the results for each certificate, and for all of them."""
     colour = wants_colour(sys.stdout)
     reasons: list[str] = []
     for name, report in combined.reports:
@@ -127,8 +127,8 @@ def print_report(combined: Combined) -> None:
 
 
 def _print_steps(report: Report, colour: bool) -> None:
-    """Print a line for each step, and one for all that an earlier one stopped; a terminal folds
-    it, and a file has it whole."""
+    """Print a line for each step, and one for all steps that were not run; lines are folded only on
+    a terminal."""
     from kcdsl_certs.verification.report import EARLIER_FAILED
 
     left = max((len(check.name) for check in report.checks), default=0) + len("    not run  ")

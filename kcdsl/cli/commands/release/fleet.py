@@ -78,7 +78,7 @@ class FleetCommand(Trusts):
     def _write_classes(
         self, reading: FleetReading, keys: Sequence[SigningKey], moment: datetime
     ) -> None:
-        """Sign each class of two or more kernels in a file of its own; all are written or none."""
+        """Sign each class of two or more kernels in a separate file; write all files or none."""
         from kcdsl.api.fleet import class_statements
         from kcdsl.source.writing import NewFile, make_folder, write_together
         from kcdsl_certs.signatures import bundle_bytes, sign

@@ -1,4 +1,4 @@
-"""`kcdsl promote` and `kcdsl gate`: move a candidate on; ask whether it may serve."""
+"""`kcdsl promote` and `kcdsl gate`: advance a candidate; ask whether it may serve."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _print(found: Promoted) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GateCommand(OfSlot):
-    """Return whether a triple may serve at a stage of a slot; with --serve over HTTP."""
+    """Say whether a triple may serve at a stage of a slot; with --serve over HTTP."""
 
     contract: str | None = contract_argument()
     stage: Stage | None = choice(Stage, "the stage at which it is to serve")
@@ -244,7 +244,7 @@ class GateCommand(OfSlot):
             ) from error
         with server:
             say(f"gate: http://{host}:{server.server_address[1]}")
-            # The first process of a container ignores this signal unless it is handled.
+            # The first process of a container ignores this signal without a handler.
             before = signal.signal(signal.SIGTERM, signal.default_int_handler)
             try:
                 server.serve_forever()
@@ -256,7 +256,7 @@ class GateCommand(OfSlot):
 
 
 def address(place: str) -> tuple[str, int]:
-    """Return host and port; raises Refusal. Without a host, only this machine is answered."""
+    """Return host and port; raises Refusal. The default host accepts only local connections."""
     host, _, port = place.rpartition(":")
     if not port.isascii() or not port.isdigit() or not 0 <= int(port) <= 65535:
         raise refuse(

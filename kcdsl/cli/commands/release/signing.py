@@ -1,7 +1,7 @@
 """`kcdsl keygen`, `sign`, `show`, `companions` and `attach`: make keys, sign statements, read and
 hand on certificates.
 
-These commands run and import nothing of the contract of a statement.
+These commands do not run or import code of a statement's contract.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class KeygenCommand(Command):
     force: bool = switch("replace a key that is already there")
 
     def run(self) -> Exit:
-        """Write both files or none; the private one is readable by its owner alone."""
+        """Write both files or none; only the owner can read the private one."""
         from kcdsl.release.signing import password_from
         from kcdsl.source.writing import NewFile, make_folder, write_together
         from kcdsl_certs.signatures import Algorithm, generate
@@ -102,7 +102,7 @@ class SignCommand(Command):
     )
 
     def run(self) -> Exit:
-        """Show what the statement says and sign it; what a checker would refuse is refused (2)."""
+        """Show the statement and sign it; refuse (2) a statement that a checker would reject."""
         from kcdsl.release.signing import (
             cannot_sign,
             certificate_of,
@@ -142,7 +142,7 @@ class SignCommand(Command):
 
 
 def _beside(target: Path, statement: Path) -> Path:
-    """Return the file to be written; a certificate lies beside the proofs that it names."""
+    """Return the file to write; a certificate must be beside its proofs."""
     if target.resolve().parent != statement.resolve().parent:
         raise refuse(
             CANNOT_SIGN,
@@ -153,7 +153,7 @@ def _beside(target: Path, statement: Path) -> Path:
 
 
 def _read(path: Path, add: bool) -> tuple[bytes, Envelope | None]:
-    """Return the statement, and the envelope that it lies in where signatures are added."""
+    """Return the statement, and its envelope if signatures are added."""
     from kcdsl.release.signing import read_envelope
     from kcdsl_certs.encoding.files import read_limited
     from kcdsl_certs.encoding.rejected import Rejected
@@ -172,7 +172,7 @@ def _read(path: Path, add: bool) -> tuple[bytes, Envelope | None]:
 
 
 def _refuse_signed(before: Envelope, keys: Sequence[SigningKey], path: Path) -> None:
-    """Refuse a key that has signed already: one key counts once."""
+    """Refuse a key that has already signed, since a key counts once."""
     from kcdsl_certs.signatures import MOST_SIGNATURES, pae
 
     message = pae(before.payload_type, before.payload)
@@ -203,7 +203,7 @@ def _show(admitted: Admitted, before: Envelope | None) -> None:
 
 
 def _rows(admitted: Admitted) -> Iterator[tuple[str, str]]:
-    """Yield all that is signed and that a person can judge."""
+    """Yield the signed content that a person can judge."""
     from kcdsl_certs.encoding.strict import time_text
     from kcdsl_certs.statement import Predicate, certificate_id
 
@@ -252,8 +252,8 @@ class ShowCommand(Trusts):
     format: OutputFormat = format_option()
 
     def run(self) -> Exit:
-        """Show it: 0 signed by keys that are trusted here, 3 no key was there to verify with, 4 a
-        check would refuse it. Files beside it are not looked at, so 0 is no pass."""
+        """Show it: 0 signed by trusted keys, 3 no trusted keys were given, 4 a check would reject
+        it. Files beside it are not read, so 0 does not mean that a check passes."""
         from kcdsl.api.checking import moment_of, read_certificate
         from kcdsl.release.signing import trusted_if_any
         from kcdsl.verdict.studies.certificate_view import certificate_view
@@ -353,8 +353,8 @@ class AttachCommand(Command):
     plain_http: bool = switch(PLAIN_HTTP)
 
     def run(self) -> Exit:
-        """Attach every certificate: 0 where the registry lists them all; what it has already is not
-        sent again, so that the same command finishes an attachment that was cut off."""
+        """Attach every certificate: 0 where the registry lists them all. Existing blobs are not
+        sent again, so repeating the command completes an interrupted upload."""
         from kcdsl.release.issue import utc_now
         from kcdsl.release.oci import Repository, attach
 

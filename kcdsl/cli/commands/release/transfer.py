@@ -55,7 +55,7 @@ class TransferCommand(Trusts, RunsCode, Signs):
     format: OutputFormat = format_option()
 
     def run(self) -> Exit:
-        """Write the transfer: 0 if every result goes over, 3 if some or all stay behind, 4 if the
+        """Write the transfer: 0 if every result is transferred, 3 if any is not, 4 if the
         certificate itself is not valid."""
         from kcdsl.api.checking import read_certificate
         from kcdsl.model.files import Artefacts
@@ -114,8 +114,7 @@ class TransferCommand(Trusts, RunsCode, Signs):
     def _verified(
         self, contract: Contract, bundle: bytes, earlier: Path, later: Path
     ) -> tuple[Report, Triple]:
-        """Return what the checks of the earlier certificate say, and the triple of the later
-        one."""
+        """Return the report on the earlier certificate, and the triple of the later one."""
         from kcdsl.release.requirements import build_expectation
         from kcdsl_certs.encoding.rejected import Rejected
         from kcdsl_certs.signatures import decode, parse_bundle
@@ -156,8 +155,8 @@ def _cannot(message: str, help: str | None = None) -> Refusal:
 
 
 def _regions(contract: Contract, later: Path) -> Regions:
-    """Return what makes the cases of a clause with the later weights; the model is loaded once it
-    is needed."""
+    """Return a function of the cases of a clause with the later weights, which loads the model on
+    first use."""
     from kcdsl.route.goals import goals
 
     def regions(clause: str) -> Any:

@@ -1,4 +1,4 @@
-"""`kcdsl register`: keep certificates, see what is in force and what is live, audit the record."""
+"""`kcdsl register`: record certificates, show their status and live triples, audit the log."""
 
 from kcdsl.cli.commands.release.register.command import RegisterCommand
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class RegisterAction(StrEnum):
-    """What is done with a register."""
+    """The actions of `kcdsl register`."""
 
     INIT = "init"
     ADD = "add"
@@ -48,7 +48,7 @@ class RegisterAction(StrEnum):
 
 
 class RevokedSubject(StrEnum):
-    """What is revoked."""
+    """The kind of revoked subject."""
 
     CERTIFICATE = "certificate"
     KEY = "key"
@@ -66,7 +66,7 @@ ARGUMENTS: Mapping[RegisterAction, tuple[int, int | None]] = {
     RegisterAction.CHECK: (0, 0),
     RegisterAction.UPGRADE: (0, 0),
 }
-"""How many arguments each action takes, at least and at most."""
+"""The least and the largest number of arguments of each action."""
 OPTIONS: Mapping[str, tuple[RegisterAction, ...]] = {
     "since": (RegisterAction.LOG,),
     "reason": (RegisterAction.REVOKE, RegisterAction.MARK),
@@ -80,7 +80,7 @@ OPTIONS: Mapping[str, tuple[RegisterAction, ...]] = {
     "threshold": (RegisterAction.ADD, RegisterAction.CHECK),
     "revocations": (RegisterAction.ADD, RegisterAction.CHECK),
 }
-"""The actions that have a use for an option, by its field."""
+"""The actions that accept an option, by its field."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +355,7 @@ def _check(command: RegisterCommand, place: str) -> Exit:
 
 
 def _trusted(command: RegisterCommand) -> TrustPolicy | None:
-    """Return whom an audit trusts; None where nobody is named and nothing signed was given."""
+    """Return the trust policy of an audit; None where no keys and no signed heads are given."""
     from kcdsl.release.signing import has_policy
 
     named = command.head or command.key or command.policy or command.revocations or has_policy()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def rows_of(status: CertificateStatus) -> Iterator[tuple[str, str]]:
-    """Yield what is recorded about a certificate, each with its name."""
+    """Yield the recorded facts about a certificate, each with its name."""
     from kcdsl_certs.encoding.strict import time_text
 
     yield "identity", f"sha256:{status.identity}"
@@ -48,7 +48,7 @@ def plain(event: Event) -> dict[str, Any]:
 
 
 def said(event: Event) -> str:
-    """Return what an event says, in one line."""
+    """Return an event in one line."""
     from kcdsl.release.register import EventKind
     from kcdsl.release.register.records import RUN
 
@@ -80,7 +80,7 @@ def said(event: Event) -> str:
 
 
 def print_audit(found: Audit) -> None:
-    """Print what an audit found."""
+    """Print the result of an audit."""
     for defect in found.defects:
         where = "" if defect.number is None else f"event {defect.number}: "
         print(one_line(f"{where}{defect.detail} ({defect.reason})"))
