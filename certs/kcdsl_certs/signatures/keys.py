@@ -45,7 +45,7 @@ def refuse_weak_key(encoding: bytes) -> None:
 
 
 def is_strong_commitment(signature: bytes) -> bool:
-    """Return whether R, the first half of a signature, is spelt canonically and not of small order."""
+    """Return whether R, the first half of a signature, is canonical and not of small order."""
     try:
         return len(signature) == 64 and not _is_small(_decode(signature[:32], "signature"))
     except Rejected:

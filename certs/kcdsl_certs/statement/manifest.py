@@ -258,8 +258,9 @@ def _identity(found: os.stat_result) -> tuple[int, ...]:
 
 
 def _is_hollow(descriptor: int, found: os.stat_result) -> bool:
-    """Return whether reading a file would mostly read a hole: it is larger than 1 GiB, and less than
-    a quarter of it is stored. What such a file holds is honest, and reading it can take for ever.
+    """Return whether a file is mostly a hole: larger than 1 GiB and less than a quarter stored.
+
+    Its content is well-defined, but reading it may take very long.
     """
     stored = getattr(found, "st_blocks", found.st_size) * 512
     if found.st_size <= 1 << 30 or stored * 4 >= found.st_size or not hasattr(os, "SEEK_DATA"):

@@ -69,7 +69,7 @@ class Quantity:
 
     @property
     def is_of_proofs(self) -> bool:
-        """Return whether proof objects speak of it: of every admissible run, not of those observed."""
+        """Return whether it bounds every admissible run, as proof objects do, not observed runs."""
         return self.kind == "margin" or (self.kind == "norm" and not self.measured)
 
     @property

@@ -49,7 +49,7 @@ def lower_tail(k: int, n: int, p: Fraction) -> Decimal:
 
 
 def certifies(k: int, n: int, rate: Fraction, alpha: Fraction) -> bool:
-    """Return whether k exceedances of n units show a rate below `rate` at level α (one look, fixed n).
+    """Return whether k exceedances of n units show a rate below `rate` at level α (one look).
 
     Clopper-Pearson: P(X <= k | rate) <= α.
     """

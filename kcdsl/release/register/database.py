@@ -65,8 +65,8 @@ _OPTIONS = frozenset(
 """Options of libpq that the URL of a register may have: none is a password, or names a file of
 passwords."""
 STOPPED = 60.0
-"""Seconds after which PostgreSQL ends an idle transaction. The transaction of a stopped process or a
-lost machine would block all other writers."""
+"""Seconds after which PostgreSQL ends an idle transaction: that of a stopped process or a lost
+machine would block all other writers."""
 _OF_THE_SERVER = ("08", "22P05", "25", "42501", "53", "54", "57", "58")
 """SQL states of server problems: connection, encoding, read-only or ended transaction, privilege,
 resources, limits, shutdown, I/O error."""
