@@ -1,1 +1,1 @@
-"""Certified bounds of requests and blocks, which what was measured must not exceed."""
+"""Certified bounds of requests and blocks, which measured values must not exceed."""

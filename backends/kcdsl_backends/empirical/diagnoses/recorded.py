@@ -96,7 +96,7 @@ def _ratios(rollouts: Sequence[Rollout]) -> list[Array]:
     return [np.concatenate(parts) for parts in units.values()]
 
 
-# --- what is declared ----------------------------------------------------------------------------
+# --- declarations --------------------------------------------------------------------------------
 
 
 def logprob_semantics(subject: Recorded) -> Precheck:

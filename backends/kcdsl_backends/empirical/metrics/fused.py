@@ -218,7 +218,7 @@ def values_of(extremes: Array, sums: Array, temperature: float, width: int) -> d
 
     No sum of squares or of v has a negative term. The two differences lose little: where d is small
     J is twice KL(q||p), and J/4 twice JS. In the last line any constant may be added to ln p, as
-    sum p (e^d - 1) = 0: the logits of the training kernel, less their mean, stand for it.
+    sum p (e^d - 1) = 0: the logits of the training kernel, less their mean, are used for it.
     """
     top, bottom, shift, z, _ = extremes
     s: Mapping[str, Array] = dict(zip(SUMS, sums, strict=True))

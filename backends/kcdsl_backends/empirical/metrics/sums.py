@@ -26,7 +26,7 @@ from kcdsl_backends.empirical.statistics.estimates import (
 Requests = Sequence[Sequence[Array]]
 """The arrays of each request, in the order of the inputs of a metric."""
 Counts = NDArray[np.float64]
-"""How often each resample draws each request [B, n]."""
+"""Multiplicities of requests in resamples [B, n]."""
 UNRELIABLE = 0.7
 """A tail index above this makes importance-weighted means unreliable (Vehtari et al. 2024)."""
 _FEWEST_TAIL = 25

@@ -96,7 +96,7 @@ def same_functions(program: Program, base: Path, evidence: EvidenceTable) -> Non
             )
 
 
-# --- what must be the same -----------------------------------------------------------------------
+# --- fixed inputs ---------------------------------------------------------------------------------
 
 
 def _fixed(program: Program, held: Program) -> Iterator[tuple[str, object, object]]:
@@ -180,7 +180,7 @@ def _cross_checked(program: Program, evidence: EvidenceTable) -> None:
             raise _absent(f"the block `{block}` was not compared with its certified bound")
 
 
-# --- what clauses read ---------------------------------------------------------------------------
+# --- values that clauses read --------------------------------------------------------------------
 
 
 def _read(clause: Clause) -> frozenset[str]:

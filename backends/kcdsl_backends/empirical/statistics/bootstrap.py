@@ -242,8 +242,8 @@ def clustered_redrawn(
 def _with_resampled(
     bare: Estimate, draws: Array, confidence: Confidence, bounds: Range
 ) -> Estimate:
-    """Return an estimate with the limits of its resamples, which leave room for what n requests do
-    not show. Where all resamples are alike, a range without ends gives none."""
+    """Return an estimate with the limits of its resamples, widened for values that n requests do
+    not show. If all resamples are equal, an unbounded range gives no limits."""
     value = bare.value
     low, high = resampled_limits(value, draws, confidence)
     if low == high and None in bounds:

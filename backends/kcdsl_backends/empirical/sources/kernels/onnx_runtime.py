@@ -102,7 +102,7 @@ class Sessions:
                 )
 
     def _quantised(self, name: str, path: Path) -> Path:
-        """Quantise the products with weights, and compare what was stored with the numerics."""
+        """Quantise the products with weights, and compare the stored weights with the numerics."""
         from onnx import load, numpy_helper
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -169,7 +169,7 @@ def saturates(*settings: str, basic: bool = False) -> bool:
 
 
 class _Part(nn.Module):
-    """A function of a module as a module of its own."""
+    """Wraps a function of a module as a module."""
 
     def __init__(self, function: Callable[..., Tensor], owner: nn.Module) -> None:
         super().__init__()
