@@ -1,1 +1,1 @@
-"""Exact numbers, strict JSON, records and files: how every document is read."""
+"""Readers and writers of exact numbers, strict JSON, records and files."""

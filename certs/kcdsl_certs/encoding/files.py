@@ -1,4 +1,4 @@
-"""Files from outside: regular ones alone, read without waiting and within a limit."""
+"""Untrusted files: only regular ones, read without blocking and with a size limit."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kcdsl_certs.encoding.rejected import Rejected
 
 
 def shown(name: str) -> str:
-    """Return a name as it may be printed."""
+    """Return a name safe for printing."""
     return name if name.isprintable() else ascii(name)
 
 
 def open_regular(path: Path, reason: str, *, links: bool = True) -> BufferedReader:
     """Open a regular file to read; raises Rejected with `reason` for a pipe, a device or a folder.
 
-    Nothing is waited for, and with `links` false a symbolic link is refused, as
-    `checkpoint/symlink`. Raises OSError where the file cannot be opened.
+    It does not block. With `links` false a symbolic link is refused as `checkpoint/symlink`.
+    Raises OSError where the file cannot be opened.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
     if not links:
@@ -40,7 +40,7 @@ def open_regular(path: Path, reason: str, *, links: bool = True) -> BufferedRead
 
 
 def read_limited(path: Path, limit: int) -> bytes:
-    """Return the bytes of a regular file; raise Rejected for another one, or a larger one."""
+    """Return the bytes of a regular file; raises Rejected for others and above the limit."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(descriptor, "rb") as stream:
@@ -56,8 +56,8 @@ def read_limited(path: Path, limit: int) -> bytes:
 
 
 def plain_path(path: Path) -> Path:
-    """Return a path whose folders are no links and no `..`, as the system would follow them; what
-    the last step of it names is left as it is."""
+    """Return a path with links and `..` in its folders resolved; the last component is not
+    resolved."""
     if path.name in ("", ".", ".."):
         return Path(os.path.realpath(path))
     return Path(os.path.realpath(path.parent)) / path.name

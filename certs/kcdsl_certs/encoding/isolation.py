@@ -1,4 +1,4 @@
-"""Keep the working folder out of what the checker imports."""
+"""Keep the working folder out of the module search path of the checker."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 
 
 def isolate() -> None:
-    """Drop the working folder from where modules are looked for.
+    """Remove the working folder from the module search path.
 
-    `python -m kcdsl_certs`, and an entry of `PYTHONPATH` that is empty or relative, have Python
-    look there first, and beside a certificate that came from elsewhere may be an `rfc8785.py`. An
-    absolute entry of `PYTHONPATH` stays: its user wrote it. By now Python has imported parts of its
-    own library; with `python -I -m kcdsl_certs` it found those in their place as well.
+    With `python -m kcdsl_certs`, or an empty or relative entry of `PYTHONPATH`, Python searches it
+    first, and an `rfc8785.py` may lie beside an untrusted certificate. Absolute entries of
+    `PYTHONPATH` are kept, since the user set them. Parts of the standard library are imported
+    before this call; `python -I -m kcdsl_certs` protects those imports, too.
     """
     os.environ["PYTHONSAFEPATH"] = "1"
     chosen = [e for e in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(e)]

@@ -1,7 +1,7 @@
 """Tensors of ONNX files, read from the wire format of protobuf.
 
 https://protobuf.dev/programming-guides/encoding and onnx.proto define the numbers of fields. A
-field that may stand once and stands twice is refused: readers differ in what they make of it.
+repeated singular field is refused, because readers treat it differently.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 @dataclass(frozen=True, slots=True)
 class OnnxTensor:
-    """A tensor of a file: its bytes, or the file beside it, the offset and the length of them.
+    """A tensor of a file: its bytes, or the external file with their offset and length.
 
-    `dtype` is the name that safetensors files have for the type; "" for one whose numbers are not
-    read: any but floats of 32, 16 and 8 bits, and integers of 32 and 8.
+    `dtype` is the safetensors name of the type; "" for unsupported types: all except floats of 32,
+    16 and 8 bits, and integers of 32 and 8 bits.
     """
 
     dtype: str
@@ -60,9 +60,9 @@ class OnnxCodes:
 
 
 def tensors_of(data: bytes) -> dict[str, OnnxTensor]:
-    """Return the tensors of the bytes of an ONNX file by their names.
+    """Return the tensors in the bytes of an ONNX file, by name.
 
-    Raises Rejected `checkpoint/format` for what is damaged or ambiguous.
+    Raises Rejected `checkpoint/format` for damaged or ambiguous data.
     """
     found: dict[str, OnnxTensor] = {}
     for number, _, value in _fields(_graph(data)):
@@ -77,11 +77,11 @@ def tensors_of(data: bytes) -> dict[str, OnnxTensor]:
 
 
 def codes_of(data: bytes, tensors: Mapping[str, OnnxTensor]) -> dict[str, OnnxCodes]:
-    """Return what tensors of codes are read as, by the names of the results of DequantizeLinear,
-    and of MatMulInteger that a scale of the file multiplies; by the name of a lookup in codes or of
-    their transpose, all of them with the one scale of its results.
+    """Return the dequantisation of tensors of codes, by the names of the results of
+    DequantizeLinear, of MatMulInteger with a scale of the file, and of lookups in codes or their
+    transpose with a single scale.
 
-    Raises Rejected `checkpoint/format` for what is damaged or ambiguous.
+    Raises Rejected `checkpoint/format` for damaged or ambiguous data.
     """
     found: dict[str, OnnxCodes] = {}
     sums = _IntegerSums(frozenset(tensors))
@@ -111,7 +111,7 @@ def codes_of(data: bytes, tensors: Mapping[str, OnnxTensor]) -> dict[str, OnnxCo
         if any(attributes[name] for name in odd - {"output_dtype"}) or attributes.get(
             "output_dtype", 0
         ) not in (0, 1):
-            continue  # in blocks, or to another type than float32: no parameter is made of it
+            continue  # blocks and result types other than float32 make no parameter
         zero_point = inputs[2] if len(inputs) == 3 else ""
         found[result] = OnnxCodes(source, inputs[1], zero_point, attributes.get("axis", 1))
     return found
@@ -119,20 +119,20 @@ def codes_of(data: bytes, tensors: Mapping[str, OnnxTensor]) -> dict[str, OnnxCo
 
 @dataclass(slots=True)
 class _IntegerSums:
-    """Sums of codes on their way to the scales that multiply them, in the order of nodes."""
+    """Tracks sums of codes to the scales that multiply them, in the order of nodes."""
 
     tensors: frozenset[str]
     scales: dict[str, str] = field(default_factory=dict)
     """The scale of an input, by the name of its codes."""
     sums: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Name of the sum and scale of its input, by each name that it goes by."""
+    """Name of a sum and scale of its input, by each alias of the sum."""
     weights: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Codes and zero points of the weight of a sum."""
     products: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """The factors of any other product of two."""
+    """The factors of any other binary product."""
 
     def coded(self, operator: str, inputs: tuple[str, ...], result: str) -> dict[str, OnnxCodes]:
-        """Follow a node; return the weight of a sum that it multiplies by the weight's scale."""
+        """Process a node; return the weight of a sum that it multiplies by the weight's scale."""
         first, second, _, zero_point = inputs
         match operator:
             case "QuantizeLinear":
@@ -187,7 +187,7 @@ def _node(message: memoryview) -> tuple[list[str], list[str], str, dict[str, int
 
 
 def _attribute(message: memoryview) -> tuple[str, int]:
-    """Return the name of an attribute and its integer; 1 where it is none."""
+    """Return the name of an attribute and its integer; 1 for other types."""
     found: dict[int, int | memoryview] = {}
     for number, _, value in _fields(message):
         if number in (1, 3, 20) and number in found:

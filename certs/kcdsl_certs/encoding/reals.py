@@ -67,7 +67,7 @@ def parse_hex(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A double: exact as a hexadecimal float, for people as a decimal rounded outwards."""
+    """A double: exact as a hexadecimal float, and as a decimal rounded outwards for people."""
 
     value: float
     rounding: Rounding

@@ -1,6 +1,6 @@
-"""Records: how the fields of a dataclass stand in a JSON object, for writing and strict reading.
+"""Records: maps between dataclasses and JSON objects, with strict reading.
 
-A field that nobody stated is absent, never null; a field that the table does not name is refused.
+A field without a value is absent, never null; an unknown field is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REQUIRED = object()
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How one value is written as plain data, and read at a place; reading raises Rejected."""
+    """Writes a value as plain data, and reads it at a place; reading raises Rejected."""
 
     write: Callable[[Any], Any]
     read: Callable[[Any, str], Any]
@@ -31,7 +31,7 @@ def _same(value: Any) -> Any:
 
 
 def _is(what: str, fits: Callable[[Any], bool]) -> Codec:
-    """Return the codec of plain values of which a test says whether they fit."""
+    """Return the codec of plain values that satisfy a test."""
 
     def read(value: Any, place: str) -> Any:
         if not fits(value):
@@ -58,7 +58,7 @@ DIGEST = Codec(
 
 
 def one_of(names: Iterable[str]) -> Codec:
-    """Return the codec of a text that must be one of a few."""
+    """Return the codec of a text that must be one of `names`."""
     known = tuple(names)
 
     def read(value: Any, place: str) -> Any:
@@ -70,7 +70,7 @@ def one_of(names: Iterable[str]) -> Codec:
 
 
 def constant(text: str, reason: str = "statement/malformed") -> Codec:
-    """Return the codec of a text that is always the same, such as a schema."""
+    """Return the codec of a constant text, such as a schema."""
 
     def read(value: Any, place: str) -> None:
         if TEXT.read(value, place) != text:
@@ -86,7 +86,7 @@ def member(kind: type[StrEnum]) -> Codec:
 
 
 def measured(rounding: Rounding) -> Codec:
-    """Return the codec of a double, with a decimal that is rounded in a direction."""
+    """Return the codec of a double, with a decimal rounded in a direction."""
     return Codec(
         lambda value: Measured(value, rounding).to_json(),
         lambda value, place: Measured.from_json(value, rounding).value,
@@ -117,8 +117,8 @@ def by_name(codec: Codec) -> Codec:
 
 @dataclass(frozen=True, slots=True)
 class RecordField:
-    """A field: its name in JSON, its codec, its name in the dataclass if that is another, what
-    stands for its absence, and how it is found if it is no attribute."""
+    """A field: its name in JSON, its codec, its name in the dataclass if different, the value if it
+    is absent, and its getter if it is no attribute."""
 
     name: str
     codec: Codec
@@ -137,7 +137,7 @@ class RecordField:
 
 
 class Record(Generic[_Kind]):
-    """The fields of a dataclass in JSON; `build` makes it of what was read, by attribute."""
+    """The fields of a dataclass in JSON; `build` constructs it from the values by attribute."""
 
     def __init__(self, build: Callable[..., _Kind], *entries: RecordField) -> None:
         self._build, self._entries = build, entries
@@ -149,8 +149,8 @@ class Record(Generic[_Kind]):
         return {e.name: e.codec.write(part) for e, part in found if part != e.absent}
 
     def read(self, value: Any, place: str) -> _Kind:
-        """Return what a record says. Raises Rejected for a field that is missing, ill-formed or
-        unknown: one that nobody asked for could narrow what the rest says."""
+        """Return the object of a record. Raises Rejected for a field that is missing, ill-formed or
+        unknown: an unknown field could restrict the meaning of others."""
         record: dict[str, Any] = OBJECT.read(value, place)
         found = {
             entry.key: entry.codec.read(record.get(entry.name), f"{place}.{entry.name}")

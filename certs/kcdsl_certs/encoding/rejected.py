@@ -16,5 +16,5 @@ class Rejected(Exception):
         super().__init__(f"{reason}: {detail}" if detail else reason)
 
     def at(self, place: str) -> Rejected:
-        """Return the same rejection with the place put before its detail."""
+        """Return the same rejection with a place before its detail."""
         return Rejected(self.reason, f"{place}: {self.detail}")

@@ -23,7 +23,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 LARGEST_INTEGER = 2**53 - 1
 DEEPEST_NESTING = 64
 LARGEST_DOCUMENT = 512 * 1024 * 1024
-"""Bytes of an evidence file that is read and not only hashed."""
+"""The largest evidence file, in bytes, that is parsed and not only hashed."""
 _STANDARD = re.compile(r"[A-Za-z0-9+/]*={0,2}", re.ASCII)
 _URL_SAFE = re.compile(r"[A-Za-z0-9_-]*={0,2}", re.ASCII)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -31,11 +31,11 @@ _TIME = re.compile(r"(\d{4})-(\d{2})-(\d{2})T(\d{2}):(\d{2}):(\d{2})Z", re.ASCII
 
 
 def strict_load(raw: bytes, limit: int, nesting: int | None = DEEPEST_NESTING) -> Any:
-    """Parse one JSON document of at most `limit` bytes, refusing whatever JSON leaves open.
+    """Parse one JSON document of at most `limit` bytes, refusing everything ambiguous in JSON.
 
     Refused are: duplicate keys, floats and constants such as NaN, integers beyond 2^53 - 1 and -0,
-    lone surrogates, any encoding but UTF-8, a byte order mark, trailing data, and what is nested
-    more deeply than `nesting` levels (None: than the parser reads).
+    lone surrogates, any encoding but UTF-8, a byte order mark, trailing data, and more than
+    `nesting` levels (None: the limit of the parser).
     """
     if len(raw) > limit:
         raise Rejected("json/size", f"{len(raw)} bytes, at most {limit} are read")
@@ -43,9 +43,9 @@ def strict_load(raw: bytes, limit: int, nesting: int | None = DEEPEST_NESTING) -
 
 
 def loose_load(raw: bytes) -> Any:
-    """Parse one JSON document that may hold floats; else as strict as `strict_load`.
+    """Parse one JSON document that may contain floats; otherwise as strict as `strict_load`.
 
-    Integers may be of any size that Python reads, and no float is infinite or NaN.
+    Integers may have any size that Python parses, and floats must be finite.
     """
     return _load(raw, DEEPEST_NESTING, _finite, int)
 
@@ -78,7 +78,7 @@ def _load(
 
 
 def _refuse_surrogates(text: str, value: Any) -> None:
-    """Raise UnicodeError where an escape of the text left half of a pair in the value."""
+    """Raise UnicodeError where an escape of the text left a lone surrogate in the value."""
     if _SURROGATE.search(text) is not None:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
 
@@ -122,7 +122,7 @@ def _limit_nesting(value: Any, left: int) -> None:
 
 
 def strict_base64(text: str) -> bytes:
-    """Decode base64 of the standard or the URL-safe alphabet; only the canonical spelling passes.
+    """Decode canonical base64 of the standard or the URL-safe alphabet.
 
     Refused are mixed alphabets, blanks, missing or superfluous padding, and non-zero spare bits
     (`QR==` decodes to the byte of `QQ==` in lenient decoders).
@@ -155,7 +155,7 @@ def parse_time(text: str) -> datetime:
 
 
 def time_text(moment: datetime) -> str:
-    """Write a time that knows its zone as `YYYY-MM-DDTHH:MM:SSZ`, cut to the second."""
+    """Write an aware datetime as `YYYY-MM-DDTHH:MM:SSZ`, truncated to seconds."""
     if moment.tzinfo is None:
         raise Rejected("time/no-zone", "a time without a zone does not say when it is")
     return f"{moment.astimezone(UTC).replace(microsecond=0, tzinfo=None).isoformat()}Z"
@@ -202,7 +202,7 @@ LONGEST_TEXT = 20_000
 
 @dataclass(slots=True)
 class Fields:
-    """Takes fields out of one JSON object; `done` refuses what is left over."""
+    """Reads fields of one JSON object; `done` refuses unread fields."""
 
     record: dict[str, Any]
     place: str
@@ -248,7 +248,7 @@ class Fields:
         return value
 
     def raw(self, name: str) -> Any:
-        """Return the value as it stands; None where the field is absent."""
+        """Return the raw value; None where the field is absent."""
         return self._take(name)
 
     def inner(self, name: str) -> Fields:
@@ -277,7 +277,7 @@ class Fields:
         return sha256_of(value.get("sha256"), f"{self.place}.{name}")
 
     def done(self) -> None:
-        """Refuse fields that nobody asked for: they could narrow what the rest says."""
+        """Refuse unread fields: they could restrict the meaning of others."""
         unknown = sorted(self.record.keys() - self.taken)
         if unknown:
             raise Rejected("statement/unknown-field", f"{self.place} has {', '.join(unknown)}")

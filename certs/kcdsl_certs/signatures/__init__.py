@@ -1,4 +1,4 @@
-"""Signatures: keys, envelopes, and the trust policy of the one who checks."""
+"""Signatures: keys, envelopes, and the trust policy of the verifier."""
 
 from kcdsl_certs.signatures.envelope import (
     LARGEST_BUNDLE,

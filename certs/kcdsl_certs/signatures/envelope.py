@@ -20,7 +20,7 @@ MOST_SIGNATURES = 32
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """One signature. `keyid` is an unauthenticated hint and decides nothing."""
+    """One signature. `keyid` is an unauthenticated hint without effect on verification."""
 
     value: bytes
     keyid: str | None = None
@@ -49,7 +49,7 @@ def sign(payload: bytes, keys: Sequence[SigningKey], payload_type: str = PAYLOAD
 
 
 def signers(envelope: Envelope, keys: Iterable[TrustedKey]) -> tuple[TrustedKey, ...]:
-    """Return the trusted keys of which at least one signature verifies, each once."""
+    """Return the trusted keys with at least one valid signature, each once."""
     message = pae(envelope.payload_type, envelope.payload)
     return tuple(
         trusted
@@ -69,7 +69,7 @@ def bundle_bytes(envelope: Envelope, hint: str) -> bytes:
 
 
 def envelope_bytes(envelope: Envelope) -> bytes:
-    """Return the DSSE envelope alone (compact JSON, one line), for tools that read no bundle."""
+    """Return the DSSE envelope alone (compact JSON, one line), for tools without bundle support."""
     return _line(_dsse(envelope))
 
 
@@ -94,7 +94,7 @@ def _line(document: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class RawEnvelope:
-    """The envelope as it stands in the bundle, base64 not yet decoded."""
+    """The envelope of a bundle, base64 not yet decoded."""
 
     payload: str
     payload_type: str
@@ -102,7 +102,7 @@ class RawEnvelope:
 
 
 def parse_bundle(raw: bytes) -> RawEnvelope:
-    """Read a bundle strictly (step 1); unknown fields are refused, hints are not looked at."""
+    """Read a bundle strictly (step 1); unknown fields are refused, hints are ignored."""
     try:
         return _parse_bundle(strict_load(raw, LARGEST_BUNDLE))
     except Rejected as error:

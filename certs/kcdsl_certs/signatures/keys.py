@@ -1,8 +1,8 @@
-"""Keys: ECDSA P-256 (default) and Ed25519, and which of them a verifier trusts for what.
+"""Keys: ECDSA P-256 (default) and Ed25519, and the trust of a verifier in them.
 
-Signature libraries differ in which encodings of points of Ed25519 (RFC 8032) they accept. A public
-key of small order makes one signature valid for many messages, and a second spelling of a point
-makes one key look like two: both are rejected.
+Signature libraries differ in the encodings of points of Ed25519 (RFC 8032) that they accept. A
+public key of small order makes one signature valid for many messages, and a second encoding of a
+point makes one key look like two: both are rejected.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _Point = tuple[int, int, int, int]
 
 
 def refuse_weak_key(encoding: bytes) -> None:
-    """Raise Rejected unless the 32 bytes are the only spelling of a point of the large prime order.
+    """Raise Rejected unless the 32 bytes are the canonical encoding of a point of large prime
+    order.
 
-    The eight points of small order are refused, and so are their sums with other points: no key
-    that was generated is one of them.
+    The eight points of small order are refused, and so are their sums with other points: generated
+    keys are never among them.
     """
     point = _decode(encoding, "key")
     if _is_small(point):
@@ -45,7 +46,8 @@ def refuse_weak_key(encoding: bytes) -> None:
 
 
 def is_strong_commitment(signature: bytes) -> bool:
-    """Return whether R, the first half of a signature, is canonical and not of small order."""
+    """Return whether R, the first half of a signature, is spelt canonically and not of small
+    order."""
     try:
         return len(signature) == 64 and not _is_small(_decode(signature[:32], "signature"))
     except Rejected:
@@ -102,7 +104,7 @@ def _is_small(point: _Point) -> bool:
 _ECDSA = ec.ECDSA(hashes.SHA256())
 _LARGEST_PEM = 64 * 1024
 LONGEST_VALIDITY = timedelta(days=366)
-"""For how long a certificate may be valid where a policy says nothing else."""
+"""The default of the longest validity of a certificate."""
 
 
 class Algorithm(StrEnum):
@@ -114,9 +116,9 @@ class Algorithm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """A public key in the one DER encoding of its SPKI; two are the same when these bytes are.
+    """A public key in the canonical DER encoding of its SPKI; keys are equal if these bytes are.
 
-    Raises Rejected for another encoding, an algorithm that it is not of, and a weak point.
+    Raises Rejected for another encoding, a mismatched algorithm, and a weak point.
     """
 
     spki: bytes
@@ -133,7 +135,7 @@ class PublicKey:
 
     @property
     def fingerprint(self) -> str:
-        """Return the sha256 of the SPKI DER in hex, by which policies and revocations name it."""
+        """Return the sha256 of the SPKI DER in hex, its name in policies and revocations."""
         return hashlib.sha256(self.spki).hexdigest()
 
     @property
@@ -143,10 +145,10 @@ class PublicKey:
 
     @property
     def keyid(self) -> str:
-        """Return the fingerprint of OpenSSH, `SHA256:…`, by which signatures name the key.
+        """Return the OpenSSH fingerprint, `SHA256:…`, the name of the key in signatures.
 
-        Verifiers of DSSE in Go (cosign, slsa-verifier) compute this one and skip a signature that
-        names another.
+        DSSE verifiers in Go (cosign, slsa-verifier) compute this fingerprint and skip a signature
+        with another one.
         """
         line = _public_object(self.spki).public_bytes(
             serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
@@ -193,7 +195,7 @@ class SigningKey:
                 return self.private.sign(message)
 
     def to_pem(self, password: bytes | None = None) -> bytes:
-        """Return the PKCS#8 PEM text, encrypted where a password is given."""
+        """Return the PKCS#8 PEM text, encrypted if a password is given."""
         guard: serialization.KeySerializationEncryption = serialization.NoEncryption()
         if password is not None:
             guard = serialization.BestAvailableEncryption(password)
@@ -203,7 +205,7 @@ class SigningKey:
 
 
 def generate(algorithm: Algorithm = Algorithm.ECDSA_P256) -> SigningKey:
-    """Make a new key."""
+    """Generate a new key."""
     match algorithm:
         case Algorithm.ECDSA_P256:
             return _signing_key(ec.generate_private_key(ec.SECP256R1()))
@@ -292,7 +294,7 @@ def _public_object(spki: bytes) -> _PublicObject:
 
 @dataclass(frozen=True, slots=True)
 class TrustedKey:
-    """A key with what it may sign. Nothing of this is ever taken from an envelope.
+    """A key with what it may sign; none of it comes from an envelope.
 
     `stages` None allows every stage; `valid_from` and `valid_until` None leave the window open.
     """
@@ -313,13 +315,13 @@ class TrustedKey:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The trusted keys, how many distinct ones must have signed, and what is not accepted.
+    """The trusted keys, the required number of distinct signers, and further conditions.
 
     `max_validity` limits the time from issue to the end of a certificate. `revoked_certificates`
-    are identities of certificates, `revoked_keys` fingerprints of keys, both sha256 in hex. Of the
-    parts of kernel fingerprints (`triple.PARTS`), `relaxed_parts` may differ from what is expected,
-    and `required_parts` must be stated. With
-    `refuse_suppressions` a contract some of whose findings were accepted is refused.
+    are identifiers of certificates, `revoked_keys` fingerprints of keys, both sha256 in hex. Of the
+    parts of kernel fingerprints (`triple.PARTS`), `relaxed_parts` may differ from the expected
+    ones, and `required_parts` must be present. With `refuse_suppressions`, a contract with accepted
+    findings is refused.
     """
 
     keys: tuple[TrustedKey, ...] = ()
@@ -334,7 +336,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class TrustPolicy(Rules):
-    """Rules that a check can go by: distinct keys, and no threshold that these cannot meet."""
+    """Valid rules: distinct keys, and a threshold that they can meet."""
 
     def __post_init__(self) -> None:
         distinct = {k.key.spki for k in self.keys}

@@ -1,6 +1,6 @@
-"""The trust policy of the one who checks: which keys may sign what, how long, and what is revoked.
+"""The trust policy of a verifier: keys and their permissions, validity limits, and revocations.
 
-It is never read from beside a contract or a certificate: their author would vouch for himself.
+It is never read from the folder of a contract or certificate: an author must not set the policy.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Policy(Rules):
-    """What one file says; `sha256` is the digest of its bytes."""
+    """The content of a policy file; `sha256` is the digest of its bytes."""
 
     path: Path = Path()
     sha256: str = ""
@@ -64,10 +64,10 @@ class Policy(Rules):
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """What a check goes by, and where that came from.
+    """The trust settings of a check, and their origin.
 
-    `source` says who named the policy (an option, a variable, the user's configuration); None where
-    keys were named alone. `outside` has the names of keys that the policy does not list.
+    `source` is the origin of the policy (an option, a variable, the user's configuration); None if
+    only keys were given. `outside` has the names of keys that the policy does not list.
     """
 
     rules: TrustPolicy
@@ -142,11 +142,11 @@ def trust(
     threshold: int | None = None,
     revocations: Sequence[Path] = (),
 ) -> Trust:
-    """Return what a check goes by.
+    """Return the trust settings of a check.
 
-    `keys` chooses among those of the policy; each keeps the limits that the policy sets for it, and
-    one that the policy does not list has its general limits. `threshold` may raise that of the
-    policy. `revocations` are files that add to what is revoked. Raises Rejected.
+    `keys` selects among those of the policy; each keeps its limits in the policy, and a key that
+    the policy does not list has the general limits. `threshold` may raise that of the policy.
+    `revocations` are files with further revocations. Raises Rejected.
     """
     base = policy or Policy()
     listed = {record.key.spki: record for record in base.keys}
@@ -220,7 +220,7 @@ def load_key(path: Path) -> PublicKey:
 
 
 class _naming:
-    """Adds the name of a file to what is refused about it."""
+    """Adds the name of a file to rejections."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -239,13 +239,13 @@ def _table(path: Path) -> tuple[dict[str, Any], str]:
     data = read_limited(path, _LARGEST)
     try:
         table = tomllib.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # also integers that Python does not read
+    except (ValueError, RecursionError) as error:  # also for integers with too many digits
         raise Rejected("policy/malformed", f"no TOML: {error}") from None
     return _dashed(table), hashlib.sha256(data).hexdigest()
 
 
 def _dashed(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a table whose names are written with `-`; `_` counts as `-`."""
+    """Return a table with `_` in names replaced by `-`."""
     names = [name.replace("_", "-") for name in table]
     for name in names:
         if names.count(name) > 1:
@@ -330,7 +330,7 @@ def _digests(table: dict[str, Any], name: str) -> Iterator[str]:
 
 
 def _fingerprint(value: Any) -> str:
-    """Return a sha256 as hex: written so, or as base64 (the hint of a key)."""
+    """Return a sha256 as hex, given as hex or base64 (the hint of a key)."""
     if isinstance(value, str):
         text = value.removeprefix("sha256:")
         if _HEX.fullmatch(text.lower()) is not None:

@@ -1,7 +1,6 @@
 """Statements: results, requirements, the triple and its digest, verdicts of numbers.
 
-The statements that few certificates need, of transfers, classes and heads of registers, are
-imported when one is first used.
+Rarely needed statements (transfers, classes, heads of registers) are imported on first use.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ _LATER = {
     "register_head": ("RegisterHead", "head_bytes", "parse_head"),
     "transfer": ("Carried", "Left", "Transfer", "carried_over", "parse_transfer", "transfer_bytes"),
 }
-"""The names of each module that is imported when one of them is first used."""
+"""The names of each module that is imported on first use."""
 
 
 if not TYPE_CHECKING:

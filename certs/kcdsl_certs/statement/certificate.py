@@ -44,7 +44,7 @@ ROLES = (*NEEDED, "journal", "counterexample")
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A file that the evaluation read; `name` as the contract writes it."""
+    """A file that the evaluation read; `name` is its name in the contract."""
 
     name: str
     sha256: str
@@ -52,7 +52,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True, order=True)
 class AcceptedFinding:
-    """A finding about the contract that its author accepts, and why."""
+    """A finding about the contract that its author accepts, with the reason."""
 
     code: str
     reason: str
@@ -68,9 +68,9 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The (clause, slice) pairs that the certificate speaks about.
+    """The (clause, slice) pairs that the certificate covers.
 
-    `complete` says that they are the whole contract.
+    `complete`: they are the whole contract.
     """
 
     complete: bool
@@ -79,7 +79,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class EvidenceFile:
-    """A file beside the certificate: the digest decides, `path` says where to look."""
+    """A file beside the certificate, identified by its digest; `path` is its location."""
 
     role: str
     path: str
@@ -113,7 +113,7 @@ class Predicate:
 
     @property
     def every_assumption(self) -> tuple[str, ...]:
-        """Return what the certificate and its clauses count on, each once, as they stand there."""
+        """Return the assumptions of the certificate and its clauses, each once, in order."""
         own = (*self.assumptions, *(text for c in self.clauses for text in c.assumptions))
         return tuple(dict.fromkeys(own))
 
@@ -143,7 +143,7 @@ BODY = (
     RecordField("assumptions", many(TEXT)),
     RecordField("nonClaims", many(TEXT), "non_claims"),
 )
-"""What every statement of a triple has."""
+"""The common fields of statements about a triple."""
 _COVERED = Record(
     lambda id, slice: (id, slice),
     RecordField("id", TEXT, get=itemgetter(0)),
@@ -196,7 +196,7 @@ def statement_bytes(kind: str, triple: Triple, body: dict[str, Any]) -> bytes:
 
 
 def certificate_id(payload: bytes) -> str:
-    """Return the identity of a certificate: sha256 (hex) of the payload, not of the envelope.
+    """Return the identifier of a certificate: sha256 (hex) of the payload, not of the envelope.
 
     Signatures and base64 are malleable, the payload is not.
     """
@@ -205,12 +205,12 @@ def certificate_id(payload: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """The outer statement; unknown fields are ignored, as in-toto demands."""
+    """The outer statement; unknown fields are ignored, as in-toto requires."""
 
     type: str
     predicate_type: str
     subjects: tuple[str | None, ...]
-    """The sha256 of each subject, None where it has none (other algorithms never match)."""
+    """The sha256 of each subject, None without one (other algorithms never match)."""
     predicate: Any
 
 
@@ -227,5 +227,5 @@ def parse_statement(value: Any) -> Statement:
 
 
 def parse_predicate(value: Any) -> tuple[Predicate, Verdict]:
-    """Read the predicate and the verdict that it states; unknown fields are refused."""
+    """Read the predicate and its stated verdict; unknown fields are refused."""
     return _PREDICATE.read(value, "predicate")

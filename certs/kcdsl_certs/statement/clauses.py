@@ -1,4 +1,4 @@
-"""Clause results, and which verdicts their own numbers admit."""
+"""Clause results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kcdsl_certs.statement.quantities import QUANTITY, REGION, Quantity, Region
 
 
 class Verdict(StrEnum):
-    """What a certificate says about a clause."""
+    """The verdict of a certificate on a clause."""
 
     PASSED = "PASSED"
     FAILED = "FAILED"
@@ -36,7 +36,7 @@ class Verdict(StrEnum):
 
 
 class Evidence(StrEnum):
-    """What a verdict rests on, strongest first."""
+    """The kinds of evidence, strongest first."""
 
     PROOF = "proof"
     PROOF_REAL = "proof-real"
@@ -56,17 +56,17 @@ class Evidence(StrEnum):
 
 
 WIDEST = Fraction(1, 2)
-"""The largest region around the weights that a result may speak of."""
+"""The largest weight ball of a result."""
 UPPER, LOWER = ("<=", "<"), (">=", ">")
 OPERATORS = (*UPPER, *LOWER, "==")
 IMPLIED = "bound-chain/1"
 DOMAINS = frozenset({"affine", "interval", "planes", "splits"})
-"""In which a case of a proof, or a link of one, is derived."""
+"""Proof domains of the cases of a proof, or of their links."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProofReference:
-    """A proof object: the digest decides, `path` says where to look (relative, a plain name)."""
+    """A proof object, identified by its digest; `path` is its location (a plain file name)."""
 
     digest: str
     path: str
@@ -82,9 +82,9 @@ class CertifiedClause:
     that were rounded outwards. For `<=` and `<`, `bound` is a certified upper bound and `low` a
     value that a concrete run reached; for `>=` and `>`, `bound` is a lower bound and `high` a value
     reached. In a sampled result `low` and `high` are one-sided confidence limits at level `alpha`.
-    `value` is the measured quantity itself. `n` units, called `counted`, were looked at, `exceed`
-    of them violated the comparison; a budget None means hard.
-    `weights` ρ says that the proof holds for every θ' with |θ' - θ| ≤ ρ|θ|; None: for θ alone.
+    `value` is the measured quantity. Of `n` units, named `counted`, `exceed` violated the
+    comparison; a budget None means hard.
+    `weights` ρ: the proof holds for every θ' with |θ' - θ| ≤ ρ|θ|; None: only for θ.
     """
 
     obligation: str
@@ -118,7 +118,7 @@ class CertifiedClause:
 
     @property
     def block(self) -> str | None:
-        """Return the block of which it bounds the drift or the order; None for other results."""
+        """Return the block whose drift or order it bounds; None for other results."""
         return self.quantity.block
 
     @property
@@ -157,7 +157,7 @@ _KERNELS = Record(
 
 
 def _record(bound: Rounding) -> Record[CertifiedClause]:
-    """Return the record of a result whose bound is rounded in a direction."""
+    """Return the record of a result with this rounding direction of the bound."""
     optional = [
         *(RecordField(name, TEXT, absent=None) for name in ("slice", "counted", "scope", "reason")),
         *(RecordField(name, COUNT, absent=None) for name in ("n", "exceed")),
@@ -190,7 +190,7 @@ def _record(bound: Rounding) -> Record[CertifiedClause]:
 
 
 _RECORDS = {False: _record("up"), True: _record("down")}
-"""By whether a bound is one from below."""
+"""Records by whether the bound is a lower bound."""
 
 
 def holds(left: Any, op: str, right: Any) -> bool:

@@ -1,7 +1,7 @@
-"""A class of kernels that agree pairwise: what is signed about a set of kernels of one fleet.
+"""A class of kernels that agree pairwise: a statement about a set of kernels of one fleet.
 
-The statement names the members and the certificates of every ordered pair of them. It adds nothing
-to those: a verifier derives the class from the certificates again.
+The statement names the members and the certificates of every ordered pair of them. It makes no
+further claim: a verifier derives the class from the certificates again.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class ClassMember:
 
 @dataclass(frozen=True, slots=True)
 class KernelClass:
-    """Kernels of which every two keep the contracts against each other, in both directions.
+    """Kernels that pairwise satisfy the contracts, in both directions.
 
     `checkpoint` is the digest of the manifest of the weights, `contracts` are those of the fleet,
-    `certificates` the identities behind it. All three lists are sorted.
+    `certificates` the identifiers of the certificates of the pairs. All lists are sorted.
     """
 
     checkpoint: str

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, compatible with OpenSSF model signing (`method: files`).
 
 The OpenSSF root digest is the sha256 over the concatenated raw file digests; it does not bind file
-names. The digest of the manifest itself does. Both go into a certificate.
+names. The digest of the manifest does. A certificate has both.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Manifest:
     resources: tuple[Resource, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data; this is what `digest` hashes."""
+        """Return plain data, which `digest` hashes."""
         return {
             "schema": SCHEMA,
             "method": "files",
@@ -59,8 +59,8 @@ class Manifest:
 
     @property
     def weights_digest(self) -> str:
-        """Return how proofs name the checkpoint, in hex: the sha256 of its one file, and of several
-        the digest of the manifest."""
+        """Return the digest (hex) by which proofs name the checkpoint: the sha256 of its only file,
+        or the digest of the manifest of several files."""
         return self.resources[0].sha256 if len(self.resources) == 1 else self.digest
 
     @property
@@ -73,26 +73,26 @@ class Manifest:
 
 
 Told = Callable[[int, int], None]
-"""What hashing calls from time to time: the bytes that it has read, and all that there are."""
+"""A progress callback of hashing: bytes read so far, and total bytes."""
 
 
 def build_manifest(checkpoint: Path, told: Told | None = None) -> Manifest:
     """Hash a checkpoint file, an index with its shards, or the weights of a folder.
 
-    Of a folder that holds weights as Hugging Face names them, these files are the checkpoint; of
-    any other, every file below it (nothing is ignored).
+    In a folder with weights under Hugging Face names, these files are the checkpoint; in any other
+    folder, all files below it are.
 
     Raises Rejected: `checkpoint/symlink`, `checkpoint/special-file`, `checkpoint/hardlink` (two
-    names of one file), `checkpoint/name` (one that cannot be read safely, or two that differ in
-    case alone), `checkpoint/index` and `checkpoint/ambiguous` (see `weights`), `checkpoint/empty`,
-    `checkpoint/sparse` (a file that is almost all hole), `checkpoint/changed` (a file was changed,
-    added or replaced meanwhile). Raises OSError where a file cannot be read.
+    names of one file), `checkpoint/name` (an unsafe name, or two that differ only in case),
+    `checkpoint/index` and `checkpoint/ambiguous` (see `weights`), `checkpoint/empty`,
+    `checkpoint/sparse` (a mostly sparse file), `checkpoint/changed` (a file was changed, added or
+    replaced meanwhile). Raises OSError where a file cannot be read.
     """
     return _manifest(checkpoint, files_of, told)
 
 
 def storage_manifest(checkpoint: Path) -> Manifest:
-    """Hash a checkpoint with the configurations that say how its weights are stored.
+    """Hash a checkpoint with its configurations of weight storage.
 
     Raises as `build_manifest` does.
     """
@@ -123,8 +123,8 @@ def _manifest(
 def _hashed(
     found: list[tuple[str, Path]], read: _Read | None
 ) -> Generator[tuple[Resource, tuple[int, int]]]:
-    """Yield what each file is, in order; shards are hashed one on each core, because hashlib lets
-    other threads run while it hashes."""
+    """Yield the resource and identity of each file, in order; shards are hashed in parallel
+    threads, since hashlib releases the interpreter lock."""
     if len(found) == 1:
         ((name, path),) = found
         yield _hash_file(path, name, read)
@@ -136,7 +136,7 @@ def _hashed(
         try:
             for one in work:
                 yield one.result()
-        except BaseException:  # the caller's too, which closes this generator
+        except BaseException:  # including GeneratorExit, if the caller closes this generator
             threads.shutdown(cancel_futures=True)
             raise
 
@@ -151,7 +151,7 @@ def _cores() -> int:
 def files_of(checkpoint: Path) -> list[tuple[str, Path]]:
     """Return the files of a checkpoint with their names, in component order; nothing is read.
 
-    Raises Rejected as `build_manifest` does, for what can be told without reading.
+    Raises Rejected as `build_manifest` does, for defects that show without reading.
     """
     mode = os.lstat(checkpoint).st_mode
     if stat.S_ISLNK(mode):
@@ -181,7 +181,7 @@ def _pairs(files: Iterable[Path]) -> list[tuple[str, Path]]:
 
 
 def _plain(path: Path) -> Path:
-    """Return a path that leads to a regular file without a link."""
+    """Return the path if it is a regular file and no link."""
     mode = os.lstat(path).st_mode
     if stat.S_ISLNK(mode):
         raise Rejected("checkpoint/symlink", f"{shown(path.name)} is a symbolic link")
@@ -222,7 +222,7 @@ def _checked_name(part: str) -> str:
 
 @dataclass(slots=True)
 class _Read:
-    """What the threads have read together."""
+    """The total number of bytes read by all threads."""
 
     total: int
     told: Told
@@ -247,7 +247,7 @@ def _hash_file(path: Path, name: str, read: _Read | None) -> tuple[Resource, tup
             if read is not None:
                 read.add(len(chunk))
         after = os.fstat(file.fileno())
-    now = os.lstat(path)  # the name may lead to another file by now
+    now = os.lstat(path)  # the file may have been replaced
     if size != before.st_size or len({_identity(found) for found in (before, after, now)}) > 1:
         raise Rejected("checkpoint/changed", f"{name} changed while it was read")
     return Resource(name, size, digest.hexdigest()), (before.st_dev, before.st_ino)
@@ -258,9 +258,8 @@ def _identity(found: os.stat_result) -> tuple[int, ...]:
 
 
 def _is_hollow(descriptor: int, found: os.stat_result) -> bool:
-    """Return whether a file is mostly a hole: larger than 1 GiB and less than a quarter stored.
-
-    Its content is well-defined, but reading it may take very long.
+    """Return whether reading a file would mostly read a hole: it is larger than 1 GiB, and less
+    than a quarter of it is stored. Such a file may be valid, but reading it can take very long.
     """
     stored = getattr(found, "st_blocks", found.st_size) * 512
     if found.st_size <= 1 << 30 or stored * 4 >= found.st_size or not hasattr(os, "SEEK_DATA"):
@@ -271,7 +270,7 @@ def _is_hollow(descriptor: int, found: os.stat_result) -> bool:
             start = os.lseek(descriptor, at, os.SEEK_DATA)
             at = os.lseek(descriptor, start, os.SEEK_HOLE)
             stored += at - start
-    except OSError:  # no data after this place, or a file system that cannot tell
+    except OSError:  # no data after this offset, or no support by the file system
         pass
     finally:
         os.lseek(descriptor, 0, os.SEEK_SET)

@@ -32,7 +32,7 @@ from kcdsl_certs.encoding.strict import Fields
 NORMS = ("inf", "2", "span")
 REGIONS = ("points", "ball", "hull", "rows")
 LONGEST = 2**20
-"""The longest sequence that a region of rows may speak of."""
+"""The longest sequence of a region of rows."""
 _FIELDS = {
     "number": ("value",),
     "metric": ("name",),
@@ -55,7 +55,7 @@ _TIMED = frozenset({"latency", "throughput", "peak_memory", "determinism"})
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """One node of a quantity; fields that its kind does not have keep their defaults."""
+    """One node of a quantity; fields that its kind does not have are at their defaults."""
 
     kind: str
     name: str = ""
@@ -69,17 +69,18 @@ class Quantity:
 
     @property
     def is_of_proofs(self) -> bool:
-        """Return whether it bounds every admissible run, as proof objects do, not observed runs."""
+        """Return whether proof objects are about it: about every admissible run, not observed
+        ones."""
         return self.kind == "margin" or (self.kind == "norm" and not self.measured)
 
     @property
     def is_of_every_run(self) -> bool:
-        """Return whether any part of it speaks of every admissible run, so that no run shows it."""
+        """Return whether any part of it is about every admissible run, so that no run shows it."""
         return any(node.is_of_proofs for node in self._nodes())
 
     @property
     def is_of_every_unit(self) -> bool:
-        """Return whether it speaks of every unit, so that no sample bounds it."""
+        """Return whether it is about every unit, so that no sample bounds it."""
         if self.kind == "statistic":
             extreme = self.name in ("max", "min") or self.q in (0, 1)
             inner = (node for part in self.of for node in part._nodes())
@@ -94,12 +95,12 @@ class Quantity:
 
     @property
     def is_of_a_machine(self) -> bool:
-        """Return whether it names times, memory or repeated runs: what a machine measured."""
+        """Return whether it depends on the machine: times, memory or repeated runs."""
         return any(word in name for name in self._names() for word in (*_OF_A_MACHINE, *_TIMED))
 
     @property
     def is_timed(self) -> bool:
-        """Return whether it is counted in timed runs."""
+        """Return whether its unit is a timed run."""
         return not _TIMED.isdisjoint(self._names())
 
     def _nodes(self) -> Iterator[Quantity]:
@@ -160,8 +161,8 @@ class Quantity:
         return found
 
     def __str__(self) -> str:
-        """Return the quantity as contracts write it; `margin` and `share`, which they have no word
-        for, are those of `no_flip` and `has`."""
+        """Return the quantity in the syntax of contracts; `margin` and `share`, which have none,
+        are written as those of `no_flip` and `has`."""
         parts = ", ".join(map(str, self.of))
         match self.kind:
             case "number" if self.value is not None:
@@ -195,7 +196,7 @@ class Region:
     """The inputs that a proof ranges over: `points`, `ball`, `hull` or `rows` of a slice.
 
     `radius` is that of a ball, or the relative margin of a hull and of rows; `longest` is the
-    number of rows of the longest sequence, for `rows` alone.
+    number of rows of the longest sequence, only for `rows`.
     """
 
     kind: str
@@ -204,7 +205,7 @@ class Region:
     longest: int | None = None
 
     def __str__(self) -> str:
-        """Return the region as contracts write it."""
+        """Return the region in the syntax of contracts."""
         longest = "" if self.longest is None else f", {self.longest}"
         radius = f", {real_text(self.radius)}" if self.radius or self.kind == "ball" else ""
         return f"{self.kind}({self.slice}{longest}{radius})"

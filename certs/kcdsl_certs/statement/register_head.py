@@ -1,7 +1,7 @@
-"""The head of a register of certificates: how many events it has, and the hash of the last one.
+"""The head of a register of certificates: the number of events, and the hash of the last one.
 
-A register is a chain of events, each of which holds the hash of the one before. Whoever keeps a
-signed head notices later that an event up to it was changed, removed or moved.
+A register is a chain of events, each with the hash of its predecessor. A signed head makes later
+changes, removals or moves of the events up to it detectable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEAD_NAME = "kcdsl-register"
 class RegisterHead:
     """The state of a register after `number` events.
 
-    `hash` is that of the last event, `register` that of the first, by which the register is named.
+    `hash` is that of the last event, `register` that of the first, which identifies the register.
     `at` is the time of the last event, or, in a signed head, of the signature.
     """
 

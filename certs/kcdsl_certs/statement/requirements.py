@@ -31,8 +31,8 @@ SCHEMA = "kcdsl.expectation/3"
 
 @dataclass(frozen=True, slots=True)
 class ChainTerms:
-    """What the bound chain needs to bound a quantity: the metric inside it, the temperature, and
-    those of reward_range, advantage_max and score_norm_max that the contract states."""
+    """The inputs of the bound chain for a quantity: the metric inside it, the temperature, and
+    the contract's reward_range, advantage_max and score_norm_max, if stated."""
 
     metric: str
     temperature: Fraction = Fraction(1)
@@ -73,8 +73,8 @@ class Comparison:
 class RequiredClause:
     """A clause on one slice (None where it names none).
 
-    The requirement holds where every comparison of one of the `alternatives` does (disjunctive
-    normal form). No alternatives: its verdict cannot be re-derived, so it is never accepted.
+    The requirement holds if every comparison of one of the `alternatives` holds (disjunctive normal
+    form). Without alternatives its verdict cannot be re-derived, so it is never accepted.
     `inside` names the slices that contain this one, itself included.
     """
 
@@ -104,10 +104,10 @@ class RequiredClause:
 
 @dataclass(frozen=True, slots=True)
 class SliceSource:
-    """Where the rows of a slice come from.
+    """The source of the rows of a slice.
 
-    `data` is a file as the contract names it, `where` the predicate as a slice digest has it,
-    `tokens` says how text becomes tokens, and `units` whether each row is measured by itself.
+    `data` is the name of a file in the contract, `where` the predicate in the form of a slice
+    digest, `tokens` the tokenization, and `units` whether each row is one unit.
     """
 
     data: str
@@ -118,8 +118,8 @@ class SliceSource:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """Everything a verifier knows beforehand: the triple about to be deployed, the clauses of the
-    contract in force, the digests of the data that it names, and where its slices come from."""
+    """The expectation of a verifier: the triple about to be deployed, the clauses of the contract
+    in force, the digests of its data, and the sources of its slices."""
 
     triple: Triple
     clauses: tuple[RequiredClause, ...]
@@ -127,12 +127,12 @@ class Expectation:
     slices: Mapping[str, SliceSource] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document that the stand-alone checker reads."""
+        """Return the document for the stand-alone checker."""
         return _EXPECTATION.write(self)
 
     @staticmethod
     def from_json(value: Any) -> Expectation:
-        """Read the document; raises Rejected where it is not one."""
+        """Read the document; raises Rejected for anything else."""
         return _EXPECTATION.read(value, "expectation")
 
 
@@ -239,10 +239,10 @@ def _mismatches(
 def _shown(
     required: RequiredClause, part: tuple[Comparison, ...], results: tuple[CertifiedClause, ...]
 ) -> bool:
-    """Every comparison has a result, and no result of it says anything but PASSED.
+    """Return whether every comparison has results, all of them PASSED.
 
-    A budget is one for all comparisons of a clause: a unit is beyond it where any of them fails,
-    which counts of each by itself do not show. Proofs leave no unit beyond.
+    All comparisons of a clause share its budget: a unit is beyond if any of them fails, which
+    separate counts do not show. With proofs, no unit is beyond.
     """
     for comparison in part:
         found = [r for r in results if comparison.is_of(r)]

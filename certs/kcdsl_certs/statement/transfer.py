@@ -1,8 +1,8 @@
 """A weights transfer: results of an earlier certificate, stated for a later checkpoint.
 
-A result whose proof holds in a region around the weights holds for every checkpoint in it. The
-statement names the earlier certificate, the triple with the later checkpoint and, for each result,
-how far the weights that its proof reads have moved (docs/proofs/weights-region.md).
+A result whose proof holds in a weight ball holds for every checkpoint in the ball. The statement
+names the earlier certificate, the triple with the later checkpoint and, for each result, the
+distance by which the weights of its proof have moved (docs/proofs/weights-region.md).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ the region of its proof, or the states that enter the block have left that of it
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A result that goes over: `moved` bounds |θ' - θ|/|θ| of the weights that its proof reads.
+    """A transferred result: `moved` bounds |θ' - θ|/|θ| of the weights that its proof reads.
 
-    `tensor` holds the element that moved most. A result that follows from another one has neither.
+    `tensor` has the element that moved most. An implied result has neither.
     """
 
     id: str
@@ -64,7 +64,8 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A result that stays behind, and why; for `weights` with a tensor and an element of it."""
+    """A result that is not transferred, with the reason; for `weights` with a tensor and
+    element."""
 
     id: str
     slice: str | None
@@ -81,8 +82,8 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The body of a weights transfer. `base` is the identity of the earlier certificate, which lies
-    beside it under the plain name `path`, with its proofs."""
+    """The body of a weights transfer. `base` is the identifier of the earlier certificate, which is
+    stored beside it under the file name `path`, with its proofs."""
 
     triple: Triple
     base: str
@@ -161,10 +162,10 @@ def parse_transfer(value: Any) -> Transfer:
 
 
 def carried_over(base: Predicate, triple: Triple, names: Sequence[Carried]) -> Predicate:
-    """Return what a certificate says of these results, about another triple.
+    """Return the predicate of a certificate restricted to these results, about another triple.
 
     Raises Rejected `transfer/unknown`, `transfer/not-passed`, `transfer/no-region` or
-    `transfer/rests-on-others` where a result cannot go over, whatever the weights are.
+    `transfer/rests-on-others` where a result can never be transferred.
     """
     wanted = {(item.id, item.slice): item for item in names}
     by_name: dict[tuple[str, str | None], list[CertifiedClause]] = {}

@@ -1,7 +1,7 @@
-"""The triple (checkpoint, kernel pair, contract) and its one digest: the subject.
+"""The triple (checkpoint, kernel pair, contract) and its digest, the only subject.
 
-Never three subjects: generic in-toto tools accept a match of ANY subject, so a statement that
-lists the components would verify for a swapped kernel.
+There are never three subjects: generic in-toto tools accept a match of ANY subject, so a statement
+that lists the components would verify for a swapped kernel.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kcdsl_certs.statement.manifest import Manifest
 
 SCHEMA = "kcdsl.triple/1"
 INFER_CHECKPOINT = "infer_checkpoint"
-"""The role, among the companions, of what the inference kernel reads instead of the checkpoint."""
+"""The role, among the companions, of the inference kernel's own checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """θ. `name` is a hint. `companions` are files that belong to the weights (configuration,
-    tokenizer), by role, as sha256."""
+    """θ. `name` is a hint. `companions` are the sha256 of files that belong to the weights
+    (configuration, tokenizer), by role."""
 
     name: str
     digest: str
@@ -33,7 +33,7 @@ class Checkpoint:
     def of(
         name: str, manifest: Manifest, companions: Mapping[str, str] | None = None
     ) -> Checkpoint:
-        """Return the component of a manifest."""
+        """Return the checkpoint of a manifest."""
         return Checkpoint(name, manifest.digest, manifest.root_digest, dict(companions or {}))
 
 
@@ -51,7 +51,7 @@ class Kernel:
 
 
 def numerics_digest(kernel: Kernel) -> str | None:
-    """Return the sha256 (hex) of the numerics in a fingerprint, or None where it states none."""
+    """Return the sha256 (hex) of the numerics in a fingerprint, or None without numerics."""
     numerics = kernel.fingerprint.get("numerics")
     return None if numerics is None else canonical_digest(numerics)
 
@@ -100,7 +100,7 @@ class Triple:
         return canonical_digest(self.manifest())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the manifest with the hints that a predicate repeats for people."""
+        """Return the manifest with the hints for people."""
         record = self.manifest()
         record["checkpoint"]["name"] = self.checkpoint.name
         for role, kernel in (("train", self.train), ("infer", self.infer)):
@@ -158,11 +158,11 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "host": ("hardware", "host"),
     "switches": ("switches",),
 }
-"""The parts of a kernel fingerprint that a policy can leave out of account, or demand."""
+"""The parts of a kernel fingerprint that a policy can ignore or demand."""
 
 
 def relaxed(claimed: Triple, expected: Triple, parts: Iterable[str]) -> Triple:
-    """Return what is expected, with these parts of the kernels as a certificate says."""
+    """Return the expected triple, with these parts of the kernels taken from a certificate."""
     kernels = {"train": (claimed.train, expected.train), "infer": (claimed.infer, expected.infer)}
     for part in sorted(parts):
         for role, (one, other) in kernels.items():
@@ -174,7 +174,7 @@ def relaxed(claimed: Triple, expected: Triple, parts: Iterable[str]) -> Triple:
 def _with_part(
     source: Mapping[str, Any], target: Mapping[str, Any], path: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the target with what the source has at a path, which may be nothing."""
+    """Return the target with the value of the source at a path, or without it if missing."""
     name, rest = path[0], path[1:]
     found = dict(target)
     inner, own = source.get(name), found.get(name)
@@ -189,7 +189,7 @@ def _with_part(
 
 
 def states(kernel: Kernel, part: str) -> bool:
-    """Return whether a fingerprint states a part; that of a server or a recording states none."""
+    """Return whether a fingerprint has a part; those of servers and recordings have none."""
     found: Any = kernel.fingerprint
     for name in PARTS[part]:
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -197,8 +197,8 @@ def states(kernel: Kernel, part: str) -> bool:
 
 
 def states_machine(kernel: Kernel) -> bool:
-    """Return whether a fingerprint names the machine that times and memory are of: the model of the
-    processor, cores and memory of the host, and the model of the device that is no processor."""
+    """Return whether a fingerprint names the machine of times and memory: the model of the
+    processor, cores and memory of the host, and the model of a device other than the CPU."""
     hardware = kernel.fingerprint.get("hardware")
     found = hardware if isinstance(hardware, Mapping) else {}
     device = kernel.fingerprint.get("device")
@@ -227,7 +227,7 @@ class Difference:
 
 
 def differences(claimed: Triple, expected: Triple) -> tuple[Difference, ...]:
-    """Return which components differ, and in what: certificate first, then what is deployed."""
+    """Return the differing components, with the values of the certificate and of the deployment."""
     found: list[Difference] = []
     found.extend(_checkpoint_differences(claimed.checkpoint, expected.checkpoint))
     for role, one, other in (

@@ -1,4 +1,4 @@
-"""Verdicts that the numbers of a clause result admit, binomial tails included."""
+"""The verdicts that the numbers of a clause result support, with binomial tails."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _CONTEXT = Context(
     traps=[DivisionByZero, InvalidOperation, Overflow],
 )
 _MARGIN = Decimal("1e-30")
-"""Relative; the sum of at most 10^7 terms of 50 digits is off by far less."""
+"""A relative bound; the error of a sum of at most 10^7 terms of 50 digits is far smaller."""
 _MOST_UNITS = 10_000_000
 
 
 def lower_tail(k: int, n: int, p: Fraction) -> Decimal:
     """Return an upper bound (tight to 1e-30) of P(X <= k) for X ~ Binomial(n, p), 0 < p < 1.
 
-    The Clopper-Pearson upper limit at level α lies at or below p exactly when this is <= α.
+    The Clopper-Pearson upper limit at level α is at most p exactly if this tail is <= α.
     """
     if not (0 <= k <= n and 0 < p < 1) or n > _MOST_UNITS:
         raise Rejected("clause/counts", f"{k} of {n} at a rate of {p}")
@@ -49,7 +49,8 @@ def lower_tail(k: int, n: int, p: Fraction) -> Decimal:
 
 
 def certifies(k: int, n: int, rate: Fraction, alpha: Fraction) -> bool:
-    """Return whether k exceedances of n units show a rate below `rate` at level α (one look).
+    """Return whether k exceedances of n units show a rate below `rate` at level α (one look, fixed
+    n).
 
     Clopper-Pearson: P(X <= k | rate) <= α.
     """
@@ -62,9 +63,9 @@ def certifies(k: int, n: int, rate: Fraction, alpha: Fraction) -> bool:
 METHODS_OF_RATES = ("clopper-pearson/1",)
 """Methods whose sampled PASSED this package can re-derive from (exceed, n, budget, alpha)."""
 ATTACK = "attack/1"
-"""The method of a result that rests on concrete runs of a region alone."""
+"""The method of a result from concrete runs of a region only."""
 MEASURED = ("census/1", "one-sided-limits/1", *METHODS_OF_RATES)
-"""The methods of results that measuring gave."""
+"""The methods of measured results."""
 METHODS = {
     Evidence.CENSUS: ("census/1",),
     Evidence.SAMPLE: ("one-sided-limits/1", *METHODS_OF_RATES, ATTACK),
@@ -73,18 +74,17 @@ LARGEST_ALPHA, LEAST_ALPHA = Fraction(1, 20), Fraction(1, 10**30)
 
 
 def admissible(clause: CertifiedClause) -> frozenset[Verdict]:
-    """Return the verdicts that the numbers of this result admit.
+    """Return the verdicts that the numbers of this result support.
 
-    Raises Rejected (`clause/…`) where the record contradicts itself or shows nothing at all. A
-    result that could be called PASSED may be called INCONCLUSIVE (a weaker claim); one that shows
-    a violation may not.
+    Raises Rejected (`clause/…`) where the record is inconsistent or has no evidence. A result that
+    supports PASSED may also be INCONCLUSIVE (a weaker claim); one that shows a violation may not.
     """
     _consistent(clause)
     if clause.evidence.is_proof:
         return _admitted_by_proof(clause)
     census = clause.evidence is Evidence.CENSUS
     admitted = _admitted_by_census(clause) if census else _admitted_by_sample(clause)
-    if clause.quantity.is_of_every_run or clause.method == ATTACK:  # runs that were searched for
+    if clause.quantity.is_of_every_run or clause.method == ATTACK:  # runs found by a search
         return (admitted - {Verdict.PASSED}) or _OPEN
     return admitted
 
@@ -96,10 +96,10 @@ _REFUTED = frozenset({Verdict.FAILED, Verdict.INCONCLUSIVE})
 
 
 def _evidence_fits(clause: CertifiedClause) -> None:
-    """Refuse a kind of evidence without what it must bring, and one that no such clause can have.
+    """Refuse evidence without its required fields, and evidence that the clause cannot have.
 
-    What claims to be shown for every input has a proof object about a drift or an order, or
-    follows from one; what is measured has neither. So no proof is of times or of traces.
+    A result for every input has a proof object about a drift or an order, or follows from one; a
+    measured result has neither. So there are no proofs about times or traces.
     """
     named, follows = clause.proof is not None, clause.implied_by is not None
     if not clause.evidence.is_proof:
@@ -113,7 +113,7 @@ def _evidence_fits(clause: CertifiedClause) -> None:
     if not named and not follows:
         raise Rejected("clause/proof-missing", f"{clause.label}: a proof is claimed, none is named")
     if named and follows:
-        raise Rejected("clause/evidence-kind", f"{clause.label} has both a proof and a chain")
+        raise Rejected("clause/evidence-kind", f"{clause.label} is proved, or it follows: not both")
     if named and not clause.quantity.is_of_proofs:
         detail = f"{clause.label}: no proof object speaks of {clause.quantity}"
         raise Rejected("clause/evidence-kind", detail)
@@ -123,7 +123,7 @@ def _evidence_fits(clause: CertifiedClause) -> None:
 
 
 def is_method_of_proofs(method: str) -> bool:
-    """Return whether a method is of the form that proof objects have: their parts in order."""
+    """Return whether a method has the form of those of proof objects: their parts in order."""
     name, version = method.removesuffix("/1"), method.endswith("/1")
     parts = name.split("+")
     domains = set(parts) - {"chain"}
@@ -195,7 +195,7 @@ def _by_count(clause: CertifiedClause, n: int) -> frozenset[Verdict]:
 
 
 def _admitted_by_sample(clause: CertifiedClause) -> frozenset[Verdict]:
-    """Return the verdicts that a sample shows: of a rate or statistic, never that none exceeds."""
+    """Return the verdicts that a sample supports: on a rate or statistic, never on all units."""
     if clause.n is None or clause.n == 0:
         return _OPEN
     if clause.alpha is not None and not 0 < clause.alpha <= LARGEST_ALPHA:
@@ -214,9 +214,10 @@ def _admitted_by_sample(clause: CertifiedClause) -> frozenset[Verdict]:
 
 
 def _hard_sample(clause: CertifiedClause) -> frozenset[Verdict]:
-    """Zero violations of n show only about 3/n, so what speaks of every unit never passes.
+    """Return the verdicts of a hard clause from a sample.
 
-    A mean, a percentile or a ratio passes where its one-sided confidence limit does.
+    Zero violations of n show only a rate of about 3/n, so a claim about every unit never passes.
+    A mean, a percentile or a ratio passes if its one-sided confidence limit does.
     """
     if clause.value is not None and not holds(clause.value, clause.op, clause.tau):
         return _REFUTED
@@ -231,7 +232,7 @@ def _hard_sample(clause: CertifiedClause) -> frozenset[Verdict]:
 
 
 def check_verdict(clause: CertifiedClause) -> None:
-    """Refuse a result whose verdict its own numbers do not admit."""
+    """Refuse a result whose verdict is not supported by its numbers."""
     admitted = admissible(clause)
     if clause.verdict in admitted:
         return

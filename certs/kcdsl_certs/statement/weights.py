@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from kcdsl_certs.encoding.onnx import OnnxTensor
 
 ONNX = ".onnx"
-"""How the names of ONNX files end."""
+"""The suffix of ONNX files."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIGURATIONS = ("config.json", "hf_quant_config.json")
-"""The files that may say how quantised weights are stored."""
+"""The configurations of quantised weights."""
 LARGEST_INDEX = 1 << 26
 
 
 def index_of(checkpoint: Path) -> Path | None:
-    """Return the index of a checkpoint in shards, itself or in its folder; None for any other.
+    """Return the index of a sharded checkpoint, given by the index or its folder; else None.
 
-    Raises Rejected `checkpoint/ambiguous` for a folder that has one file of weights as well.
+    Raises Rejected `checkpoint/ambiguous` for a folder that also has a single file of weights.
     """
     if not os.path.isdir(checkpoint):
         return checkpoint if checkpoint.name.endswith(".index.json") else None
@@ -43,8 +43,8 @@ def index_of(checkpoint: Path) -> Path | None:
 def weight_files(checkpoint: Path) -> tuple[Path, ...] | None:
     """Return the files of the weights of an index, an ONNX file or a folder.
 
-    None where a path is one file, or a folder whose files are not named as Hugging Face names them:
-    then all of it is the checkpoint.
+    None for any other file, and for a folder without Hugging Face names: then all of it is the
+    checkpoint.
 
     Raises Rejected as `index_of` and `shards_of` do.
     """
@@ -60,8 +60,8 @@ def weight_files(checkpoint: Path) -> tuple[Path, ...] | None:
 
 
 def storage_files(checkpoint: Path) -> tuple[Path, ...]:
-    """Return the files of a checkpoint that says itself how its weights are stored: those of the
-    weights, and the configurations beside them.
+    """Return the files of a checkpoint with configurations of weight storage: the weights, and the
+    configurations beside them.
 
     Raises Rejected as `weight_files` does, and `checkpoint/empty` for a folder without weights.
     """
@@ -76,7 +76,7 @@ def storage_files(checkpoint: Path) -> tuple[Path, ...]:
 def read_onnx(path: Path) -> tuple[bytes, dict[str, OnnxTensor]]:
     """Return the bytes of an ONNX file, and its tensors.
 
-    Raises Rejected `checkpoint/format` for what is none; OSError where it cannot be read.
+    Raises Rejected `checkpoint/format` for other files; OSError where it cannot be read.
     """
     from kcdsl_certs.encoding import onnx
 
@@ -105,7 +105,7 @@ def onnx_files(tensors: Mapping[str, OnnxTensor]) -> tuple[str, ...]:
 def shards_of(index: Path) -> Mapping[str, str]:
     """Return the name of the shard of every tensor that an index names.
 
-    Raises Rejected `checkpoint/index` for what is none, and for a name that leads out of the folder
+    Raises Rejected `checkpoint/index` for other files, and for a name that leads out of the folder
     of the index; OSError where it cannot be read.
     """
     with open_regular(index, "checkpoint/special-file", links=False) as file:
@@ -113,7 +113,7 @@ def shards_of(index: Path) -> Mapping[str, str]:
 
 
 def parse_index(data: bytes) -> Mapping[str, str]:
-    """Return what the bytes of an index say; see `shards_of`."""
+    """Return the content of an index from its bytes; see `shards_of`."""
     try:
         if len(data) > LARGEST_INDEX:
             raise ValueError(f"more than {LARGEST_INDEX} bytes")

@@ -1,1 +1,1 @@
-"""Checks of a signed statement, step by step, against what is about to be deployed."""
+"""Checks of a signed statement, step by step, against the triple to be deployed."""

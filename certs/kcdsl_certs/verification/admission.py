@@ -1,7 +1,7 @@
-"""Reading a statement before it is signed: what a checker would refuse of it is refused here.
+"""Reading a statement before it is signed: refuses statements that a checker would refuse.
 
-Needs neither the contract nor the model, and runs nothing: what the statement says about the
-contract's clauses, the checker compares with the contract later.
+Needs neither the contract nor the model, and runs nothing: the checker compares the clauses of the
+statement with the contract later.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from kcdsl_certs.verification.verify import check_evidence
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A statement that may be signed; `body` is all that it says."""
+    """A statement that may be signed; `body` is its whole content."""
 
     payload: bytes
     body: Predicate | Transfer
 
 
 def admit(payload: bytes, folder: Path, moment: datetime) -> Admitted:
-    """Read a statement that is to be signed; raises Rejected for what a checker would refuse.
+    """Read a statement to be signed; raises Rejected if a checker would refuse it.
 
-    The bytes must be the only spelling of what the statement says, so that nothing is signed that
-    was not read. The proof objects, or the earlier certificate, that it names must be in `folder`,
-    and what it rests on there must be as it is stated.
+    The bytes must be the canonical form of the statement, so that nothing unread is signed. The
+    proof objects, or the earlier certificate, that it names must be in `folder`, and existing
+    evidence files there must have the stated digests.
     """
     body = read_statement(payload)
     _refuse_window(body, moment)
@@ -59,16 +59,16 @@ def admit(payload: bytes, folder: Path, moment: datetime) -> Admitted:
     for clause in body.clauses:
         if clause.proof is not None:
             load_proof(folder, clause)
-    with suppress(NotRun):  # what is missing lies with who has it; a complete check demands it
+    with suppress(NotRun):  # missing evidence may be elsewhere; a complete check demands it
         check_evidence(body, EvidenceFiles(folder), strict=False)
     return Admitted(payload, body)
 
 
 def read_statement(payload: bytes) -> Predicate | Transfer:
-    """Return what a statement says; raises Rejected where it contradicts itself.
+    """Return the body of a statement; raises Rejected where it is inconsistent.
 
-    The bytes must be the only spelling of it, the subject its triple, and each verdict one that its
-    numbers admit. Neither the time nor files beside the statement are looked at.
+    The bytes must be canonical, the subject its triple, and each verdict supported by its numbers.
+    Neither the time nor files beside the statement are considered.
     """
     statement = parse_statement(strict_load(payload, LARGEST_PAYLOAD))
     if len(statement.subjects) != 1:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Signed:
-    """What the first steps learn, in order; a step reads only what an earlier one established."""
+    """The state of the first steps, in order; a step reads only results of earlier ones."""
 
     raw: dsse.RawEnvelope | None = None
     envelope: dsse.Envelope | None = None
@@ -49,7 +49,7 @@ def authentic(
 ) -> Authentic:
     """Return the statement in a bundle; raises Rejected unless trusted keys signed it.
 
-    Its predicate type must be one of `kinds`. What the predicate says is not looked at.
+    Its predicate type must be one of `kinds`. The content of the predicate is not read.
     """
     log, signed = Log(), Signed()
     try:
@@ -70,7 +70,7 @@ def authentic(
 def authenticate(
     log: Log, state: Signed, bundle: bytes, trusted: TrustPolicy, moment: datetime
 ) -> None:
-    """Run steps 1 to 6; nothing of the payload is read before its signature verified."""
+    """Run steps 1 to 6; the payload is read only after its signature is verified."""
 
     def parse() -> str:
         state.raw = dsse.parse_bundle(bundle)
@@ -121,7 +121,7 @@ def _signed_by(
     if able:
         names = ", ".join(k.name for k in able)
         raise Rejected("signature/key-not-valid-now", f"{names} is outside its own validity")
-    # The hint only words the message: it is not authenticated and decides nothing.
+    # The hint is only used in the message, since it is not authenticated.
     hints = {s.keyid for s in envelope.signatures}
     named = [k.name for k in trusted.keys if k.key.keyid in hints]
     detail = (
@@ -134,7 +134,7 @@ def _signed_by(
 
 
 def meets_threshold(keys: tuple[TrustedKey, ...], threshold: int, reason: str) -> str:
-    """Count distinct keys; raises Rejected with `reason` where they are too few."""
+    """Check the number of distinct keys; raises Rejected with `reason` if it is too small."""
     count = unique_keys(keys)
     if threshold < 1 or count < threshold:
         raise Rejected(reason, f"{count} distinct trusted key(s), {threshold} needed")
@@ -142,7 +142,7 @@ def meets_threshold(keys: tuple[TrustedKey, ...], threshold: int, reason: str) -
 
 
 def refuse_other_type(statement: Statement) -> None:
-    """Refuse what is no in-toto statement of version 1."""
+    """Refuse anything but an in-toto statement of version 1."""
     if statement.type != STATEMENT_TYPE:
         raise Rejected("statement/type", f"_type is {statement.type!r}")
 

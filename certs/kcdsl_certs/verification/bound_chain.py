@@ -1,8 +1,8 @@
-"""The bound chain once more, in decimals, for whoever checks a certificate.
+"""Independent evaluation of the bound chain in decimal arithmetic, for checkers.
 
-Nothing here is shared with the program that wrote the certificate: the formulas are evaluated in
-their exponential form with as many digits as the argument needs (at least 60 significant ones in
-the result) and rounded up. docs/proofs/bound-chain.md states them and their conditions.
+No code is shared with the program that wrote the certificate: the formulas are evaluated in
+exponential form with as many digits as the argument needs (at least 60 significant ones in the
+result) and rounded up. docs/proofs/bound-chain.md states them and their conditions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ METRICS = (
     "reward_delta",
     "grad_bias",
 )
-"""The metrics whose magnitude a bound on the span of the logit drift bounds from above."""
+"""The metrics whose magnitude is bounded by the span of the logit drift."""
 
 _DIGITS = 60
 _ENLARGE = Fraction(1) + Fraction(1, 10**50)
@@ -130,7 +130,7 @@ def _context(digits: int) -> Context:
 
 
 def _working(s: Fraction) -> tuple[Context, Decimal]:
-    """Return a context with digits enough for any cancellation at s, and s rounded up.
+    """Return a context with enough digits for the cancellation at s, and s rounded up.
 
     The smallest bound, 1 - sech(s/4), is about s^2/32 and comes from terms near 1, and the largest
     terms are e^s; so twice the decimal exponent of s is lost, three times leaves room.

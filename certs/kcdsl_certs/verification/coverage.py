@@ -1,4 +1,4 @@
-"""Coverage: clause results of a certificate against what the contract demands.
+"""Coverage: comparison of the clause results of a certificate with the contract.
 
 Results that follow from a proved drift of the logits are derived again by the bound chain.
 """
@@ -32,7 +32,7 @@ from kcdsl_certs.verification.bound_chain import METRICS, implied_bound, span_of
 
 LOGITS_BLOCK = "model"
 _NORMS = {"inf": ("logit_linf",), "2": ("logit_linf", "logit_l2", "logit_l2_centered")}
-"""Metrics of the logits themselves that a bound on a norm of their drift bounds as it is."""
+"""Metrics of the logits that are bounded directly by a bound on a norm of their drift."""
 
 
 def check_implied(
@@ -73,9 +73,9 @@ def _proves(source: CertifiedClause, clause: CertifiedClause, required: Required
         and source.verdict is Verdict.PASSED
         and source.op in UPPER
         and source.block == LOGITS_BLOCK
-        and (source.region is None or source.region.kind != "rows")  # some requests are longer
+        and (source.region is None or source.region.kind != "rows")  # requests may be longer
         and source.slice in required.inside
-        and source.evidence is not Evidence.PROBABILISTIC  # of some runs it says nothing
+        and source.evidence is not Evidence.PROBABILISTIC  # it does not cover all runs
         and source.evidence.is_at_least(clause.evidence)
     )
 
@@ -105,8 +105,8 @@ def check_clauses(
 ) -> tuple[str, tuple[str, ...]]:
     """Return a summary and the clauses outside the scope; raises Rejected where the results fail.
 
-    Every result must be admitted by its own numbers, every required clause within the scope (or
-    at all, unless `partial`) must be shown on every slice, and nothing else may be stated.
+    Every verdict must be supported by its numbers, every required clause (with `partial`: within
+    the scope) must be shown on every slice, and there may be no other results.
     """
     results = check_stated(predicate, stated, required)
     scope = set(predicate.scope.covers)
@@ -126,7 +126,7 @@ def check_stated(
     predicate: Predicate, stated: Verdict, required: tuple[RequiredClause, ...]
 ) -> dict[tuple[str, str | None], list[CertifiedClause]]:
     """Return the results by clause and slice; raises Rejected where one is not about this contract,
-    or where they or the scope contradict themselves."""
+    or where results or scope are inconsistent."""
     if not required:
         raise Rejected("clause/nothing-required", "the contract names no clause")
     results = check_results(predicate, stated)
@@ -143,9 +143,9 @@ def check_stated(
 def check_results(
     predicate: Predicate, stated: Verdict
 ) -> dict[tuple[str, str | None], list[CertifiedClause]]:
-    """Return the results by clause and slice; raises Rejected where they contradict themselves.
+    """Return the results by clause and slice; raises Rejected where they are inconsistent.
 
-    This is what can be said of them without the contract.
+    These checks do not need the contract.
     """
     results: dict[tuple[str, str | None], list[CertifiedClause]] = {}
     for clause in predicate.clauses:
@@ -174,7 +174,7 @@ def refuse_stray(predicate: Predicate) -> None:
 
 
 def around_weights(clauses: tuple[CertifiedClause, ...]) -> str:
-    """Return which results hold in what region around the weights, as the end of a sentence."""
+    """Return the results with weight balls, as the end of a sentence."""
     named: dict[Fraction, list[str]] = {}
     for clause in clauses:
         if clause.weights is not None and clause.verdict is Verdict.PASSED:
@@ -190,7 +190,7 @@ def _comparison(clause: CertifiedClause) -> tuple[str, Quantity, str, Fraction]:
 
 
 def _machine(clause: CertifiedClause, triple: Triple) -> None:
-    """Refuse a passed time, memory or repetition where the inference kernel names no machine."""
+    """Refuse a passed machine-dependent result if the inference kernel names no machine."""
     if clause.verdict is not Verdict.PASSED or not clause.quantity.is_of_a_machine:
         return
     if not states_machine(triple.infer):
@@ -202,7 +202,7 @@ def _machine(clause: CertifiedClause, triple: Triple) -> None:
 
 
 def _weights(clause: CertifiedClause) -> None:
-    """Refuse a region around the weights without a proof, or of a size that proofs do not know."""
+    """Refuse a weight ball without a proof, or with an invalid radius."""
     if clause.weights is None:
         return
     if clause.proof is None or not clause.evidence.is_proof:
@@ -226,7 +226,7 @@ def _check_scope(predicate: Predicate, known: Set[tuple[str, str | None]]) -> No
 
 
 def _numerics(clause: CertifiedClause, triple: Triple) -> None:
-    """Refuse a proof about other numerics than those that the kernels of the triple claim."""
+    """Refuse a proof about numerics other than those of the triple's kernels."""
     if clause.numerics is None:
         if clause.proof is not None:
             raise Rejected("clause/numerics-missing", f"{clause.label} names no numerics")

@@ -1,4 +1,4 @@
-"""The files that a statement rests on: there or missing, as they were signed or changed."""
+"""The evidence files of a statement: their presence, digests and content."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WORDS = {Verdict.PASSED: ("held",), Verdict.FAILED: ("violated",)}
 
 
 def refuse_unnamed(clauses: tuple[CertifiedClause, ...], files: tuple[EvidenceFile, ...]) -> None:
-    """Refuse measured results that do not name what they rest on, and a file named twice."""
+    """Refuse measured results without evidence files, and a file named twice."""
     names = [file.path for file in files]
     if len(set(names)) != len(names):
         raise Rejected("evidence/duplicate", "one file is named twice as evidence")
@@ -50,7 +50,7 @@ class EvidenceFiles:
     _documents: dict[str, bytes] = field(default_factory=dict)
 
     def examine(self, files: tuple[EvidenceFile, ...]) -> None:
-        """Hash every file; what is missing is noted. Raises Rejected where one was changed."""
+        """Hash every file and record missing ones. Raises Rejected where one was changed."""
         for file in files:
             path = self.folder / file.path
             if not path.is_file():
@@ -65,12 +65,12 @@ class EvidenceFiles:
                 self._documents[file.role] = data
 
     def document(self, role: str) -> bytes | None:
-        """Return the bytes of a file whose digest was compared; None where there is none."""
+        """Return the bytes of a verified file; None where it is missing."""
         return self._documents.get(role)
 
 
 def _read(path: Path, kept: bool) -> tuple[str, bytes]:
-    """Return the digest of a file and, if it is to be kept, the bytes that were hashed."""
+    """Return the digest of a file and, with `kept`, the hashed bytes."""
     found, parts, size = hashlib.sha256(), [], 0
     try:
         with open_regular(path, "evidence/unreadable") as file:
@@ -89,10 +89,10 @@ def _read(path: Path, kept: bool) -> tuple[str, bytes]:
 def compare(
     evidence: EvidenceFiles, clauses: tuple[CertifiedClause, ...], triple: Triple
 ) -> list[str]:
-    """Compare what the documents say with the statement; return what was compared, in words.
+    """Compare the documents with the statement; return a description of the comparisons.
 
     Raises Rejected where the fingerprints are of other kernels, the report is of another contract,
-    or a measured result does not stand in it.
+    or a measured result is not in the report.
     """
     said = []
     kernels = evidence.document("kernels")
@@ -131,7 +131,7 @@ def _compare_report(document: Any, clauses: tuple[CertifiedClause, ...], triple:
 
 
 def _is_of(row: Mapping[str, Any], clause: CertifiedClause) -> bool:
-    """Return whether a row of the report is this result: units, counts, value and verdict."""
+    """Return whether a row of the report equals this result: units, counts, value and verdict."""
     counted, words = row.get("exceedance"), _WORDS.get(clause.verdict)
     if words is not None and row.get("verdict") not in words:
         return False

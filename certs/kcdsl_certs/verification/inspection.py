@@ -1,8 +1,8 @@
-"""Reading a certificate alone: no contract, no weights and no file beside it are looked at.
+"""Inspection of a certificate alone, without contract, weights or files beside it.
 
-What it says is read whether or not a trusted key signed it; `authentic` says which. The steps are
-those of a check, as far as they need nothing else: one that fails here fails in every check, and
-one that would compare with what is deployed is not run.
+The content is read whether or not a trusted key signed it; see `authentic`. The steps are those of
+a check that need nothing else: a step that fails here fails in every check, and a step that
+compares with the deployment is not run.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ if TYPE_CHECKING:
     from kcdsl_certs.statement import Transfer
 
 NEEDS_ARTEFACTS = "step/needs-artefacts"
-"""Why a step is not run that compares with the contract, the weights, the kernels or files."""
+"""The reason of steps that need the contract, the weights, the kernels or files."""
 NO_KEY = "signature/no-key"
-"""Why signatures are not verified where nobody is trusted."""
+"""The reason of unverified signatures without trusted keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeenSignature:
     """One signature: the key that it names, which is a hint, and the trusted key that made it.
 
-    `problem` says why the signature does not count; empty where it does.
+    `problem` is the reason if the signature is not accepted.
     """
 
     keyid: str | None
@@ -81,10 +81,10 @@ class SeenSignature:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a certificate says, and what the steps of a check say that need nothing beside it.
+    """The content of a certificate, and the results of the steps that need nothing else.
 
-    `authentic` is None where nobody is trusted, so that no signature was verified; False where a
-    step up to `statement-type` failed. `body` is None where nothing can be read of it.
+    `authentic` is None without trusted keys, so that no signature was verified; False where a step
+    up to `statement-type` failed. `body` is None where it cannot be read.
     """
 
     checks: tuple[Check, ...]
@@ -109,9 +109,9 @@ class Inspection:
 def inspect(
     bundle: bytes, trust: Trust | None, moment: datetime, *, stage: str | None = None
 ) -> Inspection:
-    """Read a certificate at a moment; never raises for bad input.
+    """Inspect a certificate at a moment; never raises for bad input.
 
-    Without `trust` no signature is verified, and the other steps are run on what is stated.
+    Without `trust` no signature is verified, and the other steps are run on the unverified content.
     """
     log, state = Log(), CheckState()
     if trust is not None:
@@ -139,7 +139,7 @@ def inspect(
 
 
 def _read_unverified(log: Log, state: CheckState, bundle: bytes) -> bool:
-    """Run steps 1 to 7 but for the signatures; return whether all of the others are ok."""
+    """Run steps 1 to 7 without signatures; return whether all of them are ok."""
 
     def parse() -> str:
         state.raw = parse_bundle(bundle)
@@ -190,7 +190,7 @@ def _examine(
     moment: datetime,
     stage: str | None,
 ) -> None:
-    """Run what can fail of the later steps without anything to compare with."""
+    """Run the parts of the later steps that need no comparison."""
     assert state.envelope is not None
     assert state.statement is not None
     payload, statement = state.envelope.payload, state.statement
@@ -237,7 +237,7 @@ def _subject(statement: Statement, body: Predicate | Transfer) -> str:
 
 
 def _results(body: Predicate, stated: Verdict) -> str:
-    """Say what the results show; raises Rejected where no contract could be shown by them."""
+    """Return a summary of the results; raises Rejected where they could show no contract."""
     found = check_results(body, stated)
     refuse_stray(body)
     if not body.scope.covers:
@@ -253,14 +253,14 @@ def _results(body: Predicate, stated: Verdict) -> str:
 
 
 def _with_rest(log: Log, steps: tuple[str, ...], *, stopped: bool) -> tuple[Check, ...]:
-    """Return the steps in order; those that nothing was said of are not run."""
+    """Return the steps in order, with missing ones as not run."""
     done = {check.name: check for check in log.checks}
     reason = EARLIER_FAILED if stopped else NEEDS_ARTEFACTS
     return tuple(done.get(n, Check(n, StepOutcome.NOT_RUN, reason)) for n in steps)
 
 
 def _opened(bundle: bytes, state: CheckState) -> tuple[Envelope | None, Statement | None]:
-    """Return envelope and statement, as far as they can be read whoever signed them."""
+    """Return envelope and statement as far as they can be parsed, without verification."""
     envelope, statement = state.envelope, state.statement
     with suppress(Rejected):
         if envelope is None:
@@ -273,7 +273,7 @@ def _opened(bundle: bytes, state: CheckState) -> tuple[Envelope | None, Statemen
 def _content(
     statement: Statement | None, state: CheckState
 ) -> tuple[Predicate | Transfer | None, Verdict | None]:
-    """Return the body, whoever signed it, and the verdict that it states."""
+    """Return the unverified body and its stated verdict."""
     body = state.predicate or state.transfer
     if body is not None or statement is None:
         return body, state.stated

@@ -30,16 +30,16 @@ from kcdsl_certs.statement import (
 from kcdsl_certs.statement.triple import INFER_CHECKPOINT
 
 _WIDER = {"points": {"ball"}}
-"""Kinds of region that hold those of another kind: balls around points hold the points."""
+"""Kinds of region that contain those of another kind: balls contain their centres."""
 INDEPENDENT = "independent roundings"
-"""How the assumption begins that proofs with `chance` rest on."""
+"""The prefix of the assumption of proofs with `chance`."""
 LARGEST_PROOF = 512 * 1024 * 1024
 SOME_MARGIN = 2.0**-1074
-"""The least double above zero: all that a proof that nothing flips shows of the margin."""
+"""The least positive double: the margin that a proof of no flips shows."""
 
 
 class StepOutcome(StrEnum):
-    """How a step of the verification ended."""
+    """The outcome of a step of the verification."""
 
     OK = "ok"
     FAILED = "failed"
@@ -48,7 +48,7 @@ class StepOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProofResult:
-    """What came of the proof of one clause."""
+    """The result of checking the proof of one clause."""
 
     outcome: StepOutcome
     reason: str = ""
@@ -56,11 +56,11 @@ class ProofResult:
 
 
 ProofChecker = Callable[[CertifiedClause, Triple], ProofResult]
-"""Given a clause and the triple that its certificate is about."""
+"""Called with a clause and the triple of its certificate."""
 
 
 class Rederivation(Protocol):
-    """What a re-derivation reports; `bound` is a hexadecimal float."""
+    """The result of a re-derivation; `bound` is a hexadecimal float."""
 
     @property
     def ok(self) -> bool: ...
@@ -77,7 +77,7 @@ class Rederivation(Protocol):
 
 
 def load_proof(folder: Path, clause: CertifiedClause) -> bytes:
-    """Return the proof object of a clause from the certificate's folder; the digest decides.
+    """Return the proof object of a clause from the certificate's folder, identified by its digest.
 
     Raises Rejected `proof/missing`, `proof/too-large` or `proof/digest-mismatch`.
     """
@@ -105,13 +105,13 @@ def load_proof(folder: Path, clause: CertifiedClause) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PresentProofs:
-    """Checks that proof files are there, are what was signed, and are about their clauses, without
+    """Checks that proof files exist, have the signed digests, and are about their clauses, without
     re-deriving them."""
 
     folder: Path
 
     def __call__(self, clause: CertifiedClause, triple: Triple) -> ProofResult:
-        """Check one proof file; one that is not there is a failure."""
+        """Check one proof file; a missing one is a failure."""
         try:
             bind(strict_load(load_proof(self.folder, clause), LARGEST_PROOF), clause, triple)
         except Rejected as error:
@@ -122,12 +122,12 @@ class PresentProofs:
 
 @dataclass(slots=True)
 class Rechecker:
-    """Re-derives proofs by `kcdsl_certs.recheck`; whatever goes wrong is a failure."""
+    """Re-derives proofs with `kcdsl_certs.recheck`; any error is a failure."""
 
     folder: Path
     checkpoint: Path
     served: Path | None = None
-    """The checkpoint of the inference kernel, where it has one."""
+    """The inference kernel's own checkpoint, if any."""
     _known: dict[str, Rederivation] = field(default_factory=dict)
 
     def __call__(self, clause: CertifiedClause, triple: Triple) -> ProofResult:
@@ -163,7 +163,7 @@ class Rechecker:
 def _rederived_bound(outcome: Rederivation, clause: CertifiedClause) -> str:
     """Return the confirmed bound in words; the clause must hold with it.
 
-    Proofs bound drifts from above, and show of an order that it stays, not by how much.
+    Proofs bound drifts from above, and show that an order is kept, but not its margin.
     """
     if clause.quantity.kind == "margin":
         shown = outcome.bound == "held" and clause.op in LOWER
@@ -184,7 +184,7 @@ def _rederived_bound(outcome: Rederivation, clause: CertifiedClause) -> str:
 
 
 def bind(document: Any, clause: CertifiedClause, triple: Triple) -> None:
-    """Refuse a proof, however right, that is about something else than the clause."""
+    """Refuse a proof, even a correct one, that is not about the clause."""
     proof = Fields.of(document, "proof")
     block, numerics = proof.text("block"), proof.inner("numerics")
     if block != clause.block:
@@ -219,8 +219,8 @@ def bind(document: Any, clause: CertifiedClause, triple: Triple) -> None:
 
 
 def method_of(document: Any) -> str:
-    """Return the method of a proof object: the domains in which its cases, or their links, are
-    derived, and `chain` where it goes link by link, in order and joined."""
+    """Return the method of a proof object: the sorted domains of its cases, or of their links, and
+    `chain` for proofs in links, joined to one text."""
     parts: set[str] = set()
     for item in Fields.of(document, "proof").items("cases"):
         case = Fields.of(item, "case")
@@ -234,7 +234,7 @@ def method_of(document: Any) -> str:
 
 
 def _bind_regions(proof: Fields, clause: CertifiedClause) -> None:
-    """Refuse other kinds of region, smaller balls, and another number of cases than are stated."""
+    """Refuse other kinds of region, smaller balls, and a wrong number of cases."""
     cases = [Fields.of(item, "case") for item in proof.items("cases")]
     kinds = {case.inner("region").text("kind") for case in cases}
     region = clause.region
@@ -260,7 +260,7 @@ def _bind_regions(proof: Fields, clause: CertifiedClause) -> None:
 
 
 def _bind_chances(cases: list[Fields], clause: CertifiedClause) -> None:
-    """Refuse a proof that leaves something to chance, unless the result says so and how much."""
+    """Refuse a probabilistic proof unless the result states its probability."""
     for case in cases:
         if "chance" not in case.record:
             continue
@@ -275,7 +275,7 @@ def _bind_chances(cases: list[Fields], clause: CertifiedClause) -> None:
 
 
 def _bind_weights(cases: list[Fields], clause: CertifiedClause, rho: Fraction) -> None:
-    """Refuse a proof about a smaller region around the weights, or about one checkpoint alone."""
+    """Refuse a proof about a smaller weight ball, or about one checkpoint only."""
     for case in cases:
         stated = case.inner("region").text_or_none("weights")
         if stated is None or parse_real(stated) < rho:
@@ -284,7 +284,7 @@ def _bind_weights(cases: list[Fields], clause: CertifiedClause, rho: Fraction) -
 
 
 def _bind_longest(cases: list[Fields], clause: CertifiedClause, region: Region) -> None:
-    """Refuse a proof about shorter sequences than the region of rows speaks of."""
+    """Refuse a proof about shorter sequences than those of the region of rows."""
     for case in cases:
         longest = case.inner("region").integer("longest")
         if region.longest is None or longest < region.longest:

@@ -1,4 +1,4 @@
-"""Coverage counted again: the rows of each slice, from the data, against what is stated of them."""
+"""Recounting of coverage: compares the rows of each slice in the data with the stated counts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kcdsl_certs.verification.proofs import LARGEST_PROOF, load_proof
 from kcdsl_certs.verification.rows import Row, Selected, read_rows, select
 
 Data = Callable[[str], Path | None]
-"""Finds a data file by the name that the contract gives it; None where it is not at hand."""
+"""Finds a data file by its name in the contract; None where it is missing."""
 _WINDOW = 16
 """Consecutive units of one window."""
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -41,9 +41,9 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 class Recount:
     """Counts the coverage of the results of one certificate.
 
-    `slices` says where the rows of each slice come from, `data` finds the files, `inputs` are the
-    digests that were signed. `folder` holds the proofs, `records` is the file with the record of
-    each request, whose digest was compared before (None: it is not at hand).
+    `slices` are the sources of the rows of each slice, `data` finds the files, `inputs` are the
+    signed digests. `folder` has the proofs, `records` is the file with the record of each request,
+    whose digest was already compared (None: it is missing).
     """
 
     slices: Mapping[str, SliceSource]
@@ -52,9 +52,9 @@ class Recount:
     folder: Path
     records: bytes | None
     missing: list[str] = field(default_factory=list)
-    """What was not at hand."""
+    """Descriptions of missing files."""
     beyond: list[str] = field(default_factory=list)
-    """What cannot be counted here, whatever is at hand."""
+    """Descriptions of results that cannot be recounted here."""
     counted: list[str] = field(default_factory=list)
     _rows: dict[tuple[str, str], tuple[Row, ...] | None] = field(default_factory=dict)
     _digests: dict[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Recount:
             self._note(self.beyond, f"{clause.label}: the slice has no data")
             return
         measured = clause.proof is None and clause.method in MEASURED
-        # Units that are drawn or recorded are no rows: of their file the digest says all.
+        # Sampled or recorded units are not rows; only the digest of their file is compared.
         counted = not measured or source.units == "rows"
         rows = self._rows_of(source) if counted else self._unread(source)
         if rows is None:
@@ -95,7 +95,7 @@ class Recount:
             self._measured(clause, source, chosen)
 
     def _rows_of(self, source: SliceSource) -> tuple[Row, ...] | None:
-        """Return the rows of the data as it was signed; None where it is not at hand."""
+        """Return the rows of the data with the signed digest; None where it is missing."""
         key = (source.data, source.tokens)
         if key not in self._rows:
             path = self._at_hand(source)
@@ -111,8 +111,8 @@ class Recount:
         return self._rows[key]
 
     def _unread(self, source: SliceSource) -> tuple[Row, ...] | None:
-        """Return no rows of data that is as it was signed, whatever its format and size; None
-        where it is not at hand."""
+        """Compare the digest of data without parsing it and return no rows; None where it is
+        missing."""
         path = self._at_hand(source)
         if path is None:
             return None
@@ -189,7 +189,7 @@ class Recount:
     def _same_names(
         self, clause: CertifiedClause, names: list[str], count: int, chosen: Selected, what: str
     ) -> None:
-        """Every row of the slice is there once, and nothing else."""
+        """Demand that the names are exactly the rows of the slice, each once."""
         if len(names) != count or len(set(names)) != len(names):
             raise Rejected("recount/duplicate", f"{clause.label}: a {what} is there twice")
         found, sure = set(names), {row.id for row in chosen.rows}
@@ -260,7 +260,7 @@ class Recount:
             raise Rejected("recount/rows-missing", f"{clause.label}: a row was never timed")
 
     def _fields(self, clause: CertifiedClause, own: list[Mapping[str, Any]]) -> None:
-        """Count the records that carry every field again."""
+        """Recount the records that have every field."""
         if clause.quantity.kind != "share":
             return
         names = clause.quantity.fields
@@ -285,10 +285,10 @@ class Recount:
 
 
 def _units_in(clause: CertifiedClause, chosen: Selected) -> tuple[int, int]:
-    """Return the least and the largest number of requests of a slice that a result counts.
+    """Return the least and the largest number of requests of a slice that a result may count.
 
-    A census counts rows. A sample counts prompts, since a copy of a row shows nothing more; which
-    rows repeat one is known where their tokens are.
+    A census counts rows. A sample counts distinct prompts; duplicates can be recognised only among
+    rows with known tokens.
     """
     every = (*chosen.rows, *chosen.open)
     if clause.evidence is Evidence.CENSUS:
@@ -320,7 +320,7 @@ def _times(record: Mapping[str, Any]) -> list[Any]:
 
 
 def _content(region: Fields) -> str:
-    """Return what makes two regions one: the token ids, or the centre."""
+    """Return the key by which regions are equal: the token ids, or the centre."""
     if "ids" in region.record:
         return repr(region.record["ids"])
     centre = region.inner("centre")
@@ -328,7 +328,7 @@ def _content(region: Fields) -> str:
 
 
 def _fits(clause: CertifiedClause, row: Row, region: Fields) -> None:
-    """Demand that a region has the tokens of its row: the same ids, or as many states."""
+    """Demand that a region matches its row: the same token ids, or as many states."""
     if row.tokens is None:
         return
     if "ids" in region.record:

@@ -34,11 +34,11 @@ STEPS = (
     "recount",
 )
 TRANSFER_STEPS = (*STEPS[:12], "base", "weights", *STEPS[12:15])
-"""The steps of a weights transfer: also the earlier certificate, and how far the weights moved."""
+"""The steps of a weights transfer, including the earlier certificate and the moved weights."""
 EARLIER_FAILED = "step/earlier-failed"
-"""The reason of a step that was not run because one before it failed."""
+"""The reason of a step that was not run because an earlier one failed."""
 _OPTIONAL = frozenset({"sequence", "stage", "proofs", "evidence", "recount"})
-"""Steps that may be left out because nothing was given to compare with."""
+"""Steps that may be skipped if there is nothing to compare with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class Report:
     predicate: Predicate | None = None
     signers: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
-    """Clauses of the contract that lie outside the scope of a partial certificate."""
+    """Clauses of the contract outside the scope of a partial certificate."""
     steps: tuple[str, ...] = STEPS
-    """The steps that there are: those of a certificate, or of a weights transfer."""
+    """The steps of a certificate, or of a weights transfer."""
     assumptions: tuple[str, ...] = ()
-    """What the signed results count on and nothing here has looked at; for people to read."""
+    """Unchecked assumptions of the signed results, for people."""
 
     @property
     def accepted(self) -> bool:
@@ -108,14 +108,14 @@ class Report:
 
 
 def refused(step: str, rejection: Rejected) -> Report:
-    """Return the report of a verification that ended before it began, at this step."""
+    """Return the report of a verification that was refused at this step before it began."""
     return Report(
         Log([Check(step, StepOutcome.FAILED, rejection.reason, rejection.detail)]).finish()
     )
 
 
 class NotRun(Exception):
-    """Raised by a step that has nothing to check; carries the reason."""
+    """Raised by a step that has nothing to check, with the reason."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason, self.detail = reason, detail
@@ -128,7 +128,7 @@ class Stop(Exception):
 
 @dataclass(slots=True)
 class Log:
-    """Runs steps in order; whatever a step raises is a failure of that step."""
+    """Runs steps in order; any exception is a failure of its step."""
 
     checks: list[Check] = field(default_factory=list)
 
@@ -159,14 +159,14 @@ class Log:
 class Combined:
     """The reports of one or more certificates, by file name.
 
-    Each must be accepted by itself, so that a second certificate never repairs a first. With
-    `complete`, together they must leave nothing of the contract out.
+    Each must be accepted separately, so a certificate cannot repair another one. With `complete`,
+    together they must cover the whole contract.
     """
 
     reports: tuple[tuple[str, Report], ...]
     complete: bool = False
     trust: Trust | None = None
-    """What the check went by, and where that came from."""
+    """The trust settings of the check, and their origin."""
 
     @property
     def outside(self) -> tuple[str, ...]:
@@ -176,12 +176,12 @@ class Combined:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Return what any of the certificates counts on, each once."""
+        """Return the assumptions of all certificates, each once."""
         return tuple(dict.fromkeys(text for _, r in self.reports for text in r.assumptions))
 
     @property
     def coverage(self) -> Check | None:
-        """Return the step that looks at all certificates together; None where there is one."""
+        """Return the step about all certificates together; None for a single certificate."""
         if len(self.reports) == 1:
             return None
         if not all(report.accepted for _, report in self.reports):
@@ -195,7 +195,7 @@ class Combined:
 
     @property
     def accepted(self) -> bool:
-        """Return whether every certificate is valid and, with `complete`, nothing is left out."""
+        """Return whether every certificate is valid and, with `complete`, nothing is missing."""
         if not self.reports or not all(report.accepted for _, report in self.reports):
             return False
         return not (self.complete and self.outside)
@@ -206,7 +206,7 @@ class Combined:
         return "valid" if self.accepted else "invalid"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document `kcdsl.check/2`: that of the one report, or all of them together."""
+        """Return the document `kcdsl.check/2`: of a single report, or of all together."""
         coverage = self.coverage
         trust = {} if self.trust is None else {"trust": self.trust.to_json()}
         if coverage is None:

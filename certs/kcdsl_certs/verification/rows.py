@@ -1,4 +1,4 @@
-"""The rows of a data file, and which of them a slice selects, read again from the file itself."""
+"""The rows of a data file, and the selection of a slice, read independently of the prover."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import OPERATORS, holds
 
 BYTES = "bytes"
-"""The tokenizer that this package has: one token for each byte of UTF-8."""
+"""The tokenizer of this package: one token per UTF-8 byte."""
 _LARGEST_POWER = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row; `tokens` is None where only the model's own tokenizer knows them."""
+    """One row; `tokens` is None if only the model's own tokenizer can compute them."""
 
     id: str
     fields: Mapping[str, str | bool | Fraction]
@@ -28,13 +28,13 @@ class Row:
 
     @property
     def length(self) -> int | None:
-        """Return the number of tokens; None where it is not known."""
+        """Return the number of tokens; None if unknown."""
         return None if self.tokens is None else len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """The rows that a slice selects, and those of which only a tokenizer could tell."""
+    """The rows that a slice selects, and those that only a tokenizer could decide."""
 
     rows: tuple[Row, ...]
     open: tuple[Row, ...] = ()
@@ -56,7 +56,7 @@ def read_rows(data: bytes, tokens: str) -> tuple[Row, ...]:
 
 
 def select(rows: Sequence[Row], where: Any) -> Selected:
-    """Return which rows satisfy a predicate, by the three values of logic."""
+    """Return the rows that satisfy a predicate, in three-valued logic."""
     found = [(row, _holds(where, row)) for row in rows]
     return Selected(
         tuple(row for row, holds in found if holds is True),
@@ -124,7 +124,7 @@ def _no_constant(word: str) -> Any:
 
 
 def _holds(where: Any, row: Row) -> bool | None:
-    """Evaluate a predicate on a row; None where it hangs on a length that is not known."""
+    """Evaluate a predicate on a row; None where it depends on an unknown length."""
     match where:
         case {"all": list(parts), **rest} if not rest:
             found = [_holds(part, row) for part in parts]

@@ -1,4 +1,4 @@
-"""Is a weights transfer right? The earlier certificate is verified, and the weights compared."""
+"""Checking a weights transfer: verifies the earlier certificate and compares the weights."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ VerifyBase = Callable[[bytes, Triple, ProofChecker], Report]
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What a transfer is compared with.
+    """The inputs for checking a transfer.
 
-    `folder` holds the earlier certificate and its proofs, `checkpoint` are the earlier weights,
-    `later` those about to be deployed; with `recheck` the proofs are derived again.
+    `folder` has the earlier certificate and its proofs, `checkpoint` the earlier weights, `later`
+    those about to be deployed; with `recheck` the proofs are derived again.
     """
 
     folder: Path
@@ -62,7 +62,7 @@ class Earlier:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What lies outside of the scope, and what the results that went over count on."""
+    """The clauses outside the scope, and the assumptions of the transferred results."""
 
     outside: tuple[str, ...]
     assumptions: tuple[str, ...]
@@ -124,7 +124,7 @@ class _Found:
 def _base(
     transfer: Transfer, expected: Triple, earlier: Earlier, verify: VerifyBase, found: _Found
 ) -> str:
-    """Verify the earlier certificate, whose payload has the digest that the transfer names."""
+    """Verify the earlier certificate, whose payload must have the digest in the transfer."""
     bundle = _read(earlier.folder / transfer.path)
     payload = dsse.decode(dsse.parse_bundle(bundle)).payload
     if certificate_id(payload) != transfer.base:
@@ -152,10 +152,10 @@ def _base(
 
 
 def earlier_triple(payload: bytes, expected: Triple, checkpoint: Path) -> Triple:
-    """Return the triple with the earlier checkpoint: the weights at this path, under the name that
-    the earlier certificate gives them, with the other files of the model as they are now.
+    """Return the triple with the earlier checkpoint: the weights at this path, with their name in
+    the earlier certificate and the current other files of the model.
 
-    Nothing is believed of the payload but that name. Raises Rejected `transfer/base-checkpoint`.
+    Only that name is taken from the payload. Raises Rejected `transfer/base-checkpoint`.
     """
     statement = parse_statement(strict_load(payload, LARGEST_PAYLOAD))
     if statement.predicate_type == TRANSFER_TYPE:
@@ -186,7 +186,8 @@ def _read(path: Path) -> bytes:
 def compare_weights(
     base: Predicate, carried: Predicate, stated: tuple[Carried, ...], earlier: Earlier
 ) -> str:
-    """Compare what the proofs read in both checkpoints; nothing that is stated is believed."""
+    """Compare the weights that the proofs read in both checkpoints, independently of the
+    statement."""
     weights = Weights(earlier.checkpoint, earlier.later)
     weights.refuse_others(base.triple, carried.triple)
     moved = {(item.id, item.slice): item for item in stated}
@@ -214,7 +215,7 @@ def compare_weights(
 def weights_of(proof: bytes, clause: CertifiedClause, triple: Triple) -> frozenset[str]:
     """Return the tensors that the proof of a clause reads.
 
-    Raises Rejected where it is no proof, or one of something else than the clause.
+    Raises Rejected where it is no proof, or not about the clause.
     """
     document: Any = import_module("kcdsl_certs.recheck.documents.document")
     bind(strict_load(proof, LARGEST_PROOF), clause, triple)
@@ -229,7 +230,7 @@ class Weights:
     """Two checkpoints of the same tensors, shapes and dtypes."""
 
     def __init__(self, earlier: Path, later: Path) -> None:
-        """Read both. Raises Rejected `transfer/tensors`, and what reading a checkpoint raises."""
+        """Read both. Raises Rejected `transfer/tensors`, and as reading a checkpoint does."""
         self._norms: Any = _numpy("kcdsl_certs.recheck.interval.weight_ball")
         read = import_module("kcdsl_certs.recheck.interval.tensors").read
         self._earlier, self._later = _of_file(earlier, read), _of_file(later, read)
@@ -241,7 +242,7 @@ class Weights:
         return self._earlier.root_digest, self._later.root_digest
 
     def refuse_others(self, earlier: Triple, later: Triple) -> None:
-        """Raise Rejected `transfer/changed` unless the weights read are those of both triples."""
+        """Raise Rejected `transfer/changed` unless the weights are those of both triples."""
         if self.digests != (earlier.checkpoint.root_digest, later.checkpoint.root_digest):
             detail = (
                 "these are not the weights that are named, or they changed while they were read"
@@ -249,10 +250,10 @@ class Weights:
             raise Rejected("transfer/changed", detail)
 
     def farthest(self, keys: frozenset[str], rho: Fraction) -> Any:
-        """Return the element of these tensors that moved most, one outside of ρ if there is one
-        (`Moved` of `recheck.interval.weight_ball`); `inside` says whether all are in the region.
+        """Return the element of these tensors that moved most, or one outside the ball of radius ρ
+        (`Moved` of `recheck.interval.weight_ball`); `inside`: all are in the ball.
 
-        Raises Rejected for tensors that are missing or hold what is no number.
+        Raises Rejected for tensors that are missing or contain NaN or infinity.
         """
         found = self._norms.moved(self._earlier.tensors, self._later.tensors, keys, rho)
         if not found:
@@ -269,7 +270,7 @@ def _numpy(name: str) -> Any:
 
 
 def _of_file(path: Path, step: Callable[[Path], Any]) -> Any:
-    """Run a step on a file; a rejection names it."""
+    """Run a step on a file; a rejection names the file."""
     try:
         return step(path)
     except Rejected as error:

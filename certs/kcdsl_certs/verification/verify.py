@@ -1,4 +1,4 @@
-"""Strict verification of a certificate: named steps, fail closed, each with a reason."""
+"""Strict verification of a certificate in named steps that fail closed, with reasons."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ Clock = Callable[[], datetime]
 
 @dataclass(slots=True)
 class CheckState(Signed):
-    """What the steps learn, in order; a step reads only what an earlier one established.
+    """The state of the steps, in order; a step reads only results of earlier ones.
 
-    A statement has either a predicate, that of a certificate, or a transfer.
+    A statement has either a predicate (of a certificate) or a transfer.
     """
 
     predicate: Predicate | None = None
@@ -81,16 +81,16 @@ def verify(
     slices: Mapping[str, SliceSource] | None = None,
     strict: bool = False,
 ) -> Report:
-    """Verify a certificate against what is about to be deployed; never raises for bad input.
+    """Verify a certificate against the triple to be deployed; never raises for bad input.
 
-    `required_clauses` is what the contract in force names. With `partial` only those within the
-    signed scope are demanded, and the rest is reported as `outside`; a release gate leaves it off.
-    `proofs` looks at the proof of each clause; without it a certificate that names proofs is
-    refused, unless `signature_only` says that what lies beside the statement is not of interest.
-    `evidence` is the folder of the proofs and of the files that measured results rest on, `data`
-    finds data files and `slices` says which of their rows a slice selects: with these coverage is
-    counted again. What is missing of all that is said and, with `strict`, refused.
-    `earlier` is what a weights transfer is compared with; without it none is accepted.
+    `required_clauses` are those of the contract in force. With `partial` only those within the
+    signed scope are demanded, and the rest is reported as `outside`; release gates do not use it.
+    `proofs` checks the proof of each clause; without it a certificate with proofs is refused,
+    unless `signature_only` excludes the files beside the statement.
+    `evidence` is the folder of the proofs and the evidence files, `data` finds data files, and
+    `slices` has the sources of the slices: with these, coverage is recounted. Missing files are
+    reported and, with `strict`, refused.
+    `earlier` has the inputs for a weights transfer; without it transfers are refused.
     """
     log, state = Log(), CheckState()
     try:
@@ -173,9 +173,9 @@ def verify(
 def read_signed(
     log: Log, state: CheckState, bundle: bytes, trusted: TrustPolicy, moment: datetime
 ) -> None:
-    """Run steps 1 to 7; nothing of the payload is read before its signature verified.
+    """Run steps 1 to 7; the payload is read only after its signature is verified.
 
-    Raises Stop at the first that fails.
+    Raises Stop at the first failure.
     """
     authenticate(log, state, bundle, trusted, moment)
 
@@ -221,10 +221,10 @@ def _subject(state: CheckState, expected: Triple) -> str:
 def _as_far_as_asked(
     predicate: Predicate | Transfer, expected: Triple, trusted: TrustPolicy
 ) -> Triple:
-    """Return what is expected, but for the parts of the kernels that may differ.
+    """Return the expected triple without the parts of the kernels that may differ.
 
-    What was timed or took memory holds of the machine that measured it: no part of it may differ
-    then. Otherwise cores and memory of the host may, and what the policy says.
+    If results depend on the machine, no part may differ. Otherwise cores and memory of the host
+    may, and the parts that the policy relaxes.
     """
     results = predicate.clauses if isinstance(predicate, Predicate) else ()
     if any(clause.quantity.is_of_a_machine for clause in results):
@@ -245,7 +245,7 @@ def _components(
 
 
 def refuse_unstated(triple: Triple, trusted: Rules) -> None:
-    """Raise Rejected where a kernel does not state a part that the policy demands."""
+    """Raise Rejected where a kernel lacks a part that the policy demands."""
     for role, kernel in (("train", triple.train), ("infer", triple.infer)):
         missing = sorted(p for p in trusted.required_parts if not states(kernel, p))
         if missing:
@@ -260,10 +260,10 @@ def check_components(
     data: Data | None = None,
     strict: bool = False,
 ) -> str:
-    """Compare the triple and the inputs with those expected; raises Rejected where one differs.
+    """Compare the triple and the inputs with the expected ones; raises Rejected for a difference.
 
-    What is stated beside, such as modules that the contract's own code imported, is compared with
-    the files that `data` finds; with `strict`, one that it does not find is refused.
+    Other stated inputs, such as modules that the contract's own code imported, are compared with
+    the files that `data` finds; with `strict`, missing ones are refused.
     """
     found = differences(predicate.triple, expected)
     if found:
@@ -288,8 +288,8 @@ def check_components(
 
 
 def _others(stated: Mapping[str, str], expected: Mapping[str, str], data: Data | None) -> list[str]:
-    """Compare the stated inputs that are not expected with their files; return those that are not
-    at hand. Raises Rejected where one differs."""
+    """Compare the other stated inputs with their files; return the missing ones. Raises Rejected
+    where one differs."""
     absent = []
     for name in sorted(stated.keys() - expected.keys()):
         path = None if data is None else data(name)
@@ -307,7 +307,7 @@ def _others(stated: Mapping[str, str], expected: Mapping[str, str], data: Data |
 
 
 def check_validity(predicate: Predicate | Transfer, moment: datetime, trusted: Rules) -> str:
-    """Compare the window of a statement with the time and the policy; raises Rejected."""
+    """Compare the validity period of a statement with the time and the policy; raises Rejected."""
     if moment.tzinfo is None:
         raise Rejected("time/no-zone", "the clock does not know its zone")
     if predicate.valid_until <= predicate.issued_at:
@@ -331,7 +331,7 @@ def check_validity(predicate: Predicate | Transfer, moment: datetime, trusted: R
 def check_sequence(
     predicate: Predicate | Transfer, payload: bytes, minimum: int | None, trusted: Rules
 ) -> str:
-    """Refuse what was revoked or comes before `minimum`; raises NotRun where there is none."""
+    """Refuse a revoked certificate or a sequence below `minimum`; raises NotRun without minimum."""
     if certificate_id(payload) in trusted.revoked_certificates:
         raise Rejected("sequence/revoked", "this certificate was revoked")
     if minimum is None:
@@ -350,12 +350,12 @@ def _contract(predicate: Predicate | Transfer, expected: Triple, trusted: TrustP
 
 
 def check_suppressions(predicate: Predicate | Transfer, trusted: Rules) -> str:
-    """Name the contract and the findings about it that were accepted; raises Rejected where the
-    policy accepts none."""
+    """Return the name of the contract and its accepted findings; raises Rejected where the policy
+    forbids them."""
     contract = predicate.triple.contract
     name = f"{contract.id} {contract.version}"
     if not isinstance(predicate, Predicate) or not predicate.suppressions:
-        return name  # what a transfer goes by is the earlier certificate
+        return name  # for a transfer, the earlier certificate is checked instead
     accepted = "; ".join(f"{item.code}: {item.reason}" for item in predicate.suppressions)
     if trusted.refuse_suppressions:
         raise Rejected("contract/suppressions", f"{name} with accepted findings: {accepted}")
@@ -370,8 +370,8 @@ def _clauses(state: CheckState, required: tuple[RequiredClause, ...], partial: b
 
 
 def check_stage(state: CheckState, stage: str | None, threshold: int) -> str:
-    """Compare the stage with what the signers may sign and what is asked for; raises Rejected or
-    NotRun."""
+    """Compare the stage with the permissions of the signers and the requested stage; raises
+    Rejected or NotRun."""
     body = state.predicate or state.transfer
     assert body is not None
     stated = body.stage
@@ -391,7 +391,7 @@ def check_recount(
     slices: Mapping[str, SliceSource],
     strict: bool,
 ) -> str:
-    """Count the coverage of the results again from the data; raises like `check_evidence`."""
+    """Recount the coverage of the results from the data; raises as `check_evidence` does."""
     if data is None or evidence is None:
         detail = "coverage was not counted again: no data was given"
         raise (Rejected if strict else NotRun)("recount/no-data", detail)
@@ -408,7 +408,7 @@ def check_recount(
 
 
 def check_evidence(predicate: Predicate, found: EvidenceFiles | None, strict: bool) -> str:
-    """Compare the files that measured results rest on with their digests and with the results.
+    """Compare the evidence files with their digests and with the results.
 
     Raises Rejected where one differs; with `strict` also where one is missing, else NotRun.
     """
