@@ -69,7 +69,7 @@ def fleet_of(
     it is in force, its contract is one of them, and its results are about the limits, regions and
     rows of the clauses.
     """
-    known = _alike(contracts)
+    known = _common_digests(contracts)
     files: dict[str, Path] = {}
     program = contracts[0].program
     required = required_clauses(program, contracts[0].base)
@@ -174,7 +174,7 @@ def _joined(
     return Fleet(about, checkpoint, named, pairs, unused)
 
 
-def _alike(contracts: Sequence[Contract]) -> frozenset[str]:
+def _common_digests(contracts: Sequence[Contract]) -> frozenset[str]:
     """Return the digests of contracts that differ only in their kernels; raises Refusal."""
     first = contracts[0].program
     for other in contracts[1:]:

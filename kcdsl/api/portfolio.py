@@ -48,7 +48,7 @@ class _Asked:
         """Return the deciding answer, or else the one with the smallest bound, with notes on all
         others."""
         decisive = [o for _, o in self.answers if not isinstance(o.verdict, Inconclusive)]
-        _, least = min(self.answers, key=lambda one: (_is_word(*one), one[1].bound))
+        _, least = min(self.answers, key=lambda one: (_is_unproved(*one), one[1].bound))
         best = decisive[0] if decisive else least
         told = [_told(outcome) for _, outcome in self.answers if outcome is not best]
         by = f"decided by {best.backend}" if decisive else "decided by no backend"
@@ -126,7 +126,7 @@ def _takes(spec: BackendSpec, asked: _Asked) -> bool:
     return not reason
 
 
-def _is_word(spec: BackendSpec, outcome: GoalOutcome) -> bool:
+def _is_unproved(spec: BackendSpec, outcome: GoalOutcome) -> bool:
     """Return whether a bound is an unproved claim of another distribution."""
     return is_foreign(spec) and not outcome.confirmed
 
@@ -144,7 +144,7 @@ def _refuse_contradiction(asked: _Asked) -> None:
         told = ""
         if isinstance(holds.verdict, Held) and isinstance(breaks.verdict, Violated):
             told = f"{one.name} shows that it holds, and {other.name} has a run that breaks it"
-        elif _is_word(one, holds) or is_foreign(other) or breaks.attack is None:
+        elif _is_unproved(one, holds) or is_foreign(other) or breaks.attack is None:
             continue
         elif breaks.attack > proved(holds):
             told = (

@@ -50,7 +50,7 @@ def fix(
     are undone. Findings about missing files do not count. The number of checks of a very large text
     is limited; remaining findings are left.
     """
-    effort = _Effort()
+    effort = _CharacterBudget()
     state = _State(source, folder, effort)
     seen = {source.text}
     refused: dict[tuple[str, str], Diagnostic] = {}
@@ -77,7 +77,7 @@ def fix(
 
 
 @dataclass(slots=True)
-class _Effort:
+class _CharacterBudget:
     """The remaining number of characters to check; the last check may exceed it."""
 
     left: int = _EFFORT
@@ -91,7 +91,7 @@ class _Effort:
 class _State:
     """A text with its findings."""
 
-    def __init__(self, source: SourceFile, folder: Path | None, effort: _Effort) -> None:
+    def __init__(self, source: SourceFile, folder: Path | None, effort: _CharacterBudget) -> None:
         self.source, self.folder, self.sink = source, folder, Sink()
         self.effort = effort
         effort.left -= len(source.text)

@@ -1,8 +1,7 @@
-"""The process of a command: where it looks for modules, its streams, and its colours.
+"""The process of a command: its module search path, streams, and colours.
 
-A contract that came from elsewhere lies in the working folder as often as not, and beside it may be
-a `yaml.py` or a `libz3.so`. `python -m kcdsl`, and an entry of `PYTHONPATH` that is empty or
-relative, have Python look there first.
+The working folder often has an untrusted contract, possibly with a `yaml.py` or a `libz3.so`. With
+`python -m kcdsl`, or an empty or relative entry of `PYTHONPATH`, Python searches it first.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _COLOUR_VARIABLES = ("NO_COLOR", "FORCE_COLOR")
 
 
 def isolate() -> None:
-    """Drop the working folder from where modules and the library of z3 are looked for.
+    """Remove the working folder from the search paths of modules and of the z3 library.
 
-    An absolute entry of `PYTHONPATH` stays: its user wrote it. So does the folder that kcdsl itself
-    was imported from. Python has already imported parts of its own library by now: `python -P -m
-    kcdsl`, and the program `kcdsl`, leave nothing to chance.
+    Absolute entries of `PYTHONPATH` are kept, since the user set them, and so is the folder that
+    kcdsl was imported from. Parts of the standard library are imported before this call; `python -P
+    -m kcdsl` and the program `kcdsl` protect those imports, too.
     """
     os.environ["PYTHONSAFEPATH"] = "1"
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -45,7 +44,7 @@ def _parent(file: str | None) -> str:
 
 
 def _library_of_python() -> int:
-    """Return how many entries come before the library of Python: what `site` adds comes after."""
+    """Return the number of entries before the standard library; those of `site` come after it."""
     library = os.path.dirname(os.__file__)
     return sys.path.index(library) if library in sys.path else len(sys.path)
 
@@ -58,9 +57,9 @@ def _is_here(entry: str) -> bool:
 
 
 def _find_z3_in_its_package() -> None:
-    """Have z3 load the library of its own package: it looks in the working folder first.
+    """Make z3 load the library of its own package instead of one in the working folder.
 
-    `Z3_LIB_DIRS` is what z3 has instead of the folders that it looks in by itself.
+    `Z3_LIB_DIRS` replaces the folders that z3 searches by default.
     """
     spec = find_spec("z3")
     roots = [] if spec is None else list(spec.submodule_search_locations or ())
@@ -69,14 +68,14 @@ def _find_z3_in_its_package() -> None:
 
 
 def collect_seldom() -> None:
-    """Look for cyclic garbage after 10,000 new objects, not 700: a large contract is all trees."""
+    """Collect cyclic garbage after 10,000 new objects, not 700: large contracts are trees."""
     gc.set_threshold(10_000)
 
 
 def leave_garbage() -> None:
-    """Have the end of the process look for no cyclic garbage: it frees all memory anyway.
+    """Skip the garbage collection at the end of the process, which frees all memory anyway.
 
-    DuckDB, whose bindings print whatever is left of their objects then, is excepted.
+    Not with DuckDB, whose bindings print remaining objects at exit.
     """
     if "_duckdb" not in sys.modules:
         gc.freeze()
@@ -86,8 +85,8 @@ def leave_garbage() -> None:
 
 
 def mend_streams() -> None:
-    """Make both streams able to take any text: one that is closed takes it to nowhere, and one
-    whose encoding lacks a character shows its escape."""
+    """Make both streams accept any text: a closed stream discards it, and characters missing in
+    the encoding are escaped."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -97,7 +96,7 @@ def mend_streams() -> None:
 
 
 def abandon_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter does not fail again on its way out."""
+    """Redirect stdout to the null device, so that the interpreter does not fail again at exit."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):
@@ -109,7 +108,8 @@ def abandon_stdout() -> None:
 
 @contextmanager
 def coloured(words: Sequence[str]) -> Iterator[None]:
-    """Tell every printer, by the environment, what the command line or the configuration says."""
+    """Set the colour mode of the command line or configuration in the environment, for all
+    printers."""
     choice = _wanted(words)
     if choice == "auto":
         yield
@@ -125,8 +125,8 @@ def coloured(words: Sequence[str]) -> Iterator[None]:
 
 
 def _wanted(words: Sequence[str]) -> str:
-    """Return `auto`, `always` or `never`: by the words of the command line, else KCDSL_COLOR, else
-    NO_COLOR and FORCE_COLOR, which `auto` leaves as they are, else the configuration."""
+    """Return `auto`, `always` or `never`: from the command line, else KCDSL_COLOR, else `auto` if
+    NO_COLOR or FORCE_COLOR is set, else the configuration."""
     from kcdsl.diagnostics import Sink
     from kcdsl.source.config import Colour, read_config
 
@@ -142,7 +142,7 @@ def _wanted(words: Sequence[str]) -> str:
 
 
 def _color_option(words: Sequence[str]) -> str | None:
-    """Return the value of the last `--color`; argparse refuses it where it is none."""
+    """Return the value of the last `--color`; argparse refuses invalid values."""
     found = None
     for number, word in enumerate(words):
         if word == "--":

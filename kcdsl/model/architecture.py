@@ -296,7 +296,7 @@ class Model:
         for name, found in seen.items():
             entry = entries.get(name, self.block(name))
             last = list(seen.values()) if self.by_block else []
-            handles.append(entry.register_forward_pre_hook(_remember(found, last)))
+            handles.append(entry.register_forward_pre_hook(_recorder(found, last)))
         running = nullcontext() if self.built_in else unchanged(self.module)
         if self.by_block:
             keys = self._keys_by_parameter()
@@ -304,7 +304,7 @@ class Model:
         try:
             with torch.no_grad(), running:
                 self.module(ids)
-        except _Enough:
+        except _AllRecorded:
             pass
         except (Exception, SystemExit) as error:  # foreign code may raise anything
             if self.built_in or isinstance(error, Refusal):
@@ -331,19 +331,20 @@ class Model:
         return result
 
 
-class _Enough(BaseException):
+class _AllRecorded(BaseException):
     """Ends a forward pass once all wanted block inputs are recorded."""
 
 
-def _remember(
+def _recorder(
     found: list[Tensor], wanted: Sequence[list[Tensor]]
 ) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """Return a hook that records the input of a module and raises `_Enough` after the last one."""
+    """Return a hook that records the input of a module and raises `_AllRecorded` after the last
+    one."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         found.append(args[0].detach().clone())
         if wanted and all(wanted):
-            raise _Enough
+            raise _AllRecorded
 
     return hook
 

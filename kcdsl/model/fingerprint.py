@@ -218,7 +218,7 @@ def _built(found: Distribution) -> dict[str, str]:
 def _code_digest(name: str, found: Distribution, record: str, sha256: str) -> str | None:
     """Return the sha256 over the names and digests of a distribution's code files."""
     root = str(found.locate_file(""))
-    known = _Known.of(name, root)
+    known = _DigestCache.of(name, root)
     paths = {path: os.path.join(root, path) for path in known.listing(sha256, record)}
     if not record or _is_linked(found):
         paths |= _programs_of_packages(name, found)
@@ -274,7 +274,7 @@ name."""
 
 
 @dataclass(slots=True)
-class _Known:
+class _DigestCache:
     """A cache of file digests by file identity, kept for the next process.
 
     A write changes the ctime of a file, which programs cannot set. A file that changed a moment ago
@@ -287,7 +287,7 @@ class _Known:
     now: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, root: str) -> _Known:
+    def of(cls, name: str, root: str) -> _DigestCache:
         """Return the cache of a distribution in one environment."""
         base = user_place("XDG_CACHE_HOME", ".cache")
         if base is None:

@@ -246,7 +246,7 @@ def believed(program: Program, base: Path, outcome: GoalOutcome, device: str) ->
         return replace(outcome, verdict=why, cases=bare, proof=None, counterexample=None)
     match outcome.verdict:
         case Held():
-            objection = _against(outcome) or _unproved(program, base, outcome, device)
+            objection = _missing_evidence(outcome) or _unproved(program, base, outcome, device)
             if objection is None:
                 return replace(outcome, confirmed=True, counterexample=None)
         case Violated():
@@ -259,7 +259,7 @@ def believed(program: Program, base: Path, outcome: GoalOutcome, device: str) ->
     return replace(outcome, verdict=Inconclusive(reason), proof=None, counterexample=None)
 
 
-def _against(outcome: GoalOutcome) -> str | None:
+def _missing_evidence(outcome: GoalOutcome) -> str | None:
     """Return why an answer `Held` is incomplete; None where it is complete."""
     goal, names = outcome.goal, [case.name for case in outcome.cases]
     demanded, kind = goal.clause.evidence, outcome.evidence.kind

@@ -161,7 +161,7 @@ def _route(
     why_not: dict[str, str] = {}
     able: list[BackendSpec] = []
     for spec in offers:
-        reason = _against(spec, placement, premises, absent[spec.name], wanted)
+        reason = _reason_against(spec, placement, premises, absent[spec.name], wanted)
         if reason is None:
             able.append(spec)
         else:
@@ -187,7 +187,7 @@ def _route(
     return Route(clause.id, placement.fragment, chosen.name, reason, why_not, premises)
 
 
-def _against(
+def _reason_against(
     spec: BackendSpec,
     placement: Placement,
     premises: tuple[str, ...],

@@ -239,13 +239,13 @@ def statistic(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | None:
                 f"`{name}` is not a statistic of `{definition.name}`",
                 call.function.span,
                 f"write {definition.name} alone" if not allowed else f"statistics: {allowed}",
-                fix=None if allowed else _alone(call),
+                fix=None if allowed else _unwrap_fix(call),
             )
             return None
     return Typed(ir.Statistic(kind, inner.term, q, call.span), inner.dimension)
 
 
-def _alone(call: ast.Call) -> Fix:
+def _unwrap_fix(call: ast.Call) -> Fix:
     """Return the fix that removes a function around its last argument."""
     inner = call.arguments[-1].span
     edits = (Edit(Span(call.span.start, inner.start), ""), Edit(Span(inner.end, call.span.end), ""))

@@ -83,7 +83,7 @@ class LintCommand(Command):
         return _Session(self).run()
 
 
-class _Wishes:
+class _LintSettings:
     """The settings of a run: command line over environment over configuration.
 
     `select` and `ignore` hold codes and prefixes of codes. With only `--select` on the command
@@ -169,7 +169,7 @@ class _Session:
 
     def __init__(self, command: LintCommand) -> None:
         self.command = command
-        self.wishes = _Wishes(command)
+        self.settings = _LintSettings(command)
         self.found: list[Diagnostic] = []
         self.suppressed: list[Suppressed] = []
         self.files: list[Checked] = []
@@ -180,7 +180,7 @@ class _Session:
         """Check every path once and write the findings."""
         for source, folder, path in self._texts():
             self._check(source, folder, path)
-        shown = [d for d in dict.fromkeys(self.found) if self.wishes.shows(d)]
+        shown = [d for d in dict.fromkeys(self.found) if self.settings.shows(d)]
         code = self._code(shown)
         if self.command.diff and not shown:
             return Exit.VIOLATED if self.changed and not self.command.exit_zero else Exit.HELD
@@ -197,7 +197,7 @@ class _Session:
             if source is not None:
                 yield source, Path(name).parent, None
             return
-        config = self.wishes.config
+        config = self.settings.config
         paths: dict[Path, None] = {}
         asked: list[tuple[str, ...]] = [(path,) for path in self.command.paths] or [()]
         for given in asked:
@@ -227,7 +227,7 @@ class _Session:
             return
         from kcdsl.check.fixing import fix
 
-        mended = fix(source, folder, unsafe=self.command.unsafe_fixes, wanted=self.wishes.shows)
+        mended = fix(source, folder, unsafe=self.command.unsafe_fixes, wanted=self.settings.shows)
         self.fixed += mended.applied
         self.changed += mended.source.text != source.text
         for diagnostic in mended.refused:
@@ -256,20 +256,20 @@ class _Session:
     def _code(self, shown: Sequence[Diagnostic]) -> Exit:
         if any(d.code in _UNREADABLE for d in shown):
             return Exit.COULD_NOT_RUN
-        failed = any(self.wishes.fails(d.severity) for d in shown)
+        failed = any(self.settings.fails(d.severity) for d in shown)
         return Exit.VIOLATED if failed and not self.command.exit_zero else Exit.HELD
 
     def _deliver(self, shown: list[Diagnostic], code: Exit) -> None:
-        wishes = self.wishes
-        accepted = tuple(s for s in self.suppressed if wishes.shows(s.diagnostic))
+        settings = self.settings
+        accepted = tuple(s for s in self.suppressed if settings.shows(s.diagnostic))
         about = LintRun(
             files=tuple(self.files),
             suppressed=accepted,
-            docs_url=wishes.config.docs_url,
-            fail_on=wishes.fail_on,
+            docs_url=settings.config.docs_url,
+            fail_on=settings.fail_on,
             exit_code=int(code),
         )
-        for output in wishes.outputs:
+        for output in settings.outputs:
             if output.file is not None:
                 from kcdsl.source.writing import write_bytes
 

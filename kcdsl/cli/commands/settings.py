@@ -125,8 +125,8 @@ class CompletionCommand(Command):
     )
 
     def run(self) -> Exit:
-        """Print the script, which a shell reads with `source <(kcdsl completion bash)` or the
-        like, or what can stand in place of the last of the words."""
+        """Print the script for `source <(kcdsl completion bash)` or similar, or the completions of
+        the last word."""
         if not self.words:
             print(SCRIPTS[self.shell], end="")
             return Exit.HELD
@@ -166,7 +166,7 @@ _FILES = {
     "PATH", "FILE", "CONTRACT", "OLD", "NEW", "CERT", "CHECKPOINT", "STATEMENT", "REPORT", "TABLE",
     "TRACE", "KEY", "PUB", "CODE|METRIC|CLAUSE", "FORMAT[=FILE]",
 }  # fmt: skip
-"""What stands in the help for a file."""
+"""The metavars of files in the help."""
 _FOLDERS = {"DIR", "FOLDER"}
 _COMMON = {
     "--help": "show this help message and exit",
@@ -222,7 +222,7 @@ complete -c kcdsl -f -a '(__kcdsl_offered)'
 
 
 def offered(words: Sequence[str]) -> Iterator[str]:
-    """Yield the answer to a script: what can stand in place of the last of the words."""
+    """Yield the completions of the last word, for a completion script."""
     *before, last = _joined(words)
     name, _, _ = last.partition("=")
     if last.startswith("--") and "=" in last:
@@ -235,7 +235,7 @@ def offered(words: Sequence[str]) -> Iterator[str]:
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """Return the words, of which bash makes three out of `--option=value`."""
+    """Return the words with `--option=value` joined, which bash splits into three."""
     found: list[str] = []
     for word in words:
         if word == "=" and found and found[-1].startswith("--"):
@@ -248,7 +248,7 @@ def _joined(words: Sequence[str]) -> list[str]:
 
 
 def _candidates(before: Sequence[str], last: str) -> tuple[str, list[tuple[str, str]]]:
-    """Return what may be named after some words, "files", "folders" or "", and words with help."""
+    """Return the kind of paths to complete ("files", "folders" or ""), and words with help."""
     previous = before[-1] if before else ""
     if previous == "--color":
         return "", [(colour.value, "") for colour in Colour]
@@ -276,7 +276,7 @@ def _candidates(before: Sequence[str], last: str) -> tuple[str, list[tuple[str, 
 
 
 def _values(option: Argument) -> tuple[str, list[tuple[str, str]]]:
-    """Return what the value of an argument may name, and the words that it may be."""
+    """Return the kind of paths and the words that the value of an argument may be."""
     words = [*option.choices, *(option.words() if option.words else ())]
     kind = "files" if option.metavar in _FILES else ""
     return "folders" if option.metavar in _FOLDERS else kind, [(word, "") for word in words]

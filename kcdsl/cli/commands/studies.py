@@ -1,4 +1,4 @@
-"""Commands that measure beside clauses: `kcdsl plan`, `attribute`, `aggregate`, `experiment`."""
+"""Commands for analyses: `kcdsl plan`, `attribute`, `aggregate`, `experiment`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class PlanCommand(Looks):
 
 
 class DriftStatistic(StrEnum):
-    """The statistic of a drift that is split."""
+    """The statistic of the attributed drift."""
 
     MEAN = "mean"
     P50 = "p50"
@@ -128,7 +128,7 @@ class AttributeCommand(RunsCode):
     )
 
     def run(self) -> Exit:
-        """Attribute, write the files, print what was found."""
+        """Attribute, write the files, print the result."""
         contract = read_contract(self.contract)
         refuse_foreign_code(contract, allowed=self.allow_code)
         folder = results_folder(self.output, contract.path)
@@ -176,7 +176,7 @@ def _write_attribution(folder: Path, found: Attribution) -> list[Path]:
 # --- aggregate -----------------------------------------------------------------------------------
 
 _TABLES = ("duckdb", "pyarrow")
-"""The packages that aggregating and experiments need beside those of the backend."""
+"""The packages of aggregation and experiments besides those of the backend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ class AggregateCommand(Looks):
     output: str | None = output_option("FILE", "write the result as JSON")
 
     def run(self) -> Exit:
-        """Aggregate: the status is that of the clauses; 0 without a contract."""
+        """Aggregate: the exit code is that of the clauses; 0 without a contract."""
         from kcdsl.check.compile import load_program
 
         path = None if self.contract is None else Path(self.contract)
@@ -253,7 +253,7 @@ class AggregateCommand(Looks):
         return Exit(document["exit"])
 
     def _window(self, program: Program | None, path: Path | None) -> dict[str, Any]:
-        """Return what the tables are a window of; nothing without --stage. Raises Refusal."""
+        """Return the identification of the window; empty without --stage. Raises Refusal."""
         given = {"from": self.since, "until": self.until, "kernels": self.kernels}
         if self.stage is None:
             stray = next((name for name, found in given.items() if found is not None), None)
@@ -305,7 +305,7 @@ def period(since: str, until: str) -> Period:
 
 
 class ExperimentKind(StrEnum):
-    """The experiments that there are."""
+    """The kinds of experiments."""
 
     E1 = "e1"
     E2 = "e2"
@@ -345,8 +345,7 @@ class ExperimentCommand(RunsCode):
     )
 
     def run(self) -> Exit:
-        """Run the experiment: cells are written as they are measured, the rest together at the
-        end."""
+        """Run the experiment: write cells as they are measured, and the rest at the end."""
         from kcdsl.source.writing import make_folder, result, write_together
         from kcdsl.verdict.html.experiment import experiment_page, maps
 
@@ -397,7 +396,7 @@ class ExperimentCommand(RunsCode):
         return Exit.HELD
 
     def _refuse_options_of_the_other(self) -> None:
-        """Refuse options of the other experiment, which would not be heeded."""
+        """Refuse options of the other experiment, which would have no effect."""
         first = self.kind is ExperimentKind.E1
         for name in ("length", "batch", "concurrency") if first else ("only",):
             if getattr(self, name):
@@ -410,7 +409,7 @@ class ExperimentCommand(RunsCode):
 def _pictures(path: Path) -> set[str]:
     """Return the names of the pictures that an earlier run wrote beside its document.
 
-    Nothing else in the folder is ours. Of a document that is damaged nothing is known.
+    Other files in the folder are not returned, nor any for a damaged document.
     """
     from kcdsl.verdict.html.experiment import names
     from kcdsl.verdict.report import LARGEST

@@ -106,7 +106,7 @@ class VerifyCommand(RunsCode, Certifies):
     format: OutputFormat = format_option()
 
     def run(self) -> Exit:
-        """Decide the chosen clauses, and write what was found before it is printed."""
+        """Decide the chosen clauses, write the results, then print them."""
         from kcdsl.api.verification import VerifySettings, verify
 
         settings = self.settings(

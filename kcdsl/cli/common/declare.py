@@ -1,9 +1,9 @@
 """Commands as data: a command is a dataclass, and each field declares one of its arguments.
 
-The declaration gives the argument of argparse, the variable of the environment that replaces its
-default, and what shells complete. What the command line says counts more than the environment:
-KCDSL_LINT_FAIL_ON is the default of `kcdsl lint --fail-on`. A list is separated by commas there, a
-switch is 1 or 0. A variable that names no option is refused, so that a misspelt one is noticed.
+The declaration determines the argparse argument, the environment variable of its default, and the
+shell completion. The command line overrides the environment: KCDSL_LINT_FAIL_ON is the default of
+`kcdsl lint --fail-on`. In a variable, a list is separated by commas and a switch is 1 or 0. A
+variable without a matching option is refused, to find misspelt ones.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Argument:
     """The declaration of an argument.
 
     Args:
-        help: what it says, without the default.
+        help: the help text, without the default.
         metavar: the name of its value in the help; None for a switch and for `choices`.
-        default: its value where nothing is given.
+        default: its default value.
         read: turns a text into a value; raises ValueError or ArgumentTypeError.
-        choices: the only texts that it may be.
+        choices: the allowed texts.
         many: whether it may be repeated; its value is a tuple.
-        positional: how many there may be, as argparse writes it ("" for one); None for an option.
-        name: the name of an option, where it is not that of the field.
-        short: a second name of one letter.
-        group: of the options of one group, one may be given.
-        words: what shells offer for it, beside `choices`.
+        positional: the `nargs` of argparse ("" for one); None for an option.
+        name: the name of an option, if it differs from that of the field.
+        short: a one-letter name.
+        group: a group of mutually exclusive options.
+        words: further completions, besides `choices`.
     """
 
     help: str
@@ -56,7 +56,7 @@ class Argument:
 
     @property
     def is_switch(self) -> bool:
-        """Return whether no value follows its name."""
+        """Return whether it has no value."""
         return self.metavar is None and not self.choices
 
     @property
@@ -76,7 +76,7 @@ class Argument:
         return f"{self.help} (default: {shown})"
 
     def add_to(self, parser: argparse._ActionsContainer, field: str) -> None:
-        """Add the argument to a parser; a value that is not given is not in its namespace."""
+        """Add the argument to a parser; the namespace has only given values."""
         more: dict[str, Any] = {"help": self.described.replace("%", "%%")}
         if self.is_switch:
             more["action"] = "store_true"
@@ -90,7 +90,7 @@ class Argument:
         parser.add_argument(*(self.names or (field,)), default=argparse.SUPPRESS, **more)
 
     def spelled(self, variable: str, text: str) -> Any:
-        """Return the value that a variable of the environment gives; raises Refusal."""
+        """Return the value of an environment variable; raises Refusal."""
         if self.is_switch:
             found = truth(text)
             if found is None:
@@ -142,8 +142,8 @@ def switch(help: str, **more: Any) -> Any:
 
 
 def choice(words: Iterable[str], help: str, default: Any = None, **more: Any) -> Any:
-    """Declare an option, or a positional argument, whose values are certain words, such as the
-    members of an enum."""
+    """Declare an option, or a positional argument, with a fixed set of values, such as the members
+    of an enum."""
     members = {str(word): word for word in words}
 
     def read(text: str) -> str:
@@ -164,15 +164,15 @@ class Command:
     """A command with its arguments."""
 
     epilog: ClassVar[str | None] = None
-    """What ends its help."""
+    """The epilog of its help."""
 
     def run(self) -> Exit:
         """Run the command; raises Refusal where it cannot."""
         raise NotImplementedError
 
     def settings(self, kind: type[Settings], **more: Any) -> Settings:
-        """Return settings, a dataclass: `more`, and of each other field that is an argument or a
-        property of the command the value of that, a word for a member of an enum."""
+        """Return settings, a dataclass: `more`, and the values of the other fields from arguments
+        and properties of the command, with enum members as words."""
         wanted = (f.name for f in fields(kind) if f.name not in more)  # type: ignore[arg-type]  # data
         found = {name: getattr(self, name) for name in wanted if hasattr(self, name)}
         plain = {n: v.value if isinstance(v, Enum) else v for n, v in found.items()}
@@ -180,7 +180,7 @@ class Command:
 
     @classmethod
     def options(cls) -> Iterator[tuple[str, Argument]]:
-        """Yield field and declaration of each argument: its own, then those that it shares."""
+        """Yield field and declaration of each argument: own ones, then inherited ones."""
         declared = {f.name: f.metadata["option"] for f in fields(cls) if f.metadata}
         for owner in cls.__mro__:
             for name in get_annotations(owner):
@@ -204,7 +204,7 @@ def declare(parser: argparse.ArgumentParser, command: type[Command]) -> None:
 def from_environment(
     name: str, command: type[Command], environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the values of arguments that variables give, by field; raises Refusal."""
+    """Return the values of arguments from environment variables, by field; raises Refusal."""
     start = f"KCDSL_{name.upper()}_"
     given = sorted(variable for variable in environment if variable.startswith(start))
     if not given:

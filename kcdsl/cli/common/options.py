@@ -1,4 +1,4 @@
-"""Arguments that several commands take, each declared once, and the readers of their values."""
+"""Arguments shared by several commands, and the parsers of their values."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 LARGEST_SEED = 2**63 - 1
-"""What every generator of random numbers takes."""
+"""The largest seed of every random number generator."""
 MOST_DIGITS = 400
-"""How far from 1 a number may lie, in powers of ten: farther than any float64."""
+"""The largest magnitude of the decimal exponent of a number: beyond the range of float64."""
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return the reader of a whole number between two ends."""
+    """Return the parser of an integer in a range."""
     ends = f"of at least {least}" if most is None else f"between {least} and {most}"
 
     def read(text: str) -> int:
@@ -56,7 +56,7 @@ seed = whole(0, LARGEST_SEED)
 
 
 def number(text: str) -> float:
-    """Return a finite number, and NaN for what is none: no comparison with it holds."""
+    """Return a finite number, or NaN for any other text, with which no comparison holds."""
     try:
         found = float(text)
     except ValueError:
@@ -65,7 +65,7 @@ def number(text: str) -> float:
 
 
 def _real(what: str, admits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return the reader of a finite number that is admitted."""
+    """Return the parser of a finite number that satisfies `admits`."""
 
     def read(text: str) -> float:
         found = number(text)
@@ -92,8 +92,8 @@ def gigabytes(text: str) -> int:
 
 
 def fraction(text: str) -> Fraction | None:
-    """Return the exact value of a decimal number or a quotient of two whole ones; None for what is
-    neither, and for what no float64 comes near."""
+    """Return the exact value of a decimal number or a quotient of integers; None for any other
+    text, and for numbers beyond the range of float64."""
     try:
         above, quotient, below = text.partition("/")
         numbers = [Decimal(part.strip()) for part in ((above, below) if quotient else (above,))]
@@ -160,7 +160,7 @@ def contract_argument() -> Any:
 
 
 def code_words() -> tuple[str, ...]:
-    """Return what stands for codes of diagnostics: each of them, and each family of them."""
+    """Return the words for diagnostic codes: every code and every family."""
     return (*FAMILIES, *(code.id for code in all_codes()))
 
 
@@ -201,8 +201,8 @@ def register_option(what: str) -> Any:
 
 
 def register_place(given: str | None) -> str:
-    """Return where the register is: as given, else by the user's own configuration; raises
-    Refusal where neither says."""
+    """Return the location of the register: as given, else from the user's own configuration; raises
+    Refusal where neither names one."""
     found = given if given is not None else load_config(Path()).register_place
     if found is None:
         raise refuse(
@@ -220,7 +220,7 @@ def device_option(default: Device = Device.AUTO) -> Any:
 
 
 def jobs_option(what: str, usual: str) -> Any:
-    """Declare `--jobs`; `usual` says how many there are by default."""
+    """Declare `--jobs`; `usual` describes the default."""
     return value("N", f"{what} at a time; 1 works in this process (default: {usual})", read=count)
 
 
@@ -271,7 +271,7 @@ class RunsCode(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Looks(Command):
-    """How often growing data is looked at."""
+    """The number of looks at growing data."""
 
     looks: int = value(
         "K",
@@ -284,7 +284,7 @@ class Looks(Command):
 
     @property
     def looks_taken(self) -> int | None:
-        """Return how many looks share the error; None for any number."""
+        """Return the number of looks that share the error; None for any number."""
         return None if self.anytime else self.looks
 
 
@@ -336,7 +336,7 @@ class Trusts(Command):
     )
 
     def trust_for(self, folder: Path) -> Trust:
-        """Return what a check of a contract in a folder goes by; raises Refusal."""
+        """Return the trust settings of a check of a contract in a folder; raises Refusal."""
         from kcdsl.release.signing import trusted
 
         return trusted(self.policy, self.key, self.threshold, self.revocations, folder)

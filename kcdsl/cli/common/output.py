@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 REPORT_FORMATS = ("text", "json", "junit", "github", "sarif", "concise", "html")
 """The formats of a report; `text` is for people, the others are for programs and browsers."""
 Progress = Callable[[str, int, int], None]
-"""What long work calls: the name of a stage, how much of it is done, how much there is."""
+"""A progress callback: the name of a stage, the work done, and the total work."""
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def print_json(document: Any, **how: Any) -> None:
 
 
 def deliver(text: str, file: str | Path | None) -> None:
-    """Write a text to a file, or to standard output where none is named."""
+    """Write a text to a file, or to standard output without one."""
     if file is None:
         sys.stdout.write(text)
         return
@@ -52,7 +52,7 @@ def say(text: str) -> None:
 
 
 def difference(source: SourceFile, text: str, how: str = "formatted") -> str:
-    """Return what would change in a file, as a unified diff."""
+    """Return the changes of a file as a unified diff."""
     from difflib import unified_diff
 
     name, no_end = one_line(source.name), "\n\\ No newline at end of file\n"
@@ -80,10 +80,10 @@ def outputs(
     *,
     screen: bool = True,
 ) -> tuple[Output, ...]:
-    """Return what is asked for by words such as `html` and `json=report.json`, and by `more`.
+    """Return the outputs requested by words such as `html` and `json=report.json`, and by `more`.
 
-    Where nothing is for standard output, `usual` is, unless nothing is to be on the `screen`.
-    Raises Refusal for a format that there is not, and for two on standard output.
+    Without an output to standard output, `usual` is written there if `screen`. Raises Refusal for
+    an unknown format, and for two formats on standard output.
     """
     found = []
     for word in words:
@@ -124,7 +124,7 @@ def report_in(
 
 
 def clause_places(path: Path, program: Program) -> tuple[SourceFile, dict[str, Span]]:
-    """Return a contract's file, and where each of its clauses stands in it."""
+    """Return a contract's file, and the span of each of its clauses."""
     source = read_source(path)
     inside = range(len(source.text) + 1)
     places = {clause.id: clause.span for clause in program.clauses}
@@ -136,8 +136,8 @@ def clause_places(path: Path, program: Program) -> tuple[SourceFile, dict[str, S
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """Show a bar for each stage while the body runs; where stderr is no terminal, a line every 30 s
-    of how far the work is."""
+    """Show a progress bar for each stage in this context; if stderr is no terminal, a line every
+    30 s."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -171,13 +171,13 @@ def progress_bars() -> Iterator[Progress]:
 
 
 _LONG = 512
-"""Work of so many steps shows its progress in `long_progress`."""
+"""The least number of steps for which `long_progress` shows progress."""
 
 
 @contextmanager
 def long_progress() -> Iterator[Progress]:
-    """Show progress as `progress_bars`, from the first stage on that has many steps: work that is
-    over at once shows nothing, and does not wait until the bars are imported."""
+    """Show progress as `progress_bars`, from the first stage with many steps on, so that short work
+    does not wait for the import of the bars."""
     with ExitStack() as stack:
         shown: list[Progress] = []
 
@@ -197,7 +197,7 @@ _EVERY = 30.0
 
 @contextmanager
 def _progress_lines() -> Iterator[Progress]:
-    """Write every 30 s on stderr how far the latest stage is, and how long the rest may take."""
+    """Write the progress of the latest stage and the remaining time to stderr every 30 s."""
     import threading
 
     started, over = time.monotonic(), threading.Event()

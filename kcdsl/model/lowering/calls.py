@@ -22,7 +22,7 @@ from kcdsl.model.lowering.evaluate import TYPES
 from kcdsl.model.lowering.handlers import HANDLERS
 from kcdsl.model.lowering.state import Arguments, Lowering, Plain, Ref, Varied
 
-_NO_CHANCE = {"train": (False,), "training": (False,), "p": (0.0,), "dropout_p": (0.0,)}
+_DETERMINISTIC = {"train": (False,), "training": (False,), "p": (0.0,), "dropout_p": (0.0,)}
 """Arguments, with the values for which an operation draws no random numbers."""
 _UNSET = ("empty", "new_empty", "resize")
 """Prefixes of the names of operations whose results are uninitialised memory."""
@@ -52,7 +52,7 @@ def lower(traced: Sequence[Traced], ids: Tensor | None) -> Drafts:
     A format may occur twice, to refuse exports that differ from run to run. Where the input is
     token ids, `ids` holds them and they are plain values.
     """
-    work = _Work(Lowering(tuple(dict.fromkeys(t.format for t in traced))), traced, ids)
+    work = _BlockLowering(Lowering(tuple(dict.fromkeys(t.format for t in traced))), traced, ids)
     for nodes in work.steps():
         match nodes[0].op:
             case "call_function":
@@ -64,7 +64,7 @@ def lower(traced: Sequence[Traced], ids: Tensor | None) -> Drafts:
     return work.state.drafts
 
 
-class _Work:
+class _BlockLowering:
     """The state of lowering a block: for every export, the value of every node so far."""
 
     def __init__(self, state: Lowering, traced: Sequence[Traced], ids: Tensor | None) -> None:
@@ -115,7 +115,7 @@ class _Work:
         state.operator = name.removeprefix("aten::")
         state.origin = f"{name} in {_module_path(nodes[0])}"
         bound = [_bind(schema, *call) for call in calls] if schema else []
-        _refuse_chance(state, target, bound)
+        _refuse_random(state, target, bound)
         if not any(_has_reference(call) for call in calls):
             with torch.no_grad():
                 self._keep(nodes, [_run(target, *call) for call in calls])
@@ -254,13 +254,13 @@ def _same_value(one: Any, two: Any) -> bool:
     return type(one) is type(two) and bool(one == two or both_nan)
 
 
-def _refuse_chance(state: Lowering, target: Any, bound: Sequence[Mapping[str, Any]]) -> None:
+def _refuse_random(state: Lowering, target: Any, bound: Sequence[Mapping[str, Any]]) -> None:
     """Refuse an operation whose result is random or uninitialised memory."""
     state.need(not state.operator.startswith(_UNSET), "a result that is never set")
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return
     for arguments in bound:
-        fixed = (arguments[n] in values for n, values in _NO_CHANCE.items() if n in arguments)
+        fixed = (arguments[n] in values for n, values in _DETERMINISTIC.items() if n in arguments)
         state.need(any(fixed), "a random result")
 
 

@@ -119,7 +119,7 @@ def _traced(
     model.fill(part, zeros=True)
     keys = {id(t): model.keys[n] for n, t in _tensors(whole) if n in model.keys}
     entering = example.to(TYPES[format]) if example.is_floating_point() else example
-    with _chance(seed):
+    with _seeded(seed):
         program = _export(block, part, entering)
     return Traced(format, program, dict(_tensors(part)), keys, model.transposed)
 
@@ -138,7 +138,7 @@ def converted(model: Model, format: str) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _chance(seed: int) -> Iterator[None]:
+def _seeded(seed: int) -> Iterator[None]:
     """Set a random seed in this context, so that results that depend on random numbers differ."""
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):

@@ -46,7 +46,7 @@ def disagreement(curves: Sequence[Mapping[str, Any]], k: int) -> Figure | None:
         for px, py in more:
             path += f"H{px:.1f}V{py:.1f}"
         chart.add("path", d=path, class_=f"line s{number}")
-        place = _apart(py, taken, chart.top) + 4
+        place = _label_position(py, taken, chart.top) + 4
         chart.text(chart.x[1] + 6, place, short(name, 11), f"name t{number}")
     title = f"Texts whose top-{k} tokens have differed, by position"
     last = [(curve["slice"], curve["points"][-1]) for curve in own]
@@ -80,7 +80,7 @@ def _supported(curve: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return enough or list(curve["points"])
 
 
-def _apart(y: float, taken: list[float], top: float, gap: float = 13.0) -> float:
+def _label_position(y: float, taken: list[float], top: float, gap: float = 13.0) -> float:
     """Return a position near `y`, not above `top`, that is free of labels."""
     places = [y + sign * gap * step for step in range(2 * len(taken) + 2) for sign in (-1, 1)]
     free = (p for p in places if p >= top and all(abs(p - other) >= gap for other in taken))

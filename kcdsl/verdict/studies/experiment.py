@@ -62,10 +62,10 @@ def entry(cell: Mapping[str, Any] | None, column: Column) -> ExperimentEntry | N
     if cell is None or cell["status"] != "ran":
         return None
     own = [row for row in cell["rows"] if (row["clause"], row["slice"]) == column]
-    return ExperimentEntry(tuple(sorted(own, key=_badness))) if own else None
+    return ExperimentEntry(tuple(sorted(own, key=_severity_key))) if own else None
 
 
-def _badness(row: Mapping[str, Any]) -> tuple[int, float]:
+def _severity_key(row: Mapping[str, Any]) -> tuple[int, float]:
     return WORST_FIRST.index(row["verdict"]), 1.0 if row["rate"] is None else float(row["rate"])
 
 

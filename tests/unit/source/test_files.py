@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.model.fingerprint import _Known
+from kcdsl.model.fingerprint import _DigestCache
 from kcdsl.source.files import SIZE_LIMIT, decode_source, read_source, user_place
 from kcdsl.source.numbers import exact, spell
 from kcdsl.source.writing import NewFile, write_bytes, write_together
@@ -145,14 +145,14 @@ def test_digests_of_libraries_are_not_taken_from_the_working_folder(
     root = str(tmp_path / "packages")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    place = _Known.of("numpy", root).place
+    place = _DigestCache.of("numpy", root).place
     assert place is not None
     place.parent.mkdir(parents=True)
     place.write_text('{"file": ["stamp", "digest"]}')
-    assert _Known.of("numpy", root).before == {"file": ["stamp", "digest"]}
+    assert _DigestCache.of("numpy", root).before == {"file": ["stamp", "digest"]}
     monkeypatch.setenv("HOME", ".")
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    known = _Known.of("numpy", root)
+    known = _DigestCache.of("numpy", root)
     assert known.before == {}
     known.now["file"] = ("stamp", "other")
     known.keep()
