@@ -29,10 +29,10 @@ class Derived:
 
 
 def derive(scene: Scene, hints: PlaneHints | None = None) -> Derived:
-    """Return what planes say of the output beside the interval domain.
+    """Return the output's boxes by planes, met with those of the interval domain.
 
-    With hints only the functionals that they name are made, with the slopes that they name; without
-    hints functionals of everything that a rule reads closely. Raises Rejected, naming the node.
+    With hints only the functionals that they name are bounded, with the slopes that they name;
+    without hints all elements of operands in `Operation.closely`. Raises Rejected, naming the node.
     """
     context = walk(scene, hints)
     sizes = {name: magnitudes(value) for name, value in context.values.items()}
@@ -77,14 +77,14 @@ def walk(scene: Scene, hints: PlaneHints | None = None) -> Context:
 
 
 class _Sharpener:
-    """Meets the boxes of nodes with what functionals of their elements show (section 5)."""
+    """Meets the boxes of nodes with bounds of functionals of their elements (section 5)."""
 
     def __init__(self, context: Context, hints: PlaneHints | None) -> None:
         self._context, self._hints = context, hints
         self._done: set[str] = set()
 
     def sharpen(self, name: str) -> None:
-        """Bound the elements of a computed node once, in the rows that are named."""
+        """Bound the elements of a computed node once, in the rows that the hints name."""
         context, state = self._context, self._context.values[name]
         known = context.nodes[name].op in ("param", "constant")
         if name in self._done or known or not isinstance(state, State):
@@ -100,7 +100,7 @@ class _Sharpener:
     def search(self, searched: Searched) -> None:
         """Bound one element of the output's drift with slopes of its own."""
         context, name = self._context, self._context.scene.block.output
-        if name not in context.places:  # a parameter, which is known
+        if name not in context.places:  # a parameter or constant
             return
         state, place = context.state(name), context.places[name]
         row = np.unravel_index(searched.element, state.shape)
@@ -126,7 +126,7 @@ class _Sharpener:
         context.tape.sharpen(place, box.meet(e, box.sub(sharper.t, reference)), sharper.d)
 
     def _rows(self, name: str, unknown: str, shape: tuple[int, ...]) -> Bools:
-        """Return for which rows [..., 1] of a node functionals are made."""
+        """Return the mask [..., 1] of the rows of a node whose elements are bounded."""
         chosen = np.ones((*shape[:-1], 1), dtype=np.bool_)
         if self._hints is None:
             return chosen
@@ -137,7 +137,7 @@ class _Sharpener:
         return chosen
 
     def _own(self, searched: Searched) -> dict[int, Slopes]:
-        """Return the slopes of one element: of the ReLUs in turn, as they are named."""
+        """Return the slopes that the hints give for one element, by the entry of the ReLU."""
         if self._hints is None:
             return {}
         values, found, first = _rows(searched.values), {}, 0

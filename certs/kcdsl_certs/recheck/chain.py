@@ -1,9 +1,9 @@
-"""Accept or reject a chain: links that follow, interfaces that hold, and a whole that is theirs.
+"""Accept or reject a chain: check its links, their interfaces, and that they compose to the block.
 
 <X, 0> ⊢ δ₁ of the first link, <X₂, δ₁> ⊢ δ₂ of the next, … give <X, 0> ⊢ δₙ of the block that the
-links are, one after the other. What is compared between two links is compared exactly. A graph is
-read as its *wires*: every node that computes something, in order, with what it reads. Names do not
-count, nor the order of leaves: a parameter is its key, a constant its content.
+links form one after the other. Interfaces are compared in exact arithmetic. A graph is read as its
+*wires*: every node that computes something, in order, with its operands. Names and the order of
+leaves are ignored: a parameter is its key, a constant its content.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kcdsl_certs.recheck.graphs import reading
 from kcdsl_certs.recheck.graphs.graph import Array, Block, Node
 
 Source = tuple[str | int | bool | tuple[int, ...], ...]
-"""What a wire reads: an earlier wire by its number, or a leaf by its content."""
+"""An operand of a wire: an earlier wire by its number, or a leaf by its content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One node that computes something; `attrs` are its attributes as canonical JSON, `form` is
-    whether it is written out and the formats of its parts in order."""
+    """One node that computes something; `attrs` are its attributes as canonical JSON, `form` states
+    whether it is written out, and the formats of its parts in order."""
 
     op: str
     role: str
@@ -40,7 +40,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """All wires of a graph in order, what its output is, and the shape that it takes."""
+    """All wires of a graph in order, its output, and the shape of its input."""
 
     wires: tuple[Wire, ...]
     output: Source
@@ -50,7 +50,7 @@ class Wiring:
 def joined(blocks: Sequence[Block]) -> Wiring:
     """Return the wiring of blocks each of which reads the output of the one before.
 
-    Raises Rejected "chain/join" where a block does not take what the one before returns.
+    Raises Rejected "chain/join" where the input of a block has not the shape of the output before.
     """
     wires: list[Wire] = []
     entering: Source | None = None
@@ -72,7 +72,7 @@ def wiring(block: Block) -> Wiring:
 
 
 def _append(block: Block, wires: list[Wire], entering: Source | None) -> Source:
-    """Append the wires of a block, whose input is what is entering; return its output."""
+    """Append the wires of a block whose input is `entering`; return its output."""
     known: dict[str, Source] = {}
     for node in block.nodes:
         if node.op == "input" and entering is not None:
@@ -91,7 +91,7 @@ def _append(block: Block, wires: list[Wire], entering: Source | None) -> Source:
 
 
 def _leaf(block: Block, node: Node) -> Source:
-    """Return a leaf by its content."""
+    """Return the content of a leaf: its operation, key or digest, role and shape."""
     if node.op == "input":
         return ("input", node.role, node.shape)
     key = node.attrs.text("key")
@@ -123,20 +123,20 @@ def refuse_other(whole: Block, parts: Sequence[Block]) -> None:
 
 Sizes = Mapping[str, tuple[float, float]]
 Inner = Callable[[Case, Any, bool], tuple[float, Sizes, Ends, Apart | None, Any]]
-"""Derives a link with what the one before handed to it: its largest drift, the sizes of its nodes,
-the boxes of its output, how far readings of it may be apart (None: nothing is made of that), and,
-where they are wanted and there are such, ellipsoids to hand on."""
+"""Derives a link from the ellipsoids of the link before: returns its largest drift, the sizes of
+its nodes, the boxes of its output, the distance of readings of it (None: not compared), and, if
+wanted, the ellipsoids of its output (None: there are none)."""
 Follows = Callable[[Case, Any], float]
-"""Derives a case with what was handed to it, compares its claim and witnesses, and returns the
-bound."""
+"""Derives a case from the ellipsoids of the link before, compares its claim and witnesses, and
+returns the bound."""
 Compare = Callable[[Case, float, Sizes], None]
-"""Compares what was derived of a case with its claim and its witnesses."""
+"""Compares the derived bound and sizes of a case with its claim and its witnesses."""
 
 _ENDS = ("the training value", "the drift")
 
 
 def refuse_gaps(chain: ChainDocument) -> None:
-    """Refuse a chain whose links do not compose: other blocks, or interfaces with a gap.
+    """Refuse a chain whose links do not compose to the block, or have a gap at an interface.
 
     Raises Rejected "chain/join" or "chain/interface"; "rule/format" for a sum or product that reads
     a pinned format which its result does not hold, across links as within one.
@@ -155,7 +155,7 @@ def refuse_gaps(chain: ChainDocument) -> None:
 
 
 def _interface(one: Link, two: Link) -> None:
-    """Refuse a link whose region does not hold what the one before may return."""
+    """Refuse a link whose region does not contain the output boxes of the one before."""
     region = two.case.region
     assert one.output is not None
     assert region.drift is not None
@@ -174,7 +174,7 @@ def _interface(one: Link, two: Link) -> None:
 
 
 def _at_most(found: Sequence[Sequence[float]], stated: Sequence[Sequence[float]] | None) -> bool:
-    """Say whether readings are no farther apart than is stated; where nothing is, not at all."""
+    """Return whether readings are no farther apart than stated; without a statement, all zero."""
     if stated is None:
         return not any(any(own) for own in found)
     return all(
@@ -187,14 +187,14 @@ def _at_most(found: Sequence[Sequence[float]], stated: Sequence[Sequence[float]]
 def _within(
     low: Sequence[float], high: Sequence[float], least: Sequence[float], most: Sequence[float]
 ) -> bool:
-    """Say whether the box [low, high] lies in [least, most]."""
+    """Return whether the box [low, high] lies in [least, most]."""
     return all(c <= a <= b <= d for a, b, c, d in zip(low, high, least, most, strict=True))
 
 
 def _in_region(
     low: Sequence[float], high: Sequence[float], centre: Array | None, radius: Array | None
 ) -> bool:
-    """Say whether a box lies in centre ± radius, in exact arithmetic."""
+    """Return whether a box lies in centre ± radius, in exact arithmetic."""
     if centre is None or radius is None:
         return False
     middles, spreads = numbers_of(centre), numbers_of(radius)
@@ -209,9 +209,9 @@ def _in_region(
 def derive_chain(case: ChainCase, inner: Inner, follows: Follows, compare: Compare) -> float:
     """Derive every link of a case; return the bound of the last.
 
-    Raises Rejected what a link does not follow from, or "chain/output" for one whose output may
-    leave the boxes that it claims, or "chain/ellipsoids" for one that reads ellipsoids where the
-    one before has none.
+    Raises Rejected as the derivation of a link does, "chain/output" for a link whose output may
+    leave the claimed boxes, or "chain/ellipsoids" for one that reads ellipsoids where the link
+    before has none.
     """
     held: Any = None
     for link, behind in zip(case.links[:-1], case.links[1:], strict=True):
@@ -229,7 +229,7 @@ def derive_chain(case: ChainCase, inner: Inner, follows: Follows, compare: Compa
 
 
 def _derive(link: Link, inner: Inner, compare: Compare, held: Any, wanted: bool) -> Any:
-    """Derive a link, and return the ellipsoids that the next one reads; None if it reads none."""
+    """Derive a link; return the ellipsoids that the next one reads, None if it reads none."""
     bound, sizes, ends, readings, handed = inner(link.case, held, wanted)
     if not math.isfinite(bound):
         raise Rejected("bound/not-finite", "the drift has no finite bound")

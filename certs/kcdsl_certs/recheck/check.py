@@ -20,7 +20,7 @@ from kcdsl_certs.recheck.interval.served import read_served
 from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.ops.table import OPERATIONS
 
-# Of each new number: two ends of three boxes (interval), or reference and reach.
+# Bytes per element: two ends of three boxes (interval), or reference and error bound (affine).
 _BOXES, _FORMS = 6 * 8, 2 * 8
 _LIMIT_OF_GROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -44,7 +44,7 @@ def refuse_larger(proof: Proof) -> None:
 
 
 def boxes(block: Block) -> int:
-    """Return a lower bound of the bytes of the interval domain, where most nodes live at once."""
+    """Return a lower bound of the peak bytes of the interval domain, over all nodes in order."""
     last = {name: at for at, node in enumerate(block.nodes) for name in node.inputs}
     ending: dict[int, int] = {}
     most = now = 0
@@ -59,12 +59,12 @@ def boxes(block: Block) -> int:
 
 
 def forms(block: Block) -> int:
-    """Return a lower bound of the bytes of affine forms, all of which are kept."""
+    """Return a lower bound of the bytes of affine forms, which are kept to the end of a case."""
     return sum(_formed(node.op, node.shape) for node in block.nodes) * _FORMS
 
 
 def available() -> int:
-    """Return how many bytes this process may use at most, as far as can be known."""
+    """Return the memory limit of this process in bytes, as far as the system states one."""
     try:
         import resource
     except ImportError:  # not a Unix system
@@ -87,7 +87,7 @@ def _formed(op: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) if op in OPERATIONS and OPERATIONS[op].forms else 0
 
 
-_FAINT = 2.0**-500  # more than products of zeros are here, where float64 may underflow
+_FAINT = 2.0**-500  # bounds the derived size of an exact zero, whose terms may underflow in float64
 
 # bound of a case, and (largest T, largest D) of its nodes by name
 Derived = tuple[float, Sizes]
@@ -97,11 +97,11 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a check found.
+    """The result of a check.
 
     `reason` is "ok" or a stable code, `detail` names the place. `bound` is the largest bound that
-    was derived (float.hex; "held" for no_flip; "" if a case had none), `nodes` how many nodes were
-    derived, over all cases.
+    was derived (float.hex; "held" for no_flip; "" if a case had none), `nodes` the number of
+    derived nodes over all cases.
     """
 
     ok: bool
@@ -122,9 +122,9 @@ def recheck(
 
     The re-derived bound of each case must be at most its claim, every re-derived magnitude at most
     its witness, and the overall claim at least every case's. `part` (first, step) derives every
-    step-th case from `first` alone, so that several processes can share a proof: all parts together
-    are the check. `served` is the checkpoint of the inference kernel where it has one. Nothing is
-    ever raised: whatever goes wrong is a rejection, with reason "internal" for the unforeseen.
+    step-th case from `first` alone, so that several processes can share a proof; the proof is
+    checked when all parts are. `served` is the checkpoint of the inference kernel where it has one
+    of its own. Nothing is raised: unforeseen errors are rejections with reason "internal".
     """
     started = time.perf_counter()
     found = _Found()
@@ -156,7 +156,7 @@ class _Read:
     served: Path | None
 
     def derivation(self, proof: Proof, keys: Collection[str]) -> Derivation:
-        """Return what derives the cases of a proof, from these tensors."""
+        """Read the tensors of `keys`, compare digests, and return the derivation of cases."""
         found = read(self.checkpoint, keys)
         if found.sha256 != proof.checkpoint:
             raise Rejected("checkpoint/digest", "the checkpoint is not the one of the proof")
@@ -247,7 +247,7 @@ def _case(proof: Proof, case: Case, derive: Callable[[Case], Derived], found: _F
 
 
 def _compare(case: Case, bound: float, sizes: Sizes) -> None:
-    """Compare what was derived of a case with its claim and its witnesses."""
+    """Refuse a case whose derived bound or sizes exceed its claim or its witnesses."""
     if case.claim is not None and not bound <= case.claim:
         raise Rejected(
             "claim/too-small", f"claims {case.claim.hex()}, but only {bound.hex()} follows"
@@ -262,5 +262,5 @@ def _compare(case: Case, bound: float, sizes: Sizes) -> None:
 
 
 def _holds(witness: float, derived: float) -> bool:
-    """Say whether a witness bounds what was derived, or both are nothing but zeros."""
+    """Return whether a witness bounds a derived size, up to the underflow of exact zeros."""
     return witness >= 0 and derived <= witness + _FAINT

@@ -46,10 +46,10 @@ class Derivation:
     def derive(
         self, case: Case, held: Held | None = None
     ) -> tuple[float, dict[str, tuple[float, float]]]:
-        """Return the bound of a case and what its witnesses are compared with.
+        """Return the bound of a case, and the sizes with which its witnesses are compared.
 
         By node: the largest T and D, in the affine domain |h̃_t| + ρ_t and |h̃_i - h̃_t| + ρ_i + ρ_t.
-        `held` is what is known of the drift of its input beside the box.
+        `held` are ellipsoids around the drift of its input, in addition to the box.
         """
         scene = self.scene(case, held)
         functional = self._proof.functional
@@ -71,10 +71,10 @@ class Derivation:
     def interface(
         self, case: Case, held: Held | None, *, wanted: bool
     ) -> tuple[float, dict[str, tuple[float, float]], Ends, Apart | None, Held | None]:
-        """Return what `link` does, how far readings of the output may be apart in either kernel,
-        and, where that is wanted, ellipsoids around the output's rows.
+        """Return the result of `link`, the distance of readings of the output in either kernel,
+        and, if `wanted`, ellipsoids around the output's rows.
 
-        There are none in the interval domain.
+        The interval domain has no ellipsoids.
         """
         scene, ellipsoids = replace(self.scene(case, held), followed=True), None
         with np.errstate(all="ignore"):
@@ -96,12 +96,12 @@ class Derivation:
             return of_drift("inf", d), sizes, (*_ends(t), *_ends(d)), (one, two), ellipsoids
 
     def _affine(self, scene: Scene, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
-        """Return what affine forms say beside the interval domain, where that has a bound."""
+        """Return bound and sizes by affine forms, met with the interval boxes of the output."""
         forms = pair(scene, case.passes, case.chance)
         return self._by_forms(case, forms, forms.known), dict(forms.sizes())
 
     def _planes(self, scene: Scene, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
-        """Return what planes say, which read the interval domain, with affine forms if asked."""
+        """Return bound and sizes by planes and interval boxes, and by affine forms if named."""
         found = derive(scene, case.planes)
         if "affine" not in case.domains:
             return bound(self._proof.functional, found.output), dict(found.sizes)
@@ -109,7 +109,7 @@ class Derivation:
         return self._by_forms(case, forms, found.output), dict(found.sizes)
 
     def _by_forms(self, case: Case, forms: Pair, known: State | None) -> float:
-        """Return the functional by affine forms, beside what is known of the output."""
+        """Return the functional by affine forms, met with the known boxes of the output."""
         functional, claim = self._proof.functional, case.claim
         if functional.kind == "no_flip":
             stable = stays(forms, functional.k, known)
@@ -124,7 +124,7 @@ class Derivation:
         return found
 
     def scene(self, case: Case, held: Held | None = None) -> Scene:
-        """Return what the rules read for a case."""
+        """Return the context that the rules read for a case."""
         block = self._proof.graphs[case.graph]
         keys = {n.name: n.attrs.text("key") for n in block.nodes if n.op == "param"}
         centre, radius = _doubles(case.region.centre), _doubles(case.region.radius)
@@ -141,7 +141,7 @@ class Derivation:
         )
 
     def _rows(self, case: Case, block: Block) -> Rows | None:
-        """Return what the rules read beside at any length; None for a region of one."""
+        """Return the marks and tables of a region of any length; None for one of a fixed length."""
         if case.region.kind != "rows":
             return None
         if case.region.longest is None or case.domain != "interval":

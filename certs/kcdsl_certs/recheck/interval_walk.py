@@ -25,7 +25,7 @@ from kcdsl_certs.recheck.interval.state import (
 from kcdsl_certs.recheck.ops.attention import context
 from kcdsl_certs.recheck.ops.table import computed, operation_of
 
-# Reasons to have no bound, beside which other domains stand by themselves.
+# Reasons for which the interval domain has no bound, while other domains may still have one.
 _BOUNDLESS = ("bound/not-finite", "bound/overflow", "bound/route")
 
 
@@ -51,8 +51,8 @@ def propagate(scene: Scene) -> Iterator[tuple[Node, Value]]:
 
 @dataclass(frozen=True, slots=True)
 class Enclosed:
-    """Where the results of the training and the inference kernel lie, by node, from the first to
-    the last before one without a bound; `output` is None where that is one of these."""
+    """Boxes of the training and the inference value by node, up to the first node without a bound;
+    `output` is None if the output has none."""
 
     train: Mapping[str, Box]
     infer: Mapping[str, Box]
@@ -60,9 +60,9 @@ class Enclosed:
 
 
 def enclosed(scene: Scene) -> Enclosed:
-    """Return the boxes of all nodes as far as there are any.
+    """Return the boxes of all nodes up to the first one without a bound.
 
-    Raises Rejected for what no rule admits.
+    Raises Rejected for a node that no rule admits.
     """
     train: dict[str, Box] = {}
     infer: dict[str, Box] = {}
@@ -85,7 +85,7 @@ def enclosed(scene: Scene) -> Enclosed:
 def apply(scene: Scene, node: Node, inputs: list[Value]) -> Value:
     """Return the value of one node.
 
-    Raises Rejected for what no rule admits, or what has no bound.
+    Raises Rejected for a node that no rule admits, or that has no bound.
     """
     operation, where = operation_of(node), pinned(scene, node)
     for kernel in (where.train, where.infer):

@@ -1,6 +1,6 @@
-"""Values read off the output: functionals of its drift, orders that stay, interface ellipsoids.
+"""Bound functionals of the output: norms of its drift, the order of columns, ellipsoids of rows.
 
-Ellipsoids stand in no document: who checks a chain derives them, link by link.
+No document contains ellipsoids; the checker derives those of a chain, link by link.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def of_drift(kind: str, d: Box) -> float:
 
 
 def _stays(k: int, output: State) -> bool:
-    """Return whether in every row k columns are above all others in both kernels."""
+    """Return whether in every row the same k columns are above all others in both kernels."""
     columns = output.shape[-1]
     if k >= columns:
         raise Rejected("document/field", f"no_flip {k} needs more than {k} columns")
@@ -64,13 +64,13 @@ def _stays(k: int, output: State) -> bool:
     )
 
 
-_LONGEST = 4096  # columns of a row whose errors are bounded in norm
-_ENDS = 160  # columns of a row with the largest, and with the least, ends, of which pairs are made
-_PAIRS = 2048  # pairs of a row that are asked one by one
+_LONGEST = 4096  # most columns of a row whose errors are bounded in norm
+_ENDS = 160  # columns with the largest upper ends, and with the least lower ends, that are paired
+_PAIRS = 2048  # most pairs of a row whose differences are bounded one by one
 
 
 def of_rows(pair: Pair, drift: Box, kind: str, claim: float) -> float:
-    """Return an upper bound of "2" or "span" of the drift, not worked at below the claim."""
+    """Return an upper bound of "2" or "span" of the drift; stop once it is at most `claim`."""
     rows = np.ndindex(*pair.shape[:-1])
     of_row = _length if kind == "2" else _span
     return max(of_row(pair, row, Box(drift.lo[row], drift.hi[row]), claim) for row in rows)
@@ -122,7 +122,7 @@ def _span(pair: Pair, row: Row, drift: Box, claim: float) -> float:
         asked = _contrasts(pair, row, known, first[some], second[some])
         least[some] = np.minimum(least[some], asked)
     found = float(np.max(np.append(least, [0.0, _others(best, top, low)])))
-    return min(cheap, bound, found)  # in this order: a NaN is not taken
+    return min(cheap, bound, found)  # min returns `cheap`, which is first, if others are NaN
 
 
 def _widest(drift: Box) -> float:
@@ -142,7 +142,7 @@ def _contrasts(pair: Pair, row: Row, known: Box, first: np.ndarray, second: np.n
 
 
 def _others(drift: Box, top: np.ndarray, low: np.ndarray) -> float:
-    """Return the largest difference with a column that is in none of the pairs."""
+    """Return the largest difference with a column that is in no pair."""
     hi, lo = drift.hi.copy(), drift.lo.copy()
     hi[top], lo[low] = -np.inf, np.inf
     one = box.add_up(hi.max(), -drift.lo.min())
@@ -152,15 +152,15 @@ def _others(drift: Box, top: np.ndarray, low: np.ndarray) -> float:
 
 Columns = NDArray[np.intp]
 
-_MOST = 2**15  # pairs of columns of a row that are asked one by one
+_MOST = 2**15  # most pairs of columns of a row that are compared one by one
 
 
 def stays(pair: Pair, k: int, known: State | None) -> bool:
-    """Return whether in each row some k columns are above all others in every run.
+    """Return whether in each row the same k columns are above all others in every run.
 
-    They are those with the k largest references of the training kernel. `known` are the output's
-    boxes in the interval domain, where that has any. Raises Rejected "document/field" for a k that
-    leaves no other column.
+    These are the columns with the k largest references of the training kernel. `known` are the
+    output's interval boxes, if there are any. Raises Rejected "document/field" if k is not below
+    the number of columns.
     """
     columns = pair.shape[-1]
     if k >= columns:
@@ -240,18 +240,18 @@ def _values(form: Form, known: Box | None) -> Box:
 
 
 def _open(lo: Floats, hi: Floats, inside: Columns, outside: Columns) -> tuple[Columns, Columns]:
-    """Return the columns inside that are not above all outside, and the outside that are why."""
+    """Return the columns of each side that the boxes do not separate from all of the other side."""
     above = lo[inside] > hi[outside].max()
     below = hi[outside] < lo[inside].min()
     return inside[~above], outside[~below]
 
 
-_LARGEST = 2**29  # numbers in the ellipsoids of a state
-_FAINT = 2.0**-16  # of the larger error, up to which a box says enough of the other
+_LARGEST = 2**29  # most numbers in the ellipsoids of a state
+_FAINT = 2.0**-16  # share of the larger error up to which the other is bounded by its box alone
 
 
 def interface_ellipsoids(pair: Pair) -> Held | None:
-    """Return where the rows of the output's drift lie; None where that would be too large.
+    """Return ellipsoids around the rows of the output's drift; None if they were too large.
 
     Row t is middle[t] + e_i - e_t, each error in an ellipsoid of its own.
     """

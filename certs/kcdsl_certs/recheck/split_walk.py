@@ -1,7 +1,7 @@
 """Read the layers of a block that is a ReLU network, and bound its drift on boxes that are split.
 
-Section 9 of docs/proofs/difference-planes.md. What kernels round is bounded on the whole region, so
-in each box of a tree.
+Section 9 of docs/proofs/difference-planes.md. Roundings of the kernels are bounded on the whole
+region, and these bounds are used in each box of a tree.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _KNOWN = ("param", "constant")
 
 @dataclass(frozen=True, slots=True)
 class Off:
-    """How far training values may be from exact ones, and how far this may be apart in inference
-    [R, n]."""
+    """Bounds [R, n] of the training kernel's rounding error (`loose`), and of the difference of the
+    errors of both kernels (`apart`)."""
 
     loose: Floats
     apart: Floats
@@ -47,19 +47,19 @@ class Off:
 
 @dataclass(slots=True)
 class BlockLayers:
-    """Layers of both kernels, up to a node: the last is open until a ReLU follows it."""
+    """Layers of both kernels up to a node; a layer is open from its linear to its ReLU."""
 
     scene: Scene
     errors: dict[str, tuple[Box, Box]]
     off: Off
-    """Behind the last ReLU, or behind the linear of the layer that is open."""
+    """Errors after the last ReLU, or after the linear of the open layer."""
     train: list[Layer] = field(default_factory=list)
     infer: list[Layer] = field(default_factory=list)
     offs: list[Off] = field(default_factory=list)
     open: bool = False
 
     def linear(self, node: Node, x: State, known: dict[str, State]) -> None:
-        """Begin a layer, whose input a kernel may quantise (Rule 3.2)."""
+        """Begin a layer; a kernel may quantise its input (Rule 3.2)."""
         scene = pinned(self.scene, node)
         key = scene.keys.get(node.inputs[1])
         if self.open or key is None:
@@ -88,7 +88,7 @@ class BlockLayers:
         self.open = True
 
     def shift(self, node: Node, known: dict[str, State]) -> None:
-        """Add known numbers to the bias of the layer that is open."""
+        """Add a parameter or constant to the bias of the open layer."""
         named = [known[name] for name in node.inputs if name in known]
         if not self.open or len(named) != 1:
             raise _no_network(node)
@@ -97,17 +97,17 @@ class BlockLayers:
             if part.shape[-1:] != bias.shape or part.lo.size != bias.size:
                 raise _no_network(node)
             total = bias + part.lo.reshape(-1)
-            # the sum is rounded; in the worst case that is another way in either kernel
+            # the float64 sum is rounded, in the worst case in opposite directions in both kernels
             lost = np.broadcast_to(2.0**-52 * np.abs(total), self.off.loose.shape)
             self.off = Off(raised(self.off.loose + lost), raised(self.off.apart + lost))
             layers[-1] = weight, total
 
     def store(self, node: Node) -> None:
-        """Count what storing the result of a node adds (Rule 2.4)."""
+        """Add the error of storing the result of a node (Rule 2.4)."""
         self.off = self.off.plus(*self.errors[node.name])
 
     def close(self) -> None:
-        """End the layer; where there is no linear, it is the identity."""
+        """End the layer; one without a linear is the identity."""
         rows, size = self.off.loose.shape
         if not self.open:
             same = np.eye(size), np.zeros(size)
@@ -127,8 +127,8 @@ def derive_splits(
     """Derive that no drift of the output is above a claim, by one tree for each row of the input.
 
     Return the largest T and D of every node on the whole region. Raises Rejected "document/domain"
-    for a block that is no ReLU network of each row, "document/splits" for a tree that is none and
-    "claim/too-small" for a leaf that does not follow.
+    for a block that is no ReLU network of each row, "document/splits" for a malformed tree and
+    "claim/too-small" for a leaf on which the claim is not proved.
     """
     layers, sizes = walk(scene)
     assert scene.centre is not None
@@ -153,7 +153,7 @@ def derive_splits(
 
 
 def _larger(outputs: int, inputs: int, limit: float) -> list[list[Halfspace]]:
-    """Return that some output of the networks differs by at least a limit."""
+    """Return the constraints "some output of the networks differs by at least `limit`"."""
     signed = np.concatenate([np.eye(outputs), -np.eye(outputs)])
     none = [0.0] * inputs
     return [[(none, own.tolist(), (-own).tolist(), -Fraction(limit))] for own in signed]
@@ -195,7 +195,7 @@ def walk(scene: Scene) -> tuple[BlockLayers, dict[str, tuple[float, float]]]:
 
 
 def _refuse_branches(block: Block) -> None:
-    """Refuse a block in which some node does not read the one before it, and no other."""
+    """Refuse a block unless every node reads the one before it and no other."""
     known = {node.name for node in block.nodes if node.op in _KNOWN}
     before: list[str] = []
     for node in block.nodes:

@@ -29,17 +29,17 @@ from kcdsl_certs.recheck.numerics.specification import parse_kernel
 CHAIN_SCHEMA = "kcdsl.chain-proof/2"
 MOST_LINKS = 10_000
 LARGEST_DRIFT = Functional("inf", 1)
-"""What every link but the last claims."""
+"""The functional that every link but the last claims."""
 _FIELDS = ("name", "graph", "claim", "witness")
 _KINDS = ("points", "ball", "hull")
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A block of a chain on its region; `output` holds what its output is claimed to lie in: the
-    training value and the drift. The last link has none. With `ellipsoids` the drift of its region
-    is also known by those that the link before hands on, which stand nowhere. `readings` of its
-    output are this far apart in training and inference (None: not at all)."""
+    """A block of a chain on its region. `output` are the claimed boxes of its output's training
+    value and drift; the last link has none. With `ellipsoids` the drift of its region also lies in
+    those that the checker derives of the link before. `readings` is the largest distance of
+    readings of its output in training and inference (None: zero)."""
 
     case: Case
     output: Ends | None
@@ -58,8 +58,8 @@ class ChainCase:
 
 @dataclass(frozen=True, slots=True)
 class ChainDocument:
-    """A parsed chain. `inner` and `last` are what all links but the last ones state, and what the
-    last ones do, as two proofs; their cases are the links in order."""
+    """A parsed chain as two proofs: `last` has the last link of every case as its cases, `inner`
+    all other links in order."""
 
     block: str
     inner: Proof
@@ -158,8 +158,8 @@ def _link(
     functional: Functional,
     graphs: Mapping[str, Block],
 ) -> Link:
-    """Return a link. The first one is on the region of the whole block, every other on one of its
-    own, with a drift; every link but the last states what its output lies in."""
+    """Return a link. The first one has the region of the whole block, every other its own region
+    with a drift; every link but the last states the boxes of its output."""
     record = Reader(value, "link")
     beside = (*(() if first is not None else ("region",)), *(() if last else ("output",)))
     record.exactly(*_FIELDS, *beside, optional=("domain", "passes"))
@@ -212,7 +212,7 @@ def _output(record: Reader, block: Block) -> tuple[Ends, Apart | None]:
 
 
 def _readings(value: object, place: str, shape: tuple[int, ...] | None) -> tuple[Array, Array]:
-    """Return how far readings may be apart in training and inference, finite and not negative."""
+    """Return the distances of readings in training and inference, finite and not negative."""
     record = Reader(value, place, "document/readings").exactly("train", "infer")
     train, infer = (parse_array(record.raw(side), f"{place}.{side}") for side in ("train", "infer"))
     if any(array.dtype != "float64" or array.shape != shape for array in (train, infer)):

@@ -35,12 +35,12 @@ HELD = "held"
 _KINDS = ("points", "ball", "hull", "rows")
 MOST_ROWS = 2**20
 MOST_BOXES = 2**22
-"""In all trees of a case together."""
+"""The limit for all trees of a case together."""
 WIDEST = Fraction(1, 2)
 """The largest ρ of a region around the weights: within it no element changes its sign."""
 _DOMAINS = ("interval", "affine", "planes", "affine+planes", "splits")
 MOST_FUNCTIONALS = 2**40
-"""Among how many the probability of a failure is divided at most."""
+"""The most functionals among which the probability of a failure is divided."""
 _PASSES = ("reach", "deviations", "norm", "ellipsoid", "product")
 _STOPS = ("cut", "input")
 _FUNCTIONALS = ("inf", "2", "span", "no_flip")
@@ -49,7 +49,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
 @dataclass(frozen=True, slots=True)
 class Functional:
-    """What is bounded: the largest drift, a row norm, a row span, or that the top k stay."""
+    """The bounded functional: the largest drift, a row norm, a row span, or that the top k stay."""
 
     kind: str
     k: int
@@ -59,9 +59,9 @@ class Functional:
 class CaseRegion:
     """Centre and radius in doubles (row by row), or token ids.
 
-    Of kind rows: centre and radius are of one row, and every sequence of 1 to `longest` such rows
-    is meant; `tables` holds the block's tables of positions, by the node of their constant.
-    With `weights` ρ it is every θ' with |θ' - θ| ≤ ρ|θ| that is meant, not θ alone.
+    Of kind rows: centre and radius are of one row, and the region has every sequence of 1 to
+    `longest` such rows; `tables` holds the block's tables of positions, by the node of their
+    constant. With `weights` ρ the case is about every θ' with |θ' - θ| ≤ ρ|θ|, not θ alone.
     """
 
     kind: str
@@ -77,7 +77,7 @@ class CaseRegion:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """What the proof says of one node: the largest magnitudes of its value and of its drift."""
+    """The largest magnitudes that the proof states of one node's value and drift."""
 
     node: str
     value: float
@@ -86,7 +86,8 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A reverse pass that an operation asks for: of which node, what, and how far down it goes."""
+    """A reverse pass: the node `at` whose operation needs it, the node `of` which it bounds
+    functionals, its kind, and the place where it stops."""
 
     at: str
     of: str
@@ -98,18 +99,18 @@ Hints = Mapping[Pass, tuple[int, ...]]
 Ends = tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]
 """Lower and upper ends of the training value and of the drift of an output, row by row."""
 Apart = tuple[Sequence[float], Sequence[float]]
-"""How far readings of a state may be apart in training and inference, row by row."""
+"""The largest distance of readings of a state in training and inference, row by row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One region on one graph with its claim (None: held), witnesses and domain.
 
-    `passes` says for the training and the inference kernel in which rows of a node, from first to
-    end in turn, reverse passes are worth making; None: nothing is said. `planes` are the hints of
-    planes. `chance` (α, N): roundings are independent, and the claim fails in at most a share α of
-    the runs on any one input; N functionals share it. None: the claim holds in the worst case.
-    `splits` has a tree of boxes for each row of the input.
+    `passes` lists for the training and the inference kernel the runs of rows (first, end) of a node
+    in which reverse passes are made; None: all. `planes` are the hints of planes. `chance` (α, N):
+    roundings are independent, and the claim fails in at most a share α of the runs on any one
+    input, divided among N functionals. None: it holds in the worst case. `splits` has a tree of
+    boxes for each row of the input.
     """
 
     name: str
@@ -126,14 +127,14 @@ class Case:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Return the domains beside intervals that the bound is derived in."""
+        """Return the domains in which the bound is derived, in addition to intervals."""
         return () if self.domain == "interval" else tuple(self.domain.split("+"))
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A parsed proof. `claim` None means "held"; `served` is the digest of the manifest of what the
-    inference kernel reads instead of the checkpoint, None where it reads that."""
+    """A parsed proof. `claim` None means "held"; `served` is the manifest's digest of the inference
+    kernel's own checkpoint, None where it reads the same as the training kernel."""
 
     block: str
     checkpoint: str
@@ -223,7 +224,7 @@ def _graphs(record: Reader) -> dict[str, Block]:
 
 
 def parameters_of(record: Reader, graphs: Mapping[str, Block]) -> dict[str, str]:
-    """Return the digests of the parameters; refuse others than those that the graphs read."""
+    """Return the digests of the parameters; refuse them unless they are those the graphs read."""
     entries = record.reader("parameters")
     digests = {key: digest_of(entries, key) for key in record.entries("parameters")}
     read: set[str] = set()
@@ -300,7 +301,7 @@ def _planes(record: Reader, block: Block) -> PlaneHints:
 
 
 def _chance(record: Reader) -> tuple[Fraction, int]:
-    """Return α, in its one spelling, and N."""
+    """Return α and N; refuse an α that is not in its canonical spelling."""
     if not record.has("domain") or record.text("domain") != "affine":
         raise record.fail("leaves something to chance, which only affine forms do")
     chance = record.reader("chance").exactly("alpha", "functionals")
@@ -350,7 +351,7 @@ def _region(record: Reader, block: Block) -> CaseRegion:
 
 
 def _weights(record: Reader) -> Fraction:
-    """Return ρ of a region around the weights, in its one spelling; 0 where there is none."""
+    """Return ρ of a region around the weights in canonical spelling; 0 where there is none."""
     if not record.has("weights"):
         return Fraction(0)
     try:
@@ -411,7 +412,7 @@ def _finite(value: float) -> bool:
 
 
 def _check_ids(ids: tuple[int, ...], block: Block, record: Reader) -> None:
-    """Refuse a region whose ids no embedding on the way to the output looks up."""
+    """Refuse a region whose ids no embedding that the output depends on looks up."""
     by_name = {node.name: node for node in block.nodes}
     live, todo = set(), [block.output]
     while todo:

@@ -1,8 +1,8 @@
-"""Hints of linear bounds in a proof (docs/proofs/difference-planes.md, section 8): nothing rests on
-them.
+"""Hints of linear bounds in a proof (docs/proofs/difference-planes.md, section 8).
 
-Which elements functionals are to bound, slopes of the planes of ReLUs, and other slopes for some
-elements of the output. Any slopes are sound, and a functional that is left out costs only width.
+They name the elements that functionals bound, slopes of the planes of ReLUs, and other slopes for
+some elements of the output. They are not trusted: any slopes are sound, and a functional that is
+left out only makes bounds wider.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Searched:
 
 @dataclass(frozen=True, slots=True)
 class PlaneHints:
-    """Rows, from first to end in turn, by node and unknown; slopes by ReLU; slopes by element."""
+    """Runs of rows (first, end) by node and unknown; slopes by ReLU; slopes by output element."""
 
     met: Mapping[tuple[str, str], tuple[int, ...]]
     slopes: Mapping[str, Bent]
