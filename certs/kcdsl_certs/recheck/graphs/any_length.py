@@ -1,8 +1,8 @@
-"""Blocks at any number of rows (docs/proofs/any-length.md): which dimensions stand for the rows.
+"""Blocks at any number of rows (docs/proofs/any-length.md): which dimensions count the rows.
 
-The graph is that of two rows. Here every node gets a mark for each of its dimensions: "" for what
-has the same size at every length, "row" for the rows of the sequence, "key" for the rows that
-attention asks. A graph in which the marks do not work out is refused.
+The graph is that of two rows. Every node gets a mark for each of its dimensions: "" if the size is
+the same at every length, "row" for the rows of the sequence, "key" for the rows of keys that
+attention reads. A graph without consistent marks is refused.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _as_before(node: Node, given: _Given) -> Marks:
 
 
 def _together(node: Node, given: _Given) -> Marks:
-    """Return the marks of broadcast operands: they agree, and what has none has no size there."""
+    """Return the marks of broadcast operands; where they differ, the unmarked one has size 1."""
     found = [""] * len(node.shape)
     if any(len(marks) > len(found) for marks in given.marks):
         raise Rejected("graph/shape", "operands of more dimensions than their result")
@@ -127,7 +127,7 @@ def _together(node: Node, given: _Given) -> Marks:
 
 
 def _of_each_row(node: Node, given: _Given) -> Marks:
-    """Return the marks of an operation along the last dimension, with parameters beside it."""
+    """Return the marks of an operation along the last dimension; its parameters have no marks."""
     marks = given.marks[0]
     if any(any(more) for more in given.marks[1:]):
         raise _wrong("a parameter that depends on rows")

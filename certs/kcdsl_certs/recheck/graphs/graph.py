@@ -49,15 +49,15 @@ def array_digest(dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -
 
 
 def array_hash(dtype: str, shape: tuple[int, ...]) -> hashlib._Hash:
-    """Return the sha256 of "dtype|shape|", to go on with little-endian bytes."""
+    """Return a sha256 object fed with "dtype|shape|", to be updated with little-endian bytes."""
     return hashlib.sha256(f"{dtype}|{','.join(map(str, shape))}|".encode())
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operation; `attrs` reads the attributes strictly. `format` is where the result is stored:
-    "" in the kernel's own, else in the one named, whatever the kernel computes in. `written` says
-    that it is written out, a norm with the formats of its `parts`, by their names."""
+    """One operation; `attrs` reads the attributes strictly. `format` names the format in which the
+    result is stored, "" for the kernel's own. `written`: the program writes the operation out as
+    several, a norm with the formats of its `parts`, by their names."""
 
     name: str
     op: str
@@ -72,7 +72,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Block:
-    """A block graph with its constants, checked for wiring but not for meaning."""
+    """A block graph with its constants. The order of nodes is checked, the operations are not."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -87,7 +87,7 @@ class Block:
 
     @property
     def weights(self) -> frozenset[str]:
-        """Return the param nodes that are read as the weight of a linear and as nothing else."""
+        """Return the param nodes that are read only as weights of linears."""
         weights: set[str] = set()
         plain: set[str] = set()
         for node in self.nodes:
@@ -104,7 +104,7 @@ class Block:
     def transposed(self) -> frozenset[str]:
         """Return the checkpoint keys of matrices that the block reads transposed.
 
-        Raises Rejected "graph/field" where one is read in both ways, or the attribute is not true.
+        Raises Rejected "graph/field" where one is read both ways, or the attribute is not true.
         """
         read: dict[str, bool] = {}
         for node in self.nodes:
@@ -147,7 +147,7 @@ def parse_block(digest: str, record: Reader, constants: Mapping[str, Array]) -> 
 
 
 def parse_array(value: object, place: str) -> Array:
-    """Return an array record; refuse sizes that do not fit and bool bytes other than 0 and 1.
+    """Return an array record; refuse a wrong number of bytes and bool bytes other than 0 and 1.
 
     Raises Rejected "document/array".
     """
@@ -221,7 +221,7 @@ def _node(value: object, place: str) -> Node:
 def _form(op: str, format: str, inputs: int, attrs: Reader) -> tuple[bool, Mapping[str, str]]:
     """Return whether an operation is written out, and the formats of its parts.
 
-    Raises Rejected "graph/field" for parts that are not those of one way to write a norm.
+    Raises Rejected "graph/field" unless the parts are those of one of `_ways`.
     """
     norm = op in ("rms_norm", "layer_norm")
     stated = op in _FORMS and attrs.has("form")
@@ -283,10 +283,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """An operand of shape `before`, read as `split`, of which the `ranges` are taken, in another
-    `order` of dimensions, repeated to `sizes` and read as `shape`.
-
-    `ranges` has start, stop and step for each dimension of `split`.
+    """The steps of a view: reshape an operand from shape `before` to `split`, take the `ranges`
+    (start, stop and step for each dimension of `split`), permute the dimensions to `order`, repeat
+    elements to `sizes`, and reshape to `shape`.
     """
 
     before: Shape
@@ -335,17 +334,17 @@ class View:
 
     @property
     def copies(self) -> int:
-        """Return how often each element that is taken stands in the result."""
+        """Return the number of copies of each selected element in the result."""
         return math.prod(self.sizes) // math.prod(self.turned)
 
     @property
     def takes_all(self) -> bool:
-        """Say whether every element stands once in the result."""
+        """Return whether every element is in the result exactly once."""
         whole = tuple((0, size, 1) for size in self.split)
         return self.ranges == whole and self.sizes == self.turned
 
     def moved(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the elements where they go."""
+        """Return the elements [before] as the view moves them [shape]."""
         taken = values.reshape(self.split)[tuple(slice(*each) for each in self.ranges)]
         repeated = np.broadcast_to(taken.transpose(self.order), self.sizes)
         return np.ascontiguousarray(repeated).reshape(self.shape)

@@ -1,4 +1,4 @@
-"""Strict JSON: no floats, no duplicate keys, integers that every reader agrees on."""
+"""Strict JSON: no floats, no duplicate keys, integers that every parser reads alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import strict_load
 
-MOST_VALUES = 2**24  # parsed, a value takes some 60 bytes and more
+MOST_VALUES = 2**24  # a parsed value takes 60 bytes or more
 
 
 def load(data: bytes, reason: str) -> Any:
@@ -26,7 +26,7 @@ def load(data: bytes, reason: str) -> Any:
 def canonical(value: Any) -> bytes:
     """Return the canonical JSON (RFC 8785) of data without floats.
 
-    Raises Rejected "document/json" for what is nested too deeply.
+    Raises Rejected "document/json" for values that are nested too deeply.
     """
     try:
         found = _sorted(value)
@@ -44,7 +44,7 @@ def _sorted(value: Any) -> Any:
 
 
 class Reader:
-    """Typed access to the fields of a parsed object; every surprise is a rejection."""
+    """Typed access to the fields of a parsed object; anything unexpected raises Rejected."""
 
     def __init__(self, value: Any, place: str, reason: str = "document/field") -> None:
         self.place = place
@@ -88,7 +88,7 @@ class Reader:
         return value
 
     def choice(self, name: str, among: tuple[str, ...]) -> str:
-        """Return a string field that must be one of a few."""
+        """Return a string field; refuse one that is not in `among`."""
         value = self.text(name)
         if value not in among:
             raise self.fail(f"{name!r} must be one of {', '.join(among)}, not {value[:40]!r}")

@@ -1,1 +1,1 @@
-"""Formats of numbers, and what a kernel may round."""
+"""Formats of numbers, and the roundings of a kernel."""

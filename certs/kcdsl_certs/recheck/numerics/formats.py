@@ -25,7 +25,7 @@ class Format:
         return 2.0**-self.precision
 
     def holds(self, other: Format) -> bool:
-        """Return whether every number of another format is one of this."""
+        """Return whether every number of another format is representable in this one."""
         finer = self.precision >= other.precision and self.largest >= other.largest
         return finer and self.least - self.precision <= other.least - other.precision
 
@@ -48,21 +48,21 @@ FORMATS = {f.name: f for f in _FORMATS}
 FLOAT32 = FORMATS["float32"]
 FLOAT64 = FORMATS["float64"]
 
-LEAST_RANGE = float.fromhex("0x1.4f8b58p-17")  # of uint4: float32(1e-5)
-NESTED = 2.0**-6, 448.0  # between which multiples of a tensor's scale a nested one is
+LEAST_RANGE = float.fromhex("0x1.4f8b58p-17")  # of a group in uint4: float32(1e-5)
+NESTED = 2.0**-6, 448.0  # the range of a nested scale, in multiples of the tensor's scale
 
 LEAST_POWER, MOST_POWER = -127, 127
 
 Floats = NDArray[np.float64]
 
-_AT_ONCE = 2**17  # numbers that are rounded at a time
+_AT_ONCE = 2**17  # most numbers rounded at a time
 
 
 def nearest(values: Floats, target: Format) -> Floats:
     """Return the nearest numbers of `target`, ties to even; ±inf beyond its largest number.
 
-    The exponent range is taken as unbounded above while rounding, so a value that rounds to a
-    number beyond the largest becomes infinite, whatever the format would do with it.
+    While rounding, the exponent range is unbounded above. A value that rounds to a number beyond
+    the largest becomes infinite, also where the format would saturate.
     """
     if target.precision == 53:
         return values
@@ -70,8 +70,8 @@ def nearest(values: Floats, target: Format) -> Floats:
 
 
 def cut(values: Floats, target: Format) -> Floats:
-    """Return the numbers of `target` next to values on the side of zero; ±inf from where on the
-    unbounded grid of `target` has a number beyond its largest."""
+    """Return values rounded toward zero in `target`; ±inf from the first number on that is beyond
+    its largest on the grid without a limit of the exponent."""
     if target.precision == 53:
         return values
     return _on_grid(values, target, np.trunc)
@@ -101,9 +101,9 @@ def _rounded(values: Floats, target: Format, whole: Callable[[Floats], Floats]) 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which numbers share a scale: so many rows and columns (0: all there are).
+    """The tile of numbers that share a scale: its rows and columns (0: all).
 
-    `ceiled`: scales are powers of two, not below amax over the divisor.
+    `ceiled`: scales are the least powers of two that are not below amax over the divisor.
     """
 
     height: int
@@ -136,11 +136,11 @@ PLAIN_INPUTS = ("per_tensor", "per_token", "group_32", "group_64", "group_128")
 
 @dataclass(frozen=True, slots=True)
 class CodeGrid:
-    """A format of codes that count a scale, with the layouts of scales that it may have in weights,
-    activations, and caches of keys and values.
+    """A format of codes in units of a scale, with the layouts of scales that it may have in
+    weights, activations, and caches of keys and values.
 
-    Codes reach from -`below` to `last`, and a scale is amax over `divisor`. `grid` holds those that
-    are no integers.
+    Codes reach from -`below` to `last`, and a scale is amax over `divisor`. `grid` is the
+    floating-point format of codes that are not integers.
     """
 
     name: str
@@ -154,7 +154,7 @@ class CodeGrid:
 
     @property
     def form(self) -> Format:
-        """Return the grid of codes that are no integers."""
+        """Return the floating-point format of codes that are not integers."""
         assert self.grid is not None
         return self.grid
 
@@ -165,11 +165,11 @@ class CodeGrid:
 
     @property
     def full(self) -> bool:
-        """Return whether there is one code more below zero than over it."""
+        """Return whether there is one code more below zero than above it."""
         return self.below > self.last
 
     def rounded(self, values: Floats) -> Floats:
-        """Return the nearest codes, ties to even, as if there were no last one."""
+        """Return the nearest codes, ties to even, without saturation."""
         return np.rint(values) if self.grid is None else nearest(values, self.grid)
 
 
@@ -187,7 +187,7 @@ _FP8 = (
 _CODES = (
     _floating(FORMATS["fp8_e4m3"], 448.0, *_FP8),
     _floating(FORMATS["fp8_e5m2"], 57344.0, *_FP8),
-    # The last code is 224, as AMD's kernels have it.
+    # The last code is 224, as in AMD's kernels.
     _floating(Format("fp8_e4m3fnuz", 4, -7, 240.0), 224.0, *_SIMPLE),
     _floating(Format("fp8_e5m2fnuz", 3, -15, 57344.0), 57344.0, *_SIMPLE),
     _floating(Format("fp6_e2m3", 4, 0, 7.5), 7.5, ("mx",), ("mx",)),

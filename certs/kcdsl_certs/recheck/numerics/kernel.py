@@ -23,8 +23,8 @@ from kcdsl_certs.recheck.numerics.formats import (
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A matrix unit: `chunk` products an instruction, cut off `below` bits under the largest
-    exponent; the accumulator keeps `kept` bits, and is added to a sum after `promote` products."""
+    """A tensor core: an instruction adds `chunk` products, truncated `below` bits under the largest
+    exponent; the accumulator has `kept` bits and is added to a sum after `promote` products."""
 
     below: int
     chunk: int
@@ -34,7 +34,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """Calibrated quantisers of the inputs of linears, by their names; "*": of those not named."""
+    """Calibrated quantisers of the inputs of linears, by the linear's name; "*" for all others."""
 
     scales: tuple[tuple[str, tuple[float, ...]], ...]
     zeros: tuple[tuple[str, int], ...]
@@ -42,7 +42,7 @@ class Static:
     def of(self, key: str, kind: str) -> tuple[tuple[float, ...], int]:
         """Return the scales and the zero point for the linear with this weight.
 
-        Raises Rejected "rule/static-scale" where there are none.
+        Raises Rejected "rule/static-scale" if it has none.
         """
         names = (key.removesuffix(".weight"), "*")
         scales = [found for name in names for at, found in self.scales if at == name]
@@ -54,8 +54,8 @@ class Static:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """How keys and values are stored: as codes of a format, with scales of a layout ("per_head",
-    "per_token_head", "per_tensor", "none"), or static ones of keys and of values."""
+    """The quantisation of keys and values: their code format, the layout of dynamic scales
+    ("per_head", "per_token_head", "per_tensor", "none"), or static scales of keys and values."""
 
     kind: str
     scale: str
@@ -66,8 +66,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class TensorCodes:
-    """How a tensor is stored: as codes 0 to 255, of which `zero` stands for 0 and each further one
-    for `scale` more."""
+    """The quantisation of a tensor to codes 0 to 255: code c is the number (c - `zero`)·`scale`."""
 
     scale: float
     zero: int
@@ -75,7 +74,7 @@ class TensorCodes:
 
 @dataclass(frozen=True, slots=True)
 class KernelNumerics:
-    """What one kernel may round, and how far."""
+    """The roundings that one kernel may make, and their sizes."""
 
     compute: Format
     accumulate: Format
@@ -92,30 +91,30 @@ class KernelNumerics:
     other_unit: Unit | None = None
     absolute_sigmoid: bool = False
     static: Static | None = None
-    inward: bool = False  # casts go toward zero
-    units: int = 1  # of u and η in one cast
-    cut_weights: bool = False  # parameters are cut off toward zero
+    inward: bool = False  # casts round toward zero
+    units: int = 1  # the error of a cast in multiples of u and η
+    cut_weights: bool = False  # parameters are rounded toward zero
     shards: int = 1  # parts of a linear, stored and added in the compute format
-    shortened: bool = False  # products of matrices read tfloat32
+    shortened: bool = False  # matrix products read their operands as tfloat32
     paired: bool = False  # linears sum two products of bytes at a time, in 16 bits
     scale_format: Format = FLOAT32  # of the scales of weights
     late: str = ""  # "sums": scales of weights multiply sums of codes; "stored_sums": stored ones
     least_scale: float = 0.0  # of dynamic scales of activations
-    amax_limit: float = math.inf  # what dynamic scales are made of is no larger
-    batch_amax: float = 0.0  # no number of a batch that shares a scale is larger
-    cache: Cache | None = None  # None: keys and values are read as they are computed
-    tensors: tuple[tuple[str, TensorCodes], ...] = ()  # that are stored as codes, by name
+    amax_limit: float = math.inf  # upper limit of the amax of dynamic scales
+    batch_amax: float = 0.0  # upper bound of all numbers of a batch that shares a scale
+    cache: Cache | None = None  # None: keys and values are not quantised
+    tensors: tuple[tuple[str, TensorCodes], ...] = ()  # tensors stored as codes, by name
     served: bool = False  # its weights are those of the inference kernel's checkpoint
-    base: KernelNumerics | None = None  # where a node pins its format: the kernel itself
+    base: KernelNumerics | None = None  # the kernel of which `at` made this for a pinned format
     others: tuple[
         tuple[str, KernelNumerics], ...
     ] = ()  # by pattern, kernels as linears of that name have
 
     def serving(self, key: str) -> KernelNumerics:
-        """Return the kernel as it computes the linear with this weight: by its own name, else by
-        the patterns that fit, which must say the same.
+        """Return the kernel for the linear with this weight: the override of its own name, else
+        that of the patterns that match.
 
-        Raises Rejected "rule/override".
+        Raises Rejected "rule/override" if matching patterns differ.
         """
         if not self.others:
             return self
@@ -129,10 +128,11 @@ class KernelNumerics:
         return replace(self, **{field: getattr(fitting[0], field) for field in _OF_LINEARS})
 
     def at(self, node: Node) -> KernelNumerics:
-        """Return the kernel as it computes a node: where the program stores the result in a format
-        of its own, as one that computes in that, with sums in float32 at best.
+        """Return the kernel for a node: if the node pins a format, one that computes in this
+        format, with sums in float32 at best.
 
-        Raises Rejected "rule/format" for a fused attention whose own format is not held by it.
+        Raises Rejected "rule/format" for a fused attention whose own format the pinned one does
+        not hold.
         """
         if not node.format:
             return self
@@ -154,16 +154,15 @@ class KernelNumerics:
 
     @property
     def by_codes(self) -> bool:
-        """Return whether the terms of linears may be codes, with scales after the sum."""
+        """Return whether linears may sum products of codes and apply scales to the sum."""
         return self.activations[0] != "none" or self.late != ""
 
     @property
     def before_sums(self) -> int:
-        """Return the roundings of a term of a linear before it is added.
+        """Return the number of roundings of a term of a linear before it is added.
 
-        Products of codes have those of the weight and of both scales, wherever the kernel
-        multiplies them in, beside that of the product; a scale of NVFP4 is a rounded product
-        itself.
+        Besides that of the product, products of codes have those of the weight and of both scales,
+        wherever the kernel multiplies by them; a scale of NVFP4 is a rounded product itself.
         """
         if not self.by_codes:
             return 2
@@ -177,18 +176,18 @@ class KernelNumerics:
 
     @property
     def own(self) -> KernelNumerics:
-        """Return the kernel as it computes what has no format of its own."""
+        """Return the kernel for nodes that pin no format."""
         return self.base or self
 
     @property
     def holding(self) -> Format:
-        """Return the format in which parameters are held."""
+        """Return the format in which parameters are stored."""
         return self.own.compute
 
     def reads(self, nodes: Mapping[str, Node], name: str, handed: bool) -> list[Format]:
-        """Return the formats of the numbers of a node: each of them is one of these.
+        """Return formats such that each number of a node is in one of them.
 
-        Where another block stored the input (`handed`), nothing is known of that.
+        If another block stored the input (`handed`), its formats are not known.
         """
         kernel, found, waiting = self.own, [], [name]
         while waiting:
@@ -214,8 +213,8 @@ class KernelNumerics:
         return found
 
     def refuse_wide(self, nodes: Mapping[str, Node], node: Node) -> None:
-        """Refuse a sum or product that reads a pinned format which its result does not hold: some
-        kernels round such an operand first.
+        """Refuse a sum or product whose operand has a pinned format that the result's format does
+        not hold: some kernels round such an operand first.
 
         Raises Rejected "rule/format".
         """
@@ -228,9 +227,9 @@ class KernelNumerics:
                 raise Rejected("rule/format", f"{form.name} does not hold what {name[:80]!r} is")
 
     def scalar(self, value: float, node: Node) -> tuple[float, float]:
-        """Return the least and the greatest number that a kernel may take for a Python scalar:
-        itself, or what it is in the format of the result. The inside of an operation counts what
-        rounding it to that of its arithmetic adds.
+        """Return the least and the greatest number that a kernel may use for a Python scalar:
+        itself, or its rounding to the format of the result. The error of rounding it to the format
+        of the operation's arithmetic is counted in that operation.
 
         Raises Rejected "bound/overflow".
         """
@@ -239,8 +238,8 @@ class KernelNumerics:
         return self.number(value, self.result(node.op, node.role), self.inner)
 
     def number(self, value: float, form: Format, inner: Format) -> tuple[float, float]:
-        """Return the least and the greatest of a number and what it may be in a format; where that
-        is as precise as the arithmetic inside, which counts it, the number alone.
+        """Return the least and the greatest of a number and its roundings to a format; the number
+        alone if the format is as precise as the arithmetic inside, where the rounding is counted.
 
         Raises Rejected "bound/overflow".
         """
@@ -252,7 +251,7 @@ class KernelNumerics:
         return min(value, *steps), max(value, *steps)
 
     def off(self, form: Format) -> tuple[float, float]:
-        """Return u and η of one cast into a format: what it is off by, relatively and near zero."""
+        """Return u and η of one cast into a format: its relative error, and its error near zero."""
         return self.units * form.u, self.units * form.eta
 
     def result(self, op: str, role: str) -> Format:
@@ -277,7 +276,7 @@ class KernelNumerics:
         return self.compute.precision < FLOAT32.precision
 
 
-# What an override changes of a kernel.
+# The fields of a kernel that an override replaces.
 _OF_LINEARS = (
     *("weights", "cut_weights", "scale_format", "late", "activations", "static", "least_scale"),
     *("amax_limit", "batch_amax", "paired", "others"),
@@ -285,8 +284,8 @@ _OF_LINEARS = (
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Say whether a name fits a pattern, "*" standing for any text and "?" for any character."""
-    ends = {0}  # of the parts of the name that what was read of the pattern fits
+    """Return whether a name matches a pattern; "*" matches any text and "?" any character."""
+    ends = {0}  # lengths of the prefixes of the name that the pattern's prefix matches
     for sign in pattern:
         if sign == "*":
             ends = set(range(min(ends), len(name) + 1))
@@ -316,5 +315,5 @@ def _to_nearest(value: float, form: Format) -> float:
 
 
 def stepped(values: Floats, target: Format, kernel: KernelNumerics) -> Floats:
-    """Return what a kernel's cast makes of values, where it is a step function."""
+    """Return values after a kernel's cast that is a step function (nearest, or toward zero)."""
     return (cut if kernel.inward else nearest)(values, target)

@@ -26,8 +26,8 @@ _ACTIVATIONS = {
     "none": ("none",),
     **{name: code.activations for name, code in CODES.items() if code.activations},
 }
-# Casts: whether each is a step of a known function, whether it only goes toward zero, and how many
-# unit roundoffs and halves of the smallest subnormal it may be.
+# Casts: whether each is a known step function, whether it rounds toward zero, and its error in unit
+# roundoffs and halves of the smallest subnormal.
 _CASTS = {
     "nearest": (True, False, 1),
     "any": (False, False, 1),
@@ -35,7 +35,7 @@ _CASTS = {
     "any_toward_zero": (False, True, 2),
     "any_direction": (False, False, 2),
 }
-_STATIC = 2.0**-100, 2.0**24  # between these a static scale must be
+_STATIC = 2.0**-100, 2.0**24  # the range of a static scale
 
 RESULTS = (
     *("input", "context", "linear", "matmul", "add", "sub", "mul", "scale", "divide", "shift"),
@@ -49,7 +49,7 @@ _MOST_OVERRIDES, _MOST_PATTERNS, _LONGEST_PATTERN = 4096, 64, 256
 def parse_kernel(value: object, place: str) -> KernelNumerics:
     """Return the kernel of a numerics record (`Numerics.to_json`).
 
-    Raises Rejected "document/numerics" if a field is missing, unknown or has no meaning.
+    Raises Rejected "document/numerics" if a field is missing, unknown or invalid.
     """
     record = Reader(value, place, "document/numerics").exactly(
         *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
@@ -107,7 +107,7 @@ def parse_kernel(value: object, place: str) -> KernelNumerics:
 def _of_linears(record: Reader, kernel: KernelNumerics, pairs: bool) -> KernelNumerics:
     """Return the kernel with the `weights` and `activations` of a record.
 
-    `pairs`: products of bytes, where there are such, are summed two by two.
+    `pairs`: if terms are products of bytes, they are summed two by two.
     """
     weights = record.reader("weights").exactly(
         "format", "scale", optional=("rounding", "scale_format", "applied")
@@ -138,7 +138,7 @@ def _of_linears(record: Reader, kernel: KernelNumerics, pairs: bool) -> KernelNu
 def _others(
     record: Reader, kernel: KernelNumerics, pairs: bool
 ) -> tuple[tuple[str, KernelNumerics], ...]:
-    """Read what linears have by their names in place of the kernel's."""
+    """Read the overrides of linears by patterns of their names."""
     if not record.has("overrides"):
         return ()
     named = record.reader("overrides")
@@ -161,7 +161,7 @@ _CACHES = {name: code.caches for name, code in CODES.items() if code.caches}
 
 
 def _cache(record: Reader) -> Cache:
-    """Read how keys and values are stored; scales are float32 numbers by float.hex()."""
+    """Read the quantisation of keys and values; scales are float32 numbers by float.hex()."""
     record.exactly("format", "scale", optional=("key_scale", "value_scale", "least_scale"))
     kind, scale = record.choice("format", tuple(_CACHES)), record.text("scale")
     _allowed(kind, scale, scale in _CACHES[kind])
@@ -182,7 +182,7 @@ def _cache(record: Reader) -> Cache:
 
 
 def _tensors(record: Reader) -> tuple[tuple[str, TensorCodes], ...]:
-    """Read how tensors are stored, sorted by name; scales are float32 numbers by float.hex()."""
+    """Read the quantisation of tensors, sorted by name; scales are float32 by float.hex()."""
     if not record.has("quantisers"):
         return ()
     named, found = record.reader("quantisers"), []
@@ -235,7 +235,7 @@ def _scale_format(record: Reader) -> Format:
 
 
 def _late(weights: Reader, activations: Reader, kernel: KernelNumerics) -> str:
-    """Read where scales of weights are multiplied in, if not with the weights themselves."""
+    """Read whether the kernel multiplies sums, not weights, by the scales of weights."""
     if not weights.has("applied"):
         return ""
     found, scale = weights.choice("applied", ("sums", "stored_sums")), weights.text("scale")
@@ -248,7 +248,7 @@ def _late(weights: Reader, activations: Reader, kernel: KernelNumerics) -> str:
 
 
 def _limits(record: Reader) -> tuple[float, float, float]:
-    """Read what dynamic scales are limited to, float32 numbers by float.hex()."""
+    """Read the limits of dynamic scales, float32 numbers by float.hex()."""
     kind, scale = record.text("format"), record.text("scale")
     wrong = Rejected("document/numerics", "a limit of dynamic scales where it has no meaning")
     able = scale in (*PLAIN_INPUTS, "per_batch") and kind != "uint8"
@@ -277,7 +277,7 @@ def _shortened(record: Reader) -> bool:
 
 
 def _of_bytes(weights: Reader, activations: Reader) -> bool:
-    """Say whether products of a linear are of unsigned with signed bytes."""
+    """Return whether a linear multiplies unsigned by signed bytes."""
     signed = weights.text("format") in ("int8", "int8_full")
     simple = weights.text("scale") in ("per_tensor", "per_channel")
     return signed and simple and activations.text("format") == "uint8"
@@ -332,8 +332,8 @@ def _activations(record: Reader) -> tuple[str, str]:
 
 
 def _static(record: Reader) -> Static | None:
-    """Read static scales, float32 numbers by float.hex(), and the zero points of uint8; of nvfp4
-    those of tensors, which may be dynamic."""
+    """Read static scales, float32 numbers by float.hex(), and the zero points of uint8; for nvfp4
+    the scales of tensors, which may be dynamic."""
     static, whole = record.text("scale") == "static", record.text("format") == "uint8"
     nested, given = record.text("scale") == "nvfp4", record.has("input_scale")
     if (given != static and not nested) or record.has("input_zero_point") != (static and whole):
