@@ -30,7 +30,7 @@ def asked(walk: Walk, name: str, kind: str, shape: tuple[int, ...]) -> tuple[Boo
 
 
 def _named(walk: Walk, node: Node) -> bool:
-    """Say whether passes may be named for the result of a node; without names, none is made."""
+    """Return whether passes may be named for the result of a node; without names, none is made."""
     worst = walk.passes.rows is not None and walk.tape.budget is None
     return worst and not walk.kernel.stepped and node.op in ("linear", "add", "sub")
 

@@ -40,7 +40,7 @@ class Ends:
 
     @property
     def two(self) -> Bools:
-        """Say where both ends are neighbours: the middle of others rounds to neither."""
+        """Return where both ends are neighbours: the middle of others rounds to neither."""
         middle = nearest(self.lo / 2 + self.hi / 2, self.form)
         return np.asarray((self.lo < self.hi) & ((middle == self.lo) | (middle == self.hi)))
 

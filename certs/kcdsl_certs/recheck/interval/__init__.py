@@ -1,2 +1,1 @@
-"""Boxes of values and drifts (docs/proofs/relational-interval.md), and what kernels store of
-numbers."""
+"""Boxes of values and drifts (docs/proofs/relational-interval.md), and stored parameters."""

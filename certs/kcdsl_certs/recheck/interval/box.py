@@ -1,7 +1,7 @@
 """Interval arithmetic on float64 arrays, every end rounded outward.
 
-An end is exact where the arithmetic was (sums), else moved outward by at least the error of what
-computed it. Ends may become infinite or NaN on the way; `checked` refuses them at each node.
+An end is exact if the arithmetic was (sums), else moved outward by at least the rounding error of
+its computation. Intermediate ends may be infinite or NaN; `checked` refuses them at each node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Bools = NDArray[np.bool_]
 
 ULP = 2.0**-52
 FAINT = 2.0**-500  # non-negative error terms below this are lifted to it, so products stay normal
-FLUSH = 2.0**-1000  # what one product or sum may lose near zero, generously
+FLUSH = 2.0**-1000  # a generous bound of the underflow error of one product or sum
 _INF = np.inf
 
 
@@ -220,7 +220,7 @@ def raised(values: Floats) -> Floats:
     return np.asarray(values * (1 + 2.0**-40))
 
 
-TINY = 2.0**-900  # more than what an operation may lose to float64 underflow
+TINY = 2.0**-900  # bounds the float64 underflow error of an operation
 
 
 def others(terms: Floats) -> Floats:

@@ -19,7 +19,7 @@ _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A matrix as float32; its codes, less zero points, and their scales where they have names."""
+    """A matrix as float32, and the names of its code format and scale layout; "" if unnamed."""
 
     value: Singles
     kind: str = ""
@@ -44,14 +44,14 @@ class Parts:
         return found
 
     def has(self, base: str, name: str) -> bool:
-        """Say whether a matrix has a tensor."""
+        """Return whether a matrix has a tensor."""
         return f"{base}.{name}" in self.tensors
 
 
 def largest_amax(method: Mapping[str, Any]) -> float | None:
-    """Return what dynamic scales of inputs are made of at most, where a format says it.
+    """Return the limit of the amax of dynamic scales of inputs, if a format states one.
 
-    Raises Rejected "served/method" where that is no positive number.
+    Raises Rejected "served/method" if it is not a positive number.
     """
     if method_name(method) != "fbgemm_fp8":
         return None
@@ -166,7 +166,7 @@ def _compressed(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
 
 
 def _apart(group: Mapping[str, Any], form: object) -> bool:
-    """Say whether a group of linears is stored in another format, or quantises what they give."""
+    """Return whether a group of linears is stored in another format, or quantises its outputs."""
     return group.get("format") not in (form, None) or group.get("output_activations") is not None
 
 
@@ -183,8 +183,8 @@ def _bytes(served: Parts, base: str) -> Decoded:
 
 
 def _squares(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
-    """Return bytes times the scales of squares of 128 by 128, of which the last may be smaller; or
-    times one scale where the configuration states no squares."""
+    """Return bytes times the scales of blocks of 128 by 128 (the last may be smaller), or times one
+    scale if the configuration states no blocks."""
     stated = method.get("weight_block_size"), method.get("fmt"), method.get("activation_scheme")
     if stated[0] not in ([128, 128], None) or stated[1] not in ("e4m3", None):
         raise Rejected("served/method", f"fp8 in blocks of {str(stated[0])[:40]}")
@@ -235,7 +235,7 @@ def _rows(served: Parts, base: str) -> Decoded:
 
 
 def _scaled(served: Parts, base: str, name: str) -> tuple[Singles, Singles]:
-    """Return the numbers of bytes [outputs, inputs], and what is stored of their scales."""
+    """Return the numbers that bytes encode [outputs, inputs], and the stored scales."""
     tensor, scales = served.part(base, "weight"), served.part(base, name)
     if tensor.dtype != "F8_E4M3" or scales.dtype not in ("F32", "F16", "BF16"):
         raise ValueError(f"bytes are {tensor.dtype}, scales {scales.dtype}")
@@ -245,8 +245,8 @@ def _scaled(served: Parts, base: str, name: str) -> tuple[Singles, Singles]:
 
 
 def told_by_torchao(metadata: Sequence[Mapping[str, str]], base: str) -> dict[str, Any]:
-    """Return what the metadata of files say of a weight. Raises ValueError where they do not say
-    one thing, Rejected "served/config"."""
+    """Return the metadata of a weight. Raises ValueError unless there is exactly one distinct text,
+    Rejected "served/config" for malformed JSON."""
     texts = {one[f"{base}.weight"] for one in metadata if f"{base}.weight" in one}
     if len(texts) != 1:
         raise ValueError(f"{len(texts)} texts of metadata say what it is")
@@ -366,8 +366,8 @@ def _added(served: Parts, base: str, told: Mapping[str, Any]) -> Decoded:
 def _sum_in(a: Floats, b: Floats, form: Format) -> Singles:
     """Return the sums of numbers, rounded once to a format.
 
-    A sum of doubles that lies between two numbers of the format, though the exact one does not, is
-    rounded to the side that it lost.
+    If the double sum is the midpoint of two numbers of the format and the exact sum is not, it is
+    rounded toward the exact one.
     """
     found = a + b
     rest = found - a
@@ -470,7 +470,7 @@ def _interleaved(fields: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _order(served: Parts, base: str) -> NDArray[np.int64] | None:
-    """Return the group of every input, where a weight states it."""
+    """Return the group of every input, None if the weight does not state it."""
     if not served.has(base, "weight_g_idx"):
         return None
     found = integers(served.part(base, "weight_g_idx"), "I32").astype(np.int64)
@@ -480,7 +480,7 @@ def _order(served: Parts, base: str) -> NDArray[np.int64] | None:
 def _tiles(
     scales: Singles, shape: tuple[int, ...], order: NDArray[np.int64] | None
 ) -> tuple[Singles, str]:
-    """Return the scale of every element of a matrix, and what its elements share."""
+    """Return the scale of every element of a matrix, and the name of the scale layout."""
     rows, columns = shape
     if scales.size == 1:
         return np.full(shape, scales.ravel()[0], dtype=np.float32), "per_tensor"

@@ -1,5 +1,4 @@
-"""Checkpoint tensors, and what kernels store of them (docs/proofs/relational-interval.md, section
-2)."""
+"""Checkpoint tensors as kernels store them (docs/proofs/relational-interval.md, section 2)."""
 
 from __future__ import annotations
 
@@ -32,13 +31,13 @@ from kcdsl_certs.recheck.numerics.formats import (
 )
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
-_LARGE = 2**21  # numbers of a matrix above which it stays as it is stored, in 16 bits
-_AT_ONCE = 2**19  # about so many numbers of it are read at a time
+_LARGE = 2**21  # size of a 16-bit matrix from which it is not expanded to float32 as a whole
+_AT_ONCE = 2**19  # numbers of a large matrix read at a time, approximately
 
 
 @dataclass(frozen=True, slots=True)
 class _Narrow:
-    """A large matrix in 16 bits, whose numbers are finite."""
+    """A large matrix of finite 16-bit numbers."""
 
     tensor: Tensor
     key: str
@@ -63,7 +62,7 @@ def _parts(shape: tuple[int, ...]) -> Iterator[slice]:
 
 
 class Parameters:
-    """The checkpoint's tensors as float32 and as either kernel stores them; each made once."""
+    """The checkpoint's tensors as float32 and as either kernel stores them, cached."""
 
     def __init__(
         self,
@@ -72,8 +71,8 @@ class Parameters:
         served: Served | None = None,
         transposed: frozenset[str] = frozenset(),
     ) -> None:
-        """Take the tensors that a proof lists, and what the inference kernel reads instead; those
-        of some keys are stored transposed in both.
+        """Check the tensors that a proof lists; `served` is the inference kernel's own checkpoint.
+        Tensors of the keys `transposed` are stored transposed in both.
 
         Raises Rejected "parameter/missing", "parameter/shape", "parameter/digest", or what
         `as_float32` raises.
@@ -115,8 +114,8 @@ class Parameters:
         return held.singles(slice(None)) if isinstance(held, _Narrow) else held
 
     def parts(self, key: str, *kernels: KernelNumerics) -> tuple[slice, ...]:
-        """Return runs of rows of a linear weight that can be read one by one, as what kernels store
-        of a row and lose in its sums depends on it alone; none where they cannot or need not."""
+        """Return runs of rows of a linear weight that can be read one after the other, as stored
+        numbers and rounding errors of a row depend on it alone; none if they cannot or need not."""
         if not isinstance(self._values[key], _Narrow) or self._served is not None:
             return ()
         for kernel in (one.serving(key) for one in kernels):
@@ -144,7 +143,7 @@ class Parameters:
     def linear(self, key: str, kernel: KernelNumerics) -> Floats:
         """Return a linear weight [outputs, inputs] as the kernel stores it."""
         kernel = kernel.serving(key)
-        # of codes scales come after the product
+        # where scales multiply sums of codes, the weight is not rounded to the compute format
         by_codes = kernel.weights[1] != "none" and kernel.by_codes
         compute = FLOAT32 if by_codes else kernel.holding
         return self._get(key, kernel, compute, kernel.weights)
@@ -166,7 +165,7 @@ class Parameters:
     def _of_inference(
         self, key: str, kernel: KernelNumerics, stored: tuple[str, str]
     ) -> tuple[Singles, bool]:
-        """Return what the inference kernel reads, and whether that is quantised as it states.
+        """Return the inference kernel's tensor, and whether it is quantised as the numerics state.
 
         Raises Rejected "parameter/served" where it is quantised otherwise.
         """
@@ -205,7 +204,7 @@ def _stored(
 
 
 def _narrow(tensor: Tensor, key: str, digest: str) -> _Narrow:
-    """Return a large matrix as it is stored; see `Parameters` for what is refused."""
+    """Return a large matrix as it is stored; raises as `Parameters` does."""
     held = _Narrow(tensor, key)
     found = array_hash("float32", held.shape)
     for rows in _parts(held.shape):
@@ -222,8 +221,8 @@ def _another(key: str) -> Rejected:
 def _refuse_otherwise(
     found: Decoded, key: str, kernel: KernelNumerics, stored: tuple[str, str]
 ) -> None:
-    """Refuse codes and scales that are not those of the numerics, and scales that are larger than
-    the rules take them for where they are multiplied after codes."""
+    """Refuse codes and scales that are not those of the numerics, and late scales that are larger
+    than the rules assume."""
     names = {"int8": ("int8", "int8_full"), "int4": ("int4_full",)}.get(found.kind, (found.kind,))
     code = CODES[stored[0]]
     alike = stored[0] in names and found.scale == stored[1] and kernel.scale_format == FLOAT32
@@ -321,7 +320,7 @@ def quantised(
 
 
 def _kept(scales: Singles, stored: Format, name: str) -> Singles:
-    """Return scales as they are stored."""
+    """Return scales rounded to their stored format."""
     found = nearest(scales.astype(np.float64), stored) if stored != FLOAT32 else scales
     if not np.isfinite(found).all():
         raise Rejected("parameter/scale", f"{name!r} has a scale outside {stored.name}")

@@ -1,8 +1,8 @@
 """Quantised activations as step functions (section 2): codes in order, and scales in float32.
 
 With casts to nearest s = float32(amax/qmax), the code of v is that of float32(v/s), its value
-float32(code·s). Codes are numbered in order; what is best among codes i to j is looked up. Codes of
-uint8 count from their zero point.
+float32(code·s). Codes are ranked in order; extremes over codes i to j are in a table. Codes of
+uint8 are relative to their zero point.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kcdsl_certs.recheck.numerics.formats import (
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
 UNIT = 2.0**-24
-_OFF = 2.0**-22  # more than the roundings of a ratio and of a product together
-LEAST_SCALE = 2.0**-100  # below it products with codes may be subnormal, and lose more than that
+_OFF = 2.0**-22  # bounds the relative error of a float32 ratio and product together
+LEAST_SCALE = 2.0**-100  # below it products with codes may be subnormal, with larger errors
 LEAST_FULL = 2.0**-23  # the least scale of int8_full
 Ranks = NDArray[np.int64]
 
@@ -35,7 +35,7 @@ Ranks = NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class _Ladder:
     """The non-negative codes in order, and by rank [i, j] the greatest c/b⁻ and the least c/b⁺ of
-    codes i to j (b⁻ and b⁺ the ends of what rounds to c)."""
+    codes i to j, where [b⁻, b⁺] is the interval that rounds to c."""
 
     codes: Floats
     steepest: Floats
@@ -44,9 +44,9 @@ class _Ladder:
 
 @dataclass(frozen=True, slots=True)
 class QuantiserSteps:
-    """The quantisers of all elements of a box: where their scales lie (from 0: unknown), and the
-    last code over zero and below it. `ratio`: the scale divides ("over"), its float32 reciprocal
-    multiplies ("times"), or either ("free")."""
+    """The quantisers of all elements of a box: boxes of their scales (from 0: unknown) and of the
+    last codes above and below zero. `ratio`: the kernel divides by the scale ("over"), multiplies
+    by its float32 reciprocal ("times"), or either ("free")."""
 
     kind: str
     scale: Box
@@ -91,7 +91,7 @@ def largest(size: Floats, scale: str) -> Floats:
 
 
 def extent(x: Box, scale: str) -> tuple[Box, Box]:
-    """Return how far the group of every element reaches above zero, and below it."""
+    """Return boxes of max(0, max v) and max(0, -min v) over the group of every element."""
     above = Box(largest(np.maximum(x.lo, 0.0), scale), largest(np.maximum(x.hi, 0.0), scale))
     below = Box(largest(np.maximum(-x.hi, 0.0), scale), largest(np.maximum(-x.lo, 0.0), scale))
     return above, below
@@ -111,14 +111,14 @@ def given(kernel: KernelNumerics, key: str, shape: tuple[int, ...]) -> tuple[Flo
 
 
 def steps(kernel: KernelNumerics, x: Box, key: str) -> QuantiserSteps:
-    """Return the quantisers of what enters the linear with the weight `key`.
+    """Return the quantisers of the input of the linear with the weight `key`.
 
     Raises Rejected "rule/static-scale"; "bound/overflow" where a static scale may be exceeded.
     """
     kind, scale = kernel.activations
     if scale == "static":
         return _calibrated(kernel, x, key)
-    if scale == "nvfp4":  # codes are not known where a scale may be 0
+    if scale == "nvfp4":  # codes are unknown where a scale may be 0
         most = nested(kernel, x, key)[1]
         return plain(kind, Box(np.zeros(x.shape), most))
     if kind == "uint8":
@@ -128,7 +128,7 @@ def steps(kernel: KernelNumerics, x: Box, key: str) -> QuantiserSteps:
 
 
 def within_batch(kernel: KernelNumerics, x: Box) -> None:
-    """Rejected numbers that may be larger than any of a batch that shares its scale.
+    """Refuse numbers that may exceed the stated amax of a batch that shares a scale.
 
     Raises Rejected "bound/overflow".
     """
@@ -154,7 +154,7 @@ def _asymmetric(x: Box, scale: str) -> QuantiserSteps:
     steps = np.float64(255)
     found = Box(_ratio(wide.lo, steps, "over", False), _ratio(wide.hi, steps, "over", True))
     with np.errstate(divide="ignore", invalid="ignore"):
-        # -min/s in two ways: by the scale, and as 255 times the share of what is below zero
+        # two enclosures of -min/s: by the scale, and as 255·(-min)/(max - min)
         least = 255 * below.lo / (below.lo + above.hi) * (1 - _OFF)
         most = 255 * below.hi / (below.hi + above.lo) * (1 + _OFF)
         by_scale = (
@@ -169,7 +169,7 @@ def _asymmetric(x: Box, scale: str) -> QuantiserSteps:
 
 
 def _calibrated(kernel: KernelNumerics, x: Box, key: str) -> QuantiserSteps:
-    """Return static quantisers; integers hold half a step more than their last codes."""
+    """Return static quantisers; integers up to half a step beyond the last code are in range."""
     kind = kernel.activations[0]
     scale, zero = given(kernel, key, x.shape)
     by = plain(kind, box.exact(scale))
@@ -187,7 +187,7 @@ def _calibrated(kernel: KernelNumerics, x: Box, key: str) -> QuantiserSteps:
 
 
 def nested(kernel: KernelNumerics, x: Box, key: str) -> tuple[Floats, Floats]:
-    """Return what scales of the tensor, and scales of groups of 16, do not exceed (nvfp4).
+    """Return upper bounds of the scale of the tensor, and of scales of groups of 16 (nvfp4).
 
     Raises Rejected "rule/static-scale".
     """
@@ -202,7 +202,7 @@ def nested(kernel: KernelNumerics, x: Box, key: str) -> tuple[Floats, Floats]:
 
 
 def scales(kernel: KernelNumerics, x: Box) -> Box:
-    """Return between which float32 numbers a dynamic scale lies (from 0: unknown); not of uint8."""
+    """Return a box of dynamic scales, float32 numbers (from 0: unknown); not of uint8."""
     kind, scale = kernel.activations
     if scale == "none":
         return box.exact(np.ones(x.shape))
@@ -221,7 +221,7 @@ def scales(kernel: KernelNumerics, x: Box) -> Box:
 
 
 def least_scale(kernel: KernelNumerics) -> float:
-    """Return what no dynamic scale is below."""
+    """Return a lower bound of dynamic scales."""
     return max(kernel.least_scale, LEAST_FULL if CODES[kernel.activations[0]].full else 0.0)
 
 
@@ -230,7 +230,7 @@ def _power(exponent: NDArray[np.int32]) -> Floats:
 
 
 def _ceiling(values: Floats) -> Floats:
-    """Return the powers of two from these numbers upward."""
+    """Return the least powers of two that are not below these numbers."""
     fraction, exponent = np.frexp(values)
     return _power(np.where(fraction == 0.5, exponent - 1, exponent))
 
@@ -240,7 +240,7 @@ def _single(values: Floats) -> Floats:
 
 
 def _ratio(values: Floats, by: Floats | np.float64, how: str, upward: bool) -> Floats:
-    """Return float32(values/by) of float32 numbers; of others a bound from one side."""
+    """Return float32(values/by) if both are float32 numbers, else a bound from one side."""
     push = box.above if upward else box.down
     if how == "free":
         return np.maximum(values / by * (1 + _OFF if upward else 1 - _OFF), 0.0)
@@ -260,7 +260,7 @@ def _rank(by: QuantiserSteps, values: Floats, scale: Floats, top: Floats, upward
 
 
 def half_step(kind: str, code: Floats) -> Floats:
-    """Return half the distance of codes up to this one: what a ratio is off by."""
+    """Return half the largest distance of codes up to this one: the rounding error of a ratio."""
     if CODES[kind].grid is None:
         return np.full(code.shape, 0.5)
     form = CODES[kind].form
@@ -285,7 +285,7 @@ def codes(by: QuantiserSteps, x: Box) -> tuple[Floats, Floats]:
 
 
 def hull(by: QuantiserSteps, x: Box) -> Box:
-    """Return where the quantised values of x lie; scales are positive float32 numbers."""
+    """Return a box of the quantised values of x; scales are positive float32 numbers."""
     lo, hi = np.abs(x.lo), np.abs(x.hi)
     return Box(
         np.where(x.lo >= 0, _least(by, lo, by.above.lo), -_most(by, lo, by.below.hi)),
@@ -294,7 +294,7 @@ def hull(by: QuantiserSteps, x: Box) -> Box:
 
 
 def _most(by: QuantiserSteps, v: Floats, top: Floats) -> Floats:
-    """Return the greatest float32(c·s): c·s_h as far as s_h gives c, c/b⁻·v beyond."""
+    """Return the greatest float32(c·s): c·s_h for the code c at s_h, c/b⁻·v for larger codes."""
     ladder, scale = _ladder(by.kind), by.scale
     first, last = _rank(by, v, scale.hi, top, True), _rank(by, v, scale.lo, top, True)
     sure = _single(ladder.codes[first] * scale.hi)
@@ -303,7 +303,7 @@ def _most(by: QuantiserSteps, v: Floats, top: Floats) -> Floats:
 
 
 def _least(by: QuantiserSteps, v: Floats, top: Floats) -> Floats:
-    """Return the least float32(c·s): c·s_l from where s_l gives c on, c/b⁺·v before."""
+    """Return the least float32(c·s): c·s_l for the code c at s_l, c/b⁺·v for smaller codes."""
     ladder, scale = _ladder(by.kind), by.scale
     first, last = _rank(by, v, scale.hi, top, False), _rank(by, v, scale.lo, top, False)
     sure = _single(ladder.codes[last] * scale.lo)
@@ -312,16 +312,16 @@ def _least(by: QuantiserSteps, v: Floats, top: Floats) -> Floats:
 
 
 def known(by: QuantiserSteps) -> tuple[QuantiserSteps, NDArray[np.bool_]]:
-    """Return the quantisers with scales of 1 where they may be too small; where they are not."""
+    """Return quantisers with scale 1 where the scale may be too small, and where it is not."""
     sure = by.scale.lo >= LEAST_SCALE
     scale = Box(np.where(sure, by.scale.lo, 1.0), np.where(sure, by.scale.hi, 1.0))
     return QuantiserSteps(by.kind, scale, by.above, by.below, by.ratio), sure
 
 
 def quantised(kernel: KernelNumerics, x: Box, error: Floats, key: str = "") -> tuple[Box, Box]:
-    """Return the quantised values and their errors, met with what `error` (Q) says.
+    """Return the quantised values and their errors, met with x ± `error` (Q).
 
-    Raises Rejected as `steps`.
+    Raises Rejected as `steps` does.
     """
     wide, around = box.widen(x, error), box.around(np.broadcast_to(error, x.shape))
     if not kernel.stepped or kernel.activations[0] == "none":

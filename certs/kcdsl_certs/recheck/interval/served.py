@@ -48,8 +48,8 @@ _PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Static scales of the input of a linear, one or one of each channel, and the zero point among
-    signed codes."""
+    """Static scales of the input of a linear, one or one for each channel, and the zero point as a
+    signed code."""
 
     scales: tuple[float, ...]
     zero: int
@@ -59,7 +59,7 @@ class Inputs:
 class Served:
     """The tensors of a checkpoint of the inference kernel, and the digest of its manifest (hex).
 
-    `metadata` has the texts that its files say of tensors, a mapping for each file.
+    `metadata` has the metadata texts of tensors, a mapping for each file.
     """
 
     digest: str
@@ -68,7 +68,7 @@ class Served:
     metadata: Sequence[Mapping[str, str]] = ()
 
     def plain(self, key: str) -> Singles:
-        """Return a tensor that is stored as it is. Raises Rejected "parameter/…"."""
+        """Return a tensor that is not quantised. Raises Rejected "parameter/…"."""
         if key not in self.tensors or key in self.coded:
             raise Rejected("parameter/missing", f"the inference kernel has no plain {key!r}")
         return as_float32(self.tensors[key], key)
@@ -88,8 +88,8 @@ class Served:
     def matrix(self, key: str) -> Decoded:
         """Return a quantised matrix.
 
-        Raises Rejected "served/method" for a format that is not known, "served/tensor" for tensors
-        that do not fit it, "parameter/not-finite".
+        Raises Rejected "served/method" for an unknown format, "served/tensor" for tensors that do
+        not fit it, "parameter/not-finite".
         """
         base = key.removesuffix(".weight")
         try:
@@ -103,10 +103,10 @@ class Served:
         return found
 
     def cached(self, key: str, name: str) -> float | None:
-        """Return the scale of what the linear with this weight forms for a cache: "k_scale" of
-        keys, "v_scale" of values, "output_scale" of whichever it forms.
+        """Return a cache scale of the output of the linear with this weight: `name` is "k_scale"
+        (keys), "v_scale" (values) or "output_scale" (either).
 
-        Raises Rejected "served/tensor" for what is not one float.
+        Raises Rejected "served/tensor" for a tensor that is not one float.
         """
         stored = self.tensors.get(f"{key.removesuffix('.weight')}.{name}")
         if stored is None:
@@ -120,16 +120,16 @@ class Served:
 
     @property
     def largest_amax(self) -> float | None:
-        """Return what dynamic scales of inputs are made of at most, where the format says it.
+        """Return the limit of the amax of dynamic scales of inputs, if the format states one.
 
-        Raises Rejected "served/method" where that is no positive number.
+        Raises Rejected "served/method" if it is not a positive number.
         """
         return largest_amax(self.method)
 
     def inputs(self, key: str) -> Inputs | None:
-        """Return how the inputs of a quantised matrix are scaled, where its tensors say it.
+        """Return the static input scales of a quantised matrix, None if no tensor has them.
 
-        Raises Rejected "served/tensor" for what is no scale or zero point.
+        Raises Rejected "served/tensor" for an invalid scale or zero point.
         """
         base = key.removesuffix(".weight")
         direct = ("input_scale", "activation_scale", "_weight_act_quant_scale")
@@ -162,8 +162,8 @@ class Served:
         return Inputs(tuple(float(one) for one in scales), int(found.pop()))
 
     def says(self, key: str, inputs: tuple[str, str], cache: tuple[str, str] | None) -> str:
-        """Return what the checkpoint quantises otherwise, "inputs" or "keys and values", or "": by
-        formats of codes and layouts of scales. Inputs of format "none" are not compared.
+        """Return which of "inputs" and "keys and values" the checkpoint quantises with another code
+        format or scale layout; "" for neither. Inputs of format "none" are not compared.
 
         Raises Rejected "served/method" for a configuration that cannot be compared.
         """
@@ -188,12 +188,12 @@ class Served:
         return [name for name in names if self.has(base, name)]
 
     def has(self, base: str, name: str) -> bool:
-        """Say whether a matrix has a tensor."""
+        """Return whether a matrix has a tensor."""
         return f"{base}.{name}" in self.tensors
 
 
 def read_served(path: Path, keys: Collection[str]) -> Served:
-    """Return what the inference kernel reads for these parameters; every file is hashed.
+    """Return the inference kernel's tensors of these parameters; every file is hashed.
 
     Raises Rejected "checkpoint/…", as reading a checkpoint does.
     """

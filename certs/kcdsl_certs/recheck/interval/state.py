@@ -1,4 +1,4 @@
-"""The boxes of a node, and what storing a result adds (sections 1 and 2)."""
+"""The boxes of a node, and the error of storing a result (sections 1 and 2)."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from kcdsl_certs.recheck.interval.parameters import Parameters
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, Format
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics, stepped
 
-SUMMED = ("linear", "matmul")  # computed once, from operands as they are stored
-BY_ROW = ("softmax", "rms_norm", "layer_norm")  # read what they normalise twice
+SUMMED = ("linear", "matmul")  # computed once, from stored operands
+BY_ROW = ("softmax", "rms_norm", "layer_norm")  # read their first operand twice
 _FIXED = ("input", "param", "constant", "embedding")
 
 Own = Floats | None
-"""How far a reading may be from what all readings are versions of; None: no way."""
+"""The largest distance of a reading from the common value of all readings; None: zero."""
 
 
 def twice(node: Node) -> bool:
-    """Return whether an operation reads its first operand twice: in sums over a row and beside, or
-    in the sigmoid and the product of a silu that is written out."""
+    """Return whether an operation reads its first operand twice: in sums over a row and element by
+    element, or in the sigmoid and the product of a silu that is written out."""
     return node.op in BY_ROW or (node.op == "silu" and node.written)
 
 
 def several(block: Block, *, followed: bool = False) -> frozenset[str]:
-    """Return the nodes of which there may be several versions; one is the output of a block that
-    another block of a chain follows."""
+    """Return the nodes of which there may be several versions. With `followed` another block of a
+    chain reads the output, of which there may then be several as well."""
     whole: Counter[str] = Counter()
     near: Counter[str] = Counter()
     for name in {name for node in block.nodes if node.op in SUMMED for name in node.inputs}:
@@ -58,7 +58,7 @@ def several(block: Block, *, followed: bool = False) -> frozenset[str]:
 
 
 def plus(*parts: Own) -> Own:
-    """Return the sum of what readings are apart by several causes."""
+    """Return the sum of distances of readings that have several causes."""
     named = [part for part in parts if part is not None]
     return _sum(named) if named else None
 
@@ -71,7 +71,7 @@ def _sum(parts: Iterable[Floats]) -> Floats:
 
 
 def by(part: Own, factor: Floats | float) -> Own:
-    """Return what readings of a product are apart, `factor` ≥ |the other factor|."""
+    """Return the distance of readings of a product; `factor` ≥ |the other factor|."""
     return None if part is None else np.asarray(part * factor * (1 + 2.0**-48) + 2.0**-1000)
 
 
@@ -82,7 +82,7 @@ class State:
     t: Box
     i: Box
     d: Box
-    own: tuple[Own, Own] = (None, None)  # how far readings of either value may be apart
+    own: tuple[Own, Own] = (None, None)  # the distance of readings of either value
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A bool constant: True takes part."""
+    """A bool constant: True for the columns that attention may read."""
 
     allowed: Bools
 
@@ -107,8 +107,8 @@ class Probabilities:
     """A softmax: the exact one of the stored scores (`star`) and the rounding of either kernel.
 
     `variation` is the total variation of each row; `rounding_t` and `rounding_i` are elementwise.
-    `allowed` has the shape of the scores. `stored` is what anything but a context product reads.
-    Of any number of columns, `total` bounds either kernel's roundings of a row together.
+    `allowed` has the shape of the scores. `stored` is read by all operations except a context
+    product. At any length `total` bounds the sum of either kernel's roundings over a row.
     """
 
     star: State
@@ -116,7 +116,7 @@ class Probabilities:
     rounding_t: Floats
     rounding_i: Floats
     allowed: Bools
-    stored: State  # with what readings may be apart
+    stored: State  # with the distance of readings
     total: tuple[Floats, Floats] | None = None
 
     @property
@@ -127,8 +127,8 @@ class Probabilities:
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """A large matrix that linears alone read, some rows at a time: its largest magnitudes, in
-    training or inference, and of the drift."""
+    """A large matrix that only linears read, some rows at a time: the largest magnitudes of its
+    values (training or inference) and of its drift."""
 
     shape: tuple[int, ...]
     value: float
@@ -140,8 +140,8 @@ Value = State | Mask | Probabilities | StoredMatrix
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Any number of rows up to `longest`: the marks of every node's dimensions, and what both
-    kernels hold of the tables of positions, by the node of their constant."""
+    """Any number of rows up to `longest`: the marks of every node's dimensions, and the tables of
+    positions as both kernels store them, by the node of their constant."""
 
     longest: int
     marks: Mapping[str, Marks]
@@ -149,15 +149,15 @@ class Rows:
 
 
 Held = tuple[Floats, Floats]
-"""Where the rows of a tensor lie: row t in middle[t] + {e: |a·e| ≤ √(aᵀ P[t] a)}; [T, n] and
-[T, n, n]."""
+"""Ellipsoids around the rows of a tensor: row t is in middle[t] + {e: |a·e| ≤ √(aᵀ P[t] a)}; middle
+is [T, n], P is [T, n, n]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Everything that the rules may read beside their inputs.
+    """The context of the rules: everything that they may read besides their inputs.
 
-    With `rows` the graph stands for any number of rows, each of them in the box of the region.
+    With `rows` the graph is read at any number of rows, each of them in the box of the region.
     """
 
     block: Block
@@ -169,11 +169,11 @@ class Scene:
     centre: Floats | None
     radius: Floats | None
     rows: Rows | None = None
-    drift: Box | None = None  # how far apart what both kernels read may be (links of a chain)
+    drift: Box | None = None  # the drift of the block input (links of a chain)
     rho: Fraction = Fraction(0)  # the region around the weights: every |θ' - θ| ≤ ρ|θ|
-    held: Held | None = None  # ellipsoids around the rows of the drift, beside its box
-    errors: dict[str, tuple[Box, Box]] | None = None  # kept where wanted: of what is stored
-    readings: tuple[Own, Own] = (None, None)  # how far those of a state that drifts may be apart
+    held: Held | None = None  # ellipsoids around the rows of the drift, in addition to its box
+    errors: dict[str, tuple[Box, Box]] | None = None  # if not None: filled with errors of storing
+    readings: tuple[Own, Own] = (None, None)  # the distance of readings of the block input
     followed: bool = False  # whether another link of a chain reads the output
     several: frozenset[str] = field(init=False)  # nodes with several versions
 
@@ -182,8 +182,8 @@ class Scene:
 
     @property
     def entering(self) -> tuple[Own, Own]:
-        """Return how far readings of the input may be from what all are versions of, in training
-        and inference."""
+        """Return the distance of readings of the input from their common value, in training and
+        inference."""
         train, infer = self.readings
         return None if self.train.stepped else train, None if self.infer.stepped else infer
 
@@ -194,7 +194,7 @@ class Scene:
 
 
 def recast(scene: Scene, node: Node, x: State) -> State:
-    """Return a state in the format of a node, as it is where that holds all that it may be."""
+    """Return a state cast to the format of a node, unchanged if the format holds all its values."""
     sides, nothing = [], np.zeros(x.shape)
     for kernel, own in ((scene.train, x.t), (scene.infer, x.i)):
         form = target(kernel, node)
@@ -220,8 +220,8 @@ def recast(scene: Scene, node: Node, x: State) -> State:
 
 
 def pinned(scene: Scene, node: Node) -> Scene:
-    """Return the scene with both kernels as they compute a node: in its own format, and a linear as
-    the name of its weight says."""
+    """Return the scene with both kernels as they compute a node: in its pinned format, and a linear
+    with the override of its name."""
     if node.format and node.op != "constant":
         scene = replace(scene, train=scene.train.at(node), infer=scene.infer.at(node))
     key = scene.keys.get(node.inputs[1]) if node.op == "linear" else None
@@ -231,7 +231,7 @@ def pinned(scene: Scene, node: Node) -> Scene:
 
 
 def numeric(value: Value) -> State:
-    """Return the state that an ordinary reader sees. Raises Rejected "rule/mask" for a mask."""
+    """Return the state of a numeric value. Raises Rejected "rule/mask" for a mask."""
     match value:
         case State():
             return value
@@ -244,7 +244,7 @@ def numeric(value: Value) -> State:
 
 
 def reduce(t: Box, i: Box, d: Box, own: tuple[Own, Own] = (None, None)) -> State:
-    """Return the state after the boxes have been intersected with what the others imply."""
+    """Return the state of three boxes, each intersected with what the other two imply."""
     if t.point and i.point:
         return State(t, i, box.checked(box.meet(d, box.sub(i, t)), "the drift"), own)
     d = box.checked(box.meet(d, box.sub(i, t)), "the drift")
@@ -270,9 +270,9 @@ def settle(
     """Return the state of a stored result.
 
     `exact` encloses f_t, f_i and f_i - f_t of real arithmetic, `errors` bound the error inside
-    the operation, `inner` are the formats of that arithmetic (default: `Kernel.inner`);
-    `beside` is what either kernel may add to f before it is stored. `own` is what readings of the
-    operands are apart by, in the result of either kernel.
+    the operation, `inner` are the formats of that arithmetic (default: `KernelNumerics.inner`);
+    `beside` boxes further errors of f in either kernel before it is stored. `own` is the distance
+    of readings of the operands, carried to the result of either kernel.
     """
     y_t, y_i, d = exact
     inner_t, inner_i = inner or (scene.train.inner, scene.infer.inner)
@@ -301,8 +301,8 @@ def settle(
 def _versions(
     scene: Scene, node: Node, kernel: KernelNumerics, y: Box, error: Floats, own: Own
 ) -> Own:
-    """Return how far a reading of a result may be from what all readings are versions of: its cast,
-    and everything inside of an operation that is computed for each of them."""
+    """Return the distance of a reading of a result from the common value: its cast, and the errors
+    inside an operation that is computed again for each reading."""
     if kernel.stepped or (node.op in SUMMED and node.name not in scene.several):
         return None
     u, eta = kernel.off(target(kernel, node))
@@ -315,8 +315,8 @@ def stored(
 ) -> tuple[Box, Box]:
     """Return the stored value and its error against real arithmetic (Rule 2.3).
 
-    With casts that are steps the rounding to the format is part of `error` where the format is at
-    least as precise as float32 and as the arithmetic inside; anywhere else it is a step of its own.
+    With casts that are steps, `error` includes the rounding to the format if the format is at least
+    as precise as float32 and as the arithmetic inside; otherwise it is a separate step.
     Raises Rejected "bound/overflow" if a stored number may leave the format.
     """
     v = box.widen(y, error)
@@ -329,7 +329,7 @@ def stored(
         value, wrong = v, within
     else:
         value, wrong = _step(kernel, form, v, within)
-        if kernel.inward:  # what is infinite before the cast stays so
+        if kernel.inward:  # an infinite value stays infinite
             _fits(v, inner)
     _fits(value, form)
     return value, wrong
@@ -352,8 +352,8 @@ def _freely(kernel: KernelNumerics, form: Format, v: Box, within: Box) -> tuple[
 
 
 def shrunk(kernel: KernelNumerics, form: Format, v: Box) -> Box:
-    """Return what free casts toward zero leave of numbers: the less, the less the number is; never
-    more than it, nor of the other sign."""
+    """Return the box of numbers after free casts toward zero. The result is monotone in the number,
+    never larger than it in size, and never of the other sign."""
     u, eta = kernel.off(form)
     lo, hi = (box.up(u * np.abs(end) + eta) for end in (v.lo, v.hi))
     below = np.where(v.lo > 0, np.maximum(box.add_down(v.lo, -lo), 0.0), v.lo)

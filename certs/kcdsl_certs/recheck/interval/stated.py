@@ -12,10 +12,10 @@ _FP8 = "fp8_e4m3"
 
 
 def fits_inputs(method: Mapping[str, Any], name: str, kind: str, scale: str) -> bool:
-    """Say whether inputs that are quantised so may be those of a configuration: the method has this
-    name, and the inputs a format of codes and a layout of scales.
+    """Return whether inputs with this code format `kind` and scale layout `scale` agree with a
+    configuration whose method has this name.
 
-    Raises ValueError, LookupError, TypeError or AttributeError for what is no configuration.
+    Raises ValueError, LookupError, TypeError or AttributeError for a malformed configuration.
     """
     if name == "compressed-tensors":
         groups = [one.get("input_activations") for one in method["config_groups"].values()]
@@ -45,7 +45,7 @@ def fits_inputs(method: Mapping[str, Any], name: str, kind: str, scale: str) -> 
 
 
 def _fits(stated: Mapping[str, Any], kind: str, scale: str) -> bool:
-    """Say whether inputs may be those of a scheme of compressed-tensors."""
+    """Return whether inputs agree with a scheme of compressed-tensors."""
     strategy, size, dynamic, symmetric = _scheme(stated)
     numbers = stated.get("type", "int"), stated.get("num_bits", 8)
     if numbers == ("float", 4):
@@ -70,7 +70,7 @@ def _fits(stated: Mapping[str, Any], kind: str, scale: str) -> bool:
 
 
 def _scheme(stated: Mapping[str, Any]) -> tuple[str, object, object, bool]:
-    """Return what shares a scale, in groups of how many, whether it is dynamic and symmetric."""
+    """Return strategy, group size, whether scales are dynamic, and whether they are symmetric."""
     strategy, size = stated.get("strategy"), stated.get("group_size")
     if strategy is None:
         strategy = "tensor" if size is None else "group"
@@ -78,8 +78,7 @@ def _scheme(stated: Mapping[str, Any]) -> tuple[str, object, object, bool]:
 
 
 def fits_cache(method: Mapping[str, Any], name: str, kind: str, scale: str) -> bool:
-    """Say whether keys and values that are stored so may be those of a configuration; see
-    `fits_inputs`."""
+    """Return whether keys and values agree with a configuration; see `fits_inputs`."""
     if name not in ("compressed-tensors", "modelopt"):
         return True
     algorithm, stated = method.get("kv_cache_quant_algo"), method.get("kv_cache_scheme")
@@ -102,8 +101,7 @@ def fits_cache(method: Mapping[str, Any], name: str, kind: str, scale: str) -> b
 
 
 def fits_torchao(told: Mapping[str, Any], kind: str, scale: str) -> bool:
-    """Say whether inputs may be those of a weight, by its metadata of torchao; see
-    `fits_inputs`."""
+    """Return whether inputs agree with the torchao metadata of a weight; see `fits_inputs`."""
     fields = told["_data"]
     named, stated = fields.get("activation_quantization"), fields.get("act_quant_kwargs")
     if named is not None:
@@ -133,4 +131,4 @@ def fits_torchao(told: Mapping[str, Any], kind: str, scale: str) -> bool:
 
 
 _MAPPINGS = {"SYMMETRIC": _SIGNED, "ASYMMETRIC": ("uint8",)}
-"""Formats of dynamic codes by the mapping of torchao."""
+"""Code formats of dynamic quantisation by torchao's mapping type."""

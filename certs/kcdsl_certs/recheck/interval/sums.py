@@ -1,4 +1,4 @@
-"""Roundings of sums of products (section 3): any order, matrix units, shards, late scales."""
+"""Roundings of sums of products (section 3): any order, tensor cores, shards, late scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kcdsl_certs.recheck.numerics.kernel import KernelNumerics, Unit
 
 SMALL = 2.0**-20
 _FLUSHED = 2.0**-126
-_CUT_TERM = 2.0**-9 + 2.0**-20  # of a product whose factors are cut by 2^-10 each
+_CUT_TERM = 2.0**-9 + 2.0**-20  # relative error of a product of factors truncated by 2^-10 each
 FAINT_SCALE, _FAINT_PRODUCT = 2.0**-133, 2.0**-117
 
 
@@ -26,8 +26,8 @@ def by_late_scales(
     error: Floats,
     biased: bool,
 ) -> Floats:
-    """Return what is lost where scales multiply sums of codes: what counts in units of codes near
-    zero, times the greatest scale, and two casts of a sum that is stored, one before a bias.
+    """Return the error where scales multiply sums of codes: underflow in units of codes times the
+    greatest scale, and two casts of a sum that is stored, one before a bias.
 
     `factors` are the magnitudes of the input and of the weight, which is no smaller than its scale;
     `size` is S, `product` the magnitude of the sum without bias, `error` that of the sum. Raises
@@ -52,7 +52,7 @@ def by_late_scales(
 
 
 def reduced(kernel: KernelNumerics, size: Floats, error: Floats) -> Floats | float:
-    """Return what is lost where the parts of a linear are stored and added in the compute format:
+    """Return the error where the parts of a linear are stored and added in the compute format:
     every term is rounded once for each part, and once with a bias.
 
     Raises Rejected "bound/overflow" where a sum of parts may leave the format.
@@ -69,11 +69,11 @@ def reduced(kernel: KernelNumerics, size: Floats, error: Floats) -> Floats | flo
 
 
 def clipped(kernel: KernelNumerics, x: Box, weight: Box, key: str) -> Floats | float:
-    """Return what a linear loses where it adds products of bytes two by two in 16 bits.
+    """Return the saturation error of a linear that adds products of bytes two by two in 16 bits.
 
     A pair of products of codes 0 … 255 with codes w, w' of one sign exceeds 2^15 - 1 by at most
     255|w + w'| - (2^15 - 1). Pairing the largest with the next largest gives the greatest sum.
-    Raises Rejected "rule/weight" unless the weight is known.
+    Raises Rejected "rule/weight" unless the weight is a point.
     """
     if not kernel.paired:
         return 0.0
@@ -98,10 +98,10 @@ def clipped(kernel: KernelNumerics, x: Box, weight: Box, key: str) -> Floats | f
 def flushed(
     kernel: KernelNumerics, left: Floats, right: Floats, columns: int | None = None
 ) -> Floats | float:
-    """Return what kernels coarser than float32 lose by reading and storing subnormals as zero.
+    """Return the error of kernels coarser than float32 that read and store subnormals as zero.
 
-    Each operand, product and partial sum may lose up to 2^-126: an operand times what it meets.
-    Where products are of codes, the product of both scales may be subnormal besides.
+    Each operand, product and partial sum may lose up to 2^-126; an operand's loss is multiplied by
+    the other factor. Of products of codes the product of both scales may be subnormal too.
     """
     n = columns or left.shape[-1]
     scaled = n * _FAINT_PRODUCT if kernel.activations[0] != "none" else 0.0
@@ -123,13 +123,13 @@ def rounding_of_sums(
     key: str = "",
     columns: int | None = None,
 ) -> Floats:
-    """Return what sums of products lose, flushing included.
+    """Return the error of sums of products, flushing included.
 
-    `factors` are magnitudes, `size` is S and mag(Y); `extra` and `before` count the roundings of
-    partial sums beside one for each term, and those of terms. `dynamic`: the input is quantised, as
-    that of the linear with the weight `key`. With `columns` the left factor [..., 1] is the sum of
-    so many, and the right one [1, ...] what each of them meets at most. Raises Rejected as
-    `accumulated`.
+    `factors` are magnitudes, `size` is S and mag(Y). `extra` counts the roundings of partial sums
+    besides one for each term, `before` those of a term. `dynamic`: the input is quantised, as that
+    of the linear with the weight `key`. With `columns` the left factor [..., 1] is a sum over this
+    many columns, and the right one [1, ...] the maximum over them. Raises Rejected as `accumulated`
+    does.
     """
     n, unit = columns or factors[0].shape[-1], unit_of(kernel, dynamic)
     lost = box.up(size[0] * _CUT_TERM) if kernel.shortened else np.zeros(())
@@ -165,18 +165,18 @@ def accumulated(kernel: KernelNumerics, size: Floats, result: Floats, k: int, j:
     return error
 
 
-_GROWN = 1 + 2.0**-6  # what rounding both factors to bfloat16 may add to a term
+_GROWN = 1 + 2.0**-6  # bounds the growth of a term when both factors are rounded to bfloat16
 _LOOSE = 1 + 2.0**-10
 _BLOCK = 2**22
 
 
 def unit_of(kernel: KernelNumerics, dynamic: bool) -> Unit | None:
-    """Return the unit of a product; `dynamic`: a linear whose input is quantised."""
+    """Return the tensor core of a product; `dynamic`: a linear whose input is quantised."""
     return kernel.linear_unit if dynamic else kernel.other_unit
 
 
 def instructions(unit: Unit, terms: int, extra: int) -> tuple[int, int]:
-    """Return the number of chains, each summed by itself, and the instructions of one at most."""
+    """Return the number of independent partial sums, and the most instructions of one of them."""
     total = math.ceil(terms / unit.chunk) + extra
     if unit.promote == 0:
         return 1, total
@@ -194,10 +194,10 @@ def cut_off(
     dynamic: bool,
     key: str = "",
 ) -> Floats:
-    """Return what all instructions of a sum cut off.
+    """Return the truncation error of all instructions of a sum.
 
     With a = (K + 1)·2^-F and b = 2^-m(1 + a) an instruction adds at most a·max(c, X) + b·c to the
-    error, where c is the accumulator, and what it holds is wrong already by the error before.
+    error, where c is the size of the accumulator including its earlier error.
     """
     chains, length = count
     a = (unit.chunk + 1) * 2.0**-unit.below
@@ -213,7 +213,7 @@ def cut_off(
 def _exponents(
     kernel: KernelNumerics, factors: tuple[Floats, Floats], dynamic: bool, key: str
 ) -> tuple[Floats, Floats]:
-    """Return the largest |a·b| of every sum, and what it may be more for subnormal factors."""
+    """Return the largest |a·b| of every sum, and a bound of its increase by subnormal factors."""
     left, right = factors
     rows, columns = left.shape[-2], right.shape[-1]
     step = max(1, _BLOCK // max(1, rows * columns))
@@ -231,7 +231,7 @@ def _exponents(
 def _least(
     kernel: KernelNumerics, left: Floats, right: Floats, dynamic: bool, key: str
 ) -> tuple[Floats | float, Floats | float]:
-    """Return what factors count for at least: the least exponent of their format, scaled."""
+    """Return the least size that a unit assumes of factors: 2^(least exponent), scaled."""
     formats = (kernel.compute, kernel.probabilities, kernel.scores)
     plain = 2.0 ** max(form.least for form in formats)
     if not dynamic:
@@ -255,12 +255,12 @@ def _least(
 
 
 def _has_grid(kind: str) -> bool:
-    """Say whether a format is of codes that are no integers."""
+    """Return whether the codes of a format are floating-point numbers."""
     return kind in CODES and CODES[kind].grid is not None
 
 
 def _scale(kind: str, scale: str) -> float:
-    """Return a bound of a scale over the largest number after quantisation; that has a code of at
-    least 2^emax, or of half of it where scales are rounded up or are nested."""
+    """Return a bound of the ratio of a scale to the largest quantised number, whose code is at
+    least 2^emax, or half of it where scales are rounded up or nested."""
     twice = 2.0 if LAYOUTS[scale].ceiled or scale == "nvfp4" else 1.0
     return twice * 2.0 ** -CODES[kind].exponent * _LOOSE

@@ -60,7 +60,7 @@ class TensorFile:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor of a header: its bytes are [start, stop) behind the header."""
+    """A tensor of a header: its bytes are [start, stop) after the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -69,13 +69,13 @@ class _Stored:
 
 
 def read(path: Path, keys: Collection[str] | None = None) -> TensorFile:
-    """Return the checkpoint at `path`: these tensors of it that it has, or all.
+    """Return the checkpoint at `path`: those tensors of `keys` that it has, or all.
 
-    All of every file is hashed; what is returned are the bytes that were hashed. Raises Rejected
+    Every file is hashed as a whole; the returned bytes are the hashed ones. Raises Rejected
     "checkpoint/unreadable", or "checkpoint/format" for anything that the format does not allow: a
-    header out of range, names that stand twice, unknown dtypes, sizes that do not fit shapes,
-    tensors that overlap, leave holes or run past the end; of shards also a tensor that lies in
-    another than the index says, in two, or in none.
+    header out of range, duplicate names, unknown dtypes, sizes that do not fit shapes, tensors that
+    overlap, leave holes or run past the end, or a tensor that is in another shard than the index
+    states, in two, or in none.
     """
     try:
         index = index_of(path)
@@ -166,7 +166,7 @@ def read_graph(
 
 def _dequantised(key: str, one: onnx.OnnxCodes, held: Mapping[str, Tensor]) -> Tensor | None:
     """Return (codes - zero points) · scales as float32, rounded once after the difference, which is
-    exact; None where the operands are of types that no parameter is made of.
+    exact; None if the operands have types that no parameter has.
 
     Raises Rejected "checkpoint/format" where their shapes do not fit.
     """
@@ -195,7 +195,7 @@ def _dequantised(key: str, one: onnx.OnnxCodes, held: Mapping[str, Tensor]) -> T
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """The digest of a file, the names of its tensors, those that were asked for, and its texts."""
+    """The digest of a file, the names of its tensors, the requested tensors, and its metadata."""
 
     resource: Resource
     names: frozenset[str]
@@ -204,8 +204,8 @@ class SafetensorsFile:
 
 
 def read_file(path: Path, keys: Collection[str] | None) -> SafetensorsFile:
-    """Return a file with the tensors of `keys`; it is read once, so that what is hashed is what is
-    used."""
+    """Return a file with the tensors of `keys`; it is read once, so that the used bytes are the
+    hashed ones."""
     digest = hashlib.sha256()
     with open_regular(path, "checkpoint/unreadable") as file:
         size = os.fstat(file.fileno()).st_size
@@ -242,7 +242,7 @@ def _hashed(file: BufferedReader, size: int, digest: Any, wanted: bool) -> bytea
 
 
 def parse(content: memoryview) -> dict[str, Tensor]:
-    """Return the tensors of the bytes of a safetensors file; see `read` for what is refused."""
+    """Return the tensors of the bytes of a safetensors file; raises as `read` does."""
     length = _header_length(bytes(content[:8]), len(content))
     body = content[8 + length :]
     stored, _ = _stored(bytes(content[8 : 8 + length]), len(body))
@@ -262,7 +262,7 @@ def _header_length(first: bytes, size: int) -> int:
 
 
 def _stored(header: bytes, size: int) -> tuple[dict[str, _Stored], dict[str, str]]:
-    """Return where the tensors of a header lie in the `size` bytes behind it, and its metadata."""
+    """Return the places of a header's tensors in the `size` bytes after it, and its metadata."""
     if not header.startswith(b"{"):
         raise _bad("the header does not start with '{'")
     entries = reading.load(header, "checkpoint/format")
@@ -340,7 +340,7 @@ def numbers(tensor: Tensor) -> Singles:
 
 
 def _table(wide: int, bias: int) -> Singles:
-    """Return the numbers of all 256 codes with this many bits of a fraction; NaN where none is."""
+    """Return the numbers of all 256 codes with `wide` fraction bits; NaN for unused codes."""
     found = np.empty(256, dtype=np.float32)
     for code in range(256):
         power, fraction = (code & 127) >> wide, code % 2**wide

@@ -1,8 +1,8 @@
 """Regions around the weights (docs/proofs/weights-region.md).
 
-Of each element of every θ' in the region: where the stored number lies, and where its difference to
-the element does. Of two checkpoints: how far the weights of the later one moved. Elements are
-compared as the float32 numbers that kernels read, and |θ' - θ| ≤ ρ|θ| is decided exactly.
+For each element of every θ' in the region: boxes of the stored number, and of its difference to the
+element. For two checkpoints: the largest relative change of the weights. Elements are compared as
+the float32 numbers that kernels read, and |θ' - θ| ≤ ρ|θ| is decided exactly.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ _SMALL = 2.0**-20
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Enclosures of the stored numbers, and of the stored numbers minus what was stored."""
+    """Enclosures of the stored numbers, and of the stored minus the original numbers."""
 
     value: Box
     off: Box
 
 
 def surrounding(weight: Floats, rho: Fraction) -> Box:
-    """Return the float32 numbers within ρ|w| of each float32 number w, at most one too many."""
+    """Return the box of float32 numbers within ρ|w| of each float32 number w, with at most one
+    number too many."""
     factor = float(rho)
     factor = factor if Fraction(factor) >= rho else math.nextafter(factor, math.inf)
     far = box.above(factor * np.abs(weight))
@@ -53,7 +54,7 @@ def surrounding(weight: Floats, rho: Fraction) -> Box:
 
 
 def _single_below(values: Floats) -> Floats:
-    """Return the greatest float32 numbers that are not above."""
+    """Return the greatest float32 numbers that are not above `values`."""
     with np.errstate(over="ignore"):
         found = values.astype(np.float32)
     over = found.astype(np.float64) > values
@@ -85,13 +86,13 @@ def both(
 
 
 def alike(kernels: tuple[KernelNumerics, KernelNumerics], linear: bool) -> bool:
-    """Say whether two kernels store a parameter in one way, and so the same number of every θ'."""
+    """Return whether two kernels store a parameter alike, so the same number for every θ'."""
     return _way(kernels[0], linear) == _way(kernels[1], linear)
 
 
 def _way(kernel: KernelNumerics, linear: bool) -> tuple[str, ...]:
-    """Return all that decides what a kernel stores for a parameter: its codes, and the formats that
-    it is rounded to, without those that hold what is rounded."""
+    """Return everything that the stored number of a parameter depends on: its codes, and the
+    formats that it is rounded to, except those that hold the number unrounded."""
     coded = linear and kernel.weights[1] != "none"
     to = [FORMATS[kernel.weights[0]]] if linear and not coded else []
     to += [] if coded and kernel.activations[0] != "none" else [kernel.holding]
@@ -125,14 +126,14 @@ def _stored(v: Box, kernel: KernelNumerics, linear: bool, name: str) -> Stored:
 
 
 def _within(fine: Format, form: Format) -> bool:
-    """Say whether numbers of `fine` stay as they are when they are rounded to `form`."""
+    """Return whether rounding to `form` leaves numbers of `fine` unchanged."""
     return fine.precision <= form.precision and form.least - form.precision <= (
         fine.least - fine.precision
     )
 
 
 def _cast(v: Box, found: Stored, form: Format, kernel: KernelNumerics, name: str) -> Stored:
-    """Return what the cast of a parameter makes of it; nothing where float32 numbers stay."""
+    """Return a parameter after its cast, unchanged if the format holds float32 numbers."""
     if _within(FLOAT32, form):
         return found
     step, units = (cut, 2) if kernel.cut_weights else (nearest, 1)
@@ -184,7 +185,7 @@ def _scale(amax: Floats, kind: str, scale: str) -> Floats:
 
 
 def _farthest(size: Floats, scale: Floats, kind: str, how: str) -> Floats:
-    """Return how far a stored number may be from one of at most this size."""
+    """Return a bound of |stored - v| for numbers |v| ≤ size."""
     code = CODES[kind]
     if code.grid is None:
         most = np.minimum(size, scale / 2) if code.full else scale / 2
@@ -212,9 +213,8 @@ def _full_range(v: Box, scales: Box) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The element of a tensor that moved most: `ratio` ≥ |θ' - θ|/|θ|, infinite from zero.
-
-    `inside` says whether all elements of the tensor are in the region.
+    """The element of a tensor with the largest relative change: `ratio` ≥ |θ' - θ|/|θ|, infinite
+    if θ = 0. `inside`: all elements of the tensor are in the region.
     """
 
     tensor: str
@@ -241,10 +241,9 @@ def same_tensors(earlier: Mapping[str, Tensor], later: Mapping[str, Tensor]) -> 
 def moved(
     earlier: Mapping[str, Tensor], later: Mapping[str, Tensor], keys: Iterable[str], rho: Fraction
 ) -> list[Moved]:
-    """Return of every named tensor the element that moved most.
+    """Return for every named tensor the element with the largest relative change.
 
-    Raises Rejected "transfer/tensors" for one that is missing, "parameter/dtype" and
-    "parameter/not-finite" for what is no weight.
+    Raises Rejected "transfer/tensors" for a missing tensor, and what `as_float32` raises.
     """
     found = []
     for key in sorted(keys):
@@ -262,7 +261,7 @@ def _moved(key: str, one: Floats, two: Floats, rho: Fraction) -> Moved:
         ratio = np.where(apart == 0, 0.0, np.where(size == 0, np.inf, above(apart / size)))
     factor = float(rho)
     low = np.nextafter(factor, 0.0) if Fraction(factor) > rho else factor
-    # The product is exact where ρ has few bits; elements at the very end of it are common then.
+    # The product is exact if ρ has few bits; then elements exactly at the limit are frequent.
     limit = low * size if low == rho and _few_bits(low) else down(low * size)
     sure = (apart == 0) | (apart <= limit)
     inside = bool(sure.all())
@@ -273,8 +272,8 @@ def _moved(key: str, one: Floats, two: Floats, rho: Fraction) -> Moved:
 
 
 def _few_bits(factor: float) -> bool:
-    """Say whether the products of a double with all float32 numbers are doubles: whether it has 29
-    bits at most, and is not so small that products are cut off."""
+    """Return whether the products of a double with all float32 numbers are exact: it has at most 29
+    bits, and is large enough that no product underflows."""
     numerator, denominator = factor.as_integer_ratio()
     return numerator < 2**29 and denominator <= 2**512
 

@@ -1,4 +1,4 @@
-"""Linear constraints on inputs and outputs of ReLU networks: what bounds say of them, and points.
+"""Linear constraints on inputs and outputs of ReLU networks: refute them by bounds, evaluate them.
 
 Rule 9.5 of docs/proofs/difference-planes.md.
 """
@@ -22,7 +22,7 @@ Halfspace = tuple[Sequence[float], Sequence[float], Sequence[float], Fraction]
 """p, a, b, c of the constraint p·x + a·f(x) + b·g(x) <= c; b is empty for one network."""
 
 LARGEST = 2.0**100
-"""Numbers of larger size have no bound."""
+"""Larger numbers are refused: they have no bound."""
 _MOST_LIMIT = 2**1000
 _MOST_LEVELS = 2**16 - 1
 
@@ -31,8 +31,8 @@ _MOST_LEVELS = 2**16 - 1
 class Query:
     """A box and constraints as arrays, rounded outward.
 
-    `first`, `second`, `direct` are coefficients [rows, n] of all constraints. One of them cannot
-    hold where an upper bound of its negative is below its number of `limits`.
+    `first`, `second`, `direct` are coefficients [rows, n] of all constraints. A constraint cannot
+    hold where an upper bound of its negated left side is below its entry of `limits`.
     """
 
     low: Floats
@@ -67,7 +67,7 @@ class Query:
         ):
             raise Rejected("document/splits", "the constraints or the box do not fit the networks")
         if not all(-LARGEST <= a <= b <= LARGEST for a, b in zip(low, high, strict=True)):
-            # what underflows in a functional is below the number added for it up to this size
+            # up to this size the underflow of a functional is below the allowance for it
             raise Rejected("document/splits", "the box is empty or too large")
         first, second, direct = (
             np.array([one[k] for one in facts], dtype=np.float64).reshape(len(facts), -1)
@@ -82,7 +82,7 @@ class Query:
         return Query(*corners, first, second, direct, limits, tuple(places))
 
     def cannot(self, most: Floats) -> NDArray[np.bool_]:
-        """Say of boxes whether no conjunction holds, from bounds of the negatives [B, rows]."""
+        """Return for each box whether no conjunction holds, from bounds `most` [B, rows]."""
         missed = most < self.limits
         found: NDArray[np.bool_] = np.ones(len(missed), dtype=np.bool_)
         for place in self.places:
@@ -100,7 +100,7 @@ def _towards(value: Fraction, side: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What hidden values of the second network are rounded to: 0 to `most` times a power of two."""
+    """The grid of the second network's hidden values: 0 to `most` times a power of two, `step`."""
 
     step: float
     most: int
@@ -125,9 +125,9 @@ def replay(
     point: Sequence[Fraction],
     grid: Grid | None = None,
 ) -> bool:
-    """Say whether an input of the box meets all constraints of a conjunction, exactly.
+    """Return whether an input of the box meets all constraints of a conjunction, exactly.
 
-    With a grid the second network rounds its hidden values to it, instead of ReLU.
+    With a grid the second network rounds its hidden values to it in place of ReLU.
     """
     if len(point) != len(low) or not all(
         a <= x <= b for a, x, b in zip(low, point, high, strict=True)
@@ -151,7 +151,7 @@ def replay(
 def _exactly(
     network: Sequence[Layer], grid: Grid | None, point: Sequence[Fraction]
 ) -> list[Fraction]:
-    """Return the outputs of a network: every layer as integers over one denominator."""
+    """Return the outputs of a network, evaluated in integers over a common denominator."""
     common = math.lcm(*(x.denominator for x in point))
     values = [x.numerator * (common // x.denominator) for x in point]
     for number, (weight, bias) in enumerate(network):

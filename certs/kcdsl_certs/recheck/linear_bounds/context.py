@@ -1,4 +1,4 @@
-"""The walk over a block: how an operation is written on the tape, and what bounds its elements."""
+"""The context of the walk over a block: write operations on the tape, and bound their elements."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ from kcdsl_certs.recheck.interval.state import (
 )
 from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, BoundsTape, FunctionalBatch, Pull
 
-_KEPT = 1 + 2.0**-20  # a linear part is given up only where a box is narrower than this
+_KEPT = 1 + 2.0**-20  # a linear part is dropped where its constants exceed the box by this factor
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What an operation adds to its linear part in one unknown: centre ± (radius + loose).
-
-    `loose` bounds element by element what a curved bound stands for.
+    """The constants of an operation beside its linear part in one unknown: centre ± (radius +
+    loose). `loose` bounds the curved part element by element.
     """
 
     centre: Floats
@@ -43,7 +42,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a rule reads of an operand."""
+    """An operand as a rule reads it: entry, reference, and the boxes of its deviation and drift."""
 
     place: int
     reference: Floats
@@ -58,9 +57,9 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class PairOrigin:
-    """The linear of which elements were moved: `index` holds row·outputs + output of each.
+    """The linear of which a view took elements: `index` is row·outputs + output of each element.
 
-    `source` is the place of its input, `entry` its own; weights are [outputs, inputs].
+    `source` is the entry of its input, `entry` its own; weights are [outputs, inputs].
     """
 
     source: int
@@ -72,7 +71,7 @@ class PairOrigin:
 
 @dataclass(slots=True)
 class Context:
-    """The walk under way: values of the interval domain, the tape, and what is known beside."""
+    """The state of a walk: values of the interval domain, the tape, entries and origins by node."""
 
     scene: Scene
     errors: Mapping[str, tuple[Box, Box]]
@@ -82,16 +81,16 @@ class Context:
     places: dict[str, int] = field(default_factory=dict)
     origins: dict[str, PairOrigin] = field(default_factory=dict)
     versions: dict[tuple[str, str, int], int] = field(default_factory=dict)
-    first: set[str] = field(default_factory=set)  # nodes that were read
+    first: set[str] = field(default_factory=set)  # nodes that were read before
     slopes: dict[str, tuple[Bools, Floats]] = field(default_factory=dict)
-    """Of ReLUs: at which elements slopes are given, and these [6, elements]."""
+    """By ReLU: the mask of elements with given slopes, and these slopes [6, elements]."""
 
     def state(self, name: str) -> State:
         """Return the boxes of a node. Raises Rejected "rule/mask" for a mask."""
         return numeric(self.values[name])
 
     def operand(self, node: Node, position: int) -> Reading:
-        """Return an operand; what is known of either kernel gets an entry when it is first read."""
+        """Return an operand; a parameter or constant gets an entry when it is first read."""
         name = node.inputs[position]
         if name not in self.places:
             state = self.state(name)
@@ -103,7 +102,7 @@ class Context:
         return Reading(place, entry.reference, entry.e, entry.d)
 
     def _version(self, node: Node, position: int) -> int:
-        """Return the place of one reading of an operand: the first is the node's own entry."""
+        """Return the entry of one reading of an operand; the first reading is the node's entry."""
         name = node.inputs[position]
         place, own = self.places[name], self.state(name).own
         if own[0] is None and own[1] is None:
@@ -115,8 +114,8 @@ class Context:
         return self.versions[key]
 
     def _other(self, place: int, own: tuple[Own, Own]) -> int:
-        """Write another reading: it and the first are each near what both are versions of, and in
-        the boxes of the node."""
+        """Write another reading: it and the first differ from their common value by at most `own`,
+        and lie in the boxes of the node."""
         entry = self.tape.entries[place]
         shape, none = entry.reference.shape, np.zeros(entry.reference.shape)
         e, both = plus(own[0], none), plus(*own, none)
@@ -146,9 +145,9 @@ class Context:
         d: Added,
         curved: Callable[[FunctionalBatch], Floats] | None = None,
     ) -> bool:
-        """Write an operation with the rounding of its result; say whether all of it is linear.
+        """Write an operation with the rounding of its result; return whether it is all linear.
 
-        An element whose box is narrower than what is added to its linear part is that box alone.
+        An element whose box is narrower than the constants of its linear part gets the box alone.
         """
         state = self.state(node.name)
         boxes = box.sub(state.t, box.exact(reference)), state.d
@@ -169,7 +168,7 @@ class Context:
         return kept_e is None and kept_d is None
 
     def inexact(self, operand: Reading, e: Floats, d: Floats) -> Reading:
-        """Write an operand with errors of its own: the quantised input of a linear."""
+        """Write an operand with added errors: the quantised input of a linear."""
         none = np.zeros(operand.shape)
         boxes = box.widen(operand.e, e), box.widen(operand.d, d)
         entry = BoundsEntry(
@@ -183,18 +182,18 @@ class Context:
 
 
 def nothing(shape: tuple[int, ...]) -> Added:
-    """Return what adds nothing."""
+    """Return constants of zero."""
     return Added(np.zeros(shape), np.zeros(shape))
 
 
 def halves(a: Box) -> tuple[Floats, Floats]:
-    """Return the middle of a box and how far it reaches from there."""
+    """Return the midpoint and the radius of a box."""
     middle, radius = box.midpoint(a)
     return middle, np.zeros(a.shape) if radius is None else radius
 
 
 def _known(state: State) -> BoundsEntry:
-    """Return the entry of numbers that are known in either kernel."""
+    """Return the entry of a state whose boxes alone are known: a parameter or constant."""
     reference, none = state.t.lo, np.zeros(state.shape)
     middle, radius = halves(state.d)
     still = box.exact(none)
@@ -209,7 +208,7 @@ def _more(part: Added, error: Box) -> Added:
 
 
 def _either(part: Added, inside: Box) -> tuple[Added, Bools | None]:
-    """Return what is added, and where the linear part is kept (None: everywhere)."""
+    """Return the constants, and where the linear part is kept (None: everywhere)."""
     middle, radius = halves(inside)
     wide = part.radius if part.loose is None else raised(part.radius + part.loose)
     kept = np.broadcast_to(wide <= radius * _KEPT, radius.shape)
@@ -219,11 +218,11 @@ def _either(part: Added, inside: Box) -> tuple[Added, Bools | None]:
 
 
 def is_number(value: Value) -> bool:
-    """Say whether a value is one of numbers, not a mask."""
+    """Return whether a value has numbers, so is not a mask."""
     return not isinstance(value, Mask)
 
 
-_NUMBERS = 2**22  # of an adjoint at the largest node
+_NUMBERS = 2**22  # most numbers of a batch of adjoints at the largest node
 DEVIATION, DRIFT = "deviation", "drift"
 
 
@@ -235,7 +234,7 @@ def of(unknown: str, adjoint: Adjoint) -> FunctionalBatch:
 
 
 def elements(tape: BoundsTape, place: int, unknown: str, rows: Bools) -> Box:
-    """Return the box of every element of one unknown, where `rows` [..., 1] says so."""
+    """Return the box of every element of one unknown in the rows of the mask `rows` [..., 1]."""
     entry = tape.entries[place]
     known = entry.e if unknown == DEVIATION else entry.d
     lo, hi = known.lo.copy(), known.hi.copy()
@@ -299,15 +298,15 @@ def _named(rows: Bools) -> Iterator[tuple[int, ...]]:
 
 
 def _step(tape: BoundsTape) -> int:
-    """Return how many functionals are carried at a time."""
+    """Return the batch size of functionals."""
     largest = max(entry.reference.size for entry in tape.entries)
     return max(1, min(256, _NUMBERS // largest))
 
 
-SPARE = 24  # roundings of adjoints and centres beside those of their sums
+SPARE = 24  # roundings of adjoints and centres in addition to those of their sums
 
 
 def flat_product(values: Floats, matrix: Floats) -> Floats:
-    """Return values @ matrix, all rows of the values in one product."""
+    """Return values @ matrix as one product of two matrices."""
     found = values.reshape(-1, values.shape[-1]) @ matrix
     return np.asarray(found.reshape(*values.shape[:-1], matrix.shape[-1]))

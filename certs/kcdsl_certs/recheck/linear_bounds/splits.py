@@ -1,7 +1,7 @@
-"""Derive again that linear constraints on two ReLU networks cannot be met in a box that was split.
+"""Derive that linear constraints on two ReLU networks cannot be met in a tree of boxes.
 
-Section 9 of docs/proofs/difference-planes.md. The tree says only how the box is cut; every leaf is
-bounded here by itself, so the leaves cover the box whatever the tree says.
+Section 9 of docs/proofs/difference-planes.md. The tree states only how the box is cut; its leaves
+cover the box whatever it states, and every leaf is bounded here.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kcdsl_certs.recheck.linear_bounds.constraints import LARGEST, Halfspace, La
 _LEAF = 0xFFFF
 _AT_ONCE = 32
 _AROUND = 64
-"""Boxes around a leaf that are bounded too, where the hull of its group is not enough."""
+"""Most ancestors of a leaf that are bounded too, if the hull of its group is not enough."""
 _DEEPER = 12
-"""How often a leaf may be halved once more, where this program's rounding asks for it."""
+"""Most further halvings of a leaf that this program's rounding errors may need."""
 _ROUNDOFF = 2.0**-53
 _FAINT = 2.0**-800
 _MOST_LAYERS, _MOST_WIDTH = 32, 4096
@@ -46,7 +46,7 @@ class Linear:
 
     @property
     def spare(self) -> float:
-        """Return γ of all roundings of a number that goes through this layer."""
+        """Return γ of all roundings of a number in this layer."""
         count = 2 * max(self.weight.shape) + 512
         return float(count * _ROUNDOFF * (1 + 2.0**-20))
 
@@ -71,7 +71,7 @@ class BoundedLayer:
 
     @property
     def moved(self) -> Floats:
-        """Return the largest change of the ReLU in size."""
+        """Return the largest magnitude of the change of the ReLU."""
         size = np.maximum(np.abs(self.d[0]), np.abs(self.d[1]))
         other = np.maximum(above(self.z[1] + self.d[1]), 0.0)
         return np.minimum(size, np.maximum(self.value, other))
@@ -140,7 +140,7 @@ def _choose(centre: tuple[Floats, Floats], list_of: Sequence[_Plane], *, lowest:
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """Some boxes [B, inputs] in which layers are bounded one after the other."""
+    """Boxes [B, inputs] in which layers are bounded one after the other."""
 
     layers: Sequence[Linear]
     low: Floats
@@ -151,7 +151,7 @@ class Leaves:
     def of(
         layers: Sequence[Linear], low: Floats, high: Floats, around: Leaves | None = None
     ) -> Leaves:
-        """Bound all hidden layers; `around` is one box that holds these."""
+        """Bound all hidden layers; `around` is one box that contains these."""
         made = Leaves(layers, low, high, [])
         for number, layer in enumerate(layers[:-1]):
             made.bounded.append(made._layer(number, layer, around))
@@ -240,7 +240,7 @@ def _dot(rows: Floats, vectors: Floats) -> Floats:
 def _behind_relu(
     inside: BoundedLayer, own: Floats, a: Floats, b: Floats | None
 ) -> tuple[Floats, Floats | None, Floats, Floats]:
-    """Return functionals of (z, D), what is known and what may be lost."""
+    """Return functionals of (z, D) before a ReLU, the constants, and the rounding error."""
     rise, fall = np.maximum(a, 0.0), np.minimum(a, 0.0)
     known, lost = _dot(rise, inside.h_lift), _dot(np.abs(a), own)
     back = rise * inside.h_rise[:, None] + fall * inside.h_fall[:, None]
@@ -262,7 +262,7 @@ class Part:
     around: Part | None = None
 
     def halves(self, cut: int) -> tuple[Part, Part]:
-        """Return both halves: whatever the middle rounds to, together they are the box."""
+        """Return both halves; their union is the box whatever the midpoint rounds to."""
         low, high = self.low, self.high
         middle = min(max(low[cut] + (high[cut] - low[cut]) / 2, low[cut]), high[cut])
         below, over = high.copy(), low.copy()
@@ -271,7 +271,7 @@ class Part:
 
 
 def _nested(layers: Sequence[Linear], part: Part, known: dict[Part, Leaves]) -> Leaves:
-    """Bound one box with what the boxes around it show; `known` keeps these for the next."""
+    """Bound one box, met with the bounds of the boxes around it; `known` caches these."""
     path = [part]
     while path[-1].around is not None and len(path) < _AROUND:
         path.append(path[-1].around)
@@ -288,9 +288,9 @@ def _nested(layers: Sequence[Linear], part: Part, known: dict[Part, Leaves]) -> 
 
 
 def leaves_of(tree: bytes, low: Floats, high: Floats) -> Iterator[Part]:
-    """Yield the boxes that a tree does not cut, which together are [low, high] [inputs].
+    """Yield the leaves of a tree, whose union is the box [low, high] [inputs].
 
-    Raises Rejected "document/splits" where the bytes are no tree of this box.
+    Raises Rejected "document/splits" unless the bytes are a tree of this box.
     """
     if len(tree) % 2:
         raise Rejected("document/splits", "the tree has half a number")
@@ -311,7 +311,7 @@ def leaves_of(tree: bytes, low: Floats, high: Floats) -> Iterator[Part]:
 
 
 def _together(layers: Sequence[Linear], parts: Sequence[Part]) -> Leaves:
-    """Bound boxes; what one box around them shows is used for each."""
+    """Bound boxes, each met with the bounds of their hull."""
     low, high = np.stack([part.low for part in parts]), np.stack([part.high for part in parts])
     hull = Leaves.of(layers, low.min(0)[None], high.max(0)[None])
     return Leaves.of(layers, low, high, hull)
@@ -325,11 +325,11 @@ def recheck_split(
     tree: bytes,
     off: Sequence[tuple[Floats, Floats]] | None = None,
 ) -> int:
-    """Derive that no input of a box meets all constraints of a conjunction; return the leaves.
+    """Derive that no input of a box meets a conjunction of constraints; return the leaf count.
 
-    `off` says of each layer how far its result may be from W h + b in the first network, and how
-    far this may be apart in both [out]; None: networks in real arithmetic. Raises Rejected: sizes
-    do not fit, the tree is none, or a leaf does not follow.
+    `off` has for each layer bounds [out] of the first network's error against W h + b, and of the
+    difference of both networks' errors; None: networks in real arithmetic. Raises Rejected if sizes
+    do not fit, the tree is malformed, or a leaf is not proved.
     """
     layers = paired(networks, off)
     inputs, outputs = layers[0].weight.shape[1], len(layers[-1].bias)

@@ -1,8 +1,8 @@
-"""Functionals of deviation and drift, ReLUs, and the tape over which both are pulled back.
+"""Functionals of deviation and drift, ReLUs, and the tape over which they are propagated back.
 
-An entry says of functionals f of its node that f = pull(f) + what is added, the latter in
-centre ± radius element by element and within `curved` functional by functional; or, at a ReLU,
-that f is at most another functional and a constant: a linear bound of its change with any slopes.
+An entry states for functionals f of its node f = pull(f) + r, with r in centre ± radius element
+by element plus at most `curved` functional by functional; or, at a ReLU, that f is at most another
+functional plus a constant: a linear bound of its change with any slopes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class FunctionalBatch:
 
     @property
     def batch(self) -> int:
-        """Return how many functionals these are."""
+        """Return the number of functionals."""
         return self.parts[0].batch
 
     @property
     def terms(self) -> int:
-        """Return how many numbers one of them has."""
+        """Return the number of coefficients of one functional."""
         return sum(part.values[0].size for part in self.parts)
 
     def map(self, change: Callable[[Adjoint], Adjoint]) -> FunctionalBatch:
@@ -52,7 +52,7 @@ class FunctionalBatch:
         return self.map(lambda a: Adjoint(a.values * factor, a.start))
 
     def masked(self, kept: tuple[Bools | None, Bools | None]) -> FunctionalBatch:
-        """Return the functionals with nothing where an element is not kept."""
+        """Return the functionals with zeros where an element is not kept."""
         e, d = (
             part if part is None or mask is None else part.times(mask)
             for part, mask in zip((self.e, self.d), kept, strict=True)
@@ -92,8 +92,8 @@ def together(one: FunctionalBatch, two: FunctionalBatch) -> FunctionalBatch:
 class Slopes:
     """Slopes of the planes of a ReLU, each broadcast to [B, ...shape].
 
-    For the new deviation the slope in e below and above; for the new drift the slopes in e and in
-    D, below and above.
+    For the new deviation: the slope in e of the lower and the upper plane; for the new drift: the
+    slopes in e and in D of both planes.
     """
 
     e_below: Floats
@@ -104,7 +104,7 @@ class Slopes:
     b_above: Floats
 
     def replaced(self, at: Bools, values: Floats) -> Slopes:
-        """Return slopes with others, [6, elements], at some elements of the node."""
+        """Return the slopes with `values` [6, elements] at the elements of the mask `at`."""
         found = []
         for slope, row in zip(self._all, values, strict=True):
             full = np.array(np.broadcast_to(slope, (1, *at.shape)))
@@ -144,8 +144,8 @@ class Polygon:
     def raised_by(self, a: Floats, b: Floats, sign: float) -> tuple[Floats, Floats]:
         """Return c with change ≤ a·n + b·D + c on the polygon (sign 1; -1: ≥), and its error.
 
-        At a given n the difference is convex in D: above, the ends of D decide; below, the place
-        n + D = 0 besides.
+        At a given n the difference is convex in D: its maximum is at an end of D, its minimum at an
+        end or at n + D = 0.
         """
         low, high = self.base.lo, self.base.hi
         least, most = self.moved.lo, self.moved.hi
@@ -169,7 +169,7 @@ class Polygon:
 class Planes:
     """A functional of the operand and constants [B] that together bound functionals from above.
 
-    `size` are the magnitudes that a constant was summed from, `inexact` what else float64 may cost.
+    `size` is the sum of magnitudes of a constant's terms, `inexact` bounds other float64 errors.
     """
 
     functional: FunctionalBatch
@@ -180,7 +180,7 @@ class Planes:
 
 @dataclass(frozen=True, slots=True)
 class Relu:
-    """The planes of a ReLU: `own` says how the deviation changes (n = h̃), `pair` the drift."""
+    """The planes of a ReLU; polygons of the deviation (`own`, n = h̃) and the drift (`pair`)."""
 
     source: int
     reference: Floats
@@ -189,7 +189,7 @@ class Relu:
     slopes: Slopes
 
     def above(self, f: FunctionalBatch, slopes: Slopes | None) -> Planes:
-        """Bound functionals from above by planes with these slopes, None: those to start with."""
+        """Bound functionals from above by planes with these slopes; None: the entry's slopes."""
         s = self.slopes if slopes is None else slopes
         batch = f.batch
         constant, size, inexact = np.zeros(batch), np.zeros(batch), np.zeros(batch)
@@ -213,7 +213,7 @@ class Relu:
         below: tuple[Floats, Floats],
         above: tuple[Floats, Floats],
     ) -> tuple[Adjoint, Adjoint, tuple[Floats, Floats, Floats]]:
-        """Return the functionals of n - h̃ and of what moves, and constant, size and error."""
+        """Return the functionals of n - h̃ and of the moved part, and constant, size and error."""
         shape, window = self.reference.shape, adjoint.window
 
         def on(values: Floats) -> Floats:
@@ -246,7 +246,7 @@ def _total(values: Floats) -> Floats:
 
 
 def plain(own: Polygon, pair: Polygon) -> Slopes:
-    """Return slopes where none are given: those of the sign that is more likely."""
+    """Return the default slopes: those of the sign that takes more of the box."""
     train, infer = pair.base, pair.result
     own_on = (own.result.lo + own.result.hi > 0).astype(np.float64)[None]
     pair_on = (train.lo + train.hi + infer.lo + infer.hi > 0).astype(np.float64)[None]
@@ -256,7 +256,7 @@ def plain(own: Polygon, pair: Polygon) -> Slopes:
 
 Pull = Callable[[FunctionalBatch], Sequence[tuple[int, FunctionalBatch]]]
 Pair = tuple[Floats, Floats]
-"""What belongs to the deviation, and what belongs to the drift."""
+"""One array for the deviation, and one for the drift."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ class BoundsEntry:
     """One node: reference, boxes of e and D, and its linear bounds.
 
     Where `kept` is False an element has neither a linear nor a curved part: centre ± radius is its
-    box. A ReLU has planes instead of all that.
+    box. A ReLU has planes in place of these parts.
     """
 
     reference: Floats
@@ -285,7 +285,7 @@ class BoundsEntry:
 
 @dataclass(slots=True)
 class BoundsTape:
-    """Entries in the order of the graph; `bent` are the places of ReLUs."""
+    """Entries in the order of the graph; `bent` are the indices of ReLUs."""
 
     entries: list[BoundsEntry] = field(default_factory=list)
     bent: list[int] = field(default_factory=list)
@@ -293,7 +293,7 @@ class BoundsTape:
     _total: float = 1.0
 
     def add(self, entry: BoundsEntry) -> int:
-        """Append an entry and return its place. Raises Rejected "bound/not-finite"."""
+        """Append an entry and return its index. Raises Rejected "bound/not-finite"."""
         parts = (*entry.sizes, *entry.centre, *entry.radius, entry.reference)
         if not all(bool(np.isfinite(part).all()) for part in parts):
             raise Rejected("bound/not-finite", "deviation or drift has no finite bound")
@@ -306,14 +306,14 @@ class BoundsTape:
         return place
 
     def sharpen(self, place: int, e: Box, d: Box) -> None:
-        """Meet the boxes of an entry with others that hold the same."""
+        """Meet the boxes of an entry with other boxes of the same quantities."""
         entry = self.entries[place]
         self.entries[place] = replace(entry, e=box.meet(entry.e, e), d=box.meet(entry.d, d))
 
     def between(
         self, place: int, functional: FunctionalBatch, slopes: Mapping[int, Slopes] | None = None
     ) -> tuple[Floats, Floats]:
-        """Return bounds [B] of functionals of one entry from below and above."""
+        """Return lower and upper bounds [B] of functionals of one entry."""
         middle, wide = self.walk(place, functional, slopes or {})
         high = box.above(middle + wide)
         if not any(at <= place for at in self.bent):
@@ -326,7 +326,7 @@ class BoundsTape:
     ) -> tuple[Floats, Floats]:
         """Return m and s ≥ 0 [B]: functionals are at most m + s, and without ReLUs at least m - s.
 
-        `slopes` are taken at the ReLUs that they name, in place of those that an entry has.
+        `slopes` replace those of the entries of the ReLUs that they name.
         """
         count = functional.batch
         middle, wide, known = np.zeros(count), np.zeros(count), np.zeros(count)
@@ -363,6 +363,6 @@ class BoundsTape:
 
 
 def _known(functional: FunctionalBatch, entry: BoundsEntry) -> Floats:
-    """Return the magnitudes of the terms of what is known."""
+    """Return the sum of magnitudes of the constant terms."""
     centre = np.abs(entry.centre[0]), np.abs(entry.centre[1])
     return functional.sizes(centre)

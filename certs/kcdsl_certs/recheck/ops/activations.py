@@ -53,15 +53,15 @@ SLACK = 2.0**-100
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """An activation whose error inside is 16·u_f of `sized`, which picks it from the magnitudes of
-    the argument and of the value."""
+    """An activation whose inner error is 16·u_f times `sized` of the magnitudes of argument and
+    value."""
 
     curve: Curve
     sized: Callable[[KernelNumerics, Floats, Floats], Floats]
 
 
 Choice = Callable[[Node], Activation]
-"""Gives the activation of a node, and refuses attributes that this does not have."""
+"""Returns the activation of a node; refuses attributes that the activation does not have."""
 
 
 def _activation_interval(choice: Choice, scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -86,8 +86,8 @@ def _activation_interval(choice: Choice, scene: Scene, node: Node, inputs: list[
 def sigmoid_stored(
     kernel: KernelNumerics, node: Node, x: Floats, y: Floats, inside: Floats, apart: Own
 ) -> Floats | float:
-    """Return what it adds to the error inside of x·σ(x) that σ(x) is stored before the product,
-    and that it may be of a reading of x up to `apart` from the one that it multiplies."""
+    """Return the error that x·σ(x) has in addition if σ(x) is stored before the product, and if it
+    is of a reading of x up to `apart` from the factor x."""
     if not node.written:
         return 0.0
     form = target(kernel, node)
@@ -119,9 +119,9 @@ def _activation_affine(choice: Choice, walk: Walk, node: Node, inputs: list[Oper
     error = 16 * walk.kernel.inner.u * activation.sized(walk.kernel, *sizes) + SLACK
     error = error + sigmoid_stored(walk.kernel, node, *sizes, error, by(apart, 2))
     turned = by(apart, box.mag(slopes(function, wide.box)))
-    if node.written and turned is not None:  # it reads x by itself, whoever reads the result
+    if node.written and turned is not None:  # the sigmoid has a reading of x of its own
         error = error + turned
-    # what the slope is off by is no remainder: it is bounded element by element
+    # the error of the slope is not in the remainder: it is bounded element by element
     tilted = raised(lean * x.reach)
     own = raised(wrong + tilted + error + gamma(4, UNIT) * carried + TINY)
     operands = () if x.place is None else ((x.place, lambda a: a.times(slope)),)
@@ -154,7 +154,7 @@ def _steepest(bend: Bend, x: Form) -> Floats:
 
 
 def _plain(walk: Walk, bend: Bend, x: Form) -> Floats:
-    """Return a bound of Σ K e²/2 in every row without passes: by ρ, and through the weight."""
+    """Return a bound of Σ K e²/2 in every row without reverse passes: by ρ, and by the weight."""
     steepest = _steepest(bend, x)
     plain = (steepest * raised(x.reach**2) / 2).sum(axis=-1, keepdims=True)
     plain = raised(plain * (1 + x.shape[-1] * 4 * UNIT)) + TINY
@@ -175,7 +175,7 @@ def _plain(walk: Walk, bend: Bend, x: Form) -> Floats:
 
 
 def _below(walk: Walk, x: Form) -> Floats | None:
-    """Return the reach of what a linear made x of, row by row; None where x was moved."""
+    """Return the error bound of the input of the linear that made x; None if x was moved since."""
     if x.place is None or x.origin is None or x.origin.rest.shape != x.shape:
         return None
     reach = form_of(walk.forms[x.origin.source]).reach
@@ -202,7 +202,7 @@ def _halved(moved: float, rest: Floats, steepest: Floats) -> float:
 
 
 def _total(walk: Walk, node: Node, bend: Bend, x: Form) -> Floats:
-    """Return a bound of Σ K e²/2 in every row: by the reach, and by norms where they count."""
+    """Return a bound of Σ K e²/2 in every row: by ρ, and by norms in the rows of the hints."""
     steepest, total, reach = _steepest(bend, x), _plain(walk, bend, x), _below(walk, x)
     if reach is not None:
         assert x.origin is not None
@@ -220,7 +220,7 @@ def _total(walk: Walk, node: Node, bend: Bend, x: Form) -> Floats:
 def second_order(function: Function, bend: Bend, x: Form, slope: Floats, lean: Floats) -> Box:
     """Return a box around 0 of φ(h̃ + e) - φ(h̃) - φ'(h̃)·e for |e| ≤ ρ.
 
-    The computed slope is off by up to `lean`.
+    `lean` bounds the error of the computed slope.
     """
     bends, tangents = bend(x.box), slopes(function, x.box)
     square = raised(x.reach**2) / 2
@@ -277,7 +277,7 @@ def activation_bounds(choice: Choice, context: Context, node: Node) -> None:
 def _step(
     function: Function, m: Floats, step: Floats, direct: Floats, trust: Floats
 ) -> tuple[Floats, Floats]:
-    """Return φ(m + s) - φ(m) and its error: the difference, or by the range of slopes between."""
+    """Return φ(m + s) - φ(m) and its error: by the difference, or by the slopes in between."""
     ends = m, m + step
     between = slopes(function, Box(np.minimum(*ends), np.maximum(*ends)))
     middle, radius = halves(between)
@@ -289,7 +289,7 @@ def _step(
 def _turn(
     curve: Curve, m: Floats, step: Floats, direct: Floats, trust: Floats
 ) -> tuple[Floats, Floats]:
-    """Return φ'(m + s) - φ'(m) and its error, likewise."""
+    """Return φ'(m + s) - φ'(m) and its error: by the difference, or by the curvature."""
     by_curve = raised((curve.third * np.abs(step) / 2 + 2.0**-40) * np.abs(step))
     better = by_curve < 2 * trust
     found = np.where(better, curve.second(m + step / 2) * step, direct)

@@ -119,7 +119,7 @@ def inverses(ends: tuple[float, float]) -> tuple[float, float]:
 
 
 def _other(ends: tuple[float, float], value: float) -> Box:
-    """Return how far numbers between the ends are from a value; nothing if there is no other."""
+    """Return a box of the differences of numbers between the ends from a value."""
     if ends[0] == ends[1]:
         return box.zeros(())
     lost = 4 * ULP * abs(value)
@@ -142,7 +142,7 @@ def _scaled(
     move: Callable[[Box], Box],
     ends: Callable[[KernelNumerics], tuple[float, float]],
 ) -> State:
-    """Return a multiple of x; `ends` are those of the numbers that a kernel may take as factor."""
+    """Return a multiple of x; `ends` are the least and greatest factor that a kernel may use."""
     x = numeric(inputs[0])
     y_t, y_i = move(x.t), move(x.i)
     between = ends(scene.train), ends(scene.infer)
@@ -177,7 +177,7 @@ def shift_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
 
 
 def constant(node: Node, name: str) -> float:
-    """Return a float attribute: 0, or normal in float32, and so is its reciprocal.
+    """Return a float attribute: 0, or a number that is normal in float32, as is its reciprocal.
 
     Raises Rejected "graph/field".
     """
@@ -257,9 +257,9 @@ _Sums = tuple[Floats | None, Callable[[Row, Floats], Floats] | None]
 
 
 def _sums(walk: Walk, node: Node, like: Form, one: Squares | None, two: Squares | None) -> _Sums:
-    """Return a bound of Σ|e_a e_b| in every row [..., 1], and with weights: by what is known of
-    squares of both errors, or by the norms that a product asks of them, infinite where it asks
-    none; None where it asks none at all, or without names."""
+    """Return bounds of Σ|e_a e_b| in every row [..., 1], and of the weighted sum: by the squares of
+    both errors, or by norms from reverse passes, infinite in rows without passes; None if there are
+    no passes."""
     if one is not None and two is not None:
         every = np.ones(like.shape)
 
@@ -271,7 +271,7 @@ def _sums(walk: Walk, node: Node, like: Form, one: Squares | None, two: Squares 
 
 
 def _by_norms(walk: Walk, node: Node, like: Form) -> Floats | None:
-    """Return a bound of Σ|e_a e_b| by the norms that a product asks of both errors."""
+    """Return a bound of Σ|e_a e_b| by norms of both errors from reverse passes."""
     if walk.passes.rows is None or walk.tape.budget is not None:
         return None
     identity = np.eye(like.shape[-1])
@@ -338,12 +338,12 @@ def settled(walk: Walk, node: Node, formed: Formed) -> Form:
 
 
 def operands_of(*parts: tuple[Form, Pull]) -> tuple[tuple[int, Pull], ...]:
-    """Return the places of operands with their adjoint maps, without those that are constant."""
+    """Return the entries of operands that are not constant, with their adjoint maps."""
     return tuple((form.place, pull) for form, pull in parts if form.place is not None)
 
 
 def _copies(reference: Floats, *operands: Form) -> float:
-    """Return γ of the sums that broadcasting makes of adjoints."""
+    """Return γ of the sums of adjoints over broadcast dimensions."""
     least = min(math.prod(form.shape) for form in operands)
     return gamma(4 + reference.size // max(1, least), UNIT)
 

@@ -13,7 +13,7 @@ from kcdsl_certs.recheck.interval.box import Box, Floats, raised
 
 _TRUST = 2.0**-48  # 4 ulp of a library function and the arithmetic around it
 
-_SPREAD, _CUBIC = math.sqrt(2 / math.pi), 0.044715  # of the form of GELU by tanh
+_SPREAD, _CUBIC = math.sqrt(2 / math.pi), 0.044715  # constants of the tanh form of GELU
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def _silu_slope(x: Floats) -> tuple[Floats, Floats]:
 
 
 def logistic(x: Floats) -> Floats:
-    """Return 1/(1 + e^-x), good to a few units in its last place."""
+    """Return 1/(1 + e^-x) with an error of a few ulp."""
     e = np.exp(-np.abs(x))
     return np.asarray(np.where(x >= 0, 1.0, e) / (1 + e))
 
@@ -104,7 +104,7 @@ def _tanh_slope(x: Floats) -> tuple[Floats, Floats]:
 
 
 def about(y: Floats, radius: Floats) -> tuple[Floats, Floats]:
-    """Return y - r and y + r, rounded outward, for an r a little above the radius that is given."""
+    """Return y - r and y + r, rounded outward, for an r slightly above `radius`."""
     wide = radius * (1 + 2.0**-40) + 2.0**-1000
     return box.down(y - wide), box.above(y + wide)
 
@@ -178,12 +178,12 @@ def _gelu_second(x: Floats) -> Floats:
 
 
 def silu_bend(x: Box) -> Box:
-    """Return a box of the second derivative of silu anywhere."""
+    """Return a box of the second derivative of silu on all reals."""
     return Box(np.full(x.shape, -0.1), np.full(x.shape, 0.5 + 2.0**-40))
 
 
 def tanh_bend(x: Box) -> Box:
-    """Return a box of the second derivative of tanh anywhere, 4/(3√3) < 0.77 in size."""
+    """Return a box of the second derivative of tanh on all reals, 4/(3√3) < 0.77 in size."""
     return Box(np.full(x.shape, -0.77), np.full(x.shape, 0.77))
 
 

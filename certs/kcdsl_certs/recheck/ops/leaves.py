@@ -44,9 +44,9 @@ def known(t: Floats, i: Floats) -> State:
 
 
 def held(scene: Scene, key: str, *, linear: bool) -> State:
-    """Return what both kernels store of a checkpoint tensor, as a linear weight or plain.
+    """Return a checkpoint tensor as both kernels store it, as a linear weight or plain.
 
-    Where the region is also one around the weights: of every θ' in it. Raises Rejected
+    With a region around the weights the state encloses that of every θ' in it. Raises Rejected
     "parameter/…".
     """
     stored = scene.parameters
@@ -75,7 +75,7 @@ def source_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
         raise Rejected("rule/input", "a block on token ids has no block input")
     centre = scene.centre
     if scene.rows is not None:
-        centre = np.broadcast_to(centre, node.shape)  # one row for all
+        centre = np.broadcast_to(centre, node.shape)  # the region has one row for all rows
     x = Box(box.add_down(centre, -scene.radius), box.add_up(centre, scene.radius))
     if x.shape != scene.block.input_shape:
         raise Rejected("graph/shape", "the region does not have the input's shape")
@@ -88,7 +88,7 @@ def source_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
 
 
 def _apart(scene: Scene, x: Box, drift: Box) -> State:
-    """Return an input that another block formed: every reading of it by either kernel."""
+    """Return an input that another block computed, enclosing every reading of it."""
     if drift.shape != x.shape or scene.rows is not None:
         raise Rejected("graph/shape", "the drift does not have the input's shape")
     return reduce(x, box.add(x, drift), drift, scene.entering)
@@ -102,8 +102,8 @@ def _taken(kernel: KernelNumerics, x: Box) -> tuple[Box, Box]:
 
 
 def parameter_value(scene: Scene, node: Node, inputs: list[Value]) -> State | StoredMatrix:
-    """Return a checkpoint tensor as either kernel stores it, or what is known of a large matrix
-    that linears alone read, row by row."""
+    """Return a checkpoint tensor as either kernel stores it, or the magnitudes of a large matrix
+    that only linears read, row by row."""
     key, parameters = node.attrs.text("key"), scene.parameters
     both = scene.train, scene.infer
     linear = node.name in scene.weights and not scene.rho
@@ -123,7 +123,7 @@ def parameter_value(scene: Scene, node: Node, inputs: list[Value]) -> State | St
 def parameter_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return a checkpoint tensor as either kernel stores it.
 
-    A tensor that is read as a linear weight alone stands as that; any other reader sees it plain.
+    A tensor that is only read as a linear weight is stored as such, any other one as plain.
     """
     key = node.attrs.exactly("key", optional=("transposed",)).text("key")
     return held(scene, key, linear=node.name in scene.weights)
@@ -193,8 +193,8 @@ def source_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 def _apart_affine(walk: Walk, centre: Floats, region: Floats, drift: Box) -> Form:
     """Return an input that another block stored: x, or x + e in the kernel that reads with drift.
 
-    e is known within its box alone, so its radius is an error of this entry; or in ellipsoids, and
-    then an entry of its own, where reverse passes may stop.
+    If only a box of e is known, its radius is an error of this entry. With ellipsoids e is an entry
+    of its own, at which reverse passes may stop.
     """
     if drift.shape != centre.shape:
         raise Rejected("graph/shape", "the drift does not have the input's shape")
@@ -243,13 +243,13 @@ def leaf_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
 
 
 def around(centre: Floats, wide: Box) -> Floats:
-    """Return how far the numbers in a box may be from those known."""
+    """Return the largest distance of numbers in a box from `centre`."""
     far = np.maximum(box.add_up(wide.hi, -centre), box.add_up(centre, -wide.lo))
     return np.asarray(raised(np.maximum(far, 0.0)))
 
 
 def source_bounds(context: Context, node: Node) -> None:
-    """Write the block input: a box around the centre, without drift but for storing."""
+    """Write the block input: a box around the centre, whose drift is that of storing alone."""
     centre, radius = context.scene.centre, context.scene.radius
     if centre is None or radius is None:
         raise Rejected("rule/input", "a block on token ids has no block input")
@@ -259,7 +259,7 @@ def source_bounds(context: Context, node: Node) -> None:
 
 
 def embedding_bounds(context: Context, node: Node) -> None:
-    """Write the rows of a table, which either kernel knows."""
+    """Write the rows of a table, constants in either kernel."""
     state = context.state(node.name)
     if not (state.t.point and state.i.point):
         raise Rejected("rule/weight", "the table of an embedding must be known")

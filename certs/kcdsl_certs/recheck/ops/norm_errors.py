@@ -19,9 +19,9 @@ _SLACK = 1 + 2.0**-44
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """What is known of the input of a norm in one kernel: bounds of |x|, of |c| element by element,
-    of |mean| and of the variance (with eps), from below and above, row by row; and how far readings
-    of x that sums over the row are of may be from it, element by element."""
+    """Bounds of the input of a norm in one kernel: `size` of |x| and `centred` of |c| by element;
+    by row `usual` of |mean|, `least` and `most` of the variance (with eps); and by element `apart`,
+    the distance of x from the reading of x in sums over the row."""
 
     size: Floats
     centred: Floats
@@ -33,8 +33,8 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What the parts of a norm lose: theta of the inverse root, mean [..., 1] of what is taken off,
-    and pairs (α, β) of centred numbers, of normalised ones and of their products with the gain."""
+    """Errors of the parts of a norm: `theta` of the inverse root (relative), `mean` [..., 1] of the
+    mean, and pairs (α, β) of centred numbers, normalised ones, and products with the gain."""
 
     theta: Floats
     mean: Floats
@@ -46,13 +46,13 @@ class Loss:
     tiny: float
 
     def elements(self, y: Floats, root: Floats) -> Floats:
-        """Return how far y is off but for what theta and the mean do; roots are at most `root`."""
+        """Return the error of y besides those by theta and by the mean; roots are ≤ `root`."""
         before = box.up(y * (1 + self.theta) + self.mean * root)
         centred = self.centred[0] * before + self.centred[1] * root
         return box.up(centred + self.normed[0] * (before + centred) + self.normed[1], 12)
 
     def last(self, y: Floats, error: Floats, gain: Floats, bias: Floats) -> Floats:
-        """Return what the gain and the bias lose on numbers of size y that are off by an error.
+        """Return the roundings of gain and bias on numbers of size y that have the error `error`.
 
         Raises Rejected "bound/overflow".
         """
@@ -65,85 +65,85 @@ class Loss:
 
 
 def losses(node: Node, kernel: KernelNumerics, eps: float, norm: Norm) -> Loss:
-    """Return what the parts of a norm lose.
+    """Return the errors of the parts of a norm.
 
-    Raises Rejected "bound/overflow", or "bound/not-finite" where the parts may lose the variance.
+    Raises Rejected "bound/overflow", or "bound/not-finite" where errors may exceed the variance.
     """
-    book = _Book.of(node, kernel)
-    u, n = book.u, norm.size.shape[-1]
+    stored = _Formats.of(node, kernel)
+    u, n = stored.u, norm.size.shape[-1]
     sums = gamma(n + 6, u)
     epsilon, (alpha, beta) = np.zeros(norm.least.shape), (0.0, 0.0)
     length = np.sqrt((norm.apart**2).mean(axis=-1, keepdims=True) / norm.least)
     turned = box.up(length, n + 16)
     reading, centred = box.up(norm.size + norm.apart), box.up(norm.centred + norm.apart)
     if node.op == "layer_norm":
-        one, eta = book.cast("mean")
+        one, eta = stored.cast("mean")
         average = box.up(reading.mean(axis=-1, keepdims=True), n + 4)
         epsilon = box.up(sums * average * (1 + one) + one * norm.usual + eta, 16)
         other = box.up(norm.apart.mean(axis=-1, keepdims=True), n + 4)
-        epsilon = box.up(epsilon + other + (n + 6) * book.tiny)
-        book.fits("mean", norm.usual + epsilon)
-        alpha, beta = book.off("centred", u)
-        book.fits("centred", (centred + epsilon) * (1 + alpha) + beta)
+        epsilon = box.up(epsilon + other + (n + 6) * stored.tiny)
+        stored.fits("mean", norm.usual + epsilon)
+        alpha, beta = stored.off("centred", u)
+        stored.fits("centred", (centred + epsilon) * (1 + alpha) + beta)
     if "variance" in node.parts:
         squares = box.up((reading**2).mean(axis=-1, keepdims=True), n + 4)
         wide = box.up((1 + 4 * sums * squares / norm.least) * (1 + turned) ** 2)
-        name, (relative, absolute) = "variance", book.cast("variance")
+        name, (relative, absolute) = "variance", stored.cast("variance")
     else:
         ratio = box.up(epsilon**2 / norm.least)
         spread = (np.sqrt(1 + ratio) + turned) * (1 + alpha) + beta / np.sqrt(norm.least)
-        wide = box.up(spread**2, 16)  # Minkowski: of centred numbers off by α and β, over v
-        square, faint = book.off("square", 2 * u)
+        wide = box.up(spread**2, 16)  # Minkowski: centred numbers with errors α and β, over v
+        square, faint = stored.off("square", 2 * u)
         whole = box.up((centred + epsilon) * (1 + alpha) + beta)
-        book.fits("square", whole**2 * (1 + square) + faint)
+        stored.fits("square", whole**2 * (1 + square) + faint)
         name = "mean2" if node.op == "layer_norm" else "mean"
-        averaged, lost = book.off(name, sums)
+        averaged, lost = stored.off(name, sums)
         relative = (1 + square) * (1 + averaged) - 1 + 4 * ULP
-        absolute = faint * (1 + averaged) + lost + (n + 6) * book.tiny
+        absolute = faint * (1 + averaged) + lost + (n + 6) * stored.tiny
     wide = box.up(wide * (1 + relative) + absolute / norm.least, 16)
-    book.fits(name, norm.most * wide)
-    shift, faint = book.off("shift", 2 * u)
-    ends = book.scalar(eps, "shift")
-    moved = max(ends[1] - eps, eps - ends[0]) + book.tiny
+    stored.fits(name, norm.most * wide)
+    shift, faint = stored.off("shift", 2 * u)
+    ends = stored.scalar(eps, "shift")
+    moved = max(ends[1] - eps, eps - ends[0]) + stored.tiny
     wide = box.up(wide * (1 + shift) + (moved * (1 + shift) + faint) / norm.least, 16)
     kappa = box.up(wide - 1 + 8 * ULP)
     if not bool((kappa < 1).all()):
         raise Rejected("bound/not-finite", "the variance may be lost in its roundings")
-    book.fits("shift", norm.most * (1 + kappa))
-    return _rooted(book, norm, kappa, epsilon, (alpha, beta))
+    stored.fits("shift", norm.most * (1 + kappa))
+    return _rooted(stored, norm, kappa, epsilon, (alpha, beta))
 
 
 def _rooted(
-    book: _Book, norm: Norm, kappa: Floats, epsilon: Floats, centred: tuple[float, float]
+    stored: _Formats, norm: Norm, kappa: Floats, epsilon: Floats, centred: tuple[float, float]
 ) -> Loss:
-    """Return the losses once the variance is known to be off by a share of at most κ."""
-    u, parts = book.u, book.node.parts
+    """Return the errors for a variance with a relative error of at most κ."""
+    u, parts = stored.u, stored.node.parts
     by = "root" if "root" in parts else "sqrt"
-    roundoff, eta = book.cast(by)
-    book.fits(by, np.sqrt(norm.most * (1 + kappa)) * (1 + roundoff) + eta)
+    roundoff, eta = stored.cast(by)
+    stored.fits(by, np.sqrt(norm.most * (1 + kappa)) * (1 + roundoff) + eta)
     shrunk = np.sqrt(norm.least * (1 - kappa)) * (1 - 4 * ULP)
     lost = box.up(roundoff + eta / shrunk)
     if not bool((lost < 1).all()):
-        raise Rejected("bound/not-finite", "the root may be lost in its rounding")
+        raise Rejected("bound/not-finite", "the root may be lost in its stored")
     found = (1 + 10 * u) / (np.sqrt(1 - kappa) * (1 - lost))
     again = "root" if by == "root" else "reciprocal"
     if again in parts:
-        roundoff, eta = book.cast(again)
+        roundoff, eta = stored.cast(again)
         found = found * (1 + roundoff) + eta * np.sqrt(norm.most)
     theta = box.up(found - 1 + 64 * ULP)
     if again in parts:
-        book.fits(again, (1 + theta) / np.sqrt(norm.least))
+        stored.fits(again, (1 + theta) / np.sqrt(norm.least))
     normed = "normed" if "normed" in parts else "quotient"
-    weighted = (u, book.tiny)
-    formats = book.form(normed), book.form(normed)
+    weighted = (u, stored.tiny)
+    formats = stored.form(normed), stored.form(normed)
     if "weighted" in parts:
-        weighted, formats = book.off("weighted", u), (formats[0], book.form("weighted"))
-    last = book.off(normed, 2 * u)
-    return Loss(theta, epsilon, centred, last, weighted, formats, u, book.tiny)
+        weighted, formats = stored.off("weighted", u), (formats[0], stored.form("weighted"))
+    last = stored.off(normed, 2 * u)
+    return Loss(theta, epsilon, centred, last, weighted, formats, u, stored.tiny)
 
 
 @dataclass(frozen=True, slots=True)
-class _Book:
+class _Formats:
     """The formats of the parts, and the arithmetic inside."""
 
     node: Node
@@ -152,11 +152,11 @@ class _Book:
     tiny: float
 
     @staticmethod
-    def of(node: Node, kernel: KernelNumerics) -> _Book:
+    def of(node: Node, kernel: KernelNumerics) -> _Formats:
         forms = [FORMATS[form] if form else kernel.holding for form in node.parts.values()]
         if all(form == FLOAT64 for form in forms):
-            return _Book(node, kernel, FLOAT64.u, 2.0**-1074)
-        return _Book(node, kernel, FLOAT32.u, 2.0**-149)
+            return _Formats(node, kernel, FLOAT64.u, 2.0**-1074)
+        return _Formats(node, kernel, FLOAT32.u, 2.0**-149)
 
     def form(self, part: str) -> Format:
         """Return the format of a part."""
@@ -164,8 +164,8 @@ class _Book:
         return FORMATS[name] if name else self.kernel.holding
 
     def cast(self, part: str) -> tuple[float, float]:
-        """Return u and η of storing a part: none of the last, which is the result, nor of steps in
-        a format as precise as the arithmetic."""
+        """Return u and η of storing a part: 0 for the last part, which is the result, and for steps
+        in a format as precise as the arithmetic."""
         form = self.form(part)
         precise = form.precision >= (53 if self.u == FLOAT64.u else FLOAT32.precision)
         if part == list(self.node.parts)[-1] or (self.kernel.stepped and precise):
@@ -174,16 +174,16 @@ class _Book:
         return u, eta + 2 * self.tiny
 
     def off(self, part: str, inside: float) -> tuple[float, float]:
-        """Return α and β of a part whose arithmetic is off by a share `inside`."""
+        """Return α and β of a part whose arithmetic has the relative error `inside`."""
         u, eta = self.cast(part)
         return (inside + u + inside * u) * _SLACK, eta
 
     def fits(self, part: str, size: Floats) -> None:
-        """Refuse a part that may be beyond its format."""
+        """Refuse a part that may overflow its format."""
         _fits(box.up(size), self.form(part), f"the {part}")
 
     def scalar(self, value: float, part: str) -> tuple[float, float]:
-        """Return what a number that a part reads may be taken for."""
+        """Return the least and the greatest number that a kernel may use for a scalar of a part."""
         inner = FLOAT64 if self.u == FLOAT64.u else FLOAT32
         return self.kernel.number(value, self.form(part), inner)
 

@@ -38,13 +38,13 @@ from kcdsl_certs.recheck.ops.norms import (
 )
 from kcdsl_certs.recheck.ops.operation import Operation
 
-_FARTHEST = 0.9  # the largest move along the row, relatively
+_FARTHEST = 0.9  # the largest |μ|, the relative move along the row
 _MOST_WRONG = 2.0**-20
 
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """The reference run of a norm, in float64, and what it is off by.
+    """The reference run of a norm in float64, and its errors.
 
     c and y are [..., n]; v and r, one number per row, are [..., 1]. `wrong_c` and `wrong_y` are
     absolute, `wrong` is relative, of v and of r.
@@ -61,7 +61,7 @@ class _Reference:
 
 @dataclass(frozen=True, slots=True)
 class _Drift:
-    """How far a norm's input may move it: bounds of |δ|, of |μ|, of 1 - κ and of |κ/(1+μ) - 1|."""
+    """Bounds of the moves of a norm's input: of |δ|, |μ|, 1 - κ and |κ/(1+μ) - 1|."""
 
     delta: Floats
     along: Floats
@@ -126,7 +126,7 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
         last = loss.last(y_mag, whole, size_g, np.abs(bias))
     cast = raised(size_g * inner.cast)
     shared = None
-    if walk.scene.rho:  # what other gains and biases make of the normalised number, rounded
+    if walk.scene.rho:  # the effect of other gains and biases in the weight ball, and its rounding
         others = raised(y_mag + whole) * around_gain + around_bias
         rounded = 4 * walk.kernel.inner.u * others + tiny * around_gain
         if alike((walk.scene.train, walk.scene.infer), linear=False):
@@ -176,8 +176,8 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
 def _by_length(
     walk: Walk, node: Node, form: Form, gain: Floats, chord: Floats, inner: _Inner
 ) -> None:
-    """Bound the norms of rows: normalised rows of length √n whose angle has the cosine κ are apart
-    by √(2n(1 - κ)), here `chord` times √n; what the entry adds by itself comes to it."""
+    """Bound the norms of rows: normalised rows of norm √n whose angle has the cosine κ have the
+    distance √(2n(1 - κ)), here `chord` times √n; the errors that the entry adds are added."""
     if form.place is None or node.name in walk.versions:
         return
     entry, n = walk.tape.entries[form.place], form.shape[-1]
@@ -189,8 +189,8 @@ def _by_length(
 
 
 def _by_rows(walk: Walk, x: Form, form: Form, scale: Floats, lines: list[Line]) -> None:
-    """Bound functionals of single rows of a norm, where those of its input are bounded by elements:
-    |α|·(scale·ρ_x + radius), and a size along each line."""
+    """Bound functionals of single rows of a norm if those of its input are bounded by elements:
+    |α|·(scale·ρ_x + radius), plus the size along each line."""
     if x.place is None or form.place is None:
         return
     below, entry = walk.tape.entries[x.place].rows, walk.tape.entries[form.place]
@@ -207,7 +207,7 @@ def _by_rows(walk: Walk, x: Form, form: Form, scale: Floats, lines: list[Line]) 
 def _known(
     walk: Walk, node: Node, values: list[Operand], place: int, n: int
 ) -> tuple[Floats, Floats]:
-    """Return the weight (at 1) or bias (at 2) of a norm, and how far others may be from it."""
+    """Return the weight (at 1) or bias (at 2) of a norm, and the radius of its weight ball."""
     nothing = np.zeros((n,))
     if len(values) <= place:
         return np.full((n,), 1.0 if place == 1 else 0.0), nothing
@@ -243,7 +243,7 @@ def _reference(x: Form, eps: float, centred: bool) -> _Reference:
 
 
 def _drift(walk: Walk, node: Node, x: Form, at: _Reference, centred: bool) -> _Drift:
-    """Return how far the row moves: δ from unit functionals, μ from one functional per row.
+    """Return bounds of the moves of rows: δ by unit functionals, μ by one functional per row.
 
     Raises Rejected "bound/not-finite".
     """
@@ -267,7 +267,7 @@ def _drift(walk: Walk, node: Node, x: Form, at: _Reference, centred: bool) -> _D
     cut, norms = walk.tape.cut, np.full(at.v.shape, np.inf)
     needed = walk.chosen(node, name, "ellipsoid", cut)
     if needed.any() and x.place:
-        if not walk.tape.entries[x.place].ellipsoids:  # else from before the cast of the input
+        if not walk.tape.entries[x.place].ellipsoids:  # else known from before the input's cast
             norms = reverse_passes.surround(walk, x.place, x.shape, needed, cut)
         found = _within(walk, x, centred)
         if not centred:
@@ -319,7 +319,7 @@ def _along(walk: Walk, x: Form, at: _Reference, needed: Bools, centred: bool) ->
     mean = (np.abs(functional) * x.reach).sum(axis=-1, keepdims=True)
     for row in reverse_passes.rows(needed):
         mean[row] = reverse_passes.along(walk, x, row, functional[row][None])
-    # the functional is off by the error of c and by its own roundings
+    # the functional has the error of c and its own roundings
     size = np.abs(functional) + at.wrong_c / n
     blur = (at.wrong_c + at.wrong_c.mean(axis=-1, keepdims=True)) / n * (1 + 2.0**-30)
     off = blur + 4 * gamma(n + 8, UNIT) * (size + size.mean(axis=-1, keepdims=True))
@@ -367,7 +367,7 @@ def _rounding(
 ) -> _Inner:
     """Return the roundings inside before gain and bias.
 
-    What is normalised is a reading of x that may be off by `own`, and so is that of mean and root.
+    The normalised reading of x and that of mean and root may each be `own` from the common value.
     Raises Rejected "bound/not-finite".
     """
     n, u, size = x.shape[-1], kernel.inner.u, x.size
@@ -415,7 +415,7 @@ def _written(
     eps: float,
     own: Floats | None,
 ) -> tuple[_Inner, Loss]:
-    """Return the roundings before gain and bias of a norm that is written out, and all it loses."""
+    """Return the roundings before gain and bias of a norm that is written out, and all errors."""
     least = at.v * (1 - at.wrong) * (1 - moved.along) ** 2 * (1 - 2.0**-40)
     delta = (moved.delta**2).mean(axis=-1, keepdims=True)
     most = raised(at.v * (1 + at.wrong) * (1 + 2 * moved.along) + delta) + TINY
@@ -431,7 +431,7 @@ def _written(
 
 
 def _float_errors(x: Form, at: _Reference, moved: _Drift, centred: bool) -> Floats:
-    """Return what float64 loses: of y itself, of the map, and of the adjoints (before the gain)."""
+    """Return the float64 errors of y, of the map, and of the adjoints (before the gain)."""
     n = x.shape[-1]
     usual = x.reach.mean(axis=-1, keepdims=True) if centred else 0.0
     size = np.abs(at.c) + at.wrong_c
@@ -443,7 +443,7 @@ def _float_errors(x: Form, at: _Reference, moved: _Drift, centred: bool) -> Floa
 
 
 def _scalars(scales: list[tuple[Floats, Floats]]) -> NonlinearPart:
-    """Return the bound of numbers per row: each at most a size, times a direction."""
+    """Return the nonlinear part of scalars per row, each at most a size, times a direction."""
 
     def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
         found = np.zeros(adjoint.batch)

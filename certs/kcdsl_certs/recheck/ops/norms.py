@@ -93,7 +93,7 @@ def _norm_interval(scene: Scene, node: Node, inputs: list[Value], centred: bool)
 
 
 def _scaled_own(own: Own, side: Side, weight: Box) -> Own:
-    """Return how far results are apart that normalise readings of x by one mean and one root."""
+    """Return the distance of results that normalise readings of x by the same mean and root."""
     return None if own is None else box.up(own * side.r.hi * box.mag(weight), 4)
 
 
@@ -158,7 +158,7 @@ def _centred(x: Box) -> Box:
 
 
 def side(x: Box, eps: float, centred: bool) -> Side:
-    """Return what is known of one kernel's normalisation on a box.
+    """Return the boxes of one kernel's normalisation on a box of x.
 
     Raises Rejected "bound/not-finite".
     """
@@ -187,7 +187,7 @@ def _squares(c: Box) -> tuple[Floats, Floats]:
 
 
 def _greatest(high: Floats, least: Floats, most: Floats, n: int, eps: float) -> Floats:
-    """Return an upper bound of c_i·r with c_i at `high` and the others where they help."""
+    """Return an upper bound of c_i·r for c_i = `high` and the least squares of the others."""
     slack = (n + 16) * ULP
     rising = high >= 0
     rest = np.where(rising, others(least) * (1 - slack), others(most) * (1 + slack))
@@ -226,7 +226,7 @@ def _error(
 ) -> Floats:
     """Return the error inside the norm, the affine map included.
 
-    Mean and root may be of a reading of x that is up to 2·own from the one that is normalised.
+    Mean and root may be of a reading of x that is up to 2·own from the normalised one.
     """
     n, u = x.shape[-1], kernel.inner.u
     size = box.mag(x)
@@ -263,7 +263,7 @@ _SPARE = 64
 
 @dataclass(frozen=True, slots=True)
 class _Slope:
-    """δ ↦ r(δ - y mean(yδ)); other places of the way are off by at most `away`."""
+    """δ ↦ r(δ - y mean(yδ)), and `away`, a bound of its difference to the slope on the segment."""
 
     r: Floats
     y: Floats
@@ -339,7 +339,7 @@ def _slope(
     eps: float,
     centred: bool,
 ) -> _Slope:
-    """Return the slope at the middle, with a bound of how others on the way differ from it."""
+    """Return the slope at the middle, and a bound of its difference to others on the segment."""
     r, y = _at(middle, eps, centred)
     n = y.shape[-1]
     size = box.magnitude(x.e if unknown == DEVIATION else x.d)
@@ -350,7 +350,7 @@ def _slope(
     lost = gamma(n + _SPARE, UNIT)
     seen = along(context.tape, x.place, unknown, y / n)
     seen = seen + lost * (np.abs(y) * size).mean(axis=-1, keepdims=True)
-    if centred:  # y is centred but for float64, the functional is not
+    if centred:  # y is centred up to float64 errors, the functional is not
         off = np.abs(y.mean(axis=-1, keepdims=True)) + lost * np.abs(y).mean(axis=-1, keepdims=True)
         seen = seen + off * size.mean(axis=-1, keepdims=True)
     seen = raised(seen)
@@ -366,7 +366,7 @@ def _slope(
 
 
 def _carried(slope: _Slope, size: Floats) -> Floats:
-    """Return the magnitudes that are summed in the slope and in its adjoint."""
+    """Return the sum of magnitudes of the terms of the slope and of its adjoint."""
     size = size + size.mean(axis=-1, keepdims=True)
     turned = np.abs(slope.y) * (np.abs(slope.y) * size).mean(axis=-1, keepdims=True)
     return raised(slope.r * (size + turned))

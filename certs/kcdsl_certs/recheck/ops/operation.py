@@ -15,9 +15,9 @@ from kcdsl_certs.recheck.linear_bounds.context import Context
 class Operation:
     """An operation: its least and greatest number of inputs, and its rule in each domain.
 
-    `bounds` is None where linear bounds write nothing: of known numbers, and of caches, which they
-    do not cover. `closely` are the operands whose boxes that rule reads. `pointwise`: it is a
-    function of single numbers. `forms`: it forms new numbers, for which a check needs memory.
+    `bounds` is None where linear bounds have no rule: for parameters and constants, and for caches,
+    which they do not cover. `closely` are the operands whose boxes that rule reads. `pointwise`: it
+    maps single numbers. `forms`: its result takes memory of its own.
     """
 
     least: int

@@ -27,9 +27,9 @@ from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.operation import Operation
 
 ABOVE = 2.0**-10
-"""A chosen logit must be above every other one that is not by more than this."""
+"""A chosen logit must be above every logit that is not chosen by more than this."""
 BELOW = 64.0
-"""A chosen logit must not be as far as this below any."""
+"""A chosen logit must be less than this below every other one."""
 _MOST_EXPERTS, _MOST_EXP_ULPS = 2048, 64
 _BATCH = 128  # pairs of experts at a time
 
@@ -61,7 +61,7 @@ def chosen(node: Node) -> Bools:
 
 
 def _admitted(scene: Scene, node: Node) -> None:
-    """Refuse what routes have no rule for. Raises Rejected "rule/route"."""
+    """Refuse scenes and kernels for which routes have no rule. Raises Rejected "rule/route"."""
     if scene.rows is not None or scene.rho or scene.drift is not None or scene.followed:
         raise Rejected(
             "rule/route", "routes at any length, around weights, or in stages of a chain"
@@ -75,7 +75,7 @@ def _admitted(scene: Scene, node: Node) -> None:
 
 
 def _by_rows(kernel: KernelNumerics) -> None:
-    """Refuse activations whose scales are made of several rows. Raises Rejected "rule/route"."""
+    """Refuse activations whose scales depend on several rows. Raises Rejected "rule/route"."""
     scale = kernel.activations[1]
     layout = LAYOUTS.get(scale)
     if layout is not None and (layout.height != 1 or scale == "nvfp4"):
@@ -83,7 +83,7 @@ def _by_rows(kernel: KernelNumerics) -> None:
 
 
 def _sure(values: Box, experts: Bools, which: str) -> None:
-    """Refuse logits of which others may be chosen. Raises Rejected "bound/route"."""
+    """Refuse logits for which a kernel may choose other experts. Raises Rejected "bound/route"."""
     least = np.min(np.where(experts, values.lo, np.inf), axis=-1)
     others = np.max(np.where(experts, -np.inf, values.hi), axis=-1)
     if not bool((add_down(least, -others) > ABOVE).all()):
@@ -102,7 +102,7 @@ def _normal(values: Box, experts: Bools, which: str) -> None:
 
 
 def route_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
-    """Return the logits of a router of which both kernels choose the experts of the node."""
+    """Return the logits of a router; refuse unless both kernels choose the experts of the node."""
     experts, x = chosen(node), numeric(inputs[0])
     if x.shape != node.shape:
         raise Rejected("graph/shape", "a route has the shape of its logits")
@@ -113,7 +113,7 @@ def route_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
 
 
 def route_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
-    """Return the logits of a router of which the kernel chooses the experts of the node.
+    """Return the logits of a router; refuse unless the kernel chooses the experts of the node.
 
     Raises Rejected "bound/route", or "rule/route" where there is no rule.
     """
@@ -141,8 +141,8 @@ def route_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
 def _separate(
     walk: Walk, x: Form, at: tuple[int, Floats | None], values: Box, experts: Bools
 ) -> None:
-    """Refuse a row in which a chosen logit may not be above one that is not chosen: by both
-    elements, and else by a functional of both. Raises Rejected "bound/route"."""
+    """Refuse a row unless every chosen logit is above every other one: by the boxes of both, else
+    by a functional of their difference. Raises Rejected "bound/route"."""
     row, own = at
     inside, outside = np.nonzero(experts)[0], np.nonzero(~experts)[0]
     first, second = (index.reshape(-1) for index in np.meshgrid(inside, outside, indexing="ij"))

@@ -1,4 +1,4 @@
-"""Every operation that the checker knows, joined from the tables of the modules beside this one."""
+"""The table of all operations of the checker, joined from the tables of the operation modules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ POINTWISE = frozenset(name for name, found in OPERATIONS.items() if found.pointw
 def operation_of(node: Node) -> Operation:
     """Return the operation of a node.
 
-    Raises Rejected "rule/unknown-op"; "graph/field" for inputs or a role that it cannot have.
+    Raises Rejected "rule/unknown-op"; "graph/field" for a wrong number of inputs or a wrong role.
     """
     if node.op not in OPERATIONS:
         raise Rejected("rule/unknown-op", f"there is no rule for {node.op[:80]!r}")
@@ -50,10 +50,10 @@ def operation_of(node: Node) -> Operation:
 
 
 def computed(node: Node, rule: Callable[[], _Result]) -> _Result:
-    """Return what a rule gives for a node.
+    """Return the result of a rule for a node.
 
     Raises:
-        Rejected: "graph/shape" where that has another shape than the node, or operands do not fit.
+        Rejected: "graph/shape" if the shape is not that of the node, or operands do not fit.
     """
     try:
         value = rule()

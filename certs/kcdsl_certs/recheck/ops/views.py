@@ -40,7 +40,7 @@ from kcdsl_certs.recheck.ops.operation import Operation
 
 
 def view_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
-    """Return the elements where a view puts them."""
+    """Return the elements as a view moves them."""
     found, value = View.of(node, inputs[0].shape), inputs[0]
     if isinstance(value, Mask):
         return Mask(found.moved(value.allowed))
@@ -51,7 +51,7 @@ def view_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
 
 
 def concat_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
-    """Return the inputs one after another along one dimension."""
+    """Return the inputs concatenated along one dimension."""
     rank = len(inputs[0].shape)
     dim = node.attrs.exactly("dim").integer("dim", -rank)
     if dim >= rank or any(len(value.shape) != rank for value in inputs):
@@ -79,7 +79,7 @@ def concat_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
 
 
 def view_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
-    """Return the elements where a view puts them; sums of adjoints of copies round."""
+    """Return the elements as a view moves them; summing adjoints of copies has roundings."""
     found, value = View.of(node, inputs[0].shape), inputs[0]
     if isinstance(value, Mask):
         return Mask(found.moved(value.allowed))
@@ -101,14 +101,14 @@ def view_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
 
 
 def _cases(view: View, cases: Cases | None) -> Cases | None:
-    """Return the cases of moved elements, where all of each block stay together."""
+    """Return the cases of moved elements; None unless the elements of each block stay together."""
     found = cases.shaped(view.split) if cases is not None and view.takes_all else None
     found = None if found is None else found.turned(list(view.order))
     return None if found is None else found.shaped(view.shape)
 
 
 def concat_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
-    """Return the inputs one after another along one dimension."""
+    """Return the inputs concatenated along one dimension."""
     rank = len(inputs[0].shape)
     dim = node.attrs.exactly("dim").integer("dim", -rank)
     if dim >= rank or any(len(value.shape) != rank for value in inputs):
@@ -136,7 +136,7 @@ def concat_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
 
 
 def add_versions(walk: Walk, node: Node, own: Floats | None) -> None:
-    """Note how far readings of moved elements are apart."""
+    """Record the distance of readings of moved elements."""
     if own is not None:
         walk.versions[node.name] = Version(own)
 
@@ -146,7 +146,7 @@ def _taken(axis: int, offset: int, size: int) -> Pull:
 
 
 def view_bounds(context: Context, node: Node) -> None:
-    """Write the elements where a view puts them; functionals of copies are summed."""
+    """Write the elements as a view moves them; functionals of copies are summed."""
     x = context.operand(node, 0)
     view = View.of(node, x.shape)
     reference = view.moved(x.reference)
@@ -166,7 +166,7 @@ def view_bounds(context: Context, node: Node) -> None:
 
 
 def concat_bounds(context: Context, node: Node) -> None:
-    """Write the operands one after another."""
+    """Write the operands concatenated."""
     axis = node.attrs.integer("dim", -len(node.shape)) % len(node.shape)
     operands = [context.operand(node, k) for k in range(len(node.inputs))]
     reference = np.concatenate([x.reference for x in operands], axis=axis)
@@ -192,7 +192,7 @@ def cast_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
 
 
 def relu_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
-    """Return max(x, 0): no rounding, and where the sign is known no new drift."""
+    """Return max(x, 0): no rounding, and no new drift where the sign is known."""
     node.attrs.exactly()
     x = numeric(inputs[0])
     t = x.t.map(lambda v: np.maximum(v, 0.0))
@@ -212,7 +212,7 @@ def neg_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
 
 
 def cast_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
-    """Return x in the format of the node, as it is where that holds all that it may be."""
+    """Return x cast to the format of the node, unchanged if the format holds all its values."""
     node.attrs.exactly()
     x, form = form_of(inputs[0]), target(walk.kernel, node)
     nodes = walk.scene.block.named
@@ -244,7 +244,7 @@ def neg_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 
 
 def relu_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
-    """Return max(x, 0): linear where the sign is known, else known to lie near its reference."""
+    """Return max(x, 0): linear where the sign is known, else an error around the reference."""
     node.attrs.exactly()
     x = form_of(inputs[0])
     if x.place is None:
@@ -263,7 +263,7 @@ def relu_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 
 
 def relu_bounds(context: Context, node: Node) -> None:
-    """Write max(x, 0) by linear bounds, with the slopes that are given for some elements."""
+    """Write max(x, 0) by linear bounds, with the slopes of the hints where there are some."""
     x, before, after = (
         context.operand(node, 0),
         context.state(node.inputs[0]),
@@ -297,7 +297,7 @@ def neg_bounds(context: Context, node: Node) -> None:
 
 
 def cast_bounds(context: Context, node: Node) -> None:
-    """Write x; what a cast rounds is counted with what is stored."""
+    """Write x; the rounding of the cast is part of the error of storing."""
     x = context.operand(node, 0)
     none = nothing(x.shape)
     context.write(node, x.reference, lambda f: ((x.place, f),), none, none)

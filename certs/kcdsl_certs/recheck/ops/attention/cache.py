@@ -24,10 +24,10 @@ _PARTS = {"scores": "keys", "context": "values"}
 
 
 def refuse_uncached(block: Block, *kernels: KernelNumerics) -> None:
-    """Refuse a block in which a kernel with a cache might read keys or values beside it.
+    """Refuse a block in which a kernel with a cache might read keys or values that are not cached.
 
-    Every product of two results must be one of scores or a context, and read its second factor from
-    a node of its own; every softmax must be that of an attention. Raises Rejected "rule/cache".
+    Every product of two results must be of scores or context and read its second factor from a
+    `cache` node; every softmax must be that of an attention. Raises Rejected "rule/cache".
     """
     marked = [node for node in block.nodes if node.op == "cache"]
     if not marked and all(kernel.cache is None for kernel in kernels):
@@ -55,7 +55,7 @@ def refuse_uncached(block: Block, *kernels: KernelNumerics) -> None:
 
 
 def _source(block: Block, start: str) -> str:
-    """Return the weight of the one linear behind a node; "" where there are more, or inputs."""
+    """Return the weight of the only linear that a node depends on; "" if none or several."""
     found, seen, waiting = set(), {start}, [start]
     while waiting:
         node = block.named[waiting.pop()]
@@ -98,7 +98,7 @@ def cache_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
 
 
 def coded(kernel: KernelNumerics, node: Node, x: Box) -> tuple[Box, Box] | None:
-    """Return the values of codes, and what they are off by; None for a kernel without a cache.
+    """Return the values of codes, and their errors; None for a kernel without a cache.
 
     Raises Rejected "rule/static-scale" or "bound/overflow".
     """
@@ -139,7 +139,7 @@ def _rows(x: Floats, part: str, scale: str) -> Floats:
 
 
 def _back(rows: Floats, like: Floats, part: str, scale: str) -> Floats:
-    """Return such rows where they were."""
+    """Return the inverse of `_rows`."""
     turned = (*like.shape[:-2], like.shape[-1], like.shape[-2])
     rows = np.moveaxis(rows, -1, 0) if scale == "static" else rows
     rows = rows.reshape(turned if part == "keys" else like.shape)
@@ -149,8 +149,8 @@ def _back(rows: Floats, like: Floats, part: str, scale: str) -> Floats:
 def cache_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     """Return keys or values as they are read back; the operand where the kernel has no cache.
 
-    With casts to nearest what is known of a code's value to half a step or better is known whatever
-    came in; elsewhere the error that came in is carried on.
+    With casts to nearest, a value that is known to half a step or better does not depend on the
+    operand's error; elsewhere the operand's error is propagated.
     """
     node.attrs.exactly("part", "source")
     kernel, x = walk.kernel, form_of(inputs[0])

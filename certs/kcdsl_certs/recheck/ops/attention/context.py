@@ -46,7 +46,7 @@ def context_interval(scene: Scene, node: Node, p: Probabilities, v: State) -> St
 
 
 def _centres(v: Box) -> tuple[Floats, Floats]:
-    """Return two constants per column near its middle; any constant may be subtracted."""
+    """Return two constants near the middle of each column; any constant may be subtracted."""
     low, high = v.lo.min(axis=-2, keepdims=True), v.hi.max(axis=-2, keepdims=True)
     return low / 2 + high / 2, (v.lo / 2 + v.hi / 2).mean(axis=-2, keepdims=True)
 
@@ -84,7 +84,7 @@ _CHUNK = 512  # positions at a time
 
 
 def at_any_length(scene: Scene, node: Node, inputs: list[Value]) -> Value | None:
-    """Return the value of a node whose rule is another one at any length; None for all others."""
+    """Return the value of a node with a rule of its own at any length; None for all others."""
     rows = scene.rows
     if rows is None:
         return None
@@ -102,7 +102,7 @@ def probabilities_at_any_length(
 ) -> Probabilities:
     """Return the softmax over any number of columns that have the same box of scores.
 
-    A mask only takes columns away; it must be one, and leave something.
+    A mask removes columns; it must be a mask constant that leaves a column in every row.
     """
     node.attrs.exactly()
     scores = numeric(inputs[0])
@@ -133,7 +133,7 @@ def probabilities_at_any_length(
 
 
 def _misplaced(kernel: KernelNumerics, theta: Floats, columns: int) -> Floats:
-    """Return Σ|stored - p| over so many columns, whose p sum to at most 1."""
+    """Return a bound of Σ|stored - p| over `columns` columns, whose p sum to at most 1."""
     u, eta = kernel.off(kernel.probabilities)
     lost = columns * probabilities.ZETA
     found = box.up(theta + lost + u * (1 + theta + lost) + columns * eta)
@@ -143,7 +143,7 @@ def _misplaced(kernel: KernelNumerics, theta: Floats, columns: int) -> Floats:
 
 
 def context_at_any_length(scene: Scene, node: Node, inputs: list[Value], longest: int) -> State:
-    """Return such probabilities times values that all have the same box."""
+    """Return probabilities at any length times values that all have the same box."""
     node.attrs.exactly()
     p = inputs[0]
     if not isinstance(p, Probabilities) or p.total is None:
@@ -167,7 +167,7 @@ def context_at_any_length(scene: Scene, node: Node, inputs: list[Value], longest
 
 
 def _widest(v: Box) -> Box:
-    """Return the box of one row that holds every row."""
+    """Return the hull of all rows as one row."""
     return Box(v.lo.min(axis=-2, keepdims=True), v.hi.max(axis=-2, keepdims=True))
 
 
@@ -176,7 +176,7 @@ def _filled(v: Box, shape: tuple[int, ...]) -> Box:
 
 
 def _error(kernel: KernelNumerics, off: Floats, values: Box, longest: int) -> Floats:
-    """Return E of the product: every row, from 1 to the longest number of columns."""
+    """Return E of the product for every number of columns from 1 to `longest`."""
     size = box.mag(values)
     weight, wrong = box.up(1 + off), box.up(box.lifted(off) * size)
     tiles = -(-longest // kernel.tile) if kernel.fused else 1
@@ -186,7 +186,7 @@ def _error(kernel: KernelNumerics, off: Floats, values: Box, longest: int) -> Fl
 
 
 def rotation(scene: Scene, node: Node, inputs: list[Value], rows: Rows) -> State:
-    """Return the rotation by whichever position: what the rotations by all positions hold."""
+    """Return the hull of the rotations by all positions."""
     node.attrs.exactly()
     x = numeric(inputs[0])
     first_t, first_i, first_d = (

@@ -16,11 +16,11 @@ from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 _FAR = 600.0  # beyond this a drift of the logit counts as unbounded
 _TRUST = 2.0**-49
 ZETA = 2.0**-120
-_MARGIN = 2.0**-40  # more than the relative error of p°
+_MARGIN = 2.0**-40  # bounds the relative error of p°
 
 
 def allowed_columns(masks: Sequence[object], shape: tuple[int, ...]) -> Bools:
-    """Return which columns of the scores take part; a row without any is refused."""
+    """Return the mask of allowed columns of the scores; refuse a row without any."""
     if not masks:
         return np.ones(shape, dtype=np.bool_)
     mask = masks[0]
@@ -58,7 +58,7 @@ def _exp_down(x: Floats) -> Floats:
 
 
 def _greatest_other(values: Floats) -> Floats:
-    """Return for each element the greatest of all others of its row (-inf where alone)."""
+    """Return for each element the maximum of all others of its row (-inf if there are none)."""
     none = np.full((*values.shape[:-1], 1), -np.inf)
     before = np.maximum.accumulate(values, axis=-1)[..., :-1]
     after = np.maximum.accumulate(values[..., ::-1], axis=-1)[..., ::-1][..., 1:]
@@ -85,9 +85,9 @@ def probability_drift(p: Box, drift: Box, allowed: Bools) -> Box:
 
 
 def _steepest_inside(p: Box, t: Floats) -> Bools:
-    """Say where p may hold p° = 1/(1 + e^{t/2}), at which |f(·, t)| is greatest: tanh(|t|/4).
+    """Return where p may contain p° = 1/(1 + e^{t/2}), where |f(·, t)| is greatest: tanh(|t|/4).
 
-    f itself cannot be formed there: for t far below 0, p° is nearer to 1 than float64 can tell.
+    f itself is not computed there: for t far below 0, p° rounds to 1 in float64.
     """
     place = 1 / (1 + np.exp(np.clip(t, -_FAR, _FAR) / 2))
     return np.asarray((p.lo * (1 - _MARGIN) <= place) & (place <= p.hi * (1 + _MARGIN)))
@@ -101,7 +101,7 @@ def _greatest_move(t: Floats) -> Floats:
 def _moved(p: Floats, t: Floats) -> tuple[Floats, Floats]:
     """Return bounds of f(p, t) = p(1 - p)K / (1 + pK), K = expm1(t), for |t| ≤ 600.
 
-    1 + pK is formed as (1 - p) + p·e^t, whose terms are non-negative.
+    1 + pK is computed as (1 - p) + p·e^t, whose terms are non-negative.
     """
     t = np.clip(t, -_FAR, _FAR)
     rest = 1 - p
@@ -143,13 +143,11 @@ def relative_rounding(
 ) -> Floats:
     """Return Θ_K of each row, the relative error before the cast of the probabilities.
 
-    The sum of a row may be of scores that are up to 2·own from those of the probabilities.
+    The sum of a row may be of scores that are up to 2·own from those of the probabilities. The
+    number of columns is that of the scores unless `columns` is given.
 
-    The number of columns is that of the scores unless one is given.
-
-    Row sums formed from probabilities rounded to a coarse format lose up to u_p of themselves and
-    η_p at every column, measured against a sum that is at least about 1. Raises Rejected
-    "bound/not-finite".
+    Row sums of probabilities rounded to a coarse format have a relative error of u_p and an error
+    of η_p per column, relative to a sum of at least about 1. Raises Rejected "bound/not-finite".
     """
     n, u, form = columns or scores.shape[-1], kernel.inner.u, kernel.probabilities
     relative, faint = kernel.off(form)
@@ -157,7 +155,7 @@ def relative_rounding(
     bottom = np.where(allowed, scores.lo, np.inf).min(axis=-1, keepdims=True)
     argument = u * box.add_up(top, -bottom)
     if kernel.fused:
-        # exp(s·c - m·c) with m·c rounded by itself: an error of the size, not of the range.
+        # exp(s·c - m·c) with m·c rounded separately: the error grows with the size, not the range.
         size_of = np.where(allowed, box.magnitude(scores), 0.0).max(axis=-1, keepdims=True)
         argument = box.up(argument + 2 * u * size_of, 2)
     epsilon = 2 * kernel.exp_ulps * u

@@ -45,7 +45,7 @@ def rope_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
 
 
 def rotated_own(own: Own, cos: Floats, sin: Floats) -> Own:
-    """Return how far readings are apart after the rotation."""
+    """Return the distance of readings after the rotation."""
     if own is None:
         return None
     h = own.shape[-1] // 2
@@ -56,7 +56,7 @@ def rotated_own(own: Own, cos: Floats, sin: Floats) -> Own:
 def rotated(
     scene: Scene, x: State, cos: State, sin: State
 ) -> tuple[tuple[Box, Box, Box], tuple[Floats, Floats]]:
-    """Return the rotated boxes before they are stored, and E of both kernels; known tables."""
+    """Return the rotated boxes before storing, and E of both kernels; the tables are points."""
     turned = State(_rotate(x.t), _rotate(x.i), _rotate(x.d))
     y_t = box.add(box.mul(x.t, cos.t), box.mul(turned.t, sin.t))
     y_i = box.add(box.mul(x.i, cos.i), box.mul(turned.i, sin.i))
@@ -77,7 +77,7 @@ def _rotate(x: Box) -> Box:
 
 
 def rope_error(kernel: KernelNumerics, x: Box, turned: Box, cos: Floats, sin: Floats) -> Floats:
-    """Return E of rope, `turned` the boxes that the sines meet.
+    """Return E of rope; `turned` are the boxes of the factors of the sines.
 
     Raises Rejected "bound/overflow".
     """
@@ -116,7 +116,7 @@ def rope_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     error = rope_error(walk.kernel, wide.box, around, c, s)
     own = own + gamma(8, UNIT) * carried
     split, kernel = only_sure(own + error), walk.kernel
-    if kernel.coarse:  # both products are stored: their roundings are no part of what is sure
+    if kernel.coarse:  # both products are stored: their roundings are not in `sure`
         terms = raised(x.size * np.abs(c) + raised(np.abs(turned) + far) * np.abs(s))
         inside = raised(gamma(4, kernel.inner.u) * terms) + 2 * underflow(kernel)
         u, eta = kernel.off(kernel.compute)
@@ -149,7 +149,7 @@ def rope_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 
 
 def _turned(cos: Floats, sin: Floats) -> Pull:
-    """Return the pullback of rope: α·cos, and α·sin turned back."""
+    """Return the adjoint map of rope: α·cos, plus α·sin rotated back."""
     h = cos.shape[-1] // 2
 
     def pull(adjoint: Adjoint) -> Adjoint:
@@ -162,7 +162,7 @@ def _turned(cos: Floats, sin: Floats) -> Pull:
 
 
 def rope_bounds(context: Context, node: Node) -> None:
-    """Write x∘C + rot(x)∘S with the tables that either kernel knows."""
+    """Write x∘C + rot(x)∘S with the tables of either kernel."""
     x = context.operand(node, 0)
     cos, sin = (context.state(name) for name in node.inputs[1:])
     train = _tables(x.shape, cos.t.lo, sin.t.lo)
@@ -207,7 +207,7 @@ def _sizes(x: Floats, tables: tuple[Floats, Floats]) -> Floats:
 
 
 def _back(adjoint: Adjoint, tables: tuple[Floats, Floats]) -> Adjoint:
-    """Return α∘C and α∘S turned back."""
+    """Return α∘C plus α∘S rotated back."""
     width = tables[0].shape[-1]
     whole = embedded(adjoint, (*adjoint.start[:-1], 0), (*adjoint.extent[:-1], width))
     by_sin = whole.values * tables[1][whole.window]

@@ -1,4 +1,4 @@
-"""Quantised inputs of linears (section 2): their errors, and codes times the scale they share."""
+"""Quantised inputs of linears (section 2): their errors, and codes times a shared scale."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ _FAINT_TENSOR = 2.0**-113  # nvfp4: where 1/(m·s) is infinite, any code may be 
 
 
 def quantisation(kernel: KernelNumerics, x: Box, key: str = "") -> Floats:
-    """Return Q ≥ |x̂ - x| of the quantisation of what enters the linear with the weight `key`.
+    """Return Q ≥ |x̂ - x| of the quantised input of the linear with the weight `key`.
 
-    The mx scale is a power of two made from the block's actual maximum, which the box bounds from
-    both sides only: a number may saturate although others of its box are larger, but never by more
-    than 1 - qmax/2^(emax + 1) of itself. Raises Rejected "bound/overflow" where an unscaled format
-    or a static scale may overflow; "rule/static-scale".
+    The mx scale is a power of two made from the block's actual maximum, which is known only within
+    a box. A number may saturate, but by at most 1 - qmax/2^(emax + 1) of itself. Raises Rejected
+    "bound/overflow" where an unscaled format or a static scale may overflow; "rule/static-scale".
     """
     if kernel.activations[0] == "none":
         return np.zeros(x.shape)
@@ -82,7 +81,7 @@ def _coded(kernel: KernelNumerics, x: Box, key: str) -> Floats:
 
 
 def _shifted(kind: str, x: Box, size: Floats, most: Floats) -> Floats:
-    """Return Q of an mx scale, which keeps `kept` of the largest number of its block at least."""
+    """Return Q of an mx scale, whose last code is at least `kept` times the block's maximum."""
     kept = CODES[kind].last * 2.0 ** -(CODES[kind].exponent + 1)
     least = quantisers.largest(np.maximum(np.maximum(x.lo, -x.hi), 0.0), "mx")
     cut = np.minimum(size * (1 - kept), np.maximum(size - kept * least * (1 - SMALL), 0.0))
@@ -91,8 +90,8 @@ def _shifted(kind: str, x: Box, size: Floats, most: Floats) -> Floats:
 
 
 def _nested(kernel: KernelNumerics, x: Box, key: str) -> Floats:
-    """Return Q of nvfp4, whose largest code stands for 15/16 of the largest number of the group at
-    least, for all of it but 6·2^-10 of the tensor's scale, or for 6·448 of that scale."""
+    """Return Q of nvfp4, whose largest code is at least 15/16 of the group's largest number, or
+    that number less 6·2^-10 of the tensor's scale, or 6·448 of that scale."""
     kind, size = kernel.activations[0], box.mag(x)
     tensor, step = quantisers.nested(kernel, x, key)
     top = CODES[kind].last
@@ -109,12 +108,12 @@ def _cast(form: Format, size: Floats, scale: Floats) -> Floats:
     return box.up((form.u * size + scale * form.eta) * (1 + SMALL))
 
 
-_SHARE = 2.0**-2  # of Q, that a shared scale may move its elements by
+_SHARE = 2.0**-2  # share of Q by which a shared scale may move its elements
 
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """The scale of every element: reference, reach, and the entry it is (None: none is shared)."""
+    """The scale of every element: reference, error bound, and entry (None: no shared scale)."""
 
     reference: Floats
     reach: Floats
@@ -122,7 +121,7 @@ class _Shared:
 
 
 def quantised(walk: Walk, x: Form, error: Floats, key: str) -> Form:
-    """Return x̂ = c·s: where few codes can be met c is nearly known, elsewhere x̂ = x ± error."""
+    """Return x̂ = c·s with c among few codes, where few are possible; elsewhere x̂ = x ± error."""
     around = x.box
     by, known = quantisers.known(quantisers.steps(walk.kernel, around, key))
     scale = by.scale
@@ -175,10 +174,9 @@ def _codes(by: QuantiserSteps, of: Cases, least: Floats, most: Floats) -> tuple[
 
 
 def _widest(walk: Walk, codes: tuple[Floats, Floats], by: QuantiserSteps, x: Form) -> Floats:
-    """Return a bound of |x̂ - x|: half a step of the farthest code met, and float32 roundings.
+    """Return a bound of |x̂ - x|: half a step at the largest possible code, and float32 roundings.
 
-    With mx, a limited scale, or a zero point, the last code may stand for numbers that were cut
-    off: no bound.
+    With mx, a limited scale, or a zero point, the last code may be a saturated number: no bound.
     """
     farthest = np.maximum(np.abs(codes[0]), np.abs(codes[1]))
     step = quantisers.half_step(by.kind, farthest) * by.scale.hi
@@ -190,14 +188,14 @@ def _widest(walk: Walk, codes: tuple[Floats, Floats], by: QuantiserSteps, x: For
 
 
 def _steps(codes: tuple[Floats, Floats], scale: Box, slip: Floats, few: Bools, width: int) -> Cases:
-    """Return what codes [cases, ...] less a middle one add, times the scale; 0 where not few."""
+    """Return the cases (code - middle code)·scale of codes [cases, ...]; 0 where not `few`."""
     lo = np.minimum(codes[0] * scale.lo, codes[0] * scale.hi) - slip
     hi = np.maximum(codes[1] * scale.lo, codes[1] * scale.hi) + slip
     return Cases(np.where(few, box.down(lo), 0.0), np.where(few, box.above(hi), 0.0), width)
 
 
 def _gathered(weights: Floats, scale: str) -> Pull:
-    """Return the pullback of the scale: Σ α·c over the elements of a group."""
+    """Return the adjoint map of the scale: Σ α·c over the elements of a group."""
 
     def pull(adjoint: Adjoint) -> Adjoint:
         values = adjoint.values * weights[adjoint.window]
@@ -206,7 +204,7 @@ def _gathered(weights: Floats, scale: str) -> Pull:
             return Adjoint(values.sum(axis=axes, keepdims=True), (0,) * len(axes))
         width, begin = _wide(weights.shape, scale), adjoint.start[-1]
         group = begin // width
-        # where groups begin, counted from the begin of the window
+        # the starts of groups, relative to the start of the window
         steps = np.arange(group * width, begin + values.shape[-1], width) - begin
         sums = np.add.reduceat(values, np.maximum(steps, 0), axis=-1)
         return Adjoint(sums, (*adjoint.start[:-1], group))
@@ -215,12 +213,12 @@ def _gathered(weights: Floats, scale: str) -> Pull:
 
 
 def _wide(shape: tuple[int, ...], scale: str) -> int:
-    """Return how many elements of a row share a scale."""
+    """Return the number of elements of a row that share a scale."""
     return LAYOUTS[scale].tile[1] or shape[-1]
 
 
 def _given_back(adjoint: Adjoint, picked: Floats, scale: str) -> Adjoint:
-    """Return functionals of scales as those of the elements that lead."""
+    """Return functionals of scales as functionals of the leading elements."""
     if scale == "per_tensor":
         return Adjoint(adjoint.values * picked, (0,) * picked.ndim)
     width, n = _wide(picked.shape, scale), picked.shape[-1]
@@ -232,8 +230,8 @@ def _given_back(adjoint: Adjoint, picked: Floats, scale: str) -> Adjoint:
 
 @dataclass(frozen=True, slots=True)
 class _Lead:
-    """The elements that decide the scales of all rows: where, what they add to amax (of uint8 to
-    max - min), their reaches, and where it is certain that they decide."""
+    """The leading elements, which determine the scales of all rows: their indices, their parts of
+    amax (uint8: of max - min), their error bounds, and where it is certain that they lead."""
 
     at: Ranks
     value: Floats
@@ -242,9 +240,9 @@ class _Lead:
 
 
 def _lead(size: Box, x: Form, scale: str, none: bool) -> _Lead:
-    """Return the leaders of the groups; `size` is how far each element may reach.
+    """Return the leading elements of the groups; `size` is a box of the magnitude of each element.
 
-    `none`: groups that reach nowhere are led by 0.
+    `none`: groups of magnitude 0 are led by 0.
     """
     lo, hi = (_groups(part, scale, -np.inf) for part in (size.lo, size.hi))
     at, every = lo.argmax(axis=-1), np.arange(len(lo))
@@ -259,7 +257,7 @@ def _lead(size: Box, x: Form, scale: str, none: bool) -> _Lead:
 
 
 def _groups(part: Floats, scale: str, rest: float) -> Floats:
-    """Return the elements that share a scale as rows; a last group is filled up with `rest`."""
+    """Return the elements that share a scale as rows; the last group is padded with `rest`."""
     if scale == "per_tensor":
         return part.reshape(1, -1)
     n, width = part.shape[-1], _wide(part.shape, scale)
@@ -268,7 +266,7 @@ def _groups(part: Floats, scale: str, rest: float) -> Floats:
 
 
 def _leads(kind: str, around: Box, x: Form, scale: str) -> list[tuple[_Lead, Floats]]:
-    """Return what decides the scales, each with the slope of the scale in every element."""
+    """Return the leading elements, each with the derivative of the scale by the element."""
     lo, hi = around.lo, around.hi
     ones = _groups(np.ones(x.shape), scale, 0.0)
     if kind != "uint8":
@@ -281,7 +279,7 @@ def _leads(kind: str, around: Box, x: Form, scale: str) -> list[tuple[_Lead, Flo
 
 
 def _shared(walk: Walk, x: Form, around: Box, by: QuantiserSteps) -> _Shared:
-    """Write the entry of the scales: that of the leading elements, where it is certain which."""
+    """Write the entry of the scales, as a function of the leading elements if these are certain."""
     name, scale = walk.kernel.activations[1], by.scale
     middle = scale.lo / 2 + scale.hi / 2
     half = np.maximum(box.add_up(scale.hi, -middle), box.add_up(middle, -scale.lo))
@@ -322,7 +320,7 @@ def _shared(walk: Walk, x: Form, around: Box, by: QuantiserSteps) -> _Shared:
 
 
 def _ungrouped(rows: Floats, shape: tuple[int, ...], scale: str) -> Floats:
-    """Return rows of groups in the shape of the elements."""
+    """Return the inverse of `_groups` in the shape of the elements."""
     if scale == "per_tensor":
         return rows.reshape(shape)
     return rows.reshape(*shape[:-1], -1)[..., : shape[-1]]

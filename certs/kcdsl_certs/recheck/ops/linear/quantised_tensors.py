@@ -1,4 +1,4 @@
-"""Tensors that a kernel stores as codes with a static scale, and reads back (Rules 2.22, 2.13)."""
+"""Tensors that a kernel stores as codes with a static scale (Rules 2.22, 2.13)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kcdsl_certs.recheck.numerics.kernel import TensorCodes
 from kcdsl_certs.recheck.ops.operation import Operation
 
 _CODES = 256.0
-_RATIO = 2.0**-22  # more than a ratio is off by, of itself
-_ROUNDINGS = 2.0**-12  # more than roundings of a ratio and of a product, in steps
+_RATIO = 2.0**-22  # bounds the relative error of a ratio
+_ROUNDINGS = 2.0**-12  # bounds the roundings of a ratio and of a product, in steps
 
 
 def _codes(kernel_codes: tuple[tuple[str, TensorCodes], ...], node: Node) -> TensorCodes | None:
-    """Return how a kernel stores the tensor of a node; None where it passes it on."""
+    """Return the codes in which a kernel stores a node's tensor; None if it does not quantise."""
     name = node.attrs.exactly("tensor").text("tensor")
     if node.role or node.format:
         raise Rejected("graph/field", f"quantise {node.name[:80]!r} has a role or a format")
@@ -28,10 +28,10 @@ def _codes(kernel_codes: tuple[tuple[str, TensorCodes], ...], node: Node) -> Ten
 
 
 def read_back(x: Box, codes: TensorCodes) -> tuple[Box, Box]:
-    """Return the numbers that codes stand for, and what they are off by.
+    """Return the values of codes, and their errors.
 
-    The number grows with x, so its ends are those of the ends of x. It is off by half a step at
-    most, but beyond the last codes by the distance to these.
+    The value is monotone in x, so its ends are those of the ends of x. Its error is at most half a
+    step, and beyond the last codes the distance to these.
     """
     step = codes.scale
     bottom, top = -codes.zero * step, (_CODES - 1 - codes.zero) * step  # exact: 8 and 24 bits
@@ -54,9 +54,9 @@ def read_back(x: Box, codes: TensorCodes) -> tuple[Box, Box]:
 
 
 def tensor_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
-    """Return what both kernels read of a tensor; the operand where a kernel does not quantise it.
+    """Return the tensor as both kernels read it; the operand where a kernel does not quantise it.
 
-    Raises Rejected "rule/quantise" where neither does.
+    Raises Rejected "rule/quantise" if neither does.
     """
     if scene.rows is not None:
         raise Rejected("bound/not-finite", "a quantised tensor of sequences of any length")
@@ -79,7 +79,7 @@ def tensor_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
 
 
 def tensor_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
-    """Return what the kernel reads of a tensor: one number for all readers, of one reading."""
+    """Return the tensor as the kernel reads it: the same value of one reading for all readers."""
     codes = _codes(walk.kernel.tensors, node)
     if codes is None:
         return _passed_on(walk, node, form_of(inputs[0]))
@@ -101,7 +101,7 @@ def tensor_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 
 
 def _passed_on(walk: Walk, node: Node, x: Form) -> Form:
-    """Return the operand as it is, in as many readings as it has."""
+    """Return the operand unchanged, with all its readings."""
     if x.place is None:
         return known_form(x.reference)
     own = walk.own(node, 0)
