@@ -113,7 +113,7 @@ def _evidence_fits(clause: CertifiedClause) -> None:
     if not named and not follows:
         raise Rejected("clause/proof-missing", f"{clause.label}: a proof is claimed, none is named")
     if named and follows:
-        raise Rejected("clause/evidence-kind", f"{clause.label} is proved, or it follows: not both")
+        raise Rejected("clause/evidence-kind", f"{clause.label} has both a proof and a chain")
     if named and not clause.quantity.is_of_proofs:
         detail = f"{clause.label}: no proof object speaks of {clause.quantity}"
         raise Rejected("clause/evidence-kind", detail)
