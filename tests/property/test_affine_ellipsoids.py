@@ -279,7 +279,7 @@ def test_sums_of_images_hold_their_members(seed: int) -> None:
         whole = np.diag(shape) if shape.ndim == 1 else shape
         total = total + members(rng, whole, 400) @ functionals.T
     theirs = [checker.Seen.by(*part) for part in parts]
-    ours = [prover.Image.of(*map(torch.from_numpy, part)) for part in parts]
+    ours = [prover.ImageEllipsoid.of(*map(torch.from_numpy, part)) for part in parts]
     one_each = checker.multiplied([plain, *theirs])
     other = [part.numpy() for part in prover.joined([torch.from_numpy(plain), *ours])]
     for shape, each in (

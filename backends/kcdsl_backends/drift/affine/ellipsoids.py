@@ -137,7 +137,7 @@ class RankOne:
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class ImageEllipsoid:
     """The ellipsoid A P Aᵀ of functionals A [B, n], of P [n, n] or its diagonal [n].
 
     The product with Aᵀ is left for where it is needed.
@@ -148,11 +148,11 @@ class Image:
     product: Tensor
 
     @staticmethod
-    def of(functionals: Tensor, matrix: Tensor) -> Image:
+    def of(functionals: Tensor, matrix: Tensor) -> ImageEllipsoid:
         """Return the image of an ellipsoid, given as matrix or as diagonal."""
         whole = matrix.dim() == 2
         product = functionals @ matrix if whole else functionals * matrix
-        return Image(functionals, matrix, product)
+        return ImageEllipsoid(functionals, matrix, product)
 
     @property
     def squares(self) -> Tensor:
@@ -171,14 +171,14 @@ class Image:
         found = (self.squares.clamp_min(0) + lost).sqrt() * MORE
         return found.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
-    def of_same(self, other: Image) -> bool:
+    def of_same(self, other: ImageEllipsoid) -> bool:
         """Say whether another image is one of the same functionals."""
         one, two = self.functionals, other.functionals
         same = one.data_ptr() == two.data_ptr() and one.shape == two.shape
         return same and one.stride() == two.stride()
 
 
-def _images(parts: Sequence[tuple[Image, float]]) -> Tensor:
+def _images(parts: Sequence[tuple[ImageEllipsoid, float]]) -> Tensor:
     """Return the sum of images by the same functionals, each with a factor: one product for all,
     with what float64 may have lost on the diagonal."""
     (first, factor), *others = parts
@@ -193,16 +193,16 @@ def _images(parts: Sequence[tuple[Image, float]]) -> Tensor:
     return found
 
 
-Part = Tensor | RankOne | Image
+Part = Tensor | RankOne | ImageEllipsoid
 """An ellipsoid [B, B]."""
 
 
 def joined(parts: Sequence[Part]) -> list[Tensor | RankOne]:
     """Return ellipsoids around the same sums of members: images by the same functionals are
     multiplied together, with the shares that they have in `around_sum`."""
-    found, images = list[Tensor | RankOne](), list[list[Image]]()
+    found, images = list[Tensor | RankOne](), list[list[ImageEllipsoid]]()
     for part in parts:
-        if not isinstance(part, Image):
+        if not isinstance(part, ImageEllipsoid):
             found.append(part)
             continue
         same = next((each for each in images if each[0].of_same(part)), None)

@@ -24,7 +24,7 @@ from kcdsl_backends.drift.affine.adjoint import (
     whole,
 )
 from kcdsl_backends.drift.affine.ellipsoids import (
-    Image,
+    ImageEllipsoid,
     Part,
     RankOne,
     around_sum,
@@ -34,7 +34,7 @@ from kcdsl_backends.drift.affine.ellipsoids import (
 )
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.row_sums import RowBound
-from kcdsl_backends.drift.affine.tape import INPUT, Gathered, Nonlinear, Tape, TapeEntry
+from kcdsl_backends.drift.affine.tape import INPUT, Nonlinear, RowImages, Tape, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE
 from kcdsl_backends.process import refuse_late
 
@@ -92,7 +92,7 @@ class _Gram:
         read of these elements is multiplied with the functionals at once."""
         columns = values.norm(dim=0).clamp_min(2.0**-450)
         weights = (sizes * columns).sum() * (sizes / columns) * SAFE
-        self.parts.append(Image.of(values, weights))
+        self.parts.append(ImageEllipsoid.of(values, weights))
         single += values.abs() @ sizes * SAFE
 
     def columns(self, columns: Tensor) -> None:
@@ -151,7 +151,7 @@ class _Gram:
             self._curved(entry.nonlinear, functional)
         self.loose += ROUNDED * functional.magnitude(entry.widest)
 
-    def gather(self, found: Gathered) -> None:
+    def gather(self, found: RowImages) -> None:
         """Take in what functionals of one row of a product meet below it."""
         assert self.single is not None
         self.parts += found.parts
@@ -183,7 +183,7 @@ class _Gram:
         sizes = below.elements * (1 + factor)
         assert self.single is not None
         if few:
-            image = Image.of(values, shape)
+            image = ImageEllipsoid.of(values, shape)
             self.parts.append(image)
             self.single += torch.minimum(image.sizes, values.abs() @ sizes * SAFE)
         else:

@@ -31,7 +31,7 @@ from kcdsl_backends.drift.affine.adjoint import (
 from kcdsl_backends.drift.affine.cases import Cases, Ends, Together
 from kcdsl_backends.drift.affine.ellipsoids import (
     Ellipsoids,
-    Image,
+    ImageEllipsoid,
     Part,
     RankOne,
     RowEnergies,
@@ -108,7 +108,7 @@ class SingleRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class RowImages:
     """What functionals [B] of one row of a product meet on the way to the rows that its operand
     comes from: `parts` are ellipsoids around them, `single` [B] bounds them one by one, `lost` [B]
     is what float64 may be off by; `adjoints` are those of other entries."""
@@ -119,7 +119,7 @@ class Gathered:
     adjoints: Adjoints
 
 
-Gather = Callable[[Adjoint, int], Gathered | None]
+Gather = Callable[[Adjoint, int], RowImages | None]
 """Gathers what such functionals meet; None where a pass that stops at an entry meets less."""
 
 
@@ -568,7 +568,7 @@ class Remainder:
         alone = diagonal(flat)
         if alone is not None:
             return [RankOne.axes(alone.square() * squares * SAFE)]
-        return [Image.of(flat, squares)]
+        return [ImageEllipsoid.of(flat, squares)]
 
     def _ends(self, a: Adjoint) -> tuple[Tensor, float]:
         """Return the caps of a window, and a bound of Σ|o| over all rows that are read."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.cases import Cases, choices, of_product, split
-from kcdsl_backends.drift.affine.ellipsoids import Image, Part, stretch
+from kcdsl_backends.drift.affine.ellipsoids import ImageEllipsoid, Part, stretch
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
@@ -214,7 +214,7 @@ def _second_order(moved: Tensor, values: Heads) -> Nonlinear:
         for part, sizes in each_row(a):
             flat = part.flatten(1)
             size = float(sizes.square().sum()) * SAFE
-            found.append(Image.of(flat, flat.new_full(flat.shape[1:], size)))
+            found.append(ImageEllipsoid.of(flat, flat.new_full(flat.shape[1:], size)))
         return found
 
     return Nonlinear(between, norm, around)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import Adjoint
-from kcdsl_backends.drift.affine.ellipsoids import Image, Part
+from kcdsl_backends.drift.affine.ellipsoids import ImageEllipsoid, Part
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
-from kcdsl_backends.drift.affine.tape import Gather, Gathered
+from kcdsl_backends.drift.affine.tape import Gather, RowImages
 from kcdsl_backends.drift.boxes import SAFE
 from kcdsl_backends.drift.ops.bilinear import (
     Heads,
@@ -75,7 +75,7 @@ def images_of_values(
     sizes = sizes if own.caps is None else (sizes + own.caps) * SAFE
     shape = tuple(values.error_bound.shape)
 
-    def gathered(a: Adjoint, floor: int) -> Gathered | None:
+    def gathered(a: Adjoint, floor: int) -> RowImages | None:
         (first, stop), (row, end), columns = a.window
         used = (shares[first:stop, row] != 0).any(0).nonzero()
         if floor >= own.index or not len(used):
@@ -105,7 +105,7 @@ def images_of_values(
             (place, Adjoint(back, window, tuple(shares.shape))),
             (source, Adjoint(rows, ((0, count), (0, shape[1])), shape)),
         ]
-        return Gathered(parts, single, lost, adjoints)
+        return RowImages(parts, single, lost, adjoints)
 
     return gathered
 
@@ -132,7 +132,7 @@ def images_of_keys(run: KernelRun, node: Node, query: Operand, known: Tensor) ->
         return None
     index, below, shape = query.index, maps.below.source, tuple(maps.below.error_bound.shape)
 
-    def gathered(a: Adjoint, floor: int) -> Gathered | None:
+    def gathered(a: Adjoint, floor: int) -> RowImages | None:
         if floor >= own.index:
             return None
         a = a.narrowed(-1)  # columns that are masked have no adjoint
@@ -162,7 +162,7 @@ def images_of_keys(run: KernelRun, node: Node, query: Operand, known: Tensor) ->
             (index, Adjoint(back, ((first, stop), (row, end), (0, known.shape[1])), _of(query))),
             (below, Adjoint(rows, ((start, last), (0, shape[1])), shape)),
         ]
-        return Gathered(parts, single, lost, adjoints)
+        return RowImages(parts, single, lost, adjoints)
 
     return gathered
 
@@ -176,11 +176,11 @@ def _symbols(flat: Tensor, sizes: Tensor) -> tuple[list[Part], Tensor]:
     of the functionals."""
     columns = flat.norm(dim=0).clamp_min(2.0**-450)
     weights = (sizes * columns).sum() * (sizes / columns) * SAFE
-    return [Image.of(flat, weights)], flat.abs() @ sizes * SAFE
+    return [ImageEllipsoid.of(flat, weights)], flat.abs() @ sizes * SAFE
 
 
 def _rest(flat: Tensor, axes: Tensor, parts: list[Part], single: Tensor) -> None:
     """Add the ellipsoid with these squares of half axes [n], and what it says of each."""
-    image = Image.of(flat, axes)
+    image = ImageEllipsoid.of(flat, axes)
     parts.append(image)
     single += image.sizes

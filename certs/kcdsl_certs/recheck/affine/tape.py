@@ -77,7 +77,7 @@ class Averaged:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class PassedRow:
     """What functionals [B] of one row of a product meet on their way to the rows that an operand
     comes from: ellipsoids around them, bounds of `each`, what float64 loses of each, and what they
     are of other entries."""
@@ -88,7 +88,7 @@ class Gathered:
     pulled: tuple[tuple[int, Adjoint], ...]
 
 
-Gather = Callable[[Adjoint, int], Gathered | None]
+Gather = Callable[[Adjoint, int], PassedRow | None]
 """Returns it for a pass that stops at an entry; None where that is on the way."""
 
 

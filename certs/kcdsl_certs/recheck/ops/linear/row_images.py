@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, shortened
 from kcdsl_certs.recheck.affine.ellipsoids import Part, Seen
 from kcdsl_certs.recheck.affine.form import Form, Origin, Turned, Walk, form_of, product_raised
-from kcdsl_certs.recheck.affine.tape import Gather, Gathered
+from kcdsl_certs.recheck.affine.tape import Gather, PassedRow
 from kcdsl_certs.recheck.interval.box import TINY, Floats, raised
 from kcdsl_certs.recheck.ops.linear.bilinear import split, whole_heads
 
@@ -82,7 +82,7 @@ def of_values(walk: Walk, p: Form, v: Form) -> Gather | None:
         return None
     place = p.place
 
-    def gather(adjoint: Adjoint, floor: int) -> Gathered | None:
+    def gather(adjoint: Adjoint, floor: int) -> PassedRow | None:
         heads, rows, columns = adjoint.window
         read = np.flatnonzero(p.reference[heads, rows.start].any(axis=0))
         if floor >= linear.place or not read.size:
@@ -110,7 +110,7 @@ def of_values(walk: Walk, p: Form, v: Form) -> Gather | None:
         to_x = np.empty((adjoint.batch, count, weight.shape[1]))
         for j in range(count):
             to_x[:, j] = (flat * wide[:, j]) @ weight
-        return Gathered(parts, each, lost, ((place, to_p), (linear.source, Adjoint(to_x, (0, 0)))))
+        return PassedRow(parts, each, lost, ((place, to_p), (linear.source, Adjoint(to_x, (0, 0)))))
 
     return gather
 
@@ -132,7 +132,7 @@ def of_keys(walk: Walk, q: Form, k: Form) -> Gather | None:
         return None
     place, below = q.place, linear
 
-    def gather(adjoint: Adjoint, floor: int) -> Gathered | None:
+    def gather(adjoint: Adjoint, floor: int) -> PassedRow | None:
         if floor >= below.place:
             return None
         adjoint = shortened(adjoint, 2)
@@ -164,7 +164,7 @@ def of_keys(walk: Walk, q: Form, k: Form) -> Gather | None:
         for j in range(to_x.shape[1]):
             to_x[:, j] = alphas[:, :, j] @ ways[:, j]
         pulled = (place, to_q), (below.source, Adjoint(to_x, (columns.start, 0)))
-        return Gathered(parts, each, lost, pulled)
+        return PassedRow(parts, each, lost, pulled)
 
     return gather
 
