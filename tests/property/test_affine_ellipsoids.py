@@ -280,16 +280,16 @@ def test_sums_of_images_hold_their_members(seed: int) -> None:
         total = total + members(rng, whole, 400) @ functionals.T
     theirs = [checker.Seen.by(*part) for part in parts]
     ours = [prover.ImageEllipsoid.of(*map(torch.from_numpy, part)) for part in parts]
-    one_each = checker.multiplied([plain, *theirs])
-    other = [part.numpy() for part in prover.joined([torch.from_numpy(plain), *ours])]
-    for shape, each in (
-        (checker.sum_of([plain, *theirs]), one_each),
-        (prover.around_sum([torch.from_numpy(plain), *ours]).numpy(), other),
+    by_checker = [np.asarray(part) for part in checker.multiplied([plain, *theirs])]
+    by_prover = [np.asarray(part) for part in prover.joined([torch.from_numpy(plain), *ours])]
+    for around, each in (
+        (checker.sum_of([plain, *theirs]), by_checker),
+        (prover.around_sum([torch.from_numpy(plain), *ours]).numpy(), by_prover),
     ):
         assert len(each) == 3  # two that the same functionals see are one
         longest = sum(float(np.linalg.eigvalsh(part)[-1]) ** 0.5 for part in each)
         for point in total:
-            assert beyond(point, shape) <= 1 + 2.0**-20
+            assert beyond(point, around) <= 1 + 2.0**-20
             assert float(np.linalg.norm(point)) <= longest
     for (functionals, shape), one, two in zip(parts, theirs, ours, strict=True):
         whole = np.diag(shape) if shape.ndim == 1 else shape
@@ -314,10 +314,13 @@ def test_remainders_with_known_sums_lie_in_their_ellipsoids(seed: int) -> None:
         values = np.diag(rng.standard_normal(count)).reshape(count, rows, n)
     if seed == 4 and rows > 1:
         values[:, 0] = 0.0  # a window may hold rows that are not read
-    (one,) = curves.Remainder(low, high, sums).curve.around(Adjoint(values, (0, 0)))
-    tensors = (torch.from_numpy(x) for x in (low, high, sums))
-    nonlinear = tape.Remainder(*tensors).nonlinear()
-    (two,) = nonlinear.around(ProverAdjoint.full(torch.from_numpy(values)))
+    theirs = curves.Remainder(low, high, sums).curve.around
+    tensors = torch.from_numpy(low), torch.from_numpy(high), torch.from_numpy(sums)
+    ours = tape.Remainder(*tensors).nonlinear().around
+    assert theirs is not None
+    assert ours is not None
+    (one,) = theirs(Adjoint(values, (0, 0)))
+    (two,) = ours(ProverAdjoint.full(torch.from_numpy(values)))
     flat = values.reshape(count, -1)
     around = checker.sum_of([one]), prover.around_sum([two]).numpy()
     np.testing.assert_allclose(*around, rtol=1e-6, atol=1e-6 * np.trace(around[1]))
@@ -336,8 +339,10 @@ def test_remainders_with_known_sums_lie_in_their_ellipsoids(seed: int) -> None:
     alone[0, -1, -1] = 1.0  # one element as large as its cap and the sum: nothing to spare
     single = np.zeros((rows, n))
     single[-1, -1] = 0.5
-    part = curves.Remainder(-single, single, single[:, -1:]).curve.around(Adjoint(alone, (0, 0)))[0]
-    assert float(part.trace) == pytest.approx(0.25, rel=1e-9)
+    exact = curves.Remainder(-single, single, single[:, -1:]).curve.around
+    assert exact is not None
+    around_one = checker.sum_of(exact(Adjoint(alone, (0, 0))))
+    assert float(np.trace(around_one)) == pytest.approx(0.25, rel=1e-6)
 
 
 def test_what_is_not_finite_bounds_nothing() -> None:

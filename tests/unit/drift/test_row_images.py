@@ -3,7 +3,7 @@ pass through every entry finds, and nothing that these entries may add is beyond
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,10 @@ def _down(
     return found
 
 
+def _sum(parts: Iterable[Floats]) -> Floats:
+    return np.asarray(np.sum(np.stack(list(parts)), axis=0))
+
+
 def _of_prover(_: Path, role: str, seed: int) -> Met:
     graph = _graph(seed)
     centre, spread = torch.from_numpy(_centre(graph, seed)), torch.zeros(1, 1, dtype=torch.float64)
@@ -124,9 +128,9 @@ def _of_prover(_: Path, role: str, seed: int) -> Met:
             None if split is None else split.caps.numpy(),
             None if split is None else split.total.numpy(),
         )
-        passed.append(Entry(sum(part.dense().values.numpy() for part in parts), added))
+        passed.append(Entry(_sum(part.dense().values.numpy() for part in parts), added))
     ends = [
-        (adjoint.dense().values.numpy(), sum(p.dense().values.numpy() for p in met[place]))
+        (adjoint.dense().values.numpy(), _sum(p.dense().values.numpy() for p in met[place]))
         for place, adjoint in found.adjoints
     ]
     stopped = gather(start, max(met.keys() - {top}) - 1) is None
@@ -178,9 +182,9 @@ def _of_checker(folder: Path, role: str, seed: int) -> Met:
             None if apart is None else apart.caps,
             None if apart is None else apart.sums,
         )
-        passed.append(Entry(sum(dense(place, part) for part in parts), added))
+        passed.append(Entry(_sum(dense(place, part) for part in parts), added))
     ends = [
-        (dense(place, adjoint), sum(dense(place, part) for part in met[place]))
+        (dense(place, adjoint), _sum(dense(place, part) for part in met[place]))
         for place, adjoint in found.pulled
     ]
     stopped = gather(start, max(met.keys() - {top}) - 1) is None
