@@ -38,10 +38,10 @@ from kcdsl_backends.drift.boxes.weight_ball import WeightBall
 from kcdsl_backends.drift.interval import kernel_boxes
 
 IGNORED = 2.0**-12
-"""Up to this share of the inference kernel's error that of the training kernel needs no pass."""
+"""A training error up to this share of the inference error is bounded without a reverse pass."""
 BESIDE = 2.0**-9
-"""Up to this share of the width of the stored output of the inference kernel, a part of the error
-of the training kernel is not followed further."""
+"""Parts of the training error up to this share of the width of the inference kernel's stored output
+are not propagated further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,25 +75,25 @@ class AffineForms:
         return found.meet(self._with_shared(functionals)) if self.sharing else found
 
     def _with_shared(self, functionals: Adjoint) -> Box:
-        """Bound the same with what is one and the same in both kernels taken as such."""
+        """Bound the same, with symbols that both kernels share (the input, weights) cancelled."""
         sides = [self.train] if self.infer is self.train else [self.train, self.infer]
         found = [s.tape.bound(s.computed[self.output], functionals, shared=True) for s in sides]
         return self._apart(found[0], found[-1])
 
     def _apart(self, a: Range, b: Range) -> Box:
-        """Bound what functionals of both errors are apart."""
+        """Bound the difference of functionals of both errors."""
         moved = _difference(a, b, self.train.tape.radius)
-        low, high = b.with_parts(a)  # both kernels round by themselves
+        low, high = b.with_parts(a)  # the kernels' roundings are not related
         return Box(down(low - a.high - moved), up(high - a.low + moved))
 
     @property
     def sharing(self) -> bool:
-        """Say whether weights around those of the checkpoint are off alike in both kernels."""
+        """Return whether both kernels share symbols of the weights in a weight ball."""
         entries = self.train.tape.entries
         return self.train.tape.chance is None and any(e.shared is not None for e in entries)
 
     def _training(self, functionals: Adjoint, infer: Range) -> Range:
-        """Bound a·e_train: by the error bound, where that is negligible beside the other kernel."""
+        """Bound a·e_train; by the error bound alone if that is negligible against a·e_infer."""
         error_bound = self.ends[0].error_bound
         by_elements = functionals.magnitude(error_bound) * (1 + 2 * gamma(error_bound.numel() + 8))
         other = infer.magnitude(self.train.tape.radius)
@@ -119,8 +119,8 @@ class AffineForms:
         return box
 
     def _element_by_element(self) -> Box | None:
-        """Bound the drift by what both kernels know of the input's region and of weights; None at a
-        point where one of them rounds its output, which says more."""
+        """Bound the drift with the shared symbols of input and weights; None at a point where one
+        of the kernels rounds its output, which gives tighter bounds."""
         one = self.ends[0]
         if self._as_stored and self._at_a_point and not self.sharing:
             return None
@@ -139,13 +139,13 @@ class AffineForms:
 
     @property
     def _as_stored(self) -> bool:
-        """Say whether the output is also bounded before its cast: where one is to nearest, or at a
-        point, where both kernels have nothing in common."""
+        """Return whether the output is also bounded before its cast: if one cast is to nearest, or
+        at a point, where both kernels share no symbols."""
         stepped = any(end.ends is not None for end in self.ends)
         return stepped or (self._at_a_point and any(end.before is not None for end in self.ends))
 
     def _stored(self) -> Box:
-        """Bound the drift by what both kernels store: all of what they were formed from, cast."""
+        """Bound the drift by the boxes before the cast, cast to the format of the output."""
         infer = _stored(self.infer, self.output)
         if self.infer is self.train:
             return infer - infer
@@ -153,18 +153,18 @@ class AffineForms:
 
     @property
     def readings(self) -> tuple[Apart, Apart]:
-        """Return how far each reading of the output may be from the value of which all are
-        versions, in training and inference."""
+        """Return the distance of each reading of the output from their common value, in training
+        and inference."""
         own = [run.private.get(self.output) for run in (self.train, self.infer)]
         one, two = (None if private is None else private.error_bound for private in own)
         return one, two
 
     @property
     def chance(self) -> Chance | None:
-        """Return how surely all that was bounded holds; None in the worst case.
+        """Return the probability with which all bounds hold; None in the worst case.
 
         Raises:
-            NoBound: more functionals were bounded than their probability was divided among.
+            NoBound: more functionals were bounded than share the probability of failure.
         """
         one, two = self.train.tape.chance, self.infer.tape.chance
         if one is None or two is None:
@@ -175,7 +175,7 @@ class AffineForms:
         return found
 
     def length(self, row: tuple[int, ...]) -> float:
-        """Bound the Euclidean norm of the drift of a row: of what is known, and of both errors."""
+        """Bound the Euclidean norm of the drift of a row by those of reference and errors."""
         known = self.known.mag()[row]
         unit = torch.eye(known.numel(), dtype=known.dtype, device=known.device)
         functionals = on_row(unit, row, self.shape)
@@ -187,7 +187,7 @@ class AffineForms:
 
     @property
     def passes(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the reverse passes that the forms of each kernel were made with."""
+        """Return the reverse passes that were made for each kernel."""
         return {"train": self.train.passes.to_json(), "infer": self.infer.passes.to_json()}
 
     def witness(self) -> dict[str, tuple[float, float]]:
@@ -210,9 +210,9 @@ class AffineForms:
 
 
 def _stored(run: KernelRun, output: str, spare: Tensor | None = None) -> Box:
-    """Return the box of a stored output: all that it was formed from, cast to its format.
+    """Return the box of a stored output: the box before the cast, cast to its format.
 
-    Errors of up to `spare` that arrive at an entry are not followed further.
+    Errors of up to `spare` at an entry are not propagated further.
     """
     entry = output_entry(run, output)
     formed = entry.before
@@ -260,8 +260,8 @@ def affine_forms(
 ) -> AffineForms:
     """Run both kernels at the centre of [centre - radius, centre + radius], with their errors.
 
-    Where both have the same numerics, their runs are the same set and one tape serves both; not
-    where what they read is apart by a drift.
+    If both have the same numerics and read the same input, their runs are the same set, and one
+    tape serves both.
 
     Args:
         graph: the block.
@@ -269,11 +269,11 @@ def affine_forms(
         centre: [T, D] float64; None for a block on token ids.
         radius: broadcastable to [T, D], float64, >= 0.
         entering: how the states that both kernels read may differ.
-        ball: a region around the weights; None where they are those stored.
-        alpha: take roundings as independent; all bounds together then hold but for a share of at
-            most `alpha` of the runs on any one input.
-        grain: count at least this as the unit roundoff of results: the larger, the fewer reverse
-            passes are made, and the wider the bounds.
+        ball: a region around the weights; None: the stored weights alone.
+        alpha: assume independent roundings; all bounds together then fail in a share of at most
+            `alpha` of the runs on any one input.
+        grain: lower limit of the unit roundoff by which passes are chosen: the larger, the fewer
+            reverse passes are made, and the wider the bounds.
 
     Raises:
         NoBound: some result has no finite bound.
@@ -296,7 +296,7 @@ def affine_forms(
 
     if entering.drift is None and _same(train, infer):
         one = two = run(0)
-    elif ball is None:  # the inference kernel is coarser, and sooner without a bound
+    elif ball is None:  # first the inference kernel, which is coarser and fails earlier
         one, two = reversed([run(side) for side in (1, 0)])
     else:
         one = run(0)
@@ -307,14 +307,14 @@ def affine_forms(
 
 
 def _same(train: StoredParameters, infer: StoredParameters) -> bool:
-    """Say whether both kernels admit the same runs: the same numbers under the same numerics."""
+    """Return whether both kernels admit the same runs: equal parameters and equal numerics."""
     stored = train.tensors is infer.tensors and train.constants is infer.constants
     return stored and replace(infer.numerics, preset=train.numerics.preset) == train.numerics
 
 
 def _difference(a: Range, b: Range, radius: Tensor) -> Tensor:
-    """Bound Σ |(α_infer - α_train)·s|: the input x - centre is the same s for both kernels, as is
-    what other weights make of known numbers."""
+    """Bound Σ |(α_infer - α_train)·s| for the symbols s that both kernels share: the input minus
+    its centre, and the effect of a weight ball on known numbers."""
     total = torch.zeros_like(a.low)
     if a is b:
         return total
@@ -342,15 +342,15 @@ def _functionals_apart(one: Adjoint | None, two: Adjoint | None, size: Tensor) -
 
 
 LARGEST = 2**29
-"""Numbers in the ellipsoids of a state; where there would be more, none are handed on."""
+"""Most numbers in the ellipsoids of a state; larger ones are not made."""
 FAINT = 2.0**-16
-"""Up to this share of the larger error of a row the other one is known well enough by its box."""
+"""An error of a row up to this share of the other kernel's is bounded by its box alone."""
 
 
 def output_ellipsoids(forms: AffineForms) -> InterfaceEllipsoids | None:
-    """Return ellipsoids around the drift of the rows of the output; None where they would be large.
+    """Return ellipsoids around the drift of the rows of the output; None if above `LARGEST`.
 
-    D = (h̃_i - h̃_t) + e_i - e_t, and each error lies in one of its own.
+    D = (h̃_i - h̃_t) + e_i - e_t, and each error lies in an ellipsoid of its own.
     """
     shape = forms.shape
     if len(shape) != 2 or shape[0] * shape[1] ** 2 > LARGEST:

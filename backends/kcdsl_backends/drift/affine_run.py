@@ -53,14 +53,14 @@ def affine_run(
         centre: [T, D] float64; None for a block on token ids.
         radius: broadcastable to [T, D], float64, >= 0.
         grain: unit roundoff of the coarser kernel of the pair.
-        entering: how the states that both kernels read may differ; where they drift, another block
+        entering: the difference of the states that both kernels read; if they drift, another block
             stored them already.
         side: 0 for the training kernel, which reads the states of the region; 1 for the inference
             kernel, which reads them with the drift added.
-        spread: how far parameters may be from those stored; None where they are these.
-        chance: with what probability bounds hold; None: in the worst case.
-        boxes: where another domain says that results of this kernel lie, by node.
-        common: what the other kernel's operations with weights read (`KernelRun.common`).
+        spread: the distance of parameters from those stored; None: zero.
+        chance: the probability with which bounds hold; None: in the worst case.
+        boxes: boxes of this kernel's results by another domain, by node.
+        common: the operands of the other kernel's operations with weights (`KernelRun.common`).
 
     Raises:
         NoBound: some result has no finite bound.
@@ -98,8 +98,8 @@ def affine_run(
 
 
 def _bound_rows(run: KernelRun, node: Node) -> None:
-    """Note that elements of the input at a point are off independently of one another, by what is
-    rounded of them, so that functionals of many of its rows may be bounded row by row."""
+    """Record that the elements of an input at a point have unrelated errors, those of storing, so
+    that functionals of many of its rows may be bounded row by row."""
     index = run.computed[node.name]
     entry, tape = run.tape.entries[index], run.tape
     fixed = tape.chance is None and run.spread is None and not bool(tape.radius.any())
@@ -118,8 +118,8 @@ def _meet(run: KernelRun, node: Node, box: Box) -> None:
 def _input(
     run: KernelRun, node: Node, centre: Tensor | None, entering: Entering, side: int
 ) -> None:
-    """Append what a kernel makes of the input: kernels coarser than float32 store it, unless
-    another block did."""
+    """Append the input as a kernel reads it: kernels coarser than float32 store it, unless another
+    block did."""
     if centre is None or tuple(centre.shape) != tuple(node.shape):
         raise NoBound(node.name, "the region does not have the shape of the block's input")
     if entering.drift is not None and side == 1:
@@ -142,9 +142,9 @@ def _stored_before(
     drift: Box,
     handed: InterfaceEllipsoids | None = None,
 ) -> None:
-    """Append an input that another block stored: x + e, e a symbol of its own within `drift`.
+    """Append an input that another block stored: x + e, with a new symbol e within `drift`.
 
-    With ellipsoids it is an entry of its own too, where reverse passes may stop.
+    With ellipsoids e is an entry of its own, at which reverse passes may stop.
     """
     if tuple(drift.shape) != tuple(centre.shape):
         raise NoBound(node.name, "the drift does not have the shape of the block's input")
@@ -167,12 +167,12 @@ def drift_entry(
     """Append the drift of an input as an entry of its own; return its index.
 
     Args:
-        middle: of the box of the drift.
-        own: half its width, with what `reference` was rounded by.
+        middle: the midpoint of the box of the drift.
+        own: half its width, plus the rounding of `reference`.
         reference: the input's centre + middle, as rounded.
     """
     shifts = handed.middle - middle
-    slips = 2.0**-51 * reference.abs()  # what the shifts lost is less than around_sum adds
+    slips = 2.0**-51 * reference.abs()  # the errors of the shifts are less than around_sum adds
     found: Ellipsoids = {
         (t,): around_sum(
             [

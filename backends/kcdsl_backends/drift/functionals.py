@@ -1,4 +1,4 @@
-"""From bounds of the output to the number a clause speaks of (Rule 7.2; affine: 1.11, 1.12)."""
+"""Bound the functional of a clause from bounds of the output (Rule 7.2; affine: 1.11, 1.12)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def row_bounds(drift: Box, kind: str) -> Tensor:
 
 
 def top_margin(output: State, k: int, factor: float = 1.0) -> float:
-    """Return how far k columns stay above all others, in the worst row and in both kernels.
+    """Return the margin of k columns above all others, least over all rows and both kernels.
 
     A positive margin shows that no run of either kernel changes the set of the k largest columns
     of any row. The boxes are first made wider by `factor` >= 1; the result is rounded down.
@@ -72,13 +72,13 @@ def _wider(box: Box, factor: float) -> Box:
 
 
 WIDEST = 2048
-"""Columns of a row up to which the norm of all of them together is bounded."""
+"""Most columns of a row whose joint norm is bounded."""
 ENDS = 64
-"""Columns that pairs of a row are made of: so many with the largest, so many with the least."""
+"""Columns with the largest bounds, and as many with the least, of which pairs are made."""
 PAIRS = 512
-"""Pairs of columns of a row that are bounded one by one."""
+"""Most pairs of columns of a row that are bounded one by one."""
 Enough = Callable[[float], bool]
-"""Says of a bound that a smaller one is of no use."""
+"""Returns whether a bound is small enough that none smaller is needed."""
 
 
 def functional_bound(pair: AffineForms, drift: Box, kind: str, enough: Enough) -> float:
@@ -88,7 +88,7 @@ def functional_bound(pair: AffineForms, drift: Box, kind: str, enough: Enough) -
         pair: both kernels.
         drift: a box of the drift of the output.
         kind: "inf", "2" or "span", of every row of the last dimension.
-        enough: which bounds of a row to leave as they are.
+        enough: returns whether a bound of a row is small enough.
 
     Returns:
         Infinity where there is no finite bound.
@@ -159,7 +159,7 @@ def _span(pair: AffineForms, drift: Box, row: Row, enough: Enough) -> float:
 
 
 def deviations(pair: AffineForms, row: Row) -> Box:
-    """Bound the drifts of a row, less a multiple of their sum that is the same for all."""
+    """Bound the drifts of a row minus about their mean, the same number for all columns."""
     n = pair.shape[-1]
     share = math.ldexp(round(2**30 / n), -30)  # so that 1 - share is exact
     values = torch.eye(n, dtype=torch.float64, device=pair.known.lo.device) - share
@@ -173,7 +173,7 @@ def _width(box: Box) -> float:
 
 
 def _beyond(ends: Box, top: Tensor, bottom: Tensor) -> float:
-    """Return the largest difference of a pair with a column beyond those chosen."""
+    """Return the largest difference of a pair with a column that is not chosen."""
     above, below = ends.hi.clone(), ends.lo.clone()
     above[top], below[bottom] = -torch.inf, torch.inf
     one = up(above.amax() - ends.lo.amin())
@@ -182,27 +182,27 @@ def _beyond(ends: Box, top: Tensor, bottom: Tensor) -> float:
 
 
 def _least(one: float, two: float) -> float:
-    """Return the smaller number; NaN is no bound."""
+    """Return the smaller number; `one` if `two` is NaN."""
     return two if two < one else one
 
 
 MOST = 2**14
-"""Pairs of columns of a row that are bounded one by one, in one kernel."""
+"""Most pairs of columns of a row that are bounded one by one, in one kernel."""
 
 
 def order_margins(
     pair: AffineForms, k: int, known: tuple[Box, Box] | None = None, factor: float = 1.0
 ) -> Tensor:
-    """Bound from below how far k columns stay above all others, in every row of the output.
+    """Return lower bounds of the margin of k columns above all others, for every row of the output.
 
     A positive margin shows that all runs of both kernels, on every input of the region, have the
     same set of k largest columns in this row.
 
     Args:
         pair: both kernels.
-        k: how many columns; where the row has not more than k, nothing is shown.
+        k: the number of columns; a row of at most k columns has no margin.
         known: boxes of the output in the training and the inference kernel, if there are any.
-        factor: by how much the widths of all bounds are enlarged.
+        factor: the factor by which the widths of all bounds are enlarged.
 
     Returns:
         One number for each row; -infinity where there is no bound.
@@ -244,7 +244,7 @@ class Values:
 
     @property
     def reference(self) -> Tensor:
-        """Return the output without roundings, about."""
+        """Return the output of the reference run."""
         return self.entry.reference
 
     def elements(self, row: Row, columns: Tensor) -> Box:
@@ -308,7 +308,7 @@ def _open(lo: Tensor, hi: Tensor, chosen: Tensor, others: Tensor) -> tuple[Tenso
 def _settled(
     lo: Tensor, hi: Tensor, chosen: Tensor, others: Tensor, inside: Tensor, outside: Tensor
 ) -> Tensor:
-    """Bound the least difference of the pairs of which one column is not open."""
+    """Bound the least difference of the pairs that have a column which is not open."""
     above, below = lo.clone(), hi.clone()
     above[inside], below[outside] = torch.inf, -torch.inf
     one = above[chosen].amin() - hi[others].amax()

@@ -1,4 +1,4 @@
-"""Walk a block graph and bound every node."""
+"""Walk a block graph in the interval domain and bound every node."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ from kcdsl_backends.drift.ops.view import refuse_uncached
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What was found: the state of the output, and for every computed node the largest magnitudes.
-
-    `witness` maps a node to (largest |training value|, largest |drift|).
+    """The state of the output, and `witness`: (largest |training value|, largest |drift|) of every
+    computed node.
     """
 
     output: State
@@ -49,9 +48,9 @@ def propagate(
         graph: the block.
         kernels: both kernels' rounding and stored parameters.
         centre: [T, D] float64, the values of a float32 tensor; None for a block on token ids.
-            Where `kernels.rows` says so the graph stands for any number of rows; then [1, D].
+            [1, D] if `kernels.rows` is given, and the graph is read at any number of rows.
         radius: broadcastable to [T, D], float64, >= 0.
-        entering: how the states that both kernels read may differ.
+        entering: the difference of the states that both kernels read.
 
     Raises:
         NoBound: no finite bound exists (overflow reachable, variance may vanish, ...).
@@ -73,9 +72,9 @@ def kernel_boxes(
     radius: Tensor,
     entering: Entering = ALONE,
 ) -> tuple[dict[str, Box], dict[str, Box]]:
-    """Return where the training and the inference kernel's results lie, by node.
+    """Return the boxes of the training and the inference kernel's results, by node.
 
-    Nodes from the first on that has no bound are left out; arguments are those of `propagate`.
+    They end before the first node without a bound; arguments are those of `propagate`.
     """
     train: dict[str, Box] = {}
     infer: dict[str, Box] = {}
@@ -97,7 +96,7 @@ def states(
 ) -> Iterator[tuple[Node, State]]:
     """Yield every computed node with its state; arguments and errors are those of `propagate`.
 
-    What nobody reads any more is dropped."""
+    A state is dropped after its last reader."""
     refuse_uncached(graph, kernels.train.numerics, kernels.infer.numerics)
     nodes = {node.name: node for node in graph.nodes}
     kernels = replace(kernels, handed=entering.drift is not None)
@@ -142,9 +141,9 @@ def drifting_input(
     drift: Box,
     apart: tuple[Apart, Apart] = (None, None),
 ) -> State:
-    """Return the state of a block input that another block formed: what the training kernel reads
-    lies in the region, what the inference kernel reads is off by `drift`; neither stores it again.
-    Readings of either are versions of one value, up to `apart` from it.
+    """Return the state of a block input that another block computed. The training kernel's input
+    lies in the region, the inference kernel's differs from it by `drift`; neither stores it again.
+    Readings of either are up to `apart` from their common value.
     """
     if centre is None or not tuple(centre.shape) == tuple(node.shape) == tuple(drift.shape):
         raise NoBound(node.name, "the region does not have the shape of the block's input")
@@ -153,7 +152,7 @@ def drifting_input(
 
 
 def _all_rows(node: Node, kernels: Kernels, centre: Tensor | None) -> Tensor | None:
-    """Return the centre of every row of the graph; at any length there is one for all."""
+    """Return the centre of every row of the graph; at any length all rows have the same one."""
     if kernels.rows is None or centre is None:
         return centre
     if tuple(centre.shape) != (1, node.shape[-1]):
@@ -162,7 +161,7 @@ def _all_rows(node: Node, kernels: Kernels, centre: Tensor | None) -> Tensor | N
 
 
 def _last_uses(graph: BlockGraph) -> dict[int, tuple[str, ...]]:
-    """Return, for each position, the nodes that nobody reads after it."""
+    """Return for each position the nodes whose last reader is there."""
     last: dict[str, int] = {}
     for position, node in enumerate(graph.nodes):
         for name in node.inputs:
@@ -190,7 +189,7 @@ def block_input(node: Node, kernels: Kernels, centre: Tensor | None, radius: Ten
         stored = StoredResult(exact, Box(zero, zero))
         if form.coarse:
             stored = kernel.store(exact, zero, form, node.name, kernel.inner(False))
-        found.append(replace(stored, apart=None))  # stored once, before anything reads it
+        found.append(replace(stored, apart=None))  # stored once, before the first reader
     state = combine(node.name, Box(zero, zero), *found)
     return state if any(form.coarse for form in forms) else replace(state, errors=None)
 

@@ -1,5 +1,5 @@
-"""Linear bounds of both kernels' difference (docs/proofs/difference-planes.md); slopes of ReLU
-searched by descent, and the hints about them that stand in a proof."""
+"""Linear bounds of both kernels' difference (docs/proofs/difference-planes.md), the search for
+slopes of ReLU by gradient descent, and the hints of a proof about them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Enough = Callable[[State], bool]
 
 @dataclass(frozen=True, slots=True)
 class LinearFound:
-    """What planes say of a block: the output's boxes, sizes of nodes, and the hints of a proof.
+    """The bounds of a block by planes: the output's boxes, sizes of nodes, and a proof's hints.
 
     `witness` has, for every computed node, (largest size, largest drift).
     """
@@ -57,8 +57,8 @@ def linear_bounds(
         kernels: both kernels' rounding and stored parameters.
         centre: [T, D] float64; None for a block on token ids.
         radius: broadcastable to [T, D], float64, >= 0.
-        effort: how much is spent on slopes of elements of the output.
-        enough: says of the output's boxes that smaller ones are of no use.
+        effort: the effort of the search for slopes of elements of the output.
+        enough: returns whether the output's boxes are small enough, so that no search is needed.
 
     Raises:
         NoBound: no finite bound exists.
@@ -75,7 +75,7 @@ def linear_bounds(
 def linear_walk(
     graph: BlockGraph, kernels: Kernels, centre: Tensor | None, radius: Tensor
 ) -> LinearRun:
-    """Bound every node and return the walk, whose tape bounds any functional; see `drift`."""
+    """Bound every node and return the walk, whose tape bounds any functional."""
     if kernels.rows is not None:
         raise NoBound(graph.output, "planes do not cover sequences of any length")
     if kernels.ball is not None:
@@ -114,7 +114,7 @@ def _follow(run: LinearRun, node: Node) -> None:
 
 
 def _sharpen(run: LinearRun, node: Node) -> None:
-    """Meet the boxes of a computed node with what functionals of its elements show, once."""
+    """Meet the boxes of a computed node with bounds of functionals of its elements, once."""
     if not isinstance(run.known.get(node.name), State) or (node.name, "drift") in run.met:
         return
     index = run.index[node.name]
@@ -157,20 +157,21 @@ def _witness(run: LinearRun) -> dict[str, tuple[float, float]]:
 
 
 MOST = 2**36
-"""Multiplications up to which planes are tried unasked: half a minute of a core."""
+"""Most multiplications for which planes are tried by default: half a minute of a core."""
 _PASSES = {"softmax": 3, "layer_norm": 6, "rms_norm": 4}
-"""Batches of functionals, one for each element, that operations make beside those of section 5."""
+"""Batches of functionals, one per element, that operations need besides those of section 5."""
 
 
 def cheap(graph: BlockGraph) -> bool:
-    """Say whether planes of a block take seconds rather than many minutes."""
+    """Return whether the cost of planes of a block is at most `MOST`."""
     return cost(graph) <= MOST
 
 
 def cost(graph: BlockGraph) -> int:
-    """Return about how many multiplications the functionals of all elements take.
+    """Return an estimate of the multiplications that the functionals of all elements take.
 
-    Each goes back through the linears before it: of one row, or behind a product of all rows.
+    Each is propagated back through the linears before it: of its row, or of all rows before a
+    product of rows.
     """
     shapes = {node.name: node.shape for node in graph.nodes}
     linears = [node.shape for node in graph.nodes if node.op == "linear"]
@@ -195,17 +196,17 @@ def cost(graph: BlockGraph) -> int:
 
 Side = Literal["below", "above"]
 _GAIN = 1 - 2.0**-10
-"""Slopes of its own are kept for an element whose bound they lower by this factor."""
+"""An element's own slopes are kept if they lower its bound by this factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlopeEffort:
-    """How much is spent on slopes of elements of the output.
+    """The effort of the search for slopes of elements of the output.
 
-    Steps of the search (0: none), how far the first one goes, how many elements are searched on
-    both sides together, how many numbers the slopes that are kept may have in all, and how many are
-    moved at a time. With `limit`, only elements whose drift may exceed it in size are searched,
-    and none if they are too many.
+    `steps` of the search (0: none), the `rate` of the first one, the `most` elements searched on
+    both sides together, the most numbers of slopes `kept` in all, and optimised `at_once`. With
+    `limit`, only elements whose |drift| may exceed it are searched, and none if there are more than
+    `most`.
     """
 
     steps: int = 40
@@ -226,7 +227,7 @@ class Searched:
 
 
 def search(tape: LinearTape, index: int, effort: SlopeEffort) -> tuple[Box, tuple[Searched, ...]]:
-    """Lower bounds of elements of the drift of an entry; return its box and the slopes that do."""
+    """Tighten bounds of elements of an entry's drift; return its box and the slopes for it."""
     drift = tape.entries[index].drift
     low, high = (end.clone(memory_format=torch.contiguous_format) for end in (drift.lo, drift.hi))
     planes = tape.split(index)
@@ -291,7 +292,7 @@ def _unit_functionals(drift: Box, elements: Sequence[int], side: Side) -> Functi
 def _descend(
     tape: LinearTape, index: int, functional: Functional, effort: SlopeEffort
 ) -> tuple[Tensor, Slopes]:
-    """Return the least upper bounds [B] that were found, and their slopes in float32."""
+    """Return the least upper bounds [B] of the descent, and their slopes in float32."""
     count, planes = functional.count, tape.split(index)
     starts: dict[int, tuple[tuple[Tensor, Tensor], ...]] = {}
     moves: dict[int, list[Tensor]] = {}
@@ -323,7 +324,7 @@ def _descend(
         better = torch.ones_like(reached, dtype=torch.bool) if best is None else reached < best
         best = reached if best is None else torch.where(better, reached, best)
         chosen = {i: _either(better, now[i], chosen.get(i, now[i])) for i in planes}
-        if not total.requires_grad:  # nothing that is bent matters here
+        if not total.requires_grad:  # the bounds depend on no slope
             break
         if step < effort.steps and total.requires_grad:
             gradients = torch.autograd.grad(total.sum(), flat, allow_unused=True)
@@ -338,13 +339,13 @@ def _descend(
 def _either(
     better: Tensor, now: tuple[Tensor, ...], before: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Return the slopes of now where they are better."""
+    """Return the slopes `now` where `better`, else those `before`."""
     wide = better.reshape(-1, *(1 for _ in now[0].shape[1:]))
     return tuple(torch.where(wide, a, b) for a, b in zip(now, before, strict=True))
 
 
 def _packed(tape: LinearTape, planes: tuple[int, ...], slopes: Slopes, k: int) -> Tensor:
-    """Return the slopes of one functional at the elements that are bent, [6, elements]."""
+    """Return the slopes of one functional at elements of open sign, [6, elements]."""
     parts = []
     for i in planes:
         these = tape.entries[i].planes
@@ -356,8 +357,8 @@ def _packed(tape: LinearTape, planes: tuple[int, ...], slopes: Slopes, k: int) -
 def hints_of(run: LinearRun, searched: Sequence[Searched]) -> dict[str, Any]:
     """Return the hints of a walk as plain data; arrays are numpy's.
 
-    Rows of the nodes that were met with their functionals, the slopes of every ReLU at the elements
-    whose sign is open, and those of single elements of the output.
+    They are the rows of nodes that functionals tightened, the slopes of every ReLU at elements of
+    open sign, and those of single elements of the output.
     """
     met = [
         {"of": name, "unknown": unknown, "rows": rows}

@@ -1,4 +1,4 @@
-"""Blocks that are ReLU networks of each row: their layers in both kernels, and boxes that are split
+"""Blocks that are ReLU networks of each row: their layers in both kernels, and trees of boxes
 (section 9 of docs/proofs/difference-planes.md)."""
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kcdsl_backends.drift.ops.quantised.inputs import activation_error
 from kcdsl_backends.process import threads_for
 
 MOST_BOXES = 2**16
-"""Boxes that are bounded for one case."""
+"""Most boxes that are bounded for one case."""
 MOST = 2**36
-"""Multiplications for one case that is split unasked: half a minute of a core."""
+"""Most multiplications for one case that is split by default: half a minute of a core."""
 FEWEST = 64
-"""Boxes below which splitting unasked is not begun."""
+"""A case is not split by default if `MOST` allows fewer boxes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRoundings:
-    """How far results may be from exact ones in the training kernel, and how far this may be apart
-    in both [R, n]."""
+    """Bounds [R, n] of the training kernel's rounding error (`loose`), and of the difference of the
+    errors of both kernels (`apart`)."""
 
     loose: Tensor
     apart: Tensor
@@ -42,7 +42,7 @@ class LayerRoundings:
         return LayerRoundings(up(self.loose + loose), up(self.apart + apart))
 
     def through(self, weight: Parameter) -> LayerRoundings:
-        """Return what a linear makes of them."""
+        """Return the errors after a linear."""
         loose = magnitude_product(self.loose, weight.train.abs().T)
         apart = magnitude_product(self.apart, weight.infer.abs().T)
         across = magnitude_product(self.loose, weight.difference.mag().T)
@@ -51,7 +51,7 @@ class LayerRoundings:
 
 @dataclass(frozen=True, slots=True)
 class KernelLayer:
-    """A linear in the training and the inference kernel, and what both round up to its ReLU."""
+    """A linear in the training and the inference kernel, and the roundings up to its ReLU."""
 
     train: tuple[Tensor, Tensor]
     """Weight [out, in] and bias [out], float64."""
@@ -74,7 +74,7 @@ class ReluNetwork:
 
     @property
     def cost(self) -> int:
-        """Return about how many multiplications the bounds of one box take."""
+        """Return an estimate of the multiplications that the bounds of one box take."""
         total, behind = 0, 0
         for layer in self.layers:
             behind += layer.train[0].numel()
@@ -82,8 +82,8 @@ class ReluNetwork:
         return total
 
     def shares(self, row: int, point: Sequence[Fraction]) -> tuple[float, ...]:
-        """Return an input whose row is a point, the others at the centre: all elements as shares of
-        the radius from the centre."""
+        """Return the input with `point` as its row, and the centre in all others; elements are
+        given relative to the centre, in units of the radius."""
         found: list[float] = []
         for k, (low, high) in enumerate(zip(self.low, self.high, strict=True)):
             if k != row:
@@ -95,14 +95,14 @@ class ReluNetwork:
         return tuple(found)
 
     def split(self, limit: float, factor: float, most: int) -> tuple[SplitDecision, ...]:
-        """Split the box of each row in turn until no drift in it can be as large as a limit.
+        """Split the box of each row in turn until every drift in it is below a limit.
 
-        The last decision is not "proved" where that is not so in some row.
+        If a row fails, the last decision is not "proved".
 
         Args:
             limit: above 0.
-            factor: by which roundings are multiplied, since another program bounds them too.
-            most: boxes for all rows together.
+            factor: multiplies roundings, as the checker's bounds of them may be larger.
+            most: limit of the boxes for all rows together.
         """
         networks = [layer.train for layer in self.layers], [layer.infer for layer in self.layers]
         outputs, inputs = self.layers[-1].train[0].shape[0], len(self.low[0])
@@ -133,18 +133,18 @@ class ReluNetwork:
 def relu_network(
     graph: BlockGraph, kernels: Kernels, centre: Tensor | None, radius: Tensor
 ) -> ReluNetwork:
-    """Return the layers of a block, with what both kernels round on a box of its input.
+    """Return the layers of a block, with the roundings of both kernels on a box of its input.
 
     The interval domain bounds the roundings on the whole box, so on each part of it (Rule 9.7).
 
     Args:
         graph: the block.
         kernels: both kernels' rounding and stored parameters.
-        centre: [T, D] float64; None for a block on token ids, which is no such network.
+        centre: [T, D] float64; None for a block on token ids, which is refused.
         radius: broadcastable to [T, D], float64, >= 0.
 
     Raises:
-        NoBound: the block is no such network, or the interval domain has no bound.
+        NoBound: the block is no ReLU network of rows, or the interval domain has no bound.
     """
     if centre is None:
         raise NoBound(graph.output, "token ids are no box that can be split")
@@ -177,7 +177,7 @@ def relu_network(
 
 
 def _refuse_branches(graph: BlockGraph) -> None:
-    """Refuse a graph in which some node does not read the one before it, and no other."""
+    """Refuse a graph unless every node reads the one before it and no other."""
     before, known = None, {node.name for node in graph.nodes if node.op in _KNOWN}
     for node in graph.nodes:
         if node.name in known:
@@ -192,12 +192,12 @@ def _refuse_branches(graph: BlockGraph) -> None:
 
 @dataclass(slots=True)
 class _Reading:
-    """The layers up to a node; the last is open where no ReLU followed it yet."""
+    """The layers up to a node; the last is open until a ReLU follows it."""
 
     kernels: Kernels
     nodes: Mapping[str, Node]
     before: LayerRoundings
-    """What results behind the last ReLU are off by."""
+    """Errors of the results after the last ReLU."""
     layers: list[KernelLayer] = field(default_factory=list)
     open: bool = False
 
@@ -222,7 +222,7 @@ class _Reading:
                 raise NoBound(node.name, "the block is no chain of linears and ReLU")
 
     def store(self, node: Node, state: State) -> None:
-        """Count what storing the result of a node adds (Rule 2.4)."""
+        """Add the error of storing the result of a node (Rule 2.4)."""
         if state.errors is None:
             assert node.op in ("input", "cast"), node.op  # which no kernel may store
             return
@@ -233,7 +233,7 @@ class _Reading:
             self.before = self.before.plus(*state.errors)
 
     def close(self) -> None:
-        """End a layer; where there is no linear, it is the identity."""
+        """End a layer; one without a linear is the identity."""
         if not self.open:
             size = self.before.loose.shape[1]
             eye = torch.eye(size, dtype=torch.float64, device=self.before.loose.device)
@@ -265,7 +265,7 @@ class _Reading:
         self.open = True
 
     def _add(self, node: Node) -> None:
-        """Add known numbers [out] to the bias of a linear."""
+        """Add a parameter or constant [out] to the bias of a linear."""
         known = [name for name in node.inputs if self.nodes[name].op in _KNOWN]
         last = self.layers[-1]
         size = len(last.train[1])

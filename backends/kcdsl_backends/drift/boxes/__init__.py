@@ -1,6 +1,6 @@
-"""Boxes: elementwise float64 intervals that round outward; reasons why there is no bound.
+"""Boxes: elementwise float64 intervals that round outward, and refusals without a finite bound.
 
-An operation on exact operands is formed in round-to-nearest float64 and then pushed outward: by one
+An operation on exact operands is computed in round-to-nearest float64 and moved outward: by one
 unit in the last place for a single operation, by an a-priori bound γ·Σ|terms| for sums and products
 of many terms (docs/proofs/relational-interval.md, section 7). Tensors may live on any torch device.
 """
@@ -20,7 +20,7 @@ from kcdsl.model.numerics.formats import Format
 
 
 class NoBound(Exception):
-    """No finite bound exists for this node; never to be read as a small one."""
+    """No finite bound exists for this node."""
 
     def __init__(self, node: str, reason: str) -> None:
         self.node = node
@@ -42,10 +42,10 @@ def refuse_wide(nodes: Mapping[str, Node], node: Node, numerics: Numerics) -> No
 def refuse_overflow(node: str, size: Tensor, form: Format, which: str = "") -> None:
     """Refuse magnitudes that may exceed the largest finite number of a format, or that are NaN.
 
-    `which` says what the elements are of, where that is not the result of the node.
+    `which` names the tensor if it is not the result of the node.
 
     Raises:
-        NoBound: with the element that is largest.
+        NoBound: naming the largest element.
     """
     if bool((size <= form.largest).all()):
         return
@@ -56,7 +56,7 @@ def refuse_unbounded_sums(node: str, error: Tensor, form: Format) -> None:
     """Refuse sums whose error in the format of the accumulator has no bound.
 
     Raises:
-        NoBound: with the first such element.
+        NoBound: naming the first such element.
     """
     if bool(torch.isfinite(error).all()):
         return
@@ -67,7 +67,7 @@ def refuse_unbounded_sums(node: str, error: Tensor, form: Format) -> None:
 
 
 def overflow(node: str, size: Tensor, what: str) -> NoBound:
-    """Return that an overflow is reachable, at the element where `size` is largest."""
+    """Return the error that an overflow is reachable, at the element where `size` is largest."""
     flat = int(torch.nan_to_num(size, nan=torch.inf).argmax())
     index = [int(i) for i in torch.unravel_index(torch.tensor(flat), size.shape)]
     return NoBound(node, f"overflow reachable: element {index}{what}")
@@ -129,7 +129,7 @@ class Box:
 
     @property
     def is_point(self) -> bool:
-        """Say whether both ends coincide everywhere."""
+        """Return whether both ends coincide everywhere."""
         return self.lo is self.hi or bool((self.lo == self.hi).all())
 
     def mag(self) -> Tensor:
@@ -204,7 +204,7 @@ class Box:
 
 
 def _sum_up(a: Tensor, b: Tensor) -> Tensor:
-    """Return a + b, rounded up where it is no float64."""
+    """Return a + b, rounded up unless it is exact in float64."""
     total = a + b
     part = total - a
     rest = (a - (total - part)) + (b - part)
@@ -213,10 +213,10 @@ def _sum_up(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """The right factor of products of matrices, all tensors z with |z - middle| <= radius: prepared
-    once for every product that reads it.
+    """The right factor of matrix products, all tensors z with |z - middle| <= radius, prepared once
+    for all products that read it.
 
-    `radius` is None for one tensor alone; `size` is at least |z|, and |z| where there is one alone.
+    `radius` is None for a single tensor; `size` is at least |z|, and equal for a single tensor.
     """
 
     middle: Tensor
@@ -272,4 +272,4 @@ def exclusive_max(values: Tensor) -> Tensor:
 
 
 SAFE = 1.0 + 2.0**-40
-"""More than the relative error of sums of up to 4,000 non-negative terms."""
+"""Bounds 1 + the relative error of sums of up to 4,000 non-negative terms."""

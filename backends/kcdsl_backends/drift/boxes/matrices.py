@@ -1,5 +1,5 @@
-"""Large matrices of weights: kept in the narrowest format that has their numbers, and made float64
-some rows at a time when they are multiplied."""
+"""Large matrices of weights: stored in the narrowest format that holds their numbers, and converted
+to float64 some rows at a time when they are multiplied."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 KEPT_WIDE = 2**21
-"""Numbers of a matrix up to which it is kept as float64; about so many are made float64 at a time
-of a larger one."""
+"""Most numbers of a matrix that is kept as float64; of a larger one about as many are converted to
+float64 at a time."""
 
 
 def narrowest(value: Tensor) -> Tensor:
-    """Return float32 numbers in a format of 16 bits where it has them all."""
+    """Return float32 numbers in a 16-bit format if it holds all of them."""
     for kind in (torch.bfloat16, torch.float16):
         narrow = value.to(kind)
         if torch.equal(narrow.to(value.dtype), value):
@@ -25,7 +25,7 @@ def narrowest(value: Tensor) -> Tensor:
 
 
 def row_parts(weight: Tensor) -> Iterator[Tensor]:
-    """Yield a matrix as float64: whole where it is kept so, else some rows at a time."""
+    """Yield a matrix as float64: whole if it is kept as float64, else some rows at a time."""
     if weight.dtype == torch.float64:
         yield weight
         return
@@ -49,7 +49,7 @@ def products(weight: Tensor, left: Tensor, *sizes: Tensor) -> list[Tensor]:
 
 
 def joined(parts: list[list[Tensor]]) -> list[Tensor]:
-    """Return results of parts of the rows of a weight as those of all of its rows."""
+    """Concatenate results for parts of the rows of a weight to those for all rows."""
     return [torch.cat(each, -1) for each in zip(*parts, strict=True)]
 
 
@@ -61,7 +61,7 @@ class Magnitudes:
 
     @staticmethod
     def of(weight: Tensor) -> Tensor | Magnitudes:
-        """Return the magnitudes of a matrix as it is kept: float64 where that is."""
+        """Return the magnitudes of a matrix: a float64 tensor if the matrix is one."""
         return weight.abs().T if weight.dtype == torch.float64 else Magnitudes(weight)
 
     def __getitem__(self, place: tuple[EllipsisType, slice, slice]) -> Tensor:

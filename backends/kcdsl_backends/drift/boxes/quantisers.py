@@ -21,13 +21,13 @@ from kcdsl_backends.drift.boxes import Box, NoBound, down, overflow, up
 from kcdsl_backends.drift.boxes.rounding import Rounding, StoredResult, power_of_two
 
 SLACK = 2.0**-22
-"""More than the relative roundings of a ratio and of a product together."""
+"""Bounds the relative error of a float32 ratio and product together."""
 _WIDER = 1.0 + 2.0**-20
 
 
 @dataclass(frozen=True, slots=True)
 class Tops:
-    """The largest code above zero, and below zero without its sign, from least to greatest."""
+    """Boxes of the last code above zero, and of the magnitude of the last code below zero."""
 
     above: Box
     below: Box
@@ -35,9 +35,9 @@ class Tops:
 
 @dataclass(frozen=True, slots=True)
 class Quantiser:
-    """What is known of the quantisers of all elements of a box.
+    """The quantisers of all elements of a box.
 
-    `scale` from 0 where it may be 0. `ratio` forms x/s for x >= 0, pushed to one side.
+    The box `scale` starts at 0 where a scale may be 0. `ratio` bounds x/s from one side, x >= 0.
     """
 
     form: CodeFormat
@@ -51,8 +51,8 @@ Ratio = Callable[[Tensor, Tensor, Push], Tensor]
 
 
 def code_error(form: CodeFormat, size: Tensor, scale: Tensor, *, least: bool = True) -> Tensor:
-    """Return how far a code times its scale may be from a number of at most this size, where none
-    is cut off; `least`: by no more than the number itself."""
+    """Return the quantisation error of numbers of at most this size, without saturation; `least`:
+    it is at most the number itself."""
     if form.integer:
         step = torch.minimum(size, scale / 2) if least else scale / 2
         return (step + size * 2.0**-20) * _WIDER
@@ -76,7 +76,7 @@ def quantiser(x: Box, spec: Activations, weight: str, node: str) -> Quantiser:
 
     Args:
         weight: the weight of the linear, whose input may have a static scale.
-        node: whom to name where there is none.
+        node: the node to name in errors.
 
     Raises:
         NoBound: there is no static scale, or the input may exceed it.
@@ -84,7 +84,7 @@ def quantiser(x: Box, spec: Activations, weight: str, node: str) -> Quantiser:
     if spec.static:
         return static_quantiser(x, spec, weight, node)
     form = spec.codes
-    if spec.nested:  # the multiple may be cut to 0, so no code is known
+    if spec.nested:  # the multiple may round to 0, so codes are unknown
         _, most = nested_scales(x, spec, weight, node)
         return known_steps(form, x, Box(torch.zeros_like(most), most))
     refuse_batch(x, spec, node)
@@ -105,16 +105,16 @@ def _tops(like: Tensor, above: float, below: float) -> Tops:
 
 
 def refuse_batch(x: Box, spec: Activations, node: str) -> None:
-    """Raise NoBound where an element may be larger than any of a batch is said to be."""
+    """Raise NoBound where an element may exceed the stated amax of a batch."""
     if not spec.batch_amax or bool((x.mag() <= spec.batch_amax).all()):
         return
     raise overflow(node, x.mag(), f" of the input may exceed {spec.batch_amax:g} (batch_amax)")
 
 
 def scale_range(x: Box, spec: Activations) -> Box:
-    """Return between which numbers the dynamic scale of each element lies; from 0 where it may be.
+    """Return a box of the dynamic scale of each element, from 0 where it may be 0.
 
-    The largest magnitude of a group is at least that of the element which is surely far from 0.
+    The largest magnitude of a group is at least the greatest lower bound of its elements'.
     """
     form, layout = spec.codes, spec.layout
     if layout is None:
@@ -138,12 +138,12 @@ def scale_range(x: Box, spec: Activations) -> Box:
 
 
 def nested_scales(x: Box, spec: Activations, weight: str, node: str) -> tuple[Tensor, Tensor]:
-    """Return what the scale s of the tensor and the scale m·s of each group do not exceed.
+    """Return upper bounds of the scale s of the tensor and of the scale m·s of each group.
 
     m is within 1/16 of amax/(divisor·s), or 2^-6 where that is less.
 
     Raises:
-        NoBound: as `static_scale`.
+        NoBound: as `static_scale` does.
     """
     form, magnitude = spec.codes, x.mag()
     if spec.input_scale:
@@ -157,7 +157,7 @@ def nested_scales(x: Box, spec: Activations, weight: str, node: str) -> tuple[Te
 def _ends(
     x: Box, layout: ScaleLayout | None
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return how far below and above zero a group reaches, each from least to most."""
+    """Return lower and upper bounds of max(0, -min) and of max(0, max) of a group."""
     low = group_maximum((-x.hi).clamp_min(0), layout), group_maximum((-x.lo).clamp_min(0), layout)
     high = group_maximum(x.lo.clamp_min(0), layout), group_maximum(x.hi.clamp_min(0), layout)
     return low, high
@@ -188,7 +188,7 @@ def static_scale(x: Tensor, spec: Activations, weight: str, node: str) -> Tensor
     """Return the static scale of every element of the input of a linear.
 
     Raises:
-        NoBound: the linear has none, or as many as its input has no channels.
+        NoBound: the linear has none, or another number than its input has channels.
     """
     found = spec.calibrated(weight)
     if found is None:
@@ -203,17 +203,17 @@ def static_scale(x: Tensor, spec: Activations, weight: str, node: str) -> Tensor
 
 
 def static_quantiser(x: Box, spec: Activations, weight: str, node: str) -> Quantiser:
-    """Return the quantiser of a static scale, which holds the whole box.
+    """Return the quantiser of a static scale, whose codes cover the whole box.
 
     Raises:
-        NoBound: as `static_scale`, or some element may be beyond the last code.
+        NoBound: as `static_scale` does, or some element may be beyond the last code.
     """
     scale, form = static_scale(x.lo, spec, weight, node), spec.codes
     zero, found = 0, spec.calibrated(weight)
     if form.zero_point and found is not None:
         zero = found.zero_point
     tops = _tops(x.lo, form.above - zero, zero if form.zero_point else form.below)
-    # to half a step beyond the last integer a code is off by no more than elsewhere
+    # up to half a step beyond the last integer the error is at most half a step
     beyond = 0.5 if form.integer else 0.0
     high = (tops.above.lo + beyond) * scale * (1 + SLACK)
     low = (tops.below.lo + beyond) * scale * (1 + SLACK)
@@ -233,7 +233,7 @@ def single(x: Tensor) -> Tensor:
 
 
 def quotient(a: Tensor, b: Tensor, push: Push) -> Tensor:
-    """Return float32(a/b) for a float32 b, or where a is no float32 number its bound from one side.
+    """Return float32(a/b) for a float32 b; if a is not float32, a bound of it from one side.
 
     The quotient of two float32 numbers, rounded to float64 first, is that rounded once.
     """
@@ -242,36 +242,36 @@ def quotient(a: Tensor, b: Tensor, push: Push) -> Tensor:
 
 
 def reciprocal(a: Tensor, b: Tensor, push: Push) -> Tensor:
-    """Return float32(a·float32(1/b)) likewise; the product of float32 numbers is a float64 one."""
+    """Return float32(a·float32(1/b)) likewise; products of float32 numbers are exact in float64."""
     product = a * single(1.0 / b)
     return single(torch.where(single(a) == a, product, push(product))).clamp_min(0)
 
 
 def either(a: Tensor, b: Tensor, push: Push) -> Tensor:
-    """Return a bound from one side of a/b, as a quotient or a product with 1/b may be rounded."""
+    """Return a bound from one side of both the rounded quotient a/b and product with 1/b."""
     return (a / b * (1 - SLACK if push is down else 1 + SLACK)).clamp_min(0)
 
 
 def divided_by(form: CodeFormat) -> Ratio:
-    """Return how a kernel divides by a dynamic scale."""
+    """Return the ratio by which a kernel divides by a dynamic scale."""
     return reciprocal if form.reciprocal else quotient
 
 
 def _added(a: Tensor, b: Tensor, push: Push) -> Tensor:
-    """Return float32(a + b), or where that is not known its bound from one side."""
+    """Return float32(a + b) of float32 numbers, else a bound of it from one side."""
     total = a + b
     known = (total - a == b) & (total - b == a) & (single(a) == a) & (single(b) == b)
     return single(torch.where(known, total, push(total))).clamp_min(0)
 
 
 def _floor(amax: Tensor, shift: int) -> Tensor:
-    """Return 2^(floor(log2 amax) - shift), the exponent within that of E8M0."""
+    """Return 2^(floor(log2 amax) - shift), with the exponent in the range of E8M0."""
     _, exponent = torch.frexp(amax)
     return power_of_two((exponent - 1 - shift).clamp(*E8M0_EXPONENTS))
 
 
 def _ceil(scale: Tensor) -> Tensor:
-    """Return the least power of two that is no smaller, within the range of E8M0."""
+    """Return the least power of two that is not smaller, within the range of E8M0."""
     fraction, exponent = torch.frexp(scale)
     power = torch.where(fraction == 0.5, exponent - 1, exponent)
     return power_of_two(power.clamp(*E8M0_EXPONENTS))
@@ -280,12 +280,12 @@ def _ceil(scale: Tensor) -> Tensor:
 ROUNDING = 2.0**-24
 """Relative error of one rounding to float32."""
 LEAST_SCALE = 2.0**-100
-"""Below it products of scales with codes may be subnormal, and lose more than `SLACK`."""
+"""Below it products of scales with codes may be subnormal, with larger errors than `SLACK`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """The least and the greatest code that numbers may get (float64, on the grid)."""
+    """The least and the greatest possible code (float64, on the grid)."""
 
     low: Tensor
     high: Tensor
@@ -294,12 +294,12 @@ class Codes:
 def scale_steps(
     x: Box, kernel: Rounding, weight: str, node: str
 ) -> tuple[Quantiser, Tensor] | None:
-    """Return the quantiser of the input of a linear, and where it is known to be a step function.
+    """Return the quantiser of the input of a linear, and where it is a known step function.
 
-    Elsewhere its scale is put to 1. None where casts are free.
+    Elsewhere its scale is set to 1. None if casts are free.
 
     Raises:
-        NoBound: as `quantiser`.
+        NoBound: as `quantiser` does.
     """
     if kernel.free:
         return None
@@ -311,7 +311,7 @@ def scale_steps(
 
 
 def codes(v: Box, by: Quantiser) -> Codes:
-    """Return the codes q(v/s) that numbers in v may get with scales s > 0."""
+    """Return the range of codes q(v/s) of numbers in v with scales s > 0."""
     scale, above, below = by.scale, by.tops.above, by.tops.below
     return Codes(
         torch.where(
@@ -330,9 +330,9 @@ def codes(v: Box, by: Quantiser) -> Codes:
 def quantised_hull(v: Box, by: Quantiser) -> Box:
     """Return the hull of s·q(v/s) for v and s (> 0) in their boxes, q saturating.
 
-    Up to the roundings of ratios the hull is exact: s·q(v/s) grows with v, and with one code c it
-    is c·s, for the scales s between v/b⁺ and v/b⁻ with which c is met, b⁻ and b⁺ the ends of the
-    numbers that round to c. The ends of the scale are float32 numbers.
+    Up to the roundings of ratios the hull is exact: s·q(v/s) grows with v, and for a code c it is
+    c·s, with the scales s between v/b⁺ and v/b⁻, where [b⁻, b⁺] is the interval that rounds to c.
+    The ends of the scale are float32 numbers.
     """
     tops = by.tops
     return Box(
@@ -350,7 +350,7 @@ def quantised_hull(v: Box, by: Quantiser) -> Box:
 
 
 def _code(v: Tensor, scale: Tensor, top: Tensor, by: Quantiser, push: Push) -> Tensor:
-    """Return the code of v/s for v >= 0, at most `top`, or its bound from one side."""
+    """Return the code of v/s for v >= 0, at most `top`, or a bound of it from one side."""
     ratio = by.ratio(v.clamp_min(0), scale, push)
     return by.form.grid.nearest(torch.minimum(ratio, top))
 
@@ -370,9 +370,9 @@ def _below(code: Tensor, form: Format) -> Tensor:
 def _largest(v: Tensor, top: Tensor, by: Quantiser) -> Tensor:
     """Return the largest s·q(v/s) for v >= 0.
 
-    Up to the code of v/s_h the largest scale serves all. A code c beyond needs s <= v/b⁻, and c/b⁻
-    falls within a binade from its second code on: the first code beyond, and the first second code
-    of a binade, are the only ones that can be best.
+    Up to the code of v/s_h the largest scale gives the maximum. A larger code c needs s <= v/b⁻,
+    and c/b⁻ falls within a binade from its second code on: only the first larger code, and the
+    first code that is the second of its binade, can be the maximum.
     """
     form, scale = by.form.grid, by.scale
     first, last = _code(v, scale.hi, top, by, up), _code(v, scale.lo, top, by, up)
@@ -390,8 +390,9 @@ def _largest(v: Tensor, top: Tensor, by: Quantiser) -> Tensor:
 def _least(v: Tensor, top: Tensor, by: Quantiser) -> Tensor:
     """Return the least s·q(v/s) for v >= 0.
 
-    From the code of v/s_l on the least scale serves all. A code c before needs s >= v/b⁺, and c/b⁺
-    grows within a binade: the first code, and the first binade's begin after it, can be best.
+    From the code of v/s_l on the least scale gives the minimum. A smaller code c needs s >= v/b⁺,
+    and c/b⁺ grows within a binade: only the first code, and the start of the first binade after it,
+    can be the minimum.
     """
     form, scale = by.form.grid, by.scale
     first, last = _code(v, scale.hi, top, by, down), _code(v, scale.lo, top, by, down)
@@ -405,7 +406,7 @@ def _least(v: Tensor, top: Tensor, by: Quantiser) -> Tensor:
 
 
 def _binade(code: Tensor, form: Format) -> Tensor:
-    """Return the power of two at the begin of a code's binade; subnormal codes: the first one."""
+    """Return the power of two at the start of a code's binade; of the first one for subnormals."""
     _, exponent = torch.frexp(code.clamp_min(2.0**form.min_exponent))
     return power_of_two(exponent - 1)
 
@@ -413,12 +414,12 @@ def _binade(code: Tensor, form: Format) -> Tensor:
 def quantiser_steps(
     x: Box, error: Tensor, kernel: Rounding, weight: str = "", node: str = ""
 ) -> StoredResult | None:
-    """Return the quantised values and their errors, each met with what `error` (Q) says.
+    """Return the quantised values and their errors, each met with the bound `error` (Q).
 
-    None where the kernel's quantiser is no known step function, as casts are free.
+    None if casts are free, so that the quantiser is not a known step function.
 
     Raises:
-        NoBound: as `quantiser`.
+        NoBound: as `quantiser` does.
     """
     found = scale_steps(x, kernel, weight, node)
     if found is None:

@@ -22,17 +22,17 @@ from kcdsl_backends.drift.boxes import (
 )
 
 ONCE = frozenset({"linear", "matmul"})
-"""Operations that are computed once, and whose operands are read where they are stored."""
+"""Operations that are computed once, from stored operands."""
 STATISTICS = frozenset({"softmax", "rms_norm", "layer_norm"})
-"""Operations that read their first operand once for sums of rows, and again for the result."""
+"""Operations that read their first operand for sums over rows, and again for the result."""
 _GIVEN = frozenset({"input", "param", "constant", "embedding"})
 Apart = Tensor | None
-"""How far a reading may be from the value of which all readings are versions; None: not at all."""
+"""The largest distance of a reading from the common value of all readings; None: zero."""
 
 
 def reads_twice(node: Node) -> bool:
-    """Say whether an operation reads its first operand twice: for a sum of rows and for the result,
-    or for the sigmoid and the product of a silu that is written out."""
+    """Return whether an operation reads its first operand twice: for sums over rows and for the
+    result, or for the sigmoid and the product of a silu that is written out."""
     return node.op in STATISTICS or _written(node)
 
 
@@ -44,8 +44,8 @@ def several(graph: BlockGraph, *, followed: bool = False) -> frozenset[str]:
     """Return the nodes that are read more than once, or computed again for several readings; with
     `followed` the output is one of them.
 
-    What is computed once is read unrounded only by what is computed with it, element by element,
-    before any sum over a row: all readings by one norm or softmax are the same.
+    A result that is computed once is read unrounded only by operations fused with it, element by
+    element before any sum over a row: all readings by one norm or softmax are equal.
     """
     stored = {graph.output}
     for node in graph.nodes:
@@ -81,7 +81,7 @@ def added(*parts: Apart) -> Apart:
 
 
 def times(part: Apart, factor: Tensor | float) -> Apart:
-    """Return the bound of a multiple, whose factor is at most `factor`."""
+    """Return the distance of readings of a multiple, whose factor is at most `factor`."""
     return None if part is None else part * factor * (1.0 + 2.0**-50) + 2.0**-1000
 
 
@@ -92,9 +92,9 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:
-    """A stored result: where it lies, and where its error against the exact operation lies.
+    """A stored result: boxes of its value and of its error against the exact operation.
 
-    `apart` bounds how far its readings may be from the one of which they are versions.
+    `apart` bounds the distance of its readings from their common value.
     """
 
     value: Box
@@ -108,20 +108,20 @@ class Rounding:
 
     numerics: Numerics
     base: Numerics | None = None
-    """Those of the kernel, where they are others for a node whose format is pinned."""
+    """The kernel's own numerics, if `numerics` are those of a node with a pinned format."""
 
     @property
     def own(self) -> Numerics:
         return self.base or self.numerics
 
     def scalar(self, value: float, form: Format, node: str) -> tuple[float, float]:
-        """Return between which numbers a Python scalar of an operation lies.
+        """Return the least and the greatest value that a kernel may use for a Python scalar.
 
-        A kernel may take it as it is, or round it to the format of the result first; where that is
-        as precise as the arithmetic inside, the error of that counts it.
+        A kernel may use it exactly, or round it to the format of the result first; if that is as
+        precise as the arithmetic inside, the rounding is counted there.
 
         Raises:
-            NoBound: what it is rounded to may be infinite.
+            NoBound: the rounded scalar may be infinite.
         """
         if form.precision >= self.inner(False).precision:
             return value, value
@@ -134,7 +134,7 @@ class Rounding:
         return min(float(end) for end in ends), max(float(end) for end in ends)
 
     def cast(self, x: Box, held: Collection[str], form: Format, node: str) -> StoredResult | None:
-        """Return what storing numbers of some formats in another makes of them; None if nothing.
+        """Return numbers of the formats `held` after storing them in `form`; None if unchanged.
 
         Raises:
             NoBound: they may exceed the largest number of the format.
@@ -146,8 +146,8 @@ class Rounding:
         return self.store(x, torch.zeros_like(x.lo), form, node, widest)
 
     def at(self, node: Node, weight: str = "") -> Self:
-        """Return the constants with which a node is computed; others where its format is pinned, or
-        where it is a linear that has others by the name of its weight.
+        """Return the constants of a node: those of its pinned format, or of the override of a
+        linear by the name of its weight, if there are such.
 
         Raises:
             NoBound: it is part of a fused attention, whose formats the pinned one does not hold.
@@ -193,17 +193,17 @@ class Rounding:
 
     @property
     def coarse(self) -> bool:
-        """Say whether results are stored in a format coarser than float32."""
+        """Return whether results are stored in a format coarser than float32."""
         return self.compute.coarse
 
     @property
     def casts(self) -> Casts:
-        """Return what a cast into a format may do."""
+        """Return the casts that the kernel may make."""
         return self.numerics.cast
 
     @property
     def free(self) -> bool:
-        """Say whether casts are free rather than step functions."""
+        """Return whether casts are free rather than step functions."""
         return self.casts.free
 
     def unit(self, format: Format) -> float:
@@ -234,10 +234,9 @@ class Rounding:
     ) -> StoredResult:
         """Store v = exact + m + e, |e| <= internal, m in `moved`, in a format.
 
-        `inner` is the format in which v was formed; storing it in one at least as precise as that
-        and as float32 takes no further rounding where casts are to nearest. The error is that
-        against `exact`. `apart` bounds how far v may be in one reading from what it is in all,
-        before it is cast.
+        `inner` is the format in which v was computed; storing it in one at least as precise as that
+        and as float32 adds no rounding if casts are to nearest. The error is relative to `exact`.
+        `apart` bounds the distance of readings of v from their common value before the cast.
 
         Raises:
             NoBound: the stored value may exceed the largest finite number of the format.
@@ -250,7 +249,7 @@ class Rounding:
             value, error = before, Box.around(internal)
         else:
             value, error = self._step(before, internal, format)
-            if self.casts.toward_zero:  # an infinite number is not cut off
+            if self.casts.toward_zero:  # an infinite value stays infinite
                 refuse_overflow(node, before.mag(), inner)
         refuse_overflow(node, value.mag(), format)
         found = error if moved is None else error + moved
@@ -266,13 +265,13 @@ class Rounding:
         return before.widen(cast), Box.around(up(internal + cast))
 
     def lost(self, size: Tensor, format: Format) -> Tensor:
-        """Return how far a free cast may move numbers of at most this size."""
+        """Return the error of a free cast of numbers of at most this size."""
         return up(self.unit(format) * size + self.faint(format), 2)
 
     def cut_freely(self, before: Box, format: Format) -> Box:
-        """Return what free casts toward zero make of a box: no sign changes, nothing grows.
+        """Return a box after free casts toward zero: no sign changes, no magnitude grows.
 
-        The loss is v·δ + η, at most v; what is left grows with v, so the ends are the worst.
+        The error is v·δ + η, at most v; the result is monotone in v, so the ends are extreme.
         """
         zero = torch.zeros_like(before.lo)
         low = down(before.lo - self.lost(before.lo.abs(), format)).clamp_min(0.0)
@@ -298,7 +297,7 @@ class Rounding:
 
     @staticmethod
     def _cut(before: Box, most: Tensor) -> Box:
-        """Return the error of casts toward zero by at most `most`: against the sign of a number."""
+        """Return the error of casts toward zero, at most `most`; a number moves toward zero."""
         zero = torch.zeros_like(most)
         low, high = torch.where(before.hi > 0, -most, zero), torch.where(before.lo < 0, most, zero)
         return Box(low, high)

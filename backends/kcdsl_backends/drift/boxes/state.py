@@ -29,7 +29,7 @@ from kcdsl_backends.drift.boxes.weight_ball import BallTensor, WeightBall, at_ro
 class State:
     """T holds the training value, I the inference value, D inference minus training.
 
-    `apart` bounds how far a reading of either value may be from the one of which all are versions.
+    `apart` bounds the distance of readings of either value from their common value.
     """
 
     train: Box
@@ -50,12 +50,12 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxState:
-    """A softmax before its own rounding, which is kept apart (section 5).
+    """A softmax before its own rounding, which is recorded separately (section 5).
 
     `exact` holds p* of both kernels and their drift, `variation` [..., rows] bounds the total
     variation of each row, `rounding_train` and `rounding_infer` bound |computed - p*|, `mask` is
-    True where a column takes part (None: everywhere). Of any number of columns, `sums` bounds
-    Σ|computed - p*| of each row [..., rows, 1] in the training and the inference kernel.
+    True for allowed columns (None: all). At any length, `sums` bounds Σ|computed - p*| of each row
+    [..., rows, 1] in the training and the inference kernel.
     """
 
     exact: State
@@ -82,11 +82,11 @@ Known = State | SoftmaxState
 def settle(
     node: str, train: Box, infer: Box, drift: Box, apart: tuple[Apart, Apart] = (None, None)
 ) -> State:
-    """Intersect the three boxes with what each pair says about the third.
+    """Intersect each of the three boxes with the one that the other two imply.
 
     Raises:
         NoBound: some end is not finite.
-        AssertionError: an intersection is empty, which can only come from a defect.
+        AssertionError: an intersection is empty, which is a defect of the program.
     """
     for box in (train, infer, drift):
         if not bool((torch.isfinite(box.lo) & torch.isfinite(box.hi)).all()):
@@ -109,10 +109,10 @@ def combine(node: str, exact_drift: Box, train: StoredResult, infer: StoredResul
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """The values both kernels hold for one parameter or float constant (float64, exact).
+    """One parameter or float constant as both kernels store it (float64, exact).
 
-    `moved` encloses what they hold of all parameters in a region around the weights; None where
-    the parameter is exactly that of the checkpoint, whose values `train` and `infer` are.
+    `moved` encloses the stored values of all parameters in a region around the weights; None if the
+    parameter is exactly that of the checkpoint, with the values `train` and `infer`.
     """
 
     train: Tensor
@@ -121,12 +121,12 @@ class Parameter:
 
     @property
     def alike(self) -> bool:
-        """Say whether both kernels hold the same known numbers."""
+        """Return whether both kernels store the same known numbers."""
         return self.moved is None and self.train is self.infer
 
     @property
     def boxes(self) -> tuple[Box, Box]:
-        """Return where the training and the inference kernel's values lie."""
+        """Return boxes of the training and the inference kernel's values."""
         if self.moved is not None:
             return self.moved.train, self.moved.infer
         return Box.point(self.train), Box.point(self.infer)
@@ -150,14 +150,14 @@ class Parameter:
 
 
 Axes = tuple[int, ...]
-"""The dimensions of rows of a node: none, one, or that of the asking and that of the asked rows."""
+"""The dimensions of rows of a node: none, one, or those of the queries and of the keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Any number of rows, up to `longest`: the dimensions of rows of every node, and what both
-    kernels hold of the tables of positions, by the name of their constant
-    (docs/proofs/any-length.md)."""
+    """Any number of rows up to `longest`: the dimensions of rows of every node, and the tables of
+    positions as both kernels store them, by the name of their constant (docs/proofs/any-length.md).
+    """
 
     longest: int
     axes: Mapping[str, Axes]
@@ -166,9 +166,9 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Both kernels as the rules see them: how they round, and what they store of parameters.
+    """Both kernels as the rules see them: their roundings and their stored parameters.
 
-    `rows`: the graph stands for any number of rows. `ball`: parameters are any near those stored.
+    `rows`: the graph is read at any number of rows. `ball`: a region around the weights.
     `handed`: another block stored the input.
     """
 
@@ -192,7 +192,7 @@ class Kernels:
         rows: Rows | None = None,
         ball: WeightBall | None = None,
     ) -> Kernels:
-        """Return two kernels by what they store; their numerics are the kernels'."""
+        """Return the kernels of these stored parameters and their numerics."""
         rounding = Rounding(train.numerics), Rounding(infer.numerics)
         return Kernels(*rounding, (train, infer), rows, ball)
 
@@ -205,7 +205,7 @@ class Kernels:
         return self._held(node, linear=True)
 
     def linear_parts(self, node: Node) -> Iterator[Parameter]:
-        """Yield the weight of a linear, of a large one some rows at a time."""
+        """Yield the weight of a linear; a large one some rows at a time."""
         train, infer = (stored.kept(node) for stored in self.stored)
         if self.ball is not None or train.dtype == torch.float64:
             yield self.linear(node)
@@ -228,7 +228,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class InterfaceEllipsoids:
-    """Where the rows of a tensor lie: row t in middle[t] + {e: |a·e| <= √(aᵀ P[t] a) for all a}.
+    """Ellipsoids around rows: row t is in middle[t] + {e: |a·e| <= √(aᵀ P[t] a) for all a}.
 
     `middle` is [T, n] and `shapes` [T, n, n], float64.
     """
@@ -239,12 +239,11 @@ class InterfaceEllipsoids:
 
 @dataclass(frozen=True, slots=True)
 class Entering:
-    """How a block stands among others (docs/proofs/chains.md).
+    """The interfaces of a block in a chain (docs/proofs/chains.md).
 
-    `drift` is the box of inference minus training of the state that it reads, `ellipsoids` lie
-    around its rows. `readings` bound how far a reading of that state may be from the value of which
-    all are versions, in training and inference. `followed`: another block reads the output, as
-    often as it likes.
+    `drift` is the box of inference minus training of the state that it reads, `ellipsoids` enclose
+    its rows. `readings` bound the distance of readings of that state from their common value, in
+    training and inference. `followed`: another block reads the output, any number of times.
     """
 
     drift: Box | None = None
@@ -254,7 +253,7 @@ class Entering:
 
 
 ALONE = Entering()
-"""A block by itself: both kernels read the same state, which has one reading, as has its output."""
+"""A block outside of a chain: both kernels read the same state; it and the output are read once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,10 +265,10 @@ class Step:
     nodes: Mapping[str, Node]
     known: Mapping[str, Known]
     several: frozenset[str]
-    """Nodes that are read more than once (`readings.several`)."""
+    """Nodes that are read more than once (`rounding.several`)."""
 
     def operand(self, index: int) -> State:
-        """Return the plain state of an input; parameters and constants are known numbers."""
+        """Return the plain state of an input, also of parameters and constants."""
         node = self.operand_node(index)
         if node.op in ("param", "constant"):
             return self.kernels.plain(node).state()
@@ -280,13 +279,13 @@ class Step:
         """Refuse operands of formats that the result does not hold.
 
         Raises:
-            NoBound: naming one.
+            NoBound: naming an operand.
         """
         for kernel in (self.kernels.train, self.kernels.infer):
             refuse_wide(self.nodes, self.node, kernel.numerics)
 
     def cast(self) -> State:
-        """Return the operand in the format of the node: as it is where that holds all of it."""
+        """Return the operand cast to the format of the node, unchanged if that holds its values."""
         x, node, found = self.operand(0), self.node, []
         for kernel, own in ((self.kernels.train, x.train), (self.kernels.infer, x.infer)):
             held = held_formats(self.nodes, node.inputs[0], kernel.own, handed=self.kernels.handed)
@@ -307,7 +306,7 @@ class Step:
     def each(
         self, of: Callable[[Rounding, Box], Tensor], boxes: tuple[Box, Box]
     ) -> tuple[Tensor, Tensor]:
-        """Return a number of each kernel, of a box of its own."""
+        """Return `of` for each kernel and its box."""
         return of(self.kernels.train, boxes[0]), of(self.kernels.infer, boxes[1])
 
     def finish(
@@ -327,9 +326,9 @@ class Step:
             drift: exact difference.
             errors: internal error of each kernel before storing (>= 0).
             accumulates: whether the results come out of the dot-product accumulator: then they are
-                formed once, and what they are off by is the same for all that read them.
-            moved: what a kernel may add to its exact result.
-            apart: what other readings of the operands make of the exact result of either kernel.
+                computed once, and all readers read the same error.
+            moved: box of a further error of each kernel's exact result.
+            apart: the distance of readings of the operands, carried to each exact result.
         """
         node, found = self.node, []
         kernels = self.kernels.train, self.kernels.infer
@@ -348,17 +347,17 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StoredParameters:
-    """The values one kernel holds, in float64 (exact).
+    """The parameters as one kernel stores them, in float64 (exact), cached by tensor and use.
 
-    Made once per tensor and use. A matrix of more than `KEPT_WIDE` numbers is held in the narrowest
-    format that has them all, and as float64 only while something reads it.
+    A matrix of more than `KEPT_WIDE` numbers is kept in the narrowest format that holds them all,
+    and converted to float64 only while it is read.
 
     Args:
         tensors: checkpoint tensors by key, float32.
         constants: arrays of the block graph by key.
         numerics: the kernel's specification.
         device: where the values are needed.
-        served: whether the tensors are dequantised ones of a checkpoint of the kernel's own.
+        served: whether the tensors are the dequantised ones of the kernel's own checkpoint.
     """
 
     tensors: Mapping[str, Tensor]
@@ -373,8 +372,8 @@ class StoredParameters:
     def under(
         self, numerics: Numerics, served: Mapping[str, Tensor] | None = None
     ) -> StoredParameters:
-        """Return what another kernel stores of the same parameters; one copy serves both where they
-        store alike. With `served` it reads these tensors instead."""
+        """Return the same parameters as another kernel stores them; tensors that both store alike
+        are shared. With `served` it reads these tensors instead."""
         if served is not None:
             return StoredParameters(
                 served, self.constants, numerics, self.device, served=True, _beside=self
@@ -384,9 +383,9 @@ class StoredParameters:
         return replace(self, numerics=numerics, _cache=cache, _beside=self, _shared={})
 
     def shares(self, node: Node, other: StoredParameters, *, linear: bool = False) -> bool:
-        """Say whether another kernel stores the same numbers of a parameter or constant.
+        """Return whether another kernel stores the same numbers of a parameter or constant.
 
-        Of the kernel that this one was made `under`, each is compared once.
+        Comparisons with the kernel from which this one was made by `under` are cached.
         """
         key = self._key(node, "linear" if linear and node.op == "param" else "plain")
         if other is self._beside and key in self._shared:
@@ -402,7 +401,7 @@ class StoredParameters:
         return same
 
     def plain(self, node: Node) -> Tensor:
-        """Return the value of a param or float constant node outside of linear weights."""
+        """Return the value of a param or float constant node that is not a linear weight."""
         return self._value(node, "plain")
 
     def linear(self, node: Node) -> Tensor:
@@ -460,7 +459,7 @@ class StoredParameters:
 
 
 def _storing(numerics: Numerics) -> tuple[object, ...]:
-    """Return all of a kernel's numerics that decides what it stores."""
+    """Return the part of a kernel's numerics on which its stored values depend."""
     overrides = tuple(
         (each.pattern, each.weights, each.activations.quantised) for each in numerics.overrides
     )

@@ -16,16 +16,16 @@ from kcdsl_backends.drift.boxes.quantisers import quantiser, static_scale
 from kcdsl_backends.drift.boxes.rounding import Rounding
 
 _BLOCK = 2**22
-"""Products formed at a time."""
+"""Most products computed at a time."""
 _ROUGH = 1.0 + 2.0**-10
 _WIDER = 1.0 + 2.0**-6
-"""More than what a product may grow by while its operands are rounded to bfloat16."""
+"""Bounds the growth of a product whose operands are rounded to bfloat16."""
 _SMALL = 2.0**-20
 _LARGEST_BYTE, _LARGEST_PAIR = 255.0, 2.0**15 - 1
 
 
 def instruction_chains(unit: MatrixUnit, terms: int, extra: int) -> tuple[int, int]:
-    """Return how many chains of instructions form a sum, and how long the longest is."""
+    """Return the number of chains of instructions of a sum, and the length of the longest."""
     count = -(-terms // unit.chunk) + extra
     if not unit.promote:
         return 1, count
@@ -34,7 +34,7 @@ def instruction_chains(unit: MatrixUnit, terms: int, extra: int) -> tuple[int, i
 
 
 def _least_input(left: Tensor, spec: Activations, plain: float, weight: str) -> Tensor | float:
-    """Return the size that a code of the input counts with at least: 2^(least exponent)·scale."""
+    """Return the least size that a unit assumes of an input: 2^(least exponent)·scale."""
     form, layout = spec.codes, spec.layout
     if form.integer:
         return plain
@@ -59,9 +59,9 @@ def _least_weight(right: Tensor | Magnitudes, stored: Weights, plain: float) -> 
 
 
 def _largest_scale(top: Tensor, form: CodeFormat, layout: ScaleLayout) -> Tensor:
-    """Return what no scale exceeds, by the largest magnitude of what was quantised.
+    """Return an upper bound of scales from the largest quantised magnitude.
 
-    amax codes for 2^emax at least; for half of that where scales are rounded up or to FP8.
+    The code of amax is at least 2^emax, or half of it if scales are rounded up or to FP8.
     """
     twice = 1 if layout.rule in ("amax", "floor", "batch") else 2
     return top * (twice * 2.0**-form.top_exponent * _ROUGH)
@@ -74,12 +74,12 @@ def truncation_error(
     partial: Tensor,
     largest: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Return what `chains` of instructions cut off in all.
+    """Return the truncation error of all chains of instructions together.
 
     Args:
         count: the number of chains and the length of the longest.
         total: S, the magnitudes of the terms.
-        partial: what no partial sum of the terms exceeds.
+        partial: an upper bound of all partial sums of the terms.
         largest: as `Sums.largest` returns it.
     """
     many, length = count
@@ -95,11 +95,11 @@ def truncation_error(
 
 
 def pair_loss(weight: Tensor, numerics: Numerics) -> Tensor:
-    """Return [out], what sums of pairs in 16 bits lose at most, over the scale of the input.
+    """Return [out], the saturation error of sums of pairs in 16 bits over the scale of the input.
 
     The codes of the input, zero point included, are any of 0 to 255. Two products with weights
-    w + w' > 0 lose max(0, 255(w + w') - (2^15 - 1)s), a convex function of w + w': so the most is
-    lost where the weights are paired by size. Losses of the two signs cancel.
+    w + w' > 0 lose max(0, 255(w + w') - (2^15 - 1)s), a convex function of w + w': so pairing the
+    weights by size gives the largest error. Errors of the two signs cancel.
 
     Args:
         weight: the stored weight [out, in], codes times their scale.
@@ -118,15 +118,15 @@ def pair_loss(weight: Tensor, numerics: Numerics) -> Tensor:
 
 
 _SHORTENED = 2.0**-9 + 2.0**-20
-"""What a term loses relatively where both factors are cut to tfloat32, each by 2^-10."""
+"""Relative error of a term whose factors are truncated to tfloat32, each by 2^-10."""
 _ROUNDED_TERMS, _CODED_TERMS = 2, 4
-"""Roundings of a term before it is added: its product and one more; of codes the weight's own
-value, the product, and both scales, wherever they are multiplied in; one more for each scale that
-is a rounded product of two."""
+"""Roundings of a term before it is added: its product and one more; for codes the weight's own
+value, the product, and both scales, wherever they are applied; one more for each scale that is a
+rounded product of two."""
 
 
 def term_roundings(kernel: Rounding) -> int:
-    """Return how often a term of a linear may be rounded before it is added."""
+    """Return the number of roundings of a term of a linear before it is added."""
     if not kernel.numerics.by_codes:
         return _ROUNDED_TERMS
     sections = kernel.numerics.weights, kernel.numerics.activations
@@ -138,14 +138,14 @@ def term_roundings(kernel: Rounding) -> int:
 def saturation_error(
     x: Box, weight: Box | Tensor, kernel: Rounding, node: str, key: str
 ) -> Tensor | float:
-    """Return what a linear loses where products of bytes are summed in pairs of 16 bits.
+    """Return the saturation error of a linear that sums products of bytes in pairs of 16 bits.
 
     Args:
         x: the input before its quantisation.
         weight: [out, in], has the name `key`.
 
     Raises:
-        NoBound: the weight is not known, or as `quantiser`.
+        NoBound: the weight is not a point, or as `quantiser` does.
     """
     numerics = kernel.numerics
     if numerics.byte_sums == "wide":
@@ -160,19 +160,19 @@ def saturation_error(
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Sums of the terms of left @ right, which a kernel forms in any order.
+    """Sums of the terms of left @ right, which a kernel adds in any order.
 
     Args:
         left, right: magnitudes of the operands.
         total: S, the magnitudes of all terms, a bias among them.
         result: mag(Y), the magnitude of the exact sum.
         kernel: the kernel.
-        extra: roundings of partial sums beside one for each term.
+        extra: roundings of partial sums in addition to one for each term.
         before: roundings of a term before it is added.
         quantised: whether it is a linear that reads quantised activations.
         weight: the name of its weight, by which it may have a static scale.
-        columns: where given, `left` [..., rows, 1] is the sum of up to so many factors, and
-            `right` [..., 1, n] bounds what each of them meets.
+        columns: if given, `left` [..., rows, 1] is the sum of up to this many factors, and
+            `right` [..., 1, n] the maximum of the other factors.
     """
 
     left: Tensor
@@ -200,7 +200,7 @@ class Sums:
         return core.linears if self.quantised else core.others
 
     def error(self) -> Tensor:
-        """Return how far the sums may be off; infinite where one may overflow."""
+        """Return the error of the sums; infinite where one may overflow."""
         kernel, unit = self.kernel, self.unit
         short = 0.0 if kernel.numerics.products == "compute" else up(self.total * _SHORTENED, 2)
         total, result = self.total + short, self.result + short
@@ -220,10 +220,10 @@ class Sums:
         return up(error + short + self.flushed(), 4)
 
     def largest(self) -> tuple[Tensor, Tensor]:
-        """Return X, the largest term, and what subnormal operands add to it.
+        """Return X, the largest term, and a bound of its increase by subnormal operands.
 
-        Their sum is what no 2^(exponent of a + exponent of b) exceeds: a subnormal operand counts
-        with the least exponent of its format.
+        Their sum bounds every 2^(exponent of a + exponent of b), where a subnormal operand has the
+        least exponent of its format.
         """
         left, right = self.left, self.right
         found = torch.zeros_like(left[..., :1] * right[..., :1, :])
@@ -237,7 +237,7 @@ class Sums:
         return up(found * _WIDER, 4), up(least * _WIDER, 4)
 
     def _floors(self) -> tuple[Tensor | float, Tensor | float]:
-        """Return the sizes that operands count with at least: of subnormal codes times scales."""
+        """Return the least sizes that a unit assumes of operands: subnormal codes times scales."""
         numerics = self.kernel.numerics
         names = (numerics.compute, numerics.attention.probabilities, numerics.attention.scores)
         least = 2.0 ** max(FORMATS[name].min_exponent for name in names)
@@ -247,12 +247,11 @@ class Sums:
         return first, _least_weight(self.right, numerics.weights, least)
 
     def flushed(self) -> Tensor | float:
-        """Return how much a product loses near zero.
+        """Return the error of a product by flushing subnormals to zero.
 
-        Matrix units of coarse formats may treat operands, products and partial sums as zero that
-        are subnormal: 2^-126·(Σ|a| + Σ|b| + 2n + 4) per element. Nothing for kernels that multiply
-        in float32, unless activations are quantised: then the product of two scales may be
-        subnormal.
+        Tensor cores of coarse formats may treat subnormal operands, products and partial sums as
+        zero: 2^-126·(Σ|a| + Σ|b| + 2n + 4) per element. Zero for kernels that multiply in float32,
+        unless activations are quantised: then the product of two scales may be subnormal.
         """
         kernel, terms = self.kernel, self.terms
         faint = _FAINT_PRODUCT if kernel.numerics.activations.quantised else 0.0
@@ -265,11 +264,11 @@ class Sums:
     def beyond(
         self, error: Tensor, lost: Tensor | float, product: Tensor, biased: bool
     ) -> Tensor | float:
-        """Return what a linear loses beside the error of its sums.
+        """Return the errors of a linear in addition to that of its sums.
 
         Args:
-            error: that of the sums.
-            lost: what sums of bytes lose.
+            error: the error of the sums.
+            lost: the saturation error of sums of bytes.
             product: the magnitude of the sum without a bias.
             biased: whether there is a bias.
         """
@@ -277,11 +276,11 @@ class Sums:
         return lost + self._scaled(product, error + lost, biased)
 
     def _reduced(self, error: Tensor) -> Tensor | float:
-        """Return what adding the parts of a linear in the compute format loses; infinite where a
-        part or a sum of parts may overflow it. Before, the parts are off by `error` together.
+        """Return the error of adding the parts of a linear in the compute format; infinite where a
+        part or a sum of parts may overflow it. `error` is the earlier error of all parts together.
 
-        Each part is stored, n of them are added in any order, and a bias after them: no part of a
-        term is rounded more than n + 1 times.
+        Each of n parts is stored, they are added in any order, and a bias after them: no term is
+        rounded more than n + 1 times.
         """
         kernel, shards = self.kernel, self.kernel.numerics.shards
         if shards == 1:
@@ -292,12 +291,11 @@ class Sums:
         return torch.where(self.total + error + lost <= kernel.compute.largest, lost, torch.inf)
 
     def _scaled(self, product: Tensor, error: Tensor, biased: bool) -> Tensor | float:
-        """Return what a linear loses where scales of weights are multiplied with sums of products
-        of its input with codes; infinite where such a sum may overflow. Before, it is off by
-        `error`.
+        """Return the error of a linear that multiplies sums of products with codes by the scales of
+        weights; infinite where such a sum may overflow. `error` is the earlier error.
 
-        Near zero, numbers are off in units of codes, and count as often as the greatest scale,
-        which the largest weight is no smaller than.
+        The underflow errors are in units of codes, so they are multiplied by the greatest scale,
+        which is at most the largest weight.
         """
         kernel, total = self.kernel, self.total
         stored, terms = kernel.numerics.weights, self.left.shape[-1]
@@ -341,5 +339,5 @@ _DIVISION = 1.0 + 2.0**-20
 
 
 _FAINT_SCALE, _FAINT_PRODUCT = 2.0**-133, 2.0**-117
-"""What a code loses where its scale is subnormal, and a product of codes where the product of both
-scales is: a code has at most 17 bits before the point, and an error of 2^-150 counts that often."""
+"""Error of a code with a subnormal scale, and of a product of codes with a subnormal product of
+scales: a code has at most 17 integer bits, and multiplies an error of 2^-150."""

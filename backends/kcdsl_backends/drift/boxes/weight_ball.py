@@ -1,8 +1,8 @@
-"""Stored parameters of a kernel whose weights may lie anywhere near those of the checkpoint.
+"""Parameters as kernels store them if the weights are anywhere in a ball around the checkpoint's.
 
 The region around the weights (docs/proofs/weights-region.md): every float32 element θ' with
-|θ' - θ| <= ρ|θ|. Both kernels store the same θ', each in its own format and with scales of its own,
-so of every element it is enclosed what a kernel holds of θ' and by how much that is off from θ'.
+|θ' - θ| <= ρ|θ|. Both kernels store the same θ', each in its own format and with its own scales.
+For every element the stored number and its difference from θ' are enclosed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ from kcdsl_backends.drift.boxes.quantisers import (
 from kcdsl_backends.drift.boxes.rounding import power_of_two
 
 LARGEST_RHO = Fraction(1, 2)
-"""No region around the weights is wider: within it no element changes its sign."""
+"""The largest ρ of a region around the weights: within it no element changes its sign."""
 _FLOAT32 = FORMATS["float32"]
-"""Formats of codes that a region around the weights has a rule for."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRange:
-    """Where the stored value of every element lies, and where it lies minus the element itself."""
+    """Boxes of the stored value of every element, and of its difference from the element."""
 
     value: Box
     error: Box
@@ -52,7 +51,7 @@ class StoredRange:
 
 @dataclass(frozen=True, slots=True)
 class BallTensor:
-    """What both kernels hold of one parameter, and inference minus training."""
+    """One parameter as both kernels store it, and inference minus training."""
 
     train: Box
     infer: Box
@@ -60,19 +59,19 @@ class BallTensor:
 
     @property
     def alike(self) -> bool:
-        """Say whether both kernels store it in one way, and so hold the same number of every θ'."""
+        """Return whether both kernels store it alike, so the same number for every θ'."""
         return self.train is self.infer
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBall:
-    """All parameters near those of a checkpoint, as two kernels store them.
+    """All parameters in a ball around those of a checkpoint, as two kernels store them.
 
     Args:
         rho: ρ, in (0, 1/2].
         tensors: checkpoint tensors by key, float32.
         train, infer: the specifications of the kernels.
-        device: where the boxes are needed.
+        device: the device of the boxes.
     """
 
     rho: Fraction
@@ -83,7 +82,8 @@ class WeightBall:
     _moved: dict[tuple[str, str], BallTensor] = field(default_factory=dict, repr=False)
 
     def held(self, node: Node, *, linear: bool) -> BallTensor:
-        """Return what is held of a parameter: of the weight [out, in] of a linear, or another."""
+        """Return a parameter as both kernels store it: the weight [out, in] of a linear, or another
+        one."""
         name = str(node.attrs["key"])
         key = (name, "linear" if linear else "plain")
         if key not in self._moved:
@@ -99,7 +99,7 @@ class WeightBall:
 def near(w: Tensor, rho: Fraction) -> Box:
     """Return the least and the greatest float32 number that each element may be.
 
-    `w` holds float32 numbers (float64). The ends are outside of ρ|w| by less than one of float32.
+    `w` holds float32 numbers (float64). The ends exceed ρ|w| by less than one float32 step.
     """
     factor = float(rho)
     if Fraction(factor) < rho:
@@ -128,9 +128,9 @@ def _pair(w: Box, train: Numerics, infer: Numerics, name: str, *, linear: bool) 
 
 
 def _storage(numerics: Numerics, *, linear: bool) -> tuple[str, ...]:
-    """Return what decides how a kernel stores a parameter: kernels with the same hold the same.
+    """Return a key of how a kernel stores a parameter: kernels with equal keys store equal numbers.
 
-    A cast to a format that holds what is cast decides nothing.
+    A cast to a format that holds all its operands is not part of the key.
     """
     stored, way, held = numerics.weights, [], _FLOAT32
     if linear and stored.layout is not None:
@@ -146,12 +146,12 @@ def _storage(numerics: Numerics, *, linear: bool) -> tuple[str, ...]:
 
 
 def held_plain(w: Box, numerics: Numerics, name: str) -> StoredRange:
-    """Return what a kernel holds of a parameter other than a linear weight."""
+    """Return a parameter that is not a linear weight as a kernel stores it."""
     return _rounded(w, StoredRange(w, _zero(w)), FORMATS[numerics.compute], numerics.weights, name)
 
 
 def held_linear(w: Box, numerics: Numerics, name: str) -> StoredRange:
-    """Return what a kernel holds of the weight [out, in] of a linear.
+    """Return the weight [out, in] of a linear as a kernel stores it.
 
     Raises:
         NoBound: a number may leave its format, or a scale is too small.
@@ -175,7 +175,7 @@ def _zero(w: Box) -> Box:
 
 
 def _contains(wide: Format, narrow: Format) -> bool:
-    """Say whether every number of `narrow` is one of `wide` (overflow is refused elsewhere)."""
+    """Return whether `wide` holds every number of `narrow` (overflow is refused elsewhere)."""
     return (
         wide.precision >= narrow.precision
         and wide.min_exponent - wide.precision <= narrow.min_exponent - narrow.precision
@@ -183,9 +183,9 @@ def _contains(wide: Format, narrow: Format) -> bool:
 
 
 def _rounded(w: Box, held: StoredRange, format: Format, stored: Weights, name: str) -> StoredRange:
-    """Return numbers cast to a format; float32 numbers stay in one as precise.
+    """Return numbers cast to a format; float32 numbers are unchanged if it is as precise.
 
-    A cast toward zero may lose twice as much as one to nearest.
+    A cast toward zero may have twice the error of one to nearest.
     """
     if _contains(format, _FLOAT32):
         return held
@@ -221,7 +221,7 @@ def _scaled(w: Box, stored: Weights, name: str) -> StoredRange:
 
 
 def _scale(amax: Tensor, form: CodeFormat, layout: ScaleLayout) -> Tensor:
-    """Return the float32 scale made from a maximum; it grows with it. 1 where that is 0."""
+    """Return the float32 scale of a maximum, in which it is monotone; 1 for a maximum of 0."""
     if layout.rule == "floor":
         _, exponent = torch.frexp(amax)
         found = power_of_two((exponent - 1 - form.top_exponent).clamp(*E8M0_EXPONENTS))
@@ -232,7 +232,7 @@ def _scale(amax: Tensor, form: CodeFormat, layout: ScaleLayout) -> Tensor:
 
 
 def _off(size: Tensor, scale: Tensor, form: CodeFormat, layout: ScaleLayout) -> Tensor:
-    """Return how far a code times its scale may be from the number of at most this size."""
+    """Return a bound of |code·scale - v| for numbers |v| <= size."""
     rounding = code_error(form, size, scale, least=form.reciprocal)
     if form.integer or not layout.cuts:
         return up(rounding, 4)
@@ -241,7 +241,7 @@ def _off(size: Tensor, scale: Tensor, form: CodeFormat, layout: ScaleLayout) -> 
 
 
 def _full_range(w: Box, scale: Box, form: CodeFormat) -> Box:
-    """Return where float32(code·s) lies, code = float32(w·float32(1/s)) to the nearest integer.
+    """Return a box of float32(code·s), code = float32(w·float32(1/s)) to the nearest integer.
 
     The scale of a group of zeros is 1 here and 2^-23 in the kernel; its codes are 0 either way.
     """

@@ -1,4 +1,4 @@
-"""A walk in linear bounds: what transfer functions read and write, and bounds of single rows.
+"""A walk in linear bounds: operands and entries of transfer functions, and bounds of single rows.
 
 tape.py: deviations and drifts as a linear recurrence, and planes of ReLU."""
 
@@ -31,7 +31,7 @@ Unknown = Literal["deviation", "drift"]
 
 @dataclass(frozen=True, slots=True)
 class LinearOperand:
-    """What a rule reads of an operand: its entry, its reference and the boxes of its unknowns."""
+    """An operand as a rule reads it: its entry, its reference and the boxes of its unknowns."""
 
     index: int
     reference: Tensor
@@ -41,9 +41,8 @@ class LinearOperand:
 
 @dataclass(frozen=True, slots=True)
 class LinearPart:
-    """What an operation adds to its linear part in one unknown: |rest - centre| <= radius + loose.
-
-    `loose` bounds, element by element, what a nonlinear bound takes the place of.
+    """The constants of an operation in one unknown: |rest - centre| <= radius + loose, with the
+    result less its linear part as rest. `loose` bounds the nonlinear part element by element.
     """
 
     centre: Tensor
@@ -58,7 +57,8 @@ class LinearPart:
 
 @dataclass(frozen=True, slots=True)
 class StraightLinear:
-    """A linear whose bounds are its two matrices [out, in] everywhere; `source` is its input."""
+    """A linear whose linear part is kept in all elements; `source` is the entry of its input,
+    `train` and `infer` are its matrices [out, in]."""
 
     source: int
     entry: int
@@ -68,7 +68,7 @@ class StraightLinear:
 
 @dataclass(slots=True)
 class LinearRun:
-    """A walk under way."""
+    """The state of a walk: the interval domain's states, the tape, and its entries by node."""
 
     graph: BlockGraph
     kernels: Kernels
@@ -78,7 +78,7 @@ class LinearRun:
     index: dict[str, int] = field(default_factory=dict)
     straight: dict[str, StraightLinear] = field(default_factory=dict)
     met: dict[tuple[str, Unknown], Tensor] = field(default_factory=dict)
-    """Rows [..., 1] of nodes in which functionals of elements made boxes smaller."""
+    """Rows [..., 1] of nodes in which functionals of elements tightened boxes."""
     readings: dict[str, dict[tuple[str, int] | None, int]] = field(default_factory=dict)
     """The entries of the readings of a node: by reader and operand, None where it is stored."""
     several: frozenset[str] = field(init=False)
@@ -96,7 +96,7 @@ class LinearRun:
         return self.nodes[node.inputs[position]]
 
     def operand(self, node: Node, position: int) -> LinearOperand:
-        """Return an input of a node; parameters and constants are known, but may differ."""
+        """Return an input of a node; parameters and constants are known, but kernels may differ."""
         name = node.inputs[position]
         if name not in self.index:
             known = self.kernels.plain(self.nodes[name])
@@ -117,7 +117,7 @@ class LinearRun:
         return LinearOperand(index, entry.reference, entry.deviation, entry.drift)
 
     def _reading(self, node: Node, position: int) -> int:
-        """Return the entry of one reading: the first is the node's, others are near that."""
+        """Return the entry of one reading: the node's own for the first, else a new one near it."""
         name = node.inputs[position]
         first, state = self.index[name], self.known.get(name)
         train, infer = (None, None) if state is None else state.apart
@@ -132,7 +132,7 @@ class LinearRun:
     def _again(self, index: int, train: Apart, infer: Apart) -> int:
         """Append another reading of an entry.
 
-        Both are near that of which they are versions, and both lie in the boxes of the node.
+        Both are near their common value, and both lie in the boxes of the node.
         """
         entry = self.tape.entries[index]
         zero = torch.zeros_like(entry.reference)
@@ -163,11 +163,11 @@ class LinearRun:
         drift: LinearPart,
         nonlinear: Callable[[Functional], Tensor] | None = None,
     ) -> bool:
-        """Append a computed node: its linear part, what the operation adds, and its rounding.
+        """Append a computed node: its linear part, the operation's constants, and its rounding.
 
-        Elements whose box is no wider than what is added anyway are taken to be that box, without
-        a linear part: results of quantisers that do not straddle a boundary, for instance.
-        Return whether there are none.
+        An element whose box is no wider than its constants is bounded by the box alone, without a
+        linear part: for instance a quantised result with one possible code. Return whether there
+        are no such elements.
         """
         state = self.state(node)
         boxes = (state.train - Box.point(reference), state.drift)
@@ -203,7 +203,7 @@ class LinearRun:
         return whole
 
     def inexact(self, name: str, source: int, deviation: Tensor, drift: Tensor) -> int:
-        """Append an operand with errors of its own: of quantising the input of a linear."""
+        """Append an operand with added errors: those of quantising the input of a linear."""
         entry = self.tape.entries[source]
         return self.tape.add(
             LinearEntry(
@@ -235,9 +235,9 @@ def _more(part: LinearPart, error: Box) -> LinearPart:
 
 
 def _either(part: LinearPart, box: Box) -> tuple[Tensor | None, LinearPart]:
-    """Return where the linear part is kept (None: everywhere), and what is added to it."""
+    """Return where the linear part is kept (None: everywhere), and the constants."""
     middle, radius = box.midpoint()
-    # where all of the box is what is added, the linear part is nothing, and kept
+    # where the constants fill the box exactly, the linear part is zero, and is kept
     kept = part.widest <= radius * (1 + 2.0**-20)
     if bool(kept.all()):
         return None, part
@@ -255,7 +255,7 @@ def _masked(functional: Functional, kept_e: Tensor | None, kept_d: Tensor | None
 
 
 def zero_part(like: Tensor) -> LinearPart:
-    """Return a part that adds nothing."""
+    """Return constants of zero."""
     zero = torch.zeros_like(like)
     return LinearPart(zero, zero)
 
@@ -267,13 +267,13 @@ def inside(box: Box, reference: Tensor) -> Box:
 
 LinearRule = Callable[[LinearRun, Node], None]
 WORTH = 1 - 2.0**-8
-"""A row is met with its functionals where they make some box of it narrower by this factor."""
+"""Functionals of a row are used if they make one of its boxes narrower by this factor."""
 
 
 def refine_output(tape: LinearTape, index: int, unknown: Unknown) -> tuple[Box, Tensor]:
     """Bound every element of an unknown of an entry; return its box, and the rows [..., 1] met.
 
-    Rows in which next to nothing is gained keep the box that they have.
+    Rows in which no box becomes narrower by the factor `WORTH` keep their boxes.
     """
     entry = tape.entries[index]
     before = entry.deviation if unknown == "deviation" else entry.drift
@@ -305,7 +305,7 @@ def linear_deviations(tape: LinearTape, index: int, weights: Tensor, unknown: Un
         adjoint = on_row(unit - weights[row], row, entry.shape)
         least, most = tape.bound(index, only_deviation(unknown, adjoint))
         low[row], high[row] = down(least), up(most)
-    # the functionals themselves are off by the float64 error of 1 - weights
+    # the functionals have the float64 error of 1 - weights
     lost = 4 * EPS * (1 + weights.abs()) * box.mag()
     return Box(low, high).widen(up(lost, 2)).meet(wide)
 
@@ -323,5 +323,5 @@ def linear_directions(tape: LinearTape, index: int, along: Tensor, unknown: Unkn
 
 
 def _known(bound: Tensor, otherwise: float) -> Tensor:
-    """Return a bound with what is not a number replaced by no bound at all."""
+    """Return a bound with NaN replaced by `otherwise`."""
     return bound.masked_fill(torch.isnan(bound), otherwise)

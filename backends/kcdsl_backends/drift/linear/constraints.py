@@ -33,7 +33,7 @@ def holds_at(
     point: Sequence[Fraction],
     unsafe: Sequence[Sequence[LinearConstraint]],
 ) -> bool:
-    """Say whether all constraints of some conjunction hold at an input, in exact arithmetic."""
+    """Return whether all constraints of some conjunction hold at an input, in exact arithmetic."""
     outputs = [_exact_run(network, point) for network in networks]
     second = outputs[1] if len(outputs) == 2 else []
 
@@ -49,7 +49,7 @@ def holds_at(
 
 
 def _exact_run(network: Layers, point: Sequence[Fraction]) -> list[Fraction]:
-    """Return the outputs of a network in exact arithmetic: integers over one denominator."""
+    """Return the outputs of a network in exact arithmetic: integers over a common denominator."""
     below = math.lcm(*(value.denominator for value in point))
     values = np.array([int(value * below) for value in point], dtype=object)
     for number, (weight, bias) in enumerate(network):
@@ -65,7 +65,7 @@ def _exact_run(network: Layers, point: Sequence[Fraction]) -> list[Fraction]:
 
 
 def run(network: Layers, x: Tensor) -> Tensor:
-    """Return the outputs of a network for inputs [B, inputs], in the format of these."""
+    """Return the outputs of a network for inputs [B, inputs], in the format of the inputs."""
     for number, (weight, bias) in enumerate(network):
         x = x @ weight.T + bias
         x = x if number == len(network) - 1 else x.clamp_min(0)

@@ -1,8 +1,8 @@
 """Linear bounds of two ReLU networks and of their difference, for many boxes at a time.
 
 Section 9 of docs/proofs/difference-planes.md: both networks have the same layers; the drift of
-every hidden element has planes of its own. One network alone has no drift. The device is that of
-the tensors."""
+every hidden element has planes of its own. A single network has no drift. Tensors may live on any
+device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from kcdsl_backends.drift.boxes import EPS, SAFE, NoBound, gamma, up
 
 LARGEST = 2.0**100
-"""Numbers of larger size have no bound: products of them with tiny ones could underflow."""
+"""Larger numbers are refused: products of them with tiny ones could underflow."""
 TINIEST = 2.0**-800
-"""More than all underflows of one bound together."""
+"""Bounds the sum of all underflow errors of one bound."""
 ROUNDINGS = 256
-"""Roundings of a number beside those of two dot products: planes, and sums over the layers."""
+"""Roundings of a number besides those of two dot products: planes, and sums over the layers."""
 MOST_LAYERS, MOST_WIDTH = 32, 4096
-"""Networks for which the counts of roundings hold."""
+"""The largest networks for which the counts of roundings hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class _Slopes:
     middle: Tensor
     half: Tensor
     size: Tensor
-    """The larger of both in size [B, n]."""
+    """The larger magnitude of both [B, n]."""
 
     @staticmethod
     def of(above: Tensor, below: Tensor) -> _Slopes:
@@ -93,16 +93,16 @@ class _Slopes:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """A linear and the ReLU behind it: slopes, and what is added of a and of |a| [B, n, 1]."""
+    """A linear and the ReLU after it: slopes, and the constants per a and per |a| [B, n, 1]."""
 
     h: _Slopes
     h_known: tuple[Tensor, Tensor]
     by_z: _Slopes
-    """Of the change of the ReLU, in z."""
+    """Slopes of the change of the ReLU in z."""
     by_d: _Slopes
     d_known: tuple[Tensor, Tensor]
     h_size: Tensor
-    """Of relu(z) [B, n]."""
+    """The largest relu(z) [B, n]."""
     d_size: Tensor
 
 
@@ -135,12 +135,12 @@ class PairedNetwork:
     ) -> tuple[Tensor, Tensor, Hidden]:
         """Bound functionals from above on every box.
 
-        Return the bounds [B, M], slopes in x [B, M, inputs] that say what is worth splitting, and
-        the boxes of the hidden elements. A bound that is not a number is infinite.
+        Return the bounds [B, M], slopes in x [B, M, inputs] by which inputs to split are chosen,
+        and the boxes of the hidden elements. A NaN bound is returned as infinity.
 
         Args:
             low, high: corners of B boxes [B, inputs], float64.
-            rows: what is bounded.
+            rows: the functionals.
             known: boxes that hold the hidden elements; elements with one sign in every box keep
                 theirs.
         """
@@ -160,7 +160,7 @@ class PairedNetwork:
 
 @dataclass(slots=True)
 class _Walk:
-    """Boxes [B, inputs] and the layers that were bounded so far, with the ReLU behind each."""
+    """Boxes [B, inputs] and the layers bounded so far, with the ReLU after each."""
 
     low: Tensor
     high: Tensor
@@ -169,7 +169,7 @@ class _Walk:
     layers: list[PairedLayer] = field(default_factory=list)
 
     def radii(self, layer: PairedLayer) -> tuple[Tensor, Tensor]:
-        """Return what z and D of the next layer gain [B, n]: roundings, and those of kernels."""
+        """Return the radii [B, n] of z and D of the next layer: float64 and kernel roundings."""
         spare = gamma(2 * max(layer.weight.shape) + ROUNDINGS)
         own = self.units[-1].h_size if self.units else self.size
         grown = own @ layer.weight.abs().T + layer.bias.abs()
@@ -272,7 +272,7 @@ def _unit(
     own = torch.maximum(z_low.abs(), z_high.abs())
     moved = torch.maximum(d_low.abs(), d_high.abs())
     size = gamma(2 * own.shape[-1] + ROUNDINGS) * (own + moved)
-    # the ends of z + D are rounded: they are moved by more than that
+    # the ends of z + D are rounded: they are moved outward by more than the error
     other_low, other_high = z_low + d_low - size, z_high + d_high + size
     steep, const = chord(z_low, z_high)
     h = _Slopes.of(steep, (z_low + z_high > 0).double())
@@ -320,7 +320,7 @@ def _unit(
 
 
 def chord(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (s, c) with relu(t) <= s t + c for low <= t <= high, but for the rounding of c."""
+    """Return (s, c) with relu(t) <= s t + c for low <= t <= high, up to the rounding of c."""
     width = high - low
     slope = (high / torch.where(width > 0, width, torch.ones_like(width))).clamp(0, 1)
     slope = torch.where(low >= 0, 1.0, torch.where(high <= 0, 0.0, slope))
@@ -333,7 +333,7 @@ Plane = tuple[Tensor, Tensor, Tensor]
 
 
 def nearest(middle: tuple[Tensor, Tensor], sign: float, *planes: Plane) -> Plane:
-    """Return, element by element, the plane that is lowest in the middle (sign -1: highest)."""
+    """Return, element by element, the plane that is lowest at the midpoint (sign -1: highest)."""
     best, least = planes[0], torch.full_like(middle[0], torch.inf)
     for plane in planes:
         height = sign * (plane[0] * middle[0] + plane[1] * middle[1] + plane[2])

@@ -1,8 +1,8 @@
 """Branch and bound on input boxes with linear bounds of one or two ReLU networks.
 
-`decide` says whether linear constraints on inputs and outputs can be met in a box, in real
-arithmetic; `split` also where the results of layers are rounded. What was split is a `SplitTree`,
-which the checker derives again (section 9 of docs/proofs/difference-planes.md)."""
+`decide` decides whether linear constraints on inputs and outputs can be met in a box, in real
+arithmetic; `split` also if the results of layers are rounded. The result is a `SplitTree`, whose
+leaves the checker derives again (section 9 of docs/proofs/difference-planes.md)."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ from kcdsl_certs.recheck.linear_bounds.constraints import replay
 from kcdsl_certs.recheck.linear_bounds.splits import recheck_split
 
 LEAF = 0xFFFF
-"""What stands in a tree for a box that is not split."""
+"""The code of a box that is not split, in a tree."""
 SPARE = 2.0**-30
-"""A bound is below its limit by this much, relative, before a box is left alone: the checker rounds
-in another order."""
+"""The relative margin of a bound to its limit at a leaf: the checker rounds in another order."""
 ON_CPU, ON_DEVICE = 32, 4096
-"""Boxes at a time: what a cache holds; what keeps a graphics processor busy."""
+"""Batch sizes of boxes: one that fits a cache; one that keeps a graphics processor busy."""
 _STARTS, _STEPS = 64, 40
-"""Of the search for a counterexample before anything is split, for each conjunction."""
+"""Of the search for a counterexample before the first split, for each conjunction."""
 _MOST_STARTS = 4096
-"""For all conjunctions together."""
+"""The most starts of all conjunctions together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +50,10 @@ class SplitTree:
 
 @dataclass(frozen=True, slots=True)
 class SplitDecision:
-    """Whether all constraints of some conjunction can hold at once.
+    """The decision whether all constraints of some conjunction can hold at once.
 
-    `tree` proves that they cannot; `point` is an input at which they hold exactly. `boxes` were
-    bounded. A note says why nothing is known.
+    `tree` proves that they cannot; `point` is an input at which they hold exactly. `boxes` is the
+    number of bounded boxes. `note` is the reason of "unknown".
     """
 
     verdict: Literal["proved", "counterexample", "unknown"]
@@ -76,13 +75,13 @@ def decide(
 ) -> SplitDecision:
     """Decide whether an input of a box meets all constraints of a conjunction of `unsafe`.
 
-    The checker derived a tree again and replayed a point, for which there is no limit of time.
+    The checker has derived a returned tree and replayed a returned point, without a time limit.
 
     Args:
         networks: one network or two of the same layer sizes, evaluated in real arithmetic.
-        low, high: the corners of the box; numbers that float64 does not have are rounded outward.
+        low, high: the corners of the box, rounded outward to float64.
         unsafe: a disjunction of conjunctions.
-        seconds: limit of the time, of `clock`.
+        seconds: time limit of the search by `clock`.
         device: where bounds are computed.
 
     Raises:
@@ -118,15 +117,15 @@ def split(
     device: str = "cpu",
     clock: Callable[[], float] = time.monotonic,
 ) -> SplitDecision:
-    """Search as `decide` does; the checker sees nothing of what is found.
+    """Search as `decide` does, without running the checker on the result.
 
     Args:
-        roundings: of each layer, how far its result may be from W h + b in the first network, and
-            how far this may be apart in both [out]; a point is of networks that round nothing.
-        most: boxes that are bounded at most, but for those of the last batch.
+        roundings: for each layer bounds [out] of the first network's error against W h + b, and of
+            the difference of both networks' errors; a point is of networks without roundings.
+        most: limit of the bounded boxes, which the last batch may exceed.
 
     Raises:
-        OutOfTime: the time limit of the command is past.
+        OutOfTime: the time limit of the command is exceeded.
     """
     started = clock()
     query = _Query.of(networks, low, high, unsafe, torch.device(device), roundings)
@@ -161,7 +160,7 @@ def split(
 
 @dataclass(frozen=True, slots=True)
 class BoxBatch:
-    """Boxes that were bounded: [B, inputs] corners, bounds [B, M], slopes in x [B, M, inputs]."""
+    """A batch of bounded boxes: corners [B, inputs], bounds [B, M], slopes in x [B, M, inputs]."""
 
     nodes: tuple[int, ...]
     low: Tensor
@@ -173,10 +172,9 @@ class BoxBatch:
 
 @dataclass(slots=True)
 class BoxSearch:
-    """Boxes that are open, and the tree of those that were.
+    """The open boxes, and the tree of the boxes that were split.
 
-    `deepest`: the smallest boxes come first, so that few are open; otherwise those with the largest
-    bounds.
+    `deepest`: search depth first, so that few boxes are open; else the largest bounds first.
     """
 
     network: PairedNetwork
@@ -212,7 +210,7 @@ class BoxSearch:
         score = (batch.high - batch.low) * batch.slopes.abs().amax(1)
         score = torch.where(batch.high > batch.low, score.nan_to_num(0.0, 0.0, 0.0), -1.0)
         wide = batch.high - batch.low
-        flat = score.amax(1, keepdim=True) <= 0  # no slope says anything: the widest is cut
+        flat = score.amax(1, keepdim=True) <= 0  # all slopes are zero: cut the widest input
         cuts = torch.where(flat, wide, score).argmax(1).tolist()
         for k in torch.nonzero(chosen).flatten().tolist():
             cut, low, high = cuts[k], batch.low[k], batch.high[k]
@@ -232,7 +230,7 @@ class BoxSearch:
         return True
 
     def tree(self) -> SplitTree:
-        """Return what was split, in preorder."""
+        """Return the tree of splits, in preorder."""
         order, found = [0], []
         while order:
             node = order.pop()
@@ -244,7 +242,7 @@ class BoxSearch:
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """What `decide` is asked, as tensors and exactly."""
+    """The question of `decide`, as tensors and in exact numbers."""
 
     networks: tuple[tuple[tuple[Tensor, Tensor], ...], ...]
     network: PairedNetwork
@@ -252,7 +250,7 @@ class _Query:
     box: tuple[Tensor, Tensor]
     unsafe: tuple[tuple[LinearConstraint, ...], ...]
     rows: OutputRows
-    """Of the negatives of all constraints."""
+    """The negated left sides of all constraints."""
     limits: Tensor
     """A constraint cannot hold where the bound of its row is below this."""
     groups: tuple[tuple[int, ...], ...]
@@ -317,16 +315,17 @@ class _Query:
         )
 
     def worst(self, bounds: Tensor) -> Tensor:
-        """Return by how much some conjunction is left open in each box, from bounds [B, rows]."""
+        """Return in each box the margin by which some conjunction may hold, from bounds [B, rows];
+        negative: none can."""
         over = bounds - self.limits
         return torch.stack([over[:, group].amin(1) for group in self.groups], 1).amax(1)
 
     def below(self, x: Tensor) -> bool:
-        """Say whether no conjunction is left open at inputs [B, inputs]."""
+        """Return whether no conjunction holds at inputs [B, inputs], in floating point."""
         return bool((self.worst(self.network.above(x, x, self.rows)[0]) < 0).all())
 
     def excess(self, x: Tensor) -> Tensor:
-        """Return, for inputs [B, inputs], by how much each conjunction is missed [B, groups]."""
+        """Return by how much inputs [B, inputs] violate each conjunction [B, groups]."""
         f = run(self.networks[0], x)
         drift = run(self.networks[1], x) - f if len(self.networks) == 2 else 0 * f
         value = x @ self.rows.inputs.T + f @ self.rows.first.T + drift @ self.rows.drift.T
@@ -334,8 +333,8 @@ class _Query:
         return torch.stack([missed[:, group].amax(1) for group in self.groups], 1)
 
     def searched(self) -> tuple[tuple[Fraction, ...] | None, Tensor]:
-        """Return an input at which constraints hold that sign steps find, None where none is found;
-        and the inputs [B, inputs] that missed least in the end."""
+        """Search by steps of the gradient's sign; return an input at which a conjunction holds,
+        None if none is found, and the last inputs [B, inputs] with the smallest excess."""
         low, high = self.box
         generator = torch.Generator().manual_seed(0)
         groups = len(self.groups)
@@ -358,7 +357,7 @@ class _Query:
         return None, x[order[:ON_CPU]]
 
     def met(self, batch: BoxBatch, left: Tensor) -> tuple[Fraction, ...] | None:
-        """Return an input at which constraints hold among centres and corners of boxes."""
+        """Return a centre or corner of a box at which a conjunction holds, None without one."""
         if not bool(left.any()):
             return None
         low, high = batch.low[left], batch.high[left]
@@ -368,7 +367,8 @@ class _Query:
         return self._exactly(x, self.excess(x))
 
     def _exactly(self, x: Tensor, missed: Tensor) -> tuple[Fraction, ...] | None:
-        """Return the input that misses least, moved into the exact box, if constraints hold."""
+        """Return the input with the smallest excess, moved into the exact box, if it satisfies a
+        conjunction there in exact arithmetic."""
         best = int(missed.amin(1).argmin())
         if not float(missed[best].amin()) <= 2 * SPARE * (1 + float(self.limits.abs().amax())):
             return None

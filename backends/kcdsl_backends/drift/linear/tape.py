@@ -13,7 +13,7 @@ from kcdsl_backends.drift.affine.adjoint import Adjoint, at
 from kcdsl_backends.drift.boxes import EPS, Box, gamma, up
 
 LINEAR_PASS = 16
-"""Roundings of an adjoint beside those of the products: sums of adjoints, and the noise."""
+"""Roundings of an adjoint besides those of the products: sums of adjoints, and the noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Functional:
 
     @property
     def parts(self) -> tuple[Adjoint, ...]:
-        """Return what is not zero."""
+        """Return the parts that are not zero."""
         return tuple(part for part in (self.deviation, self.drift) if part is not None)
 
     @property
     def terms(self) -> int:
-        """Return how many numbers each functional has."""
+        """Return the number of coefficients of each functional."""
         return sum(part.values[0].numel() for part in self.parts)
 
     def each(self, change: Callable[[Adjoint], Adjoint]) -> Functional:
@@ -90,9 +90,9 @@ LinearVJP = Callable[[Functional], Sequence[Source]]
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What a node adds to the linear part: centres (None: zero) and radii of both unknowns.
+    """The result of a node minus its linear part: centres (None: zero) and radii of both unknowns.
 
-    `nonlinear` bounds, functional by functional [B], what is added beside that.
+    `nonlinear` bounds the nonlinear part, functional by functional [B].
     """
 
     deviation: Tensor
@@ -112,9 +112,8 @@ class Above:
 
 @dataclass(frozen=True, slots=True)
 class LinearEntry:
-    """One node: the boxes of its unknowns and its linear bounds; `planes` instead of vjp + noise.
-
-    Functionals of (e, D) are those that `vjp` returns, of earlier entries, plus at most the noise.
+    """One node: the boxes of its unknowns and its linear bounds; a ReLU has `planes` in place of
+    `noise`. Functionals of (e, D) equal those of earlier entries that `vjp` returns, up to `noise`.
     """
 
     name: str
@@ -131,7 +130,7 @@ class LinearEntry:
 
 
 Slopes = dict[int, tuple[Tensor, ...]]
-"""Slopes of the planes of some entries, in place of those to start with."""
+"""Slopes of the planes of some entries, which replace the initial ones."""
 
 
 @dataclass(slots=True)
@@ -145,7 +144,7 @@ class LinearTape:
         return len(self.entries) - 1
 
     def tighten(self, index: int, deviation: Box, drift: Box) -> None:
-        """Intersect the boxes of an entry with others that hold the same unknowns."""
+        """Intersect the boxes of an entry with other boxes of the same unknowns."""
         entry = self.entries[index]
         self.entries[index] = replace(
             entry, deviation=entry.deviation.meet(deviation), drift=entry.drift.meet(drift)
@@ -191,7 +190,7 @@ class LinearTape:
                     pending[source] = part
                     continue
                 total = pending[source] = before.plus(part)
-                below = self.entries[source]  # the sum itself rounds
+                below = self.entries[source]  # for the rounding of the sum
                 rounding = total.magnitude(below.deviation.mag(), below.drift.mag())
                 spread = spread + 2 * EPS * rounding
         spread = spread * (1 + 2 * gamma(terms)) + size * (2 * gamma(terms))
@@ -199,7 +198,7 @@ class LinearTape:
 
 
 def _noise(functional: Functional, noise: Noise) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what noise adds to functionals: middle, spread, and the magnitudes of the middle."""
+    """Return functionals of the noise: midpoint, radius, and the magnitudes of the midpoint."""
     spread = functional.magnitude(noise.deviation, noise.drift)
     if noise.nonlinear is not None:
         spread = spread + noise.nonlinear(functional)
@@ -221,17 +220,17 @@ def sum_up(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ReluChange:
-    """Everywhere relu(n + D) - relu(n) can be: n in `base`, D in `moved`, n + D in `result`."""
+    """The domain of relu(n + D) - relu(n): n in `base`, D in `moved`, n + D in `result`."""
 
     base: Box
     moved: Box
     result: Box
 
     def corners(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return n, D and the change at points [..., 27] among which every plane is extreme.
+        """Return n, D and the change at points [..., 27] that contain the extremes of every plane.
 
         The change is linear on the pieces into which n = 0 and n + D = 0 cut the polygon; their
-        corners are among these points. Points beside the polygon do no harm.
+        corners are among these points. Points outside of the polygon only loosen bounds.
         """
         (low, high), (least, most) = _ends(self.base), _ends(self.moved)
         first, last = _ends(self.result)
@@ -281,15 +280,15 @@ class ReluPlanes:
 
     @property
     def bent(self) -> Tensor:
-        """Say of which elements the sign is open in a kernel: slopes matter there alone."""
+        """Return the mask of elements whose sign is open in a kernel: only their slopes matter."""
         return _straddles(self.own.result) | _straddles(self.pair.result)
 
     def slopes(self) -> tuple[Tensor, ...]:
-        """Return the slopes to start with."""
+        """Return the initial slopes."""
         return self.start
 
     def scales(self) -> tuple[Tensor, ...]:
-        """Return how large a step of each slope is worth trying; 0 where the change is linear."""
+        """Return the step size of each slope for the search; 0 where the change is linear."""
         crossing = _straddles(self.own.result)
         bent = self.bent
         flat = torch.zeros_like(self.reference)
@@ -330,7 +329,7 @@ def _above(
     high: tuple[Tensor, Tensor],
     reference: Tensor,
 ) -> tuple[Adjoint, Adjoint, Tensor]:
-    """Return what a part asks of (n or nothing, the moved unknown), and its constant [B]."""
+    """Return the functionals of n and of the moved unknown that bound a part, and constants [B]."""
     window = (slice(None), *at(part.window))
 
     def on(tensor: Tensor) -> Tensor:
@@ -369,12 +368,12 @@ def _straddles(box: Box) -> Tensor:
 
 
 def in_single(slopes: Tensor) -> Tensor:
-    """Return the nearest float32 numbers: slopes as a proof holds them."""
+    """Return the nearest float32 numbers, the format of slopes in a proof."""
     return slopes.float().double()
 
 
 def plain_slopes(own: ReluChange, pair: ReluChange) -> tuple[Tensor, ...]:
-    """Return the slopes of the sign that is more likely, which nobody has to name."""
+    """Return the slopes of the sign that takes more of the box, the default in a proof."""
     on = (own.result.lo + own.result.hi > 0).double()
     sides = pair.base.lo + pair.base.hi + pair.result.lo + pair.result.hi
     both, zero = (sides > 0).double(), torch.zeros_like(on)
@@ -382,10 +381,10 @@ def plain_slopes(own: ReluChange, pair: ReluChange) -> tuple[Tensor, ...]:
 
 
 def first_slopes(own: ReluChange, pair: ReluChange) -> tuple[Tensor, ...]:
-    """Return slopes that are good where nothing is known of the functionals.
+    """Return initial slopes, independent of the functionals.
 
-    For every element the planes that pass nearest to the change in the middle of the box, in
-    float32; where the sign is known in both kernels, what the sign says.
+    For every element they are those of the planes nearest to the change at the midpoint of the box,
+    in float32; where the sign is known in both kernels, the exact slopes.
     """
     zero = torch.zeros_like(own.moved.lo)
     one = torch.ones_like(zero)
@@ -415,7 +414,7 @@ def _chord(box: Box) -> Tensor:
 def _nearest(
     change: ReluChange, candidates: Sequence[tuple[Tensor, Tensor]], sign: float
 ) -> tuple[Tensor, Tensor]:
-    """Return, element by element, the slopes whose plane is nearest in the middle of the box."""
+    """Return, element by element, the slopes whose plane is nearest at the midpoint of the box."""
     n = change.base.lo / 2 + change.base.hi / 2
     moved = change.moved.lo / 2 + change.moved.hi / 2
     best: Tensor | None = None
