@@ -1,6 +1,6 @@
 """Affine forms around a reference run (docs/proofs/affine-forms.md).
 
-Each kernel is treated by itself: a forward walk writes one entry per operation on a tape (its
-linear maps and the bound of what they leave out), and reverse passes over the tape bound
-functionals of the error.
+Each kernel is treated separately: a forward walk writes one entry per operation on a tape (its
+linear maps and a bound of the remainder), and reverse passes over the tape bound functionals of
+the error.
 """

@@ -20,7 +20,7 @@ class Adjoint:
 
     @property
     def batch(self) -> int:
-        """Return how many functionals these are."""
+        """Return the number of functionals."""
         return len(self.values)
 
     @property
@@ -38,7 +38,7 @@ class Adjoint:
         return Adjoint(self.values * factor[self.window], self.start)
 
     def without(self, some: Bools) -> Adjoint:
-        """Return the same with zero in the place of some of the functionals [B]."""
+        """Return the same with zeros for some of the functionals [B]."""
         if not some.any():
             return self
         kept = ~some.reshape(-1, *(1 for _ in self.extent))
@@ -67,12 +67,12 @@ def reads_one_each(values: Floats) -> bool:
     return bool(np.count_nonzero(values) == np.count_nonzero(np.diagonal(values)))
 
 
-_SAME = 2.0**-40  # as far apart columns with the largest element 1 may be and count as parallel
+_SAME = 2.0**-40  # tolerance of parallel columns, scaled to a largest element of 1
 
 
 def gathered(columns: Floats) -> tuple[Floats, Floats]:
-    """Return columns [B, n] without zeros with one for all that are parallel, of their sizes
-    together; and a bound [B] of what those that were left out are off from it."""
+    """Merge parallel columns of [B, n], none of which is zero, to one of the sum of their sizes;
+    return the columns and a bound [B] of the error."""
     nothing, n = np.zeros(len(columns)), columns.shape[1]
     peaks = np.take_along_axis(columns, np.abs(columns).argmax(axis=0)[None], axis=0)[0]
     marks = np.cos(np.arange(len(columns), dtype=np.float64)) @ columns / peaks
@@ -114,7 +114,7 @@ def merged(a: Adjoint, b: Adjoint) -> Adjoint:
 
 
 def shortened(adjoint: Adjoint, axis: int) -> Adjoint:
-    """Return the same functionals without the ends of the window along an axis where all are 0."""
+    """Return the same functionals on a window without its zero ends along an axis."""
     others = tuple(k for k in range(adjoint.values.ndim) if k != axis + 1)
     used = np.flatnonzero(adjoint.values.any(axis=others))
     if not used.size:
@@ -160,7 +160,7 @@ def spread(adjoint: Adjoint, axis: int, start: int, step: int) -> Adjoint:
 
 
 def viewed(adjoint: Adjoint, view: View) -> Adjoint:
-    """Return the adjoint of the operand of a view; those of copies are added up."""
+    """Return the adjoint of the operand of a view; those of copies are summed."""
     if view.sizes != view.shape:
         adjoint = reshaped(adjoint, view.shape, view.sizes)
     if view.sizes != view.turned:
@@ -189,8 +189,8 @@ def part(adjoint: Adjoint, axis: int, offset: int, size: int) -> Adjoint | None:
 def reshaped(adjoint: Adjoint, shape: tuple[int, ...], before: tuple[int, ...]) -> Adjoint:
     """Return the adjoint of an operand of shape `before` that was reshaped to `shape`.
 
-    The window becomes the smallest window of `before` where each group of dimensions that belong
-    together allows it, and covers the group where not.
+    The window becomes the smallest window of `before` in each group of dimensions that has one, and
+    covers the whole group otherwise.
     """
     outer_start, outer_extent = list(adjoint.start), list(adjoint.extent)
     start, extent = [0] * len(before), [1] * len(before)
@@ -233,7 +233,7 @@ def _groups(shape: tuple[int, ...], before: tuple[int, ...]) -> list[tuple[list[
 
 
 def _run(sizes: list[int], start: list[int], extent: list[int]) -> tuple[int, int] | None:
-    """Return first and count of a window whose elements lie one after another, else None."""
+    """Return first and count of a window of consecutive elements, else None."""
     first, wide = 0, False
     for size, begin, count in zip(sizes, start, extent, strict=True):
         if wide and count != size:
@@ -244,7 +244,7 @@ def _run(sizes: list[int], start: list[int], extent: list[int]) -> tuple[int, in
 
 
 def _placed(sizes: list[int], first: int, count: int) -> tuple[list[int], list[int]] | None:
-    """Return start and extent of the window that holds these elements and no others."""
+    """Return start and extent of the window with exactly these elements, else None."""
     for axis in range(len(sizes)):
         inner = math.prod(sizes[axis + 1 :])
         if first % inner or count % inner:

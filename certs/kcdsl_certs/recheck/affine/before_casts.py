@@ -1,5 +1,5 @@
-"""Reverse passes of a result before a free cast of it, whose error they bound (Rules 2.2
-and 2.12): those that a node asks of itself."""
+"""Reverse passes that bound the error of a result before its free cast (Rules 2.2 and 2.12). The
+hints name them by the node, as the operation and as the bounded node."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.box import Bools, Floats
 
 LARGEST = 2**29
-"""Numbers of all ellipsoids of a node up to which they are made; no prover asks for more."""
+"""Most numbers of all ellipsoids of a node; a document that names more is refused."""
 
 
 def asked(walk: Walk, name: str, kind: str, shape: tuple[int, ...]) -> tuple[Bools, Bools]:
-    """Return for which rows [..., 1] a node asks passes of itself: down to the input, and to the
-    cut; those of the output are none."""
+    """Return the rows [..., 1] in which the hints name passes of a node for itself, down to the
+    input and to the cut; none for the output."""
     deep, near = (walk.passes.of(Pass(name, name, kind, to), shape) for to in ("input", "cut"))
     if walk.passes.rows is None or not walk.tape.cut:
         deep, near = deep | near, np.zeros_like(near)
@@ -30,14 +30,14 @@ def asked(walk: Walk, name: str, kind: str, shape: tuple[int, ...]) -> tuple[Boo
 
 
 def _named(walk: Walk, node: Node) -> bool:
-    """Return whether passes may be named for the result of a node; without names, none is made."""
+    """Return whether hints may name passes for the result of a node."""
     worst = walk.passes.rows is not None and walk.tape.budget is None
     return worst and not walk.kernel.stepped and node.op in ("linear", "add", "sub")
 
 
 def passed(walk: Walk, node: Node, entry: TapeEntry) -> Floats | None:
-    """Return bounds of the error of a linear's result, of which `entry` is not on the tape, by unit
-    functionals; None where it asks none, infinite in rows of which it asks none."""
+    """Return bounds of the error of a linear's result by unit functionals; `entry` is not on the
+    tape yet. None without named passes, infinite in rows without them."""
     shape = entry.reach.shape
     deep, near = asked(walk, node.name, "reach", shape)
     needed = deep | near
@@ -45,7 +45,7 @@ def passed(walk: Walk, node: Node, entry: TapeEntry) -> Floats | None:
         return None
     found, above = np.full(shape, np.inf), len(walk.tape.entries)
     step = min(AT_ONCE, room(walk))
-    for first in range(0, shape[-1], step):  # the same of all rows one after the other
+    for first in range(0, shape[-1], step):  # the same columns of all rows in turn
         count = min(step, shape[-1] - first)
         for row in rows(needed):
             floor = 0 if deep[row].any() else walk.tape.cut
@@ -59,8 +59,8 @@ def passed(walk: Walk, node: Node, entry: TapeEntry) -> Floats | None:
 def surround(
     walk: Walk, node: Node, place: int, shape: tuple[int, ...]
 ) -> tuple[Floats, Floats] | None:
-    """Find the ellipsoids that a node asks of what its readings have in common, and make it the
-    cut; return bounds of the elements, and of the norms of rows [..., 1], from the same passes."""
+    """Find the named ellipsoids around the common value of a node's readings, and make it the cut;
+    return bounds of the elements, and of the norms of rows [..., 1], from the same passes."""
     deep, near = asked(walk, node.name, "ellipsoid", shape)
     needed = deep | near
     if not _named(walk, node) or not needed.any():

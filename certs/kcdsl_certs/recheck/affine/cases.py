@@ -1,4 +1,4 @@
-"""Cases of a row (section 7): the grid points that scores and probabilities may be, one by one."""
+"""Cases of a row (section 7): one for each choice of grid points of scores and probabilities."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kcdsl_certs.recheck.interval.box import TINY, Bools, Box, Floats
 from kcdsl_certs.recheck.interval.state import gamma
 from kcdsl_certs.recheck.numerics.formats import Format, cut, nearest
 
-SCORES = 4  # of a row
-_CHOICES = 8  # of a row, scores and probabilities together
-_NUMBERS = 2**22  # of all cases of a tensor
-_PRODUCTS = 2**22  # of a batch of functionals in all cases
+SCORES = 4  # most chosen scores of a row
+_CHOICES = 8  # most chosen scores and probabilities of a row
+_NUMBERS = 2**22  # most numbers of all cases of a tensor
+_PRODUCTS = 2**22  # most numbers of a batch of functionals in all cases
 _MORE = 1 + 2.0**-40
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What stored numbers lie between, grid points of their format; with or without cases first.
+    """The least and greatest grid points of stored numbers; the first dimension may be cases.
 
-    `inward`: numbers get to the grid toward zero, else to nearest.
+    `inward`: numbers are rounded toward zero, else to nearest.
     """
 
     lo: Floats
@@ -33,19 +33,20 @@ class Ends:
     inward: bool = False
 
     def within(self, formed: Box) -> Ends:
-        """Return the ends if what is stored was formed in this box; a case may be impossible."""
+        """Return the ends of stored numbers whose values before the cast lie in this box; a case
+        may be impossible."""
         step = cut if self.inward else nearest
         lo, hi = (np.clip(step(end, self.form), self.lo, self.hi) for end in (formed.lo, formed.hi))
         return Ends(lo, hi, self.form, self.inward)
 
     @property
     def two(self) -> Bools:
-        """Return where both ends are neighbours: the middle of others rounds to neither."""
+        """Return where both ends are neighbouring grid points."""
         middle = nearest(self.lo / 2 + self.hi / 2, self.form)
         return np.asarray((self.lo < self.hi) & ((middle == self.lo) | (middle == self.hi)))
 
     def in_one_case(self) -> Ends:
-        """Return the same with a dimension of cases, of one."""
+        """Return the same with a first dimension of one case."""
         return Ends(self.lo[None], self.hi[None], self.form, self.inward)
 
 
@@ -65,7 +66,7 @@ class Cases:
         return Cases(self.lo.transpose(axes), self.hi.transpose(axes), self.width)
 
     def shaped(self, shape: tuple[int, ...]) -> Cases | None:
-        """Return the cases of the same elements in another shape, if that keeps blocks whole."""
+        """Return the cases of the same elements in another shape; None if that splits blocks."""
         if shape[-1] % self.width:
             return None
         count = len(self.lo)
@@ -101,16 +102,15 @@ class Cases:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Part of what an entry adds, by cases; the rest of it is at most `rest`."""
+    """A part of an entry's error by cases; the rest of the error is at most `rest`."""
 
     cases: Cases
     rest: Floats
 
 
 def chosen(ends: Ends, worth: Floats, most: int) -> Ends:
-    """Try both values of the elements of each row that matter most, up to `most` of them.
-
-    `worth`, of one unit of an element, is broadcast to the ends [cases, ..., n].
+    """Split into cases by both values of up to `most` elements of each row, those with the largest
+    width times `worth`, which is broadcast to the ends [cases, ..., n].
     """
     effect = np.where(ends.two, ends.hi - ends.lo, 0.0) * worth
     count = min(most, int((effect > 0).sum(axis=-1).max()))
@@ -151,7 +151,7 @@ def product(ends: Ends, v: Box, error: Floats) -> Cases:
 
 
 def stored(formed: Cases, ends: Ends) -> Cases:
-    """Return the cases of what is stored between these ends."""
+    """Return the cases of numbers stored between these ends."""
     found = ends.within(Box(formed.lo, formed.hi))
     return Cases(found.lo, found.hi, formed.width)
 

@@ -41,8 +41,8 @@ _MORE = 1 + 2.0**-38
 @dataclass(frozen=True, slots=True)
 class Remainder:
     """o with low ≤ o ≤ high, low ≤ 0 ≤ high [..., n], and Σ|o| ≤ total [..., 1] in each row; `sums`
-    bounds Σ|α o| of one row for |α| [B, n], and `known` holds what it said, by row and digest of
-    these: a later pass often reads the same."""
+    bounds Σ|α o| of one row for |α| [B, n], and `known` caches its results by row and digest of
+    |α|: a later pass often reads the same."""
 
     low: Floats
     high: Floats
@@ -75,7 +75,7 @@ class Remainder:
         return -least, most
 
     def _caps(self, adjoint: Adjoint) -> tuple[Floats, float]:
-        """Return the caps, and a bound of Σ|o| in the rows that are read; a window may be wider."""
+        """Return the caps, and a bound of Σ|o| in the rows where the adjoint is not zero."""
         cap = np.maximum(-self.low, self.high)[adjoint.window]
         sums = cap.sum(axis=-1, keepdims=True) * _MORE
         whole = np.minimum(self.total[adjoint.window[:-1]], sums)
@@ -83,7 +83,7 @@ class Remainder:
         return cap, float(whole[read].sum()) * _MORE
 
     def _around(self, adjoint: Adjoint) -> list[Part]:
-        """Return the ellipsoid of all with Σ o²/cap ≤ Σ|o|."""
+        """Return the ellipsoid of all o with Σ o²/cap ≤ Σ|o|."""
         cap, whole = self._caps(adjoint)
         shape, flat = cap.reshape(-1) * whole + TINY, adjoint.values.reshape(adjoint.batch, -1)
         if reads_one_each(flat):
@@ -108,14 +108,14 @@ def most_of(
 ) -> Floats:
     """Return a bound of Σ w·t, 0 ≤ t ≤ caps, with rows of t that sum to at most `total`.
 
-    It is λ·total + Σ max(w - λ, 0)·caps for any λ ≥ 0; that λ is best at which elements of larger
-    weight use up the total. weights and caps are [B, ..., n] (or caps those of all), total
-    [..., 1]; returned is [B]. `order` is that of the weights, the largest first.
+    It is λ·total + Σ max(w - λ, 0)·caps for any λ ≥ 0; the best λ is where the caps of elements of
+    larger weight sum to the total. weights and caps are [B, ..., n] (or caps those of all), total
+    [..., 1]; the result is [B]. `order` sorts the weights, the largest first.
     """
     order = np.argsort(-weights, axis=-1) if order is None else order
     n, alike = weights.shape[-1], caps.size == caps.shape[-1]
     caps = np.broadcast_to(caps, weights.shape)
-    if alike:  # one row of caps for all: a plain index is soonest
+    if alike:  # one row of caps for all: a plain index is fastest
         used = np.cumsum(caps.reshape(-1, n)[0].take(order), axis=-1)
     else:
         used = np.cumsum(np.take_along_axis(caps, order, axis=-1), axis=-1)
@@ -124,18 +124,18 @@ def most_of(
     price = np.where(last < n, np.take_along_axis(weights, place, axis=-1), 0.0)
     rest = weights - price
     over = np.einsum("...n,...n->...", np.maximum(rest, 0.0, out=rest), caps)
-    # a price of 0 costs nothing, whatever the total, which may be infinite
+    # λ = 0 contributes 0 also if the total is infinite
     paid = np.where(price > 0, price * np.where(price > 0, total, 0.0), 0.0)[..., 0]
     return np.asarray((over + paid).reshape(weights.shape[0], -1).sum(axis=-1) * _MORE)
 
 
 def symbol(walk: Walk, held: Held, middle: Floats, half: Floats, reference: Floats) -> int:
-    """Append the drift of an input, as it is around the middle of its box; return its place.
+    """Append the drift of an input relative to the midpoint of its box; return its entry.
 
-    `half` holds the half width, with what `reference`, the centre and the middle, was rounded by.
+    `half` is the half width plus the rounding of `reference`, the centre plus the midpoint.
     """
     centres, shapes = held
-    rounded = 2.0**-51 * np.abs(reference)  # what centres - middle lost is a share of sum_of
+    rounded = 2.0**-51 * np.abs(reference)  # the error of centres - middle is covered by sum_of
     found: dict[Row, Floats] = {}
     for row, (shift, slip) in enumerate(zip(centres - middle, rounded, strict=True)):
         found[(row,)] = sum_of([shapes[row], RankOne(shift, 1.0, 0.0), ball(slip)])
@@ -159,13 +159,13 @@ def symbol(walk: Walk, held: Held, middle: Floats, half: Floats, reference: Floa
 
 
 def ball(radius: Floats) -> Floats:
-    """Return an ellipsoid around all that is no longer than a box."""
+    """Return an ellipsoid around all vectors with norm at most that of `radius`."""
     return raised(np.eye(len(radius)) * float((radius**2).sum()))
 
 
 def squares(walk: Walk, node: Node, name: str) -> Squares | None:
-    """Return what bounds weighted squares of an operand's errors: what is known of them, or
-    ellipsoids by the passes that an operation asks for, which also lower its reach.
+    """Return bounds of weighted squares of an operand's errors: the known ones, or ellipsoids by
+    the passes that the hints name for an operation, which also lower the operand's reach.
 
     Raises Rejected "document/passes".
     """
@@ -210,7 +210,7 @@ class _Image:
 
     @staticmethod
     def of(walk: Walk, form: Form) -> _Image | None:
-        """Return what a linear made of rows of bounded norm; None of other results."""
+        """Return the image by a linear of rows of bounded norm; None for other results."""
         origin = form.origin
         if origin is None or origin.rest.shape != form.shape:
             return None

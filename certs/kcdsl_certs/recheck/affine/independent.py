@@ -1,4 +1,4 @@
-"""Independent roundings (section 8): what they add to functionals but for a share of all runs."""
+"""Independent roundings (section 8): bounds of functionals that fail in a share of all runs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kcdsl_certs.recheck.interval.box import Floats
 from kcdsl_certs.recheck.interval.sums import flushed, unit_of
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
-_REMEMBERED = 16  # elements of an entry that may be counted in the worst case
-_TOGETHER = 64  # of all entries
+_REMEMBERED = 16  # most elements of an entry that may be counted in the worst case
+_TOGETHER = 64  # the same for all entries together
 _MORE = 1 + 2.0**-38
-_FAINT = 2.0**-480  # more than 2^40 roots with squares below the range of float64
+_FAINT = 2.0**-480  # bounds the sum of 2^40 roots whose squares underflow in float64
 
 
 @dataclass(slots=True)
 class Budget:
-    """α, divided among `functionals`; `used` is how many a kernel has bounded."""
+    """α, divided among `functionals`; `used` is the number that a kernel has bounded."""
 
     alpha: Fraction
     functionals: int
@@ -31,7 +31,7 @@ class Budget:
     def take(self, count: int) -> None:
         """Count bounds of functionals.
 
-        Raises Rejected "bound/chance" where there are more than the probability is divided among.
+        Raises Rejected "bound/chance" if they are more than those that share the probability.
         """
         self.used += count
         if self.used > self.functionals:
@@ -45,14 +45,14 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """An entry's radius: `sure`, and of its own roundings the sum and the root of the squares."""
+    """An entry's radius: `sure`, and the sum and the root of squares of its own roundings."""
 
     sure: Floats
     most: Floats
     root: Floats
 
     def with_one(self, rounding: Floats, sure: Floats | float = 0.0) -> Split:
-        """Return the same with one rounding more in every element, and something sure."""
+        """Return the same with one more rounding in every element, and `sure` added."""
         return Split(
             (self.sure + sure) * _MORE,
             (self.most + rounding) * _MORE,
@@ -60,14 +60,14 @@ class Split:
         )
 
     def with_cast(self, kernel: KernelNumerics, rounding: Floats, sure: Floats | float) -> Split:
-        """Return the same with one cast more; the mean of a directed one is not zero, so that all
-        of it is sure."""
+        """Return the same with one more cast; a directed one does not have mean zero, so it is
+        sure."""
         if kernel.units != 1:
             return self.with_sure(rounding + sure)
         return self.with_one(rounding, sure)
 
     def with_sure(self, more: Floats | float) -> Split:
-        """Return the same with something more that is sure."""
+        """Return the same with `more` added to the sure part."""
         return Split((self.sure + more) * _MORE, self.most, self.root)
 
 
@@ -86,7 +86,7 @@ def of_sum(
     before: int = 2,
     dynamic: bool = False,
 ) -> Split:
-    """Return the parts of the error of sums; arguments as for `rules.linear.summed`."""
+    """Return the parts of the error of sums; arguments as for `sums.rounding_of_sums`."""
     if kernel.shortened or unit_of(kernel, dynamic) is not None:
         return only_sure(error)
     n, form = factors[0].shape[-1], kernel.accumulate
@@ -101,8 +101,8 @@ def of_sum(
 
 @dataclass(frozen=True, slots=True)
 class Likely:
-    """Roundings in functionals [B]: `most` and `root` of those remembered [B, K], and the sum of
-    the squares of all the others [B]."""
+    """Roundings in functionals [B]: `most` and `root` of the largest ones [B, K], and the sum of
+    squares of all others [B]."""
 
     most: Floats
     root: Floats
@@ -110,17 +110,17 @@ class Likely:
 
     @staticmethod
     def nothing(batch: int) -> Likely:
-        """Return no roundings at all."""
+        """Return an empty sum of roundings."""
         return Likely(np.zeros((batch, 0)), np.zeros((batch, 0)), np.zeros(batch))
 
     def plus(self, other: Likely) -> Likely:
-        """Return the roundings of two sums together, none of which is in both."""
+        """Return the roundings of two sums that share none."""
         most = np.concatenate([self.most, other.most], axis=1)
         root = np.concatenate([self.root, other.root], axis=1)
         return Likely(*_largest(most, root, self.rest + other.rest, _TOGETHER))
 
     def bound(self, budget: Budget) -> Floats:
-        """Return what they add at most, but for a share of α/N of all runs."""
+        """Return a bound of their sum that fails in a share of at most α/N of all runs."""
         with np.errstate(all="ignore"):
             worth = np.where(self.most > 0, self.root**2 / self.most, np.inf)
         order = np.argsort(-worth, axis=1, kind="stable")
@@ -135,7 +135,7 @@ class Likely:
 
 
 def read(adjoint: Adjoint, split: Split) -> Likely:
-    """Return what functionals read of an entry's own roundings."""
+    """Return an entry's own roundings in functionals of it."""
     size = np.abs(adjoint.values).reshape(adjoint.batch, -1)
     most = size * split.most[adjoint.window].reshape(-1)
     root = size * split.root[adjoint.window].reshape(-1)
