@@ -1,4 +1,4 @@
-"""Reverse passes of a sum before a free cast of it, whose error they bound (Rule 2.12)."""
+"""Reverse passes that bound the error of a sum before its free cast (Rule 2.12)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kcdsl_backends.drift.boxes import SAFE
 from kcdsl_backends.drift.boxes.rounding import ONCE, reads_twice
 
 LARGEST = 2**29
-"""Numbers in the ellipsoids of a tensor; where there would be more, none are found."""
+"""Most numbers in the ellipsoids of a tensor; larger ones are not made."""
 FAR = 8.0
-"""How many times a linear's result its error bounds are, from where on boxes say too little."""
+"""Ratio of a linear's error bounds to its result above which ellipsoids are made."""
 
 
 def lowered(run: KernelRun, node: Node, entry: TapeEntry) -> TapeEntry:
-    """Return the entry of a result, which is not on the tape, before a free cast: that of a linear
-    with error bounds from reverse passes that stop at ellipsoids from before another cast, in rows
-    where these bounds exceed the result itself."""
+    """Return the entry of a result before its free cast, which is not on the tape. For a linear it
+    gets error bounds from reverse passes that stop at ellipsoids from before another cast, in rows
+    where its bounds exceed the result itself."""
     needed = _loose(run, node, entry)
     stops = run.tape.cut == run.tape.settled
     if node.op != "linear" or not stops or not bool(needed.any()):
@@ -36,8 +36,8 @@ def lowered(run: KernelRun, node: Node, entry: TapeEntry) -> TapeEntry:
 
 
 def surrounded(run: KernelRun, node: Node, index: int) -> Tensor | None:
-    """Find ellipsoids around what the readings of a result have in common, where its error bounds
-    are far beyond it and it leads to a norm; return bounds of the norms of rows [..., 1].
+    """Find ellipsoids around the common value of a result's readings, if its error bounds are far
+    larger than it and it leads to a norm; return bounds of the norms of rows [..., 1].
 
     One pass gives ellipsoid, norm and elements. Later passes may stop there.
     """
@@ -58,7 +58,7 @@ def surrounded(run: KernelRun, node: Node, index: int) -> Tensor | None:
 
 
 def read_alone(run: KernelRun, node: Node) -> bool:
-    """Say whether some reader of a result has one reading of it, an entry of its own."""
+    """Return whether some reader of a result has a reading of its own, with its own entry."""
     return node.name == run.graph.output or any(
         name == node.name
         and (reader.op in ONCE or reader.name not in run.several)
@@ -69,8 +69,8 @@ def read_alone(run: KernelRun, node: Node) -> bool:
 
 
 def of_one_reading(common: TapeEntry, formed: TapeEntry, inside: Tensor) -> TapeEntry:
-    """Return the entry of one reading as it was formed, with what is known of what all readings
-    have in common; `inside` bounds what it adds to that."""
+    """Return the entry `formed` of one reading with the bounds of the common value of all readings;
+    `inside` bounds its distance from that."""
     if common.carried is None:
         return formed
     less = torch.minimum(formed.error_bound, (common.error_bound + inside) * SAFE)
@@ -78,7 +78,7 @@ def of_one_reading(common: TapeEntry, formed: TapeEntry, inside: Tensor) -> Tape
 
 
 def _loose(run: KernelRun, node: Node, entry: TapeEntry, times: float = 1.0) -> Tensor:
-    """Return the rows [..., 1] of a sum whose error bounds exceed it so many times."""
+    """Return the rows [..., 1] of a sum whose error bounds exceed `times` its size."""
     error, size = (x.sum(-1, keepdim=True) for x in (entry.error_bound, entry.reference.abs()))
     worst, final = run.tape.chance is None, node.name == run.graph.output
     summed = node.op in ("linear", "add", "sub")
@@ -86,6 +86,6 @@ def _loose(run: KernelRun, node: Node, entry: TapeEntry, times: float = 1.0) -> 
 
 
 def _leads_to_norm(run: KernelRun, node: Node) -> bool:
-    """Say whether a result is read by norms, and sums with others, alone."""
+    """Return whether a result is read only by norms and sums."""
     readers = {reader.op for reader in run.graph.nodes if node.name in reader.inputs}
     return bool(readers) and readers <= {"rms_norm", "layer_norm", "add", "sub"}

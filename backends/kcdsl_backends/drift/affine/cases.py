@@ -1,7 +1,7 @@
-"""Cases of a row: what each choice of grid points makes of all its elements together (section 7).
+"""Cases of a row: boxes of all its elements for each choice of grid points (section 7).
 
-A probability that may become one of two grid points moves every element of the context of its row
-and head. One choice for all of them is less than the worst choice for each of them.
+A probability that may round to one of two grid points moves every element of the context of its row
+and head. One choice for all elements gives tighter bounds than the worst choice for each of them.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ NUMBERS = 2**22
 """Most numbers of all cases of a tensor."""
 _SAFE = 1.0 + 2.0**-40
 _APART = 2.0**-34
-"""More than what two programs differ by, relatively."""
+"""Bounds the relative difference of the numbers of two programs."""
 _PRODUCTS = 2**23
-"""Numbers of a batch of functionals in all cases."""
+"""Most numbers of a batch of functionals in all cases."""
 
 
 def beyond(formed: Box) -> Box:
-    """Return a box that is a little wider, before it is rounded to a grid.
+    """Return a slightly wider box, to be rounded to a grid.
 
-    Another program that follows the same rules then finds no grid point more, though its numbers
-    differ in their last digits: a tie is not a matter of luck.
+    Then a second program that follows the same rules finds no further grid point, also at ties,
+    though its numbers differ in their last digits.
     """
     return formed.widen(formed.mag() * _APART)
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The grid points between which stored values lie; `two`: there is none but these. `casts` is
-    how values get to the grid."""
+    """The least and greatest grid points of stored values; `two`: there are no others between them.
+    `casts` is the rounding to the grid."""
 
     low: Tensor
     high: Tensor
@@ -52,12 +52,12 @@ class Ends:
 
     @staticmethod
     def of(low: Tensor, high: Tensor, form: Format, casts: Casts = CASTS["nearest"]) -> Ends:
-        """Return the ends; between two neighbours the middle rounds to one of them."""
+        """Return the ends, with `two` where they are neighbours."""
         middle = form.nearest(low / 2 + high / 2)
         return Ends(low, high, (low < high) & ((middle == low) | (middle == high)), form, casts)
 
     def within(self, formed: Box) -> Ends:
-        """Return the ends of what is stored if the results lie in a box as well."""
+        """Return the ends of stored values whose results before the cast also lie in a box."""
         formed = beyond(formed)
         low, high = (self.casts.step(end, self.form) for end in (formed.lo, formed.hi))
         return Ends.of(
@@ -70,10 +70,10 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Cases:
-    """Boxes [C, *shape], of which one holds every element of a block of `width` at a time.
+    """Boxes [C, *shape]: all elements of a block of `width` lie in the same one of C boxes.
 
-    Blocks are consecutive elements of the last dimension. Which case it is may differ from block to
-    block.
+    Blocks are consecutive elements of the last dimension. Different blocks may be in different
+    cases.
     """
 
     low: Tensor
@@ -82,7 +82,7 @@ class Cases:
 
     @property
     def hull(self) -> Box:
-        """Return what holds in every case."""
+        """Return the hull of all cases."""
         return Box(self.low.amin(0), self.high.amax(0))
 
     @property
@@ -91,14 +91,14 @@ class Cases:
         return up(((self.high - self.low) / 2).amax(0), 2)
 
     def permuted(self, dims: Sequence[int]) -> Cases | None:
-        """Return the cases of x.permute(dims); None where blocks are torn."""
+        """Return the cases of x.permute(dims); None if that splits blocks."""
         if dims[-1] != len(dims) - 1:
             return None
         order = (0, *(1 + d for d in dims))
         return Cases(self.low.permute(order), self.high.permute(order), self.width)
 
     def reshaped(self, shape: Sequence[int]) -> Cases | None:
-        """Return the cases of x.reshape(shape); None where blocks are torn."""
+        """Return the cases of x.reshape(shape); None if that splits blocks."""
         if shape[-1] % self.width:
             return None
         low, high = (part.reshape(-1, *shape) for part in (self.low, self.high))
@@ -133,7 +133,7 @@ def _extremes(values: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """A part of o_n in cases, for functionals instead of its radius; `rest` bounds the others."""
+    """A part of o_n in cases, in place of its radius for functionals; `rest` bounds the rest."""
 
     cases: Cases
     rest: Tensor
@@ -144,8 +144,8 @@ def split(ends: Ends, worth: Tensor, count: int) -> Ends:
 
     Args:
         ends: [C, ..., n].
-        worth: of one unit of an element, broadcastable to [C, ..., n]: those that move most times
-            this are chosen.
+        worth: the weight of an element, broadcastable to [C, ..., n]: elements with the largest
+            width times weight are chosen.
 
     Returns:
         Ends [2^k·C, ..., n] for k <= count choices.
@@ -167,7 +167,7 @@ def split(ends: Ends, worth: Tensor, count: int) -> Ends:
 
 
 def choices(shape: Sequence[int]) -> int:
-    """Return how many elements of a row may be chosen, with [C, *shape] numbers to be kept."""
+    """Return how many elements of a row may be chosen; [C, *shape] has at most `NUMBERS` then."""
     return min(CHOICES, int(math.log2(max(1, NUMBERS // math.prod(shape)))))
 
 
@@ -175,9 +175,9 @@ def of_product(ends: Ends, v: Box, error: Tensor) -> Cases:
     """Return p @ v ± error in the cases of p.
 
     Args:
-        ends: where p lies in every case, [C, ..., m, n].
+        ends: the ends of p in every case, [C, ..., m, n].
         v: box [..., n, d].
-        error: [..., m, d], everything that the product may be off by.
+        error: [..., m, d], the whole error of the product.
     """
     (values, own), terms = v.midpoint(), v.shape[-2]
     middle = ends.low / 2 + ends.high / 2

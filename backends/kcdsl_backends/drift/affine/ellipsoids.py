@@ -1,5 +1,5 @@
-"""Ellipsoids around the errors of rows, and what they say of functionals and of sums of squares
-with weights (Rules 1.6 and 3.9)."""
+"""Ellipsoids around the errors of rows: bounds of functionals and of weighted sums of squares
+(Rules 1.6 and 3.9)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAINT = 2.0**-240
 
 
 def quadratic(matrix: Tensor, functionals: Tensor) -> Tensor:
-    """Bound |a·e| by √(aᵀ P a) for functionals a [B, n] -> [B]; infinite where that is none."""
+    """Bound |a·e| by √(aᵀ P a) for functionals a [B, n] -> [B]; infinite where that is NaN."""
     alone = diagonal(functionals)
     if alone is None:
         value = ((functionals @ matrix) * functionals).sum(-1)
@@ -40,8 +40,8 @@ def quadratic(matrix: Tensor, functionals: Tensor) -> Tensor:
 
 
 def image(matrix: Tensor, functionals: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A P Aᵀ for functionals A [B, n], with what float64 may have lost on the diagonal; and
-    the bounds of `quadratic` [B], which the diagonal is."""
+    """Return A P Aᵀ for functionals A [B, n], with its float64 error added on the diagonal; and the
+    bounds of `quadratic` [B], the roots of the diagonal."""
     lost = _rounding(matrix, functionals)
     alone = diagonal(functionals)
     if alone is not None:
@@ -84,14 +84,14 @@ def stretch(functionals: Tensor) -> float:
 
 
 def product_of(functionals: Tensor) -> Tensor:
-    """Return A Aᵀ of functionals A [B, n], with what float64 may have lost on the diagonal."""
+    """Return A Aᵀ of functionals A [B, n], with its float64 error added on the diagonal."""
     products = square_of(functionals)
     lost = 4 * gamma(functionals.shape[1] + 8) * float(functionals.square().sum())
     return products + lost * torch.eye(len(products), dtype=products.dtype).to(products)
 
 
 def _rounding(matrix: Tensor, functionals: Tensor) -> Tensor:
-    """Return what aᵀ P a may be off by: γ (Σ |a_i| √P_ii)², as |P_ij| <= √P_ii √P_jj, of an
+    """Return the float64 error of aᵀ P a: γ (Σ |a_i| √P_ii)², as |P_ij| <= √P_ii √P_jj, of an
     ellipsoid P or of its diagonal."""
     diagonal = matrix.diagonal() if matrix.dim() == 2 else matrix
     size = functionals.abs() @ diagonal.clamp_min(0).sqrt()
@@ -140,7 +140,7 @@ class RankOne:
 class ImageEllipsoid:
     """The ellipsoid A P Aᵀ of functionals A [B, n], of P [n, n] or its diagonal [n].
 
-    The product with Aᵀ is left for where it is needed.
+    The product with Aᵀ is computed when it is needed.
     """
 
     functionals: Tensor
@@ -166,21 +166,21 @@ class ImageEllipsoid:
 
     @property
     def sizes(self) -> Tensor:
-        """Return bounds of the functionals [B]; infinite where there are none."""
+        """Return bounds of the functionals [B]; infinite where they are NaN."""
         lost = _rounding(self.matrix, self.functionals)
         found = (self.squares.clamp_min(0) + lost).sqrt() * MORE
         return found.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     def of_same(self, other: ImageEllipsoid) -> bool:
-        """Say whether another image is one of the same functionals."""
+        """Return whether another image has the same functionals."""
         one, two = self.functionals, other.functionals
         same = one.data_ptr() == two.data_ptr() and one.shape == two.shape
         return same and one.stride() == two.stride()
 
 
 def _images(parts: Sequence[tuple[ImageEllipsoid, float]]) -> Tensor:
-    """Return the sum of images by the same functionals, each with a factor: one product for all,
-    with what float64 may have lost on the diagonal."""
+    """Return the sum of images by the same functionals, each with a factor, as one product; its
+    float64 error is added on the diagonal."""
     (first, factor), *others = parts
     alone, product = diagonal(first.functionals), first.product * factor
     sizes = (first.matrix.diagonal() if first.matrix.dim() == 2 else first.matrix) * factor
@@ -198,8 +198,8 @@ Part = Tensor | RankOne | ImageEllipsoid
 
 
 def joined(parts: Sequence[Part]) -> list[Tensor | RankOne]:
-    """Return ellipsoids around the same sums of members: images by the same functionals are
-    multiplied together, with the shares that they have in `around_sum`."""
+    """Return ellipsoids with the same sums of members: images by the same functionals become one
+    product, weighted as in `around_sum`."""
     found, images = list[Tensor | RankOne](), list[list[ImageEllipsoid]]()
     for part in parts:
         if not isinstance(part, ImageEllipsoid):
@@ -218,10 +218,10 @@ def joined(parts: Sequence[Part]) -> list[Tensor | RankOne]:
 
 
 def around_sum(parts: Sequence[Part]) -> Tensor:
-    """Return an ellipsoid that holds the sums of members of others: (Σ w) Σ P_k/w_k.
+    """Return an ellipsoid around the sums of members of others: (Σ w) Σ P_k/w_k.
 
     By Cauchy and Schwarz (Σ √q_k)² <= (Σ w) Σ q_k/w_k for all w > 0; w_k = √trace here. The share
-    of 2^-30 of the trace is more than what sums of up to 2^22 products lost.
+    of 2^-30 of the trace exceeds the float64 error of sums of up to 2^22 products.
     """
     each = joined(parts)
     traces = [part.trace if isinstance(part, RankOne) else float(part.trace()) for part in each]
@@ -262,7 +262,7 @@ def reached(ellipsoids: Ellipsoids, error_bound: Tensor, functional: Adjoint) ->
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """What bounds Σ β_k e_k² of one row for weights β >= 0: e is in an ellipsoid Q.
+    """Bounds of Σ β_k e_k² of one row for weights β >= 0, with e in an ellipsoid Q.
 
     `largest` bounds Σ e_k²; `squares` [n, n] are the Q_kl², `rows` their sums.
     """
@@ -273,7 +273,7 @@ class Energy:
 
     @staticmethod
     def of(matrix: Tensor, length: float) -> Energy:
-        """Return the energy of errors in an ellipsoid that are no longer than `length`."""
+        """Return the bounds for errors in an ellipsoid with norm at most `length`."""
         most = largest_eigenvalue(matrix, float(matrix.diagonal().sum()) * SAFE, length**2)
         squares = matrix.square()
         squares.diagonal().copy_((matrix.diagonal() + FAINT).square())
@@ -310,7 +310,7 @@ class Energy:
 
 @dataclass(frozen=True, slots=True)
 class RowEnergies:
-    """The same of errors |e_k| <= factor_k |x_k| + own_k, x in an ellipsoid, by rows."""
+    """`Energy` by rows, of errors |e_k| <= factor_k |x_k| + own_k with x in an ellipsoid."""
 
     rows: Mapping[Row, Energy]
     factor: Tensor | None = None

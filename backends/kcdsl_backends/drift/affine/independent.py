@@ -1,9 +1,9 @@
 """Roundings as independent random numbers with mean zero (section 8).
 
-Under that named assumption a sum of roundings is a martingale: with parts of at most r_k it exceeds
+Under this assumption a sum of roundings is a martingale: with parts of at most r_k it exceeds
 sqrt(2 ln(2/α)·Σ r_k²) with probability at most α (Azuma 1967, Hoeffding 1963), where the worst case
-is Σ r_k. The largest parts may be counted in the worst case, the others by chance. What is no
-rounding (remainders, float64 errors, known centres) counts as in the worst case.
+is Σ r_k. The largest parts may be counted in the worst case, the others by chance. Terms that are
+not roundings (remainders, float64 errors, known centres) count as in the worst case.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ ASSUMPTION = (
     "is random, with mean zero whatever came before it; for each input by itself a bound then "
     "fails with probability at most {alpha}"
 )
-"""What bounds by chance rest on; never left out beside them."""
+"""The assumption of bounds by chance, stated wherever they are reported."""
 SINGLE = 16
-"""Of every entry so many of the largest parts of a functional are kept apart, and 4 times so many
-in all."""
+"""Number of the largest parts of a functional kept singly for every entry; 4 times that in all."""
 _UP = 1.0 + 2.0**-40
 _FAINT = 2.0**-480
-"""More than 2^40 parts make together whose squares float64 takes for zero."""
+"""Bounds the sum of 2^40 parts whose squares underflow to zero in float64."""
 
 
 @dataclass(slots=True)
 class Chance:
-    """How surely bounds hold together: of at most `functionals` of them any fails with probability
+    """The joint probability of bounds: of at most `functionals` bounds any fails with probability
     at most `alpha`. `asked` counts those that were used."""
 
     alpha: Fraction
@@ -52,7 +51,7 @@ class Chance:
         return 2 * math.log(2 * self.functionals / float(self.alpha) * _UP) * _UP
 
     def to_json(self) -> dict[str, Any]:
-        """Return what stands in a proof."""
+        """Return the record of a proof."""
         return {"alpha": real_text(self.alpha), "functionals": self.functionals}
 
     def ask(self, count: int) -> None:
@@ -62,10 +61,10 @@ class Chance:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What independent roundings add to functionals [B].
+    """The independent roundings in functionals [B].
 
-    Of some elements of entries [B, K] what they add at `most` and their `deviation`; of all others
-    the sum of the `squares` of the deviations.
+    Of some elements of entries [B, K] the bounds `most` and `deviation`; of all others the sum of
+    the `squares` of the deviations.
     """
 
     most: Tensor
@@ -74,7 +73,7 @@ class Parts:
 
     @staticmethod
     def of(functional: Adjoint, roundings: Roundings) -> Parts:
-        """Return the parts of what functionals read of an entry."""
+        """Return the roundings of an entry in functionals of it."""
         every, most = functional.each(roundings.deviation), functional.each(roundings.most)
         largest, place = every.topk(min(SINGLE, every.shape[-1]), sorted=False)
         rest = every.scatter(-1, place, 0.0).square().sum(-1)
@@ -95,8 +94,8 @@ class Parts:
         return Parts(most, own, squares * _UP)
 
     def likely(self, chance: Chance) -> Tensor:
-        """Bound the sum but for a share of all runs: the best number of elements in the worst case,
-        all others by chance."""
+        """Bound the sum except in a share of all runs: the best number of elements in the worst
+        case, all others by chance."""
         worth = self.deviation.square() / self.most.clamp_min(2.0**-1000)
         order = worth.argsort(dim=-1, descending=True)
         most, own = self.most.gather(-1, order), self.deviation.gather(-1, order).square()
@@ -108,18 +107,18 @@ class Parts:
 
 
 def room(graph: BlockGraph) -> int:
-    """Return among how many functionals the probability of a block is divided: a power of two,
-    above four for every element of a result."""
+    """Return the number of functionals that share a block's probability: a power of two, above four
+    for every element of a result."""
     nodes = [node for node in graph.nodes if node.op not in ("param", "constant")]
     return 1 << (4 * sum(math.prod(node.shape) for node in nodes)).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
 class Roundings:
-    """The radius of an entry, taken apart, element by element.
+    """The radius of an entry, split element by element.
 
-    `sure` bounds what is no independent rounding; `most` is the sum of the bounds of all that are,
-    `deviation` the root of the sum of their squares.
+    `sure` bounds the terms that are not independent roundings; `most` is the sum of the bounds of
+    independent roundings, `deviation` the root of the sum of their squares.
     """
 
     sure: Tensor
@@ -128,25 +127,25 @@ class Roundings:
 
     @staticmethod
     def none(sure: Tensor) -> Roundings:
-        """Return something that is no independent rounding."""
+        """Return a radius without independent roundings."""
         zero = torch.zeros_like(sure)
         return Roundings(sure, zero, zero)
 
     @staticmethod
     def one(sure: Tensor, rounding: Tensor, casts: Casts = CASTS["any"]) -> Roundings:
-        """Return one rounding in every element, beside something sure; sure too, if directed."""
+        """Return one rounding in every element plus `sure`; a directed rounding is sure too."""
         if casts.units != 1:
             return Roundings.none((sure + rounding) * _UP)
         return Roundings(sure, rounding, rounding)
 
     def beside(self, more: Tensor) -> Roundings:
-        """Return the same with something more that is no independent rounding."""
+        """Return the same with `more` added to the sure part."""
         return Roundings((self.sure + more) * _UP, self.most, self.deviation)
 
     def cast(self, most: Tensor, least: float, casts: Casts) -> Roundings:
-        """Return the same with one rounding more, of at most `most`, and `least` of underflow.
+        """Return the same with one more rounding of at most `most`, and `least` of underflow.
 
-        Roundings that are not to nearest have no mean of zero: all of them is sure.
+        Roundings that are not to nearest do not have mean zero, so they are sure.
         """
         if casts.units != 1:
             return self.beside((most + least) * _UP)
@@ -154,21 +153,21 @@ class Roundings:
         return Roundings((self.sure + least) * _UP, (self.most + most) * _UP, together)
 
     def where(self, kept: Tensor, otherwise: Tensor) -> Roundings:
-        """Return the same where something was kept, else a sure bound."""
+        """Return the same where `kept`, else the sure bound `otherwise`."""
         most, deviation = (torch.where(kept, part, 0.0) for part in (self.most, self.deviation))
         return Roundings(torch.where(kept, self.sure, otherwise), most, deviation)
 
 
 def of_sums(sums: Sums, error: Tensor) -> Roundings:
-    """Take the `error` of sums apart: one rounding of each partial sum and of each product is its
-    own; other roundings of terms and of tiles are shared by several sums.
+    """Split the `error` of sums: one rounding of each partial sum and of each product is
+    independent; other roundings of terms and of tiles are shared by several sums.
 
     A partial sum is at most (S + mag(Y))/2 + E, and all terms together are at most S + E; a
     rounding counts in the sum as it is.
     """
     kernel = sums.kernel
     if kernel.numerics.products != "compute" or sums.unit is not None:
-        return Roundings.none(error)  # what is cut off has no mean of zero
+        return Roundings.none(error)  # truncation errors do not have mean zero
     terms, largest = sums.left.shape[-1], (sums.total + error) * _UP
     partial = (sums.total + sums.result) / 2 + error
     most = kernel.u_accumulate * (terms * partial + largest) * _UP

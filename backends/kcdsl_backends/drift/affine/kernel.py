@@ -1,4 +1,4 @@
-"""One kernel of a block while its tape is written, and the reverse passes that are made for it."""
+"""The state of one kernel's walk over a block: tape, operands, and reverse passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Kind = Literal["reach", "deviations", "norm", "ellipsoid", "product"]
 """Single elements; elements minus a mean, and the direction of a norm; the norm of a row; an
 ellipsoid around a row; the remainder of a product with a row, functional by functional."""
 Key = tuple[str, str, Kind, bool]
-"""The operation that asks, the node asked about, the kind, and whether it stops at the cut."""
+"""The operation that needs the pass, the bounded node, the kind, whether it stops at the cut."""
 
 
 @dataclass(slots=True)
@@ -32,13 +32,13 @@ class Passes:
     rows: dict[Key, Tensor] = field(default_factory=dict)
 
     def made(self, key: Key, needed: Tensor) -> None:
-        """Remember passes in the rows `needed` [..., 1]."""
+        """Record passes in the rows `needed` [..., 1]."""
         if bool(needed.any()):
             before = self.rows.get(key)
             self.rows[key] = needed.clone() if before is None else needed | before
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return what stands in a proof: rows as first and end of every run of them, flattened."""
+        """Return the record of a proof: the first and end of every run of rows, flattened."""
         return [
             {
                 "at": at,
@@ -52,7 +52,7 @@ class Passes:
 
 
 def runs_of(needed: Tensor) -> Iterator[int]:
-    """Yield where runs of rows that are needed begin and end."""
+    """Yield the first and end of every run of needed rows."""
     inside = False
     for position, row in enumerate(needed.flatten().tolist()):
         if row != inside:
@@ -64,8 +64,8 @@ def runs_of(needed: Tensor) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class StoredSpread:
-    """How far what a kernel (0: training, 1: inference) stores of the parameters in a ball may be
-    from what it stores of those of the checkpoint."""
+    """The distance of the stored parameters of a weight ball from the checkpoint's stored ones, in
+    one kernel (`side` 0: training, 1: inference)."""
 
     ball: WeightBall
     stored: StoredParameters
@@ -78,15 +78,15 @@ class StoredSpread:
         return up(torch.maximum(box.hi - centre, centre - box.lo).clamp_min(0))
 
     def alike(self, node: Node, *, linear: bool = False) -> bool:
-        """Say whether both kernels store it in one way, so that both are off by the same."""
+        """Return whether both kernels store it alike, so that both have the same difference."""
         return self.ball.held(node, linear=linear).alike
 
 
 @dataclass(frozen=True, slots=True)
 class Private:
-    """How far each reading of a result may be by itself from the one of which all are versions.
+    """The distance of each reading of a result from the common value of all readings.
 
-    `error_bound` bounds it element by element, `apart` takes it apart.
+    `error_bound` bounds it element by element, `apart` splits it into its parts.
     """
 
     error_bound: Tensor
@@ -94,12 +94,12 @@ class Private:
 
 
 NEGLIGIBLE = 2.0**-3
-"""Up to this share of a rounding a remainder is worth no reverse passes."""
+"""No reverse passes are made for a remainder up to this share of a rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What an operation reads: an entry of the tape, or a known number (index None)."""
+    """An operand of an operation: an entry of the tape, or a known number (index None)."""
 
     index: int | None
     reference: Tensor
@@ -115,8 +115,8 @@ class Operand:
 class KernelRun:
     """The reference run of a kernel, and the tape of its errors.
 
-    `grain` is the unit roundoff of the coarser kernel of the pair: remainders far below what it
-    rounds off are not worth reverse passes.
+    `grain` is the unit roundoff of the coarser kernel of the pair: for remainders far below its
+    roundings no reverse passes are made.
     """
 
     graph: BlockGraph
@@ -127,48 +127,48 @@ class KernelRun:
     grain: float
     computed: dict[str, int] = field(default_factory=dict)
     known: dict[str, Tensor] = field(default_factory=dict)
-    """References of nodes without errors: what is made of token ids and parameters alone."""
+    """References of nodes without errors, which depend on token ids and parameters alone."""
     passes: Passes = field(default_factory=Passes)
     handed: bool = False
     """Whether another block stored the input."""
     plain: int | None = None
-    """The entry of the block input where it is not rounded: its errors are those of the region."""
+    """The entry of the block input if it is not rounded: its errors are those of the region."""
     spread: StoredSpread | None = None
-    """Of a region around the weights; None: the parameters are those of the checkpoint."""
+    """The weight ball as this kernel stores it; None: the parameters are the checkpoint's."""
     common: dict[str, Tensor] = field(default_factory=dict)
-    """What operations with weights read in the first kernel that is run, at the centre: what both
-    kernels make of other weights is taken at these numbers."""
+    """Operands of operations with weights in the first kernel that is run, at the centre: there the
+    effect of other weights that both kernels share is computed."""
     several: frozenset[str] = frozenset()
-    """Nodes that are read more than once, where casts are free; what each reading is by itself
-    stands in `private`, and entries are without it."""
+    """Nodes that are read more than once, with free casts; the distances of their readings are in
+    `private`, and not in the entries."""
     private: dict[str, Private] = field(default_factory=dict)
     readings: dict[tuple[str, str, int], int] = field(default_factory=dict)
     lowered: set[str] = field(default_factory=set)
-    """Results whose error bounds were found by passes before their casts."""
+    """Results whose error bounds are from passes before their casts."""
 
     @property
     def negligible(self) -> float:
-        """Return the share of a result up to which a remainder is worth no reverse passes."""
+        """Return the share of a result up to which a remainder gets no reverse passes."""
         return NEGLIGIBLE * self.grain
 
     def passing(
         self, node: Node, index: int, kind: Kind, needed: Tensor, floor: int = INPUT
     ) -> bool:
-        """Say whether an operation needs passes in any row of an entry; remember that it does.
+        """Return whether an operation needs passes in any row of an entry, and record them.
 
         Args:
             node: the operation.
             needed: [..., 1] bool, rows of the entry.
             floor: where the passes stop.
         """
-        if kind == "norm" and self.tape.chance is not None:  # worst cases, far beyond the likely
+        if kind == "norm" and self.tape.chance is not None:  # norms are worst-case bounds
             return False
         key = node.name, self.tape.entries[index].name, kind, floor != INPUT
         self.passes.made(key, needed)
         return bool(needed.any())
 
     def operand(self, node: Node, position: int) -> Operand:
-        """Return an input of a node; a parameter that may move has an error of its own."""
+        """Return an input of a node; a parameter of a weight ball has an error of its own."""
         name = node.inputs[position]
         source = self.source(node, position)
         if self.spread is not None and source.op == "param" and name not in self.computed:
@@ -185,8 +185,8 @@ class KernelRun:
         return Operand(None, reference, torch.zeros_like(reference))
 
     def again(self, node: Node, position: int) -> Apart:
-        """Return how far each reading of an input may be apart from the entry that an operation
-        reads, because it is computed for several readings, or reads it several times."""
+        """Return the distance of readings of an input from the entry that an operation reads: it is
+        computed again for several readings, or reads the input several times."""
         private = self.private.get(node.inputs[position])
         if private is None:
             return None
@@ -195,14 +195,14 @@ class KernelRun:
         return private.error_bound if several else None
 
     def _read(self, node: Node, position: int) -> int:
-        """Return the entry of one reading; operations on matrices share that of what is stored."""
+        """Return the entry of one reading; matrix operations share that of the stored value."""
         name = node.inputs[position]
         if name not in self.private or self.again(node, position) is not None:
             return self.computed[name]
         return self.reading(name, "" if node.op in ONCE else node.name, position)
 
     def reading(self, name: str, reader: str = "", position: int = 0) -> int:
-        """Return the entry of one reading of a node; by default, that of what is stored."""
+        """Return the entry of one reading of a node; by default, that of the stored value."""
         private = self.private.get(name)
         if private is None:
             return self.computed[name]
@@ -227,19 +227,19 @@ class KernelRun:
         return self.readings[key]
 
     def keep(self, node: Node, apart: Apart) -> None:
-        """Note how far readings of a result that nothing rounds may be apart."""
+        """Record the distance of readings of a result that has no rounding."""
         if apart is not None:
             self.private[node.name] = Private(apart)
 
     def own(self, name: str) -> Tensor | None:
-        """Return what a computed node adds, element by element, in any one reading."""
+        """Return the radius of a computed node in any one reading, element by element."""
         radius, private = self.tape.entries[self.computed[name]].radius, self.private.get(name)
         if private is None:
             return radius
         return private.error_bound if radius is None else (radius + private.error_bound) * SAFE
 
     def moving(self, name: str, source: Node, reference: Tensor, radius: Tensor) -> None:
-        """Append numbers of a parameter, which may be anywhere around those known."""
+        """Append a parameter within `radius` of its reference."""
         own = (radius * SAFE).contiguous()
         entry = TapeEntry(name, reference, own, lambda a: [], None, own)
         if self.spread is not None and self.spread.alike(source):
@@ -247,14 +247,14 @@ class KernelRun:
         self.computed[name] = self.tape.add(entry)
 
     def around(self, node: Node, position: int) -> Tensor | None:
-        """Return how far a parameter input may be from `optional`; None where it does not move."""
+        """Return the distance of a parameter input from `optional`; None without a weight ball."""
         if self.spread is None or len(node.inputs) <= position:
             return None
         source = self.source(node, position)
         return self.spread.of(source) if source.op == "param" else None
 
     def quantises(self, linear: Node) -> bool:
-        """Say whether the input of a linear is quantised."""
+        """Return whether the input of a linear is quantised."""
         numerics = self.parameters.numerics.serving(weight_of(linear, self.nodes))
         return numerics.activations.quantised
 

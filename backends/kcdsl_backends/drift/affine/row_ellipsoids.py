@@ -1,4 +1,4 @@
-"""Ellipsoids that products and activations ask of their operands (Rule 3.9)."""
+"""Ellipsoids around the operands of products and activations (Rule 3.9)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from kcdsl_backends.drift.affine.tape import INPUT
 from kcdsl_backends.drift.boxes import SAFE
 
 LARGEST = 2**27
-"""Numbers in the ellipsoids of an operand; where there would be more, none are found."""
+"""Most numbers in the ellipsoids of an operand; larger ones are not made."""
 
 
 def squares(run: KernelRun, node: Node, index: int, needed: Tensor) -> RowEnergies | None:
-    """Return what bounds weighted squares of an operand's errors in the rows [..., 1] needed, by
-    ellipsoids from passes that stop at those of the cut; None without these, or where they would
-    be too large."""
+    """Return bounds of weighted squares of an operand's errors in the rows [..., 1] needed, by
+    ellipsoids from passes that stop at those of the cut; None without these, or if they were too
+    large."""
     tape, entry = run.tape, run.tape.entries[index]
     if entry.squares is not None or tape.chance is not None or tape.near == INPUT:
         return entry.squares
@@ -64,7 +64,7 @@ class LinearImage:
 
     @staticmethod
     def of(run: KernelRun, index: int) -> LinearImage | None:
-        """Return what a linear made of rows of bounded norm; None of other entries."""
+        """Return the image by a linear of rows of bounded norm; None for other entries."""
         entry = run.tape.entries[index]
         linear = run.nodes.get(entry.name)
         if linear is None or linear.op != "linear" or run.quantises(linear):
@@ -77,8 +77,8 @@ class LinearImage:
         return LinearImage(product_of(weight), stretch(weight), length, entry.radius)
 
     def energy(self, row: Row, matrix: Tensor) -> Energy:
-        """Return the energy of errors of a row in an ellipsoid, or in that of the image, whichever
-        has the lesser trace."""
+        """Return `Energy` of a row's errors by an ellipsoid or by that of the image, whichever has
+        the smaller trace."""
         length, own = float(self.length[row]), float(self.own[row].norm()) * SAFE
         norm = (self.largest * length + own) * SAFE
         by_length = math.sqrt(float(self.products.trace())) * length

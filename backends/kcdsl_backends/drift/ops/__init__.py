@@ -1,7 +1,7 @@
-"""Operations: what each domain knows of each operation of a block graph.
+"""Operations: the transfer functions of every operation of a block graph in each domain.
 
-A module holds the transfer functions of a close family of operations, those of all domains
-together, and names them in its table `OPERATIONS`. The table here joins those of all modules.
+A module has the transfer functions of related operations in all domains, and lists them in its
+table `OPERATIONS`. The table here joins those of all modules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPERATIONS: Mapping[str, Operation] = _of_all_modules()
 """Every operation by its name; "context" is a matmul of probabilities with values."""
 
 POINTWISE = {name: found.pointwise for name, found in OPERATIONS.items() if found.pointwise}
-"""The operations that are functions of single numbers."""
+"""The elementwise operations of one operand."""
 
 
 def operation_of(node: Node) -> Operation:

@@ -61,7 +61,7 @@ class Smooth:
 
     `turn` is the place of the minimum (None: monotone); `derivative_turns` the places where the
     derivative is extreme. The second derivative is even and extreme at 0 and at ±`second_turn`, or
-    lies between two numbers everywhere. `steepest` and `third` bound the magnitudes of the second
+    lies between two numbers on all reals. `steepest` and `third` bound the magnitudes of the second
     and of the third derivative. `error` bounds the rounding inside a kernel from the magnitudes of
     the argument and of the value.
     """
@@ -113,17 +113,17 @@ class Smooth:
 
 
 def _trusted(box: Box, magnitude: Tensor) -> Box:
-    """Push a box outward by the error of evaluating exp, tanh and erf (4 ulp each) in float64."""
+    """Widen a box by the error of evaluating exp, tanh and erf (4 ulp each) in float64."""
     return box.widen(up(2.0**-46 * torch.maximum(box.mag(), magnitude.clamp_max(1.0)) + 2.0**-1000))
 
 
 def good_to(size: Callable[[Tensor, Tensor, Rounding], Tensor]) -> Error:
-    """Return the error of a function that is good to 16 units in the last place of a magnitude."""
+    """Return the error of a function that has an error of 16 ulp of the magnitude `size`."""
     return lambda x, y, kernel: 16 * kernel.u_function * size(x, y, kernel) + 2.0**-100
 
 
 def absolute_sigmoid(kernel: Rounding) -> bool:
-    """Say whether a sigmoid is good to units in the last place of 1, however small it is."""
+    """Return whether the error of a sigmoid is absolute: some ulp of 1, however small it is."""
     return kernel.numerics.sigmoid == "absolute"
 
 
@@ -223,7 +223,7 @@ TANH = Smooth(
 
 
 Choice = Callable[[Node], Smooth]
-"""Gives the function that a node applies."""
+"""Returns the function that a node applies."""
 
 
 def interval_activation(choice: Choice, step: Step) -> State:
@@ -246,8 +246,8 @@ def activation_error(
 ) -> Tensor:
     """Return E of an activation: x and y are magnitudes of its argument and its value.
 
-    Of a silu that is written out the sigmoid is stored before the product, and may be of a reading
-    of x up to `apart` from the one that it multiplies.
+    If a silu is written out, its sigmoid is stored before the product, and may be of a reading of x
+    up to `apart` from the factor x.
     """
     error = function.error(x, y, kernel)
     if node.attrs.get("form", "fused") == "fused":
@@ -262,9 +262,9 @@ def activation_error(
 
 
 STEEP = 2.0**-3
-"""From this share of the linear part on a remainder is worth ellipsoids."""
+"""A remainder above this share of the linear part is bounded by ellipsoids."""
 SMALL = 2.0**-9
-"""Up to this share of the linear part a remainder is worth no norms."""
+"""A remainder up to this share of the linear part is not bounded by norms."""
 _OWN = 2.0**-52
 """Relative error of one float64 operation, doubled."""
 
@@ -324,7 +324,7 @@ def affine_activation(choice: Choice, run: KernelRun, node: Node) -> None:
         linear = (slope * x.error_bound).abs().sum(-1, keepdim=True)
         bent = bool((known(x.error_bound)[2] > STEEP * linear).any())
         energies = squares(run, node, index, matters(x.error_bound) & bent)
-    later = near != INPUT and not bool(run.tape.radius.any())  # passes to the input, if at all
+    later = near != INPUT and not bool(run.tape.radius.any())  # passes may go on to the input
     floors = run.tape.floors
     tighten_error(run, node, index, matters, floors[:1] if later else floors)
     least, most, sums, large = known(run.tape.entries[index].error_bound)
@@ -362,7 +362,7 @@ def affine_activation(choice: Choice, run: KernelRun, node: Node) -> None:
         2.0**-45 * torch.maximum(reference.abs(), h.abs().clamp_max(1.0)) + 2.0**-45 * error_bound
     )
     own = trust + gamma(PASS) * linear + 2.0**-1000
-    if again is not None and node.attrs.get("form") == "written":  # its readings are its own
+    if again is not None and node.attrs.get("form") == "written":  # it has its own readings of x
         inside = inside + again
     internal = (inside + own) * SAFE
 
@@ -393,7 +393,7 @@ def _around(reference: Tensor, error_bound: Tensor) -> tuple[Box, Tensor]:
 
 
 def linear_relu(run: LinearRun, node: Node) -> None:
-    """Append max(x, 0), by planes whose slopes may be chosen."""
+    """Append max(x, 0) by planes with free slopes."""
     x, state = run.operand(node, 0), run.state(run.source(node, 0))
     after = run.state(node)
     reference = x.reference.clamp_min(0)
@@ -406,7 +406,7 @@ def linear_relu(run: LinearRun, node: Node) -> None:
 
 
 def linear_activation(choice: Choice, run: LinearRun, node: Node) -> None:
-    """Append a smooth activation by its slopes in the middle, of deviation and drift."""
+    """Append a smooth activation by its slopes at the midpoints of deviation and drift."""
     function = choice(node)
     x = run.operand(node, 0)
     h = x.reference
@@ -475,7 +475,7 @@ def _curved(function: Smooth, middle: Tensor, radius: Tensor) -> tuple[Tensor, T
 def _difference(
     function: Smooth, middle: Tensor, step: Tensor, direct: Tensor, trust: Tensor
 ) -> LinearPart:
-    """Return φ(m + s) - φ(m): the difference, or the slope where that loses fewer digits."""
+    """Return φ(m + s) - φ(m): by the difference, or by the slope where its error is smaller."""
     span = function.slopes(
         Box(torch.minimum(middle, middle + step), torch.maximum(middle, middle + step))
     )
@@ -491,7 +491,7 @@ def _difference(
 def _slope_difference(
     function: Smooth, middle: Tensor, step: Tensor, direct: Tensor, trust: Tensor
 ) -> LinearPart:
-    """Return φ'(m + s) - φ'(m), likewise."""
+    """Return φ'(m + s) - φ'(m): by the difference, or by the curvature where it is better."""
     value = function.second(middle + step / 2)
     by_curve = ((function.third * step.abs() / 2 + 2.0**-40) * step.abs()) * SAFE
     by_values = 2 * trust

@@ -32,7 +32,7 @@ def _relative(kernel: Rounding, exact: Box) -> Tensor:
 
 
 def _faintly(kernel: Rounding, exact: Box) -> Tensor:
-    """Return the error of a product: that of a rounding, and of underflow."""
+    """Return the error of a product: a rounding and an underflow."""
     return up(_relative(kernel, exact) + kernel.eta_function)
 
 
@@ -68,11 +68,11 @@ def interval_mul(step: Step) -> State:
 
 
 def constant_of(node: Node, name: str) -> float:
-    """Return a number of an operation: normal in float32, as its reciprocal is, or a term or
-    factor of 0.
+    """Return a scalar of an operation: normal in float32, as its reciprocal is, or 0 as a term or
+    factor.
 
     Raises:
-        NoBound: another one, which loses more than a relative rounding.
+        NoBound: for any other number, whose rounding is not a relative error of u.
     """
     constant = float(node.attrs[name])
     if constant == 0 and name != "divisor":
@@ -83,12 +83,12 @@ def constant_of(node: Node, name: str) -> float:
 
 
 def scalar_of(node: Node, name: str, kernel: Rounding) -> tuple[float, float]:
-    """Return between which numbers a kernel takes the number of an operation (Rule 2.12).
+    """Return the least and the greatest value that a kernel may use for a scalar (Rule 2.12).
 
-    The factor of attention scores is one of the kernel, which it does not round to their format.
+    The factor of attention scores belongs to the kernel, which does not round it to their format.
 
     Raises:
-        NoBound: as `constant_of` and `Rounding.scalar`; or a divisor that may be 0.
+        NoBound: as `constant_of` and `Rounding.scalar` do; or for a divisor that may be 0.
     """
     constant = constant_of(node, name)
     if node.role == "scores" and name != "offset":
@@ -102,9 +102,9 @@ def scalar_of(node: Node, name: str, kernel: Rounding) -> tuple[float, float]:
 def _off(
     step: Step, name: str, away: Callable[[Box, float], Box]
 ) -> tuple[Box, Box] | tuple[None, None]:
-    """Return what rounding the number of an operation first adds in either kernel.
+    """Return the errors of both kernels by rounding the scalar of an operation.
 
-    `away` is what using another number in its place adds.
+    `away` returns the error of using another number in its place.
     """
     x, constant, found = step.operand(0), constant_of(step.node, name), []
     for kernel, own in ((step.kernels.train, x.train), (step.kernels.infer, x.infer)):
@@ -182,7 +182,7 @@ def interval_shift(step: Step) -> State:
         sizes = exact[0] + moved[0], exact[1] + moved[1]
 
     def error(kernel: Rounding, size: Box) -> Tensor:
-        u = kernel.u_function  # the sum rounds what the offset was off by once more
+        u = kernel.u_function  # the sum rounds the error of the offset too
         return up(_relative(kernel, size) + u * (1 + u) * abs(offset), 4)
 
     return step.finish(exact, x.drift, step.each(error, sizes), moved=moved, apart=x.apart)
@@ -215,7 +215,7 @@ def affine_add_or_sub(sign: float) -> Callable[[KernelRun, Node], None]:
 
 
 def _same_shape(node: Node, *operands: Operand) -> None:
-    """Refuse errors that are broadcast; known numbers may be."""
+    """Refuse broadcast operands that have errors; known numbers may be broadcast."""
     if any(o.index is not None and o.reference.shape != node.shape for o in operands):
         raise NoBound(node.name, f"{node.op} of shapes that broadcast")
 
@@ -257,9 +257,9 @@ def affine_mul(run: KernelRun, node: Node) -> None:
 
 
 def _sums(run: KernelRun, node: Node) -> tuple[Tensor, RowBounds | None] | None:
-    """Bound Σ|e_a e_b| <= |e_a|₂ |e_b|₂ in every row [..., 1] of a product, and with weights, by
-    passes that stop at ellipsoids, where elements do not say that it is negligible; None where they
-    do everywhere, or without ellipsoids."""
+    """Bound Σ|e_a e_b| <= |e_a|₂ |e_b|₂ in every row [..., 1] of a product, and weighted sums, by
+    passes that stop at ellipsoids, in rows where error bounds do not show that it is negligible;
+    None if there are no such rows, or no ellipsoids."""
     a, b, floor = run.operand(node, 0), run.operand(node, 1), run.tape.near
     if a.index is None or b.index is None or floor == INPUT:
         return None

@@ -1,4 +1,4 @@
-"""Linear layers: a weight times what may be quantised, in every domain (section 3)."""
+"""Linear layers: a weight times an input that may be quantised, in every domain (section 3)."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _products(
 
 
 def _factors(weight: Parameter) -> tuple[Factor, Factor]:
-    """Return the weight [in, out] of both kernels; one and the same where they hold the same."""
+    """Return the weight [in, out] of both kernels, the same object if they store it alike."""
     train, infer = weight.boxes
     one = _transposed(train)
     return one, one if weight.alike else _transposed(infer)
@@ -149,11 +149,11 @@ def _linear_error(
     key: str,
     lost: Tensor | float,
 ) -> tuple[Tensor, Apart]:
-    """Return E of a linear, any order of summation and a free cast before the bias, and what of it
-    is that cast.
+    """Return E of a linear, with any order of summation and a free cast before the bias, and the
+    part of E by that cast.
 
     `total` bounds the sums of magnitudes; `sizes` are those of the weight [in, out], which has the
-    name `key`; `bias` is a magnitude. `lost` is what sums of bytes lose.
+    name `key`; `bias` is a magnitude. `lost` is the saturation error of sums of bytes.
     """
     if bias is not None:
         total = up(total + bias)
@@ -169,7 +169,7 @@ def _linear_error(
     if bias is not None and kernel.free and kernel.coarse:
         stored = kernel.compute
         cast = kernel.unit(stored) * (product.mag() + error) + kernel.faint(stored)
-        # the sum with the bias, which is rounded, is off by that as well
+        # the rounded sum with the bias has that error too
         early = up(cast * (1.0 + 2.0 * kernel.u_accumulate), 6)
         error = error + early
     return up(error, 4), early
@@ -184,7 +184,7 @@ def affine_linear(run: KernelRun, node: Node) -> None:
     product, error_bound, total = products(weight, x.reference, x.error_bound, x.size)
     reference, error_bound = product if bias is None else product + bias, error_bound * SAFE
     moved, pushed, shared = None, None, None
-    if run.spread is not None:  # all that other weights make of x̂ is an error of this result
+    if run.spread is not None:  # the effect of other weights on x̂ is an error of this result
         spread, more = run.spread.of(run.source(node, 1), linear=True).T, run.around(node, 2)
         shared = _shared(run, run.spread, node, x, spread, more)
         absolute = (weight.to(torch.float64).abs().T + spread) * SAFE
@@ -238,8 +238,8 @@ def affine_linear(run: KernelRun, node: Node) -> None:
 
 @dataclass(slots=True)
 class _LastProduct:
-    """Functionals times a weight [out, in] as it is kept; those of one row are often those of the
-    row before."""
+    """Functionals times a weight [out, in]; the last product is cached, since functionals of a row
+    are often those of the row before."""
 
     weight: Tensor
     last: tuple[Adjoint, Tensor] | None = None
@@ -263,7 +263,7 @@ class _LastProduct:
 
 
 def _saturated(run: KernelRun, node: Node, weight: Tensor, key: str) -> Tensor | float:
-    """Return what sums of bytes lose, of the input before its quantisation."""
+    """Return the saturation error of sums of bytes, from the input before its quantisation."""
     if run.rounding.numerics.byte_sums == "wide":
         return 0.0
     if run.spread is not None:
@@ -281,14 +281,14 @@ def _shared(
     weights: Tensor,
     bias: Tensor | None,
 ) -> Shared | None:
-    """Return what other weights make of x̂ in both kernels alike; None where they store in two ways.
+    """Return the effect of other weights on x̂ shared by both kernels; None if they differ.
 
-    Of Δx̂ that is Δc, c what the first kernel reads at the centre. Here x̂ is off from c by what the
-    references are apart, and by its error; the rest is what this and an unlike bias add.
+    Of Δx̂ the shared part is Δc, with the first kernel's input c at the centre. The distance of x̂
+    from c is that of the references plus the error of x̂; it and an unlike bias give the rest.
 
     Args:
         weights: [in, out], bounds |Δ|.
-        bias: [out], how far the bias may be from that of the checkpoint.
+        bias: [out], the largest distance of the bias from that of the checkpoint.
     """
     if not spread.alike(run.source(node, 1), linear=True):
         return None
@@ -325,8 +325,8 @@ def _affine_quantised(run: KernelRun, node: Node) -> tuple[int, TapeEntry]:
 
 
 def _of_codes(run: KernelRun, error: Tensor) -> Roundings | None:
-    """Return the parts of what free roundings to codes add: all of it, unless codes may cut off
-    what lies at the end of their range."""
+    """Return the error of free roundings to codes as independent roundings, or in the worst case if
+    codes may saturate; None without `chance`, or without free casts."""
     spec = run.rounding.numerics.activations
     if run.tape.chance is None or not run.rounding.free:
         return None
@@ -346,10 +346,10 @@ def _through_weights(query: Heads, key: Heads) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BeforeLinear:
-    """Where the operand of an operation comes from: e = W e_x + o, |o| <= own [..., m].
+    """The linear that computed an operand: e = W e_x + o, |o| <= own [..., m].
 
-    W is in the format in which it is kept. An activation asks again and again, often with the same
-    weights, and each answer takes a matrix as large as the linear: `known` holds the last of every
+    W is in the format in which it is kept. An activation needs bounds repeatedly, often with the
+    same weights, and each takes a matrix as large as the linear: `known` caches the last of every
     row. The bound of |e_x| must not change.
     """
 
@@ -384,7 +384,7 @@ class BeforeLinear:
     def sharpened(
         self, tape: Tape, weights: Tensor, sums: Tensor, needed: Tensor, floor: int
     ) -> Tensor:
-        """Lower such bounds in the rows needed, by the norm of e_x, for which a pass is made that
+        """Lower bounds of `energy` in the rows needed by the norm of e_x, from a reverse pass that
         may stop at `floor`."""
         error_bound = tape.entries[self.source].error_bound
         unit = torch.eye(error_bound.shape[-1], dtype=error_bound.dtype, device=error_bound.device)
@@ -405,7 +405,7 @@ class BeforeLinear:
         return math.sqrt(largest_eigenvalue(square_of(scaled.T), trace))
 
     def _and_own(self, moved: float, weights: Tensor, row: Row) -> Tensor:
-        """Bound the sum of a row by |√weights W e_x|₂ <= moved and what the linear adds."""
+        """Bound the sum of a row by |√weights W e_x|₂ <= moved and the linear's own error."""
         own = (weights * self.own[row].square()).sum().sqrt() * SAFE
         return (moved + own).square() / 2 * SAFE
 

@@ -15,12 +15,12 @@ from kcdsl_backends.drift.linear import LinearRun
 
 @dataclass(frozen=True, slots=True)
 class Pointwise:
-    """A function of single numbers, as simulated runs compute it in float64.
+    """An elementwise function, as simulated runs compute it in float64.
 
     Args:
         value: the result, from the operand.
-        error: how far a kernel may be off inside, in units of u_f, from operand and result; None
-            where the result is exact and nothing is stored.
+        error: the error inside a kernel in units of u_f, from operand and result; None if the
+            result is exact and not stored.
     """
 
     value: Callable[[Tensor, Node], Tensor]
@@ -32,9 +32,8 @@ class Operation:
     """The transfer functions of an operation: boxes, affine forms of one kernel, linear bounds.
 
     `linear` is None for an operation without linear bounds. `read_closely` are the operands on
-    whose boxes its linear bounds depend. `pointwise` is set for functions of single numbers.
-    `any_length` bounds it over any number of rows (None, or the answer None: as over those of the
-    graph).
+    whose boxes its linear bounds depend. `pointwise` is set for elementwise functions. `any_length`
+    bounds it at any number of rows (None, or result None: the rule for the graph's rows holds).
     """
 
     interval: Callable[[Step], Known]

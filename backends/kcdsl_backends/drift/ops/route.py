@@ -15,15 +15,15 @@ from kcdsl_backends.drift.ops.operation import Operation
 from kcdsl_backends.drift.ops.view import same
 
 MARGIN = 2.0**-10 + 2.0**-16
-"""How far a chosen logit must be above one that is not; 2^-16 is left for the checker."""
+"""Least margin of a chosen logit above one that is not; 2^-16 of it is spare for the checker."""
 DEPTH = -63.0
-"""How far a chosen logit may be below another one; the checker admits 64."""
+"""Most that a chosen logit may be below another one; the checker admits 64."""
 WIDER = 2.0**-10
-"""The share by which boxes are made wider, as those of `no_flip` are (section 8)."""
+"""Relative widening of boxes, as for `no_flip` (section 8)."""
 MOST_EXPERTS, MOST_EXP_ULPS = 2048, 64
-"""Up to these, shares of float32 are off by less than 2^-12 of themselves."""
+"""Up to these, the relative error of float32 shares is less than 2^-12."""
 BATCH = 256
-"""Pairs of experts that are compared at a time."""
+"""Most pairs of experts that are compared at a time."""
 _ALONE = (
     "routes have no rule at any length, in a region around the weights, on states that drift, and"
     " with independent roundings"
@@ -41,7 +41,7 @@ def refuse_numerics(node: Node, numerics: Numerics) -> None:
     """Refuse kernels for which the premise or the rows of an expert have no rule.
 
     Raises:
-        NoBound: naming what has none.
+        NoBound: naming what has no rule.
     """
     if node.shape[-1] > MOST_EXPERTS or numerics.attention.exp_ulps > MOST_EXP_ULPS:
         raise NoBound(
@@ -58,13 +58,13 @@ def refuse_numerics(node: Node, numerics: Numerics) -> None:
 
 
 def _shared_by_rows(activations: Activations) -> bool:
-    """Say whether what a row is quantised with depends on other rows."""
+    """Return whether the scale of a row depends on other rows."""
     layout = activations.layout
     return layout is not None and (layout.rows != 1 or layout.rule == "nested")
 
 
 def least_margins(box: Box, chosen: Tensor, to: Tensor) -> Tensor:
-    """Bound from below how far the chosen logits of each position are above those of `to`."""
+    """Return lower bounds of the margins of each position's chosen logits above those of `to`."""
     least = torch.where(chosen, box.lo, torch.inf).amin(-1)
     return down(least - torch.where(to, box.hi, -torch.inf).amax(-1))
 
@@ -74,12 +74,12 @@ def refuse_close(node: Node, box: Box, chosen: Tensor, which: str) -> None:
 
     Args:
         node: the route.
-        box: where the logits [T, E] of the kernel lie.
+        box: a box of the kernel's logits [T, E].
         chosen: True where an expert is chosen.
-        which: the kernel, in the words of the reason.
+        which: the kernel's name in the reason.
 
     Raises:
-        NoBound: with the position and the experts whose logits are closest.
+        NoBound: naming the position and the experts whose logits are closest.
     """
     margins = least_margins(box, chosen, ~chosen)
     if not bool((margins > MARGIN).all()):
@@ -103,8 +103,8 @@ def _refuse_faint(node: Node, box: Box, chosen: Tensor, which: str) -> None:
 
 
 def _unsure(node: Node, row: int, experts: tuple[int, int], margin: float, which: str) -> NoBound:
-    """Return that a position may have another route: with the second of two experts in place of
-    the first, which is chosen."""
+    """Return the error that a position may have another route: the second of two experts in place
+    of the first, which is chosen."""
     expert, other = experts
     return NoBound(
         node.name,
@@ -115,12 +115,12 @@ def _unsure(node: Node, row: int, experts: tuple[int, int], margin: float, which
 
 
 def _wider(box: Box) -> Box:
-    """Return a box that is wider than that of the checker, whose roundings are others."""
+    """Return a box that contains that of the checker, whose roundings differ."""
     return box.widen(up(WIDER * (box.hi - box.lo)))
 
 
 def interval_route(step: Step) -> State:
-    """Return the logits, after both kernels were shown to choose the experts of the graph.
+    """Return the logits; refuse unless both kernels choose the experts of the graph.
 
     Raises:
         NoBound: a kernel may choose others, or there is no rule.
@@ -139,8 +139,8 @@ def interval_route(step: Step) -> State:
 
 
 def affine_route(run: KernelRun, node: Node) -> None:
-    """Append the logits, after the kernel was shown to choose the experts of the graph: pairs of
-    experts that elements do not tell apart are compared by reverse passes.
+    """Append the logits; refuse unless the kernel chooses the experts of the graph. Experts that
+    boxes do not separate are compared by reverse passes.
 
     Raises:
         NoBound: the kernel may choose others, or there is no rule.
@@ -161,7 +161,7 @@ def affine_route(run: KernelRun, node: Node) -> None:
 def _refuse_open(
     run: KernelRun, node: Node, index: int, known: tuple[Box, Tensor], chosen: Tensor
 ) -> None:
-    """Refuse a route of which some pair of experts is not told apart by reverse passes either."""
+    """Refuse a route if reverse passes do not separate some pair of experts either."""
     box, own = known
     reference, tape = run.tape.entries[index].reference, run.tape
     rows = (~(least_margins(box, chosen, ~chosen) > MARGIN)).nonzero()[:, 0].tolist()

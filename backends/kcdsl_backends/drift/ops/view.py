@@ -1,4 +1,4 @@
-"""Operations that move numbers: view, concat, neg, embedding; casts; caches of keys and values."""
+"""Operations that move elements: view, concat, neg, embedding; casts; caches of keys and values."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def view_vjp(view: View, a: Adjoint, shape: tuple[int, ...]) -> Adjoint:
 
 
 def _scattered(a: Adjoint, view: View) -> Adjoint:
-    """Put functionals where the ranges of a view took their elements from."""
+    """Return functionals at the elements that the ranges of a view selected."""
     window = list(a.window)
     for d, (start, _, step) in enumerate(view.ranges):
         if step == 1:
@@ -108,7 +108,7 @@ def _scattered(a: Adjoint, view: View) -> Adjoint:
 
 
 def _moved_cases(view: View, cases: Cases | None) -> Cases | None:
-    """Return the cases of moved elements, where their blocks stay together."""
+    """Return the cases of moved elements; None unless their blocks stay together."""
     if view.cuts or view.sizes != view.turned:
         return None
     if cases is not None:
@@ -126,10 +126,10 @@ def _append_moved(
     cases: Callable[[Cases | None], Cases | None] = lambda cases: cases,
     copies: int = 1,
 ) -> None:
-    """Append an operand changed without rounding; of a known number it is a known number.
+    """Append an operand changed without rounding; a known number stays one.
 
-    `back` returns functionals of the result as those of the operand of a shape; functionals of
-    several copies are added up, which rounds.
+    `back` returns functionals of the result as those of the operand of a shape. The sum of the
+    functionals of several copies has roundings.
     """
     x = run.operand(node, 0)
     if x.index is None:
@@ -161,7 +161,7 @@ def affine_view(run: KernelRun, node: Node) -> None:
 
 
 def affine_cast(run: KernelRun, node: Node) -> None:
-    """Append x in the format of the node: as it is where that holds all of it."""
+    """Append x cast to the format of the node, unchanged if that holds its values."""
     source, kernel = node.inputs[0], run.rounding
     held = held_formats(run.nodes, source, kernel.own, handed=run.handed)
     formats = [FORMATS[name] for name in held]
@@ -179,7 +179,7 @@ def affine_cast(run: KernelRun, node: Node) -> None:
 
 
 def same(run: KernelRun, node: Node) -> None:
-    """Append x as it is."""
+    """Append x unchanged."""
     _append_moved(run, node, lambda x: x, lambda a, shape: a)
 
 
@@ -216,7 +216,7 @@ def affine_concat(run: KernelRun, node: Node) -> None:
 
 
 def affine_embedding(run: KernelRun, node: Node) -> None:
-    """Know the rows of the table at the node's token ids."""
+    """Record the rows of the table at the node's token ids as known numbers."""
     table = run.parameters.plain(run.source(node, 0))
     ids = torch.tensor(node.attrs["ids"], device=table.device)
     found, around = table[ids].reshape(node.shape), run.around(node, 0)
@@ -228,7 +228,7 @@ def affine_embedding(run: KernelRun, node: Node) -> None:
 
 
 def linear_view(run: LinearRun, node: Node) -> None:
-    """Append a view of one operand; functionals of several copies are summed, which rounds."""
+    """Append a view of one operand; the sum of functionals of several copies has roundings."""
     x, found = run.operand(node, 0), View.of(node)
     shape, reference = tuple(x.reference.shape), found.moved(x.reference)
     inexact = 0.0 if found.copies == 1 else 2 * gamma(found.copies + 4)
@@ -244,7 +244,7 @@ def linear_view(run: LinearRun, node: Node) -> None:
 
 
 def linear_cast(run: LinearRun, node: Node) -> None:
-    """Append x in another format; what that rounds is counted with what is stored."""
+    """Append x in another format; the rounding is part of the error of storing."""
     x = run.operand(node, 0)
     nothing = zero_part(x.reference)
     run.append(node, x.reference, lambda a: [(x.index, a)], nothing, nothing)
@@ -282,13 +282,13 @@ def linear_concat(run: LinearRun, node: Node) -> None:
 
 
 def _offsets(parts: Sequence[Operand | LinearOperand], dim: int) -> list[int]:
-    """Return where each of the operands of a concatenation begins."""
+    """Return the offset of each operand of a concatenation."""
     lengths = [part.reference.shape[dim] for part in parts]
     return [sum(lengths[:i]) for i in range(len(lengths))]
 
 
 def linear_embedding(run: LinearRun, node: Node) -> None:
-    """Append the rows of the table at the node's token ids, which are known."""
+    """Append the rows of the table at the node's token ids, known numbers."""
     table = run.kernels.plain(run.source(node, 0))
     ids = torch.tensor(node.attrs["ids"], device=table.train.device)
     reference: Tensor = table.train[ids].reshape(node.shape)
@@ -297,11 +297,11 @@ def linear_embedding(run: LinearRun, node: Node) -> None:
 
 
 ANY = "*"
-"""The name by which an arranged quantiser knows its static scales."""
+"""The name of the static scales of an arranged quantiser."""
 
 
 def interval_cache(step: Step) -> State:
-    """Bound what both kernels read of their caches; of one without a cache, the operand."""
+    """Bound keys or values as both kernels read them; the operand for one without a cache."""
     x, node = step.operand(0), step.node
     if step.kernels.rows is not None:
         raise NoBound(node.name, "a quantised kv_cache of sequences of any length")
@@ -319,7 +319,7 @@ def interval_cache(step: Step) -> State:
     for value, found, kernel in zip(values, codes, _both(step), strict=True):
         same = StoredResult(value, Box(zero, zero))
         back = same if found is None else read_back(value, kernel, node)
-        sides.append(replace(back, apart=None))  # one product reads it
+        sides.append(replace(back, apart=None))  # only one product reads it
     return combine(node.name, drift, *sides)
 
 
@@ -328,7 +328,7 @@ def _both(step: Step) -> tuple[Rounding, Rounding]:
 
 
 def read_back(value: Box, kernel: Rounding, node: Node) -> StoredResult:
-    """Return the values of codes in the format that a kernel reads them back in."""
+    """Return the values of codes in the format in which a kernel reads them back."""
     form = kernel.format_for(node.role, node.op)
     return kernel.store(value, torch.zeros_like(value.lo), form, node.name, kernel.inner(False))
 
@@ -356,7 +356,7 @@ def coded(x: Box, node: Node, kernel: Rounding) -> StoredResult | None:
 
 
 def as_linears(numerics: Numerics, spec: Activations) -> Numerics:
-    """Return numerics under which the input of any linear is quantised like keys or values."""
+    """Return numerics that quantise the input of any linear like keys or values."""
     return replace(numerics, activations=spec, overrides=())
 
 
@@ -376,9 +376,9 @@ def cache_quantiser(node: Node, numerics: Numerics) -> Activations | None:
 
 
 def arranged(x: Tensor, node: Node, numerics: Numerics) -> Tensor:
-    """Return keys [.., d, T] or values [.., T, d] so that what shares a scale is a row.
+    """Return keys [.., d, T] or values [.., T, d] arranged so that a row shares a scale.
 
-    [H, T, d]; [H, T·d] where a head shares one; [T, d, H] with static scales.
+    [H, T, d]; [H, T·d] if a head shares one; [T, d, H] with static scales.
     """
     assert numerics.kv_cache is not None
     x = x.mT if node.attrs["part"] == "keys" else x
@@ -389,7 +389,7 @@ def arranged(x: Tensor, node: Node, numerics: Numerics) -> Tensor:
 
 
 def replaced(x: Tensor, node: Node, numerics: Numerics, like: Tensor) -> Tensor:
-    """Return arranged numbers where they were in `like`."""
+    """Return arranged numbers in the arrangement of `like`."""
     assert numerics.kv_cache is not None
     keys = node.attrs["part"] == "keys"
     rows, width = like.shape[-2:][::-1] if keys else like.shape[-2:]
@@ -399,7 +399,7 @@ def replaced(x: Tensor, node: Node, numerics: Numerics, like: Tensor) -> Tensor:
 
 
 def refuse_uncached(graph: BlockGraph, *kernels: Numerics) -> None:
-    """Refuse a graph that does not say what a kernel's cache stores.
+    """Refuse a graph without `cache` nodes for the keys and values of a kernel with a cache.
 
     Raises:
         NoBound: naming an operation.
@@ -410,7 +410,7 @@ def refuse_uncached(graph: BlockGraph, *kernels: Numerics) -> None:
 
 
 def affine_cache(run: KernelRun, node: Node) -> None:
-    """Append what a kernel reads of its cache; without a cache, the operand."""
+    """Append keys or values as a kernel reads them back; without a cache, the operand."""
     if run.rounding.numerics.kv_cache is None:
         same(run, node)
         return
@@ -437,7 +437,7 @@ def affine_cache(run: KernelRun, node: Node) -> None:
 
 
 def affine_quantise(run: KernelRun, node: Node) -> None:
-    """Append what a kernel reads of a tensor that it may quantise."""
+    """Append a tensor that a kernel may quantise, as it reads it back."""
     by = run.rounding.numerics.quantiser(node)
     if by is None:
         same(run, node)

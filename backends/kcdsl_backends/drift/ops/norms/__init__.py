@@ -60,7 +60,7 @@ def interval_norm(step: Step, *, centre: bool) -> State:
         shift = 0 * one if bias is None else bias.boxes[side].mag()
         y = here.y if gain is None else here.y * gain.boxes[side]
         exact.append(y if bias is None else y + bias.boxes[side])
-        # readings of one row have mean and root in common
+        # readings of one row share mean and root
         apart.append(None if again is None else up(again * here.r.hi * factor, 4))
         if parts_of(step.node):
             errors.append(_written(step.node, kernel, own, here, factor, shift, centre, again))
@@ -85,8 +85,8 @@ def _written(
     centre: bool,
     again: Apart,
 ) -> Tensor:
-    """Return E of a norm that is written out, whose sums may read x up to 2·apart beside; gain and
-    bias are at most `factor` and `shift`."""
+    """Return E of a norm that is written out, whose sums may read x up to 2·apart from the one that
+    is normalised; gain and bias are at most `factor` and `shift`."""
     y, v, one = normal.y.mag(), normal.v, torch.ones_like(x.lo[..., :1])
     middle = x.mean().mag() if centre else 0 * one
     apart = torch.zeros_like(y) if again is None else 2 * again.expand(y.shape)
@@ -107,7 +107,7 @@ def _centred(x: Box) -> Box:
 
 
 def normalise(x: Box, eps: float, centre: bool, node: str) -> _Normal:
-    """Return the parts of x / sqrt(mean(x²) + eps), of x less its mean where `centre` says so.
+    """Return the parts of x / sqrt(mean(x²) + eps), with `centre` for x minus its mean.
 
     Raises NoBound where a centred row has a single element.
     """
@@ -162,7 +162,7 @@ def _inside(
 ) -> Tensor:
     """Return E_n: rounding of mean, variance, inverse root and the normalised value.
 
-    Mean and variance are of a reading of x that may be off by 2·apart from the one normalised.
+    Mean and variance are of a reading of x that may be 2·apart from the normalised one.
     """
     n, u, magnitude = x.shape[-1], kernel.u_function, x.mag()
     if centre:
@@ -200,14 +200,14 @@ def _affine_error(
 ) -> Tensor:
     scaled = inside * factor
     rounding = 3 * kernel.u_function * (y.mag() * factor + scaled + shift)
-    # c·r, or r·gain before it meets c (|c| <= 2 max|x|), may underflow.
+    # c·r, or r·gain before the product with c (|c| <= 2 max|x|), may underflow.
     lost = kernel.eta_function * (1 + factor + 3 * x.mag().amax(-1, keepdim=True))
     return up(scaled + rounding + lost, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class _Slope:
-    """J(x) δ = r(δ - y mean(y δ)) at one x; `away` bounds what it misses along the way."""
+    """J(x) δ = r(δ - y mean(y δ)) at one x; `away` bounds its error on the segment."""
 
     r: Tensor
     y: Tensor
@@ -289,7 +289,7 @@ def _slope(
     eps: float,
     centred: bool,
 ) -> _Slope:
-    """Return J at the middle of the way, and how far J of other places of the way is from it.
+    """Return J at the midpoint of a segment, and a bound of its difference to J at other points.
 
     J(x)δ - J_m δ = (r - r_m)(δ - y_m mean(y_m δ)) - r((y - y_m) mean(yδ) + y_m mean((y - y_m)δ)).
     """
@@ -302,7 +302,7 @@ def _slope(
     along = linear_directions(run.tape, x.index, y / n, unknown)
     lost = gamma(n + 32)
     along = along + lost * (y.abs() * size).mean(-1, keepdim=True)
-    if centred:  # y is centred but for float64, the functional is not
+    if centred:  # y is centred up to float64 errors, the functional is not
         off = y.mean(-1, keepdim=True).abs() + lost * y.abs().mean(-1, keepdim=True)
         along = along + off * size.mean(-1, keepdim=True)
     along = along * SAFE
@@ -321,7 +321,7 @@ def _away(
     delta: Tensor,
     along: Tensor,
 ) -> Tensor:
-    """Bound |J(x)δ - J_m δ| where |δ| <= delta, |mean(y_m δ)| <= along, x as near as said."""
+    """Bound |J(x)δ - J_m δ| for |δ| <= delta, |mean(y_m δ)| <= along, and x on the segment."""
     apart = (y_away * delta).mean(-1, keepdim=True) * SAFE
     whole = torch.minimum((y_size * delta).mean(-1, keepdim=True) * SAFE, along + apart)
     away = r_away * (delta + y.abs() * along)

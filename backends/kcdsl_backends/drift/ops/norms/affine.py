@@ -42,22 +42,22 @@ from kcdsl_backends.drift.ops.norms.written import (
 )
 
 FARTHEST = 0.9
-"""Relative drift along the row from which on there is no bound."""
+"""Relative drift along the row above which there is no bound."""
 _TOO_FAR = "the drift reaches the size of the variance"
 EARLY = 2.0**-24
-"""Ellipsoids are made so much earlier: they keep error bounds from growing."""
+"""Factor by which the limit for ellipsoids is lower: they keep error bounds from growing."""
 LARGEST = 2**29
-"""Numbers in the ellipsoids of a tensor; where there would be more, none are found."""
+"""Most numbers in the ellipsoids of a tensor; larger ones are not made."""
 SMALL = 2.0**-9
-"""Up to this relative drift along a row a remainder is worth no norms."""
+"""Up to this relative drift along a row a remainder is not bounded by norms."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """How far the ingredients of a norm may move; all [..., 1] but `error_bound` [..., n].
+    """Bounds of the moves of a norm's parts, [..., 1], but `error_bound` [..., n].
 
     `error_bound` bounds |δ| and `mean` |μ|; `shrink` bounds 1 - κ and `factor` |κ/(1 + μ) - 1|;
-    `least` bounds the variance from below; `rows` are those that ellipsoids are found for.
+    `least` bounds the variance from below; `rows` is the mask of the rows that have ellipsoids.
     """
 
     error_bound: Tensor
@@ -88,7 +88,7 @@ def affine_norm(run: KernelRun, node: Node, *, centred: bool) -> None:
     inside, cast, flat, theta, formed = _inside(
         run, node, x, y, r, moved, g, b, again, centred=centred
     )
-    # the root is off by one factor 1 + θ, of B(1 + f) and of y κ
+    # the root has one error factor 1 + θ, in B(1 + f) and in y κ
     along = theta * (1 + moved.shrink)
     moved = replace(moved, factor=(moved.factor + theta * (1 + moved.factor)) * SAFE)
     loose = moved.factor * linear * SAFE
@@ -168,8 +168,8 @@ def affine_norm(run: KernelRun, node: Node, *, centred: bool) -> None:
 def _bound_lengths(
     run: KernelRun, stored: int, g: Tensor, shrink: Tensor, theta: Tensor, flat: Tensor
 ) -> None:
-    """Bound the norms of the rows of a result: normalised rows are of length √n, and 1 - κ is the
-    cosine of the angle between two of them less than 1."""
+    """Bound the norms of the rows of a result: normalised rows have norm √n, and the cosine of the
+    angle between two of them is κ."""
     entry, n = run.tape.entries[stored], g.shape[-1]
     if entry.name in run.private or entry.radius is None or not entry.kept:
         return
@@ -188,13 +188,13 @@ def _bound_rows(
 ) -> None:
     """Bound functionals of single rows of a norm, if they are bounded by elements of its input.
 
-    With β = α∘g, what a functional is of r δ - μ y is at most |β| r ρ and |β·y| m̄, if δ is centred
-    with r |Σ β| mean(ρ) as well, and those are amplified; the other errors are the radius, and
-    multiples of both directions.
+    With β = α∘g, a functional of r δ - μ y is at most |β| r ρ + |β·y| m̄, plus r |Σ β| mean(ρ) if δ
+    is centred, times the amplification; the other errors are the radius, and multiples of both
+    directions.
 
     Args:
-        scale: by what |α|·ρ is multiplied.
-        lines: directions [..., n] and by what |α·direction| is multiplied [..., 1].
+        scale: the factor of |α|·ρ.
+        lines: directions [..., n], and the factors [..., 1] of |α·direction|.
     """
     below, entry = run.tape.entries[index].rows, run.tape.entries[stored]
     if below is None or len(below.rows.size) or not entry.kept or entry.radius is None:
@@ -229,7 +229,7 @@ def _moved(
     early = ~(mean <= math.sqrt(run.negligible) * EARLY)
     if c.numel() * n > LARGEST or tape.chance is not None:
         early = torch.zeros_like(early)
-    known = torch.zeros_like(early)  # rows with an ellipsoid from before the cast of the input
+    known = torch.zeros_like(early)  # rows with an ellipsoid found before the cast of the input
     for row in tape.entries[index].ellipsoids:
         known[row] = True
     deep = torch.zeros_like(early)  # rows whose norm is known from a pass down to the input
@@ -263,15 +263,15 @@ def _moved(
     square = square / (v * (1 - mean) ** 2) * SAFE
     shrink = square / (1 + square + torch.sqrt(1 + square)) * SAFE
     factor = torch.maximum(mean / (1 - mean), (mean + shrink) / (1 + mean)) * SAFE
-    # v itself is off by the float64 error of a mean of squares
+    # v itself has the float64 error of a mean of squares
     off = 8 * gamma(n + 16) * c.square().mean(-1, keepdim=True)
     least = v * (1 - mean) ** 2 * (1 - 2.0**-45) - off
     return _Moved(error_bound, mean, shrink, factor, least, early)
 
 
 def _refuse_far(node: Node, tape: Tape, index: int, along: Tensor, mean: Tensor) -> None:
-    """Refuse a norm whose error along a row is too large, before anything else is asked of it: one
-    functional of each row says so as surely as all of them."""
+    """Refuse a norm whose error along a row is too large, before any other pass: one functional of
+    each row suffices to show it."""
     far = ~(mean < FARTHEST)
     if bool(far.any()) and not bool((directions(tape, index, along, far) < FARTHEST)[far].all()):
         raise NoBound(node.name, _TOO_FAR)
@@ -315,10 +315,10 @@ def _inside(
     *,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the roundings inside: of each element [..., n] and of a cast before the gain, of mean
-    and of root, relatively [..., 1]; and a bound of what the gain is multiplied with.
+    """Return the roundings inside: of each element [..., n] and of a cast before the gain, those of
+    mean and root, relative [..., 1]; and a bound of the factor of the gain.
 
-    What is normalised may be a reading of x by itself, as may be that of mean and root: `again`.
+    The normalised reading of x and that of mean and root may each be `again` from the common value.
     """
     kernel, n, size = run.rounding, x.shape[-1], x.size
     u, lost, own, least = kernel.u_function, kernel.eta_function, torch.zeros_like(y), moved.least
@@ -380,7 +380,7 @@ def _written(
     *,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what `_inside` does, of a norm that is written out; all of it is sure."""
+    """Return the result of `_inside` for a norm that is written out, in the worst case."""
     middle = x.reference.mean(-1, keepdim=True).abs() + x.error_bound.mean(-1, keepdim=True)
     middle = (middle + 2.0**-40 * x.size.mean(-1, keepdim=True)) * SAFE
     size = (y.abs() / r + moved.error_bound) * SAFE * SAFE
@@ -402,10 +402,10 @@ def _written(
 def _others(
     run: KernelRun, node: Node, y: Tensor, formed: Tensor, inexact: Tensor
 ) -> tuple[Tensor, Shared | None]:
-    """Return what other gains and biases add, with their roundings, and what of it is the same in
-    both kernels: Δ_g c + Δ_b, c the normalised numbers of the first at the centre.
+    """Return the effect of other gains and biases with its roundings, and the part shared by both
+    kernels: Δ_g c + Δ_b, with the first kernel's normalised numbers c at the centre.
 
-    `formed` bounds the normalised numbers before the gain, `inexact` what y is off by in float64.
+    `formed` bounds the normalised numbers before the gain, `inexact` the float64 error of y.
     """
     spread, kernel = run.spread, run.rounding
     total, size, rest = torch.zeros_like(y), torch.zeros_like(y), torch.zeros_like(y)

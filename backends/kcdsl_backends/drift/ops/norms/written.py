@@ -1,4 +1,4 @@
-"""Norms that are written out, part by part (section 6)."""
+"""Norms that a program writes out as several operations, part by part (section 6)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ROOT = 8
 """Roundings inside of a root."""
 
 LEAST_VARIANCE, MOST_SQUARES = 2.0**-100, 2.0**126
-"""Outside, squares underflow or their sum overflows in the float32 inside of a norm."""
+"""Outside of these, squares underflow or their sum overflows in the float32 inside of a norm."""
 
 
 def refuse_large_squares(node: str, size: Tensor, eps: float) -> None:
     """Refuse rows whose sum of squares may leave float32.
 
     Raises:
-        NoBound: with the largest element.
+        NoBound: naming the largest element.
     """
     if not bool((size.shape[-1] * size.amax(-1) ** 2 + eps <= MOST_SQUARES).all()):
         raise overflow(node, size, " may make the sum of squares of its row leave float32")
@@ -33,14 +33,14 @@ def refuse_large_squares(node: str, size: Tensor, eps: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """What storing a part does to it, α = (1 + k·u)(1 + u_F) - 1 and β; and its format."""
+    """The error of storing a part, α = (1 + k·u)(1 + u_F) - 1 and β, and its format."""
 
     form: Format
     unit: float
     faint: float
 
     def relative(self, inside: float) -> float:
-        """Return α, where the part is off by `inside` before it is stored."""
+        """Return α for a part with the relative error `inside` before it is stored."""
         return ((1 + inside) * (1 + self.unit) - 1) * _SAFE + 2.0**-60 * inside
 
 
@@ -49,9 +49,9 @@ class WrittenNorm:
     """The roundings of a norm that is written out, before its gain.
 
     `theta` [..., 1] is the relative error of the inverse root, `mean` [..., 1] that of the mean;
-    what is centred is off by α and β of `centred` beside, the normalised number by `normed` and its
-    product with the gain by `weighted`, where that is stored before a bias is added. `u` and `eta`
-    are of the arithmetic inside.
+    `centred` has α and β of the centred number, `normed` those of the normalised number, `weighted`
+    those of its product with the gain, if that is stored before a bias is added. `u` and `eta` are
+    of the arithmetic inside.
     """
 
     theta: Tensor
@@ -64,8 +64,8 @@ class WrittenNorm:
     eta: float
 
     def apart(self, y: Tensor, root: Tensor) -> Tensor:
-        """Return how far normalised numbers of size y are off beside what the mean and the root do,
-        where computed inverse roots are at most `root`."""
+        """Return the error of normalised numbers of size y in addition to those by mean and root;
+        computed inverse roots are at most `root`."""
         (alpha, beta), (last, least) = self.centred, self.normed
         size = (y * (1 + self.theta) + self.mean * root) * _SAFE
         own = alpha * size + beta * root
@@ -74,8 +74,8 @@ class WrittenNorm:
     def result(
         self, node: str, y: Tensor, error: Tensor, own: Tensor, gain: Tensor, bias: Tensor
     ) -> Tensor:
-        """Return E of the result: of y with an error times the gain, plus the bias; `own` is the
-        part of the error that it is to count.
+        """Return E of the result, y with an error times the gain plus the bias; `own` is the part
+        of the error that E includes.
 
         Raises:
             NoBound: a normalised number or its product with the gain may overflow.
@@ -111,10 +111,10 @@ def written(
         centred: magnitudes of the input less its mean (rms_norm: of the input).
         middle: magnitudes of the mean [..., 1].
         least, most: bounds of the variance with eps (or of the mean square) [..., 1].
-        apart: how far readings of the input that sums over a row are of may be from it.
+        apart: the distance of the input from the reading of it in sums over a row.
 
     Raises:
-        NoBound: a part may overflow, or the variance may be lost in the roundings of the parts.
+        NoBound: a part may overflow, or roundings of the parts may exceed the variance.
     """
     parts, n, eps = parts_of(node), size.shape[-1], float(node.attrs["eps"])
     wide = all((form or kernel.own.compute) == "float64" for form in parts.values())
@@ -173,7 +173,7 @@ def written(
     fits("shift", most * (1 + kappa))
     root = 1 / torch.sqrt(1 - kappa) * (1 + _ROOT * u)
     highest = torch.rsqrt(least)
-    if "root" in parts:  # a root and its reciprocal, each of them stored
+    if "root" in parts:  # a root and its reciprocal, each stored
         stored = part("root")
         fits("root", torch.sqrt(most * (1 + kappa)))
         lost = stored.unit + stored.faint * highest / torch.sqrt(1 - kappa)
@@ -207,6 +207,6 @@ def written(
 
 
 def _scalar(kernel: Rounding, value: float, form: Format, node: str) -> tuple[float, float]:
-    """Return between which numbers eps lies after it may have been rounded to a format."""
+    """Return the least and the greatest value of eps after a possible rounding to a format."""
     pinned = kernel.own.pinned(form.name)
     return (kernel if pinned is None else Rounding(pinned)).scalar(value, form, node)

@@ -36,11 +36,11 @@ from kcdsl_backends.drift.boxes.rounding import Rounding
 from kcdsl_backends.drift.boxes.sums import _DIVISION, _FAINT_SCALE
 
 _FAINT_TENSOR = 2.0**-113
-"""More than a number and the largest of its group where the reciprocal of m·s (nvfp4) is infinite,
-or s is taken for zero: then every code may be the largest one, of zeros too."""
+"""Bounds a number and the largest of its group if the reciprocal of m·s (nvfp4) is infinite, or s
+is flushed to zero: then every code may be the largest one, also of zeros."""
 _LEAST_POWER = 2.0 ** E8M0_EXPONENTS[0]
 _OFF_ZERO = 2.0**-14
-"""More than what roundings of the scale move the ends of 255 steps by, in steps."""
+"""Bounds the move of the ends of 255 steps by roundings of the scale, in steps."""
 
 
 def activation_error(x: Box, kernel: Rounding, node: str, weight: str = "") -> Tensor | None:
@@ -50,8 +50,8 @@ def activation_error(x: Box, kernel: Rounding, node: str, weight: str = "") -> T
         weight: the name of the linear's weight, by which it may have a static scale.
 
     Raises:
-        NoBound: a format without scale or with a static one may overflow, or that is not known, or
-            casts are directed.
+        NoBound: a format without scale or with a static one may overflow, a static scale is
+            missing, or casts are directed.
     """
     if not kernel.numerics.activations.quantised:
         return None
@@ -87,7 +87,7 @@ def _activation_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tenso
 
 
 def _largest_scale(magnitude: Tensor, spec: Activations, form: CodeFormat) -> Tensor:
-    """Return what no dynamic scale exceeds but for its roundings."""
+    """Return an upper bound of dynamic scales, without their roundings."""
     if spec.layout is None:
         return torch.ones_like(magnitude)
     largest = group_maximum(magnitude, spec.layout).clamp(spec.batch_amax, spec.amax_limit)
@@ -102,18 +102,18 @@ def _largest_scale(magnitude: Tensor, spec: Activations, form: CodeFormat) -> Te
 
 
 def _static_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tensor:
-    """Return Q of a static scale that holds all of x: half a step, or that of the fp8 number."""
+    """Return Q of a static scale whose codes cover x: half a step, or the rounding to fp8."""
     spec, magnitude = kernel.numerics.activations, x.mag()
     scale = static_quantiser(x, spec, weight, node).scale.hi
     return up(code_error(spec.codes, magnitude, scale), 4)
 
 
 def _nested_error(x: Box, spec: Activations, node: str, weight: str) -> Tensor:
-    """Return Q of NVFP4: of a rounding, or of what the largest code cuts off.
+    """Return Q of NVFP4: the rounding, or the saturation error at the largest code.
 
-    The multiple m of the scale s of the tensor is within 1/16 of amax/(6s), or within 2^-10 where
-    that is below 2^-6, or 448 where that is less. So 6·m·s keeps 15/16 of the group's own maximum,
-    or all of it but 6·2^-10·s, or 2688·s. A scale that is made from the tensor may be subnormal.
+    The multiple m of the scale s of the tensor is within 1/16 of amax/(6s), or within 2^-10 if that
+    is below 2^-6, or 448 if that is less. So 6·m·s is at least 15/16 of the group's own maximum, or
+    that maximum less 6·2^-10·s, or 2688·s. A dynamic scale of the tensor may be subnormal.
     """
     form, magnitude = spec.codes, x.mag()
     whole, scale = nested_scales(x, spec, weight, node)
@@ -129,11 +129,11 @@ def _nested_error(x: Box, spec: Activations, node: str, weight: str) -> Tensor:
 
 
 def _saturation(x: Box, spec: Activations) -> Tensor:
-    """Return how much of a number an mx scale may cut off.
+    """Return the saturation error of numbers with an mx scale.
 
-    The scale is 2^(floor(log2 amax) - emax), so at least κ = qmax·2^-(emax+1) of the block's own
-    maximum is kept, and that maximum is known from both sides only: a number is cut by at most
-    1 - κ of itself, and not at all below κ of the least possible maximum.
+    The scale is 2^(floor(log2 amax) - emax), so the last code is at least κ = qmax·2^-(emax+1) of
+    the block's own maximum, which is known within a box. A number loses at most 1 - κ of itself,
+    and nothing below κ of the least possible maximum.
     """
     form, magnitude = spec.codes, x.mag()
     kept = form.above * 2.0 ** -(form.top_exponent + 1)
@@ -145,7 +145,7 @@ def _saturation(x: Box, spec: Activations) -> Tensor:
 
 Adjoints = Sequence[tuple[int, Adjoint]]
 SHARE = 2.0**-2
-"""Up to this share of Q a scale may move its elements: else they are better known than it is."""
+"""Most share of Q by which a scale may move its elements; beyond it no shared scale is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class _Scale:
 def quantise(
     run: KernelRun, name: str, weight: str, index: int, x: TapeEntry, error: Tensor
 ) -> TapeEntry | None:
-    """Return the entry of a quantised operand; None where nothing is known beside its error (Q).
+    """Return the entry of a quantised operand; None if only its error bound (Q) is known.
 
     Args:
         name, weight: the linear that reads it, and the name of its weight.
@@ -219,17 +219,17 @@ def quantise(
 
 
 def _in_cases(cases: Cases, found: Codes, by: Quantiser) -> Codes:
-    """Return the codes [C, ...] in every case, within those that are found without cases."""
+    """Return the codes [C, ...] in every case, within those for all cases."""
     each = codes(Box(cases.low, cases.high), by)
     low = torch.minimum(torch.maximum(each.low, found.low), found.high)
     return Codes(low, torch.maximum(torch.minimum(each.high, found.high), found.low))
 
 
 def _widest_step(spec: Activations, found: Codes, by: Quantiser, x: TapeEntry) -> Tensor:
-    """Bound |x̂ - x|: half a step of the codes that are met, times the scale, and roundings.
+    """Bound |x̂ - x|: half a step at the possible codes, times the scale, and roundings.
 
-    A scale of mx, a limited one and a zero point may cut numbers off, which then have the largest
-    code: there is no such bound.
+    With an mx scale, a limited one or a zero point the last code may be a saturated number: there
+    the bound is infinite.
     """
     form, largest = by.form.grid, torch.maximum(found.low.abs(), found.high.abs())
     off = half_step(largest, form) * by.scale.hi
@@ -242,7 +242,7 @@ def _widest_step(spec: Activations, found: Codes, by: Quantiser, x: TapeEntry) -
 
 
 def _steps(each: Codes, middle: Tensor, scale: Box, rounding: Tensor, stairs: Tensor) -> Box:
-    """Return (c - ĉ)·s in every case, with its rounding; 0 where there are no stairs."""
+    """Return (c - ĉ)·s in every case, with its rounding; 0 outside of `stairs`."""
     low, high = each.low - middle, each.high - middle
     least = torch.minimum(low * scale.lo, low * scale.hi) - rounding
     most = torch.maximum(high * scale.lo, high * scale.hi) + rounding
@@ -256,12 +256,12 @@ def _scale_shape(shape: tuple[int, ...], layout: ScaleLayout) -> tuple[int, ...]
 
 
 def _width(shape: tuple[int, ...], layout: ScaleLayout) -> int:
-    """Return how many elements of a row share a scale."""
+    """Return the number of elements of a row that share a scale."""
     return layout.columns or shape[-1]
 
 
 def _rows(t: Tensor, layout: ScaleLayout, nothing: float = 0.0) -> Tensor:
-    """Return the elements that share a scale as rows, the last of a row filled up."""
+    """Return the elements that share a scale as rows; the last group of a row is padded."""
     if layout.whole:
         return t.reshape(1, -1)
     width = _width(tuple(t.shape), layout)
@@ -292,7 +292,7 @@ def _gathered(a: Adjoint, layout: ScaleLayout) -> Adjoint:
 
 
 def _given_back(a: Adjoint, selector: Tensor, layout: ScaleLayout) -> Adjoint:
-    """Return functionals of scales as those of the elements that lead their groups."""
+    """Return functionals of scales as functionals of the leading elements of their groups."""
     shape = tuple(selector.shape)
     if layout.whole:
         return Adjoint.full(a.values * selector)
@@ -305,8 +305,8 @@ def _given_back(a: Adjoint, selector: Tensor, layout: ScaleLayout) -> Adjoint:
 
 @dataclass(frozen=True, slots=True)
 class _Leader:
-    """How far every row reaches, by its leading element: reference [rows, 1], error bound, and the
-    selector [rows, n] of that element with its sign; `certain` where no other can lead."""
+    """The largest magnitude of every row by its leading element: reference [rows, 1], error bound,
+    the selector [rows, n] of that element with its sign; `certain` where no other can lead."""
 
     reference: Tensor
     error_bound: Tensor
@@ -317,10 +317,10 @@ class _Leader:
 def _leader(
     least: Tensor, most: Tensor, x: TapeEntry, layout: ScaleLayout, *, none: bool = False
 ) -> _Leader:
-    """Return what leads the rows: an element at least `least`, where no other exceeds it.
+    """Return the leading elements of the rows.
 
-    `least` and `most` bound how far each element reaches. `none`: rows in which no element reaches
-    beyond 0 are led by 0.
+    `least` and `most` bound the magnitude of each element; an element leads for certain if no other
+    one's `most` exceeds its `least`. `none`: rows of magnitude 0 are led by 0.
     """
     least, most = _rows(least, layout, -torch.inf), _rows(most, layout, -torch.inf)
     first = least.argmax(-1, keepdim=True)
@@ -341,7 +341,7 @@ def _leader(
 
 
 def _scale(run: KernelRun, name: str, index: int, x: TapeEntry, box: Box, by: Quantiser) -> _Scale:
-    """Append the entry of the scales, where a group shares one that is not exactly known."""
+    """Append the entry of the scales, if groups share scales that are not exactly known."""
     spec, around = run.rounding.numerics.activations, by.scale
     form, layout = spec.codes, spec.layout
     middle = around.lo / 2 + around.hi / 2
@@ -367,7 +367,7 @@ def _scale(run: KernelRun, name: str, index: int, x: TapeEntry, box: Box, by: Qu
             lead.selector,
         )
     least = max(form.least_scale, spec.least_scale)
-    if least:  # below its least value the scale follows no element
+    if least:  # at its least value the scale depends on no element
         certain = certain & (first_row[2] > least)
     if spec.amax_limit < math.inf:
         certain = certain & (first_row[3] < spec.amax_limit / form.divisor * (1 - SLACK))

@@ -20,11 +20,11 @@ from kcdsl_backends.drift.boxes.state import State, Step, combine
 LAST = 255
 """The last code; the first one is 0."""
 _HALF, _SLIP = 0.5 + 2.0**-12, 2.0**-12
-"""Half a step, and more than what the roundings of a ratio and of a product are, in steps."""
+"""Half a step, and a bound of the roundings of a ratio and of a product, in steps."""
 
 
 def quantised_box(x: Box, by: StaticQuantiser) -> StoredResult:
-    """Return the numbers that a tensor is read back as, and their errors."""
+    """Return a quantised tensor as it is read back, and its error."""
     scale, first, last = by.scale, -by.zero_point, LAST - by.zero_point
 
     def read(ratio: Tensor) -> Tensor:
@@ -39,10 +39,10 @@ def quantised_box(x: Box, by: StaticQuantiser) -> StoredResult:
 
 
 def interval_quantise(step: Step) -> State:
-    """Bound what both kernels read of a tensor; one without a quantiser of it reads the operand.
+    """Bound a tensor as both kernels read it; one without a quantiser for it reads the operand.
 
     Raises:
-        NoBound: the graph stands for any number of rows.
+        NoBound: the graph is read at any number of rows.
     """
     x, node, zero = step.operand(0), step.node, torch.zeros_like(step.operand(0).drift.lo)
     if step.kernels.rows is not None:
@@ -58,8 +58,8 @@ def interval_quantise(step: Step) -> State:
 
 
 def affine_tensor(run: KernelRun, node: Node, by: StaticQuantiser) -> None:
-    """Append what a kernel reads of a tensor that it quantises: one number for all readers, made
-    of one reading of the operand."""
+    """Append a quantised tensor as a kernel reads it: the same value for all readers, computed from
+    one reading of the operand."""
     name = node.inputs[0]
     index = run.reading(name, node.name) if name in run.private else run.entry(node, 0)[0]
     x = run.tape.entries[index]
