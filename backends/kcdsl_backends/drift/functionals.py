@@ -98,9 +98,9 @@ def functional_bound(pair: AffineForms, drift: Box, kind: str, enough: Enough) -
         if kind == "inf" or enough(float(found[row])):
             continue
         if kind == "span":
-            found[row] = _least(float(found[row]), _span(pair, drift, row, enough))
+            found[row] = _smaller(float(found[row]), _span(pair, drift, row, enough))
         elif pair.shape[-1] <= WIDEST:
-            found[row] = _least(float(found[row]), pair.length(row))
+            found[row] = _smaller(float(found[row]), pair.length(row))
     value = float(found.amax()) if found.numel() else math.inf
     return value if math.isfinite(value) else math.inf
 
@@ -146,13 +146,13 @@ def _span(pair: AffineForms, drift: Box, row: Row, enough: Enough) -> float:
     )
     order = apart.argsort(descending=True)
     apart, first, second = apart[order], first[order], second[order]
-    rest = max(0.0, _beyond(ends, top, bottom))
+    rest = max(0.0, _other_differences(ends, top, bottom))
     for start in range(0, min(PAIRS, apart.numel()), BATCH):
         part = slice(start, start + BATCH)
         asked = contrasts(pair, row, first[part], second[part]).hi.nan_to_num(math.inf, math.inf)
         rest = max(rest, float(torch.minimum(asked, apart[part]).amax()))
         after = float(apart[part.stop]) if part.stop < apart.numel() else 0.0
-        bound = _least(bound, max(rest, after))
+        bound = _smaller(bound, max(rest, after))
         if enough(bound) or rest >= after:
             break
     return bound
@@ -172,7 +172,7 @@ def _width(box: Box) -> float:
     return float(up(box.hi.amax() - box.lo.amin()))
 
 
-def _beyond(ends: Box, top: Tensor, bottom: Tensor) -> float:
+def _other_differences(ends: Box, top: Tensor, bottom: Tensor) -> float:
     """Return the largest difference of a pair with a column that is not chosen."""
     above, below = ends.hi.clone(), ends.lo.clone()
     above[top], below[bottom] = -torch.inf, torch.inf
@@ -181,7 +181,7 @@ def _beyond(ends: Box, top: Tensor, bottom: Tensor) -> float:
     return float(torch.maximum(one, two))
 
 
-def _least(one: float, two: float) -> float:
+def _smaller(one: float, two: float) -> float:
     """Return the smaller number; `one` if `two` is NaN."""
     return two if two < one else one
 
@@ -281,15 +281,15 @@ class Values:
 def _margin(values: Values, box: Box, row: Row, chosen: Tensor, others: Tensor) -> Tensor:
     """Bound the least difference of a chosen and another column of a row from below."""
     lo, hi = box.lo[row].clone(), box.hi[row].clone()
-    inside, outside = _open(lo, hi, chosen, others)
+    inside, outside = _not_separated(lo, hi, chosen, others)
     if inside.numel() * outside.numel() > 2 * (inside.numel() + outside.numel()):
         some = torch.cat([inside, outside])
         found = values.elements(row, some)
         lo[some], hi[some] = torch.maximum(lo[some], found.lo), torch.minimum(hi[some], found.hi)
-        inside, outside = _open(lo, hi, chosen, others)
+        inside, outside = _not_separated(lo, hi, chosen, others)
     if inside.numel() * outside.numel() > MOST:
         return down(lo[chosen].amin() - hi[others].amax())
-    settled = _settled(lo, hi, chosen, others, inside, outside)
+    settled = _separated_margin(lo, hi, chosen, others, inside, outside)
     pairs = torch.cartesian_prod(inside, outside).reshape(-1, 2)
     apart = down(lo[pairs[:, 0]] - hi[pairs[:, 1]])
     still = ~(apart > 0)
@@ -299,13 +299,13 @@ def _margin(values: Values, box: Box, row: Row, chosen: Tensor, others: Tensor) 
     return torch.minimum(settled, apart.amin()) if apart.numel() else settled
 
 
-def _open(lo: Tensor, hi: Tensor, chosen: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+def _not_separated(lo: Tensor, hi: Tensor, chosen: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """Return the chosen columns that are not above all others, the others not below all chosen."""
     inside = chosen[~(lo[chosen] > hi[others].amax())]
     return inside, others[~(hi[others] < lo[chosen].amin())]
 
 
-def _settled(
+def _separated_margin(
     lo: Tensor, hi: Tensor, chosen: Tensor, others: Tensor, inside: Tensor, outside: Tensor
 ) -> Tensor:
     """Bound the least difference of the pairs that have a column which is not open."""

@@ -237,7 +237,7 @@ def search(tape: LinearTape, index: int, effort: SlopeEffort) -> tuple[Box, tupl
         return drift, ()
     found: list[Searched] = []
     room = max(1, effort.at_once // numbers)
-    for side, elements in _worth(drift, effort, room):
+    for side, elements in _candidates(drift, effort, room):
         if (len(found) + len(elements)) * 6 * bent > effort.kept:
             break
         bounds, slopes = _descend(tape, index, _unit_functionals(drift, elements, side), effort)
@@ -262,7 +262,7 @@ def _bent(tape: LinearTape, index: int) -> int:
     return 0 if planes is None else int(planes.bent.sum())
 
 
-def _worth(drift: Box, effort: SlopeEffort, room: int) -> Iterator[tuple[Side, list[int]]]:
+def _candidates(drift: Box, effort: SlopeEffort, room: int) -> Iterator[tuple[Side, list[int]]]:
     """Yield elements of one row by side, at most `room`, those with the largest bounds first."""
     ends = torch.stack([drift.hi.flatten(), -drift.lo.flatten()])
     count, n = ends.shape[1], drift.lo.shape[-1]
@@ -323,7 +323,7 @@ def _descend(
         now = {i: tuple(in_single(slope.detach()) for slope in current[i]) for i in planes}
         better = torch.ones_like(reached, dtype=torch.bool) if best is None else reached < best
         best = reached if best is None else torch.where(better, reached, best)
-        chosen = {i: _either(better, now[i], chosen.get(i, now[i])) for i in planes}
+        chosen = {i: _better_slopes(better, now[i], chosen.get(i, now[i])) for i in planes}
         if not total.requires_grad:  # the bounds depend on no slope
             break
         if step < effort.steps and total.requires_grad:
@@ -336,7 +336,7 @@ def _descend(
         return up(middle + spread), chosen
 
 
-def _either(
+def _better_slopes(
     better: Tensor, now: tuple[Tensor, ...], before: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """Return the slopes `now` where `better`, else those `before`."""

@@ -54,7 +54,7 @@ def walk(scene: Scene, hints: PlaneHints | None = None) -> Context:
     context = Context(replace(scene, errors=errors), errors)
     if hints is not None:
         context.slopes |= {
-            name: (_at(one), _rows(one.values)) for name, one in hints.slopes.items()
+            name: (_mask_of(one), _slope_values(one.values)) for name, one in hints.slopes.items()
         }
     sharp = _Sharpener(context, hints)
     for node in scene.block.nodes:
@@ -140,20 +140,20 @@ class _Sharpener:
         """Return the slopes that the hints give for one element, by the entry of the ReLU."""
         if self._hints is None:
             return {}
-        values, found, first = _rows(searched.values), {}, 0
+        values, found, first = _slope_values(searched.values), {}, 0
         for name, bent in self._hints.slopes.items():
             place = self._context.places[name]
             relu = self._context.tape.entries[place].relu
             if relu is not None:
                 part = values[:, first : first + bent.count]
-                found[place] = relu.slopes.replaced(_at(bent), part)
+                found[place] = relu.slopes.replaced(_mask_of(bent), part)
             first += bent.count
         return found
 
 
-def _at(bent: Bent) -> Bools:
+def _mask_of(bent: Bent) -> Bools:
     return np.frombuffer(bent.at.data, dtype=np.bool_).reshape(bent.at.shape)
 
 
-def _rows(values: Array) -> Floats:
+def _slope_values(values: Array) -> Floats:
     return np.frombuffer(values.data, dtype="<f4").astype(np.float64).reshape(values.shape)

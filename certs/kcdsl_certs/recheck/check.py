@@ -49,7 +49,7 @@ def boxes(block: Block) -> int:
     ending: dict[int, int] = {}
     most = now = 0
     for at, node in enumerate(block.nodes):
-        size = _formed(node.op, node.shape) * _BOXES
+        size = _elements(node.op, node.shape) * _BOXES
         now += size
         most = max(most, now)
         end = last.get(node.name, at)
@@ -60,7 +60,7 @@ def boxes(block: Block) -> int:
 
 def forms(block: Block) -> int:
     """Return a lower bound of the bytes of affine forms, which are kept to the end of a case."""
-    return sum(_formed(node.op, node.shape) for node in block.nodes) * _FORMS
+    return sum(_elements(node.op, node.shape) for node in block.nodes) * _FORMS
 
 
 def available() -> int:
@@ -83,7 +83,7 @@ def available() -> int:
     return min(found)
 
 
-def _formed(op: str, shape: tuple[int, ...]) -> int:
+def _elements(op: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) if op in OPERATIONS and OPERATIONS[op].forms else 0
 
 
@@ -127,10 +127,10 @@ def recheck(
     of its own. Nothing is raised: unforeseen errors are rejections with reason "internal".
     """
     started = time.perf_counter()
-    found = _Found()
+    totals = _Totals()
     try:
-        _check(proof, _Read(checkpoint, served), part, found)
-        ok, reason, detail = True, "ok", f"{found.cases} cases follow from the checkpoint"
+        _check(proof, _Checkpoints(checkpoint, served), part, totals)
+        ok, reason, detail = True, "ok", f"{totals.cases} cases follow from the checkpoint"
     except Rejected as rejection:
         ok, reason, detail = False, rejection.reason, rejection.detail[:2000]
     except MemoryError:
@@ -138,18 +138,18 @@ def recheck(
     except Exception as error:
         ok, reason, detail = False, "internal", f"{type(error).__name__}: {str(error)[:500]}"
     seconds = time.perf_counter() - started
-    return Outcome(ok, reason, detail, found.bound, seconds, found.nodes)
+    return Outcome(ok, reason, detail, totals.bound, seconds, totals.nodes)
 
 
 @dataclass(slots=True)
-class _Found:
+class _Totals:
     bound: str = ""
     nodes: int = 0
     cases: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _Checkpoints:
     """The checkpoints that a proof may be about."""
 
     checkpoint: Path
@@ -171,33 +171,35 @@ class _Read:
         return Derivation(proof, found.tensors, served)
 
 
-def _check(data: bytes, place: _Read, part: tuple[int, int], found: _Found) -> None:
+def _check(data: bytes, checkpoints: _Checkpoints, part: tuple[int, int], totals: _Totals) -> None:
     record = load(data)
     if record.has("schema") and record.raw("schema") == CHAIN_SCHEMA:
-        _check_chain(parse_chain(record), place, part, found)
+        _check_chain(parse_chain(record), checkpoints, part, totals)
         return
     proof = proof_of(record)
     refuse_larger(proof)
-    derive = place.derivation(proof, proof.parameters).derive
+    derive = checkpoints.derivation(proof, proof.parameters).derive
     bounds = []
     for case in _share(proof.cases, part):
         try:
-            bounds.append(_case(proof, case, derive, found))
+            bounds.append(_case(proof, case, derive, totals))
         except Rejected as rejection:
             raise rejection.at(f"case {case.name[:80]!r}") from None
         _refuse_more(proof, case)
-    found.bound = max(bounds).hex() if proof.claim is not None else "held"
+    totals.bound = max(bounds).hex() if proof.claim is not None else "held"
 
 
-def _check_chain(chain: ChainDocument, place: _Read, part: tuple[int, int], found: _Found) -> None:
+def _check_chain(
+    chain: ChainDocument, checkpoints: _Checkpoints, part: tuple[int, int], totals: _Totals
+) -> None:
     keys = {*chain.inner.parameters, *chain.last.parameters}
     refuse_gaps(chain)
     for proof in (chain.inner, chain.last):
         refuse_larger(proof)
-    inner, last = (place.derivation(proof, keys) for proof in (chain.inner, chain.last))
+    inner, last = (checkpoints.derivation(proof, keys) for proof in (chain.inner, chain.last))
 
     def compared(case: Case, bound: float, sizes: Sizes) -> None:
-        found.nodes += len(sizes)
+        totals.nodes += len(sizes)
         _compare(case, bound, sizes)
 
     def derived(
@@ -206,7 +208,7 @@ def _check_chain(chain: ChainDocument, place: _Read, part: tuple[int, int], foun
         return inner.interface(case, held, wanted=wanted)
 
     def follows(case: Case, held: Any) -> float:
-        return _case(chain.last, case, lambda one: last.derive(one, held), found)
+        return _case(chain.last, case, lambda one: last.derive(one, held), totals)
 
     bounds = []
     for case in _share(chain.cases, part):
@@ -215,7 +217,7 @@ def _check_chain(chain: ChainDocument, place: _Read, part: tuple[int, int], foun
         except Rejected as rejection:
             raise rejection.at(f"case {case.name[:80]!r}") from None
         _refuse_more(chain.last, case.links[-1].case)
-    found.bound = max(bounds).hex() if chain.last.claim is not None else "held"
+    totals.bound = max(bounds).hex() if chain.last.claim is not None else "held"
 
 
 def _share(cases: tuple[_Item, ...], part: tuple[int, int]) -> tuple[_Item, ...]:
@@ -234,10 +236,10 @@ def _refuse_more(proof: Proof, case: Case) -> None:
         raise Rejected("claim/overall", f"less than the claim of case {case.name[:80]!r}")
 
 
-def _case(proof: Proof, case: Case, derive: Callable[[Case], Derived], found: _Found) -> float:
+def _case(proof: Proof, case: Case, derive: Callable[[Case], Derived], totals: _Totals) -> float:
     bound, sizes = derive(case)
-    found.nodes += len(sizes)
-    found.cases += 1
+    totals.nodes += len(sizes)
+    totals.cases += 1
     if not math.isfinite(bound):
         if proof.claim is None:
             raise Rejected("claim/too-small", "the order of the largest columns is not proved")

@@ -28,7 +28,7 @@ from kcdsl_certs.recheck.interval.state import Held, State
 def bound(functional: Functional, output: State) -> float:
     """Return an upper bound of the functional; for no_flip 0 if the top k stay, else infinity."""
     if functional.kind == "no_flip":
-        return 0.0 if _stays(functional.k, output) else math.inf
+        return 0.0 if _boxes_keep_order(functional.k, output) else math.inf
     return of_drift(functional.kind, output.d)
 
 
@@ -45,7 +45,7 @@ def of_drift(kind: str, d: Box) -> float:
     return float(found)
 
 
-def _stays(k: int, output: State) -> bool:
+def _boxes_keep_order(k: int, output: State) -> bool:
     """Return whether in every row the same k columns are above all others in both kernels."""
     columns = output.shape[-1]
     if k >= columns:
@@ -72,11 +72,11 @@ _PAIRS = 2048  # most pairs of a row whose differences are bounded one by one
 def of_rows(pair: Pair, drift: Box, kind: str, claim: float) -> float:
     """Return an upper bound of "2" or "span" of the drift; stop once it is at most `claim`."""
     rows = np.ndindex(*pair.shape[:-1])
-    of_row = _length if kind == "2" else _span
+    of_row = _row_norm if kind == "2" else _span
     return max(of_row(pair, row, Box(drift.lo[row], drift.hi[row]), claim) for row in rows)
 
 
-def _length(pair: Pair, row: Row, drift: Box, claim: float) -> float:
+def _row_norm(pair: Pair, row: Row, drift: Box, claim: float) -> float:
     cheap = float(box.up(np.sqrt((box.mag(drift) ** 2).sum()), drift.shape[0] + 8))
     if cheap <= claim or pair.shape[-1] > _LONGEST:
         return cheap
@@ -97,7 +97,7 @@ def _errors(walk: Walk, form: Form, row: Row) -> float:
 
 
 def _span(pair: Pair, row: Row, drift: Box, claim: float) -> float:
-    cheap = _widest(drift)
+    cheap = _box_span(drift)
     if cheap <= claim:
         return cheap
     apart = pair.apart
@@ -105,15 +105,15 @@ def _span(pair: Pair, row: Row, drift: Box, claim: float) -> float:
     n = pair.shape[-1]
     share = float(np.float32(1 / n))  # its 24 bits leave 1 - share exact in a double
     centred = box.add(known, pair.errors(row, np.eye(n) - share))
-    best = min((drift, centred), key=_widest)
-    bound = _widest(best)
+    best = min((drift, centred), key=_box_span)
+    bound = _box_span(best)
     if bound <= claim or not math.isfinite(bound):
         return min(cheap, bound)
     top = np.argsort(-best.hi, kind="stable")[:_ENDS]
     low = np.argsort(best.lo, kind="stable")[:_ENDS]
     first, second = (index.reshape(-1) for index in np.meshgrid(top, low, indexing="ij"))
     first, second = first[first != second], second[first != second]
-    least = np.minimum(_over(drift, first, second), _over(centred, first, second))
+    least = np.minimum(_differences(drift, first, second), _differences(centred, first, second))
     order = np.argsort(-least, kind="stable")[:_PAIRS]
     for start in range(0, order.size, pair.step):  # the same batches whatever is claimed
         some = order[start : start + pair.step]
@@ -121,15 +121,15 @@ def _span(pair: Pair, row: Row, drift: Box, claim: float) -> float:
             break
         asked = _contrasts(pair, row, known, first[some], second[some])
         least[some] = np.minimum(least[some], asked)
-    found = float(np.max(np.append(least, [0.0, _others(best, top, low)])))
-    return min(cheap, bound, found)  # min returns `cheap`, which is first, if others are NaN
+    found = float(np.max(np.append(least, [0.0, _other_differences(best, top, low)])))
+    return min(cheap, bound, found)  # in this order a NaN of the others is ignored
 
 
-def _widest(drift: Box) -> float:
+def _box_span(drift: Box) -> float:
     return float(box.add_up(drift.hi.max(), -drift.lo.min()))
 
 
-def _over(drift: Box, first: np.ndarray, second: np.ndarray) -> Floats:
+def _differences(drift: Box, first: np.ndarray, second: np.ndarray) -> Floats:
     return box.add_up(drift.hi[first], -drift.lo[second])
 
 
@@ -138,10 +138,10 @@ def _contrasts(pair: Pair, row: Row, known: Box, first: np.ndarray, second: np.n
     values = np.zeros((first.size, pair.shape[-1]))
     values[np.arange(first.size), first] = 1.0
     values[np.arange(first.size), second] = -1.0
-    return box.add_up(_over(known, first, second), pair.errors(row, values).hi)
+    return box.add_up(_differences(known, first, second), pair.errors(row, values).hi)
 
 
-def _others(drift: Box, top: np.ndarray, low: np.ndarray) -> float:
+def _other_differences(drift: Box, top: np.ndarray, low: np.ndarray) -> float:
     """Return the largest difference with a column that is in no pair."""
     hi, lo = drift.hi.copy(), drift.lo.copy()
     hi[top], lo[low] = -np.inf, np.inf
@@ -189,7 +189,7 @@ class _Side:
     def keeps(self, row: Row, inside: Columns, outside: Columns, step: int) -> bool:
         """Return whether every column inside is above every one outside."""
         lo, hi = self.values.lo[row], self.values.hi[row]
-        inside, outside = _open(lo, hi, inside, outside)
+        inside, outside = _not_separated(lo, hi, inside, outside)
         if not inside.size:
             return True
         if inside.size * outside.size > inside.size + outside.size:
@@ -201,7 +201,7 @@ class _Side:
             lo, hi = lo.copy(), hi.copy()
             lo[some] = np.maximum(lo[some], found.lo)
             hi[some] = np.minimum(hi[some], found.hi)
-            inside, outside = _open(lo, hi, inside, outside)
+            inside, outside = _not_separated(lo, hi, inside, outside)
         if inside.size * outside.size > _MOST:
             return False
         first, second = (part.reshape(-1) for part in np.meshgrid(inside, outside))
@@ -239,7 +239,9 @@ def _values(form: Form, known: Box | None) -> Box:
     return form.box if known is None else box.meet(form.box, known)
 
 
-def _open(lo: Floats, hi: Floats, inside: Columns, outside: Columns) -> tuple[Columns, Columns]:
+def _not_separated(
+    lo: Floats, hi: Floats, inside: Columns, outside: Columns
+) -> tuple[Columns, Columns]:
     """Return the columns of each side that the boxes do not separate from all of the other side."""
     above = lo[inside] > hi[outside].max()
     below = hi[outside] < lo[inside].min()

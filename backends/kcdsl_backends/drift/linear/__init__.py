@@ -173,9 +173,9 @@ class LinearRun:
         boxes = (state.train - Box.point(reference), state.drift)
         if state.errors is not None:
             train, infer = state.errors
-            deviation, drift = _more(deviation, train), _more(drift, infer - train)
-        kept_e, deviation = _either(deviation, boxes[0])
-        kept_d, drift = _either(drift, boxes[1])
+            deviation, drift = _with_error(deviation, train), _with_error(drift, infer - train)
+        kept_e, deviation = _box_or_linear(deviation, boxes[0])
+        kept_d, drift = _box_or_linear(drift, boxes[1])
         whole = kept_e is None and kept_d is None
 
         def linear(functional: Functional) -> list[tuple[int, Functional]]:
@@ -225,7 +225,7 @@ def _nothing(functional: Functional) -> bool:
     return all(not bool(part.values.any()) for part in functional.parts)
 
 
-def _more(part: LinearPart, error: Box) -> LinearPart:
+def _with_error(part: LinearPart, error: Box) -> LinearPart:
     middle, radius = error.midpoint()
     centre = part.centre + middle
     # the float64 error of the sum
@@ -234,7 +234,7 @@ def _more(part: LinearPart, error: Box) -> LinearPart:
     )
 
 
-def _either(part: LinearPart, box: Box) -> tuple[Tensor | None, LinearPart]:
+def _box_or_linear(part: LinearPart, box: Box) -> tuple[Tensor | None, LinearPart]:
     """Return where the linear part is kept (None: everywhere), and the constants."""
     middle, radius = box.midpoint()
     # where the constants fill the box exactly, the linear part is zero, and is kept

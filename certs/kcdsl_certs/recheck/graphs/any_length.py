@@ -40,7 +40,7 @@ def marks_of(block: Block, pointwise: frozenset[str]) -> dict[str, Marks]:
         given = _Given(
             tuple(by_name[name] for name in node.inputs), tuple(found[name] for name in node.inputs)
         )
-        marked = _as_before if node.op in pointwise else _MARKING.get(node.op)
+        marked = _same_marks if node.op in pointwise else _MARKING.get(node.op)
         formed = node.op not in _LEAVES
         if marked is None or (formed and not (given.marks and node.shape)):
             raise Rejected(REASON, f"{node.op[:80]!r} has no meaning at every length")
@@ -87,25 +87,25 @@ def parse_tables(record: Reader, block: Block, longest: int) -> dict[str, Array]
     return found
 
 
-def _wrong(what: str) -> Rejected:
+def _refusal(what: str) -> Rejected:
     return Rejected(REASON, what)
 
 
-def _source(node: Node, given: _Given) -> Marks:
+def _input_marks(node: Node, given: _Given) -> Marks:
     if len(node.shape) != 2 or node.shape[0] != SHOWN:
-        raise _wrong(f"the input must be of {SHOWN} rows")
+        raise _refusal(f"the input must be of {SHOWN} rows")
     return (ROW, "")
 
 
-def _fixed(node: Node, given: _Given) -> Marks:
+def _no_marks(node: Node, given: _Given) -> Marks:
     return ("",) * len(node.shape)
 
 
-def _as_before(node: Node, given: _Given) -> Marks:
+def _same_marks(node: Node, given: _Given) -> Marks:
     return given.marks[0]
 
 
-def _together(node: Node, given: _Given) -> Marks:
+def _broadcast_marks(node: Node, given: _Given) -> Marks:
     """Return the marks of broadcast operands; where they differ, the unmarked one has size 1."""
     found = [""] * len(node.shape)
     if any(len(marks) > len(found) for marks in given.marks):
@@ -116,27 +116,27 @@ def _together(node: Node, given: _Given) -> Marks:
         if not any(marks):
             plain.append(operand)
         elif any(found) and tuple(found) != padded:
-            raise _wrong("operands whose rows stand in different dimensions")
+            raise _refusal("operands whose rows stand in different dimensions")
         else:
             found = list(padded)
     for operand in plain:
         sizes = (1,) * (len(found) - len(operand.shape)) + operand.shape
         if any(mark and size != 1 for mark, size in zip(found, sizes, strict=True)):
-            raise _wrong(f"{operand.name[:80]!r} has numbers for single rows")
+            raise _refusal(f"{operand.name[:80]!r} has numbers for single rows")
     return tuple(found)
 
 
-def _of_each_row(node: Node, given: _Given) -> Marks:
+def _row_marks(node: Node, given: _Given) -> Marks:
     """Return the marks of an operation along the last dimension; its parameters have no marks."""
     marks = given.marks[0]
     if any(any(more) for more in given.marks[1:]):
-        raise _wrong("a parameter that depends on rows")
+        raise _refusal("a parameter that depends on rows")
     if KEY in marks or not marks or marks[-1]:
-        raise _wrong("rows are mixed outside of attention")
+        raise _refusal("rows are mixed outside of attention")
     return marks
 
 
-def _product(node: Node, given: _Given) -> Marks:
+def _matmul_marks(node: Node, given: _Given) -> Marks:
     if len(given.marks) != 2 or len(node.shape) < 2:
         raise Rejected("graph/field", "a product of other than two matrices")
     a, b = given.marks
@@ -152,36 +152,36 @@ def _product(node: Node, given: _Given) -> Marks:
         ):
             return (*front, ROW, "")
     if any(a) or any(b):
-        raise _wrong("a product of rows outside of attention")
+        raise _refusal("a product of rows outside of attention")
     return (*front, "", "")
 
 
-def _shares(node: Node, given: _Given) -> Marks:
+def _softmax_marks(node: Node, given: _Given) -> Marks:
     marks = given.marks[0]
     if node.role == "probabilities" and marks[-2:] == (ROW, KEY) and not any(marks[:-2]):
         return marks
     if len(given.nodes) > 1:
-        raise _wrong("a mask outside of attention")
-    return _of_each_row(node, given)
+        raise _refusal("a mask outside of attention")
+    return _row_marks(node, given)
 
 
-def _turned(node: Node, given: _Given) -> Marks:
+def _rope_marks(node: Node, given: _Given) -> Marks:
     marks = given.marks[0]
     if len(given.nodes) != 3 or marks[-2:] != (ROW, "") or any(marks[:-2]):
-        raise _wrong("a rotation of something else than rows")
+        raise _refusal("a rotation of something else than rows")
     for table in given.nodes[1:]:
         if table.op != "constant" or table.shape != (SHOWN, node.shape[-1]):
-            raise _wrong("a rotation without a table of positions")
+            raise _refusal("a rotation without a table of positions")
     return marks
 
 
-def _viewed(node: Node, given: _Given) -> Marks:
+def _view_marks(node: Node, given: _Given) -> Marks:
     """Follow the marks through a view; rows are neither cut nor repeated."""
     view = View.of(node, given.nodes[0].shape)
     marks = _reordered(given.marks[0], view.before, view.split)
     cut = zip(view.ranges, view.split, strict=True)
     if any(mark and each != (0, size, 1) for mark, (each, size) in zip(marks, cut, strict=True)):
-        raise _wrong("a part of the rows, by their number")
+        raise _refusal("a part of the rows, by their number")
     turned = tuple(marks[axis] for axis in view.order)
     return _reordered(turned, view.sizes, view.shape)
 
@@ -200,7 +200,7 @@ def _reordered(marks: Marks, before: tuple[int, ...], after: tuple[int, ...]) ->
             k for k, size in enumerate(after) if size == SHOWN and math.prod(after[:k]) == earlier
         ]
         if len(fitting) != 1 or found[fitting[0]]:
-            raise _wrong("a reshape that splits or merges the rows")
+            raise _refusal("a reshape that splits or merges the rows")
         found[fitting[0]] = mark
     return tuple(found)
 
@@ -213,23 +213,23 @@ def _along(node: Node, marks: Marks) -> str:
     return marks[dim]
 
 
-def _joined(node: Node, given: _Given) -> Marks:
+def _concat_marks(node: Node, given: _Given) -> Marks:
     first, *more = given.marks
     if any(other != first for other in more) or _along(node, first):
-        raise _wrong("rows are put together")
+        raise _refusal("rows are put together")
     return first
 
 
 _LEAVES = ("input", "param", "constant")
 _MARKING: Mapping[str, Callable[[Node, _Given], Marks]] = {
-    "input": _source,
-    **dict.fromkeys(("param", "constant"), _fixed),
-    **dict.fromkeys(("linear", "rms_norm", "layer_norm"), _of_each_row),
-    **dict.fromkeys(("add", "sub", "mul"), _together),
-    **dict.fromkeys(("scale", "divide", "shift", "cast"), _as_before),
-    "matmul": _product,
-    "softmax": _shares,
-    "rope": _turned,
-    "view": _viewed,
-    "concat": _joined,
+    "input": _input_marks,
+    **dict.fromkeys(("param", "constant"), _no_marks),
+    **dict.fromkeys(("linear", "rms_norm", "layer_norm"), _row_marks),
+    **dict.fromkeys(("add", "sub", "mul"), _broadcast_marks),
+    **dict.fromkeys(("scale", "divide", "shift", "cast"), _same_marks),
+    "matmul": _matmul_marks,
+    "softmax": _softmax_marks,
+    "rope": _rope_marks,
+    "view": _view_marks,
+    "concat": _concat_marks,
 }

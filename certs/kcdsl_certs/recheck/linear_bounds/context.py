@@ -153,8 +153,8 @@ class Context:
         boxes = box.sub(state.t, box.exact(reference)), state.d
         wrong = self.errors.get(node.name)
         if wrong is not None:
-            e, d = _more(e, wrong[0]), _more(d, box.sub(wrong[1], wrong[0]))
-        (e, kept_e), (d, kept_d) = _either(e, boxes[0]), _either(d, boxes[1])
+            e, d = _with_error(e, wrong[0]), _with_error(d, box.sub(wrong[1], wrong[0]))
+        (e, kept_e), (d, kept_d) = _box_or_linear(e, boxes[0]), _box_or_linear(d, boxes[1])
         entry = BoundsEntry(
             np.ascontiguousarray(reference),
             *boxes,
@@ -200,14 +200,14 @@ def _known(state: State) -> BoundsEntry:
     return BoundsEntry(reference, still, state.d, lambda f: (), (none, middle), (none, radius))
 
 
-def _more(part: Added, error: Box) -> Added:
+def _with_error(part: Added, error: Box) -> Added:
     middle, radius = halves(error)
     centre = part.centre + middle
     wide = raised(part.radius + radius) + 2.0**-51 * np.abs(centre)
     return replace(part, centre=centre, radius=wide)
 
 
-def _either(part: Added, inside: Box) -> tuple[Added, Bools | None]:
+def _box_or_linear(part: Added, inside: Box) -> tuple[Added, Bools | None]:
     """Return the constants, and where the linear part is kept (None: everywhere)."""
     middle, radius = halves(inside)
     wide = part.radius if part.loose is None else raised(part.radius + part.loose)

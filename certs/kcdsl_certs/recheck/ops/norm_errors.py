@@ -124,7 +124,7 @@ def _rooted(
     shrunk = np.sqrt(norm.least * (1 - kappa)) * (1 - 4 * ULP)
     lost = box.up(roundoff + eta / shrunk)
     if not bool((lost < 1).all()):
-        raise Rejected("bound/not-finite", "the root may be lost in its stored")
+        raise Rejected("bound/not-finite", "the root may be lost in its rounding")
     found = (1 + 10 * u) / (np.sqrt(1 - kappa) * (1 - lost))
     again = "root" if by == "root" else "reciprocal"
     if again in parts:
