@@ -71,36 +71,39 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m kcdsl_certs", description="Check kernel certificates, standing alone."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    check = commands.add_parser("check", help="verify certificates, fail closed")
+    check = commands.add_parser("check", help="verify certificates")
     check.add_argument("certificates", type=Path, nargs="+", metavar="CERT")
     check.add_argument(
         "--expect",
         type=Path,
         required=True,
         metavar="FILE",
-        help="what must hold, as written by `kcdsl check --write-expectation`",
+        help="the expectation, written by `kcdsl check --write-expectation`",
     )
     check.add_argument(
         "--checkpoint",
         type=Path,
         required=True,
         metavar="PATH",
-        help="the weights about to be deployed; they are hashed",
+        help="the weights to deploy, compared by their hash",
     )
     check.add_argument(
         "--base",
         type=Path,
         metavar="PATH",
-        help="the earlier weights that a weights transfer is compared with",
+        help="the earlier weights of a weights transfer",
     )
     check.add_argument(
         "--infer-checkpoint",
         type=Path,
         metavar="PATH",
-        help="the checkpoint that the inference kernel reads, where it has one of its own",
+        help="the weights of the inference kernel, if they are separate",
     )
     check.add_argument(
-        "--policy", type=Path, metavar="FILE", help="which keys may sign what, and what is revoked"
+        "--policy",
+        type=Path,
+        metavar="FILE",
+        help="trust policy: keys, their permissions, and revocations",
     )
     check.add_argument(
         "--key",
@@ -108,43 +111,48 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PUB",
-        help="a trusted key; of those in the policy only these, within their limits",
+        help="a trusted public key; only these keys of the policy are trusted, within its limits",
     )
-    check.add_argument("--threshold", type=int, metavar="N", help="distinct keys needed")
+    check.add_argument(
+        "--threshold", type=int, metavar="N", help="number of distinct keys that must have signed"
+    )
     check.add_argument(
         "--revocations",
         type=Path,
         action="append",
         default=[],
         metavar="FILE",
-        help="certificates and keys that are revoked",
+        help="list of revoked certificates and keys",
     )
-    check.add_argument("--stage", choices=STAGES, help="the stage that is asked for")
-    check.add_argument("--minimum-sequence", type=int, metavar="N", help="refuse older ones")
+    check.add_argument("--stage", choices=STAGES, help="the stage to check for")
+    check.add_argument(
+        "--minimum-sequence",
+        type=int,
+        metavar="N",
+        help="refuse certificates with a lower sequence number",
+    )
     check.add_argument("--at", metavar="TIME", help="check as of this time (…Z) instead of now")
     check.add_argument(
-        "--complete", action="store_true", help="demand every clause of the contract"
+        "--complete", action="store_true", help="require every clause of the contract"
     )
     check.add_argument(
         "--data",
         type=Path,
         metavar="DIR",
-        help="the folder to which the contract's data files are relative: coverage is recounted",
+        help="base folder of the contract's data files; coverage is counted again",
     )
     check.add_argument("--recheck", action="store_true", help="re-derive every proof")
     check.add_argument(
         "--signature-only",
         action="store_true",
-        help="look at the signed statement alone: not at proofs and evidence beside it",
+        help="check only the signed statement, without its proof and evidence files",
     )
     check.add_argument(
         "--refuse-suppressions",
         action="store_true",
-        help="refuse contracts some of whose findings were accepted by comments",
+        help="refuse contracts with findings that comments accept",
     )
-    check.add_argument(
-        "--format", choices=("text", "json"), default="text", help="form of the report"
-    )
+    check.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     return parser
 
 

@@ -14,11 +14,15 @@ from kcdsl_backends.conformance.goals import known_goals
 def main(words: list[str] | None = None) -> int:
     """Print every answer; return 0 if none is wrong, 1 if one is, 2 if there is no such backend."""
     parser = argparse.ArgumentParser(prog="python -m kcdsl_backends.conformance")
-    parser.add_argument("backend", help="its name in the catalogue")
-    parser.add_argument("--evidence", default="proof", help="of clauses, such as proof-real")
-    parser.add_argument("--random", type=int, default=0, metavar="N", help="random blocks")
-    parser.add_argument("--seed", type=int, default=1, help="of random blocks")
-    parser.add_argument("--seconds", type=float, default=300.0, help="for one answer")
+    parser.add_argument("backend", help="the name of the backend in the catalogue")
+    parser.add_argument(
+        "--evidence", default="proof", help="the evidence that clauses demand, such as proof-real"
+    )
+    parser.add_argument(
+        "--random", type=int, default=0, metavar="N", help="number of random blocks"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random blocks")
+    parser.add_argument("--seconds", type=float, default=300.0, help="time limit for one answer")
     options = parser.parse_args(words)
     try:
         backend = formal_backend(options.backend, seconds=options.seconds)

@@ -30,11 +30,11 @@ GROUPS: Mapping[str, Mapping[str, CommandEntry]] = {
             "lint:LintCommand", "check contracts and report what is wrong, without running anything"
         ),
         "fmt": CommandEntry(
-            "compile:FmtCommand", "write contracts in the house layout; comments and meaning stay"
+            "compile:FmtCommand", "format contracts; comments and meaning are kept"
         ),
         "diff": CommandEntry(
             "compile:DiffCommand",
-            "say whether a contract, or what a certificate states, became weaker",
+            "check whether a contract or a certificate became weaker",
         ),
         "explain": CommandEntry(
             "explain:ExplainCommand",
@@ -44,14 +44,14 @@ GROUPS: Mapping[str, Mapping[str, CommandEntry]] = {
     "decide it": {
         "verify": CommandEntry(
             "verify:VerifyCommand",
-            "decide the clauses about every input of a region, write certificates",
+            "decide clauses for all inputs of a region, and write certificates",
         ),
         "replay": CommandEntry(
             "results:ReplayCommand",
             "run a counterexample again, or decide every clause from a trace",
         ),
         "plan": CommandEntry(
-            "studies:PlanCommand", "tell how many requests the clauses need to be decidable"
+            "studies:PlanCommand", "estimate how many requests are needed to decide the clauses"
         ),
         "evaluate": CommandEntry(
             "evaluate:EvaluateCommand",
@@ -59,7 +59,7 @@ GROUPS: Mapping[str, Mapping[str, CommandEntry]] = {
         ),
         "report": CommandEntry(
             "results:ReportCommand",
-            "write the page of a report again, or show it in another format",
+            "render a report again, as a page or in another format",
         ),
         "compare": CommandEntry(
             "results:CompareCommand", "compare a candidate with the incumbent on the same requests"
@@ -76,7 +76,8 @@ GROUPS: Mapping[str, Mapping[str, CommandEntry]] = {
             "sweep kernels, batches, lengths and streams under one contract",
         ),
         "status": CommandEntry(
-            "results:StatusCommand", "join proofs and measurements: is the whole contract kept?"
+            "results:StatusCommand",
+            "combine proofs and measurements into a verdict on the contract",
         ),
     },
     "release what it covers": {
@@ -93,34 +94,34 @@ GROUPS: Mapping[str, Mapping[str, CommandEntry]] = {
         ),
         "show": CommandEntry(
             "release.signing:ShowCommand",
-            "show a certificate for people, in the terminal or as a page",
+            "show a certificate in readable form, in the terminal or as a page",
         ),
         "register": CommandEntry(
             "release.register:RegisterCommand",
-            "keep a register of certificates: record, revoke, list, audit",
+            "manage a register of certificates: record, revoke, list, audit",
         ),
         "promote": CommandEntry(
             "release.promotion:PromoteCommand",
-            "look at the evidence of a stage: advance, hold, freeze or roll back a candidate",
+            "advance, hold, freeze or roll back a candidate, by the evidence of a stage",
         ),
         "gate": CommandEntry(
             "release.promotion:GateCommand",
-            "say whether a triple may serve at a stage, also over HTTP",
+            "check whether a triple may serve at a stage, also over HTTP",
         ),
         "why": CommandEntry(
             "release.why:WhyCommand",
-            "tell apart why a triple failed: loose contract, kernel build, or model update",
+            "find why a triple failed: loose contract, kernel build, or model update",
         ),
         "fleet": CommandEntry(
-            "release.fleet:FleetCommand", "say which kernels agree pairwise under one contract"
+            "release.fleet:FleetCommand", "list the kernels that agree pairwise under one contract"
         ),
         "transfer": CommandEntry(
             "release.transfer:TransferCommand",
-            "carry the results of a certificate over to later weights",
+            "transfer the results of a certificate to later weights",
         ),
         "companions": CommandEntry(
             "release.signing:CompanionsCommand",
-            "state valid certificates about an OCI image, in forms that other verifiers take",
+            "write attestations of an OCI image in the formats of other verifiers",
         ),
         "attach": CommandEntry(
             "release.signing:AttachCommand", "attach certificates to an image in an OCI registry"
@@ -131,19 +132,17 @@ GROUPS: Mapping[str, Mapping[str, CommandEntry]] = {
             "verify:VnnlibCommand",
             "answer VNN-LIB queries about ONNX networks, as their solvers do",
         ),
-        "lsp": CommandEntry(
-            "settings:LspCommand", "serve an editor by the language server protocol"
-        ),
+        "lsp": CommandEntry("settings:LspCommand", "run the language server for editors"),
         "doctor": CommandEntry(
             "doctor:DoctorCommand",
-            "say what is installed, what that enables, and how to get the rest",
+            "show what is installed, what it enables, and how to install the rest",
         ),
         "backends": CommandEntry(
             "doctor:BackendsCommand", "list the backends, what they decide and what they lack"
         ),
         "config": CommandEntry(
             "settings:ConfigCommand",
-            "show the options of the configuration and where values came from",
+            "show the configuration and the source of each value",
         ),
         "completion": CommandEntry(
             "settings:CompletionCommand", "print the completion script for a shell"

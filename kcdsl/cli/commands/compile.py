@@ -59,27 +59,32 @@ class CompileCommand(Command):
     contract: str | None = contract_argument()
     emit: Emitted | None = choice(
         Emitted,
-        "write the canonical JSON instead, the question to a solver whether every clause can "
-        "hold at once, or the graph of a block with its weights as an ONNX file",
+        "write canonical JSON instead, the SMT-LIB query for joint satisfiability of all "
+        "clauses, or the graph of a block with its weights as an ONNX file",
         group="written",
     )
     block: str | None = value("BLOCK", "with --emit onnx: the block, such as attn_0")
     tokens: int = value(
-        "N", "with --emit onnx: length of the sequence", 8, read=whole(least=1), name="tokens"
+        "N", "with --emit onnx: the sequence length", 8, read=whole(least=1), name="tokens"
     )
     follows: str | None = value(
         "CLAUSE",
-        "write the SMT-LIB question whether the other clauses imply this one",
+        "write the SMT-LIB query that asks whether the other clauses imply this one",
         group="written",
     )
     output: str | None = output_option("FILE", "write the result to a file")
-    format: str = choice(FORMATS, "form of diagnostics", "text")
+    format: str = choice(FORMATS, "format of diagnostics", "text")
     purpose: Purpose | None = choice(
-        Purpose, "leave out held-out clauses and what they alone speak of", name="for"
+        Purpose, "leave out held-out clauses and all that only they use", name="for"
     )
-    consistency: bool = switch("ask z3 whether clauses contradict, repeat or hollow out each other")
+    consistency: bool = switch(
+        "check with z3 for clauses that are contradictory, redundant or vacuous"
+    )
     timeout: float = value(
-        "SECONDS", "with --consistency: how long z3 may take for all questions", 60.0, read=seconds
+        "SECONDS",
+        "with --consistency: time limit for all queries of z3 together",
+        60.0,
+        read=seconds,
     )
 
     def run(self) -> Exit:
@@ -326,13 +331,15 @@ class DiffForm(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffCommand(Command):
-    """Say whether a contract, or what a certificate states, became stricter or weaker."""
+    """Check whether a contract, or the statement of a certificate, became stricter or weaker."""
 
-    old: str = argument("OLD", "the contract as it was, or what --emit ir wrote; or a certificate")
-    new: str = argument("NEW", "the contract as it is to be, or the like; or a certificate")
-    format: DiffForm = choice(DiffForm, "form of the result", DiffForm.TEXT)
+    old: str = argument("OLD", "the old contract, its IR written by --emit ir, or a certificate")
+    new: str = argument("NEW", "the new contract, its IR written by --emit ir, or a certificate")
+    format: DiffForm = choice(DiffForm, "output format", DiffForm.TEXT)
     output: str | None = output_option("FILE", "write the result to a file")
-    timeout: float = value("SECONDS", "how long z3 may take for all questions", 60.0, read=seconds)
+    timeout: float = value(
+        "SECONDS", "time limit for all queries of z3 together", 60.0, read=seconds
+    )
 
     def run(self) -> Exit:
         """Print the difference; exit code 1 if the new one may accept more, or states less, than
@@ -398,7 +405,7 @@ _STDIN = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class FmtCommand(Command):
-    """Write contracts in the house layout; comments and meaning stay."""
+    """Format contracts; comments and meaning are kept."""
 
     paths: tuple[str, ...] = argument(
         "PATH",

@@ -345,7 +345,7 @@ def _device() -> DeviceReport:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorCommand(Command):
-    """Say what is installed, which backends that enables, and how to get what is missing."""
+    """Show what is installed, which backends it enables, and how to install what is missing."""
 
     format: OutputFormat = format_option()
 

@@ -53,14 +53,14 @@ class EvaluateCommand(Looks, RunsCode, Certifies):
     slices: tuple[str, ...] = slice_option()
     device: Device = device_option()
     seed: int = seed_option()
-    seconds: float = value("S", "how long runs may be timed", 20.0, read=positive)
+    seconds: float = value("S", "time limit for timed runs", 20.0, read=positive)
     bound_seconds: float = value(
         "S",
-        "how long the drift of the whole model may be bounded; 0: not at all",
+        "time limit for bounding the drift of the whole model; 0: no bound",
         10.0,
         read=not_negative,
     )
-    fresh: bool = switch("run every request again, whatever a killed run left")
+    fresh: bool = switch("run every request again; ignore results of an interrupted run")
     format: tuple[str, ...] = values(
         "FORMAT[=FILE]",
         f"print as, or write to a file: {', '.join(REPORT_FORMATS)} (default: text)",
@@ -68,8 +68,8 @@ class EvaluateCommand(Looks, RunsCode, Certifies):
     )
     output: str | None = output_option(
         "DIR",
-        "folder of report, traces, fingerprints and certificate or statement (default: out beside "
-        "the contract)",
+        "folder for report, traces, fingerprints and certificate or statement (default: out "
+        "beside the contract)",
     )
     jobs: int | None = jobs_option("requests", "1")
     engine: Engine = engine_option("requests")

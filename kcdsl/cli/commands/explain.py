@@ -65,13 +65,13 @@ class ExplainCommand(Command):
         words=code_words,
     )
     contract: str | None = argument("CONTRACT", "the contract of the clause", "?")
-    format: AnswerFormat = choice(AnswerFormat, "form of the answer", AnswerFormat.TEXT)
-    size: bool = switch("load the model, and say which cases of a clause are small enough for z3")
+    format: AnswerFormat = choice(AnswerFormat, "output format", AnswerFormat.TEXT)
+    size: bool = switch("load the model and show which cases of a clause are small enough for z3")
     smtlib: str | None = value(
-        "DIR", "write the questions of these cases to z3 into this folder; goes with --size"
+        "DIR", "with --size: write the z3 queries of these cases into this folder"
     )
     vnnlib: str | None = value(
-        "DIR", "load the model, and write each case as a VNN-LIB query with its networks"
+        "DIR", "load the model and write each case as a VNN-LIB query with its networks"
     )
 
     def run(self) -> Exit:

@@ -29,8 +29,8 @@ class InitCommand(Command):
 
     source: str | None = argument(
         "FROM",
-        "a folder of Hugging Face, an ONNX file, or recorded rollouts (default: this folder; "
-        "without a model in it, a small random one)",
+        "a Hugging Face model folder, an ONNX file, or recorded rollouts (default: this folder, "
+        "or a small random model if it has none)",
         "?",
     )
     purpose: DraftPurpose | None = choice(
@@ -40,22 +40,21 @@ class InitCommand(Command):
     )
     data: str | None = value(
         "FILE",
-        "requests (JSONL), or rollouts that the model is to score (default: prompts.jsonl beside "
-        "the contract, which is written where there is none)",
+        "requests (JSONL), or rollouts for the model to score (default: prompts.jsonl beside the "
+        "contract, which is created if missing)",
     )
     quantised: str | None = value(
         "FOLDER",
-        "the weights as they are served: its quantisation configuration is read; or the ONNX file "
-        "that is served",
+        "the served weights, whose quantisation configuration is read, or the served ONNX file",
     )
-    temperature: str = value("T", "the temperature that recorded tokens were drawn at", "1")
+    temperature: str = value("T", "the sampling temperature of the recorded tokens", "1")
     measure: bool = switch(
-        "run the model: limits from the noise of the training kernel, and from bounds that are "
-        "proved now"
+        "run the model to derive limits from the noise of the training kernel and from proved "
+        "bounds"
     )
-    force: bool = switch("replace a contract that is already there; no other file is replaced")
+    force: bool = switch("replace an existing contract; other files are never replaced")
     output: str | None = output_option(
-        "FILE", "the contract (default: contract.yaml here, or beside a model that lies elsewhere)"
+        "FILE", "the contract (default: contract.yaml here, or beside a model in another folder)"
     )
 
     def run(self) -> Exit:

@@ -59,7 +59,7 @@ class LintCommand(Command):
     )
     output: str | None = output_option("FILE", "write findings to a file too, format by its suffix")
     fail_on: Severity | None = choice(
-        Severity, "least severity that gives exit code 1 (default: error)"
+        Severity, "lowest severity that gives exit code 1 (default: error)"
     )
     select: tuple[str, ...] | None = values(
         "CODES",
@@ -70,12 +70,12 @@ class LintCommand(Command):
     ignore: tuple[str, ...] | None = values(
         "CODES", "leave out warnings and notes of these codes; errors never", None, words=code_words
     )
-    statistics: bool = switch("show how often each code occurs, not where")
+    statistics: bool = switch("show counts by code instead of findings")
     fix: bool = switch("apply the safe fixes")
-    unsafe_fixes: bool = switch("with --fix or --diff, apply the probable ones too")
+    unsafe_fixes: bool = switch("with --fix or --diff: also apply unsafe fixes, which are guesses")
     diff: bool = switch("show what --fix would change, and write nothing")
     stdin_filename: str = value("NAME", "the name of standard input", "<stdin>")
-    exit_zero: bool = switch("exit 0 whatever is found, unless nothing could run")
+    exit_zero: bool = switch("exit 0 even with findings, unless nothing could run")
 
     def run(self) -> Exit:
         """Print every finding; exit code 1 if one is at least as severe as `--fail-on`, 2 if a

@@ -62,15 +62,17 @@ _UNCHECKED = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReportCommand(Command):
-    """Write the page of a report again, or show it in another format."""
+    """Render a report again, as a page or in another format."""
 
     report: str = argument("REPORT", "report.json of `kcdsl evaluate`")
     attribution: str | None = value("FILE", "JSON of `kcdsl attribute`, shown on the page")
     format: str = choice(
-        [name for name in REPORT_FORMATS if name != "text"], "form of the report", "html"
+        [name for name in REPORT_FORMATS if name != "text"], "output format", "html"
     )
-    contract: str | None = value("CONTRACT", "places of clauses for junit, github and sarif")
-    output: str | None = output_option("FILE", "where to write it (default: standard output)")
+    contract: str | None = value(
+        "CONTRACT", "contract with the positions of clauses, for junit, github and sarif"
+    )
+    output: str | None = output_option("FILE", "output file (default: standard output)")
 
     def run(self) -> Exit:
         """Show the report; the exit code is that of its verdict."""
@@ -118,20 +120,22 @@ def _malformed() -> tuple[type[Exception], ...]:
 class CompareCommand(Command):
     """Compare a candidate with the incumbent on the same requests, unit by unit."""
 
-    incumbent: str = argument("INCUMBENT", "trace.parquet of the evaluation of what is in use")
-    candidate: str = argument("CANDIDATE", "trace.parquet of the evaluation of what may replace it")
+    incumbent: str = argument("INCUMBENT", "trace.parquet of the evaluation of the version in use")
+    candidate: str = argument(
+        "CANDIDATE", "trace.parquet of the evaluation of its possible replacement"
+    )
     history: tuple[str, ...] = values(
-        "REPORT", "report.json of an earlier run, repeatable: bands of its values"
+        "REPORT", "report.json of an earlier run, repeatable, for the normal range of values"
     )
     reference: tuple[str, ...] = values(
         "REPORT",
-        "report.json of two reference builds on the candidate's checkpoint, repeatable: the noise"
-        " floors, below which no threshold counts",
+        "report.json of two reference builds on the candidate's checkpoint, repeatable, for the "
+        "noise floors of thresholds",
     )
     untrusted: tuple[str, ...] = values(
-        "REPORT", "leave out this report, by its content; repeatable"
+        "REPORT", "ignore this report, identified by its content; repeatable"
     )
-    register: str | None = register_option("that says which runs are not trusted")
+    register: str | None = register_option("with the marks of untrusted runs")
     html: str | None = value("FILE", "write a page that needs no other file, and print nothing")
     format: OutputFormat = format_option()
 
@@ -197,7 +201,7 @@ class CompareCommand(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class StatusCommand(Command):
-    """Join proofs and measurements: does the kernel pair keep the whole contract?"""
+    """Combine proofs and measurements into a verdict on the whole contract."""
 
     contract: str | None = contract_argument()
     files: tuple[str, ...] = values(
@@ -341,10 +345,11 @@ class ReplayCommand(RunsCode):
     """Run a counterexample again, or decide every clause again from a trace."""
 
     file: str = argument(
-        "FILE", "a counterexample that `kcdsl verify` wrote, or trace.parquet of `kcdsl evaluate`"
+        "FILE", "a counterexample of `kcdsl verify`, or trace.parquet of `kcdsl evaluate`"
     )
     contract: str | None = value(
-        "CONTRACT", "of a counterexample (default: the one here); for a trace, a changed contract"
+        "CONTRACT",
+        "contract of a counterexample (default: the one here), or a changed contract for a trace",
     )
     checkpoint: str | None = value(
         "FILE", "the weights of a counterexample, instead of those the contract names"

@@ -28,10 +28,10 @@ _SERVER_NEEDS = ("pygls", "lsprotocol")
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigCommand(Command):
-    """Show the options of the configuration and where each value came from."""
+    """Show the configuration and the source of each value."""
 
     action: str = choice(["show"], "show every option", positional="")
-    folder: str | None = argument("FOLDER", "of a contract (default: the current one)", "?")
+    folder: str | None = argument("FOLDER", "folder of a contract (default: the current one)", "?")
     format: OutputFormat = format_option()
 
     def run(self) -> Exit:
@@ -119,9 +119,9 @@ class Shell(StrEnum):
 class CompletionCommand(Command):
     """Print the completion script for a shell."""
 
-    shell: Shell = choice(Shell, "the shell that will read the script", positional="")
+    shell: Shell = choice(Shell, "the shell that reads the script", positional="")
     words: tuple[str, ...] = argument(
-        "WORD", "what the script asks for: the words after `kcdsl`, up to the cursor", "*"
+        "WORD", "used by the script: the words after `kcdsl`, up to the cursor", "*"
     )
 
     def run(self) -> Exit:
@@ -140,9 +140,9 @@ class CompletionCommand(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class LspCommand(Command):
-    """Serve an editor by the language server protocol."""
+    """Run the language server for editors."""
 
-    stdio: bool = switch("talk on standard input and output, which it does in any case")
+    stdio: bool = switch("use standard input and output; accepted for editors, always on")
 
     def run(self) -> Exit:
         """Serve until the client ends the session."""

@@ -54,17 +54,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand(Looks):
-    """Tell how many requests the clauses need to be decidable."""
+    """Estimate how many requests are needed to decide the clauses."""
 
     contract: str | None = contract_argument()
     slices: tuple[str, ...] = slice_option()
     power: float = value(
-        "P", "how likely a clause that is kept is to be shown", 0.8, read=probability
+        "P",
+        "statistical power: probability of confirming a clause that holds",
+        0.8,
+        read=probability,
     )
     prior: str | None = value(
         "FILE",
-        "report.json or trace.parquet of an earlier evaluation: its rates, its "
-        "spread, and the thresholds that it would have shown",
+        "report.json or trace.parquet of an earlier evaluation, for rates, spread and reachable "
+        "thresholds",
     )
     format: OutputFormat = format_option()
 
@@ -111,20 +114,22 @@ class AttributeCommand(RunsCode):
     """Split the drift among its sources and blocks."""
 
     contract: str | None = contract_argument()
-    metric: str | None = value("NAME", "what is split (default: kl; of encoders hidden_l2)")
+    metric: str | None = value(
+        "NAME", "the metric to attribute (default: kl; for encoders hidden_l2)"
+    )
     statistic: DriftStatistic = choice(
         DriftStatistic,
-        "of it: mean over tokens, or of the worst tokens of requests",
+        "statistic of the metric: mean over tokens, or over the worst token of each request",
         DriftStatistic.MEAN,
     )
     slice: str | None = value("NAME", "only this slice")
-    batch: int = value("N", "requests that the inference side runs together", 4, read=count)
-    no_bounds: bool = switch("leave out what certified bounds exclude")
+    batch: int = value("N", "batch size of the inference kernel", 4, read=count)
+    no_bounds: bool = switch("do not use certified bounds to exclude causes")
     device: Device = device_option()
     seed: int = seed_option()
     format: OutputFormat = format_option()
     output: str | None = output_option(
-        "DIR", "folder of attribution.json and attribution.svg (default: out beside the contract)"
+        "DIR", "folder for attribution.json and attribution.svg (default: out beside the contract)"
     )
 
     def run(self) -> Exit:
@@ -192,26 +197,30 @@ class AggregateCommand(Looks):
     slices: tuple[str, ...] = slice_option()
     metric: tuple[str, ...] = values("NAME", "only this column")
     limit: tuple[tuple[str, str, Fraction], ...] = values(
-        "REQUIREMENT", "count what does not meet it, such as 'kl <= 0.05'", read=read_requirement
+        "REQUIREMENT",
+        "count tokens that violate this requirement, such as 'kl <= 0.05'",
+        read=read_requirement,
     )
     percentile: tuple[Fraction, ...] = values(
-        "P", "such as 99.9 (default: 50, 95 and 99)", read=percentile
+        "P", "percentile to compute, such as 99.9 (default: 50, 95 and 99)", read=percentile
     )
     seed: int = seed_option("resampling")
     memory: int | None = value(
-        "GIB", "how much memory may be used (default: half of what is free)", read=gigabytes
+        "GIB", "memory limit (default: half of the free memory)", read=gigabytes
     )
-    threads: int | None = value("N", "default: all cores", read=count)
-    spill: str | None = value("DIR", "where a folder for what does not fit is made, and removed")
+    threads: int | None = value("N", "number of threads (default: all cores)", read=count)
+    spill: str | None = value(
+        "DIR", "parent of the temporary folder for data that exceeds the memory limit"
+    )
     stage: Stage | None = choice(
-        Stage, "the tables are a window of traffic at this stage, for `kcdsl promote`"
+        Stage, "treat the tables as a window of traffic at this stage, for `kcdsl promote`"
     )
     since: str | None = value(
         "TIME", "when the window began, 2026-11-30T12:00:00Z (with --stage)", name="from"
     )
     until: str | None = value("TIME", "when the window ended (with --stage)")
     kernels: str | None = value("FILE", KERNELS + " (with --stage)")
-    sql: bool = switch("print the queries that were run too")
+    sql: bool = switch("also print the SQL queries")
     format: OutputFormat = format_option()
     output: str | None = output_option("FILE", "write the result as JSON")
 
@@ -329,19 +338,19 @@ class ExperimentCommand(RunsCode):
         (),
         many=True,
     )
-    length: tuple[int, ...] = values("L", "e2: tokens (default: 16, 32, 64, 128)", read=count)
-    batch: tuple[int, ...] = values(
-        "B", "e2: requests in a batch (default: 1, 2, 4, 8)", read=count
+    length: tuple[int, ...] = values(
+        "L", "e2: sequence lengths in tokens (default: 16, 32, 64, 128)", read=count
     )
+    batch: tuple[int, ...] = values("B", "e2: batch sizes (default: 1, 2, 4, 8)", read=count)
     concurrency: tuple[int, ...] = values(
-        "C", "e2: batches at a time (default: 1, 2, 4)", read=count
+        "C", "e2: concurrent batches (default: 1, 2, 4)", read=count
     )
     seed: int = seed_option("token sampling")
-    seconds: float = value("S", "e1: how long a variant is timed", 5.0, read=positive)
-    fresh: bool = switch("measure cells again that are there")
+    seconds: float = value("S", "e1: time limit for timing one variant", 5.0, read=positive)
+    fresh: bool = switch("measure existing cells again")
     format: OutputFormat = format_option()
     output: str | None = output_option(
-        "DIR", "folder of the results (default: out/e1 or out/e2 beside the contract)"
+        "DIR", "folder for the results (default: out/e1 or out/e2 beside the contract)"
     )
 
     def run(self) -> Exit:

@@ -46,62 +46,62 @@ class Switch(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyCommand(RunsCode, Certifies):
-    """Decide the clauses about every input of a region, and write certificates."""
+    """Decide clauses for all inputs of a region, and write certificates."""
 
     contract: str | None = contract_argument()
     blocks: tuple[str, ...] = values("NAME", "only clauses on this block", name="block")
     clauses: tuple[str, ...] = values("ID", "only this clause", name="clause")
     backend: str | None = value(
         "NAME",
-        "decide with this backend, or with all in turn: `auto` (default: the first)",
+        "decide with this backend, or with all in turn: `auto` (default: the first applicable)",
     )
     backend_seconds: float = value(
-        "S", "how long a backend of another distribution may take", 3600.0, read=positive
+        "S", "time limit for a backend of another distribution", 3600.0, read=positive
     )
     domains: str | None = value(
         "NAMES",
-        "bound in these domains alone, of interval,affine,planes,splits (default: all, cheapest "
-        "first; planes of large blocks only if they are named)",
+        "use only these proof domains: interval,affine,planes,splits (default: all, cheapest "
+        "first; planes of large blocks only if named)",
     )
     states: str | None = value(
-        "R", "prove it for all states within R of those of the regions as well (default: 0)"
+        "R", "also prove it for all states within distance R of the regions (default: 0)"
     )
     weights: str | None = value(
         "RHO",
-        "prove it for all weights within RHO of those of the checkpoint, each relative to itself, "
-        "such as 1e-4 or 1/1024 (default: for the checkpoint alone)",
+        "prove it for all weights within relative distance RHO of the checkpoint, such as 1e-4 "
+        "or 1/1024 (default: only for the checkpoint)",
     )
     alpha: str | None = value(
         "P",
-        "clauses with `evidence: probabilistic` may be broken by independent roundings with at "
-        "most this probability (default: 1e-9)",
+        "largest probability that independent roundings violate a clause with `evidence: "
+        "probabilistic` (default: 1e-9)",
     )
-    attack: Switch = choice(Switch, "search for concrete runs beside the bounds", Switch.ON)
-    chain: bool = switch("prove blocks stage by stage, and show the slack of each stage")
+    attack: Switch = choice(Switch, "also search for counterexamples", Switch.ON)
+    chain: bool = switch("prove blocks stage by stage and show the slack of each stage")
     confirm: Switch = choice(
-        Switch, "have the independent checker re-derive every proof", Switch.ON
+        Switch, "re-derive every proof with the independent checker", Switch.ON
     )
     device: Device = device_option()
     jobs: int | None = jobs_option("cases", "by cores and memory")
     engine: Engine = engine_option("cases")
     threads: int | None = value(
         "N",
-        "threads of one case (default: the cores, divided among the cases)",
+        "threads per case (default: the cores, divided among the cases)",
         read=count,
     )
     time_limit: float | None = value(
         "S",
-        "search for bounds and runs for so many seconds; what is found by then is kept "
-        "(default: as long as it takes)",
+        "time limit of the search for bounds and counterexamples; results found by then are kept "
+        "(default: none)",
         read=positive,
     )
     cache: str | None = value(
         "DIR",
-        "folder of what earlier runs found, or `off` (default: kcdsl/certifier in "
+        "folder of the cache of earlier runs, or `off` (default: kcdsl/certifier in "
         "$XDG_CACHE_HOME or ~/.cache)",
     )
     output: str | None = output_option(
-        "DIR", "folder of the certificate or statement (default: out beside CONTRACT)"
+        "DIR", "folder for the certificate or statement (default: out beside CONTRACT)"
     )
     format: OutputFormat = format_option()
 
@@ -192,11 +192,11 @@ class VnnlibCommand(Command):
         "decide a query: sat, unsat, unknown or timed-out; or print one capability",
         positional="",
     )
-    query: str | None = argument("QUERY", "the query of `verify`, of version 2.0 or 1.0", "?")
+    query: str | None = argument("QUERY", "the query of `verify`, in VNN-LIB 2.0 or 1.0", "?")
     network: tuple[str, ...] = values("NAME=FILE", "the ONNX file of a network of the query")
-    timeout: float = value("SECONDS", "how long `verify` may take", _DAY, read=seconds)
+    timeout: float = value("SECONDS", "time limit of `verify`", _DAY, read=seconds)
     solver: str | None = value(
-        "COMMAND", "ask this program instead, which runs; what it answers is tested"
+        "COMMAND", "run this solver program instead; its answers are checked"
     )
     onnx_opset_versions: bool = _capability("the first and the last version of operators")
     onnx_element_types: bool = _capability("the element types for which answers are sound")

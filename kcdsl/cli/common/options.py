@@ -132,11 +132,11 @@ def requirement(text: str) -> tuple[str, str, Fraction]:
 # --- options --------------------------------------------------------------------------------------
 
 
-PLAIN_HTTP = "speak HTTP without TLS to registries: for one on this machine"
+PLAIN_HTTP = "use HTTP without TLS for registries, such as one on this machine"
 KERNELS = (
     "kernel fingerprints, the kernels.json of `kcdsl evaluate`, instead of those of this machine"
 )
-RECHECK = "re-derive every proof by the independent checker"
+RECHECK = "re-derive every proof with the independent checker"
 
 
 class Device(StrEnum):
@@ -173,7 +173,7 @@ class OutputFormat(StrEnum):
 
 def format_option() -> Any:
     """Declare `--format` of a command that prints text, or one JSON document."""
-    return choice(OutputFormat, "form of what is printed", OutputFormat.TEXT)
+    return choice(OutputFormat, "output format", OutputFormat.TEXT)
 
 
 def slice_option() -> Any:
@@ -183,7 +183,7 @@ def slice_option() -> Any:
 
 def seed_option(what: str = "sampling and resampling") -> Any:
     """Declare `--seed`."""
-    return value("N", f"of {what}", 0, read=seed)
+    return value("N", f"seed of {what}", 0, read=seed)
 
 
 def output_option(metavar: str, help: str, default: str | None = None) -> Any:
@@ -216,17 +216,19 @@ def register_place(given: str | None) -> str:
 
 def device_option(default: Device = Device.AUTO) -> Any:
     """Declare `--device`."""
-    return choice(Device, "where kernels run; auto takes CUDA where there is one", default)
+    return choice(Device, "device of the kernels; auto uses CUDA if available", default)
 
 
 def jobs_option(what: str, usual: str) -> Any:
     """Declare `--jobs`; `usual` describes the default."""
-    return value("N", f"{what} at a time; 1 works in this process (default: {usual})", read=count)
+    return value(
+        "N", f"number of {what} run in parallel; 1: in this process (default: {usual})", read=count
+    )
 
 
 def engine_option(what: str) -> Any:
     """Declare `--engine`."""
-    help = f"where {what} run: processes of this machine, or a ray cluster"
+    help = f"where {what} run: in processes of this machine, or on a ray cluster"
     return choice(Engine, help, Engine.PROCESSES)
 
 
@@ -264,7 +266,7 @@ class RunsCode(Command):
         "metrics of its own. `kcdsl explain security` says when."
     )
     allow_code: bool = switch(
-        "run the Python code that the contract names, with your rights (default: only where the "
+        "run the Python code that the contract names, with your privileges (default: only if the "
         "contract is below trusted-folders of your own configuration)"
     )
 
@@ -275,12 +277,12 @@ class Looks(Command):
 
     looks: int = value(
         "K",
-        "evaluations of growing data that share the error, this one included",
+        "number of evaluations of growing data that share the error, including this one",
         1,
         read=whole(1, MOST_LOOKS),
         group="looks",
     )
-    anytime: bool = switch("limits that hold at every look, however many", group="looks")
+    anytime: bool = switch("use limits that hold at any number of looks", group="looks")
 
     @property
     def looks_taken(self) -> int | None:
@@ -294,8 +296,8 @@ class Signs(Command):
 
     sign: tuple[str, ...] = values(
         "KEY",
-        "sign in this process, which also ran the kernels, by this private key; repeatable. "
-        "`kcdsl sign` keeps the key away from them (default: a statement that it signs)",
+        "private key to sign with in this process, which also runs the kernels; repeatable. "
+        "`kcdsl sign` keeps the key out of that process (default: write a statement for it)",
     )
 
 
@@ -303,9 +305,9 @@ class Signs(Command):
 class Certifies(Signs):
     """What a certificate says beside its results."""
 
-    stage: Stage = choice(Stage, "what the certificate is for", Stage.OFFLINE_CI)
+    stage: Stage = choice(Stage, "stage of use of the certificate", Stage.OFFLINE_CI)
     valid_for: int = value(
-        "DAYS", "how long the certificate is valid", 90, read=whole(1, LONGEST_DAYS)
+        "DAYS", "validity of the certificate in days", 90, read=whole(1, LONGEST_DAYS)
     )
 
     @property
@@ -320,19 +322,19 @@ class Trusts(Command):
 
     policy: str | None = value(
         "FILE",
-        "which keys may sign what, and what is revoked (default: $KCDSL_POLICY, then policy.toml "
-        "of the user's configuration; never a file of the contract's folder)",
+        "trust policy: keys, their permissions, and revocations (default: $KCDSL_POLICY, then "
+        "policy.toml of the user's configuration; never a file of the contract's folder)",
     )
     key: tuple[str, ...] = values(
         "PUB",
-        "a trusted public key, repeatable: of those in the policy only these, within the limits "
-        "that it sets for them",
+        "a trusted public key, repeatable; only these keys of the policy are trusted, within its "
+        "limits",
     )
     threshold: int | None = value(
-        "N", "how many distinct keys must have signed; not below that of the policy", read=int
+        "N", "number of distinct keys that must have signed; at least that of the policy", read=int
     )
     revocations: tuple[str, ...] = values(
-        "FILE", "certificates and keys that are revoked, beside those of the policy; repeatable"
+        "FILE", "list of revoked certificates and keys, in addition to the policy; repeatable"
     )
 
     def trust_for(self, folder: Path) -> Trust:

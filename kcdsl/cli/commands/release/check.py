@@ -56,27 +56,27 @@ class CheckCommand(Trusts):
     contract: str | None = value("CONTRACT", "the contract in force")
     recheck: bool = switch(RECHECK)
     signature_only: bool = switch(
-        "look at the signed statement alone: not at proofs and evidence beside it"
+        "check only the signed statement, without its proof and evidence files"
     )
     complete: bool = switch(
-        "demand every clause of the contract, not only what the certificates cover"
+        "require every clause of the contract, not only those that the certificates cover"
     )
     kernels: str | None = value("FILE", KERNELS)
     checkpoint: str | None = value("FILE", "the weights, instead of those the contract names")
     infer_checkpoint: str | None = value(
-        "FILE", "the weights of the inference kernel, where the contract names some of its own"
+        "FILE", "the weights of the inference kernel, if the contract names separate ones"
     )
-    base: str | None = value(
-        "FILE", "the earlier weights, with which those of a weights transfer are compared"
+    base: str | None = value("FILE", "the earlier weights of a weights transfer")
+    stage: Stage | None = choice(Stage, "the stage to check for")
+    minimum_sequence: int | None = value(
+        "N", "refuse certificates with a lower sequence number", read=int
     )
-    stage: Stage | None = choice(Stage, "the stage that is asked for")
-    minimum_sequence: int | None = value("N", "refuse certificates before this one", read=int)
     at: str | None = value("TIME", "check as of this time, 2026-11-30T12:00:00Z")
     plain_http: bool = switch(PLAIN_HTTP)
-    register: str | None = register_option("in which each certificate must be in force")
+    register: str | None = register_option("where each certificate must be in force")
     write_expectation: str | None = value(
         "FILE",
-        "also write what is expected, for `python -m kcdsl_certs check --expect FILE`",
+        "also write the expectation for `python -m kcdsl_certs check --expect FILE`",
     )
     format: OutputFormat = format_option()
 

@@ -23,23 +23,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetCommand(Trusts):
-    """Say which kernels of a fleet agree under a contract, from certificates of pairs of them."""
+    """List the kernels of a fleet that agree under a contract, by the certificates of their
+    pairs."""
 
     certificates: tuple[str, ...] = argument(
         "CERT", "certificates, each of one kernel as training and one as inference kernel", "+"
     )
     contracts: tuple[str, ...] = values(
         "CONTRACT",
-        "a contract of the fleet, repeatable: they differ in their kernels alone (default: the one"
-        " here)",
+        "a contract of the fleet, repeatable; they differ only in their kernels (default: the "
+        "one here)",
         name="contract",
     )
     classes: tuple[str, ...] = values(
-        "FILE", "the certificate of a class, repeatable: derive it again", name="class"
+        "FILE", "certificate of a class to derive again, repeatable", name="class"
     )
-    sign: tuple[str, ...] = values("KEY", "private key, repeatable, that signs each class")
+    sign: tuple[str, ...] = values("KEY", "private key to sign each class with, repeatable")
     output: str | None = output_option(
-        "DIR", "where --sign writes class-1.cert.json and so on", "."
+        "DIR", "folder for the certificates of --sign, class-1.cert.json and so on", "."
     )
     at: str | None = value("TIME", "read as of this time, 2026-11-30T12:00:00Z")
     html: str | None = value("FILE", "write a page that needs no other file, and print nothing")

@@ -65,7 +65,7 @@ def digest(text: str) -> str:
 class OfSlot(Command):
     """A command about a slot of a register."""
 
-    register: str | None = register_option("that has the slot")
+    register: str | None = register_option("with the slot")
     slot: str | None = value("NAME", "the slot, such as chat/production")
 
     def named(self, option: str) -> str:
@@ -78,7 +78,7 @@ class OfSlot(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class PromoteCommand(OfSlot, Trusts):
-    """Look at the evidence of a stage: advance, hold, freeze or roll back a candidate."""
+    """Advance, hold, freeze or roll back a candidate, by the evidence of a stage."""
 
     evidence: tuple[str, ...] = argument(
         "EVIDENCE",
@@ -87,18 +87,18 @@ class PromoteCommand(OfSlot, Trusts):
         "*",
     )
     contract: str | None = value("CONTRACT", "the contract in force (default: the one here)")
-    stage: Stage | None = choice(Stage, "the stage that the evidence is of")
+    stage: Stage | None = choice(Stage, "the stage of the evidence")
     window: timedelta | None = value(
-        "TIME", "how long a stability window is (default: 24h)", read=duration
+        "TIME", "length of a stability window (default: 24h)", read=duration
     )
     requests: int = value(
-        "N", "how many requests of each slice it has at least", 1000, read=_AT_LEAST_NONE
+        "N", "minimum number of requests of each slice in a window", 1000, read=_AT_LEAST_NONE
     )
-    recheck: bool = switch("re-derive every proof by the independent checker")
+    recheck: bool = switch("re-derive every proof with the independent checker")
     kernels: str | None = value("FILE", KERNELS)
     checkpoint: str | None = value("FILE", "the weights, instead of those the contract names")
     infer_checkpoint: str | None = value(
-        "FILE", "the weights of the inference kernel, where the contract names some of its own"
+        "FILE", "the weights of the inference kernel, if the contract names separate ones"
     )
     dry_run: bool = switch("record nothing")
     format: OutputFormat = format_option()
@@ -172,10 +172,10 @@ def _print(found: Promoted) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GateCommand(OfSlot):
-    """Say whether a triple may serve at a stage of a slot; with --serve over HTTP."""
+    """Check whether a triple may serve at a stage of a slot; with --serve over HTTP."""
 
     contract: str | None = contract_argument()
-    stage: Stage | None = choice(Stage, "the stage at which it is to serve")
+    stage: Stage | None = choice(Stage, "the stage to serve at")
     triple: str | None = value(
         "DIGEST", "the triple (default: that of the contract, the weights and kernels here)",
         read=digest,

@@ -50,13 +50,13 @@ class KeygenCommand(Command):
     output: str = output_option("FILE", "the private key; the public one is FILE.pub", "kcdsl.key")
     algorithm: KeyKind = choice(
         KeyKind,
-        "how keys sign; every verifier of DSSE envelopes accepts ecdsa-p256",
+        "signature algorithm; every verifier of DSSE envelopes accepts ecdsa-p256",
         KeyKind.ECDSA_P256,
     )
     password_env: str | None = value(
         "VAR", "encrypt the private key with the password in this environment variable"
     )
-    force: bool = switch("replace a key that is already there")
+    force: bool = switch("replace an existing key")
 
     def run(self) -> Exit:
         """Write both files or none; only the owner can read the private one."""
@@ -89,12 +89,12 @@ class SignCommand(Command):
     """Show and sign the statement of a certificate; nothing of its contract is run."""
 
     statement: str = argument(
-        "STATEMENT", "written by verify, evaluate or transfer; with --add a certificate"
+        "STATEMENT", "a statement written by verify, evaluate or transfer; with --add a certificate"
     )
     key: tuple[str, ...] = values(
-        "KEY", "private key, repeatable; without one the statement is shown alone"
+        "KEY", "private key, repeatable; without one the statement is only shown"
     )
-    add: bool = switch("add signatures to a certificate that has some")
+    add: bool = switch("add signatures to a signed certificate")
     output: str | None = output_option(
         "FILE",
         "the certificate, in the folder of STATEMENT (default: STATEMENT with .cert.json; with "
@@ -243,10 +243,10 @@ def _rows(admitted: Admitted) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowCommand(Trusts):
-    """Show a certificate for people: claims, evidence, signers, and what a check would say."""
+    """Show a certificate in readable form: claims, evidence, signers, and the result of a check."""
 
-    certificate: str = argument("CERT", "a certificate or a weights transfer, of anybody")
-    stage: Stage | None = choice(Stage, "the stage that is asked for")
+    certificate: str = argument("CERT", "a certificate or a weights transfer, by any signer")
+    stage: Stage | None = choice(Stage, "the stage to check for")
     at: str | None = value("TIME", "read as of this time, 2026-11-30T12:00:00Z")
     html: str | None = value("FILE", "write a page that needs no other file, and print nothing")
     format: OutputFormat = format_option()
@@ -283,25 +283,25 @@ class ShowCommand(Trusts):
 
 @dataclass(frozen=True, kw_only=True)
 class CompanionsCommand(Trusts):
-    """Check certificates and state the result about an image, in forms that other tools verify."""
+    """Check certificates and attest the result for an image, in formats that other tools verify."""
 
     certificates: tuple[str, ...] = argument("CERT", "certificates of one triple and stage", "+")
     image: str | None = value(
         "NAME@sha256:DIGEST", "the image or artefact that holds the triple, by its manifest digest"
     )
     sign: tuple[str, ...] = values(
-        "KEY", "private key, repeatable; each signs every companion in a file of its own"
+        "KEY", "private key, repeatable; each signs every companion in a separate file"
     )
     contract: str | None = value("CONTRACT", "the contract in force")
-    recheck: bool = switch("re-derive every proof by the independent checker")
+    recheck: bool = switch("re-derive every proof with the independent checker")
     kernels: str | None = value("FILE", KERNELS)
     checkpoint: str | None = value("FILE", "the weights, instead of those the contract names")
     infer_checkpoint: str | None = value(
-        "FILE", "the weights of the inference kernel, where the contract names some of its own"
+        "FILE", "the weights of the inference kernel, if the contract names separate ones"
     )
-    stage: Stage | None = choice(Stage, "the stage that is asked for")
-    register: str | None = register_option("in which each certificate must be in force")
-    output: str | None = output_option("DIR", "where they are written (default: beside CERT)")
+    stage: Stage | None = choice(Stage, "the stage to check for")
+    register: str | None = register_option("where each certificate must be in force")
+    output: str | None = output_option("DIR", "folder for the companions (default: beside CERT)")
 
     def run(self) -> Exit:
         """Write every companion: 0 written, 4 a certificate is invalid or the contract not covered;
@@ -348,7 +348,9 @@ class CompanionsCommand(Trusts):
 class AttachCommand(Command):
     """Attach certificates, with the files that they name, to an image in an OCI registry."""
 
-    certificates: tuple[str, ...] = argument("CERT", "certificates with the files beside them", "+")
+    certificates: tuple[str, ...] = argument(
+        "CERT", "certificates, attached with the files that they name", "+"
+    )
     image: str = argument("HOST/NAME@sha256:DIGEST", "the image, by its manifest digest")
     plain_http: bool = switch(PLAIN_HTTP)
 

@@ -1,4 +1,4 @@
-"""`kcdsl transfer`: carry the results of a certificate over to later weights."""
+"""`kcdsl transfer`: transfer the results of a certificate to later weights."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferCommand(Trusts, RunsCode, Signs):
-    """Carry the results of a certificate over to later weights, by comparing the weights."""
+    """Transfer the results of a certificate to later weights, by comparing the weights."""
 
     certificate: str = argument("CERT", "a certificate of `kcdsl verify`")
-    checkpoint: str = argument("CHECKPOINT", "the later weights")
+    checkpoint: str = argument("CHECKPOINT", "the later weights, to which results are transferred")
     contract: str | None = value("CONTRACT", "the contract in force")
     base: str | None = value(
-        "FILE", "the weights of the certificate, if not those that the contract names"
+        "FILE", "the weights of the certificate, if they differ from those of the contract"
     )
     recheck: bool = switch(RECHECK)
     kernels: str | None = value("FILE", KERNELS)

@@ -32,15 +32,15 @@ def _named_checkpoint(text: str) -> tuple[str, Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class WhyCommand(RunsCode):
-    """Tell apart why a triple failed: loose contract, regressed kernels, or the model update."""
+    """Find why a triple failed: loose contract, regressed kernels, or the model update."""
 
     trace: str = argument("TRACE", "trace.parquet, or report.json, of the triple that failed")
-    register: str | None = register_option("that has the triple and those before it")
+    register: str | None = register_option("with the triple and its predecessors")
     evidence: tuple[str, ...] = values(
         "TRACE", "a run of earlier weights or kernels on the same requests; repeatable"
     )
     contract: tuple[str, ...] = values(
-        "CONTRACT", "run its kernels here where a run is missing; repeatable"
+        "CONTRACT", "run its kernels here if a run is missing; repeatable"
     )
     checkpoint: tuple[tuple[str, Path], ...] = values(
         "DIGEST=PATH", "weights for such runs, by their digest; repeatable", read=_named_checkpoint

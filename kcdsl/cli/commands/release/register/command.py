@@ -85,7 +85,7 @@ OPTIONS: Mapping[str, tuple[RegisterAction, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RegisterCommand(Trusts):
-    """Keep a register of certificates: record, revoke, list and audit."""
+    """Manage a register of certificates: record, revoke, list and audit."""
 
     action: RegisterAction = choice(
         RegisterAction,
@@ -99,19 +99,19 @@ class RegisterCommand(Trusts):
         "certificates of `add`, identities of `show`, `revoke` and `mark`, slots of `slots`",
         "*",
     )
-    register: str | None = register_option("that is meant")
-    since: int = value("N", "log: the events after this one", 0, read=whole(0))
-    reason: str | None = value("TEXT", "revoke, mark: why, for those who read the log")
+    register: str | None = register_option("to use")
+    since: int = value("N", "log: only the events after this one", 0, read=whole(0))
+    reason: str | None = value("TEXT", "revoke, mark: the reason, shown in the log")
     trusted: bool = switch("mark: the runs are trusted again")
     kind: RevokedSubject = choice(
         RevokedSubject,
         "revoke: whether ARG is the identity of a certificate or the fingerprint of a key",
         RevokedSubject.CERTIFICATE,
     )
-    sign: tuple[str, ...] = values("KEY", "head: sign it by this private key; repeatable")
-    output: str | None = output_option("FILE", "head: where the signed head is written")
+    sign: tuple[str, ...] = values("KEY", "head: sign it with this private key; repeatable")
+    output: str | None = output_option("FILE", "head: the file for the signed head")
     head: tuple[str, ...] = values(
-        "FILE", "check: a signed head of which the register must be a continuation; repeatable"
+        "FILE", "check: a signed head that the register must extend; repeatable"
     )
     format: OutputFormat = format_option()
 
