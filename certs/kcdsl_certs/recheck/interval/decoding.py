@@ -19,7 +19,7 @@ _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A matrix as float32, and the names of its code format and scale layout; "" if unnamed."""
+    """A matrix as float32; code format, scale layout ("" for none), least code, largest scale."""
 
     value: Singles
     kind: str = ""
