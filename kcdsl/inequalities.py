@@ -35,7 +35,7 @@ _KL_COEFFICIENTS = tuple(
     for n, b in enumerate(_BERNOULLI, start=1)
 )
 RELATIVE_MARGIN = 1e-11
-"""Covers the error of a few library calls (each below 2^-50) many times over."""
+"""Covers the error of a few library calls (each below 2^-50) with a large margin."""
 _SMALLEST = 5e-324
 _GRID_BITS = 38
 
@@ -218,7 +218,7 @@ def reward(osc: float, s: float) -> float:
 
 
 def gradient_bias(advantage_max: float, score_norm_max: float, s: float) -> float:
-    """Bound the norm of the policy-gradient bias of leaving out the importance ratio.
+    """Bound the norm of the policy-gradient bias if the importance ratio is left out.
 
     `||E_q[A g] - E_q[w A g]|| <= A_max G E_q|w - 1| = 2 A_max G TV <= 2 A_max G tanh(s/4)` for
     |A| <= A_max and ||g|| <= G, g the score of the training policy.
@@ -234,7 +234,8 @@ def abs_weight_error(s: float) -> float:
 
 
 def bias_free_clip(s: float) -> float:
-    """Return the least clip width c for which clip(w, 1-c, 1+c) never acts: e^s - 1, rounded up."""
+    """Return the least clip width c for which clip(w, 1-c, 1+c) changes no weight: e^s - 1, rounded
+    up."""
     s = _argument(s)
     if s == 0.0 or math.isinf(s):
         return s
@@ -302,8 +303,8 @@ def outward_down(value: float) -> float:
 def onto_grid(s: float) -> float:
     """Round s >= 0 up to 38 significant bits.
 
-    On this grid neighbouring arguments are so far apart that the error of the evaluation cannot
-    turn round the order of two values: this is what makes the computed bounds monotone.
+    Neighbours on this grid are so far apart that evaluation errors cannot reverse the order of two
+    values, which makes the computed bounds monotone.
     """
     if s == 0.0 or s > 1e300:
         return s

@@ -64,7 +64,7 @@ _EXAMPLES = {TIME: "250 ms", BYTES: "80 GiB", THROUGHPUT: "4000 tok/s", TOKENS: 
 
 
 class Unit(NamedTuple):
-    """A unit: its name, how many base units it is, and its dimension."""
+    """A unit: its name, its size in base units, and its dimension."""
 
     name: str
     factor: Fraction
@@ -102,7 +102,7 @@ UNITS: dict[str, Unit] = {
 _BITS = "1 bit is ln 2 nats, which is no fraction; state the bound in nats"
 _ULPS = "a unit in the last place depends on format and value; state the bound as a number"
 NO_UNITS = {"bit": _BITS, "bits": _BITS, "ulp": _ULPS, "ulps": _ULPS}
-"""What people write as units and what cannot be one, with the reason."""
+"""Texts that are used as units but are not, with the reason."""
 
 SPELLINGS: dict[str, str] = {
     other: unit
@@ -121,7 +121,7 @@ SPELLINGS: dict[str, str] = {
     }.items()
     for other in others.split()
 }
-"""What people write for units."""
+"""Other spellings of units."""
 
 
 def describe(dimension: Dimension) -> str:
@@ -130,15 +130,15 @@ def describe(dimension: Dimension) -> str:
 
 
 def example(dimension: Dimension) -> str | None:
-    """Return a quantity as one would write it, for dimensions whose unit cannot be left out."""
+    """Return an example of a quantity, for dimensions that require a unit."""
     return _EXAMPLES.get(dimension)
 
 
 def sample(dimension: Dimension) -> str | None:
-    """Return a quantity as one may write it; None for a dimension that has no unit."""
+    """Return an example of a quantity; None for a dimension without a unit."""
     return _EXAMPLES.get(dimension) or _ALL_EXAMPLES.get(dimension)
 
 
 def takes_bare_numbers(dimension: Dimension) -> bool:
-    """Say whether a number without a unit may stand for this dimension."""
+    """Return whether a number without a unit is allowed for this dimension."""
     return all(base == "nat" for base, _ in dimension.exponents)

@@ -209,7 +209,7 @@ def documents(count: int, seed: int = 7) -> Iterator[tuple[str, str, str]]:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Say whether this prompt and its answer are kept out of the training text."""
+    """Return whether this prompt and its answer are kept out of the training text."""
     return hashlib.sha256(prompt.encode()).digest()[0] % 12 == 0
 
 

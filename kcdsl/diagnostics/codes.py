@@ -30,7 +30,7 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A stable code with the rule it stands for; all that is said of it is on its page."""
+    """A stable code and its title; the text of its rule is on its page."""
 
     id: str
     title: str
@@ -45,24 +45,24 @@ class Code:
 
     @property
     def page(self) -> Page:
-        """Return its page, read now."""
+        """Read and return its page."""
         from kcdsl.diagnostics.pages import page
 
         return page(self)
 
     @property
     def explanation(self) -> str:
-        """Return what it means in a few sentences: the first paragraph of its page."""
+        """Return its meaning in a few sentences: the first paragraph of its page."""
         return self.page.summary
 
     @property
     def summary(self) -> str:
-        """Return what it means in one sentence: the first of its page."""
+        """Return its meaning in one sentence, the first of its page."""
         return self.page.first_sentence
 
     @property
     def uri(self) -> str | None:
-        """Return where its page lies; None where the package is not in a folder."""
+        """Return the path of its page; None if the package is not in a folder."""
         from kcdsl.diagnostics.pages import place
 
         return place(self)
@@ -70,7 +70,7 @@ class Code:
 
 _REGISTRY: dict[str, Code] = {}
 RETIRED = {"KC464": "KC210"}
-"""Numbers that nothing reports any more, with the code that says the same now."""
+"""Numbers that are no longer reported, with the codes that replace them."""
 
 
 def _declare(id: str, title: str) -> Code:
@@ -87,7 +87,7 @@ def all_codes() -> tuple[Code, ...]:
 
 
 def find(id: str) -> Code | None:
-    """Return the code with this number, for a retired one that which took its place; or None."""
+    """Return the code with this number, or the successor of a retired one; None for any other."""
     return _REGISTRY.get(RETIRED.get(id.upper(), id.upper()))
 
 

@@ -1,4 +1,4 @@
-"""Diagnostics are values: what is wrong, where, and the way out."""
+"""Diagnostics as values: the message, its place, and a remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMATS = ("text", "concise", "json", "github", "sarif", "junit")
 
 
 class Severity(StrEnum):
-    """How serious a diagnostic is."""
+    """The severity of a diagnostic."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -38,10 +38,10 @@ class Edit(NamedTuple):
 
 
 class Fix(NamedTuple):
-    """Edits that mend what a diagnostic is about, all in its own file.
+    """Edits that correct the cause of a diagnostic, all in its own file.
 
-    A `safe` fix keeps or restores what the author meant and is applied by `kcdsl lint --fix`; an
-    unsafe one is a guess that a person should look at. `title` says what it does in a few words.
+    A `safe` fix keeps or restores the author's intent and is applied by `kcdsl lint --fix`; an
+    unsafe one is a guess that a person should review. `title` is a short description.
     """
 
     title: str
@@ -68,7 +68,7 @@ class Diagnostic:
 
 
 class Suppressed(NamedTuple):
-    """A finding that a comment accepts: with its reason, on its line (from 1)."""
+    """A finding that a comment accepts, with the reason and the line (from 1) of the comment."""
 
     diagnostic: Diagnostic
     reason: str
@@ -83,8 +83,8 @@ FINDINGS = 2000
 class Sink:
     """Collects diagnostics, so that a pass reports everything it finds and not only the first.
 
-    It takes `ERRORS` errors and `FINDINGS` in all: a file that has more is no work of a person, and
-    telling of them all could take hours.
+    It takes at most `ERRORS` errors and `FINDINGS` in all: files with more are not written by hand,
+    and reporting all of their findings could take hours.
     """
 
     found: list[Diagnostic] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Sink:
     _errors: int = 0
 
     def add(self, diagnostic: Diagnostic) -> None:
-        """Keep one diagnostic; the same one twice is kept once. Raises TooManyFindings."""
+        """Add a diagnostic unless it is already there. Raises TooManyFindings."""
         if diagnostic in self._seen:
             return
         self._errors += diagnostic.severity is Severity.ERROR
@@ -106,12 +106,12 @@ class Sink:
 
     @property
     def has_errors(self) -> bool:
-        """Say whether any diagnostic is an error."""
+        """Return whether any diagnostic is an error."""
         return any(d.severity is Severity.ERROR for d in self.found)
 
 
 class Refusal(Exception):
-    """Raised where a command cannot go on; carries the diagnostics that say why (exit code 2)."""
+    """Raised if a command cannot continue, with diagnostics of the cause (exit code 2)."""
 
     def __init__(self, diagnostics: Diagnostic | Iterable[Diagnostic]) -> None:
         items = (diagnostics,) if isinstance(diagnostics, Diagnostic) else tuple(diagnostics)
@@ -120,7 +120,7 @@ class Refusal(Exception):
 
 
 class TooManyFindings(Refusal):
-    """Raised by a sink that takes no more; carries what it took."""
+    """Raised by a full sink, with the diagnostics that it holds."""
 
     def __init__(self, found: Iterable[Diagnostic], source: SourceFile | None) -> None:
         message = f"there are more than {ERRORS} errors, or {FINDINGS} findings; the rest is left"
@@ -144,13 +144,13 @@ def refuse(
     source: SourceFile | None = None,
     span: Span | None = None,
 ) -> Refusal:
-    """Build the refusal with one error, to be raised by the caller."""
+    """Return a Refusal with one error, to be raised by the caller."""
     return Refusal(Diagnostic(code, message, source, span, notes=notes, help=help))
 
 
 @contextmanager
 def at(span: Span) -> Iterator[None]:
-    """Give refusals without a place this span of the contract, whose text is not at hand."""
+    """Add this span of the contract to refusals without a place; the text is not available."""
     try:
         yield
     except Refusal as refusal:

@@ -1,8 +1,9 @@
-"""Pages to read: of a code, `pages/KC….md`, the only place of its text, and of the manual.
+"""Documentation pages: those of codes, `pages/KC….md`, the only source of their text, and of the
+manual.
 
-A page of a code is Markdown: a heading `# KC203: unknown metric`, a first paragraph that says what
-it does, then sections. Fenced blocks are examples, which tests run; `tests/support/pages.py` says
-how they are written. A block `file NAME` is the text of a file.
+A page of a code is Markdown: a heading `# KC203: unknown metric`, a first paragraph with its
+meaning, then sections. Fenced blocks are examples, which tests run; `tests/support/pages.py`
+describes their form. A block `file NAME` is the text of a file.
 """
 
 from __future__ import annotations
@@ -61,19 +62,19 @@ class Page:
 
     @property
     def markdown(self) -> str:
-        """Return the page as Markdown for readers: without what only tests need, with the names of
+        """Return the page as Markdown for readers: without annotations for tests, with the names of
         files before their text."""
         return with_examples(self._cited())
 
     @property
     def plain(self) -> str:
-        """Return the page as plain text: examples are indented, marks left out."""
+        """Return the page as plain text: with indented examples, without markup."""
         text = FENCE.sub(_indented, self._cited()).rstrip("\n") + "\n"
         return re.sub(r"^#+ ", "", text, flags=re.MULTILINE).replace("**", "")
 
     def _cited(self) -> str:
-        """Return the text with links to pages as the commands that print them, and with links to
-        other files as their paths in the sources."""
+        """Return the text with links to pages replaced by the commands that print them, and other
+        links by the paths of their files in the sources."""
         return _LINK.sub(lambda link: _citation(link, self.folder), self.text)
 
 
@@ -83,7 +84,7 @@ def page(code: Code) -> Page:
 
 
 def manual_page(name: str) -> Page | None:
-    """Return the page of the manual whose file has a name; None where there is none."""
+    """Return the page of the manual with this file name; None if there is none."""
     file = _manual().get(name)
     if file is None:
         return None
@@ -109,19 +110,19 @@ def _manual() -> dict[str, Path]:
 
 
 def with_examples(text: str) -> str:
-    """Return Markdown for readers: without what only tests need, the names of files before their
-    text."""
+    """Return Markdown for readers: without annotations for tests, with the names of files before
+    their text."""
     return FENCE.sub(_readable, text).rstrip("\n") + "\n"
 
 
 def place(code: Code) -> str | None:
-    """Return the URI of the page of a code; None where it lies in no folder."""
+    """Return the URI of the page of a code; None if it is not in a folder."""
     file = files("kcdsl.diagnostics") / "pages" / f"{code.id}.md"
     return file.as_uri() if isinstance(file, Path) and file.is_file() else None
 
 
 def _citation(link: re.Match[str], folder: str) -> str:
-    """Return what a page says instead of a link."""
+    """Return the text that replaces a link of a page."""
     text, target = link[1], link[2]
     if target is None:
         return link[0]
@@ -139,7 +140,7 @@ def _citation(link: re.Match[str], folder: str) -> str:
 
 
 def _name(path: str) -> str | None:
-    """Return the name of the page that lies at a path of the sources; None where it is none."""
+    """Return the name of the page at a path of the sources; None if there is no page."""
     folder, _, file = path.rpartition("/")
     stem = file.removesuffix(".md")
     named = {further: name for name, further in FURTHER.items()}.get(path)

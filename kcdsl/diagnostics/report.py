@@ -31,7 +31,7 @@ class Reporter:
         fix: Fix | None = None,
         severity: Severity = Severity.ERROR,
     ) -> None:
-        """Report an error at a place; a name suggested as `help` is a fix of the place too."""
+        """Report an error at a place; a name that `help` suggests also becomes a fix."""
         fix = fix or _suggested(self.source, help, span)
         self.sink.add(
             Diagnostic(code, message, self.source, span, labels, notes, help, severity, fix)
@@ -62,8 +62,8 @@ def replacement(span: Span, text: str, safe: bool = False) -> Fix:
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
     """Return the allowed name that `name` most probably means, or None.
 
-    A name with one or two letters changed is a slip of the pen. Of others, one with the same first
-    word comes before one with the same last word: `kl_divergence` is `kl`.
+    A name with one or two letters changed is taken for a typing error. Of the others, one with the
+    same first word precedes one with the same last word: `kl_divergence` is `kl`.
     """
     names = list(allowed)
     for candidate in names:
@@ -86,7 +86,7 @@ def insertion(at: int, text: str, safe: bool = False) -> Fix:
 
 
 def wrapped(span: Span, function: str, safe: bool = False) -> Fix:
-    """Return the fix that makes what a span holds the argument of a function."""
+    """Return the fix that wraps the text of a span in a function call."""
     edits = (
         Edit(Span(span.start, span.start), f"{function}("),
         Edit(Span(span.end, span.end), ")"),
@@ -95,7 +95,7 @@ def wrapped(span: Span, function: str, safe: bool = False) -> Fix:
 
 
 class Suggestion(str):
-    """A help text that names what was probably meant; the name is its `nearest`."""
+    """A help text that suggests a name, which is its `nearest`."""
 
     nearest: str
     same: bool = False
@@ -109,7 +109,7 @@ class Suggestion(str):
 
 
 def suggest(name: str, allowed: Iterable[str], listed: str = "allowed") -> str:
-    """Return "did you mean …?" where a name is close, and the allowed names otherwise."""
+    """Return "did you mean …?" if a name is close, otherwise the allowed names."""
     names = list(allowed)
     close = nearest(name, names)
     if close is not None:
@@ -122,7 +122,7 @@ def suggest(name: str, allowed: Iterable[str], listed: str = "allowed") -> str:
 def refuse_unknown(
     names: Iterable[str], known: Collection[str], code: Code, said: str, listed: str
 ) -> None:
-    """Refuse a name that is not known: what is `said` of it stands before the name."""
+    """Return the refusal of an unknown name; `said` precedes the name in its message."""
     for name in names:
         if name not in known:
             raise refuse(code, f"{said} {name[:80]!r}", help=suggest(name, known, listed))
@@ -136,8 +136,8 @@ def meant(name: str, text: str) -> Suggestion:
 
 
 def _suggested(source: SourceFile, help: str | None, span: Span) -> Fix | None:
-    """Return the fix of a suggestion: unsafe, because another name may have been meant, unless
-    only the case of letters differs. None where the place is wider than a name."""
+    """Return the fix of a suggestion: unsafe, because another name may have been meant, unless only
+    the case of letters differs. None if the place is longer than a name."""
     if not isinstance(help, Suggestion) or not _NAME.fullmatch(source.text, span.start, span.end):
         return None
     return replacement(span, help.nearest, help.same)

@@ -1,4 +1,4 @@
-"""Source texts, and the spans and positions in them that diagnostics point at."""
+"""Source texts, with the spans and positions that diagnostics refer to."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Span(NamedTuple):
         return Span(min(self.start, other.start), max(self.end, other.end))
 
     def holds(self, offset: int) -> bool:
-        """Say whether an offset lies in the span or at one of its ends."""
+        """Return whether an offset lies in the span or at one of its ends."""
         return self.start <= offset <= self.end
 
     def touches(self, other: Span) -> bool:
-        """Say whether two spans share a character or an end."""
+        """Return whether two spans share a character or an end."""
         return self.start <= other.end and other.start <= self.end
 
 
 class Position(NamedTuple):
-    """A place as people count: line and column start at 1, columns in code points."""
+    """A position for people: line and column start at 1, columns count code points."""
 
     line: int
     column: int

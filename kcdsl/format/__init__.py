@@ -1,4 +1,4 @@
-"""The formatter of contracts: one layout, every comment kept, the meaning untouched."""
+"""The formatter of contracts: one layout; comments and meaning are kept."""
 
 from kcdsl.format.document import edits, format_text
 

@@ -49,7 +49,7 @@ class Attachment:
         return self._notes.setdefault(id(part), Notes())
 
     def inside(self, node: Node) -> bool:
-        """Say whether there is a comment between the first and the last character of a node."""
+        """Return whether there is a comment between the first and the last character of a node."""
         first = bisect_right(self._starts, node.span.start)
         return first < len(self._starts) and self._starts[first] < node.span.end
 
@@ -67,7 +67,7 @@ class Attachment:
         return self._source.position(offset).column - 1
 
     def _value(self, part: Part, node: Node, flow: bool, limit: int) -> None:
-        """Attach what stands between a part's key and its value, and inside the value.
+        """Attach the comments between a part's key and its value, and those inside the value.
 
         `flow` says that the value stands inside brackets or braces, `limit` where the next part
         begins.
@@ -112,8 +112,8 @@ class Attachment:
             self.of(part).behind.append(self._waiting.pop())
 
     def _has_place(self, node: Node) -> bool:
-        """Say whether a node stands where it says: one without a character does behind its colon,
-        and elsewhere wherever the reader had come to."""
+        """Return whether the position of a node is reliable: an empty node has one only after its
+        colon; elsewhere it is the position of the reader."""
         start = node.span.start
         return start < node.span.end or not self._source.text[max(start - 1, 0) : start].isspace()
 
@@ -132,7 +132,7 @@ class Attachment:
 
 
 def is_flow(source: SourceFile, node: Node) -> bool:
-    """Say whether a collection is written in brackets or braces."""
+    """Return whether a collection is written in brackets or braces."""
     start = node.span.start
     return not isinstance(node, Scalar) and source.text[start : start + 1] in {"{", "["}
 
@@ -148,5 +148,5 @@ def value_of(part: Part) -> Node:
 
 
 def start_of(part: Part) -> int:
-    """Return where a part begins: its key, or its value (the dash stands before that)."""
+    """Return the beginning of a part: that of its key, or of its value (after the dash)."""
     return part.key.span.start if isinstance(part, MappingEntry) else part.span.start

@@ -1,8 +1,8 @@
-"""Format a whole document, and compare the result with it: nothing but the layout may change.
+"""Format a whole document, and compare the result with it: only the layout may change.
 
-`edits` finds the lines that changed in linear time: lines that occur once in both texts, in the
-same order, are taken for the same line, and so are equal lines next to those; what is left
-between them is replaced. `difflib` takes minutes for a contract with thousands of equal lines.
+`edits` finds the changed lines in linear time: lines that occur once in both texts, in the same
+order, are matched, and so are equal lines next to those; the lines between them are replaced.
+`difflib` takes minutes for a contract with thousands of equal lines.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, SequenceNode, parse_y
 
 
 def format_text(source: SourceFile, sink: Sink) -> str | None:
-    """Return a document in the house layout; None where it is not YAML, which the sink then says.
+    """Return a document in the standard layout; None if it is not YAML, which is reported to the
+    sink.
 
-    The result is read again: it has the same tree, the same expressions and the same comments, or
-    it is refused with its own code.
+    The result is read again: if its tree, expressions or comments differ, it is refused with a
+    separate code.
     """
     root = parse_yaml(source, sink)
     if root is None or sink.has_errors:
@@ -38,7 +39,7 @@ def format_text(source: SourceFile, sink: Sink) -> str | None:
 
 
 def _keeps(source: SourceFile, root: Node, again: SourceFile) -> bool:
-    """Say whether a formatted document has the tree and the comments of the document."""
+    """Return whether a formatted document has the tree and the comments of the document."""
     sink = Sink()
     read = parse_yaml(again, sink)
     if read is None or sink.has_errors:
@@ -47,7 +48,7 @@ def _keeps(source: SourceFile, root: Node, again: SourceFile) -> bool:
 
 
 def _notes(source: SourceFile, root: Node) -> list[str]:
-    """Return the texts of all comments, those behind the sign of a block scalar too."""
+    """Return the texts of all comments, including those behind the sign of a block scalar."""
     found = [comment.text for comment in find_comments(source, root)]
     blocks = [scalar for scalar in scalars(root) if scalar.style in {"|", ">"}]
     found += [comment_of(source.text[s.span.start : s.span.end]).strip() for s in blocks]
@@ -55,7 +56,7 @@ def _notes(source: SourceFile, root: Node) -> list[str]:
 
 
 def _same(one: Node, other: Node, field: str) -> bool:
-    """Say whether two trees hold the same, expressions compared by their canonical spelling."""
+    """Return whether two trees are equal, expressions compared by their canonical spelling."""
     match one, other:
         case Scalar(), Scalar():
             if one.value == other.value and type(one.value) is type(other.value):
@@ -108,7 +109,7 @@ def _changes(before: list[str], after: list[str]) -> Iterator[tuple[int, int, in
 
 
 def _anchors(before: list[str], after: list[str]) -> list[tuple[int, int]]:
-    """Return the numbers of the lines that occur once in both: a longest run in one order."""
+    """Return the line numbers of lines that occur once in both: a longest common subsequence."""
     here, there = _once(before), _once(after)
     pairs = [(number, there[line]) for line, number in here.items() if line in there]
     # Each entry: the least last line of a run of its length, and the pair before in that run.

@@ -1,8 +1,8 @@
 """The layout: two spaces of indentation, one space in flow collections, comments where they were.
 
-The tree is printed in its own order, each part with the comments that `attachment` gives it. What
-is printed depends on the tree, the comments of its parts, which collections are in flow form and
-where empty lines are; all of that is the same when the result is read, and so it is printed alike.
+The tree is printed in its own order, each part with the comments that `attachment` gives it. The
+output depends on the tree, the comments of its parts, the collections in flow form and the empty
+lines. All of them are the same when the result is read, so formatting is idempotent.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Printer:
         self._commented = 0
         """The number of the line that ends in a comment, if it is the last."""
         self._sealed = 0
-        """How many lines stand up to a block scalar that takes the empty lines after it."""
+        """The number of lines up to a block scalar that includes the empty lines after it."""
 
     def text(self) -> str:
-        """Return the document in the house layout, with a line end at its end."""
+        """Return the document in the standard layout, ending with a line end."""
         self._above(self._root, "", 0)
         self._value(self._root, self._root, "", 0)
         self._own_lines(self._notes.rest, 0)
@@ -48,7 +48,7 @@ class Printer:
         return "\n".join(self._lines) + "\n"
 
     def _lines_spoken_of(self) -> set[int]:
-        """Return the lines, from 0, that comments to kcdsl speak of."""
+        """Return the lines, from 0, that `kcdsl` comments refer to."""
         count = self._source.line_count
         following, after = [count - 1] * count, count - 1
         for line in range(count - 1, -1, -1):
@@ -93,7 +93,7 @@ class Printer:
     # --- parts ------------------------------------------------------------------------------------
 
     def _part(self, part: Part, lead: str, indent: int) -> None:
-        """Print a part; its line begins with `lead`, and its key or dash stands at `indent`."""
+        """Print a part; its line begins with `lead`, and its key or dash is at column `indent`."""
         if isinstance(part, MappingEntry):
             self._value(part, part.value, lead + self._key(part, lead), indent)
         else:
@@ -102,8 +102,8 @@ class Printer:
     def _above(
         self, part: Part, lead: str, indent: int, *, apart: bool = False, blank: bool = False
     ) -> None:
-        """Print the comments above a part; `apart` asks for an empty line above them, `blank` for
-        one below them."""
+        """Print the comments above a part, after an empty line if `apart`, and before one if
+        `blank`."""
         above, head = self._comments_above(part, lead)
         if apart:
             self._space()
@@ -144,14 +144,15 @@ class Printer:
         return self._notes.of(part).behind if alone else []
 
     def _outside(self, head: list[Comment], value: Node) -> list[Comment]:
-        """Return the comments before a value; what keeps its lines is printed with those inside."""
+        """Return the comments before a value; a collection that keeps its lines prints those
+        inside."""
         if not self._is_kept(value):
             return head
         return [comment for comment in head if comment.start < value.span.start]
 
     def _parts(self, node: Mapping | SequenceNode, indent: int, first: str) -> None:
-        """Print the parts of a collection in block form; `first` is what the line of the first one
-        begins with, where what stands above it is printed already."""
+        """Print the parts of a collection in block form; `first` is the beginning of the first
+        line, if the lines above it are already printed."""
         flow = is_flow(self._source, node)
         parts = parts_of(node)
         pad = " " * indent + ("" if isinstance(node, Mapping) else "-")
@@ -175,14 +176,14 @@ class Printer:
         return found.end()
 
     def _tall(self, part: Part) -> bool:
-        """Say whether a section takes several lines."""
+        """Return whether a section takes several lines."""
         assert isinstance(part, MappingEntry)
         return not isinstance(part.value, Scalar) and not self._on_one_line(
             part.value, self._key(part, ""), part.key.text
         )
 
     def _key(self, entry: MappingEntry, lead: str) -> str:
-        """Return a key with what tells it from its value."""
+        """Return a key with its separator from the value."""
         key = self._key_text(entry.key, flow=False)
         if len(key) > _LONGEST_KEY:
             return f"? {key}\n{' ' * len(lead)}:"
@@ -198,7 +199,7 @@ class Printer:
     # --- values -----------------------------------------------------------------------------------
 
     def _is_block(self, node: Node, lead: str, field: str) -> bool:
-        """Say whether a value is printed part by part."""
+        """Return whether a value is printed part by part."""
         return (
             not isinstance(node, Scalar)
             and not self._on_one_line(node, lead, field)
@@ -206,7 +207,7 @@ class Printer:
         )
 
     def _on_one_line(self, node: Mapping | SequenceNode, lead: str, field: str) -> bool:
-        """Say whether a collection stays in its flow form, on the line that `lead` begins."""
+        """Return whether a collection stays in its flow form, on the line that `lead` begins."""
         key = (id(node), lead)
         if key not in self._flat:
             self._flat[key] = self._fits(node, lead, field)
@@ -229,7 +230,8 @@ class Printer:
         return bool(self._spoken_of) and not self._spoken_of.isdisjoint(self._rows(node))
 
     def _is_kept(self, node: Node) -> bool:
-        """Say whether a flow collection keeps its lines: a comment speaks of one of them."""
+        """Return whether a flow collection keeps its lines, since a comment refers to one of
+        them."""
         if not self._spoken_of or isinstance(node, Scalar) or not parts_of(node):
             return False
         several = len(self._rows(node)) > 1
@@ -258,8 +260,9 @@ class Printer:
     def _block(self, part: Part, node: Mapping | SequenceNode, lead: str, indent: int) -> None:
         """Print a collection part by part: below a key, behind a dash, or from the margin.
 
-        A comment behind the closing bracket speaks of the whole, and so goes to its beginning:
-        behind the key, or above; with others inside it stays at the end, and so in its order.
+        A comment behind the closing bracket refers to the whole collection and moves to its
+        beginning, behind the key or above. With other comments inside it stays at the end, in its
+        order.
         """
         notes = self._notes.of(part)
         inner = indent + STEP if lead else indent

@@ -1,7 +1,7 @@
 """The layout of scalars: verbatim, except for expressions, which have one spelling.
 
-What is written is decoded again; where it would be another text, it is put in double quotation
-marks with escapes instead.
+The output is decoded again; if the text differs, it is written in double quotation marks with
+escapes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ _SHORT = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\0":
 
 @dataclass(frozen=True, slots=True)
 class ScalarLines:
-    """A scalar in lines: the first follows its key, the others are indented below it by what they
-    say. A block scalar has its header as the first line; `keeps` says that empty lines after it
-    would belong to it."""
+    """A scalar in lines: the first follows its key, the others are indented below it. A block
+    scalar has its header as the first line; `keeps`: empty lines after it would belong to it."""
 
     first: str
     rest: tuple[str, ...] = ()
@@ -45,8 +44,8 @@ def written(
     careful: bool = False,
     room: int | None = None,
 ) -> ScalarLines:
-    """Return how a scalar is written under a field; `flow` says that it is inside `{}` or `[]`,
-    and then it is one line; `careful` puts every text in quotation marks. An expression of several
+    """Return the layout of a scalar under a field, on one line inside `{}` or `[]` (`flow`);
+    `careful` puts every text in quotation marks. An expression of several
     lines becomes one line where that has at most `room` characters."""
     raw = source.text[scalar.span.start : scalar.span.end].replace("\r\n", "\n").replace("\r", "\n")
     start = STARTS.get(field)
@@ -76,7 +75,7 @@ def written(
 
 
 def _broken(source: SourceFile, scalar: Scalar, start: str, line: str) -> ScalarLines:
-    """Return an expression broken where it was, given how it is written on one line."""
+    """Return an expression with its original line breaks, given its spelling on one line."""
     pieces = map_scalar(source, scalar).pieces
     if pieces is None:
         return ScalarLines(line)
@@ -97,7 +96,7 @@ _WRITTEN: dict[str, Callable[[str], str]] = {
     "'": lambda text: text.replace("'", "''"),
     '"': lambda text: in_double(text)[1:-1],
 }
-"""How a text stands between quotation marks."""
+"""The form of a text in quotation marks."""
 
 
 def _checked(lines: tuple[str, ...], scalar: Scalar) -> ScalarLines:
@@ -112,13 +111,14 @@ def _checked(lines: tuple[str, ...], scalar: Scalar) -> ScalarLines:
 
 
 def _reads(raw: str, scalar: Scalar) -> bool:
-    """Say whether something written in the style of a scalar is read as its text."""
+    """Return whether a written scalar is read as its text."""
     again = scalar._replace(span=Span(0, len(raw)))
     return map_scalar(SourceFile("", raw), again).pieces is not None
 
 
 def _balanced(text: str) -> bool:
-    """Say whether every round bracket is closed, so that no comma outside seems to be inside."""
+    """Return whether all parentheses are closed, so that no outer comma seems to be an inner
+    one."""
     depth = 0
     for char in text:
         depth += (char == "(") - (char == ")")
@@ -128,7 +128,8 @@ def _balanced(text: str) -> bool:
 
 
 def quoted(text: str, style: str, flow: bool) -> str:
-    """Return a text as a scalar that every YAML reader takes for it, in its own style if it may."""
+    """Return a text as a scalar that every YAML reader decodes to it, in its own style if
+    possible."""
     if not text.isprintable():
         return in_double(text)
     unsafe = _UNSAFE_START.match(text) or _UNSAFE.search(text) or (flow and _FLOW.search(text))
@@ -185,7 +186,7 @@ def _block(raw: str, scalar: Scalar, start: str | None) -> ScalarLines:
 
 
 def _depth(lines: Sequence[str]) -> int:
-    """Return how many spaces the first line begins with that has anything else."""
+    """Return the indentation of the first line that is not blank."""
     first = next((line for line in lines if line.strip(" ")), "")
     return len(first) - len(first.lstrip(" "))
 
@@ -212,7 +213,7 @@ _TIGHT_AFTER = {"LPAR", "LSQB"}
 
 
 def spell(text: str, start: str) -> str | None:
-    """Return the canonical spelling on one line; None where the text is no such expression."""
+    """Return the canonical spelling on one line; None if the text is not such an expression."""
     pieces = _pieces(text, start)
     return None if pieces is None else "".join(gap + token.text for token, gap in pieces)
 

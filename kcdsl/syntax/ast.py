@@ -81,7 +81,7 @@ class Binary:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonChain:
-    """`operands[0] ops[0] operands[1] …`; more than one operator parses but does not type."""
+    """`operands[0] ops[0] operands[1] …`; more than one operator parses but is a type error."""
 
     ops: tuple[str, ...]
     operands: tuple[Expression, ...]

@@ -1,8 +1,8 @@
-"""Explain what is wrong with an expression that is not well formed, with fixes.
+"""Explain the errors of an expression that is not well formed, with fixes.
 
 Lark parses the text by the same grammar; at each unusable token the explanation is kept, the token
-is dropped, and parsing goes on. An error that follows another one within three tokens is most
-probably its consequence and is left out, unless it is a sign of another language.
+is dropped, and parsing continues. An error within three tokens of another one is most probably its
+consequence and is left out, unless it is a sign of another language.
 
 A fix follows from the advice. What to change is decided in the decoded text of the expression, and
 mapped to the file: there, escapes, folds and indentation stand between its characters.
@@ -24,13 +24,13 @@ from kcdsl.source.scalar_map import ScalarMap
 from kcdsl.source.yaml_nodes import Scalar
 
 _MOST = 10
-"""Errors of one expression that are reported."""
+"""Maximum number of reported errors of one expression."""
 _MOST_DROPPED = 100
-"""Tokens of one expression that are dropped before its rest is left alone."""
+"""Maximum number of tokens of one expression that are dropped; then parsing stops."""
 _APART = 3
-"""Good tokens after an error before another one is believed."""
+"""Number of valid tokens after an error before another one is reported."""
 _INSTEAD = re.compile(r"write `[^`]+`")
-"""The advice for a sign of other languages, which is a mistake wherever it stands."""
+"""The advice for signs of other languages, which are mistakes in any place."""
 _WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _TOKEN = re.compile(r"\w+|[<>=!]=|[^\s\w]")
 
@@ -221,7 +221,7 @@ def expected_words(terminals: Iterable[str]) -> str:
 
 
 def advice_for_character(text: str, at: int) -> tuple[int, str | None]:
-    """Return the length of the unusable piece at `at` and what to write instead."""
+    """Return the length of the unusable piece at `at`, and its replacement."""
     for piece, help in _CHARACTERS:
         if text.startswith(piece, at):
             return len(piece), help
@@ -231,7 +231,7 @@ def advice_for_character(text: str, at: int) -> tuple[int, str | None]:
 def advice_for_token(
     token: str, kind: str, text: str, at: int, expected: Iterable[str]
 ) -> str | None:
-    """Return what to do about a token at the wrong place, for the classic mistakes."""
+    """Return the advice about a misplaced token, for common mistakes."""
     wanted = set(expected)
     before = text[:at].rstrip()
     if kind == "$END" and "RPAR" in wanted and text.count("(") > text.count(")"):
@@ -295,7 +295,8 @@ def _misspelt_keyword(token: str, before: str, wanted: set[str], rest: str) -> s
 
 
 def _alike(word: str, keyword: str) -> bool:
-    """Say whether a word is a keyword but for one letter or the order of its letters."""
+    """Return whether a word is a keyword with one wrong letter or with its letters in another
+    order."""
     if sorted(word) == sorted(keyword):
         return True
     if abs(len(word) - len(keyword)) > 1 or min(len(word), len(keyword)) < 2:
@@ -326,8 +327,8 @@ _SURE = {"write the minus sign `-`"}
 
 
 def mended(scalar: Scalar, places: ScalarMap, begin: int, end: int, help: str) -> Fix | None:
-    """Return the fix that an advice about the characters `[begin, end)` of an expression describes,
-    None where it leaves a choice open, or what it writes would have to be put in quotation marks.
+    """Return the fix that an advice about the characters `[begin, end)` of an expression describes.
+    None if the advice leaves a choice, or if its text needs quotation marks.
     """
     text, span = scalar.text, places.span(begin, end)
     word = _WRITE_INSTEAD.fullmatch(help)
@@ -352,15 +353,15 @@ def mended(scalar: Scalar, places: ScalarMap, begin: int, end: int, help: str) -
 
 
 def _is_verbatim(places: ScalarMap, end: int) -> bool:
-    """Say whether the characters before `end` stand in the file one behind the other, on one line;
-    only there may a quantifier have its colon unquoted (`kcdsl.source.yaml_text`)."""
+    """Return whether the characters before `end` are contiguous and on one line in the file; only
+    then may the colon of a quantifier be unquoted (`kcdsl.source.yaml_text`)."""
     assert places.pieces is not None
     return places.pieces[end - 1][1] - places.pieces[0][0] == end
 
 
 def _argument_end(text: str, end: int) -> int:
-    """Return where the argument ends whose bracket is not closed before `end`: where a comparison
-    follows it, before that, since no function takes one."""
+    """Return the end of the argument whose bracket is not closed before `end`. A comparison after
+    it is not part of it, since no function takes one."""
     depth, compared = 0, end
     for at in range(end - 1, -1, -1):
         char = text[at]
@@ -376,7 +377,7 @@ def _argument_end(text: str, end: int) -> int:
 
 
 def _apart(text: str, begin: int, end: int, word: str) -> str:
-    """Return a word with spaces where it would grow together with its neighbours."""
+    """Return a word with spaces where it would merge with its neighbours."""
     if not word.isalpha():
         return word
     before = " " if text[begin - 1 : begin].isalnum() else ""

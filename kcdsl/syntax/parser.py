@@ -1,6 +1,6 @@
-"""Parse expressions by the table of their grammar: from text to syntax tree, with places.
+"""Parse expressions by the table of their grammar: from text to syntax tree, with spans.
 
-A text that the table does not take is explained by Lark, which parses it by the same grammar
+Errors of a text that the table rejects are explained with Lark, by the same grammar
 (`kcdsl.syntax.errors`).
 """
 
@@ -58,7 +58,7 @@ class ParseNode(NamedTuple):
 
 
 def parse(text: str, start: str) -> ParseNode | None:
-    """Return the tree of a text by one of the start rules; None where it is not well formed."""
+    """Return the tree of a text by one of the start rules; None if it is not well formed."""
     state = STARTS[start]
     end_state = ENDS[start]
     states = [state]
@@ -94,7 +94,7 @@ def parse(text: str, start: str) -> ParseNode | None:
 
 
 def _next_token(text: str, at: int, state: int) -> Token | None:
-    """Return the token at a place, as the state allows it; None where there is none."""
+    """Return the token at a place that the state allows; None if there is none."""
     start = _WHITE.match(text, at).end()  # type: ignore[union-attr]
     if start == len(text):
         return Token("$END", "", start, start)
@@ -201,7 +201,8 @@ def _depth_exceeds(root: ParseNode, limit: int) -> bool:
 
 
 class _Builder:
-    """Turns the tree of the parser into ours. Depth is bounded before, so recursion is safe."""
+    """Converts the tree of the parser into the syntax tree. Depth is already bounded, so recursion
+    is safe."""
 
     def __init__(self, root: ParseNode, places: ScalarMap) -> None:
         self.root = root

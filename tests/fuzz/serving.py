@@ -172,7 +172,7 @@ def _check_rename(question: Question, sent: dict[str, Any]) -> None:
 
 
 def same_findings(snapshot: Snapshot, sink: Sink, name: str) -> bool:
-    """Say whether a server finds in a document what a check of it finds."""
+    """Return whether a server finds in a document what a check of it finds."""
     here = [(d.code.id, d.span) for d in snapshot.findings if d.source == snapshot.source]
     there = [(d.code.id, d.span) for d in sink if d.source is not None and d.source.name == name]
     return here == there

@@ -102,7 +102,7 @@ def names_of(path: Path) -> frozenset[str]:
 
 
 def resolves(dotted: str) -> bool:
-    """Say whether a dotted name is a module, or a name in one."""
+    """Return whether a dotted name is a module, or a name in one."""
     first, *rest = dotted.split(".")
     place = REPOSITORY / ROOTS[first]
     while rest and (place / rest[0]).is_dir():
@@ -115,7 +115,7 @@ def resolves(dotted: str) -> bool:
 
 
 def exists(place: str) -> bool:
-    """Say whether a path lies in the repository, from its root or from that of a package."""
+    """Return whether a path lies in the repository, from its root or from that of a package."""
     roots = ("", "backends", "certs", "grammar", "kcdsl", "backends/kcdsl_backends")
     return place.startswith(WRITTEN) or any((REPOSITORY / root / place).exists() for root in roots)
 

@@ -260,7 +260,7 @@ def compare(seeds: range, worlds: int = 40) -> Counter[str]:
 
 
 def is_shown(item: ClauseDifference) -> bool:
-    """Say whether values are shown that the new contract accepts and an old clause refuses."""
+    """Return whether values are shown that the new contract accepts and an old clause refuses."""
     whole = item.witness is not None and item.witness.extent is Extent.CONTRACT
     return whole and item.old_id is not None
 

@@ -408,7 +408,7 @@ def sample(hint: Any) -> Any:
 
 
 def takes_part(path: Path) -> bool:
-    """Say whether a value belongs to the meaning: each field on the way to it is compared.
+    """Return whether a value belongs to the meaning: each field on the way to it is compared.
 
     What the inference kernel reads stands at the kernel; a program repeats it at the model.
     """
@@ -438,7 +438,7 @@ def test_every_field_is_mutated() -> None:
 
 
 def is_sound(program: ir.Program) -> bool:
-    """Say whether a program is one: it loads again, and names nothing that is not there."""
+    """Return whether a program is one: it loads again, and names nothing that is not there."""
     try:
         return from_json(to_json(program)) == program
     except Refusal:

@@ -114,7 +114,7 @@ def asked_of_operands(run: KernelRun, kind: str) -> set[str]:
 
 
 def asks(run: KernelRun, kind: str, *operations: str) -> bool:
-    """Say whether all of these operations asked for this of another one's error."""
+    """Return whether all of these operations asked for this of another one's error."""
     found = {at.rsplit("_", 1)[-1] for at in asked_of_operands(run, kind)}
     return found >= set(operations)
 

@@ -92,7 +92,7 @@ def value_of(quantity: Quantity, scope: Scope) -> Fraction | None:
 
 
 def keeps(law: Law, value: Sequence[Fraction | None], slack: Fraction) -> bool | None:
-    """Say whether values keep a law; None where it says nothing of them. Orders may be missed by
+    """Return whether values keep a law; None where it says nothing of them. Orders may be missed by
     `slack`, which is for values that were rounded."""
 
     def at(n: int) -> Fraction:

@@ -186,7 +186,7 @@ class SlotMachine(RuleBasedStateMachine):
         return {one: "revoked" for each in signed for one in each if one in self.gone}
 
     def _serves(self, triple: str, live: str | None) -> bool:
-        """Say whether the gate is open at `full`."""
+        """Return whether the gate is open at `full`."""
         known = self.candidates[triple]
         answer, _ = judge(known, live, FULL, self._withdrawn(known), self.gone | self.ended)
         return answer is GateAnswer.SUCCESSFUL

@@ -82,7 +82,7 @@ def bounded(problem: BlockProblem, x: np.ndarray, radius: float, domain: str) ->
 
 
 def chosen_otherwise(problem: BlockProblem, x: np.ndarray, radius: float, runs: int) -> bool:
-    """Say whether a simulated run of either kernel may choose other experts than the graph, by its
+    """Return whether a simulated run of a kernel may choose other experts than the graph, by its
     logits or by shares of float32; ties count."""
     graph = problem.graph
     route = next(node for node in graph.nodes if node.op == "route")

@@ -73,7 +73,7 @@ def test_layers_agree(tmp_path: Path, rule: str, pair: str, radius: float) -> No
 
 
 def follows(scene: Any, rows: int, claim: float) -> bool:
-    """Say whether a claim follows from trees that cut nothing."""
+    """Return whether a claim follows from trees that cut nothing."""
     try:
         with np.errstate(all="ignore"):
             derive_splits(scene, [LEAF] * rows, claim)

@@ -372,7 +372,7 @@ def holds(formula: ir.Formula, values: Values) -> bool:
 
 
 def judged(formula: ir.Formula) -> bool:
-    """Say whether directions are judged: neither equality nor an assumption is in it."""
+    """Return whether directions are judged: neither equality nor an assumption is in it."""
     return not any(
         (isinstance(part, ir.Compare) and part.op == "==")
         or (isinstance(part, ir.Connective) and part.op == "implies")

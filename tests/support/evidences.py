@@ -58,7 +58,7 @@ _RATES = st.fractions(0, 1, max_denominator=1000)
 
 
 def same(one: Any, other: Any) -> bool:
-    """Say whether two values have the same bits; a tuple may have come back as a list."""
+    """Return whether two values have the same bits; a tuple may have come back as a list."""
     if dataclasses.is_dataclass(one):
         return type(one) is type(other) and all(
             same(getattr(one, f.name), getattr(other, f.name))

@@ -69,7 +69,7 @@ def write(random: Random, text: str, style: str, where: Where) -> Written | None
 
 
 def _raw(char: str) -> bool:
-    """Say whether a character may stand in a file as itself, on one line."""
+    """Return whether a character may stand in a file as itself, on one line."""
     code = ord(char)
     printable = 0x20 <= code <= 0x7E or 0xA0 <= code <= 0xD7FF or 0xE000 <= code <= 0xFFFD
     return char == "\t" or ((printable or code > 0xFFFF) and char not in "\u2028\u2029\ufeff")
@@ -334,7 +334,7 @@ def document(random: Random, text: str, style: str) -> Document | None:
 
 
 def _elsewhere(random: Random, style: str) -> bool:
-    """Say whether a value stands on the line below its key."""
+    """Return whether a value stands on the line below its key."""
     return style not in {"|", ">"} and random.random() < 0.2
 
 

@@ -59,7 +59,7 @@ LOOK_ALIKES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def refused(name: str, change: dict[str, Any]) -> bool:
-    """Say whether the configuration of a form is refused for its own sake, with this change."""
+    """Return whether the configuration of a form is refused for its own sake, with this change."""
     form = EVERY_FORM[name]
     try:
         registry.load(form.architecture).build(form.saved() | change)

@@ -485,7 +485,7 @@ def lumped(one: Sequence_) -> list[tuple[Row, Row]]:
 
 
 def is_json(text: str) -> bool:
-    """Say whether a text is JSON."""
+    """Return whether a text is JSON."""
     try:
         json.loads(text)
     except ValueError:
@@ -494,7 +494,7 @@ def is_json(text: str) -> bool:
 
 
 def calls(text: str) -> bool:
-    """Say whether a text is an object whose city is a string."""
+    """Return whether a text is an object whose city is a string."""
     found: Any = json.loads(text) if is_json(text) else None
     return isinstance(found, dict) and isinstance(found.get("city"), str)
 

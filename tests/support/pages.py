@@ -219,7 +219,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def agrees(shown: str, printed: str, *, roughly: bool = False) -> bool:
-    """Say whether a page shows what was printed; `…` stands for any text in its line, and for any
+    """Return whether a page shows the output; `…` stands for any text in its line, and for any
     lines where it stands alone. Blanks at the ends of lines do not count.
 
     `roughly` says so of a run with numbers that another machine, or another run, has otherwise: a

@@ -172,7 +172,7 @@ def _called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _other_class(tensor: Tensor) -> bool:
-    """Say whether a tensor is of a class that computes for itself, over tensors of the device."""
+    """Return whether a tensor is of a class with its own arithmetic over device tensors."""
     return type(tensor) not in (Tensor, Parameter, Held) and tensor.device.type == "cuda"
 
 

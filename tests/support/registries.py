@@ -76,7 +76,7 @@ def serving(registry: FakeRegistry) -> Iterator[FakeRegistry]:
         protocol_version = "HTTP/1.1"
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
+            """Print nothing."""
 
         def answer(self, status: int, data: bytes = b"", **headers: str) -> None:
             self.send_response(status)

@@ -173,12 +173,12 @@ Kept = Mapping[tuple[str, str], Answer]
 
 
 def is_true(answer: Answer) -> bool:
-    """Say whether a statement is true."""
+    """Return whether a statement is true."""
     return answer.truth is Truth.TRUE
 
 
 def is_broken(answer: Answer) -> bool:
-    """Say whether measured values speak against a statement: it is false, or divides by zero.
+    """Return whether measured values speak against a statement: it is false, or divides by zero.
 
     What is undefined for want of evidence (no rows, no finite value, no record) speaks neither for
     a statement nor against it.

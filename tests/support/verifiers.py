@@ -140,7 +140,7 @@ def actionlint(repository: Path) -> list[str]:
 
 
 def follows_schema(name: str, document: Path) -> bool:
-    """Say whether a YAML file follows a schema that check-jsonschema has, such as `gitlab-ci`."""
+    """Return whether a YAML file follows a schema of check-jsonschema, such as `gitlab-ci`."""
     words = [str(PYTHON.parent / "check-jsonschema"), "--builtin-schema", f"vendor.{name}"]
     ran = subprocess.run([*words, str(document)], capture_output=True, text=True, check=False)
     if ran.returncode != 0 and "Schema validation errors" not in ran.stdout:

@@ -12,7 +12,7 @@ from kcdsl.diagnostics.spans import Span
 SUFFIXES = {".json": "json", ".sarif": "sarif", ".xml": "junit", ".txt": "text"}
 """The format of a file that is written, by its suffix."""
 DOCUMENTS = ("json", "sarif", "junit")
-"""The formats that are a document even where nothing was found."""
+"""The formats that write a document even without findings."""
 
 
 class Checked(NamedTuple):
@@ -23,8 +23,8 @@ class Checked(NamedTuple):
 
 
 class LintRun(NamedTuple):
-    """The facts that formats show with the findings: the files that were checked, the accepted
-    findings, where the pages of codes are published, which severity fails, and the exit code."""
+    """The data that formats show with the findings: the checked files, the accepted findings, the
+    location of the published pages of codes, the severity that fails, and the exit code."""
 
     command: str = "kcdsl lint"
     files: tuple[Checked, ...] = ()
@@ -60,7 +60,8 @@ def render(
 
 
 def page_url(docs_url: str | None, code: str) -> str | None:
-    """Return where the page of a code is published: `{code}` in the URL, else a file below it."""
+    """Return the URL of the published page of a code: `{code}` in the base URL, else a file below
+    it."""
     if docs_url is None:
         return None
     if "{code}" in docs_url:

@@ -243,11 +243,11 @@ _RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
 
 
 def render_junit(diagnostics: Iterable[Diagnostic], run: LintRun) -> str:
-    """Return a suite for each file, with a case for each clause and one, named as the file, for
-    the rest of it: failed by what is at least as severe as `fail_on`, the rest as output, accepted
-    findings with their reasons too.
+    """Return a suite for each file, with a case for each clause and one, named as the file, for the
+    rest of the file. Findings at least as severe as `fail_on` fail their case; others are output,
+    as are accepted findings, with their reasons.
 
-    Files without findings are passed cases. Findings of no file make a suite of their own.
+    Files without findings are passed cases. Findings without a file are a separate suite.
     """
     by_file: dict[str, list[_Finding]] = {file.name: [] for file in run.files}
     accepted = ((item.diagnostic, item.reason) for item in run.suppressed)
@@ -287,7 +287,7 @@ def _cases_of(
 def _add_case(
     suite: xml.Element, file: str, name: str, found: list[_Finding], run: LintRun
 ) -> bool:
-    """Add one case; say whether it failed."""
+    """Add one case; return whether it failed."""
     attributes = {"classname": _clean(file), "name": _clean(name), "file": _clean(file)}
     open_findings = [d for d, reason in found if reason is None]
     failing = [d for d in open_findings if _RANK[d.severity] >= _RANK[run.fail_on]]
@@ -315,5 +315,5 @@ def _count(element: xml.Element, tests: int, failures: int) -> None:
 
 
 def _clean(text: str) -> str:
-    """Keep characters out that XML 1.0 does not have, and those that a terminal would obey."""
+    """Remove characters that XML 1.0 does not allow, and control characters of terminals."""
     return printable(_FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text))

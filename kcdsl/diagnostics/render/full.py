@@ -1,5 +1,5 @@
-"""Diagnostics for people: the source line, carets under the exact characters, notes, help, and
-what a fix would change."""
+"""Diagnostics for people: the source line, carets under the exact characters, notes, help, and the
+changes of a fix."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def render_full(diagnostics: Iterable[Diagnostic], stream: TextIO | None = None)
 
 
 def render_place(source: SourceFile, span: Span, text: str, stream: TextIO | None = None) -> str:
-    """Return one place of a file: where it is, its line, and carets with a few words."""
+    """Return one place of a file: its position, its line, and carets with a label."""
     marks = marks_of(source, span, True, text)
     page = SnippetStyle(width_of(stream), wants_colour(stream), _gutter(marks))
     return "\n".join([_arrow(source, span, page), *snippet(source, marks, page, YELLOW)])
@@ -87,7 +87,7 @@ def _tail(kind: str, text: str, page: SnippetStyle) -> Iterator[str]:
 
 
 def _evident(diagnostic: Diagnostic) -> bool:
-    """Say whether the help shows what the fix would write."""
+    """Return whether the help contains the text that the fix would write."""
     assert diagnostic.fix is not None
     edits, help = diagnostic.fix.edits, diagnostic.help or ""
     return len(edits) == 1 and bool(edits[0].text) and f"`{edits[0].text.strip()}`" in help
@@ -104,20 +104,20 @@ def _fix(source: SourceFile, fix: Fix, page: SnippetStyle) -> Iterator[str]:
 _LINES_PER_SPAN = 6
 _LINES_OF_FIX = 6
 _LONGEST_OF_FIX = 2**16
-"""Characters of the lines that a fix changes, beyond which they are not shown: each finding would
-read them all."""
+"""Largest number of characters in the lines that a fix changes for which they are shown: each
+finding reads them all."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnippetStyle:
-    """How a snippet is printed: width in columns, colour, columns of the line numbers."""
+    """The layout of a snippet: width in columns, colour, columns of the line numbers."""
 
     width: int
     colour: bool
     gutter: int = 1
 
     def margin(self, number: int | None = None, sign: str = "|") -> str:
-        """Return what stands before a line: its number, or nothing, and a sign."""
+        """Return the prefix of a line: its number, if any, and a sign."""
         label = "" if number is None else str(number)
         return (
             f"{paint(label.rjust(self.gutter), BLUE, self.colour)} {paint(sign, BLUE, self.colour)}"
@@ -125,7 +125,7 @@ class SnippetStyle:
 
     @property
     def room(self) -> int:
-        """Return the columns that are left for a line of source."""
+        """Return the number of columns for a line of source."""
         return max(20, self.width - self.gutter - 3)
 
 
@@ -143,8 +143,8 @@ class Mark:
 
 
 def marks_of(source: SourceFile, span: Span, primary: bool, text: str = "") -> list[Mark]:
-    """Split a span into one mark per line; indentation and line ends are left out, and all but the
-    first lines of a long one."""
+    """Split a span into one mark per line, without indentation and line ends; of a long span only
+    the first lines."""
     first, last = source.position(span.start), source.position(max(span.start, span.end))
     marks = []
     for number in range(first.line, last.line + 1):
@@ -180,7 +180,8 @@ def snippet(
 
 
 def _rows(source: SourceFile, marks: Sequence[Mark], room: int) -> Iterator[list[Mark]]:
-    """Gather marks that can share a row of carets: one behind the other, words at the end only."""
+    """Group marks that can share a row of carets: one after the other, only the last with a
+    label."""
     row: list[Mark] = []
     for mark in marks:
         joined = sorted([*row, mark], key=lambda item: item.start)
@@ -222,7 +223,7 @@ def _columns(text: str) -> int:
 
 
 def _fits(text: str, room: int) -> bool:
-    """Say whether a line has room; one that is much longer is not read to its end."""
+    """Return whether a line fits; one that is much longer is not read to its end."""
     if text.isascii() and len(text) > room:  # each takes a column, or more
         return False
     if text.isascii() and text.isprintable():
@@ -252,8 +253,7 @@ def _piece(text: str, skip: int, cut: int) -> str:
 
 
 def changed_lines(source: SourceFile, edits: Sequence[Edit], page: SnippetStyle) -> Iterator[str]:
-    """Yield the lines that edits change, as they are and as they would be; nothing where those are
-    many."""
+    """Yield the lines that edits change, before and after; nothing if they are too many."""
     first = source.position(min(edit.span.start for edit in edits)).line
     start = source.line_start(first)
     end = max(edit.span.end for edit in edits)

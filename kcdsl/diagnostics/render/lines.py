@@ -31,7 +31,7 @@ _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE
 
 
 def render_github(diagnostics: Iterable[Diagnostic]) -> str:
-    """Return one `::error file=…,line=…,endLine=…,col=…,endColumn=…,title=…::message` a line.
+    """Return one line `::error file=…,line=…,endLine=…,col=…,endColumn=…,title=…::message` each.
 
     Files are named from the root of the checkout, wherever the step runs. Columns count from 1; the
     last column is inclusive, and is left out where the place spans several lines, as the format
@@ -59,7 +59,7 @@ def _command(diagnostic: Diagnostic) -> str:
 
 
 def _named(name: str) -> str:
-    """Return a file as annotations name it: from the root of the checkout, where it is inside."""
+    """Return the path of a file for annotations: relative to the root of the checkout if inside."""
     root = os.environ.get("GITHUB_WORKSPACE")
     path = Path(name).resolve()
     if not root or not path.is_relative_to(Path(root).resolve()):
@@ -68,7 +68,7 @@ def _named(name: str) -> str:
 
 
 def _plain(text: str, ends: str = "\r\n") -> str:
-    """Return a text without what a terminal would obey; line ends stay, to be encoded."""
+    """Return a text without control characters of terminals; line ends are kept, to be encoded."""
     return "".join(char if char in ends else visible(char) for char in text)
 
 

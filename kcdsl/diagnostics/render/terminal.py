@@ -1,5 +1,5 @@
-"""Text for a terminal: colour, width, the cells of a character, and nothing that a hostile file
-could do to it."""
+"""Text for a terminal: colour, width, the cells of a character, and protection from control
+characters in hostile files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _OBEYED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def wants_colour(stream: TextIO | None) -> bool:
-    """Say whether output to a stream is coloured: NO_COLOR, then FORCE_COLOR, then what it is."""
+    """Return whether output to a stream is coloured: by NO_COLOR, FORCE_COLOR, or the kind of
+    stream."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -38,13 +39,13 @@ def width_of(stream: TextIO | None) -> int:
 
 
 def paint(text: str, code: str, colour: bool) -> str:
-    """Return a text in a colour, where there is colour."""
+    """Return a text in a colour, if colour is on."""
     return f"\x1b[{code}m{text}\x1b[0m" if colour and text else text
 
 
 def printable(text: str) -> str:
-    """Return a text for one line or several, without what could move the cursor, turn the order of
-    characters, or be a workflow command to the log of a build server."""
+    """Return a text of one or more lines without characters that move the cursor, change the order
+    of characters, or form a workflow command in the log of a build server."""
     if not text.isprintable():
         text = "".join(char if char == "\n" else visible(char) for char in text)
     if "::" not in text and "##[" not in text:
@@ -53,7 +54,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text for one line: as `printable`, and line ends are shown as signs too."""
+    """Return a text for one line: as `printable`, with line ends shown as signs."""
     return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
 
 
@@ -63,8 +64,8 @@ def counted(count: int, noun: str) -> str:
 
 
 def json_for_terminals(text: str) -> str:
-    """Return the text of a JSON document with escapes where a terminal, or the log of a build
-    server, would obey what it says: the document is the same."""
+    """Return the text of a JSON document with control characters and workflow commands escaped; the
+    document is the same."""
     text = text.replace("##[", "##\\u005b")
     return (
         text
@@ -74,7 +75,7 @@ def json_for_terminals(text: str) -> str:
 
 
 def json_text(document: Any, **how: Any) -> str:
-    """Return a JSON document that no terminal obeys, ending with a line break."""
+    """Return a JSON document without control characters of terminals, ending with a line break."""
     import json
 
     text = json.dumps(document, **{"indent": 2, "ensure_ascii": False} | how)
@@ -83,8 +84,8 @@ def json_text(document: Any, **how: Any) -> str:
 
 @lru_cache(maxsize=1024)
 def visible(char: str) -> str:
-    """Return a character, or the sign of replacement for one that controls the terminal or turns
-    the order of what follows."""
+    """Return a character, or the replacement sign for one that controls the terminal or changes the
+    order of the following text."""
     if char in _BIDIRECTIONAL or unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"}:
         return "\N{REPLACEMENT CHARACTER}"
     return char
@@ -103,7 +104,7 @@ def cells(char: str) -> int:
 
 
 def shown(text: str) -> str:
-    """Return a piece of a line of source: tabs as spaces, nothing that could harm."""
+    """Return a piece of a source line with tabs as spaces and control characters replaced."""
     text = text.replace("##[", "##\N{REPLACEMENT CHARACTER}")
     if text.isprintable():
         return text

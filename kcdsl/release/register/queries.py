@@ -235,7 +235,7 @@ def _slot(connection: Connection, row: Row[Any]) -> Slot:
 
 
 def _follows(slot: Slot, last: Promotion, made: Promotion | None) -> bool:
-    """Say whether a slot may be what its last decision left, and has what `made` made live."""
+    """Return whether a slot agrees with its last decision and with `made`, which made it live."""
     if last.state is PromotionState.PROMOTED and slot.triple != last.candidate:
         return False
     if last.state is PromotionState.ROLLED_BACK and slot.triple != last.incumbent:

@@ -206,13 +206,13 @@ def pointwise(term: ir.Term, unit: Unit) -> list[Fraction]:
 
 
 def carries(unit: Unit, fields: Sequence[str]) -> bool:
-    """Say whether the trace record of a request has every field, not null and not empty."""
+    """Return whether the trace record of a request has every field, not null and not empty."""
     record = unit.record or {}
     return all(record.get(name) not in (None, "", [], {}) for name in fields)
 
 
 def is_timed(term: ir.Term) -> bool:
-    """Say whether a term ranges over timed runs; undefined where it mixes them with requests."""
+    """Return whether a term ranges over timed runs; undefined where it mixes them with requests."""
     found = {
         definition.family is ir.Family.RUNTIME and definition.name != "failure_rate"
         for part in subterms(term)

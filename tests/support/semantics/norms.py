@@ -64,7 +64,7 @@ def root(square: Fraction) -> Length:
 
 
 def less(left: Length, right: Length) -> bool:
-    """Say whether left < right."""
+    """Return whether left < right."""
     match left, right:
         case Root(a), Root(b):
             return a < b
@@ -78,7 +78,7 @@ def less(left: Length, right: Length) -> bool:
 
 
 def keeps_first(pair: Pair, k: int) -> bool:
-    """Say whether both runs have the same k largest entries in every row.
+    """Return whether both runs have the same k largest entries in every row.
 
     A tie at the border decides nothing, so it counts as a change. Undefined for k beyond the row.
     """

@@ -90,7 +90,7 @@ def exchanged(document: Document, one: Place, two: Place) -> Document:
 
 
 def sound(document: Document, path: Path, words: str) -> bool:
-    """Say whether a document is accepted; fail where the checker or a run fails."""
+    """Return whether a document is accepted; fail where the checker or a run fails."""
     outcome = recheck(json.dumps(document).encode(), path)
     assert outcome.reason != "internal", (words, outcome.detail)
     if outcome.ok:

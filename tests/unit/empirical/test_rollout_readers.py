@@ -49,7 +49,7 @@ def read(
 
 
 def same(a: Rollout, b: Rollout) -> bool:
-    """Say whether two rollouts hold the same tokens, masks and log-probabilities."""
+    """Return whether two rollouts hold the same tokens, masks and log-probabilities."""
     assert a.train is not None
     assert a.infer is not None
     assert b.train is not None

@@ -63,7 +63,7 @@ def all_ways(form: str) -> dict[str, Callable[[Floats], Floats]]:
 
 
 def same(first: Floats, second: Floats) -> bool:
-    """Say whether numbers are the same, signs of zeros included."""
+    """Return whether numbers are the same, signs of zeros included."""
     return np.array_equal(first, second) and np.array_equal(np.signbit(first), np.signbit(second))
 
 

@@ -21,7 +21,7 @@ LIMIT_MS = 60_000
 
 
 def proved(*assumptions: z3.BoolRef, claim: z3.BoolRef) -> bool:
-    """Say whether the claim follows; unknown is no."""
+    """Return whether the claim follows; unknown is no."""
     solver = z3.Solver()
     solver.set("timeout", LIMIT_MS)
     solver.add(*assumptions, z3.Not(claim))

@@ -105,7 +105,7 @@ def why_open(
 
 
 def _of_times(clause: Clause) -> str:
-    """Say what does not help where times are open."""
+    """Return a remedy for undecided clauses about times; empty for other clauses."""
     if not reads_times(clause.require):
         return ""
     return "; add requests to the slice, since the timed runs of a request count as one"

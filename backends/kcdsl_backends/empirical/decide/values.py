@@ -50,7 +50,7 @@ Side = Literal["upper", "lower"]
 
 
 def is_timed(term: Term, data: SliceData) -> bool:
-    """Say whether a term ranges over timed runs.
+    """Return whether a term ranges over timed runs.
 
     Raises `NotMeasurable` for one that mixes them with values of the model.
     """

@@ -244,12 +244,12 @@ _TIMES = frozenset(name for name, metric in METRICS.items() if "timing" in metri
 
 
 def reads_times(formula: Formula) -> bool:
-    """Say whether a formula reads times, of which each request has several."""
+    """Return whether a formula reads times, of which each request has several."""
     return bool(metrics_of(formula) & _TIMES)
 
 
 def is_throughput(clause: Clause) -> bool:
-    """Say whether a clause compares the throughput with a number: a mean over timed requests."""
+    """Return whether a clause compares the throughput with a number: a mean over timed requests."""
     found = threshold(clause.require)
     return found is not None and Metric("throughput") in subterms(found[0]) and not clause.budget
 
