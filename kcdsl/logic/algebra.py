@@ -19,16 +19,16 @@ from typing import Final, Generic, Literal, Protocol, TypeVar, assert_never
 
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
 from kcdsl.logic.axioms import (
-    AtMost,
-    Bent,
-    Between,
-    Flat,
+    ConditionalBound,
+    ConstantValues,
+    ExtremeMean,
     Law,
-    Least,
-    Most,
-    Opposite,
-    Share,
-    Tied,
+    LinearBound,
+    LowerBound,
+    NegatedBound,
+    QuantileBound,
+    UnionBounds,
+    UpperBound,
 )
 
 Side = Literal["largest", "smallest"]
@@ -164,32 +164,32 @@ def axiom(law: Law, variables: Sequence[N], algebra: Algebra[N, B]) -> B:
     """Return a law as an expression; `variables` are the quantities in order."""
     real, compare = algebra.real, algebra.compare
     match law:
-        case Least(quantity, limit):
+        case LowerBound(quantity, limit):
             return compare("<=", real(limit), variables[quantity])
-        case Most(quantity, limit):
+        case UpperBound(quantity, limit):
             return compare("<=", variables[quantity], real(limit))
-        case AtMost(small, factor, large):
+        case LinearBound(small, factor, large):
             return compare("<=", variables[small], scaled(factor, variables[large], algebra))
-        case Opposite(small, large):
+        case NegatedBound(small, large):
             return compare("<=", algebra.negative(variables[small]), variables[large])
-        case Bent(large, bound, small, limit):
+        case ConditionalBound(large, bound, small, limit):
             premise = compare("<=", variables[large], real(bound))
             return algebra.implies(premise, compare("<=", variables[small], real(limit)))
-        case Tied(mean, another, limit, low):
+        case ExtremeMean(mean, another, limit, low):
             op, end = "<=" if low else ">=", real(limit)
             premise = compare(op, variables[mean], end)
             return algebra.implies(premise, compare(op, variables[another], end))
-        case Flat(mean, extreme, another):
+        case ConstantValues(mean, extreme, another):
             premise = compare("==", variables[mean], variables[extreme])
             conclusion = compare("==", variables[another], variables[extreme])
             return algebra.implies(premise, conclusion)
-        case Share(mean, quantile, q, low):
+        case QuantileBound(mean, quantile, q, low):
             end, high = real(low), variables[quantile]
             above = algebra.arithmetic("-", high, end)
             share = algebra.arithmetic("*", real(1 - q), above)
             beyond = compare("<", share, algebra.arithmetic("-", variables[mean], end))
             return algebra.implies(compare("<", end, high), beyond)
-        case Between(whole, parts, above, below):
+        case UnionBounds(whole, parts, above, below):
             own, limits = variables[whole], []
             if above:
                 limits.append(algebra.some([compare("<=", own, variables[p]) for p in parts]))

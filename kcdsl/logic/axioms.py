@@ -21,7 +21,7 @@ from itertools import combinations, permutations
 from kcdsl.ir.formulas import subterms
 from kcdsl.ir.predicates import Division, Inside
 from kcdsl.ir.terms import Abs, Metric, Statistic, Term
-from kcdsl.logic.relations import MONOTONE, Interval, Placed, at_most, bent, interval
+from kcdsl.logic.relations import MONOTONE, Interval, Placed, at_most, conditional_bounds, interval
 from kcdsl.metrics import find_metric
 
 _MOST_PARTS, _MOST_TOGETHER = 6, 4
@@ -54,7 +54,7 @@ class ContractFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Least:
+class LowerBound:
     """quantity >= limit."""
 
     quantity: int
@@ -62,7 +62,7 @@ class Least:
 
 
 @dataclass(frozen=True, slots=True)
-class Most:
+class UpperBound:
     """quantity <= limit."""
 
     quantity: int
@@ -70,7 +70,7 @@ class Most:
 
 
 @dataclass(frozen=True, slots=True)
-class AtMost:
+class LinearBound:
     """small <= factor * large."""
 
     small: int
@@ -80,7 +80,7 @@ class AtMost:
 
 
 @dataclass(frozen=True, slots=True)
-class Opposite:
+class NegatedBound:
     """-small <= large."""
 
     small: int
@@ -89,7 +89,7 @@ class Opposite:
 
 
 @dataclass(frozen=True, slots=True)
-class Bent:
+class ConditionalBound:
     """large <= bound implies small <= limit."""
 
     large: int
@@ -100,7 +100,7 @@ class Bent:
 
 
 @dataclass(frozen=True, slots=True)
-class Tied:
+class ExtremeMean:
     """If a mean is at the end of the range, every value is.
 
     `low`: mean <= limit implies other <= limit; else mean >= limit implies other >= limit.
@@ -114,7 +114,7 @@ class Tied:
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class ConstantValues:
     """If a mean equals an extreme, all values are equal: mean == extreme implies
     other == extreme."""
 
@@ -125,7 +125,7 @@ class Flat:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class QuantileBound:
     """quantile > low implies (1 - q) (quantile - low) < mean - low."""
 
     mean: int
@@ -136,7 +136,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
+class UnionBounds:
     """The value of a union is at most that of one part (`above`), and at least that of one part
     (`below`)."""
 
@@ -146,7 +146,17 @@ class Between:
     below: bool
 
 
-Law = Least | Most | AtMost | Opposite | Bent | Tied | Flat | Share | Between
+Law = (
+    LowerBound
+    | UpperBound
+    | LinearBound
+    | NegatedBound
+    | ConditionalBound
+    | ExtremeMean
+    | ConstantValues
+    | QuantileBound
+    | UnionBounds
+)
 
 
 def laws(
@@ -160,23 +170,23 @@ def laws(
     ranges = [interval(term, setting.known) for term in terms]
     for n, found in enumerate(ranges):
         if found.low is not None:
-            yield Least(n, found.low)
+            yield LowerBound(n, found.low)
         if found.high is not None:
-            yield Most(n, found.high)
+            yield UpperBound(n, found.high)
     for small, large in permutations(range(len(quantities)), 2):
         a, b = quantities[small], quantities[large]
         related = at_most(a, b, setting.temperature, setting.inside)
         if related is not None:
-            yield AtMost(small, related[0], large, related[1])
+            yield LinearBound(small, related[0], large, related[1])
         magnitude = isinstance(b.of, Abs) and b.of.of == a.of and a.slice == b.slice
         if magnitude and a.kind == b.kind and a.kind in ("mean", "max"):
-            yield Opposite(small, large, ("-x <= |x|",))
+            yield NegatedBound(small, large, ("-x <= |x|",))
         for bound in sorted(compared[large]):
-            for limit, why in bent(a, b, bound, setting.temperature, setting.inside):
-                yield Bent(large, bound, small, limit, why)
+            for limit, why in conditional_bounds(a, b, bound, setting.temperature, setting.inside):
+                yield ConditionalBound(large, bound, small, limit, why)
         if setting.one_request and _is_worst(a, b):
-            yield AtMost(large, Fraction(1), small, ("a request stands by its worst token",))
-            yield AtMost(small, Fraction(1), large, ("a request stands by its worst token",))
+            yield LinearBound(large, Fraction(1), small, ("a request counts as its worst token",))
+            yield LinearBound(small, Fraction(1), large, ("a request counts as its worst token",))
     yield from _means(quantities, ranges, setting)
     yield from _divisions(quantities, setting)
 
@@ -201,19 +211,19 @@ def _means(
             for other in (n for n in group if n != mean):
                 low, high = ranges[mean].low, ranges[mean].high
                 if low is not None:
-                    yield Tied(mean, other, low, True)
+                    yield ExtremeMean(mean, other, low, True)
                 if high is not None:
-                    yield Tied(mean, other, high, False)
+                    yield ExtremeMean(mean, other, high, False)
                 for extreme in group:
                     if quantities[extreme].kind in ("min", "max") and extreme != other:
-                        yield Flat(mean, extreme, other)
+                        yield ConstantValues(mean, extreme, other)
                 q, of = quantities[other].q, quantities[other].of
                 single = low is not None and not is_of_tokens(of, setting.by_request)
                 if single and low is not None and q is not None and q < 1:
-                    yield Share(mean, other, q, low)
+                    yield QuantileBound(mean, other, q, low)
 
 
-def _divisions(quantities: Sequence[Placed], setting: ContractFacts) -> Iterator[Between]:
+def _divisions(quantities: Sequence[Placed], setting: ContractFacts) -> Iterator[UnionBounds]:
     """Yield the laws of unions: the maximum of a slice is at most the largest maximum of its parts,
     and if parts are disjoint, its mean and percentiles lie between theirs."""
     same: dict[object, list[int]] = defaultdict(list)
@@ -230,7 +240,7 @@ def _divisions(quantities: Sequence[Placed], setting: ContractFacts) -> Iterator
             ]
             for chosen, apart in _divided(quantities, whole, inner, setting):
                 kind = quantities[whole].kind
-                yield Between(whole, chosen, apart or kind == "max", apart or kind == "min")
+                yield UnionBounds(whole, chosen, apart or kind == "max", apart or kind == "min")
 
 
 def _divided(

@@ -155,7 +155,7 @@ def domination_reasons(small: Term, large: Term, temperature: Fraction | None) -
     return ("x <= |x|",)
 
 
-def bent(
+def conditional_bounds(
     a: Placed,
     b: Placed,
     bound: Fraction,

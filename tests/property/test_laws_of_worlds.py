@@ -16,17 +16,17 @@ from kcdsl.ir import terms as ir
 from kcdsl.ir.predicates import division, inclusion
 from kcdsl.logic.algebra import LARGEST, SMALLEST, Side, axiom
 from kcdsl.logic.axioms import (
-    AtMost,
-    Bent,
-    Between,
+    ConditionalBound,
+    ConstantValues,
     ContractFacts,
-    Flat,
+    ExtremeMean,
     Law,
-    Least,
-    Most,
-    Opposite,
-    Share,
-    Tied,
+    LinearBound,
+    LowerBound,
+    NegatedBound,
+    QuantileBound,
+    UnionBounds,
+    UpperBound,
     has_two_sides,
     laws,
 )
@@ -101,27 +101,27 @@ def keeps(law: Law, value: Sequence[Fraction | None], slack: Fraction) -> bool |
         return found
 
     match law:
-        case Least(quantity, limit):
+        case LowerBound(quantity, limit):
             return at(quantity) >= limit - slack
-        case Most(quantity, limit):
+        case UpperBound(quantity, limit):
             return at(quantity) <= limit + slack
-        case AtMost(lesser, factor, large):
+        case LinearBound(lesser, factor, large):
             return at(lesser) <= factor * at(large) + slack
-        case Opposite(lesser, large):
+        case NegatedBound(lesser, large):
             return -at(lesser) <= at(large) + slack
-        case Bent(large, bound, lesser, limit):
+        case ConditionalBound(large, bound, lesser, limit):
             return at(lesser) <= limit + slack if at(large) <= bound else None
-        case Tied(mean, other, limit, low):
+        case ExtremeMean(mean, other, limit, low):
             if at(mean) > limit if low else at(mean) < limit:
                 return None
             return at(other) <= limit if low else at(other) >= limit
-        case Flat(mean, extreme, other):
+        case ConstantValues(mean, extreme, other):
             return at(other) == at(extreme) if at(mean) == at(extreme) else None
-        case Share(mean, quantile, q, low):
+        case QuantileBound(mean, quantile, q, low):
             if at(quantile) <= low:
                 return None
             return (1 - q) * (at(quantile) - low) < at(mean) - low
-        case Between(whole, parts, above, below):
+        case UnionBounds(whole, parts, above, below):
             others = [at(part) for part in parts]
             return not ((above and at(whole) > max(others)) or (below and at(whole) < min(others)))
         case _:
@@ -133,7 +133,7 @@ def spoken(law: Law) -> Iterator[int]:
     for name in ("quantity", "small", "large", "mean", "other", "extreme", "quantile", "whole"):
         if hasattr(law, name):
             yield getattr(law, name)
-    if isinstance(law, Between):
+    if isinstance(law, UnionBounds):
         yield from law.parts
 
 
@@ -191,7 +191,15 @@ def test_laws_of_whole_slices() -> None:
                 yield values(found, measured, of_slices(measured))
 
     seen = check(found, setting, small.NUMBERS, worlds())
-    for law in ("Least", "Most", "AtMost", "Tied", "Flat", "Share", "Between"):
+    for law in (
+        "LowerBound",
+        "UpperBound",
+        "LinearBound",
+        "ExtremeMean",
+        "ConstantValues",
+        "QuantileBound",
+        "UnionBounds",
+    ):
         assert seen[law] >= 100, seen
 
 
@@ -211,7 +219,7 @@ def test_laws_of_single_requests_and_windows() -> None:
                         yield values(found, measured, {"all": group})
 
         seen = check(found, setting, small.NUMBERS, worlds())
-        for law in ("AtMost", "Tied", "Flat", "Share"):
+        for law in ("LinearBound", "ExtremeMean", "ConstantValues", "QuantileBound"):
             assert seen[law] >= 100, (size, seen)
 
 
@@ -228,7 +236,7 @@ def test_laws_of_distributions() -> None:
             yield values(found, world, {"all": world.data["data.jsonl"]})
 
     seen = check(found, setting, bounds, worlds(), ROUNDING)
-    for law in ("Least", "Most", "AtMost", "Bent", "Opposite"):
+    for law in ("LowerBound", "UpperBound", "LinearBound", "ConditionalBound", "NegatedBound"):
         assert seen[law] >= 100, seen
 
 

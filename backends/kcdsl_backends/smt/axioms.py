@@ -20,17 +20,17 @@ from kcdsl.ir.printer import region_text, term_text
 from kcdsl.ir.terms import Drift, Norm, Region, Statistic, Term
 from kcdsl.logic.algebra import Side, axiom
 from kcdsl.logic.axioms import (
-    AtMost,
-    Bent,
-    Between,
+    ConditionalBound,
+    ConstantValues,
     ContractFacts,
-    Flat,
+    ExtremeMean,
     Law,
-    Least,
-    Most,
-    Opposite,
-    Share,
-    Tied,
+    LinearBound,
+    LowerBound,
+    NegatedBound,
+    QuantileBound,
+    UnionBounds,
+    UpperBound,
     laws,
 )
 from kcdsl.logic.relations import NORMS
@@ -155,31 +155,31 @@ class _Writer:
     def words(self, law: Law) -> str:
         """Return a law and its reason as text."""
         match law:
-            case Least(quantity, limit):
+            case LowerBound(quantity, limit):
                 return f"{self.quantities[quantity]} is never below {real_text(limit)}"
-            case Most(quantity, limit):
+            case UpperBound(quantity, limit):
                 return f"{self.quantities[quantity]} is never above {real_text(limit)}"
-            case AtMost(small, factor, large, why):
+            case LinearBound(small, factor, large, why):
                 scale = "" if factor == 1 else f"{_rounded_up(factor)} "
                 shown = f"{self._named(small, large)} <= {scale}{self._named(large, small)}"
                 return _because(shown, why)
-            case Opposite(small, large, why):
+            case NegatedBound(small, large, why):
                 return _because(f"-{self._text(small)} <= {self._text(large)}", why)
-            case Bent(large, bound, small, limit, why):
+            case ConditionalBound(large, bound, small, limit, why):
                 shown = f"{self._named(large, small)} <= {real_text(bound)} gives "
                 shown += f"{self._named(small, large)} <= {_rounded_up(limit)}"
                 return _because(shown, why)
-            case Tied(mean, other, limit, low, why):
+            case ExtremeMean(mean, other, limit, low, why):
                 op = "<=" if low else ">="
                 shown = f"{self._text(mean)} {op} {real_text(limit)} gives "
                 return _because(f"{shown}{self._text(other)} {op} {real_text(limit)}", why)
-            case Flat(mean, extreme, other, why):
+            case ConstantValues(mean, extreme, other, why):
                 shown = f"{self._text(mean)} == {self._text(extreme)} gives "
                 return _because(f"{shown}{self._text(other)} == {self._text(extreme)}", why)
-            case Share(mean, quantile, q, low, why):
+            case QuantileBound(mean, quantile, q, low, why):
                 shown = f"{real_text(1 - q)} of {self._text(quantile)} - {real_text(low)} is below "
                 return _because(f"{shown}{self._text(mean)} - {real_text(low)}", why)
-            case Between(whole, parts):
+            case UnionBounds(whole, parts):
                 own = self.quantities[whole]
                 names = ", ".join(self.quantities[part].slice for part in parts)
                 made_up = f"every request of {own.slice} is in one of {names}"

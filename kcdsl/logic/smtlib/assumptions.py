@@ -15,7 +15,15 @@ from typing import Any
 
 from kcdsl.ir.predicates import Division
 from kcdsl.logic.algebra import axiom, scaled
-from kcdsl.logic.axioms import Between, ContractFacts, Law, Least, Most, laws, undivided
+from kcdsl.logic.axioms import (
+    ContractFacts,
+    Law,
+    LowerBound,
+    UnionBounds,
+    UpperBound,
+    laws,
+    undivided,
+)
 from kcdsl.logic.relations import NORMS, Interval
 from kcdsl.logic.smtlib.text import WRITTEN
 from kcdsl.logic.smtlib.theory import Extreme, MeasuredTerm, NormAt, Theory
@@ -61,11 +69,11 @@ def assumptions(
 
 def _reason(law: Law, group: list[MeasuredTerm]) -> str:
     match law:
-        case Least():
+        case LowerBound():
             return "least value there is"
-        case Most():
+        case UpperBound():
             return "greatest value there is"
-        case Between(whole, parts):
+        case UnionBounds(whole, parts):
             names = ", ".join(group[part].slice for part in parts)
             return f"every request of {group[whole].slice} is in one of {names}"
         case _:
