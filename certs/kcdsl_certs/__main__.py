@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_printable(f"trust: {report.trust}"))
         print(report.verdict)
         if report.accepted and options.signature_only:
-            print("looked at: the signed statement alone, no proof and no evidence beside it")
+            print("checked: only the signed statement, no proof and no evidence file")
     return VALID if report.accepted else INVALID
 
 
@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(options: argparse.Namespace) -> Combined:
     if options.signature_only and (options.recheck or options.complete):
-        detail = "--signature-only looks at nothing that --recheck and --complete demand"
+        detail = "--signature-only skips the steps that --recheck and --complete require"
         raise Rejected("options/contradict", detail)
     if options.recheck and find_spec("numpy") is None:
         raise Rejected("recheck/no-numpy", "--recheck needs numpy: pip install numpy")

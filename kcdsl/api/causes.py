@@ -273,7 +273,7 @@ def _why_other(one: _Measured, wanted: Triple, stated: Triple | None) -> str:
         claimed = claimed_triple(one.document, wanted, one.document["kernels"])
         weights = one.document["model"]["sha256"]
     except (OtherSubject, KeyError, TypeError, AttributeError) as error:
-        return f"it does not say what it is of: {error}"
+        return f"it does not identify its run: {error}"
     why = _unlike(claimed, wanted)
     if why:
         return why

@@ -173,7 +173,7 @@ def _checked(
     if settings.signature_only and (settings.recheck or settings.complete):
         raise refuse(
             USAGE,
-            "--signature-only looks at nothing that --recheck and --complete demand",
+            "--signature-only skips the steps that --recheck and --complete require",
             help="leave it out, or leave them out",
         )
     if settings.recheck:

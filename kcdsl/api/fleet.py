@@ -93,7 +93,7 @@ def fleet_of(
         why = "; ".join(f"{file}: {reason}" for file, reason in unused.items())
         raise refuse(
             USAGE,
-            f"no certificate is of use: {why}",
+            f"no certificate can be used: {why}",
             help="give certificates of one contract and one checkpoint that are signed by a "
             "trusted key and in force",
         )

@@ -82,7 +82,7 @@ def decide_together(
         left = None if seconds is None else seconds - (time.monotonic() - begun)
         if number and left is not None and left <= 0:
             for each in taken:
-                each.left_out.append(f"{spec.name}: not asked, the time limit had passed")
+                each.left_out.append(f"{spec.name}: not tried, the time limit had passed")
             continue
         if not taken:
             continue
@@ -122,7 +122,7 @@ def _takes(spec: BackendSpec, asked: _Asked) -> bool:
     elif spec.real_arithmetic and goal.clause.evidence is not EvidenceKind.PROOF_REAL:
         reason = "the clause does not admit `evidence: proof-real`"
     if reason:
-        asked.left_out.append(f"{spec.name}: not asked, {reason}")
+        asked.left_out.append(f"{spec.name}: not tried, {reason}")
     return not reason
 
 

@@ -354,7 +354,7 @@ class _Promotion:
         )
         found = take(documents)
         reasons = {
-            "it counted what is not trusted": bool(counted),
+            "it counted untrusted evidence": bool(counted),
             "a clock that was ahead put it into the future": ahead,
         }
         notes = tuple(f"the window begins anew: {why}" for why, holds in reasons.items() if holds)

@@ -362,7 +362,7 @@ def _chosen(program: Program, blocks: Sequence[str], clauses: Sequence[str]) -> 
         what = f"block {missing[0]!r}" if missing else "a drift for all inputs of a region"
         raise refuse(
             NO_GOAL,
-            f"no clause of the contract speaks about {what}",
+            f"no clause of the contract is about {what}",
             help=(f"blocks with clauses: {', '.join(present)}; " if present else "")
             + "write `forall x in points(SLICE): norm_inf(drift(BLOCK, x)) <= LIMIT`; "
             "`kcdsl evaluate` decides what is measured",

@@ -335,7 +335,7 @@ def _report_unused_tables(
             edit = remove_entry(reporter.source, section.value, table.entry)
         reporter.warning(
             codes.UNUSED_TABLE,
-            f"no clause speaks of the table `{table.name.text}`",
+            f"no clause uses the table `{table.name.text}`",
             table.name.span,
             f"write `table({table.name.text})` as a threshold, or remove it",
             fix=Fix(f"remove `{table.name.text}`", (edit,)),

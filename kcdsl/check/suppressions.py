@@ -156,7 +156,7 @@ def _forbidden(source: SourceFile, item: Suppression, where: str) -> Diagnostic:
         source,
         item.span,
         notes=(f"`refuse-suppressions` is set by {where}",),
-        help="correct what it speaks of, and remove the comment",
+        help="correct the finding, and remove the comment",
     )
 
 
@@ -192,7 +192,7 @@ def read(source: SourceFile, root: Node, sink: Sink) -> tuple[Suppression, ...]:
                         message,
                         source,
                         place,
-                        help="correct what the findings speak of, or leave their codes out by "
+                        help="correct the findings, or leave their codes out by "
                         "`ignore` of the configuration",
                     )
                 )
@@ -279,7 +279,7 @@ def _useless(
     if error:
         here = "" if item.code in _ERRORS else " here"
         message = f"{item.code} is an error{here}, and errors cannot be accepted"
-        return replace(plain, message=message, help="correct what it speaks of")
+        return replace(plain, message=message, help="correct the finding")
     span, what = _removal(source, item, among)
     return replace(
         plain,

@@ -85,7 +85,7 @@ def _diagnosed(error: Exception) -> Diagnostic:
         )
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("kcdsl"):
         missing = f"the package {error.name} is not installed"
-        return Diagnostic(NO_PACKAGE, missing, help="`kcdsl doctor` says how to get it")
+        return Diagnostic(NO_PACKAGE, missing, help="`kcdsl doctor` shows how to install it")
     help = "run again with --traceback and report the text"
     return Diagnostic(INTERNAL, f"{type(error).__name__}: {error}", help=help)
 
@@ -229,7 +229,7 @@ def _not_taken(word: str, name: str | None, command: type[Command] | None) -> Re
     where = f"kcdsl {name}" if name is not None else "kcdsl"
     hint = f"`{where} --help` lists what it takes"
     if not word.startswith("-"):
-        return refuse(USAGE, f"`{where}` has no use for `{word}`", help=hint)
+        return refuse(USAGE, f"`{where}` does not take `{word}`", help=hint)
     option = word.partition("=")[0]
     own = [] if command is None else [n for _, o in command.options() for n in o.names]
     close = get_close_matches(option, ["-h", "--help", *COMMON, *own], n=1)

@@ -74,7 +74,7 @@ def _proved(clause: DraftClause, bounds: Mapping[str, float]) -> DraftClause:
     if not 0 < bound < math.inf:
         return replace(clause, note=f"{USUAL}; no bound was found")
     limit = _rounded(Fraction(bound) * HEADROOM, up=True)
-    return replace(clause, limit=limit, note=f"the bound proved today is {bound:.3g}")
+    return replace(clause, limit=limit, note=f"the bound proved for this draft is {bound:.3g}")
 
 
 def _noisy(clause: DraftClause, rows: Mapping[str, list[ClauseResult]], wide: str) -> DraftClause:

@@ -33,7 +33,7 @@ def format_text(source: SourceFile, sink: Sink) -> str | None:
         text = Printer(source, root, careful=careful).text()
         if _keeps(source, root, SourceFile(source.name, text)):
             return text
-    message = "the layout of this document cannot be changed without changing what it says"
+    message = "the layout of this document cannot be changed without changing its meaning"
     sink.add(Diagnostic(FORMAT_REFUSED, message, source, help="please report it with the document"))
     return None
 

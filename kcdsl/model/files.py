@@ -126,7 +126,7 @@ class Artefacts:
             raise refuse(
                 codes.CHANGED_MEANWHILE,
                 f"{name} changed while the command ran",
-                help="run it again: what it found is about the files as they were",
+                help="run it again: its results are for the files before the change",
             )
 
     def record_code(self, found: Mapping[str, tuple[str, str]]) -> None:
@@ -137,7 +137,7 @@ class Artefacts:
                 raise refuse(
                     codes.CHANGED_MEANWHILE,
                     f"{name} changed while the command ran",
-                    help="run it again: what it found is about the files as they were",
+                    help="run it again: its results are for the files before the change",
                 )
 
     def digest(self, path: Path) -> str:

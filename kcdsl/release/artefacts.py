@@ -202,7 +202,7 @@ def refuse_changed(name: str, before: str, now: str) -> None:
         raise refuse(
             CHANGED_MEANWHILE,
             f"{name} changed while the command ran",
-            help="run it again: what it found is about the files as they were",
+            help="run it again: its results are for the files before the change",
         )
 
 
@@ -226,7 +226,7 @@ def refuse_others(loaded: Mapping[str, str], stated: Mapping[str, str]) -> None:
         raise refuse(
             CHANGED_MEANWHILE,
             f"{', '.join(changed)} changed while the command ran",
-            help="run it again: what it found is about the files as they were",
+            help="run it again: its results are for the files before the change",
         )
 
 

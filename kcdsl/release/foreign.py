@@ -144,7 +144,7 @@ class ForeignBackend:
         return refuse(
             NO_BACKEND,
             f"backend {self.name!r} gave no usable answer: {why[:500]}",
-            help="leave --backend out, or tell who maintains it",
+            help="leave --backend out, or report this to its maintainer",
         )
 
 
@@ -168,7 +168,7 @@ def _answers(
     records = [Fields.of(item, "answer") for item in fields.items("outcomes")]
     places = [record.raw("goal") for record in records]
     if places != list(range(len(goals))):
-        detail = f"{len(goals)} goals were asked, in order; it answers {places!r}"
+        detail = f"{len(goals)} goals were sent, in order; it answers {places!r}"
         raise Rejected("answer/goals", detail.replace("-1", "another goal"))
     return tuple(
         _outcome(record, goal, name, seconds) for record, goal in zip(records, goals, strict=True)
@@ -242,7 +242,7 @@ def believed(program: Program, base: Path, outcome: GoalOutcome, device: str) ->
     attained = [case.attack for case in outcome.cases if case.attack is not None]
     if any(not value >= 0 or math.isinf(value) for value in attained):
         bare = tuple(replace(case, attack=None) for case in outcome.cases)
-        why = InvalidEvidence("a run is said to attain what is no drift")
+        why = InvalidEvidence("the value that its run attains is not a drift")
         return replace(outcome, verdict=why, cases=bare, proof=None, counterexample=None)
     match outcome.verdict:
         case Held():
@@ -276,7 +276,7 @@ def _missing_evidence(outcome: GoalOutcome) -> str | None:
     if not settled:
         return "a case has no bound that settles the goal"
     if outcome.proof is None:
-        return "it brings no proof object that can be looked at"
+        return "it has no proof object that can be checked"
     return None
 
 

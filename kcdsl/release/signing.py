@@ -296,8 +296,8 @@ def _refused(error: Rejected) -> Refusal:
             return refuse(
                 NO_TRUSTED_KEY,
                 error.detail,
-                help="name a key, --key PUB, or a policy, --policy FILE; what lies beside the "
-                "contract is not asked",
+                help="name a key, --key PUB, or a policy, --policy FILE; files beside the "
+                "contract are never used",
             )
         case "policy/malformed" | "policy/unknown":
             return refuse(BAD_CONFIGURATION, text, help="`kcdsl explain certs` describes policies")

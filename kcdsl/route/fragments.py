@@ -108,7 +108,7 @@ def _place(formula: Formula) -> Placement:
         case Connective(op=op, parts=parts, span=span):
             return _together(op, [_place(part) for part in parts], span)
         case NoFlip(span=span):
-            return _outside("`no_flip` speaks of an input that is not quantified", span)
+            return _outside("`no_flip` uses an input that is not quantified", span)
 
 
 _UNIVERSAL = {Fragment.UNIVERSAL_DRIFT, Fragment.UNIVERSAL_FLIP}
@@ -352,7 +352,7 @@ def _admissible_parts(requirement: Formula) -> Iterator[Blame]:
     for part in walk(requirement):
         match part:
             case NoFlip(span=span):
-                yield Blame("speaks of every admissible run; a measurement sees a few", span)
+                yield Blame("quantifies over all admissible runs; a measurement sees a few", span)
             case Compare():
                 for term in terms_of(part):
                     if isinstance(term, Norm) and not term.of.measured:

@@ -205,7 +205,7 @@ def _reason_against(
     if placement.fragment is Fragment.IMPLIED and not premises:
         return "no drift clause on the block model could imply it"
     if wanted is not None and spec.name != wanted:
-        return f"the backend {wanted} was asked for"
+        return f"the backend {wanted} was requested"
     return None
 
 

@@ -473,7 +473,7 @@ def _instead(option: Option, word: str) -> str:
 def _near(key: str) -> str:
     """Return the help for an unknown option."""
     if key.replace("_", "-") in _OF_POLICIES:
-        return "who is trusted is said by the one who checks: `kcdsl check --policy FILE`"
+        return "trust is configured by the user who checks: `kcdsl check --policy FILE`"
     return suggest(key, [option.name for option in OPTIONS], "options")
 
 

@@ -249,7 +249,7 @@ def advice_for_token(
     if kind == "STAR" and before.endswith("*"):
         return "there are no powers; multiply instead"
     if kind in _NAMES and _QUANTIFIER.search(before):
-        return "put what is quantified in round brackets: `(forall x in REGION: A)`"
+        return "put the quantified statement in parentheses: `(forall x in REGION: A)`"
     if kind in _NAMES and token in {"if", "then"}:
         return "write `A implies B`"
     called = _CALLED.search(before)

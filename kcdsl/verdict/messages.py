@@ -36,7 +36,7 @@ _HEADLINES = {
 _ADVICE = {
     "held": "Every clause of the contract was decided here. Nothing has to be done.",
     "violated": "Do not promote this kernel.",
-    "inconclusive": "Do not read this as a pass: gather what the open clauses lack.",
+    "inconclusive": "This is not a pass: collect the missing evidence of the open clauses.",
     "invalid_evidence": "Mend the cause that is named below, then evaluate again.",
 }
 _NONE = "–"

@@ -98,7 +98,7 @@ def report(*rows: ClauseResult, **changes: Any) -> Report:
         ),
         crosschecks=(CrossCheck("attn_0", 48, 1e-7, 2e-3, 2e4, "rows.jsonl:3"),),
         implied=(ImpliedClause("N-TV", "all", "N-DRIFT", ("span <= 0.1", "tv <= 0.025")),),
-        deferred={"N-DRIFT": "speaks of every admissible run"},
+        deferred={"N-DRIFT": "quantifies over all admissible runs"},
         health=Health(math.inf, "fallback", 1.0, 3.0),
         action="fallback",
         notes=("something to know",),

@@ -256,7 +256,7 @@ def _planes_note(context: WorkerContext, one: OpenGoal) -> tuple[str, ...]:
     graphs = (problem_of(context.factory, goal, case).graph for case in one.cases)
     if all(cheap(graph) for graph in graphs):
         return ()
-    return ("planes were not asked, as the block is large: --domains interval,affine,planes",)
+    return ("planes were not tried, as the block is large: --domains interval,affine,planes",)
 
 
 def _counterexample(context: WorkerContext, one: OpenGoal) -> bytes | None:

@@ -299,7 +299,7 @@ def bound_stated(
         if problem.order:
             outcome = CaseOutcome(*named, math.inf, reason=found.reason, stable=False)
             return CaseBound(outcome, finished=finished)
-        reason = found.left or found.reason or "no domain that was asked has a bound"
+        reason = found.left or found.reason or "none of the tried domains has a bound"
         outcome = CaseOutcome(*named, math.inf, reason=reason)
         return CaseBound(outcome, finished=finished, start=found.start)
     builder.add(case.name, problem.block.graph, region or {}, best.value, best.proof)

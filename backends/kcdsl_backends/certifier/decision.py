@@ -263,13 +263,13 @@ def verdict_of(
         if case.attack is not None and case.attack > case.bound and case.alpha is None:
             return InvalidEvidence(
                 f"{case.name}: a run attains {case.attack!r}, above the bound {case.bound!r}: "
-                "the verifier is wrong, or what it read was changed"
+                "the verifier is wrong, or its input was changed"
             )
         for link in case.links:
             if link.attack is not None and link.attack > link.bound:
                 return InvalidEvidence(
                     f"{case.name}: behind {link.name} a run attains {link.attack!r}, above the "
-                    f"bound {link.bound!r}: the verifier is wrong, or what it read was changed"
+                    f"bound {link.bound!r}: the verifier is wrong, or its input was changed"
                 )
     if goal.functional == "no_flip":
         return _stability(cases)
@@ -277,8 +277,8 @@ def verdict_of(
     if found is not None and refuted:
         if goal.alpha is not None and (chain or "affine" not in (goal.domains or ("affine",))):
             return Inconclusive(
-                f"{refuted[0].name}: a run exceeds the threshold, and how likely such runs are was "
-                "not asked: affine forms of whole blocks say that"
+                f"{refuted[0].name}: a run exceeds the threshold, and the probability of such "
+                f"runs was not bounded: affine forms of whole blocks do that"
             )
         return Violated(counterexample(cases, found))
     open_cases = [case for case in cases if not goal.admits(case.bound)]

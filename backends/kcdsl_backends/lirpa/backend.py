@@ -30,7 +30,7 @@ def _bounded(
     named = case.name, case.longest or len(case.tokens)
     best, method, without, places = math.inf, "", list[str](), tuple[int, ...]()
     if case.longest is not None or goal.weights or goal.states:
-        reason = "auto_LiRPA is asked about one length, one checkpoint and one state"
+        reason = "auto_LiRPA is used for one length, one checkpoint and one state only"
         return SolverAnswer(CaseBound(CaseOutcome(*named, math.inf, reason=reason)))
     problem = problem_of(factory, goal, case)
     for name in _methods(goal):

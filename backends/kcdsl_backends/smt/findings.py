@@ -20,7 +20,7 @@ from kcdsl_backends.smt.claims import Claim
 
 _WARNINGS = (ALWAYS_HOLDS, SOLVER_UNDECIDED)
 _HELP = {
-    CONTRADICTION: "loosen one of them, or let them speak of different slices",
+    CONTRADICTION: "loosen one of them, or apply them to different slices",
     NEVER_HOLDS: "correct its thresholds",
     ALWAYS_HOLDS: "tighten its threshold or drop it",
 }

@@ -68,7 +68,7 @@ def check_slices(
         if declared.name not in used and program.clauses:
             findings.add_plain(
                 UNUSED_SLICE,
-                f"no clause speaks of the slice {declared.name!r}",
+                f"no clause uses the slice {declared.name!r}",
                 declared.span,
                 help="name it in a clause, or drop it",
             )

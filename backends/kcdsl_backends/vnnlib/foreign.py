@@ -49,7 +49,7 @@ def ask_solver(
         own = decide(problem, min(_OWN, seconds))
         if own.point is not None:
             raise _wrong(words, "answers unsat, but a point satisfies the query")
-        word = f"`unsat` is the word of {words[0]}; nothing derives it again here"
+        word = f"`unsat` is the claim of {words[0]}; it is not verified here"
         confirmed = own.answer == "unsat"
         notes = notes_of(problem) if confirmed else (*notes_of(problem), word)
         reason = f"{words[0]}, and {own.reason}" if confirmed else words[0]

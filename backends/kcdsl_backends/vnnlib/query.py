@@ -195,7 +195,7 @@ class _Reader:
     def formula(self, part: _Token | _Form) -> Formula:
         """Parse a formula. The language has no negation."""
         if not isinstance(part, _Form) or not part.items:
-            raise self.wrong(part, "a comparison, `and` or `or` stands here, in parentheses")
+            raise self.wrong(part, "expected a comparison, `and` or `or`, in parentheses")
         head, rest = part.head, part.items[1:]
         if head in ("and", "or"):
             if not rest:
@@ -299,9 +299,7 @@ class _Second(_Reader):
                     raise self.wrong(form, "`assert` has one operand")
                 asserted.append(self.formula(form.items[1]))
             else:
-                raise self.wrong(
-                    form, "declarations of networks stand here, and assertions after all of them"
-                )
+                raise self.wrong(form, "expected declarations of networks, followed by assertions")
         if not asserted:
             raise self.wrong(forms[-1], "the query has no network, or no assertion")
         return Query(version, tuple(networks.values()), Junction(True, tuple(asserted)))
@@ -332,10 +330,10 @@ class _Second(_Reader):
                     )
             elif kind is not None and isinstance(part, _Form):
                 if own and order.index(kind) < order.index(own[-1].kind):
-                    raise self.wrong(part, "inputs stand first, then hidden nodes, then outputs")
+                    raise self.wrong(part, "inputs come first, then hidden nodes, then outputs")
                 own.append(self._declared(part, kind))
             else:
-                raise self.wrong(part, "a relation or the declaration of a variable stands here")
+                raise self.wrong(part, "expected a relation or the declaration of a variable")
         network = QueryNetwork(name, tuple(own), relation)
         if not network.of("input") or not network.of("output"):
             raise self.wrong(form, f"the network {name} has no input, or no output")
@@ -354,7 +352,7 @@ class _Second(_Reader):
         if kind == "hidden" and len(rest) == 1 and rest[0].startswith('"'):
             node = re.sub(r"\\(.)", r"\1", rest[0][1:-1])
         elif rest:
-            raise self.wrong(form, "the declaration goes on after the shape")
+            raise self.wrong(form, "the declaration has text after the shape")
         elif kind == "hidden":
             raise self.wrong(form, "a hidden variable names its node, in quotation marks")
         if prod(sizes) > _MOST_ELEMENTS:
@@ -367,7 +365,7 @@ class _Second(_Reader):
     def _name(self, form: _Form, place: int) -> str:
         one = form.items[place] if len(form.items) > place else form
         if not isinstance(one, _Token) or not _NAME.fullmatch(one.text):
-            raise self.wrong(one, "a name of letters, digits and _ stands here")
+            raise self.wrong(one, "expected a name of letters, digits and _")
         return one.text
 
     def _bracket(
@@ -376,13 +374,13 @@ class _Second(_Reader):
         """Return the counts between brackets, and the index of the item after them."""
         texts = [one.text if isinstance(one, _Token) else "(" for one in items[place : place + 66]]
         if not texts or texts[0] != "[" or "]" not in texts:
-            raise self.wrong(form, "counts in brackets stand here, such as [2,3]")
+            raise self.wrong(form, "expected counts in brackets, such as [2,3]")
         inner = texts[1 : texts.index("]")]
         good = all(
             _DIGITS.fullmatch(t) if i % 2 == 0 else t == "," for i, t in enumerate(inner)
         ) and (len(inner) % 2 == 1 or not inner)
         if not good:
-            raise self.wrong(items[place], "counts in brackets stand here, such as [2,3]")
+            raise self.wrong(items[place], "expected counts in brackets, such as [2,3]")
         return tuple(int(t) for t in inner[::2]), place + texts.index("]") + 1
 
     def variable(self, items: Sequence[_Token | _Form], place: int) -> tuple[Element, int]:
@@ -445,7 +443,7 @@ class _First(_Reader):
             else:
                 raise self.wrong(
                     form,
-                    "a declaration (declare-const X_0 Real) or an assertion stands here",
+                    "expected a declaration (declare-const X_0 Real) or an assertion",
                     "queries of version 2 begin with (vnnlib-version <2.0>)",
                 )
         sizes = {name: len(found) for name, found in counts.items()}

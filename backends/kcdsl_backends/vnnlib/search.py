@@ -90,7 +90,7 @@ class _Search:
         if not (np.isfinite(lo).all() and np.isfinite(hi).all()):
             return self._complete(0.9, "an input has a bound that float64 does not have")
         if self.late():
-            return QueryDecision("timed-out", "no box was looked at")
+            return QueryDecision("timed-out", "no box was searched")
         if not all(self.parts):
             return self._from_samples(lo, hi)
         found = (
@@ -199,7 +199,7 @@ class _Search:
         started = self.visited
         while waiting:
             if self.late():
-                return QueryDecision("timed-out", f"{self.visited} boxes were looked at")
+                return QueryDecision("timed-out", f"{self.visited} boxes were searched")
             if most is not None and self.visited - started >= most:
                 return None
             low, high, alive = _taken(waiting, count if most is None else min(count, 8))

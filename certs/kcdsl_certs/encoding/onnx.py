@@ -71,7 +71,7 @@ def tensors_of(data: bytes) -> dict[str, OnnxTensor]:
         if number == _INITIALIZER:
             name, tensor = _tensor(_message(value))
             if name in found:
-                raise _bad(f"the tensor {name[:80]!a} stands twice")
+                raise _bad(f"the tensor {name[:80]!a} occurs twice")
             found[name] = tensor
     return found
 
@@ -175,12 +175,12 @@ def _node(message: memoryview) -> tuple[list[str], list[str], str, dict[str, int
             (inputs if number == _INPUTS else outputs).append(_text(_message(value)))
         elif number in (_OPERATOR, _DOMAIN):
             if number in once:
-                raise _bad(f"field {number} of a node stands twice")
+                raise _bad(f"field {number} of a node occurs twice")
             once[number] = _text(_message(value))
         elif number == _ATTRIBUTES:
             name, one = _attribute(_message(value))
             if name in attributes:
-                raise _bad(f"the attribute {name[:80]!a} stands twice")
+                raise _bad(f"the attribute {name[:80]!a} occurs twice")
             attributes[name] = one
     own = once.get(_DOMAIN, "") in ("", "ai.onnx")
     return inputs, outputs, once.get(_OPERATOR, "") if own else "", attributes
@@ -191,7 +191,7 @@ def _attribute(message: memoryview) -> tuple[str, int]:
     found: dict[int, int | memoryview] = {}
     for number, _, value in _fields(message):
         if number in (1, 3, 20) and number in found:
-            raise _bad(f"field {number} of an attribute stands twice")
+            raise _bad(f"field {number} of an attribute occurs twice")
         found[number] = value
     name = _text(_message(found.get(1, memoryview(b""))))
     integer = _integer(found.get(20, 2)) == 2
@@ -208,7 +208,7 @@ def _tensor(message: memoryview) -> tuple[str, OnnxTensor]:
     for number, kind, value in _fields(message):
         if number in _ONCE:
             if number in once:
-                raise _bad(f"field {number} of a tensor stands twice")
+                raise _bad(f"field {number} of a tensor occurs twice")
             once[number] = value
         if number in _DATA and (kind != _BYTES or len(_message(value))):
             filled.add(number)

@@ -94,7 +94,7 @@ def _unique_pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
     record: dict[str, Any] = {}
     for key, value in items:
         if key in record:
-            raise Rejected("json/duplicate-key", f"the key {key!r} stands twice in one object")
+            raise Rejected("json/duplicate-key", f"the key {key!r} occurs twice in one object")
         record[key] = value
     return record
 

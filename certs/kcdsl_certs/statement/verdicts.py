@@ -115,7 +115,7 @@ def _evidence_fits(clause: CertifiedClause) -> None:
     if named and follows:
         raise Rejected("clause/evidence-kind", f"{clause.label} has both a proof and a chain")
     if named and not clause.quantity.is_of_proofs:
-        detail = f"{clause.label}: no proof object speaks of {clause.quantity}"
+        detail = f"{clause.label}: no proof object is about {clause.quantity}"
         raise Rejected("clause/evidence-kind", detail)
     if follows != (clause.method == IMPLIED) or (named and not is_method_of_proofs(clause.method)):
         detail = f"{clause.label}: {clause.method!r} is no method of such a proof"

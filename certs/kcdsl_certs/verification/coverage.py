@@ -206,7 +206,7 @@ def _weights(clause: CertifiedClause) -> None:
     if clause.weights is None:
         return
     if clause.proof is None or not clause.evidence.is_proof:
-        raise Rejected("clause/weights", f"{clause.label} speaks of other weights without a proof")
+        raise Rejected("clause/weights", f"{clause.label} is about other weights without a proof")
     if not 0 < clause.weights <= WIDEST:
         raise Rejected(
             "clause/weights",

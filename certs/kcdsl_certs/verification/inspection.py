@@ -157,7 +157,7 @@ def _read_unverified(log: Log, state: CheckState, bundle: bytes) -> bool:
         return state.envelope.payload_type
 
     def unverified() -> str:
-        raise NotRun(NO_KEY, "no key is trusted: nobody is known to have signed this")
+        raise NotRun(NO_KEY, "no key is trusted: the signers are unknown")
 
     def payload() -> str:
         assert state.envelope is not None

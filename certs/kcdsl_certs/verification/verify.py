@@ -378,7 +378,7 @@ def check_stage(state: CheckState, stage: str | None, threshold: int) -> str:
     able = tuple(k for k in state.signed_by if k.stages is None or stated in k.stages)
     meets_threshold(able, threshold, "stage/key-not-allowed")
     if stage is None:
-        raise NotRun("stage/none-required", f"issued for {stated}; no stage was asked for")
+        raise NotRun("stage/none-required", f"issued for {stated}; no stage was requested")
     if stated != stage:
         raise Rejected("stage/mismatch", f"issued for {stated}, {stage} is required")
     return stated
@@ -416,7 +416,7 @@ def check_evidence(predicate: Predicate, found: EvidenceFiles | None, strict: bo
     if not predicate.evidence:
         return "no result was measured"
     if found is None:
-        detail = f"{len(predicate.evidence)} file(s) not looked at"
+        detail = f"{len(predicate.evidence)} file(s) not checked"
         raise (Rejected if strict else NotRun)("evidence/not-looked-at", detail)
     found.examine(predicate.evidence)
     said = "; ".join(compare_evidence(found, predicate.clauses, predicate.triple))
@@ -433,9 +433,9 @@ def _proofs(predicate: Predicate, proofs: ProofChecker | None, signature_only: b
     if not claimed:
         return "no clause rests on a proof object"
     if proofs is None:
-        detail = f"{len(claimed)} proof(s) not looked at"
+        detail = f"{len(claimed)} proof(s) not checked"
         if signature_only:
-            raise NotRun("proof/not-looked-at", f"{detail}: only the signature was asked for")
+            raise NotRun("proof/not-looked-at", f"{detail}: only the signature was requested")
         raise Rejected("proof/not-looked-at", detail)
     results = [proofs(clause, predicate.triple) for clause in claimed]
     for wanted in (StepOutcome.FAILED, StepOutcome.NOT_RUN):

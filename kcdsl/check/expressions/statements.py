@@ -187,7 +187,7 @@ def _quantified(
     if name.id not in free_variables(body):
         reporter.error(
             codes.UNUSED_VARIABLE,
-            f"the statement does not speak of `{name.id}`",
+            f"the statement does not use `{name.id}`",
             name.span,
             f"use drift(block, {name.id}), or leave the quantifier out",
         )

@@ -126,7 +126,7 @@ def _check_tables(requirement: ir.Formula, reporter: Reporter) -> None:
         if term.name != first.name:
             reporter.error(
                 codes.CONFLICTING_FIELDS,
-                "a clause speaks of one table",
+                "a clause can use only one table",
                 term.span,
                 "write one clause for each table",
                 (Label(first.span, "another one"),),
@@ -382,7 +382,7 @@ def _check_fragment(context: _Context, clause: ir.Clause) -> None:
         node = context.raw.node("evidence")
         context.reporter.error(
             codes.EVIDENCE_OUT_OF_REACH,
-            f"`{clause.evidence}` is out of reach for this requirement: it speaks of measured data",
+            f"`{clause.evidence}` is out of reach for this requirement: it reads measured data",
             node.span if node is not None else clause.span,
             "proofs exist for forall-clauses and for statistics of tv, kl, abs(log_ratio), "
             "reward_delta and grad_bias",

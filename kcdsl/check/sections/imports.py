@@ -142,7 +142,7 @@ def _check_digest(raw: RawImport, loaded: Loaded, reporter: Reporter) -> None:
             codes.IMPORT_CHANGED,
             f"{raw.file.text} means something else than the digest states",
             node.span,
-            "look at what changed in the library, then state its new digest",
+            "review the changes of the library, then state its new digest",
             notes=(f"stated   {node.text}", f"computed {digest}"),
             fix=replacement(node.span, f'"{digest}"'),
         )
@@ -218,7 +218,7 @@ def report_unused(
         if len(unused) == len(brought):
             reporter.warning(
                 codes.UNUSED_IMPORT,
-                "no clause speaks of anything that this import brings"
+                "no clause uses anything that this import declares"
                 if brought
                 else "the import brings nothing",
                 raw.span,
@@ -248,9 +248,9 @@ def _report_names(raw: RawImport, what: str, names: Sequence[RawName], reporter:
     plural = "are" if len(names) > 1 else "is"
     reporter.warning(
         codes.UNUSED_IMPORT,
-        f"no clause speaks of {shown}, which {plural} imported",
+        f"no clause uses {shown}, which {plural} imported",
         names[0].local.span,
-        "remove what is not used",
+        "remove the unused names",
         fix=Fix(f"remove {shown}", edits),
     )
 

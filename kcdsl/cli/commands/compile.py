@@ -255,7 +255,7 @@ def _undecided(routes: tuple[Route, ...]) -> Sink:
             sink.add(
                 Diagnostic(
                     NO_BACKEND,
-                    f"nobody decides the clause `{item.clause_id}`: {item.reason}",
+                    f"no backend decides the clause `{item.clause_id}`: {item.reason}",
                     notes=tuple(f"not {name}: {why}" for name, why in item.why_not.items()),
                     help=f"`kcdsl explain {item.clause_id}` says what each backend lacks",
                     severity=Severity.WARNING,

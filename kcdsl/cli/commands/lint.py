@@ -113,7 +113,7 @@ class _LintSettings:
             if path.suffix not in SUFFIXES:
                 raise refuse(
                     USAGE,
-                    f"the suffix of {path} says no format",
+                    f"the suffix of {path} is not that of a format",
                     help=f"one of {', '.join(SUFFIXES)}, or --format FORMAT={path}",
                 )
             more.append(Output(SUFFIXES[path.suffix], path))

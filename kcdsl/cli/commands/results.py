@@ -528,7 +528,7 @@ def _compare(recorded: Mapping[str, Any], found: Mapping[str, Any], name: str) -
         more = (f"and {len(texts) - _SHOWN} more",) if len(texts) > _SHOWN else ()
         raise refuse(
             codes.NOT_REPRODUCED,
-            f"{name} is not what follows from the trace",
+            f"{name} does not follow from the trace",
             notes=(*texts[:_SHOWN], *more),
             help="evaluate again; versions are in `environment` of the report",
         )

@@ -267,13 +267,13 @@ class AggregateCommand(Looks):
         if self.stage is None:
             stray = next((name for name, found in given.items() if found is not None), None)
             if stray is not None:
-                raise refuse(USAGE, f"--{stray} needs --stage", help="say which stage it is of")
+                raise refuse(USAGE, f"--{stray} needs --stage", help="name its stage")
             return {}
         if program is None or path is None or self.since is None or self.until is None:
             raise refuse(
                 USAGE,
                 "--stage needs the contract and the time: --contract, --from and --until",
-                help="a window says of which triple and time its tables are",
+                help="a window states the triple and the time of its tables",
             )
         if self.slices:
             raise refuse(USAGE, "a window has all slices", help="leave --slice out")

@@ -149,7 +149,7 @@ def _configuration(library: Any, raw: Mapping[str, Any]) -> Any:
             codes.MODEL_CONFIG,
             f"the program of model_type {excerpt(kind)!r} is code of the checkpoint's folder "
             "('auto_map'), which kcdsl does not run",
-            help=f"look at that code, and {_OWN_MODULE}",
+            help=f"review that code, and {_OWN_MODULE}",
         )
     if not own:
         raise refuse(

@@ -68,7 +68,7 @@ def changed(path: Path) -> Refusal:
     return refuse(
         codes.CHANGED_MEANWHILE,
         f"{shown(path)} changed while the command ran",
-        help="run it again: what it found is about the files as they were",
+        help="run it again: its results are for the files before the change",
     )
 
 

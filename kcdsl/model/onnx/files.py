@@ -168,12 +168,12 @@ def _read(
     types: dict[str, int] = {}
     for held in graph.initializer:
         if held.name in tensors:
-            raise ValueError(f"the tensor {held.name!r} stands twice")
+            raise ValueError(f"the tensor {held.name!r} occurs twice")
         tensors[held.name] = _array(held, external)
         types[held.name] = held.data_type
     names = [value.name for value in graph.input]
     if len(set(names)) < len(names) or "" in {*names, *tensors}:
-        raise ValueError("an input stands twice, or a tensor has no name")
+        raise ValueError("an input occurs twice, or a tensor has no name")
     nodes = tuple(_node(path, node, opset) for node in graph.node)
     return nodes, tensors, types, opset
 

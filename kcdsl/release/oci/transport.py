@@ -94,7 +94,7 @@ class RegistryAnswer:
             raise refuse(
                 FILE_MISSING,
                 f"{self.where} is not there",
-                help="look at the name and the digest of the manifest",
+                help="check the name and the digest of the manifest",
             )
         raise reply(self.where, f"status {self.status}, not {wanted}")
 
@@ -191,7 +191,7 @@ class RegistryClient:
                 raise refuse(
                     SERVER_UNREACHABLE,
                     f"the registry {self.host} does not answer: {str(said)[:200]!a}",
-                    help="look at its address; a registry without TLS needs --plain-http, and a"
+                    help="check its address; a registry without TLS needs --plain-http, and a"
                     " certificate of an own authority needs SSL_CERT_FILE",
                 ) from error
             with found:

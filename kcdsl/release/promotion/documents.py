@@ -115,7 +115,7 @@ def _load(path: Path) -> tuple[dict[str, Any], str]:
         raise refuse(
             FILE_MISSING,
             f"the evidence {path} cannot be read: {why}",
-            help="name the certificates and the evidence of the stage that are to be looked at",
+            help="name the certificates and the evidence of the stage to evaluate",
         ) from None
     if len(data) > LARGEST:
         raise unusable(path, f"it is larger than {LARGEST} bytes")

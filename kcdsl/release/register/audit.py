@@ -171,7 +171,7 @@ def _chain(
         body = bytes(row.body)
         own = hash_of(body)
         if own != row.hash:
-            found.add("chain/hash", "its body is not what its hash says", number)
+            found.add("chain/hash", "its body does not match its hash", number)
         try:
             event = parse_event(body)
         except Rejected as error:
@@ -273,7 +273,7 @@ def _bundle(
         return
     data = bytes(content)
     if hash_of(data) != stated.bundle:
-        found.add("bundle/digest", f"sha256:{stated.bundle} is not what it was", event.number)
+        found.add("bundle/digest", f"sha256:{stated.bundle} has changed", event.number)
         return
     try:
         envelope = decode(parse_bundle(data))

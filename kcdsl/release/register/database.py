@@ -271,13 +271,13 @@ class RegisterDatabase:
         if _kind(cause) in {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY}:
             return refuse(
                 INPUT_OUTPUT,
-                f"the disk does not take the register {where}: {said}",
+                f"the disk cannot store the register {where}: {said}",
                 help="make room, or let this user write there; nothing was written",
             )
         if str(getattr(cause, "sqlstate", "")).startswith(_OF_THE_SERVER):
             return refuse(
                 INPUT_OUTPUT,
-                f"the server of the register {where} does not do it: {said}",
+                f"the server of the register {where} refused the operation: {said}",
                 help="it lacks room, is read-only or stopping, the user lacks a right, or its "
                 "encoding is not UTF8",
             )

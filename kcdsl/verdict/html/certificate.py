@@ -42,7 +42,7 @@ def certificate_page(view: CertificateView) -> str:
             parts=[part for part in parts if part is not None],
             about=about,
             facts=facts,
-            foot=f"read at {view.moment}; nothing beside the certificate was looked at",
+            foot=f"read at {view.moment}; files beside the certificate were not read",
         )
     )
 
@@ -117,7 +117,7 @@ def _rest(view: CertificateView, content: Content) -> Iterator[Part]:
         rows = [
             [SheetCell(role), SheetCell(name), SheetCell(digest)] for role, name, digest in files
         ]
-        lead = "Named by digest; none of them was looked at."
+        lead = "Named by digest; none of them was read."
         yield Part("Files", lead, head=("role", "name", "sha256"), rows=rows)
     yield Part("Identity", pairs=list(_facts(view, content)))
     for role, name in (("train", "Training kernel"), ("infer", "Inference kernel")):

@@ -381,7 +381,7 @@ STATES: Mapping[str, tuple[str, str]] = {
 """The word for each state of a cause, and the verdict with the same colour."""
 FOOT = (
     "a change is a cause only where the clause held without it, is violated with it, and the"
-    " difference of the runs is shown; that there was an incident is the word of who asks"
+    " difference of the runs is shown; the incident itself is a statement of the user"
 )
 
 

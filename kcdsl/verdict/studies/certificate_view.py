@@ -283,7 +283,7 @@ class CertificateView(DocumentRecord):
             reasons = ", ".join(dict.fromkeys(step["reason"] for step in self.refusals))
             return "violated", f"`kcdsl check` refuses it: {reasons}"
         rest = ", ".join(self.left_out)
-        return "inconclusive", f"nothing speaks against it so far; not run: {rest}"
+        return "inconclusive", f"no step failed so far; not run: {rest}"
 
 
 def certificate_view(

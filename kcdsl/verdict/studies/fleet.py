@@ -193,7 +193,7 @@ NOTE = (
     " kernel may be in several classes"
 )
 UNCHECKED = (
-    "signed results were read; proofs and evidence were not looked at: `kcdsl check` does for each "
+    "signed results were read; proofs and evidence were not checked: run `kcdsl check` on each "
     "certificate"
 )
 

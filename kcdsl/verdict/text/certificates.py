@@ -89,7 +89,7 @@ def _content(view: CertificateView, content: Content) -> Iterator[RenderableType
     files += [("input", name, digest[:16]) for name, digest in content.inputs.items()]
     if files:
         yield ""
-        yield table(("role", "name", "sha256"), files, "files that it names, not looked at")
+        yield table(("role", "name", "sha256"), files, "files that it names, not read")
 
 
 def _where(item: object) -> str:

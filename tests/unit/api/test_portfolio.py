@@ -140,14 +140,14 @@ def test_backends_are_left_out_with_the_reason(goal: Goal) -> None:
     first, second = Fake(OPEN), Fake(Held())
     real = offer("two", second, real_arithmetic=True)
     found = decided(demanding, offer("one", first), real)
-    assert "two: not asked, the clause does not admit `evidence: proof-real`" in found.notes[0]
+    assert "two: not tried, the clause does not admit `evidence: proof-real`" in found.notes[0]
     flip = replace(goal, functional="no_flip", threshold=None)
     found = decided(flip, offer("one", Fake(OPEN), fragments=BOTH), offer("two", second))
-    assert "two: not asked, does not decide the order of logits" in found.notes[0]
+    assert "two: not tried, does not decide the order of logits" in found.notes[0]
     around = replace(goal, weights=Fraction(1, 1024))
     both = offer("one", Fake(OPEN), around_weights=True), offer("two", second)
     found = decided(around, *both)
-    assert "two: not asked, decides for the weights of the checkpoint alone" in found.notes[0]
+    assert "two: not tried, decides for the weights of the checkpoint alone" in found.notes[0]
     assert not second.calls
     with pytest.raises(Refusal, match="no installed backend decides N-0"):
         decided(around, offer("two", second))
@@ -188,7 +188,7 @@ def test_the_time_limit_is_shared(goal: Goal, monkeypatch: pytest.MonkeyPatch) -
     offers = [offer("one", first), offer("two", second), offer("three", third)]
     found = decided(goal, *offers, seconds=10.0)
     assert (first.limits, second.limits, third.limits) == ([10.0], [6.0], [])
-    assert "three: not asked, the time limit had passed" in found.notes[0]
+    assert "three: not tried, the time limit had passed" in found.notes[0]
 
 
 @pytest.mark.full

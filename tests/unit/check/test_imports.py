@@ -446,7 +446,7 @@ def test_several_unused_names_are_one_finding(place: Path) -> None:
             "B: {require: mean(tv) <= 1%, slices: [tail], level: L2}",
         ),
     )
-    assert found.message == "no clause speaks of `packaged` and `safety`, which are imported"
+    assert found.message == "no clause uses `packaged` and `safety`, which are imported"
     assert "slices: [tail]" in mended(place, found)
 
 

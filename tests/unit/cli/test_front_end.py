@@ -126,7 +126,7 @@ def test_clauses_that_nobody_decides_are_said(cli: Cli, folder: Path) -> None:
     (folder / "contract.yaml").write_text(text, encoding="utf-8")
     ran = cli("compile", cwd=folder)
     assert ran.code == 0
-    assert "warning[KC402]: nobody decides the clause `N-KL`" in ran.stderr
+    assert "warning[KC402]: no backend decides the clause `N-KL`" in ran.stderr
     assert "not empirical:" in ran.stderr
 
 
@@ -195,10 +195,10 @@ def test_usage_errors(cli: Cli, words: list[str]) -> None:
         (["lint", "--fxi"], "`kcdsl lint` has no option `--fxi`", "did you mean `--fix`?"),
         (["--colour=always", "lint"], "`kcdsl lint` has no option `--colour`", "`--color`?"),
         (["config", "show", "--frmat=x"], "`kcdsl config` has no option `--frmat`", "`--format`?"),
-        (["compile", "a", "b"], "`kcdsl compile` has no use for `b`", "`kcdsl compile --help`"),
+        (["compile", "a", "b"], "`kcdsl compile` does not take `b`", "`kcdsl compile --help`"),
         (
             ["doctor", "--format", "json", "b"],
-            "`kcdsl doctor` has no use for `b`",
+            "`kcdsl doctor` does not take `b`",
             "`kcdsl doctor --help`",
         ),
         (["--zzz"], "`kcdsl` has no option `--zzz`", "`kcdsl --help`"),
@@ -293,7 +293,7 @@ def test_a_positional_argument_after_an_option_is_taken(
     ran = cli(*words, cwd=tmp_path)
     assert ran.code == 2
     assert "nothere" in ran.stderr
-    assert "has no use for" not in ran.stderr
+    assert "does not take" not in ran.stderr
 
 
 def test_lint_of_several_contracts_without_a_path(cli: Cli, folder: Path) -> None:

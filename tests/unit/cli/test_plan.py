@@ -224,7 +224,7 @@ def test_shares_of_requests_are_planned_like_budgets(write: Write, planned: Any)
         row = found[name]
         assert (row["allowed"], row["without_any"], row["at_half"]) == (None, 299, None)
         assert (row["state"], row["may_exceed"]) == ("unknown", None)
-        assert "a prior report tells how many" in row["note"]
+        assert "a prior report determines how many" in row["note"]
     assert "equal to a number" in found["EXACT all"]["note"]
 
 
@@ -376,7 +376,7 @@ def test_failures_and_magnitudes_of_a_trace(write: Write, planned: Any) -> None:
     found = planned(folder, *prior(folder, units))
     assert (found["FAILED all"]["prior"]["k"], found["FAILED all"]["prior"]["n"]) == (1, 101)
     assert found["SIZE all"]["prior"] is None
-    assert found["P99 all"]["note"] == "the prior report says nothing of it"
+    assert found["P99 all"]["note"] == "the prior report has no data for it"
 
 
 def reported(**changes: Any) -> dict[str, Any]:
@@ -413,7 +413,7 @@ def test_units_beyond_another_threshold_are_no_prior(
     folder = write(300, "P99")
     assert by_report(folder, planned)["P99 all"]["prior"]["k"] == 1
     row = by_report(folder, planned, **changed)["P99 all"]
-    assert (row["prior"], row["note"]) == (None, "the prior report says nothing of it")
+    assert (row["prior"], row["note"]) == (None, "the prior report has no data for it")
 
 
 def test_a_mean_is_the_same_whatever_it_was_compared_with(write: Write, planned: Any) -> None:

@@ -389,7 +389,7 @@ def test_problems_of_rollouts_are_told() -> None:
     twice = TopLogs(np.array([[1, 1], [0, 1]]), np.log(np.full((2, 2), 0.3)))
     listed = replace(good, train=Side(np.array([-1.0, -2.0]), RAW, twice))
     assert problem_of(listed) == (
-        "train_top_ids", "a token stands twice in the list of one position"
+        "train_top_ids", "a token occurs twice in the list of one position"
     )  # fmt: skip
     heavy = TopLogs(np.array([[0, 1], [0, 1]]), np.log(np.full((2, 2), 0.6)))
     listed = replace(good, train=Side(np.array([-1.0, -2.0]), RAW, heavy))

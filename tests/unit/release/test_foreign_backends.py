@@ -243,7 +243,7 @@ def test_what_no_run_can_have_is_invalid(way: str, ask: Ask) -> None:
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("nothing at all", "1 goals were asked, in order; it answers []"),
+        ("nothing at all", "1 goals were sent, in order; it answers []"),
         ("twice", "it answers [0, 0]"),
         ("another goal", "it answers [another goal]"),
         ("another slice", "it answers [another goal]"),

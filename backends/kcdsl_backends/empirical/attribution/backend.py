@@ -162,7 +162,7 @@ def conclude(
         notes.append(f"blocks were not swapped: {why}")
     rows: tuple[Envelope, ...] = ()
     if not bounds:
-        notes.append("no bounds were asked for, so no source is excluded")
+        notes.append("bounds were disabled, so no source is excluded")
     elif frame.blocked is None:
         rows, why = _bounds(subject, measured, progress)
         if why is not None:

@@ -171,7 +171,7 @@ class KernelSource:
         if absent:
             raise refuse(
                 codes.UNKNOWN_BLOCK,
-                f"a clause speaks about the block {absent[0]}, which the model does not have",
+                f"a clause names the block {absent[0]}, which the model does not have",
                 help=f"blocks: {', '.join(sorted(context.blocks))}",
                 span=block_place(program, absent[0]),
             )

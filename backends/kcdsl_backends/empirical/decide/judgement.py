@@ -97,7 +97,7 @@ class Judge:
             case Quantified(quantifier, _, _, body):
                 return self._quantified(quantifier, body, negated)
             case NoFlip():
-                raise NotMeasurable("no_flip speaks of every admissible run")
+                raise NotMeasurable("no_flip quantifies over all admissible runs")
         raise NotMeasurable(f"the formula {formula} has no meaning for measured values")
 
     def sides(self, formula: Compare, negated: bool = False) -> _Reading:

@@ -188,7 +188,7 @@ def _pointwise(term: Term, unit: SamplingUnit, measures: Mapping[str, MetricDefi
             return _in_range(name, unit, measures)
         case Norm(kind, of):
             if not of.measured:
-                raise NotMeasurable(f"{term_text(term)} speaks of every admissible run")
+                raise NotMeasurable(f"{term_text(term)} quantifies over all admissible runs")
             return recorded(norm_name(of.block, kind), unit)
         case Abs(of):
             return np.abs(_pointwise(of, unit, measures))

@@ -132,7 +132,7 @@ def _load(metric: UserMetric, declared: Declared | None, base: Path) -> UserFunc
         raise refuse(
             codes.CHANGED_MEANWHILE,
             f"{path} changed while the command ran",
-            help="run it again: what it found is about the files as they were",
+            help="run it again: its results are for the files before the change",
         )
     parameters = tuple(signature(function).parameters)
     return UserFunction(metric, function, parameters, digest)

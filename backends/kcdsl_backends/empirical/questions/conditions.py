@@ -196,9 +196,9 @@ def _clauses(program: Program) -> tuple[tuple[Clause, ...], dict[str, str]]:
     for clause in chosen:
         tiers = {measures[m].tier for m in metrics_of(clause.require) if m in measures}
         if any(isinstance(part, HasFields) for part in walk(clause.require)):
-            deferred[clause.id] = "speaks of trace records, which are the same in every cell"
+            deferred[clause.id] = "reads trace records, which are the same in every cell"
         elif "E" in tiers or measured_norms(clause.require):
-            deferred[clause.id] = "speaks of times or single blocks; `kcdsl evaluate` decides it"
+            deferred[clause.id] = "reads times or single blocks; `kcdsl evaluate` decides it"
         elif clause.evidence in PROOFS:
             deferred[clause.id] = f"demands {clause.evidence}; `kcdsl verify` decides it"
         else:

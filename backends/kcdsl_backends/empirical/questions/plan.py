@@ -141,8 +141,8 @@ class _Case:
     def unseen(self) -> str:
         """Return the note on missing values of an earlier run."""
         if self.has_prior:
-            return "the prior report says nothing of it"
-        return "a prior report tells how many (--prior FILE)"
+            return "the prior report has no data for it"
+        return "a prior report determines how many (--prior FILE)"
 
 
 def _row(case: _Case, program: Program, confidence: Confidence, power: float) -> PlanRow:

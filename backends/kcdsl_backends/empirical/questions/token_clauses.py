@@ -204,7 +204,7 @@ def limits_of(task: PreparedContract) -> dict[str, tuple[ValueLimit, ...]]:
 
 def _obstacle(clause: Clause, measures: Mapping[str, MetricDefinition]) -> str | None:
     if any(isinstance(part, HasFields) for part in walk(clause.require)):
-        return "speaks of trace records; `kcdsl evaluate` decides it"
+        return "reads trace records; `kcdsl evaluate` decides it"
     if any(isinstance(term, Norm) for term in terms_of(clause.require)):
         return "measures a block; `kcdsl evaluate` decides it"
     for name in sorted(metrics_of(clause.require)):

@@ -100,13 +100,13 @@ def obstacle(clause: Clause) -> str | None:
     for part in walk(clause.require):
         match part:
             case NoFlip():
-                return "speaks of every admissible run (no_flip); `kcdsl verify` decides it"
+                return "quantifies over all admissible runs (no_flip); `kcdsl verify` decides it"
             case Quantified() if part.region.kind is not RegionKind.POINTS:
                 return f"ranges over a {part.region.kind}; `kcdsl verify` decides it"
             case _:
                 pass
     if any(isinstance(t, Norm) and not t.of.measured for t in terms_of(clause.require)):
-        return "speaks of every admissible run (drift); `kcdsl verify` decides it"
+        return "quantifies over all admissible runs (drift); `kcdsl verify` decides it"
     return None
 
 

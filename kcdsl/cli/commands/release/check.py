@@ -96,7 +96,7 @@ class CheckCommand(Trusts):
             if self.kernels is None and any("/kernel-" in reason for reason in refused):
                 print(OTHER_KERNELS)
             if self.signature_only and report.accepted:
-                print("looked at: the signed statement alone, no proof and no evidence beside it")
+                print("checked: only the signed statement, no proof and no evidence file")
         return Exit.HELD if report.accepted else Exit.CERTIFICATE_INVALID
 
     def _write_expectation(self, expectation: Expectation) -> None:

@@ -134,7 +134,7 @@ def _print(found: Promoted) -> None:
     if found.step is None:
         for name, reasons in found.invalid.items():
             print_on(sys.stdout, Text(f"not valid: {name}: {', '.join(reasons)}"), soft_wrap=True)
-        print_on(sys.stdout, Text("not promoted: `kcdsl check` says more"))
+        print_on(sys.stdout, Text("not promoted: `kcdsl check` shows the details"))
         return
     step = found.step
     styles = {"shown": "green", "violated": "bold red", "open": "yellow", "not-due": "dim"}

@@ -57,7 +57,7 @@ def problem_of_kept(rollout: Rollout, vocabulary: int | None) -> str | None:
         if token not in ids:
             return f"the token {token} at position {at} was drawn, and is not among those kept"
         if np.unique(ids).size != ids.size:
-            return f"a token stands twice among those kept at position {at}"
+            return f"a token occurs twice among those kept at position {at}"
         if vocabulary is not None and int(ids.max()) >= vocabulary:
             return (
                 f"{int(ids.max())} at position {at} is no token id of a vocabulary of {vocabulary}"

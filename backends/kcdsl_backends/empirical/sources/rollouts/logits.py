@@ -100,7 +100,7 @@ class RecordedLogits(NotRun):
             raise refuse(
                 codes.CHANGED_MEANWHILE,
                 f"{shown(self.path)} changed while the command ran",
-                help="run it again: what it found is about the file as it was",
+                help="run it again: its results are for the file before the change",
             )
         flat = np.frombuffer(data, dtype=kind, count=count)
         values = torch.from_numpy(flat).reshape(found.shape)

@@ -223,7 +223,7 @@ def _problem_of_side(side: Side, length: int, mask: NDArray[np.bool_]) -> tuple[
         return "top_logs", f"lists of shapes {top.ids.shape} and {top.logs.shape}, {length} tokens"
     ordered = np.sort(top.ids, axis=1)
     if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
-        return "top_ids", "a token stands twice in the list of one position"
+        return "top_ids", "a token occurs twice in the list of one position"
     if bool(_invalid_logs(top.logs).any()):
         return "top_logs", "a value is no log-probability"
     if bool((np.exp(top.logs).sum(axis=1) > 1 + 10 * ROUNDING).any()):

@@ -96,7 +96,7 @@ def identify(transport: Transport, service: Service) -> Identity:
     if not models:
         raise refuse(
             codes.SERVER_REPLY,
-            f"the server {transport.url} does not tell which models it has (/v1/models)",
+            f"the server {transport.url} does not list its models (/v1/models)",
             help="give the address of an OpenAI-compatible server, without what follows /v1",
         )
     entry = _chosen(models, service, transport)

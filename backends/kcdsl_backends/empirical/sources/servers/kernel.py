@@ -135,7 +135,8 @@ class ServerKernel(NotRun):
                 codes.SERVER_REPLY,
                 f"the answer of the server is not streamed: {found} tokens came in {reads}"
                 f" {'piece' if reads == 1 else 'pieces'}",
-                help="ask the server itself, and not through what collects its answers, from a"
+                help="connect to the server directly, not through a proxy that buffers its "
+                "answers, from a"
                 " machine that is fast enough to see single tokens",
             )
 

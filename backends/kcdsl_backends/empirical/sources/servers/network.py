@@ -84,7 +84,10 @@ class Destination:
             if self.with_key:
                 raise Forbidden("a key goes nowhere without TLS but to this machine")
             if not self.plain:
-                raise Forbidden(f"without TLS only this machine is asked, and {self.host} is none")
+                raise Forbidden(
+                    f"without TLS only servers on this machine are allowed, and "
+                    f"{self.host} is another one"
+                )
         if self.with_key and not here and not self.listed:
             raise Forbidden(f"a key goes to this machine and to hosts of {HOSTS} alone")
 
@@ -191,7 +194,7 @@ def client(
     transport = library.HTTPTransport(proxy=proxy)
     pool = transport._pool
     if not hasattr(pool, "_network_backend"):
-        raise Forbidden("this version of httpx does not let addresses be looked at")
+        raise Forbidden("this version of httpx does not allow addresses to be checked")
     pool._network_backend = _Guard(place if proxy is None else None, deadline)
     made: httpx.Client = library.Client(
         transport=transport,

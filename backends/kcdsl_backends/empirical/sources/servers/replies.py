@@ -68,7 +68,7 @@ def read_reply(answer: Any, most: int) -> Reply:
     choices = whole.get("choices")
     if not isinstance(choices, list) or len(choices) != 1:
         found = f"{len(choices)} texts" if isinstance(choices, list) else "no text"
-        raise _bad(f"one text was asked for, and the answer has {found}")
+        raise _bad(f"one text was requested, and the answer has {found}")
     choice = _mapping(choices[0], "the text of the answer")
     logs = choice.get("logprobs")
     if not isinstance(logs, dict):
@@ -140,7 +140,7 @@ def check_number(found: int, most: int, reason: object, counted: int | None) -> 
         raise _bad("it has no drawn token")
     if found > most:
         raise _bad(
-            f"{most} tokens were asked for, and it has log-probabilities of {found}",
+            f"{most} tokens were requested, and it has log-probabilities of {found}",
             "let the server give those of drawn tokens alone, without the prompt (`echo`)",
         )
     if counted is not None and counted != found:
@@ -148,7 +148,7 @@ def check_number(found: int, most: int, reason: object, counted: int | None) -> 
     if reason not in ("stop", "length"):
         raise _bad(f"it ended for the reason {reason!r}, which is neither `stop` nor `length`")
     if reason == "length" and found != most:
-        raise _bad(f"{most} tokens were asked for, and it ended at its limit with {found}")
+        raise _bad(f"{most} tokens were requested, and it ended at its limit with {found}")
 
 
 def _of_chat(content: Sequence[Any]) -> tuple[tuple[Drawn, ...], Literal["log", "plain"]]:

@@ -209,7 +209,7 @@ class Transport:
                 asked = asking.stream(method, self.url + path, json=body, headers=headers)
                 with asked as reply:
                     if reply.headers.get("content-encoding", "identity") != "identity":
-                        raise _NoAnswer("the answer is compressed, which nobody asked for", True)
+                        raise _NoAnswer("the answer is compressed, which was not requested", True)
                     yield reply
         except Forbidden as error:
             raise refuse(

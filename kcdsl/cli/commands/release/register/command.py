@@ -130,7 +130,7 @@ class RegisterCommand(Trusts):
             if self.action not in actions and getattr(self, name) != defaults[name]:
                 raise refuse(
                     USAGE,
-                    f"`kcdsl register {self.action}` has no use for --{name}",
+                    f"`kcdsl register {self.action}` does not take --{name}",
                     help=f"it is for {', '.join(actions)}",
                 )
         return _RUN[self.action](self, register_place(self.register))
