@@ -206,7 +206,7 @@ def test_what_can_be_looked_at_is_believed(
     ("way", "words"),
     [
         ("held alone", "it names no case"),
-        ("held with cases", "it brings no proof object"),
+        ("held with cases", "it has no proof object"),
         ("no proof", "its proof does not show the clause"),
         ("no document", "its proof is no document"),
         ("a list", "its proof does not show the clause"),
