@@ -15,7 +15,7 @@ from bench.first_hour_verify import OPTIONS, Row, write_case
 from kcdsl_backends.drift.affine.row_sums import (
     BoundedRows,
     KeyRows,
-    KeyWays,
+    KeyVectors,
     RowBound,
     RowSums,
     ValueRows,
@@ -66,7 +66,7 @@ def _prover(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         found = RowSums(bound, OWN, 0, KEYS, COUNT, values=ValueRows(vectors, tensors["p"]))
     if "s" in drawn:
         ways, top = tensors["k"], 2.0 ** math.frexp(float(tensors["k"].abs().max()))[1]
-        known = KeyWays(ways / top, top, bound, 1, KEYS - 2)
+        known = KeyVectors(ways / top, top, bound, 1, KEYS - 2)
         keys = KeyRows(tensors["s"].transpose(0, 1), known, slice(0, len(ways)))
         other = RowSums(bound, OWN, 1, KEYS - 1, COUNT, keys=keys)
         found = other if found is None else found.beside(other)

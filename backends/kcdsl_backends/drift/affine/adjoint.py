@@ -1,5 +1,5 @@
-"""Batches of linear functionals of a tensor, on the window where they are not zero, their products,
-and largest eigenvalues of these."""
+"""Batches of linear functionals of a tensor, stored on the window outside of which they are zero;
+their Gram matrices, and bounds of the largest eigenvalues of these."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class Adjoint:
 
     @staticmethod
     def full(values: Tensor) -> Adjoint:
-        """Return functionals without zeros that are known beforehand: values [B, *shape]."""
+        """Return functionals whose window is the whole tensor: values [B, *shape]."""
         shape = tuple(values.shape[1:])
         return Adjoint(values, whole(shape), shape)
 
     @property
     def single_row(self) -> bool:
-        """Say whether the functionals read one row of the last dimension only."""
+        """Return whether the functionals read one row of the last dimension only."""
         return all(stop - start == 1 for start, stop in self.window[:-1])
 
     @property
     def one_row(self) -> bool:
-        """Say whether the functionals read one row of the last two dimensions, in any heads."""
+        """Return whether the functionals read one row of the last two dimensions, in any heads."""
         start, stop = self.window[-2]
         return stop - start == 1
 
@@ -60,7 +60,7 @@ class Adjoint:
         return tuple(start for start, _ in self.window)
 
     def on(self, window: Window) -> Tensor:
-        """Return the values on a window that holds this one."""
+        """Return the values on a window that contains the one of the functionals."""
         if window == self.window:
             return self.values
         lengths = [stop - start for start, stop in window]
@@ -97,14 +97,14 @@ class Adjoint:
         return Adjoint(self.values * factor, self.window, self.shape)
 
     def without(self, some: Tensor) -> Adjoint:
-        """Return the functionals with zero in the place of some of them [B]."""
+        """Return the functionals with those marked in `some` [B] set to zero."""
         if not bool(some.any()):
             return self
         kept = (~some).reshape(-1, *(1 for _ in self.window))
         return Adjoint(self.values * kept, self.window, self.shape)
 
     def narrowed(self, dim: int) -> Adjoint:
-        """Return the same on the window without what is zero at both ends of a dimension."""
+        """Return the same functionals on a window without the zeros at both ends of a dimension."""
         others = [d for d in range(len(self.values.shape)) if d != dim % len(self.shape) + 1]
         used = (self.values != 0).sum(others).nonzero()
         if not len(used):
@@ -137,7 +137,7 @@ class Adjoint:
 
 
 def meet(pending: dict[int, Adjoint], adjoints: Iterable[tuple[int, Adjoint]]) -> None:
-    """Add functionals of a reverse pass to those that wait at entries already."""
+    """Add functionals of a reverse pass to the pending ones of their entries."""
     for index, part in adjoints:
         before = pending.get(index)
         pending[index] = part if before is None else before.plus(part)
@@ -154,8 +154,8 @@ def by_rows(adjoint: Adjoint) -> Iterator[tuple[tuple[int, ...], Adjoint]]:
 
 
 def part_of(adjoint: Adjoint, dim: int, offset: int, shape: tuple[int, ...]) -> Adjoint | None:
-    """Return what functionals of a concatenation along `dim` read of the operand of this shape that
-    begins at `offset`; None for nothing."""
+    """Return the functionals of one operand of a concatenation along `dim`: of this shape,
+    beginning at `offset`. None if they read nothing of it."""
     start, stop = adjoint.window[dim]
     first, last = max(start, offset), min(stop, offset + shape[dim])
     if first >= last:
@@ -181,8 +181,8 @@ PARTS = 8
 
 
 def square_of(matrix: Tensor, other: Tensor | None = None) -> Tensor:
-    """Return A Aᵀ of a matrix [B, n], or A Bᵀ where that is symmetric; what lies above the diagonal
-    is copied from below."""
+    """Return A Aᵀ of a matrix [B, n], or A Bᵀ if that is symmetric; the upper triangle is copied
+    from the lower one."""
     count, other = len(matrix), matrix if other is None else other
     size = max(64, -(-count // PARTS))
     found = matrix.new_empty(count, count)
@@ -201,8 +201,8 @@ def parallel(columns: Tensor) -> tuple[Tensor, Tensor | None]:
     """Add up the sizes of columns [B, n] that are multiples of one another.
 
     b_j w_j for many j is one column b_j Σ|w_j|: the norm of Σ b_j w_j ξ_j over |ξ_j| <= 1 is the
-    same. Returned with it is a bound [B] of what the others are off from such multiples; None where
-    the columns are as they were.
+    same. Also return a bound [B] of the deviation of merged columns from exact multiples; None if
+    no columns were merged.
     """
     count, n = columns.shape
     if n < 2 * FEW or count < 2:
@@ -242,8 +242,8 @@ def permuted(adjoint: Adjoint, dims: Sequence[int]) -> Adjoint:
 
 
 def summed(adjoint: Adjoint, shape: tuple[int, ...]) -> Adjoint:
-    """Return functionals of x.expand(...) as functionals of x of this shape, those of copies
-    added up."""
+    """Return functionals of x.expand(...) as functionals of x of this shape: the sums over all
+    copies."""
     if adjoint.shape == shape:
         return adjoint
     added = len(adjoint.shape) - len(shape)
@@ -256,8 +256,8 @@ def summed(adjoint: Adjoint, shape: tuple[int, ...]) -> Adjoint:
 
 
 def reshaped(adjoint: Adjoint, shape: tuple[int, ...]) -> Adjoint:
-    """Return functionals of x.reshape(...) as functionals of x of this shape; windows stay where
-    they can."""
+    """Return functionals of x.reshape(...) as functionals of x of this shape; windows are kept if
+    possible."""
     if adjoint.shape == shape:
         return adjoint
     window: list[tuple[int, int]] = []
@@ -299,7 +299,7 @@ def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], list[in
 def _regrouped(
     mine: Sequence[int], theirs: Sequence[int], window: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]] | None:
-    """Return the window of one group in other dimensions, None where it is no window there."""
+    """Return the window of one group in the other dimensions; None if it is not a window there."""
     if list(mine) == list(theirs):
         return list(window)
     if all(w == (0, size) for w, size in zip(window, theirs, strict=True)):
@@ -341,7 +341,7 @@ def largest_eigenvalue(products: Tensor, trace: float, known: float = math.inf) 
     Args:
         products: [n, n], a Gram matrix.
         trace: a bound of its trace.
-        known: what else stands for a bound; where the eigenvalue is no less, this is returned.
+        known: another bound of the same; returned if the eigenvalue is not smaller.
     """
     if not (0 < trace < math.inf and bool(torch.isfinite(products).all())):
         return trace
@@ -391,11 +391,11 @@ def largest_eigenvalues(products: Tensor, traces: Tensor) -> Tensor:
 
 
 def _estimate(even: Tensor) -> float:
-    """Return about the largest eigenvalue, by the Lanczos iteration: until it has not grown for
-    some steps."""
+    """Return an estimate of the largest eigenvalue by the Lanczos iteration, which stops when the
+    estimate has not grown for some steps."""
     n = even.shape[0]
     if n <= SMALL:
-        return _last(even)
+        return _eigenvalue_estimate(even)
     vector = even.abs().sum(-1)
     length = float(vector.norm())
     if length == 0:
@@ -409,20 +409,20 @@ def _estimate(even: Tensor) -> float:
         vector = even @ vector
         projected[step, : step + 1] = known @ vector
         if step % AGAIN == AGAIN - 1 or step == STEPS - 1:
-            before, found = found, _last(projected[: step + 1, : step + 1])
+            before, found = found, _eigenvalue_estimate(projected[: step + 1, : step + 1])
             if found - before <= SETTLED * found:
                 break
         for _ in range(2):
             vector = vector - known.T @ (known @ vector)
         size = float(vector.norm())
         if size < 2.0**-40:
-            return _last(projected[: step + 1, : step + 1])
+            return _eigenvalue_estimate(projected[: step + 1, : step + 1])
         vector = vector / size
     return found
 
 
-def _last(matrix: Tensor) -> float:
-    """Return about the largest eigenvalue of a small matrix."""
+def _eigenvalue_estimate(matrix: Tensor) -> float:
+    """Return an estimate of the largest eigenvalue of a small matrix."""
     return float(torch.linalg.eigvalsh(matrix)[-1])
 
 

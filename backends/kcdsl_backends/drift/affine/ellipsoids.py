@@ -40,8 +40,8 @@ def quadratic(matrix: Tensor, functionals: Tensor) -> Tensor:
 
 
 def image(matrix: Tensor, functionals: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A P Aᵀ for functionals A [B, n], with its float64 error added on the diagonal; and the
-    bounds of `quadratic` [B], the roots of the diagonal."""
+    """Return A P Aᵀ for functionals A [B, n], with its float64 error added on the diagonal, and the
+    bounds [B] of `quadratic`: the roots of the diagonal."""
     lost = _rounding(matrix, functionals)
     alone = diagonal(functionals)
     if alone is not None:
@@ -113,11 +113,11 @@ class RankOne:
 
     @staticmethod
     def near(values: Tensor, lost: float) -> RankOne:
-        """Return an ellipsoid around multiples by -1 to 1 of a vector [n] that is within `lost` of
-        these values.
+        """Return an ellipsoid around t·v, -1 <= t <= 1, for a vector v [n] within `lost` of these
+        values.
 
         (v + w)(v + w)ᵀ is at most (1 + t) v vᵀ + (1 + 1/t) w wᵀ for every t > 0; t = |w|/|v| here,
-        1 where v is shorter than w.
+        1 if v is shorter than w.
         """
         length = float(values.norm()) * SAFE
         share = lost / length if length > lost else 1.0
@@ -179,8 +179,8 @@ class ImageEllipsoid:
 
 
 def _images(parts: Sequence[tuple[ImageEllipsoid, float]]) -> Tensor:
-    """Return the sum of images by the same functionals, each with a factor, as one product; its
-    float64 error is added on the diagonal."""
+    """Return the sum of images by the same functionals, each with a factor, as one product, with
+    its float64 error added on the diagonal."""
     (first, factor), *others = parts
     alone, product = diagonal(first.functionals), first.product * factor
     sizes = (first.matrix.diagonal() if first.matrix.dim() == 2 else first.matrix) * factor
@@ -198,7 +198,7 @@ Part = Tensor | RankOne | ImageEllipsoid
 
 
 def joined(parts: Sequence[Part]) -> list[Tensor | RankOne]:
-    """Return ellipsoids with the same sums of members: images by the same functionals become one
+    """Return ellipsoids whose members have the same sums: images by the same functionals become one
     product, weighted as in `around_sum`."""
     found, images = list[Tensor | RankOne](), list[list[ImageEllipsoid]]()
     for part in parts:
@@ -280,7 +280,7 @@ class Energy:
         return Energy(min(most + FAINT, length**2) * SAFE, squares, squares.sum(-1))
 
     def _mixed(self, weights: Tensor) -> Tensor:
-        """Return Σ_kl β_k β_l Q_kl² [B], of which one half is computed."""
+        """Return Σ_kl β_k β_l Q_kl² [B], from one triangle of Q."""
         found, size = weights.new_zeros(len(weights)), max(64, -(-len(self.squares) // PARTS))
         for start in range(0, len(self.squares), size):
             own = weights[:, start : start + size]
@@ -317,7 +317,7 @@ class RowEnergies:
     own: Tensor | None = None
 
     def root(self, row: Row, weights: Tensor) -> Tensor:
-        """Bound √(Σ β_k e_k²) of a row for weights β [B, n] -> [B]; infinite if none is known."""
+        """Bound √(Σ β_k e_k²) of a row for weights β [B, n] -> [B]; infinite if unknown."""
         if row not in self.rows:
             return weights.new_full(weights.shape[:1], torch.inf)
         scaled = weights if self.factor is None else weights * self.factor[row].square() * SAFE

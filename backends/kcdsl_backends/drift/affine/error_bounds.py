@@ -46,13 +46,13 @@ FACTORED = 2.0**-24
 
 @dataclass(slots=True)
 class _Gram:
-    """What a reverse pass of B functionals says of their norm.
+    """Sums of a reverse pass of B functionals, for a bound of their norm.
 
     With columns b_j of the symbols, |Σ b_j ξ_j|² <= (Σ d_j) λ for any d > 0, where λ is the largest
-    eigenvalue of Σ b_j b_jᵀ/d_j; d_j = |b_j| here. `middle` [B] is added to the functionals,
-    `loose` [B] bounds further parts one by one, `further` the norm of others; ellipsoids of the
-    functionals of others stand in `parts`. `single` [B] bounds all parts but the middle
-    functional by functional, where an ellipsoid is looked for.
+    eigenvalue of Σ b_j b_jᵀ/d_j; d_j = |b_j| here. `middle` [B] is added to the functionals.
+    `loose` [B] bounds further parts functional by functional, `further` the norm of others; `parts`
+    are ellipsoids of others. `single` [B] bounds all parts but the middle functional by functional,
+    if an ellipsoid is wanted.
     """
 
     products: Tensor
@@ -71,12 +71,12 @@ class _Gram:
         return _Gram(values.new_zeros(count, count), zero, zero.clone(), single=single)
 
     def add(self, functional: Adjoint, radius: Tensor) -> None:
-        """Take in a symbol for every element."""
+        """Add one symbol for every element."""
         part = radius.expand(functional.shape)[at(functional.window)].flatten()
         values = functional.values.flatten(1)
         alone = diagonal(values)
         if alone is not None:
-            self._apart(alone * part)
+            self._separate(alone * part)
             return
         if self.single is not None and values.shape[0] > values.shape[1]:
             self._few(values, part, self.single)
@@ -88,15 +88,15 @@ class _Gram:
             self.columns(values[:, some] * part[some])
 
     def _few(self, values: Tensor, sizes: Tensor, single: Tensor) -> None:
-        """Take in symbols of these sizes [n] for functionals [B, n] of few elements: what else is
-        read of these elements is multiplied with the functionals at once."""
+        """Add symbols of these sizes [n] for functionals [B, n] of few elements; they become a
+        part, which `joined` multiplies together with other parts of the same functionals."""
         columns = values.norm(dim=0).clamp_min(2.0**-450)
         weights = (sizes * columns).sum() * (sizes / columns) * SAFE
         self.parts.append(ImageEllipsoid.of(values, weights))
         single += values.abs() @ sizes * SAFE
 
     def columns(self, columns: Tensor) -> None:
-        """Take in symbols with these columns [B, n]; what is parallel is one symbol."""
+        """Add symbols with these columns [B, n]; parallel columns count as one symbol."""
         columns, lost = parallel(columns)
         if lost is not None:
             self.loose += lost
@@ -106,8 +106,8 @@ class _Gram:
         if self.single is not None:
             self.single += columns.abs().sum(-1) * SAFE
 
-    def _apart(self, sizes: Tensor) -> None:
-        """Take in one symbol for each functional, which no other reads."""
+    def _separate(self, sizes: Tensor) -> None:
+        """Add one symbol of its own for each functional."""
         sizes = sizes.abs()
         self.products.diagonal().add_(sizes)
         self.trace += float(sizes.sum())
@@ -115,8 +115,8 @@ class _Gram:
             self.single += sizes * SAFE
 
     def rows(self, functional: Adjoint, bound: RowBound) -> None:
-        """Take in all that an entry is off by, whose rows have a bound: a symbol for each element
-        and for each direction of a row."""
+        """Add the whole error of an entry whose rows have a bound: one symbol for each element and
+        for each direction of a row."""
         self.add(functional, bound.radius)
         part = at(functional.window)
         for along, size in zip(bound.along, bound.size, strict=True):
@@ -125,7 +125,7 @@ class _Gram:
         self.loose += ROUNDED * functional.magnitude(bound.whole)
 
     def symbols(self, functional: Adjoint, entry: TapeEntry) -> None:
-        """Take in what is known of an entry element by element."""
+        """Add the part of an entry that is bounded element by element."""
         if entry.apart is not None:
             self.add(functional, entry.apart.radius)
             self._curved(entry.apart.rest, functional)
@@ -133,7 +133,7 @@ class _Gram:
             self.add(functional, entry.radius)
 
     def _curved(self, part: Nonlinear, functional: Adjoint) -> None:
-        """Take in what is bounded functional by functional."""
+        """Add a part that is bounded functional by functional."""
         if self.single is None or part.around is None:
             self.further += part.together(functional)
         else:
@@ -143,7 +143,7 @@ class _Gram:
             self.single += torch.maximum(-low, high)
 
     def beside(self, functional: Adjoint, entry: TapeEntry) -> None:
-        """Take in what an entry adds, without its radius."""
+        """Add what an entry contributes besides its radius."""
         if entry.centre is not None:
             self.middle = self.middle + functional.against(entry.centre)
             self.loose += 2.0**-30 * functional.magnitude(entry.centre.abs())
@@ -152,14 +152,14 @@ class _Gram:
         self.loose += ROUNDED * functional.magnitude(entry.widest)
 
     def gather(self, found: RowImages) -> None:
-        """Take in what functionals of one row of a product meet below it."""
+        """Add the terms that functionals of one row of a product collect on their way."""
         assert self.single is not None
         self.parts += found.parts
         self.single += found.single
         self.loose += found.lost
 
     def merge(self, below: _Gram, factor: float) -> None:
-        """Take in the functionals below an entry that amplifies them by up to 1 + factor."""
+        """Add the functionals below an entry that amplifies them by up to 1 + factor."""
         self.further += factor * below.norm() + below.further
         self.products += below.products
         self.trace += below.trace
@@ -167,8 +167,8 @@ class _Gram:
         self.loose += below.loose
 
     def amplify(self, tape: Tape, functional: Adjoint, entry: TapeEntry, floor: int) -> None:
-        """Take in 1 + factor times what is below an entry, for an ellipsoid: of the functionals of
-        one row, or of its elements, if these are fewer."""
+        """Add 1 + factor times the terms below an entry, for an ellipsoid: of the functionals of
+        one row, or of its elements if these are fewer."""
         assert entry.amplified is not None
         factor = float(entry.amplified.factor.expand(entry.shape)[functional.first])
         values = functional.values.flatten(1)
@@ -191,8 +191,8 @@ class _Gram:
             self.single += sizes
 
     def floor(self, functional: Adjoint, entry: TapeEntry) -> None:
-        """Take in the error of an entry at which a pass stops, row by row; where no ellipsoid is
-        looked for, by the norms that those of the rows have."""
+        """Add the error of an entry at which a pass stops, row by row; if no ellipsoid is wanted,
+        by the norms of the rows' errors."""
         self.loose += ROUNDED * functional.magnitude(entry.widest)
         for row, part in by_rows(functional):
             columns = slice(*part.window[-1])
@@ -232,7 +232,7 @@ class _Gram:
 
     def ellipsoid(self) -> Tensor:
         """Return an ellipsoid [B, B] around the functionals."""
-        self.parts = list[Part](joined(self.parts))  # once for this and the norm
+        self.parts = list[Part](joined(self.parts))  # shared with `norm`
         rest = float(self.loose.norm()) + self.further
         own, alone = self.trace * self.products, RankOne(self.middle, 0.0, rest**2)
         return around_sum([*self.parts, own, RankOne(self.middle), alone])
@@ -245,8 +245,8 @@ def gram_norm(tape: Tape, index: int, functionals: Adjoint, floor: int = INPUT) 
 
 
 def gram_ellipsoid(tape: Tape, index: int, functionals: Adjoint, floor: int) -> Tensor:
-    """Return an ellipsoid [B, B] around functionals of the error of one entry; what arrives at
-    `floor` or before is bounded by ellipsoids and error bounds there."""
+    """Return an ellipsoid [B, B] around functionals of the error of one entry; adjoints at `floor`
+    or before are bounded by the ellipsoids and error bounds there."""
     return _reverse(
         tape, {index: functionals}, functionals.values, floor, surround=True
     ).ellipsoid()
@@ -255,8 +255,9 @@ def gram_ellipsoid(tape: Tape, index: int, functionals: Adjoint, floor: int) -> 
 def _reverse(
     tape: Tape, pending: dict[int, Adjoint], values: Tensor, floor: int, *, surround: bool
 ) -> _Gram:
-    """Take functionals back to the input, or to the floor, where ellipsoids bound them. For an
-    ellipsoid around them, `surround`; else wide functionals of one entry are compressed."""
+    """Take functionals back to the input, or to the floor, where ellipsoids bound them. With
+    `surround` the sums are for an ellipsoid; else functionals of one entry are compressed if they
+    outnumber its elements."""
     gram = _Gram.of(values, surround=surround)
     while pending:
         refuse_late()
@@ -310,8 +311,8 @@ def _reverse(
 
 
 def _compressed(tape: Tape, functionals: Adjoint) -> Adjoint:
-    """Return as many functionals as the window has elements, with the same norm: R of A = QR; that
-    of the matrix before if it is the same, as it often is in the next row."""
+    """Return as many functionals as the window has elements, with the same norm: R of A = QR. R of
+    the previous matrix is reused if the matrix is the same, as it often is in the next row."""
     matrix = functionals.values.flatten(1)
     if tape.factored is None or not torch.equal(tape.factored[0], matrix):
         tape.factored = matrix, torch.linalg.qr(matrix, mode="r").R
@@ -333,9 +334,10 @@ def unit_functionals(
 ) -> Iterator[tuple[int, int, int, Adjoint]]:
     """Yield (first index, start, stop, functionals) that read single elements of a tensor.
 
-    Elements start to stop of the flattened rest [i, ...] of the tensor; together all of them. At
-    most `size` come together; where a rest has many, or with `by_row`, none of two rows of the last
-    dimension. The same elements of all rows follow one another: much of them is the same.
+    The functionals read elements start to stop of the flattened rest [i, ...]; all of them together
+    cover the tensor. At most `size` come in one batch; with a long rest, or with `by_row`, no batch
+    reads two rows of the last dimension. The same elements of all rows follow one another, as their
+    passes share work.
     """
     rest, count = shape[1:], math.prod(shape[1:])
     if len(shape) > 1 and (by_row or len(shape) == 2 or count > min(size, REST)):
@@ -362,8 +364,8 @@ def _unit(start: int, stop: int, count: int, device: torch.device) -> Tensor:
 
 
 def at_once(tape: Tape) -> int:
-    """Return how many functionals go through a reverse pass together, so that memory is bounded
-    however many tokens there are."""
+    """Return how many functionals go through a reverse pass together, so that memory is bounded for
+    any number of tokens."""
     matrices = (entry.reference for entry in tape.entries if entry.reference.dim() == 2)
     widest = max((matrix.numel() for matrix in matrices), default=1)
     sums = any(entry.rows is not None for entry in tape.entries) and not tape.last_floor
@@ -398,7 +400,7 @@ def _elements_before(
     needed: Tensor,
     floor: int,
 ) -> Tensor:
-    """Bound |e| of an entry in the rows needed by that of the elements that were moved there."""
+    """Bound |e| of an entry in the rows needed by that of the entry it was moved from."""
     index, change = moved
     source = tape.entries[index]
     if index <= floor or not bool(needed.any()):
@@ -420,10 +422,10 @@ def tighten_error(
     floors: Sequence[int] | None = None,
 ) -> None:
     """Lower the error bound of an entry that an operation reads by reverse passes, in the rows
-    [..., 1] where `needed` says of an error bound that it is not good enough yet. They stop at one
-    of `floors` after the other, by default everywhere where they may."""
+    [..., 1] for which `needed` finds the present error bound too large. The passes stop at each of
+    `floors` in turn, by default at every possible one."""
     tape = run.tape
-    if _lowered(run, tape.entries[index].name):
+    if _bounds_from_passes(run, tape.entries[index].name):
         return
     for floor in tape.floors if floors is None else floors:
         rows = needed(tape.entries[index].error_bound)
@@ -432,9 +434,9 @@ def tighten_error(
         tape.tighten(index, elements(tape, index, rows, floor))
 
 
-def _lowered(run: KernelRun, name: str) -> bool:
-    """Say whether the error bounds of a result were found by passes before a cast, of itself or of
-    what it is a function of element by element."""
+def _bounds_from_passes(run: KernelRun, name: str) -> bool:
+    """Return whether reverse passes found the error bounds of a result before a cast, of its own or
+    of the operand of an elementwise function."""
     while name in run.nodes and run.nodes[name].op in ("silu", "gelu", "tanh"):
         name = run.nodes[name].inputs[0]
     return name in run.lowered
@@ -444,7 +446,7 @@ def deviations(
     tape: Tape, index: int, weights: Tensor, needed: Tensor, floor: int = INPUT
 ) -> Tensor:
     """Bound |e_j - Σ_k weights_k e_k| in every row of an entry [..., n], each row by a pass of its
-    own: what is known of functionals of one row is not known of several together.
+    own: rules for functionals of one row do not hold for several rows together.
 
     Args:
         weights: [..., n], for every row the weights of a mean.
@@ -502,8 +504,8 @@ def _norms(
 
 def surround_rows(tape: Tape, index: int, needed: Tensor, floor: int) -> tuple[Tensor, Tensor]:
     """Find ellipsoids around the errors of the rows [..., 1] needed, by reverse passes that stop at
-    `floor` (see `Tape.bound`); return bounds of elements and of the norms of these rows, infinite
-    in others."""
+    `floor` (see `Tape.bound`). Return bounds of the elements and of the norms of these rows,
+    infinite in other rows."""
     entry = tape.entries[index]
     single, found = torch.full_like(entry.error_bound, torch.inf), {}
     norm = torch.full_like(entry.error_bound[..., :1], torch.inf)
@@ -516,13 +518,13 @@ def surround_rows(tape: Tape, index: int, needed: Tensor, floor: int) -> tuple[T
 def each_ellipsoid(
     tape: Tape, index: int, needed: Tensor, floor: int
 ) -> Iterator[tuple[Row, Tensor, Tensor]]:
-    """Yield such ellipsoids one by one, with bounds of the elements, and keep none."""
+    """Yield such ellipsoids one by one, with bounds of the elements, without storing them."""
     for row, gram in _surrounded(tape, index, needed, floor):
         yield row, gram.ellipsoid(), gram.elements
 
 
 def _surrounded(tape: Tape, index: int, needed: Tensor, floor: int) -> Iterator[tuple[Row, _Gram]]:
-    """Yield the passes of the unit functionals of the rows needed."""
+    """Yield the sums of passes of the unit functionals of the rows needed."""
     shape = tape.entries[index].shape
     unit = torch.eye(shape[-1], dtype=torch.float64, device=needed.device)
     for row in _chosen(needed):
@@ -531,8 +533,7 @@ def _surrounded(tape: Tape, index: int, needed: Tensor, floor: int) -> Iterator[
 
 
 def _chosen(needed: Tensor) -> Iterator[Row]:
-    """Yield the index of every row that is needed, those of all heads one after another: what they
-    read is often shared."""
+    """Yield the index of every row needed, all heads of a row in turn: they often share reads."""
     yield from sorted(
         (tuple(row) for row in needed[..., 0].nonzero().tolist()), key=lambda row: row[::-1]
     )

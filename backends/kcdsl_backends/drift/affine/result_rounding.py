@@ -1,4 +1,4 @@
-"""Storing a result: which grid points it may become (section 2)."""
+"""Storing a result: the entry of its cast to the format's grid (section 2)."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ SUMMED = ("linear", "add", "sub", "layer_norm", "rms_norm")
 class Result:
     """A result before it is stored: v = reference + L e + o + ε.
 
-    `linear` bounds |L e|; `internal` bounds what stands in o (remainders, roundings inside, float64
-    errors); `extra` bounds what stands in `centre`, `nonlinear` and `amplified`.
-    `cases` hold v; `roundings` take `internal` apart, as does `shared` between both kernels.
-    `early` was a free cast before the last operation, its error not counted in `internal`.
-    `again` is what readings of the operands add that are not those of the entries.
+    `linear` bounds |L e|; `internal` bounds the part of o without the rest (remainders, roundings
+    inside, float64 errors); `extra` bounds the rest: `centre`, `nonlinear` and `amplified`. `cases`
+    hold v; `roundings` split `internal`, and `shared` splits off the part of both kernels. `early`
+    was a free cast before the last operation, its error not counted in `internal`. `again` bounds
+    the additional error of readings of the operands other than those of the entries.
     """
 
     reference: Tensor
@@ -70,8 +70,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Early:
-    """A free cast of w = known + e: `of_known` bounds what it adds to the known part, with
-    subnormals, `of_error` what it adds to e; `unit` is the unit roundoff."""
+    """A free cast of w = known + e: `of_known` bounds its error from the known part, with
+    subnormals, `of_error` its error from e; `unit` is the unit roundoff."""
 
     unit: float
     of_known: Tensor
@@ -79,7 +79,7 @@ class Early:
 
     @staticmethod
     def none(like: Tensor) -> Early:
-        """Return that of an operation without such a cast."""
+        """Return the `Early` of an operation without such a cast."""
         return Early(0.0, torch.zeros_like(like), torch.zeros_like(like))
 
 
@@ -103,7 +103,7 @@ def round_result(
     kernel, form = run.rounding, stored_format(run, node)
     inner = inner or kernel.inner(accumulates)
     if kernel.free and node.name in run.several:
-        return _privately(run, node, result, form, accumulates=accumulates, inner=inner)
+        return _append_versions(run, node, result, form, accumulates=accumulates, inner=inner)
     internal, early = result.internal, result.early
     if early is not None:
         internal = internal + early.of_known + early.of_error
@@ -148,13 +148,13 @@ def round_result(
     return run.computed[node.name]
 
 
-def _privately(
+def _append_versions(
     run: KernelRun, node: Node, result: Result, form: Format, *, accumulates: bool, inner: Format
 ) -> int:
     """Append the entry of a result of which every reading is a version of its own.
 
-    What is formed once by an accumulator is the same in all of them but for its casts; anything
-    else may be computed again for each, with the same weights.
+    A sum in an accumulator is the same in all readings but for its casts; anything else may be
+    computed again for each, with the same weights.
     """
     kernel, early = run.rounding, result.early
     if accumulates:
@@ -184,7 +184,7 @@ def _privately(
         if read_alone(run, node):
             each = of_one_reading(entry, _formed(run, node, formed, formed.internal), inside)
             apart = _apart(run, node, formed, form, each, lengths)
-        if apart is not None:  # what is the same in all readings stands in the entry
+        if apart is not None:  # the part common to all readings stays in the entry
             radius = (apart.radius - result.internal).clamp_min(0) + inside
             if result.again is not None:
                 radius = radius + (1 + 2 * unit) * (1 + unit) * result.again
@@ -200,15 +200,15 @@ def _privately(
 
 
 def _cut_off(size: Tensor, before: Tensor, form: Format, inner: Format) -> tuple[Tensor, Format]:
-    """Return the size of a result that was cut off toward zero, and the format that it must not
-    leave: it was larger before, where it must have been a finite number already."""
+    """Return the size of a result that was cut off toward zero, and the format that bounds it:
+    `inner` if the result may exceed that format before the cut."""
     finite = before <= inner.largest
     size = torch.where(finite, torch.minimum(size, form.toward_zero(before)), before)
     return size, form if bool(finite.all()) else inner
 
 
 def _formed(run: KernelRun, node: Node, result: Result, internal: Tensor) -> TapeEntry:
-    """Return the entry of a result before it is stored, with what stands in o."""
+    """Return the entry of a result before it is stored."""
     error_bound = result.linear + internal
     if result.extra is not None:
         error_bound = error_bound + result.extra
@@ -232,7 +232,7 @@ def _formed(run: KernelRun, node: Node, result: Result, internal: Tensor) -> Tap
 
 
 def _more(shared: Shared | None, own: Tensor) -> Shared | None:
-    """Return a part that both kernels have in common, with more beside it."""
+    """Return the shared part with an additional error in its rest."""
     return None if shared is None else replace(shared, rest=(shared.rest + own) * SAFE)
 
 
@@ -244,7 +244,7 @@ def _apart(
     lower: TapeEntry,
     lengths: Tensor | None = None,
 ) -> SplitError | None:
-    """Take what free casts make of errors apart, where these are no small part of the result.
+    """Split off the error of free casts, if it is no small part of the result.
 
     A cast of w = w̃ + e adds at most u|w̃| + u|e|. The first part is known element by element; the
     sum of |e| over a row of n is at most √n times its norm, for which a pass is made unless these
@@ -263,7 +263,7 @@ def _apart(
     total, floor = whole, run.tape.near
     columns = entry.shape[-1]
     asked = lengths is None and node.op in SUMMED
-    if node.name in run.lowered and not _summed(run, node):  # its elements are known well enough
+    if node.name in run.lowered and not _summed(run, node):  # its elements have bounds from passes
         asked = False
     if asked and run.passing(node, place, "norm", needed, floor):
         unit = torch.eye(columns, dtype=torch.float64, device=whole.device)
@@ -281,14 +281,14 @@ def _apart(
 
 
 def _summed(run: KernelRun, node: Node) -> bool:
-    """Say whether elements of a result are added up somewhere: where sums with others alone lead to
-    the output, each counts by itself."""
+    """Return whether elements of a result are added up somewhere. If only sums with other results
+    lead to the output, the elements count separately."""
     readers = [reader for reader in run.graph.nodes if node.name in reader.inputs]
     return any(reader.op not in ("add", "sub") or _summed(run, reader) for reader in readers)
 
 
 def _tightened(run: KernelRun, entry: TapeEntry) -> TapeEntry:
-    """Return an entry that is not on the tape, its error bound from reverse passes."""
+    """Return an entry that is not on the tape, with its error bound from reverse passes."""
     place = run.tape.add(entry)
     everywhere = torch.ones_like(entry.error_bound[..., :1], dtype=torch.bool)
     error_bound = elements(run.tape, place, everywhere)
@@ -302,7 +302,7 @@ def stored_format(run: KernelRun, node: Node) -> Format:
 
 
 def _stepped(entry: TapeEntry, form: Format, kernel: Rounding, formed: Cases | None) -> TapeEntry:
-    """Cast by steps: where few grid points can be met, forget the error that came in."""
+    """Cast by steps: if few grid points are possible, drop the dependence on incoming errors."""
     size, casts = entry.reference.abs() + entry.error_bound, kernel.casts
     worst = (kernel.unit(form) * (size * SAFE)).clamp_min(kernel.faint(form)) * SAFE
     cast = torch.minimum(worst, casts.units * half_step(size, form)) * SAFE
@@ -313,7 +313,7 @@ def _stepped(entry: TapeEntry, form: Format, kernel: Rounding, formed: Cases | N
     around = beyond(
         Box(down(entry.reference - entry.error_bound), up(entry.reference + entry.error_bound))
     )
-    if casts.toward_zero:  # a number that is known, and on the grid, stays where it is
+    if casts.toward_zero:  # a known number on the grid does not change
         known = entry.error_bound == 0
         low, high = (torch.where(known, entry.reference, end) for end in (around.lo, around.hi))
         around = Box(low, high)
@@ -360,7 +360,7 @@ def _stepped(entry: TapeEntry, form: Format, kernel: Rounding, formed: Cases | N
 
 
 def _signs(entry: TapeEntry) -> Tensor:
-    """Return the signs of a result before its cast where they are known, else 0."""
+    """Return the signs of a result before its cast, 0 if unknown."""
     positive, negative = (
         entry.reference - entry.error_bound >= 0,
         entry.reference + entry.error_bound <= 0,
@@ -369,10 +369,10 @@ def _signs(entry: TapeEntry) -> Tensor:
 
 
 def halved(entry: TapeEntry, most: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a reference for what is cut off toward zero by at most `most`, and the error around.
+    """Return a reference for a result cut off toward zero by at most `most`, and its error.
 
-    Where the sign of a result is known it loses between nothing and `most`: half of it, give or
-    take half of it. No cut makes a number cross zero.
+    A result of known sign loses between 0 and `most`: half of it moves the reference, half of it is
+    the error. No cut changes a sign.
     """
     signs, most = _signs(entry), torch.minimum(most, entry.size)
     shifted = entry.reference - signs * (most / 2)
@@ -381,14 +381,14 @@ def halved(entry: TapeEntry, most: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def half_step(size: Tensor, form: Format) -> Tensor:
-    """Return half the distance of grid points up to a magnitude: the error of nearest there."""
+    """Return half the distance of grid points up to a magnitude: the error of nearest."""
     _, exponent = torch.frexp(up(size, 2))
     leading = (exponent - 1).clamp_min(form.min_exponent)
     return power_of_two(leading - form.precision)
 
 
 def cast_freely(box: Box, form: Format, kernel: Rounding) -> Box:
-    """Return all that free casts to a format may make of the numbers of a box.
+    """Return the box of all results of free casts of a box to a format.
 
     v·(1 + δ) + η grows with v for every δ and η, so the ends of the box are the worst.
     """
@@ -400,7 +400,7 @@ def cast_freely(box: Box, form: Format, kernel: Rounding) -> Box:
 
 
 def _together(cases: Cases, reference: Tensor, stairs: Tensor, radius: Tensor) -> Together:
-    """Return what o may be: the cases of what is known by steps, elsewhere the radius."""
+    """Return the bounds of o: the cases of elements known by steps, elsewhere the radius."""
     low = torch.where(stairs, down(cases.low - reference), 0.0)
     high = torch.where(stairs, up(cases.high - reference), 0.0)
     return Together(Cases(low, high, cases.width), torch.where(stairs, 0.0, radius))

@@ -4,10 +4,10 @@ A functional of one row t of attention reads every row j that t attends to, as
 
     α_j = Σ_h p_hj c_h + Σ_h s_hj k_hj,
 
-c_h its way through the values of head h, k_hj the way of score j through the keys. Those are T² D
-numbers for every output of a row, of which none is kept. They are formed in float32, never in TF32
-or bfloat16, whatever the process allows: what that loses is bounded by a share of
-Σ_h p_hj |c_h| + Σ_h |s_hj| |k_hj|, and counted.
+c_h the functional carried through the values of head h, k_hj that of score j carried through the
+keys. These T² D numbers for every output of a row are not stored. They are formed in float32, never
+in TF32 or bfloat16 even if the process allows them. The rounding error is at most a share of
+Σ_h p_hj |c_h| + Σ_h |s_hj| |k_hj|, which is added to the bound.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RowBound:
 
     @staticmethod
     def of(radius: Tensor) -> RowBound:
-        """Return that of an entry whose elements are off independently of one another."""
+        """Return the bound of an entry whose elements have independent errors."""
         rows, columns = radius.shape
         return RowBound(radius, radius.new_zeros(0, rows, columns), radius.new_zeros(0, rows))
 
@@ -60,7 +60,7 @@ class RowBound:
         return (self.radius + (self.along.abs() * self.size[..., None]).sum(0)) * SAFE
 
     def wider(self, own: Tensor) -> RowBound:
-        """Return that of the entry and an error of up to `own` of each element."""
+        """Return the bound of the entry plus an error of up to `own` of each element."""
         return replace(self, radius=(self.radius + own) * SAFE)
 
 
@@ -103,10 +103,10 @@ class BoundedRows:
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """Functionals c [heads, B, n] of every row of an entry, and what its bound makes of them.
+    """Functionals c [heads, B, n] of every row of an entry, with their products with its bound.
 
     `along` [heads, B, K, T] are c·along, and `most` [heads, B] bounds |c|·whole of any row; `gram`
-    [B, heads, heads] are Σ_n metric_n c_hn c_gn of `single`, where rows are many.
+    [B, heads, heads] are Σ_n metric_n c_hn c_gn of `single`, used for many rows.
     """
 
     single: _Single
@@ -117,8 +117,8 @@ class Vectors:
 
     @staticmethod
     def of(each: Tensor, weight: Tensor, bound: BoundedRows) -> Vectors:
-        """Return functionals [heads, B, d] of values as those of what these come from by the
-        weights [heads, d, n]."""
+        """Return functionals [heads, B, d] of values, multiplied by the weights [heads, d, n], as
+        functionals of the linear's input."""
         heads, count, columns = len(each), each.shape[1], weight.shape[-1]
         lines = bound.rows.along
         scale = power(each.abs().sum(-1).amax() * weight.abs().amax())
@@ -169,8 +169,8 @@ def _gram(single: Tensor, metric: Tensor) -> Tensor:
 
 
 def _norms(squares: Tensor, sizes: Tensor, terms: int) -> Tensor:
-    """Bound |Σ_h w_h c_h| by its square as float64 finds it, of sums of so many terms, and
-    `sizes` = Σ_h |w_h| |c_h|."""
+    """Bound |Σ_h w_h c_h|, given its square from float64 sums of so many terms, and `sizes` = Σ_h
+    |w_h| |c_h|."""
     inexact = 2 * gamma(terms + 32) * sizes.square()
     return (squares.clamp_min(0) + inexact + _NOTHING).sqrt() * SAFE
 
@@ -185,25 +185,25 @@ def _weighed(sizes: Tensor, scale: float, weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ValueRows:
-    """Row j is Σ_h shares_hj c_h, shares [heads, keys] >= 0, from row 0 on."""
+    """Rows from 0 on: row j is Σ_h shares_hj c_h, shares [heads, keys] >= 0."""
 
     vectors: Vectors
     shares: Tensor
 
     @property
     def bounds(self) -> Tensor:
-        """Bound Σ_j |α_j|·whole_j with absolute values inside, [B]."""
+        """Bound Σ_j |α_j|·whole_j [B], with absolute values of every factor."""
         found: Tensor = torch.einsum("h,hb->b", self.shares.abs().sum(-1), self.vectors.most)
         return found * SAFE
 
     @property
     def many(self) -> bool:
-        """Say whether these are so many rows that their norms are bounded."""
+        """Return whether there are so many rows that their norms are bounded."""
         heads, rows = self.shares.shape
         return self.vectors.gram is not None and rows * heads * self.vectors.columns >= MANY
 
     def norms(self, rows: slice) -> Tensor:
-        """Bound sqrt(Σ_n metric_n α_jn²) of α as float32 numbers c make it [B, rows]."""
+        """Bound sqrt(Σ_n metric_n α_jn²) [B, rows] of α formed from float32 numbers c."""
         gram, shares = self.vectors.gram, self.shares[:, rows]
         assert gram is not None
         pairs = (shares[:, None] * shares).flatten(0, 1)  # [heads·heads, rows]
@@ -216,11 +216,11 @@ class ValueRows:
 
 
 @dataclass(frozen=True)
-class KeyWays:
-    """The ways k [heads, keys or 1, n] of all scores of one row through their keys, from row
-    `first` on, as multiples of `scale`; none is above 1 in size.
+class KeyVectors:
+    """The vectors k [heads, keys or 1, n] by which the scores of one row read the input of their
+    keys, from row `first` on, as multiples of `scale`; none is above 1 in size.
 
-    What the bound of the rows makes of them is found once, for all functionals that read the row.
+    Products with the bound of the rows are cached, for all functionals that read the row.
     """
 
     places: Tensor
@@ -231,7 +231,7 @@ class KeyWays:
 
     @property
     def rows(self) -> slice:
-        """Return the rows of the entry."""
+        """Return the slice of rows of the entry that is read."""
         return slice(self.first, self.first + self.count)
 
     @property
@@ -241,7 +241,7 @@ class KeyWays:
 
     @cached_property
     def sizes(self) -> Tensor:
-        """Bound Σ_n |k_hj| whole_j, and the same of the radius [2, heads, keys]."""
+        """Bound Σ_n |k_hj| whole_j, and Σ_n |k_hj| radius_j: [2, heads, keys]."""
         rows, whole = self.bound.rows, self.bound.whole
         each = torch.stack([whole[self.rows], rows.radius[self.rows]], -1)
         found = torch.bmm(self.places.abs().expand_as(self.wide).transpose(0, 1), each)
@@ -257,8 +257,8 @@ class KeyWays:
     def gram(self) -> Tensor:
         """Return Σ_n radius_jn k_hjn k_gjn [keys, heads, heads], of multiples of both scales."""
         radius = self.bound.radius.values[self.rows].double()[:, None]
-        ways = self.wide.transpose(0, 1)
-        return torch.bmm(ways * radius, ways.mT)
+        vectors = self.wide.transpose(0, 1)
+        return torch.bmm(vectors * radius, vectors.mT)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -269,63 +269,64 @@ class KeyWays:
 
 @dataclass(frozen=True, slots=True)
 class KeyRows:
-    """Row j is Σ_h weights_hbj k_hj: weights [B, heads, keys], k the ways of some `heads`."""
+    """Row j is Σ_h weights_hbj k_hj: weights [B, heads, keys], key vectors k of some `heads`."""
 
     weights: Tensor
-    ways: KeyWays
+    vectors: KeyVectors
     heads: slice
 
     @property
     def first(self) -> int:
         """Return the first row."""
-        return self.ways.first
+        return self.vectors.first
 
     @property
     def last(self) -> int:
-        """Return the row behind the last one."""
-        return self.ways.first + self.ways.count
+        """Return the row after the last one."""
+        return self.vectors.first + self.vectors.count
 
     def part(self, rows: slice) -> tuple[Tensor, slice]:
-        """Return the weights [B, heads, rows] of some rows, and where the ways have these rows."""
+        """Return the weights [B, heads, rows] of some rows, and their slice in the key vectors."""
         inner = slice(rows.start - self.first, rows.stop - self.first)
         return self.weights[..., inner], inner
 
     def formed(self, rows: slice) -> Tensor:
         """Return k [heads, rows, n] of some rows."""
-        return self.ways.wide[self.heads, self.part(rows)[1]] * self.ways.scale
+        return self.vectors.wide[self.heads, self.part(rows)[1]] * self.vectors.scale
 
     @property
     def bounds(self) -> Tensor:
-        """Bound Σ_j |α_j|·whole_j with absolute values inside, [B]."""
-        sizes = self.ways.sizes[0, self.heads].reshape(-1)
+        """Bound Σ_j |α_j|·whole_j [B], with absolute values of every factor."""
+        sizes = self.vectors.sizes[0, self.heads].reshape(-1)
         return self.weights.abs().flatten(1) @ sizes * (1 + 2 * gamma(sizes.numel())) * SAFE
 
     def along(self, rows: slice) -> Tensor:
         """Return α_j·along_kj [B, K, rows]."""
         weights, inner = self.part(rows)
-        return torch.einsum("bhj,khj->bkj", weights, self.ways.lines[:, self.heads, inner])
+        return torch.einsum("bhj,khj->bkj", weights, self.vectors.lines[:, self.heads, inner])
 
     def reach(self, rows: slice) -> Tensor:
         """Bound Σ_j |α_j|·radius_j by Cauchy and Schwarz row by row, [B]."""
         weights, inner = self.part(rows)
-        by, gram = power(weights), self.ways.gram[inner, self.heads, self.heads]
+        by, gram = power(weights), self.vectors.gram[inner, self.heads, self.heads]
         each = weights.new_empty(weights.shape[2], weights.shape[0], weights.shape[1])
         torch.mul(weights.permute(2, 0, 1), 1 / by, out=each)  # [rows, B, heads]
         squares = torch.bmm(each, gram).mul_(each).sum(-1)
         sizes = torch.bmm(each.abs_(), gram.diagonal(dim1=1, dim2=2).sqrt()[..., None])[..., 0]
-        columns = self.ways.places.shape[-1]
+        columns = self.vectors.places.shape[-1]
         norms = _norms(squares, sizes * SAFE, columns + each.shape[-1] ** 2)
-        scale = by * self.ways.scale * self.ways.bound.radius.scale
-        return (self.ways.lengths[inner] @ norms) * scale * SAFE
+        scale = by * self.vectors.scale * self.vectors.bound.radius.scale
+        return (self.vectors.lengths[inner] @ norms) * scale * SAFE
 
     def apart(self, rows: slice) -> Tensor:
         """Bound Σ_j |α_j·e_j| of the functionals of one head, [B]."""
         weights, inner = self.part(rows)
-        whole, radius = self.ways.sizes[:, self.heads, inner]
+        whole, radius = self.vectors.sizes[:, self.heads, inner]
         lines = (
-            self.ways.lines[:, self.heads, inner].abs() * self.ways.bound.rows.size[:, None, rows]
+            self.vectors.lines[:, self.heads, inner].abs()
+            * self.vectors.bound.rows.size[:, None, rows]
         )
-        lost = gamma(self.ways.places.shape[-1] + 8) * whole
+        lost = gamma(self.vectors.places.shape[-1] + 8) * whole
         each = (radius + lines.sum(0) + lost) * SAFE
         found: Tensor = weights[:, 0].abs() @ each[0] * SAFE
         return found
@@ -333,8 +334,8 @@ class KeyRows:
 
 @dataclass(frozen=True, slots=True)
 class RowSums:
-    """Functionals of the rows [start, stop) of a matrix, α_j as above; `own` is the row t, whose
-    part is carried on with all that else reads this row."""
+    """Functionals of the rows [start, stop) of a matrix, α_j as above; `own` is row t, whose part
+    is carried on with all other functionals of this row."""
 
     bound: BoundedRows
     own: int
@@ -345,7 +346,7 @@ class RowSums:
     keys: KeyRows | None = None
 
     def beside(self, other: RowSums) -> RowSums | None:
-        """Return both together; None where they are no sum of this form."""
+        """Return the sum of both; None if it does not have this form."""
         if self.own != other.own or self.bound is not other.bound:
             return None
         if (self.values and other.values) or (self.keys and other.keys):
@@ -359,7 +360,7 @@ class RowSums:
 
     @property
     def row(self) -> Adjoint:
-        """Return what is read of row t; see `magnitude` for what float32 loses of it."""
+        """Return the functionals of row t; `magnitude` bounds the rounding in float32."""
         shape, at = tuple(self.bound.whole.shape), slice(self.own, self.own + 1)
         found = self.bound.whole.new_zeros(self.count, shape[1])
         if self.values is not None and self.own < self.values.shares.shape[1]:
@@ -371,7 +372,7 @@ class RowSums:
 
     @property
     def all_rows(self) -> Adjoint:
-        """Return what is read of every row; see `lost` for what float32 loses of it."""
+        """Return the functionals of every row; `lost` bounds the rounding in float32."""
         shape = tuple(self.bound.whole.shape)
         found = self.bound.whole.new_zeros(self.count, *shape)
         if self.values is not None:
@@ -387,7 +388,7 @@ class RowSums:
 
     @exact_products()
     def magnitude(self) -> Tensor:
-        """Bound Σ_j |α_j·e_j| over all rows but t, and what float32 loses of row t, [B]."""
+        """Bound Σ_j |α_j·e_j| over all rows but t, plus the float32 rounding of row t, [B]."""
         total = self.lost()
         for rows in self._others:
             values, keys = self._values(rows), self._keys(rows)
@@ -403,7 +404,7 @@ class RowSums:
 
     @property
     def _others(self) -> Iterator[slice]:
-        """Yield the rows but t, those of values and keys or of one of them at a time."""
+        """Yield slices of the rows but t, each read by values and keys or by one of them."""
         cuts = {self.start, self.own, self.own + 1, self.stop}
         if self.values is not None:
             cuts.add(self.values.shares.shape[1])
@@ -427,17 +428,18 @@ class RowSums:
         return inside
 
     def whole(self) -> Tensor:
-        """Bound Σ_j |α_j·e_j| over all rows without what cancels between heads, [B]."""
+        """Bound Σ_j |α_j·e_j| over all rows without cancellation between heads, [B]."""
         total, share = self._sizes()
         return total * (1 + share) * SAFE
 
     def lost(self) -> Tensor:
-        """Bound what is lost where α is formed: in float32, and α·along in float64."""
+        """Bound the rounding error of α: in float32, and of α·along in float64."""
         total, share = self._sizes()
         return total * share
 
     def _sizes(self) -> tuple[Tensor, float]:
-        """Bound Σ_j |α_j|·whole_j with absolute values inside, and the share of it that is lost."""
+        """Bound Σ_j |α_j|·whole_j with absolute values of every factor, and return the share of it
+        that bounds the rounding error."""
         terms = 16
         total = self.bound.whole.new_zeros(self.count)
         if self.values is not None:
@@ -462,7 +464,7 @@ class RowSums:
         return found.abs().flatten(1) @ size.flatten() * SAFE
 
     def _by_norms(self, rows: slice, values: ValueRows, keys: KeyRows | None) -> Tensor:
-        """Bound Σ_j |α_j|·radius_j [B] by norms, of what comes through values and through keys."""
+        """Bound Σ_j |α_j|·radius_j [B] by norms, of the parts through values and through keys."""
         unit = values.vectors.single.scale * self.bound.radius.scale
         total: Tensor = values.norms(rows) @ self.bound.lengths[rows]
         faint = (rows.stop - rows.start) * values.vectors.columns * _FAINT
@@ -479,10 +481,10 @@ class RowSums:
             shares = values.shares[:, rows].T.float().contiguous()
         if keys is not None:
             weights, inner = keys.part(rows)
-            by, to = power(weights), keys.ways.scale
+            by, to = power(weights), keys.vectors.scale
             scale = max(scale, by * to)
             single = (weights / by).float().permute(2, 0, 1).contiguous()
-            places = keys.ways.wide[keys.heads, inner]
+            places = keys.vectors.wide[keys.heads, inner]
             lines = (places * (by * to / scale)).float().transpose(0, 1)
         if values is not None and scale != values.vectors.single.scale:
             shares = shares * (values.vectors.single.scale / scale)
@@ -528,5 +530,5 @@ def _gamma(terms: int) -> float:
 
 
 def _raised(terms: int) -> float:
-    """Return by what a sum of so many non-negative terms in float32 is multiplied to bound it."""
+    """Return the factor that makes a float32 sum of so many terms >= 0 an upper bound."""
     return 1 / (1 - _gamma(terms)) * (1 + 2.0**-40)

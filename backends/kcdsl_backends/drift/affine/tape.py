@@ -61,11 +61,11 @@ INPUT = 0
 
 @dataclass(frozen=True, slots=True)
 class Nonlinear:
-    """A part of o_n that is known functional by functional only.
+    """A part of o_n that is bounded functional by functional only (Definition 1.2).
 
-    `between` bounds what it adds to functionals, [B] from below and above; `norm` bounds the
-    Euclidean norm of what it adds to all of them, if that is less than the norm of those bounds;
-    `around` returns ellipsoids [B, B] of which members add up to it, if they say more.
+    `between` returns lower and upper bounds [B] of the part for functionals; `norm` bounds the
+    Euclidean norm of the part for all of them, if that is less than the norm of those bounds;
+    `around` returns ellipsoids [B, B] whose members sum to the part, if they give smaller bounds.
     """
 
     between: Callable[[Adjoint], tuple[Tensor, Tensor]]
@@ -73,7 +73,7 @@ class Nonlinear:
     around: Callable[[Adjoint], list[Part]] | None = None
 
     def together(self, adjoint: Adjoint) -> float:
-        """Bound the Euclidean norm of what is added to the functionals."""
+        """Bound the Euclidean norm of this part for all functionals."""
         if self.norm is not None:
             return self.norm(adjoint)
         low, high = self.between(adjoint)
@@ -91,10 +91,10 @@ class Nonlinear:
 
 @dataclass(frozen=True, slots=True)
 class SingleRow:
-    """Another way to take functionals of one row of a product.
+    """Another reverse rule for functionals of one row of a product.
 
-    `nonlinear` and `vjp` replace those of the entry. What an operand adds of its own is part of
-    `nonlinear`; `vjp` leaves it out. `nearer`: bounds are smaller for it, not only sooner found.
+    `nonlinear` and `vjp` replace those of the entry. `nonlinear` includes the own errors of an
+    operand; `vjp` leaves them out. `nearer`: its bounds are smaller, not only cheaper.
     """
 
     nonlinear: Nonlinear
@@ -102,16 +102,17 @@ class SingleRow:
     nearer: bool = False
 
     def where(self, keep: Tensor) -> SingleRow:
-        """Return the same of keep∘e."""
+        """Return the same rule for keep∘e."""
         vjp = self.vjp
         return SingleRow(self.nonlinear.where(keep), lambda a: vjp(a.times(keep)), self.nearer)
 
 
 @dataclass(frozen=True, slots=True)
 class RowImages:
-    """What functionals [B] of one row of a product meet on the way to the rows that its operand
-    comes from: `parts` are ellipsoids around them, `single` [B] bounds them one by one, `lost` [B]
-    is what float64 may be off by; `adjoints` are those of other entries."""
+    """The terms that functionals [B] of one row of a product collect on the way to the rows of the
+    operand's source: `parts` are ellipsoids around them, `single` [B] bounds them functional by
+    functional, `lost` [B] bounds the float64 error; `adjoints` are the functionals of other
+    entries."""
 
     parts: list[Part]
     single: Tensor
@@ -128,15 +129,15 @@ class Amplified:
     """A remainder that is a multiple of the linear part of a functional (section 5).
 
     `factor` [..., 1] bounds the multiple, one for each row; `loose` bounds the remainder element by
-    element, where the functional is not one of a single row.
+    element, for functionals that read more than a single row.
     """
 
     factor: Tensor
     loose: Tensor
 
     def size(self, functional: Adjoint, read: Adjoint, source: TapeEntry) -> Tensor:
-        """Bound the remainder of functionals [B], the linear part of which is what they `read` of
-        the source: row by row by its ellipsoid, or element by element."""
+        """Bound the remainder of functionals [B] whose linear part is the functional `read` of the
+        source: row by row by its ellipsoid, or element by element."""
         if not source.ellipsoids:
             return functional.magnitude(self.loose)
         total = torch.zeros_like(functional.values.flatten(1)[:, 0])
@@ -151,8 +152,8 @@ class Amplified:
 
 @dataclass(frozen=True, slots=True)
 class SplitError:
-    """What o is beside centre and nonlinear part: a `radius` smaller than that of the entry, and a
-    `rest` whose sum over each row is known: at most `caps` element by element, and `total` [..., 1]
+    """Bounds of o without centre and nonlinear part: a `radius` smaller than that of the entry,
+    plus a `rest` with known row sums: at most `caps` element by element, and `total` [..., 1]
     together. The radius of the entry bounds both together."""
 
     radius: Tensor
@@ -163,11 +164,11 @@ class SplitError:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A part s of o that is one and the same in both kernels: what weights of a region around those
-    of the checkpoint make of a number that is known.
+    """A part s of o that is the same in both kernels: the effect on a known number of weights of a
+    region around those of the checkpoint.
 
-    `size` bounds |s| and `rest` what o is beside s, element by element; where `keep` is 0 there is
-    no s in o, and all of it is in the rest. The radius of the entry bounds both together.
+    `size` bounds |s| and `rest` bounds |o - s|, element by element; where `keep` is 0, s is zero
+    and the rest is all of o. The radius of the entry bounds both together.
     """
 
     size: Tensor
@@ -175,7 +176,7 @@ class Shared:
     keep: Tensor | None = None
 
     def of(self, functional: Adjoint) -> Adjoint:
-        """Return the functional of s that a functional of o is."""
+        """Return the functional of s that belongs to a functional of o."""
         return functional if self.keep is None else functional.times(self.keep)
 
 
@@ -183,19 +184,18 @@ class Shared:
 class TapeEntry:
     """One line of the recurrence.
 
-    `error_bound` bounds |e| element by element; `centre` and `radius` are None where they are zero.
+    `error_bound` bounds |e| element by element; `centre` and `radius` are None if they are zero.
     `kept` says that the linear map was kept everywhere, with nothing rounded off to a grid;
-    `carried` is the error bound from operand to operand, where reverse passes have lowered it;
+    `carried` is the error bound from operand to operand, if reverse passes have lowered it;
     `ellipsoids` hold the errors of some rows.
-    `ends`, `cases` and, of a softmax, `choices` say more of the stored value than the error bound,
-    `together` more of o than the radius, which holds as well; `before` is a result as it was
-    formed, before a cast to nearest or, of the output, a free one. `roundings` take the radius
-    apart for bounds by chance, `apart` for others, `shared` for those of both kernels together.
-    `balance` [..., 1] bounds |Σ e| of every row of probabilities; `one_row` is for functionals of
-    one row of a product, `gathered` for ellipsoids around many of them, `rows` for functionals of
-    many rows at once. `moved` is the entry whose elements these are, and how they were moved or
-    copied. `squares` bounds weighted squares of errors, and `length` [..., 1] their Euclidean norm
-    in every row.
+    `ends`, `cases` and, of a softmax, `choices` bound the stored value more closely than the error
+    bound; `together` bounds o more closely than the radius, which holds as well; `before` is the
+    result before a cast to nearest or, of the output, a free one. `roundings` split the radius for
+    bounds by chance, `apart` for others, `shared` for those of both kernels together. `balance`
+    [..., 1] bounds |Σ e| of every row of probabilities. `one_row` is for functionals of one row of
+    a product, `gathered` for ellipsoids around many of them, `rows` for functionals of many rows at
+    once. `moved` is the entry whose elements these are, with the map that moved or copied them.
+    `squares` bounds weighted squares of errors, and `length` [..., 1] the norms of their rows.
     """
 
     name: str
@@ -227,7 +227,7 @@ class TapeEntry:
 
     @property
     def by_row(self) -> bool:
-        """Say whether functionals of one row each have nearer bounds."""
+        """Return whether functionals that read one row have smaller bounds."""
         return self.one_row is not None and self.one_row.nearer
 
     @property
@@ -236,7 +236,7 @@ class TapeEntry:
 
     @property
     def widest(self) -> Tensor:
-        """Return the error bound as carried on; rounding errors of adjoints are a share of it."""
+        """Return the error bound as carried on; adjoint roundings are relative to it."""
         return self.error_bound if self.carried is None else self.carried
 
     @property
@@ -249,8 +249,8 @@ class TapeEntry:
 class Range:
     """Bounds [B] of functionals: low <= a·e - region·(x - centre) - Σ shared·s - d <= high.
 
-    d is what independent `parts` add (None: there are none, and it is zero). `shared` holds
-    functionals of what is one and the same in both kernels, with its size, by entry.
+    d is the sum of the independent `parts` (None: d is zero). `shared` holds, by entry, functionals
+    of the part that is the same in both kernels, with its size.
     """
 
     low: Tensor
@@ -261,8 +261,8 @@ class Range:
     shared: Mapping[str, tuple[Adjoint, Tensor]] = field(default_factory=dict)
 
     def with_parts(self, other: Range | None = None) -> tuple[Tensor, Tensor]:
-        """Return bounds with d in them; `other` adds parts of its own."""
-        both = self.parts if other is None else _beside(self.parts, other.parts)
+        """Return bounds that include d; `other` adds its own parts."""
+        both = self.parts if other is None else _with_parts(self.parts, other.parts)
         if both is None or self.chance is None:
             return self.low, self.high
         likely = both.likely(self.chance)
@@ -288,9 +288,9 @@ class Range:
 class Tape:
     """Entries in the order of the run; `radius` is that of the region of the block input.
 
-    With `chance` roundings are independent, and bounds hold but for a share of all runs. `cut` is
-    the last entry at a norm: its error bound is tight, so a reverse pass that stops there is worth
-    making before one that goes down to the input.
+    With `chance` roundings are independent, and bounds hold except for a share of all runs. `cut`
+    is the last entry at a norm: its error bound is tight, so a reverse pass that stops there is
+    tried before one down to the input.
     """
 
     radius: Tensor
@@ -308,21 +308,21 @@ class Tape:
 
     @property
     def floors(self) -> tuple[int, ...]:
-        """Return where reverse passes may stop, the cheapest first."""
+        """Return the entries where reverse passes may stop, the cheapest first."""
         if self.cut == self.settled:
             return (self.cut,)
         return (INPUT,) if self.cut == INPUT or self.chance else (self.cut, INPUT)
 
     @property
     def last_floor(self) -> int:
-        """Return where passes of the stored output stop: at a point, at a cut of Rule 2.12."""
+        """Return the entry where passes of the stored output stop: for a point region, the cut of
+        Rule 2.12."""
         wide = bool(self.radius.any())
         return INPUT if wide or self.cut != self.settled else self.cut
 
     @property
     def near(self) -> int:
-        """Return where passes for norms may stop: at the cut, where ellipsoids keep how errors
-        move together."""
+        """Return the entry where passes for norms may stop: the cut, if it has ellipsoids."""
         return self.cut if self.entries[self.cut].ellipsoids else INPUT
 
     def tighten(self, index: int, error_bound: Tensor) -> None:
@@ -347,10 +347,10 @@ class Tape:
     ) -> Range:
         """Bound functionals of the error of one entry by a reverse pass.
 
-        What arrives at the entry `floor` or before is bounded by the reaches there, and so is what
-        arrives anywhere if that bound is at most `spare` [B]. `formed` stands for the entry: the
-        same result before its cast. With `shared`, what is the same in both kernels is kept apart;
-        this costs what is known of single rows of products.
+        Adjoints at the entry `floor` or before are bounded by the error bounds there; adjoints
+        elsewhere too if that bound is at most `spare` [B]. `formed` replaces the entry: the same
+        result before its cast. With `shared`, the part that is the same in both kernels is kept
+        separate; rules for single rows of products are not used then.
         """
         refuse_late()
         count = adjoint.values.shape[0]
@@ -376,7 +376,7 @@ class Tape:
             index = max(pending.keys() | sums.keys())
             if index in sums:
                 many = sums.pop(index)
-                few, whole = _few(spare, many.whole, middle)
+                few, whole = _negligible(spare, many.whole, middle)
                 if bool(few.all()):
                     spread = spread + whole
                     continue
@@ -395,7 +395,7 @@ class Tape:
                 spread = spread + reached(entry.ellipsoids, entry.error_bound, functional)
                 continue
             sizes = self._sizes(functional, entry, spare is not None)
-            few, whole = _few(spare, partial(sizes.__getitem__, 0), middle)
+            few, whole = _negligible(spare, partial(sizes.__getitem__, 0), middle)
             if bool(few.any()):
                 spread = spread + whole * few
                 if bool(few.all()):
@@ -444,7 +444,7 @@ class Tape:
                     spread = spread + factor * rest.magnitude(self.radius)
                     own = self._range(middle, spread, terms, None, parts, common)
                     low, high = own.low + rest.low, own.high + rest.high
-                    together = _beside(parts, rest.parts)
+                    together = _with_parts(parts, rest.parts)
                     common.update(rest.shared)
                     return Range(low, high, rest.region, together, self.chance, common)
                 if len(adjoints) == 1:
@@ -469,7 +469,7 @@ class Tape:
         return [zero if part is None else next(found) for part in parts]
 
     def _meet(self, pending: dict[int, Adjoint], source: int, part: Adjoint) -> Tensor | float:
-        """Add functionals to those that wait at an entry; return what rounding the sum costs."""
+        """Add functionals to the pending ones of an entry; return the rounding error of the sum."""
         if source not in pending:
             pending[source] = part
             return 0.0
@@ -479,8 +479,8 @@ class Tape:
     def _gather(
         self, sums: dict[int, RowSums], pending: dict[int, Adjoint], source: int, part: RowSums
     ) -> Tensor | float:
-        """Add sums over rows to those that wait at an entry; where both are no such sum, bound this
-        one by itself, and return its bound."""
+        """Add sums over rows to the pending ones of an entry; if the sum does not have this form,
+        bound this one by itself, and return its bound."""
         both = sums[source].beside(part) if source in sums else part
         if both is not None:
             sums[source] = both
@@ -505,15 +505,17 @@ class Tape:
         return Range(middle - spread, middle + spread, region, parts, self.chance, shared)
 
 
-def _few(spare: Tensor | None, whole: Callable[[], Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which functionals [B] are at most `spare`, and the bound that says so."""
+def _negligible(
+    spare: Tensor | None, whole: Callable[[], Tensor], like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return which functionals [B] are at most `spare`, and their bound."""
     if spare is None:
         return torch.zeros_like(like, dtype=torch.bool), torch.zeros_like(like)
     found = whole()
     return found <= spare, found
 
 
-def _beside(one: Parts | None, two: Parts | None) -> Parts | None:
+def _with_parts(one: Parts | None, two: Parts | None) -> Parts | None:
     return two if one is None else one.beside(two)
 
 
@@ -578,8 +580,7 @@ class Remainder:
         return most, float(total[read].sum()) * SAFE
 
     def _norm(self, a: Adjoint) -> float:
-        """Bound |A o|: by column norms, and as Σ o²/cap <= Σ|o|, by that of A∘√cap; rows that are
-        not read do not count."""
+        """Bound |A o| by column norms and, as Σ o²/cap <= Σ|o|, by A∘√cap, over the rows read."""
         most, whole = self._ends(a)
         columns = a.values.norm(dim=0, keepdim=True) * SAFE
         order = columns[..., :: _step(columns)].argsort(dim=-1, descending=True)
@@ -619,7 +620,7 @@ def _largest(weights: Tensor, caps: Tensor, total: Tensor, order: Tensor) -> Ten
 
 
 def _against(weights: Tensor, caps: Tensor) -> Tensor:
-    """Bound Σ weights·caps over the last dimension; caps [1, ..., n] are those of all."""
+    """Bound Σ weights·caps over the last dimension; all functionals share caps [1, ..., n]."""
     sums = torch.einsum("b...n,b...n->b...", weights, caps.expand_as(weights))
     return sums * (1 + 2 * gamma(weights.shape[-1]))
 

@@ -1,5 +1,5 @@
-"""Bilinear remainders of attention: operands of products that come straight from linears, and
-functionals of one row: averages of values, and keys in one pass (section 4)."""
+"""Bilinear remainders of attention: operands of products that are heads of linears, and functionals
+of one row: averages of values, and keys in one pass (section 4)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.row_sums import (
     BoundedRows,
     KeyRows,
-    KeyWays,
+    KeyVectors,
     RowSums,
     ValueRows,
     Vectors,
@@ -35,12 +35,12 @@ _TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """An operand [heads, T, d] that comes straight from a linear: e[h, t] = W_h e_x[t] + o[h, t].
+    """An operand [heads, T, d] made of heads of a linear: e[h, t] = W_h e_x[t] + o[h, t].
 
     W is `kept` [heads, d, D] in the format of the weight, `own` [heads, T, d] bounds |o|,
     `error_bound` [T, D] bounds |e_x|; e_x is the entry `source` (None: a known number). `groups`
-    names for every head the first that is the same, of several that read one; `plain`: nothing else
-    is known of o, and no others share any of it.
+    names for every head the first head equal to it. `plain`: o has only an elementwise bound, and
+    shares no part with the other kernel.
     """
 
     kept: Tensor
@@ -84,7 +84,7 @@ class Heads:
         return found
 
     def again(self, run: KernelRun) -> Heads:
-        """Return the same with the error bound as it is by now."""
+        """Return the same operand with the present error bound of x."""
         return (
             self
             if self.source is None
@@ -97,7 +97,7 @@ class Heads:
 
 
 def heads(run: KernelRun, node: Node, position: int, *, transposed: bool = False) -> Heads | None:
-    """Return the heads behind an operand, None where it does not come straight from a linear.
+    """Return the heads that an operand is made of; None if it is not made of heads of a linear.
 
     Args:
         transposed: the operand is [heads, d, T].
@@ -107,8 +107,8 @@ def heads(run: KernelRun, node: Node, position: int, *, transposed: bool = False
 
 
 def views_behind(run: KernelRun | LinearRun, source: Node) -> tuple[list[Node], Node]:
-    """Return the operations that only moved what a node holds, the last one first, and where it
-    was computed."""
+    """Return the operations that only moved elements between a node and where it was computed, the
+    last one first, and the node that computed it."""
     moves = []
     while source.op == "view":
         moves.append(source)
@@ -119,7 +119,7 @@ def views_behind(run: KernelRun | LinearRun, source: Node) -> tuple[list[Node], 
 def straight_heads(
     run: KernelRun, moves: Sequence[Node], source: Node, *, transposed: bool = False
 ) -> Heads | None:
-    """Return the heads that `moves` make of a linear; None of other nodes, or where rows mix."""
+    """Return the heads that `moves` make of a linear; None of other nodes, or if rows are mixed."""
     if source.op != "linear" or run.quantises(source):
         return None
     entry = run.tape.entries[run.computed[source.name]]
@@ -143,7 +143,8 @@ def straight_heads(
 
 def _outputs(place: Tensor, tokens: int, features: int) -> Tensor | None:
     """Return which outputs [heads, d] of a linear every head reads, given the places [heads, T, d]
-    of its elements [T, features]; None where rows mix, or heads read others at another row."""
+    of its elements [T, features]; None if rows are mixed, or if heads read other outputs at another
+    row."""
     if place.dim() != 3 or place.shape[1] != tokens:
         return None
     outputs = place[:, :1] % features
@@ -154,7 +155,7 @@ def _outputs(place: Tensor, tokens: int, features: int) -> Tensor | None:
 def places_after(
     entry: TapeEntry | LinearEntry, moves: Sequence[Node], *, transposed: bool
 ) -> Tensor:
-    """Return which element of an entry stands where, after `moves`, the last of them first."""
+    """Return the entry's element at each position after `moves`, the last of them first."""
     count = entry.reference.numel()
     place = torch.arange(count, device=entry.reference.device).reshape(entry.shape)
     for move in reversed(moves):
@@ -164,7 +165,7 @@ def places_after(
 
 @dataclass(frozen=True, slots=True)
 class RowRotation:
-    """A rotation R_j of every row: tables [T, d], and a bound [groups, T, d] of what it adds."""
+    """A rotation R_j of every row: tables [T, d], and a bound [groups, T, d] of its own error."""
 
     cos: Tensor
     sin: Tensor
@@ -198,7 +199,8 @@ class RowRotation:
 
 @dataclass(frozen=True, slots=True)
 class KeyMaps:
-    """Where keys come from: `below`, whose heads are turned, and read by the heads of `groups`.
+    """The source of keys: heads `below`, rotated by `turn`, and for each head of the keys its
+    source in `groups`.
 
     `size` [heads of `below`, T, d] bounds |W_g e_x[j] + o[g, j]|.
     """
@@ -210,11 +212,11 @@ class KeyMaps:
 
     @staticmethod
     def of(below: Heads, groups: tuple[int, ...], turn: RowRotation | None) -> KeyMaps:
-        """Return the keys of heads."""
+        """Return the maps of keys made of these heads."""
         return KeyMaps(below, groups, turn, below.carried + below.own)
 
     def row(self, queries: Tensor, rows: slice) -> KeyRow:
-        """Return what queries [heads, d] of one row of all heads read of some rows of the keys."""
+        """Return the functionals of some rows of the keys by queries [heads, d] of one row."""
         read, vectors = list(self.groups), queries[:, None]
         back, size = self._back(vectors, rows), self.size[:, rows]
         below, turned = self.below.own[:, rows], None
@@ -231,7 +233,7 @@ class KeyMaps:
         return KeyRow(self, rows, back, alone.expand_as(inexact), inexact, tuple(parts))
 
     def directions(self, queries: Tensor, first: int, rows: slice) -> Tensor:
-        """Return W_gᵀ R_jᵀ q_h of queries [heads, d] -> [heads, rows, D]; [heads, 1, D] where it is
+        """Return W_gᵀ R_jᵀ q_h of queries [heads, d] -> [heads, rows, D]; [heads, 1, D] if it is
         the same in every row."""
         read = list(self.groups[first : first + len(queries)])
         return self._back(queries[:, None], rows) @ self.below.part(read)
@@ -242,11 +244,11 @@ class KeyMaps:
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """What the queries of one row read of some `rows` of the keys, all heads.
+    """The functionals of some `rows` of the keys that the queries of one row make, all heads.
 
-    R_jᵀ q_h are `back` [heads, rows or 1, d]. What rotation and linear add to score j of a head is
-    at most `alone` [heads, rows], the sum of |v|·|o| over `parts` v [heads, rows or 1, d] and
-    bounds of o [groups, rows, d]; float64 loses `inexact` on the way to e_x.
+    R_jᵀ q_h are `back` [heads, rows or 1, d]. The own errors of rotation and linear change score j
+    of a head by at most `alone` [heads, rows], the sum of |v|·|o| over `parts` v [heads, rows or 1,
+    d] and bounds of o [groups, rows, d]; `inexact` bounds the float64 error on the way to e_x.
     """
 
     maps: KeyMaps
@@ -257,8 +259,8 @@ class KeyRow:
     parts: tuple[tuple[Tensor, Tensor], ...]
 
     def own(self, each: Tensor, first: int) -> Tensor:
-        """Bound what rotation and linear add to functionals a [B, heads, rows] of the row of
-        scores, of heads from the one numbered `first`, with what float64 loses [B]."""
+        """Bound the own errors of rotation and linear in functionals a [B, heads, rows] of the row
+        of scores, of heads from `first` on, plus the float64 error, [B]."""
         heads = slice(first, first + each.shape[1])
         sizes, joint = self.inexact[heads].clone(), each.new_zeros(len(each))
         for members in _groups(self.maps.groups, heads.start, heads.stop):
@@ -274,18 +276,18 @@ class KeyRow:
         total = joint + each.abs().flatten(1) @ sizes.flatten()
         return total * (1 + 2 * gamma(terms * self.back.shape[-1])) * SAFE
 
-    def ways(self, bound: BoundedRows) -> KeyWays:
-        """Return W_gᵀ R_jᵀ q_h, and what a bound of the rows of x makes of them."""
+    def key_vectors(self, bound: BoundedRows) -> KeyVectors:
+        """Return W_gᵀ R_jᵀ q_h with its products with a bound of the rows of x."""
         weight = self.maps.below.part(list(self.maps.groups))
         scale = power(self.back.abs().sum(-1).amax() * weight.abs().amax())
         places = (self.back / scale) @ weight
-        return KeyWays(places, scale, bound, self.rows.start, self.rows.stop - self.rows.start)
+        return KeyVectors(places, scale, bound, self.rows.start, self.rows.stop - self.rows.start)
 
 
 @dataclass(frozen=True, slots=True)
 class TurnedHeads:
-    """An operand [heads, T, d] that a rotation made of heads of a linear: e[h, t] =
-    R_t (W_g e_x[t] + o'[g, t]) + o[g, t], g = `groups[h]`."""
+    """An operand [heads, T, d] of rotated heads of a linear: e[h, t] = R_t (W_g e_x[t] + o'[g, t])
+    + o[g, t], g = `groups[h]`."""
 
     below: Heads
     groups: tuple[int, ...]
@@ -307,15 +309,15 @@ class TurnedHeads:
         return (self.below.lengths * self.turn.stretch)[list(self.groups)] * SAFE
 
     def again(self, run: KernelRun) -> TurnedHeads:
-        """Return the same with the error bound of x as it is by now."""
+        """Return the same operand with the present error bound of x."""
         return replace(self, below=self.below.again(run))
 
 
 def turned_heads(
     run: KernelRun, node: Node, position: int, *, transposed: bool = False
 ) -> TurnedHeads | None:
-    """Return what a rotation made of heads of a linear, whole heads of it in every row of heads of
-    an operand; None where it comes from elsewhere.
+    """Return the rotated heads of a linear that an operand is made of, each head of it a whole head
+    in every row; None if it is made otherwise.
 
     Args:
         transposed: the operand is [heads, d, T].
@@ -345,7 +347,7 @@ def turned_heads(
 
 
 def key_maps(run: KernelRun, node: Node) -> KeyMaps | None:
-    """Return the keys [heads, d, T] of a product of scores; None where they come from elsewhere."""
+    """Return the maps of the keys [heads, d, T] of scores; None if not heads of a linear."""
     if views_behind(run, run.source(node, 1))[1].op != "rope":
         found = heads(run, node, 1, transposed=True)
         return None if found is None or not found.plain else KeyMaps.of(found, found.groups, None)
@@ -358,9 +360,9 @@ def key_maps(run: KernelRun, node: Node) -> KeyMaps | None:
 def bilinear_remainder(
     query: Heads | TurnedHeads, key: Heads | TurnedHeads, by_weights: Tensor | None = None
 ) -> Tensor:
-    """Bound |e_q·e_k| [heads, T, T'] by norms, or element by element where that is less.
+    """Bound |e_q·e_k| [heads, T, T'] by norms, or element by element if that is less.
 
-    `by_weights` is another bound of what comes from e_x in both.
+    `by_weights` is another bound of the product of both parts from e_x.
     """
     by_query, by_key = query.lengths, key.lengths
     found = by_query[:, :, None] * by_key[:, None, :]
@@ -374,7 +376,7 @@ def bilinear_remainder(
 def row_of_values(
     run: KernelRun, p: Operand, values: Heads, known: Tensor, second_order: bool
 ) -> SingleRow | None:
-    """Take rows of probabilities times values, as section 4 says of averages.
+    """Return the rule of section 4 (averages) for single rows of probabilities times values.
 
     With m_j = |a|·|o[h, j]| and any numbers p_j + e_j, |e_j| <= ρ_j, in front of the o[h, j],
 
@@ -462,8 +464,8 @@ def row_of_values(
 
 @dataclass(frozen=True)
 class _OfRow:
-    """Functionals of one row of a context product, and what they make of the values: that is the
-    same in every row."""
+    """Functionals of one row of a context product, with their products with the values, which are
+    the same in every row."""
 
     functionals: Adjoint
     values: Heads
@@ -472,7 +474,7 @@ class _OfRow:
     bound: BoundedRows | None
 
     def same(self, a: Adjoint) -> bool:
-        """Say whether other functionals are these, of any row."""
+        """Return whether other functionals have the same values and heads; rows may differ."""
         mine, one, two = self.functionals, self.functionals.values, a.values
         if (mine.window[0], mine.window[2]) != (a.window[0], a.window[2]):
             return False
@@ -494,13 +496,13 @@ class _OfRow:
 
     @cached_property
     def own(self) -> Tensor:
-        """Bound |a|·|o_j| of what the linear adds at every key [heads, B, keys]."""
+        """Bound |a|·|o_j| of the own errors of the values at every key [heads, B, keys]."""
         own = self.values.own[self.heads, :, self.columns]
         return self.functionals.values[:, :, 0].abs().transpose(0, 1) @ own.mT * SAFE
 
     @cached_property
     def many(self) -> Vectors | None:
-        """Return them as functionals of every row that the values come from."""
+        """Return them as functionals of every row of the source of the values."""
         if self.bound is None:
             return None
         each = self.functionals.values[:, :, 0].transpose(0, 1)  # [heads, B, d]
@@ -517,7 +519,7 @@ class _OfRow:
 
 @dataclass(slots=True)
 class _LastRow:
-    """The functionals of one row asked for last: those of the next row are often the same."""
+    """Cache of the last functionals of one row: those of the next row are often the same."""
 
     values: Heads
     known: Tensor
@@ -526,7 +528,7 @@ class _LastRow:
     last: _OfRow | None = None
 
     def get(self, a: Adjoint) -> _OfRow:
-        """Return functionals with what was found of them already."""
+        """Return the functionals with their cached products."""
         if self.last is None or not self.last.same(a):
             self.last = None
             self.last = _OfRow(a, self.values, self.known, self.moved, self.bound)
@@ -548,7 +550,7 @@ def _last(chosen: Tensor) -> int:
 
 
 def _groups(groups: tuple[int, ...], first: int, last: int) -> Iterator[list[int]]:
-    """Yield the heads of a window that are the same."""
+    """Yield groups of heads of a window that read the same values."""
     for group in dict.fromkeys(groups[first:last]):
         yield [h for h in range(first, last) if groups[h] == group]
 
@@ -575,7 +577,7 @@ def _together(
 def row_of_keys(
     run: KernelRun, query: Operand, keys: KeyMaps | None, known: Tensor
 ) -> SingleRow | None:
-    """Take rows of queries times keys.
+    """Return the rule for single rows of queries times keys.
 
     Args:
         run: the kernel.
@@ -603,7 +605,7 @@ def row_of_keys(
         if not carries or start == stop:
             return found
         if bound is not None:
-            several, count = KeyRows(each, last.ways(a), heads), a.values.shape[0]
+            several, count = KeyRows(each, last.key_vectors(a), heads), a.values.shape[0]
             found.append((source, RowSums(bound, row, start, stop, count, keys=several)))
         else:
             along = keys.directions(found_at[heads, row], first, slice(start, stop))
@@ -616,18 +618,17 @@ def row_of_keys(
 
 @dataclass(slots=True)
 class _LastKeys:
-    """What the row of queries asked for last reads of the keys: all of its heads are asked for one
-    after another, and often several times."""
+    """Cache of the last row of queries: functionals of its heads follow one another."""
 
     keys: KeyMaps
     queries: Tensor
     bound: BoundedRows | None
     place: tuple[int, tuple[int, int]] | None = None
     row: KeyRow | None = None
-    known: KeyWays | None = None
+    known: KeyVectors | None = None
 
     def get(self, a: Adjoint) -> KeyRow:
-        """Return what the row of functionals reads of their columns."""
+        """Return what the row of functionals reads of the keys at their columns."""
         place = a.window[1][0], a.window[2]
         if self.row is None or self.place != place:
             self.known = None
@@ -635,19 +636,19 @@ class _LastKeys:
             self.place = place
         return self.row
 
-    def ways(self, a: Adjoint) -> KeyWays:
-        """Return the ways of the scores to what the keys come from."""
+    def key_vectors(self, a: Adjoint) -> KeyVectors:
+        """Return the vectors by which the scores read the input of the keys."""
         row = self.get(a)
         if self.known is None:
             assert self.bound is not None
-            self.known = row.ways(self.bound)
+            self.known = row.key_vectors(self.bound)
         return self.known
 
 
 def through_values(values: Heads, moved: Tensor) -> Callable[[Adjoint, int], Tensor]:
     """Return a function that bounds Σ_j moved[h, t, j] |a·W_h e_x[j]| of a head, [B]."""
     inexact = _lost(values)
-    exact = not bool(values.error_bound.any())  # then all that the values are off by is their own
+    exact = not bool(values.error_bound.any())  # then the values have own errors only
 
     def beyond(a: Adjoint, h: int) -> Tensor:
         (first, _), (row, end), columns = a.window
@@ -664,7 +665,7 @@ def through_values(values: Heads, moved: Tensor) -> Callable[[Adjoint, int], Ten
 
 
 def _lost(values: Heads) -> Tensor:
-    """Bound what float64 loses of values where adjoints are taken through their linear."""
+    """Bound the float64 error of taking adjoints of values through their linear."""
     return gamma(values.kept.shape[1] + PASS) * values.carried
 
 
@@ -673,8 +674,8 @@ CANDIDATES = 32
 
 
 def _middle(sizes: Tensor, weights: Tensor, price: Tensor) -> Tensor:
-    """Return an m [heads, B, 1] where Σ_j weights_j |sizes_j - m| + price·m of sizes [heads, B, n]
-    is nearly least: the best of some of the sizes.
+    """Return an m [heads, B, 1] that nearly minimises Σ_j weights_j |sizes_j - m| + price·m for
+    sizes [heads, B, n]: the best of some of the sizes.
 
     Args:
         weights: [heads, n].
