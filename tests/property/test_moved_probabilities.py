@@ -11,7 +11,7 @@ import torch
 
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.ops.bilinear import TurnedHeads, bilinear_remainder, turned_heads
-from kcdsl_backends.drift.ops.softmax import _curved, _farthest
+from kcdsl_backends.drift.ops.softmax import _curved, _largest_change
 from kcdsl_certs.recheck.ops.attention.softmax import _apart, _beside
 from tests.support import proofs
 from tests.support.affine_rules import RULES
@@ -65,7 +65,7 @@ def test_probabilities_stay_within_what_both_programs_derive() -> None:
             row, reach = torch.from_numpy(p)[None], torch.from_numpy(c)[None]
             trust = torch.full((1, 1), TRUST, dtype=torch.float64)
             low, high = _curved(row, reach, trust)
-            far = _farthest(row, reach, trust)
+            far = _largest_change(row, reach, trust)
             for lower, upper, farthest in (
                 (-below, above, apart),
                 (low.numpy(), high.numpy(), far.numpy()),

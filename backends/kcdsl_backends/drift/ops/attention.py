@@ -39,7 +39,7 @@ from kcdsl_backends.drift.ops.row_images import images_of_values
 
 
 def interval_context(step: Step) -> State:
-    """Bound probabilities @ values with the caps that a generic product misses.
+    """Bound probabilities @ values with bounds that a generic product lacks.
 
     Σ p' Δv is a convex combination of the drifts of the values; in Σ Δp v any constant may be
     subtracted from v, and the sum is at most (total variation) * (max v - min v).
@@ -66,7 +66,7 @@ def interval_context(step: Step) -> State:
 
 
 def _centres(values: Box) -> tuple[Tensor, Tensor]:
-    """Return two constants per column that may be subtracted: the middle and the mean."""
+    """Return two constants per column to subtract from the values: the middle and the mean."""
     low, high = values.lo.amin(-2, keepdim=True), values.hi.amax(-2, keepdim=True)
     return low / 2 + high / 2, (values.lo / 2 + values.hi / 2).mean(-2, keepdim=True)
 
@@ -94,10 +94,10 @@ def _context_error(p: Box, rounding: Tensor, values: Box, result: Box, kernel: R
 
 
 def context_at_any_length(step: Step, rows: Rows) -> State:
-    """Bound the product of such probabilities with the values, all of which lie in one box.
+    """Bound the product of such probabilities with values that all lie in one box.
 
     Σ p' Δv is a convex combination of drifts of values, Σ p v one of values, and Σ Δp v is at most
-    (total variation) * (max v - min v), whatever the number of columns.
+    (total variation) * (max v - min v), for any number of columns.
     """
     left = step.known[step.node.inputs[0]]
     if not isinstance(left, SoftmaxState) or left.sums is None:
@@ -165,7 +165,7 @@ def affine_context(run: KernelRun, node: Node) -> None:
 
 
 def _in_cases(run: KernelRun, p: Operand, v: Operand, error: Tensor) -> Cases | None:
-    """Return the product in cases of its probabilities, where these are steps."""
+    """Return the product in each case of the probabilities, for probabilities known by steps."""
     ends = None if p.index is None else run.tape.entries[p.index].choices
     if ends is None:
         return None
@@ -192,8 +192,8 @@ def _second_order(moved: Tensor, values: Heads) -> Nonlinear:
     lengths: list[Tensor] = []
 
     def each_row(a: Adjoint) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the functionals of every row [B, heads, d], and the norms [heads] of what the
-        remainder is in each head."""
+        """Yield the functionals of every row [B, heads, d], and bounds [heads] of the norm of the
+        remainder in each head."""
         if not lengths:
             each = values.lengths + values.own.norm(dim=-1) * SAFE
             lengths.append((moved @ each[..., None])[..., 0] * SAFE)
@@ -238,7 +238,7 @@ def interval_rope(step: Step) -> State:
 
 
 def turned_apart(apart: Apart, cos: Tensor, sin: Tensor) -> Apart:
-    """Return how far rotated readings are apart."""
+    """Return how far rotated readings may differ from each other."""
     if apart is None:
         return None
     first, second = apart.chunk(2, -1)
@@ -280,7 +280,7 @@ def rotated(
 
 
 def rope_at_any_length(step: Step, rows: Rows) -> State:
-    """Bound the rotation at whichever position: the hull over all positions of the tables."""
+    """Bound the rotation at any position, by the hull of the tables over all positions."""
     cos, sin = (rows.tables[step.operand_node(place).name] for place in (1, 2))
     found: tuple[Box, Box, Box] | None = None
     errors: tuple[Tensor, Tensor] | None = None
@@ -309,7 +309,7 @@ def rope_at_any_length(step: Step, rows: Rows) -> State:
 
 
 def _first_row(state: State) -> State:
-    """Return the state of one row: that of every row is the same."""
+    """Return the state of the first row; all rows have the same state."""
     boxes = (state.train, state.infer, state.drift)
     train, infer, drift = (Box(b.lo[..., :1, :], b.hi[..., :1, :]) for b in boxes)
     return State(train, infer, drift, (_row(state.apart[0]), _row(state.apart[1])))
@@ -324,7 +324,7 @@ def _over_rows(box: Box) -> Box:
 
 
 def _places(cos: Parameter, sin: Parameter) -> Iterator[tuple[Parameter, Parameter]]:
-    """Yield both tables, some positions at a time."""
+    """Yield both tables, a block of positions at a time."""
     for first in range(0, cos.train.shape[0], _POSITIONS):
         some = slice(first, first + _POSITIONS)
         yield (

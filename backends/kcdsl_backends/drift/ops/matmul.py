@@ -62,7 +62,7 @@ def affine_matmul(run: KernelRun, node: Node) -> None:
     query, key = (
         (heads(run, node, 0), heads(run, node, 1, transposed=True)) if scores else (None, None)
     )
-    by_norms = _of_turned(run, node) if scores and (query is None or key is None) else None
+    by_norms = _rotated_remainder(run, node) if scores and (query is None or key is None) else None
     if (query is None or key is None) and not _far_below(run, node, by_norms):
         tighten_product(run, node, torch.matmul)
     a, b = run.operand(node, 0), run.operand(node, 1)
@@ -144,13 +144,13 @@ def affine_product(run: KernelRun, a: Operand, b: Operand, steps: int, before: i
 
 
 def _used(p: Tensor) -> tuple[int, int]:
-    """Return the range of columns of p [..., columns] that are not zero; of one if all are."""
+    """Return the range of nonzero columns of p [..., columns]; one column if all are zero."""
     used = p.flatten(0, -2).any(0).nonzero()
     return (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
 
 
 def _sharpened(run: KernelRun, node: Node, query: Heads, key: Heads) -> Tensor:
-    """Bound |e_q·e_k|, after tightening what both come from as far as it matters."""
+    """Bound |e_q·e_k|, after tightening the error bounds of both sources as far as they matter."""
     scores = run.operand(node, 0).reference @ run.operand(node, 1).reference
     worth = run.negligible * scores.abs().sum()
 
@@ -164,8 +164,8 @@ def _sharpened(run: KernelRun, node: Node, query: Heads, key: Heads) -> Tensor:
     return _through_weights(query.again(run), key.again(run))
 
 
-def _of_turned(run: KernelRun, node: Node) -> Tensor | None:
-    """Bound |e_q·e_k| of rotated heads of linears by norms, where it matters; None of others."""
+def _rotated_remainder(run: KernelRun, node: Node) -> Tensor | None:
+    """Bound |e_q·e_k| of rotated heads of linears by norms, if it matters; else None."""
     a, b = run.operand(node, 0), run.operand(node, 1)
     worth = run.negligible * (a.reference @ b.reference).abs().sum()
     if not bool((a.error_bound @ b.error_bound).sum() > worth):
@@ -192,7 +192,7 @@ from operand to operand."""
 
 
 def _far_below(run: KernelRun, node: Node, second: Tensor | None) -> bool:
-    """Say whether a bound of a remainder is far less than what error bounds of the factors say."""
+    """Return whether a remainder's bound is far below the product of the error bounds."""
     if second is None:
         return False
     a, b = run.operand(node, 0), run.operand(node, 1)
@@ -354,7 +354,7 @@ class LinearHeads:
 def linear_heads(
     run: LinearRun, node: Node, position: int, *, transposed: bool = False
 ) -> LinearHeads | None:
-    """Return the forms of an operand, None where it does not come straight from a linear.
+    """Return the forms of an operand, None if it does not come straight from a linear.
 
     Args:
         transposed: the operand is [heads, d, T].
@@ -418,7 +418,7 @@ class SecondOrder:
 
 
 def second_order(run: LinearRun, node: Node) -> SecondOrder | None:
-    """Return what is known of the second order beyond products of radii."""
+    """Return bounds of the second-order terms that are smaller than products of radii."""
     if node.role == "context":
         values = linear_heads(run, node, 1)
         return None if values is None else _of_context(run, node, values)

@@ -1,5 +1,5 @@
-"""Ellipsoids of functionals of one row of attention: down to the rows that values and keys come
-from, without a functional of each of their elements (section 4)."""
+"""Ellipsoids of functionals of one row of attention at the source rows of values and keys, without
+a functional of each element of these (section 4)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ LOST = 2.0**-33
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
-    """What a linear adds to each of its heads: at most `radius` [heads, T, d], and a rest of which
-    Σ o²/`caps` is at most `total` [T] in each row; no caps: no rest."""
+class _OwnError:
+    """The own error of a linear in each of its heads: at most `radius` [heads, T, d], plus a rest
+    with Σ o²/`caps` at most `total` [T] in each row; no caps: no rest."""
 
     radius: Tensor
     caps: Tensor | None
@@ -38,9 +38,9 @@ class _Own:
     index: int
 
     @staticmethod
-    def of(run: KernelRun, node: Node, place: Tensor) -> _Own | None:
-        """Return what a linear adds where its elements stand at `place` [heads, T, d]; None where
-        something else is known of it."""
+    def of(run: KernelRun, node: Node, place: Tensor) -> _OwnError | None:
+        """Return the own error of a linear with its elements at `place` [heads, T, d]; None if
+        other rules bound it, or heads share elements."""
         entry = run.tape.entries[run.computed[node.name]]
         if int(place.flatten().bincount().amax()) > 1:  # heads that read the same
             return None
@@ -52,7 +52,7 @@ class _Own:
             return None
         caps = None if split is None else split.caps.flatten()[place]
         total = like.new_zeros(len(like)) if split is None else split.total[:, 0]
-        return _Own(radius.flatten()[place], caps, total, run.computed[node.name])
+        return _OwnError(radius.flatten()[place], caps, total, run.computed[node.name])
 
 
 def images_of_values(
@@ -60,14 +60,14 @@ def images_of_values(
 ) -> Gather | None:
     """Return how functionals of one row of probabilities times values are bounded together.
 
-    Each row j of the values is read by the functionals times p_j, so what all rows add to an
-    element of a head is one symbol, and the squares of the rests have one sum.
+    Row j of the values is read by the functionals times p_j, so the own errors of all rows in one
+    element of a head are one symbol, and the squares of the rests have one sum.
     """
     moves, linear = views_behind(run, run.source(node, 1))
     if values is None or values.source is None or p.index is None:
         return None
     entry = run.tape.entries[run.computed[linear.name]]
-    own = _Own.of(run, linear, places_after(entry, moves, transposed=False))
+    own = _OwnError.of(run, linear, places_after(entry, moves, transposed=False))
     if own is None:
         return None
     place, source, shares = p.index, values.source, p.reference
@@ -112,7 +112,7 @@ def images_of_values(
 
 def images_of_keys(run: KernelRun, node: Node, query: Operand, known: Tensor) -> Gather | None:
     """Return how functionals of one row of queries times keys are bounded together: those of score
-    j of a head read one vector of its key, so what is added to that key is one symbol."""
+    j of a head read one vector of its key, so the own error of that key is one symbol."""
     moves, source_node = views_behind(run, run.source(node, 1))
     if source_node.op == "rope":
         turned = turned_heads(run, node, 1, transposed=True)
@@ -127,7 +127,7 @@ def images_of_keys(run: KernelRun, node: Node, query: Operand, known: Tensor) ->
         return None
     entry, turn = run.tape.entries[run.computed[source_node.name]], maps.turn
     place = places_after(entry, moves, transposed=turn is None)
-    own = _Own.of(run, source_node, place)
+    own = _OwnError.of(run, source_node, place)
     if own is None:
         return None
     index, below, shape = query.index, maps.below.source, tuple(maps.below.error_bound.shape)
@@ -180,7 +180,7 @@ def _symbols(flat: Tensor, sizes: Tensor) -> tuple[list[Part], Tensor]:
 
 
 def _rest(flat: Tensor, axes: Tensor, parts: list[Part], single: Tensor) -> None:
-    """Add the ellipsoid with these squares of half axes [n], and what it says of each."""
+    """Add the ellipsoid with these squares of half axes [n], and its bound of each functional."""
     image = ImageEllipsoid.of(flat, axes)
     parts.append(image)
     single += image.sizes

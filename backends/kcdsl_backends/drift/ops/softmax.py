@@ -66,7 +66,7 @@ def interval_softmax(step: Step) -> SoftmaxState:
 
 
 def _width(box: Box, rounding: Tensor, kernel: Rounding) -> Apart:
-    """Return how far readings of probabilities in a box may be apart."""
+    """Return how far readings of probabilities in a box may differ from each other."""
     return up(box.hi - box.lo + rounding, 2) if kernel.free else None
 
 
@@ -114,9 +114,9 @@ def _drift(p: Box, scores: Box, mask: Tensor | None) -> Box:
     t_lo, t_hi = torch.minimum(t_lo, t_hi), torch.maximum(t_lo, t_hi)
 
     def extreme(t: Tensor) -> Tensor:
-        """Return f(p, t) at its extremum in p, tanh(t/4), or 0 where no p of the box attains it.
+        """Return f(p, t) at its extremum in p, tanh(t/4); 0 if no p of the box attains it.
 
-        Never formed as f(p°, t): next to 1, p° rounds to 1, and 1 - p° is lost.
+        f(p°, t) itself would lose 1 - p°: close to 1, p° rounds to 1.
         """
         place = 1 / (1 + torch.exp((t / 2).clamp(-_FAR, _FAR)))
         attained = (p.lo <= place * (1 + _NEAR)) & (place * (1 - _NEAR) <= p.hi)
@@ -149,8 +149,8 @@ def softmax_at_any_length(step: Step, rows: Rows) -> SoftmaxState | None:
     """Bound the softmax over any columns, up to the longest, whose scores lie in one box; None for
     a softmax that is not over columns of the sequence.
 
-    Nothing is known of a probability but 0 <= p <= 1 and that those of a row sum to 1; its drift
-    and the total variation of the row are at most tanh(R/4), R the range of the score drift.
+    Probabilities are bounded by 0 <= p <= 1 and a row sum of 1 only; their drift and the total
+    variation of the row are at most tanh(R/4), R the range of the score drift.
     """
     if len(rows.axes[step.node.name]) != 2:
         return None
@@ -189,9 +189,9 @@ def softmax_at_any_length(step: Step, rows: Rows) -> SoftmaxState | None:
 
 
 def log_error(columns: int, argument: Tensor, kernel: Rounding) -> Tensor:
-    """Return Λ: how far the logarithm of a computed probability may be off (section 5).
+    """Return Λ: a bound of the error of the logarithm of a computed probability (section 5).
 
-    `argument` bounds the size of the numbers that are rounded on the way to the argument of exp.
+    `argument` bounds the size of the numbers that are rounded before exp is applied.
     """
     attention = kernel.numerics.attention
     tiles = attention.tiles(columns)
@@ -213,7 +213,7 @@ def log_error(columns: int, argument: Tensor, kernel: Rounding) -> Tensor:
 def _rounding(
     scores: Box, p: Box, mask: Tensor | None, kernel: Rounding, apart: Apart = None
 ) -> Tensor:
-    """Return B: how far a computed and stored probability may lie from the softmax."""
+    """Return B: a bound of the distance of a computed and stored probability from the softmax."""
     theta = relative_error(scores, mask, kernel, scores.shape[-1], apart)
     return _zero_outside(stored_error(theta, p.hi, kernel), mask)
 
@@ -241,7 +241,7 @@ def relative_error(
 
 
 def stored_error(theta: Tensor, size: Tensor, kernel: Rounding, columns: int = 1) -> Tensor:
-    """Return how far this many computed and stored probabilities, `size` in all, may be off."""
+    """Return a bound of the error of this many computed and stored probabilities, `size` in all."""
     stored = FORMATS[kernel.numerics.attention.probabilities]
     faint = columns * 2.0**-120
     formed = size * (1 + theta) + faint
@@ -273,7 +273,7 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
         if run.passing(node, index, "deviations", needed, floor):
             c = torch.minimum(c, deviations(run.tape, index, p, needed, floor))
     usual = (p * scores.error_bound).sum(-1, keepdim=True)
-    # of e less its mean by the exact probabilities
+    # for e minus its mean by the exact probabilities
     c = torch.where(several, c + 4 * trust * (scores.error_bound + usual), 0.0)
     if not bool((c < FARTHEST).all()):
         raise NoBound(node.name, f"a score may drift by more than {FARTHEST:g}")
@@ -290,7 +290,7 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
             radius * SAFE,
         )
     )
-    moved = _farthest(p, c, trust)
+    moved = _largest_change(p, c, trust)
     gathered = numerator + p * numerator.sum(-1, keepdim=True)
     lost = 2 * trust * run.tape.entries[first].error_bound.sum(-1, keepdim=True)
     own = 4 * trust * (p + gathered) + gamma(columns + PASS) * gathered + _LOST
@@ -349,10 +349,10 @@ def _curved(p: Tensor, c: Tensor, trust: Tensor) -> tuple[Tensor, Tensor]:
     return -torch.minimum(deepest, kappa * c) * SAFE, high * SAFE
 
 
-def _farthest(p: Tensor, c: Tensor, trust: Tensor) -> Tensor:
-    """Bound how far each probability may be from p, where |t| <= c and Σ p t = 0.
+def _largest_change(p: Tensor, c: Tensor, trust: Tensor) -> Tensor:
+    """Bound the distance of each probability from p if |t| <= c and Σ p t = 0.
 
-    With one t given, the others sum up to at least (1 - p) e^(-p t/(1 - p)) (Jensen).
+    Given one t, the others sum to at least (1 - p) e^(-p t/(1 - p)) (Jensen).
     """
     excess, others = _excess(p, c, trust), exclusive_sums(p)
     most, rest = others * (1 + 4 * trust), others * (1 - 4 * trust)
@@ -365,7 +365,7 @@ def _farthest(p: Tensor, c: Tensor, trust: Tensor) -> Tensor:
 
 
 def _forbid(run: KernelRun, place: int, mask: Tensor) -> None:
-    """Note that the probabilities of columns which the mask forbids are zero, however stored."""
+    """Set the errors of the probabilities of masked columns to zero: these are 0 in any format."""
     entry, parts = run.tape.entries[place], run.tape.entries[place].roundings
     assert entry.radius is not None
     nothing = torch.zeros_like(entry.radius)
@@ -381,8 +381,8 @@ def _forbid(run: KernelRun, place: int, mask: Tensor) -> None:
 
 
 def _balance(run: KernelRun, place: int, lost: Tensor) -> None:
-    """Note how far the sum of a row of probabilities may move: by what is rounded, and by `lost`,
-    as the numbers of the projection sum up to 1 but nearly."""
+    """Store a bound of the error of the sum of a row of probabilities: from rounding, plus `lost`,
+    as the float64 numbers of the projection sum to 1 only approximately."""
     entry = run.tape.entries[place]
     if entry.name in run.private:
         return
@@ -402,8 +402,8 @@ def _mask(run: KernelRun, node: Node, scores: TapeEntry) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Admitted:
-    """The range of columns, by row of the last two dimensions, that a mask admits in any head; all
-    others are zero."""
+    """The range of columns that a mask admits in any head, for each row of the last two dimensions;
+    the probabilities of all others are zero."""
 
     columns: int
     starts: list[int]
@@ -419,7 +419,7 @@ class _Admitted:
         return _Admitted(mask.shape[-1], starts, stops)
 
     def read(self, a: Adjoint) -> Adjoint:
-        """Leave out of functionals of one row the columns that are zero."""
+        """Return functionals of one row without the columns that are zero."""
         if not a.one_row:
             return a
         row, (start, stop) = a.window[-2][0], a.window[-1]
@@ -429,7 +429,7 @@ class _Admitted:
         return Adjoint(values, (*a.window[:-1], (least, most)), a.shape)
 
     def around(self, a: Adjoint) -> Window:
-        """Return a window that holds that of functionals, and of one row all columns that count."""
+        """Return a window around the functionals' own; for one row, with all admitted columns."""
         if not a.one_row:
             return (*a.window[:-1], (0, self.columns))
         row, (start, stop) = a.window[-2][0], a.window[-1]
@@ -437,9 +437,9 @@ class _Admitted:
 
 
 def _theta(run: KernelRun, scores: Box, mask: Tensor, again: Apart) -> Tensor:
-    """Return Θ of a composed softmax: how far a computed probability may be off, relatively.
+    """Return Θ of a composed softmax: a relative error bound of a computed probability.
 
-    That of a score may be read by itself, and so may those of the sum of its row: `again`.
+    `again`: the numerator and the sum of a row may use separate readings of a score.
     """
     high = torch.where(mask, scores.hi, -torch.inf).amax(-1, keepdim=True)
     low = torch.where(mask, scores.lo, torch.inf).amin(-1, keepdim=True)
@@ -453,8 +453,8 @@ def _theta(run: KernelRun, scores: Box, mask: Tensor, again: Apart) -> Tensor:
 def linear_softmax(run: LinearRun, node: Node) -> None:
     """Append the masked softmax over the last dimension: its numerator, and the projection.
 
-    The drift is ∫ J(p_τ) Δs dτ over the way from one kernel's scores to the other's, with
-    J(p) d = p∘(d - p·d), and ΣΔp = 0.
+    The drift is ∫ J(p_τ) Δs dτ along the line from one kernel's scores to the other's, with J(p) d
+    = p∘(d - p·d), and ΣΔp = 0.
     """
     scores, state = run.operand(node, 0), run.known[node.name]
     if not isinstance(state, SoftmaxState):
@@ -592,7 +592,7 @@ def _from_box(q: Tensor, moved: Tensor, around: Tensor, trust: Tensor) -> Tensor
 
 
 def _choose(run: KernelRun, place: int, scores: TapeEntry, mask: Tensor, error: Tensor) -> None:
-    """Note which probabilities there are in each case of the scores, where these are steps."""
+    """Store the probabilities in each case of the scores, for scores known by steps."""
     entry = run.tape.entries[place]
     if entry.ends is None:
         return
