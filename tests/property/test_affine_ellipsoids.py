@@ -278,7 +278,7 @@ def test_sums_of_images_hold_their_members(seed: int) -> None:
     for functionals, shape in parts:
         whole = np.diag(shape) if shape.ndim == 1 else shape
         total = total + members(rng, whole, 400) @ functionals.T
-    theirs = [checker.Seen.by(*part) for part in parts]
+    theirs = [checker.EllipsoidImage.of(*part) for part in parts]
     ours = [prover.ImageEllipsoid.of(*map(torch.from_numpy, part)) for part in parts]
     by_checker = [np.asarray(part) for part in checker.multiplied([plain, *theirs])]
     by_prover = [np.asarray(part) for part in prover.joined([torch.from_numpy(plain), *ours])]

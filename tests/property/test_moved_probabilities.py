@@ -12,7 +12,8 @@ import torch
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.ops.bilinear import TurnedHeads, bilinear_remainder, turned_heads
 from kcdsl_backends.drift.ops.softmax import _curved, _largest_change
-from kcdsl_certs.recheck.ops.attention.softmax import _apart, _beside
+from kcdsl_certs.recheck.ops.attention.softmax import _largest_change as _largest_change_checked
+from kcdsl_certs.recheck.ops.attention.softmax import _remainder_bounds
 from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.prover import block, parameters
@@ -60,8 +61,8 @@ def test_probabilities_stay_within_what_both_programs_derive() -> None:
             beside = np.expm1(t) / z - t
             probability = np.abs(p * np.exp(t) / z - p)
             with np.errstate(all="ignore"):
-                below, above = _beside(p[None], c[None], np.full((1, columns), TRUST))
-                apart = _apart(p[None], c[None], np.full((1, columns), TRUST))
+                below, above = _remainder_bounds(p[None], c[None], np.full((1, columns), TRUST))
+                apart = _largest_change_checked(p[None], c[None], np.full((1, columns), TRUST))
             row, reach = torch.from_numpy(p)[None], torch.from_numpy(c)[None]
             trust = torch.full((1, 1), TRUST, dtype=torch.float64)
             low, high = _curved(row, reach, trust)

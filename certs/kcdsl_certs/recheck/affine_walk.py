@@ -1,4 +1,4 @@
-"""Walk a block graph in affine forms, kernel by kernel, and put both kernels together."""
+"""Walk a block graph in affine forms, kernel by kernel, and bound the drift from both walks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from kcdsl_certs.recheck.ops.table import computed, operation_of
 
 Row = tuple[int, ...]
 
-# Up to this share of the error of the inference kernel a part of that of the training kernel is not
-# followed further. Claims are 2^-10 above what a prover finds, and a few such parts fit in.
+# Adjoints of the training kernel stop at an entry where their bound is at most this share of the
+# error of the inference kernel. Claims exceed a prover's bound by 2^-10, room for a few such parts.
 _FAINT = 2.0**-12
 
 
@@ -42,10 +42,10 @@ def walk(
 ) -> Walk:
     """Return the forms of every node in one kernel, and their tape.
 
-    Reverse passes are those that the hints name, all that there are without hints. `moved` says
-    that the kernel reads the block input with the drift of the region, where that has one. With a
-    budget roundings are independent. `boxes` are those of the interval domain, by node; `before` is
-    the walk of the other kernel. Raises Rejected, naming the node.
+    Only the reverse passes that the hints name are made, all if there are no hints. `moved`: the
+    kernel reads the block input with the drift of the region, if that has one. With a budget
+    roundings are independent. `boxes` are those of the interval domain, by node; `before` is the
+    walk of the other kernel. Raises Rejected, naming the node.
     """
     region = None
     if scene.centre is not None and scene.radius is not None:
@@ -58,7 +58,7 @@ def walk(
         try:
             form = found.forms[node.name] = _apply(found, node)
             if node.op == "input":
-                _by_rows(found, form_of(form))
+                _set_row_bound(found, form_of(form))
             if boxes is not None and node.name in boxes and not isinstance(form, Mask):
                 _meet(found, node.name, form, boxes[node.name])
         except Rejected as rejection:
@@ -66,8 +66,8 @@ def walk(
     return found
 
 
-def _by_rows(at: Walk, form: Form) -> None:
-    """Note that at a point the elements of a stored input are off by their roundings alone."""
+def _set_row_bound(at: Walk, form: Form) -> None:
+    """For a point region, store that elements of a stored input have independent errors."""
     region = at.tape.region
     fixed = at.tape.budget is None and not at.scene.rho and at.scene.drift is None
     if not fixed or region is None or region.any() or len(form.shape) != 2:
@@ -110,7 +110,7 @@ class Drift:
 @dataclass(frozen=True, slots=True)
 class Pair:
     """The walks of both kernels and the forms of their outputs; `known` are the boxes of the output
-    in the interval domain, None where it has no bound."""
+    in the interval domain, None if it has no bound."""
 
     train: Walk
     infer: Walk
@@ -130,7 +130,7 @@ class Pair:
 
     @property
     def step(self) -> int:
-        """Return how many functionals of a row may be carried at a time."""
+        """Return the largest number of functionals of a row in one batch."""
         return min(AT_ONCE, room(self.train), room(self.infer))
 
     def output(self) -> Box:
@@ -164,7 +164,7 @@ class Pair:
 
     @property
     def sharing(self) -> bool:
-        """Say whether other weights do to some known number the same in both kernels."""
+        """Return whether some effect of other weights is the same in both kernels."""
         tape = self.train.tape
         return tape.budget is None and any(entry.shared is not None for entry in tape.entries)
 
@@ -190,14 +190,14 @@ class Pair:
 
     @property
     def readings(self) -> tuple[Own, Own]:
-        """Return how far readings of the output may be apart from their common value."""
+        """Return bounds of the distance of readings of the output from their common value."""
         name = self.train.scene.block.output
         found = [side.versions.get(name) for side in (self.train, self.infer)]
         t, i = (None if version is None else version.own for version in found)
         return t, i
 
     def settle(self) -> None:
-        """Refuse bounds of more functionals than their probability is divided among.
+        """Check that no more functionals were bounded than the probability is divided among.
 
         Raises Rejected "bound/chance".
         """
@@ -218,7 +218,7 @@ def pair(
 ) -> Pair:
     """Walk both kernels, with the reverse passes that are named; without hints with all.
 
-    With `chance` (α, N) roundings are independent, and bounds hold but for a share of all runs.
+    With `chance` (α, N) roundings are independent, and bounds hold except for a share of all runs.
     Raises Rejected, naming the node.
     """
     first, second = (None, None) if hints is None else hints
@@ -238,7 +238,7 @@ def _budget(chance: tuple[Fraction, int] | None) -> Budget | None:
 
 
 def drift(scene: Scene, hints: tuple[Hints, Hints] | None = None) -> Drift:
-    """Return what the affine forms of both kernels say of the output, element by element.
+    """Return the drift box of the output from the affine forms of both kernels.
 
     Raises Rejected, naming the node.
     """
@@ -254,8 +254,8 @@ def bound_functionals(at: Walk, form: Form, functionals: Adjoint, apart: bool = 
 
 
 def _stored(at: Walk, form: Form, spare: Floats | None = None) -> Box:
-    """Return the box of an output: all that it was formed from, cast to its format. Errors of up to
-    `spare` that arrive at an entry are not followed further."""
+    """Return the box of an output: of the result before its cast, cast to its format. Adjoints with
+    a bound of at most `spare` at an entry are not followed further."""
     if form.place is None:
         return box.exact(form.reference)
     steps, entry, reference = form.steps, None, form.reference
@@ -276,7 +276,7 @@ def _stored(at: Walk, form: Form, spare: Floats | None = None) -> Box:
             ends = box.widen(box.add(box.exact(reference[where]), box.exact(found.centre)), wide)
             lo[where], hi[where] = np.maximum(lo[where], ends.lo), np.minimum(hi[where], ends.hi)
     if form.uncast is not None:
-        cast, zero = _freely(Box(lo, hi), form.uncast), form.uncast.sure
+        cast, zero = _free_cast_box(Box(lo, hi), form.uncast), form.uncast.sure
         if zero is None:
             return cast
         return Box(np.where(zero, 0.0, cast.lo), np.where(zero, 0.0, cast.hi))
@@ -287,8 +287,8 @@ def _stored(at: Walk, form: Form, spare: Floats | None = None) -> Box:
     return Box(np.maximum(stored.lo, reached.lo), np.minimum(stored.hi, reached.hi))
 
 
-def _freely(around: Box, to: Uncast) -> Box:
-    """Return what a free cast may make of the numbers of a box: v·(1 + δ) + η grows with v."""
+def _free_cast_box(around: Box, to: Uncast) -> Box:
+    """Return the box of all results of a free cast of a box: v·(1 + δ) + η grows with v."""
     if to.kernel.inward:
         return shrunk(to.kernel, to.format, around)
     u, eta = to.kernel.off(to.format)
@@ -304,9 +304,10 @@ def in_row(row: Row, functionals: Floats, step: int) -> list[Adjoint]:
 
 
 def _apart(t: Adjoint | None, i: Adjoint | None, size: Floats) -> Floats | float:
-    """Return Σ |α_i - α_t|·size for what both kernels have in common, the sums of float64 included.
+    """Return Σ |α_i - α_t|·size for the shared part of both kernels, with the float64 error of
+    sums.
 
-    A difference of two adjoints is off by half a unit in the last place of either.
+    A difference of two adjoints has an error of half a unit in the last place of either.
     """
     if t is None or i is None:
         one = t or i

@@ -15,11 +15,11 @@ from kcdsl_certs.recheck.affine import reverse_passes
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, reads_one_each, units
 from kcdsl_certs.recheck.affine.before_casts import LARGEST
 from kcdsl_certs.recheck.affine.ellipsoids import (
+    EllipsoidImage,
     Part,
     RankOne,
     Row,
     RowSquares,
-    Seen,
     Squares,
     largest,
     longest,
@@ -89,7 +89,7 @@ class Remainder:
         if reads_one_each(flat):
             own = np.diagonal(flat) ** 2 * shape * _MORE + TINY
             return [RankOne(np.zeros(len(own)), 0.0, own)]
-        return [Seen.by(flat, shape)]
+        return [EllipsoidImage.of(flat, shape)]
 
     def _length(self, adjoint: Adjoint) -> float:
         cap, whole = self._caps(adjoint)

@@ -18,7 +18,7 @@ from kcdsl_certs.recheck.interval.state import gamma
 _AT_A_TIME = 16  # matrices
 _SMALL = 160  # up to this size all eigenvalues are computed
 _STEPS = 48  # of the Lanczos iteration
-_LOOKS, _STILL = 5, 2.0**-28  # after so many steps each it has settled if it grew no more
+_LOOKS, _STILL = 5, 2.0**-28  # steps between two checks, relative growth that ends the iteration
 _RISES = (-20, -14, -12, -10, -8, -6, -4)
 
 
@@ -26,9 +26,9 @@ def largest(gram: Floats, trace: float, otherwise: float = math.inf) -> float:
     """Return a bound of the largest eigenvalue of a positive semidefinite matrix.
 
     Args:
-        gram: [n, n], off by up to 2^-30·trace (in the norm) from the matrix that is meant.
+        gram: [n, n], within 2^-30·trace (in the norm) of the exact matrix.
         trace: a bound of the trace of that matrix.
-        otherwise: what bounds the same; returned where the eigenvalue is about as large.
+        otherwise: another bound of the same; returned if the eigenvalue is about as large.
     """
     if not (math.isfinite(trace) and trace > 0 and bool(np.isfinite(gram).all())):
         return trace
@@ -53,7 +53,7 @@ def largest(gram: Floats, trace: float, otherwise: float = math.inf) -> float:
 
 
 def _estimate(even: Floats) -> float:
-    """Return about the largest eigenvalue: after enough steps of Lanczos that it stands still."""
+    """Return an estimate of the largest eigenvalue: by Lanczos steps until it is constant."""
     n = even.shape[0]
     if n <= _SMALL:
         return float(np.linalg.eigvalsh(even)[-1])
@@ -86,7 +86,7 @@ _FAINT = 2.0**-240  # so that float64 holds products of squares of weights and s
 
 
 def extent_along(shape: Floats, functionals: Floats) -> Floats:
-    """Return bounds [B] of functionals [B, n] on an ellipsoid, infinite where nothing is known."""
+    """Return bounds [B] of functionals [B, n] on an ellipsoid, infinite if it gives none."""
     if reads_one_each(functionals):
         squares = np.diagonal(functionals) ** 2 * np.diagonal(shape)
     else:
@@ -96,12 +96,12 @@ def extent_along(shape: Floats, functionals: Floats) -> Floats:
 
 
 def moved(shape: Floats, functionals: Floats) -> Floats:
-    """Return the ellipsoid A P Aᵀ of functionals A [B, n], raised by what the products lost."""
+    """Return the ellipsoid A P Aᵀ of functionals A [B, n], raised by the error of the products."""
     return moved_with_extents(shape, functionals)[0]
 
 
 def moved_with_extents(shape: Floats, functionals: Floats) -> tuple[Floats, Floats]:
-    """Return the same, and what `extent_along` says, which is on its diagonal."""
+    """Return the same, and the bounds of `extent_along`, from its diagonal."""
     if reads_one_each(functionals):
         alone = np.diagonal(functionals)
         product = alone[:, None] * shape * alone
@@ -118,7 +118,7 @@ _BLOCK = 256
 
 
 def symmetric(a: Floats, b: Floats) -> Floats:
-    """Return A Bᵀ, a symmetric matrix, of which only one half is computed."""
+    """Return A Bᵀ, a symmetric matrix, from one computed half."""
     n = len(a)
     found = np.empty((n, n))
     for first in range(0, n, _BLOCK):
@@ -130,7 +130,7 @@ def symmetric(a: Floats, b: Floats) -> Floats:
 
 
 def _lost(shape: Floats, functionals: Floats) -> Floats:
-    """Return what float64 may lose in aᵀ P a: |P_ij| ≤ √P_ii √P_jj; P may be its diagonal."""
+    """Bound the float64 error of aᵀ P a, as |P_ij| ≤ √P_ii √P_jj; P may be its diagonal."""
     size = np.abs(functionals) @ np.sqrt(np.maximum(_diagonal(shape), 0.0))
     return np.asarray(size**2 * 4 * gamma(2 * len(shape) + 8, UNIT))
 
@@ -140,19 +140,19 @@ def _diagonal(shape: Floats) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """An ellipsoid P [n, n], or the diagonal [n] of one, as functionals A [B, n] see it: A P Aᵀ,
-    which is formed with others of the same functionals. `half` is A P."""
+class EllipsoidImage:
+    """The ellipsoid A P Aᵀ for an ellipsoid P [n, n], or its diagonal [n], and functionals A [B,
+    n]; it is formed in one product with others of the same functionals. `half` is A P."""
 
     functionals: Floats
     shape: Floats
     half: Floats
 
     @staticmethod
-    def by(functionals: Floats, shape: Floats) -> Seen:
-        """Return how functionals see an ellipsoid or a diagonal."""
+    def of(functionals: Floats, shape: Floats) -> EllipsoidImage:
+        """Return the image of an ellipsoid, or of a diagonal, by functionals."""
         half = functionals * shape if shape.ndim == 1 else functionals @ shape
-        return Seen(functionals, shape, half)
+        return EllipsoidImage(functionals, shape, half)
 
     @property
     def trace(self) -> float:
@@ -168,9 +168,9 @@ class Seen:
         return np.where(np.isfinite(found), found, np.inf)
 
 
-def _all_seen(parts: Sequence[tuple[float, Seen]]) -> Floats:
-    """Return Σ factor·A P Aᵀ of ellipsoids seen by the same functionals, raised by what the product
-    lost."""
+def _sum_of_images(parts: Sequence[tuple[float, EllipsoidImage]]) -> Floats:
+    """Return Σ factor·A P Aᵀ of images by the same functionals, raised by the error of the
+    product."""
     functionals = parts[0][1].functionals
     half, own = np.zeros(functionals.shape), np.zeros(functionals.shape[1])
     for factor, part in parts:
@@ -195,8 +195,8 @@ class RankOne:
 
     @staticmethod
     def near(ends: Floats, lost: float) -> RankOne:
-        """Return an ellipsoid around multiples by -1 to 1 of a vector that is off from `ends` by up
-        to `lost`: (v + w)(v + w)ᵀ ≤ (1 + t) v vᵀ + (1 + 1/t) w wᵀ."""
+        """Return an ellipsoid around t·v, -1 ≤ t ≤ 1, for a vector v within `lost` of `ends`: (v +
+        w)(v + w)ᵀ ≤ (1 + t) v vᵀ + (1 + 1/t) w wᵀ."""
         size = float(np.linalg.norm(ends)) * _MORE
         t = lost / size if size > lost else 1.0
         return RankOne(ends, (1 + t) * _MORE, lost * (lost + max(lost, size)) * _MORE)
@@ -213,16 +213,16 @@ class RankOne:
         return self.scale * float((self.ends**2).sum()) + rest
 
 
-Part = Floats | RankOne | Seen
+Part = Floats | RankOne | EllipsoidImage
 """An ellipsoid around functionals [B, B]."""
 
 
 def multiplied(parts: Sequence[Part]) -> list[Floats | RankOne]:
-    """Return ellipsoids around the same sums: what the same functionals see is one ellipsoid, of
-    the shares that `sum_of` gives them."""
-    found, seen = list[Floats | RankOne](), dict[tuple[int, ...], list[Seen]]()
+    """Return ellipsoids whose members have the same sums: images by the same functionals become one
+    ellipsoid, weighted as in `sum_of`."""
+    found, seen = list[Floats | RankOne](), dict[tuple[int, ...], list[EllipsoidImage]]()
     for part in parts:
-        if isinstance(part, Seen):
+        if isinstance(part, EllipsoidImage):
             by = part.functionals
             key = by.__array_interface__["data"][0], *by.shape, *by.strides
             seen.setdefault(key, []).append(part)
@@ -232,7 +232,7 @@ def multiplied(parts: Sequence[Part]) -> list[Floats | RankOne]:
         roots = [math.sqrt(max(part.trace, 0.0)) for part in some]
         shares = [(sum(roots) / w, part) for w, part in zip(roots, some, strict=True) if w != 0]
         if shares:
-            found.append(_all_seen(shares))
+            found.append(_sum_of_images(shares))
     return found
 
 
@@ -261,7 +261,7 @@ def _count(part: Part) -> int:
     """Return the number of functionals."""
     if isinstance(part, RankOne):
         return len(part.ends)
-    return len(part.functionals if isinstance(part, Seen) else part)
+    return len(part.functionals if isinstance(part, EllipsoidImage) else part)
 
 
 def longest(shape: Floats, functionals: Floats) -> float:
@@ -283,7 +283,7 @@ def longest(shape: Floats, functionals: Floats) -> float:
 
 
 def reached(ellipsoids: Ellipsoids, reach: Floats, adjoint: Adjoint) -> Floats:
-    """Return bounds [B] of functionals of an error: of each row by its ellipsoid or its reach."""
+    """Return bounds [B] of functionals of an error: each row by its ellipsoid or its reach."""
     found = np.zeros(adjoint.batch)
     for row, part in rows_of(adjoint):
         within = part.sizes(reach)
@@ -296,7 +296,7 @@ def reached(ellipsoids: Ellipsoids, reach: Floats, adjoint: Adjoint) -> Floats:
 
 
 def rows_of(adjoint: Adjoint) -> list[tuple[Row, Adjoint]]:
-    """Return the rows of a window with what functionals read of each."""
+    """Return the rows of a window with the part of the functionals that reads each."""
     *lead, _ = adjoint.extent
     ones = (1,) * len(lead)
     found = []
@@ -327,7 +327,7 @@ def norms_of(matrix: Floats, scales: Floats, size: float) -> Floats:
 
 
 def _each_largest(grams: Floats, traces: Floats) -> Floats:
-    """Return bounds of the largest eigenvalues of Gram matrices, as `largest` does one by one."""
+    """Return bounds of the largest eigenvalues of Gram matrices, as `largest` does for one."""
     n = grams.shape[-1]
     if n <= _SMALL and np.isfinite(grams).all() and np.isfinite(traces).all():
         even = grams / 2 / traces[:, None, None]
@@ -336,7 +336,7 @@ def _each_largest(grams: Floats, traces: Floats) -> Floats:
         try:
             np.linalg.cholesky(value[:, None, None] * np.eye(n) - even)
         except np.linalg.LinAlgError:
-            pass  # one of them needs more
+            pass  # a matrix needs a larger shift
         else:
             sure = value * (1 + 4 * n * gamma(n + 4, UNIT)) + 2.0**-30
             return np.asarray(traces * np.minimum(1.0, sure) * (1 + 2.0**-50))
@@ -356,14 +356,14 @@ class RowSquares:
 
     @staticmethod
     def of(shape: Floats, norm: float) -> RowSquares:
-        """Return what an ellipsoid and a norm say of the squares of a row."""
+        """Return the bounds that an ellipsoid and a norm give for the squares of a row."""
         most = largest(shape, float(np.trace(shape)) * _MORE, norm**2) + _FAINT
         squares, places = shape**2, np.arange(len(shape))
         squares[places, places] = (np.diagonal(shape) + _FAINT) ** 2
         return RowSquares(min(most, norm**2) * _MORE, squares, squares.sum(axis=-1))
 
     def _both(self, weights: Floats) -> Floats:
-        """Return Σ_kl β_k β_l Q_kl² [B]: twice what is left of the diagonal blocks, and these."""
+        """Return Σ_kl β_k β_l Q_kl² [B]: the diagonal blocks, plus twice the blocks above them."""
         found, n = np.zeros(len(weights)), len(self.squares)
         for first in range(0, n, _BLOCK):
             last = min(n, first + _BLOCK)
@@ -396,14 +396,14 @@ class RowSquares:
 
 @dataclass(frozen=True, slots=True)
 class Squares:
-    """Rows |e_k| ≤ factor_k·|x_k| + own_k, x as `rows` say."""
+    """Rows |e_k| ≤ factor_k·|x_k| + own_k, with bounds `rows` of x."""
 
     rows: Mapping[Row, RowSquares]
     factor: Floats | None = None
     own: Floats | None = None
 
     def root(self, row: Row, weights: Floats) -> Floats:
-        """Return bounds [B] of √(Σ β e²) of a row for β [B, n], infinite where none is known."""
+        """Return bounds [B] of √(Σ β e²) of a row for β [B, n], infinite if there is none."""
         if row not in self.rows:
             return np.full(len(weights), np.inf)
         sized = weights if self.factor is None else weights * (self.factor[row] ** 2 * _MORE)

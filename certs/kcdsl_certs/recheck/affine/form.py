@@ -1,7 +1,7 @@
-"""The affine form of a node in one kernel, and the walk that makes it.
+"""The affine form of a node in one kernel, and the walk over a block that derives it.
 
-A proof may name the reverse passes it was made with. They are hints: any pass may be made and any
-left out. Without hints all are made.
+A proof may name the reverse passes it was made with. They are hints: any pass may be made or
+omitted. Without hints all are made.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Rows by pass; None where a proof names none."""
+    """The rows in which to make each pass; None if the proof names none."""
 
     rows: Mapping[Pass, tuple[int, ...]] | None
 
     def of(self, named: Pass, shape: tuple[int, ...]) -> Bools:
-        """Return for which rows of a node of this shape a pass is to be made, [..., 1]."""
+        """Return the rows [..., 1] of a node of this shape in which a pass is to be made."""
         if self.rows is None:
             return np.ones((*shape[:-1], 1), dtype=np.bool_)
         chosen = np.zeros((*shape[:-1], 1), dtype=np.bool_)
@@ -44,12 +44,12 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The linear an operand was moved from: e = W e_x + o, `index` says which output is where.
+    """The linear an operand was moved from: e = W e_x + o; `index` holds row·outputs + output for
+    every element of the operand.
 
-    `weight` is [outputs, inputs], `source` the node x, `rest` ≥ |o| [rows, outputs]; `index` holds
-    row·outputs + output for every element of the operand. `plain` says that nothing else is known
-    of o, and that it is around zero; `place` is that of the linear on the tape, if all of o stands
-    there.
+    `weight` is [outputs, inputs], `source` the node x, `rest` ≥ |o| [rows, outputs]. `plain`: o has
+    only an elementwise bound, around zero. `place` is that of the linear on the tape, if all of o
+    stands there.
     """
 
     weight: Floats
@@ -62,10 +62,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """The rotation an operand was moved from: rope(y), y from a linear as `below` says.
+    """The rotation an operand was moved from: rope(y), y from the linear `below`.
 
-    `cos` and `sin` are [T, d], `rest` ≥ |o| of what the rotation adds [heads, T, d]; `index` says
-    which element of the rotation is where.
+    `cos` and `sin` are [T, d], `rest` ≥ |o| bounds the own error of the rotation [heads, T, d];
+    `index` holds the rotation's element at each position.
     """
 
     below: Origin
@@ -77,10 +77,10 @@ class Turned:
 
 @dataclass(frozen=True, slots=True)
 class StepRemainder:
-    """What is known of a result that a cast rounds by steps.
+    """Bounds of a result that a cast rounds by steps.
 
-    `reference` and `entry` are of the result before the cast, `ends` and `cases` of what is stored;
-    of a softmax, `choices` are its ends in every case of the scores.
+    `reference` and `entry` are of the result before the cast, `ends` and `cases` of the stored
+    value; of a softmax, `choices` are its ends in every case of the scores.
     """
 
     reference: Floats
@@ -92,8 +92,8 @@ class StepRemainder:
 
 @dataclass(frozen=True, slots=True)
 class Uncast:
-    """A result before a free cast: its reference and entry, and what it is cast by, to what; `sure`
-    says where it is the reference whatever came in, and zero."""
+    """A result before a free cast: its reference and entry, the kernel's rounding and the format;
+    `sure` marks elements that equal the reference, zero, for any incoming error."""
 
     reference: Floats
     entry: TapeEntry
@@ -142,7 +142,7 @@ Operand = Form | Mask
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What a reading of a node adds by itself: bounds element by element, and taken apart."""
+    """The additional error of a reading of a node: bounds element by element, and split."""
 
     own: Floats
     apart: Apart | None = None
@@ -150,7 +150,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """One kernel on its way through the block."""
+    """The state of one kernel on its walk through the block."""
 
     scene: Scene
     kernel: KernelNumerics
@@ -160,16 +160,16 @@ class Walk:
     passes: Passes
     moved: bool = False  # whether this kernel reads the input with its drift
     first: dict[str, Floats] = field(default_factory=dict)
-    """What the kernel that was walked first multiplies with weights, by node: there the part that
-    both kernels have in common is taken."""
+    """The inputs of products with weights in the kernel that was walked first, by node: the shared
+    part of both kernels is formed with these."""
     versions: dict[str, Version] = field(default_factory=dict)
-    """Of nodes that are read in several versions: their forms are what these have in common."""
+    """Readings of nodes that are read in several versions; the form of a node is common to all."""
     named: dict[str, str] = field(default_factory=dict)
     """The node of every reading that has a form of its own, by the reading's name in `forms`."""
 
     def own(self, node: Node, place: int) -> Floats | None:
-        """Return how far readings of an operand may be from the form that a rule reads, which
-        reads it several times, or is computed for several readings."""
+        """Return a bound of the distance of readings of an operand from its form, if the rule reads
+        it several times or is computed for several readings; else None."""
         version = self.versions.get(node.inputs[place])
         if version is None or node.op in SUMMED:
             return None
@@ -177,7 +177,7 @@ class Walk:
         return version.own if again else None
 
     def read(self, node: Node) -> Node:
-        """Return a node with the names of the readings in the place of its operands."""
+        """Return a node with its operands replaced by the names of their readings."""
         inputs = list(node.inputs)
         for place, name in enumerate(node.inputs):
             if name in self.versions and self.own(node, place) is None:
@@ -185,7 +185,7 @@ class Walk:
         return replace(node, inputs=tuple(inputs))
 
     def reading(self, name: str, reader: tuple[Node, int] | None = None) -> str:
-        """Return the name of one reading of a node, by default of what is stored."""
+        """Return the name of one reading of a node, by default of its stored value."""
         if name not in self.versions:
             return name
         where = "" if reader is None else f"{reader[1]}\0{reader[0].name}"
@@ -207,7 +207,7 @@ class Walk:
     def chosen(self, node: Node, name: str, kind: str, floor: int = 0) -> Bools:
         """Return the rows [..., 1] of a node in which an operation is to make reverse passes.
 
-        Where nothing is cut off all passes go down to the input.
+        Without a cut all passes go down to the input.
         """
         shape, name = form_of(self.forms[name]).shape, self.named.get(name, name)
         cut, whole = (Pass(node.name, name, kind, stop) for stop in ("cut", "input"))
@@ -217,7 +217,7 @@ class Walk:
         return longest if self.tape.cut else longest | self.passes.of(cut, shape)
 
     def keep(self, name: str, form: Form) -> None:
-        """Replace what is known of a node by something sharper."""
+        """Replace the form of a node by a tighter one."""
         self.forms[name] = form
 
 

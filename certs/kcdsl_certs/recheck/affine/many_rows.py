@@ -1,8 +1,8 @@
-"""Functionals that attention makes of many rows of its input, and their bounds row by row.
+"""Functionals of many rows that attention forms of its input, bounded row by row.
 
 Row j of a functional of row t is α_j = Σ_h p_hj u_h + Σ_h w_hj v_hj: through the values, and
-through score j. It is formed in float32, some rows at a time, and forgotten. What float32 loses is
-at most a multiple of its unit roundoff times Σ_h |p_hj||u_h| + Σ_h |w_hj||v_hj|.
+through score j. It is formed in float32, some rows at a time, and not stored. The float32 error is
+at most a multiple of the unit roundoff times Σ_h |p_hj||u_h| + Σ_h |w_hj||v_hj|.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kcdsl_certs.recheck.interval.state import gamma
 Singles = NDArray[np.float32]
 
 _SINGLE = 2.0**-24  # unit roundoff of float32
-_VANISHED = 2.0**-100  # more than underflow costs a sum of products of numbers up to 1
-_LEAST = 2.0**-200  # more than underflow of float64 costs such a sum
-_LARGE = 2**19  # rows · columns · heads, from where on norms bound the rows
-_TALL, _WIDE = 32, 32  # rows, and columns of them, at a time
+_VANISHED = 2.0**-100  # exceeds the underflow error of a sum of products of numbers up to 1
+_LEAST = 2.0**-200  # exceeds the float64 underflow error of such a sum
+_LARGE = 2**19  # rows · columns · heads; above it rows are bounded by norms
+_TALL, _WIDE = 32, 32  # rows and columns of one block
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A direction [T, n] of every row, with the size [T] of what moves along it."""
+    """A direction [T, n] of every row, with the size [T] of the error along it."""
 
     direction: Floats
     size: Floats
@@ -39,8 +39,8 @@ class Line:
 
 @dataclass(frozen=True)
 class RowReach:
-    """|α·e_j| ≤ |α|·radius_j + Σ |α·direction_j| size_j over the lines, for a functional of one row
-    of an entry [T, n]: all that stands below it is counted."""
+    """The bound |α·e_j| ≤ |α|·radius_j + Σ |α·direction_j| size_j, a sum over the lines, for a
+    functional of one row of an entry [T, n]; all entries below are included."""
 
     radius: Floats
     lines: tuple[Line, ...] = ()
@@ -60,7 +60,7 @@ class RowReach:
 
     @cached_property
     def measure(self) -> Floats:
-        """Return weights [n] > 0 of squares: the means of the columns of the radius, up to 1."""
+        """Return weights [n] > 0 of squares: column means of the radius, scaled to at most 1."""
         means = self.radius.mean(axis=0)
         largest = float(means.max(initial=0.0)) or 1.0
         return np.asarray(np.maximum(means / largest, 2.0**-100))
@@ -71,7 +71,7 @@ class RowReach:
 
 
 def _unit(values: Floats | Singles) -> float:
-    """Return a power of two above all magnitudes; 1 of zeros."""
+    """Return a power of two above all magnitudes; 1 if all are zero."""
     top = max(float(values.max(initial=0.0)), -float(values.min(initial=0.0)))
     return math.ldexp(1.0, min(max(math.frexp(top)[1], -900), 1000)) if top else 1.0
 
@@ -115,8 +115,8 @@ class Through:
         return Through(single, unit, along, most, squares)
 
     def sizes(self, shares: Floats, reach: Floats) -> Floats:
-        """Bound Σ_h |u_h| · (shares_ht reach) for shares [heads, T, J] ≥ 0 of rows with a reach
-        [J, n] ≥ 0, [B, T]."""
+        """Bound Σ_h |u_h| · (shares_ht reach) [B, T] for shares [heads, T, J] ≥ 0 of rows with a
+        reach [J, n] ≥ 0."""
         n, found = reach.shape[-1], np.zeros((self.single.shape[-1], shares.shape[1]))
         for single, share in zip(self.single, shares, strict=True):
             weights = raised(share @ reach)
@@ -138,18 +138,18 @@ def _squares(single: Singles, measure: Floats) -> Floats:
 
 
 def _lengths(square: Floats, triangle: Floats, terms: int) -> Floats:
-    """Bound roots of quadratic forms w G w; `triangle` is Σ_h |w_h| √G_hh, and no sum has more
-    than `terms` terms: what float64 loses is at most that share of the square of the triangle."""
+    """Bound roots of quadratic forms w G w; `triangle` is Σ_h |w_h| √G_hh, and no sum has more than
+    `terms` terms: the float64 error is at most that share of the square of the triangle."""
     off = 4 * gamma(terms + 32, UNIT) * triangle * triangle
     return raised(np.sqrt(np.maximum(square, 0.0) + off + _LEAST))
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the scores of one row of queries lead through their keys: v [heads, J, n] for the keys
-    from row `first` on, of an entry with a bound of its rows.
+    """The functionals of the keys' input by the scores of one row of queries: v [heads, J, n] for
+    the keys from row `first` on, of an entry with a bound of its rows.
 
-    What follows from these is the same for all functionals of the row, and is formed once.
+    Products with the bound are cached for all functionals of the row.
     """
 
     v: Floats
@@ -158,7 +158,7 @@ class Places:
 
     @property
     def last(self) -> int:
-        """Return the row behind the last one."""
+        """Return the row after the last one."""
         return self.first + int(self.v.shape[1])
 
     @property
@@ -188,14 +188,14 @@ class Places:
 
     @cached_property
     def squares(self) -> Floats:
-        """Return Σ_n radius_jn v_gjn v_hjn [J, heads, heads], of multiples of both units."""
+        """Return Σ_n radius_jn v_gjn v_hjn [J, heads, heads], as multiples of both units."""
         v = self.v.swapaxes(0, 1) * (1 / self.unit)
         return (v * (self.rows.radius[self.read, None] * (1 / self.rows.unit))) @ v.swapaxes(-1, -2)
 
 
 @dataclass(frozen=True)
 class ManyRows:
-    """Such functionals α [B] of an entry with a bound of its rows; `own` is the row t.
+    """Functionals α [B] of an entry, as above, with the bound of its rows; `own` is the row t.
 
     `shares` p are [heads, J] of rows 0 to J, with `through` u; `weights` w [B, heads, J'] are those
     of some `heads` of the `places` v.
@@ -211,7 +211,7 @@ class ManyRows:
     heads: slice = field(default_factory=lambda: slice(None))
 
     def joined(self, other: ManyRows) -> ManyRows | None:
-        """Return the sum, None where it has another form."""
+        """Return the sum; None if it does not have this form."""
         if self.own != other.own or self.rows is not other.rows:
             return None
         one, two = (self, other) if self.through is not None else (other, self)
@@ -224,7 +224,7 @@ class ManyRows:
 
     @property
     def row(self) -> Adjoint:
-        """Return the part of row t; what float32 lost of it is part of `bound`."""
+        """Return the part of row t; its float32 error is part of `bound`."""
         found = np.empty((self.batch, self.rows.radius.shape[1]))
         if self.through is not None and self.shares is not None and self._in_values(self.own):
             p = self.shares[:, self.own].astype(np.float32)
@@ -240,7 +240,7 @@ class ManyRows:
 
     @property
     def all_rows(self) -> Adjoint:
-        """Return the functionals of every row; what float32 lost of them is `lost`."""
+        """Return the functionals of every row; `lost` bounds their float32 error."""
         n = self.rows.radius.shape[1]
         found = np.zeros((self.batch, *self.rows.radius.shape))
         if self.through is not None and self.shares is not None:
@@ -254,7 +254,7 @@ class ManyRows:
         return Adjoint(found, (0, 0))
 
     def bound(self) -> Floats:
-        """Return a bound of all rows but t, [B], with what is lost of all."""
+        """Return a bound [B] of all rows but t, plus the float32 error of all rows."""
         total = self.lost()
         for start, stop in self._parts():
             formed = self._by_norms if self._large else self._formed
@@ -280,7 +280,7 @@ class ManyRows:
         return self.weights is not None and self.weights.shape[1] == 1
 
     def _parts(self) -> Iterator[tuple[int, int]]:
-        """Yield the runs of rows but t that are read in one way."""
+        """Yield ranges of the rows but t, each read by values and keys or by one of them."""
         ends = {0, self.own, self.own + 1}
         if self.shares is not None:
             ends.add(self.shares.shape[1])
@@ -292,19 +292,19 @@ class ManyRows:
                 yield start, stop
 
     def whole(self) -> Floats:
-        """Return a bound of all rows, [B], without what cancels between heads."""
+        """Return a bound [B] of all rows, without cancellation between heads."""
         total, each = self._sizes
         return raised(total * (1 + each))
 
     def lost(self) -> Floats:
-        """Bound what is lost of α_j, times the reach of its row."""
+        """Bound the float32 error of α_j, times the reach of its row."""
         total, each = self._sizes
         return raised(total * each)
 
     @cached_property
     def _sizes(self) -> tuple[Floats, float]:
-        """Return Σ_j (Σ_h |p_hj||u_h| + Σ_h |w_hj||v_hj|)·reach_j, [B], and which share of it may
-        be lost."""
+        """Return Σ_j (Σ_h |p_hj||u_h| + Σ_h |w_hj||v_hj|)·reach_j, [B], and the share of it that
+        bounds the float32 error."""
         total, terms, n = np.zeros(self.batch), 24, self.rows.radius.shape[1]
         if self.through is not None and self.shares is not None:
             total = total + np.abs(self.shares).sum(axis=-1) @ self.through.most
@@ -317,12 +317,12 @@ class ManyRows:
         return total, terms * _SINGLE / (1 - terms * _SINGLE) + 4 * gamma(n + terms + 64, UNIT)
 
     def _inner(self, start: int, stop: int) -> slice:
-        """Return where weights and places have some rows."""
+        """Return the slice of some rows in weights and places."""
         first = 0 if self.places is None else self.places.first
         return slice(start - first, stop - first)
 
     def _of_one_head(self, start: int, stop: int) -> Floats:
-        """Bound Σ_j |α_j|·radius_j through one head: every row is a multiple of its place."""
+        """Bound Σ_j |α_j|·radius_j through one head: α_j is a multiple of row j of the places."""
         assert self.weights is not None
         assert self.places is not None
         inner = self._inner(start, stop)
@@ -331,7 +331,7 @@ class ManyRows:
         return raised(found * (1 + 2 * gamma(stop - start + 8, UNIT)))
 
     def _along(self, start: int, stop: int) -> Floats:
-        """Bound what moves along the lines of rows start to stop."""
+        """Bound the error along the lines of rows start to stop."""
         total = np.zeros(self.batch)
         for k, line in enumerate(self.rows.lines):
             moved = np.zeros((self.batch, stop - start))
@@ -346,8 +346,8 @@ class ManyRows:
         return raised(total)
 
     def _by_norms(self, start: int, stop: int) -> Floats:
-        """Bound the same by the inequality of Cauchy and Schwarz: through values with one measure
-        for all rows, through keys with the radius of each row."""
+        """Bound Σ_j |α_j|·radius_j by the inequality of Cauchy and Schwarz: through values with one
+        measure for all rows, through keys with the radius of each row."""
         n = self.rows.radius.shape[1]
         unit_r = self.rows.unit
         radius = self.rows.radius[start:stop] / unit_r
@@ -375,7 +375,7 @@ class ManyRows:
         return raised(total * (1 + 4 * gamma(n + stop - start + 32, UNIT)))
 
     def _formed(self, start: int, stop: int) -> Floats:
-        """Bound Σ_j |α_j|·radius_j over rows start to stop, of α as float32 forms it."""
+        """Bound Σ_j |α_j|·radius_j over rows start to stop, with α in float32."""
         n, count = self.rows.radius.shape[1], stop - start
         radius = self.rows.radius[start:stop]
         unit_r = _unit(radius)
@@ -421,6 +421,6 @@ class ManyRows:
 
 
 def _above(terms: int) -> float:
-    """Return the factor that makes a sum of non-negative float32 terms a bound."""
+    """Return the factor that turns a sum of non-negative float32 terms into an upper bound."""
     lost = terms * _SINGLE
     return (1 + 2.0**-40) / (1 - lost / (1 - lost))

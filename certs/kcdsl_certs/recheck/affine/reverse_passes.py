@@ -10,9 +10,9 @@ import numpy as np
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, gathered, merged, reads_one_each, units
 from kcdsl_certs.recheck.affine.ellipsoids import (
+    EllipsoidImage,
     Part,
     RankOne,
-    Seen,
     largest,
     longest,
     moved_with_extents,
@@ -26,9 +26,9 @@ from kcdsl_certs.recheck.affine.tape import NonlinearPart, Tape, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.box import UNIT, Bools, Floats, raised
 
-_ROUNDED = 2.0**-36  # more than an adjoint is off by, relatively
-_FACTORED = 2.0**-24  # more than √n times what a column of a QR factorisation is off by
-_LOST = 2.0**-450  # columns below it lose their squares to underflow
+_ROUNDED = 2.0**-36  # bounds the relative error of an adjoint
+_FACTORED = 2.0**-24  # bounds √n times the error of a column of a QR factorisation
+_LOST = 2.0**-450  # squares of smaller columns underflow
 _MORE = 1 + 2.0**-30
 
 
@@ -41,10 +41,10 @@ def length(
 ) -> float:
     """Return a bound of the norm of functionals of the error of an entry, the region included.
 
-    `formed` is read in the place of the entry: the same before its cast. What arrives at `floor` or
-    before is bounded by the ellipsoids and reaches there.
+    `formed` replaces the entry: the same result before its cast. Adjoints at `floor` or before are
+    bounded by the ellipsoids and reaches there.
     """
-    found = _Length(functionals.batch)
+    found = _NormTerms(functionals.batch)
     _descend(tape, {place: functionals}, found, formed, floor)
     return found.total
 
@@ -52,15 +52,16 @@ def length(
 def ellipsoid(tape: Tape, place: int, functionals: Adjoint, floor: int) -> Floats:
     """Return an ellipsoid [B, B] around functionals of the error of an entry.
 
-    What arrives at `floor` or before is bounded by the ellipsoids and reaches there.
+    Adjoints at `floor` or before are bounded by the ellipsoids and reaches there.
     """
     return surrounded(tape, place, functionals, floor).shape
 
 
 @dataclass(frozen=True, slots=True)
 class Surrounded:
-    """What one pass says of functionals [B]: an ellipsoid [B, B] around them, and the size of each;
-    they are sums of members of the ellipsoids `parts` and of a vector no longer than `rest`."""
+    """Bounds of functionals [B] from one pass: an ellipsoid [B, B] around them, and the size of
+    each. They are sums of members of the ellipsoids `parts` and of a vector no longer than
+    `rest`."""
 
     shape: Floats
     each: Floats
@@ -80,12 +81,12 @@ class Surrounded:
 
 
 def surrounded(tape: Tape, place: int, functionals: Adjoint, floor: int) -> Surrounded:
-    """Return what one pass says of functionals of the error of an entry; see `ellipsoid`."""
+    """Return the bounds of one pass for functionals of the error of an entry; see `ellipsoid`."""
     return _surrounded(tape, {place: functionals}, functionals.batch, floor)
 
 
 def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int) -> Surrounded:
-    found, parts = _Length(count, single=np.zeros(count)), list[Part]()
+    found, parts = _NormTerms(count, single=np.zeros(count)), list[Part]()
     while pending:
         place = max(pending)
         adjoint = pending.pop(place)
@@ -96,31 +97,31 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
         entry = tape.entries[place]
         if place <= floor:
             found.each = found.each + _ROUNDED * adjoint.sizes(entry.reach)
-            _stopped(entry, adjoint, found, parts)
+            _add_stopped(entry, adjoint, found, parts)
             continue
         if entry.rows is not None:
-            _of_rows(entry.rows, adjoint, found)
+            _add_rows(entry.rows, adjoint, found)
             continue
         kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
-        _beside(entry, adjoint, kept, found, parts)
-        _each(entry, adjoint, found, parts)
+        _add_other_terms(entry, adjoint, kept, found, parts)
+        _add_own_terms(entry, adjoint, found, parts)
         if entry.gather is not None and adjoint.extent[-2] == 1:
             gathered = entry.gather(adjoint, floor)
             if gathered is not None:
                 parts += gathered.parts
                 found.alone(gathered.each)
                 found.each = found.each + gathered.lost
-                _wait(pending, gathered.pulled)
+                _add_pending(pending, gathered.pulled)
                 continue
         one_row = all(size == 1 for size in kept.extent[:-1])
         if entry.share is not None and one_row and not pending and len(entry.operands) == 1:
-            below, each = _shared(tape, entry, kept, floor)
+            below, each = _amplified(tape, entry, kept, floor)
             parts.append(below)
             found.alone(each)
             break
         if entry.share is not None:
             found.each = found.each + kept.sizes(entry.share.otherwise)
-        _wait(pending, _pulled(entry, kept))
+        _add_pending(pending, _pulled(entry, kept))
     if found.gram is not None:
         parts.append(found.gram * found.trace)
     alone = RankOne(found.centre, 0.0, found.uncentred**2)
@@ -129,9 +130,9 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
     return Surrounded(shape, found.sizes, tuple(whole), found.rest)
 
 
-def _shared(tape: Tape, entry: TapeEntry, kept: Adjoint, floor: int) -> tuple[Part, Floats]:
-    """Return an ellipsoid around 1 + ratio times what is below an entry, and bounds one by one, of
-    functionals of one row: of its elements, as the functionals see them, where these are fewer."""
+def _amplified(tape: Tape, entry: TapeEntry, kept: Adjoint, floor: int) -> tuple[Part, Floats]:
+    """Return an ellipsoid around 1 + ratio times the terms below an entry, and bounds of each, for
+    functionals of one row: as the image of an ellipsoid of its elements if these are fewer."""
     assert entry.share is not None
     sides = 1 + float(entry.share.ratio[kept.window[:-1]].max())
     values = kept.values.reshape(kept.batch, -1)
@@ -143,12 +144,12 @@ def _shared(tape: Tape, entry: TapeEntry, kept: Adjoint, floor: int) -> tuple[Pa
     shape, each = below.shape * (sides**2 * _MORE), below.each * sides
     if not few:
         return shape, each
-    seen = Seen.by(values, shape)
+    seen = EllipsoidImage.of(values, shape)
     return seen, np.minimum(seen.extents, np.abs(values) @ each * _MORE)
 
 
-def _stopped(entry: TapeEntry, adjoint: Adjoint, found: _Length, parts: list[Part]) -> None:
-    """Take in the error of an entry at which a pass stops, row by row."""
+def _add_stopped(entry: TapeEntry, adjoint: Adjoint, found: _NormTerms, parts: list[Part]) -> None:
+    """Add the error of an entry at which a pass stops, row by row."""
     for row, part in rows_of(adjoint):
         if not part.values.any():
             continue
@@ -162,9 +163,9 @@ def _stopped(entry: TapeEntry, adjoint: Adjoint, found: _Length, parts: list[Par
             found.symbols(part, entry.nearest)
 
 
-def _of_rows(rows_of: RowReach, adjoint: Adjoint, found: _Length) -> None:
-    """Take in all of an entry whose rows have bounds: a symbol for each element, and for each line
-    of a row."""
+def _add_rows(rows_of: RowReach, adjoint: Adjoint, found: _NormTerms) -> None:
+    """Add the whole error of an entry whose rows have bounds: a symbol for each element, and for
+    each line of a row."""
     found.each = found.each + _ROUNDED * adjoint.sizes(rows_of.reach)
     found.symbols(adjoint, rows_of.radius)
     for line in rows_of.lines:
@@ -173,12 +174,12 @@ def _of_rows(rows_of: RowReach, adjoint: Adjoint, found: _Length) -> None:
 
 
 @dataclass(slots=True)
-class _Length:
-    """What a reverse pass of several functionals has met.
+class _NormTerms:
+    """Sums of a reverse pass of several functionals.
 
-    The vector of functionals is `centre` + Σ b_j ξ_j + (up to `each`, one by one) + (up to `more`,
-    as a norm), with |ξ_j| ≤ 1; `gram` = Σ b_j b_jᵀ/|b_j|, `trace` = Σ |b_j|. `single`, where it is
-    wanted, bounds all but centre and `each` functional by functional.
+    The vector of functionals is `centre` + Σ b_j ξ_j + (a vector up to `each`, element by element)
+    + (a vector of norm up to `more`), with |ξ_j| ≤ 1; `gram` = Σ b_j b_jᵀ/|b_j|, `trace` = Σ |b_j|.
+    `single`, if wanted, bounds the functionals one by one, without centre and `each`.
     """
 
     count: int
@@ -195,13 +196,13 @@ class _Length:
 
     @property
     def rest(self) -> float:
-        """Return a bound of the norm of what is no symbol."""
+        """Return a bound of the norm of the vector without the symbols."""
         alone = float(np.linalg.norm(self.centre) + np.linalg.norm(self.each))
         return (alone + self.more) * _MORE + _LOST
 
     @property
     def uncentred(self) -> float:
-        """Return the same without the centre."""
+        """Return a bound of the norm of the vector without symbols and centre."""
         return (float(np.linalg.norm(self.each)) + self.more) * _MORE + _LOST
 
     @property
@@ -219,7 +220,7 @@ class _Length:
         return (self.single + np.abs(self.centre) + self.each) * _MORE + _LOST
 
     def alone(self, sizes: Floats) -> None:
-        """Add what functionals are at most, one by one."""
+        """Add bounds of functionals one by one."""
         if self.single is not None:
             self.single = self.single + sizes
 
@@ -234,7 +235,7 @@ class _Length:
             self.columns(columns)
 
     def columns(self, columns: Floats) -> None:
-        """Add one symbol for each column; of parallel ones, one for all."""
+        """Add one symbol for each column; parallel columns share one."""
         sizes = np.linalg.norm(columns, axis=0)
         some = sizes > _LOST
         self.more += _LOST * sizes.size
@@ -253,8 +254,8 @@ class _Length:
         self.gram = product if self.gram is None else self.gram + product
         self.trace += trace
 
-    def add(self, below: _Length, ratio: float) -> None:
-        """Add what lies below an entry, and up to `ratio` times that once more."""
+    def add(self, below: _NormTerms, ratio: float) -> None:
+        """Add the sums below an entry, and up to `ratio` times these once more."""
         self.more += below.more + (ratio * below.total if ratio else 0.0)
         self.trace += below.trace
         self.centre = self.centre + below.centre
@@ -266,7 +267,7 @@ class _Length:
 def _descend(
     tape: Tape,
     pending: dict[int, Adjoint],
-    found: _Length,
+    found: _NormTerms,
     formed: TapeEntry | None = None,
     floor: int = 0,
 ) -> None:
@@ -283,10 +284,10 @@ def _descend(
             _at_floor(entry, adjoint, found)
             continue
         if entry.rows is not None:
-            _of_rows(entry.rows, adjoint, found)
+            _add_rows(entry.rows, adjoint, found)
             continue
         kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
-        _beside(entry, adjoint, kept, found)
+        _add_other_terms(entry, adjoint, kept, found)
         pulled = list(_pulled(entry, kept))
         alone = not pending and len(pulled) == 1
         if alone and pulled[0][1].values[0].size < found.count:
@@ -296,25 +297,25 @@ def _descend(
                 found.each = found.each + kept.sizes(entry.share.otherwise)
             found.more += _factored(tape, *pulled[0], floor)
             return
-        _each(entry, adjoint, found)
+        _add_own_terms(entry, adjoint, found)
         if entry.share is not None:
             if alone and all(size == 1 for size in kept.extent[:-1]):
-                below = _Length(found.count)
+                below = _NormTerms(found.count)
                 _descend(tape, dict(pulled), below, None, floor)
                 found.add(below, float(entry.share.ratio[kept.window[:-1]].max()))
                 return
             found.each = found.each + kept.sizes(entry.share.otherwise)
-        _wait(pending, pulled)
+        _add_pending(pending, pulled)
 
 
-def _wait(pending: dict[int, Adjoint], pulled: Iterable[tuple[int, Adjoint]]) -> None:
-    """Add functionals to those that wait at entries."""
+def _add_pending(pending: dict[int, Adjoint], pulled: Iterable[tuple[int, Adjoint]]) -> None:
+    """Add functionals to the pending ones of their entries."""
     for operand, part in pulled:
         pending[operand] = merged(pending[operand], part) if operand in pending else part
 
 
-def _at_floor(entry: TapeEntry, adjoint: Adjoint, found: _Length) -> None:
-    """Take in the error of an entry at which a pass stops, by the norms of its rows."""
+def _at_floor(entry: TapeEntry, adjoint: Adjoint, found: _NormTerms) -> None:
+    """Add the error of an entry at which a pass stops, by the norms of its rows."""
     for row, part in rows_of(adjoint):
         if not part.values.any():
             continue
@@ -333,11 +334,11 @@ def _pulled(entry: TapeEntry, adjoint: Adjoint) -> Iterator[tuple[int, Adjoint]]
             yield operand, part
 
 
-def _each(
-    entry: TapeEntry, adjoint: Adjoint, found: _Length, parts: list[Part] | None = None
+def _add_own_terms(
+    entry: TapeEntry, adjoint: Adjoint, found: _NormTerms, parts: list[Part] | None = None
 ) -> None:
-    """Add the symbols of an entry, and what is known of it by the sums of its rows; ellipsoids to
-    `parts`, where these are wanted."""
+    """Add the symbols of an entry, and the part bounded by its row sums; ellipsoids to `parts`, if
+    given."""
     radius = entry.radius if entry.apart is None else entry.apart.radius
     few = len(adjoint.values) > adjoint.values[0].size
     if radius is not None and parts is not None and few:
@@ -345,22 +346,22 @@ def _each(
     elif radius is not None:
         found.symbols(adjoint, radius)
     if entry.apart is not None:
-        _curve(entry.apart.rest, adjoint, found, parts)
+        _add_nonlinear(entry.apart.rest, adjoint, found, parts)
 
 
-def _few_symbols(adjoint: Adjoint, radius: Floats, found: _Length) -> Part:
-    """Return the ellipsoid of symbols b_j ξ_j that are fewer than the functionals, as these see it:
-    b_j = A_j ρ_j, weighted by ρ_j|A_j|."""
+def _few_symbols(adjoint: Adjoint, radius: Floats, found: _NormTerms) -> Part:
+    """Return the ellipsoid of symbols b_j ξ_j that are fewer than the functionals, as an image: b_j
+    = A_j ρ_j, weighted by ρ_j|A_j|."""
     values, sizes = adjoint.values.reshape(adjoint.batch, -1), radius[adjoint.window].reshape(-1)
     columns = np.maximum(np.linalg.norm(values, axis=0), _LOST)
     found.alone(np.abs(values) @ sizes * _MORE)
-    return Seen.by(values, sizes / columns * float(sizes @ columns) * _MORE)
+    return EllipsoidImage.of(values, sizes / columns * float(sizes @ columns) * _MORE)
 
 
-def _curve(
-    curve: NonlinearPart, adjoint: Adjoint, found: _Length, parts: list[Part] | None
+def _add_nonlinear(
+    curve: NonlinearPart, adjoint: Adjoint, found: _NormTerms, parts: list[Part] | None
 ) -> None:
-    """Add what is known functional by functional."""
+    """Add a part that is bounded functional by functional."""
     if parts is None or curve.around is None:
         found.more += curve.together(adjoint)
     else:
@@ -369,26 +370,25 @@ def _curve(
         found.alone(curve.one_by_one(adjoint))
 
 
-def _beside(
+def _add_other_terms(
     entry: TapeEntry,
     adjoint: Adjoint,
     kept: Adjoint,
-    found: _Length,
+    found: _NormTerms,
     parts: list[Part] | None = None,
 ) -> None:
-    """Add what an entry contributes that is not one symbol for each element; ellipsoids to `parts`,
-    where these are wanted."""
+    """Add the contribution of an entry without its symbols; ellipsoids to `parts`, if given."""
     found.each = found.each + _ROUNDED * adjoint.sizes(entry.reach)
     if entry.centre is not None:
         found.centre = found.centre + kept.sums(entry.centre)
         found.each = found.each + 2.0**-30 * kept.sizes(np.abs(entry.centre))
     for curve in entry.curved:
-        _curve(curve, kept, found, parts)
+        _add_nonlinear(curve, kept, found, parts)
 
 
 def _factored(tape: Tape, place: int, adjoint: Adjoint, floor: int) -> float:
     """Return the norm of more functionals than elements: of the triangular factor R of A = QR,
-    which is kept for the next row."""
+    which is cached for the next row."""
     matrix = adjoint.values.reshape(adjoint.batch, -1)
     if tape.factored is None or not np.array_equal(tape.factored[0], matrix):
         tape.factored = matrix, np.asarray(np.linalg.qr(matrix, mode="r"))
@@ -401,27 +401,27 @@ def _factored(tape: Tape, place: int, adjoint: Adjoint, floor: int) -> float:
 Row = tuple[int, ...]
 
 _WIDEST = 64  # unit functionals at a time: their windows are cut to the columns they touch
-AT_ONCE = 256  # of an output row, and of a result before its cast, which both read the same
-OF_ROWS = 1024  # of one row, where sums over rows are bounded one by one
+AT_ONCE = 256  # functionals of an output row, and of a result before its cast, which share reads
+OF_ROWS = 1024  # functionals of one row, if sums over rows are bounded row by row
 _LARGEST = 2**24  # doubles in one batch of adjoints of the largest node
 
 
 def room(walk: Walk) -> int:
-    """Return how many functionals may be carried at a time."""
+    """Return the largest number of functionals in one batch."""
     largest = max((entry.reach.size for entry in walk.tape.entries), default=1)
     return max(1, _LARGEST // largest)
 
 
 def room_of_rows(walk: Walk) -> int:
-    """Return how many functionals of one row may be carried at a time. Of a block with one softmax
-    they read many rows only where these are bounded one by one, if any are."""
+    """Return the largest number of functionals of one row in one batch. In a block with one softmax
+    they read many rows only where these are bounded row by row, if any are."""
     if len(walk.softmaxes) == 1 and any(entry.rows is not None for entry in walk.tape.entries):
         return OF_ROWS
     return min(AT_ONCE, room(walk))
 
 
 def tight(walk: Walk, node: Node, name: str, floor: int) -> Form:
-    """Bound the reach of a node by unit functionals too, in the rows that count; it is kept."""
+    """Bound the reach of a node by unit functionals too, in the rows asked for, and store it."""
     form = form_of(walk.forms[name])
     needed = walk.chosen(node, name, "reach", floor)
     if form.place is None or not needed.any():
@@ -431,7 +431,7 @@ def tight(walk: Walk, node: Node, name: str, floor: int) -> Form:
 
 def _reaches(walk: Walk, form: Form, needed: Bools, floor: int) -> Floats:
     """Return the reach of a node, by unit functionals in the rows needed; of a view, by those of
-    the elements that were moved there."""
+    its source."""
     assert form.place is not None
     reach = form.reach.copy()
     if form.moved is not None and form.cases is None:
@@ -456,7 +456,7 @@ def _reaches(walk: Walk, form: Form, needed: Bools, floor: int) -> Floats:
 
 
 def kept(walk: Walk, name: str, reach: Floats) -> Form:
-    """Keep a smaller reach of a node, and return the node with it."""
+    """Store a smaller reach of a node, and return the node with it."""
     form = form_of(walk.forms[name])
     assert form.place is not None
     sharper = replace(form, reach=reach)
@@ -466,20 +466,20 @@ def kept(walk: Walk, name: str, reach: Floats) -> Form:
 
 
 def until(walk: Walk, node: Node, name: str) -> Form:
-    """Make a node's reach tight for an operation, by longer and longer passes."""
+    """Tighten a node's reach for an operation, by longer and longer passes."""
     for floor in walk.tape.floors:
         tight(walk, node, name, floor)
     return form_of(walk.forms[name])
 
 
 def rows(needed: Bools) -> Iterator[Row]:
-    """Yield the rows that count."""
+    """Yield the index of every row that is needed."""
     return (row for row in np.ndindex(*needed.shape[:-1]) if needed[row].any())
 
 
 def surround(walk: Walk, place: int, shape: tuple[int, ...], needed: Bools, floor: int) -> Floats:
     """Find ellipsoids around the errors of rows of an entry; return bounds of the norms of these
-    rows [..., 1], infinite in others."""
+    rows [..., 1], infinite in other rows."""
     found, norms = {}, np.full(needed.shape, np.inf)
     for row in rows(needed):
         whole = surrounded(walk.tape, place, units(shape, row, 0, shape[-1]), floor)
@@ -516,8 +516,8 @@ def centred(walk: Walk, form: Form, needed: Bools) -> Floats:
 def asked_together(
     walk: Walk, node: Node, name: str, functionals: Callable[[Row], Floats]
 ) -> Floats:
-    """Return bounds [..., 1] of the norm of functionals [m, n] of the rows of a node in which an
-    operation asks for them, infinite elsewhere."""
+    """Return bounds [..., 1] of the norm of functionals [m, n] of the rows of a node for which an
+    operation asks for passes, infinite elsewhere."""
     found = together(walk, form_of(walk.forms[name]), walk.chosen(node, name, "norm"), functionals)
     if not walk.tape.cut or walk.passes.rows is None:
         return found
@@ -533,7 +533,7 @@ def together(
     functionals: Callable[[Row], Floats],
     floor: int = 0,
 ) -> Floats:
-    """Return bounds [..., 1] of the norm of functionals [m, n] of rows, infinite where unasked."""
+    """Return bounds [..., 1] of the norm of functionals [m, n] of rows needed, else infinite."""
     found = np.full(needed.shape, np.inf)
     if form.place is None:
         return np.zeros(needed.shape)

@@ -1,4 +1,4 @@
-"""Storing a result (section 2): what a cast adds, and where it makes a value known."""
+"""Storing a result (section 2): the error of a cast, and where a cast makes a value known."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kcdsl_certs.recheck.interval.state import SUMMED
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, Format, cut
 from kcdsl_certs.recheck.numerics.kernel import stepped
 
-_LARGEST = 2.0**150  # beyond it float64 underflow would no longer be covered
+_LARGEST = 2.0**150  # above it the error terms do not cover float64 underflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,12 @@ class Early:
 class Formed:
     """A result before it is stored.
 
-    `reference` is f̃, `carried` the reach of the linear part, `radius` all that is known element by
-    element (remainders, float64 errors and the error inside the operation), `bent` an elementwise
-    bound of the parts that `curved`, `averaged` and `share` bound for functionals. `within`, where
-    given, bounds |v - f̃| as well; `sure` says where v is f̃ whatever came in. `early` is a free cast
-    before the last operation, which the radius does not count; `split` takes both apart.
+    `reference` is f̃, `carried` the reach of the linear part, `radius` the elementwise bound of the
+    rest (remainders, float64 errors and the error inside the operation), `bent` an elementwise
+    bound of the parts that `curved`, `averaged` and `share` bound for functionals. `within`, if
+    given, bounds |v - f̃| as well; `sure` marks elements with v = f̃ for any incoming error.
+    `early` is a free cast before the last operation, not included in the radius; `split` holds
+    the parts of both.
     """
 
     reference: Floats
@@ -72,12 +73,12 @@ class Formed:
     early: Early | None = None
     averaged: Averaged | None = None
     gather: Gather | None = None
-    shared: Shared | None = None  # its rest is the radius without what both kernels share
-    own: Floats | None = None  # what readings of the operands beside those of the forms may add
+    shared: Shared | None = None  # its rest is the radius without the shared part
+    own: Floats | None = None  # additional error of other readings of the operands
 
     @property
     def cast_early(self) -> Formed:
-        """Return the same with its early cast in the radius."""
+        """Return the same result with its early cast included in the radius."""
         if self.early is None:
             return self
         cast, shared = self.early.whole, self.shared
@@ -87,7 +88,7 @@ class Formed:
 
     @property
     def still(self) -> Bools:
-        """Say which results are f̃ exactly."""
+        """Return which elements equal f̃ exactly."""
         found = (self.carried == 0) & (self.radius == 0)
         for more in (self.bent, self.centre):
             found = found if more is None else found & (more == 0)
@@ -95,7 +96,7 @@ class Formed:
 
     @property
     def loose(self) -> Floats:
-        """Return β ≥ |v - f̃| by what comes from the operands alone: adjoints round in its size."""
+        """Return β ≥ |v - f̃| from the operands alone; adjoint roundings are relative to it."""
         found = self.carried + self.radius
         for more in (self.bent, None if self.centre is None else np.abs(self.centre)):
             found = found if more is None else found + more
@@ -103,7 +104,7 @@ class Formed:
 
     @property
     def deviation(self) -> Floats:
-        """Return the smallest β ≥ |v - f̃| that is known."""
+        """Return the smallest known β ≥ |v - f̃|."""
         return self.loose if self.within is None else np.minimum(self.loose, self.within)
 
 
@@ -120,12 +121,12 @@ def settle_form(
     """Store a result in a format, write its entry and return its form.
 
     `inner` is the format of the arithmetic that formed it; `rounds` False: the cast is part of the
-    radius already; `tight`: what a cast by steps rounds is bounded by reverse passes; `sums`: what
-    a free cast makes of errors may be bounded by their sums over rows. Raises Rejected
+    radius already; `tight`: the result of a cast by steps is bounded by reverse passes; `sums`: the
+    free cast's error from incoming errors may be bounded by their sums over rows. Raises Rejected
     "bound/overflow" or "bound/not-finite".
     """
     if not walk.kernel.stepped and node.name in walk.scene.several:
-        return _several(walk, node, formed, form, inner, rounds, sums)
+        return _append_versions(walk, node, formed, form, inner, rounds, sums)
     bare, formed = formed, formed.cast_early
     reference, deviation = formed.reference, formed.deviation
     _finite(reference, deviation)
@@ -134,7 +135,7 @@ def settle_form(
         passed = before_casts.passed(walk, node, _unstored(walk, formed))
     if passed is not None:
         deviation = np.minimum(deviation, passed)
-    radius, split = raised(formed.radius) + TINY, _split(walk, formed)
+    radius, split = raised(formed.radius) + TINY, _radius_parts(walk, formed)
     kept, reach, steps, together, uncast, apart = None, deviation, None, None, None, None
     kernel, largest = walk.kernel, np.full(reference.shape, np.inf)
     beside = None if formed.shared is None else raised(formed.shared.rest) + TINY
@@ -146,7 +147,7 @@ def settle_form(
         cast = unit + eta
         if kernel.inward:
             largest = _largest_cut(reference, deviation, form, inner)
-            reference, cast = _inward(reference, deviation, cast)
+            reference, cast = _cut_middle(reference, deviation, cast)
             split = split and split.with_sure(cast)
         else:
             split = split and split.with_cast(kernel, unit, eta)
@@ -160,7 +161,7 @@ def settle_form(
             deviation = formed.deviation
         spread = raised(np.abs(reference) + deviation)
         around = box.add_down(reference, -deviation), box.add_up(reference, deviation)
-        if kernel.inward:  # a known number of the grid stays where it is, at the edge of a step
+        if kernel.inward:  # a known number on the grid does not change: it is the edge of a step
             still = formed.still
             around = np.where(still, reference, around[0]), np.where(still, reference, around[1])
         lo, hi = (stepped(end, form, kernel) for end in around)
@@ -171,7 +172,7 @@ def settle_form(
         moved = reference
         if kernel.inward:
             largest = _largest_cut(reference, deviation, form, inner)
-            moved, step = _inward(reference, deviation, step)
+            moved, step = _cut_middle(reference, deviation, step)
             cast = np.where(_one_sign(reference, deviation), cast / 2, cast)
         ends = Ends(lo, hi, form, kernel.inward)
         found = None if formed.cases is None else cases.stored(formed.cases, ends)
@@ -226,7 +227,7 @@ def settle_form(
         gather=formed.gather if kept is None and operands else None,
         shared=shared,
     )
-    if passed is not None or formed.within is not None:  # adjoints round as what is loose
+    if passed is not None or formed.within is not None:  # adjoint roundings scale with `loose`
         loose = loose if formed.sure is None else np.where(formed.sure, 0.0, loose)
         entry = replace(entry, reach=raised(loose + reach), near=reach)
     found = None if steps is None else steps.cases
@@ -234,7 +235,7 @@ def settle_form(
     return Form(reference, reach, place, steps=steps, uncast=uncast, cases=found)
 
 
-def _several(
+def _append_versions(
     walk: Walk,
     node: Node,
     formed: Formed,
@@ -243,10 +244,10 @@ def _several(
     rounds: bool,
     sums: bool,
 ) -> Form:
-    """Write what all readings of a result have in common, and keep what each adds by itself.
+    """Append the common part of all readings of a result; store the additional error of each.
 
     Sums are formed once: only their casts differ. Anything else may be computed for each reading,
-    but what other weights do in both kernels alike is the same in all of them.
+    but the shared effect of other weights on both kernels is the same in all of them.
     """
     kernel, reference = walk.kernel, formed.reference
     once, whole = node.op in SUMMED, formed.cast_early.deviation
@@ -311,10 +312,10 @@ def _apart(
     lower: Floats | None = None,
     norms: Floats | None = None,
 ) -> Apart | None:
-    """Return what a free cast makes of the reference, and of the error by its sums over rows.
+    """Return bounds of a free cast's error: from the reference, and from row sums of the error.
 
     The magnitudes of n numbers sum to at most √n times their norm. `lower` bounds the elements of
-    the error, and `norms` [..., 1] the norms of its rows, where they are known.
+    the error, and `norms` [..., 1] the norms of its rows, if known.
     """
     shape = formed.reference.shape
     deep, near = before_casts.asked(walk, name, "norm", shape)
@@ -347,8 +348,8 @@ def _apart(
     return Apart(radius, Remainder(-cap, cap, sums).curve, cap, sums)
 
 
-def _split(walk: Walk, formed: Formed) -> Split | None:
-    """Return the parts of the radius; None where bounds are of the worst case."""
+def _radius_parts(walk: Walk, formed: Formed) -> Split | None:
+    """Return the parts of the radius; None for worst-case bounds."""
     if walk.tape.budget is None:
         return None
     split = only_sure(raised(formed.radius)) if formed.split is None else formed.split
@@ -356,7 +357,7 @@ def _split(walk: Walk, formed: Formed) -> Split | None:
 
 
 def _known_where(split: Split, kept: Bools, half: Floats) -> Split:
-    """Return the parts where something was kept; elsewhere what a known value may be off by."""
+    """Return the parts where something was kept; elsewhere the error of a known value."""
     most, root = (np.where(kept, part, 0.0) for part in (split.most, split.root))
     return Split(np.where(kept, split.sure, half), most, root)
 
@@ -386,7 +387,7 @@ def _unstored(walk: Walk, formed: Formed) -> TapeEntry:
         formed.curved,
         formed.share,
         near=None if formed.within is None else formed.deviation,
-        split=_split(walk, formed),
+        split=_radius_parts(walk, formed),
         averaged=formed.averaged,
         gather=formed.gather,
         shared=formed.shared,
@@ -395,13 +396,13 @@ def _unstored(walk: Walk, formed: Formed) -> TapeEntry:
 
 
 def _one_sign(reference: Floats, deviation: Floats) -> Bools:
-    """Say which results have a known sign before they are stored."""
+    """Return which results have a known sign before they are stored."""
     return np.asarray(np.abs(reference) >= deviation)
 
 
-def _inward(reference: Floats, deviation: Floats, most: Floats) -> tuple[Floats, Floats]:
-    """Return the middle of what casts toward zero by at most `most` leave of the reference, and how
-    far it is to both ends; where the sign is open, the reference and all of it."""
+def _cut_middle(reference: Floats, deviation: Floats, most: Floats) -> tuple[Floats, Floats]:
+    """Return the middle of the reference after casts toward zero by at most `most`, and its
+    distance to both ends; if the sign is not known, the reference and `most`."""
     most = np.minimum(most, raised(np.abs(reference) + deviation))
     moved = reference - np.sign(reference) * (most / 2)
     away = raised(most / 2 + 2.0**-52 * np.abs(reference))
@@ -410,9 +411,9 @@ def _inward(reference: Floats, deviation: Floats, most: Floats) -> tuple[Floats,
 
 
 def _largest_cut(reference: Floats, deviation: Floats, form: Format, inner: Format) -> Floats:
-    """Return how large a result may be after a cast toward zero.
+    """Return the largest possible size of a result after a cast toward zero.
 
-    Raises Rejected "bound/overflow" where it may be infinite before.
+    Raises Rejected "bound/overflow" if it may be infinite before.
     """
     before = raised(np.abs(reference) + deviation)
     if not bool((before <= inner.largest).all()):
@@ -421,7 +422,7 @@ def _largest_cut(reference: Floats, deviation: Floats, form: Format, inner: Form
 
 
 def half_step(size: Floats, form: Format) -> Floats:
-    """Return what nearest is off by, up to a magnitude: half the distance of its grid points."""
+    """Return half the distance of grid points up to a magnitude: the largest error of nearest."""
     exponent = np.maximum(np.frexp(size)[1] - 1, form.least)
     return np.asarray(np.ldexp(1.0, exponent - form.precision))
 

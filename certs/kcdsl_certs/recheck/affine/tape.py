@@ -24,18 +24,18 @@ from kcdsl_certs.recheck.affine.many_rows import ManyRows, RowReach
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import UNIT, Bools, Floats
 
-_SLIGHT = 2.0**-10  # ratios up to it are worth no ellipsoids
+_SLIGHT = 2.0**-10  # for smaller ratios no ellipsoids are used
 Pull = Callable[[Adjoint], Adjoint | None]
 RowPull = Callable[[Adjoint], Adjoint | ManyRows | None]
 
 
 @dataclass(frozen=True, slots=True)
 class NonlinearPart:
-    """A part of o_n that is known functional by functional only.
+    """A part of o_n that is bounded functional by functional only (Definition 1.2).
 
-    `between` returns the least and the largest value of functionals of it, [B] each; `length`,
-    where given, bounds the Euclidean norm of these values together, and `around` returns ellipsoids
-    [B, B] of which members sum to them.
+    `between` returns the smallest and the largest value [B] of functionals of it; `length`, if
+    given, bounds the Euclidean norm of these values together, and `around` returns ellipsoids [B,
+    B] whose members sum to them.
     """
 
     between: Callable[[Adjoint], tuple[Floats, Floats]]
@@ -59,7 +59,7 @@ class NonlinearPart:
 class Share:
     """A part of o_n that is at most `ratio` (one number per row) times the linear part.
 
-    `otherwise` bounds it element by element, for functionals that do not see one row alone.
+    `otherwise` bounds it element by element, for functionals that read more than one row.
     """
 
     ratio: Floats
@@ -68,9 +68,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """What stands for the curved parts and operands of a product, of probabilities with values or
-    of queries with keys, in functionals of one of its rows: the own errors of the values or keys
-    are part of the curve."""
+    """Replacement of the curved parts and operands of a product, of probabilities with values or of
+    queries with keys, in functionals of one of its rows: the own errors of the values or keys are
+    part of the curve."""
 
     curve: NonlinearPart
     operands: tuple[tuple[int, RowPull], ...]
@@ -78,9 +78,9 @@ class Averaged:
 
 @dataclass(frozen=True, slots=True)
 class PassedRow:
-    """What functionals [B] of one row of a product meet on their way to the rows that an operand
-    comes from: ellipsoids around them, bounds of `each`, what float64 loses of each, and what they
-    are of other entries."""
+    """The terms that functionals [B] of one row of a product collect on the way to the source rows
+    of an operand: ellipsoids around them, bounds of `each`, the float64 error of each, and the
+    functionals of other entries."""
 
     parts: list[Part]
     each: Floats
@@ -95,7 +95,7 @@ Gather = Callable[[Adjoint, int], PassedRow | None]
 @dataclass(frozen=True, slots=True)
 class Apart:
     """The radius of an entry in two parts: a smaller radius, and a rest up to `caps` element by
-    element, whose sums over rows are up to `sums` [..., 1]."""
+    element, with row sums up to `sums` [..., 1]."""
 
     radius: Floats
     rest: NonlinearPart
@@ -105,11 +105,11 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A part s of o that both kernels have in common, |s| ≤ size: what weights near those of the
-    checkpoint make of a known number at the node `name`.
+    """A part s of o that is the same in both kernels, |s| ≤ size: the effect of weights near those
+    of the checkpoint on a known number at the node `name`.
 
-    `rest` bounds |o - s|, the radius of the entry all of o. Where an entry was not `kept` there is
-    no s, and the rest is all of o.
+    `rest` bounds |o - s|, the radius of the entry all of o. Where an entry was not `kept`, s is
+    zero and the rest is all of o.
     """
 
     name: str
@@ -122,8 +122,8 @@ class TapeEntry:
     """One line e = Σ L e_m + o of the form.
 
     `reach` ≥ |e|; each of `operands` is the place of e_m with the pullback of its map; |o - centre|
-    ≤ radius where o is known element by element; `curved` bounds what a functional of the rest of
-    o may be. Where `kept` is False neither maps nor curved parts exist (and centre is zero).
+    ≤ radius for the part of o bounded element by element; `curved` bounds functionals of the rest
+    of o. Where `kept` is False the maps, curved parts and centre are zero.
     """
 
     reach: Floats
@@ -136,7 +136,7 @@ class TapeEntry:
     near: Floats | None = None  # a smaller bound of |e|, found by reverse passes
     together: Together | None = None  # for functionals, instead of the radius
     ellipsoids: Ellipsoids = field(default_factory=dict)
-    split: Split | None = None  # the radius, taken apart; None: all of it is sure
+    split: Split | None = None  # the radius in parts; None: all of it is sure
     apart: Apart | None = None  # for functionals, instead of the radius
     averaged: Averaged | None = None
     gather: Gather | None = None  # for ellipsoids of functionals of one row of a product
@@ -155,8 +155,8 @@ class TapeEntry:
 class Bound:
     """a·e ∈ centre ± radius + α·(x - centre of the region), each [B]; `input` is α.
 
-    With a budget the roundings of `likely` come on top of the radius, and so does what is `shared`
-    with the other kernel: functionals of it and its size, by node.
+    With a budget the radius does not include the roundings of `likely`, nor the part `shared` with
+    the other kernel: functionals of it and its size, by node.
     """
 
     centre: Floats
@@ -167,7 +167,7 @@ class Bound:
     shared: Mapping[str, tuple[Adjoint, Floats]] = field(default_factory=dict)
 
     def wide(self, other: Bound | None = None) -> Floats:
-        """Return the radius with its roundings; those of `other` are counted with them."""
+        """Return the radius including its roundings, together with those of `other`."""
         both = self.likely
         if other is not None and other.likely is not None:
             both = other.likely if both is None else both.plus(other.likely)
@@ -192,7 +192,7 @@ class Bound:
 
 @dataclass(slots=True)
 class _Frame:
-    """What has been found since the last share, which scales all that follows."""
+    """Sums of the terms since the last share, with the `ratio` of that share."""
 
     centre: Floats
     radius: Floats
@@ -213,7 +213,7 @@ class Tape:
     entries: list[TapeEntry] = field(default_factory=list)
     cut: int = 0
     settled: int = 0  # the last entry with ellipsoids from before a free cast (Rule 2.12)
-    budget: Budget | None = None  # bounds hold but for a share of all runs; None: in the worst case
+    budget: Budget | None = None  # bounds hold except for a share of all runs; None: worst case
     factored: tuple[Floats, Floats] | None = None  # the last matrix with a factor R, and R
     _still: list[bool] = field(default_factory=list)
     _terms: int = 64
@@ -234,7 +234,7 @@ class Tape:
             if values is not None and not bool(np.isfinite(values).all()):
                 raise Rejected("bound/not-finite", "the error has no finite bound")
         if entry.centre is not None:
-            # The sums of centres are signed: each centre pays for their rounding in advance.
+            # Sums of centres are signed: add a bound of their rounding for each centre.
             slack = (entry.reach.size + 2.0**20) * 2 * UNIT * np.abs(entry.centre)
             radius = slack if entry.radius is None else entry.radius + slack
             together = entry.together
@@ -254,22 +254,23 @@ class Tape:
 
     @property
     def floors(self) -> tuple[int, ...]:
-        """Return where reverse passes may stop, one after the other."""
+        """Return the entries where reverse passes may stop, in order."""
         return (self.cut, 0) if self.cut else (0,)
 
     @property
     def last_floor(self) -> int:
-        """Return where passes of the stored output stop: at a point, at a cut of Rule 2.12."""
+        """Return the entry where passes of the stored output stop: for a point region, the cut of
+        Rule 2.12."""
         point = self.region is None or not bool(self.region.any())
         return self.cut if point and self.cut == self.settled else 0
 
     def sharpen(self, place: int, reach: Floats) -> None:
-        """Keep a smaller bound of the error of an entry, for passes that stop there."""
+        """Store a smaller bound of the error of an entry, for passes that stop there."""
         entry = self.entries[place]
         self.entries[place] = replace(entry, near=np.minimum(entry.nearest, reach))
 
     def surround(self, place: int, ellipsoids: Ellipsoids) -> None:
-        """Keep ellipsoids around the errors of rows of an entry, for passes that stop there."""
+        """Store ellipsoids around the errors of rows of an entry, for passes that stop there."""
         self.entries[place] = replace(self.entries[place], ellipsoids=ellipsoids)
 
     def bound(
@@ -283,13 +284,12 @@ class Tape:
     ) -> Bound:
         """Return bounds of functionals of the error of one entry, by one reverse pass.
 
-        What arrives at `floor` or before is bounded by what is known of the error there; so is what
-        arrives anywhere and is at most `spare` [B] by that. `formed` is read in the place of the
-        entry: the same before its cast. `apart`: what is shared with the other kernel is not
-        counted but named, and rows of products are not averaged. Raises Rejected
-        "bound/not-finite".
+        Adjoints at `floor` or before are bounded by the error bounds there; adjoints elsewhere too
+        if that bound is at most `spare` [B]. `formed` replaces the entry: the same result before
+        its cast. `apart`: the part shared with the other kernel is named, not counted, and rows of
+        products are not averaged. Raises Rejected "bound/not-finite".
         """
-        frames = [self._frame(functionals.batch, 0.0)]
+        frames = [self._new_frame(functionals.batch, 0.0)]
         pending = {place: functionals}
         many: dict[int, ManyRows] = {}
         alpha: Adjoint | None = None
@@ -298,7 +298,7 @@ class Tape:
             at = max(pending.keys() | many.keys())
             if at in many:
                 several = many.pop(at)
-                few, whole = _few(spare, several.whole)
+                few, whole = _negligible(spare, several.whole)
                 if few.all():
                     frames[-1].radius = frames[-1].radius + whole
                     continue
@@ -320,7 +320,7 @@ class Tape:
                 rest = reached(entry.ellipsoids, entry.nearest, adjoint)
                 frames[-1].radius = frames[-1].radius + rest
                 continue
-            few, whole = _few(spare, partial(adjoint.sizes, entry.nearest))
+            few, whole = _negligible(spare, partial(adjoint.sizes, entry.nearest))
             if few.any():
                 frames[-1].radius = frames[-1].radius + np.where(few, whole, 0.0)
                 if few.all():
@@ -331,7 +331,7 @@ class Tape:
             if other is not None and adjoint.extent[-2] == 1:
                 entry = replace(entry, curved=(other.curve,))
                 operands = other.operands
-            self._own(entry, adjoint, frames, not pending and not many, shared)
+            self._add_entry(entry, adjoint, frames, not pending and not many, shared)
             kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
             for operand, pull in operands:
                 if self._still[operand]:
@@ -341,17 +341,17 @@ class Tape:
                     self._gather(pending, many, operand, pulled, frames[-1])
                 elif pulled is not None:
                     self._meet(pending, operand, pulled, frames[-1])
-        return replace(self._closed(frames, alpha), shared=shared or {})
+        return replace(self._combined(frames, alpha), shared=shared or {})
 
-    def _frame(self, batch: int, ratio: float) -> _Frame:
-        """Return the sums of functionals of which nothing has been found, and count them."""
+    def _new_frame(self, batch: int, ratio: float) -> _Frame:
+        """Return empty sums for a batch of functionals, and count the batch in the budget."""
         zero, likely = np.zeros(batch), None
         if self.budget is not None:
             self.budget.take(batch)
             likely = Likely.nothing(batch)
         return _Frame(zero, zero, ratio, likely)
 
-    def _own(
+    def _add_entry(
         self,
         entry: TapeEntry,
         adjoint: Adjoint,
@@ -359,7 +359,7 @@ class Tape:
         alone: bool,
         shared: dict[str, tuple[Adjoint, Floats]] | None,
     ) -> None:
-        """Count what an entry adds by itself; in `shared`, if given, what it has in common."""
+        """Add an entry's own terms to the last frame; the shared part to `shared`, if given."""
         frame = frames[-1]
         if shared is not None and entry.shared is not None:
             common = adjoint if entry.kept is None else adjoint.times(entry.kept)
@@ -395,12 +395,12 @@ class Tape:
             return
         if alone and all(size == 1 for size in kept.extent[:-1]):
             ratio = float(entry.share.ratio[kept.window[:-1]].max())
-            frames.append(self._frame(kept.batch, ratio))
+            frames.append(self._new_frame(kept.batch, ratio))
         else:
-            frame.radius = frame.radius + self._shared_out(entry, kept, entry.share)
+            frame.radius = frame.radius + self._share_by_rows(entry, kept, entry.share)
 
-    def _shared_out(self, entry: TapeEntry, kept: Adjoint, share: Share) -> Floats:
-        """Return bounds of a share for functionals [B] of any rows: of each row at most its ratio
+    def _share_by_rows(self, entry: TapeEntry, kept: Adjoint, share: Share) -> Floats:
+        """Return bounds [B] of a share for functionals of any rows: for each row at most its ratio
         times the linear part, which ellipsoids of the operand bound."""
         if len(entry.operands) != 1 or not self.entries[entry.operands[0][0]].ellipsoids:
             return kept.sizes(share.otherwise)
@@ -423,8 +423,8 @@ class Tape:
         part: ManyRows,
         frame: _Frame,
     ) -> None:
-        """Add functionals of many rows to those that wait at an entry; those that have no sum of
-        one form are bounded by themselves."""
+        """Add functionals of many rows to the pending ones of an entry; if the sum does not have
+        this form, bound these ones by themselves."""
         both = part if place not in many else many[place].joined(part)
         if both is not None:
             many[place] = both
@@ -435,15 +435,15 @@ class Tape:
     def _meet(
         self, pending: dict[int, Adjoint], place: int, adjoint: Adjoint, frame: _Frame
     ) -> None:
-        """Add an adjoint to what already waits at an entry; the sum rounds."""
+        """Add an adjoint to the pending one of an entry, with the rounding error of the sum."""
         if place in pending:
             adjoint = merged(pending[place], adjoint)
             rounding = adjoint.sizes(self.entries[place].reach)
             frame.radius = frame.radius + 2 * UNIT * rounding
         pending[place] = adjoint
 
-    def _closed(self, frames: list[_Frame], alpha: Adjoint | None) -> Bound:
-        """Return the sums of all frames, from the last inwards."""
+    def _combined(self, frames: list[_Frame], alpha: Adjoint | None) -> Bound:
+        """Return the bound from all frames, from the last one to the first."""
         slack = 1 + 4 * self._terms * UNIT
         reached = np.zeros(())
         if alpha is not None and self.region is not None:
@@ -465,8 +465,8 @@ class Tape:
         return Bound(centre, radius, alpha, likely, self.budget)
 
 
-def _few(spare: Floats | None, whole: Callable[[], Floats]) -> tuple[Bools, Floats]:
-    """Return which functionals [B] are at most `spare`, and the bound that says so."""
+def _negligible(spare: Floats | None, whole: Callable[[], Floats]) -> tuple[Bools, Floats]:
+    """Return which functionals [B] are at most `spare`, and their bound."""
     if spare is None:
         return np.zeros(1, dtype=np.bool_), np.zeros(1)
     found = whole()

@@ -81,7 +81,7 @@ def softmax_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         raise Rejected("bound/not-finite", "the scores of a softmax drift too far")
     size = box.up(np.expm1(c), 16)  # ≥ |e^t - 1|
     moved = _row(p * size * (1 + 2 * wrong))
-    below, above = _beside(p, c, wrong)
+    below, above = _remainder_bounds(p, c, wrong)
     # the numerator, up to multiples of p, which Π removes
     middle = p * (above - below) / 2
     radius = raised(p * (above + below) / 2 * (1 + 8 * wrong) + 4 * wrong * p * size)
@@ -95,12 +95,12 @@ def softmax_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if scores.place is not None:
         operands = ((scores.place, _times(p)),)
     numerator = walk.tape.add(TapeEntry(numerator_reach, operands, radius, middle))
-    # the map Π, with everything that the float64 p is off by
+    # the map Π, with the error of the float64 p
     carried = raised(numerator_reach + p * _row(numerator_reach))
     own = p * wrong * (1 + 4 * (scores.reach + usual) + 2 * moved)
     own = raised(own + gamma(n + 3, UNIT) * carried)
     own = np.where(allowed, own + TINY, 0.0)
-    reach = np.minimum(1.0, raised(_apart(p, c, wrong) + own))
+    reach = np.minimum(1.0, raised(_largest_change(p, c, wrong) + own))
     high = np.minimum(1.0, raised(p * (1 + wrong) + reach))
     error = _error(walk, scores, high, allowed, walk.own(node, 0))
     formed = Formed(
@@ -117,15 +117,15 @@ def softmax_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if node.name in walk.versions:
         return replace(form, allowed=allowed)
     steps = None if form.steps is None else _chosen(scores, form, form.steps, allowed, error)
-    # the map Π leaves Σ num·(1 - Σp) of a row, where p sums up to 1 but for what is wrong with it
+    # the map Π leaves Σ num·(1 - Σp) of a row; 1 - Σp is bounded by the error of p
     lost = 2 * wrong[..., :1] * _row(numerator_reach)
     balance = _balance(walk, form, lost)
     return replace(form, allowed=allowed, steps=steps, balance=balance)
 
 
 def _balance(walk: Walk, form: Form, lost: Floats) -> Floats | None:
-    """Return how far the sums of rows may be from those of the reference; None where a cast forgot
-    which errors belong together."""
+    """Return a bound of the distance of row sums from those of the reference; None if a cast
+    dropped the dependence between errors."""
     entry = None if form.place is None else walk.tape.entries[form.place]
     if entry is None or entry.kept is not None or not entry.operands or entry.centre is not None:
         return None
@@ -136,7 +136,7 @@ def _balance(walk: Walk, form: Form, lost: Floats) -> Floats | None:
 def _chosen(
     scores: Form, form: Form, steps: StepRemainder, allowed: Bools, error: Floats
 ) -> StepRemainder:
-    """Return what is stored as well in every case of the scores, where these are steps."""
+    """Return bounds of the stored value in each case of the scores, for scores known by steps."""
     one = scores.box
     around = Box(one.lo[None], one.hi[None])
     if scores.steps is not None:
@@ -216,7 +216,7 @@ def _sum_beyond_one(p: Floats, c: Floats, wrong: Floats) -> Floats:
     return np.asarray(found * (1 + 4 * wrong[..., :1]))
 
 
-def _beside(p: Floats, c: Floats, wrong: Floats) -> tuple[Floats, Floats]:
+def _remainder_bounds(p: Floats, c: Floats, wrong: Floats) -> tuple[Floats, Floats]:
     """Return l, m ≥ 0 with -l ≤ (e^t - 1)/Z - t ≤ m for |t| ≤ c and 1 ≤ Z ≤ Z̄."""
     x = _sum_beyond_one(p, c, wrong)
     share = raised(x / (1 + x))  # ≥ 1 - 1/Z
@@ -225,9 +225,9 @@ def _beside(p: Floats, c: Floats, wrong: Floats) -> tuple[Floats, Floats]:
     return raised(np.minimum(lowest, share * c)), raised(above)
 
 
-def _apart(p: Floats, c: Floats, wrong: Floats) -> Floats:
-    """Return how far probabilities may be from p where |t| ≤ c and Σ p t = 0: one grows the most
-    where all others are at their mean (Jensen)."""
+def _largest_change(p: Floats, c: Floats, wrong: Floats) -> Floats:
+    """Return the largest distance of probabilities from p if |t| ≤ c and Σ p t = 0: the extreme has
+    all other probabilities at their mean (Jensen)."""
     x = _sum_beyond_one(p, c, wrong)
     shrinks = raised(box.up(-np.expm1(-c), 16) + np.exp(-c) * x / (1 + x))
     grows = box.up(np.expm1(c), 16)
@@ -246,9 +246,9 @@ def _row(values: Floats) -> Floats:
 
 
 def _error(walk: Walk, scores: Form, high: Floats, allowed: Bools, own: Floats | None) -> Floats:
-    """Return the error of the kernel's softmax; fused, with the cast of the probabilities.
+    """Return the error of the kernel's softmax; if fused, with the cast of the probabilities.
 
-    A score may be read by itself, and so may those of the sum of its row: `own`.
+    `own`: the numerator and the sum of a row may use separate readings of a score.
     """
     kernel, around = walk.kernel, scores.box
     if own is not None:
@@ -267,8 +267,8 @@ def _times(p: Floats) -> Pull:
 
 
 def _project(p: Floats, allowed: Bools) -> Pull:
-    """Return the pullback of Πy = y - pΣy: α - (α·p). Of one row it leaves out the columns at
-    either end that no head is allowed: there, y is zero."""
+    """Return the pullback of Πy = y - pΣy: α - (α·p). For one row it omits the columns at either
+    end that are masked in all heads: there, y is zero."""
     n, allowed = p.shape[-1], np.atleast_2d(allowed)
     some = np.asarray(allowed.reshape(-1, *allowed.shape[-2:]).any(axis=0))
     firsts, lasts = some.argmax(axis=-1), n - some[:, ::-1].argmax(axis=-1)
@@ -287,7 +287,7 @@ def _project(p: Floats, allowed: Bools) -> Pull:
 
 
 def softmax_bounds(context: Context, node: Node) -> None:
-    """Write the softmax of the scores over the columns that take part."""
+    """Write the softmax of the scores over the unmasked columns."""
     value = context.values[node.name]
     if not isinstance(value, Probabilities):
         raise Rejected("internal", "a softmax without its rounding")
@@ -350,7 +350,7 @@ def softmax_bounds(context: Context, node: Node) -> None:
 
 
 def _softmax(scores: Floats, allowed: Bools) -> tuple[Floats, Floats]:
-    """Return the softmax of these very numbers in float64, and its relative error [..., 1]."""
+    """Return the softmax of these scores in float64, and its relative error [..., 1]."""
     top = np.where(allowed, scores, -np.inf).max(axis=-1, keepdims=True)
     below = np.where(allowed, top - scores, 0.0)
     terms = np.where(allowed, np.exp(-below), 0.0)

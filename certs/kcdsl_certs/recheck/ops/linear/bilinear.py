@@ -1,6 +1,6 @@
-"""Bilinear remainders of attention: products of operands that are moved straight from linears.
+"""Bilinear remainders of attention: products of operands made of heads of linears.
 
-Their errors are those of a linear's input, and little beside: that is known row by row.
+Their errors are those of a linear's input plus small own errors, both bounded row by row.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.ellipsoids import (
+    EllipsoidImage,
     Ellipsoids,
     Part,
     Row,
-    Seen,
     longest,
     norm_of,
     norms_of,
@@ -51,7 +51,7 @@ def radius_of(entry: TapeEntry) -> Floats:
 
 
 def split(walk: Walk, origin: Origin, index: NDArray[np.int64]) -> Straight | None:
-    """Return the heads of index [heads, T, d], if each head has its rows and its outputs."""
+    """Return the heads of index [heads, T, d]; None if rows or outputs of heads are mixed."""
     if index.ndim != 3:
         return None
     outputs = origin.weight.shape[0]
@@ -76,8 +76,8 @@ def values(walk: Walk, v: Form, shape: tuple[int, ...]) -> Straight | None:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """What is known of one factor of scores, head by head: bounds [heads, T, d] of what comes from
-    x and of what is added to it, and [heads, T] of the Euclidean norms of both."""
+    """Bounds of one factor of scores, head by head: [heads, T, d] of the part from x and of the own
+    error, and [heads, T] of the Euclidean norms of both."""
 
     moved: Floats
     added: Floats
@@ -93,7 +93,7 @@ class _Side:
 def scores(walk: Walk, node: Node, shape: tuple[int, ...]) -> Floats | None:
     """Return a bound of |e_q e_k| of a score product [heads, T, d] @ [heads, d, T'].
 
-    What both were made of is made tight first.
+    The reaches of both sources are tightened first.
     """
     q, k = (form_of(walk.forms[name]) for name in node.inputs)
     if len(shape) != 3 or not q.shape[0] == k.shape[0] == shape[0]:
@@ -116,8 +116,8 @@ def scores(walk: Walk, node: Node, shape: tuple[int, ...]) -> Floats | None:
 
 
 def whole_heads(turned: Turned, index: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """Return which head of a rotation is at each place of `index` [heads, T, d]; None where a place
-    has no whole head."""
+    """Return the head of a rotation at each place of `index` [heads, T, d]; None if a place does
+    not have a whole head."""
     if turned.below.index.ndim != 3 or index.shape[1:] != turned.below.index.shape[1:]:
         return None
     size = index[0].size
@@ -127,7 +127,7 @@ def whole_heads(turned: Turned, index: NDArray[np.int64]) -> NDArray[np.int64] |
 
 
 def _rotated(walk: Walk, turned: Turned, index: NDArray[np.int64]) -> _Side | None:
-    """Return what is known of rotated heads of a linear, placed by `index`."""
+    """Return the bounds of rotated heads of a linear, placed by `index`."""
     heads, below = whole_heads(turned, index), split(walk, turned.below, turned.below.index)
     if heads is None or below is None:
         return None
@@ -152,13 +152,13 @@ def _rotated(walk: Walk, turned: Turned, index: NDArray[np.int64]) -> _Side | No
 
 
 def _by_norms(q: _Side, k: _Side, h: int) -> Floats:
-    """Return the bound of one head by norms, and by elements where these are less."""
+    """Return the bound of one head by norms, or by elements if these are less."""
     both = np.outer(q.moved_norm[h], k.moved_norm[h])
     return np.asarray(raised(both + _mixed(q, k, h)))
 
 
 def _mixed(q: _Side, k: _Side, h: int) -> Floats:
-    """Return a bound of what has a factor that was added."""
+    """Return a bound of the products with an own error as a factor."""
     of_q = product_raised(q.added[h], k.moved[h].T)
     of_k = product_raised(q.moved[h], k.added[h].T)
     of_q = np.minimum(of_q, np.outer(q.added_norm[h], k.moved_norm[h]))
@@ -167,7 +167,7 @@ def _mixed(q: _Side, k: _Side, h: int) -> Floats:
 
 
 def _second_order(left: Straight, right: Straight) -> Floats:
-    """Return the bound: through the product of both weights, element by element or by norms."""
+    """Return the bound: by the product of both weights, element by element or by norms."""
     found = np.empty((left.reach.shape[0], left.reach.shape[1], right.reach.shape[1]))
     sides = []
     for part in (left, right):
@@ -246,7 +246,7 @@ def context_curve(p: Floats, v: Straight, rest: Floats) -> NonlinearPart:
         for alpha, sizes in by_row(adjoint):
             flat = alpha.reshape(len(alpha), -1)
             size = float((sizes**2).sum()) * (1 + 2.0**-40)
-            found.append(Seen.by(flat, np.full(flat.shape[1], size)))
+            found.append(EllipsoidImage.of(flat, np.full(flat.shape[1], size)))
         return found
 
     return NonlinearPart(between, length, around)
@@ -254,7 +254,7 @@ def context_curve(p: Floats, v: Straight, rest: Floats) -> NonlinearPart:
 
 @dataclass(frozen=True, slots=True)
 class Second:
-    """Bounds of what is of second order: of each element in e and in D, or of functionals."""
+    """Bounds of second-order terms: of each element in e and in D, or of functionals."""
 
     elements: tuple[Floats, Floats] | None = None
     curved: Callable[[FunctionalBatch], Floats] | None = None

@@ -79,7 +79,7 @@ def linear_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
 @dataclass(frozen=True, slots=True)
 class _Products:
     """Both results of a linear and their difference before they are stored, the errors inside, and
-    what of these is a cast before a bias."""
+    the part of these from a cast before a bias."""
 
     exact: tuple[Box, Box, Box]
     errors: tuple[Floats, Floats]
@@ -114,7 +114,7 @@ def _products(
 ) -> _Products:
     """Return the results of a linear for rows of its weight.
 
-    `entering` are the input, that of either kernel after its quantisation, and the drift of these.
+    `entering` are the input, the inputs of both kernels after quantisation, and the drift of these.
     """
     x, x_t, x_i, drift = entering
     w_t, w_i, w_d = (part.map(np.transpose) for part in (weight.t, weight.i, weight.d))
@@ -171,9 +171,9 @@ def _error(
     key: str,
     lost: Floats | float,
 ) -> tuple[Floats, Own]:
-    """Return E of a linear, and what of it is a cast of the product `early` before a bias.
+    """Return E of a linear, and its part from a cast of the product `early` before a bias.
 
-    `lost` is what sums in 16 bits lose.
+    `lost` bounds the error of sums in 16 bits.
     """
     factors = box.mag(x), box.mag(weight)
     dynamic, before = kernel.activations[0] != "none", kernel.before_sums
@@ -187,7 +187,7 @@ def _error(
     if early is not None and not kernel.stepped and kernel.coarse:
         u, eta = kernel.off(kernel.compute)
         cast = u * box.up(box.mag(early) + error) + eta
-        # what the bias is added to is off by it, and so is the rounding of that sum
+        # the sum with the bias has this error in its operand, and in its own rounding
         own = box.up(cast * (1 + 2 * kernel.accumulate.u))
         return box.up(error + own), own
     return error, None
@@ -218,7 +218,7 @@ def linear_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     reference = product if bias is None else product + bias
     own = raised(total * gamma(n + 4, UNIT)) + TINY
     alone, shared = own, None
-    if spread is not None:  # all that other weights and biases make of the input
+    if spread is not None:  # the whole effect of other weights and biases
         own = raised(own + pushed + around_bias)
         shared = _shared(walk, node, x, spread, around_bias)
     result = raised(np.abs(reference) + carried + own)
@@ -243,7 +243,7 @@ def linear_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     terms_back = gamma(weight.shape[0] + 8, UNIT)  # the reverse pass sums over the outputs
     early = None
     if bias is not None and not kernel.stepped and kernel.coarse:
-        # the rounding of the sum with the bias is of numbers that are off by this cast
+        # the sum with the bias rounds numbers that include the error of this cast
         u, eta = ((1 + 2 * kernel.accumulate.u) * part for part in kernel.off(kernel.compute))
         cast = raised(u * (np.abs(product) + carried + own + error))
         early = Early(u, raised(u * np.abs(product)) + eta, raised(cast) + eta)
@@ -276,7 +276,7 @@ def linear_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 def _shared(
     walk: Walk, node: Node, x: Form, spread: Floats, around_bias: Floats | float
 ) -> Shared | None:
-    """Return what other weights make of x in both kernels alike, Δc + Δ_bias, and what is beside.
+    """Return the effect Δc + Δ_bias of other weights on both kernels, and the rest.
 
     c is the reference of the kernel that was walked first. None where weights are stored in two
     ways; a bias of two ways is beside it.
@@ -293,7 +293,7 @@ def _shared(
 
 
 def _spread(walk: Walk, key: str, weight: Floats) -> Floats | None:
-    """Return how far other weights of the region may be from these; None without a region."""
+    """Return a bound of |other weights of the region - these|; None without a region."""
     if not walk.scene.rho:
         return None
     wide = held(walk.scene, key, linear=True)
@@ -338,7 +338,7 @@ def _same(adjoint: Adjoint) -> Adjoint:
 
 
 def _through(weight: Floats) -> Pull:
-    """Return the pullback of x @ weight.T, which keeps its last product of a single row: those of
+    """Return the pullback of x @ weight.T, which caches its last product for a single row: those of
     other rows are often the same."""
     last: list[tuple[Floats, slice, Floats]] = []
 
@@ -363,7 +363,7 @@ def _through(weight: Floats) -> Pull:
 
 
 def linear_bounds(context: Context, node: Node) -> None:
-    """Write x @ weight.T + bias: e is W_t e, D is W_i D + (W_i - W_t) e and what is known."""
+    """Write x @ weight.T + bias: e is W_t e, D is W_i D + (W_i - W_t) e, plus own terms."""
     scene = pinned(context.scene, node)
     key = scene.keys.get(node.inputs[1])
     if key is None:

@@ -63,7 +63,7 @@ def product_roundings(kernel: KernelNumerics, node: Node, n: int) -> tuple[int, 
     """Return how often partial sums, and terms before, of a product of n terms may be rounded.
 
     A fused score product may scale both operands before. A fused context product that does not read
-    a softmax directly is granted the rescaling of an online softmax all the same.
+    a softmax directly is still allowed the rescaling of an online softmax.
     """
     if kernel.fused and node.role == "context":
         return n + 2 * -(-n // kernel.tile) + 4, 2
@@ -137,7 +137,7 @@ def matmul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 
 
 def _in_cases(p: Form, v: Form, error: Floats) -> Cases | None:
-    """Return p @ v ± error in the cases of the probabilities, where these are steps."""
+    """Return p @ v ± error in each case of the probabilities, for probabilities known by steps."""
     choices = None if p.steps is None else p.steps.choices
     if choices is None:
         return None
@@ -191,8 +191,8 @@ def _left(b: Floats, shape: tuple[int, ...]) -> Pull:
 
 
 def _right(a: Floats, shape: tuple[int, ...]) -> Pull:
-    """Return the pullback b ← aᵀ α, without the rows of b that nothing reads at either end, as
-    masked columns of a are, and without such columns of α."""
+    """Return the pullback b ← aᵀ α, without unread rows of b at either end (masked columns of a),
+    and without such columns of α."""
 
     def pull(adjoint: Adjoint) -> Adjoint:
         adjoint = shortened(adjoint, len(adjoint.start) - 1)
@@ -236,7 +236,7 @@ def mul_bounds(context: Context, node: Node) -> None:
 
 
 def matmul_bounds(context: Context, node: Node) -> None:
-    """Write a @ b; what comes straight from linears leaves less of second order."""
+    """Write a @ b; operands made of heads of linears have smaller second-order bounds."""
     a, b = context.operand(node, 0), context.operand(node, 1)
     if a.shape[:-2] != b.shape[:-2]:
         raise Rejected("bound/not-finite", "planes have no products that broadcast")
@@ -269,7 +269,7 @@ def _product(
     (ea, ra), (eb, rb), (da, sa), (db, sb) = map(halves, (a.e, b.e, a.d, b.d))
     fa, fb = a.reference + ea, b.reference + eb  # the middle of the training values
     ma, mb = fa + da / 2, fb + db / 2  # the middle of M = h + D/2
-    ta, tb = ra + sa / 2, rb + sb / 2  # and how far it may be from there
+    ta, tb = ra + sa / 2, rb + sb / 2  # and its radius
     reference = multiply(a.reference, b.reference)
 
     def sizes(*pairs: tuple[Floats, Floats]) -> Floats:

@@ -16,15 +16,15 @@ from kcdsl_certs.recheck.interval.box import TINY, UNIT, Floats, raised
 from kcdsl_certs.recheck.interval.state import gamma
 from kcdsl_certs.recheck.ops.linear.bilinear import Straight, split, whole_heads
 
-_LOOKED_AT = 32  # about so many elements of a row, to find the one in the middle
+_LOOKED_AT = 32  # about the number of elements of a row that are tried as the middle
 
 
 def averages(
     walk: Walk, p: Form, v: Form, values: Straight, *, second: bool = True
 ) -> Averaged | None:
-    """Return the other way to take functionals of one row; None where something is in the way.
+    """Return the rule for functionals of one row, with averages; None if it does not apply.
 
-    Without `second` what is of second order is known element by element, and not counted here.
+    Without `second` the second-order terms are bounded element by element, and not here.
     """
     if p.place is None or v.origin is None or (second and p.balance is None):
         return None
@@ -40,14 +40,14 @@ def averages(
     reach, weight = values.reach[0], values.weight  # the same rows in every head
     weights, moves = np.abs(p.reference), bool(reach.any())
     balance = np.zeros(p.shape[:-1]) if p.balance is None else p.balance[..., 0]
-    last_read = [_until((weights + p.reach)[:, t]).shape[-1] for t in range(p.shape[-2])]
+    last_read = [_trimmed((weights + p.reach)[:, t]).shape[-1] for t in range(p.shape[-2])]
     by_size = np.stack([product_raised(reach, np.abs(w).T) for w in weight])
     lost = by_size * (2 * gamma(weight.shape[1] + 8, UNIT)) + TINY
     inexact = (by_size + values.rest) * (4 * gamma(sum(weight.shape), UNIT)) + TINY
     lost, inexact = p.reach @ lost, weights @ inexact  # of every row of p [heads, T, d]
     factors = np.stack([weights, p.reach, below], axis=-1)
     by_norms = rows_of if second and moves else None
-    last = _Last(values, v.reference, p.reach, by_norms)
+    last = _LastContextRow(values, v.reference, p.reach, by_norms)
 
     def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
         heads, rows, columns = adjoint.window
@@ -93,7 +93,7 @@ def averages(
         heads, rows, columns = adjoint.window
         if rows_of is not None:
             shares, through = (
-                _until(p.reference[heads, rows.start]),
+                _trimmed(p.reference[heads, rows.start]),
                 last.of(adjoint).through(rows_of),
             )
             return ManyRows(rows_of, rows.start, adjoint.batch, shares, through)
@@ -107,9 +107,9 @@ def averages(
 
 
 @dataclass
-class _Same:
-    """Functionals α of one row of probabilities times values, and what they make of the values: all
-    rows that have the same functionals share it."""
+class _ContextRow:
+    """Functionals α of one row of probabilities times values, with their products with the values;
+    all rows with equal functionals share it."""
 
     alpha: Floats  # [B, heads, 1, d]
     heads: slice
@@ -146,17 +146,17 @@ class _Same:
 
 
 @dataclass
-class _Last:
-    """The functionals met last."""
+class _LastContextRow:
+    """Cache of the last functionals."""
 
     values: Straight
     reference: Floats
     moved: Floats
     rows: RowReach | None
-    same: _Same | None = None
+    same: _ContextRow | None = None
 
-    def of(self, adjoint: Adjoint) -> _Same:
-        """Return what is known of functionals of one row."""
+    def of(self, adjoint: Adjoint) -> _ContextRow:
+        """Return functionals of one row with their cached products."""
         heads, _, columns = adjoint.window
         known, alpha = self.same, adjoint.values
         if known is not None and (known.heads, known.columns) != (heads, columns):
@@ -164,7 +164,7 @@ class _Last:
         if known is not None and (known.alpha is alpha or np.array_equal(known.alpha, alpha)):
             return known
         self.same = None
-        self.same = _Same(
+        self.same = _ContextRow(
             *(alpha, heads, columns, self.values, self.reference, self.moved, self.rows)
         )
         return self.same
@@ -173,7 +173,7 @@ class _Last:
 def _readers(origin: Origin) -> list[tuple[int, ...]] | None:
     """Return for every head the heads that read the same values as it does.
 
-    None where row j of a head is not row j of a matrix, or heads share a part of their values.
+    None if row j of a head is not row j of a matrix, or if heads share only a part of their values.
     """
     tokens, outputs = origin.rest.shape
     if not origin.plain or origin.index.ndim != 3 or origin.index.shape[1] != tokens:
@@ -188,7 +188,7 @@ def _readers(origin: Origin) -> list[tuple[int, ...]] | None:
 
 
 def _middle(sizes: Floats, weights: Floats, price: Floats) -> Floats:
-    """Return an m [heads, B, 1] where Σ_j weights_j |sizes_j - m| + price·m is nearly least, of
+    """Return an m [heads, B, 1] that nearly minimises Σ_j weights_j |sizes_j - m| + price·m for
     sizes [heads, B, J], weights [heads, J] and a price [heads]; any m is sound."""
     step = max(1, sizes.shape[-1] // _LOOKED_AT)
     sizes, weights = sizes[..., ::step], weights[:, ::step] * step
@@ -211,8 +211,8 @@ def by_head(values: Floats, matrices: Floats) -> Floats:
     return found
 
 
-def _until(values: Floats) -> Floats:
-    """Leave out the last columns, where all is zero."""
+def _trimmed(values: Floats) -> Floats:
+    """Return the values without the last columns if these are all zero."""
     if values[..., -1:].any():
         return values
     read = np.flatnonzero(np.abs(values).reshape(-1, values.shape[-1]).any(axis=0))
@@ -220,8 +220,8 @@ def _until(values: Floats) -> Floats:
 
 
 def keys(walk: Walk, q: Form, k: Form) -> Averaged | None:
-    """Return the other way to take functionals of one row of q k: keys, their heads and rotation at
-    once. None where something is in the way."""
+    """Return the rule for functionals of one row of q k, through keys, their heads and rotation in
+    one pass; None if it does not apply."""
     if q.place is None or len(k.shape) != 3 or q.shape[0] != k.shape[0]:
         return None
     origin = k.origin if k.turned is None else k.turned.below
@@ -261,7 +261,7 @@ def keys(walk: Walk, q: Form, k: Form) -> Averaged | None:
         back = np.concatenate([by_sin[..., half:], by_sin[..., :half]], axis=-1)
         return np.asarray(vectors * np.abs(turn.cos[columns]) + back)
 
-    def formed(t: int, columns: slice) -> _Row:
+    def formed(t: int, columns: slice) -> _ScoreRow:
         vectors = q.reference[:, t][:, None]
         parts = [(turned_back(vectors, columns), rest[:, columns])]
         size = (sized_back(np.abs(vectors), columns) * by_size[group][:, columns]).sum(axis=-1)
@@ -270,18 +270,18 @@ def keys(walk: Walk, q: Form, k: Form) -> Averaged | None:
             parts.append((np.broadcast_to(vectors, parts[0][0].shape), own))
             size = size + (np.abs(vectors) * own[group]).sum(axis=-1)
         alone = sum((np.abs(along) * own[group]).sum(axis=-1) for along, own in parts)
-        return _Row(t, columns, parts, size * lost, np.asarray(alone), weight[group], rows_of)
+        return _ScoreRow(t, columns, parts, size * lost, np.asarray(alone), weight[group], rows_of)
 
-    def row(adjoint: Adjoint) -> tuple[Floats, _Row]:
-        """Return α without the columns at the end where it is zero, and what belongs to its row."""
+    def row(adjoint: Adjoint) -> tuple[Floats, _ScoreRow]:
+        """Return α without the zero columns at the end, and the data of its row."""
         _, rows, columns = adjoint.window
-        alpha = _until(adjoint.values[:, :, 0])
+        alpha = _trimmed(adjoint.values[:, :, 0])
         columns = slice(columns.start, columns.start + alpha.shape[-1])
         if not kept or (kept[0].t, kept[0].columns) != (rows.start, columns):
             kept[:] = [formed(rows.start, columns)]
         return alpha, kept[0]
 
-    kept: list[_Row] = []
+    kept: list[_ScoreRow] = []
 
     def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
         (alpha, at), heads = row(adjoint), adjoint.window[0]
@@ -313,10 +313,10 @@ def keys(walk: Walk, q: Form, k: Form) -> Averaged | None:
 
 
 @dataclass
-class _Row:
-    """What one row of queries, t, reads of the keys of some columns, all heads: `alone` bounds what
-    is added to each score [heads, J], as Σ |v||o| over the parts v [heads, J, d] and o of every
-    group [groups, J, d]; `lost` is what rounds."""
+class _ScoreRow:
+    """The functionals of the keys of some columns that one row of queries, t, makes, all heads.
+    `alone` bounds the own error in each score [heads, J], as Σ |v||o| over the parts v [heads, J,
+    d] and o of every group [groups, J, d]; `lost` bounds the float64 error."""
 
     t: int
     columns: slice
@@ -328,5 +328,5 @@ class _Row:
 
     @cached_property
     def places(self) -> Places:
-        """Return where scores lead through heads and rotation of their keys."""
+        """Return the functionals of the keys' input by the scores."""
         return Places(self.parts[0][0] @ self.weight, self.rows, self.columns.start)

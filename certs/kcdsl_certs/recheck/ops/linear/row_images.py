@@ -1,5 +1,5 @@
 """Ellipsoids of functionals of one row of attention: values and keys are passed at once, down to
-the rows that they come from (section 4)."""
+their source rows (section 4)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, shortened
-from kcdsl_certs.recheck.affine.ellipsoids import Part, Seen
+from kcdsl_certs.recheck.affine.ellipsoids import EllipsoidImage, Part
 from kcdsl_certs.recheck.affine.form import Form, Origin, Turned, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.tape import Gather, PassedRow
 from kcdsl_certs.recheck.interval.box import TINY, Floats, raised
 from kcdsl_certs.recheck.ops.linear.bilinear import split, whole_heads
 
-_LOST = 2.0**-33  # more than what products of adjoints in the passed entries are off by, relatively
+_LOST = 2.0**-33  # bounds the relative error of products of adjoints in the passed entries
 _MORE = 1 + 2.0**-38
-_LEAST = 2.0**-450  # norms of columns below it would lose their squares
+_LEAST = 2.0**-450  # squares of smaller column norms underflow
 
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """Heads of a linear, no element of which two of them read: W [heads, d, n], |W e_x + o| ≤
-    `size`, o up to `radius` and a rest with Σ o²/caps ≤ `sums` [T] in each row (caps None: without
-    one); at `place` on the tape, x at `source` there, of this shape."""
+    """Heads of a linear that share no element: W [heads, d, n], |W e_x + o| ≤ `size`; o is up to
+    `radius`, plus a rest with Σ o²/caps ≤ `sums` [T] in each row (caps None: no rest). `place` is
+    that of the linear on the tape, `source` that of x, with x's shape."""
 
     weight: Floats
     size: Floats
@@ -37,7 +37,7 @@ class _Linear:
 
     @staticmethod
     def of(walk: Walk, origin: Origin, index: NDArray[np.int64]) -> _Linear | None:
-        """Return the heads of index [heads, T, d]; None where rows are others, or more is known."""
+        """Return the heads of index [heads, T, d]; None if rows are mixed or o has more bounds."""
         x, heads = form_of(walk.forms[origin.source]), split(walk, origin, index)
         if heads is None or origin.place is None or x.place is None or len(x.shape) != 2:
             return None
@@ -64,17 +64,17 @@ def _ellipsoids(flat: Floats, sizes: Floats, squares: Floats | None) -> tuple[li
     these squares of half axes [n]; and bounds of the functionals."""
     columns = np.maximum(np.linalg.norm(flat, axis=0), _LEAST)
     shape = sizes / columns * (float(sizes @ columns) * _MORE) + TINY
-    parts, each = list[Part]([Seen.by(flat, shape)]), np.abs(flat) @ sizes * _MORE
+    parts, each = list[Part]([EllipsoidImage.of(flat, shape)]), np.abs(flat) @ sizes * _MORE
     if squares is not None:
-        rest = Seen.by(flat, squares + TINY)
+        rest = EllipsoidImage.of(flat, squares + TINY)
         parts.append(rest)
         each = each + rest.extents
     return parts, each
 
 
 def of_values(walk: Walk, p: Form, v: Form) -> Gather | None:
-    """Return what functionals of one row of p v meet: row j of the values is read by the same
-    functionals times p_j, so what all rows add to an element of a head is one symbol."""
+    """Return the rule for functionals of one row of p v: row j of the values is read by the same
+    functionals times p_j, so the own errors of all rows in an element of a head are one symbol."""
     if p.place is None or v.place is None or v.origin is None or v.origin.index.ndim != 3:
         return None
     linear = _Linear.of(walk, v.origin, v.origin.index)
@@ -116,8 +116,8 @@ def of_values(walk: Walk, p: Form, v: Form) -> Gather | None:
 
 
 def of_keys(walk: Walk, q: Form, k: Form) -> Gather | None:
-    """Return what functionals of one row of q k meet: score j of a head reads one vector of its
-    key, R_jᵀ q where that is rotated, so what is added to the key is one symbol."""
+    """Return the rule for functionals of one row of q k: score j of a head reads one vector of its
+    key, R_jᵀ q if that is rotated, so the own error of the key is one symbol."""
     if q.place is None or k.place is None or len(k.shape) != 3 or q.shape[0] != k.shape[0]:
         return None
     turn, origin = k.turned, k.origin
