@@ -41,9 +41,9 @@ _MOST_UNITS = 10**9
 def shown(
     clause: Clause, of: str, exceedance: Exceedance | None, confidence: Confidence
 ) -> Shown | None:
-    """Return the rate that a sample shows not to be exceeded; None if no units are counted.
+    """Return the upper confidence limit of the rate of a sample; None if no units are counted.
 
-    With none of n beyond it is 1 - α^(1/n), about 3/n at 95 %.
+    With 0 of n units beyond the limit it is 1 - α^(1/n), about 3/n at 95 %.
     """
     if exceedance is None or allowed_rate(clause) is None:
         return None

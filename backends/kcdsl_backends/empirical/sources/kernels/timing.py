@@ -37,8 +37,8 @@ OF_GENERATION = ("latency", "ttft", "tpot")
 
 Clock = Callable[[], float]
 Generate = Callable[[Request, Clock], Iterable[tuple[float, int]]]
-"""Generates after a request: yields when tokens came, and how many; 0 before the first ones says
-when it began, if not with the call. Raises `Untimed`."""
+"""Generates after a request: yields (time, number of tokens) as tokens arrive. A first item with 0
+tokens gives the start time, if that is not the time of the call. Raises `Untimed`."""
 
 
 class Untimed(Exception):
@@ -46,8 +46,8 @@ class Untimed(Exception):
 
 
 def rounds_needed(sizes: Sequence[int]) -> int:
-    """Return the rounds after which each slice of these sizes has `FEWEST_RUNS` runs. They make
-    means steadier; limits rest on the number of requests, which no further round raises."""
+    """Return the rounds after which each slice of these sizes has `FEWEST_RUNS` runs. Rounds reduce
+    the variance of means; confidence limits depend on the number of requests only."""
     least = min((size for size in sizes if size), default=1)
     return max(FEWEST_ROUNDS, math.ceil(FEWEST_RUNS / least))
 
@@ -76,8 +76,8 @@ def time_requests(
     """Time `forward` on every request, round after round, until `rounds` or `seconds` are over;
     and `generate` too, where it is given.
 
-    At least `FEWEST_ROUNDS` rounds are run. A run that raises has no time (NaN), which no clause
-    about times survives.
+    At least `FEWEST_ROUNDS` rounds are run. A run that raises has the time NaN: no clause
+    about times passes with it.
     """
     for request in requests[:WARM_UP]:
         _attempt(forward, request)
@@ -144,8 +144,8 @@ def _turns(
 
 
 def greedy(kernel: Kernel) -> Generate:
-    """Return what lets a kernel that runs here generate its likeliest tokens: `NEW_TOKENS`, or
-    fewer where the model takes no longer sequence. There is no cache of keys and values: each step
+    """Return a greedy generator for a kernel that runs in this process: of `NEW_TOKENS` tokens, or
+    fewer if the model takes no longer sequence. There is no cache of keys and values: each step
     runs the whole sequence again."""
 
     def generate(request: Request, clock: Clock) -> Iterator[tuple[float, int]]:
@@ -169,10 +169,9 @@ def greedy(kernel: Kernel) -> Generate:
 def _generated(
     generate: Generate, request: Request, device: torch.device, clock: Clock
 ) -> SamplingUnit:
-    """Return the times of one generation; `problems` say which it does not have, and why.
+    """Return the times of one generation; `problems` give the reason for each missing one.
 
-    Tokens that come together with the first have no time of their own, and do not count as further
-    ones.
+    Tokens that arrive together with the first one do not count as further tokens.
     """
     came: list[tuple[float, int]] = []
     _synchronise(device)
@@ -213,7 +212,7 @@ def _attempt(forward: Callable[[tuple[int, ...]], Tensor], request: Request) -> 
 
 
 def _equal(digests: list[str]) -> tuple[int, int]:
-    """Return how many repeats gave the bits of the first run; a failed run equals nothing."""
+    """Return how many repeats equal the first run bit by bit, of how many; failed runs do not."""
     first, *others = digests
     return sum(d == first != "failed" for d in others), len(others)
 
