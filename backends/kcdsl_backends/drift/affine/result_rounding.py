@@ -94,8 +94,8 @@ def round_result(
 ) -> int:
     """Append the entry of a stored result and return its index.
 
-    `tight` bounds what a cast by steps rounds by reverse passes; `inner` is the format in which the
-    result was formed, where that is not the arithmetic of the operation.
+    With `tight` the result of a cast by steps is bounded by reverse passes; `inner` is the format
+    in which the result was formed, if that is not the arithmetic of the operation.
 
     Raises:
         NoBound: the result is not finite, or may exceed the largest number of its format.
@@ -151,7 +151,7 @@ def round_result(
 def _append_versions(
     run: KernelRun, node: Node, result: Result, form: Format, *, accumulates: bool, inner: Format
 ) -> int:
-    """Append the entry of a result of which every reading is a version of its own.
+    """Append the entry of a result with a separate version for every reading.
 
     A sum in an accumulator is the same in all readings but for its casts; anything else may be
     computed again for each, with the same weights.

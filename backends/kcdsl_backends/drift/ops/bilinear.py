@@ -40,7 +40,7 @@ class Heads:
     W is `kept` [heads, d, D] in the format of the weight, `own` [heads, T, d] bounds |o|,
     `error_bound` [T, D] bounds |e_x|; e_x is the entry `source` (None: a known number). `groups`
     names for every head the first head equal to it. `plain`: o has only an elementwise bound, and
-    shares no part with the other kernel.
+    heads share none of its elements unless they are equal.
     """
 
     kept: Tensor
@@ -544,7 +544,7 @@ def times_by_heads(values: Tensor, matrices: Tensor) -> Tensor:
 
 
 def _last(chosen: Tensor) -> int:
-    """Return the index of the last element that is true, -1 where there is none."""
+    """Return the index of the last element that is true, -1 if there is none."""
     found = chosen.nonzero()
     return int(found[-1]) if len(found) else -1
 
@@ -628,7 +628,7 @@ class _LastKeys:
     known: KeyVectors | None = None
 
     def get(self, a: Adjoint) -> KeyRow:
-        """Return what the row of functionals reads of the keys at their columns."""
+        """Return the functionals of the keys at the columns that they read."""
         place = a.window[1][0], a.window[2]
         if self.row is None or self.place != place:
             self.known = None

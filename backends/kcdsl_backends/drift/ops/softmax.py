@@ -223,8 +223,8 @@ def relative_error(
 ) -> Tensor:
     """Return Θ [..., rows, 1]: the relative error of a probability before it is stored.
 
-    `apart` bounds how far readings of a score are from the one of which they are versions: that of
-    the sum of a row may be off by twice as much from that of the result.
+    `apart` bounds the distance of readings of a score from their common score: the readings in the
+    sum of a row and in the numerator may differ by twice as much.
     """
     spread = up(
         _fill(scores.hi, mask, -torch.inf).amax(-1, keepdim=True)
@@ -530,7 +530,7 @@ def _on_the_way(d: Box, half: Tensor) -> Tensor:
 
 
 def _largest_of(box: Box) -> Tensor:
-    """Return the largest magnitude of every row: what a sum of probabilities beside 1 may cost."""
+    """Return the largest magnitude of every row, for the error of a sum of probabilities."""
     return box.mag().amax(-1, keepdim=True).expand(box.shape)
 
 

@@ -87,8 +87,8 @@ def softmax_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     radius = raised(p * (above + below) / 2 * (1 + 8 * wrong) + 4 * wrong * p * size)
     radius = raised(radius + gamma(2, UNIT) * p * scores.reach) + TINY
     numerator_reach = raised(p * (scores.reach + above + below) + radius)
-    # p e^t/Z and p/Z are 1 at most, but adjoints round as p e does, which Π removes: in passes for
-    # norms, by what stays a share of all of it
+    # p e^t/Z and p/Z are at most 1, but adjoint roundings scale with p e, which Π removes; in
+    # passes for norms they are a share of the whole reach
     rounds = 2.0**36 * gamma(n + 3, UNIT) * numerator_reach
     numerator_reach = np.minimum(numerator_reach, np.maximum(1 + 2.0**-40, rounds))
     operands: tuple[tuple[int, Pull], ...] = ()
@@ -168,7 +168,7 @@ def _centred(walk: Walk, node: Node, p: Floats, wrong: Floats, allowed: Bools) -
     found = plain.copy()
     for floor in walk.tape.floors:
         chosen = walk.chosen(node, node.inputs[0], "deviations", floor)
-        # all heads of a row one after another: what they read of the keys is shared
+        # all heads of a row one after another: they share reads of the keys
         for row in sorted(reverse_passes.rows(chosen), key=lambda row: row[::-1]):
             columns = np.flatnonzero(allowed[row])
             some: tuple[int | NDArray[np.intp], ...] = (*row, columns)
@@ -203,7 +203,7 @@ def _shortfall(c: Floats) -> Floats:
 def _sum_beyond_one(p: Floats, c: Floats, wrong: Floats) -> Floats:
     """Return Z̄ - 1 ≥ Σ p e^t - 1 of every row, where |t| ≤ c and Σ p t = 0.
 
-    As Σ p t = 0, e^t - s t may stand for e^t with any slope s; it is greatest at an end.
+    As Σ p t = 0, e^t may be replaced by e^t - s t for any slope s, which is largest at an end.
     """
     g, fall = _second_order(c), _shortfall(c)
     found = np.full((*c.shape[:-1], 1), np.inf)
@@ -301,7 +301,7 @@ def softmax_bounds(context: Context, node: Node) -> None:
     by_p = _among(less_mean(context.tape, x.place, DEVIATION, p), allowed)
     by_q = _among(less_mean(context.tape, x.place, DEVIATION, q), allowed)
     drift = _among(less_mean(context.tape, x.place, DRIFT, q), allowed)
-    # Around base the scores are off by e + τD - (base - s̃), τ from 0 to 1; less their mean by q.
+    # The error of scores around base is e + τD - (base - s̃), τ from 0 to 1, minus its mean by q.
     first = base - x.reference
     first = np.where(allowed, first - (q * first).sum(axis=-1, keepdims=True), 0.0)
     far_first = _most(np.abs(base - x.reference), allowed)

@@ -278,8 +278,8 @@ def _shared(
 ) -> Shared | None:
     """Return the effect Δc + Δ_bias of other weights on both kernels, and the rest.
 
-    c is the reference of the kernel that was walked first. None where weights are stored in two
-    ways; a bias of two ways is beside it.
+    c is the reference of the kernel that was walked first. None if the kernels store weights
+    differently; the effect of a bias that they store differently is part of the rest.
     """
     kernels = walk.scene.train, walk.scene.infer
     if not alike(kernels, linear=True):
@@ -316,7 +316,7 @@ def _bias_affine(
 
 
 def _quantised_affine(walk: Walk, x: Form, key: str) -> Form:
-    """Return the quantised input, an entry of its own; x itself where there is none."""
+    """Return the quantised input as a separate entry; x itself if it is not quantised."""
     if walk.kernel.activations[0] == "none":
         return x
     radius = raised(quantisation(walk.kernel, x.box, key)) + TINY
@@ -413,7 +413,7 @@ def linear_bounds(context: Context, node: Node) -> None:
 
 
 def _quantised_bounds(context: Context, node: Node, key: str) -> Reading:
-    """Return the input of a linear; where a kernel quantises it, as an entry of its own."""
+    """Return the input of a linear; if a kernel quantises it, as a separate entry."""
     x, state = context.operand(node, 0), context.state(node.inputs[0])
     scene = pinned(context.scene, node)
     key = scene.keys.get(node.inputs[1], "")

@@ -1,5 +1,5 @@
 """Functionals of one row of a product in attention: probabilities times values, whose own errors
-are averaged, and queries times keys; both read many rows of what they come from (section 4)."""
+are averaged, and queries times keys; both read many rows of their source (section 4)."""
 
 from __future__ import annotations
 
