@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 
 import pytest
 
@@ -16,9 +15,6 @@ from kcdsl_backends.smt.drift.solving import DriftElement, DriftQuestion, Search
 from kcdsl_backends.smt.solver import Outcome
 from tests.unit.backends.test_z3_drift import KERNELS, Rectified, attained, problem_of, radius_of
 
-pytestmark = pytest.mark.skipif(
-    sys.version_info >= (3, 12), reason="maraboupy has wheels for Python 3.11 at most"
-)
 GOALS = {goal.name: goal for goal in known_goals()}
 
 
