@@ -24,6 +24,7 @@ from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.tensors import read
 from tests.support import kernels, proofs
+from tests.support.mutation.bases import Base, proof_of
 from tests.support.mutation.blocks import decoder, encoder
 from tests.support.prover import block, parameters
 
@@ -371,6 +372,38 @@ def test_rows_without_an_ellipsoid_keep_their_reach() -> None:
     for found in (mine, theirs):
         assert (found >= expected).all()
         np.testing.assert_allclose(found, expected, rtol=2.0**-20)
+
+
+def norms_without_bias(rng: np.random.Generator) -> Any:
+    """Return linears and norms without bias, which are linear in inputs far below the eps."""
+    graph = proofs.Graph((2, 6))
+    x = graph.add("input", [], (2, 6))
+    for name in "abc":
+        gain = graph.param(f"{name}.gain", np.ones(6))
+        y = graph.add("rms_norm", [x, gain], (2, 6), eps=1e-2)
+        weight = graph.param(f"{name}.weight", rng.standard_normal((6, 6)) / 2)
+        x = graph.add("add", [x, graph.add("linear", [y, weight], (2, 6))], (2, 6))
+    return graph
+
+
+def test_squares_below_float64_do_not_narrow_a_bound(tmp_path: Path) -> None:
+    """From 2^-500 on, squares of errors underflow; relative to the inputs no bound gets smaller."""
+    one, two = (
+        N("float64", "nearest", accumulate="float64"),
+        N("float64", "any", accumulate="float64"),
+    )
+    graph = norms_without_bias(np.random.default_rng(3))
+    point = torch.zeros(2, 6, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    asked = affine_run(block(graph), parameters(graph, two), *point, 2.0**-24)
+    assert any(entry.ellipsoids for entry in asked.tape.entries)
+    claims = []
+    for exponent in (-200, -480, -500, -520, -560, -700):
+        size = 2.0**exponent
+        base = Base(norms_without_bias, "affine", "inf", "points", one, two, spread=size)
+        document, _, _ = proof_of(base, 3, tmp_path)
+        case = document["cases"][0]
+        claims.append(float.fromhex(case["claim"]) / size)
+    assert min(claims) >= claims[0] * (1 - 1e-9) > 0
 
 
 @pytest.mark.full
