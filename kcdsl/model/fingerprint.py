@@ -12,7 +12,6 @@ import csv
 import hashlib
 import json
 import os
-import platform
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -284,7 +283,7 @@ class _DigestCache:
     place: Path | None
     """The file of the cache; None where the user has no cache folder."""
     before: Mapping[str, Any]
-    now: dict[str, tuple[str, str]] = field(default_factory=dict)
+    now: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str, root: str) -> _DigestCache:
@@ -309,7 +308,7 @@ class _DigestCache:
             found = str(held[1])
         else:
             found = "\n".join(sorted(set(_listed(record))))
-        self.now[_LISTING] = (sha256, found)
+        self.now[_LISTING] = [sha256, found]
         return found.split("\n") if found else []
 
     def digest(self, path: str) -> str:
@@ -318,8 +317,8 @@ class _DigestCache:
         try:
             about = os.stat(path)
             settled = is_settled(about)
-            if settled and isinstance(held, list | tuple) and held[0] == _stamp(about):
-                self.now[path] = (str(held[0]), str(held[1]))
+            if settled and isinstance(held, list) and len(held) == 2 and held[0] == _stamp(about):
+                self.now[path] = held
                 return str(held[1])
             with open_regular(Path(path)) as stream:
                 about = os.fstat(stream.fileno())
@@ -328,19 +327,18 @@ class _DigestCache:
         except (OSError, ValueError):
             return "missing"
         if settled:
-            self.now[path] = (_stamp(about), found)
+            self.now[path] = [_stamp(about), found]
         return found
 
     def keep(self) -> None:
-        after = {path: list(held) for path, held in self.now.items()}
-        if self.place is None or after == self.before or after.keys() == {_LISTING}:
+        if self.place is None or self.now == self.before or self.now.keys() == {_LISTING}:
             return
         from kcdsl.source.writing import write_bytes
 
-        self.before = after
+        self.before = self.now
         with suppress(OSError, Refusal):
             self.place.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(self.place, json.dumps(after).encode())
+            write_bytes(self.place, json.dumps(self.now).encode())
 
 
 def _stamp(about: os.stat_result) -> str:
@@ -358,9 +356,13 @@ def processor() -> Mapping[str, Any]:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     lines = dict(_fields(text))
     names = lines.get("flags") or lines.get("Features") or ""
-    model = lines.get("model name") or lines.get("CPU part") or platform.processor()
+    model = lines.get("model name") or lines.get("CPU part")
+    if not model:
+        from platform import processor as generic  # compiles patterns at its import
+
+        model = generic()
     return {
-        "machine": platform.machine(),
+        "machine": os.uname().machine,
         "model": " ".join(model.split()),
         "instructions": sorted({n for n in names.split() if _INSTRUCTIONS.match(n)}),
     }

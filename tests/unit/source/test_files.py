@@ -154,6 +154,6 @@ def test_digests_of_libraries_are_not_taken_from_the_working_folder(
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     known = _DigestCache.of("numpy", root)
     assert known.before == {}
-    known.now["file"] = ("stamp", "other")
+    known.now["file"] = ["stamp", "other"]
     known.keep()
     assert place.read_text() == '{"file": ["stamp", "digest"]}'
