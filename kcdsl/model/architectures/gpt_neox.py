@@ -63,9 +63,8 @@ class NeoXConfig:
         f.require("hidden_act", FORMS, default="gelu")
         width, heads = f.count("hidden_size"), f.count("num_attention_heads")
         f.check(width % heads == 0, "hidden_size is no multiple of num_attention_heads")
-        rope = f.mapping("rope_parameters")
-        share = _stated({**raw, **rope}, ("rotary_pct", "partial_rotary_factor"), 0.25)
-        theta = _stated({**raw, **rope}, ("rotary_emb_base", "rope_theta"), 10000.0)
+        share = _stated(raw, ("rotary_pct", "partial_rotary_factor"), 0.25)
+        theta = _stated(raw, ("rotary_emb_base", "rope_theta"), 10000.0)
         rotary = int(width // heads * share)
         f.check(0 < share <= 1, f"{share} of a head cannot be rotated")
         f.check(rotary > 0 and rotary % 2 == 0, f"RoPE of {rotary} numbers of a head")
@@ -86,12 +85,24 @@ class NeoXConfig:
         )
 
 
-def _stated(fields: Mapping[str, Any], names: tuple[str, str], default: float) -> float:
-    """Return a number whose field has an old and a new name. Refuse two different values."""
-    f = Fields(fields, "gpt_neox")
-    stated = [f.number(name, default) for name in names if fields.get(name) is not None]
-    f.check(len(set(stated)) < 2, f"{' and '.join(names)} differ")
-    return stated[0] if stated else default
+def _stated(raw: Mapping[str, Any], names: tuple[str, str], default: float) -> float:
+    """Return a number of RoPE, which has an old name, and a new one in `rope_parameters`.
+
+    Refuse different values, and another value under the new name beside `rope_parameters`, which
+    transformers does not read there.
+    """
+    f, (old, new) = Fields(raw, "gpt_neox"), names
+    fields = ((raw, old), (f.mapping("rope_parameters"), new))
+    stated = [
+        Fields(held, "gpt_neox").number(name, default)
+        for held, name in fields
+        if held.get(name) is not None
+    ]
+    f.check(len(set(stated)) < 2, f"{old} and {new} differ")
+    found = stated[0] if stated else default
+    beside = raw.get(new) is None or f.number(new, default) == found
+    f.check(beside, f"{new!r} is not the number that 'rope_parameters' or {old!r} states")
+    return found
 
 
 class NeoXAttention(nn.Module):

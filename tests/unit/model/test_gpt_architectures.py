@@ -58,6 +58,8 @@ def test_a_random_configuration_is_the_program_of_transformers(kind: str, seed: 
         ("gpt_neox", {"rotary_emb_base": 500}),
         ("gpt_neox", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
         ("gpt_neox", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+        ("gpt_neox", {"partial_rotary_factor": 0.5, "rope_parameters": None}),
+        ("gpt_neox", {"rope_theta": 500, "rope_parameters": None}),
         ("gpt_neox", {"num_key_value_heads": 2}),
         ("gpt_neox", {"sliding_window": 8}),
         ("gpt_neox", {"head_dim": 4}),
