@@ -32,6 +32,7 @@ LOOK_ALIKES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Gemma 2", {"sliding_window": None}),
     ("Gemma 3", {"attn_logit_softcapping": 50.0}),
     ("Gemma 3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    ("Gemma 3", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}),
     ("Gemma 3", {"vision_config": {"hidden_size": 8}}),
     ("Phi-3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}),
     ("Phi-3", {"rope_parameters": {"rope_type": "yarn", "short_factor": [1.0, 1.0],

@@ -115,7 +115,10 @@ def _rotations(
         own = tables.mapping("sliding_attention"), tables.mapping("full_attention")
     else:
         f.check(not table, "'rope_parameters' must be given for each kind of layer")
-        own = {}, f.mapping("rope_scaling")
+        scaling = f.mapping("rope_scaling")
+        named = not scaling or "rope_type" in scaling  # transformers does not read "type" here
+        f.check(named, "the field 'rope_type' of 'rope_scaling' is missing")
+        own = {}, scaling
     local, whole = (
         scaled_rotation("gemma", one, common, base) for one, base in zip(own, bases, strict=True)
     )
