@@ -264,7 +264,7 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
         lambda w: fp8(w, "channel", torch.bfloat16),
     ),
     "fp8 block": (
-        _compressed("float-quantized", strategy="block", **_F8),
+        _compressed("float-quantized", strategy="block", block_structure=[128, 128], **_F8),
         lambda w: fp8(w, "block"),
     ),
     "fp8 of DeepSeek": (
@@ -297,7 +297,14 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
         packed_int4,
     ),
     "int4 group, zero points": (
-        _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8),
+        _compressed(
+            "pack-quantized",
+            num_bits=4,
+            type="int",
+            strategy="group",
+            group_size=8,
+            symmetric=False,
+        ),
         lambda w: packed_int4(w, zeros=True),
     ),
     "nvfp4": (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,6 @@ from kcdsl.model.checkpoint.headers import StoredTensor
 
 PLAIN = frozenset({"F32", "F16", "BF16"})
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column (of eight) in each 4-bit field of an AWQ word, lowest bits first."""
 _INERT_PARTS = (*inputs.SCALES, *inputs.ZERO_POINTS, "weight_shape")
 """Tensors beside a weight that do not change its numbers; those of inputs and caches are compared
 with what the numerics state (`inputs`)."""
@@ -145,7 +144,7 @@ def compressed_tensors_scheme(config: Mapping[str, Any]) -> Scheme:
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise unknown("config_groups", groups, ("groups of linears",))
-    stated = []
+    listed = []
     for group in groups.values():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
@@ -164,62 +163,122 @@ def compressed_tensors_scheme(config: Mapping[str, Any]) -> Scheme:
             allow(weights, "num_bits", bits, None)
             names = ("float",) if kind == "float-quantized" else ("int", "float")
             allow(weights, "type", ("int",) if kind == "pack-quantized" else names, None)
-        stated.append(weights)
+        listed.append(weights)
     if kind == _NVFP4:
         nested = ("weight_scale", "weight_global_scale")
         return Scheme(f"compressed-tensors {kind}", "weight_packed", nested, _decode_nvfp4, 4)
+    stated = _stated(listed)
     if kind == "pack-quantized":
-        if len({one["num_bits"] for one in stated}) > 1:
+        if len({one["num_bits"] for one in listed}) > 1:
             raise unknown("num_bits of groups", "different", ("the same",))
         packed = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-        decode = _with(_decode_packed, stated)
-        width = int(stated[0]["num_bits"])
+        width = int(listed[0]["num_bits"])
+        decode = _with(partial(_decode_packed, bits=width), stated)
         return Scheme(f"compressed-tensors {kind}", "weight_packed", packed, decode, width)
     parts = ("weight_scale", "weight_zero_point", "weight_g_idx")
-    return Scheme(f"compressed-tensors {kind}", "weight", parts, _decode_scaled)
+    decode = _with(_decode_scaled, stated)
+    return Scheme(f"compressed-tensors {kind}", "weight", parts, decode)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stated:
+    """What a configuration states of the scales of its matrices.
+
+    `grids` are the places of scales: "tensor", "channel", "group" with its width (0: any), or
+    "block". `symmetric`: no matrix has zero points, or (False) each has. `by_index`: each matrix
+    has an index of groups, or (False) none has. None: either.
+    """
+
+    grids: tuple[tuple[str, int], ...]
+    symmetric: bool | None = True
+    by_index: bool | None = False
+
+
+def _stated(groups: Sequence[Mapping[str, Any]]) -> _Stated:
+    """Return what groups of linears state of scales. Refuse (KC455) blocks of other sizes."""
+    grids: list[tuple[str, int]] = []
+    for one in groups:
+        strategy, size = one.get("strategy"), one.get("group_size")
+        whole = type(size) is int and (size > 0 or size == -1)
+        if size is not None and not whole:
+            raise unknown("group_size", size, ("a positive integer", -1, None))
+        if strategy is None:
+            strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+        if strategy == "block":
+            allow(one, "block_structure", ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"), None)
+        if strategy == "group" and size in (None, -1):
+            raise unknown("group_size", size, ("a positive integer",))
+        grids.append((str(strategy), int(size or 0) if strategy == "group" else 0))
+    orders = [str(one.get("actorder")).lower() in ("true", "group", "dynamic") for one in groups]
+    even = [allow(one, "symmetric", (True, False), True) for one in groups]
+    return _Stated(tuple(dict.fromkeys(grids)), _all_alike(even), _all_alike(orders))
+
+
+def _all_alike(values: Sequence[bool]) -> bool | None:
+    return values[0] if len(set(values)) == 1 else None
 
 
 def _with(
-    decode: Callable[[Reader, str, Mapping[str, Any], int], QuantisedWeight],
-    stated: Sequence[Mapping[str, Any]],
+    decode: Callable[..., QuantisedWeight], stated: _Stated
 ) -> Callable[[Reader, str, Mapping[str, Any]], QuantisedWeight]:
-    bits = int(stated[0]["num_bits"])
-    return lambda read, base, kinds: decode(read, base, kinds, bits)
+    return partial(decode, stated=stated)
 
 
-def _decode_scaled(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
+def _decode_scaled(
+    read: Reader, base: str, kinds: Mapping[str, Any], *, stated: _Stated
+) -> QuantisedWeight:
     """Return float8 or int8 codes times scales per tensor, channel, group or block."""
     name = f"{base}.weight"
     form = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2", "I8": "int8"}.get(kinds[name])
     need(form is not None, name, f"it is stored as {kinds[name]}")
-    stored = read(name).to(torch.float32)
-    need(stored.dim() == 2, name, "it is no matrix")
-    need(f"{base}.weight_scale" in kinds, name, "it has no weight_scale")
-    scale, layout = _spread(read, f"{base}.weight_scale", tuple(stored.shape), base, kinds)
+    code = read(name).to(torch.float32)
+    need(code.dim() == 2, name, "it is no matrix")
+    zero = None
     if f"{base}.weight_zero_point" in kinds:
-        zero, _ = _spread(read, f"{base}.weight_zero_point", tuple(stored.shape), base, kinds)
-        if bool((zero != 0).any()):
-            return matrix_of((stored - zero) * scale, "", layout, stored - zero, scale)
-    return matrix_of(stored * scale, str(form), layout, stored, scale)
+        zero = read(f"{base}.weight_zero_point").to(torch.float32)
+    return _scaled(read, base, kinds, stated, code, zero, str(form))
 
 
-def _decode_packed(read: Reader, base: str, kinds: Mapping[str, Any], bits: int) -> QuantisedWeight:
+def _decode_packed(
+    read: Reader, base: str, kinds: Mapping[str, Any], *, bits: int, stated: _Stated
+) -> QuantisedWeight:
     """Return integers packed along rows, minus half their range, times scales."""
     name = f"{base}.weight"
-    for part in ("weight_scale", "weight_shape"):
-        need(f"{base}.{part}" in kinds, name, f"it has no {part}")
+    need(f"{base}.weight_shape" in kinds, name, "it has no weight_shape")
     shape = tuple(int(n) for n in read(f"{base}.weight_shape").tolist())
     packed, half = read(f"{base}.weight_packed"), 1 << (bits - 1)
     words = -(-shape[1] * bits // 32) if len(shape) == 2 else -1
     need(tuple(packed.shape) == (shape[0], words), name, "its shape does not fit its words")
-    code = _unpacked(packed, bits)[:, : shape[1]].to(torch.float32) - half
-    scale, layout = _spread(read, f"{base}.weight_scale", shape, base, kinds)
-    form = {4: "int4", 8: "int8"}.get(bits, "")
+    code = unpacked(packed, bits)[:, : shape[1]].to(torch.float32) - half
+    zero = None
     if f"{base}.weight_zero_point" in kinds:
-        points = _unpacked(read(f"{base}.weight_zero_point").T.contiguous(), bits).T
-        points = points[: shape[0]].to(torch.float32) - half
-        zero, _ = _tiled(points, shape, name, _group_index(read, base, kinds))
-        return matrix_of((code - zero) * scale, "", layout, code - zero, scale)
+        points = unpacked(read(f"{base}.weight_zero_point").T.contiguous(), bits).T
+        zero = points[: shape[0]].to(torch.float32) - half
+    form = {4: "int4", 8: "int8"}.get(bits, "")
+    return _scaled(read, base, kinds, stated, code, zero, form)
+
+
+def _scaled(
+    read: Reader,
+    base: str,
+    kinds: Mapping[str, Any],
+    stated: _Stated,
+    code: Tensor,
+    zero: Tensor | None,
+    form: str,
+) -> QuantisedWeight:
+    """Return (code - zero)·s. Refuse scales, zero points and groups of inputs that are not those
+    that the configuration states: kernels do not read them."""
+    name, place = f"{base}.weight", f"{base}.weight_scale"
+    need(place in kinds, name, "it has no weight_scale")
+    need(kinds[place] in PLAIN, name, f"its scales are stored as {kinds[place]}")
+    groups = _group_index(read, base, kinds, stated, code.shape[1])
+    shape = (code.shape[0], code.shape[1])
+    scale, layout = _tiled(read(place).to(torch.float32), shape, place, groups, stated.grids)
+    need(zero is not None or stated.symmetric is not False, name, "it has no zero points")
+    if zero is not None and bool((zero != 0).any()):
+        need(stated.symmetric is not True, name, "it is symmetric, and it has zero points")
+        code, form = code - _tiled(zero, shape, name, groups, stated.grids)[0], ""
     return matrix_of(code * scale, form, layout, code, scale)
 
 
@@ -250,42 +309,58 @@ def _nvfp4(
     return matrix_of(code * spread, "fp4_e2m1", "nvfp4", code, spread)
 
 
-def _group_index(read: Reader, base: str, kinds: Mapping[str, Any]) -> Tensor | None:
-    """Return the stored group index of each input; None where it is missing or unused
-    (negative)."""
+def _group_index(
+    read: Reader, base: str, kinds: Mapping[str, Any], stated: _Stated, columns: int
+) -> Tensor | None:
+    """Return the stored group index of each input; None where groups are in order: the index is
+    missing, unused (negative) or that order."""
     name = f"{base}.weight_g_idx"
-    if name not in kinds:
+    found = read(name).long() if name in kinds else None
+    if found is None or bool((found < 0).any()):
+        said = "it has no weight_g_idx, by which its configuration says that inputs are grouped"
+        need(stated.by_index is not True, f"{base}.weight", said)
         return None
-    found = read(name).long()
-    return None if bool((found < 0).any()) else found
-
-
-def _spread(
-    read: Reader, name: str, shape: tuple[int, ...], base: str, kinds: Mapping[str, Any]
-) -> tuple[Tensor, str]:
-    return _tiled(read(name).to(torch.float32), shape, name, _group_index(read, base, kinds))
+    need(tuple(found.shape) == (columns,), name, "its groups do not fit its inputs")
+    if stated.by_index is not False:
+        return found
+    count = int(found.max()) + 1
+    plain = torch.arange(columns) // max(columns // count, 1)
+    need(torch.equal(found, plain), name, "its configuration has no order of inputs by groups")
+    return None
 
 
 def _tiled(
-    scale: Tensor, shape: tuple[int, ...], name: str, groups: Tensor | None
+    scale: Tensor,
+    shape: tuple[int, int],
+    name: str,
+    groups: Tensor | None,
+    grids: Sequence[tuple[str, int]],
 ) -> tuple[Tensor, str]:
-    """Return the scale of every element of a matrix, and the layout of the scales."""
+    """Return the scale of every element of a matrix, and the layout of the scales, which is one of
+    `grids`."""
     rows, columns = shape
     if scale.numel() == 1:
-        return scale.reshape(1, 1).expand(rows, columns), "per_tensor"
-    if scale.dim() == 1:
+        scale = scale.reshape(1, 1)
+    elif scale.dim() == 1:
         scale = scale.unsqueeze(1)
     high, wide = scale.shape
-    if groups is not None:
-        fits = high == rows and len(groups) == columns and int(groups.max()) < wide
-        need(fits, name, "its groups do not fit its scales")
-        return scale[:, groups], ""
-    if (high, wide) == (rows, 1):
-        return scale.expand(rows, columns), "per_channel"
-    if high == rows and columns % wide == 0:
-        width = columns // wide
-        return scale.repeat_interleave(width, dim=1), f"group_{width}"
-    return of_blocks(scale, shape, name), "block_128"
+    for kind, size in grids:
+        width = size or columns // max(wide, 1)
+        if kind == "tensor" and (high, wide) == (1, 1):
+            return scale.expand(rows, columns), "per_tensor"
+        if kind == "channel" and (high, wide) == (rows, 1):
+            return scale.expand(rows, columns), "per_tensor" if rows == 1 else "per_channel"
+        if kind == "group" and high == rows and wide * width == columns:
+            if groups is not None:
+                need(int(groups.max()) < wide, name, "its groups do not fit its scales")
+                return scale[:, groups], ""
+            layout = f"group_{width}" if wide > 1 else "per_channel" if rows > 1 else "per_tensor"
+            return scale.repeat_interleave(width, dim=1), layout
+        if kind == "block" and (high, wide) == (-(-rows // BLOCK), -(-columns // BLOCK)):
+            layout = "per_tensor" if high == wide == 1 else "block_128"
+            return of_blocks(scale, shape, name), layout
+    said = " or ".join(f"{kind} {size or ''}".strip() for kind, size in grids)
+    raise broken(name, f"scales of shape {tuple(scale.shape)} for {shape} are not those of {said}")
 
 
 BLOCK = 128
@@ -301,7 +376,7 @@ def of_blocks(scale: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
     return tall.repeat_interleave(BLOCK, dim=1)[:, :columns]
 
 
-def _unpacked(words: Tensor, bits: int) -> Tensor:
+def unpacked(words: Tensor, bits: int) -> Tensor:
     """Return the unsigned integers of 32-bit words along the last dimension, low bits first."""
     shifts = torch.arange(0, 32, bits)
     parts = (words.long().unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
@@ -315,100 +390,6 @@ def matrix_of(
     least = float(code.min()) if code.numel() else 0.0
     largest = float(scale.abs().max()) if scale.numel() else 0.0
     return QuantisedWeight(value.contiguous(), form, layout, least, largest)
-
-
-# --- GPTQ and AWQ ---------------------------------------------------------------------------------
-
-
-def gptq_scheme(config: Mapping[str, Any]) -> Scheme:
-    """Return the format of GPTQ. Refuse (KC455) unsupported variants."""
-    bits = allow(config, "bits", (2, 4, 8), None)
-    version = allow(config, "checkpoint_format", ("gptq", "gptq_v2", None), None)
-    allow(config, "is_marlin_format", (False, None), None)
-    symmetric = allow(config, "sym", (True, False, None), None)
-    in_order = allow(config, "desc_act", (True, False, None), None) is False
-    if config.get("dynamic"):
-        raise unknown("dynamic", "set", ("none",))
-    offset = 0 if version == "gptq_v2" else 1
-    zero = (1 << (int(bits) - 1)) - offset if symmetric else None
-
-    def decode(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
-        return _decode_gptq(read, base, kinds, bits, offset, zero, in_order=in_order)
-
-    return Scheme("gptq", "qweight", ("qzeros", "scales", "g_idx"), decode, int(bits))
-
-
-def _decode_gptq(
-    read: Reader,
-    base: str,
-    kinds: Mapping[str, Any],
-    bits: int,
-    offset: int,
-    symmetric: int | None,
-    *,
-    in_order: bool,
-) -> QuantisedWeight:
-    """Return (code - z)·s; words hold inputs of one output, and z is the stored one plus `offset`.
-
-    Refuse zero points other than `symmetric`, if given, and groups out of order if `in_order`:
-    kernels do not read them then.
-    """
-    name = f"{base}.weight"
-    for part in ("qzeros", "scales"):
-        need(f"{base}.{part}" in kinds, name, f"it has no {part}")
-    words, scale = read(f"{base}.qweight"), read(f"{base}.scales").to(torch.float32)
-    code = _unpacked(words.T.contiguous(), bits)
-    out, inputs = code.shape
-    zero = _unpacked(read(f"{base}.qzeros"), bits)
-    need(tuple(zero.shape) == tuple(scale.shape), name, "zero points and scales do not fit")
-    need(scale.shape[1] == out and inputs % scale.shape[0] == 0, name, "its scales do not fit")
-    if offset and bool((zero == (1 << bits) - 1).any()):
-        raise broken(name, "a zero point is one more than its bits hold, which libraries differ in")
-    middle = symmetric is None or bool((zero == symmetric).all())
-    need(middle, name, "it is symmetric by its configuration, and its zero points are others")
-    groups = plain = torch.arange(inputs) // (inputs // len(scale))
-    if f"{base}.g_idx" in kinds:
-        groups = read(f"{base}.g_idx").long()
-        fits = len(groups) == inputs and 0 <= int(groups.min()) <= int(groups.max()) < len(scale)
-        need(fits, name, "its g_idx does not fit")
-        ordered = not in_order or torch.equal(groups, plain)
-        need(ordered, name, "desc_act is false, and its g_idx has another order")
-    held = code.T.to(torch.float32) - (zero[groups] + offset).to(torch.float32)
-    spread = scale[groups]
-    return matrix_of((held * spread).T, "", "", held, spread)
-
-
-def awq_scheme(config: Mapping[str, Any]) -> Scheme:
-    """Return the format of AWQ. Refuse (KC455) unsupported variants."""
-    allow(config, "version", ("gemm", "GEMM", None), None)
-    bits = config.get("bits", config.get("w_bit"))
-    if bits != 4:
-        raise unknown("bits", bits, (4,))
-    allow(config, "zero_point", (True, None), None)
-    return Scheme("awq", "qweight", ("qzeros", "scales"), _decode_awq, 4)
-
-
-def _decode_awq(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
-    """Return (code - z)·s; words hold eight outputs of one input, in AWQ order."""
-    name = f"{base}.weight"
-    for part in ("qzeros", "scales"):
-        need(f"{base}.{part}" in kinds, name, f"it has no {part}")
-    scale = read(f"{base}.scales").to(torch.float32)
-    code, zero = (_ordered(_unpacked(read(f"{base}.{part}"), 4)) for part in ("qweight", "qzeros"))
-    inputs, out = code.shape
-    fits = tuple(zero.shape) == tuple(scale.shape) and scale.shape[1] == out
-    need(fits and inputs % len(scale) == 0, name, "its scales do not fit")
-    width = inputs // len(scale)
-    held = code.to(torch.float32) - zero.to(torch.float32).repeat_interleave(width, dim=0)
-    spread = scale.repeat_interleave(width, dim=0)
-    return matrix_of((held * spread).T, "", "", held, spread)
-
-
-def _ordered(parts: Tensor) -> Tensor:
-    """Return columns in AWQ order in their natural order."""
-    place = torch.tensor([_AWQ_ORDER.index(column) for column in range(8)])
-    rows, columns = parts.shape
-    return parts.reshape(rows, columns // 8, 8)[:, :, place].reshape(rows, columns)
 
 
 # --- ModelOpt -------------------------------------------------------------------------------------
@@ -425,24 +406,32 @@ def modelopt_scheme(config: Mapping[str, Any]) -> Scheme:
         nested = ("weight_scale", "weight_scale_2")
         return Scheme("modelopt NVFP4", "weight", nested, _decode_modelopt, 4)
     allow(config, "has_zero_point", (False, None), None)
+    decode: Callable[..., QuantisedWeight] = _decode_scaled
     if kind == "W4A16_AWQ":
-        return Scheme(f"modelopt {kind}", "weight", ("weight_scale",), _decode_pairs, 4)
-    return Scheme(f"modelopt {kind}", "weight", ("weight_scale",), _decode_scaled)
+        size = config.get("group_size", 0)
+        if type(size) is not int or size < 0:
+            raise unknown("group_size", size, ("a positive integer",))
+        decode, grid = _decode_pairs, ("group", size)
+    else:
+        grid = ("tensor" if kind == "FP8" else "channel", 0)
+    bits = 4 if kind == "W4A16_AWQ" else 8
+    decode = _with(decode, _Stated((grid,)))
+    return Scheme(f"modelopt {kind}", "weight", ("weight_scale",), decode, bits)
 
 
-def _decode_pairs(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:
+def _decode_pairs(
+    read: Reader, base: str, kinds: Mapping[str, Any], *, stated: _Stated
+) -> QuantisedWeight:
     """Return 4-bit integers times scales; a byte holds the codes of two outputs, the first in the
     low half."""
     name = f"{base}.weight"
     need(kinds[name] == "U8", name, f"it is stored as {kinds[name]}")
-    need(f"{base}.weight_scale" in kinds, name, "it has no weight_scale")
     raw = read(name)
     need(raw.dim() == 2, name, "it is no matrix")
     shape = (2 * raw.shape[0], raw.shape[1])
     halves = torch.stack((raw & 15, raw >> 4), dim=1).reshape(shape).to(torch.float32)
     code = torch.where(halves >= 8, halves - 16, halves)
-    scale, layout = _spread(read, f"{base}.weight_scale", shape, base, kinds)
-    return matrix_of(code * scale, "int4", layout, code, scale)
+    return _scaled(read, base, kinds, stated, code, None, "int4")
 
 
 def _decode_modelopt(read: Reader, base: str, kinds: Mapping[str, Any]) -> QuantisedWeight:

@@ -159,6 +159,95 @@ def test_both_programs_refuse_what_says_other_weights(
         read_served(place, {key}).matrix(key)
 
 
+def weights_of(name: str, **change: object) -> dict[str, object]:
+    """Return a configuration of compressed-tensors with another statement about weights."""
+    config = FORMATS[name][0]
+    group = config["config_groups"]["group_0"]
+    groups = {"group_0": {**group, "weights": {**group["weights"], **change}}}
+    return {**config, "config_groups": groups}
+
+
+ROWS, COLUMNS = 48, 32
+OTHER_ORDER = torch.arange(COLUMNS, dtype=torch.int32).flip(0) // 8
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "parts"),
+    [
+        ("fp8 tensor", weights_of("fp8 tensor", strategy="channel"), {}),
+        ("fp8 channel", weights_of("fp8 channel", strategy="tensor"), {}),
+        ("fp8 block", weights_of("fp8 block", block_structure=[96, 128]), {}),
+        ("fp8 channel", weights_of("fp8 channel", symmetric=False), {}),
+        ("fp8 channel", FORMATS["fp8 channel"][0], {"weight_scale": torch.ones(ROWS, 4)}),
+        (
+            "fp8 channel",
+            FORMATS["fp8 channel"][0],
+            {"weight_scale": torch.full((ROWS, 1), 127, dtype=torch.uint8)},
+        ),
+        (
+            "int8 channel",
+            FORMATS["int8 channel"][0],
+            {"weight_zero_point": torch.ones(ROWS, 1, dtype=torch.int8)},
+        ),
+        ("int4 group", weights_of("int4 group", group_size=16), {}),
+        ("int4 group", weights_of("int4 group", group_size=3), {}),
+        ("int4 group", weights_of("int4 group", symmetric=False), {}),
+        ("int4 group", weights_of("int4 group", actorder="group"), {}),
+        ("int4 group", FORMATS["int4 group"][0], {"weight_g_idx": OTHER_ORDER}),
+        ("int4 group, zero points", weights_of("int4 group, zero points", symmetric=True), {}),
+        ("gptq", {**FORMATS["gptq"][0], "group_size": 16}, {}),
+        ("gptq", {**FORMATS["gptq"][0], "group_size": -1}, {}),
+        ("gptq", {**FORMATS["gptq"][0], "desc_act": True}, {"g_idx": None}),
+        ("gptq", {**FORMATS["gptq"][0], "adapter": {"name": "lora"}}, {}),
+        ("gptq v2", {**FORMATS["gptq v2"][0], "format": "gptq"}, {}),
+        ("awq", {**FORMATS["awq"][0], "group_size": 16}, {}),
+        ("awq", {**FORMATS["awq"][0], "backend": "llm-awq"}, {}),
+        ("awq", {**FORMATS["awq"][0], "version": None, "format": "gemv"}, {}),
+        ("modelopt int4", {**FORMATS["modelopt int4"][0], "group_size": 16}, {}),
+        ("modelopt fp8", {**FORMATS["modelopt fp8"][0], "quant_algo": "W8A16"}, {}),
+    ],
+)
+def test_both_programs_refuse_scales_that_are_not_those_of_the_configuration(
+    folder: Path, name: str, config: dict[str, object], parts: dict[str, torch.Tensor | None]
+) -> None:
+    place, base = folder / "quantised", "model.layers.0.mlp.up_proj"
+    quantise(folder, place, name)
+    read_served(place, {f"{base}.weight"}).matrix(f"{base}.weight")
+    held = load_file(place / "model.safetensors")
+    held |= {f"{base}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
+    gone = {f"{base}.{part}" for part, tensor in parts.items() if tensor is None}
+    save_file({k: t for k, t in held.items() if k not in gone}, place / "model.safetensors")
+    document = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**document, "quantization_config": config}))
+    with pytest.raises(Refusal) as refused:
+        pair(folder).served.quantised(f"{base}.weight")  # type: ignore[union-attr]
+    assert refused.value.diagnostics[0].code in (CHECKPOINT_TENSORS, MODEL_CONFIG)
+    with pytest.raises(Rejected) as rejected:
+        read_served(place, {f"{base}.weight"}).matrix(f"{base}.weight")
+    assert rejected.value.reason in ("served/tensor", "served/method")
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_the_last_group_of_gptq_may_be_smaller(tmp_path: Path, indexed: bool) -> None:
+    """The width of groups is what the configuration says, not what their number suggests."""
+    parts, _ = FORMATS["gptq"][1](torch.randn(16, 24, generator=torch.Generator().manual_seed(5)))
+    groups = torch.arange(24) // 16
+    parts |= {"scales": parts["scales"][:2], "qzeros": parts["qzeros"][:2], "g_idx": groups.int()}
+    words = parts["qweight"].long()[:, :] & 0xFFFFFFFF
+    code = torch.stack([(words[i // 8] >> (4 * (i % 8))) & 15 for i in range(24)])
+    points = parts["qzeros"].long() & 0xFFFFFFFF
+    zero = torch.stack([(points[:, o // 8] >> (4 * (o % 8))) & 15 for o in range(16)], dim=1) + 1
+    meant = ((code - zero[groups]).float() * parts["scales"].float()[groups]).T
+    tensors = {f"w.{n}": t.contiguous() for n, t in parts.items() if indexed or n != "g_idx"}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    kinds = {k: one.kind for k, one in file_header(tmp_path / "model.safetensors").items()}
+    assert torch.equal(scheme_of(config).decode(tensors.__getitem__, "w", kinds).value, meant)
+    theirs = read_served(tmp_path, {"w.weight"}).matrix("w.weight")
+    assert np.array_equal(theirs.value, meant.numpy())
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("part", ["scale", "zero_point"])
 def test_the_checker_refuses_factors_of_one_output_for_all(folder: Path, part: str) -> None:
@@ -288,9 +377,12 @@ VECTORS = Path(__file__).parents[2] / "support" / "vectors" / "compressed_tensor
 
 def recorded_config(name: str) -> dict[str, object]:
     form = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}
-    weights = {"num_bits": 8, "type": "float" if name.startswith("fp8") else "int"}
+    kind = "float" if name.startswith("fp8") else "int"
+    weights: dict[str, object] = {"num_bits": 8, "type": kind}
+    weights["strategy"] = "tensor" if name == "fp8_tensor" else "channel"
+    weights["symmetric"] = not name.endswith("asymmetric")
     if name.startswith("int4"):
-        weights["num_bits"] = 4
+        weights |= {"num_bits": 4, "strategy": "group", "group_size": 32}
     if name == "nvfp4":
         weights = {"num_bits": 4, "type": "float"}
     return {

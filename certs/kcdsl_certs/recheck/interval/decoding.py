@@ -122,7 +122,7 @@ def _modelopt(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
     if method.get("has_zero_point") not in (False, None):
         raise Rejected("served/method", f"zero points of {str(kind)[:40]!r}")
     if kind in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A16"):
-        return _bytes(served, base)
+        return _bytes(served, base, [{"strategy": "tensor" if kind == "FP8" else "channel"}])
     if kind != "W4A16_AWQ":
         raise Rejected("served/method", f"the algorithm {str(kind)[:40]!r} is not known")
     stored = served.part(base, "weight")
@@ -132,7 +132,10 @@ def _modelopt(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
     codes = np.empty((2 * data.shape[0], data.shape[1]), dtype=np.int64)
     codes[0::2], codes[1::2] = data % 16, data // 16
     codes[codes > 7] -= 16
-    return _product(codes, served, base, "int4")
+    width = method.get("group_size")
+    if width is None:  # any that divides the inputs
+        width = codes.shape[1] // max(served.part(base, "weight_scale").shape[-1], 1)
+    return _product(codes, served, base, "int4", [{"strategy": "group", "group_size": width}], None)
 
 
 def _compressed(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
@@ -141,13 +144,14 @@ def _compressed(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
     others += [name for name, group in method["config_groups"].items() if _apart(group, form)]
     if others or method.get("quantization_status") not in ("compressed", "frozen", None):
         raise Rejected("served/method", f"compressed-tensors with {str(others)[:60]}")
+    said = [group["weights"] for group in method["config_groups"].values()]
     if form in ("float-quantized", "int-quantized", "naive-quantized"):
-        return _bytes(served, base)
+        return _bytes(served, base, said)
     if form == "nvfp4-pack-quantized":
         return _four(served, base, "weight_packed", "weight_global_scale", True)
     if form != "pack-quantized":
         raise Rejected("served/method", f"the format {str(form)[:40]!r} is not known")
-    bits = {group["weights"]["num_bits"] for group in method["config_groups"].values()}
+    bits = {one["num_bits"] for one in said}
     if len(bits) != 1 or not bits <= {2, 4, 8}:
         raise Rejected("served/method", f"weights of {sorted(map(str, bits))} bits")
     (width,) = bits
@@ -157,12 +161,12 @@ def _compressed(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
         raise ValueError("the words do not fit the shape")
     middle = 2 ** (width - 1)
     codes = _fields(words, width)[:, :columns] - middle
+    zeros = None
     if served.has(base, "weight_zero_point"):
         packed = integers(served.part(base, "weight_zero_point"), "I32")
         zeros = _fields(np.ascontiguousarray(packed.T), width).T[:rows] - middle
-        codes = codes - _tiles(zeros.astype(np.float32), codes.shape, _order(served, base))[0]
-        return _product(codes, served, base, "")
-    return _product(codes, served, base, {4: "int4", 8: "int8"}.get(width, ""))
+    kind = {4: "int4", 8: "int8"}.get(width, "")
+    return _product(codes, served, base, kind, said, zeros)
 
 
 def _apart(group: Mapping[str, Any], form: object) -> bool:
@@ -170,16 +174,13 @@ def _apart(group: Mapping[str, Any], form: object) -> bool:
     return group.get("format") not in (form, None) or group.get("output_activations") is not None
 
 
-def _bytes(served: Parts, base: str) -> Decoded:
+def _bytes(served: Parts, base: str, said: Sequence[Mapping[str, Any]]) -> Decoded:
     tensor = served.part(base, "weight")
     kind = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2", "I8": "int8"}[tensor.dtype]
-    codes = numbers(tensor)
+    zeros = None
     if served.has(base, "weight_zero_point"):
         zeros = numbers(served.part(base, "weight_zero_point"))
-        if zeros.any():
-            codes = codes - _tiles(zeros, codes.shape, _order(served, base))[0]
-            kind = ""
-    return _product(codes, served, base, kind)
+    return _product(numbers(tensor), served, base, kind, said, zeros)
 
 
 def _squares(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
@@ -379,11 +380,32 @@ def _sum_in(a: Floats, b: Floats, form: Format) -> Singles:
     return np.where(wrong, other, first).astype(np.float32)
 
 
-def _product(codes: NDArray[Any], served: Parts, base: str, kind: str) -> Decoded:
-    """Return codes times the scales of a weight."""
+def _product(
+    codes: NDArray[Any],
+    served: Parts,
+    base: str,
+    kind: str,
+    said: Sequence[Mapping[str, Any]],
+    zeros: NDArray[Any] | None,
+) -> Decoded:
+    """Return codes less zero points, times scales.
+
+    `said` is what the configuration says of weights: scales, zero points and groups of inputs that
+    are none of those raise ValueError.
+    """
     held = codes.astype(np.float32)
+    if served.part(base, "weight_scale").dtype not in ("F32", "F16", "BF16"):
+        raise ValueError("the scales are no floats")
     scales = numbers(served.part(base, "weight_scale"))
-    spread, layout = _tiles(scales, held.shape, _order(served, base))
+    order = _order(served, base, held.shape[1], said)
+    even = {one.get("symmetric", True) for one in said}
+    if not even <= {True, False} or (zeros is None and even == {False}):
+        raise ValueError("the codes are not symmetric, and there are no zero points")
+    if zeros is not None and zeros.any():
+        if even == {True}:
+            raise ValueError("the codes are symmetric, and there are zero points")
+        held, kind = held - _tiles(zeros.astype(np.float32), held.shape, order, said)[0], ""
+    spread, layout = _tiles(scales, held.shape, order, said)
     with np.errstate(all="ignore"):
         value = np.asarray(held * spread, dtype=np.float32)
     return Decoded(value, kind, layout, float(held.min()), float(np.abs(scales).max()))
@@ -412,11 +434,13 @@ def _four(served: Parts, base: str, name: str, outer: str, divided: bool) -> Dec
 
 
 def _gptq(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
-    bits, form = method.get("bits"), method.get("checkpoint_format")
-    if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2", None):
-        raise Rejected("served/method", f"GPTQ of {bits!r} bits, {str(form)[:40]!r}")
-    if method.get("dynamic") or method.get("is_marlin_format"):
-        raise Rejected("served/method", "GPTQ with bits of some matrices, or packed for Marlin")
+    bits = method.get("bits")
+    forms = {method.get(name) for name in ("checkpoint_format", "format")} - {None}
+    form = next(iter(forms), None)
+    if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2", None) or len(forms) > 1:
+        raise Rejected("served/method", f"GPTQ of {bits!r} bits, {str(forms)[:40]!r}")
+    if method.get("dynamic") or method.get("is_marlin_format") or method.get("adapter"):
+        raise Rejected("served/method", "GPTQ with bits of some matrices, adapters, or for Marlin")
     one = 0 if form == "gptq_v2" else 1
     scales = numbers(served.part(base, "scales"))
     words = integers(served.part(base, "qweight"), "I32")
@@ -428,22 +452,43 @@ def _gptq(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
         raise ValueError("a zero point is more than its bits hold")
     if method.get("sym") and (zeros + one != 2 ** (bits - 1)).any():
         raise ValueError("symmetric codes have zero points, which kernels of them do not read")
-    groups = plain = np.arange(len(codes)) // (len(codes) // len(scales))
+    groups = plain = _groups(served, base, method, len(codes))
     if served.has(base, "g_idx"):
         groups = integers(served.part(base, "g_idx"), "I32").astype(np.int64)
         if method.get("desc_act") is False and not np.array_equal(groups, plain):
             raise ValueError("kernels do not read the order of its groups: desc_act is false")
-    elif len(codes) % len(scales):
-        raise ValueError("the groups do not fit")
+    elif method.get("desc_act"):
+        raise ValueError("inputs are ordered by groups, and there is no g_idx")
     if groups.shape != (len(codes),) or groups.min() < 0:
         raise ValueError("the groups do not fit")
     less = codes - (zeros + one)[groups]
     return Decoded(np.ascontiguousarray((less.astype(np.float32) * scales[groups]).T))
 
 
+def _groups(served: Parts, base: str, method: Mapping[str, Any], inputs: int) -> NDArray[np.int64]:
+    """Return the group of every input, in order; the groups are as large as the configuration says,
+    and all of one size if it does not. Raises ValueError for another number of groups."""
+    stored, size = served.part(base, "scales"), method.get("group_size")
+    if stored.dtype not in ("F32", "F16", "BF16"):
+        raise ValueError("the scales are no floats")
+    count = stored.shape[0]
+    if size is None:
+        size = inputs // count
+        if size * count != inputs:
+            raise ValueError("the groups do not fit")
+    elif type(size) is not int or (size < 1 and size != -1):
+        raise Rejected("served/method", f"groups of {str(size)[:40]}")
+    found = np.zeros(inputs, dtype=np.int64) if size == -1 else np.arange(inputs) // size
+    if found[-1] != count - 1:
+        raise ValueError(f"there are {count} groups, and their size is {size}")
+    return found
+
+
 def _awq(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
-    version, bits = method.get("version"), method.get("bits", method.get("w_bit"))
-    known = version in ("gemm", "GEMM", None) and bits == 4
+    bits = method.get("bits", method.get("w_bit"))
+    version = [method.get(name) for name in ("version", "format", "checkpoint_format")]
+    known = bits == 4 and all(one in ("gemm", "GEMM", None) for one in version)
+    known = known and str(method.get("backend")).lower() != "llm-awq"
     if not known or method.get("zero_point") not in (True, None):
         raise Rejected("served/method", f"AWQ of {bits!r} bits, {str(version)[:40]!r}")
     scales = numbers(served.part(base, "scales"))
@@ -453,11 +498,11 @@ def _awq(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
     )
     if zeros.shape != scales.shape or codes.shape[1] != scales.shape[1]:
         raise ValueError("the scales do not fit")
+    groups = _groups(served, base, method, len(codes))
     if len(codes) % len(scales):
         raise ValueError("the groups do not fit")
-    times = len(codes) // len(scales)
-    less = codes - np.repeat(zeros, times, axis=0)
-    value = less.astype(np.float32) * np.repeat(scales, times, axis=0)
+    less = codes - zeros[groups]
+    value = less.astype(np.float32) * scales[groups]
     return Decoded(np.ascontiguousarray(value.T))
 
 
@@ -469,35 +514,73 @@ def _interleaved(fields: NDArray[np.int64]) -> NDArray[np.int64]:
     return found
 
 
-def _order(served: Parts, base: str) -> NDArray[np.int64] | None:
-    """Return the group of every input, None if the weight does not state it."""
-    if not served.has(base, "weight_g_idx"):
+def _order(
+    served: Parts, base: str, columns: int, said: Sequence[Mapping[str, Any]]
+) -> NDArray[np.int64] | None:
+    """Return the group of every input, None if they are in order."""
+    grouped = {str(one.get("actorder")).lower() in ("group", "dynamic", "true") for one in said}
+    found = np.array([-1])
+    if served.has(base, "weight_g_idx"):
+        found = integers(served.part(base, "weight_g_idx"), "I32").astype(np.int64)
+    if (found < 0).any():
+        if grouped == {True}:
+            raise ValueError("inputs are ordered by groups, and there is no index of groups")
         return None
-    found = integers(served.part(base, "weight_g_idx"), "I32").astype(np.int64)
-    return None if (found < 0).any() else found
+    if found.shape != (columns,):
+        raise ValueError("the groups do not fit")
+    if grouped != {False}:
+        return found
+    width = max(columns // (int(found.max()) + 1), 1)
+    if not np.array_equal(found, np.arange(columns) // width):
+        raise ValueError("kernels do not read the order of its groups: there is no actorder")
+    return None
 
 
 def _tiles(
-    scales: Singles, shape: tuple[int, ...], order: NDArray[np.int64] | None
+    scales: Singles,
+    shape: tuple[int, ...],
+    order: NDArray[np.int64] | None,
+    said: Sequence[Mapping[str, Any]],
 ) -> tuple[Singles, str]:
     """Return the scale of every element of a matrix, and the name of the scale layout."""
     rows, columns = shape
-    if scales.size == 1:
-        return np.full(shape, scales.ravel()[0], dtype=np.float32), "per_tensor"
-    grid = scales.reshape(-1, 1) if scales.ndim == 1 else scales
-    if order is not None:
-        if len(grid) != rows or order.shape != (columns,) or order.max() >= grid.shape[1]:
-            raise ValueError("the groups do not fit")
-        return grid[:, order], ""
-    if grid.shape == (rows, 1):
-        return np.broadcast_to(grid, shape), "per_channel"
-    if len(grid) == rows and columns % grid.shape[1] == 0:
-        width = columns // grid.shape[1]
-        return np.repeat(grid, width, axis=1), f"group_{width}"
-    if grid.shape != (-(-rows // 128), -(-columns // 128)):
-        raise ValueError("the scales do not fit")
-    tall = np.repeat(np.repeat(grid, 128, axis=0), 128, axis=1)
-    return tall[:rows, :columns], "block_128"
+    grid = scales.reshape(1, 1) if scales.size == 1 else scales
+    grid = grid.reshape(-1, 1) if grid.ndim == 1 else grid
+    for tall, wide in (_tile(one, rows, columns) for one in said):
+        cut = tall == 1 and columns % wide
+        if cut or grid.shape != (-(-rows // tall), -(-columns // wide)):
+            continue
+        if order is not None and tall == 1 and wide < columns:
+            if order.max() >= grid.shape[1]:
+                raise ValueError("the groups do not fit")
+            return grid[:, order], ""
+        spread = grid[np.arange(rows) // tall][:, np.arange(columns) // wide]
+        if grid.size == 1:
+            return spread, "per_tensor"
+        if tall > 1:
+            return spread, "block_128"
+        return spread, "per_channel" if wide == columns else f"group_{wide}"
+    raise ValueError("the scales are not those that the configuration states")
+
+
+def _tile(said: Mapping[str, Any], rows: int, columns: int) -> tuple[int, int]:
+    """Return the rows and columns that share a scale."""
+    size, kind = said.get("group_size"), said.get("strategy")
+    if kind is None:
+        kind = {None: "tensor", -1: "channel"}.get(size, "group")
+    if kind == "group" and (type(size) is not int or size < 1):
+        raise Rejected("served/method", f"groups of {str(size)[:40]}")
+    if kind == "block" and said.get("block_structure") not in ([128, 128], "128x128"):
+        raise Rejected("served/method", f"blocks of {str(said.get('block_structure'))[:40]}")
+    tiles: dict[str, tuple[int, Any]] = {
+        "tensor": (rows, columns),
+        "channel": (1, columns),
+        "group": (1, size),
+        "block": (128, 128),
+    }
+    if kind not in tiles:
+        raise Rejected("served/method", f"scales of {str(kind)[:40]!r}")
+    return tiles[kind]
 
 
 def _fields(words: NDArray[Any], bits: int) -> NDArray[np.int64]:
