@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.backends import choose_device, measuring_backend
 from kcdsl.api.contract import Contract, read_contract
 from kcdsl.api.evaluation import EvaluateSettings, gathered
+from kcdsl.api.promotion import NO_FALLBACK, OF_STAGE
 from kcdsl.api.results import no_progress
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import ARTEFACT_REFUSED, REGISTER_DAMAGED
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from kcdsl.api.results import Progress
     from kcdsl.ir.terms import Program
     from kcdsl.model.files import Artefacts
-    from kcdsl.release.register import Register, Run
+    from kcdsl.release.register import PromotionReason, Register, Run
 
 _ERROR = 0.05
 _CONTRACT = "contract"
@@ -81,8 +83,8 @@ class _Measured:
 @dataclass(frozen=True, slots=True)
 class _History:
     """The content of a register: runs by the digests of their traces and reports, triples by digest
-    in the order of recording, and for the failed run its triple, the previous triple and the
-    certified results."""
+    in the order of recording, and for the failed run its triple, the previous triple, the certified
+    results and the decisions that refused the triple."""
 
     runs: Mapping[str, Run]
     triples: Mapping[str, Triple]
@@ -90,6 +92,7 @@ class _History:
     present: Triple | None = None
     previous: Triple | None = None
     certified: Certified = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
 
     def run(self, one: _Measured) -> Run | None:
         """Return the run of a file; None where it was not recorded."""
@@ -149,6 +152,7 @@ def explain(settings: WhySettings) -> Explanation:
         runs=tuple(_runs(wanted, found, history)),
         effects=backend.effects(cells) if len(cells) > 1 else (),
         distrusted="" if run is None or run.trusted else f"its run is not trusted: {run.reason}",
+        refused=history.refused,
         unused=unused,
     )
 
@@ -184,7 +188,33 @@ def _history(register: Register, failed: _Measured) -> _History:
     (present,) = fits
     previous, found_by = _before(register, present, triples)
     certified = dict(_certified(register, present))
-    return _History(runs, triples, found_by, present, previous, certified)
+    refused = tuple(_refused(register, present, runs))
+    return _History(runs, triples, found_by, present, previous, certified, refused)
+
+
+def _refused(register: Register, present: Triple, runs: Mapping[str, Run]) -> Iterator[str]:
+    """Yield the decisions that refused a triple for violated clauses, with their reasons; not those
+    that counted a run which is not trusted."""
+    from kcdsl.release.register import PromotionState
+
+    refusals = (PromotionState.BLOCKED, PromotionState.FROZEN, PromotionState.ROLLED_BACK)
+    doubted = {digest for digest, run in runs.items() if not run.trusted}
+    for decision in register.promotions(candidate=present.digest):
+        if decision.state in refusals and doubted.isdisjoint(decision.evidence):
+            named = f"decision {decision.number} about {decision.slot} at {decision.stage}"
+            stated = [one for one in decision.reasons if one.clause not in (OF_STAGE, NO_FALLBACK)]
+            for reason in [one for one in stated if _is_beyond(one)] or stated:
+                on = f" on {reason.slice}" if reason.slice else ""
+                yield f"{named} ({decision.state}): {reason.clause}{on}: {reason.detail}"
+
+
+def _is_beyond(reason: PromotionReason) -> bool:
+    """Return whether the counts of a reason are beyond the share that its clause allows; a mean has
+    no counts."""
+    numbers = {name: Fraction(text) for name, text in reason.numbers.items()}
+    if not numbers.keys() >= {"beyond", "of", "allowed"}:
+        return False
+    return numbers["beyond"] > numbers["allowed"] * numbers["of"]
 
 
 def _before(

@@ -69,6 +69,8 @@ _MOST_COUNTED = 40_000
 most 4 MiB."""
 NO_FALLBACK = "rollback/no-target"
 """The reason of a decision that empties a slot."""
+OF_STAGE = "stage"
+"""The reason of a decision about what a stage lacks, which is no clause."""
 NOTHING_LIVE = "no other triple that was live in the slot may serve: nothing is live now"
 
 
@@ -419,7 +421,7 @@ class _Promotion:
         new = live and not served
         withdrawn = self.withdraws(found, slot)
         state = PromotionState.PROMOTED if new else states[found.outcome]
-        reasons = [PromotionReason("stage", text) for text in found.lacking]
+        reasons = [PromotionReason(OF_STAGE, text) for text in found.lacking]
         for row in found.rows:
             if row.status in ("violated", "open"):
                 numbers = {} if row.n is None else {"beyond": str(row.k), "of": str(row.n)}

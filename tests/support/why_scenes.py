@@ -14,7 +14,7 @@ import numpy as np
 from kcdsl.api.causes import WhySettings, explain
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Clause
-from kcdsl.release.register import Promotion, PromotionState, Register, Run
+from kcdsl.release.register import Promotion, PromotionReason, PromotionState, Register, Run
 from kcdsl.verdict.studies.causes import Explanation
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.table.evidence import EvidenceTable
@@ -129,6 +129,18 @@ class Scene:
                         PromotionState.PROMOTED, certificates=(signed.identity,),
                     )  # fmt: skip
                     register.promote(slot.name, slot.version, decided)
+
+    def refuse(
+        self, triple: Triple, *reasons: PromotionReason, evidence: tuple[str, ...] = ()
+    ) -> None:
+        """Record that a triple was frozen."""
+        with Register.open(self.place, create=True, clock=clock) as register:
+            slot = register.slot("chat/production")
+            decided = Promotion(
+                slot.name, triple.digest, slot.triple, triple.contract.digest, "canary",
+                PromotionState.FROZEN, reasons, evidence=evidence,
+            )  # fmt: skip
+            register.promote(slot.name, slot.version, decided)
 
     def certify(self, triple: Triple, result: CertifiedClause, sequence: int = 1) -> None:
         """Record a certificate of one result."""

@@ -130,8 +130,8 @@ class Explanation(DocumentRecord):
     """The causes of a failure, with their evidence.
 
     `found_by` states how the previous triple was found, or why there is none, `changed` the
-    differences to the present one, by factor, and `distrusted` why the trace is not used as
-    evidence.
+    differences to the present one, by factor, `distrusted` why the trace is not used as evidence,
+    and `refused` the decisions that blocked, froze or rolled back the triple by this contract.
     """
 
     schema: ClassVar[str] = "kcdsl.why/1"
@@ -148,6 +148,7 @@ class Explanation(DocumentRecord):
     runs: tuple[RunEvidence, ...]
     effects: tuple[Effect, ...]
     distrusted: str = ""
+    refused: tuple[str, ...] = ()
     unused: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -161,7 +162,7 @@ class Explanation(DocumentRecord):
                 Cause("checkpoint", "undecided", (), lacking),
             )
         return (
-            _contract(self.agreed),
+            _contract(self.agreed, self.refused),
             _change(self, KERNELS, _by_kernels),
             _change(self, CHECKPOINT, _by_checkpoint),
         )
@@ -256,11 +257,12 @@ def _limit(result: CertifiedClause) -> float | None:
     return limit if result.bound is None else result.bound
 
 
-def _contract(rows: Sequence[AgreedRow]) -> Cause:
-    """Decide whether the contract is a cause: it is too loose if the run satisfies every clause."""
+def _contract(rows: Sequence[AgreedRow], refused: tuple[str, ...]) -> Cause:
+    """Decide whether the contract is a cause: it is too loose if the run satisfies every clause,
+    and no decision refused the triple for a violated one."""
     outside = tuple(f"{row.label} is violated" for row in rows if row.state == "outside")
-    if outside:
-        return Cause("contract", "excluded", outside)
+    if outside or refused:
+        return Cause("contract", "excluded", (*outside, *refused))
     signed = [row for row in rows if row.certificate is not None]
     because = tuple(f"{row.label}: certified by sha256:{row.certificate}" for row in signed)
     left = tuple(f"{row.label}: {row.reason}" for row in rows if row.state == "open")
@@ -285,6 +287,8 @@ def _change(
         return Cause(factor, "excluded", (f"the {factor} did not change",))
     outside = [row for row in told.agreed if row.state == "outside"]
     left = tuple(f"{row.label}: {row.reason}" for row in told.agreed if row.state == "open")
+    if told.refused and not outside:
+        left = ("a run of the requests that violated a clause: the trace does not hold them", *left)
     if not told.agreed or (told.previous is None and (outside or left)):
         return Cause(factor, "undecided", (), (told.found_by, *left))
     found = [decide(told, row) for row in outside]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from kcdsl.api.causes import WhySettings, explain
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import EvidenceKind
 from kcdsl.release.artefacts import checkpoint_manifest
-from kcdsl.release.register import Register
+from kcdsl.release.register import PromotionReason, Register
 from kcdsl.verdict.html.causes import causes_page
 from kcdsl.verdict.studies.causes import EFFECTS, Explanation, agreed_rows
 from kcdsl_backends.empirical.decide.report import conclude
@@ -49,6 +50,56 @@ def test_a_failure_inside_of_the_contract_means_that_it_is_too_loose(tmp_path: P
     assert states(found) == ("shown", "excluded", "excluded")
     assert "2 of 2 rows hold on the trace" in words(found, 0)
     assert found.exit == 1
+
+
+OF_COUNTS = {"beyond": "52", "of": "600", "allowed": "0.01"}
+FEW = {"beyond": "1", "of": "600", "allowed": "0.01"}
+
+
+@pytest.mark.parametrize(
+    ("reasons", "said"),
+    [
+        (
+            (
+                PromotionReason("stage", "the window is too short"),
+                PromotionReason("N-KL", "traffic: 52 of 600", "code", OF_COUNTS),
+                PromotionReason("N-TV", "1 of 600", "all", FEW),
+            ),
+            ("N-KL on code: traffic: 52 of 600",),
+        ),
+        (
+            (PromotionReason("stage", "too short"), PromotionReason("N-MEAN", "0.2 > 0.1", "all")),
+            ("N-MEAN on all: 0.2 > 0.1",),
+        ),
+    ],
+)
+def test_a_contract_that_refused_the_triple_elsewhere_is_not_too_loose(
+    tmp_path: Path, reasons: tuple[PromotionReason, ...], said: tuple[str, ...]
+) -> None:
+    """The pinned requests keep the contract; the traffic of the canary did not."""
+    scene = both(tmp_path, set())
+    scene.refuse(scene.triple("new", "new"), *reasons)
+    found = scene.why(NEW, *OTHERS)
+    assert states(found) == ("excluded", "undecided", "undecided")
+    (decision,) = {text.partition(": ")[0] for text in found.refused}
+    assert decision.endswith("about chat/production at canary (frozen)")
+    assert tuple(text.partition(": ")[2] for text in found.refused) == said
+    assert "the trace does not hold them" in words(found, 1)
+    assert words(found, 2) == words(found, 1)
+    assert found.exit == 3
+
+
+def test_decisions_about_other_triples_or_by_untrusted_runs_refuse_nothing(tmp_path: Path) -> None:
+    scene = both(tmp_path, set())
+    reason = PromotionReason("N-KL", "52 of 600", "code", OF_COUNTS)
+    scene.refuse(scene.triple("old", "old"), reason)
+    other = scene.write(replace(scene, count=4).table("new", "new"), "hot")
+    scene.record(other, scene.triple("new", "new"), trusted=False)
+    digest = hashlib.sha256(other.read_bytes()).hexdigest()
+    scene.refuse(scene.triple("new", "new"), reason, evidence=(digest,))
+    found = scene.why(NEW, *OTHERS)
+    assert found.refused == ()
+    assert states(found) == ("shown", "excluded", "excluded")
 
 
 def test_a_new_kernel_build_that_breaks_a_clause_is_named(tmp_path: Path) -> None:
