@@ -97,7 +97,7 @@ def foreign_code(root: Path) -> Iterator[Row]:
         found = attempt(foreign.kcdsl(*words, safe=True), root / "used")
         yield _ran("foreign code", f"kcdsl {name}, on real documents", found)
     folder = _trapped(root / "lsp")
-    executed = foreign.converse(folder)
+    executed = foreign.editor_session(folder)
     word = f"EXECUTED {', '.join(executed)}" if executed else "nothing was run"
     yield Row("foreign code", "kcdsl lsp", bool(executed), word)
     folder = _trapped(root / "checker")

@@ -66,7 +66,7 @@ from kcdsl_certs.verification.verify import verify
 from tests.support import proofs
 from tests.support.mutation.bases import made
 from tests.support.mutation.changes import Change, changes
-from tests.support.mutation.page import derived_anew, stated
+from tests.support.mutation.page import accepted_if_derived, stated
 
 BASE = "piecewise and tanh, interval"
 NOW = datetime(2026, 12, 1, tzinfo=UTC)
@@ -130,7 +130,7 @@ class Scene:
         self.files = {p.name: p.read_bytes() for p in self.folder.iterdir() if p.is_file()}
         self.allowed = stated("Statements")
         self.allowed_proofs = stated("Proof documents")
-        self.anew = derived_anew("Proof documents")
+        self.anew = accepted_if_derived("Proof documents")
 
     def _write(self, name: str, data: bytes) -> str:
         (self.folder / name).write_bytes(data)

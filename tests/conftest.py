@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from tests.support.commands import ANNOTATING, PLAIN_TERMINAL, Ran, run_here
 from tests.support.files import files_below
-from tests.support.graphs import remember_graphs
+from tests.support.graphs import cache_graphs
 from tests.support.tiers import mark_tiers
 
 # Numeric libraries read these when they are first imported, and child processes inherit them:
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup() -> None:
     """Have the certifier trace each block of the same model once in this process."""
-    remember_graphs()
+    cache_graphs()
 
 
 def pytest_collection() -> None:

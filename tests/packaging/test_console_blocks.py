@@ -26,9 +26,9 @@ import torch
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import load_model
 from tests.support.commands import PLAIN_TERMINAL, run_here
-from tests.support.fake_server import Fake, serving
+from tests.support.fake_server import FakeServer, serving
 from tests.support.files import files_below
-from tests.support.pages import Block, agrees, alone, blocks, settled, stand_in
+from tests.support.pages import Block, agrees, blocks, forget_modules, stand_in, without_variation
 from tests.support.quantised import quantise
 from tests.support.small_models import save_llama, write_model
 
@@ -396,7 +396,7 @@ def _served(name: str, folder: Path) -> Iterator[Callable[[str], str]]:
         yield str
         return
     model = load_model(ModelRef("model.safetensors", "llama", tokenizer="bytes"), folder)
-    with serving(Fake(lambda ids: model.module(torch.tensor(ids)))) as url:
+    with serving(FakeServer(lambda ids: model.module(torch.tensor(ids)))) as url:
         yield lambda text: text.replace("http://127.0.0.1:8000", url)
 
 
@@ -458,8 +458,8 @@ def test_outputs_are_those_of_the_program(repository: Path, tmp_path: Path, name
                 (folder / (block.name or "")).write_text(text, encoding="utf-8")
             elif block.language == "console":
                 for command, shown in commands(block):
-                    printed = settled(_unpadded(run(command, folder)), block.varies)
-                    expected = settled(_unpadded(shown), block.varies)
+                    printed = without_variation(_unpadded(run(command, folder)), block.varies)
+                    expected = without_variation(_unpadded(shown), block.varies)
                     roughly = block.kind == "roughly"
                     same = expected == printed or agrees(expected, printed, roughly=roughly)
                     assert same, f"{command}\n{printed}"
@@ -476,7 +476,7 @@ def run(command: str, folder: Path) -> str:
     """Return what a command of the shell prints; `kcdsl` alone runs in this process."""
     words = shlex.split(command)
     if words[0] == "kcdsl" and not {"|", "&&", ";", ">", "<"} & set(words):
-        with alone(folder):
+        with forget_modules(folder):
             ran = run_here(*words[1:], cwd=folder)
         return ran.stdout + ran.stderr
     done = subprocess.run(

@@ -17,7 +17,7 @@ from flint import arb
 from tests.support import proofs
 from tests.support.affine_rules import ROWS, RULES, WIDTH, heads, source
 from tests.support.ball import numbers
-from tests.support.ball.bounds import Ends, Setting, everything
+from tests.support.ball.bounds import Ends, Setting, all_enclosures
 from tests.support.ball.boxes import Box
 from tests.support.ball.kernel import Kernel
 from tests.support.ball.relational import Page
@@ -168,7 +168,7 @@ def test_both_programs_say_what_the_formulas_say(
     for radius in (0.0, 2.0**-12, 2.0**-4):
         centre = rng.standard_normal(graph.input_shape).astype(np.float32).astype(np.float64)
         setting = Setting(graph, train, infer, centre, radius)
-        found = [said for said in everything(setting, tmp_path) if "intervals" in said.source]
+        found = [said for said in all_enclosures(setting, tmp_path) if "intervals" in said.source]
         if not found:
             continue
         derived = page(setting, tmp_path)

@@ -20,7 +20,7 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.affine_walk import walk
 from tests.support import proofs
-from tests.support.affine_rules import RULES, Build, scores, source, turned
+from tests.support.affine_rules import RULES, Build, rotated_heads, scores, source
 from tests.support.ball import numbers, runs
 from tests.support.ball.bounds import Setting
 from tests.support.ball.exactly import round_nothing
@@ -81,7 +81,7 @@ def turned_oddly(some: bool) -> Build:
 
     def build(rng: np.random.Generator) -> Any:
         g, x = source()
-        q, k = turned(g, x, rng, "q", 3), turned(g, x, rng, "k", 3)
+        q, k = rotated_heads(g, x, rng, "q", 3), rotated_heads(g, x, rng, "k", 3)
         if some:
             k = g.slice(k, dim=1, start=1, stop=3)
         else:

@@ -19,7 +19,7 @@ from kcdsl_certs.recheck.affine_walk import walk
 from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.ball import numbers, runs
-from tests.support.ball.bounds import Setting, everything
+from tests.support.ball.bounds import Setting, all_enclosures
 from tests.support.ball.exactly import round_nothing
 from tests.support.ball.points import corner
 from tests.support.mutation.blocks import decoder, encoder, gated
@@ -54,7 +54,7 @@ def test_the_exact_function_lies_in_what_float64_covers(
         setting = Setting(graph, RECORD, RECORD, centre, radius)
         points = [corner(centre, radius, rng) for _ in range(3)]
         values = [exactly(setting, x) for x in points]
-        for said in everything(setting, tmp_path):
+        for said in all_enclosures(setting, tmp_path):
             for ends in (said.train, said.infer):
                 for name, (lo, hi) in ends.items():
                     for value in values:

@@ -16,7 +16,7 @@ import pytest
 from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.ball import numbers, runs
-from tests.support.ball.bounds import Enclosures, Setting, everything
+from tests.support.ball.bounds import Enclosures, Setting, all_enclosures
 from tests.support.grids import by_turns
 from tests.support.mutation.blocks import decoder, encoder, gated
 
@@ -148,7 +148,7 @@ def attacked(build: Any, folder: Path, name: str, inputs: str) -> int:
         scale = float(np.abs(centre).max())
         for radius in (0.0, scale * 2.0**-12):
             setting = Setting(graph, KERNELS[pair[0]], KERNELS[pair[1]], centre, radius)
-            found = list(everything(setting, folder))
+            found = list(all_enclosures(setting, folder))
             bounded += len(found)
             scene = setting.scene(folder)
             for trial in range(2):
@@ -167,7 +167,7 @@ def test_a_bound_that_is_too_small_by_little_is_found(tmp_path: Path) -> None:
     centre = np.full(graph.input_shape, 0.75)
     setting = Setting(graph, KERNELS["float32 any"], KERNELS["float32 any"], centre, 0.25)
     scene = setting.scene(tmp_path)
-    found = list(everything(setting, tmp_path))
+    found = list(all_enclosures(setting, tmp_path))
     t = ran(setting, scene, "train", centre + 0.25, 0, "up")
     check(found, t, t)
     moved = 2.0**-24 * 4  # the roundings inside are bounded by more than runs take

@@ -242,11 +242,11 @@ def test_truth_in_a_world_is_what_solvers_make_of_its_values() -> None:
             def scope(slice_name: str, world: Any = world, lookup: Any = lookup) -> Scope:
                 return Scope(world, lookup, lookup(slice_name) if slice_name else ())
 
-            pins = [*made.pinned(theory, scope), *theory.instances()]
+            pins = [*made.constant_values(theory, scope), *theory.instances()]
             facts = [fact for fact, _ in assumptions(theory, Fraction(1), {})]
-            true = both(made.question(theory, *pins, *facts, holds))
+            true = both(made.smt_script(theory, *pins, *facts, holds))
             assert true == ("sat" if answer.truth is Truth.TRUE else "unsat"), seed
-            false = both(made.question(theory, *pins, *facts, text.negation(holds)))
+            false = both(made.smt_script(theory, *pins, *facts, text.negation(holds)))
             assert false == ("unsat" if answer.truth is Truth.TRUE else "sat"), seed
     assert min(seen.values()) >= 20, seen
 
@@ -327,8 +327,8 @@ def test_budgets_count_the_units_that_solvers_call_beyond() -> None:
             def scope(name: str, unit: Unit = unit, world: World = world) -> Scope:
                 return Scope(world, lambda _: (unit,), (unit,))
 
-            pins = made.pinned(theory, scope)
-            beyond += both(made.question(theory, *pins, holds)) != "sat"
+            pins = made.constant_values(theory, scope)
+            beyond += both(made.smt_script(theory, *pins, holds)) != "sat"
         assert (Fraction(beyond, 5) <= rate) == (answer.truth is Truth.TRUE), seed
         seen[answer.truth is Truth.TRUE] += 1
     assert min(seen.values()) >= 10, seen

@@ -11,7 +11,7 @@ import pytest
 
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from tests.conftest import Cli
-from tests.support.fake_server import Fake, serving
+from tests.support.fake_server import FakeServer, serving
 
 pytestmark = pytest.mark.usefixtures("shared_files")
 
@@ -29,19 +29,19 @@ clauses:
   N-K3: {{require: mean(k3) <= 1e-3, slices: [all, even], level: L2}}
   N-MOST: {{require: p50(abs(log_ratio)) <= 1e-2, slices: [all], level: L2}}
 """
-Decide = Callable[..., tuple[dict[str, Any], Fake]]
+Decide = Callable[..., tuple[dict[str, Any], FakeServer]]
 
 
 @pytest.fixture
 def decide(cli: Cli, tmp_path: Path, tiny_folder: Path, train: TorchKernel) -> Decide:
-    def run(prompts: list[str], change: Any = None) -> tuple[dict[str, Any], Fake]:
+    def run(prompts: list[str], change: Any = None) -> tuple[dict[str, Any], FakeServer]:
         rows = [
             {"id": f"r{i}", "text": text, "kind": "odd" if i % 2 else "even"}
             for i, text in enumerate(prompts)
         ]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / "requests.jsonl").write_text(lines, "utf-8")
-        fake = Fake(train.logits)
+        fake = FakeServer(train.logits)
         if change is not None:
             fake.change = change
         with serving(fake) as url:

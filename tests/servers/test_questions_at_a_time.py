@@ -18,7 +18,7 @@ from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.executors import in_order
 from kcdsl_backends.requests import Request
 from tests.servers.conftest import Loader
-from tests.support.fake_server import Fake, serving
+from tests.support.fake_server import FakeServer, serving
 
 
 @given(
@@ -136,7 +136,7 @@ def bits(found: ServerRollouts) -> list[Any]:
 def test_what_is_gathered_does_not_depend_on_how_many_are_asked_at_a_time(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    fake = Fake(train.logits, wait=0.02)
+    fake = FakeServer(train.logits, wait=0.02)
     with serving(fake) as url:
         one = gather_rollouts(load(url, tokens=4), train, requests, 3)
         assert fake.most == 1
@@ -149,7 +149,7 @@ def test_what_is_gathered_does_not_depend_on_how_many_are_asked_at_a_time(
 def test_how_many_are_asked_at_a_time_stands_in_the_fingerprint(
     load: Loader, train: TorchKernel
 ) -> None:
-    with serving(Fake(train.logits)) as url:
+    with serving(FakeServer(train.logits)) as url:
         assert load(url, concurrency=4).fingerprint()["service"]["concurrency"] == 4
 
 
@@ -157,7 +157,7 @@ def test_how_many_are_asked_at_a_time_stands_in_the_fingerprint(
 def test_a_failure_among_many_fails_alone_and_silence_ends_it(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    fake = Fake(train.logits)
+    fake = FakeServer(train.logits)
     with serving(fake) as url:
         server = load(url, tokens=2, concurrency=4)
         fake.change = _null_for(requests[2])
@@ -175,7 +175,7 @@ def test_a_failure_among_many_fails_alone_and_silence_ends_it(
 def test_another_model_among_many_ends_it(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    fake = Fake(train.logits)
+    fake = FakeServer(train.logits)
     with serving(fake) as url:
         server = load(url, tokens=2, concurrency=4)
         fake.change = lambda answer, question: (

@@ -32,7 +32,7 @@ from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.executors import THREAD
 from tests.conftest import Cli
 from tests.servers.conftest import QUICK
-from tests.support.fake_server import Fake, serving
+from tests.support.fake_server import FakeServer, serving
 
 pytestmark = pytest.mark.usefixtures("shared_files")
 
@@ -63,7 +63,7 @@ class Lab:
 
     folder: Path
     tiny: Path
-    fake: Fake
+    fake: FakeServer
     url: str
     told: list[str] = field(default_factory=list)
     seed: int = 0
@@ -116,7 +116,7 @@ def lab(
     monkeypatch.setattr("kcdsl_backends.empirical.sources.servers.kernel.Limits", lambda: QUICK)
     lines = (tiny_folder / "prompts.jsonl").read_text("utf-8").splitlines()[:COUNT]
     (tmp_path / "requests.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-    fake = Fake(train.logits)
+    fake = FakeServer(train.logits)
     with serving(fake) as url:
         found = Lab(tmp_path, tiny_folder, fake, url)
         found.write()

@@ -20,7 +20,7 @@ from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel
 from kcdsl_backends.empirical.sources.servers.transport import Limits
 from kcdsl_backends.requests import Request
 from tests.servers.conftest import Loader
-from tests.support.fake_server import Answer, Fake, serving
+from tests.support.fake_server import Answer, FakeServer, serving
 
 Lie = Callable[[Answer], Any]
 
@@ -124,7 +124,7 @@ def test_a_lie_is_refused_under_its_name_before_anything_is_measured(
     name: str, load: Loader, train: TorchKernel
 ) -> None:
     lie, code, words = LIES[name]
-    fake = Fake(train.logits, change=lambda answer, _: lie(answer))
+    fake = FakeServer(train.logits, change=lambda answer, _: lie(answer))
     with serving(fake) as url, pytest.raises(Refusal) as caught:
         load(url)
     first = caught.value.diagnostics[0]
@@ -139,7 +139,7 @@ def test_a_lie_later_on_fails_that_request_or_all(
 ) -> None:
     """No request that it touches has any value; another model ends it all."""
     lie, code, _words = LIES[name]
-    fake = Fake(train.logits)
+    fake = FakeServer(train.logits)
     with serving(fake) as url:
         server = load(url, tokens=4)
         fake.change = lambda answer, question: (
@@ -158,7 +158,7 @@ def test_a_lie_later_on_fails_that_request_or_all(
 def test_a_server_that_is_busy_is_asked_again(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    fake = Fake(train.logits)
+    fake = FakeServer(train.logits)
     with serving(fake) as url:
         server = load(url, tokens=4)
         fake.statuses = [503, 429]
@@ -171,7 +171,7 @@ def test_a_server_that_is_busy_is_asked_again(
 def test_a_server_that_stays_busy_is_given_up(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    fake = Fake(train.logits)
+    fake = FakeServer(train.logits)
     with serving(fake) as url:
         server = load(url, tokens=4)
         fake.statuses = [500] * 1000
@@ -186,7 +186,7 @@ def test_a_server_that_stays_busy_is_given_up(
 def test_one_request_that_is_not_answered_fails_alone(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    fake = Fake(train.logits)
+    fake = FakeServer(train.logits)
     with serving(fake) as url:
         server = load(url, tokens=4)
         fake.statuses = [500] * 3
@@ -197,7 +197,7 @@ def test_one_request_that_is_not_answered_fails_alone(
 
 def test_a_server_that_hangs_is_not_waited_for(load: Loader, train: TorchKernel) -> None:
     limits = Limits(connect=1.0, answer=0.2, attempts=5, slow_attempts=2, pause=0.001)
-    fake = Fake(train.logits, wait=0.6)
+    fake = FakeServer(train.logits, wait=0.6)
     with serving(fake) as url, pytest.raises(Refusal) as caught:
         load(url, limits=limits)
     first = caught.value.diagnostics[0]
@@ -207,7 +207,7 @@ def test_a_server_that_hangs_is_not_waited_for(load: Loader, train: TorchKernel)
 
 
 def test_half_an_answer_is_none(load: Loader, train: TorchKernel) -> None:
-    fake = Fake(train.logits, change=lambda answer, _: json.dumps(answer).encode()[:-20])
+    fake = FakeServer(train.logits, change=lambda answer, _: json.dumps(answer).encode()[:-20])
     with serving(fake) as url, pytest.raises(Refusal) as caught:
         load(url)
     first = caught.value.diagnostics[0]
@@ -218,7 +218,7 @@ def test_half_an_answer_is_none(load: Loader, train: TorchKernel) -> None:
 
 def test_an_endless_answer_is_cut_off(load: Loader, train: TorchKernel) -> None:
     limits = Limits(answer=20.0, attempts=1, size=2000)
-    fake = Fake(train.logits, change=lambda answer, _: b" " * 4000)
+    fake = FakeServer(train.logits, change=lambda answer, _: b" " * 4000)
     with serving(fake) as url, pytest.raises(Refusal) as caught:
         load(url, limits=limits)
     assert "more than 2000 bytes" in caught.value.diagnostics[0].message
@@ -235,7 +235,7 @@ def test_a_key_is_sent_and_told_to_nobody(
 ) -> None:
     """Even where the server repeats it in what it says of its refusal."""
     monkeypatch.setenv("KCDSL_SERVER_KEY_TEST", "swordfish-4711")
-    fake = Fake(train.logits)
+    fake = FakeServer(train.logits)
     with serving(fake) as url:
         server = load(url, key="KCDSL_SERVER_KEY_TEST")
         assert fake.headers[-1]["Authorization"] == "Bearer swordfish-4711"
@@ -255,7 +255,7 @@ def test_a_server_that_becomes_another_one_is_refused_in_the_end(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
     """Its version changes behind one address while it answers as before."""
-    fake = Fake(train.logits)
+    fake = FakeServer(train.logits)
     with serving(fake) as url:
         server = load(url, tokens=2)
         fake.pages["/version"] = {"version": "1.2.4"}
@@ -280,7 +280,7 @@ def test_what_vllm_says_of_its_values_is_held_against_the_contract(
     load: Loader, train: TorchKernel, mode: str, values: str, temperature: str, good: bool
 ) -> None:
     said = {"vllm_config": {"model_config": {"logprobs_mode": mode}}}
-    fake = Fake(train.logits, pages={"/server_info?config_format=json": said})
+    fake = FakeServer(train.logits, pages={"/server_info?config_format=json": said})
     with serving(fake) as url:
         if good:
             load(url, values, temperature=temperature)
@@ -295,7 +295,7 @@ def test_what_vllm_says_of_its_values_is_held_against_the_contract(
 def test_a_list_of_models_that_is_none_is_a_wrong_answer(
     load: Loader, train: TorchKernel, listed: object
 ) -> None:
-    fake = Fake(train.logits, pages={"/v1/models": {"data": listed}})
+    fake = FakeServer(train.logits, pages={"/v1/models": {"data": listed}})
     with serving(fake) as url, pytest.raises(Refusal) as caught:
         load(url)
     assert caught.value.diagnostics[0].code is codes.SERVER_REPLY
@@ -303,7 +303,7 @@ def test_a_list_of_models_that_is_none_is_a_wrong_answer(
 
 def test_many_long_names_of_models_are_cut_off(load: Loader, train: TorchKernel) -> None:
     listed = [{"id": f"{i}{'x' * 10_000}"} for i in range(1000)]
-    fake = Fake(train.logits, pages={"/v1/models": {"data": listed}})
+    fake = FakeServer(train.logits, pages={"/v1/models": {"data": listed}})
     with serving(fake) as url, pytest.raises(Refusal) as caught:
         load(url)
     assert len(caught.value.diagnostics[0].message) < 2000
@@ -312,7 +312,7 @@ def test_many_long_names_of_models_are_cut_off(load: Loader, train: TorchKernel)
 @pytest.mark.parametrize("owner", ["vllm", "sglang", "tensorrt_llm", "llamacpp", "someone"])
 def test_each_server_is_told_the_whole_law(load: Loader, train: TorchKernel, owner: str) -> None:
     """Nothing is left to defaults that change the law, such as llama.cpp's `top_k` of 40."""
-    fake = Fake(train.logits, owner=owner)
+    fake = FakeServer(train.logits, owner=owner)
     with serving(fake) as url:
         load(url, "raw")
     body = fake.questions[0]
@@ -329,7 +329,10 @@ def test_each_server_is_told_the_whole_law(load: Loader, train: TorchKernel, own
 def test_settings_that_a_server_cannot_be_told_are_refused(
     load: Loader, train: TorchKernel
 ) -> None:
-    with serving(Fake(train.logits, owner="someone")) as url, pytest.raises(Refusal) as caught:
+    with (
+        serving(FakeServer(train.logits, owner="someone")) as url,
+        pytest.raises(Refusal) as caught,
+    ):
         load(url, top_k=4)
     assert caught.value.diagnostics[0].code is codes.SERVER_SEMANTICS
 
@@ -379,7 +382,7 @@ def test_the_numbers_name_what_the_server_does_not_say(
     name: str, load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
     planted, temperature, expected = PLANTED[name]
-    fake = Fake(train.logits, **planted)
+    fake = FakeServer(train.logits, **planted)
     with serving(fake) as url:
         found = named(load(url, temperature=temperature, tokens=40, top=2), train, requests)
     if not expected:

@@ -20,7 +20,7 @@ from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel
 from kcdsl_backends.requests import Request
 from tests.servers.conftest import QUICK, Loader
-from tests.support.fake_server import Answer, Fake, serving
+from tests.support.fake_server import Answer, FakeServer, serving
 
 pytestmark = pytest.mark.usefixtures("shared_files")
 
@@ -65,8 +65,8 @@ class Clock:
 
 
 @pytest.fixture
-def fake(train: TorchKernel) -> Fake:
-    return Fake(train.logits)
+def fake(train: TorchKernel) -> FakeServer:
+    return FakeServer(train.logits)
 
 
 def times(server: ServerKernel, request: Request, clock: Callable[[], float]) -> Any:
@@ -80,7 +80,7 @@ def times(server: ServerKernel, request: Request, clock: Callable[[], float]) ->
 
 
 def test_prefill_and_decode_are_told_apart(
-    fake: Fake, load: Loader, requests: tuple[Request, ...]
+    fake: FakeServer, load: Loader, requests: tuple[Request, ...]
 ) -> None:
     with serving(fake) as url:
         server = load(url, tokens=TOKENS)
@@ -96,7 +96,7 @@ def test_prefill_and_decode_are_told_apart(
 
 
 def test_tokens_that_come_together_share_the_time_of_a_step(
-    fake: Fake, load: Loader, requests: tuple[Request, ...]
+    fake: FakeServer, load: Loader, requests: tuple[Request, ...]
 ) -> None:
     """Two tokens an event: the second of the first event took no time that was seen."""
     fake.each = 2
@@ -110,7 +110,7 @@ def test_tokens_that_come_together_share_the_time_of_a_step(
 
 
 def test_a_token_that_is_held_back_does_not_count(
-    fake: Fake, load: Loader, requests: tuple[Request, ...]
+    fake: FakeServer, load: Loader, requests: tuple[Request, ...]
 ) -> None:
     """As llama.cpp does inside of a character: it counts the token, and never tells of it."""
     plain = fake.sendings
@@ -143,7 +143,7 @@ def test_a_token_that_is_held_back_does_not_count(
     ],
 )
 def test_an_answer_that_is_held_back_is_refused(
-    fake: Fake,
+    fake: FakeServer,
     load: Loader,
     requests: tuple[Request, ...],
     change: dict[str, Any],
@@ -195,7 +195,7 @@ def event(data: str) -> Callable[[Answer], bytes]:
     ],
 )
 def test_a_stream_that_is_no_whole_answer_is_refused(
-    fake: Fake, load: Loader, requests: tuple[Request, ...], lie: Any, code: Any, reason: str
+    fake: FakeServer, load: Loader, requests: tuple[Request, ...], lie: Any, code: Any, reason: str
 ) -> None:
     with serving(fake) as url:
         server = load(url, tokens=TOKENS)
@@ -213,7 +213,7 @@ def test_a_stream_that_is_no_whole_answer_is_refused(
 
 
 def test_a_refused_question_is_no_answer(
-    fake: Fake, load: Loader, requests: tuple[Request, ...]
+    fake: FakeServer, load: Loader, requests: tuple[Request, ...]
 ) -> None:
     with serving(fake) as url:
         server = load(url, tokens=TOKENS)
@@ -244,7 +244,7 @@ def test_as_many_are_asked_at_a_time_as_the_contract_says(
 
 @pytest.fixture
 def decided(
-    fake: Fake, tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+    fake: FakeServer, tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Report]]:
     """Return what evaluates a contract about times of a server that a clock paces."""
     monkeypatch.setattr("kcdsl_backends.empirical.sources.servers.kernel.Limits", lambda: QUICK)
@@ -300,7 +300,7 @@ def test_too_few_runs_within_the_budget_decide_nothing(decided: Callable[..., Re
     [({"streams": False}, "does not stream"), ({"lumps": (TOKENS,)}, "is not streamed")],
 )
 def test_a_server_that_does_not_stream_passes_no_clause_about_times(
-    fake: Fake, decided: Callable[..., Report], change: dict[str, Any], reason: str
+    fake: FakeServer, decided: Callable[..., Report], change: dict[str, Any], reason: str
 ) -> None:
     for name, value in change.items():
         setattr(fake, name, value)
@@ -311,7 +311,7 @@ def test_a_server_that_does_not_stream_passes_no_clause_about_times(
 
 @pytest.mark.full
 def test_a_server_that_no_longer_answers_ends_the_evaluation(
-    fake: Fake, decided: Callable[..., Report]
+    fake: FakeServer, decided: Callable[..., Report]
 ) -> None:
     def gone(sent: int) -> None:
         raise ConnectionError

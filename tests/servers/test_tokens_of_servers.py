@@ -30,7 +30,7 @@ from kcdsl_backends.empirical.sources.servers.replies import (
 )
 from kcdsl_backends.requests import Request
 from tests.servers.conftest import Loader
-from tests.support.fake_server import Answer, Fake, serving
+from tests.support.fake_server import Answer, FakeServer, serving
 
 BYTES = Vocabulary(256, ByteTokenizer())
 WORDS = ("a", "b", "ab", "Ġa", "Ġb", "Ġab")
@@ -146,7 +146,7 @@ def test_tokens_may_be_named_by_text_alone(
         ]
         return answer
 
-    fake = Fake(train.logits)
+    fake = FakeServer(train.logits)
     with serving(fake) as url:
         by_id = load(url, tokens=6, top=2).draw(requests[0].tokens, 3)
         fake.change = named
@@ -169,7 +169,7 @@ def test_ids_may_stand_beside_the_values(
         choice["logprobs"]["top_logprobs"] = None
         return answer
 
-    fake = Fake(train.logits)
+    fake = FakeServer(train.logits)
     with serving(fake) as url:
         by_id = load(url, tokens=6).draw(requests[0].tokens, 3)
         fake.change = beside
@@ -194,7 +194,7 @@ def test_prompts_are_texts_where_ids_are_refused(
 ) -> None:
     """Only texts that are read as exactly the tokens of the prompt."""
 
-    class Texts(Fake):
+    class Texts(FakeServer):
         def answer(self, question: Any) -> Answer:
             return super().answer({**question, "prompt": list(question["prompt"].encode())})
 
@@ -213,7 +213,7 @@ def test_prompts_are_texts_where_ids_are_refused(
 def test_a_prompt_that_fills_the_model_leaves_no_room(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    with serving(Fake(train.logits)) as url:
+    with serving(FakeServer(train.logits)) as url:
         server = load(url, tokens=8)
         assert len(server.draw((65,) * 253, 1).tokens) == 3
         with pytest.raises(Refusal) as caught:
@@ -252,7 +252,7 @@ def test_an_end_that_is_drawn_and_not_given_is_refused(
         answer["choices"][0]["finish_reason"] = "stop"
         return answer
 
-    fake = Fake(train.logits)
+    fake = FakeServer(train.logits)
     with serving(fake) as url:
         server = load(url, tokens=4)
         drawn = server.draw(requests[0].tokens, 1).tokens
@@ -363,7 +363,7 @@ def test_without_httpx_the_extra_is_named(load: Loader, monkeypatch: pytest.Monk
 
 
 def test_a_server_gives_no_logits(load: Loader, train: TorchKernel, tiny_folder: Path) -> None:
-    with serving(Fake(train.logits)) as url:
+    with serving(FakeServer(train.logits)) as url:
         server = load(url, tokens=2)
     asked: tuple[Callable[[], object], ...] = (
         lambda: server.logits([1]),

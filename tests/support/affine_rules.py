@@ -82,7 +82,7 @@ def norm(op: str, gain: bool, eps: float = 1e-5) -> Build:
 
 
 def square(op: str, **attrs: Any) -> Build:
-    """Return an operation on as many rows as columns, which no shape tells apart."""
+    """Return an operation on a square matrix, where a transposed result has the same shape."""
 
     def build(rng: np.random.Generator) -> Any:
         g = proofs.Graph((4, 4))
@@ -94,7 +94,7 @@ def square(op: str, **attrs: Any) -> Build:
     return build
 
 
-def moves(rng: np.random.Generator) -> Any:
+def data_movement(rng: np.random.Generator) -> Any:
     g, x = source()
     y = g.reshape(x, (ROWS, 2, 3))
     y = g.permute(y, [1, 0, 2])
@@ -129,7 +129,8 @@ def scores(g: Any, x: str, rng: np.random.Generator) -> str:
     return str(g.add("matmul", [q, k], (2, ROWS, ROWS), role="scores"))
 
 
-def straight_scores(rng: np.random.Generator) -> Any:
+def linear_scores(rng: np.random.Generator) -> Any:
+    """Return scores whose operands are heads of a linear."""
     g, x = source()
     scores(g, x, rng)
     return g
@@ -148,7 +149,7 @@ def softmax(masked: bool) -> Build:
 
 
 def context(straight: bool) -> Build:
-    """Return probabilities times values, straight from a linear or after an operation."""
+    """Return probabilities times values, which are heads of a linear or of an operation on it."""
 
     def build(rng: np.random.Generator) -> Any:
         g, x = source()
@@ -162,8 +163,8 @@ def context(straight: bool) -> Build:
     return build
 
 
-def turned(g: Any, x: str, rng: np.random.Generator, name: str, count: int) -> str:
-    """Append heads [count, T, 4] of a linear, turned by their position."""
+def rotated_heads(g: Any, x: str, rng: np.random.Generator, name: str, count: int) -> str:
+    """Append heads [count, T, 4] of a linear, rotated by position."""
     w = g.param(f"{name}.weight", rng.standard_normal((4 * count, WIDTH)) / 2)
     y = g.add("linear", [x, w], (ROWS, 4 * count))
     y = g.reshape(y, (ROWS, count, 4))
@@ -174,28 +175,28 @@ def turned(g: Any, x: str, rng: np.random.Generator, name: str, count: int) -> s
     return str(g.add("rope", [y, cos, sin], (count, ROWS, 4)))
 
 
-def twice(g: Any, x: str, width: int) -> str:
-    """Append every head [1, T, width] once more: [2, T, width]."""
+def repeated_heads(g: Any, x: str, width: int) -> str:
+    """Append each head [1, T, width] twice: [2, T, width]."""
     x = g.reshape(x, (1, 1, ROWS, width))
     x = g.expand(x, (1, 2, ROWS, width))
     return str(g.reshape(x, (2, ROWS, width)))
 
 
 def shared_scores(g: Any, x: str, rng: np.random.Generator) -> str:
-    q, k = turned(g, x, rng, "q", 2), twice(g, turned(g, x, rng, "k", 1), 4)
+    q, k = rotated_heads(g, x, rng, "q", 2), repeated_heads(g, rotated_heads(g, x, rng, "k", 1), 4)
     k = g.permute(k, [0, 2, 1])
     return str(g.add("matmul", [q, k], (2, ROWS, ROWS), role="scores"))
 
 
-def turned_scores(groups: int) -> Build:
-    """Return scores of two heads of turned queries, with keys of their own or those of one head."""
+def rotated_scores(groups: int) -> Build:
+    """Return scores of two heads with rotated queries, with one key head each or one shared."""
 
     def build(rng: np.random.Generator) -> Any:
         g, x = source()
         if groups == 1:
             shared_scores(g, x, rng)
             return g
-        q, k = turned(g, x, rng, "q", 2), turned(g, x, rng, "k", 2)
+        q, k = rotated_heads(g, x, rng, "q", 2), rotated_heads(g, x, rng, "k", 2)
         k = g.permute(k, [0, 2, 1])
         g.add("matmul", [q, k], (2, ROWS, ROWS), role="scores")
         return g
@@ -212,7 +213,7 @@ def shared_context(rng: np.random.Generator) -> Any:
     w = g.param("v.weight", rng.standard_normal((3, WIDTH)) / 2)
     v = g.add("linear", [x, w], (ROWS, 3))
     v = g.reshape(v, (ROWS, 1, 3))
-    v = twice(g, g.permute(v, [1, 0, 2]), 3)
+    v = repeated_heads(g, g.permute(v, [1, 0, 2]), 3)
     g.add("matmul", [p, v], (2, ROWS, 3), role="context")
     return g
 
@@ -221,7 +222,7 @@ ODDLY = ("values of one column", "rows and heads mixed", "heads of one row")
 """Kinds of operands that only look like the heads of a linear."""
 
 
-def straight_oddly(kind: str) -> Build:
+def irregular_heads(kind: str) -> Build:
     """Return products whose operands come from a linear, but not as its heads."""
 
     def build(rng: np.random.Generator) -> Any:
@@ -237,9 +238,9 @@ def straight_oddly(kind: str) -> Build:
         parts = []
         for name in "qk":
             y = g.add("linear", [x, g.param(name, rng.standard_normal((6, 6)))], (3, 6))
-            if kind == "rows and heads mixed":  # heads are not columns of the linear
+            if kind == "rows and heads mixed":  # the heads are not columns of the linear
                 parts.append(g.reshape(y, (2, 3, 3)))
-            else:  # each head has other rows of the input
+            else:  # each head reads other rows of the input
                 y = g.reshape(y, (3, 2, 3))
                 parts.append(g.expand(y, (3, 2, 3)))
         heads, rows = (2, 3) if kind == "rows and heads mixed" else (3, 2)
@@ -272,21 +273,21 @@ RULES: dict[str, Build] = {
     "rms_norm alone": norm("rms_norm", False),
     "layer_norm": norm("layer_norm", True),
     "layer_norm alone": norm("layer_norm", False),
-    "moves": moves,
+    "moves": data_movement,
     "rope": rope,
-    "scores straight from linears": straight_scores,
+    "scores straight from linears": linear_scores,
     "softmax": softmax(False),
     "masked softmax": softmax(True),
     "context straight from a linear": context(True),
     "context": context(False),
     **{
-        kind: straight_oddly(kind) for kind in ODDLY[1:]
-    },  # the prover has no products that broadcast
+        kind: irregular_heads(kind) for kind in ODDLY[1:]
+    },  # the prover does not implement products that broadcast
     "linears in a row": linears,
     "rms_norm of a square": square("rms_norm", eps=1e-5),
     "layer_norm of a square": square("layer_norm", eps=1e-5),
-    "scores of turned keys": turned_scores(2),
-    "scores of turned and shared keys": turned_scores(1),
+    "scores of turned keys": rotated_scores(2),
+    "scores of turned and shared keys": rotated_scores(1),
     "context of shared heads": shared_context,
 }
 BEYOND: dict[str, Build] = {

@@ -1,4 +1,4 @@
-"""A small random decoder, requests for it, and pairs of kernels with something planted."""
+"""A small random decoder, requests for it, and kernel pairs with planted differences."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ref(run: str = "torch.eager", compute: str = "float32", **more: Any) -> Kern
 
 @cache
 def small_model() -> Model:
-    """Return a decoder of two layers with 128 tokens, in memory."""
+    """Return a decoder of two layers and 128 tokens, in memory."""
     with TemporaryDirectory() as folder:
         write_model(Path(folder), layers=2)
         return load_model(
@@ -48,8 +48,8 @@ def small_model() -> Model:
         )
 
 
-def some_requests(count: int, longest: int = 20) -> tuple[Request, ...]:
-    """Return requests of 4 tokens and more, the same every time."""
+def fixed_requests(count: int, longest: int = 20) -> tuple[Request, ...]:
+    """Return a fixed list of requests of 4 tokens and more."""
     generator = torch.Generator().manual_seed(11)
     found = []
     for i in range(count):
@@ -61,7 +61,7 @@ def some_requests(count: int, longest: int = 20) -> tuple[Request, ...]:
 
 @dataclass(frozen=True)
 class Changed:
-    """A kernel whose logits another function forms from (its own, token ids)."""
+    """A kernel whose logits are replaced by `function(logits, token ids)`."""
 
     kernel: TorchKernel
     change: Callable[[Tensor, Any], Tensor]
@@ -80,7 +80,7 @@ def pair_of(
     infer: KernelRef,
     planted: Callable[[KernelRef, TorchKernel], Kernel] = lambda ref, kernel: kernel,
 ) -> Pair:
-    """Return both kernels; `planted` may change each that is loaded."""
+    """Return both kernels; `planted` may replace either one after it is loaded."""
 
     def load(wanted: KernelRef) -> Kernel:
         loaded = load_kernel(wanted, model, "cpu")
@@ -93,7 +93,7 @@ def pair_of(
 def subject_of(
     pair: Pair, requests: tuple[Request, ...], *, batch: int = 1, metric: str = "kl"
 ) -> AttributedMetric:
-    """Return what is attributed."""
+    """Return the evaluation that is attributed."""
     plan = MeasurementPlan(frozenset({metric}), 1.0, 0, encoder=False)
     better = "higher" if metric == "top1_overlap" else "lower"
     batches = Batches(batch, padding=True) if batch > 1 else None
@@ -101,7 +101,7 @@ def subject_of(
 
 
 def frame_of(subject: AttributedMetric, **more: Any) -> AttributionSubject:
-    """Return what the document says of itself."""
+    """Return the header of the attribution document."""
     usual: Mapping[str, Any] = {
         "contract": {"name": "t", "version": "1.0.0", "digest": "sha256:" + "0" * 64},
         "kernels": {"train": subject.pair.train_ref.run, "infer": subject.pair.infer_ref.run},
@@ -118,13 +118,13 @@ def frame_of(subject: AttributedMetric, **more: Any) -> AttributionSubject:
 
 
 def attributed(subject: AttributedMetric, *, bounds: bool = False, **more: Any) -> Attribution:
-    """Return the document of a subject."""
+    """Return the attribution document of a subject."""
     found: MeasuredCoalitions = measure(subject)
     return conclude(subject, frame_of(subject, **more), found, bounds=bounds)
 
 
 def with_module(kernel: TorchKernel, change: Callable[[Any], None]) -> TorchKernel:
-    """Return the kernel with a changed copy of its module."""
+    """Return a kernel with a modified copy of its module."""
     module = copy.deepcopy(kernel.module)
     change(module)
     return replace(kernel, module=module)

@@ -1,4 +1,4 @@
-"""A headless browser that tests drive over a pipe, by the protocol of its developer tools."""
+"""A headless browser that tests drive over a pipe, by the DevTools protocol."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PATIENCE = 60.0
 
 @dataclass
 class Page:
-    """A page that was loaded: what it asked for, and what it complained about."""
+    """A loaded page, with its network requests and console errors."""
 
     browser: Browser
     session: str
@@ -59,7 +59,7 @@ class Browser:
     def call(
         self, method: str, parameters: Mapping[str, Any], session: str | None = None
     ) -> dict[str, Any]:
-        """Return the answer to a command; events that come meanwhile are kept."""
+        """Return the answer to a command; events that arrive meanwhile are queued."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if session is not None:
@@ -74,14 +74,14 @@ class Browser:
             self.events.append(found)
 
     def wait_for(self, method: str, session: str) -> None:
-        """Read until an event of a session has come."""
+        """Read until an event of a session arrives."""
         while not any(
             e.get("method") == method and e.get("sessionId") == session for e in self.events
         ):
             self.events.append(self._next())
 
     def open(self, file: Path, *, width: int, height: int = 900, dark: bool = False) -> Page:
-        """Load a file in a page of its own."""
+        """Load a file in a new page."""
         target = self.call("Target.createTarget", {"url": "about:blank"})["targetId"]
         session = self.call("Target.attachToTarget", {"targetId": target, "flatten": True})[
             "sessionId"

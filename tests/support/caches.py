@@ -20,7 +20,7 @@ def static(format: str, keys: Any, values: Any) -> dict[str, Any]:
 
 
 def dynamic(format: str, scale: str, least: float = 0.0) -> dict[str, Any]:
-    """Return the record of a cache with scales made of what it stores, or with none."""
+    """Return the record of a cache with scales computed from its values, or with none."""
     record: dict[str, Any] = {"format": format, "scale": scale}
     return record | ({"least_scale": float(np.float32(least)).hex()} if least else {})
 
@@ -45,7 +45,7 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 def with_caches(graph: Any, sources: tuple[str, str] = ("k.weight", "v.weight")) -> Any:
-    """Put nodes of keys and values before the products of an attention; return the graph."""
+    """Insert cache nodes before the products of an attention; return the graph."""
     nodes: list[dict[str, Any]] = []
     for node in graph.nodes:
         if node["op"] == "matmul":

@@ -1,4 +1,4 @@
-"""Chains of small random models: what the prover makes of them, and runs through their links."""
+"""Chain proofs of small random models, and simulated runs through their links."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ CLAUSES = (
 
 @dataclass(frozen=True, slots=True)
 class Chained:
-    """A case of a goal, the graph of its block and its links, and what the prover found."""
+    """A case of a goal, the graphs of its block and links, and the result of the prover."""
 
     context: WorkerContext
     goal: Goal
@@ -111,7 +111,7 @@ class Chained:
         return self.context.factory.model.checkpoint.path
 
     def runs(self, count: int, seed: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Yield admitted runs: what both kernels have behind every link."""
+        """Yield admitted runs: the values of both kernels behind every link."""
         generator = torch.Generator().manual_seed(seed)
         problem = self.context.factory.problem_of_graph(self.whole)
         sides = problem.simulators()
@@ -140,7 +140,7 @@ def chained(
 ) -> Chained:
     """Prove a case of a clause of `CLAUSES` by a chain, on a random model of two layers.
 
-    Of as many links as there are, or of `count`.
+    `count` limits the number of links; by default the block is cut into as many as possible.
     """
     model, program = small(folder, kind, seed)
     train, infer = (resolve(numerics) for numerics in PAIRS[pair])
@@ -162,7 +162,7 @@ def chained(
 def small(folder: Path, kind: str, seed: int = 17) -> tuple[Model, Program]:
     """Write and load a random model of two layers; return it with a program of all clauses.
 
-    The kind "plain" has linear maps, relu and sums alone, which the exact tier knows.
+    The kind "plain" has linear maps, relu and sums alone, which the exact tier supports.
     """
     own = folder / f"{kind}-{seed}"
     if not own.is_dir():

@@ -1,4 +1,4 @@
-"""Run the command line in this process, as tests and the pages of the documentation see it."""
+"""Run the command line in this process, for tests and for examples in the documentation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import pytest
 
-# What a command sees as its terminal: none, 100 columns wide, without colour.
+# The terminal of a command: none, 100 columns wide, without colour.
 PLAIN_TERMINAL = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "PYTHONUTF8": "1"}
 ANNOTATING = ("GITHUB_ACTIONS", "FORCE_COLOR")
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What one run of the command line left behind."""
+    """Exit code and output of one run of the command line."""
 
     code: int
     stdout: str
@@ -49,7 +49,7 @@ def run_here(
 
 
 class _Captured(io.TextIOWrapper):
-    """A text stream kept in memory, with the byte buffer that a real one has."""
+    """An in-memory text stream with a byte buffer, as a real stream has."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), encoding="utf-8", newline="", write_through=True)
@@ -63,7 +63,7 @@ class _Captured(io.TextIOWrapper):
 
 
 def _status(main: object, arguments: Sequence[str]) -> int:
-    """Return the process status that `main(arguments)` would give."""
+    """Return the process status of `main(arguments)`."""
     assert callable(main)
     try:
         status = main(list(arguments))

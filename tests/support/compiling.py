@@ -1,4 +1,4 @@
-"""Compile a contract file, and keep what was found."""
+"""Compile a contract file and collect its findings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kcdsl.source.files import read_source
 
 
 def compile_contract(path: Path) -> tuple[Program | None, Sink]:
-    """Return the program, None after an error, and the findings; refusals are findings too."""
+    """Return the program, or None after an error, and the findings; refusals are findings too."""
     sink = Sink()
     try:
         source = read_source(path)

@@ -1,4 +1,4 @@
-"""Configurations of small models, as config.json has them; nothing here needs torch."""
+"""Small model configurations, as in config.json; does not import torch."""
 
 from __future__ import annotations
 

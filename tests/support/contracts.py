@@ -1,4 +1,4 @@
-"""Generated contracts and worlds, and the solvers that read SMT-LIB."""
+"""Random contracts and worlds, and the solvers that read SMT-LIB."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SLICES = (
 
 
 class Contracts(Random):
-    """Contracts by chance: the same seed gives the same contract."""
+    """Random contracts; the same seed gives the same contract."""
 
     linear = True
     slices: tuple[ir.Slice, ...] = SLICES
@@ -111,7 +111,7 @@ class Contracts(Random):
         return ir.Quantified("forall", "x", self.region(), body)
 
     def observed(self) -> ir.Formula:
-        """Build a claim about the drift that was observed on the rows of a slice."""
+        """Build a claim about the observed drift on the rows of a slice."""
         quantifier = self.choice(("forall", "forall", "exists"))
         return ir.Quantified(quantifier, "x", self.region(points=True), self.about_rows(2))
 
@@ -165,7 +165,7 @@ def program(*clauses: ir.Clause, slices: tuple[ir.Slice, ...] = SLICES) -> ir.Pr
 
 
 class Worlds(Random):
-    """Finite worlds by chance."""
+    """Random finite worlds."""
 
     tokens = 1
     """The most values of a request."""
@@ -230,7 +230,7 @@ class Worlds(Random):
 
 
 class ExactWorlds(Worlds):
-    """Worlds whose values float64 holds exactly."""
+    """Worlds whose values are exact in float64."""
 
     tokens = 3
     spoilt = 0.0
@@ -256,7 +256,7 @@ class ExactWorlds(Worlds):
 
 
 class MeasuredContracts(Contracts):
-    """Statements that running the kernels decides, about exact values."""
+    """Statements about exact values that running the kernels decides."""
 
     linear = False
     slices = (ir.Slice("all"),)
@@ -294,10 +294,10 @@ def ask_cvc5(script: str, timeout_ms: int = 5000) -> str:
 # --- worlds as logic -----------------------------------------------------------------------------
 
 
-def pinned(theory: Theory, scopes: Callable[[str], Scope]) -> Iterator[str]:
-    """Yield what a world says of every constant that a theory has made.
+def constant_values(theory: Theory, scopes: Callable[[str], Scope]) -> Iterator[str]:
+    """Yield the value in a world of every constant that a theory has made.
 
-    `scopes(slice)` gives the units that statements about a slice are about.
+    `scopes(slice)` gives the units of statements about a slice.
     """
     for constant, symbol in theory.constants.items():
         match constant:
@@ -344,8 +344,8 @@ def extreme(wanted: Extreme, scope: Scope) -> Length:
     return best
 
 
-def question(theory: Theory, *claims: str) -> str:
-    """Return a script that declares what a theory speaks of and asserts claims."""
+def smt_script(theory: Theory, *claims: str) -> str:
+    """Return a script that declares the constants of a theory and asserts claims."""
     lines = ["(set-logic ALL)"]
     lines += [text.declare(s, "Real") for s in theory.constants.values()]
     lines += [text.declare(s, "Bool") for s in theory.flags.values()]

@@ -1,5 +1,4 @@
-"""Small decoders of every built-in form: configurations, random weights, and the programs of
-transformers that they must equal."""
+"""Small decoders of every built-in form, compared with the implementations of transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ _GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 3}
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A model type of an architecture, and what a small configuration of it adds to `SMALL`."""
+    """A model type of an architecture, with the fields that it adds to `SMALL`."""
 
     architecture: str
     kind: str
@@ -97,7 +96,7 @@ EVERY_FORM = FORMS | MIXTURES
 
 
 def random_changes(form: Form, seed: int) -> dict[str, Any]:
-    """Return what a random configuration of a form has in place of `SMALL`."""
+    """Return the fields of a random configuration of a form that differ from `SMALL`."""
     draw = random.Random(seed)
     kv, times, half = draw.choice((1, 2, 3)), draw.choice((1, 2, 3)), draw.choice((1, 2, 4))
     heads, layers = kv * times, draw.choice((1, 2, 5))
@@ -185,7 +184,7 @@ def _random_scaling(draw: random.Random, kind: str, half: int) -> dict[str, Any]
 
 
 def randomise(module: nn.Module, seed: int, scale: float = 0.3) -> None:
-    """Draw every parameter: normal, the gains of norms around what leaves numbers as they are."""
+    """Draw every parameter from a normal distribution; gains of norms are centred at 1."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -206,7 +205,7 @@ def saved_model(name: str, folder: Path, seed: int = 0, **changes: Any) -> Model
 
 
 class _Float64(TorchFunctionMode):
-    """Lets a program that asks for float32 compute in float64."""
+    """Make a program that requests float32 compute in float64."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -222,13 +221,13 @@ def _widened(value: Any) -> Any:
 
 
 def _rounded(module: nn.Module, args: Any, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Store tables of RoPE in float32, as the built-in programs do."""
+    """Round tables of RoPE to float32, as the built-in programs do."""
     with torch._C.DisableTorchFunction():
         return tuple(table.to(torch.float32).to(torch.float64) for table in tables)
 
 
 def _with_joined_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights as transformers holds them: those of all experts of a layer in one tensor."""
+    """Return weights in the layout of transformers: all experts of a layer in one tensor."""
     found, parts = dict[str, Tensor](), dict[str, dict[tuple[str, int], Tensor]]()
     for name, weight in weights.items():
         lead, experts, rest = name.partition(".experts.")
@@ -246,8 +245,11 @@ def _with_joined_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def transformers_logits(module: nn.Module, raw: Mapping[str, Any], ids: Tensor) -> Tensor:
-    """Return the logits that transformers finds with the weights of a module, in float64: also
-    where it computes in float32 whatever the weights are. Tables are rounded to float32."""
+    """Return the logits of transformers with the weights of a module, in float64.
+
+    Also computes in float64 where the implementation requests float32. Tables are rounded to
+    float32.
+    """
     import transformers
 
     torch.set_default_dtype(torch.float64)
@@ -277,8 +279,10 @@ def transformers_logits(module: nn.Module, raw: Mapping[str, Any], ids: Tensor) 
 
 
 def distance_from_transformers(form: Form, seed: int, **changes: Any) -> float:
-    """Return the largest difference of logits in float64, relative to the largest logit, between
-    the built-in program and that of transformers with the same random weights."""
+    """Return the largest difference of logits between the built-in program and transformers.
+
+    Both run in float64 with the same random weights; the result is relative to the largest logit.
+    """
     raw = form.saved(**changes)
     module = registry.load(form.architecture).build(raw)
     randomise(module, seed)
@@ -298,8 +302,10 @@ TOKENS = (3, 9, 5, 17, 33)
 
 
 class Proved(NamedTuple):
-    """A bound of the drift of a block on one sequence, that of the checker, and the largest drift
-    that a search for runs found (0 without one)."""
+    """Bounds by prover and checker of a block's drift on one sequence, and the drift of an attack.
+
+    `attack` is 0 where no attack ran.
+    """
 
     bound: float
     rechecked: float
@@ -311,7 +317,7 @@ def proved(
 ) -> Proved:
     """Bound the drift of a block between float32 torch.eager and a kernel, and recheck the proof.
 
-    Raises AssertionError where the checker does not accept it.
+    Raises AssertionError if the checker rejects the proof.
     """
     first, second = resolve({"preset": "torch-eager"}), resolve(infer)
     factory = ProblemFactory(model, first, second, torch.device("cpu"))

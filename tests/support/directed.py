@@ -1,4 +1,4 @@
-"""Numerics of kernels whose casts are directed: toward zero, or either way."""
+"""Numerics of kernels with directed casts: toward zero, or in either direction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worlds whose metrics come from real distributions: logits by chance, and what follows of them."""
+"""Worlds whose metrics are computed from random logits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _kl(p: Sequence[float], q: Sequence[float]) -> float:
 
 
 class MeasuredWorlds(Worlds):
-    """Worlds whose metrics come from distributions; up to three tokens for each request."""
+    """Worlds whose metrics come from distributions; up to three tokens per request."""
 
     tokens = 3
     sizes: Sequence[float] = SIZES

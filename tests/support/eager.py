@@ -1,4 +1,4 @@
-"""Random graphs in formats of their own, and PyTorch's eager kernels that run them."""
+"""Random graphs with pinned formats, and PyTorch's eager kernels that run them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FORMATS = ("float32", "bfloat16", "float16")
 
 
 def random_graph(rng: np.random.Generator, rows: int, width: int, steps: int) -> Any:
-    """Return a graph whose formats are those of PyTorch's promotion for any kernel up to float32.
+    """Return a graph with the formats of PyTorch's type promotion, for kernels up to float32.
 
-    Beside results of the kernel's own format there are some pinned, and constants likewise.
+    Some results and constants have a pinned format, others that of the kernel.
     """
     g = proofs.Graph((rows, width))
     x = g.add("input", [], (rows, width))
@@ -97,14 +97,14 @@ def _norm(
 
 
 def _promoted(a: str, b: str) -> str | None:
-    """Return the format of both together, None where it depends on the kernel's."""
+    """Return the promoted format of two, or None where it depends on the kernel's."""
     if a == b:
         return a
     return "float32" if "float32" in (a, b) else None
 
 
 def run(graph: Any, compute: str, x: np.ndarray) -> dict[str, Tensor]:
-    """Return what PyTorch's eager kernels make of every node, for a module in `compute`."""
+    """Return the value of every node under PyTorch's eager kernels, for a module in `compute`."""
     own = getattr(torch, compute)
     values: dict[str, Tensor] = {}
     for node in graph.nodes:
@@ -166,7 +166,7 @@ def _operation(op: str, attrs: Mapping[str, Any], args: list[Tensor]) -> Tensor:
 
 
 def _written(attrs: Mapping[str, Any], args: list[Tensor]) -> Tensor:
-    """Return a norm as a program writes it out, in the order of its parts."""
+    """Return a norm written out in elementary operations, in the order of its parts."""
     found: dict[str, Tensor] = {}
     x = args[0]
     for part, _ in attrs["parts"]:

@@ -1,4 +1,4 @@
-"""Sessions with the real language server, as editors hold them."""
+"""Sessions with the real language server, with the requests that editors send."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAIT = 20.0
 
 
 class Start(Protocol):
-    """Start a session, or go on with one of the same kind, in a folder of this test."""
+    """Start a session in a folder of this test, or reuse one of the same kind."""
 
     def __call__(
         self, editor: str = VSCODE, encoding: str | None = None, pulls: bool = False
@@ -80,14 +80,14 @@ async def connect(
 
 
 async def disconnect(client: LanguageClient) -> None:
-    """End a session as the protocol wants it."""
+    """End a session by the shutdown sequence of the protocol."""
     await client.shutdown_session()
     stop: Any = client.stop
     await stop()
 
 
 class Editor:
-    """A session with the server, in which documents are opened and asked about."""
+    """A session with the server: opens documents and sends requests about them."""
 
     capabilities: lsp.ServerCapabilities
 
@@ -102,7 +102,7 @@ class Editor:
     # --- places ----------------------------------------------------------------------------------
 
     def units(self, text: str) -> int:
-        """Return the length of a text as the session counts it, by Python's own codecs."""
+        """Return the length of a text in the session's position encoding, by Python's codecs."""
         if self.encoding == "utf-8":
             return len(text.encode("utf-8"))
         if self.encoding == "utf-16":
@@ -126,7 +126,7 @@ class Editor:
         return lsp.Range(lsp.Position(0, 0), self.position(text, len(text)))
 
     def edited(self, text: str, edits: list[lsp.TextEdit]) -> str:
-        """Return a text after edits, as an editor would make them."""
+        """Return a text after edits, applied as an editor does."""
 
         def offset(position: lsp.Position) -> int:
             lines = text.split("\n")

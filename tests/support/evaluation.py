@@ -1,4 +1,4 @@
-"""The evaluation of a contract: gather evidence, then conclude from it."""
+"""Evaluate a contract: collect evidence, then decide."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kcdsl_backends.empirical.table.rows import records
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What was measured, and what follows from it."""
+    """The collected evidence and the decision."""
 
     evidence: EvidenceTable
     report: Report
@@ -29,7 +29,7 @@ class Evaluation:
 def evaluate(
     setting: KernelContext, progress: Progress = lambda stage, done, total: None
 ) -> Evaluation:
-    """Run both kernels on the slices of a contract and decide what that can decide.
+    """Run both kernels on the slices of a contract and decide its empirical clauses.
 
     Raises Refusal as `collect` and `conclude` do.
     """

@@ -1,4 +1,4 @@
-"""Evidence made of chosen numbers, and the reports that are concluded from it."""
+"""Evidence with chosen values, and the reports decided from it."""
 
 from __future__ import annotations
 

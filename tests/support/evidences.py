@@ -1,4 +1,4 @@
-"""Arbitrary evidence, and whether two values have the same bits."""
+"""Hypothesis strategies for evidence, and bitwise comparison of values."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _RATES = st.fractions(0, 1, max_denominator=1000)
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values have the same bits; a tuple may have come back as a list."""
+    """Return whether two values are bitwise equal; a tuple may have become a list."""
     if dataclasses.is_dataclass(one):
         return type(one) is type(other) and all(
             same(getattr(one, f.name), getattr(other, f.name))
@@ -86,7 +86,7 @@ def same(one: Any, other: Any) -> bool:
 
 @st.composite
 def arrays(draw: st.DrawFn, most: int = 5) -> np.ndarray:
-    """Draw float64 values of any bits, the payloads of NaN included."""
+    """Draw float64 values with arbitrary bits, including payloads of NaN."""
     raw = draw(st.binary(max_size=8 * most))
     some = draw(st.lists(_FLOATS, max_size=most))
     found = np.frombuffer(raw[: len(raw) // 8 * 8], dtype=np.float64)
@@ -94,7 +94,7 @@ def arrays(draw: st.DrawFn, most: int = 5) -> np.ndarray:
 
 
 def units(key: str) -> st.SearchStrategy[SamplingUnit]:
-    """Draw what a request or a run of it gave."""
+    """Draw the values of a request or a run of it."""
     values = st.dictionaries(st.sampled_from(METRICS), arrays(), max_size=4)
     return st.builds(
         SamplingUnit,
@@ -150,7 +150,7 @@ def _formulas() -> st.SearchStrategy[Formula]:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    """Draw a contract as its author might have worded and ordered it."""
+    """Draw a contract with arbitrary wording and order."""
     from kcdsl.ir.escalation import build_escalation
 
     row = TableRow(FieldTest("length", "<=", Fraction(draw(st.integers(1, 9)))), draw(_RATES))
@@ -206,7 +206,7 @@ def programs(draw: st.DrawFn) -> Program:
 
 @st.composite
 def evidences(draw: st.DrawFn) -> EvidenceTable:
-    """Draw evidence, whether or not a run could have given it."""
+    """Draw evidence, including some that no run could produce."""
     keys = [f"rows.jsonl:{i}" for i in range(draw(st.integers(0, 4)))]
     requests = tuple(draw(_requests(key)) for key in keys)
     digests = st.dictionaries(_TEXT, _TEXT, max_size=3)

@@ -1,6 +1,6 @@
-"""A server that answers as it is told to: honestly from a model's logits, or with a planted fault.
+"""A completion server that answers from a model's logits, or with a planted fault.
 
-Only for faults that a real server does not have on demand.
+Covers only faults that a real server does not show on demand.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Change = Callable[[Answer, Mapping[str, Any]], Any]
 
 
 @dataclass
-class Fake:
-    """What the server does.
+class FakeServer:
+    """Behaviour of the server.
 
-    `logits` gives those of the model. `drawn` and `said` are the temperatures at which it draws and
-    of which its values are, None for that of the question; `greedy` takes the likeliest token.
-    `change` alters an answer; bytes are sent as they are. `statuses` are sent before it answers,
-    `wait` is slept.
+    `logits` computes the model's logits. `drawn` and `said` are the temperatures of sampling and of
+    the reported log-probabilities, None for the requested one; `greedy` takes the likeliest token.
+    `change` alters an answer; bytes are sent unchanged. `statuses` are sent before the answer, and
+    `wait` is a delay in seconds.
     """
 
     logits: Callable[[Sequence[int]], Tensor]
@@ -62,7 +62,7 @@ class Fake:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def get(self, path: str) -> Any:
-        """Return what stands at a path, None for nothing."""
+        """Return the resource at a path, or None."""
         if path in self.pages:
             return self.pages[path]
         if path == "/v1/models":
@@ -70,7 +70,7 @@ class Fake:
         return {"version": "1.2.3"} if path == "/version" else None
 
     def answer(self, question: Mapping[str, Any]) -> Answer:
-        """Return the answer to a question, before it is changed."""
+        """Return the answer to a request, before it is changed."""
         random = np.random.default_rng(question["seed"])
         context = list(question["prompt"])
         prompt = len(context)
@@ -98,7 +98,7 @@ class Fake:
         return found if self.stamp is None else {**found, "system_fingerprint": self.stamp}
 
     def sendings(self, answer: Answer) -> Iterator[bytes]:
-        """Yield what is sent at a time of a streamed answer."""
+        """Yield the chunks of a streamed answer."""
         choice, logs = answer["choices"][0], answer["choices"][0]["logprobs"]
         whole = {name: value for name, value in answer.items() if name != "usage"}
         count = len(logs["tokens"])
@@ -119,7 +119,7 @@ class Fake:
 
 
 @contextmanager
-def serving(fake: Fake) -> Iterator[str]:
+def serving(fake: FakeServer) -> Iterator[str]:
     """Serve a fake on this machine; yield its address."""
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""The files of the project."""
+"""Find the source files of the project."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def files_below(root: Path) -> tuple[Path, ...]:
-    """Return every file below a folder apart from what set-up, builds and runs leave behind."""
+    """Return every file below a folder, without those that set-up, builds and runs create."""
     found: list[Path] = []
     for folder, inner, names in os.walk(root):
         inner[:] = sorted(name for name in inner if not _left_behind(name))

@@ -1,7 +1,7 @@
-"""Attacks by what a contract's folder holds: code that nobody should import, and hostile files.
+"""Attacks through files in a contract's folder: modules that must not be imported, hostile files.
 
-`attempt` carries one out in a process of its own and says what became of it. Nothing here knows
-what the answer should be.
+`attempt` carries one out in its own process and reports the outcome. This module states no expected
+outcomes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.rpc import Client
 
 
 class Outcome(StrEnum):
-    """What became of an attack."""
+    """The outcome of an attack."""
 
     ACCEPTED = "accepted"
     """The command went on as if nothing were wrong."""
@@ -41,7 +41,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attack as it was carried out; `executed` names the traps that went off."""
+    """One attack that was run; `executed` names the traps whose code ran."""
 
     outcome: Outcome
     code: int
@@ -59,7 +59,7 @@ def attempt(
     variables: Mapping[str, str] | None = None,
     stdin: bytes = b"",
 ) -> Attempt:
-    """Run a command in a folder, without a terminal, and judge how it ended."""
+    """Run a command in a folder, without a terminal, and classify how it ended."""
     (folder / SPRUNG).unlink(missing_ok=True)
     outer = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
     begun = time.monotonic()
@@ -80,7 +80,7 @@ def attempt(
         out, err = process.communicate()
     took = time.monotonic() - begun
     stdout, stderr = out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
-    executed = sprung(folder)
+    executed = executed_traps(folder)
     code = process.returncode
     if executed:
         outcome = Outcome.EXECUTED
@@ -105,13 +105,13 @@ with open({file!r}, "a") as stream:
 
 
 def trap(file: Path, name: str, folder: Path) -> None:
-    """Write a module that notes its name in `folder` once it is imported."""
+    """Write a module that records its name in `folder` when it is imported."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(_TRAP.format(file=str(folder / SPRUNG), name=name))
 
 
 def packages() -> tuple[str, ...]:
-    """Return the names of everything installed that can be imported, kcdsl itself left out."""
+    """Return the names of all installed packages that can be imported, except kcdsl."""
     own = {"kcdsl_backends", "kcdsl_certs", "kcdsl_grammar"}
     return tuple(
         sorted(n for n in {*packages_distributions(), *own} if n.isidentifier() and n != "kcdsl")
@@ -122,8 +122,8 @@ BEFORE_US = frozenset({"sitecustomize", "usercustomize", "_distutils_hack"})
 """What Python itself imports before any program runs, from entries of PYTHONPATH too."""
 
 
-def sprung(folder: Path) -> tuple[str, ...]:
-    """Return the names of the traps that went off."""
+def executed_traps(folder: Path) -> tuple[str, ...]:
+    """Return the names of the traps whose code ran."""
     file = folder / SPRUNG
     return tuple(sorted(set(file.read_text().split()))) if file.exists() else ()
 
@@ -159,7 +159,7 @@ def {name}(train_logits, infer_logits):
 
 
 def hostile_contract(folder: Path) -> None:
-    """Write a contract whose model and metrics are traps, with all that commands read beside it."""
+    """Write a contract whose model and metrics are traps, and the other inputs of commands."""
     sprung = str(folder / SPRUNG)
     (folder / "contract.yaml").write_text(CONTRACT)
     table = {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
@@ -254,8 +254,10 @@ _REGISTER = ("--register", "releases.db")
 
 
 def used_contract(folder: Path) -> None:
-    """Write a contract with a model and a metric of its own, and all documents that commands make
-    of it. From then on every module of the folder is a trap, whose bytes are those that ran."""
+    """Write a contract with its own model and metric, and all documents made from it.
+
+    Afterwards every module of the folder is replaced by a trap.
+    """
     import pyarrow as pa
     from pyarrow.parquet import write_table
     from safetensors.torch import save_file
@@ -368,7 +370,7 @@ READING: Mapping[str, tuple[str, ...]] = {
     "completion": ("completion", "bash"),
 }
 """Commands that read: the words of one run of each in the folder of `hostile_contract`. The
-language server is one more: see `converse`."""
+language server is one more: see `editor_session`."""
 RUNNING: Mapping[str, tuple[str, ...]] = {
     "verify": ("verify", "contract.yaml", "--cache", "off"),
     "evaluate": ("evaluate", "contract.yaml", "--seconds", "0.1"),
@@ -395,17 +397,18 @@ def kcdsl(*words: str, safe: bool = False) -> list[str]:
     return [sys.executable, *start, *words]
 
 
-def converse(folder: Path) -> tuple[str, ...]:
-    """Talk to the language server about the contract of a folder, started there as `python -m
-    kcdsl lsp`; return the traps that went off."""
+def editor_session(folder: Path) -> tuple[str, ...]:
+    """Run a session with the language server in a folder; return the traps whose code ran.
+
+    The server is started there as `python -m kcdsl lsp`.
+    """
     with_server(folder, (folder / "contract.yaml").read_text())
-    return sprung(folder)
+    return executed_traps(folder)
 
 
 @dataclass(frozen=True)
-class Talk:
-    """What became of one conversation: the processor seconds of each answer, by method, and the
-    methods that were answered by an internal error."""
+class Session:
+    """A session: processor seconds of each answer, and methods that ended in an internal error."""
 
     seconds: Mapping[str, float]
     errors: tuple[str, ...]
@@ -419,8 +422,8 @@ OF_A_RANGE = ("semanticTokens/range", "rangeFormatting", "inlayHint", "codeActio
 _INTERNAL_ERROR = -32603
 
 
-def with_server(folder: Path, text: str, uri: str | None = None) -> Talk:
-    """Open a text in a language server of its own and ask everything that it answers."""
+def with_server(folder: Path, text: str, uri: str | None = None) -> Session:
+    """Open a text in a new language server and send every request that the server supports."""
     client = Client(kcdsl("lsp"), folder)
     document = {"uri": uri or (folder / "contract.yaml").as_uri()}
     lines = text.split("\n")
@@ -470,4 +473,4 @@ def with_server(folder: Path, text: str, uri: str | None = None) -> Talk:
         ask("shutdown", None)
     finally:
         client.close()
-    return Talk(seconds, tuple(errors))
+    return Session(seconds, tuple(errors))

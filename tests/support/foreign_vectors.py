@@ -31,7 +31,7 @@ Written = tuple[dict[str, Tensor], dict[str, str]]
 
 
 def matrix(rows: int, columns: int, seed: int) -> Tensor:
-    """Return a matrix whose rows and columns have magnitudes of their own."""
+    """Return a matrix whose rows and columns have different magnitudes."""
     drawn = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     return drawn * torch.linspace(0.2, 3.0, columns) * torch.linspace(1.0, 2.0, rows).unsqueeze(1)
 
@@ -229,7 +229,7 @@ def modelopt() -> Written:
     scale = w.reshape(16, 2, 16).abs().amax(-1) / 7
     tensors["int4_awq.weight"] = reading.to_quantized_weight(w, scale, "int4_awq", None, 16)
     tensors["int4_awq.weight_scale"] = scale
-    spread = scale.repeat_interleave(16, dim=1)  # ModelOpt has no reader of what it packs so
+    spread = scale.repeat_interleave(16, dim=1)  # ModelOpt cannot unpack its own format, so
     tensors["int4_awq.expected"] = (w / spread).round().clamp(-8, 7) * spread
     names: dict[str, dict[str, Any]] = {
         "nvfp4": {"quant_algo": "NVFP4", "group_size": 16},

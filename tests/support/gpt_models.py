@@ -1,4 +1,4 @@
-"""Small models of GPT-2 and GPT-NeoX, and their distance from the programs of transformers."""
+"""Small models of GPT-2 and GPT-NeoX, compared with the implementations of transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def saved(kind: str, **changes: Any) -> dict[str, Any]:
 
 
 def drawn(kind: str, seed: int) -> dict[str, Any]:
-    """Return a random configuration of a type."""
+    """Return a random configuration of a model type."""
     draw = random.Random(seed)
     heads, half = draw.choice((1, 2, 3)), draw.choice((1, 2, 4))
     act = draw.choice(("gelu_new", "gelu", "gelu_pytorch_tanh"))
@@ -54,7 +54,7 @@ def drawn(kind: str, seed: int) -> dict[str, Any]:
 def distance(kind: str, raw: dict[str, Any], seed: int) -> float:
     """Return the largest difference of logits from transformers in float64, by the largest logit.
 
-    Both read the same tables of RoPE: those of kcdsl are float32 roundings of float64.
+    Both use the same RoPE tables: those of kcdsl are float32 roundings of float64.
     """
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(**raw)
@@ -88,7 +88,7 @@ def distance(kind: str, raw: dict[str, Any], seed: int) -> float:
 
 
 class Wide(torch.overrides.TorchFunctionMode):
-    """Lets the softmax of transformers, which asks for float32, compute in float64."""
+    """Make the softmax of transformers, which requests float32, compute in float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wide = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}

@@ -1,4 +1,4 @@
-"""Block graphs that one process makes once: tracing a block takes longer than most tests."""
+"""A cache of block graphs per process: tracing a block takes longer than most tests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _READERS = (
 _KNOWN: dict[bytes, BlockGraph] = {}
 
 
-def remember_graphs() -> None:
-    """Have the certifier, where it is imported, look for a graph among those made before.
+def cache_graphs() -> None:
+    """Make the certifier reuse graphs that this process has traced before.
 
-    A graph is found under all that it is made of: the configuration, the values and the checkpoint
-    keys of every tensor, the block, the length, the ids and the formats. Programs that are not
-    those of `kcdsl.model` are traced each time.
+    The key is everything that a graph depends on: the configuration, the values and checkpoint keys
+    of every tensor, the block, the length, the ids and the formats. Programs from outside
+    `kcdsl.model` are traced each time.
     """
     for name in _READERS:
         module: Any = sys.modules.get(name)
@@ -49,7 +49,7 @@ def _remembered(
 
     if routes:
         return block_graph(model, block, length, tokens, formats, routes=routes, centre=centre)
-    if not model.built_in or model.by_block:  # which holds no weights to know it by
+    if not model.built_in or model.by_block:  # no weights that could identify it
         return block_graph(model, block, length, tokens, formats, any_length=any_length)
     ids = () if tokens is None else (int(t) for t in tokens)
     key = _digest(model, block, length, ids, (*sorted(formats), str(any_length)))

@@ -1,4 +1,4 @@
-"""Grids of cases of which the first tier takes some, by a rule that leaves no kind of case out."""
+"""Grids of test cases with a rule that assigns some of them to the first tier."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ def by_turns(
 ) -> pytest.MarkDecorator:
     """Parametrise a test by every combination of some axes, those of `indirect` as fixtures.
 
-    Of these combinations, in their order along every axis, one of `one_of` belongs to the first
-    tier; the others come later. Without `one_of` these are as many as the last axis has values: all
-    of the other axes are crossed whole, and the values of the last one take turns. Then each value
-    of an axis meets each value of every other one, provided that two of the axes before the last
-    are no shorter than it. With `one_of`, each value meets one of so many of every other axis.
-    Where the value of the first axis is one of `whole`, all belong to the first tier.
+    One of every `one_of` combinations, in order along every axis, belongs to the first tier; the
+    others belong to the second. By default `one_of` is the number of values of the last axis: the
+    other axes are crossed completely, and the values of the last one alternate. Each value of an
+    axis then meets each value of every other axis, provided that two of the axes before the last
+    are no shorter than it. With `one_of`, each value meets every `one_of`-th value of the other
+    axes. Where the value of the first axis is one of `whole`, all combinations belong to the first
+    tier.
     """
     names, values = list(axes), [list(axis) for axis in axes.values()]
     turns = one_of or len(values[-1])

@@ -1,4 +1,4 @@
-"""Hostile files by name: small to write down, and expensive for whoever reads them carelessly."""
+"""Hostile files by name: small, but expensive for a careless reader."""
 
 from __future__ import annotations
 

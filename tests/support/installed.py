@@ -1,6 +1,6 @@
-"""kcdsl as users have it: the wheel in an environment of its own, with what it requires alone.
+"""Install the wheel of kcdsl with its requirements alone into a new environment.
 
-Nothing is downloaded: the packages that the wheel requires are those of this environment.
+Nothing is downloaded: the required packages are copied from this environment.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ class Installation:
 def install(
     wheel: Path, folder: Path, *extras: str, only: Collection[str] | None = None
 ) -> Installation:
-    """Make an environment, and install a wheel there with what it requires for some extras, or with
-    `only` the distributions of these names."""
+    """Make an environment and install a wheel with the requirements of some extras.
+
+    With `only`, install just the distributions of these names.
+    """
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "-qq"]
     command = [*pip, "install", "--no-deps", "--no-index", str(wheel)]
@@ -68,7 +70,7 @@ def install(
 
 
 def _required(extras: tuple[str, ...]) -> list[Distribution]:
-    """Return the distributions that kcdsl requires, and those that these require."""
+    """Return the distributions that kcdsl requires, with their own requirements."""
     from packaging.requirements import Requirement
 
     present = {_normalised(found.metadata["Name"]): found for found in distributions()}
@@ -91,8 +93,10 @@ def _normalised(name: str) -> str:
 
 
 def first_certificate(place: Installation, folder: Path, model: str) -> list[tuple[Ran, float]]:
-    """Run the commands from a model beside a new contract to a certificate that is checked; return
-    what each left, with its seconds."""
+    """Run every command from a new contract beside a model to a checked certificate.
+
+    Return the result of each command with its seconds.
+    """
     ran: list[tuple[Ran, float]] = []
     for words in (
         ("init", model),

@@ -1,8 +1,8 @@
-"""Run block graphs as kernels would, with every rounding that a numerics record admits.
+"""Simulate block graphs as kernels run them, with every rounding that a numerics record admits.
 
-A run takes its roundings from a random generator: real float32 or format arithmetic, free relative
-errors of ±u, or errors that all lean one way. Written against the numerics record and the graph
-record alone; the only thing taken from outside is what the kernel stores for each parameter.
+A run draws its roundings from a random generator: real float32 or format arithmetic, free relative
+errors of ±u, or errors that all have one sign. Written against the numerics record and the graph
+record alone; the only import is the rule by which the kernel stores parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cast(v: Floats, form: str) -> Floats:
 
 
 def overriding(patterns: Any, name: str) -> list[str]:
-    """Return the patterns of overrides that fit the name of a linear, itself before others."""
+    """Return the override patterns that match the name of a linear, the exact name first."""
     words = {"*": ".*", "?": "."}
     fitting = [
         pattern
@@ -64,8 +64,10 @@ def _limit(record: Mapping[str, Any], name: str, default: float = 0.0) -> np.flo
 
 
 def cut(v: Floats, form: str) -> Floats:
-    """Return the numbers of a format next to v on the side of zero: those to nearest, less one step
-    where they are greater in magnitude."""
+    """Return the neighbours of v in a format toward zero.
+
+    This is the nearest number, less one step where that is greater in magnitude.
+    """
     if form == "float64":
         return v
     if form == "tfloat32":
@@ -136,8 +138,8 @@ class Run:
     def dot(self, a: Floats, b: Floats) -> Floats:
         """Return a @ b, accumulated in some order with a rounding at every step.
 
-        What a matrix unit of a record cuts off, and where pairs of bytes saturate, is left out:
-        such runs take fewer errors.
+        Truncation in a tensor core and saturation of pairs of bytes are not simulated; such runs
+        have smaller errors.
         """
         if "tensor_core" in self.numerics:
             return np.asarray(a @ b)
@@ -176,7 +178,7 @@ class Run:
         return y
 
     def serving(self, key: str) -> Run:
-        """Return the run of a kernel with what a linear has by its name, where it has."""
+        """Return the run with the numerics overrides of a linear, if it has any."""
         name = key.removesuffix(".weight")
         for pattern in overriding(self.numerics.get("overrides", {}), name):
             section = self.numerics["overrides"][pattern]
@@ -185,7 +187,7 @@ class Run:
         return self
 
     def sharded(self, x: Floats, weight: Floats, bias: Floats | None, count: int) -> Floats:
-        """Return a linear whose inputs are divided among devices: parts stored, and then added."""
+        """Return a linear whose inputs are sharded: partial results are stored and then added."""
         form = self.numerics["compute"]
         parts = np.array_split(self.rng.permutation(x.shape[-1]), count)
         terms = [self.store(self.dot(x[:, p], weight[:, p].T), form) for p in parts if p.size]
@@ -197,7 +199,7 @@ class Run:
         return total
 
     def static(self, x: Floats, key: str) -> Floats:
-        """Return the values of codes with static scales, divided by or multiplied as it comes."""
+        """Return the values of codes with static scales, divided or multiplied at random."""
         record, name = self.numerics["activations"], key.removesuffix(".weight")
         kind, scales = record["format"], record["input_scale"]
         given = scales.get(name, scales.get("*"))
@@ -215,7 +217,7 @@ class Run:
         return (code * s).astype(np.float64)
 
     def quantised(self, x: Floats, key: str = "") -> Floats:
-        """Return the quantised input of a linear, as float32 arithmetic gives it."""
+        """Return the quantised input of a linear, in float32 arithmetic."""
         record = self.numerics["activations"]
         kind, scale = record["format"], record["scale"]
         if kind == "none":
@@ -229,7 +231,7 @@ class Run:
             pad = -v.shape[-1] % _GROUPS[scale]
             blocks = np.pad(v, [(0, 0), (0, pad)]).reshape(-1, _GROUPS[scale])
         size = np.abs(blocks).max(axis=-1, keepdims=True)
-        if scale == "per_batch":  # the largest of other sequences, up to what a record admits
+        if scale == "per_batch":  # the maximum of other sequences, up to the admitted limit
             size = size + np.float32(self.rng.random()) * (_limit(record, "batch_amax") - size)
         size = np.minimum(size, _limit(record, "amax_limit", np.inf))
         least = _limit(record, "least_scale")
@@ -258,16 +260,16 @@ class Run:
         return self._back(code * s, x, scale)
 
     def requantised(self, x: Floats, scale: str, zero: int) -> Floats:
-        """Return a tensor as float32 arithmetic stores it in codes 0 to 255 and reads it back."""
+        """Return a tensor after quantisation to codes 0 to 255 and back, in float32 arithmetic."""
         s, v = np.float32(float.fromhex(scale)), x.astype(np.float32)
         ratio = v * (np.float32(1) / s) if self.rng.random() < 0.5 else v / s
         code = np.clip(np.rint(ratio) + np.float32(zero), 0, 255)
         return ((code - np.float32(zero)) * s).astype(np.float32).astype(np.float64)
 
     def cached(self, x: Floats, part: str, source: str) -> Floats:
-        """Return keys [.., d, T] or values [.., T, d] as float32 arithmetic stores and reads them.
+        """Return keys [.., d, T] or values [.., T, d] as a cache returns them, in float32.
 
-        Where casts are free a code may be off by a step at most where a ratio is near its edge.
+        Where casts are free, a code may be off by one step where a ratio is near its edge.
         """
         record = self.numerics["kv_cache"]
         kind, scale = record["format"], record["scale"]
@@ -331,7 +333,7 @@ class Run:
         return np.maximum(x, 0.0)
 
     def function(self, op: str, x: Floats) -> Floats:
-        """Return an activation function with the error that is granted."""
+        """Return an activation function with the admitted error."""
         match op:
             case "gelu":
                 y = x * 0.5 * (1 + np.frompyfunc(erf, 1, 1)(x / np.sqrt(2)).astype(float))
@@ -400,7 +402,7 @@ class Run:
 def simulate(graph: Any, run: Run, x: Floats | None, plain: Any, linear: Any) -> dict[str, Floats]:
     """Return the value of every node of a run.
 
-    `plain(key)` and `linear(key)` return what the kernel stores for a parameter.
+    `plain(key)` and `linear(key)` return the stored parameter.
     """
     values: dict[str, Floats] = {}
     scores_of: dict[str, tuple[Floats, Floats]] = {}
@@ -499,7 +501,7 @@ def stored_format(record: Mapping[str, Any], op: str, role: str) -> str:
 
 
 def view(x: Floats, attrs: Mapping[str, Any], shape: Sequence[int]) -> Floats:
-    """Return the elements that a view takes, by the number of their place."""
+    """Return the elements that a view selects, by flat index."""
     split = attrs["split"]
     ranges = attrs.get("ranges", [[0, size, 1] for size in split])
     order = attrs.get("order", range(len(split)))
@@ -514,7 +516,7 @@ def view(x: Floats, attrs: Mapping[str, Any], shape: Sequence[int]) -> Floats:
 
 
 def weights_alone(graph: Any, name: str) -> bool:
-    """Return whether a node is read as the weight of linears and as nothing else."""
+    """Return whether a node is read only as the weight of linears."""
     reads = [
         node["op"] == "linear" and place == 1
         for node in graph.nodes

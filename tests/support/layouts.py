@@ -1,8 +1,8 @@
-"""Texts written as YAML scalars of every style, with the place of each of their characters.
+"""Texts written as YAML scalars of every style, with the source position of each character.
 
-The writer knows where it put each character, so what it returns is an oracle that shares nothing
-with the code under test. A fold is the one exception: which of its line breaks stands for which
-decoded one is not laid down, so all of them are given.
+The writer records where it put each character, so its result is an oracle that shares no code with
+the parser under test. Folds are the one exception: the source line break of a decoded one is not
+specified, so all candidates are returned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHORT = {
 
 @dataclass(slots=True)
 class Written:
-    """Source text; for each decoded character the places that may be its own."""
+    """Source text, with the candidate positions of each decoded character."""
 
     source: str = ""
     places: list[frozenset[tuple[int, int]]] = field(default_factory=list)
@@ -35,18 +35,20 @@ class Written:
         self.places.append(frozenset({(start, len(self.source))}))
 
     def silent(self, source: str) -> None:
-        """Append source text that is no part of the value."""
+        """Append source text that is not part of the value."""
         self.source += source
 
     def moved(self, by: int) -> list[frozenset[tuple[int, int]]]:
-        """Return the places in a file in which the text begins at an offset."""
+        """Return the positions in a file in which the text begins at an offset."""
         return [frozenset((a + by, b + by) for a, b in each) for each in self.places]
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What surrounds a scalar: the column of its parent (-1 at the top), line ends, brackets, and
-    whether it is on one line (a key), or the last thing in the file."""
+    """The context of a scalar: column of its parent (-1 at the top), line ends, brackets.
+
+    Also whether it is on one line (a key) and whether it is last in the file.
+    """
 
     parent: int
     eol: str
@@ -56,7 +58,7 @@ class Where:
 
 
 def write(random: Random, text: str, style: str, where: Where) -> Written | None:
-    """Return a text as a scalar of a style by chance, None where that style cannot hold it."""
+    """Write a text as a random scalar of a style; None where that style cannot represent it."""
     match style:
         case "plain":
             return _plain(random, text, where)
@@ -69,7 +71,7 @@ def write(random: Random, text: str, style: str, where: Where) -> Written | None
 
 
 def _raw(char: str) -> bool:
-    """Return whether a character may stand in a file as itself, on one line."""
+    """Return whether YAML permits a character unescaped on one line."""
     code = ord(char)
     printable = 0x20 <= code <= 0x7E or 0xA0 <= code <= 0xD7FF or 0xE000 <= code <= 0xFFFD
     return char == "\t" or ((printable or code > 0xFFFF) and char not in "\u2028\u2029\ufeff")
@@ -101,8 +103,7 @@ def _fold(
 def _folding(
     random: Random, text: str, where: Where, out: Written, character: Callable[[str], None]
 ) -> bool:
-    """Write a text whose line breaks and some of whose spaces are folds; False where a fold would
-    take white space of the text away."""
+    """Write a text with line breaks and some spaces folded; False where a fold loses blanks."""
     lead, at = max(where.parent, 0) + 1 + random.choice([0, 1, 3]), 0
     tabs = out.source != ""
     while at < len(text):
@@ -127,7 +128,7 @@ def _folding(
 
 
 def _plain(random: Random, text: str, where: Where) -> Written | None:
-    """Plain scalars that begin with a letter are texts, whatever follows."""
+    """Write a plain scalar that begins with a letter, so that YAML reads a string."""
     if not text or not text[0].isalpha() or text[-1] in " \t\n:" or "\t" in text:
         return None
     if not all(_raw(char) or char == "\n" for char in text):
@@ -173,7 +174,7 @@ def _double(random: Random, text: str, where: Where) -> Written:
     out.silent('"')
     often = random.choice([0.0, 0.05, 0.5])
     lead, at, solid, after_line = max(where.parent, 0) + 1, 0, False, False
-    # `solid`: what was written last is no white space that a fold would take away.
+    # `solid`: the last character is not white space, which a fold would remove
     while at < len(text):
         char = text[at]
         stop = at
@@ -238,8 +239,11 @@ def _spaces(random: Random, most: int) -> str:
 
 
 def _body(random: Random, out: Written, body: str, indent: int, eol: str, *, folds: bool) -> None:
-    """Write the lines of a block scalar. Where it folds, there is one break more than the value has
-    between two lines that begin with a letter or sign, and elsewhere as many."""
+    """Write the lines of a block scalar.
+
+    In a folded scalar, two lines that begin with a letter or sign are separated by one break more
+    than the value has; other lines by as many.
+    """
     before = False
     for run in re.finditer(r"(\n*)([^\n]+)", body):
         line = run[2]
@@ -277,7 +281,7 @@ class Document:
 
 
 def document(random: Random, text: str, style: str) -> Document | None:
-    """Return a text in a style in a document by chance; None where the style cannot hold it."""
+    """Return a random document with a text in a style; None where the style cannot represent it."""
     eol = random.choice(["\n", "\n", "\r\n"])
     notes = ["", eol, f"# é 𝒳: |{eol}", f"{eol}  # a 'b{eol}"]
     source = random.choice(["", "", "\ufeff"]) + random.choice(notes)

@@ -58,10 +58,10 @@ sys.stdin.read()
 
 
 def write_gguf(folder: Path, path: Path, end: int = 2, **changed: Any) -> Path:
-    """Write a llama of a Hugging Face folder (config.json, model.safetensors), float32, as GGUF.
+    """Write a llama of a Hugging Face folder (config.json, model.safetensors) as float32 GGUF.
 
-    Its tokens are bytes, those of printable ASCII by themselves; `end` ends texts. `changed` are
-    fields of config.json that the file states otherwise: a planted difference.
+    Tokens are bytes; `end` ends texts. `changed` are fields of config.json that the file states
+    differently: a planted difference.
     """
     config = {**json.loads((folder / "config.json").read_text("utf-8")), **changed}
     writer = gguf.GGUFWriter(path, "llama")

@@ -1,4 +1,4 @@
-"""Configurations that look like one of a built-in decoder, and are of another program.
+"""Configurations that resemble a built-in decoder but belong to another program.
 
 Each has the model type of a form and changes one field; all of them are refused by name.
 """
@@ -60,7 +60,7 @@ LOOK_ALIKES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def refused(name: str, change: dict[str, Any]) -> bool:
-    """Return whether the configuration of a form is refused for its own sake, with this change."""
+    """Return whether the changed configuration of a form is refused because of the change."""
     form = EVERY_FORM[name]
     try:
         registry.load(form.architecture).build(form.saved() | change)

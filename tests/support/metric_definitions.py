@@ -1,7 +1,7 @@
-"""Every metric by its definition, in plain Python floats: a second implementation.
+"""Every metric in plain Python floats: a second, independent implementation.
 
-Written from the formulas of docs/reference/metrics.md and the papers they name, position by
-position, without arrays and without the functions that are measured with.
+Written from the formulas of docs/reference/metrics.md and the papers cited there, position by
+position, without arrays and without the functions under test.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Sequence_:
-    """A rollout: what both sides say of its tokens, and everything else that was recorded."""
+    """A rollout: the log-probabilities of both sides, and everything else that was recorded."""
 
     tokens: tuple[int, ...]
     train: Row
@@ -98,19 +98,19 @@ def centred(row: Row) -> Row:
 
 
 def bits(value: float) -> int:
-    """Return the place of a float64 in the order of all of them."""
+    """Return the index of a float64 in the order of all float64 numbers."""
     (whole,) = struct.unpack("<q", struct.pack("<d", value))
     return whole if whole >= 0 else -(whole + 2**63)
 
 
 def margin_of(row: Row) -> float:
-    """Return the best score less the next."""
+    """Return the largest score minus the second largest."""
     first, second = sorted(row, reverse=True)[:2]
     return first - second
 
 
 def kl_of(p: Sequence[float], q: Sequence[float]) -> float:
-    """Return KL of two laws given by their logarithms."""
+    """Return KL of two distributions given by log-probabilities."""
     return math.fsum(math.exp(x) * (x - y) for x, y in zip(p, q, strict=True))
 
 
@@ -132,17 +132,17 @@ def entropy(row: Row) -> float:
 
 
 def flips(a: Row, b: Row) -> float:
-    """Return 1 where another token comes first."""
+    """Return 1 where the most likely token changes."""
     return float(ranked(a, 1) != ranked(b, 1))
 
 
 def overlap(k: int) -> Pair:
-    """Return the share of the k first tokens that both have."""
+    """Return the share of the top k tokens that both have."""
     return lambda a, b: len(set(ranked(a, k)) & set(ranked(b, k))) / k
 
 
 def jaccard(k: int) -> Pair:
-    """Return the tokens in both over those in either."""
+    """Return the intersection over the union of the top k tokens."""
 
     def of(a: Row, b: Row) -> float:
         one, other = set(ranked(a, k)), set(ranked(b, k))
@@ -159,7 +159,7 @@ def rank_biased(a: Row, b: Row, p: float = 0.9, k: int = 10) -> float:
 
 
 def kendall(a: Row, b: Row, k: int = 10) -> float:
-    """Return K^(1/2) of Fagin, Kumar and Sivakumar (2003), over its largest value."""
+    """Return K^(1/2) of Fagin, Kumar and Sivakumar (2003), normalised by its maximum."""
     one, other = ranked(a, k), ranked(b, k)
     every = sorted({*one, *other})
     total = 0.0
@@ -224,7 +224,7 @@ PAIRS: Mapping[str, Pair] = {
 
 
 def binary(p: float, q: float) -> float:
-    """Return KL of two coins."""
+    """Return KL of two Bernoulli distributions."""
     return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
 
@@ -300,8 +300,8 @@ def pareto_shape(weights: Sequence[float]) -> float:
 # --- calibration ---------------------------------------------------------------------------------
 
 
-def parts(values: list[tuple[float, float]]) -> list[list[tuple[float, float]]]:
-    """Return (confidence, right) in bins of as equal size as can be, the first ones larger."""
+def equal_bins(values: list[tuple[float, float]]) -> list[list[tuple[float, float]]]:
+    """Return (confidence, correct) in bins of equal size; the first ones may have one more."""
     ordered = sorted(values)
     small, more = divmod(len(ordered), LABEL_BINS)
     found, at = [], 0
@@ -319,11 +319,11 @@ def gap(part: list[tuple[float, float]]) -> float:
 
 def expected_error(values: list[tuple[float, float]]) -> float:
     """Return ECE."""
-    return math.fsum(len(part) / len(values) * gap(part) for part in parts(values))
+    return math.fsum(len(part) / len(values) * gap(part) for part in equal_bins(values))
 
 
 def labelled(texts: Sequence[Text], side: str) -> list[tuple[Row, int]]:
-    """Return (ln law, next token) of every position that has a next token."""
+    """Return (log-probabilities, next token) of every position that has a next token."""
     return [
         (logs(row), label)
         for text in texts
@@ -332,7 +332,7 @@ def labelled(texts: Sequence[Text], side: str) -> list[tuple[Row, int]]:
 
 
 def ece(texts: Sequence[Text], side: str) -> float:
-    """Return the error of the confidence in the first token."""
+    """Return the calibration error of the top-1 confidence."""
     pairs = [
         (math.exp(max(law)), float(ranked(law, 1) == [label]))
         for law, label in labelled(texts, side)
@@ -348,7 +348,7 @@ def ace(texts: Sequence[Text], side: str) -> float:
         for law, label in labelled(texts, side):
             token = ranked(law, 5)[rank]
             pairs.append((math.exp(law[token]), float(token == label)))
-        gaps += [gap(part) for part in parts(pairs)]
+        gaps += [gap(part) for part in equal_bins(pairs)]
     return fmean(gaps)
 
 
@@ -401,19 +401,19 @@ def of_ratios(function: Callable[[float], float]) -> Callable[[Text], list[float
     return lambda text: [function(math.exp(p - q)) for p, q in sampled(text)]
 
 
-def of_coins(function: Callable[[float, float], float]) -> Callable[[Text], list[float]]:
+def of_bernoulli(function: Callable[[float, float], float]) -> Callable[[Text], list[float]]:
     """Return a function of both probabilities of every sampled token."""
     return lambda text: [function(math.exp(p), math.exp(q)) for p, q in sampled(text)]
 
 
 def first_flip(text: Text) -> list[float]:
-    """Return how many tokens come before the first flip."""
+    """Return the number of tokens before the first flip."""
     found = of_positions(flips)(text)
     return [float(found.index(1.0)) if 1.0 in found else float(len(found))]
 
 
 def noise(text: Text) -> list[float]:
-    """Return the error of infer over that of train."""
+    """Return the error of infer divided by that of train."""
     return [
         length(drift(g, b)) / length(drift(g, a))
         for a, b, g in zip(text.train, text.infer, text.gold, strict=True)
@@ -423,7 +423,7 @@ def noise(text: Text) -> list[float]:
 OF_TEXTS: Mapping[str, Callable[[Text], list[float]]] = {
     **{name: of_positions(function) for name, function in PAIRS.items()},
     **{name: of_ratios(function) for name, function in RATIOS.items()},
-    **{name: of_coins(function) for name, function in COINS.items()},
+    **{name: of_bernoulli(function) for name, function in COINS.items()},
     "noise_ratio": noise,
     "greedy_divergence_step": first_flip,
     "token_kl_max": lambda text: [max(of_positions(PAIRS["kl"])(text))],
@@ -470,7 +470,7 @@ def ratios(one: Sequence_) -> Row:
 
 
 def lumped(one: Sequence_) -> list[tuple[Row, Row]]:
-    """Return, token by token, both laws on what both sides tell, with the rest as one event."""
+    """Return both distributions of each token on the commonly listed tokens, plus a rest."""
     found = []
     for at, token in enumerate(one.tokens):
         p = dict(one.tops[0][at]) | {token: one.train[at]}
@@ -493,8 +493,8 @@ def is_json(text: str) -> bool:
     return True
 
 
-def calls(text: str) -> bool:
-    """Return whether a text is an object whose city is a string."""
+def is_call(text: str) -> bool:
+    """Return whether a text is a JSON object whose city is a string."""
     found: Any = json.loads(text) if is_json(text) else None
     return isinstance(found, dict) and isinstance(found.get("city"), str)
 
@@ -518,13 +518,13 @@ def relative_bias(rollouts: Sequence[Sequence_]) -> float:
 
 
 def direction(rollouts: Sequence[Sequence_]) -> float:
-    """Return the cosine of both gradients."""
+    """Return the cosine of the two gradients."""
     g, h = total(rollouts, 0), total(rollouts, 1)
     return math.fsum(x * y for x, y in zip(g, h, strict=True)) / length(g) / length(h)
 
 
 def agreement(rollouts: Sequence[Sequence_]) -> float:
-    """Return the least over layers of the mean share of experts that both sides chose."""
+    """Return the minimum over layers of the mean share of experts that both sides chose."""
     layers = len(rollouts[0].routes[0][0])
     return min(
         fmean(
@@ -537,7 +537,7 @@ def agreement(rollouts: Sequence[Sequence_]) -> float:
 
 
 def rerouted(rollouts: Sequence[Sequence_]) -> float:
-    """Return the share of tokens with another set of experts in any layer."""
+    """Return the share of tokens whose set of experts differs in any layer."""
     return fmean(
         any(set(x) != set(y) for x, y in zip(a, b, strict=True))
         for r in rollouts
@@ -557,7 +557,7 @@ def spread_slope(rollouts: Sequence[Sequence_]) -> float:
     )
 
 
-def within(rollouts: Sequence[Sequence_]) -> float:
+def intraclass_correlation(rollouts: Sequence[Sequence_]) -> float:
     """Return ICC(1) of the one-way analysis of variance with unequal groups (Donner 1986)."""
     groups = [ratios(r) for r in rollouts]
     sizes = [len(g) for g in groups]
@@ -601,7 +601,7 @@ OF_BATCHES: Mapping[str, Callable[[Sequence[Sequence_]], float]] = {
     "ess_seq": lambda rs: effective(all_ratios(rs)),
     "tail_mass_seq": lambda rs: fmean(not 0.5 <= w <= 2 for w in all_ratios(rs)),
     "length_scaling": spread_slope,
-    "icc": within,
+    "icc": intraclass_correlation,
     "reward_delta": lambda rs: abs(fmean(r.rewards[1] - r.rewards[0] for r in rs)),
     "adv_weighted_bias": lambda rs: abs(
         fmean(
@@ -609,7 +609,7 @@ OF_BATCHES: Mapping[str, Callable[[Sequence[Sequence_]], float]] = {
         )
     ),
     "json_parse_gap": lambda rs: differing(rs, lambda text, r: is_json(text)),
-    "tool_schema_gap": lambda rs: differing(rs, lambda text, r: calls(text)),
+    "tool_schema_gap": lambda rs: differing(rs, lambda text, r: is_call(text)),
     "exact_match_gap": lambda rs: differing(rs, lambda text, r: text == r.reference),
     "grad_cosine": direction,
     "grad_rel_bias": relative_bias,

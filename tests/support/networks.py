@@ -15,7 +15,7 @@ KINDS = ("Relu", "Sigmoid", "Tanh", "Abs", "LeakyRelu", "Square", "Clip", "Softm
 def perceptron(
     generator: np.random.Generator, sizes: tuple[int, ...], kinds: tuple[str, ...] = ("Relu",)
 ) -> onnx.ModelProto:
-    """A network of full layers; between them, operators of `kinds` in turn."""
+    """Return a network of dense layers separated by operators of `kinds`, in turn."""
     nodes, held, name = [], [], "x"
     for i, (n, m) in enumerate(pairwise(sizes)):
         weight = generator.standard_normal((n, m)) / np.sqrt(n)
@@ -42,7 +42,7 @@ def perceptron(
 def model_of(
     nodes: list[onnx.NodeProto], held: list[onnx.TensorProto], shape: list[int], out: list[int]
 ) -> onnx.ModelProto:
-    """A model from x to y."""
+    """Return a model from x to y."""
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, out)
     graph = helper.make_graph(nodes, "g", [x], [y], held)
@@ -50,7 +50,7 @@ def model_of(
 
 
 def moved(model: onnx.ModelProto, generator: np.random.Generator, by: float) -> onnx.ModelProto:
-    """The same graph with other weights."""
+    """Return the same graph with other weights."""
     found = onnx.ModelProto.FromString(model.SerializeToString())
     for one in found.graph.initializer:
         array = numpy_helper.to_array(one)
@@ -66,7 +66,7 @@ def saved(model: onnx.ModelProto, path: Path) -> Path:
 
 
 def box(name: str, count: int, low: float, high: float) -> str:
-    """Assertions that hold elements [0, i] of a variable in an interval."""
+    """Return assertions that bound elements [0, i] of a variable by an interval."""
     return "\n".join(
         f"(assert (>= {name}[0,{i}] {low}))\n(assert (<= {name}[0,{i}] {high}))"
         for i in range(count)
@@ -74,6 +74,6 @@ def box(name: str, count: int, low: float, high: float) -> str:
 
 
 def declared(name: str, x: str, y: str, n: int, m: int, relation: str = "") -> str:
-    """The declaration of a network of float32 with inputs [1, n] and outputs [1, m]."""
+    """Return the declaration of a float32 network with inputs [1, n] and outputs [1, m]."""
     inner = f"{relation} (declare-input {x} float32 [1,{n}]) (declare-output {y} float32 [1,{m}])"
     return f"(declare-network {name} {inner})"

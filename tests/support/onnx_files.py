@@ -135,8 +135,10 @@ def model_of(text: str, tensors: Mapping[str, NDArray[Any]]) -> onnx.ModelProto:
 
 
 def save_decoder(folder: Path, name: str = "model.onnx", *, beside: bool = False) -> Path:
-    """Write the decoder; `beside` puts its matrices into a file of external data, and not the
-    shapes and axes, which ONNX Runtime reads in the file alone."""
+    """Write the decoder; `beside` stores its matrices as external data.
+
+    Shapes and axes stay in the file, because ONNX Runtime reads them there alone.
+    """
     path = folder / name
     model = model_of(DECODER, weights())
     onnx.checker.check_model(model)
@@ -172,7 +174,8 @@ QUANTISERS = {
 def quantised_mlp(form: str, *, stored: str = "codes") -> tuple[onnx.ModelProto, onnx.ModelProto]:
     """Return a perceptron with quantisers, and its program without them.
 
-    Weights are `stored` as "codes" with a scale per channel, or as "numbers" that are quantised.
+    Weights are `stored` as "codes" with a scale per channel, or as "numbers" that are quantised at
+    run time.
     """
     held = {n: weights()[n] for n in ("embedding", "up", "down", "up_bias", "head")}
     held["embedding"] = np.clip(held["embedding"], -2, 2)

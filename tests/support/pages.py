@@ -56,11 +56,11 @@ FILES = ("model.safetensors", "requests.jsonl", "config.json", "tokenizer.json")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block: its language, its kind (such as `bad` or `good`), its text.
+    """A fenced block: its language, its kind (such as `bad` or `good`), and its text.
 
-    `at` is the text that the finding of a bad contract covers, `varies` a pattern of what differs
-    from run to run, `planted` the defect that it shows, and `name` that of a file. The whole block,
-    fences included, stands at `start` to `end` of the page.
+    `at` is the text that the finding of a bad contract covers, `varies` a pattern of output that
+    differs between runs, `planted` the planted defect, and `name` the name of a file. `start` and
+    `end` delimit the whole block with its fences.
     """
 
     language: str
@@ -109,14 +109,16 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def stand_in(folder: Path) -> None:
-    """Write the usual files, which have nothing in them but a configuration."""
+    """Write the default files, which contain nothing but a configuration."""
     for name in FILES:
         (folder / name).write_text(DECODER_TEXT if name == "config.json" else "")
 
 
 def completed(text: str) -> str:
-    """Return an example with the sections it leaves out, which stand before it; an example that
-    begins with `kcdsl:` or is no mapping of sections is whole already."""
+    """Return an example with the base sections that it leaves out, which are put before it.
+
+    An example that begins with `kcdsl:` or is no mapping of sections is returned unchanged.
+    """
     first = text.lstrip()
     whole = first.startswith(("kcdsl:", "%", "---", "- ", "[", "{")) or not first
     starts = {line.split(":")[0].strip("'\" ") for line in text.splitlines() if line[:1].strip()}
@@ -126,7 +128,7 @@ def completed(text: str) -> str:
 
 
 def found(text: str, folder: Path) -> tuple[SourceFile, list[Diagnostic]]:
-    """Return what an example reports in a folder where the usual files are."""
+    """Return the findings of an example in a folder with the default files."""
     stand_in(folder)
     source, sink = SourceFile("contract.yaml", completed(text)), Sink()
     analyse(source, sink, folder)
@@ -135,7 +137,7 @@ def found(text: str, folder: Path) -> tuple[SourceFile, list[Diagnostic]]:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A line `$ NAME=VALUE… kcdsl WORDS…` of a console block, with what it prints."""
+    """A line `$ NAME=VALUE… kcdsl WORDS…` of a console block, with its expected output."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
@@ -170,7 +172,7 @@ def prepare(block: Block, folder: Path) -> None:
 
 
 def provide(blocks: Sequence[Block], folder: Path) -> None:
-    """Put the model of the examples where a page speaks of it."""
+    """Put the model of the examples in place where a page mentions it."""
     if any("tiny_lm/" in block.text for block in blocks):
         (folder / "tiny_lm").mkdir()
         for name in TINY_LM:
@@ -178,8 +180,7 @@ def provide(blocks: Sequence[Block], folder: Path) -> None:
 
 
 def run_planted(defect: str, words: Sequence[str], folder: Path) -> str:
-    """Return what a command prints in a process where `module.name=expression` holds of what
-    `module.name` gives."""
+    """Return the output of a command with `module.name` wrapped by a planted expression."""
     target, _, expression = defect.partition("=")
     module, _, name = target.rpartition(".")
     program = (
@@ -206,8 +207,8 @@ def run_planted(defect: str, words: Sequence[str], folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Forget the modules of a folder that were imported meanwhile: the next example has others."""
+def forget_modules(folder: Path) -> Iterator[None]:
+    """Forget imported modules of a folder, because the next example has other versions."""
     known = set(sys.modules)
     try:
         yield
@@ -219,11 +220,11 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def agrees(shown: str, printed: str, *, roughly: bool = False) -> bool:
-    """Return whether a page shows the output; `…` stands for any text in its line, and for any
-    lines where it stands alone. Blanks at the ends of lines do not count.
+    """Return whether a page shows the output.
 
-    `roughly` says so of a run with numbers that another machine, or another run, has otherwise: a
-    number with a fraction may be off by a factor of 3, a tiny one of 9, and blanks only part words.
+    `…` stands for any text in its line, and for any lines where it is alone. Trailing blanks do not
+    count. With `roughly`, a number with a fraction may differ by a factor of 3, a tiny one by 9,
+    and runs of blanks are equal.
     """
     numbers: list[float] = []
     lines = (line.rstrip() for line in shown.splitlines())
@@ -245,7 +246,7 @@ def _words(line: str, roughly: bool) -> str:
 
 
 def _pattern(line: str, numbers: list[float] | None) -> str:
-    """Return the pattern of a line; its numbers are added to `numbers`, each with a group."""
+    """Return the pattern of a line; append its numbers, each with a group, to `numbers`."""
     if line == "…":
         return r"(?:.*\n)*"
     parts, last, line = [], 0, _words(line, numbers is not None)
@@ -267,9 +268,8 @@ def _near(one: float, other: float) -> bool:
     return one == other or (least > 0 and most <= (3 if most > _TINY else 9) * least)
 
 
-def settled(printed: str, varies: str | None) -> str:
-    """Return what was printed with what differs from run to run, a pattern, taken out, and with it
-    the blanks that fill a table."""
+def without_variation(printed: str, varies: str | None) -> str:
+    """Return the output with matches of the pattern `varies` and adjacent blanks removed."""
     if varies is None:
         return printed
     lines = re.sub(varies, "…", printed).splitlines()

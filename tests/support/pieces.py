@@ -1,4 +1,4 @@
-"""Pieces of work that go wrong in a known way, for tests of the engine."""
+"""Tasks that fail in a known way, for tests of the worker pool."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kcdsl_backends.certifier.worker import WorkerContext
 
 
 @dataclass(frozen=True)
-class Say:
-    """Answer with a text, after some seconds; `own` adds the number of the process."""
+class Echo:
+    """Return a text after some seconds; `own` adds the process id."""
 
     text: str
     seconds: float = 0.0
@@ -28,8 +28,8 @@ class Say:
 
 
 @dataclass(frozen=True)
-class Die:
-    """End the worker as the system does when memory runs out."""
+class Crash:
+    """Kill the worker, as the system does when memory runs out."""
 
     def run(self, context: WorkerContext) -> tuple[Any, None]:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -37,8 +37,8 @@ class Die:
 
 
 @dataclass(frozen=True)
-class DieOnce:
-    """End the worker the first time; answer the next."""
+class CrashOnce:
+    """Kill the worker the first time; return normally the next."""
 
     marker: Path
 
@@ -50,8 +50,8 @@ class DieOnce:
 
 
 @dataclass(frozen=True)
-class Fail:
-    """Raise what is named."""
+class RaiseError:
+    """Raise a given exception."""
 
     kind: str
 

@@ -1,4 +1,4 @@
-"""Small block graphs for the planes: one for each rule, and feed-forward blocks with ReLU."""
+"""Small block graphs for linear bounds: one per rule, and feed-forward blocks with ReLU."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def embedded(rng: np.random.Generator) -> Any:
 
 
 def shared(rng: np.random.Generator) -> Any:
-    """Return a node that is read by an activation and, beside it, by a product and a sum."""
+    """Return a node with two readers: an activation, and a product with a sum."""
     g = proofs.Graph((3, 6))
     x = g.add("input", [], (3, 6))
     y = g.add("linear", [x, g.param("w", rng.standard_normal((6, 6)) / 2)], (3, 6))
@@ -83,7 +83,7 @@ def shared(rng: np.random.Generator) -> Any:
 
 
 def activated(rng: np.random.Generator) -> Any:
-    """Return every smooth activation of a linear, whose drift has a middle that is not zero."""
+    """Return every smooth activation of a linear, whose drift has a nonzero midpoint."""
     g = proofs.Graph((3, 6))
     x = g.add("input", [], (3, 6))
     y = g.add("linear", [x, g.param("w", rng.standard_normal((6, 6)))], (3, 6))
@@ -94,7 +94,7 @@ def activated(rng: np.random.Generator) -> Any:
 
 
 def twice_activated(rng: np.random.Generator) -> Any:
-    """Return every smooth activation of one, whose deviation has a middle that is not zero."""
+    """Return every smooth activation of an activation, whose deviation has a nonzero midpoint."""
     g = proofs.Graph((3, 6))
     x = g.add("input", [], (3, 6))
     y = g.add("linear", [x, g.param("w", rng.standard_normal((6, 6)))], (3, 6))

@@ -1,4 +1,4 @@
-"""Mistakes of set-ups and of kernels, planted around real kernels of the tiny language model."""
+"""Mistakes of set-ups and kernels, planted in real kernels of the tiny language model."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def prompts() -> tuple[Request, ...]:
 
 
 def kernel(run: str, numerics: Numerics = FLOAT32, model: Model | None = None) -> TorchKernel:
-    """Return a kernel of the tiny model, or of another with its names."""
+    """Return a kernel of the tiny model, or of another model with the same tensor names."""
     ref = KernelRef(run, tuple(numerics.items()))
     return load_kernel(ref, model or tiny_model(), "cpu")
 
 
 @dataclass(frozen=True)
 class Altered:
-    """A kernel whose logits another function forms."""
+    """A kernel whose logits are replaced by a function of them."""
 
     kernel: TorchKernel
     function: Callable[[TorchKernel, Any], Tensor]
@@ -88,7 +88,7 @@ def top_p(logits: Tensor, p: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Masked:
-    """Composed attention under a mask of its own: (query, key) to whether it takes part."""
+    """Composed attention with a custom mask, a predicate on (query, key)."""
 
     sees: Callable[[Tensor, Tensor], Tensor]
 
@@ -124,7 +124,7 @@ def masked(whole: TorchKernel, sees: Callable[[Tensor, Tensor], Tensor]) -> Torc
 
 
 def padded(whole: TorchKernel, count: int, pad: int) -> Altered:
-    """Return the kernel behind padding in front that its attention sees."""
+    """Return the kernel with left padding that its attention does not mask."""
 
     def function(own: TorchKernel, ids: Any) -> Tensor:
         given = torch.as_tensor(ids)
@@ -134,8 +134,8 @@ def padded(whole: TorchKernel, count: int, pad: int) -> Altered:
     return Altered(whole, function)
 
 
-def silenced(whole: TorchKernel, first: int, last: int) -> Altered:
-    """Return the kernel with logits of 0 at a run of positions, as a loss mask may leave them."""
+def zeroed(whole: TorchKernel, first: int, last: int) -> Altered:
+    """Return the kernel with logits of 0 at a range of positions, as under a loss mask."""
 
     def change(logits: Tensor) -> Tensor:
         changed = logits.clone()
@@ -146,7 +146,7 @@ def silenced(whole: TorchKernel, first: int, last: int) -> Altered:
 
 
 def stepped(size: float, seed: int = 0) -> Model:
-    """Return the model some optimiser steps away: each weight moved by `size` of its spread."""
+    """Return the model after some optimiser steps: each weight moved by `size` of its spread."""
     model = tiny_model()
     module = copy.deepcopy(model.module)
     generator = torch.Generator().manual_seed(seed)
@@ -159,7 +159,7 @@ def stepped(size: float, seed: int = 0) -> Model:
 
 
 def coarser(whole: TorchKernel, part: str, numerics: Numerics) -> TorchKernel:
-    """Return the kernel with the linears of one part stored and computed as `numerics` say."""
+    """Return the kernel with the linears of one part stored and computed in other numerics."""
     claim = resolve({"preset": "torch-eager", **numerics})
     module = copy.deepcopy(whole.module)
     for name, linear in module.get_submodule(part).named_modules():
@@ -171,8 +171,8 @@ def coarser(whole: TorchKernel, part: str, numerics: Numerics) -> TorchKernel:
     return replace(whole, module=module)
 
 
-def restless(whole: TorchKernel, size: float, seed: int = 0) -> Altered:
-    """Return the kernel with other noise at every run."""
+def nondeterministic(whole: TorchKernel, size: float, seed: int = 0) -> Altered:
+    """Return the kernel with new noise at every run."""
     generator = torch.Generator().manual_seed(seed)
 
     def change(logits: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def restless(whole: TorchKernel, size: float, seed: int = 0) -> Altered:
 
 
 def batch_variant(alone: TorchKernel, together: TorchKernel) -> Altered:
-    """Return a kernel that runs batches by another."""
+    """Return a kernel that runs batches by another kernel."""
 
     def function(own: TorchKernel, ids: Any) -> Tensor:
         return (together if torch.as_tensor(ids).dim() == 2 else own).logits(ids)
@@ -192,7 +192,7 @@ def batch_variant(alone: TorchKernel, together: TorchKernel) -> Altered:
 
 @dataclass(frozen=True)
 class Planted:
-    """A pair of kernels with one mistake, the diagnosis that must name it, and words of it."""
+    """A kernel pair with one mistake, the diagnosis that must name it, and parts of its text."""
 
     diagnosis: str
     pair: Callable[[], tuple[Any, Any]]
@@ -296,7 +296,7 @@ PLANTED: Mapping[str, Planted] = {
         "mask_provenance", _pair(lambda k: padded(k, 7, 0)), "infer attends to padding"
     ),
     "masked span": Planted(
-        "mask_provenance", _pair(lambda k: silenced(k, 5, 15)), "positions 5 to 15"
+        "mask_provenance", _pair(lambda k: zeroed(k, 5, 15)), "positions 5 to 15"
     ),
     "stale weights": Planted(
         "stale_weights",
@@ -334,9 +334,11 @@ PLANTED: Mapping[str, Planted] = {
     ),
     "coarser than claimed": Planted("coarser_layer", _coarse_claimed_fine, "as bfloat16 would"),
     "not deterministic": Planted(
-        "self_determinism", _pair(lambda k: restless(k, 1e-6)), "infer 4 of 4"
+        "self_determinism", _pair(lambda k: nondeterministic(k, 1e-6)), "infer 4 of 4"
     ),
-    "dropout": Planted("self_determinism", _pair(lambda k: restless(k, 0.1)), "infer 4 of 4"),
+    "dropout": Planted(
+        "self_determinism", _pair(lambda k: nondeterministic(k, 0.1)), "infer 4 of 4"
+    ),
     "batch variant": Planted(
         "batch_invariance",
         lambda: (
@@ -404,7 +406,7 @@ def diagnose(
 
 
 def named(found: Sequence[Precheck]) -> tuple[str, ...]:
-    """Return the names of what failed; ratios that miss one are a symptom of another cause."""
+    """Return the names of failed preconditions, without symptoms of another one."""
     failed = tuple(check.name for check in found if check.outcome == "failed")
     causes = tuple(name for name in failed if name != "support_check")
     return causes or failed

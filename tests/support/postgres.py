@@ -1,4 +1,4 @@
-"""A server of PostgreSQL in a temporary folder, reached through a socket in that folder alone."""
+"""A PostgreSQL server in a temporary folder, reached only through a socket in that folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _program(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server: each database is empty when it is made."""
+    """A running server; each new database is empty."""
 
     folder: Path
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
@@ -33,7 +33,7 @@ class Server:
         return f"postgresql://kcdsl@/{name}?host={self.folder}"
 
     def database(self, template: str | None = None) -> str:
-        """Make a database, empty or as the one of a URL; returns its URL."""
+        """Make a database, empty or as a copy of one at a URL; return its URL."""
         name = f"register_{next(self._numbers)}"
         like = "" if template is None else f" TEMPLATE {urlsplit(template).path[1:]}"
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
@@ -41,13 +41,13 @@ class Server:
         return self.url(name)
 
     def control(self, *words: str) -> None:
-        """Start or stop the server, as a user that is not root: it refuses root."""
+        """Start or stop the server, as a user other than root, which the server refuses."""
         _run("pg_ctl", "-D", str(self.folder / "data"), "-w", *words)
 
 
 @contextmanager
 def postgres() -> Iterator[Server]:
-    """Start a server, and stop and remove it in the end."""
+    """Start a server; stop and remove it at the end."""
     folder = Path(tempfile.mkdtemp(prefix="kcdsl-postgres-"))
     server = Server(folder)
     try:

@@ -1,10 +1,9 @@
-"""A CUDA device that is none: its tensors hold their numbers on the CPU, and keep its rules.
+"""A simulated CUDA device: its tensors hold their numbers on the CPU but obey CUDA's rules.
 
 Inside `pretend_device()` everything that names the device "cuda" gets tensors of the class `Held`.
-They say that they are on cuda:0, compute on the CPU, give the CPU's bits, and refuse what CUDA
-refuses: an operation that mixes them with a tensor of the CPU, an index on the wrong side, a
-generator of the CPU, `numpy()`, products of integers. So code that runs on one device is held to
-put everything there, on machines that have none.
+They report cuda:0, compute on the CPU with the CPU's bits, and refuse what CUDA refuses: operations
+that mix devices, indices on the wrong device, generators of the CPU, `numpy()`, products of
+integers. So tests find code that forgets to move a tensor, on machines without CUDA.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _ANSWERS = {"device": CUDA, "is_cuda": True, "is_cpu": False, "get_device": 0}
 
 
 class Held(Tensor):
-    """A tensor of the pretend device; `inside` is the CPU tensor with its numbers."""
+    """A tensor of the simulated device; `inside` is the CPU tensor with its numbers."""
 
     inside: Tensor
 
@@ -92,12 +91,12 @@ class Held(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Do the same where other classes of tensors hold one of the device."""
+        """Do the same for other tensor subclasses that hold a tensor of the device."""
         return _called(func, args, dict(kwargs or {}))
 
 
 class _Mode(TorchFunctionMode):
-    """Sees what has no tensor of the device among its arguments: `zeros`, and `to`."""
+    """Intercept functions without a device tensor among their arguments: `zeros`, and `to`."""
 
     def __torch_function__(
         self,
@@ -111,7 +110,7 @@ class _Mode(TorchFunctionMode):
 
 @contextmanager
 def pretend_device(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
-    """Run the body where torch sees one CUDA device, of this compute capability."""
+    """Run the body with one CUDA device of this compute capability visible to torch."""
     major, minor = capability
     properties = SimpleNamespace(
         name="pretend", total_memory=2**30, major=major, minor=minor, multi_processor_count=1
@@ -185,10 +184,10 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a tensor on the device that is asked for, in the type that is.
+    """Return a tensor on the requested device and in the requested type.
 
-    What stays off the device is left to torch: an export must see each call, also one that does
-    nothing in its format.
+    Calls that stay off the device go to torch: an export must record each call, including a
+    conversion to the same format.
     """
     name, tensor, rest = _name(func), args[0], args[1:]
     inside = _inside(tensor)
@@ -214,7 +213,7 @@ def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _refuse(
     name: str, args: tuple[Any, ...], given: Sequence[Tensor], held: Sequence[Held]
 ) -> None:
-    """Raise what CUDA raises where it does not take these arguments together."""
+    """Raise the error of CUDA for arguments that it does not take together."""
     if name in _ABSENT:
         raise TypeError(_ABSENT[name])
     if name in _PRODUCTS and not all(tensor.inside.is_floating_point() for tensor in held):
@@ -247,7 +246,7 @@ def _refuse_index(name: str, args: tuple[Any, ...]) -> None:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *more: Any, **options: Any) -> Tensor:
-    """Compute what a kernel of CUDA would that is enabled and takes these, else fail as there.
+    """Compute the result of an enabled CUDA kernel that supports these arguments, else fail.
 
     The rules are those of sdp_utils.cpp in PyTorch; the result is that of the math kernel.
     """

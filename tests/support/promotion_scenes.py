@@ -1,4 +1,4 @@
-"""The tiny contract on its way through the stages: certificates, reports, windows of traffic."""
+"""The tiny contract during promotion: certificates, reports, windows of traffic."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SLOT = "chat/production"
 
 @dataclass
 class Pipeline:
-    """A folder with the tiny contract, a key, a register and a clock that tests turn."""
+    """A folder with the tiny contract, a key, a register and a settable clock."""
 
     folder: Path
     now: datetime = START
@@ -106,7 +106,7 @@ class Pipeline:
     ) -> Path:
         """Log an hour of traffic and aggregate it: `beyond` of n requests have a drift of 0.05.
 
-        The clock goes on to the end of the window.
+        Advances the clock to the end of the window.
         """
         self.made += 1
         rows = range(n)
@@ -133,7 +133,7 @@ class Pipeline:
         return output
 
     def promote(self, stage: str, *evidence: Path, **changes: Any) -> Any:
-        """Look at evidence at the present time; returns what `promote` does, with its step."""
+        """Run `promote` at the present time; return its result with the step."""
         settings = PromoteSettings(
             register=self.place,
             slot=SLOT,
@@ -153,14 +153,14 @@ class Pipeline:
         return replace(self, folder=folder)
 
     def until(self, stage: str) -> None:
-        """Bring the triple into a stage."""
+        """Advance the triple into a stage."""
         for one in ("offline-ci", "shadow", "canary"):
             if one == stage:
                 return
             self.pass_stage(one)
 
     def pass_stage(self, stage: str) -> Any:
-        """Bring the triple through a stage."""
+        """Advance the triple through a stage."""
         self.now += timedelta(minutes=1)
         evidence = [self.certificate(stage)]
         if stage != "offline-ci":
@@ -181,7 +181,7 @@ class Pipeline:
 
 
 def edited(path: Path, **fields: Any) -> Path:
-    """Write a JSON document again with other fields; return its file."""
+    """Write a JSON document again with other fields; return its path."""
     document = json.loads(path.read_text(encoding="utf-8"))
     for name, value in fields.items():
         *way, last = name.split("__")

@@ -1,4 +1,4 @@
-"""Demands, documents and candidates of promotions, made of a few words."""
+"""Short constructors of demands, documents and candidates of promotions."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def window(
 
 
 def counts(k: int, n: int, evidence: str = "sample") -> ObligationResult:
-    """Return a result of counts, with the verdict that k/n has by itself."""
+    """Return a result of counts; the verdict follows from k/n."""
     return ObligationResult("violated" if k > n * PERCENT else "held", evidence, k, n)
 
 

@@ -81,7 +81,7 @@ def numerics(
 def override(
     weights: tuple[str, str], activations: tuple[str, str] | Document = ("none", "none")
 ) -> Document:
-    """Return the record of what some linears have in place of the kernel's."""
+    """Return the record of numerics that some linears have in place of the kernel's."""
     stored = {"format": weights[0], "scale": weights[1]}
     return {"weights": stored, "activations": quantised(activations)}
 
@@ -210,7 +210,7 @@ def document(
     functional: str = "inf",
     ids: list[int] | None = None,
 ) -> Document:
-    """Return a proof document of one case with claims that promise as good as nothing."""
+    """Return a proof document of one case with claims that are always true."""
     large = (2.0**1000).hex()
     region: Document = {"kind": "points", "ids": ids}
     if ids is None:
@@ -333,7 +333,7 @@ def mlp(rng: np.random.Generator, activation: str, rows: int = 3, width: int = 8
 
 
 def piecewise(rng: np.random.Generator, rows: int = 3, width: int = 4) -> Graph:
-    """Return a graph of everything that is linear piece by piece."""
+    """Return a graph with every piecewise linear operation."""
     g = Graph((rows, width))
     x = g.add("input", [], (rows, width))
     w = g.param("a.weight", rng.standard_normal((2 * width, width)))

@@ -1,4 +1,4 @@
-"""Graphs and numerics of `proofs` as the package under test reads them."""
+"""Convert graphs and numerics records of `proofs` to the types of the prover."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kcdsl_backends.drift.boxes.state import StoredParameters
 
 
 def numerics(record: Any) -> Numerics:
-    """Return a numerics record as the package reads it."""
+    """Return a numerics record as the prover's type."""
     found = Numerics(
         **{
             **record,
@@ -77,7 +77,7 @@ def _core(record: Any) -> TensorCore | None:
 
 
 def block(graph: Any) -> BlockGraph:
-    """Return a graph as the package reads it."""
+    """Return a graph record as the prover's type."""
 
     def value(entry: Any) -> Any:
         if isinstance(entry, str) and "0x" in entry:
@@ -105,7 +105,7 @@ def block(graph: Any) -> BlockGraph:
 
 
 def parameters(graph: Any, record: Any) -> StoredParameters:
-    """Return what a kernel of these numerics stores."""
+    """Return the parameters as a kernel of these numerics stores them."""
     tensors: Mapping[str, torch.Tensor] = {
         key: torch.from_numpy(array) for key, array in graph.tensors.items()
     }

@@ -1,7 +1,7 @@
-"""Quantised checkpoints in the formats of serving libraries, with what their rules say they are.
+"""Quantised checkpoints in the formats of serving libraries, with independent expected values.
 
-Every format is written from its published layout by loops over single numbers, so that neither the
-reader of kcdsl nor its checker is asked what a weight is.
+Every format is written from its published layout by loops over single numbers, without the reader
+of kcdsl or its checker.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _words(numbers: list[int], bits: int) -> list[int]:
 
 
 def _group_scales(w: Tensor, width: int, last: float, kind: torch.dtype) -> Tensor:
-    """Return one scale for each `width` columns, stored in a type."""
+    """Return one scale for each `width` columns, in a storage type."""
     groups = w.reshape(w.shape[0], -1, width).abs().amax(-1)
     return (groups / last).to(kind)
 
@@ -59,12 +59,12 @@ def fp8(w: Tensor, layout: str, kind: torch.dtype = torch.float32) -> Written:
 
 
 def inverse(parts: dict[str, Tensor], value: Tensor) -> Written:
-    """Name the scales as DeepSeek does."""
+    """Rename the scales as DeepSeek does."""
     return {"weight": parts["weight"], "weight_scale_inv": parts["weight_scale"]}, value
 
 
 def with_inputs(written: Written, **inputs: float) -> Written:
-    """Add what is stored of the inputs of a matrix, each one float32 number."""
+    """Add the stored activation scales of a matrix, each one float32 number."""
     parts, value = written
     return {**parts, **{name: torch.tensor([one]) for name, one in inputs.items()}}, value
 
@@ -77,7 +77,7 @@ def int8(w: Tensor) -> Written:
 
 
 def packed_int4(w: Tensor, *, zeros: bool = False) -> Written:
-    """Four-bit integers of groups of 8, packed along the row, with or without zero points."""
+    """Four-bit integers in groups of 8, packed along the row, with or without zero points."""
     scale = _group_scales(w, 8, 7.5, torch.bfloat16)
     spread = scale.float().repeat_interleave(8, dim=1)
     code = (w / spread).round().clamp(-8, 7).int()
@@ -97,7 +97,7 @@ def packed_int4(w: Tensor, *, zeros: bool = False) -> Written:
 
 
 def pairs(w: Tensor) -> Written:
-    """Signed four bits of groups of 8 as ModelOpt packs them: a byte has two rows of a column."""
+    """Signed 4-bit codes in groups of 8, packed by ModelOpt: a byte holds two rows of a column."""
     scale = _group_scales(w, 8, 7.5, torch.float32)
     spread = scale.repeat_interleave(8, dim=1)
     code = (w / spread).round().clamp(-8, 7)
@@ -109,7 +109,7 @@ def pairs(w: Tensor) -> Written:
 
 
 def nvfp4(w: Tensor, *, divided: bool) -> Written:
-    """Fp4 codes of groups of 16 with nested scales, as compressed-tensors or ModelOpt has them."""
+    """FP4 codes in groups of 16 with nested scales, as in compressed-tensors or ModelOpt."""
     whole = w.abs().amax() / (6 * 448)
     groups = w.reshape(w.shape[0], -1, 16).abs().amax(-1)
     inner = (groups / 6 / whole).to(torch.float8_e4m3fn)
@@ -130,7 +130,7 @@ def nvfp4(w: Tensor, *, divided: bool) -> Written:
 
 
 def gptq(w: Tensor, *, order: bool = False, second: bool = False) -> Written:
-    """Four-bit integers of groups of 8 inputs, packed along the inputs."""
+    """Four-bit integers in groups of 8 inputs, packed along the inputs."""
     out, inputs = w.shape
     groups = torch.arange(inputs) // 8
     if order:
@@ -165,7 +165,7 @@ def gptq(w: Tensor, *, order: bool = False, second: bool = False) -> Written:
 
 
 def awq(w: Tensor) -> Written:
-    """Four-bit integers of groups of 8 inputs, eight outputs in a word in the order of AWQ."""
+    """Four-bit integers in groups of 8 inputs, eight outputs per word in the order of AWQ."""
     parts, value = gptq(w, second=True)
     out, inputs = w.shape
     code = torch.empty(inputs, out, dtype=torch.int64)
@@ -188,7 +188,7 @@ def awq(w: Tensor) -> Written:
 
 
 def torchao(w: Tensor) -> Written:
-    """Signed bytes of groups of 8, with their class as torchao writes it into the metadata."""
+    """Signed bytes in groups of 8; the metadata names their class as torchao does."""
     scale = _group_scales(w, 8, 127.0, torch.float32)
     spread = scale.repeat_interleave(8, dim=1)
     code = (w / spread).round().clamp(-128, 127).to(torch.int8)
@@ -198,7 +198,7 @@ def torchao(w: Tensor) -> Written:
 
 
 def torchao_int4(w: Tensor) -> Written:
-    """Signed four bits of groups of 8 with zero points in bfloat16, which are added in bfloat16."""
+    """Signed 4-bit codes in groups of 8, with zero points added in bfloat16."""
     groups = w.reshape(w.shape[0], -1, 8)
     low, high = groups.amin(-1), groups.amax(-1)
     scale = ((high - low) / 15).to(torch.bfloat16)
@@ -217,7 +217,7 @@ def torchao_int4(w: Tensor) -> Written:
 
 
 def rounded(exact: Fraction, kind: torch.dtype) -> float:
-    """Return the nearest number of a type, of two the one with an even significand."""
+    """Return the nearest number of a type, ties to an even significand."""
     middle = torch.tensor(float(exact)).to(kind)
     ends = [torch.tensor(end, dtype=kind) for end in (-torch.inf, torch.inf)]
     near = [middle, *(torch.nextafter(middle, end) for end in ends)]
@@ -351,8 +351,10 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
 
 
 def quantise(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
-    """Write the quantised form of a model.safetensors and its config.json; return what every tensor
-    means, as float32."""
+    """Write the quantised form of a model.safetensors and its config.json.
+
+    Return the dequantised value of every tensor, as float32.
+    """
     config, write = FORMATS[name]
     folder.mkdir(exist_ok=True)
     tensors: dict[str, Tensor] = {}

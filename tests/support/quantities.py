@@ -1,4 +1,4 @@
-"""Quantities of certificates, made in one line."""
+"""Short constructors of the quantities of certificates."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from kcdsl_certs.statement import Quantity
 
 
 def metric(name: str) -> Quantity:
-    """Return a metric of each unit."""
+    """Return a metric per unit."""
     return Quantity("metric", name)
 
 
 def statistic(name: str, of: str, q: str | None = None) -> Quantity:
-    """Return a statistic of a metric; `q` is the rank of a quantile."""
+    """Return a statistic of a metric; `q` is the order of a quantile."""
     rank = None if q is None else Fraction(q)
     return Quantity("statistic", name, (metric(of),), q=rank)
 
@@ -29,5 +29,5 @@ def margin(block: str, k: int = 1) -> Quantity:
 
 
 def share(*fields: str) -> Quantity:
-    """Return the share of records with these fields."""
+    """Return the share of records that have these fields."""
     return Quantity("share", fields=fields)

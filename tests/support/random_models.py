@@ -1,4 +1,4 @@
-"""Small random models of the known architectures, made from a seed."""
+"""Small random models of the built-in architectures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kcdsl.model.architectures.llama import build as build_llama
 
 
 def random_model(config: dict[str, Any], folder: Path, seed: int) -> Model:
-    """Write weights and configuration to a folder, and return the model: norms near 1."""
+    """Write weights and configuration to a folder; return the model. Norms' gains are near 1."""
     torch.manual_seed(seed)
     kind = config["model_type"]
     module = (build_llama if kind == "llama" else build_bert)(config)

@@ -1,7 +1,7 @@
-"""Random modules of every operation and idiom that users write, made from a seed.
+"""Random modules with every operation and idiom of user code.
 
 A module is a block on hidden states [rows, width]: a few steps, each of which keeps the shape and
-the type of what it gets. Steps are drawn from `STEPS`; each draws how it is written.
+the type of its input. Steps are drawn from `STEPS`; each draws its own spelling.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INF = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A random module with the input shape it is meant for, and the steps it is made of."""
+    """A random module, its input shape, and the steps it consists of."""
 
     seed: int
     module: Block
@@ -90,7 +90,7 @@ def model_of(part: nn.Module, width: int) -> Model:
 
 @dataclass(slots=True)
 class Maker:
-    """Draws steps for one module: its random choices, parameters and buffers."""
+    """Draws the steps of one module: random choices, parameters and buffers."""
 
     draw: random.Random
     generator: torch.Generator
@@ -109,7 +109,7 @@ class Maker:
         return name
 
     def buffer(self, value: Tensor) -> str:
-        """Register a buffer that no checkpoint holds; return its name."""
+        """Register a non-persistent buffer; return its name."""
         name = f"b{len(list(self.block.buffers()))}"
         self.block.register_buffer(name, value, persistent=False)
         return name
@@ -127,7 +127,7 @@ Made = Callable[[Any, Tensor], Tensor]
 
 
 def view(m: Maker) -> Made:
-    """Two dimensions exchanged, by every alias, and the shape restored."""
+    """Exchange two dimensions, by every alias, and restore the shape."""
     heads, rows = m.heads(), m.rows
     size = m.width // heads
     turn = m.draw.choice(
@@ -158,8 +158,8 @@ def view(m: Maker) -> Made:
     return lambda s, x: back(turn(split(x)))
 
 
-def pieces(m: Maker) -> Made:
-    """Parts of the last dimension, cut by every alias and joined in another order."""
+def splits(m: Maker) -> Made:
+    """Split the last dimension, by every alias, and concatenate the parts in another order."""
     width = m.width
     cut = m.draw.choice(
         (
@@ -181,7 +181,7 @@ def pieces(m: Maker) -> Made:
 
 
 def repeats(m: Maker) -> Made:
-    """Rows or columns repeated and cut back to size."""
+    """Repeat rows or columns, and slice to the original size."""
     width = m.width
     many = m.draw.choice(
         (
@@ -197,7 +197,7 @@ def repeats(m: Maker) -> Made:
 
 
 def scalar(m: Maker) -> Made:
-    """A number, in every way of writing it."""
+    """Apply a scalar operation, in every spelling."""
     n, other = m.number(), m.number()
     return m.draw.choice(
         (
@@ -222,7 +222,7 @@ def scalar(m: Maker) -> Made:
 
 
 def buffers(m: Maker) -> Made:
-    """A buffer or a tensor that is none, as it is, widened, or without dimensions."""
+    """Use a buffer or a plain tensor attribute: unchanged, converted, or of no dimensions."""
     wide = m.buffer(m.normal(LONGEST, m.width))
     row = m.buffer(m.normal(m.width))
     none = m.buffer(torch.tensor(m.number()))
@@ -249,7 +249,7 @@ def buffers(m: Maker) -> Made:
 
 
 def casts(m: Maker) -> Made:
-    """Casts there and back, around an operation or none."""
+    """Cast to another type and back, around an operation or none."""
     n = m.number()
     other = m.draw.choice((torch.float32, torch.bfloat16, torch.float16, torch.float64))
     return m.draw.choice(
@@ -267,7 +267,7 @@ def casts(m: Maker) -> Made:
 
 
 def activation(m: Maker) -> Made:
-    """An activation or a gate, by itself or written out."""
+    """Apply an activation or a gate, as one call or written out."""
     return m.draw.choice(
         (
             lambda s, x: F.silu(x),
@@ -286,7 +286,7 @@ def activation(m: Maker) -> Made:
 
 
 def norm(m: Maker) -> Made:
-    """A norm of torch or written out: its spread, its root, inside of float32 or not."""
+    """Apply a norm of torch or one written out, inside or outside of float32."""
     weight = m.parameter(m.normal(m.width, scale=0.2, middle=1.0))
     bias = m.parameter(m.normal(m.width, scale=0.2))
     eps = m.draw.choice((1e-5, 1e-6, 1e-3))
@@ -335,7 +335,7 @@ def norm(m: Maker) -> Made:
 
 
 def linear(m: Maker) -> Made:
-    """A product with a matrix, in every way of writing it."""
+    """Multiply by a matrix, in every spelling."""
     weight = m.parameter(m.normal(m.width, m.width, scale=m.width**-0.5))
     bias = m.parameter(m.normal(m.width, scale=0.1))
     return m.draw.choice(
@@ -354,7 +354,7 @@ def linear(m: Maker) -> Made:
 
 
 def attention(m: Maker) -> Made:
-    """Attention of x with itself, by one call or written out, with every kind of mask."""
+    """Apply self-attention, as one call or written out, with every kind of mask."""
     heads = m.heads()
     size = m.width // heads
     scale = m.draw.choice((None, 0.3, 1.0))
@@ -408,7 +408,7 @@ def attention(m: Maker) -> Made:
 
 
 def rotation(m: Maker) -> Made:
-    """Rotated positions, with tables that are stored, widened, or made in the forward pass."""
+    """Apply RoPE, with tables that are stored, converted, or computed in the forward pass."""
     half = m.width // 2
     if half * 2 != m.width:
         return scalar(m)
@@ -430,7 +430,7 @@ def rotation(m: Maker) -> Made:
 STEPS: dict[str, Callable[[Maker], Made]] = {
     f.__name__: f
     for f in (
-        view, pieces, repeats, scalar, buffers, casts, activation, norm, linear, attention, rotation
+        view, splits, repeats, scalar, buffers, casts, activation, norm, linear, attention, rotation
     )
 }  # fmt: skip
 

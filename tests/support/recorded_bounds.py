@@ -1,10 +1,8 @@
-"""Bounds that the checker derives for small proofs, recorded: no change of a rule goes unnoticed.
+"""Recorded bounds of small proofs, which reveal any change of a checker's rule.
 
-The proofs are those of `mutation.bases`, and fine ones: of kernels in float64, whose bounds are
-made of the checker's own allowances for rounding, some of them at numbers near the least that there
-are. Record them anew, where a rule was changed on purpose, with
-
-    .venv/bin/python -m tests.support.recorded_bounds
+The proofs are those of `mutation.bases`, and others of float64 kernels, whose bounds consist of the
+checker's own rounding allowances, some of them near the smallest number. After an intended change
+of a rule, record them again with .venv/bin/python -m tests.support.recorded_bounds
 """
 
 from __future__ import annotations
@@ -19,9 +17,9 @@ from tests.support.mutation.blocks import (
     cached,
     decoder,
     encoder,
-    everything_else,
     feed,
     gated,
+    remaining_operations,
     wide,
 )
 
@@ -38,12 +36,12 @@ Bounds = dict[str, list[float]]
 """The claim and the sizes of value and drift at every node, by case."""
 
 
-def fine() -> Iterator[tuple[str, Base]]:
-    """Return bases of float64 kernels by their names."""
-    for build in (decoder, encoder, gated, feed, everything_else, wide, cached):
+def float64_bases() -> Iterator[tuple[str, Base]]:
+    """Return bases of float64 kernels by name."""
+    for build in (decoder, encoder, gated, feed, remaining_operations, wide, cached):
         for domain in ("interval", "affine", "planes"):
             if build is cached and domain == "planes":
-                continue  # which the rules do not have
+                continue  # not supported by the rules
             name = f"{build.__name__}, {domain}"
             yield name, Base(build, domain, "inf", "ball", ONE, OTHER, radius=2.0**-60)
             yield f"{name}, faint", Base(build, domain, "inf", "points", ONE, OTHER, spread=FAINT)
@@ -51,11 +49,11 @@ def fine() -> Iterator[tuple[str, Base]]:
         yield f"{build.__name__}, by chance", by_chance
 
 
-PROOFS = {"coarse": BASES, "fine": dict(fine())}
+PROOFS = {"coarse": BASES, "fine": dict(float64_bases())}
 
 
 def bounds_of(base: Base, seed: int, folder: Path) -> Bounds:
-    """Return what the checker derives for a base."""
+    """Return the bounds that the checker derives for a base."""
     document, _, _ = proof_of(base, seed, folder)
     found = {}
     for case in document["cases"]:
@@ -68,7 +66,7 @@ def bounds_of(base: Base, seed: int, folder: Path) -> Bounds:
 
 
 def derived(kind: str, names: Collection[str]) -> dict[str, Bounds]:
-    """Return what the checker derives for some bases of a kind."""
+    """Return the bounds that the checker derives for bases of a kind."""
     with tempfile.TemporaryDirectory() as folder:
         return {
             name: bounds_of(base, seed, Path(folder))
@@ -78,13 +76,13 @@ def derived(kind: str, names: Collection[str]) -> dict[str, Bounds]:
 
 
 def recorded(kind: str) -> dict[str, Bounds]:
-    """Return what was recorded for every base of a kind."""
+    """Return the recorded bounds of every base of a kind."""
     found: dict[str, dict[str, Bounds]] = json.loads(RECORDED.read_text(encoding="utf-8"))
     return found[kind]
 
 
 def main() -> None:
-    """Record all bounds anew."""
+    """Record all bounds again."""
     lines = []
     for kind in PROOFS:
         entries = [

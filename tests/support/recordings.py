@@ -1,4 +1,4 @@
-"""Recordings made with the tiny language model: sampled by one kernel, scored by another."""
+"""Recordings of the tiny language model: sampled by one kernel, scored by another."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ BFLOAT16: Program = ("torch.eager", (("compute", "bfloat16"),))
 FP8: Program = ("torch.eager", (("preset", "fp8-weights"),))
 
 
-def same(logits: Tensor) -> Tensor:
-    """Return the law as it is."""
+def unchanged(logits: Tensor) -> Tensor:
+    """Return the distribution unchanged."""
     return logits
 
 
 def at(temperature: float) -> Change:
-    """Return the law at a temperature."""
+    """Return the distribution at a temperature."""
     return lambda logits: logits / temperature
 
 
 def nucleus(p: float) -> Change:
-    """Return the law of the smallest set of tokens with a mass of at least p."""
+    """Return the distribution on the smallest set of tokens with a mass of at least p."""
     return lambda logits: planted_bugs.top_p(logits, p)
 
 
@@ -85,7 +85,7 @@ def drawn(
 
 @cache
 def _logits(which: Program, texts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> Tensor:
-    """Return a kernel's logits of every sampled token [N, T, V]; laws of them change no number."""
+    """Return a kernel's logits of every sampled token [N, T, V], before any law is applied."""
     before = len(texts[0][0])
     with torch.no_grad():
         logits = program(which).logits(torch.tensor([p + t for p, t in texts]))
@@ -99,7 +99,7 @@ def side(
     semantics: Semantics | None,
     top: int = 0,
 ) -> list[Side]:
-    """Return what a kernel says of sampled tokens under a law of its logits."""
+    """Return a kernel's log-probabilities of sampled tokens under a law of its logits."""
     found = []
     with torch.no_grad():
         for start in range(0, len(texts), 64):
@@ -126,8 +126,8 @@ def rollouts(
     train: Program = FLOAT32,
     infer: Program = BFLOAT16,
     *,
-    sampled: Change = same,
-    train_law: Change = same,
+    sampled: Change = unchanged,
+    train_law: Change = unchanged,
     infer_law: Change | None = None,
     semantics: tuple[Semantics | None, Semantics | None] = (RAW, RAW),
     seed: int = 0,
@@ -138,8 +138,8 @@ def rollouts(
 ) -> tuple[Rollout, ...]:
     """Return rollouts that `infer` sampled from the law `sampled` of its logits.
 
-    `train_law` and `infer_law` are what each side's log-probabilities are of (those of infer: of
-    what was sampled, unless given); `semantics` is what is said of them, true or not.
+    Each side's log-probabilities follow `train_law` and `infer_law`; the latter defaults to
+    `sampled`. `semantics` is the declared meaning of the log-probabilities, true or false.
     """
     texts = drawn(infer, sampled, seed, length, prompts, group)
     own = side(infer, infer_law or sampled, texts, semantics[1], top)
@@ -154,7 +154,7 @@ def rollouts(
 
 
 def with_logs(rollout: Rollout, which: str, logs: NDArray[np.float64]) -> Rollout:
-    """Return a rollout with other log-probabilities of a side."""
+    """Return a rollout with other log-probabilities of one side."""
     own = rollout.train if which == "train" else rollout.infer
     assert own is not None
     changed = replace(own, logs=logs)
@@ -164,7 +164,7 @@ def with_logs(rollout: Rollout, which: str, logs: NDArray[np.float64]) -> Rollou
 
 
 def padded(found: Sequence[Rollout], width: int, before: int, pad: int = 0) -> dict[str, Any]:
-    """Return prompts padded in front and sampled tokens padded behind, with their columns."""
+    """Return left-padded prompts and right-padded samples, with their columns."""
     count = len(found)
     batch: dict[str, Any] = {
         "prompts": np.full((count, before), pad),
@@ -203,7 +203,7 @@ def columns(found: Sequence[Rollout]) -> dict[str, list[Any]]:
 
 
 def trainer_columns(found: Sequence[Rollout], trainer: str) -> dict[str, list[Any]]:
-    """Return the padded columns that verl or TRL hold of rollouts."""
+    """Return the padded columns that verl or TRL store for rollouts."""
     width = max(len(r.tokens) for r in found) + 3
     batch = padded(found, width, max(len(r.prompt) for r in found) + 2)
     rows = {name: list(values) for name, values in batch.items()}

@@ -1,7 +1,7 @@
 """The metrics of full logits by their definitions in torch, without the fused pass.
 
-Every form is a sum of non-negative terms, so nothing cancels. Each function takes a `PolicyPair` of
-[N, V] and returns [N] float64.
+Each is a sum of non-negative terms, so nothing cancels. Each function takes a `PolicyPair` of [N,
+V] and returns [N] float64.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def chi2(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def chi2_train_infer(pair: PolicyPair) -> Tensor:
-    """Return chi2(train || infer) = E_infer w^2 - 1; importance sampling has ESS/n = 1/(1 + it)."""
+    """Return chi2(train
+
+    infer) = E_infer w^2 - 1; importance sampling has ESS/n = 1/(1 + chi2).
+    """
     return chi2(pair.train_log, pair.infer_log)
 
 
@@ -107,12 +110,22 @@ def difference(pair: PolicyPair) -> Tensor:
 
 
 def logit_l2(pair: PolicyPair) -> Tensor:
-    """Return ||dz||_2. Not shift invariant: adding c to every logit moves it by |c| sqrt(V)."""
+    """Return
+
+    dz
+
+    _2, which is not shift invariant: adding c to all logits moves it by |c| sqrt(V).
+    """
     return row_l2(difference(pair))
 
 
 def logit_l2_centered(pair: PolicyPair) -> Tensor:
-    """Return ||dz - mean(dz)||_2, unchanged when a constant is added to every logit."""
+    """Return
+
+    dz - mean(dz)
+
+    _2, which is invariant to a constant added to every logit.
+    """
     d = difference(pair)
     return row_l2(d - d.mean(dim=-1, keepdim=True))
 
@@ -123,7 +136,7 @@ def logit_linf(pair: PolicyPair) -> Tensor:
 
 
 def logit_span(pair: PolicyPair) -> Tensor:
-    """Return max dz - min dz, the quantity that every bound of the chain reads."""
+    """Return max dz - min dz, the quantity that every bound of the chain depends on."""
     return row_span(difference(pair))
 
 
@@ -134,14 +147,23 @@ def margin(pair: PolicyPair) -> Tensor:
 
 
 def logit_rel_l2(pair: PolicyPair) -> Tensor:
-    """Return ||dz||_2 / ||z_train||_2, 0 where nothing differs."""
+    """Return
+
+    dz
+
+    _2 /
+
+    z_train
+
+    _2, or 0 if dz = 0.
+    """
     length = row_l2(pair.train_logits)
     norm = logit_l2(pair)
     return torch.where(norm == 0, norm, norm / length)
 
 
 def logit_cosine(pair: PolicyPair) -> Tensor:
-    """Return the cosine of both vectors of logits, 1 where nothing differs.
+    """Return the cosine of the two logit vectors, or 1 if they are equal.
 
     The form by the length of the difference keeps the digits of a cosine near one.
     """

@@ -1,4 +1,4 @@
-"""Processes that write to a register at the same time, and processes that are killed meanwhile."""
+"""Processes that write to a register concurrently, and processes that are killed meanwhile."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def promotion(
     incumbent: str | None,
     state: PromotionState = PromotionState.PROMOTED,
 ) -> Promotion:
-    """Return a decision that makes a candidate live, or another one about it."""
+    """Return a decision that makes a candidate live, or another decision about it."""
     return Promotion(
         SLOT,
         candidate.triple,
@@ -54,7 +54,7 @@ def promotion(
 
 @dataclass(slots=True)
 class Written:
-    """What the writers were told: entries by kind, and who promoted at which version."""
+    """Results reported by the writers: entries by kind, and the writer of each promoted version."""
 
     certificates: list[str] = field(default_factory=list)
     runs: list[str] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Written:
     """How often a writer was refused, because another one had been faster."""
 
     def add(self, line: str) -> None:
-        """Take one line that a writer wrote."""
+        """Parse one line that a writer wrote."""
         kind, *words = line.split()
         match kind:
             case "certificate":
@@ -82,7 +82,7 @@ class Written:
 
 
 def lost(register: Register, written: Written) -> list[str]:
-    """Return what writers were told was recorded, and is not."""
+    """Return entries that writers reported as recorded and that the register lacks."""
     kept = {revocation.subject for revocation in register.revocations()}
     decided = {each.version: each for each in register.promotions(slot=SLOT)}
     missing = [f"revocation {each}" for each in written.revoked if each not in kept]
@@ -97,7 +97,7 @@ def lost(register: Register, written: Written) -> list[str]:
 
 
 def forked_promotions(register: Register) -> list[str]:
-    """Return promotions that were not about what was live, or that share a version."""
+    """Return promotions whose incumbent was not live, or that share a version."""
     wrong: list[str] = []
     live: str | None = None
     for version, each in enumerate(register.promotions(slot=SLOT), 1):
@@ -110,7 +110,7 @@ def forked_promotions(register: Register) -> list[str]:
 
 
 def write_together(place: str, writers: int, rounds: int) -> Written:
-    """Have writers each record and promote `rounds` times; returns what they were told."""
+    """Run writers that each record and promote `rounds` times; return what they reported."""
     reader, writer = os.pipe()
     children = [
         _FORK.Process(target=_compete, args=(place, number, rounds, writer))
@@ -151,7 +151,7 @@ def _tell(pipe: int, line: str) -> None:
 
 
 def promote_once(place: str, candidates: Sequence[Certificate]) -> list[bool]:
-    """Have one process for each candidate promote it at version 0; returns which succeeded."""
+    """Run one process per candidate that promotes it at version 0; return which ones succeeded."""
     reader, writer = os.pipe()
     children = [_FORK.Process(target=_once, args=(place, each, writer)) for each in candidates]
     for child in children:
@@ -180,10 +180,10 @@ def _once(place: str, candidate: Certificate, pipe: int) -> None:
 
 
 def kill_writers(place: str, kills: int, seed: int) -> Written:
-    """Start a writer and kill it at some point, `kills` times; returns what they were told.
+    """Start a writer and kill it, `kills` times; return what the writers reported.
 
-    Each writer is killed at a random time after a random number of its entries; after none, that is
-    while the register is opened or made.
+    Each writer is killed at a random time after a random number of its entries; after zero entries
+    this is while the register is opened or created.
     """
     rng, written = random.Random(seed), Written()
     for number in range(kills):
@@ -207,7 +207,7 @@ def kill_writers(place: str, kills: int, seed: int) -> Written:
 
 @contextmanager
 def stopped_writer(place: str) -> Iterator[None]:
-    """Have a process that began to append and was stopped there; it is killed in the end."""
+    """Stop a process in the middle of an append; kill it at exit."""
     reader, writer = os.pipe()
     child = _FORK.Process(target=_hold, args=(place, writer))
     child.start()

@@ -1,4 +1,4 @@
-"""Small certificates, keys that sign them, and a register with some of everything."""
+"""Small certificates, their signing keys, and a register with entries of every kind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def clock() -> datetime:
 def trusted(
     *keys: SigningKey, threshold: int = 1, revoked: Iterable[str] = (), **limits: Any
 ) -> TrustPolicy:
-    """Return a policy that trusts keys for everything, but for the limits given."""
+    """Return a policy that trusts the keys without further limits."""
     records = tuple(
         TrustedKey(key.public.keyid, key.public, frozenset(ROLES.values()), **limits)
         for key in keys
@@ -61,7 +61,7 @@ TRUSTED = trusted(KEY_A)
 
 
 def triple(name: str = "one", contract: Contract = CONTRACT) -> Triple:
-    """Return a triple; another name is another checkpoint."""
+    """Return a triple; each name stands for another checkpoint."""
     digest = hashlib.sha256(name.encode()).hexdigest()
     train = Kernel("torch.eager", {"run": "torch.eager"})
     infer = Kernel("torch.sdpa", {"run": "torch.sdpa"})
@@ -110,7 +110,7 @@ def predicate(
 
 
 def bundle(body: Predicate, *keys: SigningKey) -> bytes:
-    """Return the certificate, signed by the keys, or by the first test key."""
+    """Return the certificate, signed by the keys, by default the first test key."""
     signers = keys or (KEY_A,)
     return bundle_bytes(sign(payload_bytes(body), signers), signers[0].public.hint)
 
@@ -132,7 +132,7 @@ LAST = 15
 
 
 def fill(register: Register) -> None:
-    """Record something of every kind: `LAST` events."""
+    """Record an entry of every kind: `LAST` events."""
     one = recorded(register, certified(triple("one"), sequence=1), TRUSTED)
     two = recorded(register, certified(triple("two"), sequence=1), TRUSTED)
     recorded(

@@ -1,4 +1,4 @@
-"""A registry of OCI artefacts in this process, honest or with one defect."""
+"""An in-process registry of OCI artefacts, correct or with one defect."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 
 
 def digest_of(data: bytes) -> str:
-    """Return the digest by which a registry knows a document."""
+    """Return the digest of a document in the form of registries."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
 @dataclass(slots=True)
 class FakeRegistry:
-    """What one registry holds; each request is written down."""
+    """The contents of one registry, and a log of its requests."""
 
     lists_referrers: bool = True
     token: str = ""
@@ -52,7 +52,7 @@ class FakeRegistry:
         return f"{self.host}/{NAME}@{digest_of(data)}"
 
     def referrers(self, digest: str) -> bytes:
-        """Return the index of what names a manifest as its subject."""
+        """Return the index of manifests whose subject is a given one."""
         found = []
         for own, (kind, data) in self.documents.items():
             document = json.loads(data)

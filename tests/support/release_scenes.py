@@ -1,4 +1,4 @@
-"""A tiny contract with weights and data, a certificate of it, and its companions."""
+"""A tiny contract with weights and data, its certificate, and companions."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def tiny(folder: Path) -> None:
 
 
 def stand_in(program: Program, folder: Path, **changes: Any) -> bytes:
-    """Return a document that is bound to N-ATTN-0 as a proof of it is, with nothing to derive."""
+    """Return a document with the bindings of a proof of N-ATTN-0 and nothing to derive."""
     radius = base64.b64encode(struct.pack("<d", 0.001)).decode()
     array = {"dtype": "float64", "shape": [1, 1], "data": radius}
     centre = {"dtype": "float64", "shape": [5, 1], "data": ""}
@@ -150,9 +150,9 @@ def evidence_of(
     found: Sequence[CertifiedClause],
     slices: Mapping[str, Sequence[str]] = SLICES,
 ) -> tuple[EvidenceFile, ...]:
-    """Write the files that measured results rest on into a folder; return how they are named.
+    """Write the evidence files of measured results into a folder; return their references.
 
-    `slices` says which rows of the data are in which slice.
+    `slices` lists the rows of the data in each slice.
     """
     names = dict.fromkeys(name for rows in slices.values() for name in rows)
     records = [
@@ -243,7 +243,7 @@ class Released:
 
 
 def form_of(path: Path) -> str:
-    """Return the form of a certificate or a companion, by its name."""
+    """Return the form of a certificate or a companion, by its file name."""
     if path.name.endswith(".cert.json"):
         return "certificate, Sigstore bundle v0.3"
     for ending, form in (

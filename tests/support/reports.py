@@ -1,4 +1,4 @@
-"""Reports made of chosen results."""
+"""Reports with chosen results."""
 
 from __future__ import annotations
 

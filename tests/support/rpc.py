@@ -1,4 +1,4 @@
-"""A client of language servers, as small as it can be."""
+"""A minimal client of language servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE = 30.0
 
 
 class Client:
-    """One server process on its standard streams; `settings` answers what it asks for."""
+    """A server process on its standard streams; `settings` are the client's answers."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class Client:
         self._send({"method": method, "params": params})
 
     def told(self, method: str) -> Any:
-        """Return the parameters of the next notification of a kind, waiting for it."""
+        """Wait for the next notification of a kind; return its parameters."""
         with self._lock:
             heard = self._told.setdefault(method, queue.Queue())
         return heard.get(timeout=PATIENCE)["params"]
 
     def processor_seconds(self) -> float:
-        """Return the processor time that the process has used so far; 0 where nobody says."""
+        """Return the processor time of the process; 0 where the system does not report it."""
         try:
             stat = Path(f"/proc/{self.process.pid}/stat").read_text()
         except OSError:
@@ -95,7 +95,7 @@ class Client:
         if "method" not in message:
             self._answers[message["id"]].put(message)
         elif "id" in message:
-            # A server's own question: its settings, or a capability that it wants to register.
+            # a request of the server: for its settings, or to register a capability
             asked = message.get("params")
             items = asked.get("items") if isinstance(asked, dict) else None
             result = None

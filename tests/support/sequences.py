@@ -37,7 +37,7 @@ def decoder(
 
 
 def tables_of(graph: Any, long: Any) -> dict[str, np.ndarray]:
-    """Return what the tables of a graph at two rows are in that at another length, by node."""
+    """Return the tables of a graph of two rows at another length, by node."""
     read = {name for node in graph.nodes if node["op"] == "rope" for name in node["inputs"][1:]}
     return {
         node["name"]: long.constants[node["attrs"]["key"]]
@@ -56,7 +56,7 @@ def document(
     longest: int,
     functional: str = "inf",
 ) -> Document:
-    """Return a proof document about 1 to `longest` rows that promises as good as nothing."""
+    """Return a proof document about 1 to `longest` rows with claims that are always true."""
     found = proofs.document(graph, *kernels, sha256, np.zeros((2, 1)), 0.0, functional)
     region = {
         "kind": "rows",
@@ -73,7 +73,7 @@ def document(
 def problem(
     graph: Any, tables: Mapping[str, np.ndarray], kernels: tuple[Document, Document], longest: int
 ) -> BlockProblem:
-    """Return the same as the package reads it."""
+    """Return the same document as the prover's type."""
     block, cpu = prover.block(graph), prover.parameters(graph, kernels[0]).device
     sides = [prover.parameters(graph, record) for record in kernels]
     train, infer = (prover.numerics(record) for record in kernels)
@@ -83,15 +83,15 @@ def problem(
 
 
 def masks(rng: np.random.Generator, rows: int) -> dict[str, np.ndarray]:
-    """Return masks [rows, rows] of several kinds, every row of which admits some column."""
+    """Return masks [rows, rows] of several kinds; every row admits at least one column."""
     one = np.ones((rows, rows), dtype=bool)
     near = np.triu(np.tril(one), -3)
     padded = np.tril(one) & (rng.random(rows) < 0.6)[None] | np.eye(rows, dtype=bool)
     return {"causal": np.tril(one), "all": one, "sliding": near, "padded": padded}
 
 
-def changed(value: Document) -> Document:
-    """Return a copy that may be changed."""
+def mutable_copy(value: Document) -> Document:
+    """Return a mutable copy."""
     return copy.deepcopy(value)
 
 

@@ -44,7 +44,7 @@ def write_model(
     rows: Sequence[Mapping[str, Any]] | None = None,
     scale: float = 0.2,
 ) -> None:
-    """Write weights, configuration and prompts p0, p1, …, or these rows; the same every time.
+    """Write weights, configuration and prompts p0, p1, …, or these rows; deterministic.
 
     Weights are normal with deviation `scale`, those of norms around 1.
     """

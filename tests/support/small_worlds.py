@@ -1,4 +1,4 @@
-"""Contracts about two metrics, and every small world that they can be asked about."""
+"""Contracts about two metrics, and all small worlds that distinguish them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUMBERS = tuple(Fraction(n, 2) for n in range(5))
 
 
 class Statements(Random):
-    """Statements by chance about `hidden_linf` and `hidden_l2`, whose values are 0, 1 and 2."""
+    """Random statements about `hidden_linf` and `hidden_l2`, whose values are 0, 1 and 2."""
 
     parts = 2
     """The depth of connectives."""
@@ -72,7 +72,7 @@ class Statements(Random):
         return ir.Not(parts[0]) if op == "not" else ir.Connective(op, parts)
 
     def rows(self) -> ir.Formula:
-        """Build a statement about the drift that was observed on every row, or on some row."""
+        """Build a statement about the observed drift on every row, or on some row."""
         region = ir.Region(ir.RegionKind.POINTS, self.choice(SLICES).name)
         norms = [ir.Norm(self.choice(("inf", "2")), ir.Drift("b", "x", True)) for _ in range(2)]
         bounds: tuple[ir.Formula, ...] = tuple(
@@ -83,7 +83,7 @@ class Statements(Random):
         return ir.Quantified(self.choice(("forall", "forall", "exists")), "x", region, chosen)
 
     def clause(self, name: str) -> ir.Clause:
-        """Build a clause; all have one level and action, so that they can stand for each other."""
+        """Build a clause; all have one level and action, so that they are interchangeable."""
         family, level = ir.Family.NUMERICAL, ir.Level.L2
         if self.random() < 0.15:
             return ir.Clause(name, family, self.rows(), level)
@@ -130,7 +130,7 @@ def requests() -> tuple[tuple[tuple[tuple[int, int], ...], int, str], ...]:
 
 
 def world(random: Random, size: int) -> World:
-    """Return a world of some requests by chance, with the same drift of a block as of its state."""
+    """Return a world of random requests, with the same drift of a block as of its state."""
     chosen = [random.choice(requests()) for _ in range(size)]
     if size > 3:  # few different requests, one of them often: percentiles differ from extremes
         few = chosen[:2]
@@ -150,7 +150,7 @@ def world(random: Random, size: int) -> World:
     return World({"data.jsonl": tuple(units)}, observed=observed, window=2)
 
 
-def spoilt(given: World, random: Random) -> World:
+def with_non_finite(given: World, random: Random) -> World:
     """Return a world in which one value is not a finite number."""
     units = list(given.data["data.jsonl"])
     n = random.randrange(len(units))
@@ -166,7 +166,7 @@ def worlds(seed: int, count: int) -> Iterator[World]:
     yield World({"data.jsonl": ()})
     for n in range(count):
         found = world(random, random.choice((1, 1, 2, 2, 3, 40)))
-        yield spoilt(found, random) if n % 12 == 11 else found
+        yield with_non_finite(found, random) if n % 12 == 11 else found
 
 
 Kept = Mapping[tuple[str, str], Answer]
@@ -178,16 +178,16 @@ def is_true(answer: Answer) -> bool:
 
 
 def is_broken(answer: Answer) -> bool:
-    """Return whether measured values speak against a statement: it is false, or divides by zero.
+    """Return whether measured values contradict a statement: it is false, or divides by zero.
 
-    What is undefined for want of evidence (no rows, no finite value, no record) speaks neither for
-    a statement nor against it.
+    A statement that is undefined for lack of evidence (no rows, no finite value, no record) is
+    neither true nor broken.
     """
     return answer.truth is Truth.FALSE or answer.reason == "division by zero"
 
 
 def in_world(given: ir.Program, here: World) -> Kept:
-    """Return what is true of each clause in a world."""
+    """Return which clauses are true in a world."""
     try:
         return answers(given, here)
     except Undefined as error:

@@ -1,4 +1,4 @@
-"""Snapshots of documents, for features as plain functions."""
+"""Document snapshots, for tests of language features as plain functions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kcdsl.lsp.text.positions import Ranges
 
 
 def snapshot(text: str, folder: Path | None = None, texts: Texts | None = None) -> Snapshot:
-    """Return what is known of a text, as if it stood in a folder."""
+    """Return the snapshot of a text, as if it were a file of a folder."""
     place = (folder or Path("/nowhere")) / "c.kc.yaml"
     return Checker().snapshot(document(place.as_uri(), text, 1), texts or {})
 
 
 def ranges(known: Snapshot) -> Ranges:
-    """Return what converts places in code points."""
+    """Return the converter from code points to positions."""
     return Question(known, PositionEncodingKind.Utf32).ranges
 
 

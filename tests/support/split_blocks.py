@@ -1,4 +1,4 @@
-"""ReLU blocks of proofs by splits: their layers in the prover, and documents with trees."""
+"""ReLU blocks for proofs by splits: the prover's layers, and documents with split trees."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def stated(
     claim: float,
     trees: Sequence[bytes],
 ) -> tuple[Any, Path]:
-    """Return a proof of a block by trees, with the witnesses that follow, and its checkpoint."""
+    """Return a proof of a block by trees, with derived witnesses, and its checkpoint."""
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     document = proofs.document(graph, *pair, sha256, centre, radius)

@@ -64,7 +64,7 @@ def encoder(activation: str = "Relu", seed: int = 0) -> onnx.ModelProto:
 
 
 class Calibration:
-    """Requests of token ids, from which ONNX Runtime takes the ranges of tensors."""
+    """Requests of token ids, from which ONNX Runtime calibrates the ranges of tensors."""
 
     def __init__(self, vocabulary: int, count: int = 8, length: int = 5) -> None:
         rng = np.random.default_rng(1)
@@ -88,7 +88,7 @@ def quantised(folder: Path, model: onnx.ModelProto, vocabulary: int = 16, **more
 
 
 def plainly(path: Path, tensor: str, tokens: list[int]) -> Any:
-    """Return a tensor of a file as ONNX Runtime computes it operator by operator."""
+    """Return a tensor of a file as ONNX Runtime computes it without optimisations."""
     kept = onnx.load(path)
     if tensor not in {one.name for one in kept.graph.output}:
         kept.graph.output.append(helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None))

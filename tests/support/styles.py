@@ -1,4 +1,4 @@
-"""The same contract written in many ways: block and flow, every scalar style, comments anywhere."""
+"""Random spellings of one contract: block and flow, every scalar style, comments anywhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTES = ("# why", "#no space", "# a: b, {c} [d]", '# "quoted', "# été 🚀", "
 
 
 class Writer:
-    """Writes one contract at random; `notes` are the comments it wrote."""
+    """Writes one contract at random; `notes` lists the comments it wrote."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -55,13 +55,13 @@ class Writer:
         return newline.join(self.lines) + self.random.choice(["", newline, newline * 3])
 
     def note(self) -> str:
-        """Return a comment and remember it."""
+        """Return a comment, and record it in `notes`."""
         note = f"{self.random.choice(NOTES)} {len(self.notes)}"
         self.notes.append(note)
         return note
 
     def above(self, indent: int) -> None:
-        """Write empty lines and comments of their own, now and then."""
+        """Write empty lines and comment lines, now and then."""
         for _ in range(self.random.choice([0, 0, 0, 1, 2])):
             if self.random.random() < 0.4:
                 self.lines.append(" " * self.random.choice([0, 0, 3]))
@@ -101,7 +101,7 @@ class Writer:
                 self.broken(f"{lead}{' ' * step}{name}: ", value)
 
     def broken(self, lead: str, value: str) -> None:
-        """Write a value, an expression broken at some of its spaces now and then."""
+        """Write a value; break an expression at some of its spaces, now and then."""
         if " " not in value or value.startswith("[") or self.random.random() < 0.7:
             self.put(lead + value)
             return
@@ -118,7 +118,7 @@ class Writer:
         self.put(line)
 
     def quoted(self, text: str, flow: bool) -> str:
-        """Return an expression in a style that any YAML reader takes for it."""
+        """Return an expression in a style that any YAML reader accepts for it."""
         plain = not any(sign in text for sign in (": ", ":n", "[", '"', "'"))
         styles = ["'", '"'] + (["plain"] * 2 if plain and not (flow and "," in text) else [])
         match self.random.choice(styles):

@@ -1,8 +1,8 @@
-"""The two tiers of the suite, and which cases of a large test belong to the first one.
+"""The two tiers of the test suite, and the choice of cases of a large test for the first one.
 
 `@pytest.mark.full` moves a test to the second tier. `@pytest.mark.sample(n)` leaves about n cases
 of a parametrised test in the first tier and moves the others. `make test` runs the first tier in
-minutes, `make test-full` both; `make mutants` compares what they find.
+minutes, `make test-full` both; `make mutants` compares which defects they find.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Case = tuple[tuple[str, Any], ...]
 
 
 def covering(cases: Sequence[Case], count: int) -> list[int]:
-    """Return the places of at most `count` cases that cover many values and pairs of values.
+    """Return the indices of at most `count` cases that cover many values and pairs of values.
 
-    Each choice is the case with the most values that no chosen case has, then the most pairs of
-    values, then the first. Values are the same if they are one object.
+    Each step chooses the case with the most values that no chosen case has, then the most pairs of
+    values, then the first. Values are compared by identity.
     """
     singles = [{(name, id(value)) for name, value in case} for case in cases]
     pairs = [set(combinations(sorted(each), 2)) for each in singles]
@@ -43,7 +43,7 @@ def covering(cases: Sequence[Case], count: int) -> list[int]:
 
 
 def mark_tiers(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases that a sample leaves out with `full`."""
+    """Mark the cases that are not sampled with `full`."""
     sampled: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sample") and not any(map(item.get_closest_marker, LATER)):

@@ -1,7 +1,7 @@
-"""A kernel in PyTorch that cuts float32 results off to bfloat16 with a bit mask, as real ones do.
+"""A PyTorch kernel that truncates float32 results to bfloat16 with a bit mask, as real ones do.
 
-All arithmetic is PyTorch's float32 on the processor. After every operation that stores something
-the lower 16 bits of the float32 numbers are put to zero, which is a cast to bfloat16 toward zero.
+All arithmetic is PyTorch's float32 on the processor. After every operation that stores a result the
+lower 16 bits of the float32 numbers are set to zero, which is a cast to bfloat16 toward zero.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ UPPER_HALF = -0x10000
 
 
 def cut_off(x: Tensor) -> Tensor:
-    """Return float32 numbers with the lower half of their bits at zero."""
+    """Return float32 numbers with the lower half of their bits set to zero."""
     return (x.contiguous().view(torch.int32) & UPPER_HALF).view(torch.float32)
 
 
 def run(graph: BlockGraph, tensors: Mapping[str, Tensor], x: Tensor, *, weights: bool) -> Tensor:
-    """Return the block output for the input x [T, D]; `weights` says whether the bits of parameters
-    are masked too, or rounded to nearest by PyTorch."""
+    """Return the block output for the input x [T, D].
+
+    `weights` states whether parameters are truncated too, or rounded to nearest by PyTorch.
+    """
     values: dict[str, Tensor] = {}
     nodes = {node.name: node for node in graph.nodes}
 

@@ -1,8 +1,8 @@
-"""Attacks on keys, trust policies and signing, each really carried out through the command line.
+"""Attacks on keys, trust policies and signing, carried out through the command line.
 
-`ATTACKS` are functions from a `Scene` to what came of them; one that is accepted has succeeded.
-`CONTROLS` are honest uses of the same scene, which must be accepted, so that a refused attack is
-refused for what it does.
+`ATTACKS` are functions from a `Scene` to an outcome; an accepted one has succeeded. `CONTROLS` are
+honest uses of the same scene, which must be accepted, so that attacks are refused for the right
+reason.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ OTHER_SPELLINGS = tuple(
 
 
 class Ran(Protocol):
-    """What one run of the command line left behind."""
+    """Exit code and output of one run of the command line."""
 
     @property
     def code(self) -> int: ...
@@ -93,7 +93,7 @@ class Ran(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of an attack: whether the foreign statement passed, and what was said."""
+    """The outcome of an attack: whether the foreign statement was accepted, and the output."""
 
     accepted: bool
     code: int
@@ -102,8 +102,10 @@ class Outcome:
 
 @dataclass(slots=True)
 class Scene:
-    """A contract that somebody delivered, a certificate by a key that the checker trusts, and the
-    key of a stranger. `run` is `kcdsl ARGUMENTS…` in a folder with environment variables."""
+    """A delivered contract, a certificate by a trusted key, and the key of a stranger.
+
+    `run` is `kcdsl ARGUMENTS…` in a folder with environment variables.
+    """
 
     root: Path
     run: Callable[..., Ran]
@@ -113,7 +115,7 @@ class Scene:
 
     @property
     def vendor(self) -> Path:
-        """Return the folder of the contract, all of whose files are the vendor's."""
+        """Return the folder of the contract; the vendor controls all of its files."""
         return self.root / "vendor"
 
     @property
@@ -174,7 +176,7 @@ def scene(root: Path, run: Callable[..., Ran]) -> Scene:
         n=1,
         counted="requests",
     )
-    # What the result rests on stays with the vendor: a check says that it is missing.
+    # the evidence stays with the vendor; the check reports that it is missing
     rests_on = resting_on({role: (made.vendor / role, b"") for role in NEEDED})
     bundle = issue(
         program=program,
@@ -228,7 +230,7 @@ CONTROLS = (
 
 
 def key_beside_the_contract(at: Scene) -> Outcome:
-    """The vendor signs with a key of his own and lays its public half beside the contract."""
+    """The vendor signs with a key of his own and puts its public half beside the contract."""
     at.write(at.vendor / "kcdsl.key.pub", at.stranger.public.pem)
     return at.check(at.deliver(at.payload, at.stranger))
 
@@ -264,29 +266,31 @@ def configuration_above_the_contract_replaced(at: Scene) -> Outcome:
 
 
 def policy_beside_the_contract(at: Scene) -> Outcome:
-    """A policy.toml of the vendor is taken for that of the checker."""
+    """A policy.toml of the vendor is used in place of the checker's."""
     at.write(at.vendor / "vendor.pub", at.stranger.public.pem)
     at.write(at.vendor / "policy.toml", 'trusted-keys = ["vendor.pub"]\n')
     return at.check(at.deliver(at.payload, at.stranger))
 
 
 def threshold_beside_the_contract(at: Scene) -> Outcome:
-    """Two keys must sign; a kcdsl.toml of the vendor says one."""
+    """Two keys must sign; a kcdsl.toml of the vendor sets the threshold to one."""
     policy = at.policy('threshold = 2\ntrusted-keys = ["release.pub", "other.pub"]\n')
     at.write(at.vendor / "kcdsl.toml", "threshold = 1\n")
     return at.check(at.deliver(at.payload, at.honest), "--policy", policy)
 
 
 def policy_in_a_relative_home(at: Scene) -> Outcome:
-    """The home of the user is `.`, the folder where the check runs: the vendor's."""
+    """The user's HOME is `.`, the folder where the check runs, which the vendor controls."""
     at.write(at.vendor / "vendor.pub", at.stranger.public.pem)
     at.write(at.vendor / ".config/kcdsl/policy.toml", 'trusted-keys = ["../../vendor.pub"]\n')
     return at.check(at.deliver(at.payload, at.stranger), XDG_CONFIG_HOME="", HOME=".")
 
 
-def policies_of_another_shape(at: Scene) -> Outcome:
-    """Lists where words stand, and integers that Python does not read; accepted too if one ends in
-    an internal error."""
+def malformed_policies(at: Scene) -> Outcome:
+    """Lists in place of strings, and integers that Python does not parse.
+
+    Accepted too if one ends in an internal error.
+    """
     lists = [f'trusted-keys = [{{path = "release.pub", {n} = [[]]}}]' for n in ("roles", "stages")]
     known = 'trusted-keys = ["release.pub"]\n'
     texts = (
@@ -305,9 +309,9 @@ def policies_of_another_shape(at: Scene) -> Outcome:
 
 
 def _limited(at: Scene, *words: Any, limits: str, more: str = "") -> Outcome:
-    """Check with a key of which a policy limits the use; the key is named on the command line.
+    """Check with a key named on the command line that a policy limits.
 
-    The limits stand where a checker of the tree under attack would write them.
+    The limits are where a checker of the tree under attack would write them.
     """
     text = f'{more}trusted-keys = [{{path = "release.pub", {limits}}}]\n'
     at.policy(text)
@@ -327,7 +331,7 @@ def named_key_beyond_its_stages(at: Scene) -> Outcome:
 
 
 def named_key_after_its_end(at: Scene) -> Outcome:
-    """The policy ended the validity of the key; `--key` names it."""
+    """The key's validity in the policy has ended; `--key` names it."""
     return _limited(at, limits='valid-until = "2026-01-01T00:00:00Z"')
 
 
@@ -371,8 +375,8 @@ def revoked_certificate(at: Scene) -> Outcome:
     return at.check(certificate, "--policy", policy, "--revocations", listed)
 
 
-def a_hundred_years(at: Scene) -> Outcome:
-    """A certificate that nobody will ever have to renew."""
+def excessive_lifetime(at: Scene) -> Outcome:
+    """A certificate that is valid for a hundred years."""
     issued = datetime.now(UTC) - timedelta(days=1)
     window = {
         "issuedAt": time_text(issued),
@@ -392,7 +396,7 @@ def _public_pem(spki: bytes) -> bytes:
 
 
 def _forged(at: Scene, point: bytes) -> Iterator[Outcome]:
-    """Forge signatures of a key nobody has: R a point of small order, S zero."""
+    """Forge signatures without a private key: R a point of small order, S zero."""
     key = at.write(at.home / "weak.pub", _public_pem(SPKI_ED25519 + point))
     for number in range(4):
         payload = at.statement(sequence=number)
@@ -411,17 +415,17 @@ def _first_accepted(outcomes: Iterator[Outcome]) -> Outcome:
 
 
 def signatures_of_small_order(at: Scene) -> Outcome:
-    """A trusted key is a point of small order: anybody signs for it, without a private key."""
+    """A trusted key is a point of small order, for which anybody can sign."""
     return _first_accepted(o for point in SMALL_ORDER[:4] for o in _forged(at, point))
 
 
-def signatures_of_other_spellings(at: Scene) -> Outcome:
-    """The same, of encodings that are not canonical."""
+def signatures_of_non_canonical_points(at: Scene) -> Outcome:
+    """The same with encodings that are not canonical."""
     return _first_accepted(o for point in OTHER_SPELLINGS[:3] for o in _forged(at, point))
 
 
-def one_key_in_two_spellings(at: Scene) -> Outcome:
-    """Two files of one key, one with a compressed point, are to count as two signers."""
+def one_key_in_two_encodings(at: Scene) -> Outcome:
+    """Two files of one key, one with a compressed point, pose as two signers."""
     private = at.honest.private
     assert isinstance(private, ec.EllipticCurvePrivateKey)
     point = private.public_key().public_bytes(
@@ -435,14 +439,14 @@ def one_key_in_two_spellings(at: Scene) -> Outcome:
 
 
 def weak_curves(at: Scene) -> Outcome:
-    """Trusted keys of other curves, below and beside P-256, sign."""
+    """Trusted keys on other curves, weaker than P-256 or of its size, sign."""
 
     def outcomes() -> Iterator[Outcome]:
         for curve in (ec.SECP192R1(), ec.SECP224R1(), ec.SECP256K1(), ec.BrainpoolP256R1()):
             try:
                 key = ec.generate_private_key(curve)
             except Exception:
-                continue  # this build of OpenSSL has no such curve
+                continue  # this build of OpenSSL does not support the curve
             pem = key.public_key().public_bytes(
                 serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
             )
@@ -455,8 +459,10 @@ def weak_curves(at: Scene) -> Outcome:
 
 
 def generator_of_the_attacker(at: Scene) -> Outcome:
-    """A key with explicit curve parameters: the curve is P-256, the generator the public key, so
-    that 1 is its private key."""
+    """A key with explicit curve parameters: P-256 with the public key as generator.
+
+    Its private key is then 1.
+    """
     numbers = generate().private
     assert isinstance(numbers, ec.EllipticCurvePrivateKey)
     own = numbers.public_key().public_numbers()
@@ -466,7 +472,7 @@ def generator_of_the_attacker(at: Scene) -> Outcome:
 
 
 def _explicit(x: int, y: int) -> bytes:
-    """Return the SPKI of a point of P-256 whose curve is spelt out with the point as generator."""
+    """Return the SPKI of a point of P-256 with explicit parameters and the point as generator."""
     p = 2**256 - 2**224 + 2**192 + 2**96 - 1
     b = 0x5AC635D8AA3A93E7B3EBBD55769886BC651D06B0CC53B0F63BCE3C3E27D2604B
     n = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
@@ -496,7 +502,7 @@ def _statement_file(at: Scene, payload: bytes) -> Path:
 
 
 def _signed_by_the_owner(at: Scene, payload: bytes) -> Outcome:
-    """Have the owner of the honest key sign a statement of the vendor, and check what comes."""
+    """Have the owner of the honest key sign a statement of the vendor; check the result."""
     key = at.write(at.home / "release.key", at.honest.to_pem())
     key.chmod(0o600)
     path = _statement_file(at, payload)
@@ -504,49 +510,49 @@ def _signed_by_the_owner(at: Scene, payload: bytes) -> Outcome:
     return Outcome(ran.code == 0, ran.code, ran.stdout + ran.stderr)
 
 
-def sign_what_contradicts_itself(at: Scene) -> Outcome:
-    """A statement says PASSED although its value violates its limit."""
+def sign_contradictory_statement(at: Scene) -> Outcome:
+    """A statement claims PASSED although its value violates its limit."""
     record = json.loads(at.payload)
     record["predicate"]["clauses"][0]["value"] = "0.5"
     return _signed_by_the_owner(at, canonical_json(record))
 
 
-def sign_another_decimal_than_the_number(at: Scene) -> Outcome:
-    """A number has two spellings, of which people are shown the smaller."""
+def sign_inconsistent_decimal(at: Scene) -> Outcome:
+    """A number has two representations; the smaller one is displayed."""
     record = json.loads(at.payload)
     found = record["predicate"]["clauses"][0]
     found["value"] = {"decimal": "0.001", "exact": found["value"]}
     return _signed_by_the_owner(at, canonical_json(record))
 
 
-def sign_bytes_that_are_not_canonical(at: Scene) -> Outcome:
+def sign_non_canonical_bytes(at: Scene) -> Outcome:
     """The same statement, with blanks and fields in another order."""
     record = dict(reversed(json.loads(at.payload).items()))
     return _signed_by_the_owner(at, json.dumps(record, indent=1).encode())
 
 
-def sign_a_field_that_nobody_shows(at: Scene) -> Outcome:
-    """A field beside those of the statement, which verifiers ignore and other tools may read."""
+def sign_unknown_field(at: Scene) -> Outcome:
+    """An unknown field in the statement, which verifiers ignore and other tools may read."""
     record = json.loads(at.payload)
     record["also"] = {"subject": "another model"}
     return _signed_by_the_owner(at, canonical_json(record))
 
 
 def sign_another_subject(at: Scene) -> Outcome:
-    """The subject is the digest of another triple than the one that is shown."""
+    """The subject is the digest of another triple than the displayed one."""
     record = json.loads(at.payload)
     record["subject"][0]["digest"]["sha256"] = "0" * 64
     return _signed_by_the_owner(at, canonical_json(record))
 
 
-def sign_what_has_ended(at: Scene) -> Outcome:
-    """A statement whose window has passed."""
+def sign_expired_statement(at: Scene) -> Outcome:
+    """A statement whose validity has ended."""
     window = {"issuedAt": "2020-01-01T00:00:00Z", "validUntil": "2020-02-01T00:00:00Z"}
     return _signed_by_the_owner(at, at.statement(**window))
 
 
-def sign_what_has_not_begun(at: Scene) -> Outcome:
-    """A statement of tomorrow, which a checker refuses until then."""
+def sign_future_statement(at: Scene) -> Outcome:
+    """A statement whose validity begins tomorrow, which a checker refuses until then."""
     issued = datetime.now(UTC) + timedelta(days=1)
     window = {
         "issuedAt": time_text(issued),
@@ -555,15 +561,15 @@ def sign_what_has_not_begun(at: Scene) -> Outcome:
     return _signed_by_the_owner(at, at.statement(**window))
 
 
-def sign_a_result_that_rests_on_nothing(at: Scene) -> Outcome:
-    """A measured result that names none of its evidence."""
+def sign_result_without_evidence(at: Scene) -> Outcome:
+    """A measured result without references to its evidence."""
     record = json.loads(at.payload)
     del record["predicate"]["evidence"]
     return _signed_by_the_owner(at, canonical_json(record))
 
 
 def sign_over_changed_evidence(at: Scene) -> Outcome:
-    """The trace beside the statement is another one than the statement names."""
+    """The trace beside the statement differs from the one that the statement names."""
     record = json.loads(at.payload)
     name = record["predicate"]["evidence"][0]["path"]
     at.write(at.vendor / "out" / name, b"another")
@@ -571,15 +577,15 @@ def sign_over_changed_evidence(at: Scene) -> Outcome:
 
 
 def sign_over_another_signer(at: Scene) -> Outcome:
-    """A second run with another key replaces a certificate; accepted if the first one is gone."""
+    """A second run with another key replaces a certificate; accepted if the first one is lost."""
     certificate = at.deliver(at.payload, at.stranger)
     before = certificate.read_bytes()
     told = _signed_by_the_owner(at, at.payload)
     return Outcome(certificate.read_bytes() != before, told.code, told.said)
 
 
-def sign_twice_by_one_key(at: Scene) -> Outcome:
-    """One key signs again, to count as two."""
+def sign_twice_with_one_key(at: Scene) -> Outcome:
+    """One key signs twice, to count as two signers."""
     key = at.write(at.home / "release.key", at.honest.to_pem())
     key.chmod(0o600)
     certificate = at.deliver(at.payload, at.honest)
@@ -587,9 +593,11 @@ def sign_twice_by_one_key(at: Scene) -> Outcome:
     return Outcome(ran.code == 0, ran.code, ran.stdout + ran.stderr)
 
 
-def sign_runs_the_contract(at: Scene) -> Outcome:
-    """Modules, a configuration and start-up files in the folder of the statement wait to be run;
-    accepted if one was."""
+def sign_executes_contract_code(at: Scene) -> Outcome:
+    """Modules, a configuration and start-up files in the folder of the statement.
+
+    Accepted if any of their code ran.
+    """
     trap = f"open({str(at.root / 'caught')!r}, 'a').write(__file__ + chr(10))\n"
     names = ("torch", "numpy", "rfc8785", "rich", "network", "sitecustomize", "kcdsl_backends")
     for name in names:
@@ -607,7 +615,7 @@ ATTACKS: tuple[Callable[[Scene], Outcome], ...] = (
     configuration_above_the_contract_replaced,
     policy_beside_the_contract,
     policy_in_a_relative_home,
-    policies_of_another_shape,
+    malformed_policies,
     threshold_beside_the_contract,
     named_key_beyond_its_stages,
     named_key_after_its_end,
@@ -617,29 +625,29 @@ ATTACKS: tuple[Callable[[Scene], Outcome], ...] = (
     revoked_key,
     revoked_key_in_a_file,
     revoked_certificate,
-    a_hundred_years,
+    excessive_lifetime,
     signatures_of_small_order,
-    signatures_of_other_spellings,
-    one_key_in_two_spellings,
+    signatures_of_non_canonical_points,
+    one_key_in_two_encodings,
     weak_curves,
     generator_of_the_attacker,
-    sign_what_contradicts_itself,
-    sign_another_decimal_than_the_number,
-    sign_bytes_that_are_not_canonical,
-    sign_a_field_that_nobody_shows,
+    sign_contradictory_statement,
+    sign_inconsistent_decimal,
+    sign_non_canonical_bytes,
+    sign_unknown_field,
     sign_another_subject,
-    sign_what_has_ended,
-    sign_what_has_not_begun,
-    sign_a_result_that_rests_on_nothing,
+    sign_expired_statement,
+    sign_future_statement,
+    sign_result_without_evidence,
     sign_over_changed_evidence,
     sign_over_another_signer,
-    sign_twice_by_one_key,
-    sign_runs_the_contract,
+    sign_twice_with_one_key,
+    sign_executes_contract_code,
 )
 
 
 def outcomes(root: Path, run: Callable[..., Ran]) -> Mapping[str, Outcome]:
-    """Carry out every attack, each in a scene of its own below a folder."""
+    """Carry out every attack, each in a new scene below a folder."""
     found = {}
     for attack in ATTACKS:
         folder = root / attack.__name__

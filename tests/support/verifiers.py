@@ -1,8 +1,8 @@
-"""Verifiers of other projects, run as programs: Sigstore's, CUE, Rego, openssl, model signing,
-actionlint and the schemas of build servers.
+"""Run verifiers of other projects: Sigstore, CUE, Rego, openssl, model signing, and more.
 
-`make tools` installs them into tests/verifiers: packages of npm by package-lock.json, those of
-Python by requirements.txt into an environment of their own.
+Also actionlint and the schemas of build servers. `make tools` installs them into tests/verifiers:
+packages of npm by package-lock.json, those of Python by requirements.txt into an environment of
+their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PYTHON = FOLDER / ".venv" / "bin" / "python"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a verifier says: accepted or not, the payload that it read, and its words."""
+    """The result of a verifier: accepted or not, the payload that it read, and its output."""
 
     accepted: bool
     payload: bytes | None = None
@@ -32,7 +32,7 @@ class Answer:
 def sigstore_js(cases: Iterable[tuple[bytes, bytes]]) -> list[Answer]:
     """Verify Sigstore bundles by a public key with @sigstore/verify; cases are (PEM, bundle).
 
-    A bundle that is no UTF-8 is given with replacement characters, as a program would read it.
+    A bundle that is not UTF-8 is decoded with replacement characters, as a program would do.
     """
     words = ["node", str(FOLDER / "sigstore_verify.cjs")]
     return _answers(_lines(words, _given("bundle", cases)))
@@ -94,13 +94,13 @@ def dsse_by(library: str, key: Path, envelopes: Sequence[Path]) -> list[Answer]:
 
 
 def sigstore_python(bundle: Path) -> str:
-    """Return what `sigstore` of PyPI says when it reads a bundle with a key."""
+    """Return the result of `sigstore` of PyPI for a bundle and a key."""
     (found,) = _python("bundle", str(bundle))
     return str(found)
 
 
 def model_manifest(folder: Path) -> Mapping[str, Any]:
-    """Return what `model-signing` makes of a folder: `resources` (name, sha256), `root`."""
+    """Return the manifest that `model-signing` computes of a folder: `resources`, `root`."""
     (found,) = _python("manifest", str(folder))
     assert isinstance(found, dict)
     return found
@@ -124,7 +124,7 @@ def openssl(pem: bytes, signature: bytes, message: bytes) -> bool:
 
 
 def actionlint(repository: Path) -> list[str]:
-    """Return what actionlint finds in the workflows of a repository and the actions there."""
+    """Return the findings of actionlint in the workflows and actions of a repository."""
     words = [
         str(PYTHON.parent / "actionlint"),
         "-no-color",

@@ -1,4 +1,4 @@
-"""Runs of two checkpoints with two pairs of kernels on the same requests, and their register."""
+"""Runs of two checkpoints with two kernel pairs on the same requests, and their register."""
 
 from __future__ import annotations
 
@@ -46,8 +46,11 @@ def kernel_of(role: str, name: str) -> Kernel:
 
 @dataclass
 class Scene:
-    """A folder with traces and a register; `bad` says how many requests are beyond the threshold,
-    by checkpoint and kernels ("old" or "new")."""
+    """A folder with traces and a register.
+
+    `bad` is the number of requests beyond the threshold, by checkpoint and kernels ("old" or
+    "new").
+    """
 
     folder: Path
     bad: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -60,7 +63,7 @@ class Scene:
         return self.folder / "register.db"
 
     def table(self, checkpoint: str, kernels: str, **changes: Any) -> EvidenceTable:
-        """Return what was measured of a checkpoint with a pair of kernels."""
+        """Return the measured values of a checkpoint with a kernel pair."""
         found = evidence(self.clauses, count=self.count, **changes)
         beyond = self.bad.get((checkpoint, kernels), 0)
         runs = {}
@@ -99,7 +102,7 @@ class Scene:
         return path
 
     def trace(self, checkpoint: str, kernels: str) -> Path:
-        """Write the trace of a checkpoint with a pair of kernels, once."""
+        """Write the trace of a checkpoint with a kernel pair, once."""
         path = self.folder / f"{checkpoint}-{kernels}.parquet"
         return path if path.exists() else self.write(self.table(checkpoint, kernels), path.stem)
 
@@ -171,7 +174,7 @@ class Scene:
 
 
 def both(folder: Path, broken: Collection[tuple[str, str]], bad: int = BAD) -> Scene:
-    """Return a scene in which checkpoint and kernels changed, and some pairs of them fail."""
+    """Return a scene in which checkpoint and kernels changed, and some combinations fail."""
     scene = Scene(folder, dict.fromkeys(broken, bad))
     scene.register(scene.triple("old", "old"), scene.triple("new", "new"))
     return scene

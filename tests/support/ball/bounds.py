@@ -1,4 +1,4 @@
-"""Everything that both programs say of a block, as enclosures by node."""
+"""Enclosures by node that prover and checker derive for a block."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Ends = tuple[Floats, Floats]
 
 @dataclass
 class Enclosures:
-    """What one domain of one program says, by node: value of either kernel, and drift."""
+    """Enclosures of one domain of one program, by node: value of either kernel, and drift."""
 
     source: str
     train: dict[str, Ends] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Enclosures:
 
 @dataclass(frozen=True)
 class Setting:
-    """A graph under two numerics, on a region of one radius."""
+    """A graph under two numerics, on a region with one radius."""
 
     graph: Any
     train: Any
@@ -51,7 +51,7 @@ class Setting:
     radius: float
 
     def scene(self, folder: Path) -> Scene:
-        """Return what the checker reads."""
+        """Return the scene that the checker reads."""
         path = folder / "model.safetensors"
         sha256 = proofs.write_safetensors(path, self.graph.tensors)
         document = proofs.document(
@@ -61,8 +61,8 @@ class Setting:
         return Derivation(proof, read(path).tensors).scene(proof.cases[0])
 
 
-def everything(setting: Setting, folder: Path) -> Iterator[Enclosures]:
-    """Yield what each domain of each program says; nothing where it says that there is no bound."""
+def all_enclosures(setting: Setting, folder: Path) -> Iterator[Enclosures]:
+    """Yield the enclosures of each domain of each program; skip a domain that reports no bound."""
     scene = setting.scene(folder)
     with np.errstate(all="ignore"):
         for source in (checked_intervals, checked_forms):

@@ -1,4 +1,4 @@
-"""Boxes of balls, and what is known of both kernels and of their difference."""
+"""Boxes of balls, and the state (T, I, D) of a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that round nothing, for both programs: what is left of a bound covers the verifier."""
+"""Kernels without rounding, for both programs: a bound then covers the verifier's error alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PRECISION, LARGEST = 400, float.fromhex("0x1.fffffffffffffp+1023")
 
 
 def round_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make float64 a format of 400 bits for kernels, in both programs."""
+    """Make float64 a format of 400 bits in the kernels of both programs."""
     exact = formats.Format("float64", PRECISION, -1022, LARGEST)
     monkeypatch.setitem(formats.FORMATS, "float64", exact)
     monkeypatch.setattr(kernel, "FLOAT64", exact)

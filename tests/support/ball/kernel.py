@@ -1,4 +1,4 @@
-"""The constants of one kernel, what it stores and how far its sums are off (section 2)."""
+"""The constants of one kernel, and its storage and summation errors (section 2)."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Kernel:
         return times * self.u(form), times * self.eta(form)
 
     def taken_for(self, c: arb, role: str) -> Box:
-        """Return C, the hull of what may stand for a Python number (section 2)."""
+        """Return C, the hull of a kernel's possible values of a Python number (section 2)."""
         form = self.target(role)
         if FORMATS[form][0] >= FORMATS[self.inner][0]:
             return known(c)
@@ -107,7 +107,7 @@ class Kernel:
         return Box(balls(min_of(balls([c, *ends]))), balls(max_of(balls([c, *ends]))))
 
     def rereading(self, form: str, v: Box) -> Balls:
-        """Return how far the cast of one reading may be off, where casts are free."""
+        """Return the largest error of the cast of one reading, where casts are free."""
         u, eta = self.cast(form)
         return np.asarray(u * v.mag + eta, dtype=object)
 

@@ -1,4 +1,4 @@
-"""Layer norms of one row: what both kernels normalise, and their rounding."""
+"""Layer norms of one row: normalised values of both kernels, and their rounding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def centred_box(x: Box) -> Box:
 
 
 def secant(a: Balls, b: Balls) -> Balls:
-    """Return how much 1/sqrt(v) falls per unit of v between a = 1/sqrt(v) and b."""
+    """Return the decrease of 1/sqrt(v) per unit of v between a = 1/sqrt(v) and b."""
     return np.asarray((a * b) ** 2 / (a + b), dtype=object)
 
 

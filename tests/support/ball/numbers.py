@@ -1,6 +1,6 @@
-"""Ball arithmetic on arrays: every number is a midpoint of 200 bits with the radius of its error.
+"""Ball arithmetic on arrays: each number is a midpoint of 200 bits and a radius of its error.
 
-Arrays are numpy arrays of `flint.arb`. A comparison that says yes is certain.
+Arrays are numpy arrays of `flint.arb`. A comparison returns True only where it is certain.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ZERO, ONE, TWO = arb(0), arb(1), arb(2)
 
 
 def each(function: Callable[..., Any], *arrays: Any) -> Balls:
-    """Return the array of a function's values, element by element, as objects."""
+    """Return the elementwise version of a function, on arrays of objects."""
     found = np.frompyfunc(function, len(arrays), 1)(*arrays)
     return np.asarray(found, dtype=object)
 
 
 def balls(values: Any) -> Balls:
-    """Return the exact balls of doubles (balls stay what they are)."""
+    """Return the exact balls of doubles; balls are returned unchanged."""
     return each(lambda v: v if isinstance(v, arb) else arb(float(v)), np.asarray(values))
 
 
@@ -46,12 +46,12 @@ def smaller(a: Any, b: Any) -> Balls:
 
 
 def total(values: Balls, axis: int = -1) -> Balls:
-    """Return sums along an axis, which is kept."""
+    """Return sums along an axis, which is kept as one of size 1."""
     return np.asarray(np.sum(values, axis=axis, keepdims=True), dtype=object)
 
 
 def most(values: Balls, axis: int = -1) -> Balls:
-    """Return maxima along an axis, which is kept."""
+    """Return maxima along an axis, which is kept as one of size 1."""
     return np.expand_dims(
         np.asarray(
             np.frompyfunc(lambda x, y: x.max(y), 2, 1).reduce(values, axis=axis), dtype=object
@@ -61,7 +61,7 @@ def most(values: Balls, axis: int = -1) -> Balls:
 
 
 def least(values: Balls, axis: int = -1) -> Balls:
-    """Return minima along an axis, which is kept."""
+    """Return minima along an axis, which is kept as one of size 1."""
     return -most(-values, axis)
 
 
@@ -71,7 +71,7 @@ def gelu(x: arb) -> arb:
 
 
 def cubic(x: arb) -> arb:
-    """Return 2√(2/π)(x + 0.044715 x³), the constant as float64 has it."""
+    """Return 2√(2/π)(x + 0.044715 x³), with the constant rounded to float64."""
     return 2 * (TWO / arb.pi()).sqrt() * (x + arb(0.044715) * x**3)
 
 
@@ -113,14 +113,14 @@ def nearest(value: arb, precision: int, least_exponent: int) -> arb:
 
 
 def cut(value: arb, precision: int, least_exponent: int) -> arb:
-    """Return the number of a format next to a ball's midpoint on the side of zero."""
+    """Return the neighbour in a format of a ball's midpoint, toward zero."""
     return beside(value, precision, least_exponent)[0]
 
 
 def beside(value: arb, precision: int, least_exponent: int) -> tuple[arb, arb]:
-    """Return the numbers of a format next to a ball's midpoint, that on the side of zero first.
+    """Return the two neighbours in a format of a ball's midpoint, the one toward zero first.
 
-    Both are the midpoint where that is a number of the format.
+    Both are the midpoint where the format represents it.
     """
     mantissa, exponent = (int(part) for part in value.mid().man_exp())
     if not mantissa:
@@ -135,7 +135,7 @@ def beside(value: arb, precision: int, least_exponent: int) -> tuple[arb, arb]:
 
 
 def outside(values: Balls, lo: Any, hi: Any) -> str:
-    """Return where a number lies outside of [lo, hi] for certain, else ""."""
+    """Return the place where a number lies outside [lo, hi] for certain, or ""."""
     low, high = np.broadcast_arrays(np.asarray(lo), np.asarray(hi))
     for index in np.ndindex(*values.shape):
         value: arb = values.item(index)

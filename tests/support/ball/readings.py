@@ -11,18 +11,21 @@ TWICE = ("softmax", "rms_norm", "layer_norm")
 
 
 def counted(graph: Any) -> dict[str, int]:
-    """Return how many readings each node has.
+    """Return the number of readings of each node.
 
-    What is computed once ends a chain of operations that are computed again: where a norm or a
-    softmax begins the chain, all of its readings are the same.
+    A node computed once ends a chain of operations that are recomputed for each reader: where a
+    norm or a softmax begins the chain, all of its readings are equal.
     """
     each, same = _counted(graph, 2), _counted(graph, 1)
     return {n["name"]: (same if n["op"] in ONCE else each)[n["name"]] for n in graph.nodes}
 
 
 def _counted(graph: Any, summed: int) -> dict[str, int]:
-    """Count; the first operand of a norm or softmax as often as it is computed, and once more
-    (`summed` 2), or once in all (1)."""
+    """Count readings.
+
+    The first operand of a norm or softmax counts as often as it is computed and once more (`summed`
+    2), or once in all (1).
+    """
     stored = {graph.output}
     others = dict.fromkeys((node["name"] for node in graph.nodes), 0)
     found: dict[str, int] = {}

@@ -1,7 +1,6 @@
-"""docs/proofs/relational-interval.md a third time, in ball arithmetic: what the formulas say, no
-more.
+"""A third implementation of docs/proofs/relational-interval.md, in ball arithmetic, for tests.
 
-Written from that page alone, for tests. Kernels that quantise activations are left out.
+Written from that page alone. Kernels that quantise activations are left out.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from tests.support.ball.softmaxes import hull, softmax_drift, softmax_range, sof
 
 # What a kernel stores for a key: as a parameter, and as the weight of a linear.
 Stored = tuple[Callable[[str], Any], Callable[[str], Any]]
-# How far readings are from the value of which they are versions, in the kernels of a pair.
+# Largest distance of readings from the value that they are versions of, for both kernels.
 Apart = tuple[Balls, Balls]
 NOTHING = (numbers.ZERO, numbers.ZERO)
 
 
 @dataclass
 class Page:
-    """The states of a block's nodes, as the page says."""
+    """The states of a block's nodes, by the formulas of the page."""
 
     graph: Any
     kernels: tuple[Kernel, Kernel]
@@ -80,7 +79,10 @@ class Page:
         sums: bool = False,
         added: tuple[Box, Box] | None = None,
     ) -> State:
-        """Store a result. `before`: h' of both kernels; `added`: A of both, which y has in it."""
+        """Store a result.
+
+        `before` is h' of both kernels; `added` is A of both, already contained in y.
+        """
         sides, apart = [], []
         for kernel, box, error, carried in zip(self.kernels, y, errors, before, strict=False):
             inner = kernel.accumulate if sums else kernel.inner
@@ -95,7 +97,7 @@ class Page:
         return reduced(t, i, y[2] + (wrong_i - wrong_t))
 
     def _once(self, node: Any, state: State) -> State:
-        """Return the state of a node that has one reading."""
+        """Return the state of a node with one reading."""
         none = balls(np.zeros(state.t.lo.shape))
         self.apart[node["name"]] = (none, none)
         return state
@@ -244,7 +246,7 @@ class Page:
         return self.settle(node, (*y, d), errors, before)
 
     def _scaled(self, node: Any, factor: arb, admitted: list[Box]) -> State:
-        """Multiply by a factor, where the kernels may take what is admitted in its place."""
+        """Multiply by a factor, where each kernel may use any value of `admitted` for it."""
         x = self.read(node, 0)
         added = x.t * (admitted[0] - known(factor)), x.i * (admitted[1] - known(factor))
         y = x.t.times(factor) + added[0], x.i.times(factor) + added[1]

@@ -1,6 +1,6 @@
-"""Runs of kernels in ball arithmetic: exact but for the roundings that are admitted, on purpose.
+"""Runs of kernels in ball arithmetic, with the admitted roundings applied explicitly.
 
-With numerics "exact" nothing rounds: the real function itself.
+With numerics "exact" nothing rounds, so a run is the real function itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMATS = {
 
 @dataclass
 class BallRun(kernels.Run):
-    """One run of a kernel with balls for numbers. `exact`: no rounding anywhere."""
+    """One run of a kernel on balls; `exact` turns every rounding off."""
 
     exact: bool = False
 
@@ -147,7 +147,7 @@ class BallRun(kernels.Run):
 def run(
     graph: Any, record: Any, x: Any, plain: Any, linear: Any, seed: int, mode: str, exact: bool
 ) -> dict[str, Balls]:
-    """Return the value of every node of a run: exact, or rounded as `mode` says."""
+    """Return the value of every node of a run: exact, or rounded as `mode` states."""
     made = BallRun(record, np.random.default_rng(seed), mode, exact)
     found = kernels.simulate(graph, made, None if x is None else balls(x), plain, linear)
     return {name: value for name, value in found.items() if value.dtype != bool}

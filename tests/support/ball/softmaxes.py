@@ -1,4 +1,4 @@
-"""Softmax of one row: its range, its drift, its rounding, and hulls of what it averages."""
+"""Softmax of one row: range, drift and rounding, and hulls of averaged values."""
 
 from __future__ import annotations
 

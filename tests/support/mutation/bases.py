@@ -1,4 +1,4 @@
-"""Small proofs that follow exactly: every domain, functional, region kind and kind of block."""
+"""Small proofs with exact claims: every domain, functional, region kind and kind of block."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tests.support.mutation.blocks import (
     cached,
     decoder,
     encoder,
-    everything_else,
     feed,
     gated,
     head,
+    remaining_operations,
     requantised,
     short_decoder,
     wide,
@@ -40,9 +40,12 @@ N = proofs.numerics
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What one proof is about. `spread` is the size of the inputs, `passes` names some passes,
-    `weights` is ρ of a region around the weights, `planes` has hints of planes, `chance` says what
-    is left to it."""
+    """The parameters of one proof.
+
+    `spread` is the size of the inputs, `passes` names reverse passes, `weights` is ρ of a region
+    around the weights, `planes` requests hints of linear bounds, `chance` states what the seed
+    selects.
+    """
 
     build: Build
     domain: str
@@ -61,12 +64,12 @@ class Base:
 
 
 def with_more(record: Document, **fields: Any) -> Document:
-    """Return a numerics record with fields that stand in it only where they say something."""
+    """Return a numerics record with these fields, without those at their defaults."""
     return {**record, **fields}
 
 
 def limited(format: str, scale: str, batch: float | None = None) -> Document:
-    """Return activations whose dynamic scales have limits, `batch` that of a batch's numbers."""
+    """Return activations with limited dynamic scales; `batch` limits the numbers of a batch."""
     record: Document = {
         "format": format, "scale": scale, "least_scale": (2.0**-9).hex(), "amax_limit": (2.0).hex(),
     }  # fmt: skip
@@ -147,11 +150,11 @@ BASES: dict[str, Base] = {
         head, "affine", "inf", "ids", N("float32", "any"), N("float16", "any"),
     ),
     "piecewise and tanh, interval": Base(
-        everything_else, "interval", "inf", "ball", N("float32", "nearest"),
+        remaining_operations, "interval", "inf", "ball", N("float32", "nearest"),
         N("float16", "nearest", activations=("uint8", "per_tensor")),
     ),
     "piecewise and tanh, affine": Base(
-        everything_else, "affine", "2", "ball", N("float32", "any"),
+        remaining_operations, "affine", "2", "ball", N("float32", "any"),
         N("float16", "any", accumulate="float32"),
     ),
     "gated MLP, interval, around the weights": Base(
@@ -163,7 +166,7 @@ BASES: dict[str, Base] = {
         weights="0.0009765625",
     ),
     "piecewise and tanh, interval, static scales": Base(
-        everything_else, "interval", "inf", "ball",
+        remaining_operations, "interval", "inf", "ball",
         N("float32", "nearest", activations=proofs.static("uint8", 0.25, 128)),
         N("float16", "any", activations=proofs.static("uint8", 0.25, 128)),
     ),
@@ -265,7 +268,7 @@ BASES: dict[str, Base] = {
         with_more(N("float32", "any", products="tfloat32", shards=2)),
     ),
     "piecewise and tanh, interval, pairs of bytes": Base(
-        everything_else, "interval", "inf", "ball", N("float32", "any", products="tfloat32"),
+        remaining_operations, "interval", "inf", "ball", N("float32", "any", products="tfloat32"),
         N("float32", "nearest", **BYTES),
     ),
     "attention, interval, static caches": Base(
@@ -308,13 +311,12 @@ BASES: dict[str, Base] = {
 
 
 def made(name: str, folder: Path) -> tuple[Document, Path, Any]:
-    """Return the proof of one of BASES with claims just as they follow, its checkpoint and its
-    graph."""
+    """Return the proof of one of BASES with its derived claims, its checkpoint and its graph."""
     return proof_of(BASES[name], list(BASES).index(name) + 1, folder)
 
 
 def proof_of(base: Base, seed: int, folder: Path) -> tuple[Document, Path, Any]:
-    """Return the proof of a base, its checkpoint and its graph, of weights and inputs by a seed."""
+    """Return the proof of a base, its checkpoint and its graph, drawn from a seed."""
     rng = np.random.default_rng(seed)
     graph = base.build(rng)
     path = folder / f"{seed}.safetensors"
@@ -360,7 +362,7 @@ LONGEST = 5
 
 
 def tables(graph: Any) -> Document:
-    """Return the field of tables of positions, for the longest sequence, where a block has any."""
+    """Return the position tables of a graph for the longest sequence, if it has any."""
     long = proofs.attention(np.random.default_rng(0), rows=LONGEST, heads=2, kv_heads=1, size=4)
     found = {
         node["name"]: record_of(long.constants[node["attrs"]["key"]])
@@ -378,7 +380,7 @@ PASSES = {
 
 
 def passes(graph: Any) -> Iterator[Document]:
-    """Yield the reverse passes of a few operations, in all rows of what they read."""
+    """Yield reverse passes of a few operations, in all rows of their inputs."""
     shapes = {node["name"]: node["shape"] for node in graph.nodes}
     for node in graph.nodes:
         if node["op"] in PASSES:
@@ -388,7 +390,7 @@ def passes(graph: Any) -> Iterator[Document]:
 
 
 def plane_hints(graph: Any, rng: np.random.Generator) -> Document:
-    """Return hints of planes: rows of what ReLUs read, slopes there, and for two elements."""
+    """Return hints of linear bounds: input rows of ReLUs, slopes there, and for two elements."""
     relus = [node for node in graph.nodes if node["op"] == "relu"]
     chosen = [rng.random(node["shape"]) < 0.75 for node in relus]
 

@@ -1,4 +1,4 @@
-"""Small blocks that proofs are about: llama-like, bert-like, heads, and what these lack."""
+"""Small blocks for proofs: llama-like, bert-like, heads, and the remaining operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def decoder(rng: np.random.Generator) -> Any:
 
 
 def cached(rng: np.random.Generator) -> Any:
-    """Return the same with caches of keys and values."""
+    """Return the decoder with caches of keys and values."""
     return with_caches(decoder(rng))
 
 
@@ -37,7 +37,7 @@ def requantised(rng: np.random.Generator) -> Any:
 
 
 def short_decoder(rng: np.random.Generator) -> Any:
-    """Return the same at two rows, to be read at any length."""
+    """Return the decoder at two rows, for proofs of any length."""
     return proofs.attention(rng, rows=2, heads=2, kv_heads=1, size=4)
 
 
@@ -74,8 +74,8 @@ def head(rng: np.random.Generator) -> Any:
     return g
 
 
-def everything_else(rng: np.random.Generator) -> Any:
-    """Return what the other blocks lack: tanh, and everything that is linear piece by piece."""
+def remaining_operations(rng: np.random.Generator) -> Any:
+    """Return a block with the operations of no other block: tanh and piecewise linear ones."""
     g = proofs.piecewise(rng, rows=2, width=2)
     shape = tuple(g.nodes[-1]["shape"])
     g.add("tanh", [g.output], shape)

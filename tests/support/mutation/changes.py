@@ -1,7 +1,7 @@
 """Every change of every leaf of a JSON document that a mutation test makes.
 
 A change is a function on a copy of the document. It has a kind ("lower", "raise", …) and a field:
-the path with what only names an element (list places, digests, keys of tensors) left out.
+the path without element names (list indices, digests, keys of tensors).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HUGE = 2.0**1000
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change of one place. `what` says it in words, unique within field and place."""
+    """One change at one path; `what` describes it, unique within field and path."""
 
     path: Path
     field: str
@@ -53,7 +53,7 @@ class Change:
 
 
 def field_of(path: Path) -> str:
-    """Return the path without places and names: "cases[].witness[].value", "graphs{}.graph"."""
+    """Return the path without indices and names: "cases[].witness[].value", "graphs{}.graph"."""
     text, after = "", ""
     for key in path:
         if isinstance(key, int):
@@ -67,14 +67,14 @@ def field_of(path: Path) -> str:
 
 
 def at(document: Any, path: Path) -> Any:
-    """Return what stands at a path."""
+    """Return the value at a path."""
     for key in path:
         document = document[key]
     return document
 
 
 def places(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every value below (and the value itself), containers before what is in them."""
+    """Yield the value and every value below it, containers before their contents."""
     yield path, value
     items: Iterator[tuple[str | int, Any]] = iter(())
     if isinstance(value, dict):
@@ -88,7 +88,7 @@ def places(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def changes(document: Document, words: dict[str, tuple[str, ...]]) -> Iterator[Change]:
     """Yield every change of a document.
 
-    `words` maps a field to the other values that it may have, for names of a fixed vocabulary.
+    `words` maps a field with a fixed vocabulary to the other values that it may have.
     """
     digests = sorted({v for _, v in places(document) if isinstance(v, str) and DIGEST.match(v)})
     for path, value in places(document):

@@ -1,4 +1,4 @@
-"""docs/proofs/certificate-fields.md, read as the tests compare it."""
+"""Parse docs/proofs/certificate-fields.md for comparison with the tests."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ ROW = re.compile(r"\| `([^`]+)` \| ([a-z ,]+) \| (.+) \|\Z")
 
 
 def stated(heading: str) -> dict[str, frozenset[str]]:
-    """Return the accepted kinds of change by field, as a section of the page has them."""
+    """Return the accepted kinds of change by field, from a section of the page."""
     return {row[1]: frozenset(row[2].split(", ")) for row in _rows(heading)}
 
 
-def derived_anew(heading: str) -> frozenset[str]:
-    """Return the fields whose changes are accepted where the claims happen to follow all the same:
-    which of the kinds there are depends on the numbers of the bases."""
+def accepted_if_derived(heading: str) -> frozenset[str]:
+    """Return the fields whose changes are accepted only if the claims still follow.
+
+    Which kinds of change are accepted there depends on the numbers of the bases.
+    """
     return frozenset(row[1] for row in _rows(heading) if "derived anew" in row[3])
 
 

@@ -1,4 +1,4 @@
-"""Change a proof in every way, check what comes of it, and try what was accepted against runs."""
+"""Apply every change to a proof, check the result, and test accepted ones against runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What the checker said of one changed document."""
+    """The checker's result for one changed document."""
 
     change: Change
     document: Document
@@ -37,7 +37,7 @@ def every_change(document: Document) -> list[Change]:
 
 
 def tried(document: Document, path: Path, some: Iterable[Change]) -> Iterator[Tried]:
-    """Yield the outcome of each change, the digests put right as a forger would."""
+    """Yield the outcome of each change, with digests recomputed as a forger would."""
     for change in some:
         changed = change.of(document)
         if change.field.startswith("graphs{}."):
@@ -46,10 +46,10 @@ def tried(document: Document, path: Path, some: Iterable[Change]) -> Iterator[Tr
 
 
 def exceeded(document: Document, path: Path, runs: int = 24, seed: int = 0) -> str:
-    """Return where simulated runs of an accepted document leave what it claims, else "".
+    """Return where simulated runs of an accepted document exceed its claims, else "".
 
     Every case's claim and witnesses are compared with pairs of runs that the numerics of the
-    document admit, on points of its region. The runs follow the record of the graph alone.
+    document admit, on points of its region. The runs use the record of the graph alone.
     """
     from kcdsl_certs.recheck.documents.document import parse
     from kcdsl_certs.recheck.interval.parameters import Parameters
@@ -116,7 +116,7 @@ def _point(region: Document, trial: int, rng: np.random.Generator) -> np.ndarray
     if "ids" in region:
         return None
     centre, radius = array_of(region["centre"]), array_of(region["radius"])
-    if region["kind"] == "rows":  # two rows, each for itself anywhere in the box of one
+    if region["kind"] == "rows":  # two rows, each anywhere in the box of one row
         centre = np.repeat(centre, 2, axis=0)
     moves = (0.0, rng.choice([-1.0, 1.0], centre.shape), rng.uniform(-1, 1, centre.shape))
     return np.asarray(centre + radius * moves[trial % 3])

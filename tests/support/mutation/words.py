@@ -1,4 +1,4 @@
-"""Other words of a fixed vocabulary, by field."""
+"""The other values of fields with a fixed vocabulary."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 
 
 def with_names(graph: dict[str, object]) -> dict[str, tuple[str, ...]]:
-    """Return the words and, where names of nodes and constants stand, the other names."""
+    """Return the vocabulary, with other node and constant names where fields hold names."""
     nodes = graph["nodes"]
     assert isinstance(nodes, list)
     names = tuple(str(node["name"]) for node in nodes)

@@ -1,4 +1,4 @@
-"""Boxes of rational numbers, exact, with the standard library alone."""
+"""Exact boxes of rational numbers, with the standard library alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Cells:
     pairs: tuple[Pair, ...]
 
     def each(self, change: Callable[[Pair], Pair]) -> Cells:
-        """Return the array with every box changed."""
+        """Return the array with every box mapped."""
         return Cells(self.shape, tuple(change(pair) for pair in self.pairs))
 
     def taken(self, shape: Shape, order: Sequence[int]) -> Cells:
@@ -39,7 +39,7 @@ class Cells:
 
 
 def points(shape: Shape, values: Sequence[Fraction]) -> Cells:
-    """Return the array of known numbers."""
+    """Return the array of exact numbers."""
     return Cells(shape, tuple((v, v) for v in values))
 
 
@@ -104,7 +104,7 @@ def matmul(a: Cells, b: Cells) -> Cells:
 
 
 def product(a: Shape, x: Sequence[Fraction], b: Shape, y: Sequence[Fraction]) -> list[Fraction]:
-    """Return the flat matrix product of known numbers."""
+    """Return the flat matrix product of exact numbers."""
     _rows, _columns, pick_a, pick_b = _product(a, b)
     return [
         sum((x[k] * y[m] for k, m in zip(i, j, strict=True)), ZERO)
@@ -113,7 +113,7 @@ def product(a: Shape, x: Sequence[Fraction], b: Shape, y: Sequence[Fraction]) ->
 
 
 def _product(a: Shape, b: Shape) -> tuple[Shape, int, list[range], list[range]]:
-    """Return leading shape, columns, and for each element the flat positions of its factors."""
+    """Return leading shape, columns, and the flat positions of the factors of each element."""
     if len(a) < 2 or len(b) < 2 or a[-1] != b[-2]:
         raise Rejected("graph/shape", f"no matrix product of {list(a)} and {list(b)}")
     lead = broadcast(a[:-2], b[:-2])
@@ -175,10 +175,9 @@ def rounded(value: Fraction, form: Format) -> Fraction:
 
 
 def cut(value: Fraction, form: Format) -> Fraction:
-    """Return the number of a format next to a value on the side of zero.
+    """Return the neighbour of a value in a format toward zero.
 
-    Raises:
-        Rejected: "bound/overflow" where the format has no next number beyond its largest.
+    Raises: Rejected: "bound/overflow" where the format has no next number beyond its largest.
     """
     if value == 0:
         return ZERO

@@ -104,7 +104,7 @@ def _times(low: Fraction, high: Fraction) -> Callable[[Pair], Pair]:
 
 
 def _scalar(kernel: KernelNumerics, node: Node, value: Fraction) -> Pair:
-    """Return the least and the greatest number that a kernel may take for one of an operation."""
+    """Return the least and the greatest value that a kernel may use for a Python number."""
     low, high = kernel.scalar(float(value), node)
     return (value, value) if low == high else (Fraction(low), Fraction(high))
 

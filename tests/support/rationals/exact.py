@@ -1,6 +1,6 @@
-"""The checker's interval rules in rational arithmetic: what its float64 boxes must enclose.
+"""The checker's interval rules in rational arithmetic: its float64 boxes must enclose the result.
 
-It knows linear, matmul and the operations that are linear piece by piece.
+Supports linear, matmul and the piecewise linear operations.
 """
 
 from __future__ import annotations
@@ -66,10 +66,8 @@ class Rational:
     ) -> tuple[float, dict[str, tuple[float, float]]]:
         """Return the bound of a case and the largest T and D of every node, rounded up.
 
-        Intervals know boxes alone, so nothing is made of what is `held` beside.
-
-        Raises:
-            Rejected: "document/domain" for a case of another domain than interval.
+        `held` is ignored, because intervals use boxes alone. Raises: Rejected: "document/domain"
+        for a case of another domain than interval.
         """
         if case.domain != "interval":
             raise Rejected("document/domain", f"no exact arithmetic for {case.domain!r}")
@@ -89,8 +87,10 @@ class Rational:
     def interface(
         self, case: Case, held: object | None, *, wanted: bool
     ) -> tuple[float, dict[str, tuple[float, float]], Ends, None, None]:
-        """Return what `link` does, and no ellipsoids, of which intervals know none; nor how far
-        readings are apart, as no rule here makes use of what two of them have in common."""
+        """Return the result of `link` without ellipsoids and distances of readings.
+
+        The interval rules here use neither.
+        """
         return (*self.link(case), None, None)
 
     def states(self, case: Case) -> dict[str, Known]:

@@ -136,7 +136,7 @@ def _by_late_scales(
     errors: list[Fraction],
     biased: bool,
 ) -> list[Fraction]:
-    """Return what is lost where scales multiply sums of codes, that are stored or not."""
+    """Return the error of linears whose scales multiply sums of codes, stored or not."""
     n, scale = x.shape[-1], max(w.mags) * (1 + _SMALL)
     outputs, most = w.shape[1], Fraction(kernel.accumulate.largest)
     faint, count = (2 * n + 8) * scale / 2**126, 0
@@ -156,7 +156,7 @@ def _by_late_scales(
 
 
 def _reduced(kernel: KernelNumerics, size: Fraction, error: Fraction) -> Fraction:
-    """Return what adding the stored parts of a linear in the compute format loses."""
+    """Return the error of adding the stored parts of a sharded linear in the compute format."""
     if kernel.shards == 1:
         return ZERO
     factor = (1 + kernel.units * Fraction(kernel.compute.u)) ** (kernel.shards + 1) - 1
@@ -168,7 +168,7 @@ def _reduced(kernel: KernelNumerics, size: Fraction, error: Fraction) -> Fractio
 
 
 def _clipped(kernel: KernelNumerics, x: Cells, w: Cells, key: str) -> list[Fraction]:
-    """Return what pairs of products of bytes lose in 16 bits; `w` is [in, out]."""
+    """Return the error of saturating pairs of byte products in 16 bits; `w` is [in, out]."""
     n, m = w.shape
     count = len(x.pairs) // n
     if not kernel.paired:
@@ -197,8 +197,10 @@ def _clipped(kernel: KernelNumerics, x: Cells, w: Cells, key: str) -> list[Fract
 def _flushed(
     kernel: KernelNumerics, a: Shape, x: Sequence[Fraction], b: Shape, y: Sequence[Fraction]
 ) -> list[Fraction]:
-    """Return 2^-126·(Σ|a| + Σ|b| + 2n + 4) for compute coarser than float32, and 2^-117·n where
-    activations are quantised."""
+    """Return the flush error: 2^-126·(Σ|a| + Σ|b| + 2n + 4) for compute coarser than float32.
+
+    Add 2^-117·n where activations are quantised.
+    """
     left = product(a, x, b, [Fraction(1)] * len(y))
     scaled = Fraction(a[-1], 2**117) if kernel.activations[0] != "none" else ZERO
     if not kernel.coarse and not kernel.shortened:
@@ -228,7 +230,7 @@ def _accumulated(
 
 
 def _quantisation(kernel: KernelNumerics, x: Cells, key: str) -> list[Fraction]:
-    """Return Q of what enters the linear with the weight `key`."""
+    """Return the quantisation error Q of the input of the linear with the weight `key`."""
     if kernel.activations[0] == "none":
         return [ZERO] * len(x.mags)
     static = kernel.activations[1] == "static"
@@ -288,7 +290,7 @@ def _rounded(kernel: KernelNumerics, size: Fraction, most: Fraction) -> Fraction
 
 
 def _shifted(kind: str, x: Cells, most: Sequence[Fraction]) -> list[Fraction]:
-    """Return Q of scales of mx."""
+    """Return Q for scales of mx."""
     step = Fraction(1, 2 ** CODES[kind].exponent)
     kept = Fraction(CODES[kind].last) * step / 2
     least = largest([max(lo, -hi, ZERO) for lo, hi in x.pairs], x.shape, "mx")
@@ -302,7 +304,7 @@ def _shifted(kind: str, x: Cells, most: Sequence[Fraction]) -> list[Fraction]:
 
 
 def _nested(kernel: KernelNumerics, x: Cells, key: str) -> list[Fraction]:
-    """Return Q of scales that are multiples of one for the tensor."""
+    """Return Q for nested scales, which are multiples of one scale of the tensor."""
     kind, found = kernel.activations[0], []
     top, kept = Fraction(CODES[kind].last), Fraction(15, 16) * (1 - _SMALL)
     least = largest([max(lo, -hi, ZERO) for lo, hi in x.pairs], x.shape, "nvfp4")

@@ -1,4 +1,4 @@
-"""Leaves and moves in rational numbers."""
+"""Inputs, parameters and data movement in rational numbers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _known(t: Cells, i: Cells) -> Known:
 
 
 def constant_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
-    """Return a float32 table as either kernel stores it."""
+    """Return a float32 constant as either kernel stores it."""
     key = node.attrs.exactly("key").text("key")
     array = scene.block.constants.get(key)
     if array is None or array.dtype != "float32":

@@ -1,4 +1,4 @@
-"""Stored parameters of both kernels at every θ' near the checkpoint, in rational numbers."""
+"""Stored parameters of both kernels at every θ' in a weight ball, in rational numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SMALL = Fraction(1, 2**20)
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Of one element: where the stored number lies, and where it lies minus the element."""
+    """The enclosures of one element's stored number, and of that number minus the element."""
 
     value: Pair
     off: Pair
@@ -64,7 +64,7 @@ def _around(value: Fraction, rho: Fraction) -> Pair:
 
 
 def _single_below(value: Fraction) -> Fraction:
-    """Return the greatest float32 number that is not above."""
+    """Return the greatest float32 number that is at most the value."""
     most = Fraction(FLOAT32.largest)
     if value >= most:
         return most

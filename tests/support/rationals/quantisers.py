@@ -32,15 +32,17 @@ from tests.support.rationals.cells import (
 )
 
 _OFF = Fraction(1, 2**22)
-LEAST_SCALE = Fraction(1, 2**100)  # below it products with codes may be subnormal
+LEAST_SCALE = Fraction(1, 2**100)  # below it, products with codes may be subnormal
 _LEAST_FULL = Fraction(1, 2**23)
 INTEGERS = ("int8", "int8_full", "uint8")
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiser:
-    """That of one element: between which numbers its scale lies, and its last code over zero and
-    below. `ratio`: the scale divides ("over"), its reciprocal multiplies ("times"), or either."""
+    """The quantiser of one element: bounds of its scale, and its last code above zero and below.
+
+    `ratio`: the scale divides ("over"), its reciprocal multiplies ("times"), or either.
+    """
 
     kind: str
     scale: Pair
@@ -77,7 +79,7 @@ def largest(sizes: Sequence[Fraction], shape: Shape, scale: str) -> list[Fractio
 
 
 def extents(x: Cells, scale: str) -> tuple[list[Pair], list[Pair]]:
-    """Return how far the group of every element reaches above zero and below."""
+    """Return the extent of the group of every element above and below zero."""
     above = [[max(pair[side], ZERO) for pair in x.pairs] for side in (0, 1)]
     below = [[max(-pair[side], ZERO) for pair in x.pairs] for side in (1, 0)]
     first, second = (
@@ -160,12 +162,12 @@ def _scale(kernel: KernelNumerics, amax: Fraction) -> Fraction:
 
 
 def power(place: int) -> Fraction:
-    """Return a power of two, of an exponent that eight bits hold."""
+    """Return a power of two whose exponent fits into eight bits."""
     return Fraction(2) ** min(max(place, LEAST_POWER), MOST_POWER)
 
 
 def power_above(value: Fraction) -> Fraction:
-    """Return the least power of two that is no smaller."""
+    """Return the least power of two that is at least the value."""
     below = exponent(value)
     return power(below if Fraction(2) ** below == value else below + 1)
 
@@ -212,14 +214,14 @@ def _calibrated(kernel: KernelNumerics, x: Cells, key: str) -> list[Quantiser]:
 
 
 def hull(by: Quantiser, x: Pair) -> Pair:
-    """Return where s·q(v/s) lies for v and s (> 0) in their boxes."""
+    """Return the hull of s·q(v/s) for v and s (> 0) in their boxes."""
     lo = _least(by, x[0], by.above[0]) if x[0] >= 0 else -_most(by, -x[0], by.below[1])
     hi = _most(by, x[1], by.above[1]) if x[1] >= 0 else -_least(by, -x[1], by.below[0])
     return lo, hi
 
 
 def _rank(by: Quantiser, v: Fraction, s: Fraction, top: Fraction, up: bool) -> int:
-    """Return the place of the code of v/s."""
+    """Return the index of the code of v/s."""
     match by.ratio:
         case "over":
             ratio = rounded(v / s, FLOAT32)

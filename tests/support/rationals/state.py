@@ -36,7 +36,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Everything that the rules may read beside their inputs."""
+    """The context of the rules: everything they read besides their inputs."""
 
     block: Block
     train: KernelNumerics
@@ -50,8 +50,10 @@ class Scene:
 
 
 def pinned(scene: Scene, node: Node) -> Scene:
-    """Return the scene with both kernels as they compute a node: in its own format, and a linear as
-    the name of its weight says."""
+    """Return the scene with both kernels as they compute a node.
+
+    A node may have its own format, and a linear the override of its weight.
+    """
     if node.format and node.op != "constant":
         scene = replace(scene, train=scene.train.at(node), infer=scene.infer.at(node))
     key = scene.keys.get(node.inputs[1]) if node.op == "linear" else None
@@ -61,7 +63,7 @@ def pinned(scene: Scene, node: Node) -> Scene:
 
 
 def recast(scene: Scene, node: Node, x: Known) -> Known:
-    """Return what is known in the format of a node."""
+    """Return the state of a node after a cast to the format of the reader."""
     nodes, sides = scene.block.named, []
     for kernel, own in ((scene.train, x.t), (scene.infer, x.i)):
         form = kernel.result(node.op, node.role)
@@ -77,7 +79,7 @@ def recast(scene: Scene, node: Node, x: Known) -> Known:
 
 
 def held(scene: Scene, key: str, *, linear: bool) -> Known:
-    """Return what both kernels store of a tensor, or of every θ' near it."""
+    """Return both kernels' stored parameters: of the tensor, or of every θ' in a weight ball."""
     stored = scene.parameters
     if scene.rho:
         kernels = scene.train, scene.infer
@@ -90,7 +92,7 @@ def held(scene: Scene, key: str, *, linear: bool) -> Known:
 
 
 def reduce(t: Cells, i: Cells, d: Cells) -> Known:
-    """Return the state after the boxes have been intersected with what the others imply."""
+    """Return the state after each box is intersected with the one implied by the others."""
     d = both(d, both(i, t, sub), meet)
     i = both(i, both(t, d, add), meet)
     return Known(both(t, both(i, d, sub), meet), i, d)
@@ -155,14 +157,14 @@ def _step(kernel: KernelNumerics, form: Format, v: Pair, error: Fraction) -> tup
 
 
 def _off(kernel: KernelNumerics, v: Pair, most: Fraction) -> Pair:
-    """Return the error of a cast by at most `most`: where it goes toward zero, of one sign."""
+    """Return the error of a cast, at most `most`; of one sign where the cast goes toward zero."""
     if not kernel.inward:
         return -most, most
     return -most if v[1] > 0 else Fraction(0), most if v[0] < 0 else Fraction(0)
 
 
 def _shrunk(v: Pair, u: Fraction, tiny: Fraction) -> Pair:
-    """Return what free casts toward zero leave of numbers."""
+    """Return the numbers after free casts toward zero."""
     low = max(v[0] - u * v[0] - tiny, Fraction(0)) if v[0] > 0 else v[0]
     high = min(v[1] - u * v[1] + tiny, Fraction(0)) if v[1] < 0 else v[1]
     return low, high

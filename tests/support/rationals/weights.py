@@ -38,10 +38,9 @@ class RationalParameters:
     """The checkpoint's tensors as float32 numbers and as either kernel stores them."""
 
     def __init__(self, tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
-        """Take the tensors that a proof lists.
+        """Read the tensors that a proof lists.
 
-        Raises:
-            Rejected: "parameter/…" as in the float64 tier, or "exact/size".
+        Raises: Rejected: "parameter/…" as in the float64 tier, or "exact/size".
         """
         self._values: dict[str, tuple[Shape, list[Fraction]]] = {}
         for key, digest in digests.items():
@@ -59,7 +58,7 @@ class RationalParameters:
         return self._values[key]
 
     def plain(self, key: str, kernel: KernelNumerics) -> Cells:
-        """Return a parameter that is no linear weight, as the kernel stores it."""
+        """Return a parameter other than a linear weight, as the kernel stores it."""
         shape, values = self._values[key]
         return points(shape, [as_stored(v, kernel.holding, kernel) for v in values])
 
@@ -75,7 +74,7 @@ class RationalParameters:
             found = [as_stored(v, FLOAT32, kernel) for v in found]
         else:
             found = _quantised(values, shape, kernel, key)
-        if scale == "none" or not kernel.by_codes:  # else scales come after the product
+        if scale == "none" or not kernel.by_codes:  # otherwise scales are applied after the product
             found = [as_stored(v, kernel.holding, kernel) for v in found]
         return points(shape, found)
 
@@ -163,7 +162,7 @@ def _from_zero(
 
 
 def _nested(value: Fraction, most: Fraction, top: Fraction, kind: str) -> Fraction:
-    """Return code times scale of a number, by the largest of its group and of the tensor."""
+    """Return code times scale of a number, given the maxima of its group and of the tensor."""
     last = Fraction(CODES[kind].last)
     whole = rounded(top / (last * Fraction(NESTED[1])), FLOAT32) or Fraction(1)
     share = rounded(rounded(most / last, FLOAT32) / whole, FLOAT32)

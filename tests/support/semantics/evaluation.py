@@ -1,14 +1,13 @@
-"""The meaning of a contract on finite domains: the reference evaluator.
+"""The reference evaluator: the meaning of a contract on finite domains.
 
 It decides every formula, clause and program in a `World` by the definitions of the language, with
-exact fractions, and prefers being obvious to being fast; backends, translations and documentation
-are tested against it. A statement is true, false or undefined. Undefined is what has no values, a
-value that is not a finite number, a division by zero, a missing field, record or run; it spreads
-to everything around it, and is never true.
-
-Percentiles count units: a request stands by its worst token, the largest where the comparison needs
-the term to be small, else the smallest. The q-quantile of n values is the smallest of them that at
-least q n of them do not exceed, so `p99(x) <= t` says 100 #(x > t) <= n.
+exact fractions. It is written for clarity, not speed; backends, translations and documentation are
+tested against it. A statement is true, false or undefined. Undefined results come from missing
+values, non-finite numbers, division by zero, and missing fields, records or runs; they propagate to
+every enclosing statement, and are never true. Percentiles count units: a request is represented by
+its worst token, the largest where the comparison needs the term to be small, else the smallest. The
+q-quantile of n values is the smallest of them that at least q n of them do not exceed, so `p99(x)
+<= t` means 100 #(x > t) <= n.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tests.support.semantics.store import Store
 
 
 class Truth(Enum):
-    """What a statement is in a world."""
+    """The truth value of a statement in a world."""
 
     TRUE = "true"
     FALSE = "false"
@@ -39,14 +38,14 @@ class Truth(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The truth of a statement, and why where it is undefined."""
+    """A truth value, with the reason where it is undefined."""
 
     truth: Truth
     reason: str = ""
 
 
 def evaluate(program: ir.Program, world: World) -> Truth:
-    """Return whether a program is kept: false where a clause is, else undefined where one is."""
+    """Return whether a program holds: false where a clause is, else undefined where one is."""
     found = {answer.truth for answer in answers(program, world).values()}
     for truth in (Truth.FALSE, Truth.UNDEFINED):
         if truth in found:
@@ -57,7 +56,8 @@ def evaluate(program: ir.Program, world: World) -> Truth:
 def answers(program: ir.Program, world: World) -> dict[tuple[str, str], Answer]:
     """Return the answer for every clause on every slice ("" where a clause names none).
 
-    A clause with a table has one answer for each bucket that its slice can reach.
+    A clause with a table has one answer for each bucket of its slice that is not empty by
+    definition.
     """
     written = Store().intern(expand_tables(program))
     slices = _Slices(written, world)
@@ -105,7 +105,7 @@ def rows(slice_: ir.Slice, program: ir.Program, world: World) -> tuple[Unit, ...
 
 @dataclass(frozen=True, slots=True)
 class _Slices:
-    """The slices of a program in a world; each is looked up when it is needed."""
+    """The slices of a program in a world; each is evaluated when it is first needed."""
 
     program: ir.Program
     world: World
@@ -135,7 +135,7 @@ def _answer(decide: Callable[[], bool]) -> Answer:
 
 
 def _clause(clause: ir.Clause, name: str, slices: _Slices) -> bool:
-    """Return whether a clause is kept on a slice; raises Undefined."""
+    """Return whether a clause holds on a slice; raises Undefined."""
     if clause.budget is not None:
         return _within_budget(clause.require, clause.budget, name, slices)
     if not name:  # its quantifiers name their slices
@@ -144,9 +144,9 @@ def _clause(clause: ir.Clause, name: str, slices: _Slices) -> bool:
 
 
 def _within_budget(require: ir.Formula, budget: ir.Budget, name: str, slices: _Slices) -> bool:
-    """Return whether at most `rate` of the units are beyond, each taken by itself.
+    """Return whether at most `rate` of the units violate the requirement, each taken alone.
 
-    A quantifier over the rows of a slice is then about the rows of the unit.
+    A quantifier over the rows of a slice then ranges over the rows of the unit.
     """
     quantified = require if isinstance(require, ir.Quantified) else None
     where = name or (quantified.region.slice if quantified is not None else "")
@@ -168,7 +168,7 @@ def _within_budget(require: ir.Formula, budget: ir.Budget, name: str, slices: _S
 
 
 def windows(units: Sequence[Unit], size: int) -> list[tuple[Unit, ...]]:
-    """Cut units into windows of `size` in their order; a short rest joins the last window."""
+    """Cut units into consecutive windows of `size`; a short rest joins the last window."""
     if not units:
         return []
     starts = list(range(0, len(units), size))

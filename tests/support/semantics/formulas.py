@@ -30,7 +30,7 @@ class Scope:
     """The units that a statement is about.
 
     `rows(slice)` gives the requests that a quantifier over a slice ranges over. The formulas and
-    terms must be those of one store: values are remembered by the identity of the term.
+    terms must belong to one store: values are cached by the identity of the term.
     """
 
     world: World
@@ -44,8 +44,8 @@ class Scope:
     def holds(self, formula: ir.Formula, at: Inputs, negated: bool = False) -> bool:
         """Return the truth of a formula; raises Undefined.
 
-        Every part is looked at, so that an undefined one is found wherever it stands. `negated`:
-        the formula stands under an odd number of negations, which turns its harmful side round.
+        Every part is evaluated, so that an undefined one is found anywhere. `negated`: the formula
+        is under an odd number of negations, which reverses its harmful side.
         """
         match formula:
             case ir.Compare():
@@ -72,7 +72,7 @@ class Scope:
                 assert_never(formula)
 
     def _compare(self, compare: ir.Compare, at: Inputs, negated: bool) -> bool:
-        """Compare two terms; a drift in them stands for every pair of admitted runs."""
+        """Compare two terms; a drift in them quantifies over all admitted pairs of runs."""
         small_is_good = (compare.op not in (">=", ">")) != negated
         left_side: Side = "largest" if small_is_good else "smallest"
         found = []
@@ -101,7 +101,7 @@ class Scope:
         return pairs
 
     def _inputs(self, region: ir.Region) -> list[str]:
-        every_row = region.kind is not ir.RegionKind.ROWS  # which a long request is not part of
+        every_row = region.kind is not ir.RegionKind.ROWS  # a long request is outside the region
         found = [unit.key for unit in self.rows(region.slice)] if every_row else []
         if region.kind is not ir.RegionKind.POINTS:
             found += self.world.inputs.get(region, ())
@@ -119,8 +119,8 @@ class Scope:
     def value(self, term: ir.Term, side: Side, at: Inputs, runs: Runs = NO_RUNS) -> Length:
         """Return the value of a term; raises Undefined.
 
-        `side` is that of the tokens that stand for their request, where a single one must. Where a
-        sign decides which of them make the term large, all readings are tried.
+        `side` selects the token that represents a request where one must. Where a sign decides
+        which tokens make the term large, all readings are tried.
         """
         match term:
             case ir.Number(value):
@@ -242,9 +242,9 @@ def calculated(op: str, left: Length, right: Length) -> Length:
 
 
 def _magnitude(readings: Sequence[Length], side: Side) -> Length:
-    """Return the largest or the smallest magnitude of what lies between readings of a number."""
+    """Return the largest or the smallest magnitude between readings of a number."""
     numbers = [reading for reading in readings if isinstance(reading, Fraction)]
-    if len(numbers) < len(readings):  # the length of a drift, which has one reading
+    if len(numbers) < len(readings):  # the norm of a drift, which has one reading
         return readings[0]
     if side == "largest":
         return max(map(abs, numbers))

@@ -1,8 +1,8 @@
-"""Finite interpretations: everything that a contract can speak of, listed.
+"""Finite interpretations (worlds): explicit values for everything that a contract refers to.
 
-A world says which requests there are, what was measured on each, which traces were written, and
-which runs the numerics of the two kernels admit. Values are exact; None stands for a value that is
-not a finite number. `tests.support.semantics.evaluation` says what a contract means in a world.
+A world lists the requests, the measured values of each, the recorded traces, and the runs that the
+numerics of the two kernels admit. Values are exact; None stands for a value that is not a finite
+number. `tests.support.semantics.evaluation` defines the meaning of a contract in a world.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Unit:
     """One request, or one timed run of a request, which has the key of the request.
 
     `values` holds for each metric one value per token, or a single one. `record` is the trace
-    record, None where there is none.
+    record, or None.
     """
 
     key: str
@@ -52,10 +52,10 @@ class World:
 
     `data`: the requests of each file, in order; the file None is that of a contract without data.
     `timed`: the timed runs, for metrics of the runtime. `aggregate(metric, units)`: the value of a
-    metric that is one number for a set of units. `admitted` and `observed`: the pairs of runs of a
-    block on an input, all that the numerics admit and the one that was made. `inputs`: for a ball
-    or a hull, its inputs besides the rows of its slice; an input of a row has the key of the row.
-    `window`: how many consecutive units form a window.
+    metric of a set of units. `admitted` and `observed`: the pairs of runs of a block on an input,
+    all that the numerics admit and the one that was made. `inputs`: for a ball or a hull, its
+    inputs besides the rows of its slice; an input of a row has the key of the row. `window`: the
+    number of consecutive units in a window.
     """
 
     data: Mapping[str | None, tuple[Unit, ...]]

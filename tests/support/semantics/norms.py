@@ -1,4 +1,4 @@
-"""Norms of finite matrices and the order of their entries, exactly."""
+"""Exact norms of finite matrices, and the order of their entries."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tests.support.semantics.interpretations import Matrix, Pair
 
 
 class Undefined(ValueError):
-    """Raised where a statement has no truth value; says why."""
+    """Raised where a statement has no truth value, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """The square root of a fraction that is no square, so an irrational number."""
+    """The irrational square root of a fraction."""
 
     square: Fraction
 
@@ -80,7 +80,7 @@ def less(left: Length, right: Length) -> bool:
 def keeps_first(pair: Pair, k: int) -> bool:
     """Return whether both runs have the same k largest entries in every row.
 
-    A tie at the border decides nothing, so it counts as a change. Undefined for k beyond the row.
+    A tie at the border counts as a change. Undefined for k beyond the row.
     """
     difference(pair)
     for old, new in zip(finite(pair.train), finite(pair.infer), strict=True):

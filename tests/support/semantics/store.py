@@ -1,13 +1,11 @@
-"""One node for each meaning: the IR as a hash-consed graph.
+"""The IR as a hash-consed graph: equal meanings share one node.
 
-The compiler builds trees whose nodes know their places in the source. A store keeps what such trees
-mean: it drops the places, brings names and orders into the form of `kcdsl.ir.canonical`, and gives
-out one node for each meaning, so that within a store `a is b` says that two formulas, terms,
+The compiler builds trees whose nodes know their places in the source. A store keeps the meaning of
+such trees: it drops the places, brings names and orders into the form of `kcdsl.ir.canonical`, and
+returns one node per meaning. Within a store, `a is b` if and only if two formulas, terms,
 predicates, clauses or programs mean the same, and the digests of two programs are equal if and only
 if their stored forms are identical. The nodes are those of `kcdsl.ir.terms`; every pass that takes
-a tree takes a stored node.
-
-Nothing here recurses: a term may be as deep as memory allows.
+a tree takes a stored node. Nothing here recurses, so the depth of terms is limited by memory alone.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ class Store:
     _canonical: dict[int, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Return how many different nodes are held."""
+        """Return the number of different nodes."""
         return len(self._unique)
 
     def intern(self, node: Node) -> Node:
-        """Return the one node that equals `node` but for places and wording.
+        """Return the node that equals `node` except for places and wording.
 
         Works for every node of `kcdsl.ir.terms`. Parts that occur twice, in this node or in one
         that was interned before, are shared.
@@ -80,7 +78,7 @@ class Store:
 
 
 def clause_digest(program: ir.Program, clause_id: str, store: Store | None = None) -> str:
-    """Return the SHA-256, in hexadecimal, of what one clause of a program says.
+    """Return the SHA-256, in hexadecimal, of the meaning of one clause of a program.
 
     It covers the canonical JSON of the clause and of every slice, table and user's metric that it
     names, each slice with the data that it is read from: clauses with equal digests hold of the
@@ -154,7 +152,7 @@ def _parts(node: Any) -> tuple[Any, ...]:
 
 
 def _meaning(node: Any) -> tuple[str, ...]:
-    """Return the fields of a node that carry meaning: all but places and wording."""
+    """Return the fields of a node that carry meaning: all except places and wording."""
     kind: Any = type(node)
     return _compared(kind)
 
@@ -172,7 +170,7 @@ def _rebuilt(value: Any, done: dict[int, Any]) -> Any:
 
 
 def _key(value: Any) -> Any:
-    """Return a key that is equal for equal meanings alone: in Python True == 1 == Fraction(1)."""
+    """Return a key that is equal only for equal meanings: in Python True == 1 == Fraction(1)."""
     if isinstance(value, tuple):
         return tuple(_key(item) for item in value)
     if is_dataclass(value):

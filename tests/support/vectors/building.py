@@ -1,4 +1,4 @@
-"""Signing and spoiling certificates for the vectors."""
+"""Sign certificates for the vectors, and damage them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.vectors.golden import (
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """A certificate and what must come of checking it; an empty reason means valid."""
+    """A certificate and the expected result of its check; an empty reason means valid."""
 
     name: str
     description: str
@@ -42,7 +42,7 @@ def signed(payload: bytes, kind: str = PAYLOAD_TYPE) -> bytes:
 
 
 def edited(body: Predicate, edit: Callable[[dict[str, Any]], None]) -> bytes:
-    """Sign a statement after an edit of its plain data, as a careless signer would."""
+    """Sign a statement after an edit of its data, as a careless signer would."""
     statement = json.loads(payload_bytes(body))
     edit(statement)
     return signed(canonical_json(statement))

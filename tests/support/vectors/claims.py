@@ -1,4 +1,4 @@
-"""Vectors about what a certificate claims: triple, clause results, freshness."""
+"""Vectors about the claims of a certificate: triple, clause results, freshness."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _url_safe(bundle: dict[str, Any]) -> None:
 
 
 def _neutral(payload: bytes) -> bytes:
-    """Return the signature of key A whose secret number r is zero."""
+    """Return a signature of key A whose nonce r is zero."""
     order = 2**252 + 27742317777372353535851937790883648493
     wide = int.from_bytes(hashlib.sha512(SEED_A).digest()[:32], "little")
     secret = wide & (2**254 - 8) | 2**254

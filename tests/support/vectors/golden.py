@@ -1,4 +1,4 @@
-"""The golden certificate from which the vectors are made, and what a verifier expects of it."""
+"""The golden certificate from which the vectors are made, and the verifier's expectation of it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ SLICES = {
 
 
 def sha(text: str) -> str:
-    """Return a stand-in digest."""
+    """Return a placeholder digest."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -121,7 +121,7 @@ def pin(name: str) -> str:
 
 
 def radius(value: float) -> dict[str, object]:
-    """Return a radius as it stands in a proof."""
+    """Return a radius in the representation of proofs."""
     data = base64.b64encode(struct.pack("<d", value)).decode("ascii")
     return {"dtype": "float64", "shape": [1, 1], "data": data}
 
@@ -190,7 +190,7 @@ REQUIRED = (
 
 
 def result(required: RequiredClause, **numbers: Any) -> CertifiedClause:
-    """Return a result with what the requirement states filled in."""
+    """Return a result, completed from its requirement."""
     wanted = required.alternatives[0][0]
     stated: dict[str, Any] = {
         "obligation": wanted.obligation,
@@ -243,7 +243,7 @@ def clauses() -> tuple[CertifiedClause, ...]:
 
 
 def report(results: Iterable[CertifiedClause]) -> bytes:
-    """Return a report in which these measured results stand."""
+    """Return a report that contains these measured results."""
     rows = [
         {
             "obligation": clause.obligation,
@@ -263,13 +263,13 @@ def report(results: Iterable[CertifiedClause]) -> bytes:
 
 
 def fewer() -> tuple[CertifiedClause, ...]:
-    """Return the results with one record looked at in place of all."""
+    """Return the results with one record evaluated instead of all."""
     *others, trace = clauses()
     return (*others, replace(trace, n=1))
 
 
 def documents() -> dict[str, tuple[str, bytes]]:
-    """Return the files that the measured results rest on, by their roles: name and content."""
+    """Return the evidence files of the measured results by role: name and content."""
     records = (
         {
             "schema": "kcdsl.trace/1",
@@ -297,7 +297,7 @@ def documents() -> dict[str, tuple[str, bytes]]:
 
 
 def evidence_files() -> tuple[EvidenceFile, ...]:
-    """Return how the certificate names these files."""
+    """Return the references of the certificate to these files."""
     return tuple(
         EvidenceFile(role, name, hashlib.sha256(content).hexdigest())
         for role, (name, content) in documents().items()
@@ -322,7 +322,7 @@ def predicate(folder: Path) -> Predicate:
 
 
 def expectation(folder: Path) -> Expectation:
-    """Return what a verifier of these vectors knows beforehand."""
+    """Return the expectation of a verifier of these vectors."""
     digest = hashlib.sha256(data()).hexdigest()
     slices = {name: SliceSource(DATA_NAME, where, BYTES) for name, where in SLICES.items()}
     return Expectation(triple(folder), REQUIRED, {DATA_NAME: digest}, slices)

@@ -1,4 +1,4 @@
-"""Make the golden and tampered certificates of certs/vectors; the same bytes every time.
+"""Write the golden and tampered certificates of certs/vectors; deterministic.
 
 Run `python -m tests.support.vectors.make` after a change of the format. The keys are the public
 test keys of RFC 8032 (Ed25519 signatures are deterministic); they protect nothing.

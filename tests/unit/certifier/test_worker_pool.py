@@ -31,7 +31,7 @@ from kcdsl_backends.certifier.worker_pool import (
     threads_of,
 )
 from kcdsl_backends.executors import _group_memory, available_memory, cores
-from tests.support.pieces import Die, DieOnce, Fail, Say
+from tests.support.pieces import Crash, CrashOnce, Echo, RaiseError
 from tests.support.small_models import write_contract, write_model
 
 
@@ -60,7 +60,7 @@ def said(answers: list[TaskResult | None]) -> list[str]:
 
 @pytest.mark.full
 def test_answers_stand_in_the_order_of_tasks(context: WorkerContext, pair: WorkerPool) -> None:
-    tasks = [Say("slow", 0.3), Say("b"), Say("c"), Say("d")]
+    tasks = [Echo("slow", 0.3), Echo("b"), Echo("c"), Echo("d")]
     heard: list[int] = []
     answers = pair.run(tasks, lambda index, answer: heard.append(index))
     assert said(answers) == ["slow", "b", "c", "d"]
@@ -74,8 +74,8 @@ def test_workers_are_other_processes(context: WorkerContext, pair: WorkerPool) -
     import os
 
     with WorkerPool(context, Execution(jobs=1)) as alone:
-        assert said(alone.run([Say("", own=True)])) == [f" {os.getpid()}"]
-    assert f" {os.getpid()}" not in said(pair.run([Say("", own=True)]))
+        assert said(alone.run([Echo("", own=True)])) == [f" {os.getpid()}"]
+    assert f" {os.getpid()}" not in said(pair.run([Echo("", own=True)]))
 
 
 @pytest.mark.full
@@ -84,7 +84,7 @@ def test_want_of_memory_is_an_unfinished_piece(
     context: WorkerContext, pair: WorkerPool, jobs: int
 ) -> None:
     pool = pair if jobs == 2 else WorkerPool(context, Execution(jobs=1))
-    first, second = pool.run([Fail("memory"), Say("next")])
+    first, second = pool.run([RaiseError("memory"), Echo("next")])
     assert first is not None
     assert second is not None
     assert first.value == Unfinished("out of memory: no room")
@@ -94,7 +94,12 @@ def test_want_of_memory_is_an_unfinished_piece(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_the_first_refusal_counts(context: WorkerContext, jobs: int) -> None:
-    tasks: list[Task] = [Say("a", 0.2), Fail("refusal"), Fail("defect"), Fail("file")]
+    tasks: list[Task] = [
+        Echo("a", 0.2),
+        RaiseError("refusal"),
+        RaiseError("defect"),
+        RaiseError("file"),
+    ]
     with WorkerPool(context, Execution(jobs=jobs)) as pool, pytest.raises(Refusal) as caught:
         pool.run(tasks)
     (diagnostic,) = caught.value.diagnostics
@@ -105,13 +110,13 @@ def test_the_first_refusal_counts(context: WorkerContext, jobs: int) -> None:
 def test_a_defect_names_its_exception_and_trace(context: WorkerContext, pair: WorkerPool) -> None:
     for pool in (WorkerPool(context, Execution(jobs=1)), pair):
         with pytest.raises(TaskFailed, match="ValueError: planted") as caught:
-            pool.run([Fail("planted"), Say("late", 0.1)])
+            pool.run([RaiseError("planted"), Echo("late", 0.1)])
         assert "in run" in "".join(caught.value.__notes__)
 
 
 def test_a_file_that_is_gone_is_refused(context: WorkerContext) -> None:
     with pytest.raises(Refusal) as caught:
-        WorkerPool(context, Execution(jobs=1)).run([Fail("file")])
+        WorkerPool(context, Execution(jobs=1)).run([RaiseError("file")])
     assert caught.value.diagnostics[0].code.id == "KC602"
     assert "gone.safetensors" in caught.value.diagnostics[0].message
 
@@ -119,21 +124,27 @@ def test_a_file_that_is_gone_is_refused(context: WorkerContext) -> None:
 @pytest.mark.full
 def test_what_is_not_wanted_is_not_done(context: WorkerContext, pair: WorkerPool) -> None:
     for pool in (WorkerPool(context, Execution(jobs=1)), pair):
-        answers = pool.run([Say("a"), Say("b"), Say("c")], wanted=lambda index: index != 1)
+        answers = pool.run([Echo("a"), Echo("b"), Echo("c")], wanted=lambda index: index != 1)
         assert [a is None for a in answers] == [False, True, False]
 
 
 @pytest.mark.full
 def test_a_dead_worker_costs_its_own_piece_alone(context: WorkerContext, tmp_path: Path) -> None:
     """Whoever shared the pool with it is done again; what died for another's sake is too."""
-    tasks: list[Task] = [Say("a", 0.5), Die(), Say("b"), DieOnce(tmp_path / "marker"), Say("c")]
+    tasks: list[Task] = [
+        Echo("a", 0.5),
+        Crash(),
+        Echo("b"),
+        CrashOnce(tmp_path / "marker"),
+        Echo("c"),
+    ]
     with WorkerPool(context, Execution(jobs=2)) as pool:
         answers = pool.run(tasks)
         assert said(answers) == ["a", "b", "second", "c"]
         assert answers[1] is not None
         assert isinstance(answers[1].value, Unfinished)
         assert "the worker ended" in answers[1].value.reason
-        assert said(pool.run([Say("after")])) == ["after"]
+        assert said(pool.run([Echo("after")])) == ["after"]
 
 
 @pytest.mark.full
@@ -147,7 +158,7 @@ def test_workers_with_another_program_refuse(context: WorkerContext) -> None:
     ):
         other = WorkerContext(changed, context.factory)
         with WorkerPool(other, Execution(jobs=2)) as pool, pytest.raises(Refusal) as refused:
-            pool.run([Say("a"), Say("b")])
+            pool.run([Echo("a"), Echo("b")])
         (found,) = refused.value.diagnostics
         assert found.code == codes.CHANGED_MEANWHILE
         assert found.message.startswith(words)
@@ -157,12 +168,12 @@ def test_workers_with_another_program_refuse(context: WorkerContext) -> None:
 def test_workers_that_cannot_start_are_an_error(
     context: WorkerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_pool, "Ready", Die)
+    monkeypatch.setattr(worker_pool, "Ready", Crash)
     with (
         WorkerPool(context, Execution(jobs=2)) as pool,
         pytest.raises(WorkersDoNotStart, match="jobs 1"),
     ):
-        pool.run([Say("a"), Say("b")])
+        pool.run([Echo("a"), Echo("b")])
 
 
 def test_little_work_starts_no_workers(
@@ -170,7 +181,7 @@ def test_little_work_starts_no_workers(
 ) -> None:
     monkeypatch.setattr(worker_pool, "Processes", None)
     with WorkerPool(context, Execution()) as pool:
-        assert said(pool.run([Say("a"), Say("b")])) == ["a", "b"]
+        assert said(pool.run([Echo("a"), Echo("b")])) == ["a", "b"]
         assert pool.width == 1
 
 
@@ -189,10 +200,10 @@ def test_much_work_starts_them(context: WorkerContext, monkeypatch: pytest.Monke
     monkeypatch.setattr(worker_pool, "cores", lambda: 64)
     monkeypatch.setattr(worker_pool, "available_memory", lambda: None)
     with WorkerPool(context, Execution()) as pool, pytest.raises(Noted):
-        pool.run([Say("a", 0.05), Say("b"), Say("c"), Say("d")])
+        pool.run([Echo("a", 0.05), Echo("b"), Echo("c"), Echo("d")])
     monkeypatch.setattr(worker_pool, "available_memory", lambda: 2 * peak_bytes() + 1)
     with WorkerPool(context, Execution()) as pool, pytest.raises(Noted):
-        pool.run([Say("a", 0.05), Say("b"), Say("c"), Say("d")])
+        pool.run([Echo("a", 0.05), Echo("b"), Echo("c"), Echo("d")])
     assert asked == [3, 2]
 
 

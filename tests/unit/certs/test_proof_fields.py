@@ -23,7 +23,7 @@ import pytest
 from kcdsl_certs.recheck import recheck
 from tests.support.mutation.bases import BASES, made, repaired
 from tests.support.mutation.changes import Change, field_of, places
-from tests.support.mutation.page import derived_anew, stated
+from tests.support.mutation.page import accepted_if_derived, stated
 from tests.support.mutation.trying import every_change, exceeded, tried
 
 Document = dict[str, Any]
@@ -176,7 +176,7 @@ def test_the_list_is_what_every_change_gives(tmp_path: Path) -> None:
         for count, pairs in crew.map(accepted_of_a_part, *zip(*tasks, strict=True)):
             total += count
             found.update(pairs)
-    listed, anew = stated("Proof documents"), derived_anew("Proof documents")
+    listed, anew = stated("Proof documents"), accepted_if_derived("Proof documents")
     print(summary(total, found))
     assert {(f, k) for f, k in found if k not in listed.get(f, ())} == set()
     missing = {(f, k) for f, kinds in listed.items() for k in kinds if (f, k) not in found}

@@ -21,7 +21,7 @@ from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.tensors import read
 from tests.support import kernels, proofs
-from tests.support.affine_rules import ODDLY, straight_oddly
+from tests.support.affine_rules import ODDLY, irregular_heads
 
 Document = dict[str, Any]
 Change = Callable[[Document], None]
@@ -353,7 +353,7 @@ def test_any_graph_is_bounded(tmp_path: Path, radius: float, name: str) -> None:
 def test_operands_that_only_look_straight(tmp_path: Path, kind: str) -> None:
     """Corners of a wide region, towards which each element of the product grows."""
     rng = np.random.default_rng(5)
-    graph, radius = straight_oddly(kind)(rng), 0.25
+    graph, radius = irregular_heads(kind)(rng), 0.25
     record = proofs.numerics("float64", "any", accumulate="float64")
     made, path = document(tmp_path, graph, radius, spread=0.1)
     made["numerics"] = {"train": record, "infer": record}

@@ -70,13 +70,13 @@ def test_a_block_without_attention_needs_no_tables(tmp_path: Path, follows: Any)
     follows(document)
     assert "tables" not in region(document)
     assert recheck(proofs.dump(document), path).ok
-    shorter = sequences.changed(document)
+    shorter = sequences.mutable_copy(document)
     region(shorter)["longest"] = 1
     assert recheck(proofs.dump(shorter), path).ok
-    too_long = sequences.changed(document)
+    too_long = sequences.mutable_copy(document)
     region(too_long)["longest"] = 2**20 + 1
     assert recheck(proofs.dump(too_long), path).reason == "document/region"
-    more = sequences.changed(document)
+    more = sequences.mutable_copy(document)
     region(more)["tables"] = {}
     assert recheck(proofs.dump(more), path).reason == "document/region"
 
@@ -217,7 +217,7 @@ EDITS: dict[str, tuple[Callable[[Document], object], str]] = {
 @pytest.mark.parametrize("name", EDITS)
 def test_what_is_near_is_rejected(name: str, good: tuple[Document, Path]) -> None:
     document, path = good
-    changed = sequences.changed(document)
+    changed = sequences.mutable_copy(document)
     edit, reason = EDITS[name]
     edit(changed)
     outcome = recheck(proofs.dump(changed), path)
@@ -228,7 +228,7 @@ def test_what_is_near_is_rejected(name: str, good: tuple[Document, Path]) -> Non
 def test_a_ball_of_two_rows_is_not_taken_for_any_length(good: tuple[Document, Path]) -> None:
     """The same graph as a block of two rows: less is known of the rows, and less claimed."""
     document, path = good
-    changed = sequences.changed(document)
+    changed = sequences.mutable_copy(document)
     case(changed)["region"] = {
         "kind": "ball",
         "centre": proofs.array(np.zeros((2, 8))),

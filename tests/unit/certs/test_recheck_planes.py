@@ -24,7 +24,7 @@ from kcdsl_certs.recheck.interval.state import State
 from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.linear_bounds import context
 from tests.support import proofs
-from tests.support.affine_rules import straight_oddly
+from tests.support.affine_rules import irregular_heads
 from tests.support.mutation.bases import made
 from tests.support.mutation.changes import array_of, record_of
 
@@ -215,7 +215,7 @@ def test_functionals_made_a_few_at_a_time_say_the_same(
 def broadcast(op: str) -> Any:
     """Return a product of operands of other shapes: matrices of heads times one, rows times one."""
     if op == "matmul":
-        return straight_oddly("values of one column")(np.random.default_rng(1))
+        return irregular_heads("values of one column")(np.random.default_rng(1))
     g = proofs.Graph((2, 3))
     x = g.add("input", [], (2, 3))
     one = g.slice(x, dim=0, start=0, stop=1)

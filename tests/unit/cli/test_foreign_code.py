@@ -21,7 +21,7 @@ from tests.support.foreign import (
     SCRIPT,
     Outcome,
     attempt,
-    converse,
+    editor_session,
     hostile_contract,
     kcdsl,
     packages,
@@ -82,7 +82,7 @@ def test_a_command_that_reads_runs_nothing(name: str, folder: Path) -> None:
 
 @pytest.mark.full
 def test_the_language_server_runs_nothing(folder: Path) -> None:
-    assert converse(folder) == ()
+    assert editor_session(folder) == ()
 
 
 @pytest.mark.sample(2)

@@ -13,16 +13,16 @@ from kcdsl.diagnostics.model import Refusal
 from kcdsl.diagnostics.pages import Page, page
 from tests.support.pages import (
     agrees,
-    alone,
     blocks,
     consoles,
+    forget_modules,
     found,
     names,
     prepare,
     provide,
     run_planted,
     sections,
-    settled,
+    without_variation,
 )
 
 if TYPE_CHECKING:
@@ -92,12 +92,12 @@ def test_examples_of_commands(name: str, tmp_path: Path, cli: Cli, cli_process: 
             # What libraries read of the environment, they read once in a process.
             run = cli_process if command.environment else cli
             if block.planted is None:
-                with alone(tmp_path):
+                with forget_modules(tmp_path):
                     ran = run(*command.words, cwd=tmp_path, env=command.environment)
-                printed = settled(ran.stdout + ran.stderr, block.varies)
+                printed = without_variation(ran.stdout + ran.stderr, block.varies)
             else:
                 printed = run_planted(block.planted, command.words, tmp_path)
-            expected = settled(command.output, block.varies)
+            expected = without_variation(command.output, block.varies)
             assert printed == expected or agrees(expected, printed), command.words
             shown += printed
         reported = set(re.findall(r"\b(?:error|warning|note)\[(KC\d+)\]", shown))

@@ -16,7 +16,7 @@ from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.empirical.bounds import model as model_bounds
 from kcdsl_backends.empirical.bounds.model import EFFORTS, AffineBound, PassEffort
 from kcdsl_backends.requests import Request
-from tests.support.attributions import pair_of, ref, small_model, some_requests
+from tests.support.attributions import fixed_requests, pair_of, ref, small_model
 
 EFFORT_NUMBERS = range(len(EFFORTS))
 
@@ -60,7 +60,7 @@ PAIRS = {
 @pytest.mark.parametrize("effort", EFFORT_NUMBERS)
 def test_no_admitted_run_leaves_the_bound(name: str, effort: int) -> None:
     model = bound_of(*PAIRS[name])
-    request = some_requests(1)[0]
+    request = fixed_requests(1)[0]
     box = model.bound(request, effort)
     if box.reason is not None:
         assert name == "one coarse side"
@@ -78,7 +78,7 @@ def test_no_admitted_run_leaves_the_bound(name: str, effort: int) -> None:
 def test_no_real_kernel_leaves_the_bound(effort: int) -> None:
     pair = pair_of(small_model(), *PAIRS["other attention"])
     model = bound_of(*PAIRS["other attention"])
-    for request in some_requests(2, longest=9):
+    for request in fixed_requests(2, longest=9):
         box = model.bound(request, effort)
         with torch.no_grad():
             drift = pair.infer.logits(request.tokens) - pair.train.logits(request.tokens)
@@ -97,7 +97,7 @@ def test_more_effort_makes_more_passes_and_narrower_bounds(monkeypatch: pytest.M
         return found
 
     monkeypatch.setattr(KernelRun, "passing", counting)
-    model, request = bound_of(*PAIRS["other attention"]), some_requests(2)[1]
+    model, request = bound_of(*PAIRS["other attention"]), fixed_requests(2)[1]
     widths, passes = [], []
     for effort in EFFORT_NUMBERS:
         made[0] = 0
@@ -111,7 +111,7 @@ def test_more_effort_makes_more_passes_and_narrower_bounds(monkeypatch: pytest.M
 
 @pytest.mark.full
 def test_the_last_effort_is_all_that_affine_forms_say() -> None:
-    model, request = bound_of(*PAIRS["other attention"]), some_requests(1)[0]
+    model, request = bound_of(*PAIRS["other attention"]), fixed_requests(1)[0]
     problem = model.factory.problem("model", request.tokens)
     whole = problem.forms(None, torch.zeros(1, 1, dtype=torch.float64)).box()
     box = model.bound(request, EFFORT_NUMBERS[-1])
@@ -125,13 +125,13 @@ def test_what_has_no_bound_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     few = PassEffort("none at all", 2.0**20, 0.1)
     monkeypatch.setattr(model_bounds, "EFFORTS", (few,))
     assert model.domains == ("none at all",)
-    box = model.bound(some_requests(3)[2], 0)
+    box = model.bound(fixed_requests(3)[2], 0)
     assert box.reason is not None
     assert ":" in box.reason
 
 
 def test_dearer_efforts_are_expected_to_take_longer() -> None:
-    model, requests = bound_of(ref(), ref("torch.sdpa.flash")), some_requests(2)
+    model, requests = bound_of(ref(), ref("torch.sdpa.flash")), fixed_requests(2)
     costs = [[model.cost(r, effort) for r in requests] for effort in EFFORT_NUMBERS]
     assert all(few < more for few, more in pairwise(costs))
     assert costs[0][0] < costs[0][1]

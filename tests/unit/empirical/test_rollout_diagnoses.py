@@ -16,7 +16,7 @@ from kcdsl_backends.empirical.diagnoses.recorded_logs import alignment, ratios_o
 from kcdsl_backends.empirical.sources.rollouts.prompts import score
 from kcdsl_backends.empirical.sources.rollouts.record import Law, Policy, Rollout, Semantics
 from tests.support import recordings
-from tests.support.recordings import BFLOAT16, FLOAT32, FP8, RAW, at, nucleus, same
+from tests.support.recordings import BFLOAT16, FLOAT32, FP8, RAW, at, nucleus, unchanged
 
 PROCESSED = Semantics("processed")
 SDPA = ("torch.sdpa", (("compute", "float16"),))
@@ -181,7 +181,7 @@ PLANTED: dict[str, tuple[Plant, str, float | None]] = {
     "infer at 0.9": (lambda: recordings.rollouts(sampled=at(0.9)), "temperature_fit", 0.9),
     "infer at 1.3": (lambda: recordings.rollouts(sampled=at(1.3)), "temperature_fit", 1.3),
     "train at 0.7": (
-        lambda: recordings.rollouts(sampled=at(0.7), infer_law=same, train_law=at(0.7)),
+        lambda: recordings.rollouts(sampled=at(0.7), infer_law=unchanged, train_law=at(0.7)),
         "temperature_fit",
         None,
     ),
@@ -246,9 +246,9 @@ def test_a_list_that_belongs_to_other_tokens_is_a_shift() -> None:
 def test_tokens_that_were_drawn_hotter_than_they_are_scored_are_named() -> None:
     """Raw log-probabilities on both sides agree; only the policy shows that its law drew other
     tokens."""
-    found = recordings.rollouts(sampled=at(1.3), infer_law=same)
+    found = recordings.rollouts(sampled=at(1.3), infer_law=unchanged)
     assert failed(prechecks(found)) == set()
-    listed = prechecks(recordings.rollouts(sampled=at(2.0), infer_law=same, top=5))
+    listed = prechecks(recordings.rollouts(sampled=at(2.0), infer_law=unchanged, top=5))
     assert "sampling_law" in failed(listed)
     assert blocked(listed)
     checks = prechecks(found, scored=True)
@@ -259,7 +259,7 @@ def test_tokens_that_were_drawn_hotter_than_they_are_scored_are_named() -> None:
 @pytest.mark.full
 def test_lists_are_asked_beside_policies_of_few_tokens() -> None:
     """A large vocabulary leaves room for the policies of some tokens; lists have all of them."""
-    found = recordings.rollouts(sampled=at(2.5), infer_law=same, top=5)
+    found = recordings.rollouts(sampled=at(2.5), infer_law=unchanged, top=5)
     run = score([replace(r, train=None) for r in found], recordings.program(FLOAT32), 1.0)
     first = run.policies[0]
     few = Policy(first.key, first.logits[:3], first.tokens[:3], first.infer_logs[:3])

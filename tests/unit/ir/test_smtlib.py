@@ -289,7 +289,7 @@ def test_the_orders_that_a_script_states_are_those_of_the_facts() -> None:
     }
     for a, b in permutations(STATISTICS, 2):
         small, large = (symbols[store.term(term)] for term in (a, b))
-        script = made.question(theory, *facts, f"(< {large} {small})")
+        script = made.smt_script(theory, *facts, f"(< {large} {small})")
         assert made.ask_z3(script) == ("unsat" if ordered(a, b) else "sat"), (a.kind, b.kind)
 
 

@@ -15,7 +15,7 @@ from tests.support.trust_attacks import (
     Outcome,
     Scene,
     scene,
-    sign_runs_the_contract,
+    sign_executes_contract_code,
 )
 
 Act = Callable[[Scene], Outcome]
@@ -38,7 +38,7 @@ def test_no_attack_is_accepted(at: Scene, attack: Act) -> None:
 
 
 def test_a_process_that_signs_runs_nothing_of_the_folder(tmp_path: Path, cli_process: Any) -> None:
-    outcome = sign_runs_the_contract(scene(tmp_path / "scene", cli_process))
+    outcome = sign_executes_contract_code(scene(tmp_path / "scene", cli_process))
     assert (outcome.accepted, outcome.code) == (False, 0), outcome.said
 
 

@@ -10,7 +10,7 @@ import torch
 
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.statements import problems
-from tests.support.graphs import remember_graphs
+from tests.support.graphs import cache_graphs
 from tests.support.random_models import random_model
 
 CONFIG: dict[str, Any] = {
@@ -30,14 +30,14 @@ def graph(folder: Path, block: str, tokens: tuple[int, ...], seed: int = 1, **ch
 
 @pytest.mark.full
 def test_the_same_model_is_traced_once(tmp_path: Path) -> None:
-    remember_graphs()
+    cache_graphs()
     (tmp_path / "elsewhere").mkdir()
     assert graph(tmp_path, "layer_0", (1, 2)) is graph(tmp_path / "elsewhere", "layer_0", (3, 4))
 
 
 @pytest.mark.full
 def test_what_a_graph_is_made_of_makes_another(tmp_path: Path) -> None:
-    remember_graphs()
+    cache_graphs()
     first = graph(tmp_path, "model", (1, 2))
     others = [
         graph(tmp_path, "model", (1, 3)),
@@ -56,7 +56,7 @@ def test_what_a_graph_is_made_of_makes_another(tmp_path: Path) -> None:
 def test_it_is_what_would_have_been_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kcdsl.model.lowering import block_graph
 
-    remember_graphs()
+    cache_graphs()
     for tokens in ((1, 2), (5, 6, 7), (1, 2)):
         remembered = graph(tmp_path, "model", tokens)
         with monkeypatch.context() as patch:

@@ -21,15 +21,15 @@ from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.requests import Request
 from tests.support.attributions import (
     EAGER,
+    fixed_requests,
     pair_of,
     ref,
     small_model,
-    some_requests,
     subject_of,
     with_module,
 )
 
-REQUESTS = some_requests(3)
+REQUESTS = fixed_requests(3)
 BLOCKS = ("norm_0", "attn_0", "norm_1", "mlp_0", "norm_2", "attn_1", "norm_3", "mlp_1", "norm_4")
 
 

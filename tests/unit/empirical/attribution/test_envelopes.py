@@ -27,14 +27,14 @@ from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from tests.support.attributions import (
     EAGER,
     attributed,
+    fixed_requests,
     pair_of,
     ref,
     small_model,
-    some_requests,
     subject_of,
 )
 
-REQUEST = tuple(replace(r, tokens=r.tokens[:4]) for r in some_requests(2))
+REQUEST = tuple(replace(r, tokens=r.tokens[:4]) for r in fixed_requests(2))
 FP8 = {"format": "fp8_e4m3", "scale": "per_channel"}
 
 
@@ -142,7 +142,7 @@ def test_a_hybrid_beyond_its_envelope_ends_the_attribution() -> None:
     assert diagnostic.code == codes.ABOVE_CERTIFIED
     assert "attn_1" in diagnostic.message
     with pytest.raises(Refusal) as refused:
-        attributed(subject_of(pair, some_requests(3)), bounds=True)
+        attributed(subject_of(pair, fixed_requests(3)), bounds=True)
     assert refused.value.diagnostics[0].code == codes.ABOVE_CERTIFIED
 
 
@@ -261,7 +261,7 @@ def test_routing_has_no_envelope() -> None:
 @pytest.mark.full
 def test_the_document_says_what_is_excluded_where_most_arises() -> None:
     pair = pair_of(small_model(), EAGER, ref("torch.sdpa.math", "bfloat16", weights=FP8))
-    document = attributed(subject_of(pair, some_requests(24)), bounds=True)
+    document = attributed(subject_of(pair, fixed_requests(24)), bounds=True)
     assert document.layers is not None
     most = max(document.layers.rows, key=lambda row: row.gain).block
     by_name = {s.name: s for s in document.sources}

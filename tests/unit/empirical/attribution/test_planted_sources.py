@@ -22,15 +22,15 @@ from tests.support.attributions import (
     EAGER,
     Changed,
     attributed,
+    fixed_requests,
     pair_of,
     ref,
     small_model,
-    some_requests,
     subject_of,
     with_module,
 )
 
-REQUESTS = some_requests(24)
+REQUESTS = fixed_requests(24)
 FP8 = {"format": "fp8_e4m3", "scale": "per_channel"}
 
 

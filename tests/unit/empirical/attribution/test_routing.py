@@ -26,10 +26,10 @@ from tests.support.attributions import (
     EAGER,
     Changed,
     attributed,
+    fixed_requests,
     pair_of,
     ref,
     small_model,
-    some_requests,
     subject_of,
 )
 
@@ -97,7 +97,7 @@ def shares(found: Attribution) -> dict[str, float | None]:
 @pytest.mark.full
 def test_other_experts_are_the_routing(experts: Model) -> None:
     pair = pair_of(experts, EAGER, ref(compute="bfloat16"))
-    found = attributed(subject_of(pair, some_requests(24)))
+    found = attributed(subject_of(pair, fixed_requests(24)))
     routing = next(s for s in found.sources if s.name == "routing")
     assert routing.state == "differs"
     assert {b.sources for b in found.between} == {
@@ -113,7 +113,7 @@ def test_without_other_experts_the_routing_is_equal(experts: Model) -> None:
         return kernel if wanted == EAGER else Changed(kernel, lambda z, ids: z * (1 + 1e-6))
 
     pair = pair_of(experts, EAGER, ref(compute="float64", accumulate="float64"), nudged)
-    found = attributed(subject_of(pair, some_requests(24)))
+    found = attributed(subject_of(pair, fixed_requests(24)))
     routing = next(s for s in found.sources if s.name == "routing")
     assert routing.state == "equal"
     assert routing.shapley is not None
@@ -123,7 +123,7 @@ def test_without_other_experts_the_routing_is_equal(experts: Model) -> None:
 
 def test_a_model_without_experts_has_no_such_source() -> None:
     found = attributed(
-        subject_of(pair_of(small_model(), EAGER, ref(compute="bfloat16")), some_requests(3))
+        subject_of(pair_of(small_model(), EAGER, ref(compute="bfloat16")), fixed_requests(3))
     )
     routing = next(s for s in found.sources if s.name == "routing")
     assert routing.state == "absent"
@@ -135,7 +135,7 @@ def test_a_model_without_experts_has_no_such_source() -> None:
 @pytest.mark.full
 def test_experts_are_replayed_into_batches(experts: Model) -> None:
     pair = pair_of(experts, EAGER, ref(compute="bfloat16"))
-    subject = subject_of(pair, some_requests(24))
+    subject = subject_of(pair, fixed_requests(24))
     batched = attributed(
         type(subject)(pair, subject.requests, subject.plan, "kl", "lower", Batches(3, padding=True))
     )

@@ -17,14 +17,14 @@ from tests.support.attributions import (
     EAGER,
     Changed,
     attributed,
+    fixed_requests,
     pair_of,
     ref,
     small_model,
-    some_requests,
     subject_of,
 )
 
-REQUESTS = some_requests(7)
+REQUESTS = fixed_requests(7)
 
 
 @pytest.mark.parametrize("padding", [True, False])

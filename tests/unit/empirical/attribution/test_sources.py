@@ -15,7 +15,7 @@ from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.hybrids import hybrid
 from kcdsl_backends.empirical.attribution.sources import different, mixed, settings, stored
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
-from tests.support.attributions import EAGER, pair_of, ref, small_model, some_requests
+from tests.support.attributions import EAGER, fixed_requests, pair_of, ref, small_model
 
 FP8 = {"format": "fp8_e4m3", "scale": "per_channel"}
 TOKENS = {"format": "fp8_e4m3", "scale": "per_token"}
@@ -168,7 +168,7 @@ def test_simulated_inputs_are_those_of_the_definition() -> None:
     seen: list[Any] = []
     linear = made.kernel.module.get_submodule("model.layers.0.self_attn.q_proj")
     linear.register_forward_hook(lambda module, args, output: seen.append(args[0]))
-    tokens = some_requests(1)[0].tokens
+    tokens = fixed_requests(1)[0].tokens
     made.kernel.logits(tokens)
     x = pair.model.block_inputs(tokens, "attn_0")
     assert x is not None

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kcdsl_backends.empirical.diagnoses.drawn_law import LAWS, listed_law, log_factors_of_list
 from kcdsl_backends.empirical.sources.rollouts.record import Law, Rollout, Semantics, Side, TopLogs
 from tests.support import recordings
-from tests.support.recordings import same
+from tests.support.recordings import unchanged
 
 VOCABULARY = 12
 RAW = Semantics("raw")
@@ -111,7 +111,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.full
 def test_greedy_tokens_of_the_model_are_named() -> None:
     """Both sides raw and near each other: no ratio shows that nothing was drawn."""
-    found = recordings.rollouts(sampled=greedy, infer_law=same, prompts=64, group=1, top=5)
+    found = recordings.rollouts(sampled=greedy, infer_law=unchanged, prompts=64, group=1, top=5)
     check = listed_law("sampling_law", found, 1.0)
     assert check.outcome == "failed"
     assert "greedy" in check.detail
