@@ -1,4 +1,4 @@
-"""Fixtures that every part of the suite shares."""
+"""Fixtures that all tests share."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.support.tiers import mark_tiers
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-# jsonschema reads 38 grammars of addresses where it finds this package, which takes 2 s of every
-# worker; no schema of ours has such a format.
+# jsonschema reads 38 grammars of addresses where it finds this package, which takes each worker
+# 2 s; no schema of ours has such a format.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 settings.register_profile(
@@ -51,27 +51,26 @@ collect_ignore = [] if sys.version_info < (3, 12) else ["unit/backends/test_mara
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what belongs to the second tier, before `-m` is applied."""
+    """Mark the cases of the second tier, before `-m` is applied."""
     mark_tiers(items)
 
 
 def pytest_runtest_setup() -> None:
-    """Have the certifier trace each block of the same model once in this process."""
+    """Make the certifier trace each block of the same model once in this process."""
     cache_graphs()
 
 
 def pytest_collection() -> None:
-    """Look for no garbage while modules are imported and tests are collected."""
+    """Disable garbage collection while modules are imported and tests are collected."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Leave the modules and tests that are there now out of every later search for garbage, which
-    takes a second otherwise."""
+    """Exclude all existing objects from later garbage collections, to save a second each."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
-    atexit.register(gc.unfreeze)  # extensions report what is left when Python ends
+    atexit.register(gc.unfreeze)  # extensions report leaked objects when Python exits
 
 
 class Cli(Protocol):
@@ -87,18 +86,17 @@ class Cli(Protocol):
 
 @pytest.fixture(scope="session")
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder that stands for the user's folder of caches; tests share it."""
+    """Return a folder that replaces the user's cache; tests share it."""
     home = tmp_path_factory.mktemp("cache-home")
     (home / "libraries").mkdir()
     return home
 
 
 @pytest.fixture(autouse=True)
-def _nothing_remembered(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each test a place of its own for what commands remember and for a configuration that the
-    user would have."""
+def _isolated_state(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test its own state folder and user configuration."""
     place = f"{cache_home}/{next(_PLACES)}"
-    # The digests of installed libraries are the same for all tests, and take seconds to form.
+    # The digests of installed libraries are shared: they are slow to compute.
     os.makedirs(f"{place}/kcdsl")
     os.symlink(f"{cache_home}/libraries", f"{place}/kcdsl/libraries")
     monkeypatch.setenv("XDG_CACHE_HOME", place)
@@ -111,7 +109,7 @@ def _nothing_remembered(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def shared_files(
     repository: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let contracts name the files of the examples, and those of other temporary folders."""
+    """Allow contracts to name files of the examples and of other temporary folders."""
     allowed = (repository / "examples", tmp_path_factory.getbasetemp())
     monkeypatch.setenv("KCDSL_ALLOW_FOLDERS", ",".join(map(str, allowed)))
 
@@ -142,7 +140,7 @@ def schemas(repository: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def follows(schemas: dict[str, dict[str, Any]]) -> Callable[..., None]:
-    """Return a function that validates a document against the schema that it names, or `name`."""
+    """Return a function that validates a document against its schema, or against `name`."""
     import jsonschema
 
     @functools.cache
@@ -159,7 +157,7 @@ def follows(schemas: dict[str, dict[str, Any]]) -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def project_files(repository: Path) -> tuple[Path, ...]:
-    """Return every file of the project apart from what set-up, builds and runs leave behind."""
+    """Return every file of the project, without those that set-up, builds and runs create."""
     return files_below(repository)
 
 
@@ -171,7 +169,7 @@ def cli() -> Cli:
 
 @pytest.fixture(scope="session")
 def cli_process() -> Cli:
-    """Return a function that runs `kcdsl` as a process of its own, without a terminal or input."""
+    """Return a function that runs `kcdsl` as a subprocess, without a terminal or input."""
 
     def run(
         *arguments: str | os.PathLike[str],
@@ -194,5 +192,5 @@ def cli_process() -> Cli:
     return run
 
 
-# What the installed `kcdsl` script does; this form also works where the script is not on PATH.
+# The same as the installed `kcdsl` script; also works where the script is not on PATH.
 _ENTRY = "import sys; sys.argv[0] = 'kcdsl'; from kcdsl.cli import main; sys.exit(main())"

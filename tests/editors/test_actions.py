@@ -23,13 +23,13 @@ def lint(repository: Path, folder: Path, text: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_the_workflow_of_a_promotion_has_no_finding(repository: Path, tmp_path: Path) -> None:
+def test_promotion_workflow_has_no_finding(repository: Path, tmp_path: Path) -> None:
     place = repository / "examples" / "pipeline" / "deploy" / "promote.yml"
     code, printed = lint(repository, tmp_path, place.read_text(encoding="utf-8"))
     assert code == 0, printed
 
 
-def test_the_workflow_has_no_finding(repository: Path, tmp_path: Path) -> None:
+def test_github_workflow_has_no_finding(repository: Path, tmp_path: Path) -> None:
     text = (repository / "examples" / "github" / "contracts.yml").read_text(encoding="utf-8")
     code, printed = lint(repository, tmp_path, text)
     assert code == 0, printed

@@ -62,7 +62,7 @@ clauses:
 """
 
 
-def test_flymake_shows_the_findings_and_an_edit_clears_them(tmp_path: Path) -> None:
+def test_flymake_shows_findings_until_an_edit_fixes_them(tmp_path: Path) -> None:
     contract, script, out = tmp_path / "c.kc.yaml", tmp_path / "s.el", tmp_path / "out.json"
     contract.write_text(CONTRACT, encoding="utf-8")
     script.write_text(SCRIPT, encoding="utf-8")

@@ -81,7 +81,7 @@ clauses:
 """
 
 
-def test_diagnostics_hover_symbols_and_an_edit(tmp_path: Path) -> None:
+def test_diagnostics_hover_and_symbols_follow_an_edit(tmp_path: Path) -> None:
     contract, script, out = tmp_path / "c.kc.yaml", tmp_path / "s.lua", tmp_path / "out.json"
     contract.write_text(CONTRACT, encoding="utf-8")
     script.write_text(SCRIPT, encoding="utf-8")

@@ -15,7 +15,7 @@ from kcdsl.units import UNITS
 pytestmark = pytest.mark.programs
 
 
-def test_the_extension_builds_and_its_tests_pass(repository: Path) -> None:
+def test_extension_builds_and_passes_its_tests(repository: Path) -> None:
     folder = repository / "grammar" / "editors" / "vscode"
     assert (folder / "node_modules").is_dir(), "`make tools` installs what it needs"
     done = subprocess.run(
@@ -37,7 +37,7 @@ def test_every_unit_is_highlighted(repository: Path) -> None:
         assert found[2] == unit
 
 
-def test_the_extension_takes_the_files_that_the_server_reads(
+def test_extension_selects_the_files_that_the_server_reads(
     repository: Path, tmp_path: Path
 ) -> None:
     folder = repository / "grammar" / "editors" / "vscode"

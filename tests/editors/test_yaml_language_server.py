@@ -1,4 +1,4 @@
-"""An editor with yaml-language-server and our JSON schema alone checks, completes and explains."""
+"""yaml-language-server with our JSON schema alone: validation, completion, hover."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def server(repository: Path) -> Iterator[Client]:
 
 
 def _wait_for_the_schema(client: Client) -> None:
-    """Open a wrong document until it is found wrong: settings take their time."""
+    """Open an invalid document and wait for findings: the settings apply after a delay."""
     for attempt in range(50):
         if opened(client, f"first-{attempt}", "kcdsl: 2\n")[1]:
             return
@@ -72,12 +72,12 @@ def opened(server: Client, name: str, text: str) -> tuple[str, list[dict[str, An
             return uri, told["diagnostics"]
 
 
-def test_a_good_contract_has_no_findings(server: Client) -> None:
+def test_valid_contract_has_no_findings(server: Client) -> None:
     assert opened(server, "good", GOOD)[1] == []
 
 
-def test_accepted_documents_have_no_findings(server: Client, repository: Path) -> None:
-    # Documents with bare expressions that other YAML readers misread are for our server alone.
+def test_valid_documents_have_no_findings(server: Client, repository: Path) -> None:
+    # Bare expressions that other YAML readers misread are supported by our server alone.
     corpus = repository / "grammar" / "corpus" / "accepted"
     example = repository / "examples" / "tiny_lm" / "contract.yaml"
     for path in (corpus / "record-form.kc.yaml", corpus / "module.kc.yaml", example):
@@ -85,7 +85,7 @@ def test_accepted_documents_have_no_findings(server: Client, repository: Path) -
         assert opened(server, f"accepted-{path.stem}", text)[1] == [], path
 
 
-def test_a_wrong_value_is_found_at_its_characters(server: Client) -> None:
+def test_invalid_value_is_marked_at_its_range(server: Client) -> None:
     text = GOOD.replace("family: numerical", "family: numerica")
     found = opened(server, "wrong-value", text)[1]
     assert len(found) == 1
@@ -96,7 +96,7 @@ def test_a_wrong_value_is_found_at_its_characters(server: Client) -> None:
     assert "numerical" in found[0]["message"]
 
 
-def test_an_unknown_field_is_found(server: Client) -> None:
+def test_unknown_field_is_reported(server: Client) -> None:
     found = opened(server, "unknown-field", GOOD.replace("    level: L2", "    levl: L2"))[1]
     assert any("levl" in d["message"] for d in found)
 
@@ -120,7 +120,7 @@ def test_levels_are_completed(server: Client) -> None:
     assert {"L1", "L2", "L3"} <= {item["label"] for item in result["items"]}
 
 
-def test_a_field_is_explained(server: Client) -> None:
+def test_hover_describes_a_field(server: Client) -> None:
     uri, _ = opened(server, "hover", GOOD)
     result = server.request(
         "textDocument/hover",

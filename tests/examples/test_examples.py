@@ -1,4 +1,4 @@
-"""The examples do what their texts say: every contract compiles, holds, and is certified."""
+"""Every example contract compiles, holds and is certified."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_every_example_compiles_without_findings(cli: Any, contract: Path) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("contract", VARIANTS, ids=name)
-def test_every_kernel_stays_inside_what_is_proved(
+def test_measured_drift_is_below_the_certified_bound(
     cli: Any, contract: Path, key: Path, tmp_path: Path
 ) -> None:
-    """Prove, then run the real kernels: each measured drift lies below its certified bound."""
+    """Prove, then run the real kernels, and compare."""
     options = ("--sign", key, "-o", tmp_path, "--format", "json")
     verified = cli("verify", contract, *options)
     assert verified.code == 0, verified.stderr
@@ -58,7 +58,7 @@ def test_every_kernel_stays_inside_what_is_proved(
 
 
 @pytest.mark.full
-def test_the_audit_is_certified_from_its_proof_alone(cli: Any, key: Path, tmp_path: Path) -> None:
+def test_audit_is_certified_from_its_proof_alone(cli: Any, key: Path, tmp_path: Path) -> None:
     """One proved clause on the logits implies all others; the checker derives them again."""
     contract = EXAMPLES / "tiny_lm" / "variants" / "float64-audit.kc.yaml"
     verified = cli("verify", contract, "--sign", key, "-o", tmp_path, "--format", "json")
@@ -84,8 +84,10 @@ def test_minilm_is_proved_on_published_weights(cli: Any, key: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("contract", CONTRACTS, ids=name)
-def test_the_whole_road(cli: Any, contract: Path, key: Path, tmp_path: Path) -> None:
-    """Everything `make demo` and `make demo-minilm` do, over all requests."""
+def test_demo_commands_run_over_all_requests(
+    cli: Any, contract: Path, key: Path, tmp_path: Path
+) -> None:
+    """Run everything that `make demo` and `make demo-minilm` run."""
     assert cli("verify", contract, "--sign", key, "-o", tmp_path).code == 0
     assert cli("evaluate", contract, "--sign", key, "-o", tmp_path).code == 0
     certificates = sorted(tmp_path.glob("*.cert.json"))

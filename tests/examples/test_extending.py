@@ -20,12 +20,12 @@ MOST = {
 """How many files an addition may touch: of the product, and of the tests."""
 
 
-def test_every_patch_has_a_limit() -> None:
+def test_every_patch_has_a_size_limit() -> None:
     assert {extension.name for extension in EXTENSIONS} == set(MOST)
 
 
 @pytest.mark.parametrize("extension", EXTENSIONS, ids=lambda extension: extension.name)
-def test_a_patch_touches_few_files_and_names_its_tests(extension: Extension) -> None:
+def test_patch_touches_few_files_and_names_its_tests(extension: Extension) -> None:
     tests = sum(file.startswith("tests/") for file in extension.files)
     product, own = MOST[extension.name]
     assert 0 < len(extension.files) - tests <= product
@@ -34,7 +34,7 @@ def test_a_patch_touches_few_files_and_names_its_tests(extension: Extension) -> 
 
 
 @pytest.mark.parametrize("extension", EXTENSIONS, ids=lambda extension: extension.name)
-def test_a_patch_applies_to_this_tree(extension: Extension, repository: Path) -> None:
+def test_patch_applies_to_this_tree(extension: Extension, repository: Path) -> None:
     command = ["git", "apply", "--check", str(extension.patch)]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -42,5 +42,5 @@ def test_a_patch_applies_to_this_tree(extension: Extension, repository: Path) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize("extension", EXTENSIONS, ids=lambda extension: extension.name)
-def test_what_a_patch_adds_passes_its_tests(extension: Extension) -> None:
+def test_patched_tree_passes_the_tests_of_the_patch(extension: Extension) -> None:
     assert try_out(extension) == ""

@@ -1,4 +1,4 @@
-"""examples/github: what the action and the jobs run, run here with a certificate."""
+"""examples/github: run the commands of the action and the jobs on a certificate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def document(name: str) -> dict[Any, Any]:
     return found
 
 
-def test_the_workflow_gives_the_action_what_it_takes() -> None:
+def test_workflow_passes_the_inputs_of_the_action() -> None:
     action, workflow = document("action.yml"), document("contracts.yml")
     assert action["runs"]["using"] == "composite"
     assert all("shell" in step for step in action["runs"]["steps"] if "run" in step)
@@ -33,18 +33,18 @@ def test_the_workflow_gives_the_action_what_it_takes() -> None:
     (given,) = (step["with"] for step in steps if step["uses"].startswith("./"))
     required = {name for name, found in action["inputs"].items() if found.get("required")}
     assert required <= set(given) <= set(action["inputs"])
-    for step in action["runs"]["steps"]:  # an expression in a script would run what it holds
+    for step in action["runs"]["steps"]:  # an expression in a script would execute its value
         assert "${{" not in step.get("run", "")
 
 
 def scripts() -> list[str]:
-    """Return the lines that the jobs of both build servers run."""
+    """Return the command lines of the jobs of both build servers."""
     jobs = document("contracts.yml")["jobs"].values()
     lines = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
     return lines + document("gitlab-ci.yml")["contracts"]["script"]
 
 
-def test_the_commands_of_the_jobs_take_their_options(cli: Cli, tmp_path: Path) -> None:
+def test_job_commands_accept_their_options(cli: Cli, tmp_path: Path) -> None:
     import shlex
 
     from kcdsl.cli.application import parser_of
@@ -58,7 +58,7 @@ def test_the_commands_of_the_jobs_take_their_options(cli: Cli, tmp_path: Path) -
 
 
 @pytest.mark.full
-def test_the_action_accepts_a_certificate_and_refuses_a_changed_one(
+def test_action_accepts_a_certificate_and_refuses_a_changed_one(
     repository: Path, tmp_path: Path, cli: Cli
 ) -> None:
     folder = tmp_path / "tiny_lm"

@@ -1,6 +1,6 @@
-"""The main road on a small model: what `verify` and `evaluate` write, and every way to spoil it.
+"""Verify, evaluate and sign a small model, then check certificates after every kind of tampering.
 
-Each spoiled copy must be refused with exit code 4 by a check that names what differs.
+Each tampered copy must be refused with exit code 4 by a check that names the difference.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Payload = dict[str, Any]
 
 
 def call(*arguments: str, cwd: Path) -> None:
-    """Run a command that must succeed, without the fixtures of a single test."""
+    """Run a command that must succeed, outside the fixtures of a test."""
     from kcdsl.cli import main
 
     out, err = io.StringIO(), io.StringIO()
@@ -62,7 +62,7 @@ def call(*arguments: str, cwd: Path) -> None:
 
 @pytest.fixture(scope="module")
 def certified(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the whole contract was verified, evaluated and signed."""
+    """A folder in which the whole contract is verified, evaluated and signed."""
     folder = tmp_path_factory.mktemp("road")
     torch.manual_seed(5)
     state = {
@@ -82,7 +82,7 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(certified: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
+    """A copy of the certified folder to tamper with."""
     copy = tmp_path / "copy"
     shutil.copytree(certified, copy)
     return copy
@@ -118,7 +118,7 @@ def link_weights(folder: Path) -> None:
 
 
 def edit_payload(name: str, edit: Callable[[Payload], None]) -> Callable[[Path], None]:
-    """Return a change of what was signed, with the old signature over it."""
+    """Return a change of the signed payload under the old signature."""
 
     def change(folder: Path) -> None:
         bundle = json.loads((folder / name).read_text())
@@ -183,14 +183,16 @@ SPOILED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 }
 
 
-def test_what_was_written_is_valid(cli: Any, folder: Path) -> None:
+def test_written_documents_follow_their_schemas(cli: Any, folder: Path) -> None:
     ran = check(cli, folder)
     assert ran.code == 0, ran.stdout + ran.stderr
 
 
 @pytest.mark.sample(11)
 @pytest.mark.parametrize("name", SPOILED)
-def test_what_was_changed_is_refused_by_name(name: str, cli: Any, folder: Path) -> None:
+def test_each_tampering_is_refused_by_a_check_that_names_it(
+    name: str, cli: Any, folder: Path
+) -> None:
     spoil, words = SPOILED[name]
     spoil(folder)
     ran = check(cli, folder)
@@ -209,8 +211,8 @@ def _reports(document: Any) -> list[Any]:
     return found
 
 
-def test_another_torch_is_another_kernel(cli: Any, folder: Path) -> None:
-    """The record of the kernels that a gate without torch is given."""
+def test_other_torch_version_is_refused_as_another_kernel(cli: Any, folder: Path) -> None:
+    """Use the kernel record that a gate without torch gets."""
     record = "out/kernels.json"
     assert check(cli, folder, "--kernels", record).code == 0
     text = (folder / record).read_text()
@@ -222,14 +224,14 @@ def test_another_torch_is_another_kernel(cli: Any, folder: Path) -> None:
     assert "triple/kernel-train-mismatch" in ran.stdout
 
 
-def test_half_of_the_contract_is_not_the_contract(cli: Any, folder: Path) -> None:
+def test_certificate_of_some_clauses_does_not_cover_the_contract(cli: Any, folder: Path) -> None:
     for only, missing in ((VERIFIED, "N-KL"), (EVALUATED, "N-A")):
         ran = check(cli, folder, certificates=(only,))
         assert ran.code == 4
         assert missing in ran.stdout
 
 
-def test_time_and_keys(cli: Any, folder: Path) -> None:
+def test_expired_certificates_and_unknown_keys_are_refused(cli: Any, folder: Path) -> None:
     assert check(cli, folder, "--at", "2000-01-01T00:00:00Z").code == 4
     assert check(cli, folder, "--at", "2999-01-01T00:00:00Z").code == 4
     call("keygen", "-o", "other.key", cwd=folder)

@@ -1,4 +1,4 @@
-"""The example of a user's own metrics: linted cold, evaluated, certified, stale after a change."""
+"""The example with user-defined metrics: linted, evaluated, certified, stale after a change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICK = ("--seconds", "1", "--bound-seconds", "0", "--allow-code")
 
 @pytest.fixture
 def folder(repository: Path, tmp_path: Path) -> Path:
-    """Return a copy of the example beside the model that it uses, as the settings allow."""
+    """Return a copy of the example beside the model that it uses, at the configured path."""
     shutil.copy(repository / "examples" / "kcdsl.toml", tmp_path)
     for name in ("own_metric", "tiny_lm"):
         shutil.copytree(
@@ -32,7 +32,7 @@ def rows(ran: Any) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["clause"], row["slice"]): row for row in json.loads(ran.stdout)["clauses"]}
 
 
-def test_it_is_linted_without_a_finding_and_without_being_run(cli: Cli, folder: Path) -> None:
+def test_lint_reports_nothing_and_does_not_import_the_metric(cli: Cli, folder: Path) -> None:
     module = folder / "drift_metrics.py"
     module.write_text(module.read_text("utf-8") + "\nraise SystemExit('run')\n", encoding="utf-8")
     ran = cli("lint", "--format", "json", cwd=folder)
@@ -42,7 +42,7 @@ def test_it_is_linted_without_a_finding_and_without_being_run(cli: Cli, folder: 
 
 
 @pytest.mark.full
-def test_it_is_evaluated_and_certified(
+def test_contract_is_evaluated_and_certified(
     cli: Cli, folder: Path, follows: Any, tmp_path: Path
 ) -> None:
     assert cli("keygen", "-o", tmp_path / "test.key").code == 0
@@ -73,7 +73,7 @@ def test_it_is_evaluated_and_certified(
 
 
 @pytest.mark.full
-def test_a_function_that_fails_is_invalid_evidence(cli: Cli, folder: Path) -> None:
+def test_failing_metric_gives_invalid_evidence(cli: Cli, folder: Path) -> None:
     module = folder / "drift_metrics.py"
     text = module.read_text("utf-8").replace(
         "    known = labels", "    raise OSError(5)\n    known = labels"
@@ -89,7 +89,7 @@ def test_a_function_that_fails_is_invalid_evidence(cli: Cli, folder: Path) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_what_its_functions_print_is_no_part_of_the_report(
+def test_output_of_metric_functions_is_not_in_the_report(
     cli_process: Cli, folder: Path, jobs: str
 ) -> None:
     module = folder / "drift_metrics.py"

@@ -1,4 +1,4 @@
-"""examples/pipeline: the script does what its README shows; manifests fit the tools."""
+"""examples/pipeline: the script prints what its README shows; manifests are valid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MANIFESTS = ("gate.yaml", "argo-web.yaml", "argo-job.yaml", "flagger.yaml", "kse
 
 
 @pytest.mark.full
-def test_the_script_prints_what_the_readme_shows(tmp_path: Path) -> None:
+def test_script_output_equals_the_readme(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, FOLDER / "run.py", tmp_path / "out"],
         cwd=tmp_path,
@@ -57,14 +57,14 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 
 def validate(document: dict[str, Any]) -> None:
-    """Validate a manifest against the part of its tool's schema that it uses."""
+    """Validate a manifest against the relevant part of its tool's schema."""
     known = json.loads(SCHEMAS.read_text(encoding="utf-8"))
     schema = known["$defs"][f"{document['apiVersion']} {document['kind']}"]
     jsonschema.Draft202012Validator({**schema, "$defs": known["$defs"]}).validate(document)
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_manifests_have_the_fields_of_their_tools(name: str) -> None:
+def test_manifests_follow_the_schemas_of_their_tools(name: str) -> None:
     found = documents(name)
     assert found
     for document in found:
@@ -84,9 +84,7 @@ def test_manifests_have_the_fields_of_their_tools(name: str) -> None:
         ("kserve.yaml", ("spec", "predictor", "initContainers", 0, "arguments"), []),
     ],
 )
-def test_a_field_that_the_tool_does_not_have_is_noticed(
-    name: str, way: tuple[Any, ...], value: Any
-) -> None:
+def test_unknown_manifest_field_is_reported(name: str, way: tuple[Any, ...], value: Any) -> None:
     document = documents(name)[0]
     inner: Any = document
     for part in way[:-1]:
@@ -122,7 +120,7 @@ def _arguments(part: Any) -> list[list[str]]:
     return []
 
 
-def test_the_commands_of_the_manifests_take_their_options() -> None:
+def test_manifest_commands_accept_their_options() -> None:
     found = commands()
     assert len(found) == 7
     for words in found:
@@ -132,7 +130,7 @@ def test_the_commands_of_the_manifests_take_their_options() -> None:
         assert parsed.command == plain[0]
 
 
-def test_the_questions_of_the_manifests_are_complete() -> None:
+def test_manifest_commands_name_every_required_argument() -> None:
     (flagger,) = documents("flagger.yaml")
     hooks = flagger["spec"]["analysis"]["webhooks"]
     for hook in hooks:
@@ -149,7 +147,7 @@ def test_the_questions_of_the_manifests_are_complete() -> None:
     assert metric["provider"]["web"]["jsonPath"] == "{$.outcome}"
 
 
-def test_no_secret_is_in_a_manifest() -> None:
+def test_manifests_contain_no_secret() -> None:
     for name in (*MANIFESTS, "promote.yml"):
         text = (FOLDER / "deploy" / name).read_text(encoding="utf-8")
         assert "BEGIN" not in text

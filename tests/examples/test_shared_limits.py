@@ -1,4 +1,4 @@
-"""A contract with imports, a table of thresholds and held-out clauses, from evaluation to gate."""
+"""Imports, a table of thresholds and held-out clauses, from evaluation to gate."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def evaluate(cli: Any, key: Path, tmp_path: Path) -> Evaluate:
 
 
 @pytest.mark.full
-def test_every_bucket_is_decided_by_its_own_limit(
+def test_each_bucket_is_decided_by_its_own_limit(
     cli: Any, key: Path, tmp_path: Path, evaluate: Evaluate, follows: Callable[..., None]
 ) -> None:
     ran, report = evaluate(CONTRACT, "--seconds", "2")
     assert ran.code == 0, ran.stderr
     follows(report)
     rows = {row["slice"]: row for row in report["clauses"] if row["clause"] == "N-KL"}
-    # No request of the slice `safety` is in another bucket than the first.
+    # No request of the slice `safety` is in a bucket other than the first.
     assert {name: (row["threshold"], row["n"]) for name, row in rows.items()} == {
         'all[tau_kl: category == "safety"]': (5e-7, 12),
         "all[tau_kl: length <= 80]": (1e-6, 23),
@@ -109,7 +109,7 @@ def test_every_bucket_is_decided_by_its_own_limit(
 
 
 @pytest.mark.full
-def test_a_certificate_for_one_table_does_not_satisfy_another(
+def test_certificate_for_one_table_does_not_satisfy_another(
     cli: Any, key: Path, tmp_path: Path, evaluate: Evaluate
 ) -> None:
     ran, _ = evaluate(INLINE, "--seconds", "0.1")
@@ -128,8 +128,8 @@ def test_a_certificate_for_one_table_does_not_satisfy_another(
         assert cli(*check, "--contract", contract).code == 4, (old, new)
 
 
-def test_requirements_bind_the_table_by_themselves(tmp_path: Path) -> None:
-    """Not the digest of the contract alone: thresholds and slices differ too."""
+def test_requirements_contain_thresholds_and_slices_of_the_table(tmp_path: Path) -> None:
+    """The digest of the contract is not the only binding."""
     from kcdsl.check.compile import load_program
     from kcdsl.release.requirements import required_clauses
 
@@ -164,7 +164,7 @@ def test_an_empty_bucket_is_never_a_pass(evaluate: Evaluate) -> None:
 
 
 @pytest.mark.full
-def test_a_bucket_fails_alone(evaluate: Evaluate) -> None:
+def test_only_the_failing_bucket_is_violated(evaluate: Evaluate) -> None:
     ran, report = evaluate(INLINE.replace("value: 1e-6", "value: 1e-13"), "--seconds", "0.1")
     assert ran.code == 1
     broken = [row["slice"] for row in report["clauses"] if row["verdict"] == "violated"]
@@ -172,8 +172,10 @@ def test_a_bucket_fails_alone(evaluate: Evaluate) -> None:
 
 
 @pytest.mark.full
-def test_a_request_of_no_row_spoils_the_clause(tmp_path: Path, evaluate: Evaluate) -> None:
-    """Lengths are whole numbers, so the rows take every request; a file may state another."""
+def test_request_outside_every_bucket_gives_invalid_evidence(
+    tmp_path: Path, evaluate: Evaluate
+) -> None:
+    """Lengths are whole numbers and the rows cover them; a file may state another number."""
     rows = "      - {where: length <= 80, value: 1}\n      - {where: length >= 81, value: 1}\n"
     table = "tables:\n  tau_kl:\n    unit: nats\n    rows:\n" + rows
     write_prompts(tmp_path, FEW[0] | {"id": "odd", "length": 80.5})
@@ -229,7 +231,7 @@ constants: {{temperature: 1}}
 
 
 @pytest.mark.full
-def test_a_proof_implies_a_table_bucket_by_bucket(cli: Any, key: Path, tmp_path: Path) -> None:
+def test_proof_implies_a_table_bucket_by_bucket(cli: Any, key: Path, tmp_path: Path) -> None:
     contract = tmp_path / "contract.yaml"
     contract.write_text(AUDIT)
     rows = [{"id": f"p{n}", "text": "x" * n} for n in (8, 12)]
@@ -245,6 +247,6 @@ def test_a_proof_implies_a_table_bucket_by_bucket(cli: Any, key: Path, tmp_path:
     check = ("check", tmp_path / "verify.cert.json", "--contract", contract, "--complete")
     assert implied() == ["all[t: length <= 10]", "all[t: length >= 11]"]
     assert cli(*check, "--key", f"{key}.pub").code == 0
-    # A request of no row: nothing follows for the clause, and the certificate does not cover it.
+    # A request outside every bucket: nothing is implied, and the clause is not covered.
     assert implied({"id": "odd", "text": "x" * 9, "length": 10.5}) == []
     assert cli(*check, "--key", f"{key}.pub").code == 4

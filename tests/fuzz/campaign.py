@@ -1,7 +1,7 @@
-"""A campaign: mutants by their numbers, examined in several processes, and what became of them.
+"""A fuzzing campaign: examine numbered mutants in several processes and count the outcomes.
 
-A worker that ends, or says nothing for ten minutes, is itself a finding about the mutant that it
-was at; another one goes on behind that mutant.
+A worker that dies, or reports nothing for ten minutes, is itself a finding about its current
+mutant; another worker continues after that mutant.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Examine = Callable[[Mutant], Examined]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A mutant that shows a defect."""
+    """A mutant that reveals a defect."""
 
     number: int
     kind: str
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the mutants so far."""
+    """The outcomes of the mutants so far."""
 
     examined: int = 0
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -72,7 +72,7 @@ class Tally:
             self.findings.append(found)
 
     def outcome(self, name: str, of_kind: str | None = None) -> int:
-        """Return how many mutants, of all kinds or of one, came to an outcome."""
+        """Return the number of mutants, of all kinds or of one, with an outcome."""
         return sum(
             count
             for (kind, outcome), count in self.outcomes.items()
@@ -90,7 +90,7 @@ class Tally:
 
 
 def options(made: Mutant) -> dict[str, Any]:
-    """Return what else is checked of a mutant; to save time it is not everything of each."""
+    """Return which expensive checks apply to a mutant; each applies to a share of the mutants."""
     turn = made.number % 8
     return {
         "before": made.seed.data if turn in (0, 2) else None,
@@ -100,7 +100,7 @@ def options(made: Mutant) -> dict[str, Any]:
 
 
 def examine_mutant(made: Mutant) -> Examined:
-    """Examine a mutant, some as the edit of their seed that they are."""
+    """Examine a mutant, some of them as an edit of their seed."""
     return examine(made.data, made.seed.folder, **options(made))
 
 
@@ -113,7 +113,7 @@ def run(
     progress: Callable[[Tally], None] = lambda _: None,
     silence: float = SILENCE,
 ) -> Tally:
-    """Examine mutants and return what became of them; without workers in this process."""
+    """Examine mutants and return the tally; without workers, run in this process."""
     tally, begun = Tally(), time.monotonic()
     wanted = list(numbers)
     if not workers:
@@ -133,7 +133,7 @@ def run(
 def _by_workers(
     campaign: int, numbers: list[int], workers: int, examining: Examine, silence: float
 ) -> Iterator[tuple[int, Examined]]:
-    """Yield the numbers with what became of their mutants, in the order in which that is known."""
+    """Yield numbers and results of mutants in the order of completion."""
     shares = [numbers[i::workers] for i in range(workers)]
     running = [_Worker(campaign, share, examining) for share in shares if share]
     try:
@@ -162,7 +162,7 @@ def _by_workers(
 
 
 class _Worker:
-    """A process that examines mutants one after the other; `left` are those not known yet."""
+    """A process that examines mutants in sequence; `left` are the unfinished ones."""
 
     def __init__(self, campaign: int, numbers: list[int], examining: Examine) -> None:
         self.left = numbers
@@ -175,18 +175,18 @@ class _Worker:
         self._heard = time.monotonic()
 
     def next(self) -> tuple[int, Examined]:
-        """Return the next result; raises EOFError where there is no more."""
+        """Return the next result; raises EOFError at the end."""
         examined: Examined = self.results.recv()
         self._heard = time.monotonic()
         number, self.left = self.left[0], self.left[1:]
         return number, examined
 
     def silent_for(self) -> float:
-        """Return for how many seconds there was no result."""
+        """Return the seconds since the last result."""
         return time.monotonic() - self._heard
 
     def stop(self) -> None:
-        """End the process, if it is not over."""
+        """End the process, if it is still running."""
         self._process.kill()
         self._process.join()
         self.results.close()
@@ -201,7 +201,7 @@ def _work(campaign: int, numbers: list[int], examining: Examine, results: Connec
 def reduced(
     campaign: int, findings: Iterable[Finding], seconds: float = 20.0
 ) -> Iterator[tuple[Finding, bytes]]:
-    """Yield a few findings of each kind with a small document that shows the same defect."""
+    """Yield a few findings of each kind with a small document that reveals the same defect."""
     seen: Counter[tuple[str, str]] = Counter()
     for finding in findings:
         key = (finding.failure.stage, finding.failure.key)
@@ -209,7 +209,7 @@ def reduced(
         if seen[key] > _MOST_REDUCED:
             continue
         made = mutant(campaign, finding.number)
-        if finding.failure.stage == "worker":  # would take this process with it
+        if finding.failure.stage == "worker":  # would kill this process too
             yield finding, made.data
         else:
             yield finding, smaller(made, key, seconds)

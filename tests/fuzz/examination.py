@@ -1,4 +1,4 @@
-"""Properties of every document, however damaged; the first that does not hold is returned."""
+"""Check properties of every document, however damaged; return the first violation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAME = "mutant.kc.yaml"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Something that must not happen: at which stage, and what; `key` tells defects apart."""
+    """A violated property: the stage, and a description; `key` tells defects apart."""
 
     stage: str
     key: str
@@ -47,7 +47,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Examined:
-    """What became of a document."""
+    """The outcome of one document."""
 
     outcome: str
     failure: Failure | None = None
@@ -68,11 +68,10 @@ def examine(
     solved: bool = False,
     seconds: float = SECONDS,
 ) -> Examined:
-    """Check everything that is promised of a document, each stage within a time limit.
+    """Check every guarantee about a document, each stage within a time limit.
 
-    `before` is what an editor held before the document; `folder` is where files are looked for.
-    With `served` a language server is asked about it, with `solved` z3 reads the question that it
-    is put as.
+    `before` is the previous text in an editor; `folder` is where files are looked up. With `served`
+    the requests of a language server are answered, with `solved` z3 parses the translated contract.
     """
     examination = _Examination(folder, seconds)
     failure = None
@@ -102,14 +101,14 @@ def examine(
 
 
 def _origin(error: Exception) -> str:
-    """Return the kind of an exception and the last function of the project that it passed."""
+    """Return the type of an exception and the last function of the project in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "/kcdsl" in frame.filename] or list(frames)
     return f"{type(error).__name__} in {Path(own[-1].filename).name}:{own[-1].name}"
 
 
 class _Examination:
-    """Goes through the stages; `outcome` says how far the document came."""
+    """Run the stages; `outcome` names the last one that the document passed."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self.folder = folder
@@ -173,7 +172,7 @@ class _Examination:
         accepted: tuple[Suppressed, ...],
         source: SourceFile | None,
     ) -> None:
-        """Every finding has a place inside its file, and renders in every format."""
+        """Check that every finding has a place inside its file and renders in every format."""
         everything = (*found, *(item.diagnostic for item in accepted))
         self.codes |= {item.code.id for item in everything}
         with self.at("findings"):
@@ -185,15 +184,18 @@ class _Examination:
             check_colours(found)
 
     def _check_fixes(self, source: SourceFile, analysis: Analysis) -> None:
-        """Every fix alone, and all together, leads to a text that is read without a crash; what
-        could be read still can, and the safe ones leave the meaning of what has one."""
+        """Check fixes one at a time and together.
+
+        The fixed text is read without a crash; a readable document stays readable, and safe fixes
+        keep the meaning of a valid one.
+        """
         for found in self.sink:
             if found.fix is not None and found.source == source:
                 with self.at("fix"):
                     edited(source.text, found.fix.edits)
         errors = _errors(self.sink)
         for unsafe in (False, True):
-            # Each round of fixes is a lint; a fix may take as long as its rounds.
+            # Each round of fixes is a lint, so the time limit grows with the rounds.
             with self.at("fix", rounds=10):
                 fixed = fix(source, self.folder, unsafe=unsafe)
             left = _errors(fixed.left)
@@ -201,7 +203,7 @@ class _Examination:
             if analysis.root is not None:
                 expect(readable, f"fixes make it unreadable: {fixed.source.text!r}")
                 expect(left <= errors, f"fixes make errors: {errors}, then {left}")
-            elif not readable:  # a document that can be read at last may have more errors
+            elif not readable:  # a document that has become readable may have more errors
                 expect(left <= errors, f"fixes make errors: {errors}, then {left}")
             if analysis.program is not None and not unsafe:
                 program = fixed.analysis.program
@@ -209,7 +211,7 @@ class _Examination:
                 expect(same, f"safe fixes change the meaning: {fixed.source.text!r}")
 
     def serve(self, source: SourceFile, before: bytes | None) -> None:
-        """A server finds what a check finds, and answers every request."""
+        """Check that a server reports the findings of a check, and answers every request."""
         old = None if before is None else before.decode("utf-8", "replace")
         with self.at("server"):
             question = asked(source, old, self.folder)
@@ -225,7 +227,7 @@ def _errors(found: Iterable[Diagnostic]) -> int:
 
 
 def _check_places(source: SourceFile, analysis: Analysis) -> None:
-    """Every scalar is mapped character by character, but for what the documentation names."""
+    """Check that every scalar is mapped character by character, except in documented cases."""
     for scalar in scalars(analysis.root) if analysis.root is not None else ():
         raw = source.text[scalar.span.start : scalar.span.end]
         if raw.startswith("*"):  # an alias, which is an error
@@ -238,7 +240,7 @@ def _check_places(source: SourceFile, analysis: Analysis) -> None:
 
 
 def _check_program(program: Program) -> None:
-    """A program is stored and read back, and each of its clauses has a route."""
+    """Check that a program survives a round trip, and that each clause has a route."""
     data = document(program)
     back = load_bytes(data)
     expect(document(back) == data or bool(program.imports), "another program after reading it back")
@@ -247,7 +249,7 @@ def _check_program(program: Program) -> None:
 
 
 def _check_question(program: Program) -> None:
-    """z3 reads the question whether every clause can hold, and those that it can be asked next."""
+    """Check that z3 parses the satisfiability question of all clauses, and its follow-ups."""
     import z3
 
     for text in (smtlib.consistency(program), smtlib.implication(program, program.clauses[0].id)):
@@ -258,7 +260,7 @@ def _check_question(program: Program) -> None:
 
 
 def _check_edit(before: bytes, source: SourceFile, sink: Sink, folder: Path) -> None:
-    """Checking again after an edit finds what checking anew finds, back and forth."""
+    """Check that an incremental check after an edit equals a full check, in both directions."""
     try:
         old = SourceFile(NAME, before.decode("utf-8"))
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Properties of every finding: its places, and what every format makes of it."""
+"""Check properties of every finding: its places, and its rendering in every format."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ class _Terminal(StringIO):
 
 
 def check_spans(found: tuple[Diagnostic, ...], source: SourceFile | None) -> None:
-    """Every finding has a place inside its file, which editors can be told; the edits of a fix do
-    not overlap."""
+    """Check that every finding is inside its file and maps to editor positions and back.
+
+    The edits of a fix do not overlap.
+    """
     offsets: dict[SourceFile, set[int]] = {}
     for item in found:
         expect(bool(item.message.strip()), f"empty message: {item.code.id}")
@@ -54,11 +56,11 @@ def check_spans(found: tuple[Diagnostic, ...], source: SourceFile | None) -> Non
 
 
 def _check_places(lines: Lines, offsets: list[int]) -> None:
-    """An editor that is told a place, and asks about it, means that place."""
+    """Check that offsets survive the conversion to editor positions and back."""
     for offset in offsets[:: 1 + len(offsets) // _MOST_PLACES]:
         for encoding in Encoding:
             back = lines.offset(lines.place(offset, encoding), encoding)
-            # Between the two characters of a line end there is no place.
+            # Between the two characters of a line end there is no position.
             middle = lines.text[offset - 1 : offset + 1] == "\r\n" and back == offset - 1
             same = back == offset or middle
             expect(same, f"another place in {encoding}: {offset} as {back}")
@@ -67,7 +69,7 @@ def _check_places(lines: Lines, offsets: list[int]) -> None:
 def check_rendering(
     found: tuple[Diagnostic, ...], accepted: tuple[Suppressed, ...], name: str, file: str
 ) -> None:
-    """A format says every finding once, and is what it claims to be."""
+    """Check that a format prints every finding once, and is well-formed."""
     run = LintRun(files=(Checked(file),), suppressed=accepted, docs_url="https://x.test/{code}")
     text = render(found, name, None, run)
     text.encode("utf-8")
@@ -97,7 +99,7 @@ def check_rendering(
 
 
 def check_colours(found: tuple[Diagnostic, ...]) -> None:
-    """On a terminal the same is said, and nothing but colours is added."""
+    """Check that a terminal gets the same text with colours only."""
     text = _COLOUR.sub("", render(found, "text", _Terminal(), LintRun()))
     _plain("text", text)
     heads = re.findall(r"^(?:error|warning|note)\[(KC\d+)\]: ", text, re.MULTILINE)
@@ -114,6 +116,6 @@ def _count(
 
 
 def _plain(name: str, text: str) -> None:
-    """What a terminal or a log shows has no character that would move the cursor."""
+    """Check that text for terminals and logs has no control characters."""
     plain = not any((ord(char) < 32 and char not in "\n\t") or ord(char) == 127 for char in text)
     expect(plain, f"{name}: control characters")

@@ -1,4 +1,4 @@
-"""Properties of a document and what `kcdsl fmt` makes of it."""
+"""Check properties of a document and the output of `kcdsl fmt`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAYOUT_ALONE = {"KC015"}
 
 
 def check_format(source: SourceFile) -> str | None:
-    """Formatting twice is formatting once; comments keep their order and what they stand at.
+    """Check that formatting is idempotent and keeps the order and places of comments.
 
     Returns the formatted text; None where the document is not YAML.
     """
@@ -61,7 +61,7 @@ def _applied(old: str, new: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A comment, before how many scalars it stands, and where else it may go."""
+    """A comment, the number of scalars before it, and other places that it may move to."""
 
     text: str
     at: int
@@ -71,9 +71,9 @@ class _Note:
 
 
 def _check_notes(before: list[_Note], after: list[_Note]) -> None:
-    """Every comment is where it was, or where it may go; their order is the same.
+    """Check that every comment is at an admitted place, in the same order.
 
-    Those behind closing brackets may go to the beginning of what is closed there, past others.
+    Comments behind closing brackets may move to the beginning of the closed collection.
     """
     same = Counter(note.text for note in before) == Counter(note.text for note in after)
     expect(same, "a comment too many or too few")
@@ -90,9 +90,9 @@ def _check_notes(before: list[_Note], after: list[_Note]) -> None:
 
 
 def _notes(source: SourceFile) -> list[_Note]:
-    """Return the comments of a document in their order.
+    """Return the comments of a document in order.
 
-    One between a key and its value may go above the key.
+    One between a key and its value may move above the key.
     """
     root = parse_yaml(source, Sink())
     if root is None:
@@ -134,7 +134,7 @@ def _comments(source: SourceFile, root: Node) -> Iterator[tuple[int, str]]:
 
 
 def _comments_of_blocks(source: SourceFile, root: Node) -> Iterator[tuple[int, str]]:
-    """Yield the comments behind the signs of block scalars, with their places."""
+    """Yield the comments behind block scalar indicators, with their places."""
     for scalar in scalars(root):
         if scalar.style in {"|", ">"}:
             first = source.text[scalar.span.start : scalar.span.end].partition("\n")[0]
@@ -161,10 +161,10 @@ def _in_order(node: Node) -> Iterator[tuple[Span, bool]]:
 def check_meaning(
     source: SourceFile, before: Analysis, old: Sink, after: Analysis, new: Sink
 ) -> None:
-    """The formatted document means the same, and the same is said about it.
+    """Check that the formatted document has the same meaning and the same findings.
 
-    Programs are compared as values and by their digests. A comment that accepts findings may speak
-    of more than before, where lines were joined.
+    Programs are compared as values and by their digests. A comment that accepts findings may cover
+    more than before, where lines were joined.
     """
     expect((before.program is None) == (after.program is None), "accepted before or after alone")
     expect((before.library is None) == (after.library is None), "accepted before or after alone")

@@ -1,4 +1,4 @@
-"""Mutants: each is made from a number alone, so that a number is all there is to record."""
+"""Mutants, each determined by a number, so that the number is enough to reproduce it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A damaged document, what it was made of, and how."""
+    """A damaged document, its seed, and the mutation."""
 
     number: int
     seed: Seed
@@ -28,7 +28,7 @@ class Mutant:
 
 
 def mutant(campaign: int, number: int) -> Mutant:
-    """Return one mutant of a campaign; kinds take turns."""
+    """Return one mutant of a campaign; kinds alternate."""
     random = Random(f"{campaign}:{number}")
     kind = list(KINDS)[number % len(KINDS)]
     mild = random.random() < MILD

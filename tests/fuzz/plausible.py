@@ -1,5 +1,7 @@
-"""Mutations that an author could have made, so that most of their documents are accepted: another
-layout, other names, numbers, operators and clauses."""
+"""Mutations that an author could have made, so that most results are valid.
+
+They change layout, names, numbers, operators and clauses.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ _ALIKE = (
 
 
 def digit(data: bytes, _: bytes, random: Random) -> bytes:
-    """Write another digit in the place of one."""
+    """Replace a digit by another one."""
     found = [i for i, byte in enumerate(data) if 48 <= byte < 58]
     if not found:
         return data
@@ -53,7 +55,7 @@ def gap(data: bytes, _: bytes, random: Random) -> bytes:
 
 
 def note(data: bytes, _: bytes, random: Random) -> bytes:
-    """Put a comment behind a line or above one, or an empty line."""
+    """Insert a comment behind a line or above one, or an empty line."""
     at = random.choice([0, *(m.end() for m in re.finditer(rb"\n", data))])
     written = random.choice(_NOTES)
     if random.random() < 0.4 and at:
@@ -82,7 +84,7 @@ def margin(data: bytes, _: bytes, random: Random) -> bytes:
 
 
 def alike(data: bytes, _: bytes, random: Random) -> bytes:
-    """Write one word or sign for another of its kind."""
+    """Replace a word or sign by another of its kind."""
     text = data.decode("utf-8", "replace")
     group = random.choice(_ALIKE)
     pattern = "|".join(
@@ -97,7 +99,7 @@ def alike(data: bytes, _: bytes, random: Random) -> bytes:
 
 
 def renamed(data: bytes, _: bytes, random: Random) -> bytes:
-    """Give a word another name, everywhere."""
+    """Rename a word everywhere."""
     text = data.decode("utf-8", "replace")
     words = _WORD.findall(text)
     if not words:
@@ -107,7 +109,7 @@ def renamed(data: bytes, _: bytes, random: Random) -> bytes:
 
 
 def spread(data: bytes, _: bytes, random: Random) -> bytes:
-    """Put white space before or behind a sign, or take it away."""
+    """Insert or remove white space around a sign."""
     text = data.decode("utf-8", "replace")
     found = list(_SIGN.finditer(text))
     if not found:
@@ -122,7 +124,7 @@ def spread(data: bytes, _: bytes, random: Random) -> bytes:
 
 
 def respelled(data: bytes, _: bytes, random: Random) -> bytes:
-    """Write a number in another way, of the same value or of one near it."""
+    """Rewrite a number with the same value, or with one near it."""
     text = data.decode("utf-8", "replace")
     found = list(_NUMBER.finditer(text))
     if not found:
@@ -140,7 +142,7 @@ def _number(old: str, random: Random) -> str:
 
 
 def trees_alike(data: bytes, other: bytes, random: Random) -> bytes:
-    """Change a tree in a few plausible places and write it anew."""
+    """Change a tree in a few plausible places and serialise it."""
     tree, theirs = read(data), read(other)
     if tree is None:
         return data

@@ -1,13 +1,13 @@
-"""The error by which a check of a document says that something does not hold."""
+"""The exception of a violated property."""
 
 from __future__ import annotations
 
 
 class Broken(Exception):
-    """Raised where something does not hold."""
+    """Raised where a property is violated."""
 
 
 def expect(true: bool, what: str) -> None:
-    """Raise Broken unless something holds; the text before a colon names the defect."""
+    """Raise Broken unless a condition holds; the text before a colon names the defect."""
     if not true:
         raise Broken(what)

@@ -1,4 +1,4 @@
-"""Make a document that shows a defect as small as it can be made quickly."""
+"""Reduce a document that reveals a defect."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Shows = Callable[[bytes], bool]
 
 
 def reduce(data: bytes, shows: Shows, seconds: float = 20.0) -> bytes:
-    """Return a part of a document that still shows the defect: first lines go, then characters.
+    """Return a part of a document that still reveals the defect: remove lines, then characters.
 
-    No line and no single character can be left out of the result, unless the time was over.
+    No line and no single character can be removed from the result, unless the time ran out.
     """
     stop = time.monotonic() + seconds
     for cut in (_lines, _characters):
@@ -34,7 +34,7 @@ def _characters(data: bytes) -> list[bytes]:
 
 
 def _shorten(parts: Sequence[bytes], shows: Shows, stop: float) -> bytes:
-    """Leave out runs of parts, from half of all down to single ones, while the rest shows it."""
+    """Remove runs of parts, from half of all down to single ones, while the defect remains."""
     kept = list(parts)
     size = max(1, len(kept) // 2)
     while True:

@@ -1,5 +1,4 @@
-"""The documents that mutants are made of: corpus, examples, the pages of diagnostic codes, and
-generated ones."""
+"""The seeds of mutants: corpus, examples, pages of diagnostic codes, and generated documents."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ _BLOCK = re.compile(r"^```yaml([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """A document, the folder where the files that it names are looked for, and whether it is meant
-    to be accepted."""
+    """A document, the folder of the files that it names, and whether it must be accepted."""
 
     name: str
     data: bytes
@@ -31,7 +29,7 @@ class Seed:
 
 @cache
 def seeds() -> tuple[Seed, ...]:
-    """Return every document, in an order that only their names decide."""
+    """Return every document, ordered by name."""
     found: list[Seed] = []
     for place in ("grammar/corpus", "examples"):
         for path in sorted((ROOT / place).rglob("*.yaml")):
@@ -50,7 +48,7 @@ def seeds() -> tuple[Seed, ...]:
 
 @cache
 def good_seeds() -> tuple[Seed, ...]:
-    """Return the documents that are meant to be accepted."""
+    """Return the documents that must be accepted."""
     return tuple(seed for seed in seeds() if seed.good)
 
 
@@ -62,5 +60,5 @@ def readable_seeds() -> tuple[Seed, ...]:
 
 
 def generated_seed(number: int) -> Seed:
-    """Return a document that is accepted, written in styles by chance."""
+    """Return a valid document in random styles."""
     return Seed(f"styles/{number}", Writer(number).text().encode(), ROOT / "grammar/corpus", True)

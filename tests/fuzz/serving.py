@@ -1,4 +1,4 @@
-"""Properties of the answers of the language server about a document, wherever the cursor is."""
+"""Check properties of the language server's answers at every cursor position."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEW_NAME = "new_name"
 
 
 def asked(source: SourceFile, before: str | None, folder: Path) -> Question:
-    """Return a question about a document that an editor has open, `before` a moment ago."""
+    """Return a request context for an open document whose previous text was `before`."""
     uri, checker = (folder / source.name).absolute().as_uri(), Checker()
     if before is not None:
         checker.snapshot(document(uri, before, 1), {})
@@ -40,13 +40,13 @@ def asked(source: SourceFile, before: str | None, folder: Path) -> Question:
 
 
 def cursors(text: str) -> list[int]:
-    """Return a few places, spread over a text, at the ends of words and behind signs."""
+    """Return a few offsets in a text, at the ends of words and behind signs."""
     ends = [found.start() for found in _WORD_END.finditer(text)] or [0]
     return sorted({ends[len(ends) * n // CURSORS] for n in range(CURSORS)} | {len(text)})
 
 
 def requests(question: Question) -> Iterator[tuple[str, Any, int]]:
-    """Yield every method with its parameters about a document, and where the cursor is."""
+    """Yield every method with its parameters about a document, and the cursor."""
     document, lines = question.snapshot.document, question.snapshot.document.lines
     identifier = lsp.TextDocumentIdentifier(document.uri)
     whole = _range(lines, Span(0, len(lines.text)), question.encoding)
@@ -83,7 +83,10 @@ def _range(lines: Lines, span: Span, encoding: Encoding) -> lsp.Range:
 
 
 def check_answer(question: Question, method: str, params: Any, offset: int) -> None:
-    """An answer can be sent, and its ranges lie in the document; a rename keeps it accepted."""
+    """Check that an answer can be serialised, and that its ranges lie in the document.
+
+    A rename keeps a valid document valid.
+    """
     feature, _, _ = FEATURES[method]
     try:
         answer = feature(question, params)
@@ -128,7 +131,7 @@ def _place(sent: dict[str, int]) -> Place:
 
 
 def _check_tokens(data: list[int], lines: Lines, encoding: Encoding) -> None:
-    """Tokens go on in the order of the document and end on their line."""
+    """Check that tokens are in document order and end on their line."""
     expect(
         len(data) % 5 == 0 and all(number >= 0 for number in data),
         "tokens that are not five numbers each",
@@ -143,7 +146,7 @@ def _check_tokens(data: list[int], lines: Lines, encoding: Encoding) -> None:
 
 
 def _check_completion(items: list[dict[str, Any]], cursor: Place) -> None:
-    """What is offered replaces a range of the line of the cursor that holds the cursor."""
+    """Check that each completion replaces a range of the cursor's line that contains the cursor."""
     for item in items:
         edit = item.get("textEdit")
         expect(edit is not None, f"an offer without an edit: {item['label']}")
@@ -154,7 +157,7 @@ def _check_completion(items: list[dict[str, Any]], cursor: Place) -> None:
 
 
 def _check_rename(question: Question, sent: dict[str, Any]) -> None:
-    """The edits do not overlap, and a contract without errors has none after them."""
+    """Check that edits do not overlap, and that a contract without errors stays without errors."""
     snapshot, encoding = question.snapshot, question.encoding
     lines = snapshot.document.lines
     edits = [
@@ -172,7 +175,7 @@ def _check_rename(question: Question, sent: dict[str, Any]) -> None:
 
 
 def same_findings(snapshot: Snapshot, sink: Sink, name: str) -> bool:
-    """Return whether a server finds in a document what a check of it finds."""
+    """Return whether a server and a check report the same findings."""
     here = [(d.code.id, d.span) for d in snapshot.findings if d.source == snapshot.source]
     there = [(d.code.id, d.span) for d in sink if d.source is not None and d.source.name == name]
     return here == there

@@ -1,4 +1,4 @@
-"""The examination of a document finds defects that are planted in the program."""
+"""The examination of a document finds planted defects of the program."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ NOTED = completed("clauses:\n  A: {require: p99(klx) <= 0.02, level: L2}\n").enc
 
 
 def failure(data: bytes = GOOD, **options: Any) -> tuple[str, str]:
-    """Return the stage and the kind of what is wrong with a document."""
+    """Return the stage and the kind of the first violation in a document."""
     found = examine(data, Path(), **options).failure
     assert found is not None
     return found.stage, found.key
 
 
-def test_sound_documents_have_nothing_wrong() -> None:
+def test_valid_documents_violate_no_property() -> None:
     good = examine(GOOD, Path(), before=NOTED, served=True, solved=True)
     assert (good.outcome, good.failure, good.changed) == ("accepted", None, True)
     assert {"solver", "server", "textDocument/rename", "edit", "sarif"} <= set(good.times)
@@ -66,26 +66,26 @@ def test_sound_documents_have_nothing_wrong() -> None:
     assert (broken.outcome, broken.failure) == ("not YAML", None)
 
 
-def test_a_formatter_that_changes_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_a_formatter_that_changes_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     text = Printer.text
     changed = {"0.02": "0.03", "> 128": "> 256"}
     monkeypatch.setattr(Printer, "text", lambda self: replaced(text(self), changed))
     assert failure() == ("format", "refused to format")
     assert failure(LIBRARY) == ("format", "refused to format")
-    # Without its own check, the other meaning shows.
+    # Without the formatter's own check, the changed meaning is found.
     monkeypatch.setattr("kcdsl.format.document._keeps", lambda *_: True)
     assert failure() == ("meaning", "formatted means something else")
     assert failure(LIBRARY) == ("meaning", "formatted means something else")
 
 
 def replaced(text: str, changes: dict[str, str]) -> str:
-    """Return a text with some words for others."""
+    """Return a text with words replaced."""
     for old, new in changes.items():
         text = text.replace(old, new)
     return text
 
 
-def test_a_formatter_that_has_to_quote_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_a_formatter_that_quotes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     text = Printer.text
     lose = {"0.02": "0.03"}
     monkeypatch.setattr(
@@ -103,7 +103,7 @@ def test_a_formatter_that_has_to_quote_everything(monkeypatch: pytest.MonkeyPatc
         (r"\n", "\n\n", "formatted twice is another text"),
     ],
 )
-def test_a_formatter_that_loses_or_moves(
+def test_finds_a_formatter_that_loses_or_moves_comments(
     monkeypatch: pytest.MonkeyPatch, pattern: str, new: str, key: str
 ) -> None:
     text = Printer.text
@@ -123,7 +123,7 @@ def checked_by(monkeypatch: pytest.MonkeyPatch, check: Callable[..., Any]) -> No
     monkeypatch.setattr("kcdsl.check.compile.check_clause", planted)
 
 
-def test_a_checker_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_a_checker_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: dict[str, str] = {}
     checked_by(monkeypatch, lambda *_: nothing["x"])
     stage, key = failure()
@@ -136,7 +136,7 @@ def test_a_checker_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("sleeping", [False, True])
-def test_a_checker_that_hangs(monkeypatch: pytest.MonkeyPatch, sleeping: bool) -> None:
+def test_finds_a_checker_that_hangs(monkeypatch: pytest.MonkeyPatch, sleeping: bool) -> None:
     def hang(*_: object) -> None:
         while True:
             if sleeping:
@@ -146,7 +146,7 @@ def test_a_checker_that_hangs(monkeypatch: pytest.MonkeyPatch, sleeping: bool) -
     assert failure(seconds=0.05) == ("lint", "hang")
 
 
-def test_a_hang_that_the_checker_catches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_a_hang_that_the_checker_catches(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*_: object) -> None:
         try:
             while True:
@@ -159,7 +159,7 @@ def test_a_hang_that_the_checker_catches(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("span", [Span(0, 10**6), Span(5, 4), Span(-1, 2)])
-def test_a_finding_outside_the_file(monkeypatch: pytest.MonkeyPatch, span: Span) -> None:
+def test_finds_a_finding_outside_the_file(monkeypatch: pytest.MonkeyPatch, span: Span) -> None:
     def misplace(raw: Any, scope: Any, reporter: Any) -> None:
         reporter.warning(UNUSED_TABLE, "misplaced", span, "look elsewhere")
 
@@ -167,14 +167,14 @@ def test_a_finding_outside_the_file(monkeypatch: pytest.MonkeyPatch, span: Span)
     assert failure() == ("findings", "place outside the file")
 
 
-def test_a_place_that_an_editor_takes_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_a_wrong_editor_position(monkeypatch: pytest.MonkeyPatch) -> None:
     offset = Lines.offset
     monkeypatch.setattr(Lines, "offset", lambda self, *place: max(0, offset(self, *place) - 1))
     assert failure(NOTED)[0] == "findings"
     assert failure(NOTED)[1].startswith("another place in ")
 
 
-def test_an_error_that_leaves_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_a_program_returned_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgiving(source: Any, sink: Sink, *rest: Any) -> Any:
         analysis = analyse(source, sink, *rest)
         sink.add(Diagnostic(UNKNOWN_METRIC, "planted", source, Span(0, 0)))
@@ -185,7 +185,7 @@ def test_an_error_that_leaves_a_program(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_that_loses_a_finding(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_finds_a_format_that_loses_a_finding(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def forgetful(found: Any, format: str, *rest: Any) -> str:
         return render(found[1:] if format == name else found, format, *rest)
 
@@ -194,26 +194,24 @@ def test_a_format_that_loses_a_finding(monkeypatch: pytest.MonkeyPatch, name: st
     assert (stage, key.partition(":")[0]) == (name, name)
 
 
-def test_a_terminal_that_is_told_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shy(found: Any, format: str, stream: Any, *rest: Any) -> str:
+def test_finds_terminal_output_that_lacks_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_text(found: Any, format: str, stream: Any, *rest: Any) -> str:
         return "\x1b[31m\x1b[0m" if stream is not None else render(found, format, stream, *rest)
 
-    monkeypatch.setattr("tests.fuzz.findings.render", shy)
+    monkeypatch.setattr("tests.fuzz.findings.render", without_text)
     assert failure(NOTED) == ("colours", "text")
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_with_what_does_not_belong_there(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    def careless(found: Any, format: str, *rest: Any) -> str:
+def test_finds_invalid_content_in_a_format(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def malformed(found: Any, format: str, *rest: Any) -> str:
         return render(found, format, *rest) + ("\x1b[" if format == name else "")
 
-    monkeypatch.setattr("tests.fuzz.findings.render", careless)
+    monkeypatch.setattr("tests.fuzz.findings.render", malformed)
     assert failure(NOTED)[0] == name
 
 
-def test_a_map_that_misses_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_a_map_that_misses_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
     def partial(source: SourceFile, scalar: Any) -> Any:
         return map_scalar(SourceFile(source.name, source.text.replace("long", "lonh")), scalar)
 
@@ -221,7 +219,7 @@ def test_a_map_that_misses_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failure() == ("places", "unmapped plain")
 
 
-def test_a_program_that_is_another_when_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_a_program_that_a_round_trip_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "tests.fuzz.examination.document",
         lambda program: document(program).replace(b"1/50", b"1/40"),
@@ -229,30 +227,30 @@ def test_a_program_that_is_another_when_read_back(monkeypatch: pytest.MonkeyPatc
     assert failure()[0] == "program"
 
 
-def test_a_question_that_no_solver_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_smtlib_that_solvers_reject(monkeypatch: pytest.MonkeyPatch) -> None:
     consistency = smtlib.consistency
     monkeypatch.setattr(smtlib, "consistency", lambda program: consistency(program) + "(assert")
     assert failure(solved=True) == ("solver", "z3 does not read it")
 
 
-def test_fixes_that_make_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_fixes_that_introduce_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     harm(monkeypatch, lambda text: replaced(text, {"version: 1.0.0\n": "", "contract": "contrac"}))
     assert failure(NOTED) == ("fix", "fixes make errors")
 
 
-def test_fixes_after_which_nothing_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_fixes_that_make_a_document_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
     harm(monkeypatch, lambda text: text + "]")
     assert failure(NOTED) == ("fix", "fixes make it unreadable")
 
 
-def test_safe_fixes_that_change_the_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_safe_fixes_that_change_the_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     harm(monkeypatch, lambda text: text.replace("5%", "6%"))
     unused = "tables: {t: {unit: nats, rows: [{where: length < 9, value: 1}], otherwise: 2}}\n"
     assert failure(completed(unused).encode()) == ("fix", "safe fixes change the meaning")
 
 
 def harm(monkeypatch: pytest.MonkeyPatch, harm: Callable[[str], str]) -> None:
-    """Let fixes do something else."""
+    """Replace the effect of fixes."""
 
     def after(state: Any, chosen: Any) -> Any:
         source = SourceFile(state.source.name, harm(state.source.text))
@@ -261,7 +259,7 @@ def harm(monkeypatch: pytest.MonkeyPatch, harm: Callable[[str], str]) -> None:
     monkeypatch.setattr(fixing._State, "after", after)
 
 
-def test_an_edit_after_which_findings_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_an_incremental_check_that_misses_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(self: Incremental, *_: Any, **__: Any) -> Any:
         return None, Sink()
 
@@ -272,7 +270,7 @@ def test_an_edit_after_which_findings_are_missed(monkeypatch: pytest.MonkeyPatch
 
 
 def silent(source: SourceFile, sink: Sink, *rest: Any) -> Any:
-    """Check a document and forget what is no error."""
+    """Check a document and drop everything but errors."""
     analysis = analyse(source, sink, *rest)
     sink.found[:] = [found for found in sink if found.severity is Severity.ERROR]
     return analysis
@@ -282,7 +280,7 @@ def silent(source: SourceFile, sink: Sink, *rest: Any) -> Any:
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, method: str, change: Callable[[Any], Any]) -> None:
-    """Let a feature of the server answer something else."""
+    """Replace the answer of a feature of the server."""
     feature, *rest = FEATURES[method]
 
     def planted(question: Any, params: Any) -> Any:
@@ -291,13 +289,13 @@ def answered(monkeypatch: pytest.MonkeyPatch, method: str, change: Callable[[Any
     monkeypatch.setitem(FEATURES, method, (planted, *rest))
 
 
-def test_a_server_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_a_server_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     answered(monkeypatch, lsp.TEXT_DOCUMENT_HOVER, lambda _: 1 // 0)
     stage, key = failure(served=True)
     assert (stage, key.split()[0]) == ("textDocument/hover", "ZeroDivisionError")
 
 
-def test_a_server_that_misses_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_a_server_that_misses_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kcdsl.lsp.text.documents._shown", lambda *_: [])
     assert failure(NOTED, served=True) == ("server", "the server finds something else")
 
@@ -361,7 +359,7 @@ def place(line: int, character: int) -> lsp.Position:
 
 
 def replace_range(symbol: Any, range: lsp.Range) -> Any:
-    """Return a symbol of a flat outline in another place."""
+    """Return a symbol of a flat outline at another range."""
     return lsp.SymbolInformation(lsp.Location(symbol.location.uri, range), symbol.name, symbol.kind)
 
 
@@ -370,25 +368,25 @@ def offers(edit: lsp.TextEdit | None) -> lsp.CompletionList:
 
 
 def twice(edit: lsp.WorkspaceEdit) -> lsp.WorkspaceEdit:
-    """Return every edit of a rename two times."""
+    """Return every edit of a rename twice."""
     changes = edit.changes or {}
     return lsp.WorkspaceEdit({uri: [*found, *found] for uri, found in changes.items()})
 
 
 def first(edit: lsp.WorkspaceEdit) -> lsp.WorkspaceEdit:
-    """Return the first edit of a rename alone."""
+    """Return only the first edit of a rename."""
     changes = edit.changes or {}
     return lsp.WorkspaceEdit({uri: [*found][:1] for uri, found in changes.items()})
 
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED.keys())
-def test_a_server_that_answers_badly(
+def test_finds_invalid_server_answers(
     monkeypatch: pytest.MonkeyPatch, planted: tuple[str, Callable[[Any], Any], str]
 ) -> None:
     method, change, key = planted
     answered(monkeypatch, method, change)
-    # Every place is a cursor, so that one of them is in a name.
+    # Every offset is a cursor, so that one of them is in a name.
     monkeypatch.setattr(serving, "cursors", lambda text: list(range(len(text))))
     found = failure(GOOD, served=True)
     assert found[0] == method
@@ -398,7 +396,7 @@ def test_a_server_that_answers_badly(
 # --- tools ----------------------------------------------------------------------------------------
 
 
-def test_the_limit_counts_work_and_leaves_no_alarm() -> None:
+def test_time_limit_counts_processor_time_and_leaves_no_alarm() -> None:
     def work() -> None:
         with limit(0.05):
             while True:
@@ -407,13 +405,13 @@ def test_the_limit_counts_work_and_leaves_no_alarm() -> None:
     with pytest.raises(Hang):
         work()
     with limit(0.05):
-        time.sleep(0.15)  # a busy machine is no hang
+        time.sleep(0.15)  # a busy machine is not a hang
     begun = time.process_time()
     while time.process_time() - begun < 0.1:
         pass
 
 
-def test_a_document_is_reduced_to_what_shows_the_defect() -> None:
+def test_document_is_reduced_to_the_part_that_reveals_the_defect() -> None:
     data = b"\n".join(b"line %d" % n for n in range(40)) + b"\nx: [bad\n"
     assert reduce(data, lambda d: b"[b" in d) == b"[b"
     assert reduce("é\n[b".encode(), lambda d: "é".encode() in d) == "é".encode()

@@ -1,4 +1,4 @@
-"""Mutants of every kind keep every promise; `make fuzz-language` examines many more of them."""
+"""Mutants of every kind keep every property; `make fuzz-language` examines many more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fuzz.seeds import generated_seed, good_seeds, readable_seeds, seeds
 
 @pytest.mark.full
 @pytest.mark.parametrize("count", [120, pytest.param(3_000, marks=pytest.mark.slow)])
-def test_mutants_keep_every_promise(count: int) -> None:
+def test_mutants_keep_every_property(count: int) -> None:
     tally = run(0, range(count))
     shown = [(f.number, f.failure.stage, f.failure.detail[-2000:]) for f in tally.findings]
     assert not shown, shown[:3]
@@ -37,7 +37,7 @@ def test_mutants_keep_every_promise(count: int) -> None:
 
 
 @pytest.mark.full
-def test_a_mutant_is_made_from_numbers_alone() -> None:
+def test_mutant_is_determined_by_its_numbers() -> None:
     assert [mutant(3, n).data for n in range(60)] == [mutant(3, n).data for n in range(60)]
     assert len({mutant(3, n).data for n in range(60)}) > 50
     assert mutant(3, 1).data != mutant(4, 1).data
@@ -45,7 +45,7 @@ def test_a_mutant_is_made_from_numbers_alone() -> None:
     assert [mutant(3, n).kind for n in range(6)] == ["bytes", "tokens", "trees"] * 2
 
 
-def test_the_seeds_are_those_of_the_repository(repository: Path) -> None:
+def test_seeds_are_those_of_the_repository(repository: Path) -> None:
     names = {seed.name for seed in seeds()}
     assert "examples/tiny_lm/contract.yaml" in names
     assert sum(name.startswith("grammar/corpus/rejected/") for name in names) > 50
@@ -76,7 +76,7 @@ def sleeps_at_seven(made: Mutant) -> Examined:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_campaign_counts_every_mutant_once(workers: int) -> None:
+def test_campaign_counts_every_mutant_once(workers: int) -> None:
     counts: list[int] = []
     tally = run(
         1,
@@ -95,9 +95,7 @@ def test_a_campaign_counts_every_mutant_once(workers: int) -> None:
 @pytest.mark.parametrize(
     ("examining", "key"), [(ends_at_seven, "ended"), (sleeps_at_seven, "hang")]
 )
-def test_a_worker_that_is_lost_is_a_finding(
-    examining: Callable[[Mutant], Examined], key: str
-) -> None:
+def test_lost_worker_is_a_finding(examining: Callable[[Mutant], Examined], key: str) -> None:
     tally = run(1, range(12), workers=2, examining=examining, silence=2.0)
     assert [(f.number, f.failure.key) for f in tally.findings] == [(7, key)]
     assert tally.examined == 12
@@ -105,7 +103,7 @@ def test_a_worker_that_is_lost_is_a_finding(
     assert data == mutant(1, finding.number).data
 
 
-def test_findings_become_figures(tmp_path: Path, follows: Callable[..., None]) -> None:
+def test_findings_are_counted_in_figures(tmp_path: Path, follows: Callable[..., None]) -> None:
     def examining(made: Mutant) -> Examined:
         failure = {
             1: Failure("lint", "KeyError in terms.py:read", "Traceback", raised=True),

@@ -1,4 +1,4 @@
-"""Documents that fuzzing found defects with, made small. Each of them is examined again."""
+"""Reduced documents that once revealed defects."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ FOUND = {
 @pytest.mark.sample(49)
 @pytest.mark.parametrize("data", FOUND.values(), ids=FOUND.keys())
 @pytest.mark.parametrize("windows", [False, True], ids=["lf", "crlf"])
-def test_what_was_found_is_right_now(data: bytes, windows: bool, tmp_path: Path) -> None:
+def test_documents_of_fixed_defects_violate_no_property(
+    data: bytes, windows: bool, tmp_path: Path
+) -> None:
     if windows:
         data = data.replace(b"\n", b"\r\n")
     found = examine(data, tmp_path, before=completed("").encode())
@@ -96,7 +98,7 @@ def test_what_was_found_is_right_now(data: bytes, windows: bool, tmp_path: Path)
 
 @pytest.mark.parametrize("sign", ["\r", "\x85", "\u2028", "\u2029"])
 @pytest.mark.parametrize("text", ["a: b # c{}clauses: d\n", "a: b{}  c\n", "a: |\n  b{}  c\n"])
-def test_what_ends_a_line_for_some_readers_is_refused(sign: str, text: str) -> None:
+def test_line_separators_of_other_readers_are_refused(sign: str, text: str) -> None:
     sink = Sink()
     source = SourceFile("c", text.format(sign))
     assert analyse(source, sink).root is None
@@ -142,13 +144,13 @@ def taken(begun: float) -> float:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("text", LARGE.values(), ids=LARGE.keys())
-def test_a_large_document_does_not_take_long(text: str) -> None:
+def test_large_document_is_checked_in_time(text: str) -> None:
     source, sink = SourceFile("c.kc.yaml", completed(text)), Sink()
     begun = time.process_time()
     analyse(source, sink)
     assert taken(begun) < SECONDS
     begun = time.process_time()
-    with suppress(Refusal):  # of what has too many findings
+    with suppress(Refusal):  # because of too many findings
         format_text(source, Sink())
     assert taken(begun) < SECONDS
     for name in FORMATS:
@@ -157,7 +159,7 @@ def test_a_large_document_does_not_take_long(text: str) -> None:
         assert taken(begun) < SECONDS, name
 
 
-def test_a_question_about_requests_has_a_bound() -> None:
+def test_predicate_questions_have_a_size_limit() -> None:
     from fractions import Fraction
 
     tests = tuple(FieldTest("length", "==", Fraction(n)) for n in range(3_000))
@@ -170,7 +172,7 @@ def test_a_question_about_requests_has_a_bound() -> None:
     assert witness == {"length": Fraction(4)}
 
 
-def test_places_on_a_long_line_do_not_take_long() -> None:
+def test_positions_on_a_long_line_are_found_in_time() -> None:
     lines = Lines("é" * 50_000 + "😀")
     begun = time.process_time()
     for encoding in Encoding:

@@ -49,13 +49,13 @@ def delete(data: bytes, _: bytes, random: Random) -> bytes:
 
 
 def truncate(data: bytes, _: bytes, random: Random) -> bytes:
-    """Cut the end off, or the beginning."""
+    """Cut off the end or the beginning."""
     at = _place(data, random)
     return data[:at] if random.random() < 0.8 else data[at:]
 
 
 def splice(data: bytes, other: bytes, random: Random) -> bytes:
-    """Go on with another document."""
+    """Continue with another document."""
     return data[: _place(data, random)] + other[_place(other, random) :]
 
 
@@ -67,7 +67,7 @@ def borrow(data: bytes, other: bytes, random: Random) -> bytes:
 
 
 def damage(data: bytes, _: bytes, random: Random) -> bytes:
-    """Write bytes that are no UTF-8, or that UTF-8 gives a meaning of its own."""
+    """Write bytes that are invalid or special in UTF-8."""
     start, end = _range(data, random)
     return data[:start] + random.choice(_DAMAGE) + data[random.choice((start, end)) :]
 
@@ -89,7 +89,7 @@ def line_ends(data: bytes, _: bytes, random: Random) -> bytes:
 
 
 def lines(data: bytes, other: bytes, random: Random) -> bytes:
-    """Drop, double, swap, move in or borrow a line."""
+    """Drop, duplicate, swap, move or borrow a line."""
     found, theirs = data.split(b"\n"), other.split(b"\n")
     at, to = random.randrange(len(found)), random.randrange(len(found))
     match random.randrange(5):
@@ -107,7 +107,7 @@ def lines(data: bytes, other: bytes, random: Random) -> bytes:
 
 
 def tokens(data: bytes, other: bytes, random: Random) -> bytes:
-    """Double, drop, swap or replace a token."""
+    """Duplicate, drop, swap or replace a token."""
     found = _TOKEN.findall(data.decode("utf-8", "replace"))
     if not found:
         return random.choice(EVERYTHING).encode()
@@ -129,7 +129,7 @@ def tokens(data: bytes, other: bytes, random: Random) -> bytes:
 
 
 def names(data: bytes, _: bytes, random: Random) -> bytes:
-    """Write one name of the document in the place of another."""
+    """Replace one name of the document by another."""
     text = data.decode("utf-8", "replace")
     found = list(_WORD.finditer(text))
     if not found:

@@ -1,4 +1,4 @@
-"""Mutations of the tree of a document, which is then written in styles by chance."""
+"""Mutations of the tree of a document, serialised in random styles."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _tree(node: yaml.Node) -> Tree:
 
 
 def copied(tree: Tree) -> Tree:
-    """Return a tree that can be changed alone."""
+    """Return a deep copy of a tree."""
     if isinstance(tree, Leaf):
         return Leaf(tree.text, tree.style)
     return Branch(
@@ -100,7 +100,7 @@ def expressions(tree: Tree) -> list[Leaf]:
 
 
 def change(tree: Tree, other: Tree, random: Random) -> None:
-    """Change one thing of a tree; `other` is there to borrow from."""
+    """Make one change to a tree; `other` is a source of parts."""
     places = [(branch, i) for branch in branches(tree) for i in range(len(branch.parts))]
     written = expressions(tree)
     if written and random.random() < 0.4:
@@ -175,7 +175,7 @@ def _other_kind(value: Tree, random: Random) -> Tree:
 
 
 def _rewrite(leaf: Leaf, others: list[Leaf], random: Random) -> None:
-    """Change an expression as an expression."""
+    """Change an expression by the rules of expressions."""
     text = leaf.text
     words = _WORD.findall(" ".join(other.text for other in others)) or ["x"]
     match random.randrange(10):
@@ -217,7 +217,7 @@ def _once(pattern: re.Pattern[str], text: str, new: str, random: Random) -> str:
 
 
 class Writer:
-    """Writes a tree; block or flow, indentation, quotation marks and comments by chance."""
+    """Write a tree with random block or flow style, indentation, quotation marks and comments."""
 
     def __init__(self, random: Random, comments: float) -> None:
         self._random = random
@@ -308,7 +308,7 @@ Change = Callable[[bytes, bytes, Random], bytes]
 
 
 def trees(data: bytes, other: bytes, random: Random) -> bytes:
-    """Change a tree in a few places and write it anew."""
+    """Change a tree in a few places and serialise it."""
     tree, theirs = read(data), read(other)
     if tree is None:
         return data

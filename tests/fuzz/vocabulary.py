@@ -1,4 +1,4 @@
-"""Words that have broken YAML readers, parsers and printers before, and words of the language."""
+"""Words that have broken YAML readers, parsers and printers, and words of the language."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A limit on the time that a piece of work may take."""
+"""A time limit for a block of code."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ PATIENCE = 30
 
 
 class Hang(Exception):
-    """Raised inside work that takes longer than its limit."""
+    """Raised inside code that exceeds its limit."""
 
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raise Hang in the body, or after it, once it has used so much processor time, or has lasted
-    thirty times as long.
+    """Raise Hang in or after the body once it exceeds the limit of processor time.
 
-    Processor time first: a busy machine is no hang. Main thread only.
+    A wall-clock limit of thirty times as much applies too: a busy machine is not a hang. Main
+    thread only.
     """
 
     caught: list[str] = []
@@ -42,5 +42,5 @@ def limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGPROF, before[0])
         signal.signal(signal.SIGALRM, before[1])
-    if caught:  # and the work went on
+    if caught:  # and the code continued
         raise Hang(caught[0])

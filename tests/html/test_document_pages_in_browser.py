@@ -36,13 +36,13 @@ def certificate(name: str) -> str:
 
 
 def comparison() -> str:
-    """Return the page of two runs that differ in every direction, with bands and a floor."""
+    """Return the page of two runs that differ in every direction, with bands and a noise floor."""
     one, two = evidence(drift=1e-2), evidence(drift=5e-2, seed=0)
     return comparison_page(compare_runs(one, two, history={}, references={}))
 
 
 def fleet() -> str:
-    """Return the page of five kernels that agree, disagree or are open, in two classes."""
+    """Return the page of five kernels that agree, disagree or are undecided, in two classes."""
     kernels = tuple(
         FleetKernel(f"K{n}", f"vendor.attention.kernel-{n}", f"{n:064x}") for n in range(1, 6)
     )
@@ -63,14 +63,14 @@ def fleet() -> str:
 
 
 def causes(folder: Path) -> str:
-    """Return the page of a model update that interacts with new kernels, one run not in place."""
+    """Return the page of a model update that interacts with new kernels, with one run misplaced."""
     scene = both(folder, {("new", "new")})
     others = (("old", "new"), ("new", "old"), ("old", "old"))
     return causes_page(scene.why(("new", "new"), *others))
 
 
 def undecided(folder: Path) -> str:
-    """Return the page of a failure about which runs are missing."""
+    """Return the page of a failure for which runs are missing."""
     return causes_page(both(folder, {("new", "new")}).why(("new", "new")))
 
 
@@ -100,7 +100,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)]
 )
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_whole_quiet_and_readable(
+def test_page_loads_nothing_logs_nothing_and_has_contrast(
     chromium: Browser, files: dict[str, Path], name: str, width: int, dark: bool
 ) -> None:
     page = chromium.open(files[name], width=width, dark=dark)
@@ -124,7 +124,7 @@ def test_a_page_is_whole_quiet_and_readable(
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_no_text_of_a_cell_is_cut_or_lies_on_another(
+def test_cell_texts_are_neither_cut_nor_overlapping(
     chromium: Browser, files: dict[str, Path], name: str
 ) -> None:
     page = chromium.open(files[name], width=1280)

@@ -74,7 +74,7 @@ def e2() -> dict[str, Any]:
     ("width", "dark"), [(1280, False), (1280, True), (400, False), (400, True)]
 )
 @pytest.mark.parametrize("kind", ["e1", "e2"])
-def test_a_page_is_whole_quiet_and_readable(
+def test_experiment_page_loads_nothing_and_has_contrast(
     chromium: Browser, tmp_path: Path, kind: str, width: int, dark: bool
 ) -> None:
     file = tmp_path / f"{kind}.html"
@@ -88,7 +88,7 @@ def test_a_page_is_whole_quiet_and_readable(
     assert wide <= there
     assert page.evaluate("document.scripts.length") == 0
     contrasts = page.evaluate(CONTRAST)
-    if kind == "e2":  # what stands on a coloured cell is tested below
+    if kind == "e2":  # texts on coloured cells are tested below
         contrasts = [found for found in contrasts if found[1] != "text"]
     assert len(contrasts) > 10
     assert [found for found in contrasts if found[0] < 4.5] == []
@@ -96,7 +96,7 @@ def test_a_page_is_whole_quiet_and_readable(
     assert page.evaluate(unreachable) == 0
 
 
-def test_maps_keep_inside_of_their_frames(chromium: Browser, tmp_path: Path) -> None:
+def test_heat_maps_stay_inside_their_frames(chromium: Browser, tmp_path: Path) -> None:
     file = tmp_path / "e2.html"
     file.write_text(experiment_page(e2()), encoding="utf-8")
     page = chromium.open(file, width=1280)
@@ -119,7 +119,7 @@ def _luminance(colour: str) -> float:
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
 
-def test_what_stands_on_a_cell_can_be_read_at_any_rate() -> None:
+def test_cell_texts_have_contrast_at_any_rate() -> None:
     found = 0
     for one in maps(e2()):
         for colour, ink in re.findall(

@@ -19,7 +19,7 @@ KINDS = ("violated", "held", "open", "encoder", "one metric", "nothing")
 
 @pytest.fixture(params=[(1280, False), (1280, True), (390, False), (390, True)])
 def look(request: pytest.FixtureRequest) -> tuple[int, bool]:
-    """Return (width, dark): a desk and a phone, in both schemes."""
+    """Return (width, dark): desktop and phone, in both colour schemes."""
     found: tuple[int, bool] = request.param
     return found
 
@@ -30,7 +30,7 @@ def opened(chromium: Browser, file: Path, look: tuple[int, bool]) -> Page:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_page_is_whole_quiet_and_readable(
+def test_every_page_loads_nothing_and_has_contrast(
     chromium: Browser, shown_pages: dict[str, Path], look: tuple[int, bool], kind: str
 ) -> None:
     page = opened(chromium, shown_pages[kind], look)
@@ -47,7 +47,7 @@ def test_every_page_is_whole_quiet_and_readable(
     assert [found for found in contrasts if found[0] < 4.5] == []
 
 
-def test_the_scheme_of_the_reader_is_followed(
+def test_preferred_colour_scheme_is_followed(
     chromium: Browser, shown_pages: dict[str, Path]
 ) -> None:
     grounds, bars = [], []
@@ -60,7 +60,7 @@ def test_the_scheme_of_the_reader_is_followed(
 
 
 @pytest.mark.parametrize("kind", ["violated", "held", "encoder", "one metric"])
-def test_charts_draw_something_inside_of_their_frames(
+def test_charts_draw_inside_their_frames(
     chromium: Browser, shown_pages: dict[str, Path], kind: str
 ) -> None:
     page = opened(chromium, shown_pages[kind], (1280, False))
@@ -78,7 +78,7 @@ def test_charts_draw_something_inside_of_their_frames(
     assert len(ids) == len(set(ids))
 
 
-def test_the_verdict_stands_at_the_top_with_what_is_violated(
+def test_verdict_and_violations_are_at_the_top(
     chromium: Browser, shown_pages: dict[str, Path]
 ) -> None:
     page = opened(chromium, shown_pages["violated"], (1280, False))
@@ -90,7 +90,7 @@ def test_the_verdict_stands_at_the_top_with_what_is_violated(
     assert any("N-KL" in words and "all" in words and "times the limit" in words for words in first)
 
 
-def test_a_page_works_from_the_keyboard_and_without_scripts(
+def test_page_works_with_the_keyboard_and_without_scripts(
     chromium: Browser, shown_pages: dict[str, Path]
 ) -> None:
     page = opened(chromium, shown_pages["violated"], (1280, False))
@@ -108,7 +108,7 @@ def test_a_page_works_from_the_keyboard_and_without_scripts(
     assert links == 0
 
 
-def test_a_lost_colour_or_a_wide_word_would_be_seen(
+def test_low_contrast_and_wide_words_are_detected(
     chromium: Browser, shown_pages: dict[str, Path], tmp_path: Path
 ) -> None:
     sound = shown_pages["held"].read_text(encoding="utf-8")

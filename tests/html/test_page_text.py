@@ -1,4 +1,4 @@
-"""The page as text: everything foreign is escaped, and nothing is loaded from elsewhere."""
+"""The page as text: foreign text is escaped, and nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Elements(HTMLParser):
         return {name for name, _ in self.found}
 
 
-def poisoned(value: Any, text: str) -> Any:
-    """Return a document with markup added to every text in it that no schema fixes."""
+def with_markup(value: Any, text: str) -> Any:
+    """Return a document with markup added to every free text."""
     if isinstance(value, dict):
-        return {name: poisoned(part, text) for name, part in value.items()}
+        return {name: with_markup(part, text) for name, part in value.items()}
     if isinstance(value, list):
-        return [poisoned(part, text) for part in value]
+        return [with_markup(part, text) for part in value]
     return value + text if isinstance(value, str) else value
 
 
@@ -50,7 +50,7 @@ FIXED = ("verdict", "unit", "op", "level", "evidence", "outcome", "scale", "bett
 
 
 def kept(document: Any, original: Any) -> Any:
-    """Put back what is no free text: words that the program chooses among."""
+    """Restore texts that are not free: words from a fixed set."""
     if isinstance(document, dict):
         return {
             name: original[name] if name in FIXED else kept(part, original[name])
@@ -61,10 +61,10 @@ def kept(document: Any, original: Any) -> Any:
     return document
 
 
-def test_markup_in_any_text_of_a_report_is_shown_and_not_obeyed(attribution: Any) -> None:
+def test_markup_in_any_text_of_a_report_is_escaped(attribution: Any) -> None:
     original = conclude(evidence()).to_json()
-    foreign = kept(poisoned(copy.deepcopy(original), ATTACK), original)
-    source = kept(poisoned(copy.deepcopy(attribution), ATTACK), attribution)
+    foreign = kept(with_markup(copy.deepcopy(original), ATTACK), original)
+    source = kept(with_markup(copy.deepcopy(attribution), ATTACK), attribution)
     sound = Elements(page(original, attribution))
     found = Elements(page(foreign, source))
     assert found.names == sound.names
@@ -76,7 +76,7 @@ def test_markup_in_any_text_of_a_report_is_shown_and_not_obeyed(attribution: Any
     assert ">49<" not in page(foreign)
 
 
-def test_markup_in_names_of_slices_clauses_and_requests_reaches_the_page_as_text() -> None:
+def test_markup_in_names_is_escaped() -> None:
     found = evidence(
         (clause(ATTACK, "max", "kl", "1/1000000"),), name=ATTACK, ids=dict.fromkeys([3], ATTACK)
     )
@@ -85,7 +85,7 @@ def test_markup_in_names_of_slices_clauses_and_requests_reaches_the_page_as_text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
 
 
-def test_commands_between_backticks_are_code_and_markup_in_them_is_text() -> None:
+def test_commands_in_backticks_are_code_with_escaped_markup() -> None:
     report = conclude(evidence()).to_json()
     report["deferred"] = {
         "N-1": "`kcdsl verify` decides it",
@@ -99,7 +99,7 @@ def test_commands_between_backticks_are_code_and_markup_in_them_is_text() -> Non
     assert text.count("`") == 1
 
 
-def test_a_page_names_no_address_to_load_from(attribution: Any) -> None:
+def test_page_contains_no_external_address(attribution: Any) -> None:
     text = page(conclude(evidence()).to_json(), attribution)
     assert re.findall(r"https?:|//[a-z]|@import|url\(", text) == []
     loading = [
@@ -112,7 +112,7 @@ def test_a_page_names_no_address_to_load_from(attribution: Any) -> None:
     assert "default-src 'none'" in text
 
 
-def test_the_page_says_by_what_whole_models_were_bounded() -> None:
+def test_page_states_the_method_of_whole_model_bounds() -> None:
     document = conclude(evidence()).to_json()
     for row in document["clauses"]:
         beside = {"measured": {"p50": 1e-6, "p99": 1e-6, "worst": 1e-6}}
@@ -123,12 +123,12 @@ def test_the_page_says_by_what_whole_models_were_bounded() -> None:
     assert "Requests with a bound of the whole model: 2 by affine forms, 1 by fewer passes." in text
 
 
-def test_the_same_report_gives_the_same_page() -> None:
+def test_page_is_deterministic() -> None:
     document = conclude(evidence()).to_json()
     assert page(document) == page(copy.deepcopy(document))
 
 
-def test_a_report_without_charts_and_additions_of_later_versions_has_a_page() -> None:
+def test_reports_of_earlier_versions_have_a_page() -> None:
     document = conclude(evidence()).to_json()
     for name in ("charts", "warnings", "bounding"):
         del document[name]
@@ -140,7 +140,7 @@ def test_a_report_without_charts_and_additions_of_later_versions_has_a_page() ->
 
 
 @pytest.mark.parametrize("verdict", ["held", "violated", "inconclusive", "invalid_evidence"])
-def test_only_a_held_contract_looks_held(verdict: str) -> None:
+def test_only_a_held_contract_has_the_style_of_held(verdict: str) -> None:
     document = conclude(evidence((clause("N-KL", "max", "kl", "10"),))).to_json()
     document["verdict"] = verdict
     for row in document["clauses"]:
@@ -156,7 +156,7 @@ def test_only_a_held_contract_looks_held(verdict: str) -> None:
     assert set(cells) == {verdict}
 
 
-def test_a_share_is_not_what_is_read_first_of_a_clause_that_is_not_decided() -> None:
+def test_undecided_clause_does_not_lead_with_its_share() -> None:
     (row,) = conclude(evidence((clause("N-KL", "max", "kl", "10"),))).to_json()["clauses"]
     firsts = {}
     for verdict in ("held", "violated", "inconclusive", "invalid_evidence"):
@@ -172,7 +172,7 @@ def test_a_share_is_not_what_is_read_first_of_a_clause_that_is_not_decided() -> 
     }
 
 
-def test_one_reason_of_many_results_is_one_finding_that_names_them_all() -> None:
+def test_shared_reason_is_one_finding_that_names_all_results() -> None:
     check = Precheck("temperature_fit", "failed", "T = 0.7 explains it", 0.7, blocking=True)
     document = conclude(evidence(prechecks=(check,))).to_json()
     (found,) = findings(document)
@@ -185,7 +185,7 @@ def test_one_reason_of_many_results_is_one_finding_that_names_them_all() -> None
     assert text.count('<li class="finding') == 1
 
 
-def test_the_heat_map_shows_the_worst_part_of_a_conjunction() -> None:
+def test_heat_map_shows_the_worst_part_of_a_conjunction() -> None:
     (row,) = conclude(evidence((clause("N-KL", "max", "kl", "10"),))).to_json()["clauses"]
     worse = {**row, "verdict": "violated", "exceedance": {**row["exceedance"], "k": 1, "rate": 0.5}}
     (line,) = heatmap([row, worse]).rows
@@ -194,7 +194,7 @@ def test_the_heat_map_shows_the_worst_part_of_a_conjunction() -> None:
     assert (cell.verdict, cell.share) == ("violated", "50.0%")
 
 
-def test_a_share_is_whole_only_where_it_is_exactly_that() -> None:
+def test_share_of_100_percent_is_shown_only_if_exact() -> None:
     (row,) = conclude(evidence((clause("N-KL", "max", "kl", "10"),))).to_json()["clauses"]
     for rate, shown in ((0.0, "100%"), (1e-9, "99.9%"), (1.0, "0%"), (1 - 1e-9, "0.1%")):
         one = {**row, "exceedance": {**row["exceedance"], "rate": rate}}
@@ -203,7 +203,7 @@ def test_a_share_is_whole_only_where_it_is_exactly_that() -> None:
         assert cell.share == shown
 
 
-def test_how_far_a_clause_fails_is_said_in_numbers() -> None:
+def test_distance_from_the_threshold_is_stated() -> None:
     rows = {r["clause"]: r for r in conclude(evidence()).to_json()["clauses"]}
     assert re.fullmatch(
         r"0\.00\d+ nat instead of <= 0\.001 nat, \d\.\d+ times the limit", how_far(rows["N-KL"])
@@ -214,7 +214,7 @@ def test_how_far_a_clause_fails_is_said_in_numbers() -> None:
     )
 
 
-def test_ticks_are_round_distinct_and_inside() -> None:
+def test_axis_ticks_are_round_distinct_and_inside() -> None:
     assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(2, 2) == [2]
     assert powers(1e-9, 1e-3) == pytest.approx([10.0**n for n in range(-9, -2)])
@@ -236,5 +236,5 @@ def test_ticks_are_round_distinct_and_inside() -> None:
         (-2e-9, "-2e-9"),
     ],
 )
-def test_numbers_are_brief(value: float, text: str) -> None:
+def test_numbers_are_formatted_briefly(value: float, text: str) -> None:
     assert brief(value) == text

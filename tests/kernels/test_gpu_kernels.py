@@ -1,4 +1,4 @@
-"""Kernels of a CUDA device inside their numerics; both kernels run there, bounds on the CPU."""
+"""Kernels of a CUDA device stay inside their bounds, which are computed on the CPU."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ NEWEST = next(reversed(FP8_UNITS))
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Return a small model whose widths suit every kernel."""
+    """Return a small model whose widths every kernel supports."""
     folder: Path = tmp_path_factory.mktemp("gpu")
     return kernels_device.random_model(folder)
 
 
 def here() -> list[tuple[str, Case]]:
-    """Return the kernels of this device; those of the newest one where there is none."""
+    """Return the kernels of this device, or those of the newest device where there is none."""
     known = torch.cuda.is_available()
     return list(cases(torch.cuda.get_device_capability(0) if known else NEWEST))
 
 
 @pytest.mark.parametrize(("block", "case"), here(), ids=lambda part: getattr(part, "name", part))
-def test_a_kernel_of_the_device_stays_inside(model: Model, block: str, case: Case) -> None:
+def test_drift_on_the_device_is_within_its_bound(model: Model, block: str, case: Case) -> None:
     found = measure(model, case, block)
     assert found.told > 10
     assert found.ratio <= 1

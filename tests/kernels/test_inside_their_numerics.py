@@ -15,8 +15,8 @@ FAST = [c for c in kernels.CASES if c.run != "torch.compile"]
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", FAST, ids=lambda case: case.name)
-def test_real_kernels_stay_inside(case: kernels.Case) -> None:
-    """Attention and feed-forward: two prompts and every odd input, by the tighter domain."""
+def test_real_kernels_stay_within_their_bounds(case: kernels.Case) -> None:
+    """Attention and feed-forward blocks: two prompts and every odd input, by the tighter domain."""
     model = kernels_inputs.loaded("tiny LM")
     running, started = load_kernel(case.ref(), model, "cpu"), kernels.eager("tiny LM")
     factory, drifted = kernels.problem_factory(model, case), 0
@@ -37,8 +37,8 @@ def test_real_kernels_stay_inside(case: kernels.Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", kernels.CASES, ids=lambda case: case.name)
-def test_the_whole_matrix(case: kernels.Case) -> None:
-    """Both models, every text and odd input of the benchmark; compiled kernels among them."""
+def test_all_models_texts_and_kernels_stay_within_their_bounds(case: kernels.Case) -> None:
+    """Both models, every text and odd input of the benchmark, with compiled kernels."""
     found = list(kernels.compare(case))
     assert len(found) > 150
     outside = [c for c in found if not c.ratio <= 1]
@@ -46,7 +46,7 @@ def test_the_whole_matrix(case: kernels.Case) -> None:
     assert sum(math.isfinite(c.bound) for c in found) > len(found) / 2
 
 
-def test_a_drift_against_no_bound_or_no_number_counts() -> None:
+def test_missing_bounds_and_nan_drifts_are_failures() -> None:
     bounds = torch.tensor([1.0, 0.0, 0.0, 2.0, torch.inf, 3.0])
     drift = torch.tensor([0.5, 0.0, 1e-9, torch.nan, 7.0, torch.inf])
     inf = math.inf

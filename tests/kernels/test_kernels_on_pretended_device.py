@@ -1,7 +1,8 @@
-"""Every kernel that a CUDA device can run is loaded and run as there, on a pretended one.
+"""Every kernel of a CUDA device loads and runs on a simulated device.
 
-It refuses mixed devices, and takes what PyTorch's kernels take (tests/support/pretend_device.py):
-the tests of a device (test_gpu_kernels.py) fail here if they would fail there for such a reason.
+The simulation refuses mixed devices and whatever PyTorch's kernels refuse
+(tests/support/pretend_device.py), so test_gpu_kernels.py cannot fail on a real device for such a
+reason.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LOADED = [name for name, one in ADAPTERS.items() if one.tier == "A" and "cuda" i
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Return the model that kernels of a device are measured on."""
+    """Return the model of the kernel measurements."""
     folder: Path = tmp_path_factory.mktemp("pretended")
     return kernels_device.random_model(folder)
 
@@ -59,7 +60,7 @@ def refused(code: Any, *words: str) -> Iterator[None]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("block", "case"), KERNELS, ids=lambda part: getattr(part, "name", part))
-def test_what_is_measured_on_a_device_can_be(
+def test_measured_kernels_load_on_the_device(
     model: Model, block: str, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels_device, "LENGTHS", (1, 2))
@@ -72,8 +73,8 @@ def test_what_is_measured_on_a_device_can_be(
 
 
 @pytest.mark.parametrize("run", [name for name in LOADED if ADAPTERS[name].engine != "compile"])
-def test_logits_of_every_kernel_come_back(model: Model, run: str) -> None:
-    """They are on the CPU, as are blocks, and near those of the training kernel."""
+def test_logits_of_every_kernel_are_returned_on_the_cpu(model: Model, run: str) -> None:
+    """Blocks are on the CPU too, and values are near those of the training kernel."""
     if ADAPTERS[run].engine == "hf":
         (model.checkpoint.path.parent / "config.json").write_text(json.dumps(kernels_device.CONFIG))
     numerics = {} if "float32" in ADAPTERS[run].computes_on("cuda") else {"compute": "bfloat16"}
@@ -89,7 +90,7 @@ def test_logits_of_every_kernel_come_back(model: Model, run: str) -> None:
     assert len(digest) == 64
 
 
-def test_what_a_device_does_not_take_is_refused(odd: Model) -> None:
+def test_unsupported_kernels_are_refused(odd: Model) -> None:
     with pretend_device(HOPPER):
         with refused(KERNEL_NUMERICS, "widths that 16 divides", "k_proj has 16 and 8", "cpu"):
             load_kernel(Case("torch.scaled_mm").ref(), odd, "cuda")
@@ -104,7 +105,7 @@ def test_what_a_device_does_not_take_is_refused(odd: Model) -> None:
     load_kernel(Case("torch.sdpa.flash").ref(), odd, "cpu")
 
 
-def test_attention_of_one_token_has_no_kernel_of_cudnn(model: Model) -> None:
+def test_cudnn_attention_does_not_support_one_token(model: Model) -> None:
     with pretend_device(HOPPER):
         kernel = load_kernel(Case("torch.sdpa.cudnn").ref(), model, "cuda")
         assert kernel.logits([3, 1]).shape == (2, 64)
@@ -113,7 +114,7 @@ def test_attention_of_one_token_has_no_kernel_of_cudnn(model: Model) -> None:
 
 
 @pytest.mark.parametrize("capability", [*FP8_UNITS, (8, 0), (12, 0)])
-def test_the_units_are_those_of_the_device(capability: tuple[int, int]) -> None:
+def test_tensor_cores_are_those_of_the_device(capability: tuple[int, int]) -> None:
     """Float8 products are measured only where their accumulator is published."""
     runs = [case.run for _, case in cases(capability)]
     assert ("torch.scaled_mm" in runs) == (capability in FP8_UNITS)
@@ -140,9 +141,7 @@ clauses:
 
 
 @pytest.mark.full
-def test_an_evaluation_of_the_device_measures_what_it_does_on_the_cpu(
-    cli: Any, tmp_path: Path
-) -> None:
+def test_evaluation_on_the_device_equals_that_on_the_cpu(cli: Any, tmp_path: Path) -> None:
     write_model(tmp_path, prompts=("ab", "abc"))
     (tmp_path / "contract.yaml").write_text(EVALUATED)
     measured = []

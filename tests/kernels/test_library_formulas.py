@@ -1,5 +1,4 @@
-"""Formulas of the libraries, as docs/reference/numerics.md writes them down: formula by
-formula."""
+"""Formulas of libraries, as docs/reference/numerics.md states them."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ KINDS = st.sampled_from(["plain", "positive", "one large", "zeros", "constant", 
 
 
 def rows(kind: str, size: float, seed: int, shape: tuple[int, int] = (5, 24)) -> Tensor:
-    """Return a matrix of a kind."""
+    """Return a matrix of a kind of distribution."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * size
     match kind:
@@ -45,8 +44,8 @@ def rows(kind: str, size: float, seed: int, shape: tuple[int, int] = (5, 24)) ->
     return x
 
 
-def allowed(preset: str, x: Tensor, **more: Any) -> Tensor:
-    """Return Q of a preset at a point."""
+def error_bound(preset: str, x: Tensor, **more: Any) -> Tensor:
+    """Return the error bound Q of a preset at x."""
     kernel = Rounding(resolve({"preset": preset, **more}))
     found = activation_error(Box.point(x.double()), kernel, "x")
     assert found is not None
@@ -83,17 +82,17 @@ def dynamic_quantize_linear(x: Singles) -> tuple[NDArray[np.uint8], Singles, NDA
 @pytest.mark.full
 @given(kind=KINDS, size=SIZES, seed=st.integers(0, 99))
 @settings(max_examples=120)
-def test_onnx_runtime_quantises_a_tensor_to_unsigned_bytes(
+def test_onnx_runtime_quantises_tensors_to_unsigned_bytes(
     kind: str, size: float, seed: int
 ) -> None:
     x = rows(kind, size, seed).numpy()
     codes, scale, zero = dynamic_quantize_linear(x)
     value = (codes.astype(np.float64) - float(zero)) * float(scale)
     error = np.abs(value - x.astype(np.float64))
-    assert (error <= allowed("onnxruntime-int8", torch.from_numpy(x)).numpy()).all()
+    assert (error <= error_bound("onnxruntime-int8", torch.from_numpy(x)).numpy()).all()
     low, high = min(x.min(), np.float32(0)), max(x.max(), np.float32(0))
     step = (high - low) / np.float32(255)
-    if step >= 2.0**-126:  # below, the range is lost in the last bits
+    if step >= 2.0**-126:  # below, the range vanishes in the last bits
         assert scale == step
         assert zero == np.clip(np.rint((np.float32(0) - low) / step), 0, 255)
         expected = np.clip(np.rint(x / step) + np.float32(zero), 0, 255)
@@ -102,8 +101,8 @@ def test_onnx_runtime_quantises_a_tensor_to_unsigned_bytes(
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("size", [2, 5, 64, 130])
-def test_this_processor_sums_bytes_as_the_adapter_says(size: int, sign: int) -> None:
-    """Exactly, or within what sums of pairs in 16 bits may lose: found from extreme codes."""
+def test_byte_products_on_this_processor_follow_the_adapter(size: int, sign: int) -> None:
+    """Sums are exact, or within the loss of pair sums in 16 bits; tested with extreme codes."""
     generator = np.random.default_rng(size)
     left = generator.integers(200, 256, (3, size)).astype(np.uint8)
     right = (sign * generator.integers(90, 128, (size, 8))).astype(np.int8)
@@ -119,7 +118,7 @@ def test_this_processor_sums_bytes_as_the_adapter_says(size: int, sign: int) -> 
 
 
 def matmul_integer(left: NDArray[np.uint8], right: NDArray[np.int8]) -> NDArray[np.int32]:
-    """Return what MatMulInteger of ONNX Runtime makes of codes with zero points of 0."""
+    """Return MatMulInteger of ONNX Runtime for codes with zero points of 0."""
     import onnxruntime
     from onnx import TensorProto, helper
 
@@ -145,7 +144,7 @@ def matmul_integer(left: NDArray[np.uint8], right: NDArray[np.int8]) -> NDArray[
 
 
 def quantised(original: Tensor, preset: str, **more: Any) -> Any:
-    """Return the weight that torchao makes."""
+    """Return the weight as torchao quantises it."""
     linear = nn.Linear(original.shape[1], original.shape[0], bias=False)
     quantise_linear(linear, original, resolve({"preset": preset, **more}))
     return linear.weight
@@ -155,7 +154,7 @@ def quantised(original: Tensor, preset: str, **more: Any) -> Any:
 @pytest.mark.parametrize("preset", ["torchao-float8-weights", "torchao-int8-weights"])
 @pytest.mark.parametrize("kind", ["plain", "positive", "one large", "mixed sizes"])
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e4])
-def test_torchao_stores_what_the_numerics_define(
+def test_torchao_weights_follow_the_numerics(
     preset: str, scale: str, kind: str, size: float
 ) -> None:
     w = rows(kind, size, 3, (20, 64))
@@ -166,7 +165,7 @@ def test_torchao_stores_what_the_numerics_define(
     assert torch.equal(found.dequantize().float(), expected)
 
 
-def test_symmetric_bytes_of_127_are_another_format() -> None:
+def test_symmetric_int8_with_limit_127_is_another_format() -> None:
     w = rows("plain", 1.0, 4, (20, 64))
     narrow = linear_weight(w, resolve({"preset": "int8-weights", "compute": "float32"}))
     found = quantised(w, "torchao-int8-weights").dequantize()
@@ -175,7 +174,7 @@ def test_symmetric_bytes_of_127_are_another_format() -> None:
 
 @given(kind=KINDS, size=SIZES.filter(lambda s: s < 1e30), seed=st.integers(0, 99))
 @settings(max_examples=60)
-def test_torchao_quantises_a_row_to_signed_bytes(kind: str, size: float, seed: int) -> None:
+def test_torchao_quantises_rows_to_signed_bytes(kind: str, size: float, seed: int) -> None:
     from torchao.quantization.granularity import PerRow
     from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
 
@@ -185,7 +184,7 @@ def test_torchao_quantises_a_row_to_signed_bytes(kind: str, size: float, seed: i
     assert torch.equal(made.scale, step)
     assert torch.equal(made.qdata.float(), (x * (1.0 / step)).round().clamp(-128, 127))
     error = (made.qdata.double() * made.scale.double() - x.double()).abs()
-    assert bool((error <= allowed("torchao-int8-dynamic", x)).all())
+    assert bool((error <= error_bound("torchao-int8-dynamic", x)).all())
     if kind == "zeros":
         assert float(error.max()) == 0
 
@@ -202,14 +201,13 @@ def test_float8_codes_are_within_their_error(
     codes, scale = quantise(x, by_row=by_row)
     error = (codes.double() * scale.double() - x.double()).abs()
     preset = "fp8-w8a8-per-channel" if by_row else "fp8-w8a8-per-tensor"
-    assert bool((error <= allowed(preset, x)).all())
+    assert bool((error <= error_bound(preset, x)).all())
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("preset", ["fp8-w8a8-per-channel", "fp8-w8a8-per-tensor"])
-def test_scales_come_after_the_product(preset: str, compute: torch.dtype) -> None:
-    """The result is that of the codes, with the float32 scales, rounded once: no dequantised
-    weight is rounded to bfloat16 before."""
+def test_scales_are_applied_after_the_product(preset: str, compute: torch.dtype) -> None:
+    """The product of codes is scaled in float32 and rounded once."""
     w, x = rows("plain", 0.05, 1, (16, 32)), rows("plain", 1.0, 2, (7, 32))
     numerics = resolve({"preset": preset})
     layer = ScaledLinear(nn.Linear(32, 16, bias=False), w, numerics)

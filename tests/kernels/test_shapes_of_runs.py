@@ -1,4 +1,4 @@
-"""Batches, padding, lengths around tiles, threads: what one sequence may is what each may."""
+"""Batches, padding, lengths around tiles, threads: runs satisfy the bound of one sequence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BY_SEQUENCE = [
 
 
 def states(model: str, block: str, count: int, length: int) -> list[Tensor]:
-    """Return what enters a block for the first tokens of several texts, of unlike magnitudes."""
+    """Return block inputs for the first tokens of several texts, with different magnitudes."""
     found = []
     longer = [t for t in kernels_inputs.texts(model) if len(t) >= length]
     for i, tokens in enumerate(longer[:count]):
@@ -49,7 +49,7 @@ def states(model: str, block: str, count: int, length: int) -> list[Tensor]:
 
 
 def inside(case: Case, model: str, block: str, x: Tensor, out: Tensor, affine: bool = True) -> None:
-    """Assert that a run on x ended no further from the training run than is certified."""
+    """Assert that the drift of a run on x from the training run is within its certified bound."""
     stays_inside(case, kernels_inputs.loaded(model), block, x, out, kernels.eager(model), affine)
 
 
@@ -65,8 +65,8 @@ def stays_inside(
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", BY_SEQUENCE, ids=lambda c: c.name)
-def test_a_batch_is_bounded_as_its_sequences_are(case: Case) -> None:
-    """One scale for the tensor is one for each sequence, however large the others of a batch."""
+def test_batched_sequences_stay_within_their_single_bounds(case: Case) -> None:
+    """A scale of the tensor serves as one of each sequence, however large the others are."""
     running = load_kernel(case.ref(), kernels_inputs.loaded("tiny LM"), "cpu")
     share = 0.01 if case is FREE else 1.0  # large scores have no bound there, as asserted below
     batch = [x * share for x in states("tiny LM", "attn_0", 3, 7)]
@@ -74,9 +74,10 @@ def test_a_batch_is_bounded_as_its_sequences_are(case: Case) -> None:
         inside(case, "tiny LM", "attn_0", x, out)
 
 
-def test_large_scores_that_are_freely_cast_have_no_bound() -> None:
-    """The sum of a row may be of scores rounded to bfloat16, its numerators of others unrounded:
-    where scores are large, exp of what is between them has no bound. No batch is needed.
+def test_large_scores_with_free_casts_have_no_bound() -> None:
+    """Free casts may round scores to bfloat16 in the sum of a row and not in its numerators.
+
+    Exp of the difference has no bound where scores are large, even without a batch.
     """
     model = kernels_inputs.loaded("tiny LM")
     factory = kernels.problem_factory(model, FREE)
@@ -89,7 +90,7 @@ def test_large_scores_that_are_freely_cast_have_no_bound() -> None:
 
 
 def padded(running: TorchKernel, x: Tensor, more: int, fill: float) -> Tensor:
-    """Run an attention on x with rows of padding behind it; return what its own rows became."""
+    """Run an attention on x with rows of padding behind it; return the original rows."""
     part = running.module.get_submodule("encoder.layer.0.attention")
     whole = torch.cat([x, torch.full((more, x.shape[1]), fill)])
     keys = torch.arange(len(whole)) < len(x)
@@ -101,7 +102,7 @@ def padded(running: TorchKernel, x: Tensor, more: int, fill: float) -> Tensor:
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.name)
-def test_padding_changes_nothing_that_is_not_admitted(case: Case) -> None:
+def test_padded_runs_stay_within_the_bound(case: Case) -> None:
     """Masked columns add exact zeros: the bound of the sequence alone holds."""
     running = load_kernel(case.ref(), kernels_inputs.loaded("MiniLM"), "cpu")
     (x,) = states("MiniLM", "attn_0", 1, 6)
@@ -113,7 +114,7 @@ def test_padding_changes_nothing_that_is_not_admitted(case: Case) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("length", [1, 2, 31, 33, 65, 257])
 @pytest.mark.parametrize("case", ATTENTION[6:8], ids=lambda c: c.name)
-def test_lengths_around_the_tiles(case: Case, length: int) -> None:
+def test_lengths_around_tile_sizes_stay_within_the_bound(case: Case, length: int) -> None:
     x = torch.randn(length, 384, generator=torch.Generator().manual_seed(length))
     running = load_kernel(case.ref(), kernels_inputs.loaded("MiniLM"), "cpu")
     out = running.block("attn_0", x)
@@ -122,7 +123,7 @@ def test_lengths_around_the_tiles(case: Case, length: int) -> None:
 
 @pytest.fixture(scope="module")
 def longer(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Return the tiny LM with rotations for 2,048 positions."""
+    """Return the tiny LM with RoPE tables for 2,048 positions."""
     folder = kernels_inputs.ROOT / "examples" / "tiny_lm"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     path = tmp_path_factory.mktemp("longer") / "config.json"
@@ -135,14 +136,14 @@ def longer(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", ATTENTION[6:], ids=lambda c: c.name)
-def test_more_keys_than_a_tile_has(case: Case, longer: Model) -> None:
-    """The CPU flash kernel takes 512 keys at once: here it rescales."""
+def test_more_keys_than_one_tile_stay_within_the_bound(case: Case, longer: Model) -> None:
+    """The CPU flash kernel takes 512 keys per tile, so it rescales here."""
     with_rows(600, case, longer)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.name)
-def test_more_keys_than_two_tiles_have(case: Case, longer: Model) -> None:
+def test_more_keys_than_two_tiles_stay_within_the_bound(case: Case, longer: Model) -> None:
     with_rows(1030, case, longer)
 
 
@@ -171,7 +172,7 @@ THREADED = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", THREADED, ids=lambda c: c.name)
-def test_any_number_of_threads(case: Case, threads: int) -> None:
+def test_drift_is_within_the_bound_for_any_thread_count(case: Case, threads: int) -> None:
     running = load_kernel(case.ref(), kernels_inputs.loaded("tiny LM"), "cpu")
     (x,) = states("tiny LM", "attn_0", 1, 40)
     assert torch.get_num_threads() == threads

@@ -1,4 +1,4 @@
-"""ONNX Runtime's SiLU: outside of a relative error, inside of the absolute one that is claimed."""
+"""ONNX Runtime's SiLU violates a relative error bound and satisfies the claimed absolute one."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def bounds(x: Tensor, **more: str) -> list[Tensor]:
 
 
 @pytest.mark.full
-def test_a_small_sigmoid_has_an_error_of_one_not_of_itself() -> None:
-    """At -17.6 ONNX Runtime's silu is off by nearly six times its value."""
+def test_silu_error_at_large_negative_inputs_is_absolute() -> None:
+    """At -17.6 the error of ONNX Runtime's silu is nearly six times its value."""
     silu = Sessions("onnxruntime.float32", resolve({"preset": "onnxruntime-float32"}), (), None)
     x = torch.cat([torch.linspace(-19, -15, 32), torch.linspace(-90, 90, 32)])[None]
     drift = (silu("silu", torch.nn.SiLU())(x) - torch.nn.functional.silu(x)).double().abs()
@@ -54,7 +54,7 @@ def test_a_small_sigmoid_has_an_error_of_one_not_of_itself() -> None:
         assert float((drift / bound).max()) > 10
 
 
-def test_a_relative_claim_is_refused(repository: Path) -> None:
+def test_relative_error_claim_is_refused(repository: Path) -> None:
     model = load_model(
         ModelRef("model.safetensors", architecture="llama"), repository / "examples" / "tiny_lm"
     )
@@ -69,7 +69,7 @@ def test_a_relative_claim_is_refused(repository: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", ["onnxruntime-float32", "onnxruntime-int8"])
-def test_the_record_says_so(preset: str) -> None:
+def test_numerics_record_states_the_absolute_error(preset: str) -> None:
     record: dict[str, Any] = resolve({"preset": preset}).to_json()
     assert record["sigmoid"] == "absolute"
     assert "sigmoid" not in resolve(TRAIN).to_json()

@@ -1,5 +1,7 @@
-"""`torch._scaled_mm` with static scales, calibrated on prompts: other prompts stay inside of both
-domains' boxes, and beyond the scales there is no bound."""
+"""`torch._scaled_mm` with static scales calibrated on prompts.
+
+Other prompts stay inside the boxes of both domains; beyond the scales there is no bound.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def tiny() -> Model:
 
 @cache
 def calibrated() -> dict[str, float]:
-    """Return amax/448 of the input of every linear, by its name in the checkpoint."""
+    """Return amax/448 of the input of every linear, by its checkpoint key."""
     model = tiny()
     found: dict[str, float] = {}
     handles = []
@@ -49,7 +51,7 @@ def calibrated() -> dict[str, float]:
             model.module(torch.tensor(prompt).unsqueeze(0))
     for handle in handles:
         handle.remove()
-    found["model.embed_tokens"] = found["lm_head"]  # one weight, by both of its names
+    found["model.embed_tokens"] = found["lm_head"]  # one weight, under both of its names
     return {name: amax / 448 for name, amax in found.items()}
 
 
@@ -71,7 +73,7 @@ def static(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("weights", ["per_tensor", "per_channel"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_the_kernel_stays_inside(compute: str, weights: str) -> None:
+def test_kernel_stays_inside_both_boxes(compute: str, weights: str) -> None:
     model, ref = tiny(), static(compute, weights)
     running, plain = load_kernel(ref, model, "cpu"), load_kernel(EAGER, model, "cpu")
     factory = ProblemFactory(model, resolve(EAGER), resolve(ref), torch.device("cpu"))
@@ -91,7 +93,7 @@ def test_the_kernel_stays_inside(compute: str, weights: str) -> None:
             assert bool((box.lo <= drift).all() & (drift <= box.hi).all())
 
 
-def test_a_scale_that_is_too_small_has_no_bound() -> None:
+def test_exceeded_static_scale_has_no_bound() -> None:
     model, ref = tiny(), static("float32", "per_tensor", wider=0.01)
     factory = ProblemFactory(model, resolve(EAGER), resolve(ref), torch.device("cpu"))
     x = model.block_inputs([7, 11, 5, 3], "mlp_0")
@@ -100,7 +102,7 @@ def test_a_scale_that_is_too_small_has_no_bound() -> None:
         factory.problem("mlp_0", (7, 11, 5, 3)).bound(x.double(), POINT)
 
 
-def test_what_the_product_cannot_do_is_refused() -> None:
+def test_unsupported_products_are_refused() -> None:
     name = "model.layers.0.mlp.down_proj"
     by_channel = static("float32", "per_tensor", scales={name: [0.5] * 3})
     missing = KernelRef(

@@ -1,7 +1,8 @@
-"""Real quantisers are the step functions of `casts: nearest`: codes, values, linears on codes.
+"""Real quantisers follow the step functions of `casts: nearest`: codes, values, linears on codes.
 
-At points every code of ONNX Runtime, torchao and PyTorch's float8 casts is that of the numerics,
-in regions one of those found; results of linears on codes lie in the boxes of both domains.
+At points every code of ONNX Runtime, torchao and PyTorch's float8 casts equals that of the
+numerics, in regions it is among the derived ones; results of linears on codes lie in the boxes of
+both domains.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WIDE = (0.0, 1e-6, 1e-3)
 
 
 def numbers(kind: str, shape: tuple[int, int] = (7, 48)) -> Tensor:
-    """Return a float32 matrix of a kind."""
+    """Return a float32 matrix of a kind of distribution."""
     generator = torch.Generator().manual_seed(KINDS.index(kind))
     x = torch.randn(shape, generator=generator)
     match kind:
@@ -42,7 +43,7 @@ def numbers(kind: str, shape: tuple[int, int] = (7, 48)) -> Tensor:
 
 
 def onnx_codes(op: str, x: Tensor, *more: np.ndarray) -> tuple[Tensor, float]:
-    """Return the codes of an operation of ONNX Runtime, less the zero point, and the scale."""
+    """Return the codes of an operation of ONNX Runtime, minus the zero point, and the scale."""
     import onnxruntime
     from onnx import TensorProto, helper
 
@@ -70,7 +71,7 @@ def onnx_codes(op: str, x: Tensor, *more: np.ndarray) -> tuple[Tensor, float]:
 
 
 def within(x: Tensor, found: Tensor, spec: Any, wide: float) -> None:
-    """The codes of x are among those of a region around x, and at a point they are these."""
+    """Assert that the codes of x are in the derived region, and equal at a point."""
     centre = x.double()
     spread = wide * centre.abs().amax()
     by = quantiser(Box(centre - spread, centre + spread), spec, "w.weight", "n")
@@ -85,7 +86,7 @@ def within(x: Tensor, found: Tensor, spec: Any, wide: float) -> None:
 
 @pytest.mark.parametrize("wide", WIDE)
 @pytest.mark.parametrize("kind", KINDS)
-def test_onnx_runtime_with_scales_of_its_own(kind: str, wide: float) -> None:
+def test_onnx_runtime_codes_with_dynamic_scales(kind: str, wide: float) -> None:
     x = numbers(kind)
     found, _ = onnx_codes("DynamicQuantizeLinear", x)
     within(x, found, resolve({"preset": "onnxruntime-int8"}).activations, wide)
@@ -94,7 +95,7 @@ def test_onnx_runtime_with_scales_of_its_own(kind: str, wide: float) -> None:
 @pytest.mark.parametrize("wide", WIDE)
 @pytest.mark.parametrize("format", ["uint8", "int8_full"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_onnx_runtime_with_static_scales(kind: str, format: str, wide: float) -> None:
+def test_onnx_runtime_codes_with_static_scales(kind: str, format: str, wide: float) -> None:
     x = numbers(kind)
     zero = np.array(131, np.uint8) if format == "uint8" else np.array(0, np.int8)
     scale = np.array(float(x.abs().amax()) * 1.01 / 120, np.float32)
@@ -108,8 +109,8 @@ def test_onnx_runtime_with_static_scales(kind: str, format: str, wide: float) ->
 @pytest.mark.parametrize("wide", WIDE)
 @pytest.mark.parametrize("times", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_float8_casts_with_static_scales(kind: str, times: bool, wide: float) -> None:
-    """Of kernels that divide, and of those that multiply by the reciprocal, as vLLM's."""
+def test_float8_codes_with_static_scales(kind: str, times: bool, wide: float) -> None:
+    """For kernels that divide, and for those that multiply by the reciprocal, as vLLM's do."""
     x = numbers(kind)
     scale = (x.abs().amax() * 1.01 / 448).float()
     ratio = x * (1.0 / scale) if times else x / scale
@@ -121,7 +122,7 @@ def test_float8_casts_with_static_scales(kind: str, times: bool, wide: float) ->
 
 @pytest.mark.parametrize("wide", WIDE)
 @pytest.mark.parametrize("kind", KINDS)
-def test_torchao_with_scales_of_rows(kind: str, wide: float) -> None:
+def test_torchao_codes_with_row_scales(kind: str, wide: float) -> None:
     from torchao.quantization.granularity import PerRow
     from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
 
@@ -150,8 +151,8 @@ def bounds(weight: Tensor, x: Tensor, numerics: dict[str, Any]) -> tuple[Box, Bo
 
 @pytest.mark.parametrize("casts", ["nearest", "any"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_linear_of_torchao_on_codes_lies_in_both_boxes(kind: str, casts: str) -> None:
-    """Its drift from the float64 product; with nearest casts the box is hardly wider than that."""
+def test_torchao_linear_on_codes_lies_in_both_boxes(kind: str, casts: str) -> None:
+    """Its drift from the float64 product; with nearest casts the box is hardly wider."""
     weight, x = numbers("plain", (32, 48)) / 7, numbers(kind)
     numerics = {"preset": "torchao-int8-dynamic", "casts": casts}
     layer = nn.Linear(48, 32, bias=False)
@@ -166,7 +167,7 @@ def test_a_linear_of_torchao_on_codes_lies_in_both_boxes(kind: str, casts: str) 
 
 
 def by_codes(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Return torchao's linear where the processor does not multiply bytes exactly."""
+    """Return torchao's linear where the processor multiplies bytes inexactly."""
     from torchao.quantization.granularity import PerRow
     from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
 
@@ -178,7 +179,7 @@ def by_codes(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_linear_of_onnx_runtime_on_codes_lies_in_both_boxes(kind: str) -> None:
+def test_onnx_runtime_linear_on_codes_lies_in_both_boxes(kind: str) -> None:
     """DynamicQuantizeLinear, an exact product of codes, and a product with both scales."""
     weight, x = numbers("plain", (32, 48)) / 7, numbers(kind)
     numerics = {"preset": "onnxruntime-int8", "casts": "nearest"}

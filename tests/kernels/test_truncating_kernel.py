@@ -1,4 +1,4 @@
-"""A kernel that masks bits stays inside the bounds of casts toward zero, and leaves others."""
+"""A kernel that truncates by a bit mask satisfies the bounds of casts toward zero, not others."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def graph_of(factory: ProblemFactory, block: str, x: torch.Tensor) -> Any:
 
 
 def inputs(name: str, block: str, count: int) -> list[torch.Tensor]:
-    """Return what enters a block for beginnings of texts and for random tokens."""
+    """Return block inputs for prefixes of texts and for random tokens."""
     texts = [text[: 2 + i % 7] for i, text in enumerate(kernels_inputs.texts(name))]
     tokens = [*texts[: count // 2], *kernels_inputs.random_tokens(name, 1.0)]
     found = [shop_of(name).model.block_inputs(some, block) for some in tokens[:count]]
     return [x for x in found if x is not None]
 
 
-def test_the_mask_is_the_cast_of_the_package() -> None:
+def test_bit_mask_equals_the_cast_toward_zero() -> None:
     bits = torch.randint(
         -(2**31), 2**31 - 1, (200_000,), generator=torch.Generator().manual_seed(4)
     )
@@ -50,8 +50,8 @@ def test_the_mask_is_the_cast_of_the_package() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("weights", [False, True], ids=["rounded weights", "masked weights"])
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_kernel_that_masks_bits_stays_inside(name: str, weights: bool) -> None:
-    """Interval bounds of every specification that admits it, affine ones of the exact one."""
+def test_truncating_kernel_stays_within_its_bounds(name: str, weights: bool) -> None:
+    """Interval bounds of every specification that admits it, affine bounds of the exact one."""
     stored = {"weights": CUT} if weights else {}
     exact = shop_of(name, casts="toward_zero", **stored)
     coarse = [shop_of(name, casts=c, **stored) for c in ("any_toward_zero", "any_direction")]
@@ -76,8 +76,8 @@ def test_a_kernel_that_masks_bits_stays_inside(name: str, weights: bool) -> None
 
 
 @pytest.mark.full
-def test_it_is_no_kernel_that_rounds_to_nearest() -> None:
-    """The runs of the mask are outside of what `nearest` admits: the words mean other kernels."""
+def test_truncating_kernel_exceeds_the_bound_of_nearest() -> None:
+    """Truncated runs lie outside what `nearest` admits, so the two records differ."""
     factory, outside = shop_of("tiny LM", casts="nearest"), 0
     for x in inputs("tiny LM", "mlp_1", 8):
         graph = graph_of(factory, "mlp_1", x)

@@ -1,4 +1,4 @@
-"""Servers that the tests of a run share: starting one takes a second."""
+"""Server sessions shared by the tests of a run: starting one takes a second."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(_sessions: tuple[_Sessions, list[LanguageClient]], _root: Path) -> Iterator[Start]:
-    """Return a function that gives a session with a server, in a folder of its own."""
+    """Return a function that starts or reuses a session, in a new folder."""
     known, clients = _sessions
     used: list[Editor] = []
 

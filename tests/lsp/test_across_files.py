@@ -53,7 +53,7 @@ def serious(found: Iterable[lsp.Diagnostic]) -> list[str]:
 
 
 async def until(session: Editor, uri: str, words: str, there: bool) -> None:
-    """Wait until the last findings of a document say something, or say it no longer."""
+    """Wait until the last findings of a document contain a text, or no longer contain it."""
     async with asyncio.timeout(15):
         while True:
             last = session.notified.get(uri, [])[-1:]
@@ -79,7 +79,7 @@ def edited_files(
 
 
 @pytest.mark.full
-async def test_an_edit_of_a_library_checks_its_importers_again(start: Start) -> None:
+async def test_edit_of_a_library_rechecks_its_importers(start: Start) -> None:
     session = await start()
     (session.folder / "fleet.kc.yaml").write_text(LIBRARY)
     text = importing("slices: {end: tail}", CLAUSE.format("1", "end"))
@@ -96,7 +96,7 @@ async def test_an_edit_of_a_library_checks_its_importers_again(start: Start) -> 
 
 
 @pytest.mark.full
-async def test_an_edit_of_a_library_behind_a_library_is_noticed(start: Start) -> None:
+async def test_edit_of_an_indirect_library_rechecks_importers(start: Start) -> None:
     session = await start()
     middle = (
         "kcdsl: 1\nlibrary: middle\nversion: 1.0.0\nimports:\n"
@@ -120,7 +120,7 @@ async def test_an_edit_of_a_library_behind_a_library_is_noticed(start: Start) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
-async def test_references_of_a_name_of_a_library(start: Start, encoding: str) -> None:
+async def test_references_of_a_library_name(start: Start, encoding: str) -> None:
     session = await start(VSCODE, encoding)
     one = importing("slices: {end: tail}", CLAUSE.format("1", "end"))
     two = importing("slices: [tail]  # 🜁\n", "").replace("[tail]  # 🜁\n", "[tail]")
@@ -156,7 +156,7 @@ async def test_references_of_a_name_of_a_library(start: Start, encoding: str) ->
         ("slices: [head]", "head", "slices: [head]", "head"),
     ],
 )
-async def test_a_name_of_a_library_changes_in_its_importers(
+async def test_renaming_a_library_name_edits_importers(
     start: Start, what: str, clause: str, expected_what: str, expected_clause: str
 ) -> None:
     session = await start()
@@ -175,7 +175,7 @@ async def test_a_name_of_a_library_changes_in_its_importers(
     assert errors(after, session.folder) == []
 
 
-async def test_a_table_of_a_library_changes_where_it_is_called(start: Start) -> None:
+async def test_renaming_a_library_table_edits_its_calls(start: Start) -> None:
     session = await start()
     text = importing("tables: [tau]", CLAUSE.format("table(tau)", "all"))
     session.open(text)
@@ -188,7 +188,7 @@ async def test_a_table_of_a_library_changes_where_it_is_called(start: Start) -> 
     assert "tables: [t]" in found["c.kc.yaml"]
 
 
-async def test_renames_that_an_importer_cannot_take_are_refused(start: Start) -> None:
+async def test_conflicting_renames_across_files_are_refused(start: Start) -> None:
     session = await start()
     library = session.open(LIBRARY, "fleet.kc.yaml")
 
@@ -211,7 +211,7 @@ async def test_renames_that_an_importer_cannot_take_are_refused(start: Start) ->
     await refused("c.kc.yaml imports this library, which has errors")
 
 
-async def test_a_digest_that_was_wrong_stays_wrong(start: Start) -> None:
+async def test_rename_does_not_repair_a_wrong_import_digest(start: Start) -> None:
     session = await start()
     wrong = "sha256:" + "0" * 64
     text = importing("slices: {end: tail}", CLAUSE.format("1", "end"), digest=wrong)

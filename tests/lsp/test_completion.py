@@ -1,4 +1,4 @@
-"""Completions at every place of the cursor, in finished and in broken documents."""
+"""Completions at every cursor position, in complete and in broken documents."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("tail", PLACES)
-def test_the_cursor_is_found(tail: str) -> None:
+def test_cursor_context_is_found(tail: str) -> None:
     text = f"{HEAD}clauses:\n  {tail}"
     offset = text.index("¦")
     found = locate(SourceFile("c", text.replace("¦", "")), offset)
@@ -63,7 +63,7 @@ def test_the_cursor_is_found(tail: str) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
-def test_any_cut_of_a_document_is_somewhere(end: str) -> None:
+def test_every_prefix_of_a_document_has_a_context(end: str) -> None:
     text = HEAD + 'clauses:\n  N: {require: "p99(kl) <= 0.02", level: L2}\n  M:\n    level: L1\n'
     text = text.replace("\n", end) if end else text
     for cut in range(0, len(text), 3):
@@ -114,25 +114,25 @@ def required(text: str) -> str:
         ("¦", {"forall", "p99", "has", "throughput"}, {"drift", "points", "norm_inf", "kl"}),
     ],
 )
-def test_expressions(text: str, some: set[str], none: set[str]) -> None:
+def test_completions_in_expressions(text: str, some: set[str], none: set[str]) -> None:
     found = set(labels(required(text)))
     assert some <= found
     assert not none & found
 
 
-def test_the_good_comparison_comes_first() -> None:
+def test_recommended_comparison_comes_first() -> None:
     assert labels(required("p99(kl) ¦"))[0] == "<="
     assert labels(required("mean(top1_overlap) ¦"))[0] == ">="
 
 
-def test_a_signed_metric_is_wrapped() -> None:
+def test_signed_metric_is_wrapped_in_abs() -> None:
     found = {item.label: item for item in items(required("mean(¦"))}
     assert found["log_ratio"].insert == "abs(log_ratio)"
     inside = {item.label: item for item in items(required("mean(abs(¦"))}
     assert inside["log_ratio"].insert == "log_ratio"
 
 
-def test_tables_and_their_names() -> None:
+def test_completions_of_tables_and_their_columns() -> None:
     head = (
         HEAD + "tables: {tau: {unit: nats, rows: [{where: length > 1, value: 1}], otherwise: 2}}\n"
     )
@@ -144,7 +144,7 @@ def test_tables_and_their_names() -> None:
     )
 
 
-def test_predicates_know_the_data(tmp_path: Path) -> None:
+def test_predicates_complete_fields_of_the_data(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "category": name, "n": 1} for name in ("safety", "chat", "safety")]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     fields = labels("x: 1\n", tmp_path, HEAD.replace('"length > 128"', '"¦"'))
@@ -155,13 +155,13 @@ def test_predicates_know_the_data(tmp_path: Path) -> None:
     assert '"chat"' in values
 
 
-def test_budgets() -> None:
+def test_completions_in_budgets() -> None:
     assert labels("clauses:\n  N: {budget: 1¦}\n")[0] == "%"
     assert labels("clauses:\n  N: {budget: 1% of ¦}\n") == ["requests", "windows"]
     assert labels("clauses:\n  N: {budget: ¦}\n") == ["1% of requests", "1% of windows"]
 
 
-def test_keys_leave_out_what_is_there_and_what_goes_against_it() -> None:
+def test_keys_omit_present_and_conflicting_ones() -> None:
     found = labels("clauses:\n  N:\n    metric: p99_kl\n    then: log\n    ¦\n")
     assert found[:2] == ["threshold", "level"]
     assert not {"require", "metric", "then", "action", "remediation"} & set(found)
@@ -169,7 +169,7 @@ def test_keys_leave_out_what_is_there_and_what_goes_against_it() -> None:
     assert "library" not in labels("¦")
 
 
-def test_values(tmp_path: Path) -> None:
+def test_completions_of_values(tmp_path: Path) -> None:
     assert labels("clauses:\n  N: {family: ¦}\n")[0] == "numerical"
     assert labels("clauses:\n  N: {evidence: ¦}\n")[0] == "proof"
     assert labels("clauses:\n  N: {holdout: ¦}\n") == ["true", "false"]
@@ -197,13 +197,13 @@ def test_values(tmp_path: Path) -> None:
         ("weights: {¦}", {"format", "scale", "rounding", "scale_format", "applied"}),
     ],
 )
-def test_how_casts_and_weights_are_rounded(section: str, some: set[str]) -> None:
+def test_completions_of_casts_and_weight_rounding(section: str, some: set[str]) -> None:
     head = "kcdsl: 1\ncontract: a\nversion: 1.0.0\n"
     kernel = f"kernels:\n  infer:\n    run: torch.eager\n    numerics:\n      {section}\n"
     assert set(labels(kernel, head=head)) == some
 
 
-def test_names_of_a_library(tmp_path: Path) -> None:
+def test_completions_of_library_names(tmp_path: Path) -> None:
     library = "kcdsl: 1\nlibrary: fleet\nversion: 1\ndata: p.jsonl\nslices: {tail: {}, head: {}}\n"
     (tmp_path / "fleet.kc.yaml").write_text(library)
     assert labels("imports:\n  - {file: fleet.kc.yaml, slices: [¦]}\n", tmp_path) == [
@@ -212,7 +212,7 @@ def test_names_of_a_library(tmp_path: Path) -> None:
     ]
 
 
-def test_comments() -> None:
+def test_completions_in_comments() -> None:
     assert "KC203" in labels("# kcdsl: ignore[¦\n")
     assert labels("# ¦\n") == ["kcdsl: ignore"]
     assert labels("# anything else ¦\n") == []
@@ -221,13 +221,13 @@ def test_comments() -> None:
     assert comment_before("a#b", 3) is None
 
 
-def test_new_clauses() -> None:
+def test_completions_of_new_clauses() -> None:
     assert labels("clauses:\n  ¦\n  N: {require: p99(kl) <= 1, level: L2}\n")[0].startswith(
         "clause:"
     )
 
 
-def test_snippets_without_their_marks() -> None:
+def test_plain_text_completions_have_no_snippet_marks() -> None:
     assert plain("forall ${1:x} in ${2:points(all)}: $0") == "forall x in points(all): "
     assert plain("kernels: {$1}") == "kernels: {}"
 
@@ -256,7 +256,7 @@ def test_signatures(text: str, name: str | None, parameter: int) -> None:
     assert (found.parameter if found else 0) == parameter
 
 
-def test_the_signature_of_every_function_marks_its_parameters() -> None:
+def test_signatures_mark_the_parameters_of_every_function() -> None:
     for function in (*all_functions(), find_function("p75")):
         assert function is not None
         shown = signature_help(Signature(function, 0), [lsp.MarkupKind.Markdown]).signatures[0]

@@ -1,4 +1,4 @@
-"""The words of expressions and what may come next, against the parser and against Lark."""
+"""Tokens of expressions and admissible next tokens, compared with the parser and with Lark."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ LARK = build_lark()
 EXPRESSIONS = texts()
 
 
-def test_the_corpus_has_expressions() -> None:
+def test_corpus_contains_expressions() -> None:
     assert len(EXPRESSIONS) > 80
 
 
 @pytest.mark.sample(21)
 @pytest.mark.parametrize(("start", "text"), EXPRESSIONS)
-def test_next_terminals_are_those_of_lark(start: Start, text: str) -> None:
+def test_next_terminals_equal_those_of_lark(start: Start, text: str) -> None:
     for cut in range(len(text) + 1):
         prefix = text[:cut]
         try:
@@ -83,7 +83,7 @@ ROLES = {
 
 
 @pytest.mark.parametrize("text", ROLES)
-def test_roles(text: str) -> None:
+def test_roles_of_words_in_expressions(text: str) -> None:
     found = lexemes(text, "requirement", METRIC)
     assert " ".join(word.role for word in found) == ROLES[text]
     assert all(text[word.start : word.end] == word.text for word in found)
@@ -96,7 +96,7 @@ def test_roles_of_predicates_and_budgets() -> None:
     assert [w.role for w in words] == [Role.NUMBER, Role.UNIT, Role.KEYWORD, Role.KEYWORD]
 
 
-def test_a_variable_belongs_to_its_quantifier() -> None:
+def test_variables_are_bound_to_their_quantifier() -> None:
     text = (
         "(forall x in points(a): no_flip(model, x)) and (forall x in points(b): no_flip(model, x))"
     )
@@ -107,7 +107,7 @@ def test_a_variable_belongs_to_its_quantifier() -> None:
     assert outside[-2].binder is None
 
 
-def test_open_brackets() -> None:
+def test_open_brackets_are_counted() -> None:
     assert open_frames(lexemes("ball(all, 1e-3")) == [OpenBracket("ball", 1)]
     assert open_frames(lexemes("has(trace, [a, b, c")) == [
         OpenBracket("has", 1),
@@ -125,7 +125,7 @@ def test_open_brackets() -> None:
 
 
 def names(expression: ast.Expression, bound: dict[str, Span]) -> Iterator[tuple[str, Span, str]]:
-    """Yield what the tree says of slices, variables and functions: kind, place, name."""
+    """Yield the slices, variables and functions of the parse tree: kind, place, name."""
     match expression:
         case ast.Quantifier(variable=variable, region=region, body=body):
             yield "variable", variable.span, variable.id
@@ -159,7 +159,7 @@ def names(expression: ast.Expression, bound: dict[str, Span]) -> Iterator[tuple[
 @pytest.mark.parametrize(
     "file", sorted((CORPUS / "accepted").glob("*.kc.yaml")), ids=lambda f: f.name
 )
-def test_words_are_what_the_parser_takes_them_for(file: Path) -> None:
+def test_word_roles_equal_those_of_the_parser(file: Path) -> None:
     source = read_source(file)
     analysis = analyse(source, Sink(), file.parent)
     checked = 0

@@ -1,4 +1,4 @@
-"""Hovers on the parts of libraries, and on what is no name."""
+"""Hovers on libraries and their contents, and on positions without a name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ TEXT += (
         ("rack", ["a field of a trace record"]),
     ],
 )
-def test_parts_of_a_library(tmp_path: Path, piece: str, words: list[str]) -> None:
+def test_hover_on_the_contents_of_a_library(tmp_path: Path, piece: str, words: list[str]) -> None:
     (tmp_path / "fleet.kc.yaml").write_text(LIBRARY, encoding="utf-8")
     found = hover(snapshot(TEXT, tmp_path), TEXT.index(piece))
     assert found is not None
@@ -62,7 +62,7 @@ def test_parts_of_a_library(tmp_path: Path, piece: str, words: list[str]) -> Non
         assert text in found.text
 
 
-def test_a_name_that_the_library_lacks(tmp_path: Path) -> None:
+def test_hover_on_a_name_that_the_library_lacks(tmp_path: Path) -> None:
     (tmp_path / "fleet.kc.yaml").write_text(LIBRARY, encoding="utf-8")
     text = TEXT.replace("[tail, whole]", "[tail, hole]")
     found = hover(snapshot(text, tmp_path), text.index("hole]"))
@@ -70,5 +70,5 @@ def test_a_name_that_the_library_lacks(tmp_path: Path) -> None:
     assert found.text == "**hole**: not in the library fleet"
 
 
-def test_a_library_that_is_not_there(tmp_path: Path) -> None:
+def test_hover_on_a_missing_library(tmp_path: Path) -> None:
     assert hover(snapshot(TEXT, tmp_path), TEXT.index("fp8}")) is None

@@ -1,4 +1,4 @@
-"""Places in three encodings, against Python's own codecs; and texts after changes."""
+"""Positions in three encodings, compared with Python's codecs; and texts after changes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ def count(text: str, encoding: Encoding) -> int:
 
 
 def pieces(text: str) -> list[str]:
-    """Return the lines of a text with their ends, as the protocol cuts it."""
+    """Return the lines of a text with their line ends, as the protocol splits it."""
     return text.replace("\r\n", "\0").replace("\r", "\1\n").replace("\0", "\2\n").split("\n")
 
 
 @given(TEXTS, ENCODINGS, st.data())
-def test_places_are_those_of_the_codec(text: str, encoding: Encoding, data: st.DataObject) -> None:
+def test_positions_equal_those_of_the_codec(
+    text: str, encoding: Encoding, data: st.DataObject
+) -> None:
     offset = data.draw(st.integers(0, len(text)))
     place = Lines(text).place(offset, encoding)
     split_break = 0 < offset < len(text) and text[offset - 1 : offset + 1] == "\r\n"
@@ -46,7 +48,9 @@ def test_places_are_those_of_the_codec(text: str, encoding: Encoding, data: st.D
 
 
 @given(TEXTS, ENCODINGS, st.integers(0, 50), st.integers(0, 50))
-def test_every_place_is_somewhere(text: str, encoding: Encoding, line: int, character: int) -> None:
+def test_any_position_maps_into_the_text(
+    text: str, encoding: Encoding, line: int, character: int
+) -> None:
     lines = Lines(text)
     offset = lines.offset(Place(line, character), encoding)
     assert 0 <= offset <= len(text)
@@ -66,19 +70,19 @@ def test_every_place_is_somewhere(text: str, encoding: Encoding, line: int, char
         (Encoding.Utf32, 2, 2),
     ],
 )
-def test_the_middle_of_a_character_is_its_beginning(
+def test_position_inside_a_character_maps_to_its_start(
     encoding: Encoding, character: int, offset: int
 ) -> None:
     assert Lines("ä🜁b").offset(Place(0, character), encoding) == offset
 
 
-def test_other_separators_end_no_line() -> None:
+def test_unicode_separators_do_not_end_lines() -> None:
     assert len(Lines("a\x85b\u2028c\x0bd\x0ce")) == 1
     assert len(Lines("a\nb\rc\r\nd")) == 4
 
 
 @given(TEXTS, ENCODINGS, st.data())
-def test_the_text_of_the_server_is_that_of_the_client(
+def test_incremental_changes_reproduce_the_client_text(
     text: str, encoding: Encoding, data: st.DataObject
 ) -> None:
     session = Session(encoding)
@@ -89,7 +93,7 @@ def test_the_text_of_the_server_is_that_of_the_client(
         new = data.draw(TEXTS)
         lines = Lines(text)
         places = lines.place(start, encoding), lines.place(end, encoding)
-        # An editor places its cursor never between a carriage return and its line feed.
+        # An editor never puts its cursor between a carriage return and its line feed.
         start, end = (lines.offset(place, encoding) for place in places)
         text = text[:start] + new + text[end:]
         found = session.change("file:///a.kc.yaml", version, [change(new, *places)])
@@ -102,7 +106,7 @@ def change(text: str, start: Place, end: Place) -> lsp.TextDocumentContentChange
     return lsp.TextDocumentContentChangePartial(range=lsp.Range(start, end), text=text)
 
 
-def test_changes_build_on_each_other() -> None:
+def test_changes_apply_in_sequence() -> None:
     changes = [
         change("🜁", Place(0, 0), Place(0, 0)),
         change("b", Place(0, 2), Place(0, 3)),
@@ -120,7 +124,7 @@ def test_changes_build_on_each_other() -> None:
 
 
 @given(SHORT, SHORT, SHORT, SHORT)
-def test_carried_places_are_the_same_characters(a: str, b: str, c: str, d: str) -> None:
+def test_mapped_offsets_point_to_the_same_characters(a: str, b: str, c: str, d: str) -> None:
     here, there = a + b + d, a + c + d
     way = carry(here, there)
     for offset in range(len(here) + 1):

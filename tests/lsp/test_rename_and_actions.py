@@ -1,4 +1,4 @@
-"""Edits that the server offers: none changes what a contract means unless it says so."""
+"""Edits offered by the server keep the meaning of a contract unless they say otherwise."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def test_rename(piece: str, name: str, expected: str) -> None:
         ("x in", "attn_0", "already has a meaning"),
         ("x in", "drift", "already has a meaning"),
         ("N-2", "N-1", "there is a clause `N-1` already"),
-        # N-3 lists no slice and so is on the one that is called `all`.
+        # N-3 lists no slice, so it applies to the one called `all`.
         ("all: {}", "every", "would not compile"),
         ("kl)", "tv", "keeps its name"),
         ("train", "infer", "keeps its name"),
         ("level: L1", "x", "no name here"),
     ],
 )
-def test_refused_renames(piece: str, name: str, reason: str) -> None:
+def test_invalid_renames_are_refused(piece: str, name: str, reason: str) -> None:
     with pytest.raises(CannotRename, match=reason):
         rename(snapshot(TEXT), place(TEXT, piece), name)
 
 
-def test_a_rename_never_captures() -> None:
+def test_rename_never_captures_another_name() -> None:
     text = HEAD + (
         "clauses:\n  N: {level: L2, require: 'forall x in points(all): "
         "(forall y in points(all): no_flip(model, x) and no_flip(head, y))'}\n"
@@ -81,13 +81,13 @@ def test_a_rename_never_captures() -> None:
         rename(snapshot(text), place(text, "x in"), "y")
 
 
-def test_renaming_goes_on_in_a_contract_with_errors() -> None:
+def test_rename_works_in_a_contract_with_errors() -> None:
     text = TEXT.replace("p99(tv) <= 1%", "p99(tvx) <= 1%")
     found = rename(snapshot(text), place(text, "long, 1e-3"), "tail")
     assert edited(text, list(found)) == text.replace("long", "tail")
 
 
-def test_names_of_libraries_stay(tmp_path: Path) -> None:
+def test_names_of_libraries_cannot_be_renamed(tmp_path: Path) -> None:
     library = "kcdsl: 1\nlibrary: fleet\nversion: 1\ndata: p.jsonl\nslices: {tail: {}, head: {}}\n"
     (tmp_path / "fleet.kc.yaml").write_text(library)
     text = HEAD + "imports:\n  - {file: fleet.kc.yaml, slices: [tail]}\n"
@@ -105,7 +105,7 @@ def test_names_of_libraries_stay(tmp_path: Path) -> None:
     assert target.source.text[target.span.start : target.span.end] == "tail"
 
 
-def test_references_of_a_metric_are_in_all_clauses() -> None:
+def test_references_of_a_metric_cover_all_clauses() -> None:
     text = HEAD + (
         "clauses:\n  A: {require: mean(top1_overlap) >= 1%, level: L2}\n"
         "  B: {require: mean(top1_overlap) >= 2%, level: L2}\n"
@@ -119,7 +119,7 @@ def test_references_of_a_metric_are_in_all_clauses() -> None:
     assert [declares for _, declares in slices] == [True, False, False]
 
 
-def test_the_definition_of_a_users_metric(tmp_path: Path) -> None:
+def test_definition_of_a_user_metric(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from kcdsl import metric\n\n\n"
         '@metric(family="numerical", unit="nats", better="lower", counted="token", '
@@ -165,7 +165,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("record", RECORDS)
-def test_a_record_becomes_an_expression_of_the_same_meaning(record: str) -> None:
+def test_record_is_rewritten_as_an_equivalent_expression(record: str) -> None:
     text = f"{HEAD}clauses:\n  - {record}\n"
     action = offered(text, "metric", (REWRITE,))["write as an expression"]
     result = edited(text, list(action.edits))
@@ -176,7 +176,7 @@ def test_a_record_becomes_an_expression_of_the_same_meaning(record: str) -> None
     assert digest(programs[0]) == digest(programs[1])
 
 
-def test_a_record_of_several_lines() -> None:
+def test_multi_line_record_is_rewritten() -> None:
     text = HEAD + "clauses:\n  A:\n    metric: p99_kl  # ours\n    threshold: 0.02\n    level: L2\n"
     action = offered(text, "metric", (REWRITE,))["write as an expression"]
     assert edited(text, list(action.edits)) == text.replace(
@@ -184,7 +184,7 @@ def test_a_record_of_several_lines() -> None:
     ).replace("    threshold: 0.02\n", "")
 
 
-def test_no_rewriting_of_what_has_errors() -> None:
+def test_clauses_with_errors_are_not_rewritten() -> None:
     text = HEAD + "clauses:\n  - {id: A, metric: p99_klx, threshold: 0.02, level: L2}\n"
     assert "write as an expression" not in offered(text, "metric")
 
@@ -197,13 +197,13 @@ def test_no_rewriting_of_what_has_errors() -> None:
         ('has(trace, [a, "b"])', "'has(trace, [a, \"b\"])'"),
     ],
 )
-def test_quotation_marks(expression: str, quoted: str) -> None:
+def test_action_changes_quotation_marks(expression: str, quoted: str) -> None:
     text = f"{HEAD}clauses:\n  A:\n    require: {expression}\n    level: L2\n"
     action = offered(text, expression[:3], (REWRITE,))["put the expression in quotation marks"]
     assert f"    require: {quoted}\n" in edited(text, list(action.edits))
 
 
-def test_kinds_are_asked_for_by_their_beginning() -> None:
+def test_action_kinds_are_filtered_by_prefix() -> None:
     text = (
         HEAD + "clauses:\n  A: {require: forall x in points(all): no_flip(model, x), level: L2}\n"
     )
@@ -216,7 +216,7 @@ def test_kinds_are_asked_for_by_their_beginning() -> None:
 SUSPECT = 'has(trace, ["rng_sead"])'
 
 
-def test_suppressions_are_accepted_by_the_checker() -> None:
+def test_suppression_comments_are_accepted_by_the_checker() -> None:
     text = f"{HEAD}clauses:\n  A:\n    level: L2\n    require: '{SUSPECT}'\n"
     action = offered(text, "rng_sead")["suppress KC208 with a reason"]
     accepted = edited(text, list(action.edits)).replace("] \n", "] it is ours\n")
@@ -225,21 +225,21 @@ def test_suppressions_are_accepted_by_the_checker() -> None:
     assert {"KC930", "KC931"} & {d.code.id for d in snapshot(accepted).findings} == set()
 
 
-def test_a_second_code_joins_the_first() -> None:
+def test_second_suppressed_code_joins_the_first_comment() -> None:
     text = HEAD + "clauses:\n  A:\n    level: L2\n    # kcdsl: ignore[KC015] so\n"
     text += f"    require: '{SUSPECT}'\n"
     (action,) = (a for t, a in offered(text, "rng_sead").items() if t.startswith("suppress KC208"))
     assert "# kcdsl: ignore[KC015, KC208] so\n" in edited(text, list(action.edits))
 
 
-def test_nothing_is_suppressed_inside_a_text_of_several_lines_nor_an_error() -> None:
+def test_errors_and_block_scalars_have_no_suppression() -> None:
     text = f"{HEAD}clauses:\n  A:\n    level: L2\n    require: |\n      {SUSPECT}\n"
     assert not any(title.startswith("suppress") for title in offered(text, "rng_sead"))
     error = HEAD + "clauses:\n  A: {require: p99(klx) <= 1, level: L2}\n"
     assert not any(title.startswith("suppress") for title in offered(error, "klx"))
 
 
-def test_formatting_of_what_cannot_be_read_does_nothing() -> None:
+def test_unreadable_document_is_not_formatted() -> None:
     assert formatting(SourceFile("c", "a: [")) == ()
     text = HEAD + "clauses:\n  A:  {require:   p99(kl)<=1,  level: L2}   # why\n"
     result = edited(text, list(formatting(SourceFile("c", text))))
@@ -247,6 +247,6 @@ def test_formatting_of_what_cannot_be_read_does_nothing() -> None:
     assert formatting(SourceFile("c", result)) == ()
 
 
-def test_edits_of_a_broken_document_are_not_offered() -> None:
+def test_broken_document_has_no_edits() -> None:
     broken = TEXT + "  X: {require: 'a\n"
     assert all(a.kind == QUICK_FIX for a in actions(snapshot(broken), Span(0, len(broken))))

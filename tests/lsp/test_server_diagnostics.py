@@ -1,4 +1,4 @@
-"""Diagnostics over the wire: pushed and pulled, in every encoding, for several editors."""
+"""Diagnostics over the protocol: pushed and pulled, in every encoding, for several editors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.support.editor import EDITORS, EMACS, HEAD, NEOVIM, VSCODE, Start, co
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 BAD = HEAD + 'clauses:\n  N: {"level": L2, family: N, "slices": [all], "require": "p99(klx)<=1"}\n'
-# Two, three and four bytes of UTF-8; the last is two units of UTF-16.
+# Two, three and four bytes in UTF-8; the last is two code units in UTF-16.
 ODD = HEAD + "clauses:\n  N:\n    level: L2\n    require: 'has(trace, [\"äöü€🜁\", rng_sead])'\n"
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("pulls", [False, True])
 @pytest.mark.parametrize("editor", EDITORS)
-async def test_an_unknown_metric_is_marked(start: Start, editor: str, pulls: bool) -> None:
+async def test_unknown_metric_is_marked(start: Start, editor: str, pulls: bool) -> None:
     session = await start(editor, pulls=pulls)
     uri = session.open(BAD)
     (found,) = [d for d in await session.findings(uri) if d.code == "KC203"]
@@ -34,7 +34,9 @@ async def test_an_unknown_metric_is_marked(start: Start, editor: str, pulls: boo
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("pulls", [False, True])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32"])
-async def test_columns_are_counted_as_negotiated(start: Start, encoding: str, pulls: bool) -> None:
+async def test_columns_follow_the_negotiated_encoding(
+    start: Start, encoding: str, pulls: bool
+) -> None:
     session = await start(VSCODE, encoding, pulls)
     assert session.encoding == encoding
     uri = session.open(ODD)
@@ -46,7 +48,7 @@ async def test_columns_are_counted_as_negotiated(start: Start, encoding: str, pu
 
 @pytest.mark.full
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
-async def test_windows_lines_and_a_byte_order_mark(start: Start, encoding: str) -> None:
+async def test_crlf_and_byte_order_mark_are_supported(start: Start, encoding: str) -> None:
     session = await start(VSCODE, encoding)
     text = "\ufeff" + ODD.replace("\n", "\r\n")
     uri = session.open(text)
@@ -54,7 +56,7 @@ async def test_windows_lines_and_a_byte_order_mark(start: Start, encoding: str) 
     assert found.range == session.range(text, "rng_sead")
 
 
-async def test_places_inside_a_folded_scalar(start: Start) -> None:
+async def test_positions_inside_a_folded_scalar(start: Start) -> None:
     session = await start(VSCODE, "utf-16")
     text = HEAD + "clauses:\n  N:\n    level: L2\n    require: >-\n      p99(kl) <= 0.02\n"
     text += "      and p99(klx) <= 1\n"
@@ -63,7 +65,7 @@ async def test_places_inside_a_folded_scalar(start: Start) -> None:
     assert found.range == session.range(text, "klx")
 
 
-async def test_a_correction_clears_and_closing_clears(start: Start) -> None:
+async def test_fixing_or_closing_a_document_clears_findings(start: Start) -> None:
     session = await start()
     uri = session.open(BAD)
     assert "KC203" in [d.code for d in await session.findings(uri)]
@@ -75,7 +77,7 @@ async def test_a_correction_clears_and_closing_clears(start: Start) -> None:
     assert await session.published(uri, None) == []
 
 
-async def test_versions_never_go_back(start: Start) -> None:
+async def test_published_versions_never_decrease(start: Start) -> None:
     session = await start()
     uri = session.open(BAD)
     for number in range(20):
@@ -89,7 +91,7 @@ async def test_versions_never_go_back(start: Start) -> None:
 
 
 @pytest.mark.full
-async def test_a_client_that_pulls_is_not_pushed_to(start: Start) -> None:
+async def test_pulling_client_gets_no_pushed_diagnostics(start: Start) -> None:
     session = await start(VSCODE, pulls=True)
     uri = session.open(BAD)
     await session.pull(uri)
@@ -98,7 +100,7 @@ async def test_a_client_that_pulls_is_not_pushed_to(start: Start) -> None:
 
 
 @pytest.mark.full
-async def test_pulling_again_says_unchanged(start: Start) -> None:
+async def test_second_pull_reports_unchanged(start: Start) -> None:
     session = await start(VSCODE, pulls=True)
     uri = session.open(BAD)
     first = await session.pull(uri)
@@ -111,7 +113,7 @@ async def test_pulling_again_says_unchanged(start: Start) -> None:
     assert other.result_id != first.result_id
 
 
-async def test_what_goes_with_a_finding(start: Start) -> None:
+async def test_findings_carry_code_source_and_related_places(start: Start) -> None:
     session = await start()
     text = HEAD + "clauses:\n  N: {require: p99(kl) <= 1, level: L2, level: L1}\n"
     text += "tables:\n  idle: {unit: nats, rows: [{where: length > 1, value: 1}], otherwise: 2}\n"
@@ -125,7 +127,7 @@ async def test_what_goes_with_a_finding(start: Start) -> None:
     assert "\nhelp: " in twice.message
 
 
-async def test_unused_things_are_faded_and_carry_their_fix(start: Start) -> None:
+async def test_unused_definitions_are_tagged_and_have_a_fix(start: Start) -> None:
     session = await start()
     text = HEAD + "tables:\n  idle:\n    unit: nats\n    rows: [{where: length > 1, value: 1}]\n"
     text += "    otherwise: 2\nclauses:\n  N: {require: p99(kl) <= 1, level: L2}\n"
@@ -145,7 +147,7 @@ async def test_unused_things_are_faded_and_carry_their_fix(start: Start) -> None
     assert session.edited(text, edits) == HEAD + text[text.index("clauses:") :]
 
 
-async def test_the_page_of_a_code_is_linked(start: Start) -> None:
+async def test_finding_links_to_the_page_of_its_code(start: Start) -> None:
     session = await start()
     text = HEAD.replace("data: prompts", "imports: [{file: nowhere.kc.yaml}]\ndata: prompts")
     uri = session.open(text + "clauses:\n  N: {require: p99(kl) <= 1, level: L2}\n")
@@ -158,7 +160,7 @@ async def test_the_page_of_a_code_is_linked(start: Start) -> None:
         assert page.read_text(encoding="utf-8").startswith(f"# {item.code}")
 
 
-async def test_several_mistakes_while_typing(start: Start) -> None:
+async def test_several_errors_are_reported_while_typing(start: Start) -> None:
     session = await start()
     text = HEAD + 'clauses:\n  A:\n    require: "p99(kl <= 1\n    level: L2\n'
     text += "  B: {require: p99(klx) <= 1, level: L2}\n"
@@ -168,7 +170,7 @@ async def test_several_mistakes_while_typing(start: Start) -> None:
     assert "KC203" in codes
 
 
-async def test_an_open_library_counts_instead_of_its_file(start: Start) -> None:
+async def test_open_library_replaces_its_file(start: Start) -> None:
     session = await start()
     library = "kcdsl: 1\nlibrary: fleet\nversion: 1.0.0\ndata: p.jsonl\nslices:\n  tail: {}\n"
     (session.folder / "fleet.kc.yaml").write_text(library.replace("tail", "other"))
@@ -184,7 +186,7 @@ async def test_an_open_library_counts_instead_of_its_file(start: Start) -> None:
 
 
 @pytest.mark.full
-async def test_diagnostics_of_the_workspace(tmp_path: Path) -> None:
+async def test_workspace_diagnostics(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "a.kc.yaml").write_text(BAD)
     (tmp_path / "contract.yaml").write_text(BAD.replace("klx", "kl"))
@@ -209,5 +211,5 @@ async def test_diagnostics_of_the_workspace(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-async def test_emacs_counts_code_points(start: Start) -> None:
+async def test_emacs_session_counts_code_points(start: Start) -> None:
     assert (await start(EMACS)).encoding == "utf-32"

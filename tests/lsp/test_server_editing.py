@@ -1,4 +1,4 @@
-"""Random edits over the wire: the server knows the text, and finds what a fresh check finds."""
+"""Random edits over the protocol: the server has the text and reports what a full check finds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ clauses:
 
 
 def fresh(session: Editor, text: str, path: Path) -> list[tuple[object, lsp.Range]]:
-    """Return code and range of what a check of the text finds."""
+    """Return code and range of the findings of a full check."""
     sink, source = Sink(), SourceFile(str(path), text)
     analyse(source, sink, path.parent)
     return [
@@ -52,7 +52,7 @@ def fresh(session: Editor, text: str, path: Path) -> list[tuple[object, lsp.Rang
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
 @pytest.mark.parametrize("seed", range(4))
-async def test_after_any_edits_the_findings_are_those_of_a_fresh_check(
+async def test_findings_after_edits_equal_those_of_a_full_check(
     start: Start, encoding: str, seed: int
 ) -> None:
     session = await start(VSCODE, encoding, pulls=True)

@@ -1,4 +1,4 @@
-"""Every feature over the wire, with text that is not ASCII before what is asked about."""
+"""Every feature over the protocol, with non-ASCII text before the cursor."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_hover_over_yaml(start: Start) -> None:
     assert "nats" in shown(await hovered(session, "tau:"))
 
 
-async def test_hover_goes_on_while_the_document_is_unfinished(start: Start) -> None:
+async def test_hover_works_in_an_incomplete_document(start: Start) -> None:
     session = await prepared(start, "utf-16")
     broken = TEXT.replace("p95(latency) <= 250 ms", '"p95(latency')
     session.replace(uri_of(session), broken)
@@ -105,7 +105,7 @@ async def test_hover_goes_on_while_the_document_is_unfinished(start: Start) -> N
     assert (await hovered(session, "attn_0", 2, worse)).range == session.range(worse, "attn_0")
 
 
-async def test_hover_over_an_accepted_code(start: Start) -> None:
+async def test_hover_over_a_suppressed_code(start: Start) -> None:
     text = TEXT.replace("  # Schranken", "  # kcdsl: ignore[KC208] für")
     session = await prepared(start, "utf-16", text)
     found = await hovered(session, "KC208", 2, text)
@@ -159,7 +159,7 @@ async def test_completion_of_metrics_replaces_the_word(start: Start, encoding: s
     assert "all" not in found
 
 
-async def test_completion_knows_the_scope(start: Start) -> None:
+async def test_completion_depends_on_the_scope(start: Start) -> None:
     session = await prepared(start, "utf-16")
     clause = 'clauses:\n  N: {{require: "{}", level: L2}}\n'
     slices = await completed(session, HEAD + clause.format("forall x in points(¦"))
@@ -205,7 +205,7 @@ async def test_completion_of_yaml(start: Start) -> None:
 
 
 @pytest.mark.full
-async def test_snippets_only_where_the_client_has_them(start: Start) -> None:
+async def test_snippets_are_sent_only_to_clients_that_support_them(start: Start) -> None:
     text = HEAD + "clauses:\n  N:\n    require: ¦\n    level: L2\n"
     rich = (await completed(await prepared(start, "utf-16"), text))["forall"]
     assert rich.insert_text_format == lsp.InsertTextFormat.Snippet
@@ -262,7 +262,7 @@ async def test_definition_and_references(start: Start, encoding: str) -> None:
     ]
 
 
-async def test_definition_in_a_library(start: Start) -> None:
+async def test_definition_of_a_library_name(start: Start) -> None:
     session = await start(VSCODE, "utf-16")
     library = "kcdsl: 1 # 🜁\nlibrary: fleet\nversion: 1.0.0\ndata: p.jsonl\nslices:\n  tail: {}\n"
     (session.folder / "fleet.kc.yaml").write_text(library, encoding="utf-8")
@@ -310,7 +310,7 @@ async def test_rename(start: Start, encoding: str) -> None:
     assert result == TEXT.replace("lang", "tail")
 
 
-async def test_a_rename_that_changes_the_meaning_is_refused(start: Start) -> None:
+async def test_rename_that_changes_the_meaning_is_refused(start: Start) -> None:
     session = await prepared(start, "utf-16")
     uri = uri_of(session)
     for piece, name in (("lang", "all"), ("x in ball", "kl"), ("lang", "in"), ("kl)", "tv")):
@@ -507,7 +507,7 @@ async def test_quick_fixes_and_suppressions(start: Start, editor: str) -> None:
     assert accepted == text.replace("  N:", "  # kcdsl: ignore[KC208] \n  N:")
     session.replace(uri_of(session), accepted.replace("KC208] ", "KC208] it is new"))
     assert "KC208" not in [d.code for d in await session.findings(uri_of(session))]
-    # The client of these tests takes an action with a command for a bare command.
+    # The client of these tests parses an action with a command as a bare command.
     assert "explain KC208: doubtful name" in found
     page = await session.client.workspace_execute_command_async(
         lsp.ExecuteCommandParams("kcdsl.explain", arguments=["KC208"])
@@ -518,7 +518,7 @@ async def test_quick_fixes_and_suppressions(start: Start, editor: str) -> None:
     assert any("KC208" in text for text in (*shown_page, *told))
 
 
-async def test_fix_all_and_rewritings(start: Start) -> None:
+async def test_fix_all_and_rewrite_actions(start: Start) -> None:
     text = HEAD + (
         "clauses:\n"
         "  - {id: N-1, metric: p99_kl, threshold: 0.02, delta: 0, level: L2}\n"
@@ -541,7 +541,7 @@ async def test_fix_all_and_rewritings(start: Start) -> None:
 
 
 @pytest.mark.full
-async def test_a_lens_decides_a_clause(start: Start) -> None:
+async def test_code_lens_runs_the_verification_of_a_clause(start: Start) -> None:
     session = await start(VSCODE, "utf-16")
     (session.folder / "c.kc.yaml").write_text(TEXT, encoding="utf-8")
     uri = session.open(TEXT)
@@ -558,7 +558,7 @@ async def test_a_lens_decides_a_clause(start: Start) -> None:
     answer = await session.client.workspace_execute_command_async(
         lsp.ExecuteCommandParams(command.command, arguments=command.arguments)
     )
-    # There is no checkpoint, so that the process can only say so.
+    # There is no checkpoint, so the process can only report that.
     status = answer["status"] if isinstance(answer, dict) else answer.status  # type: ignore[union-attr]
     assert status == 2
     assert any("N-ATTN" in message.message for message in session.client.messages)
@@ -572,7 +572,7 @@ async def test_a_lens_decides_a_clause(start: Start) -> None:
 # --- robustness ----------------------------------------------------------------------------------
 
 
-async def test_questions_about_nothing_are_answered_emptily(start: Start) -> None:
+async def test_requests_without_a_target_get_empty_answers(start: Start) -> None:
     session = await start(VSCODE, "utf-16")
     unknown = lsp.TextDocumentIdentifier("file:///nowhere/at/all.kc.yaml")
     place = lsp.Position(100, 100)
@@ -601,7 +601,7 @@ async def test_questions_about_nothing_are_answered_emptily(start: Start) -> Non
     assert session.client.log_messages == []
 
 
-async def test_a_cancelled_request_is_answered_and_the_server_goes_on(start: Start) -> None:
+async def test_server_continues_after_a_cancelled_request(start: Start) -> None:
     session = await prepared(start, "utf-16", TEXT)
     document = session.document(uri_of(session))
     waiting = [
@@ -618,7 +618,7 @@ async def test_a_cancelled_request_is_answered_and_the_server_goes_on(start: Sta
     assert (await hovered(session, "kl) <=")).range == session.range(TEXT, "kl")
 
 
-async def test_an_untitled_document(start: Start) -> None:
+async def test_untitled_document_is_checked(start: Start) -> None:
     session = await start(VSCODE, "utf-16")
     item = lsp.TextDocumentItem(
         "untitled:Untitled-1", "kernel-contract", 1, TEXT.replace("kl", "q")

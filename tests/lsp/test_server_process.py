@@ -1,4 +1,4 @@
-"""The server as a process: what it imports, how it ends, what it says where pygls is missing."""
+"""The server as a process: imports, exit, and the message without pygls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXT = HEAD + (
     "  N: {require: p99(kl) <= 0.02, level: L2}\n"
     "  A: {require: 'forall x in points(all): no_flip(model, x)', level: L2}\n"
 )
-# What is imported is written down when the process ends.
+# The process writes its imported modules to a file when it exits.
 WATCHED = (
     "import atexit, sys; atexit.register(lambda: open({!r}, 'w').write(chr(10).join(sys.modules)));"
 )
@@ -33,7 +33,7 @@ WATCHED = (
 
 @pytest.mark.full
 @pytest.mark.asyncio(loop_scope="session")
-async def test_nothing_heavy_is_imported_whatever_is_asked(tmp_path: Path) -> None:
+async def test_no_request_imports_heavy_modules(tmp_path: Path) -> None:
     written = tmp_path / "modules"
     words = [sys.executable, "-c", WATCHED.format(str(written)) + ENTRY, "lsp"]
     client, session = await connect(tmp_path, NEOVIM, command=words)
@@ -59,7 +59,7 @@ async def test_nothing_heavy_is_imported_whatever_is_asked(tmp_path: Path) -> No
     assert modules & HEAVY == set()
 
 
-def test_without_pygls_it_says_how_to_get_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pygls_names_the_extra(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     done = cli("lsp")
     assert done.code == 2
@@ -68,7 +68,7 @@ def test_without_pygls_it_says_how_to_get_it(cli: Cli, monkeypatch: pytest.Monke
     assert 'pip install "kcdsl[lsp]"' in done.stderr
 
 
-def test_help_needs_no_pygls(cli_process: Cli) -> None:
+def test_help_works_without_pygls(cli_process: Cli) -> None:
     assert cli_process("lsp", "--help").code == 0
 
 
@@ -84,7 +84,7 @@ INITIALIZE = message(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("words", [(), ("--stdio",)])
-def test_standard_output_carries_messages_alone(words: tuple[str, ...]) -> None:
+def test_standard_output_carries_only_protocol_messages(words: tuple[str, ...]) -> None:
     end = message(id=2, method="shutdown") + message(method="exit")
     done = subprocess.run(
         [sys.executable, "-m", "kcdsl", "lsp", *words],
@@ -104,7 +104,7 @@ def test_standard_output_carries_messages_alone(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.full
-def test_garbage_does_not_end_it() -> None:
+def test_invalid_input_does_not_end_the_server() -> None:
     broken = b"Content-Length: 3\r\n\r\n{]}" + message(id=9, method="kcdsl/nothing")
     end = message(id=2, method="shutdown") + message(method="exit")
     done = subprocess.run(
@@ -119,14 +119,14 @@ def test_garbage_does_not_end_it() -> None:
     assert b'"id": 2' in done.stdout or b'"id":2' in done.stdout
 
 
-def test_it_listens_at_no_port(cli: Any) -> None:
+def test_server_opens_no_port(cli: Any) -> None:
     ran = cli("lsp", "--tcp=9257")
     assert ran.code == 2
     assert "`kcdsl lsp` has no option `--tcp`" in ran.stderr
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_a_feature_that_fails_is_logged_and_answered_emptily(
+async def test_failing_feature_is_logged_and_answered_with_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = build()
@@ -147,7 +147,7 @@ async def test_a_feature_that_fails_is_logged_and_answered_emptily(
     server.end()
 
 
-def test_every_answer_has_a_handler_and_an_empty_form() -> None:
+def test_every_method_has_a_handler_and_an_empty_answer() -> None:
     server = build()
     registered = set(server.protocol.fm.features)
     assert set(answers.FEATURES) <= registered

@@ -1,4 +1,4 @@
-"""Snapshots of a document: finished or not, large or small, with what lies beside it."""
+"""Snapshots of a document: complete or not, large or small, with the files beside it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ TEXT = HEAD + (
         TEXT + "\t",
     ],
 )
-def test_a_mended_document_has_the_same_places(broken: str) -> None:
+def test_repaired_document_keeps_positions(broken: str) -> None:
     found = mend(SourceFile("c", broken))
     assert found is not None
     assert len(found.text) == len(broken)
@@ -72,13 +72,13 @@ def test_a_mended_document_has_the_same_places(broken: str) -> None:
     assert analysis.root is not None
 
 
-def test_a_document_that_is_yaml_is_its_own_settled_form() -> None:
+def test_valid_yaml_needs_no_repair() -> None:
     known = snapshot(TEXT)
     assert known.settled == (known, NOWHERE)
     assert known.settled[1] is NOWHERE
 
 
-def test_the_last_good_version_answers_where_nothing_helps() -> None:
+def test_last_readable_version_is_used_if_repair_fails() -> None:
     checker = Checker()
     uri = "file:///nowhere/c.kc.yaml"
     checker.snapshot(document(uri, TEXT, 1), {})
@@ -107,7 +107,9 @@ def large() -> str:
     return f"{HEAD}clauses:\n{clauses}escalation: {{L2: guard}}\n"
 
 
-def test_a_part_of_a_large_document_knows_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_analysis_of_a_large_document_gives_equal_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     text = large()
     whole = snapshot(text)
     at = place(text, "41e-6")
@@ -122,11 +124,11 @@ def test_a_part_of_a_large_document_knows_the_same(monkeypatch: pytest.MonkeyPat
     assert found is not None
     assert expected_hover is not None
     assert found.span == expected_hover.span
-    # The route follows from the whole contract, so that a part does not state it.
+    # The route depends on the whole contract, so a part does not show it.
     assert expected_hover.text.startswith(found.text)
 
 
-def test_tokens_of_a_large_document_are_those_of_a_small_one(
+def test_semantic_tokens_of_large_and_small_documents_agree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = large().replace("p99(kl) <= 7e-6", "forall x in points(long): span(drift(head, x)) <= 1")
@@ -138,7 +140,7 @@ def test_tokens_of_a_large_document_are_those_of_a_small_one(
     assert len(expected) > 300
 
 
-def test_tokens_do_not_overlap_and_are_in_order() -> None:
+def test_semantic_tokens_are_ordered_without_overlap() -> None:
     found = tokens(snapshot(TEXT))
     for one, other in pairwise(found):
         assert one.span.end <= other.span.start
@@ -148,7 +150,7 @@ def test_tokens_do_not_overlap_and_are_in_order() -> None:
     assert min(data) >= 0
 
 
-def test_an_edit_of_a_clause_is_checked_incrementally(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edit_of_a_clause_is_checked_incrementally(monkeypatch: pytest.MonkeyPatch) -> None:
     checker, text = Checker(), large()
     uri = "file:///nowhere/c.kc.yaml"
     checker.snapshot(document(uri, text, 1), {})
@@ -169,7 +171,7 @@ def test_an_edit_of_a_clause_is_checked_incrementally(monkeypatch: pytest.Monkey
 # --- checking ------------------------------------------------------------------------------------
 
 
-def test_a_version_is_checked_once() -> None:
+def test_each_version_is_checked_once() -> None:
     checker = Checker()
     first = checker.snapshot(document("file:///a.kc.yaml", TEXT, 1), {})
     assert checker.snapshot(document("file:///a.kc.yaml", TEXT, 1), {}) is first
@@ -177,7 +179,7 @@ def test_a_version_is_checked_once() -> None:
     assert checker.snapshot(document("file:///a.kc.yaml", TEXT, 1), {}) is not first
 
 
-def test_files_that_are_not_open_are_kept_without_their_analysis() -> None:
+def test_closed_files_are_cached_without_analysis() -> None:
     checker = Checker()
     first = checker.snapshot(document("file:///a.kc.yaml", TEXT), {})
     again = checker.snapshot(document("file:///a.kc.yaml", TEXT), {})
@@ -186,7 +188,7 @@ def test_files_that_are_not_open_are_kept_without_their_analysis() -> None:
     assert "analysis" not in checker.snapshot(document("file:///a.kc.yaml", TEXT), {}).__dict__
 
 
-def test_open_texts_count_instead_of_files(tmp_path: Path) -> None:
+def test_open_texts_replace_files(tmp_path: Path) -> None:
     library = "kcdsl: 1\nlibrary: fleet\nversion: 1\ndata: p.jsonl\nslices: {tail: {}}\n"
     text = HEAD + "imports:\n  - {file: fleet.kc.yaml, slices: [tail]}\nclauses:\n"
     text += "  N: {require: p99(kl) <= 1, slices: [tail], level: L2}\n"
@@ -203,14 +205,14 @@ def test_open_texts_count_instead_of_files(tmp_path: Path) -> None:
     assert any("has no slice `tail`" in message for message in changed)
 
 
-def test_a_broken_configuration_is_said_in_the_document(tmp_path: Path) -> None:
+def test_invalid_configuration_is_reported_in_the_document(tmp_path: Path) -> None:
     (tmp_path / "kcdsl.toml").write_text("metrics = 3\n")
     found = snapshot(TEXT, tmp_path).findings
     (told,) = [d for d in found if "kcdsl.toml:1" in d.message]
     assert told.span == Span(0, 0)
 
 
-def test_a_failing_pass_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_pass_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RecursionError("planted")
 
@@ -221,7 +223,7 @@ def test_a_failing_pass_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert snapshot(TEXT).analysis.root is None
 
 
-def test_a_huge_document_is_refused_at_once() -> None:
+def test_huge_document_is_refused_at_once() -> None:
     text = "#" * (SIZE_LIMIT + 1)
     (found,) = snapshot(text).findings
     assert found.code.id == "KC011"
@@ -231,7 +233,7 @@ def test_a_huge_document_is_refused_at_once() -> None:
 # --- outline -------------------------------------------------------------------------------------
 
 
-def test_the_outline_of_every_form_of_clauses() -> None:
+def test_outline_of_every_form_of_clauses() -> None:
     text = HEAD + (
         "clauses:\n"
         "  - {id: A, metric: p99_kl, threshold: 0.02, level: L2}\n"
@@ -249,7 +251,7 @@ def test_the_outline_of_every_form_of_clauses() -> None:
         assert symbol.selection_range.end <= symbol.range.end
 
 
-def test_symbols_lie_inside_those_around_them() -> None:
+def test_nested_symbols_lie_inside_their_parents() -> None:
     known = snapshot(TEXT)
     symbols = outline(known.analysis, ranges(known))
     assert any(symbol.children for symbol in symbols)
@@ -259,7 +261,7 @@ def test_symbols_lie_inside_those_around_them() -> None:
             assert child.range.end <= symbol.range.end
 
 
-def test_folds() -> None:
+def test_folding_ranges() -> None:
     known = snapshot(TEXT)
     lines = TEXT.split("\n")
     found = {
@@ -275,7 +277,7 @@ def test_folds() -> None:
     assert ("# one", "# two", True) in found
 
 
-def test_selections_grow() -> None:
+def test_selection_ranges_grow() -> None:
     at = place(TEXT, "attn_0") + 2
     found = selection(snapshot(TEXT).analysis, at)
     texts = [TEXT[s.start : s.end] for s in found]
@@ -305,7 +307,7 @@ def commands(known: Snapshot) -> list[lsp.Command]:
     return [x.command for x in lenses(known, ranges(known)) if x.command is not None]
 
 
-def test_hints_say_what_is_left_unsaid() -> None:
+def test_inlay_hints_show_defaults() -> None:
     known = snapshot(TEXT)
     found = shown_hints(known, Span(0, len(TEXT)))
     first = TEXT[: place(TEXT, "N-1")].count("\n")
@@ -319,7 +321,7 @@ def test_hints_say_what_is_left_unsaid() -> None:
     assert " on all" in {text for _, text in whole}
 
 
-def test_an_error_elsewhere_does_not_hide_what_is_known_of_a_clause() -> None:
+def test_error_elsewhere_keeps_the_hints_of_a_clause() -> None:
     text = HEAD + (
         "clauses:\n"
         "  A: {require: p99(kl) <= 1, level: L2}\n"
@@ -336,7 +338,7 @@ def test_an_error_elsewhere_does_not_hide_what_is_known_of_a_clause() -> None:
     assert "decided by nobody, fragment outside" in shown.text
 
 
-def test_no_lens_on_a_contract_that_does_not_compile() -> None:
+def test_contract_with_errors_has_no_code_lens() -> None:
     assert [(x.command, x.arguments[1:]) for x in commands(snapshot(TEXT)) if x.arguments] == [
         ("kcdsl.evaluate", ["N-1"]),
         ("kcdsl.verify", ["N-2"]),
@@ -362,7 +364,7 @@ def own_digest(known: Snapshot) -> str:
     return digest(known.analysis.program)
 
 
-def test_verdicts_belong_to_a_digest(tmp_path: Path) -> None:
+def test_verdicts_are_matched_by_digest(tmp_path: Path) -> None:
     known = snapshot(TEXT, tmp_path)
     report(
         tmp_path, "report.json", own_digest(known), "N-1", "violated", value=0.5, unit="nat", n=8
@@ -378,7 +380,7 @@ def test_verdicts_belong_to_a_digest(tmp_path: Path) -> None:
     assert "stale: the contract has changed since" in later.text
 
 
-def test_what_is_current_wins_over_what_is_newer(tmp_path: Path) -> None:
+def test_verdict_of_the_current_contract_precedes_newer_ones(tmp_path: Path) -> None:
     known = snapshot(TEXT, tmp_path)
     report(tmp_path, "a.json", own_digest(known), "N-1", "held")
     report(tmp_path, "b.json", "00", "N-1", "violated")
@@ -403,12 +405,12 @@ def test_what_is_current_wins_over_what_is_newer(tmp_path: Path) -> None:
         f'[{{"clause": "N", "slice": "all", "verdict": "held", "value": 1{"0" * 400}}}]}}',
     ],
 )
-def test_files_that_are_no_reports_say_nothing(tmp_path: Path, text: str) -> None:
+def test_other_json_files_are_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "odd.json").write_text(text)
     assert verdicts(tmp_path, "demo") == ()
 
 
-def test_the_certificates_of_the_example(repository: Path, tmp_path: Path) -> None:
+def test_certificates_of_the_example_are_found(repository: Path, tmp_path: Path) -> None:
     vectors = sorted((repository / "certs" / "vectors").rglob("*.json"))
     assert vectors
     for number, file in enumerate(vectors[:40]):
@@ -428,7 +430,7 @@ def _every(folder: Path) -> list[reports.Verdict]:
 # --- the schema ----------------------------------------------------------------------------------
 
 
-def test_the_schema_by_path() -> None:
+def test_schema_lookup_by_path() -> None:
     assert "slices" in [f.name for f in fields_at(())]
     assert fields_at(())[0].required
     assert "library" in [f.name for f in fields_at((), library=True)]
@@ -448,7 +450,7 @@ def test_the_schema_by_path() -> None:
 @pytest.mark.parametrize(
     "name", ["examples/tiny_lm/contract.yaml", "examples/minilm/contract.yaml"]
 )
-def test_routes_are_those_of_the_whole_contract(repository: Path, name: str) -> None:
+def test_routes_equal_those_of_the_whole_contract(repository: Path, name: str) -> None:
     path = repository / name
     known = Checker().snapshot(document(path.as_uri(), path.read_text(encoding="utf-8")), {})
     assert known.analysis.program is not None
@@ -457,7 +459,7 @@ def test_routes_are_those_of_the_whole_contract(repository: Path, name: str) -> 
     assert known.route("nothing") is None
 
 
-def test_links_that_lead_out_of_the_workspace_are_no_documents_of_it(
+def test_symlinks_out_of_the_workspace_are_ignored(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     inside, outside = tmp_path_factory.mktemp("inside"), tmp_path_factory.mktemp("outside")

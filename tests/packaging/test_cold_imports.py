@@ -25,7 +25,7 @@ sys.exit(code)
 def imported(
     forbidden: tuple[str, ...], *words: str, folder: Path | None = None
 ) -> tuple[int, list[str]]:
-    """Run a command in a new process; return its code and which modules it has imported."""
+    """Run a command in a new process; return its exit code and the imported forbidden modules."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, ",".join(forbidden), *words],
         capture_output=True,
@@ -71,12 +71,12 @@ def test_lint_needs_no_table_printer() -> None:
     assert imported(("rich", "jsonschema", "rfc8785"), "lint", path) == (0, [])
 
 
-def test_a_metric_is_explained_without_the_packages_of_the_language_server() -> None:
-    """They come with an extra."""
+def test_explain_works_without_the_language_server_extra() -> None:
+    """The packages of the language server belong to an extra."""
     assert imported(("lsprotocol", "pygls"), "explain", "kl") == (0, [])
 
 
-def test_what_is_not_asked_is_not_imported(tmp_path: Path) -> None:
+def test_unused_features_are_not_imported(tmp_path: Path) -> None:
     text = (CORPUS / "accepted" / "example.kc.yaml").read_text(encoding="utf-8")
     text = text.replace("slices:", "data: refusals.jsonl\nslices:", 1)
     (tmp_path / "contract.yaml").write_text(text, encoding="utf-8")
@@ -87,7 +87,7 @@ def test_what_is_not_asked_is_not_imported(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_check_imports_neither_threads_nor_what_is_not_asked(tmp_path: Path) -> None:
+def test_check_imports_neither_threads_nor_unused_features(tmp_path: Path) -> None:
     made = released(tmp_path)
     idle = (
         *("concurrent.futures", "logging", "rich", "sqlalchemy", "alembic"),
@@ -106,14 +106,14 @@ def test_compile_reads_a_checkpoint_without_the_compiler_of_torch(repository: Pa
     assert imported(("torch.nn", "torch._dynamo", "scipy"), "compile", folder) == (0, ["torch.nn"])
 
 
-def test_the_check_would_notice() -> None:
+def test_heavy_import_is_detected() -> None:
     assert imported(
         ("kcdsl.syntax", "yaml"), "lint", str(CORPUS / "accepted" / "statements.kc.yaml")
     )[1] == ["kcdsl.syntax", "yaml"]
 
 
 @pytest.mark.parametrize(("call", "left"), [("main()", "True"), ("main(['--version'])", "False")])
-def test_the_end_of_a_process_of_ours_looks_for_no_garbage(call: str, left: str) -> None:
+def test_exit_of_a_process_skips_garbage_collection(call: str, left: str) -> None:
     program = (
         "import atexit, gc, sys\n"
         "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"

@@ -1,9 +1,10 @@
-"""Commands of the documentation print what it shows, and no command escapes this test.
+"""Commands in the documentation print what it shows, and every command is covered.
 
-A block ```console has lines `$ COMMAND` with what they print, and is run; see
-`tests.support.pages.agrees` for `…` and for ```console roughly, and `settled` for `varies="…"`. A
-block ```sh has commands that are not run here: each is listed below with the reason, and the
-reason is tested. A block ```text may hold a synopsis. Files come from blocks ```file NAME.
+A block ```console has lines `$ COMMAND` with their output, and is run; see
+`tests.support.pages.agrees` for `…` and for ```console roughly, and `without_variation` for
+`varies="…"`. A block ```sh has commands that are not run here: each is listed below with the
+reason, and the reason is tested. A block ```text may hold a synopsis. Files come from blocks
+```file NAME.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ TOOLS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a command is shown and not run, and whether that is still so."""
+    """Why a command is shown and not run, and a test that the reason still applies."""
 
     words: str
     holds: Callable[[str, Path], bool]
@@ -87,7 +88,7 @@ class Reason:
 
 
 def _recipe(command: str) -> str:
-    """Return what `make TARGET` would run if nothing were there yet; another command is itself."""
+    """Return what `make TARGET` runs from a clean state; other commands are returned unchanged."""
     words = shlex.split(command)
     if words[0] != "make":
         return command
@@ -118,7 +119,7 @@ def _rewrites_sources(command: str, folder: Path) -> bool:
 
 
 def _is_the_block_below(command: str, folder: Path) -> bool:
-    """Compare the steps of the demo with the commands that its page shows, which are run."""
+    """Compare the steps of the demo with the commands on its page, which are run."""
     steps = (REPOSITORY / "examples" / "tiny_lm" / "demo.steps").read_text(encoding="utf-8")
     page = REPOSITORY / "docs" / "tutorials" / "demo.md"
     examples = list(blocks(page.read_text(encoding="utf-8")))
@@ -130,7 +131,7 @@ def _is_the_block_below(command: str, folder: Path) -> bool:
 
 
 def _changes_the_repository(command: str, folder: Path) -> bool:
-    """Run it in a repository of its own."""
+    """Run the command in a repository of its own; it must change a file."""
     subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
     (folder / ".pre-commit-config.yaml").write_text("repos: []\n", encoding="utf-8")
     program = [sys.executable, "-m", "pre_commit", *shlex.split(command)[1:]]
@@ -139,7 +140,7 @@ def _changes_the_repository(command: str, folder: Path) -> bool:
 
 
 def _waits(command: str, folder: Path) -> bool:
-    """Start it, and see that it does not end."""
+    """Start the command; it must not end."""
     server = subprocess.Popen(
         shlex.split(command),
         cwd=folder,
@@ -159,7 +160,7 @@ def _waits(command: str, folder: Path) -> bool:
 
 
 def _needs_what_is_installed(command: str, folder: Path) -> bool:
-    """Run it in a copy of the extension without the packages that `npm ci` installs."""
+    """Run the command in a copy of the extension without the packages that `npm ci` installs."""
     bare = folder / "vscode"
     extension = REPOSITORY / "grammar" / "editors" / "vscode"
     shutil.copytree(extension, bare, ignore=shutil.ignore_patterns("node_modules", "out"))
@@ -220,7 +221,7 @@ READABLE = {"console", "sh", "file", "python", "yaml", "toml", "json", "lua", "e
 
 @pytest.fixture
 def pages(repository: Path, project_files: tuple[Path, ...]) -> dict[str, str]:
-    """Return the pages of the documentation by their names; those of codes have their own test."""
+    """Return the pages of the documentation by name; those of codes have their own test."""
     found = [path for path in project_files if path.suffix == ".md"]
     texts = {
         path.relative_to(repository).as_posix(): path.read_text(encoding="utf-8") for path in found
@@ -229,7 +230,7 @@ def pages(repository: Path, project_files: tuple[Path, ...]) -> dict[str, str]:
 
 
 def commands(block: Block) -> list[tuple[str, str]]:
-    """Return the commands of a block, without the comments behind them, and what each prints."""
+    """Return the commands of a block, without trailing comments, and the output of each."""
     runs = re.split(r"^\$ ", block.text, flags=re.MULTILINE)
     parts = [run.partition("\n") for run in runs[1:]]
     return [(_bare(command), shown) for command, _, shown in parts]
@@ -239,7 +240,7 @@ def _bare(line: str) -> str:
     return re.sub(r"\s+# .*", "", line).strip()
 
 
-def escaping(name: str, text: str) -> list[str]:
+def uncovered_commands(name: str, text: str) -> list[str]:
     """Return the lines of a page that show a command and are neither run nor listed."""
     found: list[str] = []
     listed = NOT_RUN.get(name, {})
@@ -266,9 +267,9 @@ def escaping(name: str, text: str) -> list[str]:
     return found
 
 
-def test_no_command_escapes(pages: dict[str, str]) -> None:
+def test_every_shown_command_is_run_or_listed(pages: dict[str, str]) -> None:
     assert {"README.md", "docs/reference/lint.md", "examples/tiny_lm/README.md"} <= set(pages)
-    found = {name: escaping(name, text) for name, text in pages.items()}
+    found = {name: uncovered_commands(name, text) for name, text in pages.items()}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
@@ -286,11 +287,11 @@ def test_no_command_escapes(pages: dict[str, str]) -> None:
         "~~~sh\nkcdsl check\n~~~\n",
     ],
 )
-def test_a_command_that_escapes_is_found(text: str) -> None:
-    assert escaping("page.md", text)
+def test_unlisted_command_is_found(text: str) -> None:
+    assert uncovered_commands("page.md", text)
 
 
-def test_what_is_listed_is_shown(pages: dict[str, str]) -> None:
+def test_listed_commands_are_on_their_pages(pages: dict[str, str]) -> None:
     for name, listed in NOT_RUN.items():
         examples = list(blocks(pages[name]))
         shown = [_bare(x) for b in examples if b.language == "sh" for x in b.text.splitlines()]
@@ -303,22 +304,22 @@ def test_what_is_listed_is_shown(pages: dict[str, str]) -> None:
     {(command, reason): None for listed in NOT_RUN.values() for command, reason in listed.items()},
     ids=lambda value: value if isinstance(value, str) else value.words,
 )
-def test_what_is_not_run_has_its_reason_still(command: str, reason: Reason, tmp_path: Path) -> None:
+def test_reasons_for_not_running_still_apply(command: str, reason: Reason, tmp_path: Path) -> None:
     assert reason.holds(command, tmp_path)
 
 
 @pytest.mark.parametrize(
     "reason", [NETWORK, ITSELF, SLOW, SAME_ROAD, SOURCES], ids=lambda reason: reason.words
 )
-def test_a_reason_does_not_hold_of_everything(reason: Reason, tmp_path: Path) -> None:
+def test_reasons_do_not_apply_to_other_commands(reason: Reason, tmp_path: Path) -> None:
     assert not reason.holds("kcdsl doctor", tmp_path)
 
 
-def test_a_command_that_ends_does_not_wait(tmp_path: Path) -> None:
+def test_command_that_ends_is_not_taken_as_waiting(tmp_path: Path) -> None:
     assert not EDITOR.holds("true", tmp_path)
 
 
-def test_other_tests_run_what_is_left_to_them(repository: Path, pages: dict[str, str]) -> None:
+def test_delegated_commands_are_run_by_other_tests(repository: Path, pages: dict[str, str]) -> None:
     for name, test in ELSEWHERE.items():
         assert any(block.language == "console" for block in blocks(pages[name])), name
         text = (repository / test).read_text(encoding="utf-8")
@@ -326,7 +327,7 @@ def test_other_tests_run_what_is_left_to_them(repository: Path, pages: dict[str,
         assert "console" in text
 
 
-def test_commands_that_are_not_run_have_the_options_that_they_show() -> None:
+def test_commands_not_run_have_existing_options() -> None:
     from kcdsl.cli.application import parser_of
     from kcdsl.cli.commands import load
 
@@ -341,7 +342,7 @@ def test_commands_that_are_not_run_have_the_options_that_they_show() -> None:
 
 
 def _usual(repository: Path, folder: Path) -> Path:
-    """Stand in a folder with a small model and the usual files, which have nothing in them."""
+    """Change to a folder with a small model and the default files, which are empty."""
     stand_in(folder)
     write_model(folder)
     return folder
@@ -352,7 +353,7 @@ def _nothing(repository: Path, folder: Path) -> Path:
 
 
 def _example(name: str) -> Callable[[Path, Path], Path]:
-    """Stand in a copy of an example, beside copies of the others."""
+    """Change to a copy of an example, beside copies of the others."""
 
     def prepare(repository: Path, folder: Path) -> Path:
         left_out = shutil.ignore_patterns("out", "__pycache__", "kcdsl.key*")
@@ -363,7 +364,7 @@ def _example(name: str) -> Callable[[Path, Path], Path]:
 
 
 def _hugging_face(name: str) -> Callable[[Path, Path], Path]:
-    """Stand beside a folder of a small random Llama, as transformers writes it."""
+    """Change to a folder beside a small random Llama, as transformers saves it."""
 
     def prepare(repository: Path, folder: Path) -> Path:
         save_llama(folder / name)
@@ -373,7 +374,7 @@ def _hugging_face(name: str) -> Callable[[Path, Path], Path]:
 
 
 def _quantised(repository: Path, folder: Path) -> Path:
-    """Stand beside a folder of a small random Llama and one of its float8 weights."""
+    """Change to a folder beside a small random Llama and one with float8 weights."""
     save_llama(folder / "my-model")
     quantise(folder / "my-model", folder / "my-model-fp8", "fp8 channel")
     return folder
@@ -390,8 +391,10 @@ def _vectors(repository: Path, folder: Path) -> Path:
 
 @contextmanager
 def _served(name: str, folder: Path) -> Iterator[Callable[[str], str]]:
-    """Serve the model of a folder for a page about servers; yield what puts its address in place
-    of the usual one."""
+    """Serve the model of a folder for a page about servers.
+
+    Yields a function that replaces the default address by the server's.
+    """
     if name != "docs/how-to/servers.md":
         yield str
         return
@@ -436,7 +439,7 @@ def shown_by(repository: Path) -> Iterator[str]:
             yield name
 
 
-def test_pages_that_take_minutes_have_commands() -> None:
+def test_slow_pages_have_commands() -> None:
     assert set(shown_by(REPOSITORY)) > MINUTES
 
 
@@ -448,7 +451,7 @@ def test_pages_that_take_minutes_have_commands() -> None:
         for name in shown_by(REPOSITORY)
     ],
 )
-def test_outputs_are_those_of_the_program(repository: Path, tmp_path: Path, name: str) -> None:
+def test_outputs_equal_those_of_the_program(repository: Path, tmp_path: Path, name: str) -> None:
     folder = FOLDERS.get(name, _usual)(repository, tmp_path)
     compared = 0
     with _served(name, folder) as addressed:
@@ -468,12 +471,12 @@ def test_outputs_are_those_of_the_program(repository: Path, tmp_path: Path, name
 
 
 def _unpadded(text: str) -> str:
-    """Return a text without blanks at line ends, and without empty lines around it."""
+    """Return a text without trailing blanks, and without empty lines around it."""
     return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n") + "\n"
 
 
 def run(command: str, folder: Path) -> str:
-    """Return what a command of the shell prints; `kcdsl` alone runs in this process."""
+    """Return the output of a shell command; `kcdsl` alone runs in this process."""
     words = shlex.split(command)
     if words[0] == "kcdsl" and not {"|", "&&", ";", ">", "<"} & set(words):
         with forget_modules(folder):
@@ -497,7 +500,7 @@ def run(command: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(("name", "command"), SYNOPSES.items())
-def test_a_synopsis_is_that_of_the_parser(
+def test_synopsis_equals_that_of_the_parser(
     pages: dict[str, str], cli: Cli, name: str, command: str
 ) -> None:
     (block,) = (b for b in blocks(pages[name]) if b.language == "text")
@@ -531,7 +534,7 @@ def test_commands_in_prose_exist_with_their_options(pages: dict[str, str], cli: 
         assert wanted <= known, command
 
 
-def test_an_option_in_prose_is_found() -> None:
+def test_unknown_option_in_prose_is_found() -> None:
     text = "Run `kcdsl check a --key b`, or\n`kcdsl config show -o x`.\n```sh\n`kcdsl x --y`\n```\n"
     assert list(_options_in_prose(text)) == [
         ("check", ""),

@@ -1,4 +1,4 @@
-"""examples/demo.sh never hides what a command answered."""
+"""examples/demo.sh returns the exit codes of its commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture
 def demo(tmp_path: Path, repository: Path) -> Path:
-    """Return a folder with the script, a `kcdsl` that exits with its last word, and an example."""
+    """Return a folder with the script, an example, and a `kcdsl` that exits with its last word."""
     (tmp_path / "examples" / "toy").mkdir(parents=True)
     shutil.copy(repository / "examples" / "demo.sh", tmp_path / "examples" / "demo.sh")
     fake = tmp_path / ".venv" / "bin" / "kcdsl"
@@ -23,7 +23,7 @@ def demo(tmp_path: Path, repository: Path) -> Path:
 
 
 def run(demo: Path, *codes: int) -> subprocess.CompletedProcess[str]:
-    """Run a demo of steps that exit with `codes`."""
+    """Run a demo whose steps exit with `codes`."""
     steps = "".join(f"step number-{i} {code}\n" for i, code in enumerate(codes))
     (demo / "examples" / "toy" / "demo.steps").write_text(steps)
     return subprocess.run(
@@ -50,7 +50,9 @@ def run(demo: Path, *codes: int) -> subprocess.CompletedProcess[str]:
         ((0, 127, 0), 127, 2),
     ],
 )
-def test_exit_code(demo: Path, codes: tuple[int, ...], expected: int, steps: int) -> None:
+def test_demo_returns_the_exit_code_of_its_steps(
+    demo: Path, codes: tuple[int, ...], expected: int, steps: int
+) -> None:
     done = run(demo, *codes)
     assert done.returncode == expected
     assert done.stdout.count("ran number-") == steps
@@ -58,12 +60,12 @@ def test_exit_code(demo: Path, codes: tuple[int, ...], expected: int, steps: int
         assert f"exit code {code}" in done.stderr
 
 
-def test_every_command_is_shown_before_its_output(demo: Path) -> None:
+def test_each_command_is_shown_before_its_output(demo: Path) -> None:
     lines = run(demo, 0).stdout.splitlines()
     assert lines.index("$ kcdsl number-0 0") < lines.index("ran number-0 0")
 
 
-def test_leftovers_of_an_earlier_demo_are_removed(demo: Path) -> None:
+def test_outputs_of_an_earlier_demo_are_removed(demo: Path) -> None:
     stale = demo / "examples" / "toy" / "out" / "stale.kcert"
     stale.parent.mkdir()
     stale.touch()
@@ -71,7 +73,7 @@ def test_leftovers_of_an_earlier_demo_are_removed(demo: Path) -> None:
     assert not stale.exists()
 
 
-def test_a_folder_that_does_not_exist_is_refused(demo: Path) -> None:
+def test_missing_folder_is_refused(demo: Path) -> None:
     done = subprocess.run(
         ["sh", "examples/demo.sh", "examples/none"],
         cwd=demo,

@@ -1,4 +1,4 @@
-"""The documentation says what is true: links resolve, tables equal the code."""
+"""The documentation is consistent: links resolve, tables equal the code."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def pages(project_files: tuple[Path, ...]) -> list[Path]:
 
 
 def links(page: Path) -> Iterator[str]:
-    """Yield the targets of the links of a page, code blocks left out."""
+    """Yield the targets of the links of a page, except in code blocks."""
     yield from LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that headings make."""
+    """Return the anchors of headings."""
     titles = HEADING.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def broken(page: Path) -> list[str]:
-    """Return the relative links of a page that lead nowhere."""
+    """Return the relative links of a page that do not resolve."""
     bad = []
     for target in links(page):
         if re.match(r"[a-z]+:", target):
@@ -74,7 +74,7 @@ def test_relative_links_resolve(repository: Path, pages: list[Path]) -> None:
     assert {str(p.relative_to(repository)): broken(p) for p in pages if broken(p)} == {}
 
 
-def test_a_broken_link_is_found(tmp_path: Path) -> None:
+def test_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One two\n[a\nb](none.md) [b](#one-two) [c](#three) [d](https://x.y)\n")
     assert broken(page) == ["none.md", "#three"]
@@ -113,7 +113,7 @@ def test_every_page_is_in_the_navigation_of_the_manual(repository: Path) -> None
     assert sorted(listed) == sorted(set(places) - indexed)
 
 
-def test_the_manual_page_is_that_of_the_commands() -> None:
+def test_man_page_equals_the_help_of_the_commands() -> None:
     assert man.PAGE.read_text(encoding="utf-8") == man.page(), "run `make man`"
 
 
@@ -133,14 +133,14 @@ def test_exit_code_table_has_every_command(repository: Path) -> None:
     assert all(set(codes.split()) <= known for _, codes in rows)
 
 
-def test_the_page_of_commands_names_every_command(repository: Path) -> None:
+def test_page_of_commands_names_every_command(repository: Path) -> None:
     text = (repository / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     for name in COMMANDS:
         assert f"`kcdsl {name}" in text
 
 
-def test_messages_name_pages_that_are_installed(project_files: tuple[Path, ...]) -> None:
-    """A text that is shown names `kcdsl explain PAGE`, since the wheel has no docs/."""
+def test_messages_refer_to_installed_pages(project_files: tuple[Path, ...]) -> None:
+    """A message refers to `kcdsl explain PAGE`, since the wheel has no docs/."""
     known = {*manual_pages(), *BUILT_IN.names()}
     for path in project_files:
         if path.suffix != ".py" or not {"kcdsl", "backends", "certs"} & set(path.parts):
@@ -160,8 +160,8 @@ def test_messages_name_pages_that_are_installed(project_files: tuple[Path, ...])
                 assert set(named) <= known, f"{path}: {node.value}"
 
 
-def test_printed_pages_cite_pages_that_are_installed(repository: Path) -> None:
-    """A link is printed as `kcdsl explain NAME`; what only a checkout has, as its path there."""
+def test_explained_pages_refer_to_installed_pages(repository: Path) -> None:
+    """A link is printed as `kcdsl explain NAME`; files that only a checkout has, as their path."""
     shipped = re.compile(r"docs/(?!adr/|README|images/)|(grammar|certs|backends)/README|SECURITY")
     printed = {name: manual_page(name) for name in manual_pages()}
     printed |= {code.id: code.page for code in all_codes()}
@@ -193,11 +193,11 @@ def test_printed_pages_cite_pages_that_are_installed(repository: Path) -> None:
         ("`[no](link.md)`", "`[no](link.md)`"),
     ],
 )
-def test_links_of_printed_pages(text: str, said: str) -> None:
+def test_links_of_explained_pages(text: str, said: str) -> None:
     assert Page(f"# A page\n\n{text}\n", "docs/reference").markdown == f"# A page\n\n{said}\n"
 
 
-def test_every_make_target_that_the_docs_name_exists(repository: Path, pages: list[Path]) -> None:
+def test_make_targets_named_in_the_docs_exist(repository: Path, pages: list[Path]) -> None:
     targets = set(
         re.findall(
             r"^([a-z][a-z-]*):", (repository / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
@@ -211,7 +211,7 @@ def test_every_make_target_that_the_docs_name_exists(repository: Path, pages: li
         assert not missing, f"{page.name} names {missing}"
 
 
-def test_the_contract_of_the_readme_compiles_without_a_finding(
+def test_readme_contract_compiles_without_a_finding(
     repository: Path, tmp_path: Path, cli: Cli
 ) -> None:
     text = (repository / "README.md").read_text(encoding="utf-8")
@@ -231,7 +231,7 @@ def test_the_contract_of_the_readme_compiles_without_a_finding(
 
 
 @pytest.mark.parametrize("number", range(1, 8))
-def test_decision_records_have_their_three_parts(repository: Path, number: int) -> None:
+def test_decision_records_have_their_three_sections(repository: Path, number: int) -> None:
     (page,) = (repository / "docs" / "adr").glob(f"{number:04d}-*.md")
     text = page.read_text(encoding="utf-8")
     assert text.startswith(f"# {number:04d} ")

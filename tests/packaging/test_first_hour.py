@@ -1,4 +1,4 @@
-"""The roads of new users, from the wheel alone: a certificate, RL rollouts, a served model."""
+"""First steps of new users with the wheel alone: certificate, RL rollouts, served model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def done(place: Installation, folder: Path, *words: str) -> Ran:
     return ran
 
 
-def test_the_doctor_finds_nothing_missing(installed: Installation, tmp_path: Path) -> None:
+def test_doctor_finds_nothing_missing(installed: Installation, tmp_path: Path) -> None:
     place = installed.run(
         "-c", "import kcdsl; print(kcdsl.__file__)", cwd=tmp_path, program="python"
     )
@@ -43,7 +43,7 @@ def test_the_doctor_finds_nothing_missing(installed: Installation, tmp_path: Pat
     assert "Recorded rollouts" in done(installed, tmp_path, "explain", "rollouts").stdout
 
 
-def test_four_commands_lead_to_a_certificate(installed: Installation, tmp_path: Path) -> None:
+def test_four_commands_produce_a_certificate(installed: Installation, tmp_path: Path) -> None:
     save_llama(tmp_path / "my model")
     ran = [one for one, _ in first_certificate(installed, tmp_path, "my model")]
     assert [one.code for one in ran] == [0, 0, 0, 0], [one.stderr for one in ran]
@@ -55,10 +55,10 @@ def test_four_commands_lead_to_a_certificate(installed: Installation, tmp_path: 
     assert "C-convergent" in done(installed, tmp_path, "status").stdout
 
 
-def test_rollouts_lead_to_a_certificate(
+def test_rollouts_produce_a_certificate(
     installed: Installation, tmp_path: Path, repository: Path
 ) -> None:
-    """The rows of the tutorial, recorded with transformers, are scored by the installed kcdsl."""
+    """The installed kcdsl scores the rows of the tutorial, recorded with transformers."""
     save_llama(tmp_path / "policy")
     page = (repository / "docs" / "tutorials" / "rl-batch.md").read_text(encoding="utf-8")
     (script,) = (block.text for block in blocks(page) if block.name == "record.py")
@@ -76,7 +76,7 @@ def test_rollouts_lead_to_a_certificate(
     assert installed.run(*check, cwd=tmp_path).code == 4
 
 
-def test_a_quantised_checkpoint_leads_to_a_certificate(
+def test_quantised_checkpoint_produces_a_certificate(
     installed: Installation, tmp_path: Path
 ) -> None:
     quantise(save_llama(tmp_path / "model"), tmp_path / "model-fp8", "fp8 tensor")
@@ -86,7 +86,7 @@ def test_a_quantised_checkpoint_leads_to_a_certificate(
     key = ("--key", "kcdsl.key.pub")
     done(installed, tmp_path, "check", "out/verify-attn_0.cert.json", *key, "--recheck")
     ran = installed.run("evaluate", "--sign", "kcdsl.key", "--bound-seconds", "0", cwd=tmp_path)
-    assert ran.code in (0, 1), ran.stderr  # random weights may prefer other tokens
+    assert ran.code in (0, 1), ran.stderr  # random weights may select other tokens
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "model-fp8" / name).write_bytes((tmp_path / "model" / name).read_bytes())
     changed = installed.run("check", "out/verify-attn_0.cert.json", *key, cwd=tmp_path)

@@ -81,7 +81,7 @@ def test_every_rule_has_an_implementation_in_both_programs(repository: Path, pag
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_formulas_are_closed(repository: Path, page: str) -> None:
+def test_formula_delimiters_are_balanced(repository: Path, page: str) -> None:
     text = (repository / "docs" / "proofs" / page).read_text(encoding="utf-8")
     plain = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
     assert plain.count("$$") % 2 == 0

@@ -1,4 +1,4 @@
-"""The pre-commit files are valid, need no network, and pick the files they should."""
+"""The pre-commit files are valid, need no network, and select the right files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OFFERED = ".pre-commit-hooks.yaml"
 OWN = ".pre-commit-config.yaml"
 
 
-def test_both_files_are_valid(repository: Path) -> None:
+def test_both_hook_files_are_valid(repository: Path) -> None:
     load_config(repository / OWN)
     load_manifest(repository / OFFERED)
 
@@ -41,7 +41,7 @@ def test_own_hooks_are_local_and_install_nothing(repository: Path) -> None:
         ("subcontract.yaml", False),
     ],
 )
-def test_the_offered_hooks_pick_contracts(repository: Path, path: str, picked: bool) -> None:
+def test_published_hooks_select_contracts(repository: Path, path: str, picked: bool) -> None:
     hooks = {h["id"]: h for h in yaml.safe_load((repository / OFFERED).read_text("utf-8"))}
     assert {name: hook["entry"] for name, hook in hooks.items()} == {
         "kcdsl-lint": "kcdsl lint",
@@ -59,7 +59,7 @@ def git(folder: Path, *words: str) -> None:
 
 
 @pytest.mark.full
-def test_the_hooks_run_in_a_project_that_keeps_contracts(repository: Path, tmp_path: Path) -> None:
+def test_hooks_run_in_a_project_with_contracts(repository: Path, tmp_path: Path) -> None:
     offered, project = tmp_path / "offered", tmp_path / "project"
     for folder in (offered, project):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""The page on the intermediate representation prints what the program prints."""
+"""The page on the intermediate representation shows the program's output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def blocks(kind: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand in a folder with the contract of the page."""
+    """Change to a folder with the contract of the page."""
     (contract,) = blocks("yaml")
     (tmp_path / "contract.yaml").write_text(contract, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -34,14 +34,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def runs(block: str) -> Iterator[tuple[str, str]]:
-    """Yield each command of a block with what it prints."""
+    """Yield each command of a block with its output."""
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         command, _, output = part.partition("\n")
         yield command, output
 
 
 @pytest.mark.full
-def test_commands_print_what_the_page_shows(folder: Path) -> None:
+def test_command_outputs_equal_the_page(folder: Path) -> None:
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     seen = 0
     for block in blocks("console"):
@@ -59,8 +59,8 @@ def test_commands_print_what_the_page_shows(folder: Path) -> None:
     assert seen == 4
 
 
-def test_expressions_have_the_values_that_the_page_shows(folder: Path) -> None:
-    """One session for the whole page."""
+def test_expression_values_equal_the_page(folder: Path) -> None:
+    """Evaluate the whole page in one session."""
     session = "\n".join(blocks("python"))
     test = doctest.DocTestParser().get_doctest(session, {}, "ir.md", str(PAGE), 0)
     assert len(test.examples) > 20

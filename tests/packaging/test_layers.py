@@ -1,4 +1,4 @@
-"""The layers of the four packages hold, and the check that says so can fail."""
+"""The import layers of the four packages hold, and the check can fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lint_imports(root: Path, path: list[Path]) -> subprocess.CompletedProcess[st
     )
 
 
-def test_layers_are_kept(repository: Path) -> None:
+def test_import_layers_hold(repository: Path) -> None:
     roots = [(repository / folder).parent for folder in PACKAGES.values()]
     done = lint_imports(repository, roots)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,7 +53,7 @@ def test_layers_are_kept(repository: Path) -> None:
         ("kcdsl_grammar", "lark"),
     ],
 )
-def test_a_planted_import_is_found(
+def test_planted_import_is_found(
     tmp_path: Path, repository: Path, package: str, forbidden: str
 ) -> None:
     shutil.copy(repository / "pyproject.toml", tmp_path)
@@ -76,7 +76,7 @@ def test_a_planted_import_is_found(
         ("kcdsl.cli", {"numpy", "torch", "z3", "scipy", "onnx", "rich"}),
     ],
 )
-def test_importing_a_part_loads_nothing_that_it_need_not(module: str, absent: set[str]) -> None:
+def test_packages_import_no_unneeded_modules(module: str, absent: set[str]) -> None:
     script = f"import sys, {module}; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -87,7 +87,7 @@ def pages() -> dict[str, str]:
 
 @cache
 def names_of(path: Path) -> frozenset[str]:
-    """Return what a module defines or imports, attributes of its classes included."""
+    """Return the names that a module defines or imports, with attributes of its classes."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = set()
     for node in ast.walk(tree):
@@ -115,7 +115,7 @@ def resolves(dotted: str) -> bool:
 
 
 def exists(place: str) -> bool:
-    """Return whether a path lies in the repository, from its root or from that of a package."""
+    """Return whether a path exists, relative to the repository or to a package."""
     roots = ("", "backends", "certs", "grammar", "kcdsl", "backends/kcdsl_backends")
     return place.startswith(WRITTEN) or any((REPOSITORY / root / place).exists() for root in roots)
 
@@ -140,7 +140,7 @@ def file_names() -> frozenset[str]:
 
 
 def unresolved(page: str, text: str) -> list[str]:
-    """Return what a page names and nothing is."""
+    """Return the names on a page that do not exist."""
     bad = []
     folders = {*ROOTS, "docs", "examples", "grammar", "backends", "certs"}
     for span in SPAN.findall(text):
@@ -154,17 +154,17 @@ def unresolved(page: str, text: str) -> list[str]:
             known = not re.fullmatch(r"\w+\.py", span) or span in file_names()
         if not known:
             bad.append(span)
-        if not page.startswith("docs/adr/"):  # a record names what it deletes
+        if not page.startswith("docs/adr/"):  # a decision record may name what it deletes
             bad += [option for option in OPTION.findall(span) if option not in options()]
     return bad
 
 
 @pytest.mark.parametrize("page", pages())
-def test_what_a_page_names_exists(page: str) -> None:
+def test_names_on_pages_exist(page: str) -> None:
     assert unresolved(page, pages()[page]) == []
 
 
-def test_schemas_that_pages_name_exist(schemas: dict[str, dict[str, Any]]) -> None:
+def test_schemas_named_on_pages_exist(schemas: dict[str, dict[str, Any]]) -> None:
     fixed = {"kcdsl.triple/1", "kcdsl.checkpoint-manifest/1", "kcdsl.kernel-fingerprint/2"}
     known = {*schemas, *fixed}
     for page, text in pages().items():
@@ -184,10 +184,10 @@ def test_schemas_that_pages_name_exist(schemas: dict[str, dict[str, Any]]) -> No
         "`kcdsl verify --nothing`",
     ],
 )
-def test_a_name_of_nothing_is_found(text: str) -> None:
+def test_unknown_name_is_found(text: str) -> None:
     assert len(unresolved("page.md", text)) == 1
 
 
-def test_names_resolve() -> None:
+def test_valid_names_resolve() -> None:
     text = "`kcdsl.ir.terms` `kcdsl_certs.recheck` `kcdsl/exits.py` `test_names.py` `--block`"
     assert unresolved("page.md", text) == []

@@ -1,4 +1,4 @@
-"""Blocks of the documentation that no command prints are accepted where they are meant to go."""
+"""Code blocks of the documentation that no command prints are valid input for their target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DOCTESTS = {"docs/reference/ir.md"}
 
 
 def blocks(*languages: str) -> Iterator[tuple[str, Block]]:
-    """Yield the blocks of some languages, with the pages that have them."""
+    """Yield the blocks of some languages with their pages."""
     for path in files_below(REPOSITORY):
         name = path.relative_to(REPOSITORY).as_posix()
         if path.suffix == ".md" and not name.startswith("kcdsl/diagnostics/pages/"):
@@ -43,7 +43,7 @@ def the_block(page: str, language: str) -> str:
 @pytest.mark.parametrize(
     ("name", "block"), [pytest.param(*item, id=item[0]) for item in blocks("yaml", "toml", "json")]
 )
-def test_data_can_be_read(name: str, block: Block) -> None:
+def test_data_blocks_parse(name: str, block: Block) -> None:
     match block.language:
         case "yaml":
             yaml.compose(block.text)
@@ -57,12 +57,12 @@ def test_data_can_be_read(name: str, block: Block) -> None:
     ("name", "block"),
     [pytest.param(*item, id=item[0]) for item in blocks("python") if item[0] not in DOCTESTS],
 )
-def test_programs_can_be_compiled(name: str, block: Block) -> None:
+def test_program_blocks_compile(name: str, block: Block) -> None:
     assert compile(block.text, name, "exec")
 
 
 @pytest.mark.parametrize(("which", "keys"), [(0, 7), (1, 3), (2, 2), (3, 3), (4, 4), (5, 2)])
-def test_the_numerics_of_the_page_are_those_of_a_kernel(which: int, keys: int) -> None:
+def test_numerics_on_the_page_equal_those_of_a_kernel(which: int, keys: int) -> None:
     found = [block.text for name, block in blocks("yaml") if name == "docs/reference/numerics.md"]
     assert len(found) == 6
     indented = "".join(f"    {line}\n" for line in found[which].splitlines())
@@ -79,7 +79,7 @@ def test_the_numerics_of_the_page_are_those_of_a_kernel(which: int, keys: int) -
     assert len(analysis.program.infer.numerics) == keys
 
 
-def test_the_catalogue_of_the_page_on_backends_is_one() -> None:
+def test_catalogue_on_the_page_of_backends_is_valid() -> None:
     scope: dict[str, object] = {}
     exec(compile(the_block("backends/README.md", "python"), "page", "exec"), scope)
     catalogue = scope["CATALOGUE"]
@@ -89,7 +89,7 @@ def test_the_catalogue_of_the_page_on_backends_is_one() -> None:
     assert list(groups) == ["kcdsl.backends"]
 
 
-def test_the_trust_policy_of_the_page_on_certificates_is_one(tmp_path: Path) -> None:
+def test_trust_policy_on_the_page_of_certificates_is_valid(tmp_path: Path) -> None:
     keys = {name: generate() for name in ("release.pub", "canary.pub")}
     for name, key in keys.items():
         (tmp_path / name).write_bytes(key.public.pem)

@@ -1,4 +1,4 @@
-"""The picture of the demo is the report of its evaluation, drawn by docs/site/report_picture.py."""
+"""The picture of the demo, drawn by docs/site/report_picture.py, equals its evaluation report."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ _CELL = re.compile(r'<text[^>]* y="([\d.]+)"[^>]*>(.*?)</text>')
 
 
 def lines(picture: str) -> str:
-    """Return the lines of a picture, without what the load of a machine decides: times, and with
-    them the verdict of the whole."""
+    """Return the lines of a picture, without times and the overall verdict.
+
+    Both depend on the load of the machine.
+    """
     rows: dict[float, list[str]] = {}
     for height, cell in _CELL.findall(picture):
         rows.setdefault(float(height), []).append(html.unescape(cell).replace("\xa0", " ").strip())
@@ -31,7 +33,7 @@ def lines(picture: str) -> str:
     return "\n".join(row for row in text if "R-LATENCY" not in row and " health " not in row)
 
 
-def test_the_picture_has_what_is_compared(repository: Path) -> None:
+def test_picture_contains_the_compared_lines(repository: Path) -> None:
     text = lines((repository / PICTURE).read_text(encoding="utf-8"))
     assert "N-HIDDEN L2 all p99(hidden_l2) <= 3 1.22 – census 0/24 ✓ held" in text
     assert "attn_0 12 0.0642 0.125 1.57" in text
@@ -40,7 +42,7 @@ def test_the_picture_has_what_is_compared(repository: Path) -> None:
     assert not agrees(text, text.replace("0.125", "0.525"), roughly=True)
 
 
-def test_the_overview_has_what_its_label_names(repository: Path) -> None:
+def test_overview_contains_what_its_label_names(repository: Path) -> None:
     picture = (repository / "docs" / "images" / "overview.svg").read_text(encoding="utf-8")
     label = re.findall(r'aria-label="([^"]*)"', picture)[0].lower()
     titles = re.findall(r'class="t">([^<]*)<', picture)
@@ -50,7 +52,7 @@ def test_the_overview_has_what_its_label_names(repository: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_picture_is_that_of_the_report(repository: Path, tmp_path: Path, cli: Cli) -> None:
+def test_picture_equals_that_of_the_report(repository: Path, tmp_path: Path, cli: Cli) -> None:
     folder = tmp_path / "minilm"
     shutil.copytree(
         repository / "examples" / "minilm", folder, ignore=shutil.ignore_patterns("out")

@@ -1,4 +1,4 @@
-"""The wheel as a release gate has it: with the packages of requirements-gate.lock alone."""
+"""The wheel with only the packages of requirements-gate.lock, as a release gate installs it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ REGISTER = ("--register", "releases.db")
 
 
 def pins(file: Path) -> dict[str, Requirement]:
-    """Return what a lock file installs, by name."""
+    """Return the pins of a lock file by name."""
     lines = file.read_text(encoding="utf-8").splitlines()
     found = [Requirement(line.rstrip("\\")) for line in lines if line[:1].isalpha()]
     return {canonicalize_name(pin.name): pin for pin in found}
 
 
-def test_the_lock_has_what_the_group_names_in_the_versions_of_set_up(repository: Path) -> None:
+def test_gate_lock_pins_its_group_in_the_versions_of_setup(repository: Path) -> None:
     from importlib import metadata
 
     found, everything = pins(repository / LOCK), pins(repository / "requirements.lock")
@@ -61,8 +61,8 @@ def test_the_lock_has_what_the_group_names_in_the_versions_of_set_up(repository:
     assert not {"torch", "z3-solver", "scipy", "onnx"} & set(found)
 
 
-def test_every_road_to_a_gate_has_the_same_two_lines(repository: Path) -> None:
-    """`make wheel`, the action, the jobs and the pages."""
+def test_gate_installation_commands_agree_everywhere(repository: Path) -> None:
+    """In `make wheel`, the action, the jobs and the pages."""
     locked = f"--require-hashes --no-deps -r {LOCK}"
     count = f"{len(pins(repository / LOCK))} packages"
     for name in ("README.md", "docs/how-to/ci.md", "CHANGELOG.md"):
@@ -114,7 +114,7 @@ def released(certified: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-def test_a_gate_checks_and_records_certificates(gate: Installation, released: Path) -> None:
+def test_gate_checks_and_records_certificates(gate: Installation, released: Path) -> None:
     done = gate.run("-c", "import torch", cwd=released, program="python")
     assert "No module named 'torch'" in done.stderr
     image = "registry.example/llm/model@sha256:" + "4f" * 32
@@ -143,7 +143,7 @@ def test_a_gate_checks_and_records_certificates(gate: Installation, released: Pa
 
 
 @pytest.mark.full
-def test_a_gate_rejects_what_changed_and_says_what_it_lacks(
+def test_gate_rejects_changes_and_names_missing_packages(
     gate: Installation, released: Path
 ) -> None:
     assert gate.run("keygen", "-o", "other.key", cwd=released).code == 0

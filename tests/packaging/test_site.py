@@ -1,4 +1,4 @@
-"""The built manual: links and anchors lead somewhere, nothing comes from another host."""
+"""The built manual: links and anchors resolve, nothing loads from another host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_SECONDS = 600
 
 
 class Links(HTMLParser):
-    """The anchors of a page, what it links to, and what it loads."""
+    """The anchors, links and loaded resources of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Links(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note what a tag names."""
+        """Record the anchors and links of a tag."""
         found = dict(attrs)
         self.anchors |= {value for key in ("id", "name") if (value := found.get(key))}
         if target := found.get("href" if tag in {"a", "link"} else "src"):
@@ -56,13 +56,13 @@ def site(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def broken(site: Path, parsed: dict[Path, Links]) -> Iterator[str]:
-    """Yield what pages link to or load and the site does not have."""
+    """Yield links and resources of pages that the site does not have."""
     anchors = {page: links.anchors | {"", "__top"} for page, links in parsed.items()}
     for page, links in parsed.items():
         for target in links.targets + links.loaded:
             parts = urlsplit(target)
             if parts.scheme in {"http", "https", "mailto"} and target in links.targets:
-                continue  # a source that a reader may follow
+                continue  # a source link that a reader may follow
             place = (page.parent / unquote(parts.path)).resolve() if parts.path else page
             fragment = unquote(parts.fragment)
             known = place.is_file() and place.is_relative_to(site)
@@ -72,11 +72,11 @@ def broken(site: Path, parsed: dict[Path, Links]) -> Iterator[str]:
 
 
 @pytest.mark.programs
-def test_nothing_of_the_site_is_missing_or_elsewhere(site: Path) -> None:
+def test_site_is_complete_and_loads_nothing_external(site: Path) -> None:
     parsed = {
         page: Links(page.read_text(encoding="utf-8"))
         for page in site.rglob("*.html")
-        if page.name != "404.html"  # its links are those of a server
+        if page.name != "404.html"  # its links assume a server
     }
     assert len(parsed) > 300
     assert list(broken(site, parsed)) == []
@@ -87,7 +87,7 @@ def test_nothing_of_the_site_is_missing_or_elsewhere(site: Path) -> None:
 
 
 @pytest.mark.programs
-def test_formulas_and_search_need_no_server(site: Path, tmp_path: Path) -> None:
+def test_formulas_and_search_work_without_a_server(site: Path, tmp_path: Path) -> None:
     find = """(async () => {
       const box = document.querySelector(".md-search__input");
       box.focus(); box.value = "ellipsoid";
@@ -112,7 +112,7 @@ def test_formulas_and_search_need_no_server(site: Path, tmp_path: Path) -> None:
         assert page.evaluate(find) > 0
 
 
-def test_links_become_those_of_the_site() -> None:
+def test_links_are_rewritten_for_the_site() -> None:
     places = dict(pages())
     source = "docs/reference/verify.md"
     assert places["kcdsl/diagnostics/pages/KC203.md"] == "reference/codes/KC203.md"
@@ -129,12 +129,12 @@ def test_links_become_those_of_the_site() -> None:
         assert linked(text, source, places) == wanted
 
 
-def test_bars_in_code_of_tables_are_plain() -> None:
-    """Python-Markdown shows the backslash that GitHub needs."""
+def test_escaped_bars_in_table_code_are_unescaped() -> None:
+    """Python-Markdown would show the backslash that GitHub needs."""
     assert unescaped("| `a\\|b` | c\\|d |\n`e\\|f`\n") == "| `a|b` | c\\|d |\n`e\\|f`\n"
 
 
-def test_what_is_not_downloaded_lies_here() -> None:
+def test_files_that_are_not_downloaded_are_in_the_repository() -> None:
     own = [path for path in ASSETS.values() if "node_modules" not in path.parts]
     assert len(own) == 2
     assert all(path.is_file() for path in own)

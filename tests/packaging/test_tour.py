@@ -1,4 +1,4 @@
-"""docs/explanation/tour.md: the functions exist, and the two values go through them as it says."""
+"""docs/explanation/tour.md names existing functions, and its two values are correct."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tiny(repository: Path) -> Path:
     return repository / "examples" / "tiny_lm"
 
 
-def test_each_road_has_few_steps_and_every_function_exists(repository: Path) -> None:
+def test_each_pipeline_has_few_steps_and_existing_functions(repository: Path) -> None:
     page = repository / "docs" / "explanation" / "tour.md"
     text = page.read_text(encoding="utf-8")
     assert WEIGHT in text
@@ -53,7 +53,7 @@ def test_each_road_has_few_steps_and_every_function_exists(repository: Path) -> 
             assert name in defined(page.parent / file), row
 
 
-def test_every_package_has_its_row(repository: Path) -> None:
+def test_every_package_has_a_row(repository: Path) -> None:
     text = (repository / "docs" / "explanation" / "tour.md").read_text(encoding="utf-8")
     table = text.partition("| package | content |")[2].partition("\n\n")[0]
     first = " ".join(row.split("|")[1] for row in table.splitlines() if row.startswith("| `"))
@@ -67,7 +67,7 @@ def test_every_package_has_its_row(repository: Path) -> None:
         assert part in table
 
 
-def test_the_threshold_is_exact_at_every_step(tiny: Path) -> None:
+def test_threshold_is_exact_at_every_step(tiny: Path) -> None:
     sink = Sink()
     source = read_source(tiny / "contract.yaml")
     root = parse_yaml(source, sink)
@@ -98,7 +98,7 @@ def test_the_threshold_is_exact_at_every_step(tiny: Path) -> None:
     assert callable(formula)
 
 
-def test_both_programs_store_the_weight_alike(tiny: Path) -> None:
+def test_both_programs_store_the_same_weight(tiny: Path) -> None:
     program = load_program(tiny / "contract.yaml")
     file = tiny / "model.safetensors"
     ours = load_checkpoint(file)

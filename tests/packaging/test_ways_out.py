@@ -1,4 +1,4 @@
-"""Every refusal says what to do: `help` is written where the error is made."""
+"""Every error message has a `help` text with a way out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ HELP_AT = {"refuse": 99, "Diagnostic": 7, "error": 4}
 
 
 def without_help(source: str) -> list[int]:
-    """Return the lines that make an error without a way out; notes, warnings and what is only
-    compared, whose text is empty, need none."""
+    """Return the lines that construct an error without `help`.
+
+    Notes, warnings and errors with an empty text, which are only compared, need none.
+    """
     found = []
     for call in ast.walk(ast.parse(source)):
         match call:
@@ -28,13 +30,13 @@ def without_help(source: str) -> list[int]:
     return found
 
 
-def test_every_refusal_has_a_way_out(repository: Path) -> None:
+def test_every_error_has_help(repository: Path) -> None:
     for package in ("kcdsl", "backends/kcdsl_backends"):
         for path in (repository / package).rglob("*.py"):
             assert without_help(path.read_text(encoding="utf-8")) == [], path
 
 
-def test_a_refusal_without_one_is_found() -> None:
+def test_error_without_help_is_found() -> None:
     for made in ("refuse(C, 'no', notes=n)", "self.reporter.error(C, 'no', s)", "Diagnostic(C, m)"):
         assert without_help(made) == [1]
         assert without_help(made.replace(")", ", help=h)")) == []

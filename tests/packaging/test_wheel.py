@@ -1,4 +1,4 @@
-"""The wheel: four packages with their data, the same from the tree and from the sdist."""
+"""The wheel: four packages with their data, identical from the tree and from the sdist."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_grammar_and_schemas_are_shipped(wheel: zipfile.ZipFile) -> None:
     } <= set(data)
 
 
-def test_the_manual_is_shipped(wheel: zipfile.ZipFile, repository: Path) -> None:
+def test_manual_is_in_the_wheel(wheel: zipfile.ZipFile, repository: Path) -> None:
     """`kcdsl explain` prints its pages, and packagers look for those of `man` in this folder."""
     names = set(wheel.namelist())
     assert any(name.endswith(".data/data/share/man/man1/kcdsl.1") for name in names)
@@ -99,7 +99,7 @@ def test_the_manual_is_shipped(wheel: zipfile.ZipFile, repository: Path) -> None
     assert wheel.read(page) == source.read_bytes()
 
 
-def test_metadata(wheel: zipfile.ZipFile) -> None:
+def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     from kcdsl import __version__
 
     about = Parser().parsestr(metadata_file(wheel, "METADATA"))
@@ -112,7 +112,7 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
     assert metadata_file(wheel, "licenses/LICENSE").lstrip().startswith("Apache License")
 
 
-def test_entry_points(wheel: zipfile.ZipFile) -> None:
+def test_wheel_entry_points(wheel: zipfile.ZipFile) -> None:
     points = configparser.ConfigParser()
     points.read_string(metadata_file(wheel, "entry_points.txt"))
     assert points["console_scripts"]["kcdsl"] == "kcdsl.cli:main"
@@ -136,10 +136,10 @@ def test_sdist_builds_the_same_wheel(
         *("tests/conftest.py", "examples/demo.sh", "docs/README.md", "bench/common.py"),
     ],
 )
-def test_sdist_is_enough_to_work_on(unpacked: Path, name: str) -> None:
+def test_sdist_contains_everything_for_development(unpacked: Path, name: str) -> None:
     assert (unpacked / name).is_file()
 
 
-def test_sdist_leaves_out_what_runs_leave_behind(unpacked: Path) -> None:
+def test_sdist_omits_generated_files(unpacked: Path) -> None:
     names = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*")}
     assert not [n for n in names if "__pycache__" in n or "/out/" in n or n.startswith(".venv")]

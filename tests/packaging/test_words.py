@@ -1,4 +1,4 @@
-"""The text speaks of the project alone: no paths of a machine, no place to install from."""
+"""Text of the project contains no machine paths and no package indexes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def opening(text: str) -> str | None:
 
 
 def findings(text: str) -> list[str]:
-    """Return what the patterns find, line by line."""
+    """Return the matches of the patterns, line by line."""
     return [
         f"line {number}: {what}: {found.group()}"
         for number, line in enumerate(text.splitlines(), 1)
@@ -53,7 +53,9 @@ def findings(text: str) -> list[str]:
     ]
 
 
-def test_files_of_the_project(repository: Path, project_files: tuple[Path, ...]) -> None:
+def test_project_files_match_no_forbidden_pattern(
+    repository: Path, project_files: tuple[Path, ...]
+) -> None:
     files = [path for path in project_files if path.suffix in TEXT]
     assert repository / "pyproject.toml" in files
     assert repository / ".ci" / "run" in files
@@ -66,7 +68,7 @@ def test_files_of_the_project(repository: Path, project_files: tuple[Path, ...])
     assert bad == {}
 
 
-def test_docstrings_of_modules_begin_with_their_subject(
+def test_module_docstrings_do_not_begin_with_a_question(
     repository: Path, project_files: tuple[Path, ...]
 ) -> None:
     modules = [path for path in project_files if path.suffix == ".py"]
@@ -75,7 +77,7 @@ def test_docstrings_of_modules_begin_with_their_subject(
     assert [path.relative_to(repository).as_posix() for path in bad] == []
 
 
-def test_a_docstring_that_begins_with_a_question_is_found() -> None:
+def test_docstring_that_begins_with_a_question_is_found() -> None:
     assert opening('"""What a thing is."""') in QUESTIONS
     assert opening('"""Which: one."""') in QUESTIONS
     assert opening('"""Things."""') not in QUESTIONS
@@ -92,12 +94,12 @@ def test_a_docstring_that_begins_with_a_question_is_found() -> None:
         "@pytest.mark.sk" + "ip",
     ],
 )
-def test_each_pattern_finds(text: str) -> None:
+def test_each_pattern_matches_its_example(text: str) -> None:
     assert len(findings(text)) == 1
 
 
 @pytest.mark.parametrize(
     "text", ["tmp_path / 'a'", "a/tmp/b", "#!/usr/bin/env bash", "1/2 work/hour"]
 )
-def test_innocent_text_passes(text: str) -> None:
+def test_harmless_text_matches_no_pattern(text: str) -> None:
     assert findings(text) == []

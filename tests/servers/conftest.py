@@ -50,20 +50,20 @@ def requests(tiny: Model, tiny_folder: Path) -> tuple[Request, ...]:
 
 @pytest.fixture(scope="session")
 def gguf_file(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the model as llama.cpp reads it."""
+    """Return the model as a GGUF file."""
     return write_gguf(tiny_folder, tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
 @pytest.fixture(scope="session")
 def llama_cpp(gguf_file: Path) -> Iterator[str]:
-    """Return the address of llama.cpp's server, computing in float32 throughout."""
+    """Return the address of llama.cpp's server, which computes in float32 throughout."""
     with llama_cpp_server(gguf_file) as address:
         yield address
 
 
 @pytest.fixture
 def load(tiny: Model, requests: tuple[Request, ...]) -> Loader:
-    """Return what loads a server as the kernel of a contract."""
+    """Return a function that loads a server as the kernel of a contract."""
 
     def loaded(
         url: str,

@@ -1,4 +1,4 @@
-"""The real server of llama.cpp against the training kernel, on one model with the same weights."""
+"""A real server of llama.cpp against the training kernel, with the same weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLOAT_NOISE = 1e-4
 
 
 def largest(found: ServerRollouts) -> float:
-    """Return the largest |ln w| of all drawn tokens."""
+    """Return the largest |ln w| of all sampled tokens."""
     ratios = [r.delta() for r in found.rollouts.values()]
     assert all(ratio is not None for ratio in ratios)
     return max(float(np.abs(ratio).max()) for ratio in ratios if ratio is not None)
@@ -39,7 +39,7 @@ def largest(found: ServerRollouts) -> float:
 @pytest.mark.parametrize(
     ("values", "temperature"), [("raw", "1"), ("processed", "1"), ("processed", "7/10")]
 )
-def test_what_it_draws_is_what_the_training_kernel_says(
+def test_log_probabilities_agree_with_the_training_kernel(
     llama_cpp: str,
     load: Loader,
     train: TorchKernel,
@@ -65,10 +65,10 @@ def test_what_it_draws_is_what_the_training_kernel_says(
 
 
 @pytest.mark.full
-def test_two_prompts_at_a_time_give_the_same_up_to_rounding(
+def test_concurrent_prompts_give_equal_values_up_to_rounding(
     llama_cpp: str, load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    """It may batch them, which changes the order of sums; what it drew keeps to its request."""
+    """Batching may change the order of sums; samples stay with their request."""
     one = gather_rollouts(load(llama_cpp), train, requests, seed=3)
     two = gather_rollouts(load(llama_cpp, concurrency=2), train, requests, seed=3)
     assert not one.failures
@@ -79,7 +79,7 @@ def test_two_prompts_at_a_time_give_the_same_up_to_rounding(
     assert texts[0] == texts[1]
 
 
-def test_one_seed_gives_one_text_and_another_another(
+def test_seed_determines_the_sampled_text(
     llama_cpp: str, load: Loader, requests: tuple[Request, ...]
 ) -> None:
     server = load(llama_cpp)
@@ -89,7 +89,7 @@ def test_one_seed_gives_one_text_and_another_another(
     assert len(set(texts.values())) > 1
 
 
-def test_it_says_which_model_it_has(llama_cpp: str, load: Loader) -> None:
+def test_server_reports_its_model(llama_cpp: str, load: Loader) -> None:
     server = load(llama_cpp)
     record = server.fingerprint()
     assert record["numerics"] is None
@@ -100,7 +100,7 @@ def test_it_says_which_model_it_has(llama_cpp: str, load: Loader) -> None:
     server.check_unchanged()
 
 
-def test_a_model_that_it_does_not_have_is_refused(llama_cpp: str, load: Loader) -> None:
+def test_unknown_model_is_refused(llama_cpp: str, load: Loader) -> None:
     with pytest.raises(Refusal) as caught:
         load(llama_cpp, name="another")
     assert caught.value.diagnostics[0].code is codes.SERVER_CHANGED
@@ -108,10 +108,10 @@ def test_a_model_that_it_does_not_have_is_refused(llama_cpp: str, load: Loader) 
 
 
 @pytest.mark.full
-def test_the_law_it_draws_from_is_cut_off_as_it_was_told(
+def test_server_truncates_the_distribution_as_requested(
     llama_cpp: str, load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    """Every |ln w| is then the mass that was cut off: positive for infer, never for train."""
+    """Every |ln w| is then the truncated mass: positive for infer, never for train."""
     server = load(llama_cpp, top_k=4)
     found = gather_rollouts(server, train, requests, seed=3)
     ratios = np.concatenate([r.delta() for r in found.rollouts.values()])
@@ -130,7 +130,7 @@ def test_the_law_it_draws_from_is_cut_off_as_it_was_told(
     assert "top_k 4" in named["logprob_semantics"].detail
 
 
-def test_its_key_is_needed_and_shown_nowhere(
+def test_api_key_is_required_and_never_printed(
     gguf_file: Path,
     load: Loader,
     requests: tuple[Request, ...],
@@ -174,10 +174,10 @@ clauses:
 def verdicts(
     cli: Cli, folder: Path, tiny_folder: Path, text: str
 ) -> tuple[int, dict[str, str], str]:
-    """Evaluate a contract; return the exit code, the verdict of each clause, what was printed.
+    """Evaluate a contract; return the exit code, the verdict of each clause, and the output.
 
-    Seeds are made of names of requests, so the prompts lie beside the contract: what is drawn is
-    the same wherever the repository lies.
+    Seeds depend on names of requests, so the prompts are beside the contract: samples do not depend
+    on the place of the repository.
     """
     shutil.copy(tiny_folder / "prompts.jsonl", folder)
     (folder / "contract.yaml").write_text(text, "utf-8")
@@ -191,7 +191,7 @@ def verdicts(
 
 
 @pytest.mark.full
-def test_a_contract_is_decided_on_what_it_draws(
+def test_contract_is_decided_on_sampled_tokens(
     llama_cpp: str, tiny_folder: Path, cli: Cli, tmp_path: Path, follows: Callable[..., None]
 ) -> None:
     text = CONTRACT.format(
@@ -214,11 +214,11 @@ def test_a_contract_is_decided_on_what_it_draws(
 
 
 @pytest.mark.full
-def test_the_token_that_ends_a_text_is_drawn_like_the_others(
+def test_end_of_text_token_is_sampled_with_a_value(
     tiny_folder: Path, load: Loader, train: TorchKernel, requests: tuple[Request, ...],
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Texts end with a full stop here; what was drawn there has a value too."""
+    """Texts end with a full stop here; the sampled one has a value too."""
     end = ord(".")
     with llama_cpp_server(write_gguf(tiny_folder, tmp_path / "ends.gguf", end)) as url:
         server = load(url, tokens=40)
@@ -234,10 +234,8 @@ def test_the_token_that_ends_a_text_is_drawn_like_the_others(
 
 
 @pytest.mark.full
-def test_another_rotation_of_positions_is_a_violation(
-    tiny_folder: Path, cli: Cli, tmp_path: Path
-) -> None:
-    """The weights are the same, the base of RoPE is another: it must not pass."""
+def test_changed_rope_base_is_a_violation(tiny_folder: Path, cli: Cli, tmp_path: Path) -> None:
+    """The weights are equal, but the base of RoPE differs."""
     path = write_gguf(tiny_folder, tmp_path / "other.gguf", rope_theta=500.0)
     with llama_cpp_server(path) as url:
         text = CONTRACT.format(folder=tiny_folder, url=url, logprobs="values: raw", temperature=1)
@@ -247,7 +245,7 @@ def test_another_rotation_of_positions_is_a_violation(
     assert "held" not in rows.values(), printed
 
 
-def test_a_contract_of_another_temperature_does_not_compile(
+def test_contract_with_another_temperature_does_not_compile(
     llama_cpp: str, tiny_folder: Path, cli: Cli, tmp_path: Path
 ) -> None:
     text = CONTRACT.format(
@@ -264,7 +262,7 @@ def test_a_contract_of_another_temperature_does_not_compile(
     ("clause", "words"),
     [("p99(kl) <= 0.1", "`kl` of tier A"), ("peak_memory <= 1 GiB", "`peak_memory` of tier E")],
 )
-def test_what_a_server_does_not_give_is_refused_by_name_and_tier(
+def test_metrics_beyond_the_tier_of_servers_are_refused_by_name(
     llama_cpp: str, tiny_folder: Path, cli: Cli, tmp_path: Path, clause: str, words: str
 ) -> None:
     text = CONTRACT.format(folder=tiny_folder, url=llama_cpp, logprobs="values: raw", temperature=1)
@@ -276,8 +274,6 @@ def test_what_a_server_does_not_give_is_refused_by_name_and_tier(
     assert words in " ".join(printed.split())
 
 
-def test_fractions_of_the_contract_reach_the_server_as_numbers(
-    llama_cpp: str, load: Loader
-) -> None:
+def test_exact_fractions_reach_the_server_as_numbers(llama_cpp: str, load: Loader) -> None:
     server = load(llama_cpp, temperature="4/5", top_p=Fraction(19, 20), min_p=Fraction(1, 50))
     assert server.semantics == Semantics("processed", 0.8, 0.95, 0, 0.02)

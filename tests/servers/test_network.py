@@ -1,4 +1,4 @@
-"""Addresses of questions: keys, redirections, and answers that do not end."""
+"""HTTP requests to servers: keys, redirections, addresses, and endless answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Handler = Callable[[socket.socket, bytes], None]
 
 @contextlib.contextmanager
 def listening(handler: Handler) -> Iterator[tuple[int, list[bytes]]]:
-    """Listen on this machine; yield the port and the heads of the questions that came."""
+    """Listen on this machine; yield the port and the heads of received requests."""
     server = socket.create_server(("127.0.0.1", 0))
     server.settimeout(0.1)
     heads: list[bytes] = []
@@ -60,7 +60,7 @@ def answering(connection: socket.socket, head: bytes) -> None:
 
 
 def named(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
-    """Have names of hosts, `_` for `.`, resolve to addresses, and all others as they do."""
+    """Resolve host names, `_` for `.`, to the address they spell, and all others as usual."""
     real = socket.getaddrinfo
     known = {name.replace("_", "."): text.split() for name, text in addresses.items()}
 
@@ -102,12 +102,12 @@ def refused(url: str, key: str | None = None) -> str:
         "[fd00:ec2::23]", "[fec0::1]", "0.1.2.3", "255.255.255.255",
     ],
 )  # fmt: skip
-def test_addresses_of_the_link_and_of_metadata_are_not_asked(host: str) -> None:
+def test_link_local_and_metadata_addresses_are_refused(host: str) -> None:
     for scheme in ("http", "https"):
         assert "an address of the link or the like" in refused(f"{scheme}://{host}:1")
 
 
-def test_a_name_is_looked_at_after_it_was_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_name_is_checked_after_resolution(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(answering) as (port, heads):
         named(
             monkeypatch,
@@ -124,10 +124,10 @@ def test_a_name_is_looked_at_after_it_was_resolved(monkeypatch: pytest.MonkeyPat
         assert len(heads) == 1
 
 
-def test_a_name_that_changes_its_address_in_between_gains_nothing(
+def test_dns_rebinding_does_not_change_the_connected_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The address that was looked at is connected to: the name is not resolved again."""
+    """The checked address is connected to: the name is not resolved again."""
     times: list[str] = []
 
     def changing(host: str, port: int, *more: Any, **other: Any) -> Any:
@@ -145,7 +145,7 @@ def test_a_name_that_changes_its_address_in_between_gains_nothing(
         assert b"Host: rebound.example" in heads[0]
 
 
-def test_what_the_user_lists_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_listed_by_the_user_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     linked = ipaddress.ip_address("169.254.1.2")
     far = ipaddress.ip_address("10.11.12.13")
     for listed, url, key, allowed in (
@@ -171,7 +171,7 @@ def test_what_the_user_lists_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     destination("https://169.254.1.2", False).refuse([linked])
 
 
-def test_a_key_goes_to_this_machine_or_to_a_listed_host_by_tls(
+def test_key_is_sent_to_localhost_or_by_tls_to_a_listed_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with listening(answering) as (port, heads):
@@ -190,7 +190,7 @@ def test_a_key_goes_to_this_machine_or_to_a_listed_host_by_tls(
         "KCDSL_SERVER_KEYS", "KCDSL_SERVER_KEY_", "kcdsl_server_key", "KCDSL_SERVER_KEY_A\n",
     ],
 )  # fmt: skip
-def test_no_other_variable_is_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_key_is_read_from_one_variable_only(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name.strip(), "secret of another program")
     with pytest.raises(Refusal) as caught:
         key_of(name)
@@ -198,13 +198,13 @@ def test_no_other_variable_is_read(monkeypatch: pytest.MonkeyPatch, name: str) -
 
 
 @pytest.mark.parametrize("value", ["a\r\nX-Other: b", "a\nb", "a\0b", "a\u00e4", "a\x7fb"])
-def test_a_key_is_one_header(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_key_cannot_inject_headers(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setattr("os.environ", {"KCDSL_SERVER_KEY": value})
     with pytest.raises(Refusal, match="cannot be a key"):
         key_of("KCDSL_SERVER_KEY")
 
 
-def test_a_redirection_takes_no_key_anywhere() -> None:
+def test_redirection_does_not_forward_the_key() -> None:
     with listening(answering) as (other, elsewhere):
 
         def redirecting(connection: socket.socket, head: bytes) -> None:
@@ -216,8 +216,8 @@ def test_a_redirection_takes_no_key_anywhere() -> None:
         assert (len(heads), elsewhere) == (1, [])
 
 
-def dribbling(start: bytes) -> Handler:
-    """Send a byte every 50 ms without end, after a beginning."""
+def endless_bytes(start: bytes) -> Handler:
+    """Send a byte every 50 ms without end, after `start`."""
 
     def handler(connection: socket.socket, head: bytes) -> None:
         connection.sendall(start)
@@ -239,9 +239,9 @@ def dribbling(start: bytes) -> Handler:
         b"HTTP/1.1 200 ",
     ],
 )
-def test_an_answer_that_never_ends_is_left_in_time(start: bytes) -> None:
-    """However slowly it comes, and whether its head or its body has no end."""
-    with listening(dribbling(start)) as (port, _):
+def test_endless_answer_is_aborted_in_time(start: bytes) -> None:
+    """Applies to slow heads and bodies without end."""
+    with listening(endless_bytes(start)) as (port, _):
         limits = Limits(connect=1.0, answer=1.0, attempts=1, slow_attempts=1)
         begun = time.monotonic()
         with pytest.raises(Refusal):
@@ -249,7 +249,7 @@ def test_an_answer_that_never_ends_is_left_in_time(start: bytes) -> None:
         assert time.monotonic() - begun < 5
 
 
-def test_a_small_answer_does_not_become_a_large_one() -> None:
+def test_compressed_answer_has_a_size_limit() -> None:
     bomb = gzip.compress(b" " * 50_000_000)
 
     def handler(connection: socket.socket, head: bytes) -> None:
@@ -261,7 +261,7 @@ def test_a_small_answer_does_not_become_a_large_one() -> None:
     assert b"Accept-Encoding: identity" in heads[0]
 
 
-def test_a_proxy_is_used_within_the_same_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_is_used_within_the_same_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(answering) as (port, heads):
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
         named(monkeypatch, lab_example="10.11.12.13", metadata_example="169.254.169.254")
@@ -272,8 +272,8 @@ def test_a_proxy_is_used_within_the_same_limits(monkeypatch: pytest.MonkeyPatch)
         assert heads[0].startswith(b"GET http://lab.example/x ")
 
 
-def test_a_name_of_this_machine_is_not_left_to_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proxy resolves it anew: whoever owns the name would get the key, and without TLS."""
+def test_local_host_name_bypasses_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy would resolve it anew: the owner of the name would get the key, without TLS."""
     with listening(answering) as (proxy, seen), listening(answering) as (port, heads):
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy}")
         named(monkeypatch, mine_example="127.0.0.1")
@@ -283,11 +283,11 @@ def test_a_name_of_this_machine_is_not_left_to_a_proxy(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("url", ["http://[x", "https://xn--a.example"])
-def test_what_is_no_name_of_a_host_is_refused(url: str) -> None:
+def test_invalid_host_name_is_refused(url: str) -> None:
     assert "no address of a server" in refused(url)
 
 
-def test_a_library_without_the_place_to_look_at_addresses_is_refused() -> None:
+def test_http_library_without_an_address_hook_is_refused() -> None:
     class Other:
         class HTTPTransport:
             def __init__(self, proxy: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The prompt is the unit of what a server draws, however many requests repeat it."""
+"""The statistical unit of samples of a server is the prompt, however many requests repeat it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def decide(cli: Cli, tmp_path: Path, tiny_folder: Path, train: TorchKernel) -> D
 
 
 @pytest.mark.full
-def test_one_prompt_that_is_asked_many_times_is_one_unit(decide: Decide) -> None:
+def test_repeated_prompt_is_one_unit(decide: Decide) -> None:
     report, fake = decide(["User: a", "User: b"] * 20)
     assert {row["n"] for row in report["clauses"] if row["slice"] == "all"} == {2}
     assert {row["n"] for row in report["clauses"] if row["slice"] == "even"} == {1}
@@ -74,7 +74,7 @@ def test_one_prompt_that_is_asked_many_times_is_one_unit(decide: Decide) -> None
 
 
 @pytest.mark.full
-def test_prompts_that_differ_are_units_of_their_own(decide: Decide) -> None:
+def test_different_prompts_are_different_units(decide: Decide) -> None:
     report, _ = decide([f"User: {i}" for i in range(40)])
     assert {row["n"] for row in report["clauses"] if row["slice"] == "all"} == {40}
     assert {row["n"] for row in report["clauses"] if row["slice"] == "even"} == {20}
@@ -83,7 +83,7 @@ def test_prompts_that_differ_are_units_of_their_own(decide: Decide) -> None:
 
 
 @pytest.mark.full
-def test_a_unit_fails_with_one_of_its_requests(decide: Decide) -> None:
+def test_unit_fails_if_one_of_its_requests_fails(decide: Decide) -> None:
     seen: list[int] = []
 
     def null(answer: Any, question: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Several questions at a time: each asked once, never more than is said, taken in order."""
+"""Concurrent requests: each sent once, limited in number, results in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.fake_server import FakeServer, serving
     at_once=st.integers(1, 8),
     known=st.sets(st.integers(0, 29)),
 )
-def test_each_is_asked_once_and_answers_keep_the_order(
+def test_each_request_is_sent_once_and_results_keep_the_order(
     count: int, at_once: int, known: set[int]
 ) -> None:
     asked: list[int] = []
@@ -42,8 +42,8 @@ def test_each_is_asked_once_and_answers_keep_the_order(
 
 
 @pytest.mark.parametrize("at_once", [2, 5])
-def test_so_many_are_asked_at_a_time_and_no_more(at_once: int) -> None:
-    """Each question waits until as many as are allowed are on their way."""
+def test_concurrency_reaches_and_never_exceeds_its_limit(at_once: int) -> None:
+    """Each request waits until as many as allowed are in flight."""
     together = threading.Barrier(at_once, timeout=20)
     inside, most, lock = 0, 0, threading.Lock()
 
@@ -61,7 +61,7 @@ def test_so_many_are_asked_at_a_time_and_no_more(at_once: int) -> None:
     assert most == at_once
 
 
-def test_answers_that_come_the_other_way_round_are_taken_in_order() -> None:
+def test_results_keep_the_order_if_answers_arrive_in_reverse() -> None:
     later = [threading.Event() for _ in range(6)]
     later[5].set()
 
@@ -75,7 +75,7 @@ def test_answers_that_come_the_other_way_round_are_taken_in_order() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_what_a_question_raises_ends_it_all(at_once: int) -> None:
+def test_exception_of_one_request_ends_the_iteration(at_once: int) -> None:
     asked: list[int] = []
 
     def ask(number: int) -> int:
@@ -89,14 +89,14 @@ def test_what_a_question_raises_ends_it_all(at_once: int) -> None:
     assert len(asked) < 1000
 
 
-def test_one_at_a_time_is_asked_when_it_is_wanted_and_not_before() -> None:
+def test_single_requests_are_sent_lazily() -> None:
     asked: list[int] = []
     with closing(in_order(range(9), asked.append)) as answers:
         next(answers)
         assert asked == [0]
 
 
-def test_nothing_is_asked_once_nobody_takes_answers() -> None:
+def test_no_request_is_sent_after_the_consumer_stops() -> None:
     asked: list[int] = []
     two, go = threading.Event(), threading.Event()
 
@@ -119,7 +119,7 @@ def test_nothing_is_asked_once_nobody_takes_answers() -> None:
 
 
 def bits(found: ServerRollouts) -> list[Any]:
-    """Return everything that was gathered, as bytes."""
+    """Return everything that was collected, as bytes."""
     rows: list[Any] = []
     for key, rollout in found.rollouts.items():
         row: list[Any] = [key, rollout.tokens]
@@ -133,7 +133,7 @@ def bits(found: ServerRollouts) -> list[Any]:
 
 
 @pytest.mark.full
-def test_what_is_gathered_does_not_depend_on_how_many_are_asked_at_a_time(
+def test_evidence_does_not_depend_on_concurrency(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
     fake = FakeServer(train.logits, wait=0.02)
@@ -146,15 +146,13 @@ def test_what_is_gathered_does_not_depend_on_how_many_are_asked_at_a_time(
     assert list(four.rollouts) == [request.key for request in requests]
 
 
-def test_how_many_are_asked_at_a_time_stands_in_the_fingerprint(
-    load: Loader, train: TorchKernel
-) -> None:
+def test_fingerprint_contains_the_concurrency(load: Loader, train: TorchKernel) -> None:
     with serving(FakeServer(train.logits)) as url:
         assert load(url, concurrency=4).fingerprint()["service"]["concurrency"] == 4
 
 
 @pytest.mark.full
-def test_a_failure_among_many_fails_alone_and_silence_ends_it(
+def test_one_failure_is_isolated_and_an_unreachable_server_ends_all(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
     fake = FakeServer(train.logits)
@@ -172,7 +170,7 @@ def test_a_failure_among_many_fails_alone_and_silence_ends_it(
 
 
 @pytest.mark.full
-def test_another_model_among_many_ends_it(
+def test_changed_model_ends_the_evaluation(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
     fake = FakeServer(train.logits)

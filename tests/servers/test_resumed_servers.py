@@ -1,4 +1,4 @@
-"""An interrupted evaluation of a server goes on with its answers, if it is the same server."""
+"""An interrupted evaluation of a server resumes with its answers, if the server is unchanged."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ clauses:
 
 
 class Killed(BaseException):
-    """Ends an evaluation as a kill would: nothing catches it."""
+    """Ends an evaluation as a kill does: nothing catches it."""
 
 
 @dataclass
 class Lab:
-    """A contract in a folder, a server, and evaluations of it that may be killed."""
+    """A contract in a folder, a server, and evaluations that may be interrupted."""
 
     folder: Path
     tiny: Path
@@ -75,7 +75,7 @@ class Lab:
         (self.folder / "contract.yaml").write_text(text, "utf-8")
 
     def evaluate(self, kept: bool = True, last: int | None = None) -> tuple[str, bytes]:
-        """Return report and trace; `last`: the evaluation is killed after so many requests."""
+        """Return report and trace; with `last`, interrupt the evaluation after so many requests."""
         program, _ = load_contract(self.folder / "contract.yaml")
         self.told.clear()
         checkpoint = RunCheckpoint(self.folder / "evaluate.journal", tell=self.told.append)
@@ -90,7 +90,7 @@ class Lab:
             evidence = BACKEND.gather(setting, progress, checkpoint if kept else None)
         finally:
             checkpoint.close()
-        # What a resumed run says of itself is the one difference.
+        # The record of the resumption is the one difference.
         notes = tuple(note for note in evidence.notes if not note.startswith("resumed: "))
         evidence = replace(evidence, notes=notes)
         report = BACKEND.conclude(evidence)
@@ -105,7 +105,7 @@ class Lab:
 
     @property
     def prompts(self) -> list[bytes]:
-        """What was asked since the last evaluation began, without the trial and the witness."""
+        """Return the prompts of the last evaluation, without trial and repeat requests."""
         return [bytes(q["prompt"]) for q in self.fake.questions[2:]]
 
 
@@ -126,7 +126,7 @@ def lab(
 @pytest.mark.full
 @pytest.mark.parametrize("last", [1, 5, COUNT])
 @pytest.mark.parametrize("more", ["", ", concurrency: 3"])
-def test_it_ends_as_an_uninterrupted_one_and_asks_nothing_twice(
+def test_resumed_run_equals_an_uninterrupted_one_and_repeats_nothing(
     lab: Lab, last: int, more: str
 ) -> None:
     lab.write(more=more)
@@ -138,13 +138,13 @@ def test_it_ends_as_an_uninterrupted_one_and_asks_nothing_twice(
     assert len(set(first)) == len(first)
     assert len(set(again)) == len(again)
     assert lab.told == [f"resumed: {COUNT - len(again)} of {COUNT} requests"]
-    # those that were on their way when it was killed are asked for again
+    # requests in flight at the kill are sent again
     assert last <= COUNT - len(again) <= len(first)
     assert more or not set(first) & set(again)
 
 
 @pytest.mark.full
-def test_killed_twice_it_goes_on_twice(lab: Lab) -> None:
+def test_run_resumes_after_two_kills(lab: Lab) -> None:
     whole = lab.evaluate(kept=False)
     lab.interrupted(2)
     lab.interrupted(5)
@@ -162,7 +162,7 @@ def _said(name: str, value: Any) -> Callable[[Lab], None]:
 
 
 def _other_values(lab: Lab) -> None:
-    """Give values that differ in the last bits, as another build or another cache does."""
+    """Change the last bits of the values, as another build or another cache does."""
     before = lab.fake.logits
     lab.fake.logits = lambda ids: before(ids) * (1 + 1e-6)
 
@@ -181,7 +181,7 @@ OTHERS: dict[str, tuple[Callable[[Lab], None], str]] = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_server_is_told_and_asked_everything_anew(lab: Lab, other: str) -> None:
+def test_changed_server_is_reported_and_asked_everything_again(lab: Lab, other: str) -> None:
     change, words = OTHERS[other]
     lab.interrupted()
     change(lab)
@@ -196,7 +196,7 @@ def test_another_server_is_told_and_asked_everything_anew(lab: Lab, other: str) 
 
 
 @pytest.mark.full
-def test_a_server_that_does_not_repeat_itself_is_never_resumed(lab: Lab) -> None:
+def test_nondeterministic_server_is_never_resumed(lab: Lab) -> None:
     noise = np.random.default_rng(0)
 
     def wobbly(answer: Any, question: Any) -> Any:
@@ -216,8 +216,8 @@ def test_a_server_that_does_not_repeat_itself_is_never_resumed(lab: Lab) -> None
 
 
 @pytest.mark.full
-def test_a_witness_that_cannot_be_used_proves_nothing(lab: Lab) -> None:
-    """Both times the same refusal: it says nothing of who gave the answers that are kept."""
+def test_refused_repeat_request_does_not_identify_the_server(lab: Lab) -> None:
+    """The refusal is equal both times, which does not identify the source of kept answers."""
     longest = max((lab.folder / "requests.jsonl").read_text("utf-8").splitlines(), key=len)
     prompt = json.loads(longest)["text"].encode()
 
@@ -249,7 +249,7 @@ def test_a_witness_that_cannot_be_used_proves_nothing(lab: Lab) -> None:
     ],
     ids=["threshold", "tokens", "concurrency", "seed", "prompts"],
 )
-def test_other_questions_start_anew(lab: Lab, change: Callable[[Lab], Any]) -> None:
+def test_changed_requests_restart_the_evaluation(lab: Lab, change: Callable[[Lab], Any]) -> None:
     lab.interrupted()
     change(lab)
     found = lab.evaluate()
@@ -259,8 +259,8 @@ def test_other_questions_start_anew(lab: Lab, change: Callable[[Lab], Any]) -> N
 
 
 @pytest.mark.full
-def test_answers_of_two_servers_are_thrown_away(lab: Lab) -> None:
-    """Which of them gave which answer is not known, even if the first one is back later."""
+def test_answers_of_two_servers_are_discarded(lab: Lab) -> None:
+    """It is unknown which server gave which answer, even if the first one is back later."""
     at = {"done": 0}
 
     def turn(answer: Any, question: Any) -> Any:
@@ -281,7 +281,7 @@ def test_answers_of_two_servers_are_thrown_away(lab: Lab) -> None:
 
 
 @pytest.mark.full
-def test_a_server_that_stops_answering_is_asked_for_the_rest_later(lab: Lab) -> None:
+def test_remaining_requests_are_sent_after_an_outage(lab: Lab) -> None:
     whole = lab.evaluate(kept=False)
     first = json.loads((lab.folder / "requests.jsonl").read_text("utf-8").splitlines()[4])
     prompt = list(first["text"].encode())
@@ -301,7 +301,7 @@ def test_a_server_that_stops_answering_is_asked_for_the_rest_later(lab: Lab) -> 
 
 
 @pytest.mark.full
-def test_an_answer_that_cannot_be_used_is_not_asked_for_until_it_can(lab: Lab) -> None:
+def test_unusable_answer_is_kept_and_not_requested_again(lab: Lab) -> None:
     first = json.loads((lab.folder / "requests.jsonl").read_text("utf-8").splitlines()[1])
     prompt = list(first["text"].encode())
 
@@ -320,7 +320,7 @@ def test_an_answer_that_cannot_be_used_is_not_asked_for_until_it_can(lab: Lab) -
 
 
 @pytest.mark.full
-def test_ids_may_hold_anything(lab: Lab) -> None:
+def test_request_ids_may_contain_any_text(lab: Lab) -> None:
     path = lab.folder / "requests.jsonl"
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     for row, odd in zip(rows, ("a\0b", "\0", "answer", "server", "\n"), strict=False):
@@ -333,7 +333,7 @@ def test_ids_may_hold_anything(lab: Lab) -> None:
 
 
 @pytest.mark.full
-def test_torn_records_are_asked_for_again(lab: Lab) -> None:
+def test_truncated_records_are_requested_again(lab: Lab) -> None:
     whole = lab.evaluate(kept=False)
     lab.interrupted()
     path = lab.folder / "evaluate.journal"
@@ -350,10 +350,10 @@ def test_torn_records_are_asked_for_again(lab: Lab) -> None:
 
 
 @pytest.mark.full
-def test_a_killed_process_goes_on_with_the_real_server(
+def test_killed_process_resumes_with_the_real_server(
     llama_cpp: str, tiny_folder: Path, cli: Cli, tmp_path: Path
 ) -> None:
-    """Ended by SIGKILL while it asks; the report is that of a process that nobody killed."""
+    """SIGKILL during requests; the report equals that of an uninterrupted process."""
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
         text = CONTRACT.format(folder=tiny_folder, url=llama_cpp, limit="1e-3", tokens=48, more="")
@@ -394,7 +394,9 @@ LOGS = st.floats(max_value=0, allow_nan=False, width=64)
 
 
 @given(data=st.data(), length=st.integers(1, 6), width=st.none() | st.integers(1, 5))
-def test_answers_come_back_bit_for_bit(data: st.DataObject, length: int, width: int | None) -> None:
+def test_stored_answers_are_bitwise_equal(
+    data: st.DataObject, length: int, width: int | None
+) -> None:
     semantics = Semantics("raw")
     logs = np.array(data.draw(st.lists(LOGS, min_size=length, max_size=length)))
     tokens = tuple(data.draw(st.lists(st.integers(0, 2**40), min_size=length, max_size=length)))
@@ -419,5 +421,5 @@ def test_answers_come_back_bit_for_bit(data: st.DataObject, length: int, width: 
 
 
 @given(st.text(max_size=40))
-def test_a_reason_comes_back(reason: str) -> None:
+def test_stored_failure_reason_is_restored(reason: str) -> None:
     assert from_bytes(to_bytes(UnusableReply(reason)), Semantics("raw")) == UnusableReply(reason)

@@ -1,4 +1,4 @@
-"""Servers that fail or lie: each becomes a named refusal or a named diagnosis, never a drift."""
+"""Faulty or lying servers lead to a named refusal or a named diagnosis, never to a drift."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def without(answer: Answer, *path: str) -> Answer:
 
 
 def echoed(answer: Answer) -> Answer:
-    """Put the prompt before what was drawn, as `echo` does."""
+    """Put the prompt before the generated text, as `echo` does."""
     for name, value in (("tokens", "token_id:65"), ("token_logprobs", -1.0), ("top_logprobs", {})):
         logs(answer)[name][:0] = [value] * 3
     answer["usage"]["completion_tokens"] += 3
@@ -120,7 +120,7 @@ LIES: dict[str, tuple[Lie, Code, str]] = {
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", LIES)
-def test_a_lie_is_refused_under_its_name_before_anything_is_measured(
+def test_fault_at_the_start_is_refused_by_name_before_measuring(
     name: str, load: Loader, train: TorchKernel
 ) -> None:
     lie, code, words = LIES[name]
@@ -134,10 +134,10 @@ def test_a_lie_is_refused_under_its_name_before_anything_is_measured(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", LIES)
-def test_a_lie_later_on_fails_that_request_or_all(
+def test_later_fault_fails_the_request_or_the_evaluation(
     name: str, load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    """No request that it touches has any value; another model ends it all."""
+    """An affected request has no value; a changed model ends the evaluation."""
     lie, code, _words = LIES[name]
     fake = FakeServer(train.logits)
     with serving(fake) as url:
@@ -155,7 +155,7 @@ def test_a_lie_later_on_fails_that_request_or_all(
     assert set(found.rollouts) == {requests[0].key, requests[2].key}
 
 
-def test_a_server_that_is_busy_is_asked_again(
+def test_busy_server_is_retried(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
     fake = FakeServer(train.logits)
@@ -168,7 +168,7 @@ def test_a_server_that_is_busy_is_asked_again(
 
 
 @pytest.mark.full
-def test_a_server_that_stays_busy_is_given_up(
+def test_permanently_busy_server_is_refused(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
     fake = FakeServer(train.logits)
@@ -183,7 +183,7 @@ def test_a_server_that_stays_busy_is_given_up(
 
 
 @pytest.mark.full
-def test_one_request_that_is_not_answered_fails_alone(
+def test_unanswered_request_fails_alone(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
     fake = FakeServer(train.logits)
@@ -195,7 +195,7 @@ def test_one_request_that_is_not_answered_fails_alone(
     assert len(found.rollouts) == 3
 
 
-def test_a_server_that_hangs_is_not_waited_for(load: Loader, train: TorchKernel) -> None:
+def test_hanging_server_times_out(load: Loader, train: TorchKernel) -> None:
     limits = Limits(connect=1.0, answer=0.2, attempts=5, slow_attempts=2, pause=0.001)
     fake = FakeServer(train.logits, wait=0.6)
     with serving(fake) as url, pytest.raises(Refusal) as caught:
@@ -206,17 +206,17 @@ def test_a_server_that_hangs_is_not_waited_for(load: Loader, train: TorchKernel)
     assert first.notes == ("asked 2 times",)
 
 
-def test_half_an_answer_is_none(load: Loader, train: TorchKernel) -> None:
+def test_truncated_answer_is_refused(load: Loader, train: TorchKernel) -> None:
     fake = FakeServer(train.logits, change=lambda answer, _: json.dumps(answer).encode()[:-20])
     with serving(fake) as url, pytest.raises(Refusal) as caught:
         load(url)
     first = caught.value.diagnostics[0]
     assert first.code is codes.SERVER_REPLY
     assert "no whole JSON" in first.message
-    assert len(fake.questions) == 3  # it was asked again: a connection may break
+    assert len(fake.questions) == 3  # it was retried: a connection may break
 
 
-def test_an_endless_answer_is_cut_off(load: Loader, train: TorchKernel) -> None:
+def test_endless_answer_is_cut_off(load: Loader, train: TorchKernel) -> None:
     limits = Limits(answer=20.0, attempts=1, size=2000)
     fake = FakeServer(train.logits, change=lambda answer, _: b" " * 4000)
     with serving(fake) as url, pytest.raises(Refusal) as caught:
@@ -224,16 +224,16 @@ def test_an_endless_answer_is_cut_off(load: Loader, train: TorchKernel) -> None:
     assert "more than 2000 bytes" in caught.value.diagnostics[0].message
 
 
-def test_nobody_there(load: Loader) -> None:
+def test_unreachable_server_is_refused(load: Loader) -> None:
     with pytest.raises(Refusal) as caught:
         load("http://127.0.0.1:9")
     assert caught.value.diagnostics[0].code is codes.SERVER_UNREACHABLE
 
 
-def test_a_key_is_sent_and_told_to_nobody(
+def test_key_is_sent_and_never_printed(
     load: Loader, train: TorchKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even where the server repeats it in what it says of its refusal."""
+    """Even where the server repeats it in the text of its refusal."""
     monkeypatch.setenv("KCDSL_SERVER_KEY_TEST", "swordfish-4711")
     fake = FakeServer(train.logits)
     with serving(fake) as url:
@@ -251,10 +251,10 @@ def test_a_key_is_sent_and_told_to_nobody(
     assert "KCDSL_SERVER_KEY_TEST is not set" in caught.value.diagnostics[0].message
 
 
-def test_a_server_that_becomes_another_one_is_refused_in_the_end(
+def test_changed_server_version_is_refused_at_the_end(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    """Its version changes behind one address while it answers as before."""
+    """The version changes behind one address; the answers do not."""
     fake = FakeServer(train.logits)
     with serving(fake) as url:
         server = load(url, tokens=2)
@@ -276,7 +276,7 @@ def test_a_server_that_becomes_another_one_is_refused_in_the_end(
         ("raw_logits", "raw", "1", False),
     ],
 )
-def test_what_vllm_says_of_its_values_is_held_against_the_contract(
+def test_vllm_logprob_mode_is_compared_with_the_contract(
     load: Loader, train: TorchKernel, mode: str, values: str, temperature: str, good: bool
 ) -> None:
     said = {"vllm_config": {"model_config": {"logprobs_mode": mode}}}
@@ -292,16 +292,14 @@ def test_what_vllm_says_of_its_values_is_held_against_the_contract(
 
 
 @pytest.mark.parametrize("listed", [7, True, "tiny", {"id": "tiny"}, None])
-def test_a_list_of_models_that_is_none_is_a_wrong_answer(
-    load: Loader, train: TorchKernel, listed: object
-) -> None:
+def test_malformed_model_list_is_refused(load: Loader, train: TorchKernel, listed: object) -> None:
     fake = FakeServer(train.logits, pages={"/v1/models": {"data": listed}})
     with serving(fake) as url, pytest.raises(Refusal) as caught:
         load(url)
     assert caught.value.diagnostics[0].code is codes.SERVER_REPLY
 
 
-def test_many_long_names_of_models_are_cut_off(load: Loader, train: TorchKernel) -> None:
+def test_long_model_lists_are_abbreviated_in_messages(load: Loader, train: TorchKernel) -> None:
     listed = [{"id": f"{i}{'x' * 10_000}"} for i in range(1000)]
     fake = FakeServer(train.logits, pages={"/v1/models": {"data": listed}})
     with serving(fake) as url, pytest.raises(Refusal) as caught:
@@ -310,8 +308,10 @@ def test_many_long_names_of_models_are_cut_off(load: Loader, train: TorchKernel)
 
 
 @pytest.mark.parametrize("owner", ["vllm", "sglang", "tensorrt_llm", "llamacpp", "someone"])
-def test_each_server_is_told_the_whole_law(load: Loader, train: TorchKernel, owner: str) -> None:
-    """Nothing is left to defaults that change the law, such as llama.cpp's `top_k` of 40."""
+def test_request_contains_every_sampling_parameter(
+    load: Loader, train: TorchKernel, owner: str
+) -> None:
+    """Defaults that change the distribution, such as llama.cpp's `top_k` of 40, are overridden."""
     fake = FakeServer(train.logits, owner=owner)
     with serving(fake) as url:
         load(url, "raw")
@@ -326,7 +326,7 @@ def test_each_server_is_told_the_whole_law(load: Loader, train: TorchKernel, own
     assert bool(penalties) == (owner != "someone")
 
 
-def test_settings_that_a_server_cannot_be_told_are_refused(
+def test_sampling_settings_without_a_parameter_are_refused(
     load: Loader, train: TorchKernel
 ) -> None:
     with (
@@ -369,7 +369,7 @@ PLANTED: dict[str, tuple[Mapping[str, Any], str, str]] = {
 
 
 def _shifted(answer: Answer) -> Answer:
-    """Give each token the values of the next."""
+    """Assign to each token the values of the next."""
     found = logs(answer)
     found["token_logprobs"] = [*found["token_logprobs"][1:], found["token_logprobs"][0]]
     found["top_logprobs"] = None
@@ -378,7 +378,7 @@ def _shifted(answer: Answer) -> Answer:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", PLANTED)
-def test_the_numbers_name_what_the_server_does_not_say(
+def test_diagnoses_name_undeclared_faults(
     name: str, load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
     planted, temperature, expected = PLANTED[name]

@@ -1,4 +1,4 @@
-"""Times of generation are measured on running servers, and never where answers are not streamed."""
+"""Generation times are measured on streaming servers, and never where answers are not streamed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ clauses:
 
 
 class Clock:
-    """A clock that a server sets: time passes after everything that was sent was seen."""
+    """A clock that the server controls: time passes once everything sent so far was received."""
 
     def __init__(self) -> None:
         self.now, self.looks = 0.0, Semaphore(0)
@@ -55,8 +55,8 @@ class Clock:
         return self.now
 
     def passing(self, sent: int) -> None:
-        """Let time pass before a sending: that of the prefill, then of a step each."""
-        if sent == 0:  # what was looked at before the question does not count
+        """Advance the clock before a chunk: by the prefill time, then by a step each."""
+        if sent == 0:  # earlier readings of the clock do not count
             while self.looks.acquire(blocking=False):
                 pass
             return
@@ -79,7 +79,7 @@ def times(server: ServerKernel, request: Request, clock: Callable[[], float]) ->
     return found.runs[0]
 
 
-def test_prefill_and_decode_are_told_apart(
+def test_prefill_and_decode_times_are_separated(
     fake: FakeServer, load: Loader, requests: tuple[Request, ...]
 ) -> None:
     with serving(fake) as url:
@@ -95,10 +95,10 @@ def test_prefill_and_decode_are_told_apart(
     assert fake.questions[-1]["ignore_eos"] is True
 
 
-def test_tokens_that_come_together_share_the_time_of_a_step(
+def test_tokens_in_one_event_share_the_time_of_a_step(
     fake: FakeServer, load: Loader, requests: tuple[Request, ...]
 ) -> None:
-    """Two tokens an event: the second of the first event took no time that was seen."""
+    """With two tokens per event, the second token of the first event took no observable time."""
     fake.each = 2
     with serving(fake) as url:
         server = load(url, tokens=TOKENS)
@@ -109,10 +109,10 @@ def test_tokens_that_come_together_share_the_time_of_a_step(
     assert run.values["tpot"].tolist() == [(STEP * 3) / 6]
 
 
-def test_a_token_that_is_held_back_does_not_count(
+def test_withheld_token_is_not_counted(
     fake: FakeServer, load: Loader, requests: tuple[Request, ...]
 ) -> None:
-    """As llama.cpp does inside of a character: it counts the token, and never tells of it."""
+    """llama.cpp does so inside a character: it counts the token but never sends it."""
     plain = fake.sendings
 
     def sendings(answer: Answer) -> Iterator[bytes]:
@@ -142,7 +142,7 @@ def test_a_token_that_is_held_back_does_not_count(
         ({"each": TOKENS}, "not streamed: 8 tokens came in 1 piece"),
     ],
 )
-def test_an_answer_that_is_held_back_is_refused(
+def test_answer_sent_at_once_is_refused(
     fake: FakeServer,
     load: Loader,
     requests: tuple[Request, ...],
@@ -161,13 +161,13 @@ def test_an_answer_that_is_held_back_is_refused(
     assert reason in refused.value.diagnostics[0].message
 
 
-def ended(answer: Answer) -> Answer:
-    """Return an answer whose text ends nowhere."""
+def without_finish_reason(answer: Answer) -> Answer:
+    """Return an answer without a finish reason."""
     return {**answer, "choices": [{**answer["choices"][0], "finish_reason": None}]}
 
 
-def shorter(answer: Answer) -> Answer:
-    """Return an answer that lacks its last token."""
+def without_last_token(answer: Answer) -> Answer:
+    """Return an answer without its last token."""
     choice = answer["choices"][0]
     logs = {name: values[:-1] for name, values in choice["logprobs"].items()}
     return {**answer, "choices": [{**choice, "logprobs": logs}]}
@@ -181,8 +181,8 @@ def event(data: str) -> Callable[[Answer], bytes]:
 @pytest.mark.parametrize(
     ("lie", "code", "reason"),
     [
-        (ended, codes.SERVER_REPLY, "ended for the reason None"),
-        (shorter, codes.SERVER_REPLY, "ended at its limit with 7"),
+        (without_finish_reason, codes.SERVER_REPLY, "ended for the reason None"),
+        (without_last_token, codes.SERVER_REPLY, "ended at its limit with 7"),
         (lambda answer: {**answer, "model": "large"}, codes.SERVER_CHANGED, "'large'"),
         (event('{"choices": [{}, {}]}'), codes.SERVER_REPLY, "no text, or several"),
         (event('{"error": "no memory"}'), codes.SERVER_REPLY, "no text, or several"),
@@ -194,7 +194,7 @@ def event(data: str) -> Callable[[Answer], bytes]:
         (lambda answer: b"", codes.SERVER_REPLY, "no drawn token"),
     ],
 )
-def test_a_stream_that_is_no_whole_answer_is_refused(
+def test_incomplete_stream_is_refused(
     fake: FakeServer, load: Loader, requests: tuple[Request, ...], lie: Any, code: Any, reason: str
 ) -> None:
     with serving(fake) as url:
@@ -212,7 +212,7 @@ def test_a_stream_that_is_no_whole_answer_is_refused(
     assert reason in refused.value.diagnostics[0].message
 
 
-def test_a_refused_question_is_no_answer(
+def test_refused_request_is_not_retried_when_timed(
     fake: FakeServer, load: Loader, requests: tuple[Request, ...]
 ) -> None:
     with serving(fake) as url:
@@ -220,11 +220,11 @@ def test_a_refused_question_is_no_answer(
         fake.statuses = [500, 200]
         with pytest.raises(Refusal) as refused:
             list(server.stream(requests[0].tokens, 0, Clock()))
-        assert fake.statuses == [200]  # a second attempt would have a time of its own
+        assert fake.statuses == [200]  # a second attempt would have its own time
     assert refused.value.diagnostics[0].code is codes.SERVER_UNREACHABLE
 
 
-def test_as_many_are_asked_at_a_time_as_the_contract_says(
+def test_timed_requests_use_the_concurrency_of_the_contract(
     requests: tuple[Request, ...],
 ) -> None:
     both = Barrier(2)
@@ -246,7 +246,7 @@ def test_as_many_are_asked_at_a_time_as_the_contract_says(
 def decided(
     fake: FakeServer, tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Report]]:
-    """Return what evaluates a contract about times of a server that a clock paces."""
+    """Return a function that evaluates a timing contract with a simulated clock."""
     monkeypatch.setattr("kcdsl_backends.empirical.sources.servers.kernel.Limits", lambda: QUICK)
     clock = Clock()
     fake.pace = clock.passing
@@ -272,7 +272,7 @@ def decided(
 
 
 @pytest.mark.full
-def test_clauses_about_times_are_decided_on_a_running_server(
+def test_timing_clauses_are_decided_on_a_running_server(
     decided: Callable[..., Report],
 ) -> None:
     report = decided()
@@ -288,7 +288,7 @@ def test_clauses_about_times_are_decided_on_a_running_server(
 
 
 @pytest.mark.full
-def test_too_few_runs_within_the_budget_decide_nothing(decided: Callable[..., Report]) -> None:
+def test_too_few_timed_runs_are_inconclusive(decided: Callable[..., Report]) -> None:
     rows = {row.clause: row for row in decided(seconds=1.0).clauses}
     assert rows["R-TTFT"].n == 8 * runtime.FEWEST_ROUNDS
     assert isinstance(rows["R-TTFT"].verdict, Inconclusive)
@@ -299,7 +299,7 @@ def test_too_few_runs_within_the_budget_decide_nothing(decided: Callable[..., Re
     ("change", "reason"),
     [({"streams": False}, "does not stream"), ({"lumps": (TOKENS,)}, "is not streamed")],
 )
-def test_a_server_that_does_not_stream_passes_no_clause_about_times(
+def test_server_without_streaming_passes_no_timing_clause(
     fake: FakeServer, decided: Callable[..., Report], change: dict[str, Any], reason: str
 ) -> None:
     for name, value in change.items():
@@ -310,7 +310,7 @@ def test_a_server_that_does_not_stream_passes_no_clause_about_times(
 
 
 @pytest.mark.full
-def test_a_server_that_no_longer_answers_ends_the_evaluation(
+def test_unreachable_server_ends_a_timed_evaluation(
     fake: FakeServer, decided: Callable[..., Report]
 ) -> None:
     def gone(sent: int) -> None:

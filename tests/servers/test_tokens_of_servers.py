@@ -1,4 +1,4 @@
-"""Tokens of servers, and prompts as texts where a server takes no ids."""
+"""Token ids in answers of servers, and prompts as text where a server takes no ids."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
 
 
 @given(st.integers(0, 255))
-def test_an_id_is_taken_as_it_is(token: int) -> None:
+def test_token_id_is_used_unchanged(token: int) -> None:
     assert BYTES.id_of(ServedToken(token, None, None)) == token
     assert BYTES.id_of(ServedToken(token, bytes([token]), "anything")) == token
     assert BYTES.id_of(ServedToken(None, bytes([token]), None)) == token
@@ -69,14 +69,14 @@ def test_an_id_is_taken_as_it_is(token: int) -> None:
         (Vocabulary(None, None), ServedToken(2**63, None, None)),
     ],
 )
-def test_a_token_in_doubt_is_refused(vocabulary: Vocabulary, token: ServedToken) -> None:
+def test_ambiguous_token_is_refused(vocabulary: Vocabulary, token: ServedToken) -> None:
     with pytest.raises(Refusal) as caught:
         vocabulary.id_of(token)
     assert caught.value.diagnostics[0].code is codes.TOKENS_NOT_ALIGNED
 
 
 @pytest.mark.parametrize(("text", "expected"), [("a", 0), (" a", 3), (" ab", 5), ("ab", 2)])
-def test_a_text_that_one_token_has_is_that_token(
+def test_unique_token_text_identifies_the_token(
     words: Vocabulary, text: str, expected: int
 ) -> None:
     assert words.id_of(ServedToken(None, None, text)) == expected
@@ -84,7 +84,7 @@ def test_a_text_that_one_token_has_is_that_token(
 
 
 class Twins:
-    """Two tokens of one text: which one a server means cannot be told from it."""
+    """Two tokens with one text, which a server's answer cannot tell apart."""
 
     def encode(self, text: str) -> list[int]:
         return [0] * len(text)
@@ -96,7 +96,7 @@ class Twins:
         return "".join("xxy"[i] for i in ids)
 
 
-def test_a_text_that_two_tokens_have_is_in_doubt() -> None:
+def test_text_of_two_tokens_is_ambiguous() -> None:
     vocabulary = Vocabulary(3, Twins())
     assert vocabulary.id_of(ServedToken(None, None, "y")) == 2
     with pytest.raises(Refusal) as caught:
@@ -104,8 +104,8 @@ def test_a_text_that_two_tokens_have_is_in_doubt() -> None:
     assert "2 tokens" in caught.value.diagnostics[0].message
 
 
-def test_threads_that_look_for_a_text_at_a_time_find_the_same() -> None:
-    """The table of texts is made by the first that asks; no other one may see half of it."""
+def test_concurrent_text_lookups_agree() -> None:
+    """The first thread builds the table of texts; no other thread may see an incomplete one."""
 
     class Slow:
         def encode(self, text: str) -> list[int]:
@@ -126,16 +126,16 @@ def test_threads_that_look_for_a_text_at_a_time_find_the_same() -> None:
     assert found == [59] * 4
 
 
-def test_an_id_with_other_bytes_is_of_another_vocabulary(words: Vocabulary) -> None:
+def test_id_with_other_bytes_reveals_another_vocabulary(words: Vocabulary) -> None:
     with pytest.raises(Refusal) as caught:
         words.id_of(ServedToken(0, b"b", "b"))
     assert "'b' there" in caught.value.diagnostics[0].message
 
 
-def test_tokens_may_be_named_by_text_alone(
+def test_tokens_may_be_identified_by_text_alone(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    """As SGLang and older servers do; here each text is one byte."""
+    """SGLang and older servers do so; here each text is one byte."""
 
     def named(answer: Answer, question: object) -> Answer:
         logs = answer["choices"][0]["logprobs"]
@@ -158,7 +158,7 @@ def test_tokens_may_be_named_by_text_alone(
 
 
 @pytest.mark.full
-def test_ids_may_stand_beside_the_values(
+def test_ids_may_accompany_the_log_probabilities(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
     def beside(answer: Answer, question: object) -> Answer:
@@ -189,10 +189,10 @@ def _contradicting(answer: Answer) -> Answer:
     return answer
 
 
-def test_prompts_are_texts_where_ids_are_refused(
+def test_prompts_are_sent_as_text_where_ids_are_refused(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    """Only texts that are read as exactly the tokens of the prompt."""
+    """Only texts that tokenise to exactly the tokens of the prompt."""
 
     class Texts(FakeServer):
         def answer(self, question: Any) -> Answer:
@@ -210,7 +210,7 @@ def test_prompts_are_texts_where_ids_are_refused(
     assert caught.value.diagnostics[0].code is codes.TOKENS_NOT_ALIGNED
 
 
-def test_a_prompt_that_fills_the_model_leaves_no_room(
+def test_prompt_of_full_context_length_is_refused(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
     with serving(FakeServer(train.logits)) as url:
@@ -235,7 +235,7 @@ def test_a_prompt_that_fills_the_model_leaves_no_room(
         ({"eos_token_id": 2}, "[3]", {2}),
     ],
 )
-def test_which_tokens_end_texts_the_files_of_the_model_say(
+def test_end_tokens_are_read_from_the_model_files(
     config: dict[str, Any], generating: str | None, ends: set[int], tmp_path: Path
 ) -> None:
     if generating is not None:
@@ -243,10 +243,10 @@ def test_which_tokens_end_texts_the_files_of_the_model_say(
     assert ends_of(Artefacts.of(tmp_path), tmp_path / "model.safetensors", config) == ends
 
 
-def test_an_end_that_is_drawn_and_not_given_is_refused(
+def test_omitted_end_token_is_refused(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    """What is left out so is missing where texts end, and nowhere else: no sample of the rest."""
+    """Values would be missing exactly where texts end, so the rest is not a random sample."""
 
     def stopped(answer: Answer, question: object) -> Answer:
         answer["choices"][0]["finish_reason"] = "stop"
@@ -310,10 +310,10 @@ PLACES = places(GOOD)
 
 
 @given(st.sampled_from(PLACES[1:]), ANYTHING)
-def test_a_damaged_answer_is_refused_or_says_the_same_of_finite_numbers(
+def test_damaged_answer_is_refused_or_gives_finite_values(
     path: tuple[Any, ...], value: Any
 ) -> None:
-    """Never another exception, never a value that is no log-probability."""
+    """Never another exception, never a value that is not a log-probability."""
     damaged = json.loads(json.dumps(GOOD))
     inside = damaged
     for step in path[:-1]:
@@ -328,14 +328,14 @@ def test_a_damaged_answer_is_refused_or_says_the_same_of_finite_numbers(
 
 
 def read(answer: Any) -> tuple[Reply | None, Code | None]:
-    """Return what an answer says, or the code of its refusal."""
+    """Return the contents of an answer, or the code of its refusal."""
     try:
         return read_reply(answer, 2), None
     except Refusal as refusal:
         return None, refusal.diagnostics[0].code
 
 
-def test_a_page_of_probabilities_is_read_in_both_scales() -> None:
+def test_probabilities_are_read_in_linear_and_log_scale() -> None:
     import math
 
     plain = json.loads(json.dumps(GOOD))
@@ -348,7 +348,7 @@ def test_a_page_of_probabilities_is_read_in_both_scales() -> None:
         assert one.log == pytest.approx(two.log, rel=1e-12)
 
 
-def test_without_httpx_the_extra_is_named(load: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_httpx_names_the_extra(load: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
     real: Callable[[str], Any] = importlib.util.find_spec
@@ -362,7 +362,7 @@ def test_without_httpx_the_extra_is_named(load: Loader, monkeypatch: pytest.Monk
     assert 'pip install "kcdsl[server]"' in (caught.value.diagnostics[0].help or "")
 
 
-def test_a_server_gives_no_logits(load: Loader, train: TorchKernel, tiny_folder: Path) -> None:
+def test_server_provides_no_logits(load: Loader, train: TorchKernel, tiny_folder: Path) -> None:
     with serving(FakeServer(train.logits)) as url:
         server = load(url, tokens=2)
     asked: tuple[Callable[[], object], ...] = (

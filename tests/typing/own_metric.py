@@ -1,7 +1,7 @@
-"""Code of a user who declares a metric: what type checkers make of it.
+"""A user's code that declares a metric, as input for type checkers.
 
 mypy and pyright read this file; nothing runs it. A comment `type: ignore` marks a mistake that both
-must report: each is told to complain where such a comment is not needed.
+must report; both also report a comment that is not needed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ kcdsl.metric("runtime")  # type: ignore[call-arg]
 
 
 def undecorated(**features: Any) -> float:
-    """Stand for a function whose arguments are known by name alone."""
+    """Serve as a function whose arguments are known by name alone."""
     return float(len(features))
 
 

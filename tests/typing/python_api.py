@@ -1,4 +1,4 @@
-"""Code of a user of the Python API: what type checkers make of it.
+"""A user's code for the Python API, as input for type checkers.
 
 mypy and pyright read this file; nothing runs it. A comment `type: ignore` marks a mistake that both
 must report.

@@ -1,6 +1,6 @@
-"""Verifiers of PyPI, in an environment of their own; each answer is a line of JSON.
+"""Verifiers of PyPI, run in a separate environment; each answer is a line of JSON.
 
-Run by tests/support/verifiers.py. Nothing of kcdsl is imported.
+Run by tests/support/verifiers.py. Imports nothing of kcdsl.
 """
 
 # mypy: ignore-errors
@@ -104,7 +104,7 @@ def envelopes(library: str) -> list[Any]:
 
 
 def bundle(path: str) -> list[Any]:
-    """Read a bundle; return the words of the rejection."""
+    """Read a bundle; return the text of the rejection."""
     from sigstore.models import Bundle
 
     return [_tried(lambda: Bundle.from_json(Path(path).read_text()))["detail"]]

@@ -1,4 +1,4 @@
-"""Certificates and companions, read by the verifiers of other projects, honest and changed."""
+"""Certificates and companions, valid and changed, read by verifiers of other projects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _signature(envelope: dict[str, Any]) -> tuple[bytes, bytes]:
     return base64.b64decode(envelope["signatures"][0]["sig"]), message
 
 
-def test_sigstore_verifies_each_bundle_by_its_key_alone(released: Released) -> None:
+def test_sigstore_verifies_each_bundle_by_its_own_key_only(released: Released) -> None:
     other = generate().public.pem
     for path, key in released.bundles:
         right, wrong = verifiers.sigstore_js(
@@ -43,7 +43,7 @@ def test_sigstore_verifies_each_bundle_by_its_key_alone(released: Released) -> N
         assert not wrong.accepted
 
 
-def test_sigstore_rejects_two_signatures_so_each_key_has_a_bundle(released: Released) -> None:
+def test_sigstore_rejects_bundles_with_two_signatures(released: Released) -> None:
     payload = b'{"_type":"https://in-toto.io/Statement/v1"}'
     bundle = bundle_bytes(sign(payload, released.keys), released.keys[0].public.hint)
     for key in released.keys:
@@ -52,7 +52,7 @@ def test_sigstore_rejects_two_signatures_so_each_key_has_a_bundle(released: Rele
 
 
 @pytest.mark.parametrize("library", ["sigstore", "securesystemslib"])
-def test_libraries_of_python_verify_plain_envelopes(library: str, released: Released) -> None:
+def test_python_libraries_verify_plain_envelopes(library: str, released: Released) -> None:
     for key in released.keys:
         own = [path for path, by in released.envelopes if by is key]
         others = [path for path, by in released.envelopes if by is not key]
@@ -69,12 +69,12 @@ def test_openssl_verifies_the_signed_bytes(released: Released) -> None:
         assert not verifiers.openssl(key.public.pem, signature, message + b" ")
 
 
-def test_sigstore_of_python_reads_no_bundle_with_a_key(released: Released) -> None:
+def test_sigstore_python_rejects_bundles_with_a_key(released: Released) -> None:
     path, _ = released.bundles[0]
     assert verifiers.sigstore_python(path) == "InvalidBundle: expected certificate in bundle"
 
 
-def test_the_key_id_is_the_fingerprint_of_openssh(released: Released) -> None:
+def test_key_id_is_the_openssh_fingerprint(released: Released) -> None:
     for key in released.keys:
         loaded = load_der_public_key(key.public.spki)
         assert isinstance(loaded, EllipticCurvePublicKey)
@@ -106,7 +106,7 @@ CHANGES: dict[str, tuple[Change, bool]] = {
 """Changes of a statement that a policy must reject, and whether only one with a clock can."""
 
 
-def test_policies_admit_the_statement_and_reject_every_change(
+def test_policies_accept_the_statement_and_reject_every_change(
     released: Released, tmp_path: Path
 ) -> None:
     statement = released.image_statement
@@ -126,7 +126,7 @@ def test_policies_admit_the_statement_and_reject_every_change(
 FILES = {"B": b"1", "a/b": b"2", "a-b": b"3", "a.b": b"4", ".git/x": b"5", "ä/ö": b"6"}
 
 
-def test_manifests_are_those_of_model_signing(tmp_path: Path, released: Released) -> None:
+def test_manifests_equal_those_of_model_signing(tmp_path: Path, released: Released) -> None:
     tree = tmp_path / "tree"
     for name, data in FILES.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)

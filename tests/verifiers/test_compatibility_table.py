@@ -1,4 +1,4 @@
-"""The table of verifiers in the manual, against what the verifiers say now."""
+"""The compatibility table in the manual equals the current results of the verifiers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.programs
 
 
 def _anywhere(text: str) -> str:
-    """Leave out the version of openssl, the only verifier that no lock file names."""
+    """Remove the version of openssl, the only verifier that no lock file pins."""
     return re.sub(r"openssl \S+,", "openssl,", text)
 
 
-def test_every_row_of_the_manual_is_what_its_verifier_says(tmp_path: Path) -> None:
+def test_every_row_equals_the_result_of_its_verifier(tmp_path: Path) -> None:
     found = list(dict.fromkeys(rows(released(tmp_path))))
     assert [row for row in found if row.is_odd] == []
     assert _anywhere(shown_in(PAGE, "release")) == _anywhere(table(found))
@@ -34,7 +34,7 @@ def test_every_row_of_the_manual_is_what_its_verifier_says(tmp_path: Path) -> No
         Row("verifier", "form", honest=False, other=False, detail="an error", known="no key"),
     ],
 )
-def test_a_row_is_odd_unless_it_accepts_the_honest_document_alone_or_says_what_is_known(
+def test_unexpected_rows_are_only_the_documented_ones(
     row: Row,
 ) -> None:
     assert row.is_odd

@@ -75,7 +75,7 @@ def _skopeo(*words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def test_what_is_attached_is_checked_and_read_by_another_client(
+def test_attached_certificates_are_checked_and_read_by_another_client(
     registry: str, tmp_path: Path
 ) -> None:
     (tmp_path / "made").mkdir()

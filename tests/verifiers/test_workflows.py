@@ -1,4 +1,4 @@
-"""examples/github: what actionlint and the schemas of build servers say of it, right and wrong."""
+"""examples/github: results of actionlint and of schemas of build servers, with planted defects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ACTION = (FOLDER / "action.yml").read_text(encoding="utf-8")
 
 
 def repository(folder: Path, workflow: str, action: str = ACTION) -> Path:
-    """Lay both files out as they say, in a repository of its own."""
+    """Write the workflow and the action at their paths in a new repository."""
     places = {
         ".github/workflows/contracts.yml": workflow,
         ".github/actions/check-certificates/action.yml": action,
@@ -28,7 +28,7 @@ def repository(folder: Path, workflow: str, action: str = ACTION) -> Path:
     return folder
 
 
-def test_actionlint_finds_nothing(tmp_path: Path) -> None:
+def test_actionlint_accepts_the_workflow(tmp_path: Path) -> None:
     assert verifiers.actionlint(repository(tmp_path, WORKFLOW)) == []
 
 
@@ -41,7 +41,7 @@ def test_actionlint_finds_nothing(tmp_path: Path) -> None:
         ("actions/checkout@v6", "actions/checkout@v4", "deprecated"),
     ],
 )
-def test_actionlint_finds_a_defect_of_the_workflow(
+def test_actionlint_reports_planted_workflow_defects(
     tmp_path: Path, right: str, wrong: str, said: str
 ) -> None:
     assert right in WORKFLOW
@@ -49,8 +49,8 @@ def test_actionlint_finds_a_defect_of_the_workflow(
     assert said in found
 
 
-def test_actionlint_reads_the_steps_of_the_action(tmp_path: Path) -> None:
-    """actionlint looks into the steps of workflows alone, so those of the action are put there."""
+def test_actionlint_accepts_the_steps_of_the_action(tmp_path: Path) -> None:
+    """actionlint reads only steps of workflows, so those of the action are inserted there."""
     head = (
         "on: {workflow_call: {inputs: {%s}}}\njobs:\n  job:\n    runs-on: ubuntu-latest\n    steps:"
     )
@@ -75,7 +75,7 @@ def test_actionlint_reads_the_steps_of_the_action(tmp_path: Path) -> None:
         ("gitlab-ci.yml", "gitlab-ci", "when: always", "when: ever"),
     ],
 )
-def test_schemas_of_build_servers_are_followed(
+def test_build_server_files_follow_their_schemas(
     tmp_path: Path, name: str, schema: str, right: str, wrong: str
 ) -> None:
     assert verifiers.follows_schema(schema, FOLDER / name)

@@ -1,4 +1,4 @@
-"""Graphs that tests remember are those that would have been made."""
+"""Cached graphs equal newly traced ones."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ NUMERICS = resolve({"preset": "torch-eager"})
 
 
 def graph(folder: Path, block: str, tokens: tuple[int, ...], seed: int = 1, **changed: Any) -> Any:
-    """Return the graph that the certifier reads."""
+    """Return the graph as the certifier gets it."""
     model = random_model(CONFIG | changed, folder, seed)
     factory = problems.ProblemFactory(model, NUMERICS, NUMERICS, torch.device("cpu"))
     return factory.problem(block, tokens).graph
 
 
 @pytest.mark.full
-def test_the_same_model_is_traced_once(tmp_path: Path) -> None:
+def test_equal_models_are_traced_once(tmp_path: Path) -> None:
     cache_graphs()
     (tmp_path / "elsewhere").mkdir()
     assert graph(tmp_path, "layer_0", (1, 2)) is graph(tmp_path / "elsewhere", "layer_0", (3, 4))
 
 
 @pytest.mark.full
-def test_what_a_graph_is_made_of_makes_another(tmp_path: Path) -> None:
+def test_changed_inputs_trace_a_new_graph(tmp_path: Path) -> None:
     cache_graphs()
     first = graph(tmp_path, "model", (1, 2))
     others = [
@@ -53,7 +53,7 @@ def test_what_a_graph_is_made_of_makes_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_it_is_what_would_have_been_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_graph_equals_a_new_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kcdsl.model.lowering import block_graph
 
     cache_graphs()

@@ -1,4 +1,4 @@
-"""The cases of a grid that the first tier takes."""
+"""The cases of a grid that belong to the first tier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AXES: dict[str, Any] = {
 }
 
 
-def test_all_are_there_and_the_fast_ones_hold_every_pair_of_values() -> None:
+def test_first_tier_covers_every_pair_of_values() -> None:
     names, cases = by_turns(**AXES).args
     assert list(names) == list(AXES)
     assert [case.values for case in cases] == list(product(*AXES.values()))
@@ -29,7 +29,7 @@ def test_all_are_there_and_the_fast_ones_hold_every_pair_of_values() -> None:
         assert {(values[one], values[other]) for values in fast} == set(every)
 
 
-def test_some_of_a_grid_hold_every_value() -> None:
+def test_first_tier_with_one_of_covers_every_value() -> None:
     _, cases = by_turns(one_of=2, rule="abc", pair="xyz").args
     fast = ["".join(case.values) for case in cases if not case.marks]
     assert fast == ["ax", "az", "by", "cx", "cz"]
@@ -40,6 +40,6 @@ def test_some_of_a_grid_hold_every_value() -> None:
         by_turns(one_of=2, rule="abc", pair="x")
 
 
-def test_values_that_would_never_meet_are_refused() -> None:
+def test_grid_that_misses_pairs_is_refused() -> None:
     with pytest.raises(AssertionError, match="never meet"):
         by_turns(name="ab", radius=range(2))

@@ -1,4 +1,4 @@
-"""Cases of a sampled test that the first tier takes."""
+"""The cases of a sampled test that belong to the first tier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AXES = {"rule": "abcde", "pair": "xyz", "radius": "012"}
 CASES = [tuple(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
 
 
-def test_every_value_is_covered_first_and_every_pair_soon() -> None:
+def test_sampling_covers_all_values_first_and_then_pairs() -> None:
     few = [dict(CASES[k]) for k in covering(CASES, 5)]
     assert all({case[name] for case in few} == set(values) for name, values in AXES.items())
     some = [dict(CASES[k]) for k in covering(CASES, 20)]
@@ -24,15 +24,13 @@ def test_every_value_is_covered_first_and_every_pair_soon() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 45, 100])
-def test_no_more_are_chosen_than_there_are_or_than_were_asked_for(count: int) -> None:
+def test_sample_size_is_limited_by_request_and_cases(count: int) -> None:
     assert len(covering(CASES, count)) == min(count, len(CASES))
     assert covering([], count) == []
 
 
 @pytest.mark.full
-def test_the_others_are_marked_and_a_case_by_itself_is_not(
-    pytester: pytest.Pytester, repository: Path
-) -> None:
+def test_unsampled_cases_are_marked_full(pytester: pytest.Pytester, repository: Path) -> None:
     pytester.makeconftest(
         f"import sys\nsys.path.insert(0, {str(repository)!r})\n"
         "import pytest\nfrom tests.support.tiers import mark_tiers\n"
