@@ -42,14 +42,14 @@ class Rows:
         return paths
 
     def stored(self, name: str) -> list[float | None]:
-        """Return the values as the table holds them."""
+        """Return the values as the table stores them."""
         if not self.float32:
             return [None if x is None else float(x) for x in self.metrics[name]]
         with np.errstate(over="ignore"):
             return [None if x is None else float(np.float32(x)) for x in self.metrics[name]]
 
     def in_memory(self, name: str) -> SliceData:
-        """Return a slice as the evaluation of kernels has it: every value of every request."""
+        """Return a slice in the form of local evaluations: every value of every request."""
         inside = [i for i, found in enumerate(self.slices) if found == name]
         keys = list(dict.fromkeys(self.requests[i] for i in inside))
         units = []

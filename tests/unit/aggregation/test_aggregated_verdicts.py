@@ -1,4 +1,4 @@
-"""Verdicts from token tables are those of the same values in memory, bit for bit."""
+"""Verdicts from token tables equal those from the same values in memory, bit for bit."""
 
 from __future__ import annotations
 
@@ -97,8 +97,7 @@ def from_table(program: Program, files: Sequence[Path]) -> tuple[ClauseResult, .
 
 
 def bits(rows: Sequence[ClauseResult]) -> list[object]:
-    """Return rows so that equal doubles are equal bits, but for the sign of zero; without what
-    reports set beside a decided row."""
+    """Return rows with doubles as bits (zeros without sign), without additional report fields."""
 
     def plain(value: object) -> object:
         if isinstance(value, float):
@@ -151,7 +150,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 @pytest.mark.full
 @settings(deadline=None, max_examples=8)
 @given(rows=tables(st.one_of(_PLAIN, _SPECIAL)), files=st.integers(1, 4))
-def test_verdicts_are_those_of_the_values_in_memory(
+def test_verdicts_equal_those_of_the_values_in_memory(
     program: Program, rows: Rows, files: int
 ) -> None:
     with TemporaryDirectory() as folder:
@@ -162,7 +161,7 @@ def test_verdicts_are_those_of_the_values_in_memory(
 @pytest.mark.full
 @settings(deadline=None, max_examples=8)
 @given(rows=tables(_WILD))
-def test_missing_and_infinite_values_are_found_alike(program: Program, rows: Rows) -> None:
+def test_missing_and_infinite_values_give_equal_verdicts(program: Program, rows: Rows) -> None:
     with TemporaryDirectory() as folder:
         found = from_table(program, rows.write(Path(folder)))
     wanted = from_memory(program, rows)
@@ -171,8 +170,8 @@ def test_missing_and_infinite_values_are_found_alike(program: Program, rows: Row
     assert bits([found[i] for i in sound]) == bits([wanted[i] for i in sound])
 
 
-def test_an_absent_slice_or_column_is_no_pass(tmp_path: Path) -> None:
-    """No row of the slice `code`, no column `js`: invalid evidence, whatever holds elsewhere."""
+def test_absent_slice_or_column_is_invalid_evidence(tmp_path: Path) -> None:
+    """No row of the slice `code`, no column `js`: invalid evidence, whatever other rows give."""
     rows = Rows(["a", "b"], ["chat", "chat"], {"kl": [0.001, 0.002]})
     contract = program_of(tmp_path, ["p99(kl) <= 0.05", "mean(js) <= 0.1"])
     found = {(r.clause, r.slice): r.verdict for r in from_table(contract, rows.write(tmp_path))}
@@ -188,7 +187,7 @@ def test_requests_without_a_value_are_not_dropped(tmp_path: Path) -> None:
     assert found.verdict == InvalidEvidence("kl: the request b: 1 of 2 values are missing")
 
 
-def test_the_command_decides_and_says_what_it_asked(
+def test_command_decides_and_reports_its_queries(
     cli: Cli, tmp_path: Path, follows: Callable[[Any], None]
 ) -> None:
     (tmp_path / "tables").mkdir()
@@ -221,16 +220,16 @@ def test_the_command_decides_and_says_what_it_asked(
 
 
 @pytest.mark.full
-def test_the_end_of_the_process_says_nothing(cli_process: Cli, tmp_path: Path) -> None:
-    """The bindings of DuckDB print what is left of their objects when an interpreter ends."""
+def test_process_exit_prints_nothing(cli_process: Cli, tmp_path: Path) -> None:
+    """The bindings of DuckDB print leaked objects when an interpreter ends."""
     (tmp_path / "tables").mkdir()
     Rows(["a", "b"], ["chat", "code"], {"kl": [0.001, 0.01]}).write(tmp_path / "tables")
     ran = cli_process("aggregate", "tables", cwd=tmp_path)
     assert (ran.code, ran.stderr) == (0, "")
 
 
-def test_slices_by_predicates_and_tables_of_thresholds(tmp_path: Path) -> None:
-    """Rows without the field, and requests in no row of a table, spoil the evidence."""
+def test_rows_outside_predicates_and_tables_are_invalid_evidence(tmp_path: Path) -> None:
+    """Rows without the field, and requests outside every row of a table, invalidate evidence."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

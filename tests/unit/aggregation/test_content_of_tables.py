@@ -1,4 +1,4 @@
-"""Digests of rows: the same however they are written, another one for any other rows."""
+"""Digests of rows: independent of the file layout, different for different rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def table(changes: Mapping[str, Any] | None = None) -> pa.Table:
     return pa.table({**COLUMNS, **(changes or {})})
 
 
-def test_the_same_rows_have_the_same_digest(tmp_path: Path) -> None:
+def test_equal_rows_have_the_same_digest(tmp_path: Path) -> None:
     wanted = digests(written(tmp_path / "plain.parquet", table()))
     assert wanted[1] == {0: wanted[0]}
     turned = table().take([3, 1, 0, 2]).select(list(reversed(COLUMNS)))
@@ -93,14 +93,14 @@ def test_other_rows_have_another_digest(tmp_path: Path, changes: dict[str, Any])
     assert plain != other
 
 
-def test_a_row_that_is_there_twice_counts_twice(tmp_path: Path) -> None:
-    """Sums are those of a multiset: two copies of a row do not cancel out."""
+def test_duplicate_rows_do_not_cancel(tmp_path: Path) -> None:
+    """Sums are over multisets: two copies of a row count twice."""
     rows = [table(), table().take([0, 1, 2, 3, 0]), table().take([0, 1, 2, 3, 0, 0])]
     found = {digests(written(tmp_path / f"{i}.parquet", one))[0] for i, one in enumerate(rows)}
     assert len(found) == 3
 
 
-def test_a_copy_with_other_bytes_is_refused(tmp_path: Path) -> None:
+def test_copy_of_a_table_in_other_bytes_is_refused(tmp_path: Path) -> None:
     rows = table().drop_columns(["position"])
     one = written(tmp_path / "one.parquet", rows)
     two = written(tmp_path / "two.parquet", rows, compression="gzip")
@@ -113,8 +113,8 @@ def test_a_copy_with_other_bytes_is_refused(tmp_path: Path) -> None:
 # --- sketches -------------------------------------------------------------------------------------
 
 
-def test_a_sketch_knows_requests_however_they_are_spread(tmp_path: Path) -> None:
-    """The other columns, the order of rows and the other requests of a file do not matter."""
+def test_sketch_of_requests_is_independent_of_layout(tmp_path: Path) -> None:
+    """Other columns, the order of rows and the other requests of a file do not matter."""
     whole = sketch_of(written(tmp_path / "whole.parquet", table()))
     assert len(whole) == len({*whole}) == 3
     turned = table().take([3, 1, 0, 2]).drop_columns(["surface", "cached"])
@@ -152,7 +152,7 @@ def test_other_requests_have_another_digest(
     assert not {*plain, *other} & {*ids[0], *ids[1]}
 
 
-def test_sketches_of_large_tables_show_a_common_part(tmp_path: Path) -> None:
+def test_sketches_of_large_tables_reveal_shared_requests(tmp_path: Path) -> None:
     def rows(first: int, last: int) -> list[str]:
         columns = {"request": [str(i) for i in range(first, last)], "kl": [0.5] * (last - first)}
         return sketch_of(written(tmp_path / f"{first}.parquet", pa.table(columns)))

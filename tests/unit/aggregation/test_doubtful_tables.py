@@ -1,4 +1,4 @@
-"""Tables that are not what they seem: no verdict that they should not give."""
+"""Misleading or incomplete tables never give an unjustified verdict."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ data: requests.jsonl
 def contract(
     folder: Path, requirement: str, slices: str = "{chat: {}}", names: str = "[chat]", **more: str
 ) -> Program:
-    """Return a contract of one clause on the slices that are named."""
+    """Return a contract with one clause on the given slices."""
     extra = "".join(f", {key}: {value}" for key, value in more.items())
     family = "S" if "overlap" in requirement else "N"
     path = folder / "contract.yaml"
@@ -78,17 +78,17 @@ def invalid(verdict: Verdict) -> str:
 
 @pytest.mark.parametrize("requirement", ["max(kl) <= 0.05", "p99(kl) <= 0.05", "mean(kl) <= 0.05"])
 @pytest.mark.parametrize("values", [[-0.5, -0.25], [0.01, -0.5], [0.02, -1e-5]])
-def test_values_that_the_metric_cannot_have_are_no_evidence(
+def test_values_outside_the_range_of_a_metric_are_invalid(
     tmp_path: Path, requirement: str, values: list[float]
 ) -> None:
-    """A divergence below zero was logged with the other sign, or by an estimator that cancels."""
+    """A negative divergence was logged with the wrong sign, or by an estimator that cancels."""
     file = write(tmp_path, {"request": ["a", "b"], "slice": ["chat"] * 2, "kl": values})
     (found,) = verdicts(contract(tmp_path, requirement), file)
     assert "the request" in invalid(found)
     assert "lies outside of its range" in invalid(found)
 
 
-def test_values_inside_of_a_combination_are_looked_at_too(tmp_path: Path) -> None:
+def test_values_inside_combinations_are_range_checked(tmp_path: Path) -> None:
     columns = {"request": ["a", "b"], "slice": ["chat"] * 2, "kl": [0.1, -0.1], "js": [0.1, 0.1]}
     file = write(tmp_path, columns)
     (found,) = verdicts(contract(tmp_path, "max(kl + js) <= 0.5"), file)
@@ -99,7 +99,7 @@ def test_values_inside_of_a_combination_are_looked_at_too(tmp_path: Path) -> Non
     assert "lies outside" in invalid(counted)
 
 
-def test_what_float32_rounds_is_no_other_value(tmp_path: Path) -> None:
+def test_float32_rounding_at_the_range_limit_is_accepted(tmp_path: Path) -> None:
     columns = {"request": ["a", "b"], "slice": ["chat"] * 2, "tv": [1.0000001, -1e-8]}
     (found,) = verdicts(contract(tmp_path, "p50(tv) <= 0.5"), write(tmp_path, columns))
     assert isinstance(found, Held)
@@ -116,10 +116,10 @@ def test_what_float32_rounds_is_no_other_value(tmp_path: Path) -> None:
         (0.55, "min(top5_overlap) >= 60%, budget: 10% of requests", False),
     ],
 )
-def test_a_share_is_not_rounded_up_to_its_threshold(
+def test_share_is_not_rounded_up_to_its_threshold(
     tmp_path: Path, value: float, requirement: str, held: bool
 ) -> None:
-    """Shares of five tokens are stored as doubles, 3/5 as a little less; 0.55 is not 3/5."""
+    """Shares of five tokens are stored as doubles, 3/5 as slightly less; 0.55 is not 3/5."""
     text, _, budget = requirement.partition(", budget: ")
     more = {"budget": budget} if budget else {}
     shares = pa.array([value, 1.0 if "min" in text else value], pa.float32())
@@ -128,8 +128,8 @@ def test_a_share_is_not_rounded_up_to_its_threshold(
     assert isinstance(found, Held) == held
 
 
-def test_equal_policies_are_not_concluded_from_values_that_are_missing(tmp_path: Path) -> None:
-    """Equal policies leave nothing to chance; a column with gaps does not show them."""
+def test_missing_values_do_not_imply_equal_policies(tmp_path: Path) -> None:
+    """Equal policies need no sample size; a column with gaps does not prove them."""
     n = 40
     columns = {"request": [f"r{i}" for i in range(n)], "slice": ["chat"] * n, "k3": [0.0] * n}
     program = contract(tmp_path, "mean(k3) <= 0.001")
@@ -141,7 +141,7 @@ def test_equal_policies_are_not_concluded_from_values_that_are_missing(tmp_path:
     assert not isinstance(gaps, Held)
 
 
-def test_a_slice_without_rows_has_no_equal_policies(tmp_path: Path) -> None:
+def test_empty_slice_does_not_imply_equal_policies(tmp_path: Path) -> None:
     program = contract(
         tmp_path, "mean(k3) <= 0.001", slices="{chat: {}, code: {}}", names="[chat, code]"
     )
@@ -182,10 +182,8 @@ def lenient(tmp_path_factory: pytest.TempPathFactory) -> Program:
 @pytest.mark.full
 @settings(deadline=None, max_examples=12)
 @given(data=st.data())
-def test_no_clause_holds_that_reads_a_value_that_is_none(
-    lenient: Program, data: st.DataObject
-) -> None:
-    """One value among many, whatever a clause makes of them: also where a budget would allow it."""
+def test_no_clause_with_a_missing_value_holds(lenient: Program, data: st.DataObject) -> None:
+    """One missing value in many, also where a budget would allow one violation."""
     n = data.draw(st.integers(30, 60))
     requests = [f"r{data.draw(st.integers(0, 25))}" for _ in range(n)]
     slices = data.draw(st.lists(st.sampled_from(["chat", "code"]), min_size=n, max_size=n))
@@ -207,8 +205,8 @@ def test_no_clause_holds_that_reads_a_value_that_is_none(
 # --- metrics of requests -------------------------------------------------------------------------
 
 
-def test_one_value_of_a_request_counts_once(tmp_path: Path) -> None:
-    """Each row of a request repeats its value: a long request does not weigh more."""
+def test_request_level_value_counts_once(tmp_path: Path) -> None:
+    """Each row of a request repeats its value: a long request has no larger weight."""
     columns = {
         "request": ["a", *["b"] * 9],
         "slice": ["chat"] * 10,
@@ -220,7 +218,7 @@ def test_one_value_of_a_request_counts_once(tmp_path: Path) -> None:
     assert isinstance(verdicts(contract(tmp_path, "max(token_kl_max) <= 0.95"), file)[0], Held)
 
 
-def test_one_value_of_a_request_must_be_one(tmp_path: Path) -> None:
+def test_differing_request_level_values_are_refused(tmp_path: Path) -> None:
     columns = {"request": ["a", "a"], "slice": ["chat"] * 2, "token_kl_max": [0.9, 0.1]}
     (found,) = verdicts(contract(tmp_path, "mean(token_kl_max) <= 1"), write(tmp_path, columns))
     assert "has several values" in invalid(found)
@@ -229,8 +227,8 @@ def test_one_value_of_a_request_must_be_one(tmp_path: Path) -> None:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def test_fields_that_differ_within_a_request_tear_it_apart(tmp_path: Path) -> None:
-    """The token beyond the threshold would stand in no slice."""
+def test_slice_fields_that_differ_within_a_request_are_refused(tmp_path: Path) -> None:
+    """The token beyond the threshold would be in no slice."""
     program = contract(tmp_path, "max(kl) <= 0.05", slices='{chat: {where: "length <= 4"}}')
     columns = {"request": ["a", "a", "b"], "kl": [0.01, 9.0, 0.01], "length": [4, 5, 2]}
     message = refused(program, write(tmp_path, columns))
@@ -254,7 +252,7 @@ def test_rows_in_no_slice_are_not_dropped(
     assert message.startswith("1 rows have no ")
 
 
-def test_slices_that_the_contract_does_not_name_are_told(tmp_path: Path) -> None:
+def test_unnamed_slices_are_reported(tmp_path: Path) -> None:
     columns = {
         "request": ["a", "b", "c", "c"],
         "slice": ["chat", "chta", "code", "code"],
@@ -270,7 +268,7 @@ def test_slices_that_the_contract_does_not_name_are_told(tmp_path: Path) -> None
     assert aggregate([file], None, Wish(threads=1))["tables"]["left_out"] == 0
 
 
-def test_positions_show_rows_that_are_missing_or_there_twice(tmp_path: Path) -> None:
+def test_positions_reveal_missing_and_duplicate_rows(tmp_path: Path) -> None:
     program = contract(tmp_path, "max(kl) <= 0.05")
     columns: dict[str, Any] = {
         "request": ["a", "a", "a", "b"],
@@ -293,16 +291,16 @@ def test_positions_show_rows_that_are_missing_or_there_twice(tmp_path: Path) -> 
     assert "the column `position` holds doubles" in refused(None, floats)
 
 
-def test_a_copy_of_a_file_is_refused(tmp_path: Path) -> None:
-    """Every token of it would weigh twice."""
+def test_copy_of_a_file_is_refused(tmp_path: Path) -> None:
+    """Every token of it would count twice."""
     columns = {"request": ["a", "b"], "slice": ["chat"] * 2, "kl": [0.01, 0.02]}
     first, second = write(tmp_path, columns), write(tmp_path, columns, "copy")
     assert "copy.parquet has the bytes of" in refused(None, first, second)
 
 
 @pytest.mark.parametrize("name", ["[a].parquet", "*.parquet", "?.parquet", "[!b].parquet"])
-def test_names_of_files_are_no_patterns(tmp_path: Path, name: str) -> None:
-    """DuckDB would read `a.parquet` twice, and never what exceeds the limit."""
+def test_file_names_are_not_glob_patterns(tmp_path: Path, name: str) -> None:
+    """DuckDB would read `a.parquet` twice, and never the file that exceeds the limit."""
     program = contract(tmp_path, "max(kl) <= 0.05")
     good = write(tmp_path, {"request": ["a"], "slice": ["chat"], "kl": [0.01]}, "a")
     bad = write(tmp_path, {"request": ["b"], "slice": ["chat"], "kl": [0.5]}, "b")
@@ -311,7 +309,7 @@ def test_names_of_files_are_no_patterns(tmp_path: Path, name: str) -> None:
     assert isinstance(verdict, Violated)
 
 
-def test_names_of_folders_are_no_values(tmp_path: Path) -> None:
+def test_folder_names_are_not_hive_partitions(tmp_path: Path) -> None:
     folder = tmp_path / "kl=0" / "slice=chat"
     folder.mkdir(parents=True)
     program = contract(tmp_path, "max(kl) <= 0.05")
@@ -320,7 +318,7 @@ def test_names_of_folders_are_no_values(tmp_path: Path) -> None:
     assert isinstance(verdict, Violated)
 
 
-def test_a_file_without_rows_changes_nothing(tmp_path: Path) -> None:
+def test_file_without_rows_changes_nothing(tmp_path: Path) -> None:
     program = contract(tmp_path, "max(kl) <= 0.05")
     columns = {"request": ["a"], "slice": ["chat"], "kl": [0.01]}
     file, empty = write(tmp_path, columns), tmp_path / "empty.parquet"

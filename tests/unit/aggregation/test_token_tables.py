@@ -1,4 +1,4 @@
-"""Counts of token tables against numpy, however rows are stored; what is refused."""
+"""Counts of token tables compared with numpy, for any storage layout; refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _VALUES = st.one_of(
 
 
 def _rank(values: Sequence[float], q: Fraction) -> float:
-    """The order statistic of rank ceil(q n), NaN last."""
+    """Return the order statistic of rank ceil(q n), NaN last."""
     ordered = sorted(values, key=lambda x: (math.isnan(x), x))
     return ordered[max(1, math.ceil(q * len(values))) - 1]
 
@@ -54,7 +54,7 @@ def _rank(values: Sequence[float], q: Fraction) -> float:
     op=st.sampled_from(["<=", "<", ">=", ">"]),
     room=st.sampled_from([None, 3]),
 )
-def test_counts_are_those_of_numpy(
+def test_counts_equal_those_of_numpy(
     values: list[float | None], float32: bool, tau: str, op: str, room: int | None
 ) -> None:
     names = ["chat" if i % 3 else "code" for i in range(len(values))]
@@ -103,8 +103,8 @@ def _meets(x: float, op: str, tau: Fraction) -> bool:
     return {"<=": exact <= tau, "<": exact < tau, ">=": exact >= tau, ">": exact > tau}[op]
 
 
-def test_a_nan_that_the_file_does_not_state_is_counted(tmp_path: Path) -> None:
-    """Row groups state their extremes without NaN: 0.1 to 0.3 here, all below the limit."""
+def test_nan_absent_from_parquet_statistics_is_counted(tmp_path: Path) -> None:
+    """Statistics of row groups ignore NaN: 0.1 to 0.3 here, all below the limit."""
     rows = Rows(["a", "a", "b", "b"], ["s"] * 4, {"kl": [0.1, math.nan, 0.2, 0.3]})
     table = open_tables(rows.write(tmp_path))
     assert pq.ParquetFile(table.files[0]).metadata.row_group(0).column(2).statistics.max == 0.3
@@ -116,7 +116,7 @@ def test_a_nan_that_the_file_does_not_state_is_counted(tmp_path: Path) -> None:
 
 
 def test_float32_columns_are_compared_as_doubles(tmp_path: Path) -> None:
-    """float32(0.05) is above 0.05; a bare 0.05 would be a decimal number, and not exceeded."""
+    """float32(0.05) is above 0.05; a bare 0.05 would be a decimal, which it does not exceed."""
     table = open_tables(Rows(["a"], ["s"], {"kl": [0.05]}, float32=True).write(tmp_path))
     with opened(table) as database:
         asked = Asked("kl", (ValueLimit("<=", Fraction("0.05")),))
@@ -124,7 +124,7 @@ def test_float32_columns_are_compared_as_doubles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("q", ["0.5", "0.95", "0.99", "0.999"])
-def test_percentiles_have_the_rank_that_is_promised(q: str, tmp_path: Path) -> None:
+def test_percentiles_have_the_documented_rank(q: str, tmp_path: Path) -> None:
     sizes = [*range(1, 80), 100, 999, 1000, 1001, 2000, 3000]
     slices = [str(n) for n in sizes for _ in range(n)]
     values: list[float | None] = [float(i) for n in sizes for i in range(1, n + 1)]
@@ -136,7 +136,7 @@ def test_percentiles_have_the_rank_that_is_promised(q: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("room", [1, 7, 100])
-def test_a_large_slice_is_searched_by_counting(room: int, tmp_path: Path) -> None:
+def test_percentile_of_a_large_slice_is_found_by_counting(room: int, tmp_path: Path) -> None:
     generator = np.random.default_rng(3)
     drawn = np.round(generator.normal(size=700), 2)  # with ties
     values: list[float | None] = [*drawn.tolist(), math.inf, math.nan]
@@ -173,7 +173,7 @@ def test_sums_of_any_doubles_are_exact(values: list[float]) -> None:
 
 
 @given(st.fractions())
-def test_a_limit_in_doubles_says_the_same_of_doubles(tau: Fraction) -> None:
+def test_rational_limit_equals_its_double_limit_for_doubles(tau: Fraction) -> None:
     low, high = below(tau), above(tau)
     assert Fraction(low) <= tau <= Fraction(high)
     assert Fraction(math.nextafter(low, math.inf)) > tau
@@ -194,7 +194,7 @@ def test_shares_are_written_as_decimals() -> None:
 # --- how rows are stored does not matter ---------------------------------------------------------
 
 
-def test_files_threads_and_memory_change_nothing(tmp_path: Path) -> None:
+def test_results_are_independent_of_files_threads_and_memory(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     n = 5000
     values: list[float | None] = np.exp(generator.normal(-7, 3, n)).tolist()
@@ -218,7 +218,7 @@ def test_files_threads_and_memory_change_nothing(tmp_path: Path) -> None:
     assert [row["slice"] for row in found[0]] == ["chat", "code", "maths"]
 
 
-def test_nothing_is_left_where_it_spilled(tmp_path: Path) -> None:
+def test_spill_files_are_removed(tmp_path: Path) -> None:
     spill, tables = tmp_path / "spill", tmp_path / "tables"
     spill.mkdir()
     tables.mkdir()
@@ -242,7 +242,7 @@ def _table(**columns: object) -> pa.Table:
     return pa.table({"request": list("aabb"), "kl": [0.1, 0.2, 0.3, 0.4], **columns})
 
 
-def test_slices_are_names_lists_of_names_or_numbers(tmp_path: Path) -> None:
+def test_slice_columns_hold_names_lists_or_numbers(tmp_path: Path) -> None:
     assert _counted(_table(slice=["x", "y", "x", "x"]), tmp_path, None) == {"x": 3, "y": 1}
     lists = _table(slice=[["x", "all"], ["all", "all"], ["all"], ["all"]])
     assert _counted(lists, tmp_path, None) == {"all": 4, "x": 1}
@@ -259,7 +259,7 @@ def test_slices_are_names_lists_of_names_or_numbers(tmp_path: Path) -> None:
         )
 
 
-def test_predicates_choose_rows(tmp_path: Path) -> None:
+def test_predicates_select_rows(tmp_path: Path) -> None:
     table = _table(length=[3, 3, 9, 9], lang=["de", "de", "en", "en"], score=[0.5, 0.5, 0.1, 0.1])
     tests: dict[str, Predicate] = {
         "long": FieldTest("length", ">", Fraction(17, 2)),
@@ -279,7 +279,7 @@ def test_predicates_choose_rows(tmp_path: Path) -> None:
 # --- what cannot be used -------------------------------------------------------------------------
 
 
-def test_tables_that_cannot_be_counted_are_refused(tmp_path: Path) -> None:
+def test_unusable_tables_are_refused(tmp_path: Path) -> None:
     def refused(message: str, *tables: pa.Table) -> None:
         paths = []
         for i, table in enumerate(tables):
@@ -307,8 +307,8 @@ def test_tables_that_cannot_be_counted_are_refused(tmp_path: Path) -> None:
         aggregate([tmp_path / "good.parquet"], None, Wish(metrics=("tv",)))
 
 
-def test_names_of_slices_are_text(cli: Any, tmp_path: Path) -> None:
-    """Neither markup, of which `[/b]` alone would be an error, nor orders to a terminal."""
+def test_slice_names_are_escaped_in_output(cli: Any, tmp_path: Path) -> None:
+    """Neither as markup, of which `[/b]` alone would be an error, nor as terminal sequences."""
     names = ["[/b]", "[red]x", "\x1b[31my"]
     Rows(["a", "b", "c"], names, {"kl": [0.1, 0.2, 0.3]}).write(tmp_path)
     ran = cli("aggregate", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Several backends in turn: who is asked, who decides, and that a contradiction ends it."""
+"""Portfolio of backends: order, first decision, time limit, contradictions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPEN = Inconclusive("too hard")
 
 @dataclass
 class Fake:
-    """A backend with one answer; `calls` counts the goals that it was asked."""
+    """A backend with one answer; `calls` counts the goals it received."""
 
     verdict: Verdict
     bound: float = 1.0
@@ -78,7 +78,7 @@ def decided(goal: Goal, *offers: Any, seconds: float | None = None) -> GoalOutco
 
 
 @pytest.mark.parametrize("verdict", [Held(), Violated(), InvalidEvidence("no rows")])
-def test_nobody_is_asked_after_a_decision(goal: Goal, verdict: Verdict) -> None:
+def test_no_backend_runs_after_a_decision(goal: Goal, verdict: Verdict) -> None:
     second = Fake(Held())
     found = decided(goal, offer("one", Fake(verdict)), offer("two", second))
     assert found.verdict == verdict
@@ -87,7 +87,7 @@ def test_nobody_is_asked_after_a_decision(goal: Goal, verdict: Verdict) -> None:
     assert not second.calls
 
 
-def test_what_one_leaves_open_another_decides(goal: Goal) -> None:
+def test_later_backend_decides_what_the_first_leaves_open(goal: Goal) -> None:
     first, second, third = Fake(OPEN, bound=0.6), Fake(Held(), bound=0.4), Fake(Held())
     offers = [offer("one", first), offer("two", second), offer("three", third)]
     found = decided(goal, *offers)
@@ -96,7 +96,7 @@ def test_what_one_leaves_open_another_decides(goal: Goal) -> None:
     assert (first.calls, second.calls, third.calls) == ([1], [1], [])
 
 
-def test_the_smallest_bound_is_reported_if_nobody_decides(goal: Goal) -> None:
+def test_smallest_bound_is_reported_without_a_decision(goal: Goal) -> None:
     offers = [offer("one", Fake(OPEN, bound=0.9)), offer("two", Fake(OPEN, bound=0.6))]
     found = decided(goal, *offers)
     assert (found.backend, verdict_name(found.verdict)) == ("two", "inconclusive")
@@ -111,7 +111,7 @@ def test_the_smallest_bound_is_reported_if_nobody_decides(goal: Goal) -> None:
         (Fake(OPEN, bound=0.4), Fake(Violated(), attack=0.6), "one bounds the drift by 0.4"),
     ],
 )
-def test_a_contradiction_ends_the_command(goal: Goal, one: Fake, two: Fake, told: str) -> None:
+def test_contradictory_answers_end_the_command(goal: Goal, one: Fake, two: Fake, told: str) -> None:
     with pytest.raises(Refusal) as refusal:
         decided(goal, offer("one", one), offer("two", two))
     (found,) = refusal.value.diagnostics
@@ -119,22 +119,22 @@ def test_a_contradiction_ends_the_command(goal: Goal, one: Fake, two: Fake, told
     assert told in found.message
 
 
-def test_bounds_by_chance_and_runs_that_nobody_saw_contradict_nothing(goal: Goal) -> None:
+def test_probabilistic_bounds_and_unverified_runs_do_not_contradict(goal: Goal) -> None:
     likely = Fake(OPEN, bound=0.4, alpha="1e-9")
     decided(goal, offer("one", likely), offer("two", Fake(Held(), bound=0.45, attack=0.42)))
     foreign = offer("two", Fake(OPEN, bound=0.6, attack=0.55), target="elsewhere:BACKEND")
     decided(goal, offer("one", Fake(OPEN, bound=0.51)), foreign)
 
 
-def test_a_bound_that_a_foreign_backend_does_not_show_counts_for_nothing(goal: Goal) -> None:
-    """It neither is reported before a bound that was derived, nor contradicts a run."""
+def test_unproved_foreign_bound_is_ignored(goal: Goal) -> None:
+    """It is neither reported in place of a derived bound, nor in contradiction with a run."""
     lying = offer("liar", Fake(OPEN, bound=-1.0), target="elsewhere:BACKEND")
     found = decided(goal, lying, offer("one", Fake(OPEN, bound=0.6, attack=0.55)))
     assert (found.backend, found.bound) == ("one", 0.6)
     assert decided(goal, lying).backend == "liar"
 
 
-def test_backends_are_left_out_with_the_reason(goal: Goal) -> None:
+def test_skipped_backends_state_the_reason(goal: Goal) -> None:
     proof = replace(goal.clause, evidence=EvidenceKind.PROOF)
     demanding = replace(goal, obligation=replace(goal.obligation, clause=proof))
     first, second = Fake(OPEN), Fake(Held())
@@ -153,8 +153,8 @@ def test_backends_are_left_out_with_the_reason(goal: Goal) -> None:
         decided(around, offer("two", second))
 
 
-def test_a_foreign_backend_that_fails_decides_nothing(goal: Goal) -> None:
-    """Refusals of others, and those about what is decided, end the command."""
+def test_failing_foreign_backend_decides_nothing(goal: Goal) -> None:
+    """Refusals by other backends, or about the subject itself, end the command."""
 
     def refusing(backend: Any, asked: Any, seconds: float | None) -> list[GoalOutcome]:
         if backend[0] == "mine":
@@ -181,7 +181,7 @@ def test_a_foreign_backend_that_fails_decides_nothing(goal: Goal) -> None:
             decide_together([bad, offer("two", second)], [goal], refusing, None)
 
 
-def test_the_time_limit_is_shared(goal: Goal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limit_is_shared(goal: Goal, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((0.0, 0.0, 4.0, 11.0))
     monkeypatch.setattr("kcdsl.api.portfolio.time.monotonic", lambda: next(clock))
     first, second, third = Fake(OPEN), Fake(OPEN), Fake(OPEN)
@@ -192,7 +192,7 @@ def test_the_time_limit_is_shared(goal: Goal, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.full
-def test_auto_asks_all_in_turn(tmp_path: Path, cli: Cli) -> None:
+def test_auto_runs_all_backends_in_order(tmp_path: Path, cli: Cli) -> None:
     write_model(tmp_path, rows=[{"id": "a", "text": "hello"}])
     text = "forall x in points(all): norm_inf(drift(mlp_0, x)) <= "
     write_contract(tmp_path, text + "1", text + "0", evidence="proof-real")

@@ -1,4 +1,4 @@
-"""The Python API gives what the commands give, and costs nothing until it is used."""
+"""The Python API returns what the commands return, and imports lazily."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert ran.stdout.strip() == "[]", ran.stderr
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     for name in kcdsl.__all__:
         assert getattr(kcdsl, name) is not None
     with pytest.raises(AttributeError):
         _ = kcdsl.nothing  # type: ignore[attr-defined]
 
 
-def test_a_contract_is_loaded_and_shown(folder: Path) -> None:
+def test_contract_is_loaded_and_displayed(folder: Path) -> None:
     contract = kcdsl.load(folder)
     assert [clause.id for clause in contract.clauses] == ["N-0", "N-1"]
     assert contract.to_arrow().column("clause").to_pylist() == ["N-0", "N-1"]
@@ -57,7 +57,7 @@ def test_errors_carry_their_diagnostics(tmp_path: Path) -> None:
     assert all(found.code.id == "KC102" for found in refusal.value.diagnostics)
 
 
-def test_results_are_those_of_the_commands(cli: Any, folder: Path, follows: Any) -> None:
+def test_results_equal_those_of_the_commands(cli: Any, folder: Path, follows: Any) -> None:
     assert cli("keygen", cwd=folder).code == 0
     key = str(folder / "kcdsl.key")
     contract = kcdsl.load(folder)
@@ -80,7 +80,7 @@ def test_results_are_those_of_the_commands(cli: Any, folder: Path, follows: Any)
 
 
 @pytest.mark.full
-def test_an_evaluation_is_a_report(folder: Path, follows: Any) -> None:
+def test_evaluation_returns_a_report(folder: Path, follows: Any) -> None:
     found = kcdsl.load(folder).evaluate(seconds=0.1, bound_seconds=0)
     assert found.held
     assert isinstance(found.report, kcdsl.Report)
@@ -91,7 +91,7 @@ def test_an_evaluation_is_a_report(folder: Path, follows: Any) -> None:
     assert (folder / "out" / "report.json").is_file()
 
 
-def test_the_checker_stays_a_package() -> None:
+def test_checker_name_remains_a_package() -> None:
     import kcdsl.check.compile as compiled
 
     assert callable(kcdsl.check)
@@ -112,8 +112,8 @@ def test_the_checker_stays_a_package() -> None:
     ],
     ids=str,
 )
-def test_values_that_the_command_refuses_are_refused(folder: Path, option: dict[str, Any]) -> None:
-    """0.06 looks would be an error of 83 %, and no time ends after NaN seconds."""
+def test_values_refused_by_the_command_are_refused(folder: Path, option: dict[str, Any]) -> None:
+    """0.06 looks would give an error level of 83 %, and a limit of NaN seconds never ends."""
     (name,) = option
     with pytest.raises(kcdsl.Refusal) as refusal:
         kcdsl.load(folder).evaluate(**option)
@@ -125,7 +125,7 @@ def test_values_that_the_command_refuses_are_refused(folder: Path, option: dict[
             kcdsl.load(folder).verify(**option)
 
 
-def test_a_check_of_no_certificate_is_refused(folder: Path) -> None:
+def test_check_without_certificates_is_refused(folder: Path) -> None:
     with pytest.raises(kcdsl.Refusal) as refusal:
         kcdsl.check([], contract=folder)
     (found,) = refusal.value.diagnostics

@@ -1,4 +1,4 @@
-"""Concrete orders of sums: what they compute, and that the symbol of a sum stands for them."""
+"""Concrete summation orders: their results, and the symbol of a sum that covers them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def in_order(terms: list[float], order: str) -> np.float32:
-    """Add float64 terms in float32, one after the other."""
+    """Add float64 terms in float32, in sequence."""
     match order:
         case "backward":
             terms = terms[::-1]
@@ -45,7 +45,7 @@ def in_order(terms: list[float], order: str) -> np.float32:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_an_order_is_that_order(order: str) -> None:
+def test_result_follows_the_chosen_order(order: str) -> None:
     found = ordered_product(tensor(A), tensor(B), tensor(C), "float32", order)
     for i in range(5):
         for j in range(4):
@@ -53,12 +53,12 @@ def test_an_order_is_that_order(order: str) -> None:
             assert float(found[i, j]) == float(in_order(terms, order) + C[j])
 
 
-def test_orders_differ() -> None:
+def test_different_orders_give_different_sums() -> None:
     results = [ordered_product(tensor(A), tensor(B), None, "float32", order) for order in ORDERS]
     assert len({tuple(r.flatten().tolist()) for r in results}) == len(ORDERS)
 
 
-def test_a_large_product_is_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_product_is_equal_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ordered_product(tensor(A), tensor(B), None, "bfloat16", "growing")
     monkeypatch.setattr("kcdsl_backends.attack.operations._ELEMENTS", 100)
     parts = ordered_product(tensor(A), tensor(B), None, "bfloat16", "growing")
@@ -67,7 +67,7 @@ def test_a_large_product_is_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("accumulator", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_no_order_is_further_off_than_the_symbol_goes(accumulator: str, order: str) -> None:
+def test_error_of_every_order_is_within_the_symbol(accumulator: str, order: str) -> None:
     for scale in (1.0, 1e-3, 30.0):
         left, right = tensor(A * np.float32(scale)), tensor(B)
         exact = left @ right + tensor(C)
@@ -78,6 +78,6 @@ def test_no_order_is_further_off_than_the_symbol_goes(accumulator: str, order: s
         assert float((off / allowed).max()) > 1e-3
 
 
-def test_an_order_that_there_is_not_is_refused() -> None:
+def test_unknown_order_is_refused() -> None:
     with pytest.raises(ValueError, match="sideways"):
         ordered_product(tensor(A), tensor(B), None, "float32", "sideways")

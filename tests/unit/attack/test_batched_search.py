@@ -1,4 +1,4 @@
-"""Batches: runs that climb side by side where kernels round to nearest; the slopes of secants."""
+"""Batched ascent with casts to nearest; smoothed gradients by secants."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def narrow(radius: float) -> Tensor:
 
 
 def steps_problem() -> tuple[tuple[Simulator, Simulator], Tensor, Tensor, float]:
-    """One output of a linear, fp8 input against the input itself: and the largest drift of all.
+    """Return a linear with fp8 against exact input, and its largest possible drift.
 
-    Every number lies below the edge between two codes, but within the radius of it.
+    Every number lies below a boundary between two codes, by less than the radius.
     """
     generator = torch.Generator().manual_seed(3)
     signs = torch.randint(0, 2, (1, WIDTH), generator=generator).double() * 2 - 1
@@ -66,8 +66,8 @@ def steps_problem() -> tuple[tuple[Simulator, Simulator], Tensor, Tensor, float]
     return kernels, centre, radius, best
 
 
-def test_batches_find_the_optimum_where_single_runs_see_no_slope() -> None:
-    """Each number has to go to its own side of an edge: 2^24 ways, one of them the best."""
+def test_batches_find_the_optimum_where_gradients_vanish() -> None:
+    """Each number must cross to its own side of a boundary: one optimum among 2^24."""
     kernels, centre, radius, best = steps_problem()
     alone = attack(*kernels, "inf", centre, radius, batches=0)
     found = attack(*kernels, "inf", centre, radius, batches=1)
@@ -77,7 +77,7 @@ def test_batches_find_the_optimum_where_single_runs_see_no_slope() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["inf", "2", "span"])
-def test_what_a_batch_finds_is_simulated_again_bit_for_bit(kind: str) -> None:
+def test_result_of_a_batch_is_reproduced_bitwise(kind: str) -> None:
     kernels, centre, radius, _ = steps_problem()
     one, two = kernels
     found = attack(one, two, kind, centre, radius, seed=4)
@@ -123,7 +123,7 @@ def test_every_input_of_a_batch_is_a_float32_inside_the_region(
     assert any(bool((x != centre).any()) for x in tried)
 
 
-def test_there_is_no_batch_at_a_point_or_where_no_kernel_has_steps(
+def test_points_and_kernels_without_steps_use_no_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernels, centre, radius, _ = steps_problem()
@@ -143,7 +143,7 @@ def test_there_is_no_batch_at_a_point_or_where_no_kernel_has_steps(
 
 
 @pytest.mark.parametrize("batches", [0, 1])
-def test_a_region_without_numbers_has_no_attack(batches: int) -> None:
+def test_region_without_float32_numbers_has_no_attack(batches: int) -> None:
     kernels, centre, radius, _ = steps_problem()
     nothing = torch.full_like(centre, math.nan)
     with pytest.raises(Overflowed):
@@ -151,7 +151,7 @@ def test_a_region_without_numbers_has_no_attack(batches: int) -> None:
 
 
 @pytest.mark.parametrize("radius", [-1.0, math.nan])
-def test_of_an_empty_region_its_centre_alone_is_tried(radius: float) -> None:
+def test_only_the_centre_of_a_point_region_is_tried(radius: float) -> None:
     kernels, centre, _, _ = steps_problem()
     found = attack(*kernels, "inf", centre, narrow(radius))
     assert found.run is not None
@@ -160,8 +160,8 @@ def test_of_an_empty_region_its_centre_alone_is_tried(radius: float) -> None:
 
 
 @pytest.mark.full
-def test_members_that_overflow_are_lost_and_others_are_not() -> None:
-    """65504 is the largest number of float16: a part of the region leaves the format."""
+def test_overflowing_members_are_dropped_and_others_kept() -> None:
+    """65504 is the largest float16 number; a part of the region overflows."""
     centre = torch.tensor([[65500.0, 1.0, 2.0]], dtype=torch.float64)
     weight = torch.tensor([[0.125, -1.0, 0.5]])
     kernels = simulator(weight), simulator(weight, compute="float16", casts="nearest")
@@ -184,7 +184,7 @@ def test_members_that_overflow_are_lost_and_others_are_not() -> None:
     assert float(found.run.x.amax()) < 65520
 
 
-def test_the_better_half_takes_the_place_of_the_other() -> None:
+def test_selection_replaces_the_worse_half() -> None:
     kernels, centre, radius, _ = steps_problem()
     ascent = Ascent(kernels[0], kernels[1], "inf", centre, radius)
     starts = []
@@ -201,7 +201,7 @@ def test_the_better_half_takes_the_place_of_the_other() -> None:
     assert batch.symbols["x", "x"][:, 0, 0].tolist() == [0.0, 0.5, 0.5, 1.0, 1.0]
 
 
-def test_a_member_stays_where_it_would_lose() -> None:
+def test_member_rejects_a_worse_step() -> None:
     kernels, centre, radius, _ = steps_problem()
     ascent = Ascent(kernels[0], kernels[1], "inf", centre, radius)
     members = [(ascent.zero(), (0, 1.0)), (ascent.zero(), (0, -1.0))]
@@ -233,7 +233,7 @@ def rounded(value: Tensor) -> Tensor:
     return torch.round(value)
 
 
-def test_a_secant_is_steep_near_an_edge_and_flat_far_from_it() -> None:
+def test_secant_slope_is_large_only_near_a_step() -> None:
     value = torch.tensor([0.2, 0.45, 0.45, 0.3], dtype=torch.float64, requires_grad=True)
     half = {"a": torch.tensor([0.1, 0.1, 0.0, 3.2], dtype=torch.float64)}
     found = SmoothedGradient(half, torch.tensor(1.0, dtype=torch.float64))("a", rounded, value)
@@ -242,7 +242,7 @@ def test_a_secant_is_steep_near_an_edge_and_flat_far_from_it() -> None:
     torch.testing.assert_close(slope, torch.tensor([0.0, 5.0, 1.0, 7 / 6.4]).double())
 
 
-def test_every_run_has_its_own_width() -> None:
+def test_secant_width_is_per_run() -> None:
     value = torch.tensor([[0.4], [0.4]], dtype=torch.float64, requires_grad=True)
     half = {"a": torch.tensor([1.0], dtype=torch.float64)}
     factor = torch.tensor([0.05, 0.2], dtype=torch.float64)
@@ -250,7 +250,7 @@ def test_every_run_has_its_own_width() -> None:
     torch.testing.assert_close(slope, torch.tensor([[0.0], [2.5]]).double())
 
 
-def test_what_was_never_seen_or_overflows_beyond_has_the_slope_of_the_value() -> None:
+def test_secant_falls_back_to_slope_one() -> None:
     def limited(value: Tensor) -> Tensor:
         if bool((value > 1).any()):
             raise Overflowed("above 1")
@@ -264,7 +264,7 @@ def test_what_was_never_seen_or_overflows_beyond_has_the_slope_of_the_value() ->
         assert torch.autograd.grad(found.sum(), value)[0].tolist() == [1.0]
 
 
-def test_reaches_are_what_values_did() -> None:
+def test_recorded_ranges_equal_the_observed_values() -> None:
     reaches = ValueRanges()
     for value in ([1.0, 2.0], [0.0, 5.0]):
         assert reaches("a", rounded, torch.tensor(value)).tolist() == value
@@ -272,8 +272,8 @@ def test_reaches_are_what_values_did() -> None:
     assert reaches.widths()["a"].tolist() == [3.0, 1.5]
 
 
-def test_the_old_starts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch comes last, so that all runs of the search without one are tried beside it."""
+def test_batch_runs_after_the_unbatched_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch runs last, so the results of the unbatched search are included."""
     kernels, centre, radius, _ = steps_problem()
     order: list[str] = []
     original = Ascent.drift_of
@@ -292,7 +292,7 @@ def test_the_old_starts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == attack(*kernels, "inf", centre, radius, samples=3, batches=0)
 
 
-def test_the_place_of_the_best_run() -> None:
+def test_index_of_the_best_run() -> None:
     _, centre, _, _ = steps_problem()
     weight = torch.stack([torch.zeros(WIDTH), torch.ones(WIDTH), -torch.ones(WIDTH)])
     x = torch.cat([centre.abs() * 0.01, centre.abs()])

@@ -1,4 +1,4 @@
-"""Many runs beside each other are what each is alone; operations that move numbers know how."""
+"""Batched runs equal single runs, for every operation that moves data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[View, tuple[int, ...], Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_many_runs_move_as_one_does(op: str) -> None:
+def test_batched_data_movement_equals_single_runs(op: str) -> None:
     view, shape, expected = CASES[op]
     node = Node("y", "view", ("x",), view.shape, view.attrs)
     assert View.of(node) == view
@@ -43,7 +43,7 @@ def test_many_runs_move_as_one_does(op: str) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_parts_of_many_runs_are_joined_with_what_all_have_in_common(dim: int) -> None:
+def test_batched_parts_concatenate_with_shared_constants(dim: int) -> None:
     node = Node("y", "concat", ("a", "b"), (0,), {"dim": dim})
     sources = [Node(name, "input", (), (2, 2)) for name in "ab"]
     one, many = torch.arange(4.0).reshape(2, 2), torch.arange(12.0).reshape(3, 2, 2)
@@ -68,7 +68,7 @@ def graph(*nodes: Node) -> BlockGraph:
         (("mul", (4, 2, 3)), ("constant", (4, 2, 3)), False),
     ],
 )
-def test_a_dimension_in_front_needs_operands_of_as_many_dimensions(
+def test_batch_dimension_requires_operands_of_equal_rank(
     node: tuple[str, Any], other: tuple[str, Any], stands: bool
 ) -> None:
     first = Node("x", "input", (), (4, 2, 3) if node[0] == "matmul" else (2, 3))

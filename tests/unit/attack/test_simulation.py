@@ -1,4 +1,4 @@
-"""The simulator without roundings is the block itself, and its symbols do what they say."""
+"""The simulator without roundings equals the block, and each symbol has its stated effect."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ X = torch.tensor([[1.0, 0.5, -0.25]], dtype=torch.float64)
 ZERO = torch.zeros(1, 1, dtype=torch.float64)
 
 
-def test_without_symbols_it_is_exact() -> None:
+def test_simulation_without_symbols_is_exact() -> None:
     torch.testing.assert_close(simulator({}).run(X, {}), X @ WEIGHT.double().T)
 
 
-def test_a_cast_symbol_moves_the_result_by_one_unit_roundoff() -> None:
+def test_cast_symbol_changes_the_result_by_one_unit_roundoff() -> None:
     run = simulator({"compute": "bfloat16"})
     assert set(run.symbol_shapes()) == {"cast x", "cast y", "sum y"}
     exact = run.run(X, {})
@@ -55,8 +55,8 @@ def test_nearest_rounds_to_the_format() -> None:
     torch.testing.assert_close(value, value.bfloat16().double(), rtol=0, atol=0)
 
 
-def test_the_attack_finds_the_known_worst_case() -> None:
-    """One linear, float32 exact input: both kernels may be off by A_3,2(Σ|wx|, y) + u|y|."""
+def test_attack_finds_the_known_worst_case() -> None:
+    """One linear, exact float32 input: each kernel's error is at most A_3,2(Σ|wx|, y) + u|y|."""
     found = attack(simulator({}), simulator({}), "inf", X, ZERO, candidates=2)
     u = 2.0**-24
     total = (X.abs() @ WEIGHT.double().abs().T)[0]
@@ -66,8 +66,8 @@ def test_the_attack_finds_the_known_worst_case() -> None:
     assert 0.99 * worst < found.value <= worst * (1 + 1e-6)
 
 
-def test_float64_kernels_have_no_symbols() -> None:
-    """The simulation rounds to float64 itself: a symbol beside that could leave the model."""
+def test_float64_kernels_have_no_rounding_symbols() -> None:
+    """The simulation itself rounds to float64, so an additional symbol could exceed the model."""
     exact = simulator({"compute": "float64", "accumulate": "float64"})
     assert exact.symbol_shapes() == {}
     assert attack(exact, exact, "inf", X, ZERO).value == 0.0
@@ -79,7 +79,7 @@ def test_float64_kernels_have_no_symbols() -> None:
 def test_every_input_tried_is_a_float32_inside_the_region(
     ulps: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounding to float32 may step out of a ball of less than a unit in the last place."""
+    """Rounding to float32 may leave a ball with a radius below one unit in the last place."""
     radius = torch.full((1, 1), ulps * 2.0**-24, dtype=torch.float64)
     tried: list[torch.Tensor] = []
     original = Simulator.run
@@ -105,8 +105,8 @@ def test_functionals_of_a_drift() -> None:
 
 
 @pytest.mark.parametrize("scale", ["per_tensor", "per_token"])
-def test_uint8_has_a_range_for_each_group(scale: str) -> None:
-    """Small numbers beside a row of large ones keep steps of their own where rows have them."""
+def test_uint8_ranges_are_per_group(scale: str) -> None:
+    """With scales per row, small numbers keep their own steps beside a row of large ones."""
     x = torch.tensor([[100.0, -50.0, 7.0], [0.1, -0.05, 0.07]], dtype=torch.float64)
     graph = BlockGraph(
         "mlp_0",
@@ -134,8 +134,8 @@ def test_uint8_has_a_range_for_each_group(scale: str) -> None:
     assert bool((found[1].abs() > 0).any()) is (scale == "per_token")
 
 
-def test_samples_of_a_region_count_and_stay_inside_it() -> None:
-    """With casts to nearest a step may have no slope; drawn inputs meet it, the same every time."""
+def test_samples_of_a_region_are_tried_and_stay_inside() -> None:
+    """With casts to nearest the gradient may vanish; deterministic samples find a drift."""
     kernels = simulator({}), simulator({"compute": "bfloat16", "casts": "nearest"})
     radius = torch.full((1, 1), 2.0**-6, dtype=torch.float64)
     runs = [

@@ -1,4 +1,4 @@
-"""docs/reference/adapters.md says of each adapter what the code says."""
+"""docs/reference/adapters.md agrees with the code about each adapter."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def rows(page: str) -> dict[str, list[str]]:
     return {name: rest.split(" | ") for name, rest in lines if name != "run"}
 
 
-def test_the_code_and_the_page_know_the_same_adapters(
+def test_page_lists_the_adapters_of_the_code(
     rows: dict[str, list[str]],
 ) -> None:
     assert list(rows) == list(ADAPTERS)
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_a_row_says_what_the_code_says(rows: dict[str, list[str]], name: str) -> None:
+def test_rows_equal_the_declarations_of_adapters(rows: dict[str, list[str]], name: str) -> None:
     _, devices, formats, tier, extra, logs = rows[name]
     adapter = ADAPTERS[name]
     assert tier.startswith(adapter.tier)
@@ -52,12 +52,12 @@ def test_a_row_says_what_the_code_says(rows: dict[str, list[str]], name: str) ->
         assert (f"; on CUDA {there}" in formats) == (adapter.on_cuda is not None)
 
 
-def test_the_number_of_other_laws_is_that_of_the_page(page: str) -> None:
+def test_number_of_excluded_architectures_equals_the_page(page: str) -> None:
     assert "some thirty settings" in page
     assert 28 <= len(LAWS) <= 32
 
 
-def test_a_proof_about_numerics_that_nothing_holds_a_kernel_to_says_so() -> None:
+def test_proof_warns_about_numerics_not_enforced_by_a_kernel() -> None:
     claimed = (("preset", "torch-eager"),)
     model = cast(Model, SimpleNamespace(module=nn.Identity()))
     for name, adapter in ADAPTERS.items():

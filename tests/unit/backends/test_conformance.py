@@ -1,4 +1,4 @@
-"""The conformance kit: backends of this distribution pass it, and wrong ones do not."""
+"""Backends of this distribution pass the conformance kit, and wrong ones fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FALSE = GOALS["ordinary numbers: a rounding is not below a little less"]
 
 
 class Says:
-    """A backend that gives one answer to everything."""
+    """A backend that gives one answer to every goal."""
 
     name = "says"
 
@@ -36,7 +36,7 @@ class Says:
     def decide(
         self, program: Any, base: Any, goals: Sequence[Goal], **_: Any
     ) -> tuple[GoalOutcome, ...]:
-        """KnownAnswer every goal."""
+        """Return the answer for every goal."""
         said = self.verdict
         return tuple(
             GoalOutcome(
@@ -53,7 +53,7 @@ class Says:
 
 
 class Raises(Says):
-    """A backend that declines, or breaks."""
+    """A backend that refuses, or raises an internal error."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -81,15 +81,13 @@ class Raises(Says):
         (Raises(refuse(codes.NO_BACKEND, "not here", help="elsewhere")), TRUE, ""),
     ],
 )
-def test_wrong_answers_are_found_and_others_are_not(
-    backend: Any, goal: KnownGoal, told: str
-) -> None:
+def test_only_wrong_answers_are_reported(backend: Any, goal: KnownGoal, told: str) -> None:
     found = judged(goal, answered(backend, goal))
     assert told in found.wrong
     assert bool(told) is bool(found.wrong)
 
 
-def test_limits_that_contradict_each_other_are_found() -> None:
+def test_contradictory_limits_are_reported() -> None:
     """Small limits hold and large ones do not: each answer alone may be right."""
 
     def upside_down(goal: Goal) -> Verdict:
@@ -101,24 +99,24 @@ def test_limits_that_contradict_each_other_are_found() -> None:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", GOALS)
-def test_the_certifier_answers_rightly(name: str) -> None:
+def test_certifier_passes_the_kit(name: str) -> None:
     goal = GOALS[name]
     found = judged(goal, answered(CERTIFIER, goal))
     assert not found.wrong
     exact = name in ("no drift is at most 0", "ordinary numbers: a rounding is at most itself")
-    if goal.answer is KnownAnswer.TRUE and not exact:  # bounds are rounded up, so they exceed those
+    if goal.answer is KnownAnswer.TRUE and not exact:  # bounds are rounded up
         assert found.verdict == "held"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", GOALS)
 @pytest.mark.parametrize("backend", [LIRPA, Z3], ids=["lirpa", "z3"])
-def test_backends_of_real_arithmetic_answer_rightly(backend: Any, name: str) -> None:
+def test_real_arithmetic_backends_pass_the_kit(backend: Any, name: str) -> None:
     goal = GOALS[name]
     assert not judged(goal, answered(backend, goal, "proof-real")).wrong
 
 
-def test_a_bound_below_a_run_or_above_a_coarser_one_is_wrong() -> None:
+def test_bounds_below_a_run_or_above_a_coarser_one_are_reported() -> None:
     def found(**bounds: float) -> str:
         both = {"interval": 2.0, "interval alone": 3.0}
         return RandomGoal(1, ("relu",), 0.0, 1.5, {**both, **bounds}).wrong
@@ -130,7 +128,7 @@ def test_a_bound_below_a_run_or_above_a_coarser_one_is_wrong() -> None:
 
 @pytest.mark.full
 def test_bounds_of_random_blocks_are_above_runs() -> None:
-    """The sampled run is of the certifier; a backend that always says 0 is contradicted."""
+    """The certifier draws the run; a backend that always returns 0 is contradicted."""
     (one,) = campaign({"lirpa": LIRPA, "says": Says(Held(), bound=0.0)}, 1, 2)
     assert one.attack > 0
     assert "says: the bound 0.0 is below the run" in one.wrong
@@ -144,6 +142,6 @@ def test_bounds_of_many_random_blocks_are_above_runs(first: int) -> None:
         assert not one.wrong, one
 
 
-def test_an_unknown_backend_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_backend_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nobody"]) == 2
     assert "there is no backend 'nobody'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Hugging Face transformers as a kernel: the numbers of our own programs, planted differences."""
+"""Hugging Face transformers as a kernel: agreement with the built-in programs, planted faults."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shapes(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return what makes a folder with a small random model, by the name of its architecture."""
+    """Return a function that saves a small random model of an architecture in a folder."""
     import transformers
 
     folder = tmp_path_factory.mktemp("hugging-face")
@@ -76,10 +76,10 @@ def gold(folder: Path, architecture: str = "llama") -> Tensor:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("run", ["hf.transformers", "hf.transformers.sdpa"])
 @pytest.mark.parametrize("compute", PRECISIONS)
-def test_it_gives_the_logits_of_our_own_program(
+def test_logits_agree_with_the_built_in_program(
     saved: Callable[[str], Path], run: str, compute: str
 ) -> None:
-    """Both lie about as far from the run without roundings, and that is roundings' work."""
+    """Both have a similar distance from the exact run, caused by rounding."""
     folder = saved("llama")
     exact = gold(folder)
     size = float(exact.abs().max())
@@ -107,7 +107,7 @@ def test_architectures_that_are_not_built_in_run_on_both_sides(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_its_hidden_states_are_those_that_enter_the_head(saved: Callable[[str], Path]) -> None:
+def test_hidden_states_are_the_inputs_of_the_head(saved: Callable[[str], Path]) -> None:
     folder = saved("llama")
     theirs, own = (kernel(folder, run) for run in ("hf.transformers", "torch.eager"))
     torch.testing.assert_close(theirs.hidden(IDS), own.hidden(IDS), rtol=1e-4, atol=1e-4)
@@ -116,21 +116,21 @@ def test_its_hidden_states_are_those_that_enter_the_head(saved: Callable[[str], 
     torch.testing.assert_close(theirs.hidden(IDS) @ head.T, logits, atol=1e-4, rtol=0)
 
 
-def test_a_batch_is_its_rows(saved: Callable[[str], Path]) -> None:
+def test_batched_rows_equal_single_rows(saved: Callable[[str], Path]) -> None:
     found = kernel(saved("llama"), "hf.transformers")
     both = found.logits([IDS, IDS[::-1]])
     torch.testing.assert_close(both[0], found.logits(IDS), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(both[1], found.logits(IDS[::-1]), rtol=1e-5, atol=1e-5)
 
 
-def test_it_shows_no_blocks(saved: Callable[[str], Path]) -> None:
+def test_kernel_exposes_no_blocks(saved: Callable[[str], Path]) -> None:
     found = kernel(saved("llama"), "hf.transformers")
     with pytest.raises(Refusal) as caught:
         found.block("attn_0", torch.zeros(3, 32))
     assert caught.value.diagnostics[0].code is codes.UNKNOWN_BLOCK
 
 
-def test_the_network_is_not_asked_and_the_environment_is_as_before(
+def test_loading_uses_no_network_and_restores_the_environment(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import socket
@@ -165,7 +165,7 @@ def copied(folder: Path, to: Path, change: Callable[[dict[str, Tensor]], None]) 
     return to
 
 
-def test_the_same_weights_in_another_file_are_the_same(
+def test_equal_weights_in_another_file_have_one_digest(
     saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = saved("llama")
@@ -174,7 +174,9 @@ def test_the_same_weights_in_another_file_are_the_same(
     assert len(digests(folder, other)) == 1
 
 
-def test_one_other_number_is_another_digest(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_one_changed_number_changes_the_digest(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
     def nudge(tensors: dict[str, Tensor]) -> None:
         row = tensors["model.layers.1.mlp.up_proj.weight"]
         row[3, 3] = torch.nextafter(row[3, 3], torch.tensor(torch.inf))
@@ -183,10 +185,10 @@ def test_one_other_number_is_another_digest(saved: Callable[[str], Path], tmp_pa
     assert len(digests(folder, copied(folder, tmp_path / "other", nudge))) == 2
 
 
-def test_weights_that_are_missing_or_left_over_are_refused(
+def test_missing_and_surplus_weights_are_refused(
     saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """transformers itself would fill the first with random numbers, and drop the second."""
+    """transformers would fill the first with random numbers, and drop the second."""
 
     def forget(tensors: dict[str, Tensor]) -> None:
         del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -221,7 +223,7 @@ def test_another_vocabulary_is_refused(saved: Callable[[str], Path], tmp_path: P
     assert "300 tokens" in caught.value.diagnostics[0].message
 
 
-def test_a_folder_of_nothing_is_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_empty_folder_is_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for other in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(Refusal) as caught:
@@ -238,7 +240,7 @@ def test_a_folder_of_nothing_is_refused(saved: Callable[[str], Path], tmp_path: 
         ((("casts", "nearest"),), "casts are `any`"),
     ],
 )
-def test_what_transformers_does_not_compute_in_is_refused(
+def test_formats_that_transformers_lacks_are_refused(
     saved: Callable[[str], Path], numerics: tuple[tuple[str, object], ...], words: str
 ) -> None:
     model: Model = load_model(ModelRef("model.safetensors", "llama"), saved("llama"))
@@ -267,7 +269,7 @@ clauses:
 def evaluated(
     cli: Cli, at: Path, folder: Path, other: Path, train: str, architecture: str = "llama"
 ) -> tuple[dict[str, str], dict[str, str], str]:
-    """Return the verdicts, the preconditions that failed, and what was printed."""
+    """Return the verdicts, the failed preconditions, and the output."""
     rows = [{"id": f"r{i}", "tokens": [(17 * i + 31 * j) % 256 for j in range(20)]}
             for i in range(6)]  # fmt: skip
     (at / "requests.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -283,7 +285,7 @@ def evaluated(
 
 
 @pytest.mark.full
-def test_a_contract_pairs_it_with_our_own_kernel(
+def test_contract_compares_it_with_the_built_in_kernel(
     saved: Callable[[str], Path], cli: Cli, tmp_path: Path
 ) -> None:
     folder = saved("llama")
@@ -294,7 +296,7 @@ def test_a_contract_pairs_it_with_our_own_kernel(
 
 
 @pytest.mark.full
-def test_a_contract_of_another_architecture_runs_it_on_both_sides(
+def test_other_architectures_run_transformers_on_both_sides(
     saved: Callable[[str], Path], cli: Cli, tmp_path: Path
 ) -> None:
     folder = saved("gpt2")
@@ -306,7 +308,7 @@ def test_a_contract_of_another_architecture_runs_it_on_both_sides(
 
 
 @pytest.mark.full
-def test_other_weights_are_found_and_named(
+def test_changed_weights_are_diagnosed(
     saved: Callable[[str], Path], cli: Cli, tmp_path: Path
 ) -> None:
     def nudge(tensors: dict[str, Tensor]) -> None:
@@ -320,10 +322,10 @@ def test_other_weights_are_found_and_named(
 
 
 @pytest.mark.full
-def test_another_rotation_is_found_and_named(
+def test_changed_rope_base_is_diagnosed(
     saved: Callable[[str], Path], cli: Cli, tmp_path: Path
 ) -> None:
-    """The weights are the same; config.json of the folder says another base of RoPE."""
+    """The weights are equal; config.json of the folder states another base of RoPE."""
     folder = saved("llama")
     other = copied(folder, tmp_path / "other", lambda tensors: None)
     config = json.loads((other / "config.json").read_text())
@@ -336,7 +338,7 @@ def test_another_rotation_is_found_and_named(
     assert set(verdicts.values()) == {"invalid_evidence"}
 
 
-def test_without_transformers_the_extra_is_named(
+def test_missing_transformers_names_the_extra(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import importlib.util

@@ -1,4 +1,4 @@
-"""Whatever transformers runs is measured as it runs it, or refused by name with a way out."""
+"""Every model family of transformers is run as transformers runs it, or refused by name."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Saved = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Return what saves a small random model of a family, once, and returns its folder."""
+    """Return a function that saves a small random model of a family, once, in a folder."""
     root = tmp_path_factory.mktemp("families")
 
     def save(kind: str) -> Path:
@@ -79,7 +79,7 @@ def kernel(folder: Path, run: str, compute: str = "float32", **more: Any) -> Tor
 
 
 def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return what transformers gives by itself."""
+    """Return the logits of transformers."""
     whole = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager"
     )
@@ -90,12 +90,12 @@ def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_each_family_gives_the_logits_of_transformers(saved: Saved, kind: str) -> None:
+def test_logits_of_each_family_equal_those_of_transformers(saved: Saved, kind: str) -> None:
     folder = saved(kind)
     expected = logits(folder)
     for run in ("torch.eager", "hf.transformers", "torch.sdpa", "hf.transformers.sdpa"):
         if kind == "mamba" and run == "torch.sdpa":
-            continue  # without an attention, both programs of torch are one
+            continue  # without attention, both kernels of torch are identical
         if kind in COMPOSED and "sdpa" in run:
             with pytest.raises(Refusal) as caught:
                 kernel(folder, run)
@@ -109,18 +109,18 @@ def test_each_family_gives_the_logits_of_transformers(saved: Saved, kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["phi3", pytest.param("gemma2", marks=pytest.mark.full)])
-def test_tables_stay_in_the_format_in_which_transformers_has_them(saved: Saved, kind: str) -> None:
-    """Frequencies of RoPE rounded to bfloat16 would be another program at far positions."""
+def test_tables_keep_the_format_of_transformers(saved: Saved, kind: str) -> None:
+    """Frequencies of RoPE rounded to bfloat16 would differ at distant positions."""
     folder = saved(kind)
     given = kernel(folder, "torch.eager", "bfloat16").logits(IDS)
     torch.testing.assert_close(given, logits(folder, torch.bfloat16), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "mixtral"])
-def test_every_weight_is_that_of_the_checkpoint(
+def test_loaded_weights_equal_the_checkpoint(
     saved: Saved, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These are stored under other names, or one expert at a time."""
+    """Some are stored under other names, or per expert."""
     from kcdsl.model.architectures import hf
 
     folder = saved(kind)
@@ -143,7 +143,7 @@ def test_every_weight_is_that_of_the_checkpoint(
     assert caught.value.diagnostics[0].code is codes.HF_FOLDER
 
 
-def test_a_weight_of_an_expert_that_is_missing_is_refused(saved: Saved, tmp_path: Path) -> None:
+def test_missing_expert_weight_is_refused(saved: Saved, tmp_path: Path) -> None:
     folder = saved("mixtral")
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
@@ -156,7 +156,7 @@ def test_a_weight_of_an_expert_that_is_missing_is_refused(saved: Saved, tmp_path
     assert "layers.1" in found.message
 
 
-def test_experts_are_never_measured_as_quantised_while_they_are_not(saved: Saved) -> None:
+def test_unquantised_experts_are_never_reported_as_quantised(saved: Saved) -> None:
     with pytest.raises(Refusal) as caught:
         kernel(saved("mixtral"), "torch.eager", weights=FLOAT8)
     (found,) = caught.value.diagnostics
@@ -176,7 +176,7 @@ def test_experts_are_never_measured_as_quantised_while_they_are_not(saved: Saved
         ({"num_attention_heads": 0}, "builds no causal language model"),
     ],
 )
-def test_what_it_does_not_run_is_refused_with_a_way_out(
+def test_unsupported_families_are_refused_with_help(
     saved: Saved, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     folder = saved("olmo2")
@@ -192,8 +192,8 @@ def test_what_it_does_not_run_is_refused_with_a_way_out(
     assert found.help
 
 
-def test_code_beside_a_known_model_is_not_run(saved: Saved, tmp_path: Path) -> None:
-    """transformers' own program of the model_type runs, whatever `auto_map` names."""
+def test_remote_code_beside_a_known_model_is_not_run(saved: Saved, tmp_path: Path) -> None:
+    """transformers' own implementation of the model_type runs, whatever `auto_map` names."""
     folder = saved("olmo2")
     raw = json.loads((folder / "config.json").read_text())
     raw["auto_map"] = {"AutoModelForCausalLM": "own.Model", "AutoConfig": "own.Config"}
@@ -235,7 +235,7 @@ def test_each_family_is_evaluated(saved: Saved, cli: Cli, kind: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", [("compile",), ("lint",), ("plan",), ("explain", "N-KL")])
-def test_commands_that_only_read_import_no_transformers(
+def test_reading_commands_do_not_import_transformers(
     saved: Saved, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     folder = contract(saved("gpt_neox"))

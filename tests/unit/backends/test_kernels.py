@@ -1,4 +1,4 @@
-"""The real kernels: in each precision close to the training program, and never beyond a claim."""
+"""Real kernels of PyTorch: close to the training kernel in each format, claims enforced."""
 
 from __future__ import annotations
 
@@ -126,13 +126,13 @@ KERNELS: dict[str, tuple[KernelRef, float, float]] = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_every_kernel_drifts_a_little(name: str, tiny: Model, own: Model) -> None:
+def test_every_kernel_has_a_small_nonzero_drift(name: str, tiny: Model, own: Model) -> None:
     ref, least, most = KERNELS[name]
     assert least < drift(tiny, ref) < most
     assert least / 10 < drift(own, ref) < most
 
 
-def test_the_training_kernel_is_the_module_itself(tiny: Model, own: Model) -> None:
+def test_training_kernel_equals_the_module(tiny: Model, own: Model) -> None:
     for model in (tiny, own):
         with torch.no_grad():
             expected = model.module(model.ids(IDS))
@@ -143,7 +143,7 @@ def test_the_training_kernel_is_the_module_itself(tiny: Model, own: Model) -> No
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_the_model_is_left_as_it_was(tiny: Model) -> None:
+def test_loading_a_kernel_does_not_change_the_model(tiny: Model) -> None:
     before = copy.deepcopy(tiny.module.state_dict())
     load_kernel(kernel("torch.eager", preset="fp8-weights"), tiny, "cpu").logits(IDS)
     after = tiny.module.state_dict()
@@ -152,10 +152,8 @@ def test_the_model_is_left_as_it_was(tiny: Model) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "own"])
-def test_stored_weights_are_exactly_those_of_the_definition(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    """A float64 copy of the module with the defined weights gives the kernel's logits."""
+def test_stored_weights_equal_their_definition(name: str, request: pytest.FixtureRequest) -> None:
+    """A float64 copy of the module with the defined weights reproduces the kernel's logits."""
     model: Model = request.getfixturevalue(name)
     ref = kernel("torch.eager", preset="int8-weights", compute="float64")
     numerics = resolve(ref)
@@ -181,7 +179,7 @@ def test_stored_weights_are_exactly_those_of_the_definition(
     torch.testing.assert_close(found, logits, atol=1e-11, rtol=0)
 
 
-def test_a_tied_head_is_quantised_and_the_embedding_is_not(tiny: Model) -> None:
+def test_tied_head_is_quantised_but_not_the_embedding(tiny: Model) -> None:
     ref = kernel("torch.eager", preset="fp8-weights")
     found = load_kernel(ref, tiny, "cpu")
     table = tiny.checkpoint.tensors["model.embed_tokens.weight"]
@@ -193,7 +191,7 @@ def test_a_tied_head_is_quantised_and_the_embedding_is_not(tiny: Model) -> None:
     assert not torch.equal(head, embedding)
 
 
-def test_a_block_runs_in_the_precision_of_the_kernel(tiny: Model, own: Model) -> None:
+def test_blocks_run_in_the_precision_of_the_kernel(tiny: Model, own: Model) -> None:
     for model in (tiny, own):
         x = model.block_inputs(IDS, "attn_0")
         assert x is not None
@@ -210,7 +208,7 @@ def test_a_block_runs_in_the_precision_of_the_kernel(tiny: Model, own: Model) ->
             coarse.block("attn_7", x)
 
 
-def test_sequences_of_equal_length_run_together(tiny: Model) -> None:
+def test_sequences_of_equal_length_are_batched(tiny: Model) -> None:
     found = load_kernel(kernel("torch.sdpa.flash"), tiny, "cpu")
     pair = [IDS, IDS[::-1]]
     both = found.logits(pair)
@@ -225,7 +223,7 @@ def test_sequences_of_equal_length_run_together(tiny: Model) -> None:
         found.logits([256])
 
 
-def test_an_encoder_ends_in_hidden_states(tmp_path: Path) -> None:
+def test_encoder_returns_hidden_states(tmp_path: Path) -> None:
     from kcdsl.model.architectures import bert
 
     config = {
@@ -244,7 +242,7 @@ def test_an_encoder_ends_in_hidden_states(tmp_path: Path) -> None:
         assert torch.equal(hidden, found.logits([1, 2, 3]))
 
 
-def test_a_fingerprint_names_program_numerics_and_device(tiny: Model) -> None:
+def test_fingerprint_names_program_numerics_and_device(tiny: Model) -> None:
     ref = kernel("torch.sdpa.flash", compute="bfloat16")
     record = load_kernel(ref, tiny, "cpu").fingerprint()
     assert record["run"] == "torch.sdpa.flash"
@@ -288,13 +286,13 @@ UNSERVED: dict[str, tuple[KernelRef, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", UNSERVED)
-def test_a_claim_that_the_program_does_not_keep_is_refused(name: str, tiny: Model) -> None:
+def test_claim_that_the_program_violates_is_refused(name: str, tiny: Model) -> None:
     ref, words = UNSERVED[name]
     with refused(KERNEL_NUMERICS, *words):
         load_kernel(ref, tiny, "cpu")
 
 
-def test_a_claim_that_is_coarser_is_kept(tiny: Model) -> None:
+def test_coarser_claim_is_accepted(tiny: Model) -> None:
     ref = kernel("torch.sdpa.math", compute="bfloat16", attention={"scores": "bfloat16"})
     assert load_kernel(ref, tiny, "cpu").numerics.attention.scores == "bfloat16"
 
@@ -306,7 +304,7 @@ def test_an_unknown_adapter_is_refused_with_a_suggestion(tiny: Model) -> None:
         load_kernel(kernel("torch.eager", preset="torch-eagle"), tiny, "cpu")
 
 
-def test_a_kernel_that_cannot_run_here_is_refused(tiny: Model) -> None:
+def test_kernel_that_cannot_run_here_is_refused(tiny: Model) -> None:
     for name in ("torch.sdpa.efficient", "torch.sdpa.cudnn"):
         with refused(KERNEL_NUMERICS, f"{name} runs on cuda, not on cpu", "--device cuda"):
             load_kernel(kernel(name), tiny, "cpu")
@@ -315,7 +313,7 @@ def test_a_kernel_that_cannot_run_here_is_refused(tiny: Model) -> None:
             load_kernel(kernel("torch.eager"), tiny, "cuda")
 
 
-def test_a_weight_that_overflows_is_refused(tiny: Model, tmp_path: Path) -> None:
+def test_overflowing_weight_is_refused(tiny: Model, tmp_path: Path) -> None:
     tensors = dict(tiny.checkpoint.tensors)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].clone()
     tensors["model.norm.weight"][3] = 1e5
@@ -373,7 +371,7 @@ def build(config):
         ),
     ],
 )
-def test_a_module_that_would_not_be_served_is_refused(
+def test_module_that_bypasses_the_kernel_is_refused(
     ref: KernelRef, body: str, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     name = f"by_hand_{abs(hash((body, ref.run)))}"
@@ -386,7 +384,7 @@ def test_a_module_that_would_not_be_served_is_refused(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("run", ["torch.eager", "torch.sdpa.math"])
-def test_a_layer_that_forms_its_attention_itself_is_refused(run: str, tmp_path: Path) -> None:
+def test_layer_with_its_own_attention_is_refused(run: str, tmp_path: Path) -> None:
     body = "return nn.MultiheadAttention(8, 2).eval()(x, x, x, need_weights=False)[0]"
     (tmp_path / "whole_layer.py").write_text(BY_HAND.replace("{body}", body))
     model = user_model(tmp_path, "whole_layer")
@@ -394,8 +392,8 @@ def test_a_layer_that_forms_its_attention_itself_is_refused(run: str, tmp_path: 
         load_kernel(kernel(run), model, "cpu")
 
 
-def test_a_module_that_the_kernel_cannot_run_is_refused(tmp_path: Path) -> None:
-    """The flash kernel takes batches of heads; what takes no batch has no kernel there."""
+def test_module_without_batch_support_is_refused(tmp_path: Path) -> None:
+    """The flash kernel takes batches of heads; modules without batches have no such kernel."""
     body = "return nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0]"
     (tmp_path / "without_batch.py").write_text(BY_HAND.replace("{body}", body))
     model = user_model(tmp_path, "without_batch")
@@ -404,7 +402,7 @@ def test_a_module_that_the_kernel_cannot_run_is_refused(tmp_path: Path) -> None:
     assert load_kernel(kernel("torch.sdpa"), model, "cpu").logits(IDS).shape[0] == len(IDS)
 
 
-def test_half_precision_inside_of_the_math_kernel_is_off_while_a_kernel_runs() -> None:
+def test_math_attention_uses_no_half_precision_inside() -> None:
     """It would round scores and probabilities, which the math kernel claims to keep in float32."""
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, 2, 9, 8, generator=generator).bfloat16() for _ in range(3))
@@ -426,7 +424,7 @@ def test_half_precision_inside_of_the_math_kernel_is_off_while_a_kernel_runs() -
         library.allow_fp16_bf16_reduction_math_sdp(False)
 
 
-def test_a_kernel_does_not_run_where_subnormal_numbers_are_flushed(tiny: Model) -> None:
+def test_kernel_does_not_run_in_flush_to_zero_mode(tiny: Model) -> None:
     running = load_kernel(KernelRef("torch.eager", ()), tiny, "cpu")
     before = running.logits(IDS)
     if torch.set_flush_denormal(True):  # a processor may have no such mode
@@ -438,7 +436,7 @@ def test_a_kernel_does_not_run_where_subnormal_numbers_are_flushed(tiny: Model) 
     assert torch.equal(running.logits(IDS), before)
 
 
-def test_half_precision_sums_of_a_device_are_off_while_a_kernel_runs() -> None:
+def test_device_half_precision_sums_are_off_during_runs() -> None:
     products: Any = torch.backends.cuda.matmul
     names = (
         "allow_fp16_accumulation",
@@ -459,8 +457,8 @@ def test_half_precision_sums_of_a_device_are_off_while_a_kernel_runs() -> None:
             setattr(products, name, before[name])
 
 
-def test_settings_of_the_newer_interface_are_off_too(tiny: Model) -> None:
-    """`fp32_precision`, after which PyTorch refuses to read the setting of the older interface."""
+def test_newer_precision_settings_are_off_during_runs(tiny: Model) -> None:
+    """After `fp32_precision` is set, PyTorch refuses to read the setting of the older interface."""
     library: Any = torch.backends
     places = (library.cuda.matmul, library.mkldnn.matmul)
     before = [place.fp32_precision for place in places]
@@ -477,7 +475,7 @@ def test_settings_of_the_newer_interface_are_off_too(tiny: Model) -> None:
             place.fp32_precision = value
 
 
-def test_settings_that_cheat_are_off_while_a_kernel_runs() -> None:
+def test_reduced_precision_settings_are_off_during_runs() -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
@@ -488,8 +486,8 @@ def test_settings_that_cheat_are_off_while_a_kernel_runs() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_overrides_store_single_linears_otherwise(tiny: Model, own: Model) -> None:
-    """By the checkpoint's names, in both kinds of module; a head tied to the embedding has its."""
+def test_overrides_change_the_storage_of_single_linears(tiny: Model, own: Model) -> None:
+    """By the checkpoint's names, for both kinds of module; a tied head has its own."""
     for model in (tiny, own):
         keys = sorted({key for keys in model.linears().values() for key in keys})
         chosen = keys[0]
@@ -521,16 +519,14 @@ def test_overrides_store_single_linears_otherwise(tiny: Model, own: Model) -> No
         ("hf.transformers", "torch-eager"),
     ],
 )
-def test_adapters_that_treat_all_linears_alike_refuse_overrides(
-    run: str, preset: str, tiny: Model
-) -> None:
+def test_adapters_without_overrides_refuse_them(run: str, preset: str, tiny: Model) -> None:
     given = {"weights": {"format": "float32"}}
     ref = kernel(run, preset=preset, overrides={"model.embed_tokens": given})
     with pytest.raises(Refusal, match="serves no `overrides`"):
         load_kernel(ref, tiny, "cpu")
 
 
-def test_an_adapter_refuses_overrides_that_it_does_not_keep(tiny: Model) -> None:
+def test_adapter_refuses_unsupported_overrides(tiny: Model) -> None:
     coded = {"activations": {"format": "int8", "scale": "per_token"}}
     ref = kernel("torch.eager", preset="torch-eager", overrides={"model.embed_tokens": coded})
     with pytest.raises(Refusal, match="does not quantise activations"):

@@ -1,4 +1,4 @@
-"""Bounds of auto_LiRPA lie above every run, and a network that forgets a rounding is found out."""
+"""Bounds of auto_LiRPA lie above every run, and a missing rounding is detected."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def compared(
     factory: ProblemFactory, block: str, tokens: tuple[int, ...], size: float, method: str
 ) -> tuple[float, float]:
-    """Return the bound of a method, and what an attack attains."""
+    """Return the bound of a method, and the drift that an attack attains."""
     problem, centre = factory.problem(block, tokens), factory.centre(block, tokens)
     bound = float(drift_box(problem, centre, radius_of(size), method).mag().amax())
     run = attack(*problem.simulators(), "inf", centre, radius_of(size), candidates=1, rounds=4)
@@ -89,7 +89,7 @@ def test_no_run_exceeds_a_bound(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0"])
-def test_without_errors_the_network_is_the_block(model: Model, block: str) -> None:
+def test_network_without_errors_equals_the_block(model: Model, block: str) -> None:
     factory = factory_of(model, "bfloat16 any")
     problem, centre = factory.problem(block, TOKENS), factory.centre(block, TOKENS)
     made = network.DriftNetwork(problem, centre, radius_of(0.0))
@@ -100,11 +100,13 @@ def test_without_errors_the_network_is_the_block(model: Model, block: str) -> No
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("forgotten", ["linear", "softmax", "scale", "view", "entering"])
-def test_a_forgotten_rounding_is_found_by_the_attack(
+def test_attack_detects_a_missing_rounding(
     model: Model, forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network without the roundings of an operation has a bound below a run; `view` rounds
-    nothing, and a network that forgets it is right."""
+    """A network without the roundings of an operation has a bound below a run.
+
+    The exception is `view`, which rounds nothing.
+    """
     honest = allowances._allowance
 
     def forgetful(step: Any, state: Any, side: int) -> allowances.Allowance:
@@ -140,8 +142,8 @@ def test_no_run_of_a_random_block_exceeds_a_bound(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", list(SCALAR))
-def test_lines_enclose_their_function(name: str) -> None:
-    """On wide and on narrow intervals; the allowance is for the rounding of the test."""
+def test_linear_relaxations_enclose_their_function(name: str) -> None:
+    """On wide and on narrow intervals; the tolerance covers the rounding of the test."""
     function, generator = SCALAR[name], torch.Generator().manual_seed(1)
     width = 10.0 ** (torch.rand(400, generator=generator) * 12 - 11).double()
     low = torch.randn(400, generator=generator, dtype=torch.float64) * 2
@@ -163,7 +165,7 @@ def test_lines_enclose_their_function(name: str) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("evidence", ["proof", "proof-real"])
-def test_a_clause_must_admit_real_arithmetic(tmp_path: Path, evidence: str) -> None:
+def test_clause_must_admit_real_arithmetic(tmp_path: Path, evidence: str) -> None:
     write_model(tmp_path, prompts=("a b",))
     program = write_contract(tmp_path, REAL + "1.0", REAL + "1e-9", evidence=evidence)
     (wide, narrow) = BACKEND.decide(program, tmp_path, goals(program))
@@ -176,7 +178,7 @@ def test_a_clause_must_admit_real_arithmetic(tmp_path: Path, evidence: str) -> N
 
 
 @pytest.mark.full
-def test_a_run_above_a_bound_contradicts_the_library(
+def test_run_above_a_bound_is_reported_as_a_contradiction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path, prompts=("a b",))
@@ -190,7 +192,7 @@ def test_a_run_above_a_bound_contradicts_the_library(
 
 
 @pytest.mark.full
-def test_a_certificate_states_no_pass_without_a_proof_object(tmp_path: Path, cli: Any) -> None:
+def test_certificate_needs_a_proof_object_to_pass(tmp_path: Path, cli: Any) -> None:
     write_model(tmp_path, prompts=("a b",))
     write_contract(tmp_path, REAL + "1.0", evidence="proof-real")
     ran = cli("verify", "--backend", "lirpa", "--domains", "ibp", cwd=tmp_path)
@@ -200,15 +202,15 @@ def test_a_certificate_states_no_pass_without_a_proof_object(tmp_path: Path, cli
     assert "proof-real evidence of the backend lirpa has no proof object" in statement
 
 
-def test_the_first_backend_is_another() -> None:
+def test_default_backend_is_not_lirpa() -> None:
     names = [spec.name for spec in catalogue() if "universal-drift" in spec.fragments]
     assert names.index("interval") < names.index("lirpa")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0"])
-def test_blocks_of_minilm(block: str) -> None:
-    """A block of 384 columns, by intervals; CROWN says what it would take."""
+def test_bounds_of_minilm_blocks(block: str) -> None:
+    """Intervals bound a block of 384 columns; CROWN reports the memory it would need."""
     from bench.minilm import problem_factory
 
     factory = problem_factory(KERNELS["bfloat16 any"])
@@ -218,8 +220,8 @@ def test_blocks_of_minilm(block: str) -> None:
 
 
 @pytest.mark.full
-def test_the_library_does_not_raise_the_limit_of_recursion() -> None:
-    """It allows a million calls when imported; nested JSON would then end the process."""
+def test_import_does_not_raise_the_recursion_limit() -> None:
+    """The library allows a million calls on import; nested JSON would then crash the process."""
     code = (
         "import sys; before = sys.getrecursionlimit()\n"
         "from kcdsl_backends.lirpa import library; library.version()\n"

@@ -1,4 +1,4 @@
-"""Marabou answers the questions of z3 as z3 does, and its bounds are above runs."""
+"""Marabou agrees with z3 on its queries, and its bounds are above runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GOALS = {goal.name: goal for goal in known_goals()}
 @pytest.mark.parametrize("kernel", ["bfloat16 any", "fp8 weights", "fp8"])
 @pytest.mark.parametrize("size", [0.05, pytest.param(0.5, marks=pytest.mark.full)])
 @pytest.mark.parametrize("maximum", [False, True])
-def test_it_answers_as_z3_does(kernel: str, size: float, maximum: bool) -> None:
+def test_answers_agree_with_z3(kernel: str, size: float, maximum: bool) -> None:
     problem, centre = problem_of(Rectified(3, 4, maximum=maximum), 3, KERNELS[kernel])
     posed = DriftGoal.of(problem, centre, radius_of(size))
     decided = 0
@@ -37,8 +37,8 @@ def test_it_answers_as_z3_does(kernel: str, size: float, maximum: bool) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-200, 2.0**200])
-def test_numbers_of_any_size_are_told_apart(scale: float) -> None:
-    """x + y <= 1 or x <= -1: at most 1.5 of x + y/2, 1 where the first case is forgotten."""
+def test_case_split_bounds_hold_at_every_scale(scale: float) -> None:
+    """x + y <= 1 or x <= -1: x + y/2 is at most 1.5, or 1 if the first case is missing."""
     either = Constraint(
         (
             (Inequality((0, 1), (scale, scale), -scale),),
@@ -54,8 +54,8 @@ def test_numbers_of_any_size_are_told_apart(scale: float) -> None:
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_nothing_is_asked_of_numbers_that_are_none(number: float) -> None:
-    """Marabou takes them, and answers another question."""
+def test_non_finite_numbers_are_refused(number: float) -> None:
+    """Marabou accepts them and solves another query."""
     aim = Inequality((0,), (1.0,), 0.0)
     for row in (Inequality((0,), (number,), 0.0), Inequality((0,), (1.0,), number)):
         element = DriftElement(0, 1, aim, 0.0, (Constraint(((row,),)),), high=1.0)
@@ -73,7 +73,7 @@ def test_bounds_of_a_block_are_above_runs() -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", GOALS)
-def test_it_answers_known_goals_rightly(name: str) -> None:
+def test_known_goals_are_answered_correctly(name: str) -> None:
     goal = GOALS[name]
     assert not judged(goal, answered(BACKEND, goal, "proof-real")).wrong
 

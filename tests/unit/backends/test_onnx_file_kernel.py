@@ -1,4 +1,4 @@
-"""ONNX files run as they are: the whole program, its blocks, and what is refused."""
+"""ONNX files run unchanged: the whole program, its blocks, and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DECODER = tuple((name, *ends) for name, ends in BLOCKS.items())
 
 
 def plainly(path: Path, tensor: str, tokens: list[int]) -> Any:
-    """Return a tensor of a file as ONNX Runtime computes it operator by operator."""
+    """Return a tensor of a file as ONNX Runtime computes it without optimisations."""
     kept = onnx.load(str(path))
     if tensor not in {o.name for o in kept.graph.output}:
         kept.graph.output.append(helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None))
@@ -69,7 +69,7 @@ def saved(folder: Path, model: onnx.ModelProto) -> Path:
 
 @pytest.mark.parametrize("stored", ["codes", "numbers"])
 @pytest.mark.parametrize("form", QUANTISERS)
-def test_the_file_runs_with_its_quantisers(tmp_path: Path, form: str, stored: str) -> None:
+def test_file_runs_with_its_quantisers(tmp_path: Path, form: str, stored: str) -> None:
     quantised, plain = quantised_mlp(form, stored=stored)
     path = saved(tmp_path, quantised)
     kernel = kernel_of(path, MLP)
@@ -81,7 +81,7 @@ def test_the_file_runs_with_its_quantisers(tmp_path: Path, form: str, stored: st
     other = tmp_path / "plain"
     other.mkdir()
     unquantised = plainly(saved(other, plain), "layer", TOKENS)
-    assert np.abs(unquantised - layer).max() > 1e-3  # the quantisers are seen
+    assert np.abs(unquantised - layer).max() > 1e-3  # the quantisers have an effect
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -99,7 +99,7 @@ def test_blocks_of_a_decoder_run_at_any_length(tmp_path: Path, beside: bool) -> 
             )
 
 
-def test_blocks_do_not_take_the_place_of_the_file(tmp_path: Path) -> None:
+def test_loading_blocks_does_not_replace_the_file(tmp_path: Path) -> None:
     path = save_decoder(tmp_path).rename(tmp_path / "block-0.onnx")
     kernel = kernel_of(path, DECODER)
     first, last = BLOCKS["mlp_0"]
@@ -111,7 +111,7 @@ def test_blocks_do_not_take_the_place_of_the_file(tmp_path: Path) -> None:
     np.testing.assert_allclose(kernel.logits(TOKENS), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_sequences_of_a_batch_run_one_by_one(tmp_path: Path) -> None:
+def test_sequences_of_a_batch_run_separately(tmp_path: Path) -> None:
     kernel = kernel_of(save_decoder(tmp_path), DECODER)
     rows = [TOKENS, TOKENS[::-1]]
     both = kernel.logits(rows)
@@ -135,8 +135,8 @@ wide (int64[1,T] input_ids) => (float[1,T,4] logits)
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int8])
-def test_sums_of_bytes_do_not_saturate(tmp_path: Path, kind: Any) -> None:
-    """Two products of the largest codes leave 16 bits, where some processors add them."""
+def test_byte_products_do_not_saturate(tmp_path: Path, kind: Any) -> None:
+    """Two products of the largest codes exceed 16 bits, in which some processors add them."""
     top = float(np.iinfo(kind).max)
     held: dict[str, Any] = {
         "embedding": np.full((3, 64), top, np.float32),
@@ -165,8 +165,8 @@ mixed (int64[1,T] input_ids) => (float[1,T,4] logits)
 """
 
 
-def test_sums_of_bytes_beside_fp8_do_not_saturate(tmp_path: Path) -> None:
-    """With FP8 codes ONNX Runtime optimises less, and its setting for exact sums does nothing."""
+def test_byte_products_beside_fp8_do_not_saturate(tmp_path: Path) -> None:
+    """With FP8 codes ONNX Runtime optimises less, and its setting for exact sums has no effect."""
     held: dict[str, Any] = {
         "embedding": np.full((3, 64), 255, np.float32),
         "codes": np.full((64, 4), 127, np.int8),
@@ -187,10 +187,10 @@ def test_sums_of_bytes_beside_fp8_do_not_saturate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", QUANTISERS)
-def test_a_relu_before_a_quantiser_is_not_left_out(tmp_path: Path, form: str) -> None:
+def test_relu_before_a_quantiser_is_kept(tmp_path: Path, form: str) -> None:
     quantised = quantised_mlp(form)[0]
     for held in quantised.graph.initializer:
-        if held.name == "up_bias":  # half of what enters the Relu is below zero
+        if held.name == "up_bias":  # half of the Relu's inputs are below zero
             held.raw_data = np.linspace(-1, 1, 16, dtype=np.float32).tobytes()
     path = saved(tmp_path, quantised)
     kernel = kernel_of(path, MLP)
@@ -209,8 +209,8 @@ def refused(code: Any, *words: str) -> Any:
     return pytest.raises(Refusal, check=matches)
 
 
-def test_numerics_that_are_not_those_of_the_quantisers_are_refused(tmp_path: Path) -> None:
-    """The kernel of training, too: it would run the quantisers."""
+def test_numerics_that_differ_from_the_quantisers_are_refused(tmp_path: Path) -> None:
+    """This includes the training kernel, which would run the quantisers."""
     model = loaded(saved(tmp_path, quantised_mlp("uint8")[0]), MLP)
     with refused(NUMERICS, "is uint8"):
         load_kernel(reference({"compute": "float32"}), model, "cpu")
@@ -224,7 +224,7 @@ def test_numerics_that_are_not_those_of_the_quantisers_are_refused(tmp_path: Pat
         {"compute": "float32", "activations": {"format": "uint8", "scale": "per_tensor"}},
     ],
 )
-def test_a_file_without_quantisers_serves_plain_numerics_alone(
+def test_file_without_quantisers_serves_plain_numerics_only(
     tmp_path: Path, claim: dict[str, Any]
 ) -> None:
     model = loaded(save_decoder(tmp_path), DECODER)
@@ -233,7 +233,7 @@ def test_a_file_without_quantisers_serves_plain_numerics_alone(
 
 
 @pytest.mark.parametrize("name", ["model.onnx", BESIDE])
-def test_a_file_that_changed_after_it_was_read_is_refused(tmp_path: Path, name: str) -> None:
+def test_file_changed_after_reading_is_refused(tmp_path: Path, name: str) -> None:
     model = loaded(save_decoder(tmp_path, beside=True), DECODER)
     path = tmp_path / name
     data = bytearray(path.read_bytes())
@@ -244,8 +244,8 @@ def test_a_file_that_changed_after_it_was_read_is_refused(tmp_path: Path, name: 
         load_kernel(reference({"compute": "float32"}), model, "cpu")
 
 
-def test_sessions_do_not_read_the_folder_again(tmp_path: Path) -> None:
-    """What runs is the copy that was hashed, whenever a block runs for the first time."""
+def test_sessions_do_not_reread_the_folder(tmp_path: Path) -> None:
+    """The hashed copy runs, even if a block runs for the first time later."""
     path = save_decoder(tmp_path, beside=True)
     wanted = plainly(path, "attention", TOKENS)
     entering = torch.from_numpy(plainly(path, "weighted", TOKENS))
@@ -268,7 +268,7 @@ clauses:
 """
 
 
-def test_another_model_is_refused_when_it_is_compiled(
+def test_other_models_are_refused_at_compile_time(
     cli: Any, tmp_path: Path, repository: Path
 ) -> None:
     folder = repository / "examples" / "tiny_lm"
@@ -298,10 +298,8 @@ clauses:
 
 
 @pytest.mark.parametrize("role", ["train", "guard", "fallback"])
-def test_nothing_is_proved_of_other_numerics_than_those_of_the_file(
-    cli: Any, tmp_path: Path, role: str
-) -> None:
-    """A kernel that runs the file runs its quantisers, whichever kernel it is."""
+def test_proofs_require_the_numerics_of_the_file(cli: Any, tmp_path: Path, role: str) -> None:
+    """A kernel that runs the file runs its quantisers, whatever the contract states."""
     path = saved(tmp_path, quantised_mlp("uint8")[0])
     section = json.dumps(without_quantisers(read_onnx(path))[1].section())
     text = PROOF.replace("STATED", section)
@@ -317,9 +315,7 @@ def test_nothing_is_proved_of_other_numerics_than_those_of_the_file(
         assert "not those of the ONNX file" in ran.stderr
 
 
-def test_nothing_is_proved_of_quantisers_that_the_file_does_not_have(
-    cli: Any, tmp_path: Path
-) -> None:
+def test_proofs_refuse_quantisers_that_the_file_lacks(cli: Any, tmp_path: Path) -> None:
     save_decoder(tmp_path)
     stated = json.dumps({"activations": {"format": "uint8", "scale": "per_tensor"}})
     text = PROOF.replace("embedded", "second").replace("to: layer", "to: feed")
@@ -349,8 +345,8 @@ def encoder() -> onnx.ModelProto:
 
 @pytest.mark.full
 @pytest.mark.parametrize("form", ["int8", "e4m3", "encoder"])
-def test_the_contract_of_a_file_is_evaluated(cli: Any, tmp_path: Path, form: str) -> None:
-    """Its errors are those of its numerics: no diagnosis finds other weights or coarser formats."""
+def test_contract_of_an_onnx_file_is_evaluated(cli: Any, tmp_path: Path, form: str) -> None:
+    """Its errors follow its numerics: no diagnosis reports other weights or coarser formats."""
     saved(tmp_path, encoder() if form == "encoder" else quantised_mlp(form)[0])
     assert cli("init", "model.onnx", cwd=tmp_path).code == 0
     ran = cli("evaluate", "contract.yaml", "--format", "json", cwd=tmp_path)

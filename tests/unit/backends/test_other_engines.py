@@ -1,4 +1,4 @@
-"""Kernels of compilers, quantisers and other runtimes: what they refuse, and what they keep."""
+"""Kernels of compilers, quantisers and other runtimes: refusals and enforced claims."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def refused(code: object, *words: str) -> Any:
 
 
 @pytest.mark.parametrize("run", CLAIMING)
-def test_an_adapter_serves_its_own_preset_and_those_it_names(run: str) -> None:
+def test_adapter_serves_its_default_and_listed_presets(run: str) -> None:
     adapter = ADAPTERS[run]
     for preset in adapter.presets:
         refuse_unserved(run, adapter, resolve({"preset": preset}), adapter.devices[0])
 
 
 @pytest.mark.parametrize("run", CLAIMING)
-def test_casts_of_any_direction_admit_what_rounds_to_nearest(run: str) -> None:
-    """Casts toward zero do not: no run of a library would say anything about them."""
+def test_free_casts_admit_kernels_that_round_to_nearest(run: str) -> None:
+    """Casts toward zero do not: no run of a library would be covered by them."""
     adapter = ADAPTERS[run]
     if adapter.activations[0].format != "none":
         return
@@ -140,7 +140,7 @@ UNSERVED: dict[str, tuple[KernelRef, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", UNSERVED)
-def test_a_claim_that_is_not_kept_is_refused(name: str, tiny: Model) -> None:
+def test_violated_claim_is_refused(name: str, tiny: Model) -> None:
     ref, words = UNSERVED[name]
     with refused(KERNEL_NUMERICS, *words):
         load_kernel(ref, tiny, "cpu")
@@ -157,7 +157,7 @@ def test_quantised_kernels_run_the_model(run: str, tiny: Model) -> None:
 
 
 @pytest.mark.parametrize("run", LOADED_QUICKLY)
-def test_the_digest_covers_what_a_library_holds(run: str, tiny: Model) -> None:
+def test_digest_covers_the_tensors_of_a_library(run: str, tiny: Model) -> None:
     first, second = (load_kernel(kernel(run), tiny, "cpu") for _ in range(2))
     assert first.weights_digest() == second.weights_digest()
     plain = load_kernel(kernel("torch.eager"), tiny, "cpu")
@@ -180,7 +180,7 @@ def test_sequences_of_a_batch_do_not_share_a_scale(tiny: Model) -> None:
     assert torch.equal(both[0], found.block("mlp_0", x[0]))
 
 
-def test_a_library_that_is_missing_is_named(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_named(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     with refused(NO_PACKAGE, "torchao", 'pip install "kcdsl[torchao]"'):
         load_kernel(kernel("torchao.int8_dynamic"), tiny, "cpu")
@@ -189,10 +189,10 @@ def test_a_library_that_is_missing_is_named(tiny: Model, monkeypatch: pytest.Mon
     load_kernel(kernel("torch.scaled_mm"), tiny, "cpu")
 
 
-def test_a_library_that_stores_another_weight_is_refused(
+def test_library_that_stores_another_weight_is_refused(
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if a release quantised otherwise: one element is off in its last place."""
+    """As if a release quantised differently: one element is off in its last place."""
     from kcdsl_backends.empirical.sources.kernels import torch_kernel as kernels
     from kcdsl_backends.empirical.sources.kernels.engines import quantise_linear
 
@@ -208,13 +208,13 @@ def test_a_library_that_stores_another_weight_is_refused(
 
 @pytest.fixture(autouse=True)
 def signed_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load torchao's dynamic bytes on every processor; how they are summed is tested apart."""
+    """Load torchao's dynamic bytes on every processor; how they are summed is tested elsewhere."""
     monkeypatch.setattr(
         "kcdsl_backends.empirical.sources.kernels.torch_kernel.exact_bytes", lambda device: True
     )
 
 
-def test_signed_bytes_are_refused_where_they_saturate(
+def test_signed_bytes_are_refused_where_sums_saturate(
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -226,8 +226,8 @@ def test_signed_bytes_are_refused_where_they_saturate(
 
 
 @pytest.mark.full
-def test_a_library_held_to_older_instructions_is_found_out() -> None:
-    """oneDNN without VNNI: where it sums bytes inexactly the probe says so, and only there."""
+def test_probe_detects_saturation_with_older_instructions() -> None:
+    """oneDNN without VNNI: the probe reports inexact sums of bytes, and only there."""
     program = (
         "import torch; from kcdsl_backends.empirical.sources.kernels.engines import exact_bytes;"
         "a = torch.full((64, 1024), 127, dtype=torch.int8);"
@@ -253,10 +253,10 @@ def on_a_processor(monkeypatch: pytest.MonkeyPatch, *, saturating: bool) -> None
 
 
 @pytest.mark.full
-def test_exact_sums_of_bytes_are_refused_where_they_saturate(
+def test_exact_byte_sums_are_refused_where_they_saturate(
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A processor without VNNI adds pairs of products in 16 bits: a claim of its own."""
+    """A processor without VNNI adds pairs of products in 16 bits, which needs its own claim."""
     on_a_processor(monkeypatch, saturating=True)
     x = torch.randn(5, 96)
     with refused(KERNEL_NUMERICS, "sums products of 8-bit numbers in 16 bits", "int8-pairs"):
@@ -267,9 +267,7 @@ def test_exact_sums_of_bytes_are_refused_where_they_saturate(
 
 
 @pytest.mark.full
-def test_saturating_sums_may_be_claimed_of_exact_ones(
-    tiny: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saturating_claim_admits_exact_sums(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_processor(monkeypatch, saturating=False)
     x = torch.randn(5, 96)
     found = [
@@ -280,7 +278,7 @@ def test_saturating_sums_may_be_claimed_of_exact_ones(
 
 
 @pytest.mark.full
-def test_a_session_with_another_weight_is_refused(
+def test_session_with_another_weight_is_refused(
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_processor(monkeypatch, saturating=False)
@@ -292,7 +290,7 @@ def test_a_session_with_another_weight_is_refused(
         sessions("head", part)(torch.randn(5, 96))
 
 
-def test_a_row_of_zeros_that_torchao_cannot_quantise_is_refused(tiny: Model) -> None:
+def test_zero_row_that_torchao_cannot_quantise_is_refused(tiny: Model) -> None:
     import copy
     from dataclasses import replace
 
@@ -303,7 +301,7 @@ def test_a_row_of_zeros_that_torchao_cannot_quantise_is_refused(tiny: Model) -> 
         load_kernel(kernel("torchao.float8_weight_only"), replace(tiny, module=module), "cpu")
 
 
-def test_a_module_of_ones_own_is_not_taken_apart(tiny: Model) -> None:
+def test_user_module_is_not_quantised_in_parts(tiny: Model) -> None:
     from dataclasses import replace
 
     own = replace(tiny, built_in=False)
@@ -314,7 +312,7 @@ def test_a_module_of_ones_own_is_not_taken_apart(tiny: Model) -> None:
         load_kernel(kernel("torch.compile", weights=E4M3), own, "cpu")
 
 
-def test_a_fingerprint_names_the_library(tiny: Model) -> None:
+def test_fingerprint_names_the_library(tiny: Model) -> None:
     from importlib.metadata import version
 
     record = load_kernel(kernel("torchao.int8_dynamic"), tiny, "cpu").fingerprint()
@@ -323,14 +321,14 @@ def test_a_fingerprint_names_the_library(tiny: Model) -> None:
     assert "torchao" not in eager["software"]
 
 
-def test_groups_of_four_bits_must_fill_the_width(tiny: Model) -> None:
+def test_int4_groups_must_divide_the_width(tiny: Model) -> None:
     groups = {"format": "int4_full", "scale": "group_128"}
     with refused(KERNEL_NUMERICS, "groups of 128"):
         load_kernel(kernel("torchao.int4_weight_only", weights=groups), tiny, "cpu")
 
 
-def test_four_bits_by_group_hold_the_weights_of_the_numerics() -> None:
-    """Each weight that torchao stores is compared with the numerics; here with plain loops too."""
+def test_int4_group_weights_follow_the_numerics() -> None:
+    """Each weight stored by torchao is compared with the numerics; here with plain loops too."""
     numerics = resolve(
         {"preset": "torchao-int4-weights", "weights": {"format": "int4_full", "scale": "group_128"}}
     )
@@ -358,8 +356,8 @@ def decoder(folder: Path, **config: Any) -> Model:
 
 @pytest.mark.full
 @pytest.mark.parametrize("eps", [1e-8, 1e-12, 1e-5])
-def test_an_exported_norm_keeps_its_epsilon(tmp_path: Path, eps: float) -> None:
-    """On rows of zeros, tiny rows and huge ones it is the norm of the model."""
+def test_exported_norm_keeps_its_epsilon(tmp_path: Path, eps: float) -> None:
+    """Compare with the model's norm on rows of zeros, tiny rows and huge ones."""
     model = decoder(tmp_path, rms_norm_eps=eps)
     sizes = [0.0, 1e-40, 1e-20, 1e-8, 1e-5, 1e-3, 1.0, 1e8]
     x = torch.randn(len(sizes), 16, generator=torch.Generator().manual_seed(1))
@@ -373,10 +371,10 @@ def test_an_exported_norm_keeps_its_epsilon(tmp_path: Path, eps: float) -> None:
 
 
 @pytest.mark.full
-def test_a_program_that_is_not_the_models_is_refused(
+def test_exported_program_that_differs_from_the_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with an exporter that drops an epsilon: here another one is exported."""
+    """Some exporters drop an epsilon; here another program is exported."""
     from kcdsl_backends.empirical.sources.kernels import onnx_runtime
 
     model, export = decoder(tmp_path, rms_norm_eps=1e-8), onnx_runtime._export
@@ -393,7 +391,7 @@ def test_a_program_that_is_not_the_models_is_refused(
 
 
 @pytest.mark.parametrize("run", LOADED_QUICKLY)
-def test_a_linear_that_torchao_cannot_take_is_refused(tmp_path: Path, run: str) -> None:
+def test_linear_that_torchao_does_not_support_is_refused(tmp_path: Path, run: str) -> None:
     if not run.startswith("torchao"):
         load_kernel(kernel(run), decoder(tmp_path, intermediate_size=1), "cpu")
         return

@@ -1,4 +1,4 @@
-"""Inference kernels that run an ONNX file of their own, of whatever operators: measured alone."""
+"""Inference kernels that run their own ONNX file with arbitrary operators: evaluation only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ served (int64[1,T] input_ids, float[1,T] attention_mask) => (float[1,T,12] logit
 
 
 def served(text: str = SERVED) -> onnx.ModelProto:
-    """Return a file with an operator of ONNX Runtime's own, which the reader of models refuses."""
+    """Return a file with a custom operator of ONNX Runtime, which the model reader refuses."""
     drawn = np.random.default_rng(5)
     return model_of(
         text,
@@ -73,7 +73,7 @@ def refused(code: Any, *words: str) -> Any:
     return pytest.raises(Refusal, check=matches)
 
 
-def test_it_runs_as_by_onnx_runtime(tmp_path: Path) -> None:
+def test_logits_equal_those_of_onnx_runtime(tmp_path: Path) -> None:
     kernel = kernel_of(tmp_path)
     session = onnxruntime.InferenceSession(served().SerializeToString())
     mask = np.ones((1, 5), np.float32)
@@ -86,7 +86,7 @@ def test_it_runs_as_by_onnx_runtime(tmp_path: Path) -> None:
     assert kernel.fingerprint()["numerics"] is None
 
 
-def test_its_parts_are_not_known(tmp_path: Path) -> None:
+def test_kernel_has_no_blocks_and_states(tmp_path: Path) -> None:
     kernel = kernel_of(tmp_path)
     with refused(METRIC_OUT_OF_REACH, "attn_0"):
         kernel.block("attn_0", torch.zeros(2, 8))
@@ -96,7 +96,7 @@ def test_its_parts_are_not_known(tmp_path: Path) -> None:
         resolve(KERNEL)
 
 
-def test_a_file_that_changed_is_refused(tmp_path: Path) -> None:
+def test_changed_file_is_refused(tmp_path: Path) -> None:
     model = loaded(tmp_path)
     path = tmp_path / "served.onnx"
     path.write_bytes(path.read_bytes().replace(b"QuickGelu", b"QuickGelt"))
@@ -111,7 +111,9 @@ def test_a_file_that_changed_is_refused(tmp_path: Path) -> None:
         ("=> (float[1,T,12] logits)", "=> (float[1,T,12] scores, float[1,T,8] kept)", "`logits`"),
     ],
 )
-def test_other_ends_are_refused(tmp_path: Path, old: str, new: str, says: str) -> None:
+def test_unexpected_inputs_and_outputs_are_refused(
+    tmp_path: Path, old: str, new: str, says: str
+) -> None:
     text = SERVED.replace(old, new)
     if "scores" in new:
         text = text.replace("logits = MatMul", "scores = MatMul")
@@ -119,7 +121,7 @@ def test_other_ends_are_refused(tmp_path: Path, old: str, new: str, says: str) -
         kernel_of(tmp_path, text)
 
 
-def test_an_output_without_a_row_for_each_token_is_refused(tmp_path: Path) -> None:
+def test_output_without_a_row_per_token_is_refused(tmp_path: Path) -> None:
     text = SERVED.replace("float[1,T,12] logits", "float[1,12] logits").replace(
         "logits = MatMul (kept, head)",
         "rows = MatMul (kept, head) logits = ReduceMean <keepdims = 0> (rows, middle)",
@@ -134,14 +136,14 @@ def test_an_output_without_a_row_for_each_token_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", [b"input_ids", b"logits", b"QuickGelu"])
-def test_names_that_are_no_text_are_refused(tmp_path: Path, capfd: Any, name: bytes) -> None:
+def test_non_text_names_are_refused(tmp_path: Path, capfd: Any, name: bytes) -> None:
     loaded(tmp_path)
     path = tmp_path / "served.onnx"
     path.write_bytes(path.read_bytes().replace(name, b"\xff" + name[1:]))
     model = load_model(ModelRef("model.onnx", ONNX, served="served.onnx"), tmp_path)
     with pytest.raises(Refusal):
         load_own_file(KERNEL, model)
-    assert not capfd.readouterr().out  # it is the output of a command
+    assert not capfd.readouterr().out  # a command prints it
 
 
 @pytest.mark.parametrize(
@@ -155,9 +157,7 @@ def test_names_that_are_no_text_are_refused(tmp_path: Path, capfd: Any, name: by
         ("seq(float[1,T,12])", "SequenceConstruct (scores)"),
     ],
 )
-def test_an_output_that_is_no_tensor_of_floats_is_refused(
-    tmp_path: Path, kind: str, made: str
-) -> None:
+def test_output_that_is_not_a_float_tensor_is_refused(tmp_path: Path, kind: str, made: str) -> None:
     text = SERVED.replace("float[1,T,12] logits", f"{kind} logits").replace(
         "logits = MatMul (kept, head)", f"scores = MatMul (kept, head) logits = {made}"
     )
@@ -166,8 +166,8 @@ def test_an_output_that_is_no_tensor_of_floats_is_refused(
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_tensors_of_other_files_inside_of_nodes_are_refused(tmp_path: Path, deep: bool) -> None:
-    """ONNX Runtime would read them from anywhere, and no digest names them."""
+def test_external_tensors_in_node_attributes_are_refused(tmp_path: Path, deep: bool) -> None:
+    """ONNX Runtime would read them from any path, and no digest covers them."""
     secret = onnx.TensorProto(dims=[1], data_type=TensorProto.FLOAT, name="secret")
     secret.data_location = TensorProto.EXTERNAL
     secret.external_data.add(key="location", value="../secret")
@@ -185,7 +185,7 @@ def test_tensors_of_other_files_inside_of_nodes_are_refused(tmp_path: Path, deep
         load_own_file(KERNEL, model)
 
 
-def test_adapters_that_run_the_model_refuse_it(tmp_path: Path) -> None:
+def test_other_adapters_refuse_an_onnx_file(tmp_path: Path) -> None:
     model = loaded(tmp_path)
     with refused(KERNEL_NUMERICS, "onnxruntime.file"):
         load_own_file(KernelRef("torch.eager", (), checkpoint="served.onnx"), model)
@@ -217,7 +217,7 @@ PROVED = 'N: {require: "forall x in points(all): norm_inf(drift(attn_0, x)) <= 9
         ("run: onnxruntime.file", "run: torch.compile", "does not run served.onnx"),
     ],
 )
-def test_what_cannot_be_measured_is_not_compiled(
+def test_unmeasurable_clauses_do_not_compile(
     cli: Any, tmp_path: Path, old: str, new: str, says: str
 ) -> None:
     loaded(tmp_path)
@@ -232,13 +232,13 @@ def test_what_cannot_be_measured_is_not_compiled(
 
 
 @pytest.mark.full
-def test_its_certificate_names_the_file(cli: Any, tmp_path: Path) -> None:
+def test_certificate_names_the_file(cli: Any, tmp_path: Path) -> None:
     loaded(tmp_path)
     (tmp_path / "contract.yaml").write_text(CONTRACT)
     rows = [{"id": str(n), "tokens": [n % 12, 3, 1 + n % 5, 2]} for n in range(12)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ran = cli("evaluate", "contract.yaml", cwd=tmp_path)
-    assert ran.code in (0, 1, 3), ran.stderr  # another program: diagnoses may say so
+    assert ran.code in (0, 1, 3), ran.stderr  # another program: a diagnosis may report it
     assert cli("keygen", cwd=tmp_path).code == 0
     ran = cli("sign", "out/evaluate.statement.json", "--key", "kcdsl.key", cwd=tmp_path)
     assert ran.code == 0, ran.stderr

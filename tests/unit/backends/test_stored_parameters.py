@@ -1,4 +1,4 @@
-"""Stored parameters of two kernels: one copy where both are the same."""
+"""Stored parameters of two kernels share one copy where they are equal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stored(tensors: dict[str, torch.Tensor], spec: dict[str, Any]) -> StoredPara
 
 
 @pytest.mark.full
-def test_another_kernel_stores_its_own() -> None:
+def test_kernel_with_other_storage_has_its_own_copy() -> None:
     tensors = {"w.weight": torch.randn(128, 256, generator=torch.Generator().manual_seed(5))}
     shared = 0
     for one, two in product(SPECS, SPECS):
@@ -52,7 +52,7 @@ def test_another_kernel_stores_its_own() -> None:
 
 
 @pytest.mark.parametrize("apart", [0.0, 2.0**-24])
-def test_weights_are_alike_where_every_number_is(apart: float) -> None:
+def test_equal_weights_are_shared(apart: float) -> None:
     tensors = {"w.weight": torch.full((128, 256), 0.5)}, {"w.weight": torch.full((128, 256), 0.5)}
     tensors[1]["w.weight"][-1, -1] += apart
     between = (tensors[1]["w.weight"] - tensors[0]["w.weight"]).double()
@@ -64,7 +64,7 @@ def test_weights_are_alike_where_every_number_is(apart: float) -> None:
         assert held.alike == (not found.mag().any())
 
 
-def test_numbers_of_either_sign_of_zero_are_alike() -> None:
+def test_zeros_of_either_sign_are_equal() -> None:
     zero = torch.zeros(2, 2)
     for other, alike in ((-zero, True), (torch.full_like(zero, torch.nan), False)):
         kernels = Kernels.of(*(stored({"w.weight": each}, FULL) for each in (zero, other)))
@@ -72,7 +72,7 @@ def test_numbers_of_either_sign_of_zero_are_alike() -> None:
         assert kernels.linear(WEIGHT).alike is alike
 
 
-def test_a_kernel_is_compared_with_the_one_it_was_made_under() -> None:
+def test_kernel_is_compared_with_its_base_kernel() -> None:
     train = stored({"w.weight": torch.full((2, 2), 1 + 2.0**-20)}, FULL)
     infer = train.under(stored(dict(train.tensors), {"compute": "bfloat16"}).numerics)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""backends/template: a distribution that is built, installed, found and believed."""
+"""backends/template: the distribution is built, installed, discovered and used."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def kcdsl(installed: Path, folder: Path, *words: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.full
-def test_it_is_listed(installed: Path, tmp_path: Path) -> None:
+def test_backend_is_listed(installed: Path, tmp_path: Path) -> None:
     ran = kcdsl(installed, tmp_path, "backends")
     assert ran.returncode == 0, ran.stderr
     assert any(line.split()[:1] == ["quick"] for line in ran.stdout.splitlines()), ran.stdout
@@ -66,7 +66,7 @@ def test_it_is_listed(installed: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("limit", "code", "verdict"), [("1", 0, "held"), ("0", 3, "inconclusive")])
-def test_what_it_proves_holds_and_what_it_does_not_is_open(
+def test_proved_clauses_hold_and_others_stay_open(
     limit: str, code: int, verdict: str, installed: Path, tmp_path: Path
 ) -> None:
     write_model(tmp_path, rows=[{"id": "a", "text": "hello"}])
@@ -82,7 +82,7 @@ def test_what_it_proves_holds_and_what_it_does_not_is_open(
 
 
 @pytest.mark.full
-def test_its_certificate_is_signed_and_checked(installed: Path, tmp_path: Path) -> None:
+def test_certificate_is_signed_and_checked(installed: Path, tmp_path: Path) -> None:
     write_model(tmp_path, rows=[{"id": "a", "text": "hello"}])
     (tmp_path / "contract.yaml").write_text(CONTRACT.replace("LIMIT", "1"))
     for words in (
@@ -95,8 +95,8 @@ def test_its_certificate_is_signed_and_checked(installed: Path, tmp_path: Path) 
 
 
 @pytest.mark.full
-def test_where_it_raises_the_others_decide(installed: Path, tmp_path: Path) -> None:
-    """With `auto`, where it is asked first; nothing of it is signed. Alone, nothing is written."""
+def test_other_backends_decide_where_it_raises(installed: Path, tmp_path: Path) -> None:
+    """With `auto` it runs first and nothing of it is signed; alone, nothing is written."""
     site = shutil.copytree(installed, tmp_path / "site")
     module = site / "quick_backend.py"
     text = module.read_text().replace("rank=90", "rank=-1")
@@ -121,7 +121,7 @@ def test_where_it_raises_the_others_decide(installed: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_it_passes_the_conformance_kit(installed: Path, tmp_path: Path) -> None:
+def test_backend_passes_the_conformance_kit(installed: Path, tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-P", "-m", "kcdsl_backends.conformance", "quick", "--random", "2"],
         cwd=tmp_path,

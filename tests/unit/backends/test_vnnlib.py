@@ -1,4 +1,4 @@
-"""VNN-LIB: queries with known answers, their files, other solvers (docs/reference/vnnlib.md)."""
+"""VNN-LIB: queries with known answers, query files, other solvers (docs/reference/vnnlib.md)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FIRST = """; version 1
 
 @pytest.fixture(scope="module")
 def networks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """relu(x) as N; M is N with its second output raised by 1/8 of relu(x_1)."""
+    """Return relu(x) as N, and M, which is N with its second output raised by relu(x_1) / 8."""
     folder = tmp_path_factory.mktemp("networks")
     found = {}
     for name, factor in (("N", 1.0), ("M", 1.125)):
@@ -63,7 +63,7 @@ def networks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def answer(tmp_path: Path, text: str, networks: dict[str, Path], seconds: float = 20.0) -> str:
-    """The text that `verify` prints."""
+    """Return the output of `verify`."""
     path = tmp_path / "query.vnnlib"
     path.write_text(text, encoding="utf-8")
     return str(QUERIES.verify(path, networks, seconds).text)
@@ -74,7 +74,7 @@ def answer(tmp_path: Path, text: str, networks: dict[str, Path], seconds: float 
     [
         ("(assert (< Y[0,0] 0.0))", "unsat"),  # strict
         ("(assert (<= Y[0,0] 0.0))", "sat"),  # and not
-        ("(assert (>= Y[0,0] 1.0))", "sat"),  # at one corner alone
+        ("(assert (>= Y[0,0] 1.0))", "sat"),  # only at one corner
         ("(assert (> Y[0,0] 1.0))", "unsat"),
         ("(assert (== Y[0,0] 0.3))", "sat"),
         ("(assert (or (> Y[0,0] 1.5) (> Y[0,1] 1.5)))", "unsat"),
@@ -86,7 +86,7 @@ def answer(tmp_path: Path, text: str, networks: dict[str, Path], seconds: float 
         ("(assert (<= X[0,0] -1.5))", "unsat"),  # an empty box
     ],
 )
-def test_one_network(
+def test_queries_about_one_network(
     asserted: str, expected: str, tmp_path: Path, networks: dict[str, Path]
 ) -> None:
     found = answer(tmp_path, ONE + asserted, {"N": networks["N"]})
@@ -94,8 +94,8 @@ def test_one_network(
     assert (len(found.splitlines()) > 1) == (expected == "sat")
 
 
-def test_two_networks(tmp_path: Path, networks: dict[str, Path]) -> None:
-    """|Y - V| <= 1/8, which is reached."""
+def test_queries_about_two_networks(tmp_path: Path, networks: dict[str, Path]) -> None:
+    """|Y - V| <= 1/8, which is attained."""
     for limit, expected in (("0.125", "sat"), ("0.1251", "unsat")):
         text = PAIR + f"(assert (>= (- V[0,1] Y[0,1]) {limit}))"
         lines = answer(tmp_path, text, networks).splitlines()
@@ -106,7 +106,7 @@ def test_two_networks(tmp_path: Path, networks: dict[str, Path]) -> None:
             assert float(lines[3]) == 1.0
 
 
-def test_equal_networks_of_two_inputs(tmp_path: Path, networks: dict[str, Path]) -> None:
+def test_equal_networks_with_separate_inputs(tmp_path: Path, networks: dict[str, Path]) -> None:
     text = (
         START
         + declared("N", "X", "Y", 2, 2)
@@ -121,10 +121,10 @@ def test_equal_networks_of_two_inputs(tmp_path: Path, networks: dict[str, Path])
         answer(tmp_path, text + "(assert (< V[0,0] Y[0,0]))", networks)
 
 
-def test_a_point_of_an_input_is_a_decimal_of_the_declared_type(
+def test_point_is_printed_as_a_decimal_of_the_declared_type(
     tmp_path: Path, networks: dict[str, Path]
 ) -> None:
-    """0.1 is no number of float32: the box of one point has its decimal all the same."""
+    """float32 cannot represent 0.1, but the box of one point still prints this decimal."""
     text = START + declared("N", "X", "Y", 2, 2) + box("X", 2, 0.1, 0.1)
     found = answer(tmp_path, text + "(assert (== Y[0,0] 0.1))", {"N": networks["N"]})
     assert found == "sat\nX float32 [1,2]\n0.1\n0.1\nY float32 [1,2]\n0.1\n0.1\n"
@@ -133,7 +133,7 @@ def test_a_point_of_an_input_is_a_decimal_of_the_declared_type(
     assert all(Fraction(float(np.float32(x))) == Fraction(float(x)) for x in inputs)
 
 
-def test_version_1(tmp_path: Path, networks: dict[str, Path]) -> None:
+def test_version_1_queries_are_read(tmp_path: Path, networks: dict[str, Path]) -> None:
     one = {"model": networks["N"]}
     assert answer(tmp_path, FIRST + "(assert (< Y_0 0))", one) == "unsat\n"
     found = answer(tmp_path, FIRST + "(assert (or (and (>= Y_0 1)) (>= Y_1 2)))", one)
@@ -143,7 +143,7 @@ def test_version_1(tmp_path: Path, networks: dict[str, Path]) -> None:
     assert answer(tmp_path, FIRST + "(assert (>= Y_0 0))", one, 0.0) == "timeout\n"
 
 
-def test_no_time(tmp_path: Path, networks: dict[str, Path]) -> None:
+def test_zero_time_limit_times_out(tmp_path: Path, networks: dict[str, Path]) -> None:
     text = ONE + "(assert (>= Y[0,0] 1.0))"
     assert answer(tmp_path, text, {"N": networks["N"]}, 0.0) == "timed-out\n"
 
@@ -172,12 +172,12 @@ def test_no_time(tmp_path: Path, networks: dict[str, Path]) -> None:
         ('"', "no partner"),
     ],
 )
-def test_hostile_queries(text: str, message: str) -> None:
+def test_hostile_queries_are_refused(text: str, message: str) -> None:
     with pytest.raises(Refusal, match=message):
         parse_query(SourceFile("query.vnnlib", text))
 
 
-def test_networks_that_are_not_those_of_the_query(
+def test_networks_that_differ_from_the_query_are_refused(
     tmp_path: Path, networks: dict[str, Path]
 ) -> None:
     text = ONE + "(assert (< Y[0,0] 0.0))"
@@ -204,8 +204,8 @@ def test_networks_that_are_not_those_of_the_query(
         answer(tmp_path, text.replace("float32", "float64"), {"N": networks["N"]})
 
 
-def test_an_input_without_bounds(tmp_path: Path, networks: dict[str, Path]) -> None:
-    """z3 decides it; without z3's operators it stays unknown, whatever intervals make of it."""
+def test_input_without_bounds(tmp_path: Path, networks: dict[str, Path]) -> None:
+    """z3 decides it; with operators outside of z3's it stays unknown, whatever intervals give."""
     text = START + declared("N", "X", "Y", 2, 2) + "(assert (< Y[0,0] 0.0))"
     assert answer(tmp_path, text, {"N": networks["N"]}) == "unsat\n"
     node = helper.make_node("Sigmoid", ["x"], ["y"])
@@ -213,8 +213,8 @@ def test_an_input_without_bounds(tmp_path: Path, networks: dict[str, Path]) -> N
     assert answer(tmp_path, text, {"N": smooth}, 1.0) == "unknown\n"
 
 
-def test_a_value_without_a_meaning_satisfies_nothing(tmp_path: Path) -> None:
-    """1 / 0 is no number, and log(-1) is none: neither is an assignment."""
+def test_undefined_value_satisfies_nothing(tmp_path: Path) -> None:
+    """1 / 0 and log(-1) are undefined, so they make no assignment satisfy the query."""
     for kind, low in (("Reciprocal", "0.0"), ("Log", "-1.0"), ("Sqrt", "-1.0")):
         node = helper.make_node(kind, ["x"], ["y"])
         file = saved(model_of([node], [], [1, 2], [1, 2]), tmp_path / "odd.onnx")
@@ -227,14 +227,14 @@ def test_a_value_without_a_meaning_satisfies_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "attributes", "more"),
     [
-        ("Clip", {}, [np.float32(np.inf), np.float32(0)]),  # ONNX Runtime: 0, not x
+        ("Clip", {}, [np.float32(np.inf), np.float32(0)]),  # ONNX Runtime returns 0, not x
         ("Clip", {}, [np.float32(-1), np.float32(-np.inf)]),
         ("MaxPool", {"kernel_shape": [2], "auto_pad": "VALID", "pads": [1, 0]}, []),
         ("MaxPool", {"kernel_shape": [2], "auto_pad": "SAME_UPPER", "dilations": [2]}, []),
         ("Conv", {"auto_pad": "VALID", "pads": [1, 0]}, [np.ones((1, 1, 2), np.float32)]),
     ],
 )
-def test_operands_of_which_runtimes_differ_are_refused(
+def test_operands_on_which_runtimes_differ_are_refused(
     kind: str, attributes: dict[str, Any], more: list[Any], tmp_path: Path
 ) -> None:
     held = [numpy_helper.from_array(np.asarray(v), f"i{i}") for i, v in enumerate(more)]
@@ -246,8 +246,8 @@ def test_operands_of_which_runtimes_differ_are_refused(
         answer(tmp_path, text, {"N": file})
 
 
-def test_outputs_at_a_step_are_those_of_the_point(tmp_path: Path) -> None:
-    """Intervals that enclose floor(1) hold 0 as well; what is printed is 1."""
+def test_outputs_at_a_discontinuity_are_exact(tmp_path: Path) -> None:
+    """An interval of floor(1) contains 0 as well; the printed value is 1."""
     nodes = [helper.make_node("Floor", ["x"], ["y"])]
     file = saved(model_of(nodes, [], [1, 1], [1, 1]), tmp_path / "steps.onnx")
     text = START + declared("N", "X", "Y", 1, 1) + box("X", 1, 1.0, 1.0)
@@ -255,7 +255,7 @@ def test_outputs_at_a_step_are_those_of_the_point(tmp_path: Path) -> None:
     assert found.split() == ["sat", "X", "float32", "[1,1]", "1.0", "Y", "float32", "[1,1]", "1.0"]
 
 
-def test_products_that_underflow(tmp_path: Path) -> None:
+def test_underflowing_products_are_decided_exactly(tmp_path: Path) -> None:
     """2^-600 relu(2^-950 x) is 2^-550 at x = 2^1000, though 2^-600 · 2^-950 is 0 in float64."""
     held = [numpy_helper.from_array(np.asarray(2.0**n), f"w{n}") for n in (-950, -600)]
     nodes = [
@@ -276,7 +276,7 @@ def test_products_that_underflow(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asserted", "expected"),
     [
-        # float64 has no 1.00000000000000001: what it takes for it is 1
+        # float64 cannot represent 1.00000000000000001 and rounds it to 1
         ("(>= (- (* 1.00000000000000001 Y[0,0]) V[0,0]) 0.000000000000000001)", "sat"),
         ("(> (* 1.00000000000000001 Y[0,0]) 1.0)", "sat"),
         ("(> (* 0.99999999999999999 Y[0,0]) 1.0)", "unsat"),
@@ -284,15 +284,15 @@ def test_products_that_underflow(tmp_path: Path) -> None:
         (f"(>= (* 1{'0' * 390}.0 Y[0,0]) 1.0)", "sat"),
     ],
 )
-def test_coefficients_that_float64_does_not_have(
+def test_coefficients_outside_float64_are_exact(
     asserted: str, expected: str, tmp_path: Path, networks: dict[str, Path]
 ) -> None:
     given = {"N": networks["N"], "M": networks["N"]}
     assert answer(tmp_path, PAIR + f"(assert {asserted})", given).startswith(expected)
 
 
-def test_inputs_beyond_float64(tmp_path: Path, networks: dict[str, Path]) -> None:
-    """z3 decides on boxes without ends in float64; its point may lie beyond float64 too."""
+def test_inputs_beyond_float64_are_decided(tmp_path: Path, networks: dict[str, Path]) -> None:
+    """z3 decides on boxes that are unbounded in float64; its point may exceed float64 too."""
     far = f"1{'0' * 390}.0"
     text = START + declared("N", "X", "Y", 2, 2)
     boxed = "".join(f"(assert (and (<= X[0,{i}] {far}) (>= X[0,{i}] -{far})))" for i in (0, 1))
@@ -307,7 +307,7 @@ def test_inputs_beyond_float64(tmp_path: Path, networks: dict[str, Path]) -> Non
 
 @pytest.mark.parametrize("text", [ONE + "(assert (or (> Y[0,0] 1.0) (== X[0,0] 0.5)))", PAIR
     + "(assert (and (<= (- V[0,1] Y[0,1]) -0.25) (!= (* 2.0 X[0,0] Y[0,0]) 0.1)))"])  # fmt: skip
-def test_written_queries_are_read_by_the_reference_parser(text: str) -> None:
+def test_reference_parser_reads_written_queries(text: str) -> None:
     vnnlib = pytest.importorskip("vnnlib")
     query = parse_query(SourceFile("query.vnnlib", text))
     again = written(query)
@@ -319,7 +319,7 @@ def test_written_queries_are_read_by_the_reference_parser(text: str) -> None:
 
 @pytest.mark.full
 def test_refusals_agree_with_the_reference_parser() -> None:
-    """What the reference parser rejects is refused here."""
+    """Queries that the reference parser rejects are refused here."""
     vnnlib = pytest.importorskip("vnnlib")
     asserted = ["(<= X[0,0] 1e-3)", "(= X[0,0] 1.0)", "(<= Z[0,0] 1.0)", "(<= X[0,2] 1.0)",
                 "(not (<= X[0,0] 1.0))", "(and)", "(<= (/ X[0,0] 2.0) 1.0)"]  # fmt: skip
@@ -332,8 +332,8 @@ def test_refusals_agree_with_the_reference_parser() -> None:
 
 
 @pytest.mark.full
-def test_satisfactory(tmp_path: Path) -> None:
-    """Every known answer of the suite; the one refusal is what the standard demands (5.3.2)."""
+def test_known_answers_of_the_suite(tmp_path: Path) -> None:
+    """The one refusal is demanded by the standard (5.3.2)."""
     registry = pytest.importorskip("vnntest.core.registry")
     wrong, count = [], 0
     for case in registry.get_cases(suite="full"):
@@ -367,7 +367,7 @@ def test_capabilities_follow_the_standard(tmp_path: Path) -> None:
 
 
 def program(tmp_path: Path, printed: str, more: str = "") -> str:
-    """A solver that prints a text."""
+    """Return a solver that prints a text."""
     path = tmp_path / "solver.py"
     path.write_text(f"#!{sys.executable}\nimport sys, time\n{more}\nprint({printed!r})\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -381,7 +381,9 @@ def asked(tmp_path: Path, solver: str, text: str, networks: dict[str, Path]) -> 
     return found.text, " ".join((found.reason, *found.notes))
 
 
-def test_the_points_of_a_solver_are_evaluated(tmp_path: Path, networks: dict[str, Path]) -> None:
+def test_points_of_an_external_solver_are_evaluated(
+    tmp_path: Path, networks: dict[str, Path]
+) -> None:
     text = ONE + "(assert (>= Y[0,0] 0.5))"
     good = "sat\nX float32 [1,2]\n0.75\n0.5\nY float32 [1,2]\n9.0\n9.0"
     found, _ = asked(tmp_path, program(tmp_path, good), text, networks)
@@ -391,7 +393,9 @@ def test_the_points_of_a_solver_are_evaluated(tmp_path: Path, networks: dict[str
         assert asked(tmp_path, program(tmp_path, bad), text, networks)[0] == "unknown\n"
 
 
-def test_the_word_of_a_solver(tmp_path: Path, networks: dict[str, Path]) -> None:
+def test_result_line_of_an_external_solver_is_parsed(
+    tmp_path: Path, networks: dict[str, Path]
+) -> None:
     held, broken = ONE + "(assert (< Y[0,0] 0.0))", ONE + "(assert (<= Y[0,0] 0.0))"
     unsat = program(tmp_path, "unsat")
     assert asked(tmp_path, unsat, held, networks)[0] == "unsat\n"
@@ -408,7 +412,7 @@ def test_the_word_of_a_solver(tmp_path: Path, networks: dict[str, Path]) -> None
 
 
 @pytest.mark.full
-def test_the_test_solver_of_the_standard(tmp_path: Path, networks: dict[str, Path]) -> None:
+def test_solver_of_the_standard(tmp_path: Path, networks: dict[str, Path]) -> None:
     pytest.importorskip("vnnlib_test_solver")
     rule = '[solver]\nname = "t"\nversion = "1.0.0"\n[[rules]]\nmatch = "*.vnnlib"\nresult = "{}"\n'
     config = tmp_path / "solver.toml"
@@ -432,7 +436,7 @@ def test_the_test_solver_of_the_standard(tmp_path: Path, networks: dict[str, Pat
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command(cli: Cli, tmp_path: Path, networks: dict[str, Path]) -> None:
+def test_vnnlib_command(cli: Cli, tmp_path: Path, networks: dict[str, Path]) -> None:
     path = tmp_path / "query.vnnlib"
     path.write_text(ONE + "(assert (>= Y[0,0] 1.0))", encoding="utf-8")
     found = cli("vnnlib", "verify", path, "--network", f"N={networks['N']}", "--timeout", "9")
@@ -451,8 +455,8 @@ def test_the_command(cli: Cli, tmp_path: Path, networks: dict[str, Path]) -> Non
 
 
 @pytest.mark.full
-def test_random_pairs_against_samples(tmp_path: Path) -> None:
-    """`unsat` has no sampled point, and the points of `sat` are points of ONNX's reference."""
+def test_random_pairs_agree_with_samples(tmp_path: Path) -> None:
+    """No sample violates `unsat`, and points of `sat` are confirmed by ONNX's reference."""
     answers = []
     for seed in range(12):
         generator = np.random.default_rng(seed)
@@ -476,7 +480,9 @@ def test_random_pairs_against_samples(tmp_path: Path) -> None:
     assert {"sat", "unsat"} == set(answers)
 
 
-def test_external_data_behind_a_link(tmp_path: Path, networks: dict[str, Path]) -> None:
+def test_external_data_behind_a_symlink_is_not_read(
+    tmp_path: Path, networks: dict[str, Path]
+) -> None:
     """Nothing outside of the folder of a network is read."""
     folder = tmp_path / "networks"
     folder.mkdir()
@@ -490,8 +496,8 @@ def test_external_data_behind_a_link(tmp_path: Path, networks: dict[str, Path]) 
         answer(tmp_path, text, {"N": folder / "n.onnx"})
 
 
-def test_old_files(tmp_path: Path) -> None:
-    """Version 9 of the operators, weights among the inputs, and two types of weights."""
+def test_old_onnx_files_are_read(tmp_path: Path) -> None:
+    """Opset 9, weights among the inputs, and two types of weights."""
     weight = numpy_helper.from_array(np.eye(2, dtype=np.float32), "w")
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 2])
     w = helper.make_tensor_value_info("w", TensorProto.FLOAT, [2, 2])
@@ -526,9 +532,14 @@ class Rectified(torch.nn.Module):
     {"preset": "torch-eager", "compute": "bfloat16"},
     {"preset": "torch-eager", "weights": {"format": "fp8_e4m3", "scale": "per_tensor"}},
 ])  # fmt: skip
-def test_a_goal_as_a_query(kernel: dict[str, Any], tmp_path: Path) -> None:
-    """Below an attained drift no answer is `unsat`; far above it is; the reference parser reads it,
-    and the networks at errors of 0 are the block."""
+def test_goal_exported_as_a_query_has_the_right_answer(
+    kernel: dict[str, Any], tmp_path: Path
+) -> None:
+    """`unsat` appears only above an attained drift.
+
+    Far above it the answer is `unsat`; the reference parser reads the query, and the networks
+    without errors equal the block.
+    """
     vnnlib = pytest.importorskip("vnnlib")
     train, infer = (resolve(one) for one in ({"preset": "torch-eager"}, kernel))
     part = Rectified()

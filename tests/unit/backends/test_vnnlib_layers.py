@@ -1,4 +1,4 @@
-"""Queries about layers with ReLU: recognised, decided on split boxes, and compared with samples."""
+"""Queries about ReLU layers: recognised, decided by input splits, and compared with samples."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_layers_are_read_from_a_query(tmp_path: Path) -> None:
     assert first.outputs == ((4.0, 0.0), (-4.0, 0.0))
 
 
-def test_a_network_with_a_path_around_a_relu_is_none_of_layers(tmp_path: Path) -> None:
+def test_residual_network_is_not_recognised_as_layers(tmp_path: Path) -> None:
     weight = numpy_helper.from_array(np.eye(2, dtype=np.float32), "w")
     nodes = [helper.make_node("Relu", ["x"], ["h"]), helper.make_node("Add", ["h", "x"], ["y"])]
     file = saved(model_of(nodes, [weight], [1, 2], [1, 2]), tmp_path / "n.onnx")
@@ -78,16 +78,16 @@ def test_a_network_with_a_path_around_a_relu_is_none_of_layers(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("asserted", [
-    "(assert (> (* Y[0,0] Y[0,1]) 3.0))",  # no sum
+    "(assert (> (* Y[0,0] Y[0,1]) 3.0))",  # not a sum
     "(assert (> Y[0,0] 0.12345678901234567890123))",  # no exact coefficient
 ])  # fmt: skip
-def test_sums_that_are_no_linear_ones_are_left_to_others(tmp_path: Path, asserted: str) -> None:
+def test_nonlinear_sums_are_not_recognised(tmp_path: Path, asserted: str) -> None:
     problem = read_problem(written(tmp_path, PAIR + asserted), files_of(tmp_path, *pair(0)))
     assert problem.layers is None
 
 
 def limits(relation: Relation, tmp_path: Path, high: int = 1) -> tuple[str, Fraction]:
-    """Decide whether 1 - relu(x) stands in a relation to 0 for an x of [-1, high]."""
+    """Decide whether 1 - relu(x) satisfies a relation with 0 for some x in [-1, high]."""
     nodes = [helper.make_node("Relu", ["x"], ["h"]), helper.make_node("MatMul", ["h", "w"], ["y"])]
     weight = numpy_helper.from_array(np.eye(1, dtype=np.float32), "w")
     file = saved(model_of(nodes, [weight], [1, 1], [1, 1]), tmp_path / "n.onnx")
@@ -99,18 +99,18 @@ def limits(relation: Relation, tmp_path: Path, high: int = 1) -> tuple[str, Frac
     return found.verdict, (found.point or (Fraction(0),))[0]
 
 
-def test_relations(tmp_path: Path) -> None:
+def test_every_relation_is_decided(tmp_path: Path) -> None:
     assert limits("<=", tmp_path) == ("counterexample", Fraction(1))
     assert limits("==", tmp_path) == ("counterexample", Fraction(1))
     verdict, x = limits("<=", tmp_path, 4)
     assert verdict == "counterexample"
     assert x > 1
-    # the search meets an equation at a corner alone; what it does not meet is never proved
+    # the search meets an equation only at a corner; an equation it misses is never disproved
     verdict, x = limits("==", tmp_path, 4)
     assert (verdict, x) == ("counterexample", Fraction(1)) or verdict == "unknown"
 
 
-def test_a_conjunction_without_inequality_is_not_decided(tmp_path: Path) -> None:
+def test_conjunction_without_inequality_is_not_decided(tmp_path: Path) -> None:
     problem = read_problem(written(tmp_path, PAIR + apart("0.25")), files_of(tmp_path, *pair(0)))
     assert problem.layers is not None
     ends = [Fraction(-1)] * 3, [Fraction(1)] * 3
@@ -119,8 +119,8 @@ def test_a_conjunction_without_inequality_is_not_decided(tmp_path: Path) -> None
 
 
 @pytest.mark.full
-def test_pairs_against_samples(tmp_path: Path) -> None:
-    """`unsat` has no sampled point; a point of `sat` satisfies the query exactly."""
+def test_random_layers_agree_with_samples(tmp_path: Path) -> None:
+    """No sample violates `unsat`; a point of `sat` satisfies the query exactly."""
     reasons = []
     for seed in range(10):
         models = pair(seed)

@@ -1,4 +1,4 @@
-"""Bounds of z3 lie above every run; a forgotten rounding or case is found out; cvc5 agrees."""
+"""Bounds of z3 lie above every run; a missing rounding or case is detected; cvc5 agrees."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ REAL = "forall x in ball(all, 0.001): norm_inf(drift(attn_0, x)) <= "
 
 
 class Rectified(nn.Module):
-    """x + B relu(A x + a) + b, or with a rectified maximum in between."""
+    """x + B relu(A x + a) + b, or with a rectified maximum inside."""
 
     def __init__(self, width: int, inner: int, *, maximum: bool = False) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Rectified(nn.Module):
 
 
 class Linear(nn.Module):
-    """W x with rows whose magnitudes sum to 7/4."""
+    """W x, where the magnitudes of each row of W sum to 7/4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Linear(nn.Module):
 def problem_of(
     part: nn.Module, width: int, *kernels: Mapping[str, Any]
 ) -> tuple[BlockProblem, torch.Tensor]:
-    """Return the block under the last kernel, or under two of them, and the centre of a region."""
+    """Return the block under the last kernel, or under two, and the centre of a region."""
     model = model_of(part, width)
     train, infer = (resolve(one) for one in ({"preset": "torch-eager"}, *kernels)[-2:])
     factory = ProblemFactory(model, train, infer, torch.device("cpu"))
@@ -109,7 +109,7 @@ def attained(problem: BlockProblem, centre: torch.Tensor, size: float) -> float:
 @pytest.mark.parametrize("maximum", [False, True])
 @pytest.mark.parametrize("size", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("kernel", list(KERNELS))
-def test_a_bound_is_above_runs_and_below_other_domains(
+def test_bound_is_above_runs_and_below_other_domains(
     kernel: str, size: float, maximum: bool
 ) -> None:
     problem, centre = problem_of(Rectified(3, 4, maximum=maximum), 3, KERNELS[kernel])
@@ -123,7 +123,7 @@ def test_a_bound_is_above_runs_and_below_other_domains(
 
 @pytest.mark.full
 def test_cases_of_relu_make_a_bound_exact() -> None:
-    """The drift of rectified weights on a wide box: half of what intervals say."""
+    """The drift of rectified weights on a wide box is half of the interval bound."""
     problem, _ = problem_of(Rectified(2, 4), 2, KERNELS["fp8 weights"])
     bound, run = bounded(problem, CORNER, 1.0), attained(problem, CORNER, 1.0)
     interval = problem.bound(CORNER, radius_of(1.0)).output.drift
@@ -158,7 +158,7 @@ def _without_case(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("forget", "kernel"), [(_without_rounding, "bfloat16 any"), (_without_case, "fp8 weights")]
 )
-def test_what_is_forgotten_is_found_by_a_run(
+def test_run_detects_a_missing_rounding_or_case(
     monkeypatch: pytest.MonkeyPatch, forget: Callable[[pytest.MonkeyPatch], None], kernel: str
 ) -> None:
     problem, _ = problem_of(Rectified(2, 4), 2, KERNELS[kernel])
@@ -185,8 +185,8 @@ def test_no_run_of_a_random_block_exceeds_a_bound(seed: int) -> None:
 
 
 @pytest.mark.full
-def test_codes_of_two_kernels_are_integers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 1/32 and 1/16: values of codes differ by at most 1/32, where intervals say 3/64."""
+def test_codes_of_two_kernels_are_encoded_as_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 1/32 and 1/16: code values differ by at most 1/32, while intervals give 3/64."""
     int8, exact = {"format": "int8", "scale": "per_channel"}, 7 / 4 / 32
 
     def kernel(scale: float) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def test_cvc5_agrees_on_every_threshold(kernel: str, share: float) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("evidence", ["proof", "proof-real"])
-def test_a_clause_must_admit_what_no_checker_derives(tmp_path: Path, evidence: str) -> None:
+def test_clause_must_admit_proofs_without_a_checker(tmp_path: Path, evidence: str) -> None:
     write_model(tmp_path, prompts=("a b",))
     program = write_contract(tmp_path, REAL + "1.0", REAL + "1e-9", evidence=evidence)
     (wide, narrow) = BACKEND.decide(program, tmp_path, goals(program))
@@ -256,7 +256,7 @@ def test_a_clause_must_admit_what_no_checker_derives(tmp_path: Path, evidence: s
     assert isinstance(wide.verdict, Held if evidence == "proof-real" else Inconclusive)
 
 
-def test_no_time_is_inconclusive(tmp_path: Path) -> None:
+def test_zero_timeout_is_inconclusive(tmp_path: Path) -> None:
     write_model(tmp_path, prompts=("a b",))
     program = write_contract(tmp_path, REAL + "1e-6", evidence="proof-real")
     (found,) = BACKEND.decide(
@@ -265,7 +265,7 @@ def test_no_time_is_inconclusive(tmp_path: Path) -> None:
     assert isinstance(found.verdict, Inconclusive)
 
 
-def test_a_large_block_is_declined_before_it_is_encoded(
+def test_large_block_is_declined_before_encoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path, prompts=("a b",))
@@ -278,7 +278,7 @@ def test_a_large_block_is_declined_before_it_is_encoded(
 
 
 @pytest.mark.full
-def test_explain_says_which_cases_are_small_enough(tmp_path: Path, cli: Any) -> None:
+def test_explain_states_which_cases_are_small_enough(tmp_path: Path, cli: Any) -> None:
     write_model(tmp_path, prompts=("a b",))
     write_contract(tmp_path, REAL + "1e-9", evidence="proof-real")
     ran = cli("explain", "N-0", "contract.yaml", "--smtlib", "asked", cwd=tmp_path)
@@ -291,7 +291,7 @@ def test_explain_says_which_cases_are_small_enough(tmp_path: Path, cli: Any) -> 
 
 
 @pytest.mark.full
-def test_a_counterexample_runs_again(tmp_path: Path, cli: Any) -> None:
+def test_counterexample_is_reproduced(tmp_path: Path, cli: Any) -> None:
     write_model(tmp_path, prompts=("a b",))
     write_contract(tmp_path, REAL + "1e-8", evidence="proof-real")
     ran = cli("verify", "--backend", "z3", "--time-limit", "20", cwd=tmp_path)
@@ -302,7 +302,7 @@ def test_a_counterexample_runs_again(tmp_path: Path, cli: Any) -> None:
     assert "violated" in again.stdout
 
 
-def test_coefficients_next_to_nothing_are_part_of_the_slack() -> None:
+def test_tiny_coefficients_are_part_of_the_slack() -> None:
     """5e-324 has no grid of 24 bits below it."""
     tiny = torch.tensor([[5e-324, -5e-324]], dtype=torch.float64)
     form = SymbolForm(torch.tensor([0.5], dtype=torch.float64), tiny, torch.zeros(1))
@@ -311,8 +311,8 @@ def test_coefficients_next_to_nothing_are_part_of_the_slack() -> None:
     assert 0.5 - 1e-15 < found.constant < 0.5
 
 
-def test_a_value_that_is_zero_throughout_has_cases() -> None:
-    """Without any case the fact would be a contradiction."""
+def test_constant_zero_value_keeps_its_cases() -> None:
+    """Without any case the constraint would be a contradiction."""
     system, zero = System(), torch.zeros(1, dtype=torch.float64)
     point, wide = Box.point(zero), Box.around(zero + 1)
     x, still = system.fresh("x", wide), SymbolForm.constant(zero)

@@ -1,4 +1,4 @@
-"""The benchmark of aggregation measures two queries that agree, and says where they do not."""
+"""The aggregation benchmark measures two queries and reports differences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench import evaluator_aggregation
 from kcdsl_backends.empirical.sources.tokens.database import Tokens
 
 
-def test_a_small_table_gives_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_table_produces_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluator_aggregation, "ROUNDS", 1)
     ratio, each = evaluator_aggregation.aggregation_figures(20_000)
     assert ratio.limit == 1.3
@@ -19,7 +19,7 @@ def test_a_small_table_gives_the_figures(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "20,000 rows, 48 slices, 20 files" in ratio.conditions
 
 
-def test_answers_that_differ_are_an_error() -> None:
+def test_differing_answers_are_an_error() -> None:
     wanted = [("a", 3, 1, 0, [0.1, 0.2, 0.3])]
     same = {("a", "kl"): Tokens(3, 3, (1, 0), (0.1, 0.2, 0.3))}
     evaluator_aggregation._compare(wanted, same)
@@ -30,6 +30,6 @@ def test_answers_that_differ_are_an_error() -> None:
         evaluator_aggregation._compare(wanted, {})
 
 
-def test_the_page_has_the_limit_of_the_figure(repository: Path) -> None:
+def test_page_states_the_limit_of_the_figure(repository: Path) -> None:
     page = (repository / "docs" / "reference" / "aggregation.md").read_text(encoding="utf-8")
     assert f"| {evaluator_aggregation.LIMIT:g} |" in page

@@ -17,7 +17,7 @@ CURVES = [
 ]
 
 
-def test_the_picture_has_a_line_and_rings_for_every_region() -> None:
+def test_picture_has_a_line_and_markers_per_region() -> None:
     drawn = ET.fromstring(draw(CURVES))
     space = "{http://www.w3.org/2000/svg}"
     assert len(drawn.findall(f"{space}polyline")) == len(CURVES)
@@ -29,7 +29,7 @@ def test_the_picture_has_a_line_and_rings_for_every_region() -> None:
     assert {t.text for t in drawn.findall(f"{space}text")} >= {"one", "a < b", "hull", "256"}
 
 
-def test_figures_compare_with_the_longest_and_with_the_strongest() -> None:
+def test_figures_compare_with_the_longest_length_and_best_domain() -> None:
     bound, longest, run = figures(CURVES[0])
     assert (bound.value, longest.value, run.value) == (0.4, 0.8, 0.4 / 0.1)
     assert longest.within
@@ -37,13 +37,13 @@ def test_figures_compare_with_the_longest_and_with_the_strongest() -> None:
     assert not list(figures(worse))[1].within
 
 
-def test_the_table_has_a_row_for_every_region() -> None:
+def test_table_has_a_row_per_region() -> None:
     assert "| a < b, hull | 0.4 | 0.5 / 0.5 / 0.5 / 0.5 | 0.1 / 0.1 / 0.1 / 0.1 | 4 |" in table(
         CURVES
     )
 
 
-def test_the_page_holds_the_recorded_results() -> None:
+def test_page_contains_the_recorded_results() -> None:
     shown = shown_in("proofs/any-length.md", "any_length")
     rows = re.findall(r"^\| (MiniLM|tiny LM), ([^|]+) \|(.+)\|$", shown, re.MULTILINE)
     assert len(rows) == 2 * (len(RADII) + 1)

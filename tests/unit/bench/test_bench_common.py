@@ -1,4 +1,4 @@
-"""The benchmark convention: a missed or meaningless figure fails, results are whole files."""
+"""The benchmark convention: missed or meaningless figures fail; result files are written whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from bench.common import Better, Figure, report, seconds
         (math.inf, Better.HIGHER, 1.0, False),
     ],
 )
-def test_within(value: float, better: Better, limit: float | None, within: bool) -> None:
+def test_figure_is_within_its_limit(
+    value: float, better: Better, limit: float | None, within: bool
+) -> None:
     assert Figure("f", value, better, limit).within is within
 
 
@@ -63,7 +65,7 @@ def test_figures_within_their_limits_give_zero(tmp_path: Path) -> None:
     assert report("good", [Figure("a", 1.0, Better.HIGHER, 0.5)], tmp_path) == 0
 
 
-def test_nothing_measured_and_equal_names_are_refused(tmp_path: Path) -> None:
+def test_empty_and_duplicate_figures_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="measured nothing"):
         report("empty", [], tmp_path)
     twice = [Figure("a", 1.0, Better.LOWER)] * 2

@@ -1,4 +1,4 @@
-"""bench/compare.py: two trees in one run, and what counts as a loss."""
+"""bench/compare.py: two trees compared in one run, and the criterion of a regression."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def values(**figures: float) -> Values:
     return {name: (value, Better.LOWER) for name, value in figures.items()}
 
 
-def test_one_round_where_nothing_is_lost(tmp_path: Path) -> None:
+def test_one_round_suffices_without_a_regression(tmp_path: Path) -> None:
     before, now = tree(tmp_path / "a", [2.0]), tree(tmp_path / "b", [2.0])
     seconds, missing = compared("small", before, now)
     assert (seconds.name, seconds.value, seconds.within) == ("small: seconds", 1.0, True)
@@ -44,26 +44,26 @@ def test_one_round_where_nothing_is_lost(tmp_path: Path) -> None:
     assert json.loads((before / "bench" / "count").read_text()) == 1
 
 
-def test_a_loss_calls_for_more_rounds_and_medians_decide(tmp_path: Path) -> None:
+def test_regression_triggers_more_rounds_and_medians_decide(tmp_path: Path) -> None:
     before, now = tree(tmp_path / "a", [2.0, 2.0, 2.0]), tree(tmp_path / "b", [9.0, 2.0, 2.0])
     seconds, _ = compared("small", before, now)
     assert (seconds.value, seconds.within) == (1.0, True)
 
 
-def test_a_lasting_loss_is_reported(tmp_path: Path) -> None:
+def test_lasting_regression_is_reported(tmp_path: Path) -> None:
     before, now = tree(tmp_path / "a", [2.0] * 3), tree(tmp_path / "b", [3.0] * 3)
     seconds, _ = compared("small", before, now)
     assert (seconds.value, seconds.within) == (1.5, False)
 
 
-def test_a_figure_that_is_no_number_is_a_loss(tmp_path: Path) -> None:
+def test_nan_figure_is_a_regression(tmp_path: Path) -> None:
     before, now = tree(tmp_path / "a", [2.0] * 3), tree(tmp_path / "b", [None] * 3)
     seconds, _ = compared("small", before, now)
     assert math.isnan(seconds.value)
     assert not seconds.within
 
 
-def test_where_more_is_better_and_where_figures_are_missing() -> None:
+def test_higher_is_better_figures_and_missing_figures() -> None:
     higher: tuple[Values, Values] = ({"rate": (4.0, Better.HIGHER)}, {"rate": (2.0, Better.HIGHER)})
     assert losses("x", [higher])[0].value == 2.0
     *_, missing = losses("x", [(values(a=1.0, b=1.0), values(a=0.5))])
@@ -72,7 +72,7 @@ def test_where_more_is_better_and_where_figures_are_missing() -> None:
     assert losses("x", [(values(a=0.0), values(a=1.0))])[0].value == math.inf
 
 
-def test_a_benchmark_without_results_ends_the_run(tmp_path: Path) -> None:
+def test_benchmark_without_results_ends_the_run(tmp_path: Path) -> None:
     before = tree(tmp_path / "a", [])
     with pytest.raises(SystemExit, match="wrote no results"):
         compared("small", before, tree(tmp_path / "b", [1.0]))
@@ -85,7 +85,7 @@ another case, a case, float32 Measured(tokens=6, bound=1.0, interval=1, attack=1
 """
 
 
-def test_bounds_and_seconds_are_compared_sentence_by_sentence() -> None:
+def test_bounds_and_seconds_are_compared_per_sentence() -> None:
     before = measured("a case, float32", LINES)
     assert before[6] == {"bound": 0.25, "interval": math.inf, "attack": 0.125, "seconds": 2.0}
     assert list(before) == [6, 17]
@@ -111,7 +111,7 @@ print(sys.argv[1], f"Measured(tokens=6, {values})", file=sys.stderr)
 """
 
 
-def test_a_part_runs_the_certifier_of_its_tree_and_measures_its_own_time(tmp_path: Path) -> None:
+def test_part_runs_the_certifier_of_its_tree(tmp_path: Path) -> None:
     bench = tree(tmp_path, []) / "bench"
     (bench / "certifier.py").write_text(CERTIFIER)
     assert part("mlp_0", tmp_path)[6]["seconds"] == 1.0

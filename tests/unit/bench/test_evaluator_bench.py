@@ -1,4 +1,4 @@
-"""The benchmark of the evaluator measures what its page shows."""
+"""The evaluator benchmark measures what its page shows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bench import evaluator_tier_a
 from bench.common import shown_in
 
 
-def test_the_page_shows_every_figure_of_full_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_shows_every_figure_of_full_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluator_tier_a, "POSITIONS", 130)
     monkeypatch.setattr(evaluator_tier_a, "VOCABULARY", 300)
     monkeypatch.setattr(evaluator_tier_a, "ROUNDS", 1)

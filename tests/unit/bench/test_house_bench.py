@@ -1,4 +1,4 @@
-"""Figures of bench/house.py for small trees: sizes, cycles, floors, and what nothing uses."""
+"""Figures of bench/house.py for small trees: sizes, cycles, import depth, unused definitions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.house_code import Code, imports, read, unused
 
 
 def tree(root: Path, files: Mapping[str, str]) -> Code:
-    """Write files and read them as a tree."""
+    """Write files and parse them as a tree."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -22,17 +22,17 @@ def tree(root: Path, files: Mapping[str, str]) -> Code:
 
 
 def names(code: Code) -> tuple[set[str], set[str]]:
-    """Return the names that nothing uses, and those that only tests use."""
+    """Return the unused names, and those that only tests use."""
     dead, tested = unused(code)
     return {d.name for d in dead}, {d.name for d in tested}
 
 
 def dead_in(root: Path, text: str) -> set[str]:
-    """Return the names of one module that nothing uses."""
+    """Return the unused names of one module."""
     return names(tree(root, {"kcdsl/a.py": text}))[0]
 
 
-def test_a_cycle_of_modules_is_found_and_one_inside_functions_is_not(tmp_path: Path) -> None:
+def test_module_cycles_ignore_imports_inside_functions(tmp_path: Path) -> None:
     code = tree(
         tmp_path,
         {
@@ -53,7 +53,7 @@ def test_a_cycle_of_modules_is_found_and_one_inside_functions_is_not(tmp_path: P
     assert found.listed[0] == "cycle of modules: kcdsl.a kcdsl.b kcdsl.c"
 
 
-def test_an_import_for_types_is_counted_apart(tmp_path: Path) -> None:
+def test_type_checking_imports_are_counted_separately(tmp_path: Path) -> None:
     guard = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kcdsl.b import B\n"
     code = tree(tmp_path, {"kcdsl/a.py": guard, "kcdsl/b.py": "from kcdsl.a import A\n"})
     loaded, typed = imports(code)
@@ -64,7 +64,7 @@ def test_an_import_for_types_is_counted_apart(tmp_path: Path) -> None:
     assert values["imports for types"] == 1
 
 
-def test_folders_that_import_each_other_are_a_cycle(tmp_path: Path) -> None:
+def test_mutually_importing_folders_are_a_cycle(tmp_path: Path) -> None:
     code = tree(
         tmp_path,
         {
@@ -81,7 +81,7 @@ def test_folders_that_import_each_other_are_a_cycle(tmp_path: Path) -> None:
     assert found.listed[0] == "cycle of folders: kcdsl/one kcdsl/two"
 
 
-def test_floors_are_the_longest_chain_inside_what_is_asked(tmp_path: Path) -> None:
+def test_import_depth_is_the_longest_chain_inside_a_folder(tmp_path: Path) -> None:
     code = tree(
         tmp_path,
         {
@@ -101,7 +101,7 @@ def test_floors_are_the_longest_chain_inside_what_is_asked(tmp_path: Path) -> No
     assert floors({"a": {"b"}, "b": {"a", "c"}, "c": set(), "d": {"a"}}) == 3
 
 
-def test_sizes_are_of_the_product_alone(tmp_path: Path) -> None:
+def test_sizes_count_product_code_only(tmp_path: Path) -> None:
     code = tree(
         tmp_path,
         {
@@ -124,7 +124,7 @@ def test_sizes_are_of_the_product_alone(tmp_path: Path) -> None:
     assert found.remarks["largest folder"] == "kcdsl/cli"
 
 
-def test_what_nothing_uses_is_told_from_what_only_tests_use(tmp_path: Path) -> None:
+def test_unused_and_test_only_names_are_distinguished(tmp_path: Path) -> None:
     code = tree(
         tmp_path,
         {
@@ -153,7 +153,7 @@ print(Kept().asked())
     assert "only of tests: kcdsl/a.py:10 Kept.seen" in listed
 
 
-def test_what_is_of_an_unused_class_is_not_named_again(tmp_path: Path) -> None:
+def test_members_of_an_unused_class_are_not_reported_again(tmp_path: Path) -> None:
     text = "class Gone:\n    def lost(self): ...\n    class In:\n        def deep(self): ...\n"
     assert dead_in(tmp_path, text) == {"Gone"}
 
@@ -175,7 +175,7 @@ def test_what_is_of_an_unused_class_is_not_named_again(tmp_path: Path) -> None:
         "class A:\n    def part(self): ...\nmatch x:\n    case A(part=1): ...\n",
     ],
 )
-def test_what_may_be_called_is_not_reported(tmp_path: Path, text: str) -> None:
+def test_possibly_called_methods_are_not_reported(tmp_path: Path, text: str) -> None:
     assert dead_in(tmp_path, text) == set()
 
 
@@ -188,11 +188,11 @@ def test_what_may_be_called_is_not_reported(tmp_path: Path, text: str) -> None:
         "class A:\n    @staticmethod\n    def gone(): ...\nA()\nprint('it has gone')\n",
     ],
 )
-def test_a_method_that_only_the_product_could_call_is_reported(tmp_path: Path, text: str) -> None:
+def test_method_without_a_caller_is_reported(tmp_path: Path, text: str) -> None:
     assert {name.rpartition(".")[2] for name in dead_in(tmp_path, text)} == {"gone"}
 
 
-def test_names_in_data_and_entry_points_are_used(tmp_path: Path) -> None:
+def test_names_in_data_and_entry_points_count_as_used(tmp_path: Path) -> None:
     code = tree(
         tmp_path,
         {
@@ -206,7 +206,7 @@ def test_names_in_data_and_entry_points_are_used(tmp_path: Path) -> None:
     assert names(code)[0] == {"gone"}
 
 
-def test_public_classes_that_share_a_name(tmp_path: Path) -> None:
+def test_public_classes_with_equal_names_are_reported(tmp_path: Path) -> None:
     code = tree(
         tmp_path,
         {
@@ -218,7 +218,7 @@ def test_public_classes_that_share_a_name(tmp_path: Path) -> None:
     assert same_names(code) == ["kcdsl.a.Row", "kcdsl_backends.b.Row"]
 
 
-def test_figures_stand_beside_those_of_the_commit() -> None:
+def test_figures_are_shown_beside_those_of_the_commit() -> None:
     now = Measured({"files": 451, "floors": 3}, {}, [])
     before = Measured({"files": 1200, "floors": 4}, {"floors": "somewhere"}, [])
     assert figures(now, before, "abc") == [

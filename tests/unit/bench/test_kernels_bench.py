@@ -1,4 +1,4 @@
-"""The table and the picture of bench/kernels.py, and the page that holds what was measured."""
+"""The table and the picture of bench/kernels.py, and the page with the results."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def run(ratio: float, bound: float = 1.0, block: str = "attn_0") -> Comparison:
     return Comparison(FIRST, "MiniLM", block, 7, ratio, ratio * bound, bound)
 
 
-def test_the_table_has_the_largest_quotient_of_each_kind_of_block() -> None:
+def test_table_shows_the_largest_ratio_per_kind_of_block() -> None:
     text = table([run(0.25), run(0.5), run(0.75, block="layer_0"), run(0.0, math.inf, "mlp_0")])
     assert f"| {FIRST} | MiniLM | 4, 3 | 0.5 | – | 0.75 | – |" in text
     assert "4 runs, 3 of them" in text
     assert "the largest quotient is 0.7500" in text
 
 
-def test_a_run_outside_its_bound_fails_and_is_shown() -> None:
+def test_run_outside_its_bound_fails_and_is_shown() -> None:
     (figure,) = figures([run(0.5), run(1.5)])
     assert figure.value == 1.5
     assert not figure.within
@@ -38,7 +38,7 @@ def test_a_run_outside_its_bound_fails_and_is_shown() -> None:
     assert "| 1, 1 | inf |" in table([run(math.inf)])
 
 
-def test_the_picture_is_well_formed_and_places_runs_by_their_quotient() -> None:
+def test_picture_is_well_formed_and_positions_runs_by_ratio() -> None:
     root = ElementTree.fromstring(draw([("a < b", "MiniLM", q) for q in (0.0, 1e-3, 1.0, 50.0)]))
     places = [
         float(c.attrib["cx"])
@@ -48,7 +48,7 @@ def test_the_picture_is_well_formed_and_places_runs_by_their_quotient() -> None:
     assert places == sorted(places)
     assert len(set(places)) == 4
     labels = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert labels.count("≤ 10") == 1  # at the left edge, where smaller quotients are, too
+    assert labels.count("≤ 10") == 1  # smaller ratios are drawn at the left edge, too
     limit = next(
         line
         for line in root.iter("{http://www.w3.org/2000/svg}line")
@@ -57,18 +57,18 @@ def test_the_picture_is_well_formed_and_places_runs_by_their_quotient() -> None:
     assert float(limit.attrib["x1"]) == places[2]
 
 
-def test_the_page_holds_the_recorded_results() -> None:
+def test_kernels_page_contains_the_recorded_results() -> None:
     shown = shown_in("explanation/real-kernels.md", "kernels")
     for case in CASES:
         for model in MODELS:
-            # what is claimed of sums of bytes depends on the processor
+            # claims about sums of bytes depend on the processor
             kernel = case.name.removesuffix(" int16_pairs")
             assert f"| {kernel} | {model} |" in shown
     (worst,) = re.findall(r"the largest quotient is (\d\.\d{4})", shown)
     assert 0 < float(worst) <= 1
 
 
-def test_a_run_that_was_stopped_goes_on_with_the_same_code_alone(
+def test_interrupted_run_resumes_only_with_the_same_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "PARTS", tmp_path / "parts")
@@ -81,7 +81,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_code_alone(
     assert kernels._key(1.0) != kernels._key(0.5)
 
 
-def test_inputs_are_hundreds_and_of_many_lengths() -> None:
+def test_inputs_are_many_and_of_many_lengths() -> None:
     found = kernels_inputs.inputs("tiny LM")
     assert len(found) > 400
     assert {block for block, _ in found} == set(kernels_inputs.BLOCKS["tiny LM"])

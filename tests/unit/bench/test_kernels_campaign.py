@@ -1,4 +1,4 @@
-"""Random modules under real kernels: inputs, kernels, outcomes; drifts above a bound are told."""
+"""Random modules under real kernels: inputs, kernels, outcomes, and reported violations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.kernels_campaign import (
 )
 
 
-def test_a_module_above_its_bound_fails_and_is_counted() -> None:
+def test_module_above_its_bound_fails_and_is_counted() -> None:
     good, bad = Run(1, "torch.eager", 0.5, 3, 3), Run(2, "torch.eager", 1.5, 3, 3)
     modules, above = figures([good, bad, Run(3, "torch.eager", refused="KC461")])
     assert (modules.value, above.value) == (2, 1)
@@ -39,8 +39,8 @@ def test_seeds_reach_every_adapter_format_and_size() -> None:
 
 
 @pytest.mark.full
-def test_modules_run_inside_their_bounds() -> None:
-    """One written by a user, one built in."""
+def test_module_drifts_are_within_their_bounds() -> None:
+    """One user-defined module, one built in."""
     before = torch.is_grad_enabled()
     try:
         for seed in (5, 2 * BUILT_IN):

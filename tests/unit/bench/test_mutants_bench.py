@@ -1,4 +1,4 @@
-"""Defects that bench/mutants.py plants: in every module of the checker, met by the right tests."""
+"""Defects planted by bench/mutants.py: in every checker module, tried against the right tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from bench.mutants_tests import (
 PLANTED = {name_of(path): path for path in modules()}
 
 
-def test_files_are_those_of_both_tiers_and_the_checkers_own_come_first() -> None:
+def test_files_of_the_checker_are_ordered_first() -> None:
     found = files()
     assert len(set(found)) == len(found) > 100
     assert all((ROOT / file).is_file() for file in found)
@@ -38,8 +38,8 @@ def test_files_are_those_of_both_tiers_and_the_checkers_own_come_first() -> None
     assert not any("unit/bench" in file for file in found)
 
 
-def test_a_module_without_code_to_run_gives_none() -> None:
-    """Packages say what is in them and nothing else: there is nothing to plant."""
+def test_module_without_executable_code_has_no_mutants() -> None:
+    """A package with only a docstring and imports offers nothing to mutate."""
     for path in CHECKER.rglob("__init__.py"):
         assert list(mutants_of(path)) == []
 
@@ -52,7 +52,7 @@ def test_a_module_without_code_to_run_gives_none() -> None:
         pytest.param("linear_bounds/tape.py", marks=pytest.mark.full),
     ],
 )
-def test_a_mutant_is_another_module_and_says_where(name: str) -> None:
+def test_mutant_changes_the_module_and_states_its_line(name: str) -> None:
     plain = ast.unparse(parsed(name))
     found = list(mutants_of(PLANTED[name]))
     assert len({mutant.key for mutant in found}) == len(found)
@@ -61,7 +61,7 @@ def test_a_mutant_is_another_module_and_says_where(name: str) -> None:
         assert _text(name, mutant) != plain
         assert mutant.module == name
         before, after = mutant.change.split(" → ")
-        assert before != after or len(before) == 90  # the change itself may be further on
+        assert before != after or len(before) == 90  # the change itself may be on a later line
         if mutant.block is not None:
             assert mutant.block[0] == name
             assert mutant.block[1] <= mutant.line or mutant.kind == "refusal"
@@ -69,14 +69,14 @@ def test_a_mutant_is_another_module_and_says_where(name: str) -> None:
 
 
 @pytest.mark.full
-def test_every_place_of_a_change_says_that_it_is_executed() -> None:
+def test_every_mutation_site_records_its_execution() -> None:
     """Otherwise no test would meet the mutant."""
     for name, path in PLANTED.items():
         lines = {place for code in _codes(with_marks(name, parsed(name))) for place in _marks(code)}
         assert {mutant.block for mutant in mutants_of(path)} <= {None, *lines}, name
 
 
-def test_mutants_of_several_statements_are_planted_together_and_those_of_one_are_not() -> None:
+def test_mutants_of_different_statements_share_a_process() -> None:
     name = "affine/curves.py"
     found = list(mutants_of(PLANTED[name]))
     groups = apart(found)
@@ -93,7 +93,7 @@ def test_mutants_of_several_statements_are_planted_together_and_those_of_one_are
         assert len({mutant.statement for mutant in group}) == len(group)
 
 
-def test_a_rejection_that_is_left_out_belongs_to_the_tests_that_see_it() -> None:
+def test_omitted_rejection_is_assigned_to_the_tests_that_reach_it() -> None:
     name = "graphs/any_length.py"
     mutant = next(m for m in mutants_of(PLANTED[name]) if m.kind == "refusal")
     lines = PLANTED[name].read_text(encoding="utf-8").splitlines()
@@ -133,7 +133,7 @@ ONE = Results(
 TWO = Results({"two.py::only": Result(0.5, frozenset({g}))})
 
 
-def test_tests_that_execute_a_block_come_first_and_quick_ones_before_slow_ones() -> None:
+def test_tests_that_execute_the_block_run_first_by_speed() -> None:
     assert ONE.meeting({f}) == ["one.py::quick", "one.py::slow", "one.py::other"]
     assert ONE.meeting({g, h}) == ["one.py::slow", "one.py::quick", "one.py::other"]
     assert ONE.meeting({h}) == []
@@ -141,7 +141,7 @@ def test_tests_that_execute_a_block_come_first_and_quick_ones_before_slow_ones()
     assert ONE.only({g}).tests["one.py::slow"].blocks == {g}
 
 
-def test_quick_tests_of_all_files_fill_the_time_and_those_of_one_file_stay_together() -> None:
+def test_quick_tests_fill_the_time_grouped_by_file() -> None:
     assert quick([ONE, TWO], f, 9) == ["one.py::quick", "one.py::slow"]
     assert quick([ONE, TWO], g, 9) == ["two.py::only", "one.py::slow"]
     assert quick([ONE, TWO], g, 0.7) == ["two.py::only"]
@@ -176,8 +176,8 @@ print(together(Round(file, (some[0],), known), journal) == {some[0].key: found[s
 
 
 @pytest.mark.full
-def test_a_defect_is_found_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """Alone, among others, and from the journal; one that none of the tests meets is not."""
+def test_defect_is_found_in_its_own_process(tmp_path: Path) -> None:
+    """Alone, among others, and from the journal; a defect that no test reaches is not found."""
     done = _ran(FINDS, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -215,7 +215,7 @@ print(failure(forked((), [str(folder / "test_absent.py")])) != "")
 
 
 @pytest.mark.full
-def test_what_fails_without_a_defect_finds_none_and_is_not_remembered(tmp_path: Path) -> None:
+def test_that_fails_without_a_defect_is_discarded(tmp_path: Path) -> None:
     done = _ran(FAILS, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [

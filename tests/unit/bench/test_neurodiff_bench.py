@@ -1,4 +1,4 @@
-"""The comparison with a published pair of networks: where its data are not, and on other data."""
+"""The comparison with published network pairs: without their data, and on other data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = (6, 5, 4, 3)
 
 
 def nnet(path: Path, rng: np.random.Generator, digits: int) -> None:
-    """Write a random network in the `.nnet` text format; weights with so many digits."""
+    """Write a random network in the `.nnet` text format, with weights of so many digits."""
 
     def line(values: np.ndarray) -> str:
         return ",".join(f"{v:.{digits}f}" for v in values) + ","
@@ -30,7 +30,7 @@ def nnet(path: Path, rng: np.random.Generator, digits: int) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two networks that differ by rounding, and one query that nobody could bound so widely."""
+    """Return two networks that differ by rounding, and one query that is too wide to bound."""
     for name, digits in (("fine.nnet", 6), ("coarse.nnet", 2)):
         nnet(tmp_path / name, np.random.default_rng(2), digits)
     case = {
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("value", [None, "", "/nonexistent"])
-def test_without_data_it_says_so(
+def test_missing_data_is_reported(
     value: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(neurodiff.FOLDER, raising=False)
@@ -56,7 +56,7 @@ def test_without_data_it_says_so(
     assert shown.out == ""
 
 
-def test_networks_are_read_as_they_are_written(folder: Path) -> None:
+def test_written_networks_are_read_back(folder: Path) -> None:
     network = neurodiff.read_nnet(folder / "fine.nnet")
     assert network.sizes == SIZES
     weights = np.random.default_rng(2).standard_normal((5, 6))
@@ -66,7 +66,7 @@ def test_networks_are_read_as_they_are_written(folder: Path) -> None:
     ]  # fmt: skip
 
 
-def test_the_region_holds_the_clipped_box() -> None:
+def test_region_contains_the_clipped_box() -> None:
     image = [0, 2, 3, 100, 253, 255]
     centre, radius = neurodiff.region(image, 3)
     for pixel, c, r in zip(image, centre[0].tolist(), radius[0].tolist(), strict=True):
@@ -77,7 +77,7 @@ def test_the_region_holds_the_clipped_box() -> None:
 
 
 @pytest.mark.full
-def test_the_bound_lies_between_what_is_reached_and_the_interval_domain(folder: Path) -> None:
+def test_bound_lies_between_the_attack_and_the_interval_domain(folder: Path) -> None:
     train, infer = (neurodiff.read_nnet(folder / n) for n in ("fine.nnet", "coarse.nnet"))
     case = json.loads((folder / neurodiff.QUERIES).read_text(encoding="utf-8"))["cases"]["7"]
     found = neurodiff.measure(neurodiff.problem(train, infer), "7", case, 30)
@@ -86,7 +86,7 @@ def test_the_bound_lies_between_what_is_reached_and_the_interval_domain(folder: 
     assert found.published == 54.0
 
 
-def test_a_picture_shows_every_image(folder: Path, tmp_path: Path) -> None:
+def test_picture_shows_every_image(folder: Path, tmp_path: Path) -> None:
     found = [
         neurodiff.Measured(str(image), 0.01, 0.011, 0.2, 0.002, 0.05, 1.0) for image in range(3)
     ]

@@ -1,4 +1,4 @@
-"""Benchmarks of other people: the tables, and what our side of them answers on small networks."""
+"""Benchmarks of other projects: result tables, and our answers on small networks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def layers(*sizes: int, seed: int = 1, lift: float = 0.0) -> Layers:
-    """Return random weights, `lift` in the mean, and biases."""
+    """Return random weights with mean `lift`, and biases."""
     generator = torch.Generator().manual_seed(seed)
     return [
         (
@@ -35,7 +35,7 @@ def layers(*sizes: int, seed: int = 1, lift: float = 0.0) -> Layers:
 # --- ACAS-Xu --------------------------------------------------------------------------------------
 
 
-def test_a_row_counts_what_is_decided_and_says_why_the_rest_is_open() -> None:
+def test_row_counts_decisions_and_reasons_of_open_queries() -> None:
     found = {"splits": {"a": HELD, "b": BROKEN}, "marabou": {"a": OPEN, "b": OPEN}}
     ours, theirs = equivalence._rows(found, 20, ["vibecheck"])
     assert (ours.value, theirs.value) == (2, 0)
@@ -44,7 +44,7 @@ def test_a_row_counts_what_is_decided_and_says_why_the_rest_is_open() -> None:
     assert "2 open: too slow" in theirs.conditions
 
 
-def test_answers_that_contradict_each_other_are_found() -> None:
+def test_contradictory_answers_are_reported() -> None:
     with pytest.raises(SystemExit, match="contradict"):
         equivalence._rows({"splits": {"a": HELD}, "vnnlib": {"a": BROKEN}}, 20)
     found = {"splits": {"a": HELD, "b": OPEN}, "marabou": {"a": BROKEN, "b": BROKEN}}
@@ -53,7 +53,7 @@ def test_answers_that_contradict_each_other_are_found() -> None:
     assert theirs.conditions.endswith("contradicts a confirmed answer: a")
 
 
-def test_a_perturbed_copy_is_that_of_its_seed() -> None:
+def test_perturbed_copy_is_determined_by_its_seed() -> None:
     original = layers(5, 60, 5)
     first, again, other = (equivalence.perturbed(original, seed) for seed in (1, 1, 2))
     moved = first[0][0] - original[0][0]
@@ -92,7 +92,7 @@ def test_differences_of_images_are_decided(bound: float, verdict: str) -> None:
     assert found == verdict
 
 
-def test_the_box_is_clipped_to_pixels() -> None:
+def test_box_is_clipped_to_the_pixel_range() -> None:
     low, high = neurodiff_splits.ends_of([0, 2, 100, 254], 3)
     assert low == [0, 0, Fraction(97, 255), Fraction(251, 255)]
     assert high == [Fraction(3, 255), Fraction(5, 255), Fraction(103, 255), 1]
@@ -105,7 +105,7 @@ IMAGE = [0, 255, 100, 30, 2, 200]
 
 
 def in_integers(given: Layers, bits: int, pixels: list[int]) -> list[Fraction]:
-    """Run the quantised network as its paper says, in integers."""
+    """Run the quantised network by the definition of its paper, in integers."""
     h = [Fraction(p, 256) for p in pixels]
     for number, (weight, bias) in enumerate(given):
         sums = []
@@ -134,7 +134,7 @@ def images(count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("bits", [4, 6, 10])
-def test_the_quantised_run_is_that_of_integers(bits: int) -> None:
+def test_quantised_run_equals_the_integer_run(bits: int) -> None:
     given = layers(*SIZES, lift=0.5)  # some hidden values are clipped, some weights too
     served = qebverif.quantised(given, bits)
     (_, other), grid = qebverif.fixed_point(given, bits)
@@ -148,7 +148,7 @@ def test_the_quantised_run_is_that_of_integers(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("lift", [0.0, 0.5])
-def test_no_quantised_run_leaves_its_interval(bits: int, lift: float) -> None:
+def test_quantised_runs_stay_in_their_interval(bits: int, lift: float) -> None:
     given = layers(*SIZES, lift=lift)
     networks, grid = qebverif.fixed_point(given, bits)
     pair = FixedPointPair(networks, grid, *neurodiff_splits.ends_of(IMAGE, 3))
@@ -168,7 +168,7 @@ def test_no_quantised_run_leaves_its_interval(bits: int, lift: float) -> None:
         assert all(a <= x <= b for x, (a, b) in zip(pixels, ends, strict=False))
 
 
-def test_single_pixels_raise_what_sign_steps_find(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_pixel_search_improves_on_sign_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     given = layers(*SIZES)
 
     def found() -> list[float]:
@@ -192,7 +192,7 @@ def test_answers_are_confirmed_by_the_checker(monkeypatch: pytest.MonkeyPatch) -
     assert found == {0: None, 1: None}
 
 
-def test_the_published_table_is_read(tmp_path: Path) -> None:
+def test_published_table_is_parsed(tmp_path: Path) -> None:
     text = (
         " ,P1: 784_100_10,Q bit: 4\n ,Sample ID, ,3236, , ,5656, \n ,,Interval,Result,Time,,,\n"
         'Error=1,DRA,NA,NA,NA," [-3.5e-01, 0.6].\n",Unknown,1.3\n'
@@ -217,12 +217,12 @@ def measured(**values: float) -> dict[str, peers_blocks.Measured]:
     return {name: peers_blocks.Measured(value) for name, value in values.items()}
 
 
-def test_a_bound_of_ours_below_a_run_ends_the_benchmark() -> None:
+def test_own_bound_below_a_run_ends_the_benchmark() -> None:
     with pytest.raises(SystemExit, match="affine"):
         list(peers_blocks._figures(CASE, measured(attack=2.0, interval=3.0, affine=1.9)))
 
 
-def test_a_bound_of_a_peer_below_a_run_is_named() -> None:
+def test_peer_bound_below_a_run_is_reported() -> None:
     found = measured(attack=2.0, interval=3.0, affine=2.5, crown=1.9)
     found["z3"] = peers_blocks.Measured(float("inf"), "too large")
     attack, *rows = peers_blocks._figures(CASE, found)
@@ -250,7 +250,7 @@ def test_bounds_of_a_norm_of_the_tiny_model_are_above_its_run() -> None:
 
 
 @pytest.mark.parametrize("folder", ["", "/nonexistent"])
-def test_without_data_a_section_is_left_out(
+def test_section_without_data_is_omitted(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KCDSL_ACAS", folder)

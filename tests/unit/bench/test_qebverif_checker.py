@@ -1,4 +1,4 @@
-"""Bounds of networks in fixed point that the checker derives: any slopes, and forged proofs."""
+"""Checked bounds of fixed-point networks: arbitrary slopes, and forged proofs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tensors(network: Network) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def points(count: int, seed: int = 0) -> list[Point]:
-    """Return points of the box: corners and others, all of few bits."""
+    """Return points of the box: corners and others, all with few bits."""
     draw = np.random.default_rng(seed)
     shares = draw.integers(0, 9, (count, 3))
     shares[::2] = np.where(shares[::2] > 4, 8, 0)
@@ -55,7 +55,7 @@ def points(count: int, seed: int = 0) -> list[Point]:
 def hidden_and_outputs(
     network: Network, point: Point, grid: Grid | None
 ) -> tuple[list[list[Fraction]], list[Fraction]]:
-    """Return what every layer gives before ReLU or rounding, in exact arithmetic."""
+    """Return the values of every layer before ReLU or rounding, in exact arithmetic."""
     h, sums = point, list[list[Fraction]]()
     for weight, bias in network:
         sums.append(
@@ -74,14 +74,14 @@ def hidden_and_outputs(
 
 
 def apart(limit: Fraction, output: int = 0) -> list[Any]:
-    """Return that an output differs by at least a limit."""
+    """Return the condition that an output differs by at least a limit."""
     one = [float(k == output) for k in range(SIZES[-1])]
     none, other = [0.0] * 3, [-v for v in one]
     return [[(none, one, other, -limit)], [(none, other, one, -limit)]]
 
 
 def proved(seed: int, grid: Grid) -> tuple[tuple[Network, Network], float, SlopeProof]:
-    """Return networks, a bound of the first output's difference, and what shows it."""
+    """Return networks, a bound of the first output's difference, and its proof."""
     both = networks(seed, grid.step)
     pair = FixedPointPair((tensors(both[0]), tensors(both[1])), grid, LOW, HIGH)
     one = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).double()
@@ -95,7 +95,7 @@ GRIDS = [Grid(0.25, 7), Grid(2.0**-6, 200), Grid(1.0, 1)]
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("size", [0.0, 0.5, 30.0])
-def test_no_run_leaves_the_bounds_whatever_the_slopes(grid: Grid, seed: int, size: float) -> None:
+def test_bounds_enclose_every_run_for_arbitrary_slopes(grid: Grid, seed: int, size: float) -> None:
     both, draw = networks(seed, grid.step), np.random.default_rng(seed)
     ends = [np.array([float(v) for v in end]) for end in (LOW, HIGH)]
     ends[1] = np.nextafter(ends[1], 2)
@@ -123,7 +123,7 @@ def test_no_run_leaves_the_bounds_whatever_the_slopes(grid: Grid, seed: int, siz
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_checker_derives_what_the_search_found(grid: Grid, seed: int) -> None:
+def test_checker_derives_the_bound_of_the_search(grid: Grid, seed: int) -> None:
     both, bound, proof = proved(seed, grid)
     largest = max(
         abs(
@@ -140,13 +140,13 @@ def test_the_checker_derives_what_the_search_found(grid: Grid, seed: int) -> Non
         recheck_fixed_point(both, grid, LOW, HIGH, apart(largest), proof)
 
 
-def test_a_proof_for_one_grid_shows_nothing_of_a_coarser_one() -> None:
+def test_proof_for_a_grid_is_rejected_for_a_coarser_one() -> None:
     both, bound, proof = proved(0, GRIDS[1])
     with pytest.raises(Rejected, match="claim/too-small"):
         recheck_fixed_point(both, Grid(0.5, 7), LOW, HIGH, apart(Fraction(bound * 1.01)), proof)
 
 
-def test_searched_slopes_show_more_than_those_of_planes() -> None:
+def test_searched_slopes_give_smaller_bounds_than_default_slopes() -> None:
     grid = GRIDS[0]
     both = networks(0, grid.step)
     pair = FixedPointPair((tensors(both[0]), tensors(both[1])), grid, LOW, HIGH)
@@ -208,12 +208,12 @@ def test_forged_slopes_are_rejected(name: str) -> None:
 @pytest.mark.parametrize(
     ("step", "most"), [(0.3, 4), (0.0, 4), (-0.5, 4), (float("nan"), 4), (0.5, 0), (0.5, 2**17)]
 )
-def test_a_grid_is_a_power_of_two_and_has_few_levels(step: float, most: int) -> None:
+def test_grid_must_be_a_power_of_two_with_few_levels(step: float, most: int) -> None:
     with pytest.raises(Rejected, match="document/splits"):
         Grid(step, most)
 
 
-def test_one_network_has_no_difference() -> None:
+def test_equal_networks_have_no_difference() -> None:
     grid = GRIDS[0]
     both, bound, proof = proved(0, grid)
     with pytest.raises(Rejected, match="document/splits"):
@@ -221,7 +221,7 @@ def test_one_network_has_no_difference() -> None:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_a_replayed_run_rounds_its_hidden_values(grid: Grid) -> None:
+def test_replayed_run_rounds_hidden_values(grid: Grid) -> None:
     both = networks(2, grid.step)
     for point in points(20):
         f = hidden_and_outputs(both[0], point, None)[1][0]

@@ -1,4 +1,4 @@
-"""The campaign of mutants: each is carried out, and a hole that is planted is found."""
+"""The campaign of trust mutants carries out each mutant and finds a planted vulnerability."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", GENERATORS)
-def test_no_mutant_is_accepted_for_no_reason(kind: str, scene: Scene) -> None:
+def test_accepted_mutants_have_a_documented_reason(kind: str, scene: Scene) -> None:
     assert scene.check(scene.bundle).accepted
     found = [run() for run in islice(GENERATORS[kind](scene, random.Random(7)), 25)]
     assert [one for one in found if one.wrong] == []
@@ -51,19 +51,21 @@ HOLES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
 
 
 @pytest.mark.parametrize("kind", HOLES)
-def test_a_planted_hole_is_found(kind: str, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checker that leaves one step out accepts what it must not."""
+def test_planted_vulnerability_is_found(
+    kind: str, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checker that omits one step accepts a mutant."""
     HOLES[kind](monkeypatch)
     found = (run() for run in islice(GENERATORS[kind](scene, random.Random(3)), 3000))
     assert any(one.wrong for one in found)
     scene.restore()
 
 
-def test_the_shares_are_of_every_kind() -> None:
+def test_every_kind_of_mutant_has_a_share() -> None:
     assert trust_mutants.SHARES.keys() == GENERATORS.keys() == set(trust_mutants.KINDS)
     assert sum(trust_mutants.SHARES.values()) == pytest.approx(1)
 
 
-def test_a_scene_has_what_it_checks(scene: Scene) -> None:
+def test_scene_contains_the_files_that_it_checks(scene: Scene) -> None:
     files = {path.name for path in Path(scene.folder).iterdir()}
     assert {"N.proof.json", "rows.jsonl", "trace.jsonl", "report.json", "kernels.json"} <= files
