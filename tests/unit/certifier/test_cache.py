@@ -1,4 +1,4 @@
-"""Entries of the cache: what was written comes back, and nothing else ever does."""
+"""Cache entries: stored values are restored unchanged, and damaged entries are rejected."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Pair:
 
 @pytest.mark.full
 @given(PLAIN)
-def test_values_come_back_as_they_were(value: Any) -> None:
+def test_values_are_restored_unchanged(value: Any) -> None:
     text = json.dumps(encode(value), allow_nan=False)
     found = decode(json.loads(text), ())
     assert found == value
@@ -55,7 +55,7 @@ def test_values_come_back_as_they_were(value: Any) -> None:
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
-def test_tensors_come_back_bit_by_bit(kind: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_are_restored_bitwise(kind: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.arange(math.prod(shape)) % 2).reshape(shape).to(kind)
     found = decode(json.loads(json.dumps(encode(tensor))), ())
     assert found.dtype == kind
@@ -63,7 +63,7 @@ def test_tensors_come_back_bit_by_bit(kind: torch.dtype, shape: tuple[int, ...])
     assert torch.equal(found, tensor)
 
 
-def test_records_come_back_if_their_class_is_known() -> None:
+def test_records_of_known_classes_are_restored() -> None:
     value = Pair(0.1, (math.inf, -0.0, [True]))
     assert decode(encode(value), (Pair,)) == value
     with pytest.raises(KeyError):
@@ -88,12 +88,12 @@ def test_records_come_back_if_their_class_is_known() -> None:
         {"float": "0x1p99999"}, {"tensor": {}}, {},
     ],
 )  # fmt: skip
-def test_what_is_no_value_is_refused(value: Any) -> None:
+def test_invalid_encodings_are_refused(value: Any) -> None:
     with pytest.raises(DAMAGE):
         decode(value, (Pair,))
 
 
-def test_a_tensor_cannot_be_larger_than_it_says() -> None:
+def test_tensor_with_wrong_size_is_refused() -> None:
     stored = encode(torch.zeros(1000, dtype=torch.float64))
     stored["tensor"]["shape"] = [10]
     with pytest.raises(ValueError, match="not a tensor"):
@@ -101,14 +101,12 @@ def test_a_tensor_cannot_be_larger_than_it_says() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1: 2}, Pair, b"bytes"])
-def test_what_cannot_be_kept_is_an_error(value: Any) -> None:
+def test_unsupported_values_are_an_error(value: Any) -> None:
     with pytest.raises(TypeError):
         encode(value)
 
 
-def test_an_entry_is_found_under_its_key_alone(
-    tmp_path: Path, follows: Callable[..., None]
-) -> None:
+def test_entry_is_found_under_its_key_only(tmp_path: Path, follows: Callable[..., None]) -> None:
     cache = Cache(tmp_path / "new" / "folder")
     assert cache.read(KEY) == (Lookup.ABSENT, None)
     value = encode(Pair(0.1, (torch.ones(2), {"a": 1})))
@@ -119,8 +117,8 @@ def test_an_entry_is_found_under_its_key_alone(
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [cache.path(KEY)]
 
 
-def test_every_damage_is_seen(tmp_path: Path) -> None:
-    """Cut anywhere, any byte changed, put under another key, of another form or too large."""
+def test_every_damage_is_detected(tmp_path: Path) -> None:
+    """Truncated, one byte changed, under another key, of another form, or too large."""
     cache = Cache(tmp_path)
     cache.write(KEY, encode({"bound": 0.25}))
     path = cache.path(KEY)
@@ -144,9 +142,7 @@ def test_every_damage_is_seen(tmp_path: Path) -> None:
     assert not cache.write(KEY, 1)
 
 
-def test_an_entry_that_is_too_large_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oversized_entry_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(tmp_path)
     cache.write(KEY, "a" * 2000)
     assert cache.read(KEY)[0] is Lookup.HIT
@@ -154,14 +150,14 @@ def test_an_entry_that_is_too_large_is_not_read(
     assert cache.read(KEY) == (Lookup.DAMAGED, None)
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_unwritable_folder_is_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = Cache(tmp_path / "file")
     assert not cache.write(KEY, 1)
     assert cache.read(KEY)[1] is None
 
 
-def test_keys_tell_everything_apart() -> None:
+def test_different_inputs_have_different_keys() -> None:
     parts: list[dict[str, Any]] = [
         {"a": 1},
         {"a": "1"},
@@ -175,7 +171,7 @@ def test_keys_tell_everything_apart() -> None:
     assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
 
 
-def test_the_version_of_the_rules_is_that_of_every_source(tmp_path: Path) -> None:
+def test_rules_version_depends_on_every_source(tmp_path: Path) -> None:
     (tmp_path / "p" / "sub").mkdir(parents=True)
     (tmp_path / "p" / "a.py").write_text("x = 1\n")
     (tmp_path / "p" / "sub" / "b.py").write_text("")
@@ -196,8 +192,8 @@ def test_the_version_of_the_rules_is_that_of_every_source(tmp_path: Path) -> Non
     assert len(rules_version()) == 64
 
 
-def test_the_rules_are_of_every_package_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shares of what is left to chance, too, which are those of `statement.verdicts`."""
+def test_rules_version_covers_every_package_with_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This includes the shares of error probabilities in `statement.verdicts`."""
     seen: list[str] = []
 
     def digest(roots: Sequence[Path], beside: str) -> str:

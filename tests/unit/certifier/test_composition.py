@@ -1,4 +1,4 @@
-"""Chains as `kcdsl verify --chain` makes them: where blocks fall apart, what is remembered."""
+"""Chain proofs of `kcdsl verify --chain`: where blocks are cut, and which links are cached."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def decide(folder: Path) -> Decide:
         ("plain", "model", ["model[0]", "model[1]", "model[2]"]),
     ],
 )
-def test_links_of_blocks(kind: str, block: str, names: list[str], tmp_path: Path) -> None:
+def test_blocks_are_cut_into_links(kind: str, block: str, names: list[str], tmp_path: Path) -> None:
     model, _ = small(tmp_path, kind)
     graph = block_graph(model, block, 3, (1, 5, 2) if block == "model" else None)
     links = stages_of(model, graph)
@@ -121,14 +121,14 @@ def parsed(graph: Any) -> Any:
 
 
 @pytest.mark.full
-def test_what_does_not_fall_apart_is_inconclusive(decide: Decide) -> None:
+def test_block_that_cannot_be_cut_is_inconclusive(decide: Decide) -> None:
     (found,) = decide("forall x in points(all): norm_inf(drift(attn_0, x)) <= 1")
     assert found.verdict == Inconclusive("p0: block 'attn_0' does not fall apart into stages")
     assert found.proof is None
 
 
-def test_regions_that_links_do_not_know(tmp_path: Path) -> None:
-    """Rows of any number, and weights near those of the checkpoint: no chain claims them."""
+def test_regions_without_chain_support_are_inconclusive(tmp_path: Path) -> None:
+    """Sequences of any length, and weight balls: no chain supports them."""
     made = chained(tmp_path, clause=1)
     several = replace(made.case, longest=4)
     moving = replace(made.goal, weights=Fraction(1, 1024))
@@ -144,7 +144,7 @@ def test_regions_that_links_do_not_know(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_goals_are_decided_by_chains(decide: Decide) -> None:
+def test_chains_decide_goals(decide: Decide) -> None:
     flip = "forall x in points(all): no_flip(model, x, 1)"
     found = decide(MODEL, BALL, flip)
     for one in found:
@@ -163,7 +163,7 @@ def test_goals_are_decided_by_chains(decide: Decide) -> None:
 
 
 @pytest.mark.full
-def test_proofs_without_chains_are_what_they_were(decide: Decide) -> None:
+def test_proofs_without_chains_are_unchanged(decide: Decide) -> None:
     one, two = decide(MODEL, chain=False, attacks=False), decide(MODEL, attacks=False)
     document = json.loads(one[0].proof or b"")
     assert document["schema"] == "kcdsl.interval-proof/1"
@@ -175,16 +175,18 @@ def test_proofs_without_chains_are_what_they_were(decide: Decide) -> None:
 
 
 @pytest.mark.full
-def test_a_limit_that_a_chain_does_not_reach(decide: Decide) -> None:
+def test_unreachable_limit_stays_inconclusive(decide: Decide) -> None:
     (found,) = decide(MODEL.replace("0.1", "0.0001"), attacks=False)
     assert isinstance(found.verdict, Inconclusive)
     assert 0.0001 < found.bound < 0.001
 
 
 @pytest.mark.full
-def test_more_is_done_where_that_settles_the_goal(decide: Decide) -> None:
-    """Ellipsoids lose less than boxes, fewer links less than many; what runs attain stands beside
-    the links that there are."""
+def test_ellipsoids_and_fewer_links_are_tried_until_the_goal_is_decided(decide: Decide) -> None:
+    """Ellipsoids are tighter than boxes, and fewer links than many.
+
+    Attained drifts are listed beside the final links.
+    """
     names, bounds, handed = [], [], []
     for limit in ("0.1", "0.0009", "0.0004"):
         (found,) = decide(MODEL.replace("0.1", limit), attacks=limit == "0.0004")
@@ -204,7 +206,7 @@ def test_more_is_done_where_that_settles_the_goal(decide: Decide) -> None:
 
 
 @pytest.mark.full
-def test_a_run_above_a_link_is_no_evidence(decide: Decide) -> None:
+def test_run_above_a_link_bound_is_not_evidence(decide: Decide) -> None:
     links = (LinkOutcome("layer_0", 0.5, 0.6), LinkOutcome("model[3]", 1.0, 0.2))
     (found,) = decide(MODEL, attacks=False)
     case = CaseOutcome("p0", 3, 0.01, attack=0.001, links=links)
@@ -214,7 +216,9 @@ def test_a_run_above_a_link_is_no_evidence(decide: Decide) -> None:
 
 
 @pytest.mark.full
-def test_attacks_of_links_may_not_finish(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_attack_of_a_link_is_tolerated(
+    decide: Decide, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def exhausted(self: Any, context: WorkerContext) -> Any:
         raise MemoryError("no room")
 
@@ -229,7 +233,7 @@ def test_attacks_of_links_may_not_finish(decide: Decide, monkeypatch: pytest.Mon
 
 
 @pytest.mark.full
-def test_a_second_run_finds_every_link(decide: Decide) -> None:
+def test_second_run_reuses_every_link(decide: Decide) -> None:
     first, second = decide(MODEL, BALL), decide(MODEL, BALL)
     assert [one.cached for one in first] == [0, 0]
     assert [one.cached for one in second] == [2, 2]
@@ -238,7 +242,7 @@ def test_a_second_run_finds_every_link(decide: Decide) -> None:
 
 
 def alter(folder: Path, name: str, by: float) -> None:
-    """Take a step of training that moves one tensor alone."""
+    """Make a training step that changes one tensor only."""
     path = folder / "model.safetensors"
     state = load_file(path)
     state[name] = state[name] * (1 + by)
@@ -250,7 +254,7 @@ def known(found: GoalOutcome) -> list[bool]:
 
 
 @pytest.mark.full
-def test_links_before_a_change_are_known(decide: Decide, folder: Path) -> None:
+def test_links_before_a_changed_weight_are_cached(decide: Decide, folder: Path) -> None:
     decide(MODEL, attacks=False)
     alter(folder, "model.layers.1.mlp.up_proj.weight", 0.01)
     (found,) = decide(MODEL, attacks=False)
@@ -259,11 +263,11 @@ def test_links_before_a_change_are_known(decide: Decide, folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_links_behind_a_change_that_stays_in_their_interface_are_known(
-    decide: Decide, folder: Path
-) -> None:
-    """The point of chains: where a step moves a state by less than an interface leaves room for,
-    the links behind it are those of the run before, and what they say is checked as ever."""
+def test_links_after_a_small_change_are_cached(decide: Decide, folder: Path) -> None:
+    """If a step moves a state by less than the margin of an interface, later links are reused.
+
+    Their claims are checked as always.
+    """
     decide(BALL, attacks=False)
     alter(folder, "model.layers.1.self_attn.o_proj.weight", 1e-6)
     (found,) = decide(BALL, attacks=False)
@@ -276,9 +280,7 @@ def test_links_behind_a_change_that_stays_in_their_interface_are_known(
 
 
 @pytest.mark.full
-def test_an_interface_of_before_is_given_up_where_it_costs_the_goal(
-    decide: Decide, folder: Path
-) -> None:
+def test_cached_interface_is_dropped_if_it_prevents_a_proof(decide: Decide, folder: Path) -> None:
     (first,) = decide(BALL, attacks=False)
     case = first.cases[0]
     widened(folder, case.links[0].bound)
@@ -290,7 +292,7 @@ def test_an_interface_of_before_is_given_up_where_it_costs_the_goal(
 
 
 def widened(folder: Path, by: float) -> None:
-    """Widen the drift of every remembered interface, as a run with other weights may have."""
+    """Widen the drift of every cached interface, as a run with other weights may."""
 
     def wider(value: Any) -> Any:
         if not isinstance(value, Interface) or value.drift is None:
@@ -301,7 +303,7 @@ def widened(folder: Path, by: float) -> None:
 
 
 def rewritten(folder: Path, change: Callable[[Any], Any]) -> int:
-    """Change entries as someone would who knows how they are made; return how many."""
+    """Change entries with a valid digest, as a forger would; return their number."""
     count = 0
     stages = BoundedStage, StageOutput, Interface, Box
     kinds = (CaseBound, CaseOutcome, LinkOutcome, Attack, *stages)
@@ -315,8 +317,8 @@ def rewritten(folder: Path, change: Callable[[Any], Any]) -> int:
 
 
 @pytest.mark.full
-def test_entries_that_lie_are_not_believed(decide: Decide, folder: Path) -> None:
-    """Narrower outputs and regions that fit one another: the checker derives what they are."""
+def test_forged_entries_are_rechecked(decide: Decide, folder: Path) -> None:
+    """Narrower outputs, and regions that match: the checker derives the true ones."""
     decide(BALL, attacks=False)
 
     def narrower(value: Any) -> Any:
@@ -335,7 +337,7 @@ def test_entries_that_lie_are_not_believed(decide: Decide, folder: Path) -> None
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["name", "graph", "region"])
-def test_entries_do_not_say_what_their_links_are_about(
+def test_entries_cannot_change_the_subject_of_a_link(
     decide: Decide, folder: Path, place: str
 ) -> None:
     (first,) = decide(BALL, attacks=False)
@@ -360,8 +362,8 @@ def test_entries_do_not_say_what_their_links_are_about(
 
 
 @pytest.mark.full
-def test_the_bound_of_the_last_link_is_what_its_proof_claims(decide: Decide, folder: Path) -> None:
-    """A lower one beside a proof of the honest one would stand in the result."""
+def test_final_bound_is_read_from_the_proof(decide: Decide, folder: Path) -> None:
+    """A lower bound beside a valid proof of another one would appear in the result."""
     (first,) = decide(BALL, attacks=False)
 
     def lower(value: Any) -> Any:
@@ -380,7 +382,7 @@ def test_the_bound_of_the_last_link_is_what_its_proof_claims(decide: Decide, fol
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("value", [1, "text", (), (1.0, 2.0), {"a": 1}])
-def test_entries_of_another_form_are_damaged(decide: Decide, folder: Path, value: Any) -> None:
+def test_malformed_link_entries_are_damaged(decide: Decide, folder: Path, value: Any) -> None:
     (first,) = decide(BALL, attacks=False)
     rewritten(folder, lambda kept: value if isinstance(kept, BoundedStage | Interface) else None)
     (second,) = decide(BALL, attacks=False)
@@ -390,7 +392,7 @@ def test_entries_of_another_form_are_damaged(decide: Decide, folder: Path, value
 
 
 @pytest.mark.full
-def test_another_program_knows_nothing(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_program_has_no_cached_links(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
     decide(BALL, attacks=False)
     for module in ("kcdsl_backends.certifier.backend", "kcdsl_backends.certifier.worker"):
         monkeypatch.setattr(f"{module}.rules_version", lambda: "another")
@@ -402,7 +404,7 @@ def test_another_program_knows_nothing(decide: Decide, monkeypatch: pytest.Monke
 # --- interfaces -----------------------------------------------------------------------------------
 
 
-def test_interfaces_hold_what_they_are_made_of() -> None:
+def test_interfaces_contain_their_source_values() -> None:
     generator = torch.Generator().manual_seed(1)
     for scale in (1.0, 2.0**-60, 2.0**40):
         low = torch.randn(3, 5, generator=generator, dtype=torch.float64) * scale

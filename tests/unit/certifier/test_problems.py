@@ -1,4 +1,4 @@
-"""The problems of a model and a kernel pair: which graphs are kept."""
+"""The problems of a model and a kernel pair: which graphs are cached."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from tests.support.attributions import ref, small_model
 
 
-def test_the_latest_graphs_of_a_whole_model_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_graphs_of_a_whole_model_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[tuple[str, Sequence[int] | None]] = []
     trace: Any = getattr(problems, "block_graph")  # noqa: B009
 

@@ -1,4 +1,4 @@
-"""Runs with a cache: the same outcomes, only what changed is done again, nothing is believed."""
+"""Runs with a cache: equal outcomes, recomputation of changed parts only, rechecked entries."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def outcomes(
 
 
 def same(found: Sequence[GoalOutcome]) -> list[GoalOutcome]:
-    """Return outcomes without what may differ: seconds, memory, and what the cache had."""
+    """Return outcomes without seconds, memory and cache statistics."""
     return [replace(one, seconds=0.0, peak_bytes=0, cached=0) for one in found]
 
 
@@ -81,7 +81,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
-    """Change the value of an entry as someone would who knows how entries are made."""
+    """Change the value of an entry with a valid digest, as a forger would."""
     entry = json.loads(path.read_bytes())
     kinds = (CaseBound, CaseOutcome, Attack)
     assert Cache(path.parent.parent).write(
@@ -90,7 +90,7 @@ def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.full
-def test_a_second_run_finds_everything(decide: Decide, folder: Path) -> None:
+def test_second_run_reuses_everything(decide: Decide, folder: Path) -> None:
     hull = "forall x in hull(all, 0.01): span(drift(mlp_1, x)) <= 9"
     wanted = (HELD % "attn_0", OPEN, FLIP, hull)
     without = decide(*wanted, cache=False)
@@ -106,9 +106,7 @@ def test_a_second_run_finds_everything(decide: Decide, folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_what_was_found_is_not_computed_again(
-    decide: Decide, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_results_are_not_recomputed(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
     first = decide(HELD % "attn_0", OPEN)
 
     def never(*arguments: Any) -> Any:
@@ -120,10 +118,8 @@ def test_what_was_found_is_not_computed_again(
 
 
 @pytest.mark.full
-def test_only_blocks_that_read_a_changed_tensor_are_verified_again(
-    decide: Decide, folder: Path
-) -> None:
-    """A step that changes the second MLP leaves what comes before it, and what enters it."""
+def test_only_blocks_with_a_changed_tensor_are_verified_again(decide: Decide, folder: Path) -> None:
+    """A step that changes the second MLP keeps earlier blocks and the input of the MLP."""
     blocks = ("attn_0", "mlp_0", "attn_1", "mlp_1", "head")
     wanted = [HELD.replace("0.01", "10") % block for block in blocks]
     decide(*wanted)
@@ -131,7 +127,7 @@ def test_only_blocks_that_read_a_changed_tensor_are_verified_again(
     (name,) = [key for key in weights if "1.mlp" in key and "down" in key]
     save_file(weights | {name: weights[name] * 1.25}, folder / "model.safetensors")
     second = decide(*wanted)
-    assert [one.cached for one in second] == [2, 2, 2, 0, 0]  # the head's inputs moved
+    assert [one.cached for one in second] == [2, 2, 2, 0, 0]  # the head's inputs changed
     assert same(second) == same(decide(*wanted, cache=False))
     assert all(one.confirmed for one in second)
 
@@ -148,14 +144,14 @@ def test_only_blocks_that_read_a_changed_tensor_are_verified_again(
         ("norm_inf(drift(attn_0, x)) <= 0.01", "no_flip(attn_0, x)"),
     ],
 )
-def test_another_goal_is_another_key(decide: Decide, before: str, after: str) -> None:
+def test_other_goal_has_another_key(decide: Decide, before: str, after: str) -> None:
     decide(HELD % "attn_0", attacks=False)
     (again,) = decide((HELD % "attn_0").replace(before, after), attacks=False)
     assert again.cached == 0
 
 
 @pytest.mark.full
-def test_other_tokens_numerics_rules_and_tables_are_other_keys(
+def test_tokens_numerics_rules_and_tables_are_in_the_key(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cached(program: Program) -> int:
@@ -171,7 +167,7 @@ def test_other_tokens_numerics_rules_and_tables_are_other_keys(
     assert cached(program) == 1
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 500.0}))
-    assert cached(program) == 1  # one token alone stands at position 0, which no theta turns
+    assert cached(program) == 1  # a single token is at position 0, which theta does not affect
     version = cache_module.rules_version
     monkeypatch.setattr(worker, "rules_version", lambda: "0" * 64)
     monkeypatch.setattr("kcdsl_backends.certifier.backend.rules_version", lambda: "0" * 64)
@@ -251,8 +247,8 @@ def _changed(record: Any) -> list[Any]:
 
 
 @pytest.mark.full
-def test_names_of_requests_do_not_count(folder: Path) -> None:
-    """The same region under another name: found, and named as it is now, in the proof too."""
+def test_names_of_requests_are_not_in_the_key(folder: Path) -> None:
+    """The same region under another name is reused, and has the new name in result and proof."""
     program = write_contract(folder, HELD % "attn_0")
     outcomes(program, folder, folder / "cache")
     text = (folder / "prompts.jsonl").read_text()
@@ -265,7 +261,7 @@ def test_names_of_requests_do_not_count(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_damaged_entries_are_found_anew_and_mentioned(decide: Decide, folder: Path) -> None:
+def test_damaged_entries_are_recomputed_and_reported(decide: Decide, folder: Path) -> None:
     first = decide(HELD % "attn_0")
     for path in entries(folder):
         path.write_bytes(path.read_bytes()[:-7])
@@ -279,7 +275,7 @@ def test_damaged_entries_are_found_anew_and_mentioned(decide: Decide, folder: Pa
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("value", [None, 1, ((1, 2), 3), {"a": 1}, (1, 2, 3), (None, 0.5, None)])
-def test_entries_of_another_form_are_damaged(decide: Decide, folder: Path, value: Any) -> None:
+def test_malformed_entries_are_damaged(decide: Decide, folder: Path, value: Any) -> None:
     first = decide(HELD % "attn_0")
     for path in entries(folder):
         rewrite(path, lambda _: value)
@@ -289,8 +285,8 @@ def test_entries_of_another_form_are_damaged(decide: Decide, folder: Path, value
 
 
 @pytest.mark.full
-def test_a_lowered_bound_is_not_believed(decide: Decide, folder: Path) -> None:
-    """An entry that is whole and lies: the checker does not confirm it, so nothing is held."""
+def test_forged_lower_bound_is_not_accepted(decide: Decide, folder: Path) -> None:
+    """The digest is valid but the checker rejects the bound, so nothing is held."""
     limit = (HELD % "attn_0").replace("0.01", "1e-6")
     (honest,) = decide(limit, attacks=False)
     assert isinstance(honest.verdict, Inconclusive)
@@ -313,10 +309,10 @@ def test_a_lowered_bound_is_not_believed(decide: Decide, folder: Path) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["region", "graph", "name"])
-def test_an_entry_does_not_say_what_its_proof_is_about(
+def test_entry_cannot_change_the_subject_of_its_proof(
     decide: Decide, folder: Path, place: str
 ) -> None:
-    """A true proof of another region: the checker confirms it, and it shows nothing of the goal."""
+    """A valid proof of another region passes the checker and proves nothing about the goal."""
     ball = "forall x in ball(all, %s): norm_inf(drift(attn_0, x)) <= %r"
     (narrow,) = decide(ball % ("1e-6", 1.0), attacks=False, cache=False)
     limit = 2 * narrow.bound
@@ -343,8 +339,8 @@ def test_an_entry_does_not_say_what_its_proof_is_about(
 
 
 @pytest.mark.full
-def test_a_claim_apart_from_its_bound_is_damage(decide: Decide, folder: Path) -> None:
-    """A bound that meets the limit beside a proof of something else."""
+def test_bound_that_differs_from_its_proof_is_damage(decide: Decide, folder: Path) -> None:
+    """A bound that meets the limit beside a proof of another claim."""
     limit = (HELD % "attn_0").replace("0.01", "1e-6")
     (honest,) = decide(limit, attacks=False)
     for path in entries(folder):
@@ -365,10 +361,10 @@ def test_a_claim_apart_from_its_bound_is_damage(decide: Decide, folder: Path) ->
         {"stable": 1}, {"links": None}, {"alpha": 0.5}, {"bound": 0},
     ],
 )  # fmt: skip
-def test_what_is_kept_of_a_case_has_its_form(
+def test_cached_case_records_are_validated(
     decide: Decide, folder: Path, fields: dict[str, Any]
 ) -> None:
-    """A run that no entry has found is not shown beside the bound, and nothing of it breaks."""
+    """A run that is missing in the entry is not shown beside the bound, and nothing fails."""
     (honest,) = decide(HELD % "attn_0", attacks=False)
     for path in entries(folder):
         rewrite(path, lambda v: (replace(v[0], outcome=replace(v[0].outcome, **fields)), *v[1:]))
@@ -379,7 +375,7 @@ def test_what_is_kept_of_a_case_has_its_form(
 
 
 @pytest.mark.full
-def test_what_is_likely_is_not_remembered_as_sure(folder: Path) -> None:
+def test_probabilistic_results_are_not_cached_as_certain(folder: Path) -> None:
     program = write_contract(folder, HELD % "layer_0", compute="bfloat16", evidence="probabilistic")
     goal = replace(goals(program)[0], threshold=Fraction(0))
     execution = Execution(jobs=1, cache=folder / "cache")
@@ -402,10 +398,10 @@ def test_what_is_likely_is_not_remembered_as_sure(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_runs_that_refute_are_simulated_again(
+def test_cached_counterexamples_are_simulated_again(
     decide: Decide, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A counterexample is not read but attained; a run that no kernel may make is damage."""
+    """A run that no kernel admits is damage."""
     ball = "forall x in ball(all, 1e-3): norm_inf(drift(attn_0, x)) <= 1e-9"
     (first,) = decide(ball)
     assert isinstance(first.verdict, Violated)
@@ -454,8 +450,8 @@ def test_runs_that_refute_are_simulated_again(
 
 
 @pytest.mark.full
-def test_an_attack_above_its_bound_is_no_evidence(decide: Decide, folder: Path) -> None:
-    """One of the two is wrong, so neither counts."""
+def test_attack_above_its_bound_is_not_evidence(decide: Decide, folder: Path) -> None:
+    """One of the two is wrong, so neither is used."""
     (first,) = decide(HELD % "attn_0")
     assert first.attack is not None
     (path,) = [p for p in entries(folder) if '"Attack"' in p.read_text()]

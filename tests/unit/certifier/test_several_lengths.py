@@ -1,4 +1,4 @@
-"""A block at several lengths: its graph at two rows must be the block at others too."""
+"""A block at several lengths: its graph at two rows must match the block at other lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support import prover
 from tests.support.sequences import WIDTH, rows_of, scored
 
 
-def test_a_block_that_is_another_one_at_another_length_is_refused() -> None:
+def test_block_that_changes_with_its_length_is_refused() -> None:
     def mean(rows: int) -> Any:
         g, x = rows_of(rows)
         return g, g.add("scale", [x], (rows, WIDTH), factor=1.0 / rows)
@@ -27,8 +27,8 @@ def test_a_block_that_is_another_one_at_another_length_is_refused() -> None:
         compare(short, axes, long, 3)
 
 
-def test_parts_that_are_no_rows_are_told_apart_by_another_length() -> None:
-    """[T, 4] as [2, T, 2]: at two rows that looks like [T, 2, 2]."""
+def test_row_dimension_is_identified_by_another_length() -> None:
+    """[T, 4] as [2, T, 2]: at two rows this looks like [T, 2, 2]."""
 
     def folded(rows: int) -> Any:
         g, x = rows_of(rows)
@@ -42,7 +42,7 @@ def test_parts_that_are_no_rows_are_told_apart_by_another_length() -> None:
 
 
 def turned(cos: Callable[[int], np.ndarray]) -> Callable[[int], Any]:
-    """Return a rotation by tables that depend on the number of rows as they like."""
+    """Return a rotation whose tables depend on the number of rows through `cos`."""
 
     def build(rows: int) -> Any:
         g, x = rows_of(rows)
@@ -54,7 +54,7 @@ def turned(cos: Callable[[int], np.ndarray]) -> Callable[[int], Any]:
 
 
 def as_exported(graph: Any) -> Any:
-    """Return a graph whose constants are named by their key, as exported ones are."""
+    """Return a graph whose constants are named by their key, as in exported graphs."""
     plain = [node["name"] for node in graph.nodes if node["op"] != "constant"]
     names = {name: f"op_{place}" for place, name in enumerate(plain)}
     names |= {n["name"]: n["attrs"]["key"] for n in graph.nodes if n["op"] == "constant"}
@@ -93,7 +93,7 @@ def causal(rows: int) -> np.ndarray:
 
 
 def shifted(rows: int) -> Any:
-    """A constant of one row that knows the length."""
+    """Return a block with a constant of one row that depends on the length."""
     g, x = rows_of(rows)
     g.add("add", [x, g.constant("shift", np.full((1, WIDTH), rows, np.float32))], (rows, WIDTH))
     return g
@@ -115,7 +115,7 @@ AT_THREE: dict[str, tuple[Callable[[int], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", AT_THREE)
-def test_what_differs_at_another_length_is_named(name: str) -> None:
+def test_difference_at_another_length_is_named(name: str) -> None:
     build, reason = AT_THREE[name]
     short, long = (as_exported(build(rows)) for rows in (2, 3))
     compare(short, row_axes(short), short, 2)
@@ -132,7 +132,7 @@ def test_masks_and_positions_may_differ(build: Callable[[int], Any]) -> None:
 
 
 class Exported:
-    """Stands for a model whose block is exported at the lengths that are asked for."""
+    """A model whose block is exported at each requested length."""
 
     def __init__(self, build: Callable[[int], Any], most: int | None) -> None:
         self.build, self.limits, self.asked = build, (1, most), list[int]()
@@ -155,7 +155,7 @@ def exported(build: Callable[[int], Any], monkeypatch: Any, most: int | None = N
     return model
 
 
-def test_a_block_is_looked_at_at_two_three_and_the_longest_rows(monkeypatch: Any) -> None:
+def test_block_is_exported_at_two_three_and_the_longest_rows(monkeypatch: Any) -> None:
     model: Any = exported(turned(table), monkeypatch)
     graph, _, tables = lengths.sequence_graph(model, "block", 40, ("float32",))
     assert sorted(model.asked) == [2, 3, 40]
@@ -165,7 +165,7 @@ def test_a_block_is_looked_at_at_two_three_and_the_longest_rows(monkeypatch: Any
 
 
 @pytest.mark.parametrize("different", [3, 40])
-def test_a_length_that_differs_is_found(different: int, monkeypatch: Any) -> None:
+def test_deviating_length_is_found(different: int, monkeypatch: Any) -> None:
     def build(rows: int) -> Any:
         g, x = rows_of(rows)
         g.add("scale", [x], (rows, WIDTH), factor=0.5 if rows == different else 0.25)
@@ -177,12 +177,12 @@ def test_a_length_that_differs_is_found(different: int, monkeypatch: Any) -> Non
 
 
 def stretched(rows: int) -> Any:
-    """A rotation that is slower in long sequences."""
+    """Return a rotation with smaller angles in long sequences."""
     return turned(lambda n: table(n) * (1.0 if n < 8 else 0.5))(rows)
 
 
 def parted(rows: int) -> Any:
-    """A rotation whose tables are one as long as they are short."""
+    """Return a rotation whose tables are shared at short lengths only."""
     g, x = rows_of(rows)
     cos = g.constant("cos", table(rows).astype(np.float32))
     sin = cos
@@ -201,7 +201,7 @@ def test_tables_that_depend_on_the_length_are_refused(
         lengths.sequence_graph(model, "block", 40, ("float32",))
 
 
-def test_more_positions_than_are_read_are_refused(monkeypatch: Any) -> None:
+def test_unread_positions_are_refused(monkeypatch: Any) -> None:
     model: Any = exported(turned(table), monkeypatch)
     with pytest.raises(Refusal, match="only 8192 positions are read"):
         lengths.sequence_graph(model, "block", 8193, ("float32",))
@@ -209,7 +209,7 @@ def test_more_positions_than_are_read_are_refused(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize(("most", "seen"), [(None, 8192), (64, 64)])
-def test_without_positions_any_number_of_rows_is_covered(
+def test_block_without_positions_covers_any_number_of_rows(
     most: int | None, seen: int, monkeypatch: Any
 ) -> None:
     model: Any = exported(lambda rows: rows_of(rows)[0], monkeypatch, most)

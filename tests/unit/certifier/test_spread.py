@@ -1,4 +1,4 @@
-"""Goals decided by one process, by several, and by ray: the same outcome, byte for byte."""
+"""Goals decided in one process, several processes, and ray: identical outcomes."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def same(found: Sequence[GoalOutcome]) -> list[GoalOutcome]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[GoalOutcome]:
-    """What this process finds by itself."""
+    """Return the outcomes of this process alone."""
     return same(decided(folder, Execution(jobs=1)))
 
 
 @pytest.mark.full
-def test_several_processes_find_the_same(
+def test_several_processes_give_equal_outcomes(
     folder: Path, alone: list[GoalOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages: dict[str, list[tuple[int, int]]] = {}
@@ -88,7 +88,7 @@ def test_several_processes_find_the_same(
 
 
 @pytest.mark.full
-def test_workers_that_join_later_find_the_same(
+def test_workers_that_join_later_give_equal_outcomes(
     folder: Path, alone: list[GoalOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_pool, "WORTH", 0.0)
@@ -97,10 +97,10 @@ def test_workers_that_join_later_find_the_same(
 
 
 @pytest.mark.full
-def test_one_want_of_memory_makes_its_goal_inconclusive(
+def test_out_of_memory_makes_only_its_goal_inconclusive(
     folder: Path, alone: list[GoalOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other goals keep their verdicts, and so does one whose attack found no room."""
+    """Other goals keep their verdicts, and so does one whose attack ran out of memory."""
 
     def short(factory: Any, goal: Any, case: Any, builder: Any) -> Any:
         if goal.clause.id == "N-0" and case.name == "p1":
@@ -132,7 +132,7 @@ def test_one_want_of_memory_makes_its_goal_inconclusive(
         ([], "did not see every case"),
     ],
 )
-def test_a_proof_is_confirmed_by_all_its_parts_alone(answers: list[Any], words: str) -> None:
+def test_proof_needs_confirmation_of_all_parts(answers: list[Any], words: str) -> None:
     said = _objection([TaskResult(value, 0.0, 0) for value in answers], 2)
     assert said is not None
     assert words in said
@@ -140,7 +140,7 @@ def test_a_proof_is_confirmed_by_all_its_parts_alone(answers: list[Any], words: 
 
 
 @pytest.mark.full
-def test_parts_of_a_check_are_the_check(folder: Path, alone: list[GoalOutcome]) -> None:
+def test_checks_of_parts_equal_the_whole_check(folder: Path, alone: list[GoalOutcome]) -> None:
     """Each case belongs to one part, and a part without a case is rejected."""
     proof, weights = alone[0].proof, folder / "model.safetensors"
     assert proof is not None
@@ -162,7 +162,7 @@ def test_parts_of_a_check_are_the_check(folder: Path, alone: list[GoalOutcome]) 
     assert not recheck(lied, weights).ok
 
 
-def test_a_checker_that_cannot_finish_leaves_the_goal_open(
+def test_unfinished_check_leaves_the_goal_open(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def short(*arguments: Any, **named: Any) -> Any:
@@ -175,10 +175,10 @@ def test_a_checker_that_cannot_finish_leaves_the_goal_open(
     assert "did not finish: out of memory" in found[0].verdict.reason
 
 
-def test_claims_must_settle_the_goal_themselves(
+def test_claims_of_the_proof_must_decide_the_goal(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bound beside a proof that claims more than the limit is not held by it."""
+    """A bound beside a proof that claims more than the limit does not hold the goal."""
     monkeypatch.setattr(decision, "verdict_of", lambda *given, chain: Held())
     found = decided(folder, Execution(jobs=1), attacks=False)
     assert isinstance(found[1].verdict, Inconclusive)
@@ -186,7 +186,7 @@ def test_claims_must_settle_the_goal_themselves(
     assert isinstance(found[0].verdict, Held)
 
 
-def test_no_case_is_no_evidence(folder: Path) -> None:
+def test_empty_list_of_cases_is_not_evidence(folder: Path) -> None:
     (goal, *_) = goals(write_contract(folder, *WANTED))
     assert not isinstance(verdict_of(goal, (), None), Held)
     unknown = CaseOutcome("p0", 1, float("nan"))
@@ -194,8 +194,8 @@ def test_no_case_is_no_evidence(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_refusal_of_a_worker_has_its_place(folder: Path, cli: Cli, tmp_path: Path) -> None:
-    """Weights beyond float8 are refused at the drift of the contract, also from a worker."""
+def test_refusal_of_a_worker_has_a_source_position(folder: Path, cli: Cli, tmp_path: Path) -> None:
+    """Weights beyond float8 are refused at the drift in the contract, also in a worker."""
     write_model(tmp_path, prompts=("ab", "c"))
     write_contract(tmp_path, WANTED[0])
     path = tmp_path / "contract.yaml"
@@ -217,7 +217,7 @@ def test_a_refusal_of_a_worker_has_its_place(folder: Path, cli: Cli, tmp_path: P
 
 
 @pytest.mark.full
-def test_the_command_says_the_same_and_what_it_remembered(cli: Cli, folder: Path) -> None:
+def test_command_output_is_equal_and_reports_the_cache(cli: Cli, folder: Path) -> None:
     ran = [
         cli("verify", "--format", "json", "--jobs", jobs, "--cache", "memory", cwd=folder)
         for jobs in ("2", "1")
@@ -251,7 +251,7 @@ def test_wrong_options_are_refused(
     assert said in ran.stderr
 
 
-def test_without_a_folder_for_caches_nothing_is_remembered(cli: Cli, folder: Path) -> None:
+def test_nothing_is_cached_without_a_cache_folder(cli: Cli, folder: Path) -> None:
     ran = cli(
         "verify", "--clause", "N-2", cwd=folder, env={"XDG_CACHE_HOME": str(folder / "config.json")}
     )
@@ -259,7 +259,7 @@ def test_without_a_folder_for_caches_nothing_is_remembered(cli: Cli, folder: Pat
     assert ran.code in (0, 3)
 
 
-def test_without_ray_the_way_out_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_names_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(Refusal) as caught:
         decided(folder, Execution(engine="ray", jobs=2))
@@ -270,12 +270,12 @@ def test_without_ray_the_way_out_is_named(folder: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_ray_finds_the_same(folder: Path, alone: list[GoalOutcome]) -> None:
+def test_ray_gives_equal_outcomes(folder: Path, alone: list[GoalOutcome]) -> None:
     assert same(decided(folder, Execution(engine="ray", jobs=2))) == alone
 
 
 @pytest.mark.slow
-def test_a_worker_of_ray_that_dies_costs_its_own_piece_alone() -> None:
+def test_crashed_ray_worker_loses_only_its_task() -> None:
     from kcdsl_backends.executors import WorkerLost
 
     pool = Ray(2, 1)
@@ -303,7 +303,7 @@ def _die() -> bytes:
 
 
 def _workers(parent: int) -> list[int]:
-    """Return the processes below one that are still there."""
+    """Return the live child processes of one."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -317,7 +317,7 @@ def _workers(parent: int) -> list[int]:
 
 
 def _running(folder: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
-    """Return `kcdsl verify` with two workers that work, as the leader of a group."""
+    """Start `kcdsl verify` with two busy workers, as the leader of a process group."""
     process = subprocess.Popen(
         [sys.executable, "-m", "kcdsl", "verify", "--jobs", "2", "--cache", "off"],
         cwd=folder,
@@ -326,7 +326,7 @@ def _running(folder: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
         start_new_session=True,
     )
     deadline = time.monotonic() + 300
-    while len(found := _workers(process.pid)) < 3:  # two workers and the tracker of resources
+    while len(found := _workers(process.pid)) < 3:  # two workers and the resource tracker
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -343,7 +343,7 @@ def _gone(processes: Sequence[int]) -> bool:
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_all_workers(tmp_path: Path) -> None:
+def test_interrupt_ends_all_workers(tmp_path: Path) -> None:
     write_model(tmp_path, layers=4, prompts=[f"{i} words of some length" for i in range(40)])
     write_contract(tmp_path, "forall x in points(all): norm_inf(drift(model, x)) <= 1e-9")
     process, workers = _running(tmp_path)
@@ -357,7 +357,7 @@ def test_an_interrupt_ends_all_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     write_model(tmp_path, layers=4, prompts=[f"{i} words of some length" for i in range(40)])
     write_contract(tmp_path, "forall x in points(all): norm_inf(drift(model, x)) <= 1e-9")
     process, workers = _running(tmp_path)

@@ -1,4 +1,4 @@
-"""A time limit ends the search for bounds, and what was found before it stays."""
+"""A time limit ends the search for bounds, and keeps the results found before."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fixture_factory(tmp_path_factory: pytest.TempPathFactory) -> ProblemFactory:
     return ProblemFactory(model, train, infer, torch.device("cpu"))
 
 
-def test_the_limit_of_the_innermost_search_counts() -> None:
+def test_innermost_time_limit_applies() -> None:
     refuse_late()
     with until(time.time() - 1):
         with until(None):
@@ -42,7 +42,7 @@ def test_the_limit_of_the_innermost_search_counts() -> None:
 
 
 @pytest.mark.full
-def test_forms_end_at_the_limit(factory: ProblemFactory) -> None:
+def test_affine_computation_ends_at_the_limit(factory: ProblemFactory) -> None:
     problem, tokens = factory.problem("attn_0", (1, 2, 3)), (1, 2, 3)
     centre = factory.centre("attn_0", tokens)
     zero = torch.zeros(1, 1, dtype=torch.float64)
@@ -51,7 +51,7 @@ def test_forms_end_at_the_limit(factory: ProblemFactory) -> None:
 
 
 @pytest.mark.full
-def test_estimates_grow_with_tokens_and_are_told_where_they_matter(factory: ProblemFactory) -> None:
+def test_time_estimates_grow_with_tokens_and_are_reported(factory: ProblemFactory) -> None:
     graphs: list[BlockGraph] = [
         factory.problem("attn_0", tuple(range(count))).graph for count in (2, 4, 8)
     ]
@@ -68,7 +68,7 @@ def test_estimates_grow_with_tokens_and_are_told_where_they_matter(factory: Prob
     assert "--domains interval" in line
 
 
-def test_what_is_spared_is_bounded_where_it_arrives(factory: ProblemFactory) -> None:
+def test_spared_bounds_exceed_exact_ones_by_their_allowance(factory: ProblemFactory) -> None:
     problem, tokens = factory.problem("attn_0", (1, 2, 3)), (1, 2, 3)
     zero = torch.zeros(1, 1, dtype=torch.float64)
     forms = problem.forms(factory.centre("attn_0", tokens), zero)

@@ -1,4 +1,4 @@
-"""The worker pool: the same answers wherever work is done, and none that was not given."""
+"""The worker pool: equal results wherever a task runs, none without a task."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.small_models import write_contract, write_model
 
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory) -> WorkerContext:
-    """What this process needs to work on a small model."""
+    """Return the worker context of a small model."""
     folder = tmp_path_factory.mktemp("crew")
     write_model(folder)
     program = write_contract(folder, "forall x in points(all): norm_inf(drift(attn_0, x)) <= 1")
@@ -48,18 +48,18 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> WorkerContext:
 
 @pytest.fixture(scope="module")
 def pair(context: WorkerContext) -> Iterator[WorkerPool]:
-    """Two workers that tests share."""
+    """Return two workers that tests share."""
     with WorkerPool(context, Execution(jobs=2)) as pool:
         yield pool
 
 
 def said(answers: list[TaskResult | None]) -> list[str]:
-    """Return what pieces of work said."""
+    """Return the results of echo tasks."""
     return [a.value.reason for a in answers if a is not None and isinstance(a.value, RecheckResult)]
 
 
 @pytest.mark.full
-def test_answers_stand_in_the_order_of_tasks(context: WorkerContext, pair: WorkerPool) -> None:
+def test_results_are_in_the_order_of_tasks(context: WorkerContext, pair: WorkerPool) -> None:
     tasks = [Echo("slow", 0.3), Echo("b"), Echo("c"), Echo("d")]
     heard: list[int] = []
     answers = pair.run(tasks, lambda index, answer: heard.append(index))
@@ -80,7 +80,7 @@ def test_workers_are_other_processes(context: WorkerContext, pair: WorkerPool) -
 
 @pytest.mark.full
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_want_of_memory_is_an_unfinished_piece(
+def test_out_of_memory_is_an_unfinished_task(
     context: WorkerContext, pair: WorkerPool, jobs: int
 ) -> None:
     pool = pair if jobs == 2 else WorkerPool(context, Execution(jobs=1))
@@ -93,7 +93,7 @@ def test_want_of_memory_is_an_unfinished_piece(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_the_first_refusal_counts(context: WorkerContext, jobs: int) -> None:
+def test_first_refusal_is_raised(context: WorkerContext, jobs: int) -> None:
     tasks: list[Task] = [
         Echo("a", 0.2),
         RaiseError("refusal"),
@@ -107,14 +107,14 @@ def test_the_first_refusal_counts(context: WorkerContext, jobs: int) -> None:
 
 
 @pytest.mark.full
-def test_a_defect_names_its_exception_and_trace(context: WorkerContext, pair: WorkerPool) -> None:
+def test_defect_names_its_exception_and_traceback(context: WorkerContext, pair: WorkerPool) -> None:
     for pool in (WorkerPool(context, Execution(jobs=1)), pair):
         with pytest.raises(TaskFailed, match="ValueError: planted") as caught:
             pool.run([RaiseError("planted"), Echo("late", 0.1)])
         assert "in run" in "".join(caught.value.__notes__)
 
 
-def test_a_file_that_is_gone_is_refused(context: WorkerContext) -> None:
+def test_missing_file_is_refused(context: WorkerContext) -> None:
     with pytest.raises(Refusal) as caught:
         WorkerPool(context, Execution(jobs=1)).run([RaiseError("file")])
     assert caught.value.diagnostics[0].code.id == "KC602"
@@ -122,15 +122,15 @@ def test_a_file_that_is_gone_is_refused(context: WorkerContext) -> None:
 
 
 @pytest.mark.full
-def test_what_is_not_wanted_is_not_done(context: WorkerContext, pair: WorkerPool) -> None:
+def test_unconsumed_tasks_are_not_run(context: WorkerContext, pair: WorkerPool) -> None:
     for pool in (WorkerPool(context, Execution(jobs=1)), pair):
         answers = pool.run([Echo("a"), Echo("b"), Echo("c")], wanted=lambda index: index != 1)
         assert [a is None for a in answers] == [False, True, False]
 
 
 @pytest.mark.full
-def test_a_dead_worker_costs_its_own_piece_alone(context: WorkerContext, tmp_path: Path) -> None:
-    """Whoever shared the pool with it is done again; what died for another's sake is too."""
+def test_crashed_worker_loses_only_its_task(context: WorkerContext, tmp_path: Path) -> None:
+    """Other tasks of the broken pool run again."""
     tasks: list[Task] = [
         Echo("a", 0.5),
         Crash(),
@@ -148,8 +148,8 @@ def test_a_dead_worker_costs_its_own_piece_alone(context: WorkerContext, tmp_pat
 
 
 @pytest.mark.full
-def test_workers_with_another_program_refuse(context: WorkerContext) -> None:
-    """A worker that would compute by other rules, or on other weights, does not begin."""
+def test_workers_with_another_program_refuse_to_start(context: WorkerContext) -> None:
+    """A worker with other rules or weights does not start."""
     from dataclasses import replace
 
     for changed, words in (
@@ -176,7 +176,7 @@ def test_workers_that_cannot_start_are_an_error(
         pool.run([Echo("a"), Echo("b")])
 
 
-def test_little_work_starts_no_workers(
+def test_few_tasks_start_no_workers(
     context: WorkerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_pool, "Processes", None)
@@ -185,7 +185,7 @@ def test_little_work_starts_no_workers(
         assert pool.width == 1
 
 
-def test_much_work_starts_them(context: WorkerContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tasks_start_workers(context: WorkerContext, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     class Noted(Exception):
@@ -207,7 +207,7 @@ def test_much_work_starts_them(context: WorkerContext, monkeypatch: pytest.Monke
     assert asked == [3, 2]
 
 
-def test_threads_depend_on_cores_and_cases_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_count_depends_on_cores_and_cases_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "cores", lambda: 8)
     assert [threads_of(Execution(jobs=jobs), 2) for jobs in (1, 2, 16)] == [4, 4, 4]
     assert threads_of(Execution(), 100) == 1
@@ -215,7 +215,7 @@ def test_threads_depend_on_cores_and_cases_alone(monkeypatch: pytest.MonkeyPatch
     assert threads_of(Execution(threads=3), 100) == 3
 
 
-def test_threads_are_set_for_the_work_and_come_back(context: WorkerContext) -> None:
+def test_thread_count_is_set_for_a_task_and_restored(context: WorkerContext) -> None:
     class Threads:
         def run(self, context: WorkerContext) -> tuple[RecheckResult, None]:
             return RecheckResult(str(torch.get_num_threads())), None
@@ -227,7 +227,7 @@ def test_threads_are_set_for_the_work_and_come_back(context: WorkerContext) -> N
     torch.set_num_threads(before)
 
 
-def test_what_the_machine_has(tmp_path: Path) -> None:
+def test_machine_resources_are_detected(tmp_path: Path) -> None:
     assert cores() >= 1
     memory = available_memory()
     assert memory is None or memory > 2**20

@@ -1,4 +1,4 @@
-"""`kcdsl compile` refuses what `verify` and `evaluate` would refuse, from headers alone."""
+"""`kcdsl compile` refuses from headers alone what `verify` and `evaluate` would refuse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELD = "forall x in points(all): norm_inf(drift(attn_0, x)) <= 0.01"
 
 
 def tensors(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Change tensors of the checkpoint; None takes one out."""
+    """Return a change of tensors in the checkpoint; None removes one."""
     path = folder / "model.safetensors"
     held = {**load_file(path), **{k.replace("__", "."): v for k, v in changes.items()}}
     save_file({k: v for k, v in held.items() if v is not None}, path)
@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_compile_refuses_by_name(cli: Any, folder: Path, name: str) -> None:
+def test_compile_refuses_each_defect_by_code(cli: Any, folder: Path, name: str) -> None:
     assert check_artefacts(load_program(folder / "contract.yaml"), folder) == ()
     change, code = DEFECTS[name]
     change(folder)
@@ -89,13 +89,13 @@ def test_later_commands_refuse_the_same(cli: Any, folder: Path, name: str) -> No
     assert f"error[{code}]" in ran.stderr
 
 
-def test_a_kernel_need_not_run_here_to_be_proved(cli: Any, folder: Path) -> None:
+def test_proof_needs_no_kernel_that_runs_here(cli: Any, folder: Path) -> None:
     write_contract(folder, HELD)
     DEFECTS["kernel"][0](folder)
     assert cli("compile", cwd=folder).code == 0
 
 
-def test_a_contract_is_compiled_before_its_files_are_there(cli: Any, folder: Path) -> None:
+def test_contract_compiles_before_its_files_exist(cli: Any, folder: Path) -> None:
     for path in folder.iterdir():
         if path.name != "contract.yaml":
             path.unlink()
@@ -106,9 +106,7 @@ def test_a_contract_is_compiled_before_its_files_are_there(cli: Any, folder: Pat
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "prompts.jsonl"])
-def test_a_file_that_lacks_beside_others_is_refused_by_compile_and_later_commands(
-    cli: Any, folder: Path, name: str
-) -> None:
+def test_single_missing_file_is_refused_by_all_commands(cli: Any, folder: Path, name: str) -> None:
     (folder / name).unlink()
     for command in ("compile", "verify", "evaluate"):
         ran = cli(command, cwd=folder)
@@ -116,9 +114,7 @@ def test_a_file_that_lacks_beside_others_is_refused_by_compile_and_later_command
         assert f"error[KC601]: there is no file {name}" in ran.stderr
 
 
-def test_rows_without_the_field_of_a_slice_are_refused_by_compile_and_evaluate(
-    cli: Any, folder: Path
-) -> None:
+def test_rows_without_a_slice_field_are_refused(cli: Any, folder: Path) -> None:
     rewritten(folder, "slices: {all: {}", "slices: {some: {where: 'kind == \"a\"'}, all: {}")
     path = folder / "prompts.jsonl"
     rows = [{**json.loads(line), "kind": "a"} for line in path.read_text().splitlines()]
@@ -158,13 +154,13 @@ def test_many_tensors_of_a_wrong_type_are_one_finding_of_each(cli: Any, folder: 
     assert " is stored as I32; supported" in said
 
 
-def test_a_factory_of_the_contract_is_not_run(folder: Path) -> None:
+def test_compile_does_not_run_the_factory_of_the_contract(folder: Path) -> None:
     rewritten(folder, "architecture: llama", "module: trap:build")
     (folder / "trap.py").write_text("raise SystemExit('ran')")
     assert check_artefacts(load_program(folder / "contract.yaml"), folder) == ()
 
 
-def test_nothing_of_a_defect_is_an_exception(folder: Path) -> None:
+def test_defective_files_raise_no_exception(folder: Path) -> None:
     configured(folder, hidden_size="16")
     try:
         program = load_program(folder / "contract.yaml")

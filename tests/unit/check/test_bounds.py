@@ -49,7 +49,7 @@ def codes(expression: str, more: str = "") -> list[str]:
         "p99(kl) <= 1 implies p99(kl) >= 0.1",
     ],
 )
-def test_against_the_direction(expression: str) -> None:
+def test_comparisons_against_the_direction_are_errors(expression: str) -> None:
     assert "KC213" in codes(expression, "    family: numerical\n")
 
 
@@ -66,7 +66,7 @@ def test_against_the_direction(expression: str) -> None:
         "forall x in points(all): norm_2(drift(attn_0, x)) <= 0",
     ],
 )
-def test_with_the_direction(expression: str) -> None:
+def test_comparisons_with_the_direction_are_accepted(expression: str) -> None:
     more = "    family: statistical\n" if "top1" in expression else ""
     assert codes(expression, more) == []
 
@@ -82,7 +82,7 @@ def test_with_the_direction(expression: str) -> None:
         "p10(abs(log_ratio)) <= 1",
     ],
 )
-def test_the_harmless_tail(expression: str) -> None:
+def test_percentiles_of_the_harmless_tail_are_reported(expression: str) -> None:
     assert codes(expression) == ["KC507"]
 
 
@@ -103,11 +103,11 @@ def test_the_harmless_tail(expression: str) -> None:
         "mean(kl) <= 1 and 1 <= 2",
     ],
 )
-def test_vacuous(expression: str) -> None:
+def test_vacuous_comparisons_are_reported(expression: str) -> None:
     assert codes(expression) == ["KC404"]
 
 
-def test_the_override_is_about_the_direction_alone() -> None:
+def test_override_affects_the_direction_only() -> None:
     more = "    override: direction\n"
     assert codes("p99(kl) >= 0.1", more) == []
     assert codes("p99(kl) >= 0", more) == ["KC404"]
@@ -131,7 +131,7 @@ def test_the_override_is_about_the_direction_alone() -> None:
         "<= norm_2(measured_drift(mlp_0, x))",
     ],
 )
-def test_a_direction_that_cannot_be_judged(expression: str) -> None:
+def test_unknown_directions_are_reported(expression: str) -> None:
     if expression.startswith("abs"):
         expression = expression.replace("abs(embedding_cosine) >=", "min(embedding_cosine) >=", 1)
     found = codes(expression, "    family: numerical\n" if "latency" not in expression else "")
@@ -155,7 +155,7 @@ def test_a_direction_that_cannot_be_judged(expression: str) -> None:
         "mean(kl) == mean(jeffreys)",
     ],
 )
-def test_combinations_of_which_every_part_is_bounded(expression: str) -> None:
+def test_combinations_with_every_part_bounded_are_accepted(expression: str) -> None:
     family = "runtime" if "latency" in expression else "numerical"
     assert codes(expression, f"    family: {family}\n") == []
 
@@ -171,7 +171,7 @@ def test_combinations_of_which_every_part_is_bounded(expression: str) -> None:
         "mean(tv) >= mean(top1_overlap)",
     ],
 )
-def test_combinations_of_which_every_part_is_let_go(expression: str) -> None:
+def test_combinations_with_no_part_bounded_are_errors(expression: str) -> None:
     assert "KC213" in codes(expression, "    family: numerical\n")
 
 
@@ -188,7 +188,7 @@ def test_combinations_of_which_every_part_is_let_go(expression: str) -> None:
         ("mean(tv) + 1 < 1", "KC404"),
     ],
 )
-def test_tails_and_vacuity_of_combinations(expression: str, code: str) -> None:
+def test_tails_and_vacuity_in_combinations(expression: str, code: str) -> None:
     family = "statistical" if "top1" in expression else "numerical"
     more = f"    family: {family}\n" + ("    override: direction\n" if code == "KC404" else "")
     assert codes(expression, more) == [code]

@@ -1,4 +1,4 @@
-"""Both forms of a clause, and what each field comes to."""
+"""Both forms of a clause, and the meaning of each field."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def compiled(clauses: str) -> tuple[Program | None, Sink]:
 
 
 def program(clauses: str) -> Program:
-    """Compile clauses that must be right."""
+    """Compile valid clauses."""
     found, sink = compiled(clauses)
     assert found is not None, [d.message for d in sink]
     return found
 
 
 def diagnostics(body: str) -> list[Diagnostic]:
-    """Return what is said of the only clause of a contract."""
+    """Return the diagnostics of a contract with one clause."""
     return list(compiled(f"clauses: {{A: {{{body}, level: L2}}}}\n")[1])
 
 
@@ -118,7 +118,7 @@ def test_numbers_are_in_base_units() -> None:
     assert found.require.right == Number(Fraction(29, 200), "nat")
 
 
-def test_families_come_from_the_metrics() -> None:
+def test_families_are_derived_from_the_metrics() -> None:
     assert clause("require: mean(kl) <= 1").family is Family.NUMERICAL
     assert clause("require: ece_gap <= 1%").family is Family.STATISTICAL
     assert clause("require: peak_memory <= 1 GB").family is Family.RUNTIME
@@ -127,20 +127,20 @@ def test_families_come_from_the_metrics() -> None:
     assert mixed.family is Family.STATISTICAL
 
 
-def test_slices() -> None:
+def test_slices_of_a_clause() -> None:
     assert clause("require: mean(kl) <= 1").slices == ("all",)
     assert clause("require: mean(kl) <= 1, slices: long").slices == ("long",)
     assert clause("require: 'forall x in points(long): no_flip(model, x)'").slices == ()
 
 
-def test_budgets() -> None:
+def test_budgets_of_a_clause() -> None:
     assert clause("require: mean(kl) <= 1").budget is None
     assert clause("require: mean(kl) <= 1, budget: 0% of requests").budget is None
     found = clause("require: mean(kl) <= 1, budget: 1.5% of samples").budget
     assert found == Budget(Fraction(3, 200), "requests")
 
 
-def test_regions() -> None:
+def test_regions_of_a_clause() -> None:
     found = clause("require: 'forall x in hull(all, 1%): no_flip(head, x, 5)'").require
     assert isinstance(found, Quantified)
     assert (found.region.kind, found.region.radius) == (RegionKind.HULL, Fraction(1, 100))
@@ -173,7 +173,7 @@ def test_regions() -> None:
         ("row(all, 64)", "KC207", "row"),
     ],
 )
-def test_rows_that_cannot_be(region: str, code: str, at: str) -> None:
+def test_invalid_regions_of_rows_are_refused(region: str, code: str, at: str) -> None:
     found = diagnostics(f"require: 'forall x in {region}: no_flip(head, x)'")
     assert [d.code.id for d in found if d.severity is Severity.ERROR] == [code]
     (one,) = (d for d in found if d.code.id == code)
@@ -182,12 +182,12 @@ def test_rows_that_cannot_be(region: str, code: str, at: str) -> None:
     assert one.source.text[one.span.start : one.span.end] == at
 
 
-def test_rows_of_the_whole_model_are_no_states() -> None:
+def test_regions_of_rows_need_a_block() -> None:
     found = diagnostics("require: 'forall x in rows(all, 64): no_flip(model, x)'")
     assert [d.code.id for d in found if d.severity is Severity.ERROR] == ["KC473"]
 
 
-def test_the_other_fields() -> None:
+def test_remaining_fields_of_a_clause() -> None:
     found = clause("require: [rng_seed], then: rollback")
     assert (found.action, found.level, found.require) == (
         "rollback",
@@ -208,19 +208,19 @@ def test_the_other_fields() -> None:
         ("metric: mean_kl, threshold: 1, op: '>='", "KC213"),
     ],
 )
-def test_warnings(body: str, code: str) -> None:
+def test_warnings_of_clauses(body: str, code: str) -> None:
     found, sink = compiled(f"clauses: {{A: {{{body}, level: L2}}}}\n")
     assert found is not None
     assert [(d.code.id, d.severity) for d in sink] == [(code, Severity.WARNING)]
 
 
-def test_an_override_allows_the_other_direction() -> None:
+def test_override_allows_the_other_direction() -> None:
     found = clause("require: p95(latency) >= 1 ms, override: direction")
     assert isinstance(found.require, Compare)
     assert found.require.op == ">="
 
 
-def test_all_mistakes_are_found_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     found, sink = compiled(
         "clauses:\n"
         "  A: {require: p99(kll) <= 0.02, level: L4}\n"
@@ -238,7 +238,7 @@ def test_all_mistakes_are_found_at_once() -> None:
     ]
 
 
-def test_one_mistake_gives_one_diagnostic() -> None:
+def test_one_error_gives_one_diagnostic() -> None:
     _, sink = compiled(
         "clauses: {A: {require: mean(abs(kll)) + 3 <= 1 and mean(tv) <= 2%, level: L1}}\n"
     )

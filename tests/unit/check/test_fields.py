@@ -1,4 +1,4 @@
-"""Fields of requests: what a contract takes them for."""
+"""Types of request fields, inferred from predicates."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def found(*slices: str) -> list[tuple[str, str]]:
         "5 <= score",
     ],
 )
-def test_predicates_of_one_sort_a_field(where: str) -> None:
+def test_consistent_field_types_are_accepted(where: str) -> None:
     assert (
         found(
             f"where: {where!r}" if "'" not in where else f'where: "{where}"'.replace('"c"', "'c'")
@@ -69,7 +69,7 @@ def test_predicates_of_one_sort_a_field(where: str) -> None:
         (["data: o.jsonl, where: x == 1", "data: o.jsonl, where: x == true"], "x == true"),
     ],
 )
-def test_a_field_of_two_sorts(slices: list[str], at: str) -> None:
+def test_field_with_two_types_is_reported(slices: list[str], at: str) -> None:
     assert found(*slices) == [("KC217", at)]
 
 
@@ -77,7 +77,7 @@ def test_fields_of_different_files_are_different_fields() -> None:
     assert found("where: x == 1", "data: other.jsonl, where: x == true") == []
 
 
-def test_the_first_use_is_shown_too() -> None:
+def test_first_use_of_a_field_is_shown() -> None:
     source = SourceFile(
         "x", HEAD + "  a: {where: score > 5}\n  b: {where: \"score == '5'\"}\n" + TAIL
     )
@@ -90,7 +90,7 @@ def test_the_first_use_is_shown_too() -> None:
     assert dict(field_sorts(analysis.slices, "rows.jsonl")) == {"length": "Int", "score": "Real"}
 
 
-def test_a_table_keeps_to_one_sort() -> None:
+def test_table_uses_one_type_of_field() -> None:
     table = """tables:
   t:
     unit: nats

@@ -1,4 +1,4 @@
-"""Fixes mend what they belong to, and `fix` leaves no text worse than it was."""
+"""Fixes remove their finding, and `fix` never makes a document worse."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ clauses:
 
 
 def lined(clauses: str, *, unsafe: bool = False) -> tuple[str, list[str]]:
-    """Return the clauses after the fixes, and the codes that are left."""
+    """Return the clauses after the fixes, and the remaining codes."""
     result = fix(SourceFile("c", HEAD + clauses), None, unsafe=unsafe)
     return result.source.text.removeprefix(HEAD), [str(d.code) for d in result.left]
 
 
 def documents(repository: Path, folder: Path) -> Iterator[tuple[str, SourceFile, Path]]:
-    """Yield every document that is wrong on purpose: of the pages of codes, and of the corpus."""
+    """Yield every intentionally wrong document of the pages of codes and the corpus."""
     stand_in(folder)
     for name in names():
         code = find(name)
@@ -48,14 +48,14 @@ def documents(repository: Path, folder: Path) -> Iterator[tuple[str, SourceFile,
 
 
 def examined(source: SourceFile, folder: Path) -> tuple[list[Diagnostic], Analysis]:
-    """Return what is said about a text and not about absent files, and what it means."""
+    """Return the findings of a text, except for absent files, and its meaning."""
     sink = Sink()
     analysis = analyse(source, sink, folder)
     return [d for d in sink if d.code != DATA_ABSENT], analysis
 
 
 def weight(found: list[Diagnostic]) -> tuple[int, int]:
-    """Return what fixes make smaller: first the number of errors, then that of findings."""
+    """Return the measure that fixes decrease: the number of errors, then of findings."""
     return sum(d.severity is Severity.ERROR for d in found), len(found)
 
 
@@ -66,7 +66,7 @@ def meaning(analysis: Analysis) -> str | None:
 
 
 @pytest.mark.full
-def test_each_fix_leaves_fewer_findings_and_safe_ones_the_meaning(
+def test_each_fix_reduces_findings_and_safe_fixes_keep_meaning(
     repository: Path, tmp_path: Path
 ) -> None:
     safe = unsafe = meant = 0
@@ -93,7 +93,7 @@ def test_each_fix_leaves_fewer_findings_and_safe_ones_the_meaning(
 
 
 @pytest.mark.full
-def test_all_fixes_together(repository: Path, tmp_path: Path) -> None:
+def test_all_fixes_combine(repository: Path, tmp_path: Path) -> None:
     for name, source, folder in documents(repository, tmp_path):
         before, analysis = examined(source, folder)
         for unsafe in (False, True):
@@ -106,14 +106,14 @@ def test_all_fixes_together(repository: Path, tmp_path: Path) -> None:
                 assert meaning(analysis) in {None, meaning(result.analysis)}, name
 
 
-def test_a_fix_that_uncovers_as_much_as_it_mends_is_taken_back() -> None:
+def test_fix_that_reveals_as_many_errors_is_undone() -> None:
     clauses = "  A: {require: '0.001 <= p99(kl) <= 1', level: L2}\n"
     result = fix(SourceFile("c", HEAD + clauses), None)
     assert result.source.text == HEAD + clauses
     assert (result.applied, [str(d.code) for d in result.refused]) == (0, ["KC207"])
 
 
-def test_what_was_hidden_behind_a_mended_mistake_may_come_to_light() -> None:
+def test_fix_may_reveal_a_hidden_finding() -> None:
     clauses = "  A: {require: 'p99(klx) ≤ 1', level: L2}\n"
     mended, left = lined(clauses)
     assert mended == clauses.replace("≤", "<=")
@@ -123,7 +123,7 @@ def test_what_was_hidden_behind_a_mended_mistake_may_come_to_light() -> None:
     assert lined(two) == (two, ["KC010"])  # one error would become two
 
 
-def test_a_fix_that_removes_a_comment_is_no_safe_one() -> None:
+def test_fix_that_removes_a_comment_is_unsafe() -> None:
     table = "  tau: {unit: nats, rows: [{where: length <= 128, value: 0.01}], otherwise: 0.05}"
     clauses = "  A: {require: p99(kl) <= 1, level: L2}\n"
     plain = f"{clauses}tables:\n{table}\n"
@@ -133,7 +133,7 @@ def test_a_fix_that_removes_a_comment_is_no_safe_one() -> None:
     assert lined(commented, unsafe=True) == (clauses, [])
 
 
-def test_a_fix_that_does_harm_does_not_stop_the_others() -> None:
+def test_harmful_fix_does_not_stop_the_others() -> None:
     clauses = (
         "  A: {require: '0.001 <= p99(kl) <= 1', level: L2}\n"
         "  B: {require: 'p99(kl) ≤ 1', level: L2}\n"
@@ -163,7 +163,7 @@ def test_safe_fixes(clauses: str, wanted: str) -> None:
         ("metrc: p99_kl, threshold: 1", "metric: p99_kl, threshold: 1"),
     ],
 )
-def test_a_misspelt_field_is_one_mistake(wrong: str, right: str) -> None:
+def test_misspelt_field_is_one_error(wrong: str, right: str) -> None:
     clauses = f"  A: {{{wrong}, level: L2}}\n"
     assert lined(clauses) == (clauses, ["KC101"])
     assert lined(clauses, unsafe=True) == (clauses.replace(wrong, right), [])
@@ -175,7 +175,7 @@ def test_guesses_are_unsafe() -> None:
     assert lined(clauses, unsafe=True) == (clauses.replace("kll", "kl"), [])
 
 
-def test_what_is_not_yaml_may_become_a_contract_with_other_findings() -> None:
+def test_repaired_yaml_may_have_other_findings() -> None:
     text = completed("clauses:\n\tA:\n\t\trequire: p99(klx) <= 1\n\t\tlevell: L2\n")
     mended = fix(SourceFile("c.kc.yaml", text), None, unsafe=True)
     assert mended.analysis.root is not None
@@ -185,7 +185,7 @@ def test_what_is_not_yaml_may_become_a_contract_with_other_findings() -> None:
 
 
 @pytest.mark.full
-def test_large_texts_are_read_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_texts_are_parsed_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     text, read = hostile.CONTRACTS["comments that accept"], 0
 
     def counting(source: SourceFile, sink: Sink, folder: Path | None) -> Analysis:

@@ -1,4 +1,4 @@
-"""Messages to people who write what other tools would take."""
+"""Messages for authors who write the syntax of other tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ clauses:
 
 
 def only(clause: str) -> tuple[Diagnostic, str]:
-    """Return the only error of a clause, with the whole text."""
+    """Return the only error of a clause, with its full text."""
     text = f"{HEAD}  A:\n    level: L1\n{clause}"
     sink = Sink()
     analyse(SourceFile("c.kc.yaml", text), sink)
@@ -47,7 +47,7 @@ def of(require: str) -> tuple[Diagnostic, str]:
         ("has(trace, rng_seed)", "write has(trace, [field, ...])", "has(trace, [rng_seed])"),
     ],
 )
-def test_other_words_are_understood(require: str, help: str, mended: str) -> None:
+def test_words_of_other_tools_are_recognised(require: str, help: str, mended: str) -> None:
     found, text = of(require)
     assert found.help == help
     assert found.fix is not None
@@ -71,18 +71,18 @@ def test_other_words_are_understood(require: str, help: str, mended: str) -> Non
         ("true", "KC404", "compare a statistic of a metric, or a norm of a drift, with a number"),
     ],
 )
-def test_what_to_write_instead(require: str, code: str, help: str | None) -> None:
+def test_messages_state_the_correct_syntax(require: str, code: str, help: str | None) -> None:
     found, _ = of(require)
     assert (found.code.id, found.help) == (code, help)
 
 
-def test_a_record_says_what_it_lacks() -> None:
+def test_incomplete_record_names_missing_fields() -> None:
     found, _ = only("    metric: p99_kl\n")
     assert found.help == "add `threshold: NUMBER`, or `threshold: table(NAME)`"
 
 
 @pytest.mark.parametrize("value", ['"true"', "1"])
-def test_holdout_is_a_truth_value(value: str) -> None:
+def test_holdout_must_be_a_boolean(value: str) -> None:
     found, _ = only(f"    require: p99(kl) <= 1\n    holdout: {value}\n")
     assert found.code.id == "KC103"
     assert found.help is not None
@@ -90,14 +90,14 @@ def test_holdout_is_a_truth_value(value: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["length + 1 > 3", "-length < 3"])
-def test_predicates_compute_nothing(where: str) -> None:
+def test_predicates_allow_no_arithmetic(where: str) -> None:
     text = HEAD.replace("all: {}", f"all: {{where: '{where}'}}")
     sink = Sink()
     analyse(SourceFile("c.kc.yaml", text), sink)
     assert [d.message for d in sink] == ["a test compares one field, and computes nothing"]
 
 
-def test_a_list_of_statements_is_no_list_of_fields() -> None:
+def test_list_of_statements_is_not_a_list_of_fields() -> None:
     text = f"{HEAD}  A: {{level: L1, require: [p99(kl) <= 1, rng_seed, mean(kl) <= 1]}}\n"
     sink = Sink()
     analysis = analyse(SourceFile("c.kc.yaml", text), sink)
@@ -117,14 +117,14 @@ def test_a_list_of_statements_is_no_list_of_fields() -> None:
         ("infer: {run: torch.sdpa, numerics: {compute: fp32}}", "did you mean 'float32'?"),
     ],
 )
-def test_kernels(written: str, instead: str) -> None:
+def test_messages_about_kernels(written: str, instead: str) -> None:
     text = HEAD.replace("infer: {run: torch.sdpa}", written)
     sink = Sink()
     analyse(SourceFile("c.kc.yaml", text), sink)
     assert [d.help for d in sink if d.severity is Severity.ERROR] == [instead]
 
 
-def test_the_place_of_a_number_in_the_numerics() -> None:
+def test_numbers_in_numerics_are_marked() -> None:
     numerics = "numerics: {attention: {exp_ulps: 1, tile: 0}}"
     text = HEAD.replace("infer: {run: torch.sdpa}", f"infer: {{run: torch.sdpa, {numerics}}}")
     sink = Sink()

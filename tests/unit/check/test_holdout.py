@@ -1,4 +1,4 @@
-"""Held-out clauses gate releases and stay out of what a trainer gets."""
+"""Held-out clauses gate releases and are hidden from trainers."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ clauses:
 
 
 def compiled(text: str) -> Program:
-    """Return a program that must be right."""
+    """Return the program of a valid contract."""
     sink = Sink()
     program = compile_source(SourceFile("x", text), sink)
     assert program is not None, [d.message for d in sink]
     return program
 
 
-def test_the_mark_is_part_of_the_meaning() -> None:
+def test_holdout_changes_the_digest() -> None:
     program = compiled(TEXT)
     assert [c.id for c in program.clauses if c.holdout] == ["H-1", "H-2"]
     assert digest(compiled(TEXT.replace(", holdout: true", ""))) != digest(program)
@@ -57,12 +57,12 @@ def test_the_mark_is_part_of_the_meaning() -> None:
     assert [c.holdout for c in from_json(to_json(program)).clauses] == [False, True, True]
 
 
-def test_both_forms_take_the_mark() -> None:
+def test_both_forms_accept_holdout() -> None:
     record = TEXT.replace("require: p99(kl) <= table(t)", "metric: p99_kl, threshold: table(t)")
     assert digest(compiled(record)) == digest(compiled(TEXT))
 
 
-def test_a_trainer_sees_nothing_of_them(follows: Callable[..., None]) -> None:
+def test_training_output_omits_held_out_clauses(follows: Callable[..., None]) -> None:
     program = compiled(TEXT)
     data = training_document(program)
     for word in (b"H-1", b"H-2", b"hidden", b"secret", b"everyone", b"no_flip", b"123/"):
@@ -77,7 +77,7 @@ def test_a_trainer_sees_nothing_of_them(follows: Callable[..., None]) -> None:
     assert digest(from_json(document["program"])) == digest(shown)
 
 
-def test_without_held_out_clauses_everything_in_use_is_shown() -> None:
+def test_contract_without_held_out_clauses_is_shown_completely() -> None:
     program = compiled(TEXT.replace(", holdout: true", ""))
     shown, withheld = for_training(program)
     assert digest(shown) == digest(program)
@@ -85,14 +85,14 @@ def test_without_held_out_clauses_everything_in_use_is_shown() -> None:
 
 
 @pytest.mark.parametrize("value", ["yes", '"true"', "1", "[true]", "maybe"])
-def test_only_truth_values(value: str) -> None:
+def test_holdout_accepts_only_booleans(value: str) -> None:
     sink = Sink()
     text = TEXT.replace("holdout: true", f"holdout: {value}", 1)
     assert compile_source(SourceFile("x", text), sink) is None
     assert [d.code.id for d in sink] in (["KC103"], ["KC007"])
 
 
-def test_the_command(cli: Any, tmp_path: Path) -> None:
+def test_command_omits_held_out_clauses_for_training(cli: Any, tmp_path: Path) -> None:
     path = tmp_path / "contract.yaml"
     path.write_text(TEXT)
     ran = cli("compile", path)

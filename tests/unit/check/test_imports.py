@@ -1,4 +1,4 @@
-"""Imports: what a library brings, by which digest, and everything that may be wrong with one."""
+"""Imports: names from a library, its digest, and every error of an import."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ clauses:
 
 
 def library_of(path: Path) -> Library:
-    """Return a library that must be right."""
+    """Return a valid library."""
     sink = Sink()
     library = analyse(read_source(path), sink, path.parent).library
     assert library is not None, [d.message for d in sink]
@@ -92,7 +92,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def found_in(place: Path, change: Callable[[str], str] = lambda text: text) -> list[Diagnostic]:
-    """Return the errors and warnings of the contract after a change of its text."""
+    """Return the errors and warnings of the contract after a text change."""
     path = place / "own" / "contract.yaml"
     path.write_text(change(path.read_text()))
     return [d for d in compile_contract(path)[1] if d.severity != "note"]
@@ -110,7 +110,7 @@ def mended(place: Path, found: Diagnostic) -> str:
 
 
 def at(found: Diagnostic) -> str:
-    """Return the text that a finding is about."""
+    """Return the text covered by a finding."""
     assert found.source is not None
     assert found.span is not None
     return found.source.text[found.span.start : found.span.end]
@@ -119,7 +119,7 @@ def at(found: Diagnostic) -> str:
 # --- meaning -------------------------------------------------------------------------------------
 
 
-def test_an_import_means_what_it_brings(place: Path) -> None:
+def test_import_equals_the_inlined_definitions(place: Path) -> None:
     program = load_program(place / "own" / "contract.yaml")
     inline = load_program(place / "own" / "inline.kc.yaml")
     assert program == inline
@@ -133,7 +133,7 @@ def test_an_import_means_what_it_brings(place: Path) -> None:
     assert inline.imports == ()
 
 
-def test_the_stored_form_says_where_parts_come_from(place: Path) -> None:
+def test_stored_form_states_the_origin_of_parts(place: Path) -> None:
     program = load_program(place / "own" / "contract.yaml")
     again = load_bytes(document(program))
     assert again.imports == program.imports
@@ -143,7 +143,7 @@ def test_the_stored_form_says_where_parts_come_from(place: Path) -> None:
         load_bytes(forged)
 
 
-def test_places_are_those_of_the_import(place: Path) -> None:
+def test_positions_of_imported_parts_are_at_the_import(place: Path) -> None:
     path = place / "own" / "contract.yaml"
     program, text = load_program(path), path.read_text()
     spans = {s.name: s.span for s in program.slices} | {t.name: t.span for t in program.tables}
@@ -152,7 +152,7 @@ def test_places_are_those_of_the_import(place: Path) -> None:
     }
 
 
-def test_names_may_change_at_the_border(place: Path) -> None:
+def test_names_may_be_renamed_on_import(place: Path) -> None:
     path = place / "own" / "contract.yaml"
     text = path.read_text().replace("[tail, safety]", "{tail: safety, safety: tail}")
     path.write_text(text)
@@ -171,7 +171,7 @@ def test_names_may_change_at_the_border(place: Path) -> None:
         lambda t: t.replace("version: 2.1.0", 'version: "2.1.0"'),
     ],
 )
-def test_the_digest_of_a_library_is_that_of_its_meaning(
+def test_digest_of_a_library_depends_on_its_meaning_only(
     place: Path, change: Callable[[str], str]
 ) -> None:
     file = place / "shared" / "fleet.kc.yaml"
@@ -196,7 +196,7 @@ def test_the_digest_of_a_library_is_that_of_its_meaning(
         ("fast:", "faster:"),
     ],
 )
-def test_any_change_of_a_library_is_noticed(place: Path, old: str, new: str) -> None:
+def test_every_change_of_a_library_changes_its_digest(place: Path, old: str, new: str) -> None:
     file = place / "shared" / "fleet.kc.yaml"
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new))
@@ -207,7 +207,7 @@ def test_any_change_of_a_library_is_noticed(place: Path, old: str, new: str) -> 
 
 
 @pytest.mark.parametrize("flow", [False, True])
-def test_a_missing_digest_is_inserted_by_a_safe_fix(place: Path, flow: bool) -> None:
+def test_missing_digest_is_inserted_by_a_safe_fix(place: Path, flow: bool) -> None:
     def change(text: str) -> str:
         text = re.sub(r"    digest: .*\n", "", text)
         if flow:
@@ -225,7 +225,7 @@ def test_a_missing_digest_is_inserted_by_a_safe_fix(place: Path, flow: bool) -> 
     assert found_in(place) == []
 
 
-def test_a_digest_behind_a_comment(place: Path) -> None:
+def test_digest_is_inserted_before_a_comment(place: Path) -> None:
     (found,) = found_in(
         place,
         lambda t: re.sub(r"    digest: .*\n", "", t).replace("kc.yaml\n", "kc.yaml  # ours\n"),
@@ -234,7 +234,7 @@ def test_a_digest_behind_a_comment(place: Path) -> None:
     assert found_in(place) == []
 
 
-def test_another_digest_shows_both_and_is_no_safe_fix(place: Path) -> None:
+def test_wrong_digest_shows_both_and_has_an_unsafe_fix(place: Path) -> None:
     (found,) = found_in(place, lambda t: re.sub(r"sha256:\w+", "sha256:" + "0" * 64, t))
     right = library_digest(library_of(place / "shared" / "fleet.kc.yaml"))
     assert found.code.id == "KC122"
@@ -271,11 +271,11 @@ def test_another_digest_shows_both_and_is_no_safe_fix(place: Path) -> None:
         ("shared/", False),
     ],
 )
-def test_paths(text: str, fine: bool) -> None:
+def test_paths_of_libraries(text: str, fine: bool) -> None:
     assert (path_problem(text) is None) is fine
 
 
-def test_data_paths_are_moved_with_the_library() -> None:
+def test_data_paths_are_relative_to_the_library() -> None:
     assert rebase("p.jsonl", "../shared/fleet.kc.yaml") == "../shared/p.jsonl"
     assert rebase("../p.jsonl", "../shared/fleet.kc.yaml") == "../p.jsonl"
     assert rebase("p.jsonl", "fleet.kc.yaml") == "p.jsonl"
@@ -283,7 +283,7 @@ def test_data_paths_are_moved_with_the_library() -> None:
     assert rebase(None, "../shared/fleet.kc.yaml") is None
 
 
-def test_what_is_not_a_regular_file_is_refused(place: Path) -> None:
+def test_import_of_a_special_file_is_refused(place: Path) -> None:
     os.mkfifo(place / "shared" / "pipe.kc.yaml")
     (found,) = found_in(place, lambda t: t.replace("fleet.kc", "pipe.kc"))
     assert (found.code.id, at(found)) == ("KC120", "../shared/pipe.kc.yaml")
@@ -298,14 +298,14 @@ def test_what_is_not_a_regular_file_is_refused(place: Path) -> None:
         (b"[1, 2]", "not a library"),
     ],
 )
-def test_other_files_are_refused(place: Path, content: bytes, words: str) -> None:
+def test_import_of_other_documents_is_refused(place: Path, content: bytes, words: str) -> None:
     (place / "shared" / "fleet.kc.yaml").write_bytes(content)
     (found,) = found_in(place)
     assert found.code.id == "KC120"
     assert words in found.message
 
 
-def test_findings_of_a_library_stand_in_the_library(place: Path) -> None:
+def test_findings_of_a_library_are_placed_in_the_library(place: Path) -> None:
     file = place / "shared" / "fleet.kc.yaml"
     file.write_text(LIBRARY.replace("length > 128", "length >").replace("fast:", "slow:"))
     found = found_in(place)
@@ -316,7 +316,7 @@ def test_findings_of_a_library_stand_in_the_library(place: Path) -> None:
     assert found[1].source.position(found[1].span.start if found[1].span else 0).line == 6
 
 
-def test_a_text_without_a_file_cannot_import() -> None:
+def test_text_without_a_file_cannot_import() -> None:
     sink = Sink()
     assert analyse(SourceFile("x", CONTRACT), sink).program is None
     assert [d.code.id for d in sink] == ["KC120"]
@@ -326,7 +326,7 @@ def test_a_text_without_a_file_cannot_import() -> None:
 
 
 def chain(folder: Path, length: int) -> str:
-    """Write libraries that import each other in a row; return the digest of the last one."""
+    """Write libraries that import each other in sequence; return the digest of the last one."""
     (folder / "l0.kc.yaml").write_text(
         "kcdsl: 1\nlibrary: l0\nversion: 1\nslices: {s: {data: deep/d.jsonl}}\n"
     )
@@ -343,7 +343,7 @@ def chain(folder: Path, length: int) -> str:
     return stated
 
 
-def test_libraries_pass_on_what_they_import(place: Path) -> None:
+def test_libraries_re_export_their_imports(place: Path) -> None:
     stated = chain(place / "shared", 3)
     text = CONTRACT.split("imports:")[0].replace(
         "kernels: {", "kernels: {infer: {run: torch.sdpa}, "
@@ -361,13 +361,13 @@ def _compiled(place: Path, text: str) -> Program:
 
 
 @pytest.mark.full
-def test_long_chains_end(place: Path) -> None:
+def test_long_import_chains_are_refused(place: Path) -> None:
     chain(place / "shared", DEPTH_LIMIT + 2)
     sink = compile_contract(place / "shared" / f"l{DEPTH_LIMIT + 1}.kc.yaml")[1]
     assert any("one too many" in d.message for d in sink)
 
 
-def test_cycles_end(place: Path) -> None:
+def test_import_cycles_are_refused(place: Path) -> None:
     for one, other in (("a", "b"), ("b", "a")):
         (place / "shared" / f"{one}.kc.yaml").write_text(
             f"kcdsl: 1\nlibrary: {one}\nversion: 1\nimports:\n"
@@ -427,7 +427,7 @@ def test_unused_imports_are_removed_by_a_safe_fix(
     assert digest(load_program(place / "own" / "contract.yaml")) == before
 
 
-def test_the_section_goes_with_its_last_import(place: Path) -> None:
+def test_removing_the_last_import_removes_the_section(place: Path) -> None:
     text = INLINE.replace(
         "slices:\n",
         'imports:\n  - {file: ../shared/fleet.kc.yaml, digest: "D", slices: [packaged]}\nslices:\n',
@@ -438,7 +438,7 @@ def test_the_section_goes_with_its_last_import(place: Path) -> None:
     assert mended(place, found) == INLINE
 
 
-def test_several_unused_names_are_one_finding(place: Path) -> None:
+def test_unused_names_of_one_import_are_one_finding(place: Path) -> None:
     (found,) = found_in(
         place,
         lambda t: t.replace("[tail, safety]", "[tail, packaged, safety]").replace(
@@ -455,7 +455,7 @@ def test_clauses_in_error_do_not_make_imports_unused(place: Path) -> None:
     assert [d.code.id for d in found] == ["KC203"]
 
 
-def test_a_name_that_the_library_lacks_is_no_unused_one(place: Path) -> None:
+def test_name_missing_in_the_library_is_not_reported_as_unused(place: Path) -> None:
     found = found_in(place, lambda t: t.replace("[tail, safety]", "[tail, safety, saftey]"))
     assert [(d.code.id, at(d)) for d in found] == [("KC230", "saftey")]
 
@@ -463,7 +463,7 @@ def test_a_name_that_the_library_lacks_is_no_unused_one(place: Path) -> None:
 # --- commands ------------------------------------------------------------------------------------
 
 
-def test_commands_say_what_a_library_is(place: Path, cli: Any) -> None:
+def test_commands_explain_that_a_file_is_a_library(place: Path, cli: Any) -> None:
     file = place / "shared" / "fleet.kc.yaml"
     ran = cli("compile", file)
     assert ran.code == 0
@@ -481,7 +481,7 @@ def test_commands_say_what_a_library_is(place: Path, cli: Any) -> None:
         assert "KC125" in ran.stderr
 
 
-def test_a_library_beside_a_contract_is_not_taken_for_one(place: Path, cli: Any) -> None:
+def test_library_in_a_folder_is_not_taken_as_a_contract(place: Path, cli: Any) -> None:
     (place / "shared" / "contract.yaml").write_text(INLINE)
     ran = cli("compile", cwd=place / "shared")
     assert ran.code == 0

@@ -1,4 +1,4 @@
-"""Fields of kernels: folders and servers in contracts, and messages about values and draws."""
+"""Fields of kernels: folders and servers, and messages about values and sampling."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def analysed(
     return analyse(SourceFile("contract.yaml", text), sink).program, list(sink), text
 
 
-def test_a_server_reaches_the_program_and_comes_back_from_the_file() -> None:
+def test_server_fields_survive_compilation_and_storage() -> None:
     program, found, _ = analysed(
         f"{URL}, model: large, key: KCDSL_SERVER_KEY, tokens: 48, concurrency: 8, "
         "logprobs: {values: processed, temperature: 0.7, top_p: 0.9, top_k: 50, min_p: 0.01,"
@@ -65,7 +65,7 @@ def test_a_server_reaches_the_program_and_comes_back_from_the_file() -> None:
     assert digest(again) == digest(program)
 
 
-def test_what_is_left_out_is_what_the_page_says() -> None:
+def test_defaults_of_server_fields_equal_the_page() -> None:
     program, _, _ = analysed(f"{URL}, {RAW}")
     assert program is not None
     assert program.infer.service == Service("http://10.0.0.1:8000", LogProbabilities("raw"))
@@ -74,7 +74,7 @@ def test_what_is_left_out_is_what_the_page_says() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
-def test_an_address_is_what_comes_before_v1(url: str) -> None:
+def test_server_address_excludes_the_v1_suffix(url: str) -> None:
     program, _, _ = analysed(f'run: server, url: "{url}", {RAW}')
     assert program is not None
     assert program.infer.service is not None
@@ -82,7 +82,7 @@ def test_an_address_is_what_comes_before_v1(url: str) -> None:
 
 
 def test_every_field_of_a_server_is_bound_by_digest_and_fingerprint() -> None:
-    """But for the name of the variable with the key, which no fingerprint needs."""
+    """The one exception is the name of the variable with the key."""
     plain = f"{URL}, tokens: 16, logprobs: {{values: processed, temperature: 1}}"
     changed = (
         plain.replace("10.0.0.1", "10.0.0.2"),
@@ -104,7 +104,7 @@ def test_every_field_of_a_server_is_bound_by_digest_and_fingerprint() -> None:
 
 
 @pytest.mark.full
-def test_a_folder_is_bound_too() -> None:
+def test_folder_is_bound_by_digest() -> None:
     one, other = (analysed(f"run: hf.transformers, folder: {name}")[0] for name in ("a", "b"))
     assert one is not None
     assert other is not None
@@ -182,7 +182,7 @@ BAD: dict[str, tuple[str, Code, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_mistakes_have_a_code_and_a_place(name: str) -> None:
+def test_errors_have_a_code_and_a_position(name: str) -> None:
     infer, code, at = BAD[name]
     program, found, text = analysed(infer)
     assert program is None
@@ -193,7 +193,7 @@ def test_mistakes_have_a_code_and_a_place(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a password", "a key in the address", "a key instead of its v"])
-def test_a_secret_is_not_repeated(name: str) -> None:
+def test_secret_is_not_printed(name: str) -> None:
     infer = next(value[0] for key, value in BAD.items() if key.startswith(name))
     _, found, _ = analysed(infer)
     said = [f"{d.message} {d.help}" for d in found]
@@ -201,14 +201,14 @@ def test_a_secret_is_not_repeated(name: str) -> None:
     assert not any("secret" in text for text in said)
 
 
-def test_a_server_does_not_train() -> None:
+def test_server_cannot_be_the_training_kernel() -> None:
     program, found, _ = analysed("run: torch.sdpa", train=f"{URL}, {RAW}")
     assert program is None
     assert [d.code for d in found] == [codes.NOT_ALLOWED]
     assert "training kernel" in found[0].message
 
 
-def test_a_server_claims_no_numerics_by_itself() -> None:
+def test_server_has_no_default_numerics() -> None:
     program, _, _ = analysed(f"{URL}, {RAW}")
     assert program is not None
     assert not program.infer.claims

@@ -1,6 +1,6 @@
-"""A document with five mistakes reports five, each once and at its place, whatever their sections.
+"""A document with five errors reports each of them once and at its position.
 
-Every line that is wrong says at its end which codes it must have and at what text.
+Each wrong line of the documents ends with a comment that lists the expected codes and marked text.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ clauses:
 
 
 def expected(text: str) -> tuple[str, list[tuple[str, int, str]]]:
-    """Return a document without what it says of itself, and that: code, line, text."""
+    """Return a document without its expectations, and these: code, line, text."""
     lines, wanted = [], []
     for number, line in enumerate(text.splitlines(), 1):
         bare, _, said = line.partition("  # KC")
@@ -159,7 +159,7 @@ def expected(text: str) -> tuple[str, list[tuple[str, int, str]]]:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_every_mistake_is_reported_once(name: str) -> None:
+def test_every_error_is_reported_once(name: str) -> None:
     text, wanted = expected(DOCUMENTS[name])
     source, sink = SourceFile("contract.yaml", text), Sink()
     assert analyse(source, sink).program is None
@@ -172,8 +172,8 @@ def test_every_mistake_is_reported_once(name: str) -> None:
     assert sorted(found) == sorted(wanted)
 
 
-def test_each_alone_is_reported_alike() -> None:
-    """Nothing is said of two mistakes together that is not said of each."""
+def test_findings_of_combined_errors_equal_those_of_single_errors() -> None:
+    """No finding depends on the combination of two errors."""
     text, _ = expected(DOCUMENTS["fields of clauses"])
     clauses = re.findall(r"^  \w+: \{.*\n", text, re.MULTILINE)
     assert len(clauses) == 7

@@ -1,4 +1,4 @@
-"""The registry of metrics."""
+"""The metric registry."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_definitions_are_complete(name: str) -> None:
     assert not (metric.signed and metric.lower is not None)
 
 
-def test_directions() -> None:
+def test_directions_of_metrics() -> None:
     higher = {name for name, metric in METRICS.items() if metric.better == "higher"}
     assert higher == {
         "top1_overlap",
@@ -59,13 +59,13 @@ def test_directions() -> None:
     }
 
 
-def test_families() -> None:
+def test_families_of_metrics() -> None:
     runtime = {name for name, metric in METRICS.items() if metric.family is Family.RUNTIME}
     timed = {"latency", "ttft", "tpot", "throughput"}
     assert runtime == timed | {"peak_memory", "kv_memory", "failure_rate", "determinism"}
 
 
-def test_what_names_of_the_record_form_begin_with_begins_no_metric() -> None:
+def test_prefixes_of_record_names_do_not_start_a_metric_name() -> None:
     assert [name for name in METRICS if PREFIX.match(name)] == []
 
 
@@ -91,7 +91,7 @@ def test_what_names_of_the_record_form_begin_with_begins_no_metric() -> None:
         ("p99_jeffreys", "quantile", "jeffreys", False, Fraction(99, 100), None),
     ],
 )
-def test_record_names(
+def test_record_names_resolve_to_metrics(
     name: str, statistic: str, metric: str, magnitude: bool, q: Fraction | None, unit: str | None
 ) -> None:
     found = BUILT_IN.find_record(name)
@@ -116,5 +116,5 @@ def test_every_listed_record_name_resolves() -> None:
 @pytest.mark.parametrize(
     "name", ["kl", "p99_kll", "p0_kl", "p100_kl", "latency", "mean_kl_ms", "p99_ms", "mean_", ""]
 )
-def test_names_that_are_none(name: str) -> None:
+def test_unknown_names_are_refused(name: str) -> None:
     assert BUILT_IN.find_record(name) is None

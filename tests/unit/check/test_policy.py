@@ -1,4 +1,4 @@
-"""The escalation policy: a total table, and no silent weakening."""
+"""The escalation policy: a complete table, and a warning for every weakening."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def policy(text: str) -> tuple[Escalation, list[str]]:
         (Family.OBSERVABILITY, ("log", "freeze", "rollback")),
     ],
 )
-def test_defaults(family: Family, actions: tuple[str, str, str]) -> None:
+def test_default_policy(family: Family, actions: tuple[str, str, str]) -> None:
     escalation, found = policy("")
     assert tuple(escalation.action(family, level) for level in Level) == actions
     assert found == []
 
 
-def test_the_table_is_total() -> None:
+def test_policy_table_is_total() -> None:
     escalation = build_escalation({}, {})
     assert {(f, lv) for f, lv, _ in escalation.by_family} == {
         (f, lv) for f in Family for lv in Level
@@ -58,7 +58,7 @@ def test_the_table_is_total() -> None:
     }
 
 
-def test_precedence() -> None:
+def test_precedence_of_policy_entries() -> None:
     escalation, _ = policy(
         "escalation: {L2: freeze, numerical: {L2: guard}, observability: {L3: rollback}}\n"
     )
@@ -73,13 +73,13 @@ def test_the_form_by_family_and_short_names_mean_the_same() -> None:
     assert long == short
 
 
-def test_weakening_is_said() -> None:
+def test_weakening_is_reported() -> None:
     assert policy("escalation: {L3: fallback}\n")[1] == ["KC215"]
     assert policy("escalation: {runtime: {L2: log, L1: guard}}\n")[1] == ["KC215"]
     assert policy("escalation: {L3: rollback}\n")[1] == []
 
 
-def test_severity_is_the_stated_order() -> None:
+def test_severity_order_of_actions() -> None:
     order = ["log", "guard", "freeze", "fallback", "rollback"]
     assert sorted(order, key=severity) == order
     assert len(set(ACTIONS)) == len(ACTIONS)
@@ -136,11 +136,11 @@ def warned(text: str) -> list[tuple[str, str, str]]:
         ),
     ],
 )
-def test_the_entry_that_weakens_is_pointed_at(text: str, message: str, place: str) -> None:
+def test_weakening_entry_is_marked(text: str, message: str, place: str) -> None:
     assert warned(f"escalation: {text}\n") == [("KC215", message, place)]
 
 
-def test_a_level_is_compared_with_every_lower_one() -> None:
+def test_level_is_compared_with_every_lower_one() -> None:
     """L3 is milder than L1, although it is not milder than L2."""
     found = weakened(
         build_escalation(
@@ -173,7 +173,7 @@ def test_a_level_is_compared_with_every_lower_one() -> None:
         ("{require: p99(kl) <= 1, level: L3}", None),
     ],
 )
-def test_an_action_milder_than_the_policy_is_said(clause: str, marked: str | None) -> None:
+def test_action_milder_than_the_policy_is_reported(clause: str, marked: str | None) -> None:
     head = HEAD.replace("{require: ece_gap <= 1%, level: L1}", clause)
     sink = Sink()
     assert compile_source(SourceFile("x", head), sink) is not None
@@ -181,14 +181,14 @@ def test_an_action_milder_than_the_policy_is_said(clause: str, marked: str | Non
     assert found == ([] if marked is None else [("KC233", marked)])
 
 
-def test_the_policy_of_the_contract_counts() -> None:
+def test_policy_of_the_contract_applies() -> None:
     text = HEAD.replace("level: L1}", "level: L3, then: guard}")
     sink = Sink()
     compile_source(SourceFile("x", text + "escalation: {statistical: {L3: guard}}\n"), sink)
     assert [d.code.id for d in sink] == []
 
 
-def test_the_contract_sets_the_thresholds_of_the_health_score() -> None:
+def test_contract_sets_the_thresholds_of_the_health_score() -> None:
     escalation, found = policy("escalation: {health: {guard_from: 0.5, fallback_from: 2.5}}\n")
     assert (escalation.guard_from, escalation.fallback_from) == (Fraction(1, 2), Fraction(5, 2))
     assert found == []
@@ -209,7 +209,7 @@ def test_the_contract_sets_the_thresholds_of_the_health_score() -> None:
         ("1", "KC103"),
     ],
 )
-def test_thresholds_that_make_no_order_are_errors(health: str, code: str) -> None:
+def test_unordered_thresholds_are_errors(health: str, code: str) -> None:
     sink = Sink()
     source = SourceFile("x", f"{HEAD}escalation: {{health: {health}}}\n")
     assert compile_source(source, sink) is None

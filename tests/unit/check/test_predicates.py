@@ -48,7 +48,7 @@ def typed(text: str) -> tuple[Predicate | None, list[str]]:
         ),
     ],
 )
-def test_accepted(text: str, expected: Predicate) -> None:
+def test_valid_predicates_are_accepted(text: str, expected: Predicate) -> None:
     assert typed(text) == (expected, [])
 
 
@@ -69,5 +69,5 @@ def test_accepted(text: str, expected: Predicate) -> None:
         ("length + 1 > 3", "KC207"),
     ],
 )
-def test_rejected(text: str, code: str) -> None:
+def test_invalid_predicates_are_rejected(text: str, code: str) -> None:
     assert typed(text) == (None, [code])

@@ -1,4 +1,4 @@
-"""A document with several mistakes reports all of them, also where it is not YAML."""
+"""A document with several errors reports all of them, even if it is not valid YAML."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def found(clauses: str, tail: str = "") -> list[tuple[str, int, int]]:
     return [(str(d.code), p.line - base, p.column) for d, p in zip(sink, places, strict=True)]
 
 
-def test_a_quotation_mark_that_is_not_closed_hides_nothing() -> None:
+def test_unclosed_quotation_mark_hides_no_other_error() -> None:
     clauses = (
         '  A: {require: "p99(kl) <= 1, level: L2}\n'
         "  B: {require: p99(klx) <= 1, level: L2}\n"
@@ -35,7 +35,7 @@ def test_a_quotation_mark_that_is_not_closed_hides_nothing() -> None:
     assert found(clauses) == [("KC001", 2, 1), ("KC203", 2, 20), ("KC104", 3, 37)]
 
 
-def test_five_mistakes_of_five_kinds() -> None:
+def test_five_errors_of_five_kinds() -> None:
     clauses = (
         "  A: {require: p99(kl) <= 1, level: L2\n"
         "  B: {require: p99(klx) <= 1, level: L2}\n"
@@ -47,25 +47,25 @@ def test_five_mistakes_of_five_kinds() -> None:
     assert sorted(codes) == ["KC001", "KC001", "KC010", "KC203", "KC302"]
 
 
-def test_several_mistakes_in_one_expression() -> None:
+def test_several_errors_in_one_expression() -> None:
     clauses = "  A: {require: 'p99(kl,, tv) <= 1 and mean(tv) = 5% and max(tv) && kl', level: L2}\n"
     assert found(clauses) == [("KC010", 1, 24), ("KC010", 1, 48), ("KC010", 1, 65)]
 
 
-def test_a_mistake_elsewhere_is_reported_once() -> None:
+def test_error_elsewhere_is_reported_once() -> None:
     assert [c for c, _, _ in found("  A: {require: p99(kl) <= 1, level: L2}\n", "x: [\n")] == [
         "KC001"
     ]
 
 
-def test_only_broken_clauses() -> None:
+def test_contract_with_only_broken_clauses() -> None:
     assert [c for c, _, _ in found("  A: {require: p99(kl) <= 1\n  B: {level: L2\n")] == [
         "KC001",
         "KC001",
     ]
 
 
-def test_nothing_that_a_broken_clause_might_use_is_called_unused() -> None:
+def test_names_in_broken_clauses_are_not_reported_as_unused() -> None:
     source = SourceFile(
         "c.yaml",
         HEAD.replace("{all: {}}", "{all: {}, other: {}}") + "clauses:\n  A: {slices: [other]\n",

@@ -1,4 +1,4 @@
-"""The sort of every part of an expression."""
+"""The type of every part of an expression."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCOPE = Scope({"all": Span(0, 0), "long": Span(0, 0)}, {})
 
 
 def parsed(text: str) -> tuple[ast.Expression, int]:
-    """Return an expression and where it begins in its file."""
+    """Return an expression and its offset in the file."""
     source, sink = SourceFile("x", f"a: >-\n  {text}\n"), Sink()
     root = parse_yaml(source, sink)
     assert isinstance(root, Mapping)
@@ -92,7 +92,7 @@ def shown(text: str, scope: Scope = SCOPE) -> str:
         ("drift(none_0, x)", "unknown"),
     ],
 )
-def test_sorts(text: str, sort: str) -> None:
+def test_types_of_expression_parts(text: str, sort: str) -> None:
     assert shown(text) == sort
 
 
@@ -118,7 +118,7 @@ def test_sorts(text: str, sort: str) -> None:
         ("mean(kl) <= 2 «*» 3", "2 * 3", "Real"),
     ],
 )
-def test_the_smallest_part_at_a_place(text: str, at: str, sort: str) -> None:
+def test_smallest_part_at_an_offset(text: str, at: str, sort: str) -> None:
     plain = text.replace("«", "").replace("»", "")
     expression, begin = parsed(plain)
     offset = begin + text.index("«")
@@ -130,7 +130,7 @@ def test_the_smallest_part_at_a_place(text: str, at: str, sort: str) -> None:
     assert sort_at(expression, SCOPE, begin - 1) is None
 
 
-def test_every_part_has_a_sort_and_outer_parts_come_first() -> None:
+def test_every_part_has_a_type_and_outer_parts_come_first() -> None:
     expression, begin = parsed("p99(kl) <= 2 * mean(kl) and has(trace, [a])")
     found = [(span.start - begin, span.end - begin, str(sort)) for span, sort in
              sorts(expression, SCOPE)]  # fmt: skip
@@ -142,7 +142,7 @@ def test_every_part_has_a_sort_and_outer_parts_come_first() -> None:
     ]  # fmt: skip
 
 
-def test_fields_of_predicates() -> None:
+def test_types_of_predicate_fields() -> None:
     expression, begin = parsed('length > 5 and category == "x" and unheard in [true]')
     fields = {"length": "Int", "category": "Text"}
     found = {
@@ -154,14 +154,14 @@ def test_fields_of_predicates() -> None:
     assert dict(sorts(expression, SCOPE, fields))[Span(begin + 35, begin + 42)] == UNKNOWN
 
 
-def test_what_messages_call_an_expression() -> None:
+def test_names_of_types_in_messages() -> None:
     assert described(parsed("250 ms")[0], SCOPE) == "Real[ms]"
     assert described(parsed("nothing")[0], SCOPE) == "the name `nothing`"
     assert described(parsed("nothing(1)")[0], SCOPE) == "`nothing(...)`"
     assert described(parsed("1 ms + 2 B")[0], SCOPE) == "an expression without a sort"
 
 
-def test_every_metric_and_function_has_a_sort() -> None:
+def test_every_metric_and_function_has_a_type() -> None:
     for name, metric in METRICS.items():
         assert shown(name).endswith(f"per {metric.counted}")
     calls = {

@@ -1,4 +1,4 @@
-"""Static scales in contracts: numbers, lists and mappings of linears, kept to the letter."""
+"""Static scales in contracts: numbers, lists and mappings by linear, stored exactly."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ def analysed(scales: str, format: str = "fp8_e4m3") -> tuple[Program | None, lis
         ),
     ],
 )
-def test_scales_reach_the_numerics_through_the_program(
-    scales: str, expected: dict[str, list[str]]
-) -> None:
+def test_scales_are_compiled_into_the_numerics(scales: str, expected: dict[str, list[str]]) -> None:
     program, found, _ = analysed(scales)
     assert found == []
     assert program is not None
@@ -83,7 +81,7 @@ def test_scales_reach_the_numerics_through_the_program(
         ("input_zero_point: 3", NUMERICS, None),
     ],
 )
-def test_mistakes_are_reported_where_they_stand(scales: str, code: object, at: str | None) -> None:
+def test_errors_are_reported_at_their_position(scales: str, code: object, at: str | None) -> None:
     _, found, text = analysed(scales)
     assert found
     (diagnostic,) = found

@@ -1,7 +1,7 @@
-"""A misspelt word is answered with the right one, wherever the language expects a name.
+"""Every misspelt name gets a suggestion of the right one.
 
-Three documents have every field of the schema and a word of every kind. Each word of each is
-misspelt in turn, and what is reported must name the word that was meant.
+Three documents contain every field of the schema and a word of every kind. Each word is misspelt in
+turn, and the report must name the intended word.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def documents(folder: Path) -> dict[str, str]:
-    """Return the documents, with the digest of the library."""
+    """Return the documents, completed with the digest of the library."""
     library = analyse(SourceFile("fleet.kc.yaml", LIBRARY), Sink(), folder).library
     assert library is not None
     digest = library_digest(library)
@@ -272,7 +272,7 @@ def found(text: str, folder: Path) -> list[Diagnostic]:
 
 
 def scalars(node: Node | None, path: str) -> Iterator[tuple[str, Scalar]]:
-    """Yield every key and every value of a document, with where it stands."""
+    """Yield every key and every value of a document with its path."""
     if isinstance(node, Mapping):
         for entry in node.entries:
             here = f"{path}.{entry.key.text}"
@@ -286,13 +286,13 @@ def scalars(node: Node | None, path: str) -> Iterator[tuple[str, Scalar]]:
 
 
 def misspelt(word: str) -> str:
-    """Return a word without the letter in its middle, or with one more where it is short."""
+    """Return a word without its middle letter, or with an extra one if it is short."""
     middle = len(word) // 2
     return word[:middle] + word[middle + 1 :] if len(word) > 3 else f"{word}x"
 
 
 def words(text: str) -> Iterator[tuple[str, str, int]]:
-    """Yield every word of two letters and more that the author does not choose, and its offset."""
+    """Yield every word of at least two letters that the author does not choose, and its offset."""
     for path, node in scalars(parse_yaml(SourceFile("contract.yaml", text), Sink()), ""):
         if OWN.fullmatch(path):
             continue
@@ -305,7 +305,7 @@ def words(text: str) -> Iterator[tuple[str, str, int]]:
 @pytest.mark.parametrize(
     "name", ["contract", "other forms", "library", "recordings", "logits", "served"]
 )
-def test_a_document_is_right_as_it_stands(
+def test_original_documents_have_no_findings(
     documents: dict[str, str], folder: Path, name: str
 ) -> None:
     worse = [d for d in found(documents[name], folder) if d.severity is Severity.ERROR]
@@ -314,12 +314,12 @@ def test_a_document_is_right_as_it_stands(
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["contract", "other forms", "library", "recordings"])
-def test_a_misspelt_word_is_answered_with_the_right_one(
+def test_misspelt_word_suggests_the_right_one(
     documents: dict[str, str], folder: Path, name: str
 ) -> None:
     text, silent, seen = documents[name], [], 0
     for path, word, at in words(text):
-        if word in {"true", "tok"}:  # a truth value, half of a unit
+        if word in {"true", "tok"}:  # a boolean, half of a unit
             continue
         wrong = misspelt(word)
         diagnostics = found(text[:at] + wrong + text[at + len(word) :], folder)
@@ -344,7 +344,7 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
             yield from _parts(value)
 
 
-def test_the_documents_have_every_field_of_the_schema(documents: dict[str, str]) -> None:
+def test_documents_contain_every_field_of_the_schema(documents: dict[str, str]) -> None:
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     wanted = {name for kind, name in _parts(schema) if kind == "field"}
     assert len(wanted) > 50
@@ -357,7 +357,7 @@ def test_the_documents_have_every_field_of_the_schema(documents: dict[str, str])
     assert wanted <= keys
 
 
-def test_each_listed_value_is_the_nearest_to_its_misspelling() -> None:
+def test_listed_values_are_nearest_to_their_misspelling() -> None:
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     lists = [value for kind, value in _parts(schema) if kind == "enum"]
     assert len(lists) >= 8
@@ -377,6 +377,6 @@ def test_each_listed_value_is_the_nearest_to_its_misspelling() -> None:
         ("unheard_of", None),
     ],
 )
-def test_the_first_word_counts_more_than_the_last(name: str, meant: str | None) -> None:
+def test_first_word_weighs_more_than_the_last(name: str, meant: str | None) -> None:
     names = ("greedy_divergence_step", "kl", "reverse_kl", "router_agreement", "top1_overlap")
     assert nearest(name, names) == meant

@@ -1,4 +1,4 @@
-"""Comments that accept findings: warnings and notes with a reason, never errors, never in vain."""
+"""Suppression comments: warnings and notes with a reason, never errors; unused ones are found."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def checked(clauses: str) -> tuple[list[str], Analysis]:
     return [str(d.code) for d in sink], analysis
 
 
-def test_the_finding_is_there_without_a_comment() -> None:
+def test_finding_is_reported_without_a_comment() -> None:
     assert checked(TRACE)[0] == ["KC208"]
 
 
-def test_behind_the_line_and_above_it() -> None:
+def test_comment_at_the_end_of_the_line_or_above_it() -> None:
     for clauses in (
         f"{TRACE}  # kcdsl: ignore[KC208] our own field",
         f"  # kcdsl: ignore[KC208] our own field\n\n  # more\n{TRACE}",
@@ -49,13 +49,13 @@ def test_behind_the_line_and_above_it() -> None:
         assert analysis.program is not None
 
 
-def test_a_comment_without_a_reason_accepts_nothing() -> None:
+def test_comment_without_a_reason_suppresses_nothing() -> None:
     assert checked(f"{TRACE}  # kcdsl: ignore[KC208]")[0] == ["KC208", "KC904"]
     assert checked(f"{TRACE}  # kcdsl: ignore because")[0] == ["KC208", "KC904"]
     assert checked(f"{TRACE}  # kcdsl: ignore[KC987] because")[0] == ["KC208", "KC904"]
 
 
-def test_an_unused_comment_is_found_and_its_fix_removes_it() -> None:
+def test_unused_comment_is_reported_and_its_fix_removes_it() -> None:
     clauses = "  A: {require: p99(kl) <= 1, level: L2}  # kcdsl: ignore[KC208] old\n"
     assert checked(clauses)[0] == ["KC900"]
     result = fix(SourceFile("c", HEAD + clauses), None)
@@ -64,20 +64,20 @@ def test_an_unused_comment_is_found_and_its_fix_removes_it() -> None:
     assert fix(SourceFile("c", HEAD + alone), None).source.text == HEAD + alone.split("\n", 1)[1]
 
 
-def test_one_unused_code_of_two() -> None:
+def test_one_of_two_codes_is_unused() -> None:
     codes, analysis = checked(f"{TRACE}  # kcdsl: ignore[KC208, KC507] ours")
     assert codes == ["KC900"]
     assert len(analysis.suppressed) == 1
 
 
-def test_errors_cannot_be_accepted() -> None:
+def test_errors_cannot_be_suppressed() -> None:
     codes, analysis = checked("  A: {require: p99(kx) <= 1, level: L2}  # kcdsl: ignore[KC203] no")
     assert sorted(codes) == ["KC203", "KC905"]
     assert analysis.program is None
     assert analysis.suppressed == ()
 
 
-def test_text_that_looks_like_a_comment_is_none() -> None:
+def test_text_that_resembles_a_comment_is_ignored() -> None:
     clauses = (
         '  A: {require: p99(kl) <= 1, level: L2}\n  "B # kcdsl: ignore[KC208] x": {level: L1}\n'
     )
@@ -85,7 +85,7 @@ def test_text_that_looks_like_a_comment_is_none() -> None:
     assert "KC904" not in checked(clauses)[0]
 
 
-def test_a_text_in_block_style_is_spoken_of_as_a_whole() -> None:
+def test_comment_applies_to_a_whole_block_scalar() -> None:
     body = """  O:
     require: >-{comment}
       has(trace,
@@ -102,7 +102,7 @@ def test_a_text_in_block_style_is_spoken_of_as_a_whole() -> None:
     assert checked(elsewhere)[0] == ["KC900", "KC208"]
 
 
-def test_a_retired_code_accepts_what_its_successor_reports() -> None:
+def test_retired_code_suppresses_its_successor() -> None:
     old, new = next(iter(RETIRED.items()))
     codes, analysis = checked(
         f"  A: {{require: p99(kl) <= 1, level: L2}}  # kcdsl: ignore[{old}] x"
@@ -113,7 +113,7 @@ def test_a_retired_code_accepts_what_its_successor_reports() -> None:
     assert [d.message for d in sink] == [f"nothing here is reported as {new}"]
 
 
-def test_absent_files_may_be_there_for_others(tmp_path: Path) -> None:
+def test_suppression_of_absent_files_is_never_unused(tmp_path: Path) -> None:
     text = HEAD + "  A: {require: p99(kl) <= 1, level: L2}\n"
     text = text.replace("data: d.jsonl", "data: d.jsonl  # kcdsl: ignore[KC606] made by the build")
     for present in (False, True):
@@ -136,7 +136,7 @@ TWO = """  A: {require: p99(kl) <= 0.01, level: L2}
 
 
 def solved(clauses: str, *found: Diagnostic, folder: Path | None = None) -> tuple[list[str], int]:
-    """Return the codes that are left of the findings of a solver, and how many are accepted."""
+    """Return the remaining codes of solver findings, and the number of suppressed ones."""
     sink = Sink()
     analysis = analyse(SourceFile("c", HEAD + clauses), Sink(), folder)
     for finding in found:
@@ -152,26 +152,26 @@ def follows(clauses: str, severity: Severity = Severity.WARNING) -> Diagnostic:
     return Diagnostic(code, "B follows from A", source, Span(at, at + 1), severity=severity)
 
 
-def test_only_the_solver_says_whether_its_findings_are_there() -> None:
+def test_solver_suppressions_are_judged_by_the_solver() -> None:
     assert checked(TWO)[0] == []
     assert checked(TWO)[1].suppressed == ()
     assert solved(TWO, follows(TWO)) == ([], 1)
     assert solved(TWO) == (["KC900"], 0)
 
 
-def test_comments_about_other_findings_are_none_of_its_business() -> None:
+def test_solver_ignores_comments_about_other_findings() -> None:
     clauses = TWO.replace("KC415]", "KC415, KC208]")
     assert checked(clauses)[0] == ["KC900"]
     assert solved(clauses, follows(clauses)) == ([], 1)
 
 
-def test_errors_of_a_solver_cannot_be_accepted_and_that_is_known_before() -> None:
+def test_solver_errors_cannot_be_suppressed() -> None:
     clauses = TWO.replace("KC415", "KC410")
     assert checked(clauses)[0] == ["KC905"]
     assert solved(clauses, follows(clauses, Severity.ERROR)) == (["KC410"], 0)
 
 
-def test_whoever_asks_no_solver_counts_its_findings_as_accepted(tmp_path: Path) -> None:
+def test_solver_suppressions_count_as_used_without_a_solver(tmp_path: Path) -> None:
     path = tmp_path / "contract.yaml"
     path.write_text(HEAD + TWO + f"{TRACE}  # kcdsl: ignore[KC208] our own field\n")
     program, accepted = load_contract(path)
@@ -185,7 +185,7 @@ def test_whoever_asks_no_solver_counts_its_findings_as_accepted(tmp_path: Path) 
 # --- refused -------------------------------------------------------------------------------------
 
 
-def test_a_configuration_that_refuses_them(tmp_path: Path) -> None:
+def test_configuration_can_forbid_suppressions(tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").touch()
     (tmp_path / "d.jsonl").touch()
     (tmp_path / "kcdsl.toml").write_text("refuse-suppressions = true\n")

@@ -1,4 +1,4 @@
-"""Tables of thresholds: every request has exactly one value, and what a clause with one means."""
+"""Tables of thresholds: each request has one value, and the meaning of clauses with a table."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def compiled(text: str) -> Program:
 
 
 def marked(text: str, found: Diagnostic) -> str:
-    """Return the source text that a finding is about."""
+    """Return the source text covered by a finding."""
     assert found.span is not None
     return (HEAD + text)[found.span.start : found.span.end]
 
@@ -72,7 +72,7 @@ def marked(text: str, found: Diagnostic) -> str:
     ("rows", "otherwise", "expected"),
     [
         (["length <= 128", "length > 128"], False, None),
-        (["length <= 128", "length >= 129"], False, None),  # lengths are whole numbers
+        (["length <= 128", "length >= 129"], False, None),  # lengths are integers
         (["length < 1", "length >= 1"], False, "KC406"),
         (["length <= 128"], True, None),
         (["length <= 128"], False, "KC405"),
@@ -88,11 +88,11 @@ def marked(text: str, found: Diagnostic) -> str:
         (["length > 9 and length < 9"], True, "KC406"),
         (['length > 9 implies tier == "a"', "length > 9"], False, None),
         (["length == 1", "length != 1"], False, None),
-        ([" or ".join(f"f{i} == true" for i in range(20))], False, "KC405"),  # not decided
+        ([" or ".join(f"f{i} == true" for i in range(20))], False, "KC405"),  # undecided
         ([" or ".join(f"f{i} == true" for i in range(20))], True, None),
     ],
 )
-def test_totality(rows: list[str], otherwise: bool, expected: str | None) -> None:
+def test_tables_must_be_total(rows: list[str], otherwise: bool, expected: str | None) -> None:
     text = "tables:\n  t:\n    unit: nats\n    rows:\n"
     text += "".join(f"      - {{where: '{row}', value: 0.01}}\n" for row in rows)
     text += "    otherwise: 0.05\n" if otherwise else ""
@@ -100,14 +100,14 @@ def test_totality(rows: list[str], otherwise: bool, expected: str | None) -> Non
     assert found == ([] if expected is None else [expected])
 
 
-def test_a_gap_is_shown_by_a_request() -> None:
+def test_gap_is_shown_by_an_example_request() -> None:
     text = BY_LENGTH.replace(", otherwise: 0.05", "") + USE
     (found,) = findings(text)
     assert found.message == "`t` has no value for a request with length = 129"
     assert marked(text, found) == "t"
 
 
-def test_the_fix_removes_an_idle_otherwise() -> None:
+def test_fix_removes_an_unreachable_otherwise() -> None:
     text = BY_LENGTH.replace("value: 0.01}]", "value: 0.01}, {where: length > 128, value: 1}]")
     (found,) = findings(text + USE)
     assert found.code.id == "KC406"
@@ -118,7 +118,7 @@ def test_the_fix_removes_an_idle_otherwise() -> None:
     assert findings(mended.removeprefix(HEAD)) == []
 
 
-def test_an_unused_table_is_a_warning_and_no_part_of_the_program() -> None:
+def test_unused_table_is_a_warning_and_not_compiled() -> None:
     with_table = BY_LENGTH + "clauses: {A: {require: p99(kl) <= 0.01, level: L2}}\n"
     (found,) = findings(with_table)
     assert (found.code.id, str(found.severity)) == ("KC232", "warning")
@@ -130,12 +130,12 @@ def test_an_unused_table_is_a_warning_and_no_part_of_the_program() -> None:
     assert digest(compiled(with_table)) == digest(compiled(without.removeprefix(HEAD)))
 
 
-def test_one_error_in_a_table_gives_one_finding() -> None:
+def test_error_in_a_table_gives_one_finding() -> None:
     text = BY_LENGTH.replace("length <= 128", "length <=") + USE
     assert [d.code.id for d in findings(text)] == ["KC010"]
 
 
-def test_an_unknown_table_has_a_fix() -> None:
+def test_unknown_table_has_a_fix() -> None:
     (found,) = findings(BY_LENGTH + USE.replace("table(t)", "table(T)") + "")[:1]
     assert found.code.id == "KC231"
     assert found.fix is not None
@@ -166,7 +166,7 @@ def test_values_are_exact_and_in_base_units(unit: str, value: str, seconds: Frac
     assert table.rows[0].value == seconds
 
 
-def test_the_table_stands_right_in_both_forms() -> None:
+def test_table_must_be_the_right_operand_in_both_forms() -> None:
     forms = [
         "require: p99(kl) <= table(t)",
         "require: table(t) >= p99(kl)",
@@ -191,13 +191,13 @@ def test_each_value_is_checked_against_the_metric() -> None:
 # --- meaning -------------------------------------------------------------------------------------
 
 
-def test_a_clause_is_written_out_bucket_by_bucket() -> None:
+def test_clause_expands_bucket_by_bucket() -> None:
     program = compiled(BY_LENGTH + USE)
     whole = expand_tables(program)
     assert whole.tables == ()
     assert [c.id for c in whole.clauses] == ["A", "A"]
     first, second = whole.clauses
-    # No request of `long` is short, so there is nothing to show about it.
+    # No request of `long` is short, so there is no obligation for it.
     assert first.slices == ("all[t: length <= 128]", "chat[t: length <= 128]")
     assert second.slices == ("all[t: otherwise]", "long[t: otherwise]", "chat[t: otherwise]")
     for clause, value in ((first, Fraction(1, 100)), (second, Fraction(1, 20))):
@@ -212,7 +212,7 @@ def test_a_clause_is_written_out_bucket_by_bucket() -> None:
     assert {s.name for s in program.slices} <= {s.name for s in whole.slices}
 
 
-def test_the_first_row_wins() -> None:
+def test_first_matching_row_applies() -> None:
     program = compiled(
         "tables: {t: {unit: nats, rows: [{where: 'category == \"chat\"', value: 1}, "
         "{where: length > 9, value: 2}], otherwise: 3}}\n" + USE
@@ -228,7 +228,7 @@ def test_the_first_row_wins() -> None:
         assert [b for b in (first, second, third) if holds(b.where, case)] == [expected]
 
 
-def test_requests_of_no_row_are_a_gap() -> None:
+def test_requests_without_a_row_are_a_gap() -> None:
     rows = "rows: [{where: length <= 128, value: 0.01}, {where: length >= 129, value: 1}]"
     text = BY_LENGTH.replace("rows: [{where: length <= 128, value: 0.01}], otherwise: 0.05", rows)
     program = compiled(text + USE)
@@ -240,8 +240,8 @@ def test_requests_of_no_row_are_a_gap() -> None:
     assert gaps(compiled(BY_LENGTH + USE)) == ()
 
 
-def test_a_slice_that_nothing_satisfies_keeps_every_bucket() -> None:
-    """Otherwise a clause about it would be about nothing, and hold."""
+def test_unsatisfiable_slice_keeps_every_bucket() -> None:
+    """Otherwise a clause about it would have no obligation, and hold."""
     program = compiled(
         BY_LENGTH + "clauses: {A: {require: p99(kl) <= table(t), slices: [all], level: L2}}\n"
     )
@@ -269,7 +269,7 @@ def test_observed_drift_takes_a_table_and_proofs_do_not() -> None:
 # --- which requests there can be -----------------------------------------------------------------
 
 
-def test_cases_are_found_where_there_are_any() -> None:
+def test_example_requests_are_found_if_any_exist() -> None:
     above, below = FieldTest("n", ">", Fraction(1)), FieldTest("n", "<", Fraction(2))
     between = find_case(AllOf((above, below)))
     assert between is not None
@@ -283,7 +283,7 @@ def test_cases_are_found_where_there_are_any() -> None:
     assert other["s"] not in {"other", "x"}
 
 
-def test_what_cannot_be_decided_is_said() -> None:
+def test_undecided_totality_is_reported() -> None:
     with pytest.raises(Undecided):
         find_case(AnyOf((FieldTest("a", "==", "x"), FieldTest("a", "==", Fraction(1)))))
     with pytest.raises(Undecided):

@@ -47,7 +47,7 @@ def observing(fields: str, more: str = "") -> str:
         ),
     ],
 )
-def test_each_needed_field_is_asked_for(clause: str, needed: str) -> None:
+def test_each_needed_field_is_demanded(clause: str, needed: str) -> None:
     assert found(clause, observing(needed)) == []
     names = needed.split(", ")
     for missing in names:
@@ -61,16 +61,16 @@ def test_proved_drift_and_contracts_without_observability_need_no_trace() -> Non
     assert found("require: p99(kl) <= 1, level: L2") == []
 
 
-def test_slices_count() -> None:
+def test_coverage_is_per_slice() -> None:
     drift = "require: p99(kl) <= 1, slices: [long, own], level: L2"
-    assert found(drift, observing(FORWARD)) != []  # a clause without slices speaks of `all`
+    assert found(drift, observing(FORWARD)) != []  # a clause without slices applies to `all`
     assert found(drift, observing(FORWARD, ", slices: [long, own]")) == []
     assert found(drift, observing(FORWARD, ", slices: [all, own]")) == []
     assert found(drift, observing(FORWARD, ", slices: [all]")) != []
     assert found(drift, observing(FORWARD, ", slices: [long]"), observing(FORWARD)) != []
 
 
-def test_several_clauses_may_cover_together_and_one_finding_names_the_rest() -> None:
+def test_clauses_cover_fields_jointly_and_one_finding_names_the_rest() -> None:
     first, second = FORWARD.split(", ", 1)
     kl, tv = "require: p99(kl) <= 1, level: L2", "require: mean(tv) <= 0.5, level: L2"
     assert found(kl, tv, observing(first), observing(second)) == []

@@ -1,4 +1,4 @@
-"""Units are exact, and dimensions compute."""
+"""Exact units, and arithmetic of dimensions."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from kcdsl.units import (
         ("1", Fraction(1), "1"),
     ],
 )
-def test_units(name: str, factor: Fraction, dimension: str) -> None:
+def test_units_convert_exactly(name: str, factor: Fraction, dimension: str) -> None:
     assert UNITS[name].factor == factor
     assert str(UNITS[name].dimension) == dimension
 
 
-def test_the_names_of_the_ir() -> None:
+def test_names_of_units_in_the_ir() -> None:
     assert set(NAMED) == {"1", "ratio", "s", "B", "nat", "tok", "tok/s"}
 
 
@@ -61,11 +61,13 @@ def test_the_names_of_the_ir() -> None:
         (ONE, TIME, -1, Dimension((("s", -1),))),
     ],
 )
-def test_products(left: Dimension, right: Dimension, sign: int, result: Dimension) -> None:
+def test_dimensions_of_products(
+    left: Dimension, right: Dimension, sign: int, result: Dimension
+) -> None:
     assert left.times(right, sign) == result
 
 
-def test_words() -> None:
+def test_words_are_not_units() -> None:
     assert describe(TIME) == "a time"
     assert describe(BYTES.times(TIME, -1)) == "a quantity in B/s"
     assert str(TIME.times(TIME)) == "s^2"

@@ -1,4 +1,4 @@
-"""Metrics that users declare: read from text, typed like the others, never run."""
+"""User-declared metrics: read from source text, typed as built-in ones, never imported."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def gap(train_logits, infer_logits):
 
 
 def needing(needs: str) -> str:
-    """Return the module whose metric has these needs."""
+    """Return a module whose metric has these needs."""
     return HEAD + GOOD.replace('["logits"]', needs)
 
 
@@ -88,7 +88,7 @@ def marked(diagnostic: Diagnostic) -> str:
 # --- in contracts --------------------------------------------------------------------------------
 
 
-def test_both_forms_know_the_metric(project: Project) -> None:
+def test_both_forms_accept_the_metric(project: Project) -> None:
     first = compiled(project("require: p99(gap) <= 0.1 nats"))
     second = compiled(project("metric: p99_gap, threshold: 0.1"))
     assert digest(first) == digest(second)
@@ -116,17 +116,17 @@ def test_both_forms_know_the_metric(project: Project) -> None:
         ("require: forall gap in points(all): no_flip(model, gap)", "KC211"),
     ],
 )
-def test_it_is_typed_as_built_in_ones_are(project: Project, clause: str, code: str) -> None:
+def test_user_metric_is_typed_as_built_in_ones(project: Project, clause: str, code: str) -> None:
     found = compile_contract(project(clause))[1]
     assert [d.code.id for d in found if d.severity != "note"] == [code]
 
 
-def test_a_suggestion_names_the_metric(project: Project) -> None:
+def test_suggestion_names_the_metric(project: Project) -> None:
     (found,) = errors(project("require: p99(gapp) <= 1"))
     assert found.help == "did you mean `gap`?"
 
 
-def test_a_declaration_reports_all_its_mistakes(project: Project) -> None:
+def test_declaration_reports_all_its_errors(project: Project) -> None:
     module = HEAD + GOOD.replace('"numerical"', '"numeric"').replace('"lower"', '"less", size=1')
     module = module.replace("infer_logits", "infer_logit")
     found = errors(project("require: p99(kl) <= 1", module))
@@ -140,7 +140,7 @@ def test_signed_metrics_need_a_magnitude(project: Project) -> None:
     assert (metric.signed, metric.lower) == (True, None)
 
 
-def test_nothing_of_the_user_is_run(project: Project, tmp_path: Path) -> None:
+def test_code_of_the_user_is_not_run(project: Project, tmp_path: Path) -> None:
     module = HEAD + "raise SystemExit('run')\n" + GOOD
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").write_text("raise SystemExit('run')\n")
@@ -151,7 +151,7 @@ def test_nothing_of_the_user_is_run(project: Project, tmp_path: Path) -> None:
     assert {"own", "pack", "pack.inner"} & (set(sys.modules) - before) == set()
 
 
-def test_unused_metrics_take_no_part_in_the_digest(project: Project) -> None:
+def test_unused_metrics_are_not_in_the_digest(project: Project) -> None:
     with_one = compiled(project("require: mean(kl) <= 1"))
     without = compiled(project("require: mean(kl) <= 1", config=""))
     assert with_one.metrics == ()
@@ -170,7 +170,7 @@ def test_unused_metrics_take_no_part_in_the_digest(project: Project) -> None:
         ('needs=["logits"]', 'needs=["logits", "tokens"]'),
     ],
 )
-def test_the_declaration_is_part_of_the_digest(project: Project, old: str, new: str) -> None:
+def test_declaration_is_in_the_digest(project: Project, old: str, new: str) -> None:
     first = digest(compiled(project("require: mean(gap) <= 1")))
     module = HEAD + GOOD.replace(old, new)
     if "tokens" in new:
@@ -200,7 +200,7 @@ def test_stored_programs_load_without_the_module(project: Project, tmp_path: Pat
 @pytest.mark.parametrize(
     "change", [{"name": "kl"}, {"unit": "ms"}, {"dimension": "s"}, {"unit": "furlong"}]
 )
-def test_stored_metrics_that_cannot_be(project: Project, change: dict[str, str]) -> None:
+def test_invalid_stored_metrics_are_refused(project: Project, change: dict[str, str]) -> None:
     stored = json.loads(document(compiled(project("require: p99(gap) <= 0.1"))))
     del stored["digest"]
     stored["metrics"][0].update(change)
@@ -258,7 +258,7 @@ def test_stored_metrics_that_cannot_be(project: Project, change: dict[str, str])
          "KC219", "'gap'"),
     ],
 )  # fmt: skip
-def test_declarations_that_cannot_be_read(module: str, code: str, at: str | None) -> None:
+def test_unreadable_declarations_are_reported(module: str, code: str, at: str | None) -> None:
     sink = Sink()
     assert len(read_declarations(SourceFile("own.py", module), "own.py", sink, is_reserved)) <= 1
     (found,) = sink
@@ -278,7 +278,7 @@ def test_declarations_that_cannot_be_read(module: str, code: str, at: str | None
         "try:\n    from kcdsl import metric\nexcept ImportError:\n    raise\n",
     ],
 )
-def test_the_decorator_may_be_imported_in_any_way(head: str) -> None:
+def test_decorator_may_be_imported_in_any_way(head: str) -> None:
     good = GOOD.replace("@metric", "@metric_of.metric") if "metric_of" in head else GOOD
     sink = Sink()
     (found,) = read_declarations(SourceFile("own.py", head + good), "own.py", sink, is_reserved)
@@ -287,14 +287,14 @@ def test_the_decorator_may_be_imported_in_any_way(head: str) -> None:
     assert found.source.text[found.span.start : found.span.end] == "gap"
 
 
-def test_other_decorators_of_that_name_declare_nothing() -> None:
+def test_other_decorators_of_that_name_are_ignored() -> None:
     sink = Sink()
     text = "from statsd import metric\n" + GOOD
     assert read_declarations(SourceFile("own.py", text), "own.py", sink, is_reserved) == ()
     assert list(sink) == []
 
 
-def test_places_after_text_that_is_not_ascii() -> None:
+def test_positions_after_non_ascii_text() -> None:
     sink = Sink()
     text = HEAD + "x = 'ä𝄞'; y = 'é'\n" + GOOD.replace('unit="nats"', 'summary="𝄞ä", unit="natz"')
     read_declarations(SourceFile("own.py", text), "own.py", sink, is_reserved)
@@ -328,13 +328,15 @@ def test_limits_are_exact_and_in_base_units() -> None:
         ('metrics = ["sys"]', "KC220", "sys"),
     ],
 )
-def test_configurations_that_cannot_be(project: Project, config: str, code: str, at: str) -> None:
+def test_invalid_configurations_are_reported(
+    project: Project, config: str, code: str, at: str
+) -> None:
     found = errors(project("require: mean(kl) <= 1", config=config))
     assert [d.code.id for d in found] == [code]
     assert marked(found[0]) == at
 
 
-def test_two_modules_that_declare_one_name(project: Project, tmp_path: Path) -> None:
+def test_two_modules_with_one_metric_name_clash(project: Project, tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(HEAD + GOOD)
     config = 'metrics = ["own.py", "other.py"]'
     (found,) = errors(project("require: mean(kl) <= 1", config=config))
@@ -344,15 +346,13 @@ def test_two_modules_that_declare_one_name(project: Project, tmp_path: Path) -> 
     assert marked(found) == "gap"
 
 
-def test_one_module_named_twice_is_no_clash(project: Project) -> None:
+def test_module_named_twice_does_not_clash(project: Project) -> None:
     config = 'metrics = ["own.py", "./own.py"]'
     assert errors(project("require: mean(gap) <= 1", config=config)) == []
 
 
 @pytest.mark.full
-def test_the_table_of_pyproject_is_read_from_a_folder_above(
-    project: Project, tmp_path: Path
-) -> None:
+def test_pyproject_in_a_parent_folder_is_read(project: Project, tmp_path: Path) -> None:
     path = project("require: mean(gap) <= 1", config="")
     (tmp_path / "kcdsl.toml").unlink()
     (tmp_path / "pyproject.toml").write_text('[tool.kcdsl]\nmetrics = ["own.py"]\n')
@@ -362,7 +362,7 @@ def test_the_table_of_pyproject_is_read_from_a_folder_above(
     assert compiled(moved).metrics[0].function == "own.py:gap"
 
 
-def test_modules_are_found_without_their_packages_being_run(tmp_path: Path) -> None:
+def test_modules_are_found_without_importing_packages(tmp_path: Path) -> None:
     (tmp_path / "outer" / "middle").mkdir(parents=True)
     (tmp_path / "outer" / "__init__.py").write_text("raise SystemExit\n")
     (tmp_path / "outer" / "middle" / "leaf.py").write_text("raise SystemExit\n")
@@ -379,7 +379,7 @@ def test_modules_are_found_without_their_packages_being_run(tmp_path: Path) -> N
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Return a function that installs modules with entry points; it gives a count of look-ups."""
+    """Return a function that installs modules with entry points and counts look-ups."""
 
     def install(**points: str) -> list[int]:
         looked: list[int] = []
@@ -400,7 +400,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return install
 
 
-def test_entry_points_are_looked_for_only_where_a_metric_is_unknown(
+def test_entry_points_are_read_only_for_unknown_metrics(
     project: Project, installed: Callable[..., list[int]], tmp_path: Path
 ) -> None:
     (tmp_path / "site" / "farmetrics.py").write_text(
@@ -419,7 +419,7 @@ def test_entry_points_are_looked_for_only_where_a_metric_is_unknown(
     assert found.code.id == "KC203", "the entry point names one function of the module"
 
 
-def test_an_entry_point_may_name_a_whole_module(
+def test_entry_point_may_name_a_whole_module(
     project: Project, installed: Callable[..., list[int]], tmp_path: Path
 ) -> None:
     (tmp_path / "site" / "wholemetrics.py").write_text(HEAD + GOOD.replace("def gap", "def far"))
@@ -428,7 +428,7 @@ def test_an_entry_point_may_name_a_whole_module(
     assert set(declarations(None, Sink())) == {"far"}
 
 
-def test_an_entry_point_without_its_module_is_reported(
+def test_entry_point_without_its_module_is_reported(
     project: Project, installed: Callable[..., list[int]]
 ) -> None:
     installed(one="nowhere.at_all:far")
@@ -436,7 +436,7 @@ def test_an_entry_point_without_its_module_is_reported(
     assert codes == {"KC220", "KC203"}
 
 
-def test_two_packages_that_declare_one_name(
+def test_two_packages_with_one_metric_name_clash(
     project: Project, installed: Callable[..., list[int]], tmp_path: Path
 ) -> None:
     for name in ("onemetrics", "twometrics"):
@@ -449,7 +449,7 @@ def test_two_packages_that_declare_one_name(
     assert "twometrics:far" in found.message
 
 
-def test_without_a_folder_there_is_no_configuration() -> None:
+def test_text_without_a_folder_has_no_configuration() -> None:
     sink = Sink()
     assert read_registry(None, sink).find("gap") is None
     assert list(sink) == []

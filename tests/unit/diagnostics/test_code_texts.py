@@ -1,4 +1,4 @@
-"""The codes and their index: each is raised, and each that is named is declared."""
+"""Codes and their index: every declared code is used, and every named code is declared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_each_code_has_a_text() -> None:
 
 
 def index() -> str:
-    """Return the index of codes, as it should be."""
+    """Return the expected text of the index of codes."""
     lines = [
         "# Diagnostic codes",
         "",
@@ -59,11 +59,11 @@ def index() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_index_is_that_of_the_codes(repository: Path) -> None:
+def test_index_equals_the_declared_codes(repository: Path) -> None:
     assert (repository / INDEX).read_text(encoding="utf-8") == index(), "run `make pages`"
 
 
-def test_a_retired_number_is_not_used_again_and_leads_to_what_took_its_place() -> None:
+def test_retired_numbers_are_not_reused_and_name_a_successor() -> None:
     declared = {code.id for code in all_codes()}
     assert not declared & set(RETIRED)
     for old, new in RETIRED.items():
@@ -72,11 +72,11 @@ def test_a_retired_number_is_not_used_again_and_leads_to_what_took_its_place() -
         assert found.id == new
 
 
-def test_every_code_is_in_a_family() -> None:
+def test_every_code_belongs_to_a_family() -> None:
     assert all(code.id[:3] in FAMILIES for code in all_codes())
 
 
-def test_whoever_speaks_of_a_code_takes_its_page(repository: Path, cli: Cli) -> None:
+def test_outputs_use_the_page_of_a_code(repository: Path, cli: Cli) -> None:
     folder = repository / "kcdsl" / "diagnostics" / "pages"
     pages = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
     explained = {
@@ -101,7 +101,7 @@ def test_whoever_speaks_of_a_code_takes_its_page(repository: Path, cli: Cli) -> 
 
 @pytest.fixture
 def programs(repository: Path, project_files: tuple[Path, ...]) -> dict[str, str]:
-    """Return the sources that may raise a code, those that declare them left out."""
+    """Return the sources that may raise a code, without the declarations."""
     folders = tuple(repository / name for name in PROGRAMS)
     found = [
         path
@@ -118,7 +118,7 @@ def _without_imports(text: str) -> str:
 
 
 def test_each_declared_code_is_used(programs: dict[str, str]) -> None:
-    """Its page shows that it is reported too: the bad example yields it."""
+    """The bad example of its page tests that it is reported."""
     used = {
         word
         for text in programs.values()
@@ -129,12 +129,12 @@ def test_each_declared_code_is_used(programs: dict[str, str]) -> None:
     assert {name for name in named if name not in used} == set()
 
 
-def test_imports_are_no_uses() -> None:
+def test_imports_do_not_count_as_uses() -> None:
     text = "from a import (\n    ONE,\n    TWO,\n)\nfrom b import THREE\nraise refuse(FOUR)\n"
     assert _without_imports(text).split() == ["raise", "refuse(FOUR)"]
 
 
-def test_codes_are_made_by_their_declaration_alone(programs: dict[str, str]) -> None:
+def test_codes_are_constructed_only_in_declarations(programs: dict[str, str]) -> None:
     makers = [
         n for n, text in programs.items() if re.search(r"(?<![\w.])Code\(|\._declare\(", text)
     ]
@@ -145,7 +145,7 @@ def _numbers(text: str) -> Iterator[str]:
     yield from re.findall(r"\bKC[0-9]{3}\b", text)
 
 
-def test_each_number_that_is_named_is_declared(
+def test_each_named_number_is_declared(
     repository: Path, project_files: tuple[Path, ...], programs: dict[str, str]
 ) -> None:
     known = {code.id for code in all_codes()} | set(RETIRED)

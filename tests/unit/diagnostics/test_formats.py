@@ -1,4 +1,4 @@
-"""The formats for other programs: GitHub Actions, SARIF, JUnit."""
+"""Output formats for other programs: GitHub Actions, SARIF, JUnit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TWO = Diagnostic(ANCHOR, "two lines", SOURCE, Span(12, 23), severity=Severity.WA
 NOWHERE = Diagnostic(DOUBTFUL_NAME, "nowhere", severity=Severity.NOTE)
 
 
-def test_github() -> None:
+def test_github_format() -> None:
     lines = render([ONE, TWO, NOWHERE], "github").splitlines()
     assert lines == [
         "::error file=dir/with space/c%2C1.kc.yaml,line=1,endLine=1,col=6,endColumn=8,"
@@ -44,7 +44,7 @@ def test_github() -> None:
     ]
 
 
-def test_sarif() -> None:
+def test_sarif_format() -> None:
     run = kept(json.loads(render([ONE, TWO, NOWHERE], "sarif")))
     assert run["columnKind"] == "unicodeCodePoints"
     rules = run["tool"]["driver"]["rules"]
@@ -170,19 +170,19 @@ SARIF = _object(
 
 
 def kept(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the run of a SARIF document that keeps to the format, rules and results included."""
+    """Return the run of a SARIF document that follows the format, with rules and results."""
     jsonschema.Draft7Validator(SARIF).validate(document)
     run: dict[str, Any] = document["runs"][0]
     rules = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
     assert len(rules) == len(set(rules))
     for result in run["results"]:
         assert rules[result["ruleIndex"]] == result["ruleId"]
-    # Where one result says whether it is suppressed, all do (3.27.23).
+    # If one result states whether it is suppressed, all do (3.27.23).
     assert len({"suppressions" in result for result in run["results"]}) <= 1
     return run
 
 
-def test_sarif_keeps_to_the_format_whatever_the_characters() -> None:
+def test_sarif_is_valid_for_any_characters() -> None:
     odd = SourceFile('/folder/a b/\u00e4%,:#?\n"\\.kc.yaml', TEXT)
     hostile = Diagnostic(ANCHOR, "a\x00b\x1b \ud800", odd, KLL, notes=("n\n",), help="h")
     accepted = Suppressed(TWO, "known \u00e4", 1)
@@ -204,7 +204,7 @@ def test_sarif_keeps_to_the_format_whatever_the_characters() -> None:
     assert plain["results"] == []
 
 
-def test_a_fix_that_inserts_and_one_that_deletes() -> None:
+def test_sarif_fixes_insert_and_delete() -> None:
     edits = (Edit(Span(5, 5), "x"), Edit(Span(8, 10), ""))
     both = Diagnostic(ANCHOR, "m", SOURCE, KLL, fix=Fix("t", edits))
     found = kept(json.loads(render([both], "sarif")))
@@ -216,7 +216,9 @@ def test_a_fix_that_inserts_and_one_that_deletes() -> None:
     assert (delete["deletedRegion"]["startLine"], delete["deletedRegion"]["endLine"]) == (1, 2)
 
 
-def test_github_takes_odd_characters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_github_format_escapes_special_characters(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     odd = SourceFile("a,b:c%d\r\ne.kc.yaml", TEXT)
     hostile = Diagnostic(ANCHOR, "one\n::error::two\r\x1b[31m 100%", odd, KLL)
     text = render([hostile], "github")
@@ -240,7 +242,7 @@ def test_github_takes_odd_characters(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert shown.startswith(f"::error file={wanted},line=1")
 
 
-def test_junit() -> None:
+def test_junit_format() -> None:
     run = LintRun(files=(Checked("good.kc.yaml"),))
     root = xml.fromstring(render([ONE, TWO, NOWHERE], "junit", run=run))
     cases = {case.attrib["name"]: case for case in root.iter("testcase")}
@@ -255,7 +257,7 @@ def test_junit() -> None:
     assert root.attrib["failures"] == "1"
 
 
-def test_junit_keeps_forbidden_characters_out() -> None:
+def test_junit_omits_forbidden_characters() -> None:
     hostile = Diagnostic(ANCHOR, "a\x00b\x1bc <&> ]]>", SOURCE, KLL)
     root = xml.fromstring(render([hostile], "junit"))
     failure = next(root.iter("failure"))
@@ -263,7 +265,7 @@ def test_junit_keeps_forbidden_characters_out() -> None:
     assert "\x00" not in failure.attrib["message"]
 
 
-def test_nothing_found_is_a_document_too() -> None:
+def test_empty_results_give_a_document() -> None:
     assert render([], "github") == ""
     assert json.loads(render([], "sarif"))["runs"][0]["results"] == []
     run = LintRun(files=(Checked("a"),))

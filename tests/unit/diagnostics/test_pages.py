@@ -1,4 +1,4 @@
-"""Each page of a code: its form, and its examples as they really are."""
+"""The page of each code: its form, and its executed examples."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def the_page(name: str) -> Page:
 
 
 @pytest.mark.parametrize("name", names())
-def test_the_form_of_a_page(name: str) -> None:
+def test_form_of_a_page(name: str) -> None:
     code, read = find(name), the_page(name)
     assert code is not None
     assert read.text.partition("\n")[0] == f"# {code.id}: {code.title}"
@@ -58,7 +58,7 @@ def test_the_form_of_a_page(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_examples_of_contracts(name: str, tmp_path: Path) -> None:
+def test_examples_of_contracts_report_their_code(name: str, tmp_path: Path) -> None:
     for block in blocks(the_page(name).text):
         if block.language != "yaml" or not block.kind:
             continue
@@ -75,7 +75,9 @@ def test_examples_of_contracts(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", names())
-def test_examples_of_commands(name: str, tmp_path: Path, cli: Cli, cli_process: Cli) -> None:
+def test_examples_of_commands_print_their_output(
+    name: str, tmp_path: Path, cli: Cli, cli_process: Cli
+) -> None:
     examples = list(blocks(the_page(name).text))
     provide(examples, tmp_path)
     for block in examples:
@@ -89,7 +91,7 @@ def test_examples_of_commands(name: str, tmp_path: Path, cli: Cli, cli_process: 
             continue
         shown = ""
         for command in consoles(block.text):
-            # What libraries read of the environment, they read once in a process.
+            # Libraries read their environment variables once in a process.
             run = cli_process if command.environment else cli
             if block.planted is None:
                 with forget_modules(tmp_path):
@@ -104,7 +106,7 @@ def test_examples_of_commands(name: str, tmp_path: Path, cli: Cli, cli_process: 
         assert reported == ({name} | ALONG_WITH.get(name, set()) if block.kind == "bad" else set())
 
 
-def test_what_stands_for_anything_stands_for_nothing_else() -> None:
+def test_ellipsis_matches_only_as_documented() -> None:
     assert agrees("a … c\n", "a b c  \n")
     assert not agrees("a … c\n", "a b\nc\n")
     assert agrees("a\n…\nz\n", "a\nb\nc\nz\n")
@@ -113,7 +115,7 @@ def test_what_stands_for_anything_stands_for_nothing_else() -> None:
     assert not agrees("a.c\n", "abc\n")
 
 
-def test_what_is_rough_is_so_in_its_fractions_alone() -> None:
+def test_rough_comparison_allows_only_fractions_to_differ() -> None:
     assert agrees("n 12 v  0.25 s\n", "n 12  v 0.5 s\n", roughly=True)
     assert agrees("v 2.5e-12\n", "v 2.2e-11\n", roughly=True)
     assert not agrees("v 2.5e-12\n", "v 2.3e-11\n", roughly=True)
@@ -127,6 +129,6 @@ def test_what_is_rough_is_so_in_its_fractions_alone() -> None:
     assert not agrees("v 0.25 kept\n", "v 0.25 held\n", roughly=True)
 
 
-def test_each_code_has_a_page_and_each_page_a_code() -> None:
+def test_codes_and_pages_correspond() -> None:
     assert list(names()) == [code.id for code in all_codes()]
     assert len(names()) >= 130

@@ -1,4 +1,4 @@
-"""Places of refusals that come from running a compiled contract."""
+"""Source positions of refusals raised while a compiled contract runs."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ kernels:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A contract."""
+    """Return the path of a contract."""
     file = tmp_path / "contract.yaml"
     file.write_text(CONTRACT, encoding="utf-8")
     return file
 
 
 def placed(path: Path, span: Span, refusal: Refusal) -> tuple[Diagnostic, ...]:
-    """Return what is reported of a refusal inside of both."""
+    """Return the diagnostic of a refusal raised inside both contexts."""
     with pytest.raises(Refusal) as caught, in_contract(path), at(span):
         raise refusal
     return caught.value.diagnostics
 
 
-def test_a_refusal_without_a_place_gets_that_of_the_contract(path: Path) -> None:
+def test_refusal_without_a_position_gets_that_of_the_contract(path: Path) -> None:
     (found,) = placed(path, Span(0, 5), refuse(UNKNOWN_BLOCK, "no block"))
     assert found.source == SourceFile(str(path), CONTRACT)
     assert found.span == Span(0, 5)
 
 
-def test_the_first_place_counts(path: Path) -> None:
+def test_innermost_position_applies(path: Path) -> None:
     own = SourceFile("requests.jsonl", "{}")
     (found,) = placed(path, Span(0, 5), refuse(UNKNOWN_BLOCK, "x", source=own, span=Span(1, 2)))
     assert (found.source, found.span) == (own, Span(1, 2))
@@ -70,17 +70,17 @@ def test_the_first_place_counts(path: Path) -> None:
 
 
 @pytest.mark.parametrize("span", [Span(0, 0), Span(3, 10_000)])
-def test_a_program_without_text_has_no_places(path: Path, span: Span) -> None:
+def test_stored_program_has_no_positions(path: Path, span: Span) -> None:
     (found,) = placed(path, span, refuse(KERNEL_FAILED, "x"))
     assert (found.source, found.span) == (None, None)
 
 
-def test_a_contract_that_is_gone_hides_no_refusal(tmp_path: Path) -> None:
+def test_refusal_is_reported_if_the_contract_file_is_gone(tmp_path: Path) -> None:
     (found,) = placed(tmp_path / "gone.yaml", Span(0, 5), refuse(KERNEL_FAILED, "x"))
     assert (found.code, found.source, found.span) == (KERNEL_FAILED, None, None)
 
 
-def test_what_a_compiled_contract_knows_of_its_text(path: Path) -> None:
+def test_compiled_contract_keeps_spans(path: Path) -> None:
     program = load_program(path)
 
     def text(span: Span) -> str:
@@ -93,7 +93,7 @@ def test_what_a_compiled_contract_knows_of_its_text(path: Path) -> None:
     assert drifts == ["drift(attn_0, x)", "drift(mlp_0, x)", "no_flip(head, x)"]
 
 
-def test_an_imported_kernel_stands_where_it_is_imported(path: Path) -> None:
+def test_imported_kernel_is_positioned_at_its_import(path: Path) -> None:
     (path.parent / "fleet.kc.yaml").write_text(LIBRARY, encoding="utf-8")
     imported = CONTRACT.replace("infer: {run: torch.sdpa}}", "infer: {run: torch.eager}}").replace(
         "kernels: {train: {run: torch.eager}, infer: {run: torch.eager}}",

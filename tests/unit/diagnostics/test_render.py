@@ -34,12 +34,12 @@ def diagnostic(**changes: object) -> Diagnostic:
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take colour variables out of the environment."""
+    """Remove colour variables from the environment."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
 
 
-def test_full() -> None:
+def test_full_rendering() -> None:
     assert render_full([diagnostic()]) == "\n".join(
         [
             "error[KC203]: there is no metric `kll`",
@@ -52,7 +52,7 @@ def test_full() -> None:
     )
 
 
-def test_labels_notes_and_spans_over_lines() -> None:
+def test_rendering_of_labels_notes_and_multi_line_spans() -> None:
     start, end = TEXT.index("p99"), TEXT.index("0.02") + 4
     shown = render_full(
         [
@@ -75,7 +75,7 @@ def test_labels_notes_and_spans_over_lines() -> None:
     ]
 
 
-def test_wide_characters_tabs_and_the_end_of_the_text() -> None:
+def test_rendering_of_wide_characters_tabs_and_end_of_text() -> None:
     source = SourceFile("x", "é漢\tk\n")
     shown = render_full([diagnostic(source=source, span=Span(3, 4), help=None)]).splitlines()
     assert shown[3:] == ["1 | é漢    k", "  |        ^"]
@@ -85,7 +85,7 @@ def test_wide_characters_tabs_and_the_end_of_the_text() -> None:
     assert shown[1] == " --> x:2:1".replace(" -->", "  -->")
 
 
-def test_long_lines_are_cut_around_the_place() -> None:
+def test_long_lines_are_cut_around_the_span() -> None:
     source = SourceFile("x", "a" * 500 + "TARGET" + "b" * 500)
     lines = render_full([diagnostic(source=source, span=Span(500, 506))]).splitlines()
     assert max(map(len, lines)) <= 100
@@ -100,7 +100,7 @@ def test_control_characters_never_reach_the_terminal() -> None:
     assert "\x1b" not in shown
 
 
-def test_colour_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colour_depends_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b" not in render_full([diagnostic()], io.StringIO())
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "\x1b[" in render_full([diagnostic()], io.StringIO())
@@ -108,19 +108,19 @@ def test_colour_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert "\x1b" not in render_full([diagnostic()], io.StringIO())
 
 
-def test_without_a_place() -> None:
+def test_rendering_without_a_position() -> None:
     shown = render_full([diagnostic(source=None, span=None)])
     assert shown == "error[KC203]: there is no metric `kll`\n  = help: did you mean `kl`?"
     assert render_concise([diagnostic(source=None, span=None)]).startswith("error[KC203]")
 
 
-def test_concise() -> None:
+def test_concise_rendering() -> None:
     assert render_concise([diagnostic(severity=Severity.WARNING)]) == (
         "c.kc.yaml:3:7: warning[KC203] there is no metric `kll` (did you mean `kl`?)"
     )
 
 
-def test_json() -> None:
+def test_json_rendering() -> None:
     (record,) = json.loads(render_json([diagnostic()]))
     assert record == {
         "code": "KC203",
@@ -138,7 +138,7 @@ def test_json() -> None:
     assert json.loads(render([], "json", io.StringIO())) == []
 
 
-def test_codes_are_complete() -> None:
+def test_json_codes_are_complete() -> None:
     codes = all_codes()
     assert [c.id for c in codes] == sorted({c.id for c in codes})
     assert all(c.explanation.endswith(".") and c.title == c.title.strip() for c in codes)

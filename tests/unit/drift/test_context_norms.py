@@ -1,5 +1,7 @@
-"""Norms of the bilinear remainder of a context product (Rule 4.3): what probabilities and values
-may be off by stays inside, and one case attains the bound in both programs."""
+"""Norms of the bilinear remainder of a context product (Rule 4.3).
+
+Errors of probabilities and values stay inside, and one case attains the bound in both programs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def _prover(alpha: Floats, moved: Floats, weight: Floats, reach: Floats, own: Fl
 
 
 def _checker(alpha: Floats, moved: Floats, weight: Floats, reach: Floats, own: Floats) -> Found:
-    """Return the same of the checker."""
+    """Return the same values of the checker."""
     rows: list[list[tuple[int, ...]]] = [[(j,) for j in range(KEYS)]] * HEADS
     values = Straight(weight, np.stack([reach] * HEADS), own, "x", rows, {})
     sizes = np.abs(weight) @ reach.T  # [heads, d, keys]
@@ -52,7 +54,7 @@ PROGRAMS: dict[str, Callable[..., Found]] = {"prover": _prover, "checker": _chec
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_remainders_stay_inside(program: str) -> None:
+def test_remainders_stay_within_the_norm(program: str) -> None:
     for seed in range(40):
         rng = np.random.default_rng(seed)
         moved, reach = rng.random((HEADS, ROWS, KEYS)), rng.random((KEYS, INPUTS)) ** 4
@@ -76,7 +78,7 @@ def test_remainders_stay_inside(program: str) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_one_case_attains_the_norm(program: str) -> None:
+def test_norm_is_attained(program: str) -> None:
     rng = np.random.default_rng(1)
     moved = rng.random((HEADS, ROWS, KEYS))
     reach, own = np.full((KEYS, INPUTS), 0.25), np.zeros((HEADS, KEYS, WIDTH))
@@ -84,14 +86,14 @@ def test_one_case_attains_the_norm(program: str) -> None:
     signs = rng.choice([-1.0, 1.0], (HEADS, INPUTS))
     weight = ways[..., None] * signs[:, None]
     norm, _ = PROGRAMS[program](ways[None, :, None], moved, weight, reach, own)
-    # every key is off along the signs of a head, as far as it can be: one head after the other
+    # every key has its largest error along the signs of a head: one head after the other
     most = [moved[h, 1].sum() * 0.25 * INPUTS * float(ways[h] @ ways[h]) for h in range(HEADS)]
     assert norm <= sum(most) * (1 + 1e-6)
     one = most[0] + abs(float(signs[0] @ signs[1])) / INPUTS * most[1]
     assert norm >= one * (1 - 1e-9)
 
 
-def test_both_programs_find_the_same() -> None:
+def test_both_programs_compute_equal_norms() -> None:
     rng = np.random.default_rng(2)
     moved, reach = rng.random((HEADS, ROWS, KEYS)), rng.random((KEYS, INPUTS))
     weight = rng.standard_normal((HEADS, WIDTH, INPUTS))

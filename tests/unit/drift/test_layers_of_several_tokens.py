@@ -1,5 +1,4 @@
-"""Softmax behind a norm: the prover bounds rows as the checker does, which confirms whole layers of
-several tokens."""
+"""Softmax after a norm: prover and checker bound each row alike, in layers of several tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from kcdsl_backends.drift.affine.error_bounds import deviations
 from kcdsl_backends.drift.affine.tape import INPUT, Nonlinear, SingleRow, Tape, TapeEntry
 
 
-def test_deviations_use_what_is_known_of_single_rows() -> None:
+def test_deviations_use_bounds_of_single_rows() -> None:
     ones = torch.ones(3, 2, dtype=torch.float64)
     tape = Tape(ones)
     tape.add(TapeEntry("region", 0 * ones, ones, lambda a: []))
@@ -37,7 +36,7 @@ def test_deviations_use_what_is_known_of_single_rows() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("width", [64, 128])
-def test_the_checker_confirms_a_layer(tmp_path: Path, cli: Any, width: int) -> None:
+def test_checker_confirms_a_layer_of_several_tokens(tmp_path: Path, cli: Any, width: int) -> None:
     write_case(tmp_path, Row("layer_0", width, 8))
     ran = cli("verify", tmp_path / "contract.yaml", "--format", "json", *OPTIONS)
     assert ran.code == 0, ran.stdout

@@ -1,4 +1,4 @@
-"""Every operation of block graphs stands in the tables of the prover and of the checker."""
+"""Every operation of block graphs is in the tables of the prover and of the checker."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kcdsl_certs.recheck.ops.table import OPERATIONS as CHECKED
 WITHOUT_LINEAR_BOUNDS = {"cache", "quantise", "route"}
 
 
-def test_the_prover_knows_what_a_lowering_may_emit() -> None:
+def test_prover_implements_every_lowered_operation() -> None:
     assert set(OPERATIONS) - {"context", "cache"} == GRAPH - LEAVES
 
 
-def test_the_checker_knows_what_the_prover_does() -> None:
+def test_checker_implements_the_operations_of_the_prover() -> None:
     assert set(CHECKED) - LEAVES == set(OPERATIONS) - {"context"}
 
 
@@ -24,6 +24,6 @@ def test_operations_have_transfers_in_every_domain() -> None:
     assert without == WITHOUT_LINEAR_BOUNDS
 
 
-def test_a_product_of_probabilities_with_values_is_the_context() -> None:
+def test_probabilities_times_values_use_the_context_rule() -> None:
     for role, name in (("context", "context"), ("scores", "matmul"), ("", "matmul")):
         assert operation_of(Node("y", "matmul", ("p", "v"), (2, 2), {}, role)) is OPERATIONS[name]

@@ -1,5 +1,7 @@
-"""Parallel columns of symbols count as one (Rule 1.4), in both programs: nothing is lost by it, and
-what is not quite parallel is counted."""
+"""Parallel columns of symbols are merged (Rule 1.4), in both programs, without loss.
+
+Deviations from parallelism are counted as error.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def _joined(program: str, columns: Floats) -> tuple[Floats, Floats]:
 
 
 def _columns(seed: int, away: float = 0.0) -> Floats:
-    """Return columns of which many are parallel, but for relative errors of this size."""
+    """Return columns of which many are parallel, up to relative errors of this size."""
     rng = np.random.default_rng(seed)
     ways = rng.standard_normal((COUNT, WAYS))
     sizes = rng.standard_normal((WAYS, EACH)) * np.exp2(rng.uniform(-20, 20, (WAYS, EACH)))
@@ -35,7 +37,7 @@ def _columns(seed: int, away: float = 0.0) -> Floats:
 
 @pytest.mark.parametrize("program", ["prover", "checker"])
 @pytest.mark.parametrize("away", [0.0, 2.0**-52, 2.0**-44, 2.0**-38, 2.0**-30])
-def test_no_sum_of_symbols_is_beyond_its_bound(program: str, away: float) -> None:
+def test_sums_of_symbols_are_within_their_bound(program: str, away: float) -> None:
     for seed in range(8):
         columns = _columns(seed, away)
         found, lost = _joined(program, columns)
@@ -49,13 +51,13 @@ def test_no_sum_of_symbols_is_beyond_its_bound(program: str, away: float) -> Non
 
 
 @pytest.mark.parametrize("program", ["prover", "checker"])
-def test_as_many_columns_are_left_as_there_are_ways(program: str) -> None:
+def test_one_column_remains_per_direction(program: str) -> None:
     found, _ = _joined(program, _columns(1))
     assert found.shape[1] == WAYS
 
 
 @pytest.mark.parametrize("program", ["prover", "checker"])
-def test_columns_of_other_ways_stay(program: str) -> None:
+def test_columns_in_other_directions_are_kept(program: str) -> None:
     columns = np.random.default_rng(2).standard_normal((COUNT, WAYS * EACH))
     found, lost = _joined(program, columns)
     assert np.array_equal(found, columns)
@@ -64,12 +66,12 @@ def test_columns_of_other_ways_stay(program: str) -> None:
 
 @pytest.mark.parametrize("away", [2.0**-30, 2.0**-20])
 @pytest.mark.parametrize("program", ["prover", "checker"])
-def test_columns_that_only_nearly_agree_are_not_joined(program: str, away: float) -> None:
+def test_nearly_parallel_columns_are_not_merged(program: str, away: float) -> None:
     found, _ = _joined(program, _columns(3, away))
     assert found.shape[1] > WAYS * EACH // 2
 
 
-def test_functionals_of_one_element_each_are_known() -> None:
+def test_diagonal_functionals_are_recognised() -> None:
     once = np.diag([1.0, 0.0, -2.0])
     twice = once.copy()
     twice[0, 2] = 2.0**-1000
@@ -83,8 +85,8 @@ def test_functionals_of_one_element_each_are_known() -> None:
     assert not reads_one_each(once[:2])
 
 
-def test_what_many_faint_columns_sum_to_is_counted() -> None:
-    many, faint = 2**13, 2.0**-460  # the square of a column loses too much to underflow
+def test_sum_of_many_tiny_columns_is_counted() -> None:
+    many, faint = 2**13, 2.0**-460  # the square of a column underflows
     tape = Tape(None)
     tape.add(TapeEntry(np.zeros(1)))
     place = tape.add(TapeEntry(np.full(many, faint), radius=np.full(many, faint)))

@@ -1,5 +1,7 @@
-"""Functionals of one row of attention that pass values and keys at once: both programs find what a
-pass through every entry finds, and nothing that these entries may add is beyond it."""
+"""Functionals of one attention row, passed through values and keys at once.
+
+Both programs agree with a pass through every entry, and no admitted additions exceed the bound.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ ROLES = ("context", "scores")
 
 @dataclass(frozen=True)
 class Added:
-    """What an entry may add: up to `radius`, and a rest up to `caps` whose rows sum to `sums`."""
+    """The additions of an entry: up to `radius`, and a rest up to `caps` with row sums `sums`."""
 
     shape: tuple[int, ...]
     radius: Floats | None
@@ -43,7 +45,7 @@ class Added:
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry that is passed: its functionals [B, *shape], and what it may add."""
+    """An entry of the pass: its functionals [B, *shape], and its possible additions."""
 
     functionals: Floats
     added: Added
@@ -51,8 +53,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Met:
-    """What a program says of functionals, and what it meets entry by entry: `ends` are functionals
-    of the entries from which on a pass goes on, both ways."""
+    """The bounds of a program, and the entries that it passes.
+
+    `ends` are functionals of the entries from which a pass continues, in both directions.
+    """
 
     around: Floats
     each: Floats
@@ -76,7 +80,7 @@ def _centre(graph: Any, seed: int) -> Floats:
 
 
 def _functionals(shape: tuple[int, ...], seed: int) -> Floats:
-    """Return functionals of one row [B, heads, 1, n], more than it has elements."""
+    """Return more functionals of one row [B, heads, 1, n] than it has elements."""
     rng = np.random.default_rng(200 + seed)
     values = rng.standard_normal((2 * shape[0] * shape[2], shape[0], 1, shape[2]))
     values[0, 1:] = 0.0
@@ -86,7 +90,7 @@ def _functionals(shape: tuple[int, ...], seed: int) -> Floats:
 def _down(
     top: int, start: Any, ends: Sequence[int], pull: Callable[[int, Any], Iterator[tuple[int, Any]]]
 ) -> dict[int, list[Any]]:
-    """Return the functionals of every entry down to the ends, in parts that are to be added."""
+    """Return the functionals of every entry down to the ends, as parts to be added."""
     found: dict[int, list[Any]] = {top: [start]}
     for place in range(top, -1, -1):
         for part in found.get(place, []) if place not in ends else []:
@@ -195,7 +199,7 @@ PROGRAMS = {"prover": _of_prover, "checker": _of_checker}
 
 
 def _most(entry: Entry, which: int) -> Floats:
-    """Return what an entry may add that makes a functional the largest."""
+    """Return the additions of an entry that maximise a functional."""
     alpha, added = entry.functionals[which], entry.added
     found = np.zeros(added.shape)
     if added.radius is not None:
@@ -213,11 +217,11 @@ def _most(entry: Entry, which: int) -> Floats:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_nothing_that_entries_add_is_beyond(
+def test_additions_of_entries_are_within_the_bound(
     tmp_path: Path, program: str, role: str, seed: int
 ) -> None:
     met = PROGRAMS[program](tmp_path, role, seed)
-    assert any(entry.added.caps is not None for entry in met.entries)  # a rest with known sums
+    assert any(entry.added.caps is not None for entry in met.entries)  # a rest with row sums
     for one, two in met.ends:
         np.testing.assert_allclose(one, two, rtol=0, atol=1e-12 * np.abs(two).max())
     rng, count = np.random.default_rng(seed), len(met.each)
@@ -233,12 +237,12 @@ def test_nothing_that_entries_add_is_beyond(
             mixed = signs * error
             along = float(mixed @ error) ** 2
             assert along <= float(mixed @ (met.around + slack) @ mixed)
-    assert nearest > 0.6  # and no bound is far beyond what they add
+    assert nearest > 0.6  # and no bound is far above the attained additions
     assert met.stopped
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_both_programs_find_the_same(tmp_path: Path, role: str) -> None:
+def test_both_programs_agree_on_row_images(tmp_path: Path, role: str) -> None:
     one, two = (program(tmp_path, role, 1) for program in PROGRAMS.values())
     np.testing.assert_allclose(two.each, one.each, rtol=2.0**-8)
     np.testing.assert_allclose(two.around, one.around, atol=2.0**-8 * np.trace(one.around))

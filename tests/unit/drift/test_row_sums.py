@@ -1,4 +1,4 @@
-"""Sums over rows: both programs bound what float64 says of all rows but one, and little more."""
+"""Sums over rows: both programs bound the float64 sum of all rows but one, tightly."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _checker(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     ("values", "keys", "heads"),
     [(True, True, 3), (True, False, 3), (False, True, 3), (False, True, 1)],
 )
-def test_bounds_hold_and_are_near(scale: float, values: bool, keys: bool, heads: int) -> None:
+def test_bounds_hold_and_are_tight(scale: float, values: bool, keys: bool, heads: int) -> None:
     drawn = _draw(scale, values=values, keys=keys, heads=heads)
     alpha, exact = _exact(drawn)
     for row, bound, rows in (_prover(drawn), _checker(drawn)):
@@ -110,7 +110,7 @@ NEAR = 5.0
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 @pytest.mark.parametrize(("keys", "heads"), [(True, 3), (False, 3), (True, 1)])
-def test_norms_of_many_rows_hold_and_agree(
+def test_norms_of_many_rows_hold_and_agree_in_both_programs(
     monkeypatch: pytest.MonkeyPatch, scale: float, keys: bool, heads: int
 ) -> None:
     monkeypatch.setattr("kcdsl_backends.drift.affine.row_sums.MANY", 1)
@@ -126,7 +126,7 @@ def test_norms_of_many_rows_hold_and_agree(
 
 
 @pytest.mark.full
-def test_the_checker_confirms_what_norms_say_of_attention(
+def test_checker_confirms_norm_bounds_of_attention(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: Any
 ) -> None:
     goals = list[dict[str, Any]]()
@@ -144,7 +144,7 @@ def test_the_checker_confirms_what_norms_say_of_attention(
     assert exact < norms <= 1.5 * exact
 
 
-def test_norms_hold_with_equality_where_elements_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_are_exact_for_equal_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kcdsl_backends.drift.affine.row_sums.MANY", 1)
     monkeypatch.setattr("kcdsl_certs.recheck.affine.many_rows._LARGE", 1)
     drawn = _draw(1.0, values=True, keys=False)
@@ -159,14 +159,14 @@ def test_norms_hold_with_equality_where_elements_are_alike(monkeypatch: pytest.M
         assert (bound <= exact * (1 + 2.0**-12)).all()
 
 
-def test_of_rows_without_errors_next_to_nothing_is_left() -> None:
+def test_rows_without_errors_contribute_almost_nothing() -> None:
     drawn = _draw(0.0, values=True, keys=True)
     assert (_prover(drawn)[1] <= 1e-20).all()
     assert (_checker(drawn)[1] <= 1e-20).all()
 
 
-def test_products_are_exact_whatever_the_process_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With "medium", PyTorch may multiply float32 in bfloat16, on processors that have it."""
+def test_products_ignore_the_matmul_precision_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "medium", PyTorch may multiply float32 in bfloat16 on processors that support it."""
     drawn, seen = _draw(1.0, values=True, keys=True), set()
     for name in ("mm", "mv", "bmm"):
         plain = getattr(torch, name)

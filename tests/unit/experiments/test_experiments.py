@@ -1,4 +1,4 @@
-"""Experiments on the tiny language model: what runs, what is said not to, what is remembered."""
+"""Experiments on the tiny language model: cells, refusals, caching, pages."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_every_combination_has_a_cell(grid: dict[str, Any], follows: Callable[[A
 
 
 @pytest.mark.full
-def test_streams_and_batches_of_one_give_what_a_request_alone_gives(grid: dict[str, Any]) -> None:
-    """Threads do not change a result: rows of one and of two streams are the same, bit for bit."""
+def test_one_stream_and_batch_equal_a_single_request(grid: dict[str, Any]) -> None:
+    """Threads do not change a result: rows of one and of two streams are bitwise equal."""
     cells = _cells(grid)
     for length in (8, 16):
         for batch in (1, 3):
@@ -94,10 +94,10 @@ def test_streams_and_batches_of_one_give_what_a_request_alone_gives(grid: dict[s
 
 
 @pytest.mark.full
-def test_a_cell_of_single_requests_is_the_evaluation_of_cut_requests(
+def test_cell_of_single_requests_equals_evaluation_of_cut_requests(
     grid: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
-    """An independent road: cut the file, evaluate it, compare counts and values."""
+    """An independent computation: cut the file, evaluate it, compare counts and values."""
     for name in ("model.safetensors", "config.json", "contract.yaml"):
         shutil.copy(folder / name, tmp_path / name)
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
@@ -122,11 +122,11 @@ def test_a_cell_of_single_requests_is_the_evaluation_of_cut_requests(
 
 
 @pytest.mark.full
-def test_requests_that_are_one_prompt_once_cut_are_one_unit_of_a_sample(
-    folder: Path, tmp_path: Path
-) -> None:
-    """40 requests that differ after their 8th token alone: at that length they are one prompt, of
-    which nothing about others follows; at 16 tokens they are 40."""
+def test_requests_with_equal_cut_prompts_are_one_unit(folder: Path, tmp_path: Path) -> None:
+    """40 requests that differ only after their 8th token are one unit at that length.
+
+    One prompt allows no inference about others; at 16 tokens there are 40.
+    """
     for name in ("model.safetensors", "config.json"):
         shutil.copy(folder / name, tmp_path / name)
     rows = [{"id": str(i), "text": f"Please, request {i:02}."} for i in range(40)]
@@ -142,10 +142,10 @@ def test_requests_that_are_one_prompt_once_cut_are_one_unit_of_a_sample(
 
 
 @pytest.mark.full
-def test_states_of_a_batch_are_those_of_the_batch(
+def test_states_depend_on_the_batch(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel whose states move by 1 for every further request of a batch: a cell shows it."""
+    """The states of the kernel move by 1 for every further request of a batch."""
     for name in ("model.safetensors", "config.json", "prompts.jsonl"):
         shutil.copy(folder / name, tmp_path / name)
     clauses = "clauses:\n  N: {require: max(hidden_linf) <= 1/2, slices: [all], level: L2}\n"
@@ -182,7 +182,7 @@ def test_pass_rates_have_exact_limits(grid: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-def test_cells_are_remembered_until_what_they_are_of_changes(folder: Path) -> None:
+def test_cells_are_cached_until_their_inputs_change(folder: Path) -> None:
     program = load_program(folder / "contract.yaml")
 
     def again(**how: Any) -> tuple[dict[str, Any], int]:
@@ -202,13 +202,13 @@ def test_cells_are_remembered_until_what_they_are_of_changes(folder: Path) -> No
     kept = folder / "again" / CHECKPOINT
     second, loaded = again()
     assert (second, loaded) == (first, 0)
-    kept.write_bytes(kept.read_bytes()[:-40])  # a cell that was damaged is measured again
+    kept.write_bytes(kept.read_bytes()[:-40])  # a damaged cell is measured again
     assert again() == (first, 1)
     assert again(seed=1)[1] == 1
     assert again(seed=1, fresh=True)[1] == 1
 
 
-def test_a_refusal_is_a_cell_that_is_tried_again(tmp_path: Path) -> None:
+def test_refused_cell_is_retried(tmp_path: Path) -> None:
     from kcdsl.diagnostics import codes, refuse
 
     def fails() -> dict[str, Any]:
@@ -229,7 +229,7 @@ def test_a_refusal_is_a_cell_that_is_tried_again(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("to", [b'"rows": [2]', b'"rows": []', b""], ids=["changed", "torn", "cut"])
-def test_a_changed_cell_is_measured_again(tmp_path: Path, to: bytes) -> None:
+def test_changed_cell_is_measured_again(tmp_path: Path, to: bytes) -> None:
     measured: list[int] = []
 
     def measure() -> dict[str, Any]:
@@ -254,7 +254,7 @@ def test_a_changed_cell_is_measured_again(tmp_path: Path, to: bytes) -> None:
 
 
 @pytest.mark.full
-def test_a_cell_is_measured_again_once_own_code_changed(
+def test_cell_is_measured_again_after_a_code_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lately_imported.py").write_text("VALUE = 1\n")
@@ -280,7 +280,7 @@ def test_a_cell_is_measured_again_once_own_code_changed(
     assert len(measured) == 2
 
 
-def test_every_variant_differs_in_one_thing(folder: Path) -> None:
+def test_every_variant_differs_in_one_setting(folder: Path) -> None:
     kernel = load_program(folder / "contract.yaml").infer
     found = variants(kernel)
     assert len({variant.name for variant in found}) == len(found)
@@ -309,7 +309,7 @@ def test_every_variant_differs_in_one_thing(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_one_change_at_a_time_is_measured_as_evaluation_would(
+def test_single_change_variant_equals_an_evaluation(
     folder: Path, follows: Callable[[Any], None]
 ) -> None:
     program = load_program(folder / "contract.yaml")
@@ -336,7 +336,7 @@ def test_one_change_at_a_time_is_measured_as_evaluation_would(
     assert "attention-sdpa.cudnn" in page
 
 
-def test_a_variant_that_there_is_not_is_refused(folder: Path) -> None:
+def test_unknown_variant_is_refused(folder: Path) -> None:
     program = load_program(folder / "contract.yaml")
     with pytest.raises(Refusal, match="no variant 'compute-float8'"):
         run_single(
@@ -344,7 +344,7 @@ def test_a_variant_that_there_is_not_is_refused(folder: Path) -> None:
         )
 
 
-def test_pictures_show_every_cell_and_are_well_formed(grid: dict[str, Any]) -> None:
+def test_charts_show_every_cell_and_are_well_formed(grid: dict[str, Any]) -> None:
     found = maps(grid)
     assert [one.name for one in found] == ["N-KL-all", "N-KL-safety", "N-LINF-all"]
     for one in found:
@@ -359,7 +359,7 @@ def test_pictures_show_every_cell_and_are_well_formed(grid: dict[str, Any]) -> N
     assert "<script" not in page
 
 
-def test_rates_are_never_rounded_to_all_or_none() -> None:
+def test_rates_are_never_rounded_to_0_or_100_percent() -> None:
     assert [rate_text(r) for r in (0.0, 1.0, 0.9999, 0.0001, 0.625)] == [
         "0%",
         "100%",
@@ -372,7 +372,7 @@ def test_rates_are_never_rounded_to_all_or_none() -> None:
 
 
 @pytest.mark.full
-def test_the_command_writes_everything(cli: Cli, folder: Path, tmp_path: Path) -> None:
+def test_command_writes_all_files(cli: Cli, folder: Path, tmp_path: Path) -> None:
     words = ["--device", "cpu", "--length", "8", "--batch", "2", "--concurrency", "1"]
     contract = str(folder / "contract.yaml")
     ran = cli("experiment", "e2", contract, *words, "-o", str(tmp_path / "out"), "--format", "json")
@@ -397,8 +397,8 @@ def test_the_command_writes_everything(cli: Cli, folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.full
-def test_pictures_of_clauses_that_are_gone_go_too(cli: Cli, folder: Path, tmp_path: Path) -> None:
-    """A picture of the user, or beside a document that cannot be read, stays."""
+def test_charts_of_removed_clauses_are_deleted(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    """A file of the user, or one beside an unreadable document, is kept."""
     words = ["--device", "cpu", "--length", "8", "--batch", "2", "--concurrency", "1"]
     for name in ("model.safetensors", "config.json", "prompts.jsonl"):
         shutil.copy(folder / name, tmp_path / name)
@@ -426,7 +426,7 @@ def test_pictures_of_clauses_that_are_gone_go_too(cli: Cli, folder: Path, tmp_pa
         (("e1", "--device", "cpu", "--device", "cuda"), "e1 runs on one device"),
     ],
 )
-def test_options_of_the_other_experiment_are_refused(
+def test_options_of_another_experiment_are_refused(
     cli: Cli, folder: Path, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
     kind, *options = words
@@ -437,7 +437,7 @@ def test_options_of_the_other_experiment_are_refused(
     assert not out.exists()
 
 
-def test_a_long_title_is_shown_whole(grid: dict[str, Any]) -> None:
+def test_long_title_is_wrapped(grid: dict[str, Any]) -> None:
     """It takes as many lines as it needs, and moves the cells down."""
     slice_ = "a_slice_of_many_words" * 8
     cells = [
@@ -459,8 +459,8 @@ def test_a_long_title_is_shown_whole(grid: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-def test_what_a_precondition_blocks_is_invalid_in_every_cell(folder: Path, tmp_path: Path) -> None:
-    """A kernel with other weights than the file's: every cell names what `evaluate` would."""
+def test_failed_precondition_invalidates_every_cell(folder: Path, tmp_path: Path) -> None:
+    """The kernel has other weights than the file: every cell names the finding of `evaluate`."""
     program = load_program(folder / "contract.yaml")
 
     def hot(*given: Any, **named: Any) -> Any:
@@ -479,9 +479,7 @@ def test_what_a_precondition_blocks_is_invalid_in_every_cell(folder: Path, tmp_p
 
 
 @pytest.mark.parametrize("changed", ["config.json", "prompts.jsonl", "model.safetensors"])
-def test_a_cell_is_of_every_file_that_its_numbers_rest_on(
-    folder: Path, tmp_path: Path, changed: str
-) -> None:
+def test_cell_key_covers_every_input_file(folder: Path, tmp_path: Path, changed: str) -> None:
     for file in folder.iterdir():
         if file.is_file():
             shutil.copy(file, tmp_path / file.name)
@@ -491,10 +489,10 @@ def test_a_cell_is_of_every_file_that_its_numbers_rest_on(
     assert manifest(program, tmp_path, 0) != before
 
 
-def test_a_cell_is_of_the_machine_and_its_settings(
+def test_cell_key_covers_the_machine_and_its_settings(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels choose other programs by variables of the environment and settings of torch."""
+    """Environment variables and torch settings select other kernels."""
     program = load_program(folder / "contract.yaml")
     before = manifest(program, folder, 0)
     assert manifest(program, folder, 0) == before
@@ -507,7 +505,7 @@ def test_a_cell_is_of_the_machine_and_its_settings(
     assert manifest(program, folder, 0) != before
 
 
-def test_a_checkpoint_that_is_a_folder_is_digested_file_by_file(tmp_path: Path) -> None:
+def test_checkpoint_folder_is_digested_file_by_file(tmp_path: Path) -> None:
     program = load_program(Path("examples/tiny_lm/contract.yaml").resolve())
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "a.safetensors").write_bytes(b"1")
@@ -519,7 +517,7 @@ def test_a_checkpoint_that_is_a_folder_is_digested_file_by_file(tmp_path: Path) 
 
 
 @pytest.mark.full
-def test_both_parts_of_a_conjunction_decide_a_variant(folder: Path, tmp_path: Path) -> None:
+def test_both_parts_of_a_conjunction_decide_a_variant_cell(folder: Path, tmp_path: Path) -> None:
     text = _CONTRACT.replace(
         "  N-KL: {require: p99(kl) <= 1e-4 nats,",
         "  N-KL: {require: mean(tv) <= 0 and p99(tv) <= 9/10,",

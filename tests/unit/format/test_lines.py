@@ -1,4 +1,4 @@
-"""The edits between two texts: they lead from one to the other, and leave alone what stayed."""
+"""Line edits between two texts: complete, and minimal where text is unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def applied(old: str, new: str) -> str:
 @pytest.mark.full
 @settings(max_examples=500)
 @given(LINES, END, LINES, END)
-def test_they_lead_from_one_text_to_the_other(
+def test_edits_transform_one_text_into_the_other(
     old: list[str], old_end: str, new: list[str], new_end: str
 ) -> None:
     before, after = "".join(old) + old_end, "".join(new) + new_end
@@ -53,7 +53,7 @@ def test_only_what_changed_is_replaced(
     assert [(e.span.start, e.span.end, e.text) for e in edits(old, new)] == wanted
 
 
-def test_thousands_of_equal_lines_take_no_longer_than_others() -> None:
+def test_thousands_of_equal_lines_are_compared_in_time() -> None:
     old = "".join(f"C-{n}:\n  require:  x\n  level: L2\n  slices: [all]\n" for n in range(5000))
     new = old.replace("require:  x", "require: x")
     begun = time.process_time()
