@@ -1,4 +1,4 @@
-"""Every document of the corpus compiles, or is refused for the stated reason and place."""
+"""Every document of the corpus compiles, or is refused with the expected code and position."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def name(path: Path) -> str:
     return path.name.removesuffix(".kc.yaml")
 
 
-def test_the_corpus_is_there() -> None:
+def test_corpus_is_not_empty() -> None:
     assert len(ACCEPTED) >= 6
     assert len(REJECTED) >= 80
 
 
 @pytest.mark.parametrize("path", ACCEPTED, ids=name)
-def test_accepted(path: Path) -> None:
+def test_valid_documents_compile(path: Path) -> None:
     program, sink = compile_contract(path)
     assert [d.message for d in sink if d.severity is Severity.ERROR] == []
     assert program is not None
@@ -54,7 +54,7 @@ def test_accepted_documents_round_trip_through_the_stored_form(path: Path) -> No
 
 
 @pytest.mark.parametrize("path", REJECTED, ids=name)
-def test_rejected(path: Path) -> None:
+def test_invalid_documents_report_their_code(path: Path) -> None:
     first = EXPECT.match(path.read_text(encoding="utf-8"))
     assert first is not None, "the first line says what is expected"
     program, sink = compile_contract(path)
@@ -97,7 +97,7 @@ def test_every_code_of_the_front_end_is_in_the_corpus() -> None:
 
 
 def _plain(path: Path) -> object | None:
-    """Read a document as other tools do; None where only kcdsl can read it."""
+    """Read a document as other tools do; None if only kcdsl can read it."""
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError:
@@ -118,7 +118,7 @@ STRUCTURAL = {"KC101", "KC102", "KC104", "KC106", "KC109", "KC105", "KC456"}
 
 
 @pytest.mark.parametrize("path", REJECTED, ids=name)
-def test_the_json_schema_refuses_the_structural_mistakes(path: Path) -> None:
+def test_json_schema_refuses_structural_errors(path: Path) -> None:
     expected = EXPECT.match(path.read_text(encoding="utf-8"))
     assert expected is not None
     document = _plain(path)

@@ -1,4 +1,4 @@
-"""The language reference is executed: its documents, its tables and what it prints."""
+"""The language reference is executed: its documents, tables and outputs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def table(title: str, header: str) -> list[list[str]]:
 
 
 def code(cell: str) -> str:
-    """Return what stands in the first code span of a cell."""
+    """Return the text of the first code span of a cell."""
     found = re.match(r"`([^`]+)`", cell)
     assert found is not None, cell
     return found[1]
@@ -85,7 +85,7 @@ def requirement(text: str, more: str = "") -> tuple[Analysis, list[str]]:
 # --- documents -----------------------------------------------------------------------------------
 
 
-def test_there_are_documents() -> None:
+def test_reference_contains_documents() -> None:
     assert len(DOCUMENTS) >= 14
     assert {kind for kind, _, _ in BLOCKS} <= {"yaml", "toml", "python", "console"}
     assert all(
@@ -97,7 +97,7 @@ def test_there_are_documents() -> None:
 @pytest.mark.parametrize(
     ("info", "body"), [item for item in DOCUMENTS if not item[0].startswith("file=")]
 )
-def test_documents_report_what_they_say(info: str, body: str) -> None:
+def test_documents_report_their_stated_codes(info: str, body: str) -> None:
     expected = info.removeprefix("reports=").split(",") if info else []
     analysis, found = checked(body)
     assert found == expected
@@ -118,14 +118,14 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "name", [info.removeprefix("file=") for info, _ in DOCUMENTS if info.startswith("file=")]
 )
-def test_files_compile_where_they_lie(folder: Path, name: str) -> None:
+def test_files_compile_in_their_folder(folder: Path, name: str) -> None:
     path = folder / name
     program, sink = compile_contract(path)
     assert [d.message for d in sink if d.severity is not Severity.NOTE] == []
     assert (program is None) == ("\nlibrary:" in path.read_text("utf-8"))
 
 
-def test_commands_print_what_is_shown(
+def test_commands_print_the_shown_output(
     folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     consoles = [body for kind, _, body in BLOCKS if kind == "console"]
@@ -154,7 +154,7 @@ def syntax(text: str) -> ast.Expression:
 
 
 @pytest.mark.parametrize("row", table("Sorts", "| expression | sort |"), ids=lambda r: r[0])
-def test_sorts(row: list[str]) -> None:
+def test_table_of_types(row: list[str]) -> None:
     scope = checked("clauses: {A: {require: mean(kl) <= 1, level: L1}}\n")[0].scope
     assert str(sort_of(syntax(code(row[0])), scope)) == row[1]
 
@@ -162,13 +162,13 @@ def test_sorts(row: list[str]) -> None:
 @pytest.mark.parametrize(
     "row", table("Typing rules", "| rule | refused | code |"), ids=lambda r: r[0]
 )
-def test_typing_rules(row: list[str]) -> None:
+def test_table_of_typing_rules(row: list[str]) -> None:
     analysis, found = requirement(code(row[1]))
     assert (analysis.program, found) == (None, [row[2]])
 
 
 @pytest.mark.parametrize("row", table("Meaning", "| requirement | fragment |"), ids=lambda r: r[0])
-def test_requirements_belong_to_their_fragments(row: list[str]) -> None:
+def test_table_of_fragments(row: list[str]) -> None:
     analysis, found = requirement(code(row[0]))
     assert found == []
     assert analysis.program is not None
@@ -178,13 +178,13 @@ def test_requirements_belong_to_their_fragments(row: list[str]) -> None:
 @pytest.mark.parametrize(
     "row", table("Predicates of slices", "| predicate | r is in"), ids=lambda r: r[0]
 )
-def test_predicates(row: list[str]) -> None:
+def test_table_of_predicates(row: list[str]) -> None:
     sink = Sink()
     assert predicate(syntax(code(row[0])), Reporter(SourceFile("x", ""), sink)) is not None
     assert list(sink) == []
 
 
-def test_every_operator_of_the_precedence_table_binds_as_it_says() -> None:
+def test_table_of_operator_precedence() -> None:
     from kcdsl.ir.printer import print_expression
 
     bound = {
@@ -205,7 +205,7 @@ def test_every_operator_of_the_precedence_table_binds_as_it_says() -> None:
 # --- tables that are compared --------------------------------------------------------------------
 
 
-def test_units() -> None:
+def test_table_of_units() -> None:
     bases = {"s": "s", "B": "B", "tok": "tok", "tok/s": "tok/s", "nats": "nat", "ratio": "ratio"}
     found = {}
     for name, _, worth in table("Units and dimensions", "| unit | measures |"):
@@ -220,7 +220,7 @@ def end(text: str) -> Fraction | None:
     return LN_2_UP if text == "ln 2" else Fraction(text)
 
 
-def test_metrics() -> None:
+def test_table_of_metrics() -> None:
     header = "| metric | family | one per | better | dimension | range | statistics | from |"
     rows = {code(row[0]): row for row in table("Metrics", header)}
     assert list(rows) == list(METRICS)
@@ -243,7 +243,7 @@ def test_metrics() -> None:
         assert what == definition.summary
 
 
-def test_functions() -> None:
+def test_table_of_functions() -> None:
     listed: set[str] = set()
     for names, _, _ in table("Functions", "| function | call | gives |"):
         listed |= set(re.findall(r"`(\w+)`", names)) - {"pNN"}
@@ -251,7 +251,7 @@ def test_functions() -> None:
     assert PERCENTILE.fullmatch("p17")
 
 
-def test_actions_and_their_defaults() -> None:
+def test_table_of_actions_and_defaults() -> None:
     text = section("Escalation")
     first = text.split("The table")[0]
     assert tuple(re.findall(r"`(\w+)`", first)) == ACTIONS
@@ -260,12 +260,12 @@ def test_actions_and_their_defaults() -> None:
         assert [code(cell) for cell in cells] == row
 
 
-def test_trace_fields() -> None:
+def test_table_of_trace_fields() -> None:
     known = section("Trace fields").split("Well known:")[1].split(". ")[0]
     assert tuple(re.findall(r"`(\w+)`", known)) == TRACE_FIELDS
 
 
-def test_the_arguments_of_the_decorator() -> None:
+def test_table_of_decorator_arguments() -> None:
     listed = [
         name
         for row in table("Metrics of your own", "| argument | takes |")
@@ -274,7 +274,7 @@ def test_the_arguments_of_the_decorator() -> None:
     assert sorted(listed) == sorted(signature(metric).parameters)
 
 
-def test_the_parameters_of_functions() -> None:
+def test_table_of_function_parameters() -> None:
     listed: dict[str, str | None] = {}
     for names, given, _ in table("Metrics of your own", "| parameter | is given by |"):
         for name in re.findall(r"`(\w+)`", names):

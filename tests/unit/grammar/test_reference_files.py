@@ -25,7 +25,7 @@ SHARED = ROOT / "examples" / "tiny_lm" / "shared" / "fleet.kc.yaml"
 RIGHT = [path for path in (*LIBRARIES, SHARED) if path.name[:6] not in {"broken", "cycle."}]
 
 
-def test_the_files_compile_together(tmp_path: Path) -> None:
+def test_files_compile_together(tmp_path: Path) -> None:
     for name, content in {**FILES, "kcdsl.toml": BLOCKS["kcdsl.toml"]}.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def test_the_files_compile_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", FILES.values(), ids=FILES)
-def test_the_files_follow_the_schema(content: str) -> None:
+def test_files_follow_the_schema(content: str) -> None:
     validator = jsonschema.Draft7Validator(json.loads(text("contract.schema.json")))
     validator.validate(yaml.safe_load(content))
 

@@ -42,11 +42,11 @@ def schema() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["contract.schema.json", "ir.schema.json", "training.schema.json"])
-def test_the_schemas_are_schemas(name: str) -> None:
+def test_schemas_are_valid_json_schemas(name: str) -> None:
     jsonschema.Draft7Validator.check_schema(json.loads(text(name)))
 
 
-def test_the_schema_lists_what_the_code_lists(schema: dict[str, Any]) -> None:
+def test_schema_lists_the_names_of_the_code(schema: dict[str, Any]) -> None:
     definitions = schema["definitions"]
     clause = definitions["clause"]["properties"]
     assert set(definitions["contract"]["properties"]) == set(SECTIONS)
@@ -70,11 +70,11 @@ def test_the_schema_lists_what_the_code_lists(schema: dict[str, Any]) -> None:
     assert clause["evidence"]["enum"] == [kind.value for kind in EvidenceKind]
 
 
-def test_every_adapter_has_a_preset_but_those_that_claim_nothing_by_themselves() -> None:
+def test_every_adapter_with_default_numerics_has_a_preset() -> None:
     assert {*SERVERS, *RECORDED} == {run for run in ADAPTERS if preset_of(run) is None}
 
 
-def test_the_schema_lists_the_fields_of_kernels(schema: dict[str, Any]) -> None:
+def test_schema_lists_the_fields_of_kernels(schema: dict[str, Any]) -> None:
     kernel = schema["definitions"]["kernel"]["properties"]
     assert set(kernel) == set(KERNEL_FIELDS)
     logprobs = kernel["logprobs"]["properties"]
@@ -91,6 +91,6 @@ def test_the_schema_lists_the_fields_of_kernels(schema: dict[str, Any]) -> None:
         *CLAUSE_FIELDS, *UNITS, *TRACE_FIELDS, *(kind.value for kind in EvidenceKind),
     ],
 )  # fmt: skip
-def test_the_language_reference_names_everything(name: str) -> None:
+def test_language_reference_names_everything(name: str) -> None:
     code = " ".join(re.findall(r"`([^`]+)`|^```.*?^```", REFERENCE, re.MULTILINE | re.DOTALL))
     assert re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", code), name

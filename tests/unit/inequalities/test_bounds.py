@@ -1,4 +1,4 @@
-"""The bound functions: values against decimals, monotonicity, limits, domain, conversions."""
+"""Bound functions: values compared with decimals, monotonicity, limits, domain, conversions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GRID = sorted(
 @pytest.mark.parametrize(
     "s", [5e-324, 1e-160, 1e-6, 1e-3, 0.05, 0.49, 0.999999, 1.0, 3.7, 20.0, 80.0, 300.0, 600.0]
 )
-def test_upper_bounds_lie_above_the_exact_value_by_next_to_nothing(name: str, s: float) -> None:
+def test_upper_bounds_exceed_the_exact_value_slightly(name: str, s: float) -> None:
     exact = implied_bound(name, s.hex(), Fraction(1))
     assert exact is not None
     computed = Fraction(bound(name, s))
@@ -49,7 +49,7 @@ def test_upper_bounds_lie_above_the_exact_value_by_next_to_nothing(name: str, s:
 
 
 @pytest.mark.parametrize("s", [1e-6, 0.3, 2.0, 50.0, 400.0, 900.0])
-def test_the_effective_sample_size_is_rounded_down(s: float) -> None:
+def test_effective_sample_size_is_rounded_down(s: float) -> None:
     chi2 = implied_bound("chi2", s.hex(), Fraction(1))
     assert chi2 is not None
     exact = 1 / (1 + chi2)
@@ -80,12 +80,12 @@ def test_bounds_are_monotone_between_neighbouring_floats(name: str, start: float
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("wrong", [math.nan, -1e-300, -1.0, -math.inf, True, "1", None])
-def test_anything_but_a_number_from_zero_on_is_refused(name: str, wrong: object) -> None:
+def test_negative_and_non_finite_arguments_are_refused(name: str, wrong: object) -> None:
     with pytest.raises(DomainError):
         bound(name, wrong)  # type: ignore[arg-type]
 
 
-def test_limits() -> None:
+def test_limits_of_bounds() -> None:
     at_infinity = {name: bound(name, math.inf) for name in NAMES}
     assert at_infinity["tv"] == at_infinity["hellinger2"] == 1.0
     assert math.log(2) <= at_infinity["js"] <= math.nextafter(math.log(2), 1.0)
@@ -116,11 +116,11 @@ def test_small_arguments_follow_the_leading_terms() -> None:
     assert all(kl(s) <= s * s / 8 * (1 + 5e-11) for s in GRID)
 
 
-def test_jeffreys_is_less_than_twice_one_direction() -> None:
+def test_jeffreys_bound_is_below_twice_the_kl_bound() -> None:
     assert bound("jeffreys", 3.0) < 2 * kl(3.0)
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
+def test_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(DomainError, match="hellinger2"):
         bound("renyi", 1.0)
 
@@ -143,7 +143,7 @@ def test_conversions_round_up() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, -1, math.nan, math.inf, Fraction(0), True])
-def test_there_is_no_bound_without_a_positive_temperature(temperature: float) -> None:
+def test_bounds_require_a_positive_temperature(temperature: float) -> None:
     with pytest.raises(DomainError):
         span_from_norm("inf", 1.0, temperature)
     with pytest.raises(DomainError):
@@ -151,7 +151,7 @@ def test_there_is_no_bound_without_a_positive_temperature(temperature: float) ->
 
 
 @pytest.mark.parametrize("row", [[], [1.0], [0.0, math.nan], [0.0, math.inf], [-math.inf, 0.0]])
-def test_rows_that_are_no_evidence_are_refused(row: list[float]) -> None:
+def test_empty_and_nan_rows_are_refused(row: list[float]) -> None:
     with pytest.raises(DomainError):
         span_from_intervals([(v, v) for v in row])
 
@@ -182,20 +182,20 @@ def test_reward_and_gradient_bias_scale_the_total_variation() -> None:
             gradient_bias(1.0, wrong, 1.0)
 
 
-def test_weights() -> None:
+def test_importance_weight_bounds() -> None:
     assert bias_free_clip(0.0) == 0.0
     assert bias_free_clip(0.1) >= math.expm1(0.1)
     assert bias_free_clip(800.0) == math.inf
 
 
-def test_excess_keeps_its_digits() -> None:
+def test_excess_of_a_weight_has_no_cancellation() -> None:
     assert excess(0.0) == 0.0
     assert excess(1e-9) == pytest.approx(5e-19, rel=1e-8)
     assert excess(-0.0999999) == pytest.approx(excess(-0.1000001), rel=1e-5)
     assert excess(800.0) == math.inf
 
 
-def test_the_standard_library_alone_is_imported() -> None:
+def test_only_the_standard_library_is_imported() -> None:
     code = (
         "import sys, kcdsl.inequalities; "
         "heavy = {'numpy', 'torch', 'z3', 'scipy', 'mpmath'} & set(sys.modules); "

@@ -1,4 +1,4 @@
-"""Boxes round outward: checked against exact rational arithmetic."""
+"""Boxes round outward: compared with exact rational arithmetic."""
 
 from fractions import Fraction
 
@@ -21,7 +21,7 @@ finite = st.floats(-1e12, 1e12, allow_nan=False).filter(lambda v: v == 0 or abs(
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Box, torch.Tensor]:
-    """A box and a tensor inside it."""
+    """Draw a box and a tensor inside it."""
     count = 1
     for n in shape:
         count *= n
@@ -45,7 +45,7 @@ def fractions(x: torch.Tensor) -> list[Fraction]:
 @pytest.mark.full
 @settings(max_examples=150, deadline=None)
 @given(boxes((4,)), boxes((4,)))
-def test_elementary_operations_hold_the_exact_result(
+def test_elementary_operations_enclose_the_exact_result(
     first: tuple[Box, torch.Tensor], second: tuple[Box, torch.Tensor]
 ) -> None:
     (a, x), (b, y) = first, second
@@ -63,7 +63,7 @@ def test_elementary_operations_hold_the_exact_result(
 @pytest.mark.full
 @settings(max_examples=100, deadline=None)
 @given(boxes((2, 3)), boxes((3, 2)))
-def test_matrix_product_holds_the_exact_result(
+def test_matrix_product_encloses_the_exact_result(
     first: tuple[Box, torch.Tensor], second: tuple[Box, torch.Tensor]
 ) -> None:
     (a, x), (b, y) = first, second
@@ -77,8 +77,8 @@ def test_matrix_product_holds_the_exact_result(
     assert all(abs(e) <= Fraction(m) for e, m in zip(exact, bound, strict=True))
 
 
-def test_a_rounded_subtraction_would_lose_the_exact_result() -> None:
-    """The boxes are not simply the float64 results: 1 + 2^-80 needs the outward ulp."""
+def test_subtraction_is_rounded_outward() -> None:
+    """The float64 result alone is no enclosure: 1 + 2^-80 needs the outward ulp."""
     box = Box.point(torch.tensor([1.0], dtype=torch.float64)) + Box.point(
         torch.tensor([2.0**-80], dtype=torch.float64)
     )
@@ -101,7 +101,7 @@ def test_exclusive_max_leaves_out_one_term(values: list[float]) -> None:
         assert value == (max(rest) if rest else float("-inf"))
 
 
-def test_nan_never_makes_a_box_look_sound() -> None:
+def test_nan_gives_an_unbounded_box() -> None:
     from kcdsl_backends.drift.boxes import NoBound
     from kcdsl_backends.drift.boxes.state import settle
 

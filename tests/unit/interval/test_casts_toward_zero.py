@@ -1,4 +1,4 @@
-"""Casts toward zero against the formats themselves: every code, every neighbour, every way here."""
+"""Casts toward zero compared with the formats: every code, every neighbour, all implementations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MASKS = {"bfloat16": 0xFFFF0000, "tfloat32": 0xFFFFE000}
 
 
 def all_ways(form: str) -> dict[str, Callable[[Floats], Floats]]:
-    """Return every implementation of a cast toward zero that there is, on float64 numbers."""
+    """Return every implementation of a cast toward zero, on float64 numbers."""
 
     def rationals(x: Floats) -> Floats:
         found = [float(cells.cut(Fraction(v), OTHER[form])) for v in x.tolist()]
@@ -63,7 +63,7 @@ def all_ways(form: str) -> dict[str, Callable[[Floats], Floats]]:
 
 
 def same(first: Floats, second: Floats) -> bool:
-    """Return whether numbers are the same, signs of zeros included."""
+    """Return whether numbers are equal, including signs of zeros."""
     return np.array_equal(first, second) and np.array_equal(np.signbit(first), np.signbit(second))
 
 
@@ -73,7 +73,7 @@ def halves() -> Floats:
 
 
 def by_codes(x: Floats, form: str) -> Floats:
-    """Return the greatest code that is not above |x|, with the sign of x: from the codes alone."""
+    """Return the greatest code that is at most |x|, with the sign of x, by searching the codes."""
     codes = np.arange(128, dtype=np.uint8).view(FP8[form]).astype(np.float64)
     codes = np.sort(codes[np.isfinite(codes)])
     return np.copysign(codes[np.searchsorted(codes, np.abs(x), side="right") - 1], x)
@@ -81,19 +81,18 @@ def by_codes(x: Floats, form: str) -> Floats:
 
 @pytest.mark.full
 @pytest.mark.parametrize("form", FP8)
-def test_every_float16_number_is_cut_off_to_the_code_below_it(form: str) -> None:
+def test_every_float16_number_is_truncated_to_the_code_below(form: str) -> None:
     x = halves()
     x = x[np.abs(x) <= FORMATS[form].largest]
     expected = by_codes(x, form)
     for name, way in all_ways(form).items():
         assert same(way(x), expected), name
-        assert same(way(expected), expected), name  # once is as good as twice
+        assert same(way(expected), expected), name  # the cast is idempotent
 
 
 @pytest.mark.parametrize("form", FP8)
-def test_the_error_is_below_two_roundoffs_or_a_whole_subnormal(form: str) -> None:
-    """Less than max(2u/(1 + 2u)·|x|, 2η), both nearly attained: neither u nor half a subnormal
-    would do."""
+def test_error_is_below_two_roundoffs_or_one_subnormal(form: str) -> None:
+    """Below max(2u/(1 + 2u)·|x|, 2η), both nearly attained: u or η alone would be too small."""
     x, spec = halves(), FORMATS[form]
     x = x[np.abs(x) <= spec.largest]
     found = spec.toward_zero(torch.from_numpy(x)).numpy()
@@ -107,10 +106,10 @@ def test_the_error_is_below_two_roundoffs_or_a_whole_subnormal(form: str) -> Non
 
 
 @pytest.mark.parametrize("form", MASKS)
-def test_float32_numbers_are_cut_off_as_a_mask_does(form: str) -> None:
-    """Around every number of bfloat16 the float32 numbers next to it; 2^20 at random; the largest.
+def test_float32_truncation_equals_a_bit_mask(form: str) -> None:
+    """Float32 neighbours of every bfloat16 number, 2^20 random ones, and the largest.
 
-    None of them becomes infinite: a cast toward zero has no overflow.
+    None of them becomes infinite: a cast toward zero does not overflow.
     """
     at = (np.arange(2**16, dtype=np.int64) << 16)[:, None] + np.array([-1, 0, 1, 0x7FFF, 0x8001])
     drawn = np.random.default_rng(5).integers(0, 2**32, 2**20, dtype=np.int64)
@@ -125,7 +124,7 @@ def test_float32_numbers_are_cut_off_as_a_mask_does(form: str) -> None:
         assert same(way(x[some]), expected[some]), name
 
 
-def test_float16_is_cut_off_one_step_below_where_nearest_goes_up() -> None:
+def test_truncation_is_one_step_below_nearest_if_that_rounds_up() -> None:
     x = np.random.default_rng(6).standard_normal(200_000)
     x = (x * 2.0 ** np.random.default_rng(7).integers(-30, 14, x.shape)).clip(-65504, 65504)
     x = x.astype(np.float32).astype(np.float64)
@@ -140,8 +139,8 @@ def test_float16_is_cut_off_one_step_below_where_nearest_goes_up() -> None:
         assert same(way(x[some]), expected[some]), name
 
 
-def test_there_is_no_number_to_cut_off_to_beyond_the_next_of_the_grid() -> None:
-    """Up to there the largest number is what is left; from there on nothing is claimed."""
+def test_truncation_is_undefined_beyond_the_next_grid_point() -> None:
+    """Below that point the result is the largest number; above, nothing is claimed."""
     inside, beyond = np.array([65504.0, 65519.9, 65535.9]), np.array([65536.0])
     form, half = FORMATS["float16"], OTHER["float16"]
     assert (form.toward_zero(torch.from_numpy(inside)) == 65504).all()
@@ -156,10 +155,8 @@ def test_there_is_no_number_to_cut_off_to_beyond_the_next_of_the_grid() -> None:
 
 
 @pytest.mark.parametrize(("casts", "held"), [("toward_zero", True), ("nearest", False)])
-def test_what_rounds_up_to_infinity_is_cut_off_to_the_largest_number(
-    casts: str, held: bool
-) -> None:
-    """v between the largest bfloat16 and 2^128: an overflow for nearest, none toward zero."""
+def test_values_that_nearest_overflows_are_truncated_to_the_largest(casts: str, held: bool) -> None:
+    """v between the largest bfloat16 and 2^128 overflows with nearest, not toward zero."""
     v = np.full(1, 3.4e38)
     record = proofs.numerics("bfloat16", casts)
     kernel, checked = Rounding(numerics(record)), parse_kernel(record, "k")
@@ -178,8 +175,8 @@ def test_what_rounds_up_to_infinity_is_cut_off_to_the_largest_number(
         other.stored(checked, checked.compute, other_box.exact(v), np.zeros(1), checked.inner)
 
 
-def test_what_may_be_infinite_before_it_is_cut_off_has_no_bound(tmp_path: Path) -> None:
-    """Above the largest float32 number and below 2^128: no overflow of bfloat16, but before it."""
+def test_overflow_before_the_truncation_has_no_bound(tmp_path: Path) -> None:
+    """Above the largest float32 number and below 2^128: the overflow occurs before the cast."""
     v = np.full((1, 1), float.fromhex("0x1.fffffe8p+127"))
     record = proofs.numerics("bfloat16", "toward_zero")
     kernel, checked = Rounding(numerics(record)), parse_kernel(record, "k")
@@ -216,8 +213,8 @@ def test_what_may_be_infinite_before_it_is_cut_off_has_no_bound(tmp_path: Path) 
             walk(scene.scene(case), parse_kernel(record, "k"))
 
 
-def test_a_point_on_the_grid_stays_where_it_is() -> None:
-    """It is at the edge of a step: a box one ulp wider would hold the number below it too."""
+def test_grid_point_is_unchanged() -> None:
+    """It is at the edge of a step: a box one ulp wider would contain the number below it too."""
     grid = np.array([1.0, -2.5, 0.0, 2.0**-133, -3 * 2.0**-133, 2.0**100])
     record = proofs.numerics("bfloat16", "toward_zero")
     kernel, checked = Rounding(numerics(record)), parse_kernel(record, "k")
@@ -239,7 +236,7 @@ def box_size(found: other_box.Box) -> float:
 
 
 def admitted(v: Floats, casts: str, compute: str, rng: np.random.Generator) -> list[Floats]:
-    """Return what a cast may make of numbers, the farthest and those of real conversions."""
+    """Return admitted results of a cast: the farthest, and those of real conversions."""
     form = FORMATS[compute]
     below = kernels.cut(v, compute)
     if casts == "toward_zero":
@@ -261,7 +258,7 @@ def _step(v: Floats, precision: int, least: int) -> Floats:
 @pytest.mark.parametrize("size", [1.0, 2.0**-13, 2.0**-24, 2.0**-132])
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 @pytest.mark.parametrize("casts", DIRECTED)
-def test_storing_holds_every_admitted_number_in_all_three_programs(
+def test_storing_encloses_admitted_numbers_in_all_implementations(
     casts: str, compute: str, size: float
 ) -> None:
     rng = np.random.default_rng(8)
@@ -298,7 +295,7 @@ def test_storing_holds_every_admitted_number_in_all_three_programs(
         (wrong.lo, wrong.hi),
         *(tuple(np.array([float(p[i]) for p in part.pairs]) for i in (0, 1)) for part in exact),
     ]
-    slack = 2.0**-50 * np.abs(centre) + 2.0**-1060  # what floats of exact fractions are off by
+    slack = 2.0**-50 * np.abs(centre) + 2.0**-1060  # rounding of exact fractions to floats
     for lean in (-1.0, 0.0, 1.0, rng.uniform(-1, 1, n)):
         f = centre + radius * lean
         v = f + internal * rng.uniform(-1, 1, n)
@@ -307,7 +304,7 @@ def test_storing_holds_every_admitted_number_in_all_three_programs(
                 shown = stored if kind % 2 == 0 else stored - f
                 assert (lo - slack <= shown).all(), (kind, lean)
                 assert (shown <= hi + slack).all(), (kind, lean)
-    # The programs agree; no box is more than the definition grants.
+    # The implementations agree; no box is wider than the definition admits.
     for kind in (0, 1):
         for end in (0, 1):
             np.testing.assert_allclose(
@@ -318,8 +315,8 @@ def test_storing_holds_every_admitted_number_in_all_three_programs(
             )
 
 
-def test_free_casts_toward_zero_are_of_one_sign() -> None:
-    """Nothing positive grows, or becomes negative; the error is against the sign."""
+def test_free_casts_toward_zero_have_errors_of_one_sign() -> None:
+    """No positive number grows, or becomes negative; the error opposes the sign."""
     record = proofs.numerics("bfloat16", "any_toward_zero")
     kernel = Rounding(numerics(record))
     box = Box(

@@ -1,4 +1,4 @@
-"""Constants of a graph lose a relative rounding where they and their reciprocals are normal."""
+"""Constants of a graph have a relative error where they and their reciprocals are normal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REFUSED = [*((op, value) for op in NAMES for value in (2.0**-127, 1.5 * 2.0**126
 
 
 @pytest.mark.parametrize(("op", "value"), [*HELD, *REFUSED, ("divide", 0.0)])
-def test_both_programs_read_the_same_constants(tmp_path: Path, op: str, value: float) -> None:
+def test_both_programs_bound_constants_alike(tmp_path: Path, op: str, value: float) -> None:
     graph, record = proofs.Graph((2, 3)), proofs.numerics()
     attrs: dict[str, Any] = {NAMES[op]: value}
     graph.add(op, [graph.add("input", [], (2, 3))], (2, 3), **attrs)

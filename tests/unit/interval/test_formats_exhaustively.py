@@ -1,4 +1,4 @@
-"""FP8 against all float16 inputs: error bounds, saturation, and the casts of two libraries."""
+"""FP8 casts of all float16 inputs: error bounds, saturation, and the casts of two libraries."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def halves() -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_the_error_of_every_cast_is_within_the_model(name: str) -> None:
-    """max(u/(1+u)·|x|, η) over all float16 inputs, both attained; so u|x| + η holds."""
+def test_cast_errors_are_within_the_model(name: str) -> None:
+    """max(u/(1+u)·|x|, η) over all float16 inputs, both attained; so u|x| + η is a bound."""
     form, x = FORMATS[name], halves()
     x = x[np.abs(x) <= form.largest]
     rounded = form.nearest(torch.from_numpy(x)).numpy()
@@ -38,7 +38,7 @@ def test_the_error_of_every_cast_is_within_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_code_is_its_own_cast_and_every_tie_goes_to_the_even_one(name: str) -> None:
+def test_codes_are_fixed_points_and_ties_go_to_even(name: str) -> None:
     codes = np.arange(256, dtype=np.uint8).view(DTYPES[name]).astype(np.float64)
     codes = np.unique(codes[np.isfinite(codes)])
     form = FORMATS[name]
@@ -58,8 +58,8 @@ def test_every_code_is_its_own_cast_and_every_tie_goes_to_the_even_one(name: str
             assert np.array_equal(first, values.astype(DTYPES[name]).astype(np.float64))
 
 
-def test_the_libraries_agree_up_to_464_and_saturation_is_said_not_assumed() -> None:
-    """torch saturates E4M3, ml_dtypes gives NaN: equal up to 464, and clipped is torch's."""
+def test_libraries_agree_on_e4m3_up_to_464() -> None:
+    """torch saturates E4M3, ml_dtypes gives NaN: equal up to 464; clipped values equal torch's."""
     x = halves()
     one = torch.from_numpy(x.astype(np.float32)).to(torch.float8_e4m3fn).to(torch.float64).numpy()
     two = x.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -70,7 +70,7 @@ def test_the_libraries_agree_up_to_464_and_saturation_is_said_not_assumed() -> N
     assert np.array_equal(np.clip(other_nearest(x, OTHER["fp8_e4m3"]), -448, 448), one)
 
 
-def test_the_libraries_agree_on_e5m2() -> None:
+def test_libraries_agree_on_e5m2() -> None:
     x = halves()
     one = torch.from_numpy(x.astype(np.float32)).to(torch.float8_e5m2).to(torch.float64).numpy()
     two = x.astype(np.float32).astype(ml_dtypes.float8_e5m2).astype(np.float64)
@@ -80,8 +80,8 @@ def test_the_libraries_agree_on_e5m2() -> None:
     assert np.array_equal(other_nearest(x[fits], OTHER["fp8_e5m2"]), one[fits])
 
 
-def test_casts_of_float64_round_twice_in_the_libraries_and_once_here() -> None:
-    """1.0625 + 1e-12 is nearer to 1.125; through float32 it would become 1.0."""
+def test_libraries_round_float64_twice_and_this_code_once() -> None:
+    """1.0625 + 1e-12 is nearer to 1.125; through float32 it becomes 1.0."""
     value = 1.0625 + 1e-12
     assert float(FORMATS["fp8_e4m3"].nearest(torch.tensor([value], dtype=torch.float64))) == 1.125
     assert float(np.float64(value).astype(ml_dtypes.float8_e4m3fn)) == 1.0

@@ -1,4 +1,4 @@
-"""Matrix units against exact simulations of their instructions, in any order of the products."""
+"""Tensor core bounds compared with exact simulations of their instructions, in any order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def exponent(value: Fraction) -> int:
 
 
 def truncated(value: Fraction, quantum: Fraction) -> Fraction:
-    """Cut off toward zero."""
+    """Truncate toward zero to a multiple of `quantum`."""
     whole = abs(value) // quantum * quantum
     return whole if value >= 0 else -whole
 
@@ -67,7 +67,7 @@ def summed(unit: MatrixUnit, pairs: list[tuple[Fraction, Fraction]]) -> Fraction
 
 
 def bounds(name: str, a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """Return what prover and checker grant the sum of a·b."""
+    """Return the error bounds of prover and checker for the sum of a·b."""
     spec = resolve(
         {
             "preset": "torch-eager",
@@ -103,7 +103,7 @@ def codes(rng: np.random.Generator, n: int) -> np.ndarray:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", UNITS)
-def test_no_sum_of_a_unit_leaves_the_bound(name: str) -> None:
+def test_simulated_sums_are_within_the_bound(name: str) -> None:
     unit = TENSOR_CORES[name].linears
     rng = np.random.default_rng(0)
     nearest = 0.0
@@ -124,8 +124,8 @@ def test_no_sum_of_a_unit_leaves_the_bound(name: str) -> None:
 
 
 @pytest.mark.parametrize("many", [1, 4, 12])
-def test_terms_just_too_small_are_lost_and_the_bound_says_so(many: int) -> None:
-    """The worst case: one large product and 31 that vanish beside it, in every instruction."""
+def test_lost_small_terms_are_covered_by_the_bound(many: int) -> None:
+    """The worst case: one large product and 31 that are aligned away, in every instruction."""
     unit = TENSOR_CORES["hopper_fp8"].linears
     a = np.tile(np.concatenate([[256.0], np.full(31, 3.75)]), many)
     b = np.tile(np.concatenate([[256.0], np.full(31, 1.875)]), many)
@@ -139,8 +139,8 @@ def test_terms_just_too_small_are_lost_and_the_bound_says_so(many: int) -> None:
     assert error > 0.04 * first
 
 
-def test_a_sum_rounded_to_14_bits_is_no_model_of_the_unit() -> None:
-    """γ_n with u = 2^-14 does not bound it: one product 2^16 and 31 products 0.879·2^3."""
+def test_gamma_with_14_bits_does_not_bound_the_unit() -> None:
+    """A counterexample to γ_n with u = 2^-14: one product 2^16 and 31 products 0.879·2^3."""
     unit = TENSOR_CORES["hopper_fp8"].linears
     pairs = [(Fraction(256), Fraction(256))] + [(Fraction(15, 4), Fraction(15, 8))] * 31
     exact = sum((x * y for x, y in pairs), Fraction(0))
@@ -149,7 +149,7 @@ def test_a_sum_rounded_to_14_bits_is_no_model_of_the_unit() -> None:
     assert error > Fraction(3, 2) * claimed
 
 
-def test_promotion_is_tighter_and_finer_units_are_nearly_those_of_float32() -> None:
+def test_promotion_and_finer_units_tighten_the_bound() -> None:
     rng = np.random.default_rng(1)
     a, b = codes(rng, 4096), codes(rng, 4096)
     found = {name: bounds(name, a, b)[0] for name in UNITS}
@@ -160,8 +160,8 @@ def test_promotion_is_tighter_and_finer_units_are_nearly_those_of_float32() -> N
     assert found["blackwell_fp8"] < 2 * usual
 
 
-def test_a_fine_unit_of_16_bits_holds_float16_products() -> None:
-    """The unit of attention products: F = 25, 16 products, toward zero."""
+def test_float16_unit_bound_holds() -> None:
+    """The tensor core of attention products: F = 25, 16 products, toward zero."""
     unit = TENSOR_CORES["hopper_16"].others
     spec = resolve({"preset": "torch-eager", "compute": "float16", "tensor_core": "hopper_16"})
     rng = np.random.default_rng(2)

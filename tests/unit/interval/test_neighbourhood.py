@@ -1,4 +1,4 @@
-"""Whatever knows no region around the weights refuses it, and never reads it as none."""
+"""Weight balls: supported domains bound them, and all others refuse them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def stated(some: Any, path: Path, weights: Any, **case: Any) -> bytes:
     return json.dumps(document).encode()
 
 
-def test_the_bound_grows_from_that_of_the_checkpoint() -> None:
+def test_bound_grows_from_that_of_the_checkpoint() -> None:
     some = graph()
     known = replace(problem(some), weight_ball=None).bound(*states(some)).output.drift.mag().amax()
     sizes = [
@@ -70,8 +70,8 @@ def test_the_bound_grows_from_that_of_the_checkpoint() -> None:
     assert sizes[-1] > 4 * sizes[0]
 
 
-def test_affine_forms_know_the_region(tmp_path: Path) -> None:
-    """Both programs find the same, more than for the checkpoint alone."""
+def test_affine_forms_support_weight_balls(tmp_path: Path) -> None:
+    """Both programs agree, on a larger bound than for the checkpoint alone."""
     some = graph()
     path = tmp_path / "model.safetensors"
     known = recheck(stated(some, path, None, domain="affine"), path)
@@ -83,7 +83,7 @@ def test_affine_forms_know_the_region(tmp_path: Path) -> None:
     assert drift_of(some) <= float.fromhex(found.bound) * 1.1
 
 
-def test_the_constant_gain_of_a_norm_does_not_move(tmp_path: Path) -> None:
+def test_constant_gain_of_a_norm_is_not_perturbed(tmp_path: Path) -> None:
     some = graph()
     norm = next(node for node in some.nodes if node["op"] == "layer_norm")
     gain = next(node for node in some.nodes if node["name"] == norm["inputs"][1])
@@ -98,7 +98,7 @@ def test_the_constant_gain_of_a_norm_does_not_move(tmp_path: Path) -> None:
     assert fixed <= float.fromhex(found.bound) * 1.1
 
 
-def test_a_table_of_rotations_that_moves_has_no_bound() -> None:
+def test_perturbed_rope_table_has_no_bound() -> None:
     some = proofs.attention(np.random.default_rng(2))
     rope = next(node for node in some.nodes if node["op"] == "rope")
     for name in rope["inputs"][1:]:
@@ -110,7 +110,7 @@ def test_a_table_of_rotations_that_moves_has_no_bound() -> None:
             getattr(problem(some), way)(*states(some))
 
 
-def test_planes_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_bounds_refuse_weight_balls(monkeypatch: pytest.MonkeyPatch) -> None:
     some = graph()
     found = problem(some)
     kernels: list[Any] = []
@@ -123,7 +123,7 @@ def test_planes_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
         planes(found.graph, kernels[0], *states(some))
 
 
-def test_any_length_refuses(tmp_path: Path) -> None:
+def test_proofs_of_any_length_refuse_weight_balls(tmp_path: Path) -> None:
     some = graph()
     known = problem(some)
     rows = replace(known, rows=Rows(2, {}, {}))
@@ -142,13 +142,13 @@ def test_any_length_refuses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["0", "0.0", "1e-2", "0.010", ".5", "0.6", "1", "-0.5", "1/3.0", "2/6", "nan", None]
 )
-def test_the_size_has_one_spelling(tmp_path: Path, text: Any) -> None:
+def test_radius_has_one_spelling(tmp_path: Path, text: Any) -> None:
     path = tmp_path / "model.safetensors"
     outcome = recheck(stated(graph(), path, "x" if text is None else text), path)
     assert (outcome.ok, outcome.reason) == (False, "document/region")
 
 
-def test_a_smaller_claim_is_no_proof_of_a_larger_region(tmp_path: Path) -> None:
+def test_proof_of_a_smaller_ball_does_not_cover_a_larger_one(tmp_path: Path) -> None:
     some, path = graph(), tmp_path / "model.safetensors"
     small = recheck(stated(some, path, "0.015625"), path)
     large = recheck(stated(some, path, "0.25"), path)
@@ -159,7 +159,7 @@ def test_a_smaller_claim_is_no_proof_of_a_larger_region(tmp_path: Path) -> None:
     assert recheck(json.dumps(document).encode(), path).reason == "claim/too-small"
 
 
-def test_scales_that_are_too_small_have_no_bound() -> None:
+def test_exceeded_static_scales_have_no_bound() -> None:
     w = torch.full((2, 4), 2.0**-110)
     one, two = (
         prover.numerics(record)
@@ -172,7 +172,7 @@ def test_scales_that_are_too_small_have_no_bound() -> None:
         around.held(Node("n", "param", (), (2, 4), {"key": "w"}, ""), linear=True)
 
 
-def test_the_ends_are_float32_numbers_around_the_region() -> None:
+def test_ends_are_float32_numbers_around_the_region() -> None:
     w = torch.tensor([0.0, -0.0, 1.0, -3.0, 2.0**-149, 3.4e38, 2.0**-126], dtype=torch.float32)
     for rho in (Fraction(1, 2), Fraction("1e-4"), Fraction(1, 2**30)):
         box = near(w.double(), rho)
@@ -185,7 +185,7 @@ def test_the_ends_are_float32_numbers_around_the_region() -> None:
                 assert Fraction(float(beyond)) > centre + rho * abs(centre)
 
 
-def test_a_backend_that_does_not_say_so_is_never_asked(
+def test_backend_without_declared_support_is_not_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from kcdsl.api.backends import formal_backend

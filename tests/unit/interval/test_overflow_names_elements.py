@@ -1,4 +1,4 @@
-"""Wherever an overflow is reachable, both domains say which element may get there."""
+"""Both domains name the element that may overflow."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def graph_of(op: str, **attrs: Any) -> Any:
 
 
 def linear() -> Any:
-    """Each output is twice an input, formed of two terms."""
+    """Return a linear whose outputs are twice an input, as a sum of two terms."""
     g = proofs.Graph((ROWS, WIDTH))
     x = g.add("input", [], (ROWS, WIDTH))
     g.add("linear", [x, g.param("w", 2 * np.eye(WIDTH))], (ROWS, WIDTH))
@@ -46,7 +46,7 @@ def linear() -> Any:
 
 
 def rotation() -> Any:
-    """Return a rotation that takes the third column off the first: small where both are large."""
+    """Return a rotation that subtracts the third column from the first: small if both are large."""
     g = proofs.Graph((ROWS, WIDTH))
     x = g.add("input", [], (ROWS, WIDTH))
     sin = np.zeros((ROWS, WIDTH), dtype=np.float32)
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any, float, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_element_is_named(name: str) -> None:
+def test_overflowing_element_is_named(name: str) -> None:
     build, record, large, what = CASES[name]
     graph, centre, place = build(), torch.from_numpy(states(large)), PLACE
     if name == "a product":
@@ -113,7 +113,7 @@ def test_the_element_is_named(name: str) -> None:
         assert what in reason, reason
 
 
-def test_the_element_of_a_weight_is_named() -> None:
+def test_overflowing_element_of_a_weight_is_named() -> None:
     weight = torch.full((2, 3), 0.5, dtype=torch.float64)
     weight[1, 1] = 65000.0
     half = resolve({"preset": "torch-eager", "compute": "float16"})

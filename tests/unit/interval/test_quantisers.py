@@ -1,4 +1,4 @@
-"""The hull of a quantised activation: against every code, and against real float32 quantisers."""
+"""Hulls of quantised activations, compared with every code and with float32 quantisers."""
 
 import ml_dtypes
 import numpy as np
@@ -58,7 +58,7 @@ def oracle(
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("spread", [0.0, 2.0**-9, 2.0**-5, 0.3, 2.0])
-def test_the_hull_is_that_of_all_codes(format: str, spread: float) -> None:
+def test_hull_equals_that_of_all_codes(format: str, spread: float) -> None:
     """At points of every binade, and at the ends of all steps: exact up to the slack."""
     rng = np.random.default_rng(0)
     every = grid(format)
@@ -71,7 +71,7 @@ def test_the_hull_is_that_of_all_codes(format: str, spread: float) -> None:
     point, around = Box.point(torch.from_numpy(v)), Box(*map(torch.from_numpy, (low, high)))
     box = quantised_hull(point, known_steps(CODE_FORMATS[format], point, around))
     lo, hi = box.lo.numpy(), box.hi.numpy()
-    # The oracle does not round: a product may be off by a rounding, and a ratio within one of a
+    # The oracle does not round: a product may differ by a rounding, and a ratio within one of a
     # tie gets either code, where the hull may be a step wider or narrower than the oracle.
     nudged = [oracle(v * (1 + s), low, high, format) for s in (-3e-7, 3e-7)]
     widest = np.maximum(nudged[0][1], nudged[1][1]), np.minimum(nudged[0][0], nudged[1][0])
@@ -83,8 +83,8 @@ def test_the_hull_is_that_of_all_codes(format: str, spread: float) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_every_code_of_a_known_scale_is_known(format: str) -> None:
-    """Inside of each step the hull is one number, up to the slack."""
+def test_codes_with_a_known_scale_are_exact(format: str) -> None:
+    """Inside each step the hull is one number, up to the slack."""
     every = grid(format)
     inside = every[1:] * (1 + 2.0**-10 * np.where(np.arange(len(every) - 1) % 2, 1, -1))
     scale = Box.point(torch.tensor([0.037], dtype=torch.float64).expand(len(inside)).contiguous())
@@ -101,7 +101,7 @@ def test_every_code_of_a_known_scale_is_known(format: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("scale", ["per_token", "per_tensor"])
-def test_float32_quantisers_lie_in_the_hull(format: str, scale: str) -> None:
+def test_float32_quantisers_are_inside_the_hull(format: str, scale: str) -> None:
     """Random rows within a region, quantised in float32 with their own maximum."""
     rng = np.random.default_rng(1)
     top = np.float32(CODE_FORMATS[format].grid.largest)
@@ -131,8 +131,8 @@ def test_float32_quantisers_lie_in_the_hull(format: str, scale: str) -> None:
                 assert (hull.hi.numpy() == value).all()
 
 
-def test_ties_of_known_numbers_are_known() -> None:
-    """bfloat16 rows meet midpoints of codes exactly; float32 arithmetic decides each of them."""
+def test_ties_at_points_are_decided() -> None:
+    """bfloat16 rows contain midpoints of codes exactly; float32 arithmetic decides each of them."""
     rng = np.random.default_rng(4)
     held = rng.standard_normal((64, 256)).astype(ml_dtypes.bfloat16).astype(np.float32)
     held[:, 0] = 7.0
@@ -163,7 +163,7 @@ def kernel(format: str, scale: str, casts: str = "nearest") -> Rounding:
     )
 
 
-def test_the_staircase_is_never_wider_than_the_error_and_often_far_narrower() -> None:
+def test_step_hull_is_never_wider_than_the_error_box() -> None:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(16, 128, generator=generator, dtype=torch.float64)
     for scale in ("per_token", "per_tensor", "mx", "none"):
@@ -183,8 +183,8 @@ def test_the_staircase_is_never_wider_than_the_error_and_often_far_narrower() ->
 
 
 @pytest.mark.full
-def test_mx_codes_saturate_inside_the_hull() -> None:
-    """512·s and more is cut off at 448·s, whichever power of two the scale is."""
+def test_saturated_mx_codes_are_inside_the_hull() -> None:
+    """Values from 512·s on saturate at 448·s, for any power of two s."""
     generator = torch.Generator().manual_seed(3)
     for _ in range(200):
         x = torch.randn(1, 32, generator=generator, dtype=torch.float64) * 4
@@ -200,7 +200,7 @@ def test_mx_codes_saturate_inside_the_hull() -> None:
             assert (value <= hull.hi.numpy()).all()
 
 
-def test_free_casts_have_no_staircase() -> None:
+def test_free_casts_have_no_step_function() -> None:
     x = Box.point(torch.ones(1, 4, dtype=torch.float64))
     for rounding in (kernel("fp8_e4m3", "per_token", "any"), kernel("uint8", "per_tensor", "any")):
         error = activation_error(x, rounding, "n")
@@ -209,14 +209,14 @@ def test_free_casts_have_no_staircase() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_subnormal_products_are_within(format: str) -> None:
+def test_subnormal_products_are_inside_the_hull(format: str) -> None:
     """Rows so small that scales, and products of scales with codes, lose bits to underflow."""
     rng = np.random.default_rng(3)
     top = np.float32(CODE_FORMATS[format].grid.largest)
     rounding = kernel(format, "per_token")
     for exponent in range(-140, -90, 5):
         size = 2.0**exponent
-        # one element of each row decides its scale, the others stand at their ends
+        # one element of each row decides its scale, the others are at their ends
         centre = (rng.uniform(0, 2, (64, 32)) * size).astype(np.float32).astype(np.float64)
         centre[:, 0] = 4 * size
         wide = np.where(np.arange(32) == 0, size, 0.0) + np.zeros(centre.shape)
@@ -235,7 +235,7 @@ def test_subnormal_products_are_within(format: str) -> None:
             assert (value <= stored.value.hi.numpy()).all(), exponent
 
 
-def test_a_group_that_may_be_zero_keeps_the_error() -> None:
+def test_possibly_zero_group_keeps_the_error_bound() -> None:
     zero = torch.zeros(2, 4, dtype=torch.float64)
     rounding = kernel("fp8_e4m3", "per_token")
     box = Box(zero - 1e-3, zero + 1e-3)

@@ -1,4 +1,4 @@
-"""Rounding to formats against independent implementations, and what storing admits."""
+"""Rounding to formats compared with independent implementations; bounds of storing."""
 
 import ml_dtypes
 import numpy as np
@@ -54,7 +54,7 @@ def test_nearest_float32_agrees_with_numpy() -> None:
 
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("compute", ["bfloat16", "float16", "float32"])
-def test_storing_holds_every_rounded_value(compute: str, casts: str) -> None:
+def test_storing_encloses_every_rounded_value(compute: str, casts: str) -> None:
     kernel = Rounding(numerics(compute, casts))
     generator = torch.Generator().manual_seed(1)
     centre = torch.randn(5000, generator=generator, dtype=torch.float64) * 3
@@ -73,7 +73,7 @@ def test_storing_holds_every_rounded_value(compute: str, casts: str) -> None:
         assert bool((stored.error.lo <= error).all() and (error <= stored.error.hi).all())
 
 
-def test_a_cast_that_straddles_no_boundary_is_known() -> None:
+def test_cast_without_a_step_boundary_is_exact() -> None:
     kernel = Rounding(numerics("bfloat16", "nearest"))
     x = torch.tensor([1.001], dtype=torch.float64)
     inner = kernel.inner(False)
@@ -82,7 +82,7 @@ def test_a_cast_that_straddles_no_boundary_is_known() -> None:
     assert float((stored.error.hi - stored.error.lo).max()) < 2e-6
 
 
-def test_overflow_names_the_element() -> None:
+def test_overflow_names_the_element_of_a_cast() -> None:
     kernel = Rounding(numerics("float16", "any"))
     x = torch.tensor([[1.0, 2.0], [65500.0, 3.0]], dtype=torch.float64)
     with pytest.raises(NoBound, match=r"element \[1, 0\] may exceed 65504"):

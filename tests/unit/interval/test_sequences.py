@@ -1,4 +1,4 @@
-"""Blocks that are read at any length: both programs say the same, and refuse what mixes rows."""
+"""Blocks of any length: both programs identify the row dimension, and refuse mixing of rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parsed(graph: Any) -> Any:
 
 
 def attended(g: Any, x: str, s: str, width: int = WIDTH) -> Any:
-    """Finish attention whose scores are s and whose values are x."""
+    """Complete an attention with scores s and values x."""
     p = g.add("softmax", [s], (2, 2), role="probabilities")
     g.add("matmul", [p, x], (2, width), role="context")
     return g
@@ -177,7 +177,7 @@ def norm_of_pairs() -> Any:
 
 
 def pairs_by_row(g: Any, s: str) -> str:
-    """Return the scores as [asked row, asking row, 1]."""
+    """Return the scores as [query row, key row, 1]."""
     s = g.permute(s, [1, 0])
     return str(g.reshape(s, (2, 2, 1)))
 
@@ -199,7 +199,7 @@ def unnamed_scores() -> Any:
 
 
 def features_named_scores() -> Any:
-    """Sums over rows, named as if they were sums over features."""
+    """Sum over rows under the name of a sum over features."""
     g, x = rows_of(width=2)
     y = g.permute(x, [1, 0])
     s = g.add("matmul", [y, x], (2, 2), role="scores")
@@ -341,7 +341,7 @@ MIXING: tuple[Callable[[], Any], ...] = (
 
 
 @pytest.mark.parametrize("build", MIXING, ids=lambda build: build.__name__)
-def test_what_mixes_rows_is_refused_by_both(build: Callable[[], Any]) -> None:
+def test_mixing_of_rows_is_refused_by_both_programs(build: Callable[[], Any]) -> None:
     graph = build()
     with pytest.raises(FixedLength) as no:
         row_axes(prover.block(graph))
@@ -417,7 +417,7 @@ MALFORMED: dict[Callable[[], Any], str] = {
 
 
 @pytest.mark.parametrize("build", MALFORMED, ids=lambda build: build.__name__)
-def test_what_no_exporter_writes_is_rejected(build: Callable[[], Any]) -> None:
+def test_malformed_graphs_are_rejected(build: Callable[[], Any]) -> None:
     with pytest.raises(Rejected) as rejection:
         marks_of(parsed(build()), CHECKED)
     assert rejection.value.reason == MALFORMED[build]
@@ -459,7 +459,7 @@ def two_heads() -> Any:
 
 
 @pytest.mark.parametrize("build", [gated_rows, one_head, two_heads])
-def test_both_place_the_rows_alike(build: Callable[[], Any]) -> None:
+def test_both_programs_identify_the_same_row_dimension(build: Callable[[], Any]) -> None:
     graph = build()
     axes = row_axes(prover.block(graph))
     marks = marks_of(parsed(graph), CHECKED)
@@ -469,7 +469,7 @@ def test_both_place_the_rows_alike(build: Callable[[], Any]) -> None:
     assert any(len(found) == 2 for found in axes.values()) == (build is not gated_rows)
 
 
-def test_no_other_domain_reads_any_length() -> None:
+def test_other_domains_refuse_any_length() -> None:
     short, long = (sequences.decoder(np.random.default_rng(1), n) for n in (2, 9))
     tables = sequences.tables_of(short, long)
     problem: BlockProblem = sequences.problem(short, tables, (FLOAT32, FLOAT32), 9)

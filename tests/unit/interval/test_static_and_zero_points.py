@@ -1,7 +1,7 @@
-"""Quantisers with a zero point, of the full range of int8, and with static scales.
+"""Quantisers with a zero point, with the full range of int8, and with static scales.
 
-Every code of every format, from both ends of its step, against float32 quantisers as kernels have
-them; what is surely met is known; both programs find the same.
+Every code of every format, from both ends of its step, compared with float32 quantisers; reachable
+codes are certain, and both programs agree.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def checker_steps(activations: Any, x: Box, key: str = "w.weight") -> checked.Qu
 
 
 def agree(x: Box, mine: Any, other: checked.QuantiserSteps) -> None:
-    """Both programs find the same scales, codes and hulls, to the last bit of float32."""
+    """Assert that both programs find equal scales, codes and hulls, to the last float32 bit."""
     seen = CheckedBox(x.lo.numpy(), x.hi.numpy())
     mine_codes, other_codes = codes(x, mine), checked.codes(other, seen)
     assert np.array_equal(mine_codes.low.numpy(), other_codes[0])
@@ -84,8 +84,8 @@ def agree(x: Box, mine: Any, other: checked.QuantiserSteps) -> None:
 
 @pytest.mark.parametrize("format", STATIC)
 @pytest.mark.parametrize("scale", [0.0123, 2.0**-7, 3.0, 1e-20])
-def test_every_boundary_of_a_static_scale(format: str, scale: float) -> None:
-    """Each number next to the end of a step gets one of the codes found, however it is divided."""
+def test_codes_at_every_boundary_of_a_static_scale(format: str, scale: float) -> None:
+    """Each number next to the end of a step gets one of the derived codes, for any division."""
     s = np.float32(scale)
     every = grid(format)
     ends = (every[1:] + every[:-1]) / 2
@@ -120,8 +120,8 @@ def test_every_boundary_of_a_static_scale(format: str, scale: float) -> None:
 
 @pytest.mark.parametrize("format", STATIC)
 @pytest.mark.parametrize("casts", ["nearest", "any"])
-def test_beyond_a_static_scale_there_is_no_bound(format: str, casts: str) -> None:
-    """The element is named; what is last inside has one, and its error is within Q."""
+def test_values_beyond_a_static_scale_have_no_bound(format: str, casts: str) -> None:
+    """The element is named; the largest value inside has a bound, and its error is within Q."""
     s = float(np.float32(0.037))
     every, whole = grid(format), 0.0 if format in DTYPES else 0.5
     spec = static(format, s)
@@ -148,7 +148,7 @@ def test_beyond_a_static_scale_there_is_no_bound(format: str, casts: str) -> Non
             moved_by(x, kernel.numerics, "w.weight", torch.ones_like(x))
 
 
-def test_a_box_of_which_one_end_exceeds_the_scale_has_no_bound() -> None:
+def test_box_that_partly_exceeds_the_scale_has_no_bound() -> None:
     x = torch.zeros(2, 2, dtype=torch.float64)
     high = x.clone()
     high[0, 1] = 128.0
@@ -159,7 +159,7 @@ def test_a_box_of_which_one_end_exceeds_the_scale_has_no_bound() -> None:
         quantiser(Box(x, high), static("int8", 1.0), "w.weight", "n")
 
 
-def test_linears_have_scales_by_their_names() -> None:
+def test_static_scales_are_selected_by_the_name_of_the_linear() -> None:
     x = Box.point(torch.full((2, 3), 2.0, dtype=torch.float64))
     spec = Activations("int8", "static", (("a", (0.5,)), ("b", (0.5, 0.25, 1.0))))
     assert bool((quantiser(x, spec, "a.weight", "n").scale.lo == 0.5).all())
@@ -170,7 +170,7 @@ def test_linears_have_scales_by_their_names() -> None:
     wide = Box.point(torch.ones(2, 4, dtype=torch.float64))
     with pytest.raises(NoBound, match="3 static scales are given for the 4 inputs"):
         quantiser(wide, spec, "b.weight", "n")
-    # whoever does not say which linear it is about has no bound, whatever there is for the others
+    # without the name of the linear there is no bound, whatever scales others have
     default = Activations("int8", "static", (("*", (0.5,)),))
     with pytest.raises(NoBound, match="no static scale"):
         activation_error(x, rounding(default, "any"), "n")
@@ -181,8 +181,8 @@ def test_linears_have_scales_by_their_names() -> None:
         quantisation(parsed, CheckedBox(x.lo.numpy(), x.hi.numpy()))
 
 
-def test_a_matrix_unit_counts_subnormal_codes_with_the_static_scale() -> None:
-    """Not with the largest number that is there: a static scale knows nothing of it."""
+def test_tensor_core_uses_the_static_scale_for_subnormal_codes() -> None:
+    """The largest actual number does not matter for a static scale."""
     from kcdsl.model.numerics.preset_table import TENSOR_CORES
 
     core = TENSOR_CORES["hopper_fp8"].to_json()
@@ -200,7 +200,7 @@ def test_a_matrix_unit_counts_subnormal_codes_with_the_static_scale() -> None:
         kernel = Rounding(numerics(record))
         error = Sums(left, right, total, total, kernel, quantised=True, weight="w").error()
         found[s] = float(error)
-    # at s = 4 every code is subnormal: exponents count from 2^-6·4 on
+    # at s = 4 every code is subnormal: exponents start at 2^-6·4
     assert found[2.0**2] > 2 * found[2.0**-8]
     with pytest.raises(NoBound, match="no static scale"):
         Sums(left, right, total, total, kernel, quantised=True).error()
@@ -210,7 +210,7 @@ def test_a_matrix_unit_counts_subnormal_codes_with_the_static_scale() -> None:
 
 
 def asymmetric(held: np.ndarray, scale: str) -> tuple[Floats, Floats]:
-    """Return codes less their zero points, and values, as ONNX Runtime's formulas give them."""
+    """Return codes minus zero points, and values, by ONNX Runtime's formulas."""
     rows = held if scale == "per_token" else held.reshape(1, -1)
     low = np.minimum(rows.min(-1, keepdims=True), np.float32(0))
     high = np.maximum(rows.max(-1, keepdims=True), np.float32(0))
@@ -222,7 +222,7 @@ def asymmetric(held: np.ndarray, scale: str) -> tuple[Floats, Floats]:
 
 
 def full_range(held: np.ndarray, scale: str) -> tuple[Floats, Floats]:
-    """Return codes and values as torchao's formulas give them."""
+    """Return codes and values by torchao's formulas."""
     rows = held if scale == "per_token" else held.reshape(1, -1)
     top = np.abs(rows).max(-1, keepdims=True)
     s = np.maximum(top / np.float32(127.5), np.float32(2.0**-23))
@@ -238,8 +238,10 @@ KERNELS = {"uint8": asymmetric, "int8_full": full_range}
 @pytest.mark.parametrize("scale", ["per_token", "per_tensor"])
 @pytest.mark.parametrize("format", KERNELS)
 @pytest.mark.parametrize("shift", [-2.0, 0.0, 0.7, 4.0])
-def test_float32_quantisers_lie_in_the_hull(format: str, scale: str, shift: float) -> None:
-    """Rows on both sides of zero and on one; in points every code is known."""
+def test_float32_quantisers_with_zero_points_are_inside_the_hull(
+    format: str, scale: str, shift: float
+) -> None:
+    """Rows on both sides of zero and on one; at points every code is exact."""
     rng = np.random.default_rng([int(10 * (shift + 2)), len(scale), len(format)])
     spec = Activations(format, scale)
     kernel = rounding(spec)
@@ -280,7 +282,7 @@ def test_float32_quantisers_lie_in_the_hull(format: str, scale: str, shift: floa
 
 
 @pytest.mark.parametrize("format", KERNELS)
-def test_the_last_codes_are_off_by_no_more_than_half_a_step(format: str) -> None:
+def test_last_codes_have_at_most_half_a_step_of_error(format: str) -> None:
     """Ranges that put the zero point, or the largest number, halfway between two codes."""
     rng = np.random.default_rng(5)
     low = np.concatenate([np.arange(0, 256) + 0.5, rng.uniform(0, 255, 2000)])
@@ -298,7 +300,7 @@ def test_the_last_codes_are_off_by_no_more_than_half_a_step(format: str) -> None
     assert (off > 0.99 * error.numpy()).any()
 
 
-def test_a_group_of_zeros_keeps_the_error() -> None:
+def test_zero_group_keeps_the_error_bound() -> None:
     zero = torch.zeros(2, 4, dtype=torch.float64)
     for format in KERNELS:
         kernel = rounding(Activations(format, "per_token"))
@@ -314,8 +316,8 @@ def test_a_group_of_zeros_keeps_the_error() -> None:
 
 
 @pytest.mark.parametrize("scale", ["per_token", "per_tensor"])
-def test_one_sided_rows_have_all_their_steps_on_one_side(scale: str) -> None:
-    """Of numbers that are all positive the zero point is 0, and Q half of 1/255 of the largest."""
+def test_one_sided_rows_use_all_steps_on_one_side(scale: str) -> None:
+    """For positive numbers the zero point is 0, and Q half of 1/255 of the largest."""
     x = Box.point(torch.rand(4, 32, dtype=torch.float64).to(torch.float32).to(torch.float64) + 1)
     by = quantiser(x, Activations("uint8", scale), "", "n")
     assert bool((by.tops.below.hi == 0).all())

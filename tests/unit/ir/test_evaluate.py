@@ -1,4 +1,4 @@
-"""The reference evaluator: what each construct means, and what is never true."""
+"""The reference evaluator: the meaning of each construct, and undefined results."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def truth(formula: ir.Formula, *units: Unit, **more: Any) -> Truth:
         (ir.Abs(ir.Arith("-", stat("min"), stat("max"))), "7"),
     ],
 )
-def test_statistics(term: ir.Term, value: str) -> None:
+def test_statistics_of_units(term: ir.Term, value: str) -> None:
     units = (unit("a", F(1), F(4), F(1), F(2), F(2), F(4), F(4)), unit("b", F(8)))
     assert truth(at_most(term, value, "=="), *units) is Truth.TRUE
     assert truth(at_most(term, value, "<"), *units) is Truth.FALSE
 
 
-def test_the_worst_token_depends_on_what_harms() -> None:
-    """A lower bound looks at the smallest token of each request; negation turns it round."""
+def test_worst_token_depends_on_the_harmful_direction() -> None:
+    """A lower bound uses the smallest token of each request; negation reverses it."""
     units = (unit("a", F(1), F(9)), unit("b", F(2), F(3)))
     median = stat("quantile", q="1/2")
     assert truth(at_most(median, "3", "=="), *units) is Truth.TRUE
@@ -89,7 +89,7 @@ def test_the_worst_token_depends_on_what_harms() -> None:
     assert truth(ir.Not(at_most(median, "1", ">")), *units) is Truth.FALSE
 
 
-def test_where_a_sign_decides_which_token_harms_all_are_looked_at() -> None:
+def test_all_readings_are_tried_if_a_sign_decides_the_worst_token() -> None:
     """Medians are 3 by the largest and 1 by the smallest tokens, of the second metric 2 and -4."""
     units = [
         Unit(key, {}, {"kl": (F(a), F(b)), "ln_w": (F(c), F(d))}, {})
@@ -116,7 +116,7 @@ def test_where_a_sign_decides_which_token_harms_all_are_looked_at() -> None:
 @pytest.mark.parametrize(
     ("percent", "n", "above"), [(99, 100, 1), (99, 99, 0), (50, 7, 3), (90, 19, 1)]
 )
-def test_a_percentile_counts_what_exceeds(percent: int, n: int, above: int) -> None:
+def test_percentile_counts_values_above_the_threshold(percent: int, n: int, above: int) -> None:
     term = stat("quantile", q=f"{percent}/100")
     for more, expected in ((0, Truth.TRUE), (1, Truth.FALSE)):
         values = [F(2)] * (above + more) + [F(1)] * (n - above - more)
@@ -124,7 +124,7 @@ def test_a_percentile_counts_what_exceeds(percent: int, n: int, above: int) -> N
         assert truth(at_most(term, "1"), *units) is expected
 
 
-def test_a_rate_is_of_zeros_and_ones() -> None:
+def test_rate_requires_zeros_and_ones() -> None:
     rate = stat("rate")
     assert truth(at_most(rate, "1/2", "=="), unit("a", F(1)), unit("b", F(0))) is Truth.TRUE
     assert truth(at_most(rate, "1"), unit("a", F(1, 2))) is Truth.UNDEFINED
@@ -173,19 +173,19 @@ ALWAYS = at_most(stat("mean"), "1000")
         (at_most(stat("mean", ir.Metric("tv")), "1"), (unit("a", F(1)),)),
     ],
 )
-def test_what_has_no_value_is_never_true_nor_false(
+def test_undefined_statements_are_neither_true_nor_false(
     formula: ir.Formula, units: tuple[Unit, ...]
 ) -> None:
     assert truth(formula, *units) is Truth.UNDEFINED
 
 
 @pytest.mark.parametrize("value", [None, "", [], {}])
-def test_an_empty_field_is_no_field(value: object) -> None:
+def test_empty_field_counts_as_missing(value: object) -> None:
     units = (unit("a", F(1)), Unit("b", record={"rng_seed": value}))
     assert truth(ir.HasFields(("rng_seed",)), *units) is Truth.FALSE
 
 
-def test_a_program_without_clauses_is_not_kept() -> None:
+def test_program_without_clauses_does_not_hold() -> None:
     assert evaluate(made.program(slices=ALL), world(unit("a", F(1)))) is Truth.UNDEFINED
 
 
@@ -211,7 +211,7 @@ def clause(formula: ir.Formula, *slices: str, budget: ir.Budget | None = None) -
     return ir.Clause("A", ir.Family.NUMERICAL, formula, ir.Level.L1, slices, budget)
 
 
-def test_a_slice_holds_the_requests_of_its_predicate() -> None:
+def test_slice_contains_the_requests_of_its_predicate() -> None:
     units = (unit("a", F(9), length=F(1)), unit("b", F(1), length=F(11)))
     slices = (ir.Slice("all"), ir.Slice("long", where=LONG), ir.Slice("none", where=ir.AnyOf()))
     base = made.program(clause(at_most(stat("max"), "1"), "all", "long", "none"), slices=slices)
@@ -220,7 +220,7 @@ def test_a_slice_holds_the_requests_of_its_predicate() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"length": "11"}, {"length": True}])
-def test_a_request_that_cannot_be_tested_spoils_the_slice(fields: dict[str, Any]) -> None:
+def test_untestable_request_makes_the_slice_undefined(fields: dict[str, Any]) -> None:
     units = (unit("a", F(1), length=F(11)), unit("b", F(1), **fields))
     base = made.program(clause(ALWAYS, "long"), slices=(ir.Slice("long", where=LONG),))
     ((_, answer),) = answers(base, world(*units)).items()
@@ -237,14 +237,14 @@ def test_a_request_that_cannot_be_tested_spoils_the_slice(fields: dict[str, Any]
         ("2/5", "windows", Truth.FALSE),
     ],
 )
-def test_budgets_allow_a_share_of_units(rate: str, unit_name: str, expected: Truth) -> None:
-    """One of five requests is beyond; of the windows (2 and 3 requests) one of two."""
+def test_budget_allows_a_share_of_units(rate: str, unit_name: str, expected: Truth) -> None:
+    """One of five requests violates; of the windows (2 and 3 requests) one of two."""
     units = [unit(f"r{i}", F(9 if i == 4 else 1)) for i in range(5)]
     given = clause(at_most(stat("max"), "1"), "all", budget=ir.Budget(F(rate), unit_name))
     assert evaluate(made.program(given, slices=ALL), world(*units, window=2)) is expected
 
 
-def test_a_unit_without_a_value_spoils_a_budget() -> None:
+def test_unit_without_a_value_makes_a_budget_undefined() -> None:
     units = [unit(f"r{i}", F(1) if i else None) for i in range(100)]
     given = clause(at_most(stat("max"), "1"), "all", budget=ir.Budget(F(1, 2), "requests"))
     assert evaluate(made.program(given, slices=ALL), world(*units)) is Truth.UNDEFINED
@@ -257,8 +257,8 @@ def test_windows_are_cut_in_order_and_a_short_rest_joins_the_last() -> None:
     assert windows([], 3) == []
 
 
-def test_a_table_gives_each_request_the_threshold_of_its_bucket() -> None:
-    """`max(m) <= table(t)` is `m <= t(request)` for every request."""
+def test_table_selects_the_threshold_by_bucket() -> None:
+    """`max(m) <= table(t)` means `m <= t(request)` for every request."""
     rows = (
         ir.TableRow(ir.FieldTest("length", "<=", F(10)), F(1)),
         ir.TableRow(ir.FieldTest("length", "<=", F(20)), F(2)),
@@ -294,7 +294,7 @@ def every(body: ir.Formula, kind: str = "points", radius: int = 0) -> ir.Quantif
     return ir.Quantified("forall", "x", ir.Region(ir.RegionKind(kind), "all", F(radius)), body)
 
 
-def test_drift_is_every_admitted_run_on_every_input() -> None:
+def test_drift_quantifies_over_admitted_runs_and_inputs() -> None:
     units = (unit("a", F(1)), unit("b", F(1)))
     admitted = {
         ("attn_0", "a"): (pair("1", "0", "0"), pair("0", "-2", "0")),
@@ -312,7 +312,7 @@ def test_drift_is_every_admitted_run_on_every_input() -> None:
     assert truth(every(at_most(drift(), "9")), admitted=admitted) is Truth.UNDEFINED
 
 
-def test_a_ball_holds_more_than_its_rows() -> None:
+def test_ball_contains_more_than_its_rows() -> None:
     ball = ir.Region(ir.RegionKind.BALL, "all", F(1))
     admitted = {("attn_0", "a"): (pair("1", "0", "0"),), ("attn_0", "near"): (pair("3", "0", "0"),)}
     given = {"admitted": admitted, "inputs": {ball: ("near",)}}
@@ -321,7 +321,7 @@ def test_a_ball_holds_more_than_its_rows() -> None:
     assert truth(every(claim, "ball", 1), unit("a", F(1)), **given) is Truth.FALSE
 
 
-def test_observed_drift_is_the_one_run_that_was_made() -> None:
+def test_observed_drift_is_that_of_the_measured_run() -> None:
     units = (unit("a", F(1)), unit("b", F(1)))
     observed = {("attn_0", "a"): pair("3", "4", "0"), ("attn_0", "b"): pair("0", "0", "1")}
     claim = every(at_most(drift("2", True), "5"))
@@ -338,17 +338,17 @@ def test_observed_drift_is_the_one_run_that_was_made() -> None:
         ("321", "321", 1, True),
         ("321", "231", 1, False),
         ("321", "231", 2, True),
-        ("321", "331", 1, False),  # a tie decides nothing
+        ("321", "331", 1, False),  # a tie counts as a change
         ("331", "331", 1, False),
         ("331", "331", 2, True),
         ("321", "123", 3, True),
     ],
 )
-def test_no_flip_compares_sets(train: str, infer: str, k: int, kept: bool) -> None:
+def test_no_flip_compares_top_k_sets(train: str, infer: str, k: int, kept: bool) -> None:
     assert keeps_first(Pair((tuple(map(F, train)),), (tuple(map(F, infer)),)), k) is kept
 
 
-def test_no_flip_beyond_the_row_is_undefined() -> None:
+def test_no_flip_with_k_beyond_the_row_is_undefined() -> None:
     units, runs = (unit("a", F(1)),), {("model", "a"): (pair("1", "2", "3"),)}
     claim = every(ir.NoFlip("model", "x", 4))
     assert truth(claim, *units, admitted=runs) is Truth.UNDEFINED
@@ -388,6 +388,6 @@ def test_norms_are_exact() -> None:
         Pair(((F(1),),), ((F(1), F(2)),)),
     ],
 )
-def test_runs_without_values_decide_nothing(runs: Pair) -> None:
+def test_runs_without_values_are_undefined(runs: Pair) -> None:
     units, admitted = (unit("a", F(1)),), {("attn_0", "a"): (runs,)}
     assert truth(every(at_most(drift(), "9")), *units, admitted=admitted) is Truth.UNDEFINED

@@ -1,4 +1,4 @@
-"""The fragment of a clause, with the sub-expression that decides it."""
+"""The fragment of a clause, with the sub-expression that determines it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def compiled(expression: str, more: str = "") -> tuple[SourceFile, Clause | None
         ),
     ],
 )
-def test_fragments(marked: str, fragment: Fragment) -> None:
+def test_fragments_of_requirements(marked: str, fragment: Fragment) -> None:
     source, clause, found = compiled(marked.replace("«", "").replace("»", ""))
     assert clause is not None, [d.message for d in found]
     placement = classify(clause)
@@ -94,7 +94,7 @@ def test_fragments(marked: str, fragment: Fragment) -> None:
         ),
     ],
 )
-def test_the_blame_names_the_sub_expression(marked: str, words: str) -> None:
+def test_deciding_sub_expression_is_named(marked: str, words: str) -> None:
     source, clause, found = compiled(marked.replace("«", "").replace("»", ""))
     assert clause is None
     (diagnostic,) = found
@@ -106,13 +106,13 @@ def test_the_blame_names_the_sub_expression(marked: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("metric", ["mean(abs(log_ratio))", "p99(kl)", "reward_delta", "grad_bias"])
-def test_a_proof_of_a_chain_metric_is_an_implied_clause(metric: str) -> None:
+def test_chain_metric_gives_an_implied_clause(metric: str) -> None:
     _, clause, _ = compiled(f"{metric} <= 0.1", "    evidence: proof\n")
     assert clause is not None
     assert classify(clause).fragment is Fragment.IMPLIED
 
 
-def test_no_other_statistic_can_be_proved() -> None:
+def test_other_statistics_cannot_be_proved() -> None:
     _, clause, found = compiled("p99(logit_l2) <= 0.1", "    evidence: proof-real\n")
     assert clause is None
     assert [d.code.id for d in found] == ["KC403"]

@@ -23,7 +23,7 @@ def stored() -> dict[str, Any]:
     return to_json(load_program(CORPUS / "accepted" / "statements.kc.yaml"))
 
 
-def test_the_digest_is_checked() -> None:
+def test_digest_of_a_stored_program_is_checked() -> None:
     program = load_program(CORPUS / "accepted" / "record-form.kc.yaml")
     data = document(program)
     assert to_json(load_bytes(data)) == to_json(program)
@@ -34,7 +34,7 @@ def test_the_digest_is_checked() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"nonsense", b"\xff", b"[" * 100_000])
-def test_other_files(data: bytes) -> None:
+def test_other_files_are_refused(data: bytes) -> None:
     with pytest.raises(Refusal) as caught:
         load_bytes(data)
     assert caught.value.diagnostics[0].code.id == "KC607"
@@ -67,7 +67,7 @@ def _set(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         lambda document: document.pop("kernels"),
     ],
 )
-def test_every_damage_is_a_refusal(
+def test_every_damage_is_refused(
     stored: dict[str, Any], change: Callable[[dict[str, Any]], Any]
 ) -> None:
     damaged = json.loads(json.dumps(stored))

@@ -42,14 +42,14 @@ def region_of(found: Program) -> Region:
 
 
 @pytest.mark.parametrize("region", ["rows(all, 512)", "rows(long, 1, 5%)", "rows(all, 1048576)"])
-def test_a_program_comes_back_as_it_was(region: str, follows: Any) -> None:
+def test_program_survives_a_round_trip(region: str, follows: Any) -> None:
     before = program(region)
     document = json.loads(json.dumps(to_json(before)))
     follows(document)
     assert from_json(document) == before
 
 
-def test_the_longest_sequence_is_part_of_the_meaning() -> None:
+def test_longest_sequence_is_in_the_digest() -> None:
     texts = (
         "rows(all, 512)",
         "rows(all, 513)",
@@ -61,7 +61,7 @@ def test_the_longest_sequence_is_part_of_the_meaning() -> None:
     assert digest(program("rows(all, 512)")) == digest(program("rows(all, 512, 0)"))
 
 
-def test_other_regions_are_stored_as_before() -> None:
+def test_format_of_other_regions_is_unchanged() -> None:
     stored = to_json(program("hull(all, 5%)"))["clauses"][0]["require"]["region"]
     assert stored == {"kind": "hull", "slice": "all", "radius": "1/20"}
 
@@ -79,7 +79,7 @@ def test_other_regions_are_stored_as_before() -> None:
         ("hull(all)", {"longest": 4}),
     ],
 )
-def test_damage_is_refused(region: str, change: dict[str, Any]) -> None:
+def test_damaged_regions_are_refused(region: str, change: dict[str, Any]) -> None:
     document = to_json(program(region))
     document.pop("digest", None)
     assert from_json(json.loads(json.dumps(document))) == program(region)
@@ -97,7 +97,7 @@ def test_certificates_name_the_longest_sequence(region: str, text: str) -> None:
     assert region_text(region_of(program(region))) == text
 
 
-def test_which_regions_lie_inside_each_other() -> None:
+def test_inclusion_of_regions() -> None:
     def inside(inner: str, outer: str) -> bool:
         return region_inside(region_of(program(inner)), region_of(program(outer)), same)
 

@@ -1,4 +1,4 @@
-"""Slices that can have requests or lie inside others, without a solver."""
+"""Emptiness and inclusion of slices, without a solver."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def number(op: str, value: int, field: str = "n") -> FieldTest:
         (AnyOf(), number(">", 3), True),
     ],
 )
-def test_inclusion(inner: Predicate, outer: Predicate, expected: bool) -> None:
+def test_inclusion_of_slices(inner: Predicate, outer: Predicate, expected: bool) -> None:
     assert implies(inner, outer) is expected
 
 
-def test_emptiness() -> None:
+def test_emptiness_of_slices() -> None:
     assert is_empty(AllOf((number("<", 1), number(">", 1)))) is True
     assert is_empty(AllOf((number("<=", 1), number(">=", 1)))) is False
     assert is_empty(AnyOf()) is True
-    assert is_empty(AllOf((number(">", 1), number("<", 2)))) is False  # of numbers, not whole ones
+    assert is_empty(AllOf((number(">", 1), number("<", 2)))) is False  # numbers, not integers
     assert is_empty(number("<", 1)) is False
     assert is_empty(number(">", 1)) is False
 
 
-def test_slices_of_other_data_lie_apart() -> None:
+def test_slices_of_different_data_are_disjoint() -> None:
     slices = (
         Slice("all"),
         Slice("same", "data.jsonl"),
@@ -60,7 +60,7 @@ def test_slices_of_other_data_lie_apart() -> None:
     assert not inside("none", "all")
 
 
-def test_what_makes_up_a_slice() -> None:
+def test_parts_of_a_slice() -> None:
     slices = (
         Slice("all"),
         Slice("long", where=number(">", 5)),
@@ -74,13 +74,13 @@ def test_what_makes_up_a_slice() -> None:
 
 
 @pytest.mark.parametrize("other", [Fraction(1), "true"])
-def test_a_field_of_two_kinds_is_left_open(other: str | Fraction) -> None:
-    """Python calls True and 1 equal; a request has the one or the other."""
+def test_field_of_two_types_is_undecided(other: str | Fraction) -> None:
+    """Python treats True and 1 as equal, but a field is one or the other."""
     both = AllOf((FieldTest("x", "==", True), FieldTest("x", "==", other)))
     assert is_empty(both) is None
     assert implies(both, AllOf((both, both))) is None
 
 
-def test_too_many_cases_are_left_open() -> None:
+def test_too_many_cases_are_undecided() -> None:
     fields = AllOf(tuple(number(">", 0, f"n{i}") for i in range(12)))
     assert is_empty(fields) is None

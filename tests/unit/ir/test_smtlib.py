@@ -1,4 +1,4 @@
-"""The SMT-LIB export: what it says, how it writes it, and the facts it rests on."""
+"""The SMT-LIB export: meaning, syntax, and the axioms it uses."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def answer(*clauses: ir.Clause) -> str:
 
 
 @pytest.mark.parametrize(("name", "path"), EXAMPLES.items(), ids=list(EXAMPLES))
-def test_the_export_of_the_examples(name: str, path: str) -> None:
+def test_export_of_the_examples(name: str, path: str) -> None:
     """To accept a change: `kcdsl compile PATH --emit smtlib -o tests/unit/ir/exports/NAME.smt2`."""
     script = consistency(load_program(REPOSITORY / path))
     assert script == (GOLDEN / f"{name}.smt2").read_text(encoding="utf-8")
 
 
-def test_the_order_of_a_contract_is_all_that_its_layout_decides() -> None:
+def test_wording_of_clauses_appears_in_comments_only() -> None:
     program = made.Contracts(3).program(4)
     again = replace(program, clauses=tuple(replace(c, text="as written") for c in program.clauses))
     told = re.compile(r"^; C-.*$", re.MULTILINE)
@@ -81,28 +81,28 @@ def test_the_order_of_a_contract_is_all_that_its_layout_decides() -> None:
         ((None, None), "unsat"),
         ((None, "1/100"), "sat"),
         (("1/100", "1/100"), "unsat"),
-        (("1/2", "1/2"), "sat"),  # half of the requests may keep the one, half the other
+        (("1/2", "1/2"), "sat"),  # half of the requests may satisfy one, half the other
         (("1/2", "49/100"), "unsat"),
         ((None, "1"), "sat"),
     ],
 )
-def test_contradictions_and_budgets(budgets: tuple[str | None, ...], expected: str) -> None:
+def test_contradictions_with_budgets(budgets: tuple[str | None, ...], expected: str) -> None:
     first = clause(at_most(stat("max"), "1"), "A", budgets[0])
     second = clause(at_most(stat("max"), "2", ">="), "B", budgets[1])
     assert answer(first, second) == expected
 
 
-def test_a_budget_of_everything_demands_nothing() -> None:
+def test_budget_of_100_percent_demands_nothing() -> None:
     assert claims_of(made.program(clause(at_most(stat("max"), "1"), "A", "1"))) == ()
 
 
-def test_an_empty_slice_is_a_contradiction() -> None:
+def test_empty_slice_is_a_contradiction() -> None:
     where = ir.AllOf((ir.FieldTest("n", "<", F(1)), ir.FieldTest("n", ">", F(1))))
     program = replace(made.program(), slices=(ir.Slice("none", where=where),))
     assert made.ask_z3(consistency(program)) == made.ask_cvc5(consistency(program)) == "unsat"
 
 
-def test_division_by_what_is_zero_keeps_no_clause() -> None:
+def test_division_by_zero_satisfies_no_clause() -> None:
     share = at_most(ir.Arith("/", stat("max"), stat("min")), "5")
     zero = clause(at_most(stat("min"), "0"), "B")
     assert answer(clause(share)) == "sat"
@@ -112,7 +112,7 @@ def test_division_by_what_is_zero_keeps_no_clause() -> None:
     assert answer(clause(other), zero) == "unsat"
 
 
-def test_implication_shows_what_follows() -> None:
+def test_implication_of_clauses() -> None:
     strict, loose = clause(at_most(stat("max"), "1")), clause(at_most(stat("mean"), "2"), "B")
     program = made.program(strict, loose)
     assert made.ask_z3(implication(program, "B")) == "unsat"
@@ -126,7 +126,7 @@ def test_implication_shows_what_follows() -> None:
     [
         (("1/100",), "5/100", "unsat"),
         (("5/100",), "5/100", "unsat"),
-        (("5/100",), "1/100", "sat"),  # four of a hundred may fail it and keep the other
+        (("5/100",), "1/100", "sat"),  # four of a hundred may violate it and satisfy the other
         (("5/100",), "0", "sat"),
         (("0",), "0", "unsat"),
         (("1/100",), "1", "unsat"),  # it demands nothing
@@ -134,7 +134,7 @@ def test_implication_shows_what_follows() -> None:
         (("1",), "99/100", "sat"),
     ],
 )
-def test_what_follows_within_budgets(others: tuple[str, ...], budget: str, expected: str) -> None:
+def test_implication_within_budgets(others: tuple[str, ...], budget: str, expected: str) -> None:
     same = at_most(stat("max"), "1")
     premises = [clause(same, f"A-{n}", rate) for n, rate in enumerate(others)]
     script = implication(made.program(*premises, clause(same, "B", budget)), "B")
@@ -145,13 +145,11 @@ def test_what_follows_within_budgets(others: tuple[str, ...], budget: str, expec
     ("low", "high", "budget", "expected"),
     [
         ("2/100", "3/100", "5/100", "unsat"),
-        ("3/100", "3/100", "5/100", "sat"),  # three of a hundred may fail each: six fail it
+        ("3/100", "3/100", "5/100", "sat"),  # three of a hundred may violate each: six violate it
         ("0", "5/100", "5/100", "unsat"),
     ],
 )
-def test_budgets_of_what_only_together_implies_add_up(
-    low: str, high: str, budget: str, expected: str
-) -> None:
+def test_budgets_of_joint_premises_add_up(low: str, high: str, budget: str, expected: str) -> None:
     width = ir.Arith("-", stat("max"), stat("min"))
     program = made.program(
         clause(at_most(stat("min"), "1", ">="), "A", low),
@@ -162,7 +160,7 @@ def test_budgets_of_what_only_together_implies_add_up(
     assert made.ask_z3(script) == made.ask_cvc5(script) == expected
 
 
-def test_what_may_fail_of_no_request_stands_beside_every_group() -> None:
+def test_clauses_without_budget_join_every_group() -> None:
     tight = [clause(at_most(stat("min"), n), f"A-{n}", "3/100") for n in ("7", "1")]
     free = clause(at_most(stat("max"), "2"), "B", "0")
     other = clause(
@@ -172,7 +170,7 @@ def test_what_may_fail_of_no_request_stands_beside_every_group() -> None:
     assert made.ask_z3(script) == made.ask_cvc5(script) == "unsat"
 
 
-def test_claims_about_every_run_are_bounds_of_their_largest() -> None:
+def test_universal_claims_bound_the_largest_drift() -> None:
     def claim(name: str, kind: str, slice_name: str, limit: str, radius: str) -> ir.Clause:
         region = ir.Region(ir.RegionKind.BALL, slice_name, F(radius))
         norm = ir.Norm(kind, ir.Drift("attn_0", "x"))
@@ -215,7 +213,7 @@ HOSTILE = (
 )
 
 
-def test_any_name_and_text_can_be_written() -> None:
+def test_any_name_and_text_is_exported() -> None:
     symbols = Symbols()
     given = [symbols.symbol(("name", name), name) for name in HOSTILE]
     assert len(set(given)) == len(HOSTILE)
@@ -229,12 +227,12 @@ def test_any_name_and_text_can_be_written() -> None:
     assert made.ask_z3(script.replace("distinct", "=")) == "unsat"
 
 
-def test_a_character_and_its_description_stay_apart() -> None:
+def test_escaped_characters_stay_distinct() -> None:
     texts = ("\U0010ffff", "\\U10ffff.", "\\\U0010ffff", "\\\\U10ffff.", "\\\\\U0010ffff")
     assert len({text.text(value) for value in texts}) == len(texts)
 
 
-def test_hostile_contracts_are_read_by_both_solvers() -> None:
+def test_both_solvers_parse_hostile_contracts() -> None:
     where = ir.AnyOf(tuple(ir.FieldTest("let", "==", value) for value in HOSTILE))
     mixed = ir.AnyOf((ir.FieldTest("par", "!=", True), ir.FieldTest("par", "!=", "x")))
     slices = (ir.Slice("forall", where=where), ir.Slice('a|b\\"', where=mixed))
@@ -259,7 +257,7 @@ def test_hostile_contracts_are_read_by_both_solvers() -> None:
     ("value", "written"),
     [("1/50", "(/ 1.0 50.0)"), ("-3", "(- 3.0)"), ("0", "0.0"), ("-1/3", "(- (/ 1.0 3.0))")],
 )
-def test_numbers_are_exact(value: str, written: str) -> None:
+def test_exported_numbers_are_exact(value: str, written: str) -> None:
     assert text.real(F(value)) == written
 
 
@@ -276,8 +274,8 @@ STATISTICS = (
 )
 
 
-def test_the_orders_that_a_script_states_are_those_of_the_facts() -> None:
-    """The script states neighbours only; with what follows from them, it states every order."""
+def test_script_states_the_orders_of_the_axioms() -> None:
+    """The script states neighbours only; their transitive closure is every order."""
     theory, store = Theory(lambda a, b: a == b), Store()
     for term in STATISTICS:
         theory.holds(at_most(term, "1"), "all")
@@ -293,7 +291,7 @@ def test_the_orders_that_a_script_states_are_those_of_the_facts() -> None:
         assert made.ask_z3(script) == ("unsat" if ordered(a, b) else "sat"), (a.kind, b.kind)
 
 
-def test_facts_hold_of_every_world() -> None:
+def test_axioms_hold_in_every_world() -> None:
     for seed in range(20):
         worlds = made.Worlds(seed)
         worlds.tokens = 3
@@ -311,7 +309,7 @@ def test_facts_hold_of_every_world() -> None:
             assert all(found.high is None or v <= found.high for v in values)
 
 
-def test_a_metric_of_the_user_lies_in_its_range() -> None:
+def test_user_metric_is_bounded_by_its_range() -> None:
     metric = ir.UserMetric(
         "toxicity",
         "m:f",
@@ -331,14 +329,14 @@ def test_a_metric_of_the_user_lies_in_its_range() -> None:
     assert made.ask_z3(consistency(replace(program, metrics=(metric,)))) == "unsat"
 
 
-def test_what_is_known_narrows_a_range() -> None:
+def test_bounds_narrow_a_range() -> None:
     assert interval(stat("mean"), {"kl": Interval(None, F(2))}) == Interval(F(0), F(2))
 
 
 # --- the command ---------------------------------------------------------------------------------
 
 
-def test_the_command_writes_a_script(cli: Cli, repository: Path, tmp_path: Path) -> None:
+def test_command_writes_a_script(cli: Cli, repository: Path, tmp_path: Path) -> None:
     contract = repository / "examples" / "tiny_lm" / "contract.yaml"
     ran = cli("compile", contract, "--emit", "smtlib")
     assert ran.code == 0
@@ -348,7 +346,7 @@ def test_the_command_writes_a_script(cli: Cli, repository: Path, tmp_path: Path)
     assert (tmp_path / "q.smt2").read_text(encoding="utf-8").endswith("(check-sat)\n")
 
 
-def test_the_command_asks_what_follows(cli: Cli, repository: Path) -> None:
+def test_command_decides_implication(cli: Cli, repository: Path) -> None:
     contract = repository / "examples" / "tiny_lm" / "contract.yaml"
     ran = cli("compile", contract, "--follows", "N-ATTN-0")
     assert ran.code == 0
@@ -360,7 +358,7 @@ def test_the_command_asks_what_follows(cli: Cli, repository: Path) -> None:
 
 
 @pytest.mark.parametrize(("op", "limit"), [("-", "0"), ("/", "1")])
-def test_what_is_taken_away_stands_by_its_other_tokens(op: str, limit: str) -> None:
+def test_subtracted_term_uses_its_opposite_tokens(op: str, limit: str) -> None:
     median, mean = stat("quantile", q="1/2"), stat("mean")
     program = made.program(clause(at_most(ir.Arith(op, median, median), limit)))
     assert made.ask_z3(implication(program, "A")) == "sat"

@@ -1,4 +1,4 @@
-"""One node for each meaning, and a digest for each clause."""
+"""One node per meaning, and a digest per clause."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def compare(value: int = 1, span: Span = NOWHERE) -> ir.Compare:
     return ir.Compare("<=", KL, ir.Number(Fraction(value)), span)
 
 
-def test_equal_meanings_are_one_node_and_different_ones_are_not() -> None:
+def test_nodes_are_identical_only_for_equal_meanings() -> None:
     store = Store()
     assert store.intern(compare()) is store.intern(compare(span=Span(3, 9)))
     assert store.intern(compare()) is not store.intern(compare(2))
@@ -64,7 +64,7 @@ def test_equal_meanings_are_one_node_and_different_ones_are_not() -> None:
         ("true", True),
     ],
 )
-def test_values_that_python_calls_equal_stay_apart(one: Any, other: Any) -> None:
+def test_values_equal_in_python_only_are_distinct(one: Any, other: Any) -> None:
     store = Store()
     tests = [ir.FieldTest("beta", "==", value) for value in (one, other)]
     assert store.intern(tests[0]) is not store.intern(tests[1])
@@ -72,7 +72,7 @@ def test_values_that_python_calls_equal_stay_apart(one: Any, other: Any) -> None
     assert type(store.intern(tests[1]).value) is type(other)
 
 
-def test_the_name_of_a_variable_and_the_order_of_fields_take_no_part() -> None:
+def test_variable_names_and_field_order_do_not_matter() -> None:
     store = Store()
 
     def claim(name: str) -> ir.Formula:
@@ -88,7 +88,7 @@ def test_the_name_of_a_variable_and_the_order_of_fields_take_no_part() -> None:
 
 
 @pytest.mark.full
-def test_depth_is_no_problem() -> None:
+def test_deep_terms_are_supported() -> None:
     def deep(leaf: str) -> ir.Term:
         term: ir.Term = ir.Metric(leaf)
         for _ in range(50_000):
@@ -102,7 +102,7 @@ def test_depth_is_no_problem() -> None:
     assert fold(found, lambda node, parts: 1 + sum(parts)) == 50_001
 
 
-def test_a_shared_part_is_looked_at_once() -> None:
+def test_shared_part_is_visited_once() -> None:
     store = Store()
     term: ir.Term = KL
     for _ in range(60):  # a tree of 2^60 nodes, a graph of 62
@@ -126,7 +126,7 @@ def test_stored_programs_keep_digest_and_order(path: Path) -> None:
     assert store.program(shuffled) is stored
 
 
-def test_digests_are_equal_where_stored_forms_are_identical_and_nowhere_else() -> None:
+def test_digests_are_equal_only_for_identical_stored_forms() -> None:
     store = Store()
     programs = [made.Contracts(seed).program(1) for seed in range(120)]
     programs += [replace(p, clauses=p.clauses[:1] * 1) for p in programs[::4]]
@@ -155,7 +155,7 @@ def made_program(**changes: Any) -> ir.Program:
     return replace(made.program(clause, other), **changes)
 
 
-def test_the_digest_of_a_clause_covers_what_it_names_and_no_more() -> None:
+def test_digest_of_a_clause_covers_only_what_it_names() -> None:
     base = made_program()
     before = clause_digest(base, "A")
     assert len(before) == 64
@@ -171,13 +171,13 @@ def test_the_digest_of_a_clause_covers_what_it_names_and_no_more() -> None:
     assert clause_digest(base, "B") != before
 
 
-def test_the_data_of_a_slice_may_be_named_by_the_contract_or_by_the_slice() -> None:
+def test_data_of_a_slice_may_be_named_by_contract_or_slice() -> None:
     base = made_program()
     named = tuple(replace(s, data=base.data) for s in base.slices)
     assert clause_digest(replace(base, slices=named), "A") == clause_digest(base, "A")
 
 
-def test_the_digest_of_a_clause_covers_its_table() -> None:
+def test_digest_of_a_clause_covers_its_table() -> None:
     rows = (ir.TableRow(ir.FieldTest("length", "<=", Fraction(64)), Fraction(1, 10)),)
     table = ir.ThresholdTable("limits", "nat", rows, Fraction(1))
     require = ir.Compare("<=", KL, ir.TableValue("limits", "nat"))
@@ -187,6 +187,6 @@ def test_the_digest_of_a_clause_covers_its_table() -> None:
     assert clause_digest(base, "A") != clause_digest(looser, "A")
 
 
-def test_a_clause_that_is_not_there() -> None:
+def test_unknown_clause_raises_key_error() -> None:
     with pytest.raises(KeyError):
         clause_digest(made_program(), "C")

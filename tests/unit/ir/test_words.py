@@ -1,4 +1,4 @@
-"""The IR in the language: what is written compiles to the same formula again."""
+"""Printing the IR in the language: the printed text compiles to the same formula."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def compiled(require: str, slices: dict[str, str], family: str = "numerical") ->
 
 
 @pytest.mark.full
-def test_generated_statements_come_back() -> None:
-    """Compiling simplifies (`not a <= b` is `a > b`), so the compiled form is written again."""
+def test_generated_statements_survive_a_round_trip() -> None:
+    """Compiling simplifies (`not a <= b` is `a > b`), so the compiled form is printed again."""
     names = {s.name: predicate_text(s.where) for s in made.SLICES}
     seen: Counter[bool] = Counter()
     for seed in range(250):
@@ -81,7 +81,7 @@ def test_generated_statements_come_back() -> None:
 
 
 @pytest.mark.parametrize("path", CONTRACTS, ids=lambda p: p.name)
-def test_slices_and_statements_of_contracts_come_back(path: Path) -> None:
+def test_slices_and_statements_survive_a_round_trip(path: Path) -> None:
     program, store = load_program(path), Store()
     names = {s.name: predicate_text(s.where) for s in program.slices}
     known = {t.name for t in program.tables} | {m.name for m in program.metrics}
@@ -115,11 +115,11 @@ def test_slices_and_statements_of_contracts_come_back(path: Path) -> None:
         (ir.TableValue("limits"), "table(limits)"),
     ],
 )
-def test_terms(term: ir.Term, text: str) -> None:
+def test_printed_terms(term: ir.Term, text: str) -> None:
     assert term_text(term) == text
 
 
-def test_regions_and_statements() -> None:
+def test_printed_regions_and_statements() -> None:
     ball = ir.Region(ir.RegionKind.BALL, "all", Fraction(1, 1000))
     assert region_text(ball) == "ball(all, 0.001)"
     assert region_text(ir.Region(ir.RegionKind.HULL, "s")) == "hull(s)"
@@ -135,7 +135,7 @@ def test_regions_and_statements() -> None:
 @pytest.mark.parametrize(
     ("op", "turned"), [("<=", ">="), ("<", ">"), (">=", "<="), (">", "<"), ("==", "==")]
 )
-def test_a_threshold_is_always_on_the_right(op: str, turned: str) -> None:
+def test_threshold_is_printed_on_the_right(op: str, turned: str) -> None:
     metric, table = ir.Metric("kl"), ir.TableValue("limits")
     for threshold in (ir.Number(Fraction(1)), table):
         found = ir.Compare(op, threshold, metric)
