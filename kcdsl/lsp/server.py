@@ -27,13 +27,10 @@ from kcdsl.lsp.session import (
     Session,
     Threads,
     arguments,
-    contracts_below,
-    folder_of,
     read_document,
     run,
-    takes_part_in_imports,
 )
-from kcdsl.lsp.text.documents import Document, Snapshot, path_of
+from kcdsl.lsp.text.documents import Document, path_of
 
 _log = logging.getLogger(__name__)
 _DEBOUNCE = 0.02
@@ -65,7 +62,6 @@ class Server(LanguageServer):
         super().__init__("kcdsl", __version__, protocol_cls=_Protocol)
         self.session = Session()
         self.work = Threads()
-        self.debounce = _DEBOUNCE
         self._pending: dict[str, asyncio.Task[None]] = {}
         self._decisions: set[asyncio.Task[Any]] = set()
         self._one_decision = asyncio.Lock()
@@ -76,10 +72,6 @@ class Server(LanguageServer):
         """Store the negotiated options; called before the answer of `initialize`."""
         chosen = self.workspace.position_encoding
         self.session.encoding = Encoding(str(getattr(chosen, "value", chosen)))
-        options = params.initialization_options
-        wanted = options.get("debounce") if isinstance(options, dict) else None
-        if isinstance(wanted, int | float) and 0 <= wanted <= 10_000:
-            self.debounce = wanted / 1000
 
     @property
     def pulls(self) -> bool:
@@ -130,7 +122,7 @@ class Server(LanguageServer):
 
     async def _publish(self, uri: str) -> None:
         """Publish the findings of the newest version; an older one is never published after it."""
-        await asyncio.sleep(self.debounce)
+        await asyncio.sleep(_DEBOUNCE)
         document = self.session.get(uri)
         if document is None:
             return
@@ -147,16 +139,9 @@ class Server(LanguageServer):
 
     # --- questions -------------------------------------------------------------------------------
 
-    async def ask(
-        self,
-        uri: str,
-        feature: Callable[..., Any],
-        params: Any,
-        empty: Any,
-        across: bool = False,
-    ) -> Any:
+    async def ask(self, uri: str, feature: Callable[..., Any], params: Any, empty: Any) -> Any:
         """Return the answer of a feature about an open document. If the feature fails, return
-        `empty`, or an error for `NO_ANSWER`. With `across`, pass the other documents, too."""
+        `empty`, or an error for `NO_ANSWER`."""
         document = self.session.get(uri)
         if document is None and empty is not answers.NO_ANSWER:
             return empty
@@ -164,8 +149,7 @@ class Server(LanguageServer):
             if document is None:
                 raise LookupError(f"{uri} is not open")
             snapshot = await self.work.snapshot(document, self.session.texts(document))
-            others = await self._others(document) if across else ()
-            question = Question(snapshot, self.session.encoding, self.client_capabilities, others)
+            question = Question(snapshot, self.session.encoding, self.client_capabilities)
             return await self.work.answer(partial(feature, question, params))
         except CannotRename as refusal:
             raise JsonRpcException(str(refusal), _REQUEST_FAILED) from refusal
@@ -180,41 +164,6 @@ class Server(LanguageServer):
         _log.error("%s failed", doing, exc_info=error)
         text = f"{doing} failed: {type(error).__name__}: {error}"
         self.window_log_message(lsp.LogMessageParams(lsp.MessageType.Error, text))
-
-    # --- the workspace ---------------------------------------------------------------------------
-
-    def folders(self) -> list[Path]:
-        """Return the workspace folders of the client."""
-        uris = [*self.workspace.folders]
-        if not uris and self.workspace.root_uri:
-            uris = [self.workspace.root_uri]
-        found = [folder_of(uri) for uri in uris]
-        return [folder for folder in found if folder is not None]
-
-    async def every_document(self) -> list[Document]:
-        """Return every contract of the workspace, with the editor's text for open ones."""
-        opened = {document.path: document for document in self.session}
-        folders = self.folders()
-
-        def read() -> list[Document]:
-            paths = {path: None for folder in folders for path in contracts_below(folder)}
-            read = (opened.get(path) or read_document(path) for path in paths)
-            found = [document for document in read if document is not None]
-            return found + [d for d in opened.values() if d not in found]
-
-        return await self.work.answer(read)
-
-    async def _others(self, document: Document) -> tuple[Snapshot, ...]:
-        """Return snapshots of the other documents that import or may be imported."""
-        if not takes_part_in_imports(document):
-            return ()
-        return tuple(
-            [
-                await self.work.snapshot(other, self.session.texts(other))
-                for other in await self.every_document()
-                if other.path != document.path and takes_part_in_imports(other)
-            ]
-        )
 
     # --- commands --------------------------------------------------------------------------------
 
@@ -266,7 +215,6 @@ def build() -> Server:
     server = Server()
     _follow_documents(server)
     _answer_questions(server)
-    _answer_about_workspace(server)
     _take_commands(server)
     return server
 
@@ -333,38 +281,17 @@ def _watch_files(server: Server) -> None:
 
 
 def _handler(
-    server: Server, feature: Callable[..., Any], empty: Any, across: bool
+    server: Server, feature: Callable[..., Any], empty: Any
 ) -> Callable[[Any], Coroutine[Any, Any, Any]]:
     async def handle(params: Any) -> Any:
-        return await server.ask(params.text_document.uri, feature, params, empty, across)
+        return await server.ask(params.text_document.uri, feature, params, empty)
 
     return handle
 
 
 def _answer_questions(server: Server) -> None:
     for method, (feature, empty, options) in answers.FEATURES.items():
-        server.feature(method, options)(_handler(server, feature, empty, method in answers.ACROSS))
-
-
-def _answer_about_workspace(server: Server) -> None:
-    async def snapshots(feature: Callable[..., Any], params: Any) -> list[Any]:
-        found: list[Any] = []
-        for document in await server.every_document():
-            try:
-                snapshot = await server.work.snapshot(document, server.session.texts(document))
-                question = Question(snapshot, server.session.encoding, server.client_capabilities)
-                found += await server.work.answer(partial(feature, question, params))
-            except Exception as error:
-                server.log(error, feature.__name__)
-        return found
-
-    @server.feature(lsp.WORKSPACE_DIAGNOSTIC)
-    async def diagnostics(params: lsp.WorkspaceDiagnosticParams) -> lsp.WorkspaceDiagnosticReport:
-        return lsp.WorkspaceDiagnosticReport(await snapshots(answers.workspace_report, params))
-
-    @server.feature(lsp.WORKSPACE_SYMBOL)
-    async def symbols(params: lsp.WorkspaceSymbolParams) -> list[lsp.SymbolInformation]:
-        return await snapshots(answers.workspace_symbols, params)
+        server.feature(method, options)(_handler(server, feature, empty))
 
 
 def _take_commands(server: Server) -> None:

@@ -20,9 +20,9 @@ from lsprotocol.types import PositionEncodingKind as Encoding
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.lsp.text.documents import Checker, Document, Snapshot, Texts, document, path_of
+from kcdsl.lsp.text.documents import Checker, Document, Snapshot, Texts, document
 from kcdsl.lsp.text.positions import apply_changes
-from kcdsl.source.files import is_folder, read_source
+from kcdsl.source.files import read_source
 
 _NAMES = (".kc.yaml", ".kc.yml")
 _LEFT_OUT = {"node_modules", "__pycache__", "build", "dist"}
@@ -76,11 +76,6 @@ class Session:
         return [other for other in self if _may_import(other, of)]
 
 
-def takes_part_in_imports(document: Document) -> bool:
-    """Return whether a document may import others or be imported."""
-    return "imports" in document.source.text or "library" in document.source.text
-
-
 def _may_import(document: Document, other: Document) -> bool:
     """Return whether a document may depend on another: it names the other one, or the other one is
     a library, which may be imported indirectly."""
@@ -95,27 +90,6 @@ def read_document(path: Path) -> Document | None:
         return Document(path.as_uri(), read_source(path))
     except (Refusal, ValueError, OSError):
         return None
-
-
-def contracts_below(folder: Path) -> list[Path]:
-    """Return the contracts and libraries below a folder, without hidden folders and links that lead
-    out of it."""
-    found: list[Path] = []
-    real = Path(os.path.realpath(folder))
-    for place, inside, files in os.walk(folder):
-        inside[:] = sorted(n for n in inside if not n.startswith(".") and n not in _LEFT_OUT)
-        names = (n for n in sorted(files) if n.endswith(_NAMES) or n == "contract.yaml")
-        paths = [Path(place, name) for name in names if not name.startswith(".")]
-        found += [path for path in paths if Path(os.path.realpath(path)).is_relative_to(real)]
-        if len(found) >= _MOST_FILES:
-            break
-    return found[:_MOST_FILES]
-
-
-def folder_of(uri: str) -> Path | None:
-    """Return the folder of a workspace URI; None where it does not exist on this machine."""
-    path = path_of(uri)
-    return path if path is not None and is_folder(path) else None
 
 
 # --- threads --------------------------------------------------------------------------------------

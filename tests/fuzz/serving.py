@@ -53,29 +53,22 @@ def requests(question: Question) -> Iterator[tuple[str, Any, int]]:
     options = lsp.FormattingOptions(2, True)
     yield lsp.TEXT_DOCUMENT_DIAGNOSTIC, lsp.DocumentDiagnosticParams(identifier), 0
     yield lsp.TEXT_DOCUMENT_DOCUMENT_SYMBOL, lsp.DocumentSymbolParams(identifier), 0
-    yield lsp.TEXT_DOCUMENT_FOLDING_RANGE, lsp.FoldingRangeParams(identifier), 0
     yield lsp.TEXT_DOCUMENT_FORMATTING, lsp.DocumentFormattingParams(identifier, options), 0
     yield lsp.TEXT_DOCUMENT_SEMANTIC_TOKENS_FULL, lsp.SemanticTokensParams(identifier), 0
     yield lsp.TEXT_DOCUMENT_INLAY_HINT, lsp.InlayHintParams(identifier, whole), 0
     yield lsp.TEXT_DOCUMENT_CODE_LENS, lsp.CodeLensParams(identifier), 0
-    yield lsp.TEXT_DOCUMENT_DOCUMENT_LINK, lsp.DocumentLinkParams(identifier), 0
     for offset in cursors(lines.text):
         here = _range(lines, Span(offset, offset), question.encoding)
         at, context = here.start, lsp.CodeActionContext([])
         yield lsp.TEXT_DOCUMENT_HOVER, lsp.HoverParams(identifier, at), offset
         yield lsp.TEXT_DOCUMENT_COMPLETION, lsp.CompletionParams(identifier, at), offset
-        yield lsp.TEXT_DOCUMENT_SIGNATURE_HELP, lsp.SignatureHelpParams(identifier, at), offset
         yield lsp.TEXT_DOCUMENT_CODE_ACTION, lsp.CodeActionParams(identifier, here, context), offset
         yield lsp.TEXT_DOCUMENT_DEFINITION, lsp.DefinitionParams(identifier, at), offset
         with_declaration = lsp.ReferenceContext(include_declaration=True)
         references = lsp.ReferenceParams(with_declaration, identifier, at)
         yield lsp.TEXT_DOCUMENT_REFERENCES, references, offset
-        highlights = lsp.DocumentHighlightParams(identifier, at)
-        yield lsp.TEXT_DOCUMENT_DOCUMENT_HIGHLIGHT, highlights, offset
         yield lsp.TEXT_DOCUMENT_PREPARE_RENAME, lsp.PrepareRenameParams(identifier, at), offset
         yield lsp.TEXT_DOCUMENT_RENAME, lsp.RenameParams(identifier, at, NEW_NAME), offset
-        selection = lsp.SelectionRangeParams(identifier, [at])
-        yield lsp.TEXT_DOCUMENT_SELECTION_RANGE, selection, offset
 
 
 def _range(lines: Lines, span: Span, encoding: Encoding) -> lsp.Range:

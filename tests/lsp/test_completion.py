@@ -6,13 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from lsprotocol import types as lsp
 
 from kcdsl.check.expressions.names import all_functions, find_function
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.lsp.answers import signature_help
 from kcdsl.lsp.features.completion import Item, complete, plain
-from kcdsl.lsp.text.cursor import Signature, comment_before, locate, signature
+from kcdsl.lsp.text.cursor import comment_before, locate
 from kcdsl.lsp.text.lexemes import lexemes
 from tests.support.editor import HEAD
 from tests.support.snapshots import snapshot
@@ -232,38 +230,11 @@ def test_plain_text_completions_have_no_snippet_marks() -> None:
     assert plain("kernels: {$1}") == "kernels: {}"
 
 
-# --- signatures ----------------------------------------------------------------------------------
+# --- functions -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "parameter"),
-    [
-        ("ball(¦", "ball", 0),
-        ("ball(all, ¦", "ball", 1),
-        ("quantile(0.9, ¦kl)", "quantile", 1),
-        ("mean(abs(¦", "abs", 0),
-        ("has(trace, [a, b, ¦", "has", 1),
-        ("forall x in points(all): norm_inf(drift(attn_0, ¦", "drift", 1),
-        ("(p99(kl) <= 1 and (¦", None, 0),
-        ("p99(kl) <= ¦", None, 0),
-    ],
-)
-def test_signatures(text: str, name: str | None, parameter: int) -> None:
-    whole = HEAD + required(text)
-    offset = whole.index("¦")
-    found = signature(SourceFile("c", whole.replace("¦", "")), offset)
-    assert (found.function.name if found else None) == name
-    assert (found.parameter if found else 0) == parameter
-
-
-def test_signatures_mark_the_parameters_of_every_function() -> None:
+def test_every_function_has_a_meaning_and_a_snippet() -> None:
     for function in (*all_functions(), find_function("p75")):
         assert function is not None
-        shown = signature_help(Signature(function, 0), [lsp.MarkupKind.Markdown]).signatures[0]
-        names = []
-        for parameter in shown.parameters or ():
-            assert isinstance(parameter.label, tuple)
-            names.append(shown.label[parameter.label[0] : parameter.label[1]])
-        assert [name.rstrip("?") for name in names] == [p.name for p in function.parameters]
         assert function.meaning
         assert lexemes(plain(function.snippet))[0].text == function.name

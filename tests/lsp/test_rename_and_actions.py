@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl.check.compile import analyse
 from kcdsl.check.fixing import edited
-from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.ir.canonical import digest
-from kcdsl.lsp.features.actions import FIX_ALL, QUICK_FIX, REWRITE, Action, actions, formatting
-from kcdsl.lsp.features.navigation import definition, highlights, references
+from kcdsl.lsp.features.actions import FIX_ALL, QUICK_FIX, Action, actions, formatting
+from kcdsl.lsp.features.navigation import definition, references
 from kcdsl.lsp.features.rename import CannotRename, prepare, rename
 from tests.support.editor import HEAD
 from tests.support.snapshots import place, snapshot, span
@@ -58,7 +55,7 @@ def test_rename(piece: str, name: str, expected: str) -> None:
         ("x in", "attn_0", "already has a meaning"),
         ("x in", "drift", "already has a meaning"),
         ("N-2", "N-1", "there is a clause `N-1` already"),
-        # N-3 lists no slice, so it applies to the one called `all`.
+        # N-3 lists no slice and so is on the one that is called `all`.
         ("all: {}", "every", "would not compile"),
         ("kl)", "tv", "keeps its name"),
         ("train", "infer", "keeps its name"),
@@ -114,9 +111,8 @@ def test_references_of_a_metric_cover_all_clauses() -> None:
     assert [text[s.start : s.end] for s in found] == ["top1_overlap"] * 2
     assert found[0] == span(text, "top1_overlap")
     assert found[0].end < found[1].start
-    slices = highlights(snapshot(TEXT), place(TEXT, "long, 1e-3"))
-    assert [TEXT[s.start : s.end] for s, _ in slices] == ["long"] * 3
-    assert [declares for _, declares in slices] == [True, False, False]
+    slices = references(snapshot(TEXT), place(TEXT, "long, 1e-3"))
+    assert [TEXT[s.start : s.end] for s in slices] == ["long"] * 3
 
 
 def test_definition_of_a_user_metric(tmp_path: Path) -> None:
@@ -145,71 +141,13 @@ def offered(text: str, piece: str, only: tuple[str, ...] | None = None) -> dict[
     return {a.title: a for a in actions(snapshot(text), span(text, piece), only)}
 
 
-RECORDS = {
-    "{id: A, metric: p99_kl, threshold: 0.02, level: L2}": (
-        "{id: A, require: p99(kl) <= 0.02, level: L2}"
-    ),
-    "{id: A, metric: mean_abs_log_ratio, threshold: 1e-3 nats, delta: 0.0, level: L2}": (
-        "{id: A, require: mean(abs(log_ratio)) <= 1e-3 nats, level: L2}"
-    ),
-    "{level: L3, id: A, op: '>=', threshold: 99.5%, metric: top1_overlap}": (
-        "{level: L3, id: A, require: mean(top1_overlap) >= 99.5%}"
-    ),
-    "{id: A, metric: p95_latency_ms, threshold: 250, delta: 0.05, over: windows, level: L1}": (
-        "{id: A, require: p95(latency) <= 250 ms, budget: 5% of windows, level: L1}"
-    ),
-    "{id: A, metric: ece_gap, threshold: 0.1, level: L1}": (
-        "{id: A, require: ece_gap <= 0.1, level: L1}"
-    ),
-}
-
-
-@pytest.mark.parametrize("record", RECORDS)
-def test_record_is_rewritten_as_an_equivalent_expression(record: str) -> None:
-    text = f"{HEAD}clauses:\n  - {record}\n"
-    action = offered(text, "metric", (REWRITE,))["write as an expression"]
-    result = edited(text, list(action.edits))
-    assert result == f"{HEAD}clauses:\n  - {RECORDS[record]}\n"
-    programs = [analyse(SourceFile("c", t), Sink()).program for t in (text, result)]
-    assert programs[0] is not None
-    assert programs[1] is not None
-    assert digest(programs[0]) == digest(programs[1])
-
-
-def test_multi_line_record_is_rewritten() -> None:
-    text = HEAD + "clauses:\n  A:\n    metric: p99_kl  # ours\n    threshold: 0.02\n    level: L2\n"
-    action = offered(text, "metric", (REWRITE,))["write as an expression"]
-    assert edited(text, list(action.edits)) == text.replace(
-        "metric: p99_kl", "require: p99(kl) <= 0.02"
-    ).replace("    threshold: 0.02\n", "")
-
-
-def test_clauses_with_errors_are_not_rewritten() -> None:
-    text = HEAD + "clauses:\n  - {id: A, metric: p99_klx, threshold: 0.02, level: L2}\n"
-    assert "write as an expression" not in offered(text, "metric")
-
-
-@pytest.mark.parametrize(
-    ("expression", "quoted"),
-    [
-        ("p99(kl) <= 1", '"p99(kl) <= 1"'),
-        ("p99(kl)\n      <= 1", '"p99(kl) <= 1"'),
-        ('has(trace, [a, "b"])', "'has(trace, [a, \"b\"])'"),
-    ],
-)
-def test_action_changes_quotation_marks(expression: str, quoted: str) -> None:
-    text = f"{HEAD}clauses:\n  A:\n    require: {expression}\n    level: L2\n"
-    action = offered(text, expression[:3], (REWRITE,))["put the expression in quotation marks"]
-    assert f"    require: {quoted}\n" in edited(text, list(action.edits))
-
-
 def test_action_kinds_are_filtered_by_prefix() -> None:
     text = (
         HEAD + "clauses:\n  A: {require: forall x in points(all): no_flip(model, x), level: L2}\n"
     )
-    assert {a.kind for a in offered(text, "forall").values()} == {QUICK_FIX, REWRITE, FIX_ALL}
+    assert {a.kind for a in offered(text, "forall").values()} == {QUICK_FIX, FIX_ALL}
     assert {a.kind for a in offered(text, "forall", ("source",)).values()} == {FIX_ALL}
-    assert {a.kind for a in offered(text, "forall", ("refactor",)).values()} == {REWRITE}
+    assert offered(text, "forall", ("refactor",)) == {}
     assert offered(text, "forall", ("source.organizeImports",)) == {}
 
 

@@ -9,12 +9,12 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from lsprotocol import types as lsp
 
-from tests.support.editor import EDITORS, EMACS, HEAD, NEOVIM, VSCODE, Start, connect, disconnect
+from tests.support.editor import EDITORS, EMACS, HEAD, VSCODE, Start
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 BAD = HEAD + 'clauses:\n  N: {"level": L2, family: N, "slices": [all], "require": "p99(klx)<=1"}\n'
-# Two, three and four bytes in UTF-8; the last is two code units in UTF-16.
+# Two, three and four bytes of UTF-8; the last is two units of UTF-16.
 ODD = HEAD + "clauses:\n  N:\n    level: L2\n    require: 'has(trace, [\"äöü€🜁\", rng_sead])'\n"
 
 
@@ -183,31 +183,6 @@ async def test_open_library_replaces_its_file(start: Start) -> None:
     async with asyncio.timeout(10):
         while any("has no slice" in d.message for d in session.notified[uri][-1].diagnostics):
             await asyncio.sleep(0.01)
-
-
-@pytest.mark.full
-async def test_workspace_diagnostics(tmp_path: Path) -> None:
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "a.kc.yaml").write_text(BAD)
-    (tmp_path / "contract.yaml").write_text(BAD.replace("klx", "kl"))
-    (tmp_path / "other.yaml").write_text("a: [")
-    client, session = await connect(tmp_path, NEOVIM, pulls=True)
-    opened = session.open(BAD.replace("klx", "kly"), "contract.yaml")
-    report = await client.workspace_diagnostic_async(lsp.WorkspaceDiagnosticParams([]))
-    found = {Path(unquote(urlsplit(item.uri).path)).name: item for item in report.items}
-    assert set(found) == {"a.kc.yaml", "contract.yaml"}
-    for item in found.values():
-        assert isinstance(item, lsp.WorkspaceFullDocumentDiagnosticReport)
-        assert "KC203" in [d.code for d in item.items]
-    known = [
-        lsp.PreviousResultId(item.uri, item.result_id)
-        for item in report.items
-        if item.result_id is not None
-    ]
-    again = await client.workspace_diagnostic_async(lsp.WorkspaceDiagnosticParams(known))
-    assert {item.kind for item in again.items} == {"unchanged"}
-    session.close(opened)
-    await disconnect(client)
 
 
 @pytest.mark.full

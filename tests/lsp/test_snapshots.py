@@ -18,8 +18,7 @@ from kcdsl.ir.canonical import digest
 from kcdsl.lsp.features.decorations import TYPES, encode, hints, lenses, tokens
 from kcdsl.lsp.features.hover import hover
 from kcdsl.lsp.features.knowledge import description_at, fields_at, values_at
-from kcdsl.lsp.features.navigation import folds, outline, selection
-from kcdsl.lsp.session import contracts_below
+from kcdsl.lsp.features.navigation import outline
 from kcdsl.lsp.text import documents, reports
 from kcdsl.lsp.text.cursor import mend
 from kcdsl.lsp.text.documents import Checker, Snapshot, document
@@ -114,17 +113,17 @@ def test_partial_analysis_of_a_large_document_gives_equal_answers(
     whole = snapshot(text)
     at = place(text, "41e-6")
     expected_hover = hover(whole, at - 8)
-    expected_tokens = tokens(whole, Span(at, at))
+    expected_tokens = tokens(whole)
     monkeypatch.setattr(documents, "LARGE", 100)
     part = snapshot(text).near(Span(at, at))
     assert not part.whole
     assert len(part.analysis.clauses) < 3
-    assert tokens(part, Span(at, at)) == expected_tokens
+    assert {t for t in expected_tokens if t.span.touches(Span(at, at))} <= set(tokens(part))
     found = hover(part, at - 8)
     assert found is not None
     assert expected_hover is not None
     assert found.span == expected_hover.span
-    # The route depends on the whole contract, so a part does not show it.
+    # The route follows from the whole contract, so that a part does not state it.
     assert expected_hover.text.startswith(found.text)
 
 
@@ -259,38 +258,6 @@ def test_nested_symbols_lie_inside_their_parents() -> None:
         for child in symbol.children or ():
             assert symbol.range.start <= child.range.start
             assert child.range.end <= symbol.range.end
-
-
-def test_folding_ranges() -> None:
-    known = snapshot(TEXT)
-    lines = TEXT.split("\n")
-    found = {
-        (
-            lines[f.start_line].strip(),
-            lines[f.end_line].strip(),
-            f.kind is lsp.FoldingRangeKind.Comment,
-        )
-        for f in folds(known.analysis, known.document.lines)
-    }
-    assert ("N-2:", "level: L2", False) in found
-    assert ("require: |", "norm_inf(drift(attn_0, x)) <= 0.05", False) in found
-    assert ("# one", "# two", True) in found
-
-
-def test_selection_ranges_grow() -> None:
-    at = place(TEXT, "attn_0") + 2
-    found = selection(snapshot(TEXT).analysis, at)
-    texts = [TEXT[s.start : s.end] for s in found]
-    assert texts[:4] == [
-        "attn_0",
-        "drift(attn_0, x)",
-        "norm_inf(drift(attn_0, x))",
-        "norm_inf(drift(attn_0, x)) <= 0.05",
-    ]
-    assert texts[-1] == TEXT
-    for one, other in pairwise(found):
-        assert other.start <= one.start
-        assert one.end <= other.end
 
 
 # --- hints and lenses ----------------------------------------------------------------------------
@@ -457,18 +424,3 @@ def test_routes_equal_those_of_the_whole_contract(repository: Path, name: str) -
     expected = route(known.analysis.program)
     assert [known.route(item.clause_id) for item in expected] == list(expected)
     assert known.route("nothing") is None
-
-
-def test_symlinks_out_of_the_workspace_are_ignored(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    inside, outside = tmp_path_factory.mktemp("inside"), tmp_path_factory.mktemp("outside")
-    (outside / "contract.yaml").write_text("kcdsl: 1\n", encoding="utf-8")
-    (inside / "real").mkdir()
-    (inside / "real" / "a.kc.yaml").write_text("kcdsl: 1\n", encoding="utf-8")
-    (inside / "b.kc.yaml").symlink_to(inside / "real" / "a.kc.yaml")
-    (inside / "c.kc.yaml").symlink_to(outside / "contract.yaml")
-    (inside / "d").symlink_to(outside)
-    (inside / "loop").symlink_to(inside)
-    found = [path.relative_to(inside).as_posix() for path in contracts_below(inside)]
-    assert found == ["b.kc.yaml", "real/a.kc.yaml"]

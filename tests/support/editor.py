@@ -64,7 +64,6 @@ async def connect(
             capabilities=capabilities,
             root_uri=root.as_uri(),
             workspace_folders=[lsp.WorkspaceFolder(root.as_uri(), "folder")],
-            initialization_options={"debounce": 5},
         )
     )
     chosen = answered.capabilities.position_encoding

@@ -414,11 +414,9 @@ class Session:
     errors: tuple[str, ...]
 
 
-AT_A_PLACE = ("hover", "completion", "signatureHelp", "definition", "documentHighlight",
-              "prepareRename", "references", "rename")  # fmt: skip
-OF_A_DOCUMENT = ("documentSymbol", "foldingRange", "semanticTokens/full", "codeLens",
-                 "documentLink", "diagnostic", "formatting")  # fmt: skip
-OF_A_RANGE = ("semanticTokens/range", "rangeFormatting", "inlayHint", "codeAction")
+AT_A_PLACE = ("hover", "completion", "definition", "prepareRename", "references", "rename")
+OF_A_DOCUMENT = ("documentSymbol", "semanticTokens/full", "codeLens", "diagnostic", "formatting")
+OF_A_RANGE = ("inlayHint", "codeAction")
 _INTERNAL_ERROR = -32603
 
 
@@ -436,16 +434,12 @@ def with_server(folder: Path, text: str, uri: str | None = None) -> Session:
         "references": {"context": {"includeDeclaration": True}},
         "rename": {"newName": "Q"},
         "formatting": {"options": settings},
-        "rangeFormatting": {"options": settings},
         "codeAction": {"context": {"diagnostics": []}},
     }
     questions: list[tuple[str, dict[str, Any]]] = [
         *((f"textDocument/{m}", {**about, "position": position}) for m in AT_A_PLACE),
         *((f"textDocument/{m}", about) for m in OF_A_DOCUMENT),
         *((f"textDocument/{m}", {**about, "range": whole}) for m in OF_A_RANGE),
-        ("textDocument/selectionRange", {**about, "positions": [position]}),
-        ("workspace/symbol", {"query": "N"}),
-        ("workspace/diagnostic", {"previousResultIds": []}),
     ]
     seconds: dict[str, float] = {}
     errors: list[str] = []

@@ -1,33 +1,23 @@
-"""Code actions: fixes of findings, suppressions, and meaning-preserving rewrites."""
+"""Code actions: fixes of findings, and suppressions."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fractions import Fraction
-from itertools import pairwise
 
-from kcdsl.check.expressions.measurements import in_words
-from kcdsl.check.fixing import edited, fix
+from kcdsl.check.fixing import fix
 from kcdsl.diagnostics.model import Diagnostic, Edit, Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.format import edits, format_text
-from kcdsl.ir import terms as ir
-from kcdsl.ir.canonical import digest
-from kcdsl.lsp.features.knowledge import KnownClause, clause_at
 from kcdsl.lsp.text.documents import LARGE, Snapshot
-from kcdsl.lsp.text.nodes import fields_at, language
-from kcdsl.lsp.text.positions import NOWHERE
-from kcdsl.source.removal import remove_parts
+from kcdsl.lsp.text.nodes import fields_at
 from kcdsl.source.yaml_nodes import Node, Scalar
 
 QUICK_FIX = "quickfix"
-REWRITE = "refactor.rewrite"
 FIX_ALL = "source.fixAll.kcdsl"
 EXPLAIN = "kcdsl.explain"
 _IGNORED = re.compile(r"^([ \t]*#\s*kcdsl:\s*ignore\[)([^\]\n]*)(\])")
-_RECORD = {"metric", "threshold", "op", "delta", "over"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +43,6 @@ def actions(snapshot: Snapshot, span: Span, only: Iterable[str] | None = None) -
         root = snapshot.near(span).analysis.root
         found += [action for d in near for action in _suppress(snapshot.source, root, d)]
         found += _explain(near)
-    if _asked(REWRITE, wanted):
-        view, way = snapshot.near(span).settled
-        found += _rewritings(view, span) if way is NOWHERE else []
     named = wanted is not None or len(snapshot.source.text) <= LARGE
     if named and _asked(FIX_ALL, wanted) and any(d.fix and d.fix.safe for d in snapshot.findings):
         mended = fix_all(snapshot)
@@ -85,13 +72,6 @@ def fix_all(snapshot: Snapshot) -> tuple[Edit, ...]:
     """Return the edits that `kcdsl lint --fix` would make."""
     text = snapshot.source.text
     return edits(text, fix(snapshot.source, snapshot.document.folder).source.text)
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    """Return whether two edits conflict: on a character, or on the offset of an insertion."""
-    if one.start == one.end or other.start == other.end:
-        return one.touches(other)
-    return one.start < other.end and other.start < one.end
 
 
 def _suppress(source: SourceFile, root: Node | None, finding: Diagnostic) -> list[Action]:
@@ -125,84 +105,6 @@ def _explain(findings: list[Diagnostic]) -> list[Action]:
         Action(f"explain {name}: {d.code.title}", QUICK_FIX, (), (d,), explains=name)
         for name, d in codes.items()
     ]
-
-
-# --- rewritings ----------------------------------------------------------------------------------
-
-
-def _rewritings(snapshot: Snapshot, span: Span) -> list[Action]:
-    analysis = snapshot.analysis
-    found = []
-    item = clause_at(analysis, span.start)
-    if item is not None and item.raw.node("metric") is not None:
-        rewritten = _as_expression(snapshot, item)
-        if rewritten:
-            found.append(Action("write as an expression", REWRITE, rewritten))
-    holding = fields_at(analysis.root, span.start)
-    scalar = holding[-1].value if holding else None
-    if (
-        isinstance(scalar, Scalar)
-        and scalar.style == "plain"
-        and language(holding[-1].path, scalar)
-    ):
-        edit = Edit(scalar.span, _in_quotes(scalar.text))
-        if _means_the_same(snapshot, (edit,)):
-            found.append(Action("put the expression in quotation marks", REWRITE, (edit,)))
-    return found
-
-
-def _in_quotes(text: str) -> str:
-    if '"' not in text and "\\" not in text:
-        return f'"{text}"'
-    return "'" + text.replace("'", "''") + "'"
-
-
-def _as_expression(snapshot: Snapshot, item: KnownClause) -> tuple[Edit, ...]:
-    """Return the edits that convert a record to an expression; none where that is impossible."""
-    raw, clause, analysis = item.raw, item.clause, snapshot.analysis
-    metric, threshold = raw.scalar("metric"), raw.scalar("threshold")
-    if metric is None or threshold is None or clause is None:
-        return ()
-    metrics = analysis.scope.metrics
-    record = metrics.find_record(metric.text)
-    compare = clause.require
-    if record is None or not isinstance(compare, ir.Compare):
-        return ()
-    op = raw.scalar("op")
-    sign = op.text if op is not None else compare.op
-    bare = isinstance(threshold.value, int | Fraction) and not isinstance(threshold.value, bool)
-    limit = f"{threshold.text} {record.unit}" if bare and record.unit else threshold.text
-    node = raw.body
-    if node is None:
-        return ()
-    entries = node.entries
-    first = next(e for e in entries if e.key.text == "metric")
-    lines = [f"require: {in_words(metric.text, metrics)} {sign} {limit}"]
-    if clause.budget is not None:
-        share = f"{float(clause.budget.rate * 100):g}%"
-        lines.append(f"budget: {share} of {clause.budget.unit}")
-    flow = snapshot.source.text[node.span.start : node.span.start + 1] == "{"
-    indent = " " * (snapshot.source.position(first.key.span.start).column - 1)
-    joined = (", " if flow else f"\n{indent}").join(lines)
-    gone = {i for i, e in enumerate(entries) if e.key.text in _RECORD and e is not first}
-    changes = (
-        Edit(first.key.span.hull(first.value.span), joined),
-        *remove_parts(snapshot.source, node, gone),
-    )
-    return changes if _means_the_same(snapshot, changes) else ()
-
-
-def _means_the_same(snapshot: Snapshot, changes: tuple[Edit, ...]) -> bool:
-    """Return whether edits keep the meaning of a document, if it has one."""
-    old = snapshot.analysis
-    ordered = tuple(sorted(changes, key=lambda edit: edit.span))
-    if any(_overlap(a.span, b.span) for a, b in pairwise(ordered)):
-        return False
-    source = SourceFile(old.source.name, edited(old.source.text, list(ordered)))
-    new = snapshot.read(source, Sink())
-    if old.program is not None:
-        return new.program is not None and digest(new.program) == digest(old.program)
-    return new.clauses == old.clauses
 
 
 # --- formatting -----------------------------------------------------------------------------------

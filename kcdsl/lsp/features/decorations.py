@@ -62,21 +62,21 @@ class SemanticToken:
     modifiers: tuple[str, ...] = ()
 
 
-def tokens(snapshot: Snapshot, within: Span | None = None) -> list[SemanticToken]:
-    """Return the tokens of a document, or of the expressions that overlap a range, in order.
+def tokens(snapshot: Snapshot) -> list[SemanticToken]:
+    """Return the tokens of a document in order.
 
     The tokens of a clause depend only on its text and are cached by it, so that edits of long
     documents are cheap. Clauses beyond the first `_MOST` have none.
     """
     text = snapshot.source.text
-    found = layout(text) if len(text) > LARGE and within is None else None
+    found = layout(text) if len(text) > LARGE else None
     if found is None:
-        return _tokens(snapshot.analysis, within)
+        return _tokens(snapshot.analysis)
     begin, end = found.clauses[0].start, found.clauses[-1].end
     around = snapshot.near(Span(begin, begin), reduce=True).settled[0].analysis
     metrics = around.scope.metrics
     own = frozenset(metrics.own)
-    result = [t for t in _tokens(around, None) if not begin <= t.span.start < end]
+    result = [t for t in _tokens(around) if not begin <= t.span.start < end]
     for clause in found.clauses[:_MOST]:
         for token in _of_clause(text[clause.start : clause.end], own):
             start = token.span.start + clause.start
@@ -96,17 +96,15 @@ def _of_clause(text: str, metrics: frozenset[str]) -> tuple[SemanticToken, ...]:
     source = SourceFile("", _HEAD + text)
     root = parse_yaml(source, Sink())
     known = Scope({}, {}, metrics=Registry(dict.fromkeys(metrics, next(BUILT_IN.definitions()))))
-    found = _tokens(Analysis(source, root, scope=known), None)
+    found = _tokens(Analysis(source, root, scope=known))
     return tuple(
         replace(t, span=Span(t.span.start - len(_HEAD), t.span.end - len(_HEAD))) for t in found
     )
 
 
-def _tokens(analysis: Analysis, within: Span | None) -> list[SemanticToken]:
+def _tokens(analysis: Analysis) -> list[SemanticToken]:
     found: list[SemanticToken] = []
     for field in fields(analysis.root):
-        if within is not None and not field.span.touches(within):
-            continue
         found += _names(analysis.source, field)
         expression = written(analysis, field)
         for word in expression.words if expression is not None else ():

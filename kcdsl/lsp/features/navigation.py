@@ -1,11 +1,9 @@
-"""Definition, references and highlights of names; outline, folding and selection ranges."""
+"""Definition and references of names, and the outline of a document."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, is_dataclass, replace
-from dataclasses import fields as dataclass_fields
+from dataclasses import replace
 from pathlib import Path
 
 from lsprotocol import types as lsp
@@ -23,24 +21,12 @@ from kcdsl.lsp.text.nodes import (
     Occurrence,
     at,
     fields,
-    fields_at,
     inner_span,
-    language,
 )
-from kcdsl.lsp.text.positions import Lines, LinkTarget, Ranges
+from kcdsl.lsp.text.positions import LinkTarget, Ranges
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, SequenceNode
-from kcdsl.syntax.parser import parse_expression
 
 _START = Span(0, 0)
-_NAMES_FILES = {"file", "data", "checkpoint", "config", "tokenizer"}
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A range that names a file."""
-
-    span: Span
-    path: Path
 
 
 def definition(snapshot: Snapshot, offset: int) -> list[LinkTarget]:
@@ -48,8 +34,7 @@ def definition(snapshot: Snapshot, offset: int) -> list[LinkTarget]:
     analysis, found = snapshot.analysis, snapshot.occurrences
     here = at(found, offset, foreign=True)
     if here is None:
-        here_linked = (link for link in links(snapshot) if link.span.holds(offset))
-        return [LinkTarget(_START, link.path) for link in here_linked]
+        return []
     if here.foreign is not None:
         return _in_library(analysis, here)
     if here.kind is NameKind.METRIC:
@@ -71,43 +56,7 @@ def references(snapshot: Snapshot, offset: int, declaration: bool = True) -> lis
     return [o.span for o in found if o.key == here.key and (declaration or not o.declares)]
 
 
-def highlights(snapshot: Snapshot, offset: int) -> list[tuple[Span, bool]]:
-    """Return every span of the name at an offset, and whether it is the declaration."""
-    found = snapshot.occurrences
-    declared = {o.span for o in found if o.declares}
-    return [(span, span in declared) for span in references(snapshot, offset)]
-
-
 # --- other files ---------------------------------------------------------------------------------
-
-
-def links(snapshot: Snapshot) -> list[Link]:
-    """Return the files that the document names and that exist."""
-    folder = snapshot.document.folder
-    if folder is None:
-        return []
-    found = []
-    for item in fields(snapshot.analysis.root):
-        path = _file_of(item, folder)
-        if path is not None and isinstance(item.value, Scalar):
-            found.append(Link(inner_span(snapshot.source, item.value), path))
-    return found
-
-
-def _file_of(field: Field, folder: Path) -> Path | None:
-    if field.name not in _NAMES_FILES or not isinstance(field.value, Scalar):
-        return None
-    section, text = field.path[0], field.value.text
-    known = section in {"data", "model", "slices"} or (
-        section == "imports" and field.name == "file"
-    )
-    if not known or not text or "\0" in text or text.startswith("package:"):
-        return None
-    path = folder / text
-    try:
-        return path if path.is_file() else None
-    except (OSError, ValueError):
-        return None
 
 
 def _in_library(analysis: Analysis, here: Occurrence) -> list[LinkTarget]:
@@ -153,7 +102,6 @@ def with_open_texts(targets: list[LinkTarget], snapshot: Snapshot) -> list[LinkT
 # --- outline --------------------------------------------------------------------------------------
 
 
-_COMMENT = re.compile(r"[ \t]*#")
 _SECTIONS = {"slices", "tables", "clauses", "kernels", "imports", "constants"}
 
 
@@ -254,71 +202,3 @@ def _detail(section: str, node: Node) -> str:
 def _text(node: Node, name: str) -> str:
     value = node.get(name) if isinstance(node, Mapping) else None
     return quoted(value) if isinstance(value, Scalar) else ""
-
-
-# --- folding -------------------------------------------------------------------------------------
-
-
-def folds(analysis: Analysis, lines: Lines) -> list[lsp.FoldingRange]:
-    """Return folding ranges of multi-line fields and of blocks of comments."""
-    found: dict[tuple[int, int], lsp.FoldingRange] = {}
-    for item in fields(analysis.root):
-        span = _trimmed(item.span, analysis.source)
-        first, last = lines.number(span.start), lines.number(span.end)
-        if last > first:
-            found[first, last] = _fold(first, last, lsp.FoldingRangeKind.Region)
-    every = [*found.values(), *_comments(lines)]
-    return sorted(every, key=lambda fold: (fold.start_line, -fold.end_line))
-
-
-def _fold(first: int, last: int, kind: lsp.FoldingRangeKind) -> lsp.FoldingRange:
-    return lsp.FoldingRange(start_line=first, end_line=last, kind=kind)
-
-
-def _comments(lines: Lines) -> Iterator[lsp.FoldingRange]:
-    first: int | None = None
-    for number in range(len(lines) + 1):
-        span = lines.span(number) if number < len(lines) else None
-        is_comment = span is not None and _COMMENT.match(lines.text, span.start, span.end)
-        if is_comment and first is None:
-            first = number
-        elif not is_comment and first is not None:
-            if number - 1 > first:
-                yield _fold(first, number - 1, lsp.FoldingRangeKind.Comment)
-            first = None
-
-
-# --- selection -----------------------------------------------------------------------------------
-
-
-def selection(analysis: Analysis, offset: int) -> list[Span]:
-    """Return the ranges around an offset, from the smallest to the whole document."""
-    spans = {Span(0, len(analysis.source.text))}
-    for item in fields_at(analysis.root, offset):
-        spans.add(_trimmed(item.span, analysis.source))
-        on_key = item.key is not None and item.key.span.holds(offset)
-        node = item.key if on_key and item.key is not None else item.value
-        spans.add(_trimmed(node.span, analysis.source))
-        if not on_key and isinstance(item.value, Scalar):
-            spans.add(inner_span(analysis.source, item.value))
-            if language(item.path, item.value) in {"requirement", "predicate"}:
-                parsed = parse_expression(analysis.source, item.value, Sink())
-                spans |= set(_spans(parsed))
-    holding = [span for span in spans if span.holds(offset)]
-    chain: list[Span] = []
-    for span in sorted(holding, key=lambda s: s.end - s.start):
-        if not chain or (span != chain[-1] and span.hull(chain[-1]) == span):
-            chain.append(span)
-    return chain
-
-
-def _spans(value: object) -> Iterator[Span]:
-    """Yield the range of every part of a syntax tree."""
-    if isinstance(value, Span):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _spans(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for part in dataclass_fields(value):
-            yield from _spans(getattr(value, part.name))

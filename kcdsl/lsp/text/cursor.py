@@ -11,13 +11,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kcdsl.check.expressions.names import Function, find_function
 from kcdsl.check.layout import blank, layout, reduced, stands_alone
 from kcdsl.diagnostics.codes import NOT_YAML
 from kcdsl.diagnostics.model import Diagnostic, Sink
-from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.lsp.text.lexemes import Role, lexemes, open_frames
-from kcdsl.lsp.text.nodes import Path, fields, language
+from kcdsl.diagnostics.spans import SourceFile
+from kcdsl.lsp.text.nodes import Path, fields
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
 
 _WORD_BEFORE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\Z")
@@ -258,34 +256,3 @@ def _without_line(text: str, at: int) -> str:
     start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
     end = len(text) if end < 0 else end
     return text[:start] + blank(text[start:end]) + text[end:]
-
-
-# --- signatures -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """A function with the number of the parameter at the cursor."""
-
-    function: Function
-    parameter: int
-
-
-def signature(source: SourceFile, offset: int) -> Signature | None:
-    """Return the function of the innermost call around the cursor."""
-    cursor = locate(source, offset)
-    if cursor is None or cursor.is_key:
-        return None
-    scalar = Scalar(None, cursor.before, "plain", Span(offset, offset))
-    start = language(cursor.path, scalar)
-    if start is None:
-        return None
-    words = lexemes(cursor.before, start)
-    if words and words[-1].role is Role.TEXT and words[-1].end == len(cursor.before):
-        words = words[:-1]
-    for frame in reversed(open_frames(words)):
-        function = find_function(frame.opener)
-        if function is not None:
-            last = len(function.parameters) - 1
-            return Signature(function, min(frame.argument, last))
-    return None

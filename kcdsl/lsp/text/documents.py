@@ -152,10 +152,6 @@ class Snapshot:
         """Check another text in place of the document."""
         return analyse(source, sink, self.document.folder, self.texts)
 
-    def importing(self, texts: Texts) -> Snapshot:
-        """Return the snapshot with other texts in place of files that it may import."""
-        return replace(self, texts={**self.texts, **texts})
-
     @cached_property
     def digest(self) -> str | None:
         """Return the digest of the contract, in hexadecimal digits; None where it has errors."""
