@@ -304,7 +304,7 @@ OF_USED: Mapping[str, tuple[tuple[str, ...], int]] = {
     "compile": (("compile", "contract.yaml"), 0),
     "lint": (("lint", "--fix", "contract.yaml"), 0),
     "explain": (("explain", "N-GAP", "contract.yaml"), 0),
-    "plan": (("plan", "contract.yaml", "--prior", "out/report.json"), 0),
+    "plan": (("plan", "contract.yaml", "--prior", "out/trace.parquet"), 0),
     "report": (("report", "out/report.json"), 0),
     "aggregate": (("aggregate", "tokens.parquet", "--contract", "contract.yaml"), 0),
     "status": (("status", "contract.yaml"), 1),

@@ -66,8 +66,7 @@ class PlanCommand(Looks):
     )
     prior: str | None = value(
         "FILE",
-        "report.json or trace.parquet of an earlier evaluation, for rates, spread and reachable "
-        "thresholds",
+        "trace.parquet of an earlier evaluation, for rates, spread and reachable thresholds",
     )
     format: OutputFormat = format_option()
 

@@ -21,7 +21,7 @@ class PriorSample(Record):
 
     `n` units of which `k` were beyond (None for a mean), the mean `value`; `needed` is the number
     of units that would show the clause with the power of the plan, if further units are like those
-    of the prior report. `threshold` is the tightest threshold that the prior report shows.
+    of the prior trace. `threshold` is the tightest threshold that the prior trace shows.
     """
 
     n: int

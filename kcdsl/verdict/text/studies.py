@@ -232,7 +232,7 @@ def _priors(rows: Iterable[PlanRow], percent: str) -> Table:
             for row in rows
             if (found := row.prior) is not None
         ),
-        "\nas in the prior report",
+        "\nas in the prior trace",
     )
 
 
@@ -257,7 +257,7 @@ def _remarks(row: PlanRow) -> Iterator[str]:
             yield f"{more} more {row.unit}, none of them beyond, would show it"
         elif row.prior is not None and (row.prior.needed or 0) > row.have:
             more = (row.prior.needed or 0) - row.have
-            yield f"about {more} more {row.unit}, like those of the prior report, would show it"
+            yield f"about {more} more {row.unit}, like those of the prior trace, would show it"
     if row.note and row.state != "census":
         yield row.note
 

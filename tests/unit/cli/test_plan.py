@@ -1,4 +1,4 @@
-"""`kcdsl plan`: what is needed, what there is, prior reports, looks, and every way to go wrong."""
+"""`kcdsl plan`: what is needed, what there is, prior traces, looks, and every way to go wrong."""
 
 from __future__ import annotations
 
@@ -224,11 +224,11 @@ def test_shares_of_requests_are_planned_like_budgets(write: Write, planned: Any)
         row = found[name]
         assert (row["allowed"], row["without_any"], row["at_half"]) == (None, 299, None)
         assert (row["state"], row["may_exceed"]) == ("unknown", None)
-        assert "a prior report determines how many" in row["note"]
+        assert "a prior trace determines how many" in row["note"]
     assert "equal to a number" in found["EXACT all"]["note"]
 
 
-# --- prior reports -------------------------------------------------------------------------------
+# --- prior traces --------------------------------------------------------------------------------
 
 
 def record(
@@ -300,7 +300,7 @@ def test_the_trace_of_an_evaluation_is_a_prior(tmp_path: Path, cli: Any, planned
     found = planned(tmp_path, "--prior", "out/trace.parquet")
     assert found["N-0 all"]["prior"]["n"] == len(PROMPTS)
     log = cli("plan", "--prior", "out/trace.jsonl", cwd=tmp_path)
-    assert (log.code, "error[KC629]" in log.stderr) == (2, True)
+    assert (log.code, "error[KC630]" in log.stderr) == (2, True)
     damaged = bytearray((tmp_path / "out/trace.parquet").read_bytes())
     damaged[len(damaged) // 2] ^= 1
     (tmp_path / "damaged.parquet").write_bytes(damaged)
@@ -336,7 +336,7 @@ def flipped(i: int, flips: int) -> SamplingUnit:
 def test_rare_flips_are_shown_about_as_often_as_planned(
     write: Write, planned: Any, every: int
 ) -> None:
-    """Requests drawn as in the prior report, as many as it names, hold the clause in about 80 %:
+    """Requests drawn as in the prior trace, as many as it names, hold the clause in about 80 %:
     too few have no flips to resample, and such a sample shows nothing."""
     from kcdsl_backends.empirical.statistics.bootstrap import clustered_ratio
 
@@ -376,85 +376,7 @@ def test_failures_and_magnitudes_of_a_trace(write: Write, planned: Any) -> None:
     found = planned(folder, *prior(folder, units))
     assert (found["FAILED all"]["prior"]["k"], found["FAILED all"]["prior"]["n"]) == (1, 101)
     assert found["SIZE all"]["prior"] is None
-    assert found["P99 all"]["note"] == "the prior report has no data for it"
-
-
-def reported(**changes: Any) -> dict[str, Any]:
-    """Return one row of report.json, as far as a plan reads it."""
-    found = {
-        "clause": "P99", "slice": "all", "requirement": "p99(kl) <= 1e-3", "metric": "p99(kl)",
-        "verdict": "inconclusive", "op": "<=", "threshold": 1e-3, "value": 5e-4, "low": 1e-4,
-        "high": None, "n": 200, "confidence": 0.95, "budget": None,
-        "exceedance": {"k": 1, "n": 200, "of": "requests"},
-    }  # fmt: skip
-    found |= changes
-    return {"obligation": f"{found['clause']}/{found['slice']}/0", **found}
-
-
-def by_report(folder: Path, planned: Any, **changes: Any) -> Any:
-    document = {"schema": "kcdsl.report/2", "clauses": [reported(**changes)]}
-    (folder / "report.json").write_text(json.dumps(document))
-    return planned(folder, "--prior", "report.json")
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"threshold": 1e-2}, {"metric": "p99(tv)"}, {"metric": "p95(kl)"}, {"op": ">="},
-        {"budget": "10% of windows"}, {"clause": "OTHER"}, {"slice": "long"},
-        {"verdict": "invalid_evidence"}, {"exceedance": None},
-    ],
-)  # fmt: skip
-def test_units_beyond_another_threshold_are_no_prior(
-    write: Write, planned: Any, changed: dict[str, Any]
-) -> None:
-    """The contract may have changed since: k of n was counted against what stood there then."""
-    folder = write(300, "P99")
-    assert by_report(folder, planned)["P99 all"]["prior"]["k"] == 1
-    row = by_report(folder, planned, **changed)["P99 all"]
-    assert (row["prior"], row["note"]) == (None, "the prior report has no data for it")
-
-
-def test_a_mean_is_the_same_whatever_it_was_compared_with(write: Write, planned: Any) -> None:
-    folder = write(300, "MEAN")
-    mean = {"clause": "MEAN", "metric": "mean(kl)", "high": 6e-4, "exceedance": None}
-    first = by_report(folder, planned, **mean)["MEAN all"]["prior"]
-    assert first["needed"] >= 20
-    assert by_report(folder, planned, **mean, threshold=0.5)["MEAN all"]["prior"] == first
-    other = by_report(folder, planned, **{**mean, "metric": "mean(tv)"})["MEAN all"]
-    assert other["prior"] is None
-
-
-def test_equal_repeats_of_a_report(write: Write, planned: Any) -> None:
-    folder = write(300, "SAME")
-    row = {"clause": "SAME", "metric": "determinism", "op": ">=", "threshold": 0.9, "value": 0.98}
-    found = by_report(folder, planned, **row, n=50, exceedance=None)["SAME all"]["prior"]
-    assert (found["k"], found["n"]) == (1, 50)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"exceedance": {"k": 2, "n": 0}}, {"exceedance": {"k": -1, "n": 5}},
-        {"exceedance": {"k": 6, "n": 5}}, {"exceedance": {"k": 1.0, "n": 5}},
-        {"exceedance": {"k": True, "n": 5}}, {"exceedance": {"k": 1, "n": 10**300}},
-        {"exceedance": {"k": 1}}, {"exceedance": "1 of 5"}, {"value": "x"}, {"high": []},
-        {"low": float("nan")}, {"value": float("inf")}, {"value": 10**400}, {"n": "x"},
-        {"confidence": 1.5}, {"confidence": 0}, {"n": -1}, {"obligation": "P99/all/0"},
-    ],
-)  # fmt: skip
-def test_a_report_with_impossible_numbers_is_no_prior(
-    cli: Any, write: Write, changed: dict[str, Any]
-) -> None:
-    folder = write(300, "P99", "MEAN")
-    rows = [reported(**changed), reported(clause="MEAN", metric="mean(kl)", high=6e-4) | changed]
-    document = {"schema": "kcdsl.report/2", "clauses": rows}
-    (folder / "report.json").write_text(json.dumps(document))
-    ran = cli("plan", "--prior", "report.json", cwd=folder)
-    assert ran.code == 2
-    assert "error[KC629]" in ran.stderr
-    assert ran.stdout == ""
+    assert found["P99 all"]["note"] == "the prior trace has no data for it"
 
 
 def test_a_mean_beyond_every_number_says_nothing(write: Write, planned: Any) -> None:
@@ -484,7 +406,7 @@ def test_other_files_are_no_priors(cli: Any, write: Write, text: str) -> None:
     (folder / "prior.json").write_text(text)
     ran = cli("plan", "--prior", "prior.json", cwd=folder)
     assert ran.code == 2
-    assert "error[KC629]" in ran.stderr
+    assert "error[KC630]" in ran.stderr
     assert ran.stdout == ""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.canonical import digest
@@ -24,7 +25,6 @@ from kcdsl.model.files import Artefacts
 from kcdsl.model.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from kcdsl.verdict.studies import plan as document
 from kcdsl.verdict.studies.plan import Plan, PlanRow
-from kcdsl_backends.empirical.questions.prior_report import Observed, read_prior
 from kcdsl_backends.empirical.statistics import estimates, planning, rates
 from kcdsl_backends.empirical.statistics.bootstrap import FEWEST_CLUSTERS
 from kcdsl_backends.empirical.statistics.estimates import CONFIDENCE, Confidence
@@ -53,6 +53,9 @@ from kcdsl_backends.empirical.table.requirements import (
 )
 from kcdsl_backends.requests import RequestFile, requests_of, select
 
+if TYPE_CHECKING:
+    from kcdsl_backends.empirical.questions.prior import Observed
+
 _PROOFS = (EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.PROBABILISTIC)
 _ONE_EACH = "a request counts once, however often it is timed"
 NOISY = frozenset(
@@ -76,12 +79,16 @@ def plan(
     """Return the number of units for every clause that measurements decide, slice by slice.
 
     `base` is the folder of the contract, `looks` how many evaluations of growing data share the
-    error (None: any number), `prior` a report or a trace of an earlier evaluation. Missing data
-    files leave the available number of units unknown. Raises Refusal for data files and prior
-    reports that cannot be read, and for a contract without a clause to measure.
+    error (None: any number), `prior` the trace of an earlier evaluation. Missing data
+    files leave the available number of units unknown. Raises Refusal for data files and traces
+    that cannot be read, and for a contract without a clause to measure.
     """
     stated, program = program, expand_tables(program)
-    earlier = None if prior is None else read_prior(prior)
+    earlier = None
+    if prior is not None:
+        from kcdsl_backends.empirical.questions.prior import Prior  # needs torch
+
+        earlier = Prior.read(prior)
     confidence = estimates.confidence_over(looks)
     rows_of, units_of = _available(program, base)
     rows: list[PlanRow] = []
@@ -141,8 +148,8 @@ class _Case:
     def unseen(self) -> str:
         """Return the note on missing values of an earlier run."""
         if self.has_prior:
-            return "the prior report has no data for it"
-        return "a prior report determines how many (--prior FILE)"
+            return "the prior trace has no data for it"
+        return "a prior trace determines how many (--prior FILE)"
 
 
 def _row(case: _Case, program: Program, confidence: Confidence, power: float) -> PlanRow:
@@ -258,12 +265,12 @@ def _mean(row: PlanRow, case: _Case, confidence: Confidence, power: float) -> Pl
         return row if row.note else replace(row, note=case.unseen)
     distance = _slack(case.obligation.part, seen.value)
     needed = planning.units_for_mean(seen.variance, distance, power, confidence)
-    why = "the mean of the prior report is not within the threshold"
+    why = "the mean of the prior trace is not within the threshold"
     if bounded is not None and seen.value == bounded.best:
         needed = row.without_any
     elif needed is not None and seen.variance == 0:
         needed = None
-        why = "every request of the prior report is alike, which shows nothing of others"
+        why = "every request of the prior trace is alike, which shows nothing of others"
     elif needed is not None and bounded is not None:
         away = min(Fraction(1), Fraction(seen.away or 1, seen.n))
         some = planning.units_with_some(away, power, confidence)

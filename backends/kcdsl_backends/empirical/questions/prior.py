@@ -15,9 +15,9 @@ from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Abs, Statistic, Term
 from kcdsl_backends.empirical.decide.report import sampled_data, slice_data
 from kcdsl_backends.empirical.decide.values import Side, token_sums, worst_of_units
-from kcdsl_backends.empirical.questions.prior_report import Observed, PriorReport
 from kcdsl_backends.empirical.statistics.bootstrap import linear_error
 from kcdsl_backends.empirical.statistics.estimates import (
+    Array,
     NotMeasurable,
     check_values,
     rounded_sum,
@@ -27,17 +27,34 @@ from kcdsl_backends.empirical.table.requirements import allowed_rate, is_mean, t
 from kcdsl_backends.empirical.table.trace import read_trace
 
 
-def prior_of(path: Path) -> PriorReport:
-    """Read a trace; raises Refusal (KC630, KC631) if it cannot be relied upon."""
-    evidence = read_trace(path).evidence
-    return _FromTrace(sampled_data(evidence, slice_data(evidence)))
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """n units; either `k` of them are beyond the threshold, with the `worst` value of each, or they
+    have the mean `value` and the `variance` of one unit, and `away` of them another mean than the
+    best."""
+
+    n: int
+    k: int | None = None
+    value: float | None = None
+    variance: float | None = None
+    worst: Array | None = None
+    away: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _FromTrace:
+class Prior:
+    """The values of an earlier evaluation, by slice."""
+
     slices: Mapping[str, SliceData]
 
+    @classmethod
+    def read(cls, path: Path) -> Prior:
+        """Read a trace; raises Refusal (KC630, KC631) if it cannot be relied upon."""
+        evidence = read_trace(path).evidence
+        return cls(sampled_data(evidence, slice_data(evidence)))
+
     def observe(self, obligation: Obligation) -> Observed | None:
+        """Return the earlier values of an obligation; None if none is usable."""
         part, data = obligation.part, self.slices.get(obligation.slice or "")
         found = threshold(part.require)
         if found is None or data is None or not data.requests:
