@@ -1,25 +1,20 @@
-"""The pages of `kcdsl show`, `compare`, `fleet` and `why` in a real browser."""
+"""The pages of `kcdsl show` and `compare` in a real browser."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from kcdsl.verdict.html.causes import causes_page
 from kcdsl.verdict.html.certificate import certificate_page
 from kcdsl.verdict.html.comparison import comparison_page
-from kcdsl.verdict.html.fleet import fleet_page
 from kcdsl.verdict.studies.certificate_view import certificate_view
-from kcdsl.verdict.studies.fleet import CheckedClass, Direction, Fleet, FleetKernel, KernelPair
 from kcdsl_backends.empirical.questions.pairs import compare_runs
 from kcdsl_certs.verification.inspection import inspect
 from tests.support.browser import Browser
 from tests.support.evidence import evidence
-from tests.support.why_scenes import both
 
 pytestmark = pytest.mark.programs
 
@@ -41,47 +36,11 @@ def comparison() -> str:
     return comparison_page(compare_runs(one, two, history={}, references={}))
 
 
-def fleet() -> str:
-    """Return the page of five kernels that agree, disagree or are undecided, in two classes."""
-    kernels = tuple(
-        FleetKernel(f"K{n}", f"vendor.attention.kernel-{n}", f"{n:064x}") for n in range(1, 6)
-    )
-    states = itertools.cycle(("held", "held", "violated", "held", "inconclusive"))
-    pairs = []
-    for one, two in itertools.combinations(("K1", "K2", "K3", "K4", "K5"), 2):
-        state = next(states)
-        why = () if state == "held" else ("N-KL on all is violated: 12 of 40 requests are beyond",)
-        directions = (
-            Direction(one, two, state, ("a" * 64,), why),
-            Direction(two, one, "held", ("b" * 64,), ()),
-        )
-        pairs.append(KernelPair(one, two, directions))
-    checked = (CheckedClass("class-1.cert.json", ("K1", "K2"), "class/other", "K2 is no member"),)
-    unused = {"stray.cert.json": "it is named twice"}
-    contract = {"name": "serving", "version": "1.2.0"}
-    return fleet_page(Fleet(contract, "c" * 64, kernels, tuple(pairs), unused, checked))
-
-
-def causes(folder: Path) -> str:
-    """Return the page of a model update that interacts with new kernels, with one run misplaced."""
-    scene = both(folder, {("new", "new")})
-    others = (("old", "new"), ("new", "old"), ("old", "old"))
-    return causes_page(scene.why(("new", "new"), *others))
-
-
-def undecided(folder: Path) -> str:
-    """Return the page of a failure for which runs are missing."""
-    return causes_page(both(folder, {("new", "new")}).why(("new", "new")))
-
-
-PAGES: dict[str, Callable[[Path], str]] = {
-    "show-proof": lambda folder: certificate("valid"),
-    "show-failed": lambda folder: certificate("failed"),
-    "show-refused": lambda folder: certificate("bundle-bom"),
-    "compare": lambda folder: comparison(),
-    "fleet": lambda folder: fleet(),
-    "why": causes,
-    "why-undecided": undecided,
+PAGES: dict[str, Callable[[], str]] = {
+    "show-proof": lambda: certificate("valid"),
+    "show-failed": lambda: certificate("failed"),
+    "show-refused": lambda: certificate("bundle-bom"),
+    "compare": comparison,
 }
 
 
@@ -92,7 +51,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, made in PAGES.items():
         folder = tmp_path_factory.mktemp(name)
         found[name] = folder / f"{name}.html"
-        found[name].write_text(made(folder), encoding="utf-8")
+        found[name].write_text(made(), encoding="utf-8")
     return found
 
 

@@ -66,7 +66,8 @@ def _parts(found: RunComparison) -> Iterator[Part | None]:
         f" an error of {100 * found.error:g} % over all rows together. Not shown is no proof of"
         " equality."
     )
-    yield changes_part("Clauses by slice", found.rows, lead)
+    head = ("clause", "slice", "incumbent", "candidate", "worse", "better", "difference", "")
+    yield Part("Clauses by slice", lead, head=head, rows=[_row(row) for row in found.rows])
     for kind, title in (("quality", "Quality and reward"), ("cost", "Runtime cost")):
         yield _measures(title, [row for row in found.measures if row.kind == kind])
     yield _baselines(found)
@@ -82,12 +83,6 @@ def _parts(found: RunComparison) -> Iterator[Part | None]:
     ):
         if texts:
             yield Part(title, lines=texts)
-
-
-def changes_part(title: str, rows: Sequence[PairedRow], lead: str = "") -> Part:
-    """Return the section with the paired comparison of each obligation."""
-    head = ("clause", "slice", "incumbent", "candidate", "worse", "better", "difference", "")
-    return Part(title, lead, head=head, rows=[_row(row) for row in rows])
 
 
 def _in_unit(row: PairedRow, value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""A page of facts, tables and lists under one headline: certificates, comparisons, fleets."""
+"""A page of facts, tables and lists under one headline: certificates and comparisons."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class SheetCell:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One section: names with values, a table, and lines; `matrix`: the table is a matrix of
-    cells."""
+    """One section: names with values, a table, and lines."""
 
     title: str
     lead: str = ""
@@ -29,7 +28,6 @@ class Part:
     head: Sequence[str] = ()
     rows: Sequence[Sequence[SheetCell]] = ()
     lines: Sequence[str] = ()
-    matrix: bool = False
 
 
 @dataclass(frozen=True, slots=True)

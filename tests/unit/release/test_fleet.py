@@ -292,18 +292,6 @@ def test_other_weights_are_another_fleet(made: Scene, cli: Any) -> None:
     assert (ran.code, "2 checkpoints" in ran.stderr) == (2, True)
 
 
-def test_the_page_shows_the_matrix(made: Scene, cli: Any, tmp_path: Path) -> None:
-    made.pair("a", "b")
-    made.pair("b", "a", failed)
-    page = tmp_path / "fleet.html"
-    ran = cli(*made.words(), "--html", page)
-    assert (ran.code, ran.stdout) == (1, "")
-    text = page.read_text()
-    assert "Some kernels disagree" in text
-    assert "✗ disagree" in text
-    assert "<script" not in text
-
-
 # --- classes --------------------------------------------------------------------------------------
 
 

@@ -16,8 +16,12 @@ from kcdsl.api.causes import WhySettings, explain
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import EvidenceKind
 from kcdsl.release.artefacts import checkpoint_manifest
+<<<<<<< HEAD
 from kcdsl.release.register import PromotionReason, Register
 from kcdsl.verdict.html.causes import causes_page
+=======
+from kcdsl.release.register import Register
+>>>>>>> 662f27b9 (Print causes and fleets without pages of their own)
 from kcdsl.verdict.studies.causes import EFFECTS, Explanation, agreed_rows
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_certs.statement import Verdict
@@ -444,7 +448,7 @@ def test_a_report_alone_decides_the_contract(tmp_path: Path) -> None:
     assert "no units" in str(found.unused)
 
 
-def test_the_command_prints_text_json_and_a_page(
+def test_the_command_prints_text_and_json(
     tmp_path: Path, cli: Any, follows: Callable[..., None]
 ) -> None:
     scene = both(tmp_path, {NEW})
@@ -458,9 +462,6 @@ def test_the_command_prints_text_json_and_a_page(
     document = json.loads(cli(*command, "--format", "json").stdout)
     follows(document, "kcdsl.why/1")
     assert [cause["state"] for cause in document["causes"]] == ["excluded", "excluded", "shown"]
-    assert cli(*command, "--html", tmp_path / "why.html").code == 1
-    page = (tmp_path / "why.html").read_text(encoding="utf-8")
-    assert "<h1>The model update interacted with the kernels</h1>" in page
     lacking = cli(*command[:-2])
     assert lacking.code == 1
     follows(
@@ -468,13 +469,6 @@ def test_the_command_prints_text_json_and_a_page(
             cli("why", scene.trace(*OLD), "--register", scene.place, "--format", "json").stdout
         )
     )
-
-
-def test_the_page_escapes_what_files_are_called(tmp_path: Path) -> None:
-    found = both(tmp_path, {NEW}).why(NEW)
-    page = causes_page(replace(found, trace="<script>", unused={"<img>": "<b>"}))
-    assert "<script>" not in page
-    assert "<img>" not in page
 
 
 def test_damaged_files_and_wrong_digests_are_refused(tmp_path: Path, cli: Any) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kcdsl.api.contract import read_contract
 from kcdsl.cli.common import argument, value, values
 from kcdsl.cli.common.options import OutputFormat, Trusts, format_option, output_option
-from kcdsl.cli.common.output import deliver, print_json
+from kcdsl.cli.common.output import print_json
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
 
@@ -43,7 +43,6 @@ class FleetCommand(Trusts):
         "DIR", "folder for the certificates of --sign, class-1.cert.json and so on", "."
     )
     at: str | None = value("TIME", "read as of this time, 2026-11-30T12:00:00Z")
-    html: str | None = value("FILE", "write a page that needs no other file, and print nothing")
     format: OutputFormat = format_option()
 
     def run(self) -> Exit:
@@ -63,14 +62,9 @@ class FleetCommand(Trusts):
         found = replace(reading.fleet, checked=checked)
         if keys:
             self._write_classes(reading, keys, moment)
-        if self.html is not None:
-            from kcdsl.verdict.html.fleet import fleet_page
-
-            deliver(fleet_page(found), self.html)
-            print(one_line(f"wrote {self.html}"), file=sys.stderr)
         if self.format is OutputFormat.JSON:
             print_json(found.to_json())
-        elif self.html is None:
+        else:
             from kcdsl.verdict.text.fleet import print_fleet
 
             print_fleet(found, sys.stdout)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kcdsl.cli.commands.release.promotion import digest
-from kcdsl.cli.common import argument, value, values
+from kcdsl.cli.common import argument, values
 from kcdsl.cli.common.options import (
     Device,
     OutputFormat,
@@ -18,7 +18,7 @@ from kcdsl.cli.common.options import (
     register_option,
     register_place,
 )
-from kcdsl.cli.common.output import deliver, print_json, progress_bars, say
+from kcdsl.cli.common.output import print_json, progress_bars
 from kcdsl.exits import Exit
 
 
@@ -46,7 +46,6 @@ class WhyCommand(RunsCode):
         "DIGEST=PATH", "weights for such runs, by their digest; repeatable", read=_named_checkpoint
     )
     device: Device = device_option()
-    html: str | None = value("FILE", "write a page that needs no other file, and print nothing")
     format: OutputFormat = format_option()
 
     def run(self) -> Exit:
@@ -63,14 +62,9 @@ class WhyCommand(RunsCode):
                 progress=progress_bars,
             )
         )
-        if self.html is not None:
-            from kcdsl.verdict.html.causes import causes_page
-
-            deliver(causes_page(found), self.html)
-            say(f"wrote {self.html}")
         if self.format is OutputFormat.JSON:
             print_json(found.to_json())
-        elif self.html is None:
+        else:
             from kcdsl.verdict.text.causes import print_causes
 
             print_causes(found, sys.stdout)
