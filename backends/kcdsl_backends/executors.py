@@ -275,20 +275,16 @@ Given = TypeVar("Given")
 
 
 def in_order(
-    questions: Sequence[Asked],
-    ask: Callable[[Asked], Given],
-    at_once: int = 1,
-    known: Mapping[int, Given] | None = None,
+    questions: Sequence[Asked], ask: Callable[[Asked], Given], at_once: int = 1
 ) -> Generator[Given, None, None]:
     """Yield the answer to each question, in the order of the questions.
 
-    `known` are answers by index; these questions are not asked. With `at_once` 1, a question is
-    asked when its answer is requested; otherwise that many threads ask ahead. Exceptions of `ask`
-    are raised here as soon as they occur. After the generator is closed, no question is asked.
+    With `at_once` 1, a question is asked when its answer is requested; otherwise that many threads
+    ask ahead. Exceptions of `ask` are raised here as soon as they occur. After the generator is
+    closed, no question is asked.
     """
-    ready: dict[int, Given] = dict(known or {})
-    left = [place for place in range(len(questions)) if place not in ready]
-    with closing(_arriving(questions, left, ask, at_once)) as arriving:
+    ready: dict[int, Given] = {}
+    with closing(_arriving(questions, ask, at_once)) as arriving:
         for place in range(len(questions)):
             while place not in ready:
                 at, given = next(arriving)
@@ -297,14 +293,13 @@ def in_order(
 
 
 def _arriving(
-    questions: Sequence[Asked], places: Sequence[int], ask: Callable[[Asked], Given], at_once: int
+    questions: Sequence[Asked], ask: Callable[[Asked], Given], at_once: int
 ) -> Generator[tuple[int, Given], None, None]:
     """Yield (index, answer) in the order of arrival."""
     if at_once == 1:
-        for place in places:
-            yield place, ask(questions[place])
+        yield from enumerate(map(ask, questions))
         return
-    waiting, lock, over = iter(places), Lock(), Event()
+    waiting, lock, over = iter(range(len(questions))), Lock(), Event()
     results: SimpleQueue[tuple[int, Given] | BaseException] = SimpleQueue()
 
     def work() -> None:
@@ -320,10 +315,10 @@ def _arriving(
                 results.put(error)
 
     # daemons: a cancelled evaluation does not wait for pending answers
-    for _ in range(min(at_once, len(places))):
+    for _ in range(min(at_once, len(questions))):
         Thread(target=work, name=THREAD, daemon=True).start()
     try:
-        for _ in places:
+        for _ in questions:
             found = results.get()
             if isinstance(found, BaseException):
                 raise found

@@ -45,7 +45,7 @@ def source_of(
         case RolloutContext():
             return RolloutSource(context)
         case KernelContext(infer=ServerKernel() as server):
-            return ServerSource(context, server, checkpoint)
+            return ServerSource(context, server)
         case KernelContext():
             return KernelSource(context, checkpoint, spread)
     raise TypeError(f"no source of a {type(context).__name__}")

@@ -6,10 +6,8 @@ model, versions and device. As a last check the first request is run again, and 
 bits: outputs, and all values computed from them. Two processes give the same bits if all digests
 (`decisive`) are equal, so workers may run requests elsewhere.
 
-Answers of a server are reused if the contract, the prompts and the seed are the same, and the
-server is the same: it states the same identity, and draws the same bits after the *witness*, the
-longest prompt, which is sent alone at the beginning of every evaluation. A nondeterministic server
-cannot be recognised, so its answers are never reused.
+Answers of a server are asked for again: the second run could not show that they are of the same
+server.
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,20 +27,8 @@ from kcdsl.model.files import Artefacts, companion, file_digest
 from kcdsl.model.own_code import compiled_files, imported_code
 from kcdsl.source.files import is_file
 from kcdsl_backends.empirical.collection.context import KernelContext
-from kcdsl_backends.empirical.metrics.sampled import request_seed
 from kcdsl_backends.empirical.sources.kernels import MeasurementPlan
 from kcdsl_backends.empirical.sources.kernels.run import run_request
-from kcdsl_backends.empirical.sources.servers.kernel import (
-    Answer,
-    Continuation,
-    ServerKernel,
-    Silence,
-    UnusableReply,
-    answer_of,
-    differences,
-    from_bytes,
-    to_bytes,
-)
 from kcdsl_backends.empirical.table import rows
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.empirical.table.evidence import RequestRun
@@ -211,120 +195,3 @@ def decisive(
 def digest_of(value: object) -> str:
     """Return the sha256 of plain JSON data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-# --- resuming ------------------------------------------------------------------------------------
-
-
-_SERVER, _WITNESS = "server", "witness"
-"""Names of notes in the run checkpoint; those of answers are from `_name`."""
-
-
-@dataclass(slots=True)
-class Kept:
-    """Stored answers, by the key of their request, and the checkpoint for further ones."""
-
-    checkpoint: RunCheckpoint | None = None
-    answers: dict[str, Answer] = field(default_factory=dict)
-    _lock: Any = field(default_factory=Lock)
-
-    def keep(self, request: Request, answer: Answer) -> None:
-        """Store an answer; thread-safe. Raises Refusal if it cannot be written."""
-        if isinstance(answer, Silence):
-            return
-        with self._lock:
-            if self.checkpoint is not None:
-                self.checkpoint.keep_note(_name(request), to_bytes(answer))
-
-    def close(self) -> None:
-        """Store no further answers: late ones may arrive after the run checkpoint is closed."""
-        with self._lock:
-            self.checkpoint = None
-
-
-def resume_served(
-    checkpoint: RunCheckpoint,
-    context: KernelContext,
-    server: ServerKernel,
-    requests: Sequence[Request],
-) -> Kept:
-    """Open the run checkpoint; return the answers that can be reused.
-
-    Raises Refusal if the run checkpoint cannot be written, and if the server does not answer.
-    """
-    key = served_key(context, server, requests)
-    checkpoint.open(key)
-    if not requests:
-        return Kept(checkpoint)
-    witness = _witness(server, requests, context.seed)
-    now = {_SERVER: _identity(server), _WITNESS: to_bytes(witness)}
-    before = {name: checkpoint.note(name) for name in now}
-    found = {r.key: checkpoint.note(_name(r)) for r in requests}
-    kept = {name: note for name, note in found.items() if note is not None}
-    another = _why_another(before, now, isinstance(witness, Continuation))
-    if another is not None and kept:
-        checkpoint.restart(key, another)
-    if another is not None:
-        for name, note in now.items():
-            checkpoint.keep_note(name, note)
-        return Kept(checkpoint)
-    if kept:
-        checkpoint.take_over(len(kept), len(requests))
-    return Kept(checkpoint, {k: from_bytes(note, server.semantics) for k, note in kept.items()})
-
-
-def served_key(context: KernelContext, server: ServerKernel, requests: Sequence[Request]) -> str:
-    """Return the digest of everything that decides the requests to a server."""
-    decisive = {
-        "contract": digest(context.program),
-        "model": dict(context.model),
-        "vocabulary": server.vocabulary.size,
-        "requests": [
-            [request.key, list(request.tokens), rows.fields_text(request.fields)]
-            for request in requests
-        ],
-        "seed": context.seed,
-        "kcdsl": context.environment.get("kcdsl"),
-    }
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
-
-
-def _name(request: Request) -> str:
-    """Return the name of the note with the answer to a request, for any id."""
-    return f"answer {json.dumps(request.key)}"
-
-
-def _identity(server: ServerKernel) -> bytes:
-    said = {**server.fingerprint()["server"], "prompts": server.prompts}
-    return json.dumps(said, sort_keys=True).encode()
-
-
-def _witness(
-    server: ServerKernel, requests: Sequence[Request], seed: int
-) -> Continuation | UnusableReply:
-    """Return the server's answer to the longest prompt, sent alone."""
-    longest = max(requests, key=lambda request: request.length)
-    answer = answer_of(server, longest.tokens, request_seed(seed, f"{_WITNESS} {longest.key}"))
-    if isinstance(answer, Silence):
-        raise answer.refusal
-    return answer
-
-
-def _why_another(
-    before: Mapping[str, bytes | None], now: Mapping[str, bytes], usable: bool
-) -> str | None:
-    """Return why it is not certain that the server is the same; None if it is."""
-    first, witness = before[_SERVER], before[_WITNESS]
-    if first is None or witness is None:
-        return "what was kept does not say which server gave it"
-    if first != now[_SERVER]:
-        said = differences(json.loads(first), json.loads(now[_SERVER]))
-        return f"the server is another one: {said}"
-    if not usable:
-        return "the answer by which the server would be known again cannot be used"
-    if witness != now[_WITNESS]:
-        return (
-            "the server gives other tokens or values than before after the same prompt with the"
-            " same seed: it has other settings, or does not repeat itself"
-        )
-    return None

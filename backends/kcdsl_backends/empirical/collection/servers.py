@@ -13,7 +13,6 @@ from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import Clause
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
-from kcdsl_backends.empirical.collection.resume import Kept, resume_served
 from kcdsl_backends.empirical.diagnoses.model import outcome
 from kcdsl_backends.empirical.diagnoses.recorded import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.diagnoses.weights import weights_checksum
@@ -30,7 +29,6 @@ from kcdsl_backends.empirical.sources.servers.kernel import (
     Silence,
     answer_of,
 )
-from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun, SamplingUnit, Timing
 from kcdsl_backends.empirical.table.requirements import (
     PROOFS,
@@ -52,14 +50,10 @@ _TIMES = frozenset({"arrived", "stamps"})
 
 @dataclass(frozen=True, slots=True)
 class ServerSource:
-    """A server that draws after every request of the slices, and the kernel that scores it.
-
-    Answers in `checkpoint` are not requested again.
-    """
+    """A server that draws after every request of the slices, and the kernel that scores it."""
 
     context: KernelContext
     server: ServerKernel
-    checkpoint: RunCheckpoint | None = None
 
     @property
     def slices(self) -> Collection[str]:
@@ -93,7 +87,13 @@ class ServerSource:
         """Draw, score, measure, and time. Raises Refusal if the server is not reliable."""
         context, requests = self.context, self.context.requests
         metrics = SUMMARY | {name for clause in clauses for name in metrics_of(clause.require)}
-        found = self._answers(progress)
+        found = gather_rollouts(
+            self.server,
+            context.train,
+            requests,
+            context.seed,
+            lambda done, total: progress("server and training kernel", done, total),
+        )
         slices = {name: _units(rows) for name, rows in context.slices.items()}
         rows = {name: tuple(unit.request for unit in own) for name, own in slices.items()}
         units = {unit.request.key: unit for own in slices.values() for unit in own}
@@ -113,34 +113,8 @@ class ServerSource:
                 " bound stands beside what it drew",
                 *([_timed_as(self.server)] if times.runs else []),
                 *([f"{repeated} requests repeat a prompt and count with it"] if repeated else []),
-                *(() if self.checkpoint is None else self.checkpoint.notes),
             ),
         )
-
-    def _answers(self, progress: Progress) -> ServerRollouts:
-        context, checkpoint = self.context, self.checkpoint
-        requests = context.requests
-        kept = (
-            Kept()
-            if checkpoint is None
-            else resume_served(checkpoint, context, self.server, requests)
-        )
-        try:
-            return gather_rollouts(
-                self.server,
-                context.train,
-                requests,
-                context.seed,
-                lambda done, total: progress("server and training kernel", done, total),
-                kept,
-            )
-        except Refusal as refusal:
-            if checkpoint is not None and refusal.diagnostics[0].code is codes.SERVER_CHANGED:
-                kept.close()
-                checkpoint.remove()  # the answers may be of two servers
-            raise
-        finally:
-            kept.close()
 
     def _timing(
         self,
@@ -289,28 +263,21 @@ def gather_rollouts(
     requests: Sequence[Request],
     seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    kept: Kept | None = None,
 ) -> ServerRollouts:
     """Let the server draw after each request, and the training kernel score it.
 
     The contract states the number of concurrent requests; results are in the order of requests.
-    `kept` has the stored answers.
-
     Raises Refusal if the server no longer answers, and if it has changed at the end: its answers
     are then not comparable.
     """
-    kept = kept or Kept()
     found = ServerRollouts({}, {}, ())
     policies: list[Policy] = []
     silent = kept_logits = 0
 
     def ask(request: Request) -> Answer:
-        answer = answer_of(server, request.tokens, request_seed(seed, request.key))
-        kept.keep(request, answer)
-        return answer
+        return answer_of(server, request.tokens, request_seed(seed, request.key))
 
-    known = {at: kept.answers[r.key] for at, r in enumerate(requests) if r.key in kept.answers}
-    with closing(in_order(requests, ask, server.service.concurrency, known)) as answers:
+    with closing(in_order(requests, ask, server.service.concurrency)) as answers:
         for done, (request, answer) in enumerate(zip(requests, answers, strict=True), 1):
             silent = silent + 1 if isinstance(answer, Silence) else 0
             if isinstance(answer, Silence) and silent == FAILURES:

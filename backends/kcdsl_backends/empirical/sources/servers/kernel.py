@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -342,15 +341,15 @@ def _changed(found: str) -> Refusal:
 
 @dataclass(frozen=True, slots=True)
 class UnusableReply:
-    """An answer that cannot be used, and why. It is stored: asking again until an answer is usable
-    would bias the sample."""
+    """An answer that cannot be used, and why. It is not asked for again: asking until an answer is
+    usable would bias the sample."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """No answer. It is not stored: the next evaluation asks again."""
+    """No answer."""
 
     refusal: Refusal
 
@@ -381,32 +380,3 @@ def answer_of(server: ServerKernel, prompt: tuple[int, ...], seed: int) -> Answe
 def _reason(refusal: Refusal) -> str:
     first = refusal.diagnostics[0]
     return f"{first.code}: {first.message}"
-
-
-# --- bytes ---------------------------------------------------------------------------------------
-
-
-def to_bytes(answer: Continuation | UnusableReply) -> bytes:
-    """Return an answer as a line of JSON, which preserves all bits of its numbers."""
-    if isinstance(answer, UnusableReply):
-        return json.dumps({"unusable": answer.reason}).encode()
-    top = answer.side.top
-    lists = None if top is None else [top.ids.tolist(), top.logs.tolist()]
-    found = {"tokens": answer.tokens, "logs": answer.side.logs.tolist(), "top": lists}
-    return json.dumps(found).encode()
-
-
-def from_bytes(content: bytes, semantics: Semantics) -> Continuation | UnusableReply:
-    """Return the answer of `to_bytes`; `semantics` is that of the server's log-probabilities.
-
-    Raises ValueError or KeyError for other bytes.
-    """
-    found = json.loads(content)
-    if "unusable" in found:
-        return UnusableReply(str(found["unusable"]))
-    top = None
-    if found["top"] is not None:
-        ids, logs = found["top"]
-        top = TopLogs(np.array(ids, np.int64), np.array(logs, np.float64))
-    logs = np.array(found["logs"], np.float64)
-    return Continuation(tuple(found["tokens"]), Side(logs, semantics, top))
