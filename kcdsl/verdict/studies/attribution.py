@@ -105,19 +105,6 @@ class Term(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Interaction(Record):
-    """The joint effect of two sources minus the sum of their effects: 0 where effects add up."""
-
-    first: str
-    second: str
-    figure: EstimatedNumber
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {"first": self.first, "second": self.second, **self.figure.to_json()}
-
-
-@dataclass(frozen=True, slots=True)
 class IntermediateKernel(Record):
     """A kernel between both sides: the sources taken from infer, and its drift or why it has
     none."""
@@ -285,7 +272,6 @@ class Attribution(DocumentRecord):
     orders: tuple[int, int]
     sources: tuple[Source, ...]
     terms: tuple[Term, ...]
-    interactions: tuple[Interaction, ...]
     between: tuple[IntermediateKernel, ...]
     layers: Layers | None
     envelopes: tuple[Envelope, ...]

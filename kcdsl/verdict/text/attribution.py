@@ -153,10 +153,6 @@ def _remarks(found: Attribution) -> list[RenderableType]:
     for row in found.sources:
         if row.reason and row.state != "differs":  # kernels that do not run are listed below
             lines.append(Text(f"  {row.name}: {row.reason}", style="dim"))
-    for pair in found.interactions:
-        if pair.figure.shown:
-            words = f"  {pair.first} and {pair.second} do {_figure(pair.figure)} together"
-            lines.append(Text(f"{words} beyond what each does"))
     lines += [Text(f"  {line}") for line in _not_run(found)]
     simulated = ["+".join(b.sources) for b in found.between if b.simulated and b.value is not None]
     if simulated:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations
 from typing import Any, Literal
 
 from kcdsl.verdict.studies.attribution import (
@@ -13,7 +12,6 @@ from kcdsl.verdict.studies.attribution import (
     Candidate,
     Envelope,
     EstimatedNumber,
-    Interaction,
     IntermediateKernel,
     Layers,
     Method,
@@ -33,7 +31,6 @@ from kcdsl_backends.empirical.attribution.shapley import (
     Statistic,
     Table,
     alone,
-    interaction,
     intervals,
     left_out,
     merged,
@@ -107,7 +104,6 @@ def assemble(
         orders=(shares.orders, shares.all_orders),
         sources=found,
         terms=_terms(players, shares, figures),
-        interactions=_interactions(players, figures),
         between=tuple(
             IntermediateKernel(c.taken, values.get(mask), c.reason, c.simulated)
             for mask, c in between
@@ -138,12 +134,6 @@ def _figures(
         ),
         "shapley": dict(zip(players, shares.shares, strict=False)),
         "terms": _term_shares(players, known),
-        "interactions": _with_coefficients(
-            {
-                f"{players[i]}+{players[j]}": interaction(i, j, count, known)
-                for i, j in combinations(range(count), 2)
-            }
-        ),
     }
     found = intervals(table, {name: c for name, c in columns.items() if c}, frame.seed)
     if frame.blocked is None:
@@ -308,15 +298,6 @@ def _terms(players: Sequence[str], shares: Split, figures: Figures) -> tuple[Ter
             found.get(name),
         )
         for name in names
-    )
-
-
-def _interactions(players: Sequence[str], figures: Figures) -> tuple[Interaction, ...]:
-    found = figures.get("interactions", {})
-    return tuple(
-        Interaction(first, second, found[f"{first}+{second}"])
-        for first, second in combinations(players, 2)
-        if f"{first}+{second}" in found
     )
 
 

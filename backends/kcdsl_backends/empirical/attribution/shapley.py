@@ -1,4 +1,4 @@
-"""The values of coalitions, and their split among players: alone, left out, Shapley, pairs.
+"""The values of coalitions, and their split among players: alone, left out, Shapley.
 
 A coalition is a bit mask over the players; a game knows the values of some coalitions. Each split
 is a linear function of these values with rational coefficients, so that it is exact, sums up, and
@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations
 from math import factorial
 from typing import Literal
 
@@ -95,32 +94,6 @@ def left_out(player: int, players: int, known: Iterable[int]) -> Coefficients | 
     """Return v(all) - v(all without i); None where one of them is not known."""
     full = (1 << players) - 1
     return _difference(full, full & ~(1 << player), frozenset(known))
-
-
-def interaction(first: int, second: int, players: int, known: Iterable[int]) -> Coefficients | None:
-    """Return the Shapley interaction index of two players (Grabisch and Roubens 1999).
-
-    It is the gain of the pair beyond the sum of both single gains, averaged over the coalitions of
-    the others: 0 if effects are additive. None if a coalition is not known.
-    """
-    runs = frozenset(known)
-    pair = 1 << first | 1 << second
-    others = [p for p in range(players) if p not in (first, second)]
-    found: dict[int, Fraction] = {}
-    for size in range(len(others) + 1):
-        weight = Fraction(factorial(size) * factorial(players - size - 2), factorial(players - 1))
-        for chosen in combinations(others, size):
-            base = sum(1 << p for p in chosen)
-            for mask, sign in (
-                (base | pair, 1),
-                (base | 1 << first, -1),
-                (base | 1 << second, -1),
-                (base, 1),
-            ):
-                if mask not in runs:
-                    return None
-                found[mask] = found.get(mask, Fraction(0)) + sign * weight
-    return found
 
 
 def apply(coefficients: Coefficients, values: Mapping[int, float]) -> Fraction:

@@ -181,7 +181,6 @@ def test_what_does_not_run_is_named_and_the_rest_is_told() -> None:
     assert source(found, "operator").alone is None
     assert source(found, "operator").reason is not None
     assert total_of_shares(found) == pytest.approx(found.total.value, rel=1e-14)
-    assert found.interactions == ()
 
 
 @pytest.mark.full

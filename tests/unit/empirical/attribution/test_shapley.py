@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from kcdsl_backends.empirical.attribution.shapley import (
     alone,
     apply,
-    interaction,
     left_out,
     merged,
     split,
@@ -49,31 +48,12 @@ def test_an_additive_game_gives_each_its_own() -> None:
     weights = [0.5, 3.0, -1.25]
     values = {m: sum(w for i, w in enumerate(weights) if m >> i & 1) + 7.0 for m in every(3)}
     assert shares(3, values) == [Fraction(w) for w in weights]
-    for i, j in ((0, 1), (0, 2), (1, 2)):
-        pair = interaction(i, j, 3, values)
-        assert pair is not None
-        assert apply(pair, values) == 0
 
 
 def test_a_glove_game() -> None:
     """One left glove, two right ones: (2/3, 1/6, 1/6), the textbook values."""
     values = {m: float(bool(m & 1) and bool(m & 6)) for m in every(3)}
     assert shares(3, values) == [Fraction(2, 3), Fraction(1, 6), Fraction(1, 6)]
-
-
-def test_an_interaction_is_shared_by_halves_and_named() -> None:
-    values = {0: 0.0, 1: 1.0, 2: 2.0, 3: 5.0}
-    assert shares(2, values) == [2, 3]
-    pair = interaction(0, 1, 2, values)
-    assert pair is not None
-    assert apply(pair, values) == 2
-
-
-def test_the_interaction_of_three_is_the_mean_over_the_third() -> None:
-    values = {m: float(bin(m).count("1") == 3) for m in every(3)}
-    pair = interaction(0, 1, 3, values)
-    assert pair is not None
-    assert apply(pair, values) == Fraction(1, 2)
 
 
 @given(st.integers(1, 4), st.data())
@@ -118,7 +98,6 @@ def test_alone_and_left_out() -> None:
     assert apply(last, values) == 8
     assert alone(0, {0: 0.0, 3: 1.0}) is None
     assert left_out(0, 2, {0: 0.0, 1: 1.0, 3: 1.0}) is None
-    assert interaction(0, 1, 2, {0: 0.0, 1: 1.0, 3: 1.0}) is None
 
 
 def test_nothing_is_split_where_no_order_runs() -> None:
