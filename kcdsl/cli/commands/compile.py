@@ -12,7 +12,14 @@ from kcdsl.api.backends import solver_backend
 from kcdsl.api.contract import contracts_in, find_contract, read_contract, refuse_foreign_code
 from kcdsl.check.compile import analyse, compile_source, no_program
 from kcdsl.cli.common import Command, argument, choice, switch, value
-from kcdsl.cli.common.options import contract_argument, output_option, seconds, whole
+from kcdsl.cli.common.options import (
+    OutputFormat,
+    contract_argument,
+    format_option,
+    output_option,
+    seconds,
+    whole,
+)
 from kcdsl.cli.common.output import deliver, difference, progress_bars
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
 from kcdsl.diagnostics.codes import DATA_ABSENT, NO_BACKEND, UNKNOWN_CLAUSE, USAGE
@@ -321,21 +328,13 @@ def _table(program: Program, weights: str, routes: tuple[Route, ...], terminal: 
 # --- diff ----------------------------------------------------------------------------------------
 
 
-class DiffForm(StrEnum):
-    """The forms of a difference."""
-
-    TEXT = "text"
-    JSON = "json"
-    MARKDOWN = "markdown"
-
-
 @dataclass(frozen=True, kw_only=True)
 class DiffCommand(Command):
     """Check whether a contract, or the statement of a certificate, became stricter or weaker."""
 
     old: str = argument("OLD", "the old contract, its IR written by --emit ir, or a certificate")
     new: str = argument("NEW", "the new contract, its IR written by --emit ir, or a certificate")
-    format: DiffForm = choice(DiffForm, "output format", DiffForm.TEXT)
+    format: OutputFormat = format_option()
     output: str | None = output_option("FILE", "write the result to a file")
     timeout: float = value(
         "SECONDS", "time limit for all queries of z3 together", 60.0, read=seconds
@@ -357,27 +356,20 @@ class DiffCommand(Command):
 
     def _certificates(self, old: Path, new: Path) -> tuple[Relation, str]:
         from kcdsl.api.checking import differing
-        from kcdsl.verdict.studies.certificate_difference import (
-            CertificateDifference,
-            full,
-            markdown,
-        )
+        from kcdsl.verdict.studies.certificate_difference import full
 
         found = differing(old, new)
-        dumps = CertificateDifference.dumps
-        forms = {DiffForm.TEXT: full, DiffForm.JSON: dumps, DiffForm.MARKDOWN: markdown}
-        return found.relation, forms[self.format](found)
+        return found.relation, full(found) if self.format is OutputFormat.TEXT else found.dumps()
 
     def _contracts(self) -> tuple[Relation, str]:
-        from kcdsl.verdict.studies.difference import Difference, full, markdown
+        from kcdsl.verdict.studies.difference import Difference, full
 
         old, new = _program(self.old), _program(self.new)
         backend = solver_backend("kcdsl diff")
         question, total = _limits(self.timeout)
         with progress_bars() as report:
             found: Difference = backend.difference(old, new, question, total, report)
-        forms = {DiffForm.TEXT: full, DiffForm.JSON: Difference.dumps, DiffForm.MARKDOWN: markdown}
-        return found.relation, forms[self.format](found)
+        return found.relation, full(found) if self.format is OutputFormat.TEXT else found.dumps()
 
 
 def _program(given: str) -> Program:

@@ -7,13 +7,12 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.contract import find_contract, read_contract, refuse_foreign_code
-from kcdsl.cli.common import Command, argument, choice, switch, value
-from kcdsl.cli.common.options import code_words
+from kcdsl.cli.common import Command, argument, switch, value
+from kcdsl.cli.common.options import OutputFormat, code_words, format_option
 from kcdsl.cli.common.output import print_json
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, refuse
 from kcdsl.diagnostics.codes import (
@@ -45,14 +44,6 @@ if TYPE_CHECKING:
 _CODE = re.compile(r"(?i)(?:kc)?([0-9]+)")
 
 
-class AnswerFormat(StrEnum):
-    """The forms of an answer."""
-
-    TEXT = "text"
-    JSON = "json"
-    MARKDOWN = "markdown"
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExplainCommand(Command):
     """Explain a code, a metric, or which backends cover a clause; print a page of the manual."""
@@ -65,7 +56,7 @@ class ExplainCommand(Command):
         words=code_words,
     )
     contract: str | None = argument("CONTRACT", "the contract of the clause", "?")
-    format: AnswerFormat = choice(AnswerFormat, "output format", AnswerFormat.TEXT)
+    format: OutputFormat = format_option()
     size: bool = switch("load the model and show which cases of a clause are small enough for z3")
     smtlib: str | None = value(
         "DIR", "with --size: write the z3 queries of these cases into this folder"
@@ -95,10 +86,8 @@ class ExplainCommand(Command):
             _show_metric(metric, self.format)
         elif page is not None:
             _show_page(page, self.format)
-        elif self.size and self.format is not AnswerFormat.TEXT:
+        elif self.size and self.format is not OutputFormat.TEXT:
             raise refuse(USAGE, "--size has no JSON", help="leave --format out")
-        elif self.format is AnswerFormat.MARKDOWN:
-            raise refuse(USAGE, "a clause is not explained as Markdown", help="leave --format out")
         else:
             _explain_clause(self.topic, self.contract, self.format)
             if self.size or self.smtlib is not None:
@@ -111,7 +100,7 @@ class ExplainCommand(Command):
 # --- codes ---------------------------------------------------------------------------------------
 
 
-def _explain_code(wanted: str, format: AnswerFormat) -> None:
+def _explain_code(wanted: str, format: OutputFormat) -> None:
     """Print the page of a code, or the list of a family of codes."""
     if wanted in FAMILIES:
         _list_codes(tuple(c for c in all_codes() if c.family == wanted), format)
@@ -124,10 +113,8 @@ def _explain_code(wanted: str, format: AnswerFormat) -> None:
         if family in FAMILIES:
             help = f"`kcdsl explain {family}` lists the codes about {FAMILIES[family]}"
         raise refuse(UNKNOWN_CODE, f"there is no code {wanted}", help=help)
-    if format is AnswerFormat.JSON:
+    if format is OutputFormat.JSON:
         _print_codes((found,))
-    elif format is AnswerFormat.MARKDOWN:
-        print(found.page.markdown, end="")
     else:
         _print_markdown(found.page.markdown, found.page.plain)
 
@@ -143,19 +130,17 @@ def _print_markdown(markdown: str, plain: str) -> None:
     Console().print(Markdown(markdown))
 
 
-def _list_codes(codes: Sequence[Code], format: AnswerFormat) -> None:
-    """Print codes by family: their titles, in Markdown and JSON their meaning too."""
-    if format is AnswerFormat.JSON:
+def _list_codes(codes: Sequence[Code], format: OutputFormat) -> None:
+    """Print codes by family: their titles, in JSON their meaning too."""
+    if format is OutputFormat.JSON:
         _print_codes(codes)
         return
-    markdown = format is AnswerFormat.MARKDOWN
     for family in dict.fromkeys(code.family for code in codes):
         before = "\n" if codes[0].family != family else ""
-        print(f"{before}{'## ' if markdown else ''}{family}: {FAMILIES[family]}\n")
+        print(f"{before}{family}: {FAMILIES[family]}\n")
         for code in codes:
             if code.family == family:
-                named = f"{code.id}  {code.title}"
-                print(f"- **{code.id}**: {code.title}. {code.summary}" if markdown else named)
+                print(f"{code.id}  {code.title}")
 
 
 def _print_codes(codes: Sequence[Code]) -> None:
@@ -173,14 +158,11 @@ def _print_codes(codes: Sequence[Code]) -> None:
     print_json({"schema": "kcdsl.codes/1", "codes": described})
 
 
-def _show_page(page: Page, format: AnswerFormat) -> None:
+def _show_page(page: Page, format: OutputFormat) -> None:
     """Print a page of the manual. Refuse JSON."""
-    if format is AnswerFormat.JSON:
+    if format is OutputFormat.JSON:
         raise refuse(USAGE, "a page is not explained as JSON", help="leave --format out")
-    if format is AnswerFormat.MARKDOWN:
-        print(page.markdown, end="")
-    else:
-        _print_markdown(page.markdown, page.plain)
+    _print_markdown(page.markdown, page.plain)
 
 
 # --- metrics -------------------------------------------------------------------------------------
@@ -195,18 +177,15 @@ def _metric_named(name: str, registry: Registry) -> MetricDefinition | None:
     return None if record is None else registry.find(record.metric)
 
 
-def _show_metric(metric: MetricDefinition, format: AnswerFormat) -> None:
+def _show_metric(metric: MetricDefinition, format: OutputFormat) -> None:
     """Print a metric as editors show it. Refuse JSON."""
     from kcdsl.lsp.features.knowledge import describe_metric
 
-    if format is AnswerFormat.JSON:
+    if format is OutputFormat.JSON:
         help = "leave --format out; `kcdsl explain metrics` has the table of all metrics"
         raise refuse(USAGE, "a metric is not explained as JSON", help=help)
     text = describe_metric(metric)
-    if format is AnswerFormat.MARKDOWN:
-        print(text)
-    else:
-        _print_markdown(text, text.replace("**", "").replace("`", "") + "\n")
+    _print_markdown(text, text.replace("**", "").replace("`", "") + "\n")
 
 
 # --- clauses -------------------------------------------------------------------------------------
@@ -222,7 +201,7 @@ class BackendAnswer:
     blame: Blame | None
 
 
-def _explain_clause(name: str, given: str | None, format: AnswerFormat) -> None:
+def _explain_clause(name: str, given: str | None, format: OutputFormat) -> None:
     """Print the table of backends for a clause of a contract.
 
     A clause that no backend covers is explained too, and so is one in a contract with errors in
@@ -258,7 +237,7 @@ def _explain_clause(name: str, given: str | None, format: AnswerFormat) -> None:
     specs = catalogue()
     chosen = next(r for r in route(program, specs) if r.clause_id == clause.id)
     candidates = [_candidate(clause, spec, chosen) for spec in specs]
-    if format is AnswerFormat.JSON:
+    if format is OutputFormat.JSON:
         print_json(_document(program, clause, chosen, candidates, source))
     else:
         _print_table(program, clause, chosen, candidates, source)

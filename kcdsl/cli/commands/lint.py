@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 _UNREADABLE = {FILE_MISSING, INPUT_OUTPUT, NO_CONTRACT, SEVERAL_CONTRACTS, BAD_CONFIGURATION}
 _STDIN = "-"
-_LISTS = ("text", "concise")
-"""The formats that are lists for people."""
 _SEVERITIES = tuple(Severity)
 """The most severe first."""
 
@@ -70,7 +68,6 @@ class LintCommand(Command):
     ignore: tuple[str, ...] | None = values(
         "CODES", "leave out warnings and notes of these codes; errors never", None, words=code_words
     )
-    statistics: bool = switch("show counts by code instead of findings")
     fix: bool = switch("apply the safe fixes")
     unsafe_fixes: bool = switch("with --fix or --diff: also apply unsafe fixes, which are guesses")
     diff: bool = switch("show what --fix would change, and write nothing")
@@ -94,10 +91,6 @@ class _LintSettings:
         """Raise Refusal for inconsistent settings."""
         self.config = config = load_config(Path())
         self.outputs = self._outputs(given)
-        lists = all(o.file is not None or o.format in _LISTS for o in self.outputs)
-        if given.statistics and not lists:
-            help = f"use it with the format {' or '.join(_LISTS)}"
-            raise refuse(USAGE, "--statistics is for people", help=help)
         chosen = given.select is not None
         self.select = _codes(given.select, "select", config.select)
         self.ignore = _codes(given.ignore, "ignore", () if chosen else config.ignore)
@@ -281,9 +274,7 @@ class _Session:
             asked = self.command
             mended = asked.fix and not asked.diff and _STDIN in asked.paths
             stream = sys.stderr if mended else sys.stdout
-            if self.command.statistics:
-                text = _statistics(shown)
-            elif shown or output.format in DOCUMENTS:
+            if shown or output.format in DOCUMENTS:
                 text = render(shown, output.format, stream, about)
             else:
                 text = ""
@@ -331,16 +322,3 @@ def _standard_input() -> bytes:
         raise refuse(INPUT_OUTPUT, "there is no standard input", help="name a file")
     data: bytes = stream.read(SIZE_LIMIT + 1)
     return data
-
-
-def _statistics(shown: list[Diagnostic]) -> str:
-    """Return a line for each code, the most frequent first: how often, severities, fixable."""
-    rows = []
-    for code in {d.code for d in shown}:
-        those = [d for d in shown if d.code == code]
-        severity = max((d.severity for d in those), key=_SEVERITIES.index)
-        fixable = sum(d.fix is not None for d in those)
-        note = f" ({fixable} with a fix)" if fixable else ""
-        rows.append((-len(those), code.id, f"{severity.value:7}  {code.id}  {code.title}{note}"))
-    width = len(str(max((-count for count, _, _ in rows), default=0)))
-    return "\n".join(f"{-count:{width}}  {text}" for count, _, text in sorted(rows))

@@ -22,7 +22,6 @@ from kcdsl.verdict.studies.difference import (
     Relation,
     change_lines,
     plain,
-    review_row,
     together,
 )
 from kcdsl_certs.statement import LOWER, UPPER, Evidence, Predicate, Region, Verdict
@@ -325,22 +324,6 @@ def full(found: CertificateDifference) -> str:
         if _is_shown(result):
             lines += ["", f"{_title(result)}: {_status(result)}", f"  states  {result.claim}"]
             lines += change_lines(result.changes)
-    return plain(lines)
-
-
-def markdown(found: CertificateDifference) -> str:
-    """Return the difference as Markdown, for a review."""
-    lines = [f"**{found.relation}**: {_MEANING[found.relation]}. {_counts(found)}.", ""]
-    lines += ["| what | relation | what differs |", "|---|---|---|"]
-    for change in (*found.triple, *found.changes):
-        text = f"{change.old} -> {change.new}"
-        lines.append(review_row(f"({change.name})", change.relation, [text]))
-    for result in found.results:
-        if _is_shown(result):
-            cells = [f"{result.status}: {result.claim}"] if not result.changes else []
-            cells += [f"{c.name}: {c.old} -> {c.new}" for c in result.changes]
-            lines.append(review_row(_title(result), result.relation, cells))
-    lines += ["", f"OLD: {_line(found.old)}  ", f"NEW: {_line(found.new)}"]
     return plain(lines)
 
 

@@ -210,19 +210,6 @@ def full(found: Difference) -> str:
     return plain(lines)
 
 
-def markdown(found: Difference) -> str:
-    """Return the difference as Markdown, for a review."""
-    lines = [f"**{found.relation}**: {_MEANING[found.relation]}. {_counts(found)}.", ""]
-    lines += ["| clause | relation | what differs |", "|---|---|---|"]
-    for change in found.changes:
-        lines.append(review_row(f"({change.name})", change.relation, [arrow(change)]))
-    for clause in found.clauses:
-        if _is_shown(clause):
-            lines.append(review_row(_title(clause), clause.relation, list(_cells(clause))))
-    lines += ["", f"OLD: {found.old}  ", f"NEW: {found.new}"]
-    return plain(lines)
-
-
 def plain(lines: Iterable[str]) -> str:
     """Return lines as text; quoted text has no line breaks or terminal control characters."""
     return "".join(f"{one_line(line)}\n" for line in lines)
@@ -315,17 +302,3 @@ def _witness_lines(witness: Witness) -> Iterator[str]:
         yield f"  {flip}"
     if witness.request is not None:
         yield f"  for example a request {witness.request}"
-
-
-def _cells(clause: ClauseDifference) -> Iterator[str]:
-    if clause.status in (ClauseStatus.ADDED, ClauseStatus.REMOVED):
-        yield f"{clause.status}: `{clause.new or clause.old}`"
-    for change in clause.changes:
-        yield f"{change.name}: {arrow(change)}"
-    yield from (line.strip() for line in _remarks(clause))
-
-
-def review_row(title: str, relation: Relation | None, cells: list[str]) -> str:
-    """Return a row of a Markdown table, with HTML escaped."""
-    name, *texts = (text.replace("|", "\\|").replace("<", "&lt;") for text in (title, *cells))
-    return f"| {name} | {relation or ''} | {'<br>'.join(texts)} |"

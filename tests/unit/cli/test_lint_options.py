@@ -192,18 +192,6 @@ def test_a_test_case_for_each_clause_has_the_findings_inside_it(cli: Cli, folder
     assert failures == {"bad.kc.yaml": "KC107", "A": "KC203", "B": "KC203", "D": "KC104"}
 
 
-def test_statistics(cli: Cli, folder: Path) -> None:
-    twice = BAD + "  B: {require: p99(kll) <= 1, level: L7}\n"
-    (folder / "bad.kc.yaml").write_text(twice)
-    ran = cli("lint", "--statistics", "bad.kc.yaml", cwd=folder)
-    assert ran.code == 1
-    assert ran.stdout.splitlines() == [
-        "2  error    KC203  unknown metric (2 with a fix)",
-        "1  error    KC104  value not allowed",
-    ]
-    assert cli("lint", "--statistics", "--format", "json", ".", cwd=folder).code == 2
-
-
 def test_the_summary_says_what_fixes_would_do(cli: Cli, folder: Path) -> None:
     (folder / "bad.kc.yaml").write_text(BAD + "  B: {require: p99(kl) \u2264 1, level: L2}\n")
     ran = cli("lint", "bad.kc.yaml", cwd=folder)
