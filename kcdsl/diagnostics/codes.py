@@ -69,12 +69,10 @@ class Code:
 
 
 _REGISTRY: dict[str, Code] = {}
-RETIRED = {"KC464": "KC210"}
-"""Numbers that are no longer reported, with the codes that replace them."""
 
 
 def _declare(id: str, title: str) -> Code:
-    if id in _REGISTRY or id in RETIRED:
+    if id in _REGISTRY:
         raise ValueError(f"{id} is declared twice")
     code = Code(id, title)
     _REGISTRY[id] = code
@@ -87,8 +85,8 @@ def all_codes() -> tuple[Code, ...]:
 
 
 def find(id: str) -> Code | None:
-    """Return the code with this number, or the successor of a retired one; None for any other."""
-    return _REGISTRY.get(RETIRED.get(id.upper(), id.upper()))
+    """Return the code with this number; None where there is none."""
+    return _REGISTRY.get(id.upper())
 
 
 # --- KC0 YAML and lexing -------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kcdsl.diagnostics.codes import BAD_CONFIGURATION, RETIRED, all_codes
-from kcdsl.diagnostics.model import FORMATS, Diagnostic, Refusal, Severity, Sink
+from kcdsl.diagnostics.codes import BAD_CONFIGURATION, all_codes
+from kcdsl.diagnostics.model import Diagnostic, Refusal, Severity, Sink
 from kcdsl.diagnostics.report import suggest
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.files import read_source, shown, user_place
@@ -53,8 +53,8 @@ class OptionType(StrEnum):
 class Option(NamedTuple):
     """An option of the configuration, declared by a field of `Config`.
 
-    `allowed` lists its allowed words, if restricted; a word of `format` may be followed by
-    `=FILE`. A `personal` option is not read from the file of a folder.
+    `allowed` lists its allowed words, if restricted. A `personal` option is not read from the file
+    of a folder.
     """
 
     field: str
@@ -86,8 +86,7 @@ class Option(NamedTuple):
             return False
         if self.kind is OptionType.CODES:
             return code_or_beginning(word) is not None
-        given = word.partition("=")[0] if self.field == "format" else word
-        return not self.allowed or given in self.allowed
+        return not self.allowed or word in self.allowed
 
     def fits(self, value: Any) -> bool:
         """Return whether a value of a file has its type."""
@@ -170,7 +169,6 @@ class Config:
         "files that are left out of the folders given", 'such as ["drafts", "*/old-*.kc.yaml"]'
     )
     fail_on: str = _text(Severity.ERROR, "least severity that fails `kcdsl lint`", tuple(Severity))
-    format: tuple[str, ...] = _texts("how `kcdsl lint` writes, as its --format", allowed=FORMATS)
     ignore: tuple[str, ...] = _codes("codes whose warnings and notes are not shown")
     metrics: tuple[str, ...] = _texts(
         "modules and files that declare metrics", 'such as ["package.metrics", "metrics.py"]'
@@ -214,11 +212,7 @@ class Config:
             return origin.span
         from kcdsl.source.toml import text_span
 
-        text = origin.source.text
-        # A single format may be written without a list.
-        item = text_span(text, (*origin.key, *path), value)
-        alone = text_span(text, origin.key, value) if path and item is None else None
-        return item or alone or origin.span
+        return text_span(origin.source.text, (*origin.key, *path), value) or origin.span
 
 
 OPTIONS = tuple(
@@ -439,8 +433,6 @@ def _take(
     if name in config.origins:
         return unusable(f"`{name}` is written twice, with `-` and with `_`", "remove one")
     given = tuple(value) if isinstance(value, list) else value
-    if option.field == "format" and isinstance(value, str):
-        given = (value,)
     if not option.fits(given):
         return unusable(f"`{key}` takes {option.kind}", option.usage)
     changed = _with(config, option, given, origin)
@@ -495,7 +487,7 @@ def _words(value: Any) -> Iterator[tuple[tuple[int, ...], str]]:
 
 def code_or_beginning(word: str) -> str | None:
     """Return a declared code or prefix of codes; None where no code matches."""
-    name = RETIRED.get(word.upper(), word.upper())
+    name = word.upper()
     fits = _CODES.fullmatch(name) and any(code.id.startswith(name) for code in all_codes())
     return name if fits else None
 

@@ -99,8 +99,6 @@ class _LintSettings:
     def _outputs(self, given: LintCommand) -> tuple[Output, ...]:
         """Return the outputs and their formats; at most one is standard output."""
         more = []
-        if not given.format:
-            self._refuse_elsewhere()
         if given.output is not None:
             path = Path(given.output)
             if path.suffix not in SUFFIXES:
@@ -111,24 +109,7 @@ class _LintSettings:
                 )
             more.append(Output(SUFFIXES[path.suffix], path))
         usual = "github" if os.environ.get("GITHUB_ACTIONS") == "true" else "text"
-        words = given.format or self.config.format
-        return outputs(words, FORMATS, usual, more, screen=given.output is None)
-
-    def _refuse_elsewhere(self) -> None:
-        """Refuse an output file of a folder's configuration that is outside the folder."""
-        config, origin = self.config, self.config.origin("format")
-        if origin.source is not config.file or config.file is None:
-            return
-        for word in config.format:
-            name = word.partition("=")[2]
-            if name and not Path(name).resolve().is_relative_to(origin.folder):
-                raise refuse(
-                    BAD_CONFIGURATION,
-                    f"`format` names the file {name}, which is not below {origin.folder}",
-                    help="name a file below the folder of the configuration, or use --format",
-                    source=origin.source,
-                    span=origin.span,
-                )
+        return outputs(given.format, FORMATS, usual, more, screen=given.output is None)
 
     def shows(self, diagnostic: Diagnostic) -> bool:
         """Return whether a diagnostic is shown: every error is."""

@@ -66,9 +66,8 @@ def _fix(finding: Diagnostic, ranges: Ranges) -> dict[str, object] | None:
 
 def _tags(code: codes.Code) -> list[lsp.DiagnosticTag]:
     """Return the tags of a code: `Unnecessary` for unused names."""
-    if code in _UNNECESSARY or code.title.startswith("unused"):
-        return [lsp.DiagnosticTag.Unnecessary]
-    return [lsp.DiagnosticTag.Deprecated] if "deprecated" in code.title else []
+    unused = code in _UNNECESSARY or code.title.startswith("unused")
+    return [lsp.DiagnosticTag.Unnecessary] if unused else []
 
 
 def result_id(found: list[lsp.Diagnostic]) -> str:

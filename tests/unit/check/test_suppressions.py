@@ -10,7 +10,7 @@ from kcdsl.check.compile import Analysis, analyse, load_contract
 from kcdsl.check.fixing import fix
 from kcdsl.check.suppressions import accept
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity
-from kcdsl.diagnostics.codes import CONTRADICTION, DATA_ABSENT, REDUNDANT_CLAUSE, RETIRED
+from kcdsl.diagnostics.codes import CONTRADICTION, DATA_ABSENT, REDUNDANT_CLAUSE
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 
@@ -100,17 +100,6 @@ def test_comment_applies_to_a_whole_block_scalar() -> None:
     assert checked(above)[0] == []
     elsewhere = body.format(comment="").replace("  O:", "  O:  # kcdsl: ignore[KC208] ours")
     assert checked(elsewhere)[0] == ["KC900", "KC208"]
-
-
-def test_retired_code_suppresses_its_successor() -> None:
-    old, new = next(iter(RETIRED.items()))
-    codes, analysis = checked(
-        f"  A: {{require: p99(kl) <= 1, level: L2}}  # kcdsl: ignore[{old}] x"
-    )
-    assert codes == ["KC900"]
-    sink = Sink()
-    analyse(analysis.source, sink)
-    assert [d.message for d in sink] == [f"nothing here is reported as {new}"]
 
 
 def test_suppression_of_absent_files_is_never_unused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kcdsl.diagnostics import codes
-from kcdsl.diagnostics.codes import FAMILIES, RETIRED, Code, all_codes, find
+from kcdsl.diagnostics.codes import FAMILIES, Code, all_codes
 from kcdsl.diagnostics.model import Diagnostic
 from kcdsl.diagnostics.pages import Page
 from kcdsl.diagnostics.render import LintRun
@@ -54,22 +54,11 @@ def index() -> str:
                 link = f"[{code.id}](../../kcdsl/diagnostics/pages/{code.id}.md)"
                 text = code.summary.rstrip(".").replace("|", "\\|")
                 lines.append(f"| {link} | {code.title} | {text} |")
-    lines += ["", "## Retired", "", "| code | reported now as |", "|---|---|"]
-    lines += [f"| {old} | {new} |" for old, new in sorted(RETIRED.items())]
     return "\n".join(lines) + "\n"
 
 
 def test_index_equals_the_declared_codes(repository: Path) -> None:
     assert (repository / INDEX).read_text(encoding="utf-8") == index(), "run `make pages`"
-
-
-def test_retired_numbers_are_not_reused_and_name_a_successor() -> None:
-    declared = {code.id for code in all_codes()}
-    assert not declared & set(RETIRED)
-    for old, new in RETIRED.items():
-        found = find(old)
-        assert found is not None
-        assert found.id == new
 
 
 def test_every_code_belongs_to_a_family() -> None:
@@ -148,7 +137,7 @@ def _numbers(text: str) -> Iterator[str]:
 def test_each_named_number_is_declared(
     repository: Path, project_files: tuple[Path, ...], programs: dict[str, str]
 ) -> None:
-    known = {code.id for code in all_codes()} | set(RETIRED)
+    known = {code.id for code in all_codes()}
     pages = {
         path.relative_to(repository).as_posix(): path.read_text(encoding="utf-8")
         for path in project_files
