@@ -24,10 +24,6 @@ from kcdsl.lsp.text.documents import Checker, Document, Snapshot, Texts, documen
 from kcdsl.lsp.text.positions import apply_changes
 from kcdsl.source.files import read_source
 
-_NAMES = (".kc.yaml", ".kc.yml")
-_LEFT_OUT = {"node_modules", "__pycache__", "build", "dist"}
-_MOST_FILES = 500
-
 
 @dataclass(slots=True)
 class Session:

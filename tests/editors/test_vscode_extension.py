@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl.lsp.session import contracts_below
+from kcdsl.api.contract import contracts_in
 from kcdsl.units import UNITS
 
 pytestmark = pytest.mark.programs
@@ -37,15 +37,13 @@ def test_every_unit_is_highlighted(repository: Path) -> None:
         assert found[2] == unit
 
 
-def test_extension_selects_the_files_that_the_server_reads(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_extension_selects_the_files_that_commands_read(repository: Path, tmp_path: Path) -> None:
     folder = repository / "grammar" / "editors" / "vscode"
     manifest = json.loads((folder / "package.json").read_text("utf-8"))
     (language,) = manifest["contributes"]["languages"]
     names = [f"a{extension}" for extension in language["extensions"]] + language["filenames"]
     for name in (*names, "other.yaml"):
         (tmp_path / name).write_text("kcdsl: 1\n", encoding="utf-8")
-    assert sorted(path.name for path in contracts_below(tmp_path)) == sorted(names)
+    assert {path.name for path in contracts_in([str(tmp_path)], tmp_path)} == {*names}
     for name in (*language["extensions"], *language["filenames"]):
         assert any(event.endswith(name) for event in manifest["activationEvents"]), name

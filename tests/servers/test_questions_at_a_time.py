@@ -18,7 +18,7 @@ from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.executors import in_order
 from kcdsl_backends.requests import Request
 from tests.servers.conftest import Loader
-from tests.support.fake_server import Fake, serving
+from tests.support.fake_server import FakeServer, serving
 
 
 @given(count=st.integers(0, 30), at_once=st.integers(1, 8))
@@ -129,7 +129,7 @@ def bits(found: ServerRollouts) -> list[Any]:
 def test_evidence_does_not_depend_on_concurrency(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    fake = Fake(train.logits, wait=0.02)
+    fake = FakeServer(train.logits, wait=0.02)
     with serving(fake) as url:
         one = gather_rollouts(load(url, tokens=4), train, requests, 3)
         assert fake.most == 1
@@ -140,7 +140,7 @@ def test_evidence_does_not_depend_on_concurrency(
 
 
 def test_fingerprint_contains_the_concurrency(load: Loader, train: TorchKernel) -> None:
-    with serving(Fake(train.logits)) as url:
+    with serving(FakeServer(train.logits)) as url:
         assert load(url, concurrency=4).fingerprint()["service"]["concurrency"] == 4
 
 
@@ -148,7 +148,7 @@ def test_fingerprint_contains_the_concurrency(load: Loader, train: TorchKernel) 
 def test_one_failure_is_isolated_and_an_unreachable_server_ends_all(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    fake = Fake(train.logits)
+    fake = FakeServer(train.logits)
     with serving(fake) as url:
         server = load(url, tokens=2, concurrency=4)
         fake.change = _null_for(requests[2])
@@ -166,7 +166,7 @@ def test_one_failure_is_isolated_and_an_unreachable_server_ends_all(
 def test_changed_model_ends_the_evaluation(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
-    fake = Fake(train.logits)
+    fake = FakeServer(train.logits)
     with serving(fake) as url:
         server = load(url, tokens=2, concurrency=4)
         fake.change = lambda answer, question: (

@@ -16,12 +16,7 @@ from kcdsl.api.causes import WhySettings, explain
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import EvidenceKind
 from kcdsl.release.artefacts import checkpoint_manifest
-<<<<<<< HEAD
 from kcdsl.release.register import PromotionReason, Register
-from kcdsl.verdict.html.causes import causes_page
-=======
-from kcdsl.release.register import Register
->>>>>>> 662f27b9 (Print causes and fleets without pages of their own)
 from kcdsl.verdict.studies.causes import EFFECTS, Explanation, agreed_rows
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_certs.statement import Verdict
