@@ -19,6 +19,8 @@ from kcdsl.model.onnx.files import Array, OnnxNode
 LARGEST = 1 << 26
 """The largest number of elements of a folded constant; more would exhaust the memory."""
 
+_FAR = 2**31 - 1
+"""The end of a slice from which on it is out of any dimension."""
 FOLDED = frozenset({
     *("Abs", "Add", "And", "Cast", "Ceil", "Clip", "Concat", "Constant", "ConstantOfShape", "Cos"),
     *("CumSum", "Div", "Equal", "Exp", "Expand", "Flatten", "Floor", "Gather", "GatherElements"),
@@ -93,6 +95,11 @@ def _refuse_disputed(node: OnnxNode, operands: Sequence[Array | None]) -> None:
         each = zip(held[1].reshape(-1), axes, held[4].reshape(-1), strict=False)
         if any(step < 0 and start < -held[0].shape[axis] for start, axis, step in each):
             what = "it goes backward from before the first element"
+        ends = [] if held[2] is None else held[2].reshape(-1).tolist()
+        if any(
+            step < 0 and end >= _FAR for end, step in zip(ends, held[4].reshape(-1), strict=False)
+        ):
+            what = "it goes backward to the greatest integer, which runtimes take for the beginning"
     if what:
         raise refuse(
             codes.OPERATION_UNSUPPORTED,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,19 +71,25 @@ def constant(node: OnnxNode) -> Array | None:
     return found if isinstance(found, np.ndarray) else None
 
 
-def fused(nodes: Sequence[OnnxNode], tensors: Mapping[str, Array]) -> tuple[OnnxNode, ...]:
-    """Return the nodes with GELU as one operator, and without guards against NaN.
+def fused(
+    nodes: Sequence[OnnxNode], tensors: Mapping[str, Array], outputs: Collection[str] = ()
+) -> tuple[OnnxNode, ...]:
+    """Return the nodes with GELU as one operator, and without guards against NaN; those that
+    compute `outputs` are kept.
 
     GELU by erf or by tanh is one rounded function, as in runtimes. `Where(IsNaN(x), 0, x)` is
     replaced by x, so that NaN remains NaN.
     """
     graph = _Graph(nodes, tensors)
-    return _alive(tuple(_gelu(graph, n) or _guarded(graph, n) or n for n in nodes), nodes)
+    found = tuple(_gelu(graph, n) or _guarded(graph, n) or n for n in nodes)
+    return _alive(found, nodes, outputs)
 
 
-def _alive(found: tuple[OnnxNode, ...], before: Sequence[OnnxNode]) -> tuple[OnnxNode, ...]:
+def _alive(
+    found: tuple[OnnxNode, ...], before: Sequence[OnnxNode], outputs: Collection[str]
+) -> tuple[OnnxNode, ...]:
     """Drop nodes whose results had readers before and have none now."""
-    read_before = {name for node in before for name in node.inputs}
+    read_before = {name for node in before for name in node.inputs} - {*outputs}
     while True:
         reads = {name for node in found for name in node.inputs}
         kept = tuple(

@@ -63,7 +63,7 @@ class OnnxPlan:
 
     def __init__(self, file: OnnxFile) -> None:
         """Classify the nodes of a file. Refuse inputs that do not belong to a token sequence."""
-        self.file = replace(file, nodes=fused(file.nodes, file.tensors))
+        self.file = replace(file, nodes=fused(file.nodes, file.tensors, file.outputs))
         self.ids, self.fillers = token_inputs(file.inputs, file.refusal)
         self._fixed: dict[int, tuple[dict[str, Array], dict[str, Tensor]]] = {}
         dynamic, views = self._flow()
@@ -205,7 +205,8 @@ class OnnxPlan:
         operands = [known.get(name) for name in node.inputs]
         values = [found] if found is not None else folded(node, operands, self.file.opset)
         for name, value in zip(node.outputs, values, strict=False):
-            known[name] = value
+            if name:
+                known[name] = value
 
 
 def token_inputs(
@@ -269,4 +270,5 @@ def run_node(
     for name, operand in zip(node.inputs, operands, strict=True):
         call.need(not name or operand is not None, f"it reads the second result {excerpt(name)}")
     for name, value in zip(node.outputs, call.run(), strict=False):
-        values[name] = value
+        if name:
+            values[name] = value

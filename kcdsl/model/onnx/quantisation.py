@@ -327,7 +327,11 @@ class _Reader:
                 raise _refusal(node, f"its operands depend on the tokens, and {coded.node.place}"
                                " quantises one", _HELP)  # fmt: skip
             return
-        if entering in self.tensors:
+        if self._is.get(entering, entering) in self.tensors:
+            if fixed is not None:
+                raise _refusal(
+                    node, f"it multiplies two parameters, and {fixed.node.place} quantises one"
+                )
             return
         if (coded or fixed) is not None and any(sign in key for sign in "*?["):
             raise _refusal(node, f"its weight has the name {excerpt(key)}", "rename the weight")

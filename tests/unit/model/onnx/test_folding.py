@@ -43,6 +43,8 @@ def test_unsorted_axes_are_places_of_the_result() -> None:
     [
         ("Squeeze", [[]]),  # ONNX Runtime squeezes all dimensions
         ("Slice", [[-3], [-9], [0], [-1]]),  # ONNX Runtime returns the first element
+        ("Slice", [[0], [2**63 - 1], [0], [-1]]),  # ONNX Runtime goes to the beginning
+        ("Slice", [[0], [2**31 - 1], [0], [-1]]),
     ],
 )
 def test_operands_of_which_runtimes_differ_are_refused(

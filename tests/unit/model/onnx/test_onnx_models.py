@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from kcdsl.diagnostics import Refusal
@@ -85,6 +86,37 @@ def test_written_out_operators_become_those_that_rules_know(model: Model, name: 
     assert HAS[name] <= {node.op for node in graph.nodes}
     roles = {node.role for node in graph.nodes if node.op == "softmax"}
     assert roles <= {"probabilities"}
+
+
+GELU = """
+<ir_version: 9, opset_import: ["" : 18]>
+gelu (int64[1,T] input_ids) => (float[1,T,4] FIRST, float[1,T,4] SECOND)
+{
+  row = Gather <axis = 0> (table, input_ids)
+  over = Div (row, root)
+  error = Erf (over)
+  share = Add (error, one)
+  twice = Mul (row, share)
+  whole = Mul (twice, half)
+}
+"""
+
+
+@pytest.mark.parametrize("ends", [("share", "whole"), ("whole", "share"), ("over", "whole")])
+def test_an_output_inside_of_a_recognised_operator_is_an_output(
+    tmp_path: Path, ends: tuple[str, str]
+) -> None:
+    """The program is the first output, also where GELU is one operator that does not need it."""
+    numbers = {"root": np.sqrt(2.0), "one": 1.0, "half": 0.5}
+    held = {name: np.asarray(value, np.float32) for name, value in numbers.items()}
+    held["table"] = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
+    model = model_of(GELU.replace("FIRST", ends[0]).replace("SECOND", ends[1]), held)
+    path = tmp_path / "gelu.onnx"
+    path.write_bytes(model.SerializeToString())
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    wanted = session.run(None, {"input_ids": np.asarray([TOKENS])})[0][0]
+    found = loaded(path, {}).module(torch.tensor(TOKENS)).numpy()
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("beside", [False, True])

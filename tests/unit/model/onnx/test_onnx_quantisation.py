@@ -322,6 +322,22 @@ def test_a_transposed_parameter_that_something_else_reads_is_refused(tmp_path: P
     assert "Relu of node positive" in refused.value.diagnostics[0].message
 
 
+def test_a_product_of_parameters_of_which_one_is_quantised_is_refused(tmp_path: Path) -> None:
+    """It is a constant, and the numerics of linears do not say that it is quantised."""
+    model = quantised_mlp("uint8", stored="numbers")[0]
+    _tensor(model, "row", np.ones((5, 8), dtype=np.float32))
+    nodes = [
+        helper.make_node("MatMul", ["row", "up_read"], ["product"], "product"),
+        helper.make_node("Add", ["wide", "product"], ["moved"], "moved"),
+    ]
+    _node(model, "biased").input[0] = "moved"
+    after = [node.name or node.output[0] for node in model.graph.node].index("wide") + 1
+    for node in reversed(nodes):
+        model.graph.node.insert(after, node)
+    with pytest.raises(Refusal, match="product is not supported: it multiplies two parameters"):
+        stated(saved(tmp_path, model))
+
+
 def test_the_checker_rejects_codes_that_do_not_fit(tmp_path: Path) -> None:
     model = quantised_mlp("uint8")[0]
     _tensor(model, "up_scale", np.ones(3, dtype=np.float32))
