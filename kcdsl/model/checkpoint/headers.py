@@ -29,6 +29,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 """The file of a folder that says in which shard each tensor lies."""
 INDEX_SUFFIX = ".index.json"
+ADAPTER = "adapter_config.json"
+"""The file of an adapter, which transformers adds to the weights of its folder if PEFT is there."""
 _LARGEST_HEADER = 100_000_000
 _LARGEST_INDEX = 1 << 26
 _MOST_SHARDS = 10_000
@@ -100,10 +102,19 @@ def weights_folder(checkpoint: Path) -> Path:
 def weights_entry(checkpoint: Path) -> Path:
     """Return the weights file or index of a checkpoint folder; any other path unchanged.
 
-    Refuse a folder without safetensors, and one that has both a single file and an index.
+    Refuse a folder without safetensors, one that has both a single file and an index, and one with
+    an adapter.
     """
     if not is_folder(checkpoint):
         return checkpoint
+    if is_file(checkpoint / ADAPTER):
+        raise refuse(
+            codes.CHECKPOINT_FORMAT,
+            f"{shown(checkpoint)} has an adapter ({ADAPTER}), which changes the weights when it is"
+            " loaded",
+            help="merge it into the weights (merge_and_unload of PEFT) and save them, or name the"
+            " file of weights that is meant without it",
+        )
     found = [checkpoint / name for name in (SINGLE, INDEX) if is_file(checkpoint / name)]
     if len(found) == 1:
         return found[0]

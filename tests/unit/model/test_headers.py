@@ -95,6 +95,19 @@ def test_a_folder_without_safetensors_and_one_with_two_are_refused(tmp_path: Pat
         read_headers(folder)
 
 
+def test_a_folder_with_an_adapter_is_refused_and_its_weights_by_name_are_not(
+    tmp_path: Path,
+) -> None:
+    """transformers with PEFT adds the adapter to the weights that it reads of such a folder."""
+    save_file({"a": torch.ones(1)}, tmp_path / SINGLE)
+    save_file({"a.lora_A.weight": torch.ones(1, 1)}, tmp_path / "adapter_model.safetensors")
+    read_headers(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(Refusal, match=r"adapter_config\.json"):
+        read_headers(tmp_path)
+    assert set(read_headers(tmp_path / SINGLE).tensors) == {"a"}
+
+
 def test_headers_are_read_without_torch_and_numpy() -> None:
     code = "import sys, kcdsl.model.checkpoint.headers; print({'torch', 'numpy'} & {*sys.modules})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
