@@ -18,6 +18,7 @@ from kcdsl_backends.empirical.backend import BACKEND
 from kcdsl_backends.empirical.sources.kernels import timing as runtime
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel
+from kcdsl_backends.empirical.table.evidence import FEWEST_ROUNDS
 from kcdsl_backends.requests import Request
 from tests.servers.conftest import QUICK, Loader
 from tests.support.fake_server import Answer, FakeServer, serving
@@ -290,7 +291,7 @@ def test_timing_clauses_are_decided_on_a_running_server(
 @pytest.mark.full
 def test_too_few_timed_runs_are_inconclusive(decided: Callable[..., Report]) -> None:
     rows = {row.clause: row for row in decided(seconds=1.0).clauses}
-    assert rows["R-TTFT"].n == 8 * runtime.FEWEST_ROUNDS
+    assert rows["R-TTFT"].n == 8 * FEWEST_ROUNDS
     assert isinstance(rows["R-TTFT"].verdict, Inconclusive)
 
 

@@ -20,9 +20,11 @@ from kcdsl.release.register import Register, Run
 from kcdsl.verdict.model import Held, InvalidEvidence
 from kcdsl.verdict.result import ClauseResult
 from kcdsl.verdict.studies.pairing import OF_TIMED_RUNS, PairedRow, worse_text
+from kcdsl_backends.empirical.decide.aligned import as_often, change_of, linear
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.questions import baselines, pairs
 from kcdsl_backends.empirical.statistics import paired
+from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
 from kcdsl_certs.statement import Checkpoint, Contract, EvidenceFile, Kernel, Triple
 from tests.support.commands import run_here
@@ -457,7 +459,7 @@ def test_a_change_of_a_mean_is_seen_beside_large_differences_of_requests() -> No
     level = rng.lognormal(0, 1, 400)
     sums = level * sizes
     moved = (level * 1.02 + 0.01 * rng.standard_normal(400)) * sizes
-    (one, first), (two, second) = pairs._linear(sums, sizes), pairs._linear(moved, sizes)
+    (one, first), (two, second) = linear(sums, sizes), linear(moved, sizes)
     away = second - first
     spread = np.std(away, ddof=1) * np.sqrt(400)
     assert (two - one) / spread > 10
@@ -500,7 +502,7 @@ def test_timed_runs_of_one_request_count_as_one_request() -> None:
         return SliceData("all", (), tuple(runs))
 
     term = Statistic("mean", Metric("latency"))
-    found = pairs._of_means(term, (timed(1.0), timed(1.1)), upward=False)
+    _, found = change_of(term, (timed(1.0), timed(1.1)), upward=False)
     assert found.n == 20
     assert found.delta == pytest.approx(0.1)
     assert found.harm < 1e-5
@@ -555,3 +557,86 @@ def test_requests_that_are_slow_more_often_are_worse() -> None:
     assert worse_text(row) == (
         "R all (L1): 9 of 9 requests keep the threshold in fewer timed runs than before, 0 in more"
     )
+
+
+def test_runs_that_were_timed_more_often_count_by_their_first_rounds() -> None:
+    """The number of rounds depends on the times; the first three do not."""
+    few, many = np.full((9, 5), 0.5), np.full((9, 40), 0.5)
+    few[:, 4], many[:, :2], many[:, 3:] = 9.0, 2.0, 9.0
+    one, two = as_often([_timed_at(few), _timed_at(many)])
+    assert len(one.runs) == len(two.runs) == 27
+    found = pairs._changed(_of_latency("1"), [one, two], None)
+    assert (found.n, found.worse, found.better) == (9, 9, 0)
+    (mean, later), change = change_of(
+        Statistic("mean", Metric("latency")), [one, two], upward=False
+    )
+    assert (mean, change.n) == (0.5, 9)
+    assert later == pytest.approx((2 + 2 + 0.5) / 3)
+    same = [_timed_at(many), _timed_at(many)]
+    assert as_often(same) == same
+    with pytest.raises(NotMeasurable, match="other requests"):
+        change_of(
+            Statistic("mean", Metric("latency")),
+            as_often([_timed_at(few), _timed_at(np.full((8, 5), 0.5))]),
+            upward=False,
+        )
+
+
+# --- what rewards and texts say -------------------------------------------------------------------
+
+RECORDED = """\
+kcdsl: 1
+contract: rollouts
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: llama}
+kernels:
+  train: {run: recorded, logprobs: {values: raw, temperature: 1}}
+  infer: {run: recorded, logprobs: {values: raw, temperature: 1}}
+data: batch.jsonl
+slices: {all: {}}
+clauses:
+  REWARD: {require: reward_delta <= 0.1, slices: [all], level: L3}
+  JSON: {require: json_parse_gap <= 0.1, slices: [all], level: L2}
+"""
+
+
+def _recorded(folder: Path, shift: float) -> Path:
+    """Evaluate rollouts whose rewards differ by `shift` and noise; return the trace."""
+    folder.mkdir()
+    random, rows = np.random.default_rng(7), []
+    noise = np.random.default_rng(8 if shift > 0 else 9).normal(0, 0.02, 40)
+    for i in range(40):
+        logs = (-1 - 0.1 * random.random(8)).tolist()
+        reward = float(random.random())
+        rows.append(
+            {
+                "id": str(i), "prompt": [1, 2, i], "tokens": list(range(8)), "mask": [1] * 8,
+                "train_logs": logs, "infer_logs": [x + 1e-4 * (i % 3) for x in logs],
+                "train_reward": reward, "infer_reward": reward + shift + noise[i],
+                "train_text": "{}", "infer_text": "{}" if shift > 0 or i % 2 else "no",
+            }
+        )  # fmt: skip
+    (folder / "batch.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "contract.yaml").write_text(RECORDED)
+    ran = run_here("evaluate", cwd=folder)
+    assert ran.code in (0, 1, 3), ran.stderr
+    return folder / "out" / "trace.parquet"
+
+
+@pytest.mark.full
+def test_rewards_and_texts_are_compared_with_limits_and_sign(cli: Any, tmp_path: Path) -> None:
+    """A candidate that earns 0.3 less is worse by its clause, where the gap of the incumbent had
+    the other sign; the deltas of the means keep the sign."""
+    one, two = _recorded(tmp_path / "one", 0.05), _recorded(tmp_path / "two", -0.25)
+    document = _compare(cli, one, two, 1)
+    rows = {row["clause"]: row for row in document["rows"]}
+    assert {row["change"] for row in rows.values()} == {"regressed"}
+    assert rows["REWARD"]["delta"] == pytest.approx(0.2, abs=0.02)
+    found = {(m["kind"], m["metric"]): m for m in document["measures"]}
+    reward, texts = found["quality", "reward_delta"], found["quality", "json_parse_gap"]
+    assert (reward["n"], reward["better"]) == (40, "higher")
+    assert reward["delta"] == pytest.approx(-0.3, abs=0.02)
+    assert reward["low"] < reward["delta"] < reward["high"] < 0
+    assert (texts["incumbent"], texts["candidate"]) == (0, -0.5)
+    back = _compare(cli, two, one, 0)
+    assert {row["change"] for row in back["rows"]} == {"improved"}

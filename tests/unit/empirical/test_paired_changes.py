@@ -11,7 +11,7 @@ from scipy import stats
 
 from kcdsl.api import causes
 from kcdsl.ir.terms import Clause
-from kcdsl_backends.empirical.questions import pairs
+from kcdsl_backends.empirical.decide.aligned import linear
 from kcdsl_backends.empirical.questions.pairs import compare_runs
 from kcdsl_backends.empirical.statistics import paired
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
@@ -36,7 +36,7 @@ def test_an_interaction_counts_units_by_the_sign_of_two_differences() -> None:
 def test_an_interaction_of_means_has_the_limits_of_students_t() -> None:
     rng = np.random.default_rng(4)
     values = rng.normal(0, 1, (4, 50)) + np.array([[0.0], [1.0], [2.0], [4.0]])
-    parts = [pairs._linear(row, np.ones(50)) for row in values]
+    parts = [linear(row, np.ones(50)) for row in values]
     found = paired.change_of_means([p[0] for p in parts], [p[1] for p in parts], upward=False)
     each = (values[3] - values[2]) - (values[1] - values[0])
     test = stats.ttest_1samp(each, 0, alternative="greater")

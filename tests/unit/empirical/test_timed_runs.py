@@ -18,7 +18,7 @@ from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.sources.kernels import timing as runtime
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
-from kcdsl_backends.empirical.table.evidence import SliceData
+from kcdsl_backends.empirical.table.evidence import FEWEST_ROUNDS, SliceData
 from kcdsl_backends.empirical.table.requirements import is_runtime
 from kcdsl_backends.requests import Request
 
@@ -62,7 +62,7 @@ def test_every_request_runs_once_a_round_and_warm_up_is_not_counted(lab: Any) ->
 
 def test_the_time_limit_ends_after_the_fewest_rounds(lab: Any) -> None:
     found = timed(lab, lambda tokens: torch.zeros(1), rounds=100, seconds=0.0)
-    assert len(found.runs) == 4 * runtime.FEWEST_ROUNDS
+    assert len(found.runs) == 4 * FEWEST_ROUNDS
 
 
 def test_a_failed_run_has_no_time_and_equals_nothing(lab: Any) -> None:
@@ -83,7 +83,7 @@ def test_repeats_compare_bits(lab: Any) -> None:
 
 def test_every_slice_has_some_runs() -> None:
     assert runtime.rounds_needed([10, 0, 40]) == 7
-    assert runtime.rounds_needed([100]) == runtime.rounds_needed([64]) == runtime.FEWEST_ROUNDS
+    assert runtime.rounds_needed([100]) == runtime.rounds_needed([64]) == FEWEST_ROUNDS
 
 
 def test_percentiles_of_times_need_timing(lab: Any) -> None:

@@ -6,21 +6,19 @@ Holm's method decides over all rows which of them changed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NOT_IN_TRACE
 from kcdsl.ir.obligations import Obligation, obligations_of
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.tables import expand_tables
-from kcdsl.ir.terms import Abs, Compare, Metric, Number, Program, Statistic, Term
+from kcdsl.ir.terms import Compare, Metric, Number, Program, Statistic
 from kcdsl.verdict.model import InvalidEvidence, verdict_name
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult
@@ -35,20 +33,26 @@ from kcdsl.verdict.studies.pairing import (
     PassRate,
     RunComparison,
 )
+from kcdsl_backends.empirical.decide.aligned import (
+    as_often,
+    change_of,
+    magnitude,
+    orders_of,
+    within_of_requests,
+)
 from kcdsl_backends.empirical.decide.estimates import Settings
 from kcdsl_backends.empirical.decide.judgement import Judge, count
 from kcdsl_backends.empirical.decide.report import conclude, sampled_data, slice_data
-from kcdsl_backends.empirical.decide.values import runs_of, token_sums
+from kcdsl_backends.empirical.metrics.measures import MAGNITUDES
 from kcdsl_backends.empirical.questions.baselines import Document, bands, floors, usable, within
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from kcdsl_backends.empirical.statistics.paired import (
     ERROR,
     PairedChange,
-    change_of_means,
     change_of_shares,
     rejected,
 )
-from kcdsl_backends.empirical.table.evidence import Array, EvidenceTable, SliceData
+from kcdsl_backends.empirical.table.evidence import EvidenceTable, SliceData
 from kcdsl_backends.empirical.table.requirements import (
     allowed_rate,
     better_of,
@@ -176,7 +180,7 @@ def _paired(
         )
         try:
             _refuse_unequal(name, obligation, runs)
-            data = [run.slices[obligation.slice or ""] for run in runs]
+            data = as_often([run.slices[obligation.slice or ""] for run in runs])
             change = _changed(obligation, data, row.floor)
             timed = reads_times(obligation.part.require)
             found.append((replace(row, counted=OF_TIMED_RUNS) if timed else row, change))
@@ -260,8 +264,8 @@ def _changed(
         ordered = [sorted(data.requests, key=lambda unit: unit.key) for data in runs]
         kept = [np.array([unit.failure is None for unit in units]) for units in ordered]
         return change_of_shares(kept)
-    if is_mean(part):
-        return _of_means(term, runs, upward=better_of(part) == "higher")
+    if is_mean(part) or magnitude(term) is not None:
+        return change_of(term, runs, upward=better_of(part) == "higher")[1]
     if allowed_rate(part) is None or not isinstance(term, Statistic) or op == "==":
         raise NotMeasurable("it is no statement about single requests and no mean of them")
     if part.budget is not None and part.budget.unit == "windows":
@@ -271,76 +275,13 @@ def _changed(
         tau, op = Fraction(floor.value), {"<": "<=", ">": ">="}.get(op, op)
         counted = replace(part, require=Compare(op, term, Number(tau)))
     shares = []
-    for data, order in zip(runs, _orders(term.of, runs), strict=True):
+    for data, order in zip(runs, orders_of(term.of, runs), strict=True):
         every = replace(data, drawn=None)
         found = count(counted, Judge(every, Settings(0, None), sample=False))
         if found is None:
             raise NotMeasurable("a single unit has no value")
-        shares.append(_of_requests(~np.array(found.beyond)[order], term.of, data, order))
+        shares.append(within_of_requests(~np.array(found.beyond)[order], term.of, data, order))
     return replace(change_of_shares(shares), compared_at=float(tau))
-
-
-def _of_requests(
-    kept: NDArray[np.bool_], term: Term, data: SliceData, order: Sequence[int]
-) -> NDArray[np.int64]:
-    """Return the number of runs in which each request is within the threshold: timed runs of one
-    request are dependent, and not units of their own."""
-    counts: NDArray[np.int64] = np.add.reduceat(kept.astype(np.int64), _firsts(term, data, order))
-    return counts
-
-
-def _firsts(term: Term, data: SliceData, order: Sequence[int]) -> NDArray[np.intp]:
-    """Return the index of the first unit of each request, in an order that groups them by
-    request."""
-    keys = np.array([unit.key for unit in runs_of(term, data)])[order]
-    return np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
-
-
-def _orders(term: Term, runs: Sequence[SliceData]) -> list[list[int]]:
-    """Return the orders that align the units of the runs by request and timed run. Raises
-    NotMeasurable if there are none."""
-    orders, keys = [], []
-    for data in runs:
-        own = [unit.key for unit in runs_of(term, data)]
-        orders.append(sorted(range(len(own)), key=own.__getitem__))
-        keys.append(sorted(own))
-    if not keys[0] or any(own != keys[0] for own in keys):
-        raise NotMeasurable("other requests were measured or timed, or not as often")
-    return orders
-
-
-def _of_means(term: Term, runs: Sequence[SliceData], *, upward: bool) -> PairedChange:
-    """Compare ratios of sums over requests."""
-    values, residuals = _means(term, runs)
-    return change_of_means(values, residuals, upward=upward)
-
-
-def _means(term: Term, runs: Sequence[SliceData]) -> tuple[list[float], list[Array]]:
-    """Return the means of the runs and the influence of each request; the timed runs of a request
-    count as one."""
-    inner = term.of if isinstance(term, Abs) else term
-    if not isinstance(inner, Statistic):
-        raise NotMeasurable("it is no mean")
-    values, residuals = [], []
-    _orders(inner.of, runs)
-    for data in runs:
-        sums, sizes = token_sums(inner.of, data)
-        keys = list(dict.fromkeys(unit.key for unit in runs_of(inner.of, data)))
-        order = sorted(range(len(keys)), key=keys.__getitem__)
-        value, residual = _linear(sums[order], sizes[order])
-        sign = -1.0 if isinstance(term, Abs) and value < 0 else 1.0
-        values.append(sign * value)
-        residuals.append(sign * residual)
-    return values, residuals
-
-
-def _linear(sums: Array, sizes: Array) -> tuple[float, Array]:
-    """Return a ratio of sums, and the influence of each request on it."""
-    total = math.fsum(sizes)
-    if total == 0.0:
-        raise NotMeasurable("there are no values")
-    value = math.fsum(sums) / total
-    return value, (sums - value * sizes) / total
 
 
 # --- all rows -------------------------------------------------------------------------------------
@@ -388,14 +329,18 @@ def _measures(
         if one is None or one.reduced is not None or two.reduced is not None:
             continue
         for metric, definition in two.measures.items():
-            kind = _KINDS.get(str(definition.family))
-            if kind is None or definition.kind != "pointwise" or metric == "failure_rate":
+            kind, gap = _KINDS.get(str(definition.family)), metric in MAGNITUDES
+            if kind is None or not (gap or definition.kind == "pointwise"):
                 continue
-            term = Statistic("mean", Metric(metric))
-            upward = definition.better == "higher"
+            if metric == "failure_rate":
+                continue
+            # What one kernel writes better than the other: a mean of their signed differences.
+            better = "higher" if gap else definition.better
+            term = Metric(metric) if gap else Statistic("mean", Metric(metric))
             try:
-                values, residuals = _means(term, (one, two))
-                found = change_of_means(values, residuals, upward=upward)
+                values, found = change_of(
+                    term, as_often((one, two)), upward=better == "higher", signed=True
+                )
             except NotMeasurable:
                 continue
             yield MeasureDelta(
@@ -403,7 +348,7 @@ def _measures(
                 metric,
                 name,
                 str(definition.dimension),
-                definition.better,
+                better,
                 found.n,
                 values[0],
                 values[1],

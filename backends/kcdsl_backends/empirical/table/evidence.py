@@ -75,6 +75,10 @@ class BlockComparison:
         return self.certified / self.measured
 
 
+FEWEST_ROUNDS = 3
+"""The rounds of timed runs that every evaluation of local kernels makes, however long they take."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """All timed runs in order; per request, (equal, made) repeats; the peak memory in bytes."""

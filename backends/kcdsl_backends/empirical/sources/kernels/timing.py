@@ -21,13 +21,12 @@ from torch import Tensor
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.terms import Clause
 from kcdsl_backends.empirical.sources.kernels import Kernel, tensor_digest
-from kcdsl_backends.empirical.table.evidence import SamplingUnit, Timing
+from kcdsl_backends.empirical.table.evidence import FEWEST_ROUNDS, SamplingUnit, Timing
 from kcdsl_backends.empirical.table.requirements import GENERATED, slices_of
 from kcdsl_backends.executors import in_order
 from kcdsl_backends.requests import Request
 
 WARM_UP = 3
-FEWEST_ROUNDS = 3
 FEWEST_RUNS = 64
 DIGEST_ROUNDS = 3
 """Rounds whose outputs are compared bit by bit."""
