@@ -37,10 +37,12 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from kcdsl.api.results import Progress
+    from kcdsl.release.promotion.gate import Gate
     from kcdsl.verdict.studies.certificate_difference import CertificateDifference
     from kcdsl_certs.signatures import Trust
     from kcdsl_certs.statement import Expectation
-    from kcdsl_certs.verification.report import Report
+    from kcdsl_certs.verification.inspection import Inspection
+    from kcdsl_certs.verification.report import Check, Report
     from kcdsl_certs.verification.transfers import Earlier
 
 PathLike = str | os.PathLike[str]
@@ -251,6 +253,38 @@ def _in_register(
             (name, with_register(report, bundle, register, trust.rules, moment))
             for (name, report), bundle in zip(reports, bundles, strict=True)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a register says of a certificate: the step of a check, and the answers of the gate about
+    its triple, by slot."""
+
+    check: Check
+    gates: tuple[Gate, ...]
+
+
+def recorded_in(
+    place: PathLike,
+    bundle: bytes,
+    seen: Inspection,
+    trust: Trust | None,
+    moment: datetime,
+    stage: str | None = None,
+) -> Recorded:
+    """Return what a register says of an inspected certificate; the stage is that of the certificate
+    where none is given. Raises Refusal where the register cannot be read."""
+    from kcdsl.release.promotion.gate import answers
+    from kcdsl.release.register import Register
+    from kcdsl.release.register.step import register_check
+
+    rules, body = None if trust is None else trust.rules, seen.body
+    with Register.open(place) as register:
+        check = register_check(seen.identity, bundle, register, rules, moment)
+        if body is None:
+            return Recorded(check, ())
+        gates = answers(register, stage or body.stage, body.triple.digest, moment)
+        return Recorded(check, gates)
 
 
 @dataclass(frozen=True, slots=True)

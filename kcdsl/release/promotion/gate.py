@@ -107,6 +107,12 @@ def ask(register: Register, slot: str, stage: str, triple: str, now: datetime) -
     return Gate(slot, stage, triple, answer, reasons, True, *where)
 
 
+def answers(register: Register, stage: str, triple: str, now: datetime) -> tuple[Gate, ...]:
+    """Return the answer about a triple at a stage of every slot with a decision about it."""
+    slots = {decision.slot for decision in register.promotions(candidate=triple)}
+    return tuple(ask(register, slot, stage, triple, now) for slot in sorted(slots))
+
+
 def fallback(register: Register, slot: str, triple: str, now: datetime) -> str | None:
     """Return the last triple that was live in a slot before this one and for which the gate is
     open; None where there is none."""

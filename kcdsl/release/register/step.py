@@ -12,7 +12,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.signatures import TrustPolicy
 from kcdsl_certs.statement import PREDICATE_TYPE, TRANSFER_TYPE
 from kcdsl_certs.verification.authentication import authentic, meets_threshold
-from kcdsl_certs.verification.report import EARLIER_FAILED, Log, NotRun, Report
+from kcdsl_certs.verification.report import EARLIER_FAILED, Check, Log, NotRun, Report
 
 STEP = "register"
 
@@ -25,18 +25,35 @@ def with_register(
     Reasons: `register/unknown`, `register/revoked`, `register/key-revoked`, `register/superseded`,
     `register/outside-validity`. Raises Refusal where the register cannot be read.
     """
-    log = Log()
-    log.run(STEP, _step(report, bundle, register, trusted, moment))
+    check = register_check(report.certificate, bundle, register, trusted, moment)
     steps = (*report.steps, STEP)
-    return replace(report, checks=(*report.checks, *log.checks), steps=steps)
+    return replace(report, checks=(*report.checks, check), steps=steps)
+
+
+def register_check(
+    identity: str | None,
+    bundle: bytes,
+    register: Register,
+    trusted: TrustPolicy | None,
+    moment: datetime,
+) -> Check:
+    """Return the step of the register about a certificate; without a policy its signatures are not
+    compared with revoked keys. Raises Refusal where the register cannot be read."""
+    log = Log()
+    log.run(STEP, _step(identity, bundle, register, trusted, moment))
+    (check,) = log.checks
+    return check
 
 
 def _step(
-    report: Report, bundle: bytes, register: Register, trusted: TrustPolicy, moment: datetime
+    identity: str | None,
+    bundle: bytes,
+    register: Register,
+    trusted: TrustPolicy | None,
+    moment: datetime,
 ) -> Callable[[], str]:
     """Query the register now, so that an unreadable register raises Refusal and is no failed
     step."""
-    identity = report.certificate
     if identity is None:
 
         def earlier() -> str:
@@ -51,7 +68,8 @@ def _step(
     def step() -> str:
         refuse_standing(status)
         assert status.certificate is not None
-        refuse_keys(bundle, trusted, revoked, status.certificate.stage, moment)
+        if trusted is not None:
+            refuse_keys(bundle, trusted, revoked, status.certificate.stage, moment)
         return f"event {status.certificate.number} of {head.number}, in force"
 
     return step

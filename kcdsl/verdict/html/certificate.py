@@ -65,7 +65,8 @@ def _gate(view: CertificateView) -> Part:
         for step in view.steps
     ]
     lead = f"The steps that need no other file than the certificate: {words}."
-    return Part("What a check says", lead, head=("step", "outcome", ""), rows=rows)
+    lines = tuple(text for _, text in view.gate_lines)
+    return Part("What a check says", lead, head=("step", "outcome", ""), rows=rows, lines=lines)
 
 
 def _signatures(view: CertificateView) -> Part | None:

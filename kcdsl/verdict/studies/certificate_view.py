@@ -29,6 +29,7 @@ from kcdsl_certs.statement import (
     numerics_digest,
 )
 from kcdsl_certs.verification.inspection import Inspection, SeenSignature
+from kcdsl_certs.verification.report import Check
 
 _UNVERIFIED = "SIGNATURE NOT VERIFIED: anybody may have written this; name a key or a policy"
 _AUTHENTIC = {True: "verified", False: "refused", None: "not_verified"}
@@ -226,7 +227,8 @@ class CertificateView(DocumentRecord):
     """A certificate for people, with the results of the check steps that need nothing else.
 
     `content` is None where it cannot be read. `signed` is `verified`, `refused`, or `not_verified`
-    if no keys are trusted.
+    if no keys are trusted. `gates` are documents of `kcdsl gate` about its triple, one for each
+    slot of the register; None without a register.
     """
 
     schema: ClassVar[str] = "kcdsl.show/1"
@@ -240,6 +242,7 @@ class CertificateView(DocumentRecord):
     signatures: tuple[ReadSignature, ...]
     content: Content | None
     steps: tuple[Mapping[str, str], ...]
+    gates: tuple[Mapping[str, Any], ...] | None = None
 
     @property
     def refusals(self) -> tuple[Mapping[str, str], ...]:
@@ -285,12 +288,37 @@ class CertificateView(DocumentRecord):
         rest = ", ".join(self.left_out)
         return "inconclusive", f"no step failed so far; not run: {rest}"
 
+    @property
+    def gate_lines(self) -> tuple[tuple[str, str], ...]:
+        """Return a colour word and a sentence for the answer of the gate in each slot."""
+        if self.gates is None:
+            return ()
+        if not self.gates:
+            return (("inconclusive", "`kcdsl gate` is closed: no slot has a decision about it"),)
+        lines = []
+        for gate in self.gates:
+            open_ = "open" if gate["open"] else "closed"
+            where = f"{gate['slot']} at {gate['stage']}"
+            words = f"`kcdsl gate` is {open_} in {where}: {'; '.join(gate['reasons'])}"
+            lines.append((_ANSWERS[gate["outcome"]], words))
+        return tuple(lines)
+
+
+_ANSWERS = {"Successful": "held", "Failed": "violated", "Inconclusive": "inconclusive"}
+
 
 def certificate_view(
-    file: str, inspection: Inspection, trust: Trust | None, moment: datetime
+    file: str,
+    inspection: Inspection,
+    trust: Trust | None,
+    moment: datetime,
+    *,
+    recorded: Check | None = None,
+    gates: tuple[Mapping[str, Any], ...] | None = None,
 ) -> CertificateView:
-    """Return the view of an inspected certificate."""
+    """Return the view of an inspected certificate; `recorded` is the step of the register."""
     body = inspection.body
+    checks = inspection.checks if recorded is None else (*inspection.checks, recorded)
     return CertificateView(
         file=file,
         moment=time_text(moment.replace(microsecond=0)),
@@ -299,7 +327,8 @@ def certificate_view(
         trust=None if trust is None else trust.to_json(),
         signatures=tuple(map(_signature, inspection.signatures)),
         content=None if body is None else _content(body, inspection, moment),
-        steps=tuple(check.to_json() for check in inspection.checks),
+        steps=tuple(check.to_json() for check in checks),
+        gates=gates,
     )
 
 

@@ -7,18 +7,33 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from kcdsl.api.checking import moment_of
+from kcdsl.release.promotion import CandidateState
+from kcdsl.release.register import (
+    Promotion,
+    PromotionReason,
+    PromotionState,
+    Register,
+    Revoked,
+)
 from kcdsl.verdict.html.certificate import certificate_page
 from kcdsl.verdict.studies.certificate_view import CertificateView, certificate_view
 from kcdsl_certs.signatures import Algorithm, bundle_bytes, generate, sign, trust
 from kcdsl_certs.verification.inspection import inspect
+from tests.support.promotions import at
+from tests.support.registers import clock, recorded
 
 VECTORS = Path("certs/vectors").resolve()
+SCHEMA = jsonschema.Draft202012Validator(
+    json.loads(Path("kcdsl/verdict/show.schema.json").read_text())
+)
 INDEX = json.loads((VECTORS / "index.json").read_text())["vectors"]
 AT = "2026-12-01T00:00:00Z"
 ATTACK = "\"><script>alert(1)</script><img src=x onerror=alert(2)>'&{{7*7}}\x1b[2J\u202e"
@@ -250,3 +265,54 @@ def test_a_reading_without_a_run_says_nothing_of_a_ratio() -> None:
     ratios = {result.clause: result.tightness for result in view.content.results}
     assert ratios["N-ATTN-0"] == pytest.approx(0.03125 / 0.0123)
     assert {ratios[name] for name in ("N-KL", "R-LAT", "O-TRACE")} == {None}
+
+
+def test_a_register_says_its_standing_and_what_the_gate_answers(cli: Any, tmp_path: Path) -> None:
+    """A triple that was frozen keeps a valid certificate, and its gate is closed; after a
+    revocation the certificate is refused, too."""
+    file, place = VECTORS / "valid.cert.json", tmp_path / "register.db"
+    body = inspect(file.read_bytes(), None, moment_of(AT)).body
+    assert body is not None
+    about = body.triple
+    words = ("show", file, "--at", AT, "--key", VECTORS / "a.pub", "--format", "json")
+
+    def shown(code: int) -> tuple[dict[str, str], dict[str, Any]]:
+        ran = cli(*words, "--register", place)
+        assert ran.code == code, ran.stdout + ran.stderr
+        document = json.loads(ran.stdout)
+        SCHEMA.validate(document)
+        return document["steps"][-1], document
+
+    assert json.loads(cli(*words).stdout)["gates"] is None
+    with Register.open(place, create=True, clock=clock) as register:
+        register.record_triple(about)
+    step, document = shown(4)
+    assert (step["name"], step["reason"]) == ("register", "register/unknown")
+    assert document["gates"] == []
+    with Register.open(place, clock=clock) as register:
+        identity = recorded(register, file.read_bytes()).identity
+    step, _ = shown(0)
+    assert (step["name"], step["outcome"]) == ("register", "ok")
+    why = PromotionReason("N-KL", "52 of 600 are beyond", "code")
+    frozen = replace(at("shadow"), triple=about.digest, incumbent=None, state=CandidateState.FROZEN)
+    with Register.open(place, clock=clock) as register:
+        slot = register.slot("chat/production")
+        decided = Promotion(
+            slot.name, about.digest, None, about.contract.digest, "shadow", PromotionState.FROZEN,
+            (why,), progress=frozen.to_json(),
+        )  # fmt: skip
+        register.promote(slot.name, slot.version, decided)
+    _, document = shown(0)
+    (gate,) = document["gates"]
+    assert (gate["slot"], gate["open"], gate["outcome"]) == (
+        "chat/production", False, "Inconclusive",
+    )  # fmt: skip
+    assert "N-KL on code: 52 of 600 are beyond" in gate["reasons"]
+    text = " ".join(cli(*words[:-2], "--register", place).stdout.split())
+    assert "`kcdsl gate` is closed in chat/production" in text
+    assert cli(*words[:-2], "--register", place, "--html", tmp_path / "s.html").code == 0
+    assert "is closed in chat/production" in (tmp_path / "s.html").read_text()
+    with Register.open(place, clock=clock) as register:
+        register.revoke(identity, "wrong data", kind=Revoked.CERTIFICATE)
+    step, _ = shown(4)
+    assert (step["reason"], step["outcome"]) == ("register/revoked", "failed")

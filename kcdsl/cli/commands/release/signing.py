@@ -248,21 +248,28 @@ class ShowCommand(Trusts):
     certificate: str = argument("CERT", "a certificate or a weights transfer, by any signer")
     stage: Stage | None = choice(Stage, "the stage to check for")
     at: str | None = value("TIME", "read as of this time, 2026-11-30T12:00:00Z")
+    register: str | None = register_option("with its standing, and the answers of the gate")
     html: str | None = value("FILE", "write a page that needs no other file, and print nothing")
     format: OutputFormat = format_option()
 
     def run(self) -> Exit:
         """Show it: 0 signed by trusted keys, 3 no trusted keys were given, 4 a check would reject
         it. Files beside it are not read, so 0 does not mean that a check passes."""
-        from kcdsl.api.checking import moment_of, read_certificate
+        from kcdsl.api.checking import moment_of, read_certificate, recorded_in
         from kcdsl.release.signing import trusted_if_any
+        from kcdsl.source.config import load_config
         from kcdsl.verdict.studies.certificate_view import certificate_view
         from kcdsl_certs.verification.inspection import inspect
 
         bundle, moment = read_certificate(Path(self.certificate)), moment_of(self.at)
         trust = trusted_if_any(self.policy, self.key, self.threshold, self.revocations)
         seen = inspect(bundle, trust, moment, stage=self.stage)
-        view = certificate_view(self.certificate, seen, trust, moment)
+        check, gates = None, None
+        place = self.register or load_config(Path()).register_place
+        if place is not None:
+            found = recorded_in(place, bundle, seen, trust, moment, self.stage)
+            check, gates = found.check, tuple(gate.to_json() for gate in found.gates)
+        view = certificate_view(self.certificate, seen, trust, moment, recorded=check, gates=gates)
         if self.html is not None:
             from kcdsl.verdict.html.certificate import certificate_page
 
