@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kcdsl.api.results import Progress
     from kcdsl.ir.terms import Program
     from kcdsl.model.files import Artefacts
-    from kcdsl.release.register import PromotionReason, Register, Run
+    from kcdsl.release.register import Promotion, PromotionReason, Register, Run
 
 _ERROR = 0.05
 _CONTRACT = "contract"
@@ -193,14 +193,20 @@ def _history(register: Register, failed: _Measured) -> _History:
 
 
 def _refused(register: Register, present: Triple, runs: Mapping[str, Run]) -> Iterator[str]:
-    """Yield the decisions that refused a triple for violated clauses, with their reasons; not those
-    that counted a run which is not trusted."""
+    """Yield the decisions that refused a triple for violated clauses, with their reasons: those
+    after which it did not advance in their slot, and that counted no run which is not trusted."""
     from kcdsl.release.register import PromotionState
 
     refusals = (PromotionState.BLOCKED, PromotionState.FROZEN, PromotionState.ROLLED_BACK)
     doubted = {digest for digest, run in runs.items() if not run.trusted}
+    last: dict[str, list[Promotion]] = {}
     for decision in register.promotions(candidate=present.digest):
-        if decision.state in refusals and doubted.isdisjoint(decision.evidence):
+        if decision.state in refusals:
+            last.setdefault(decision.slot, []).append(decision)
+        elif decision.state is not PromotionState.HELD:
+            last.pop(decision.slot, None)
+    for decision in [each for of_slot in last.values() for each in of_slot]:
+        if doubted.isdisjoint(decision.evidence):
             named = f"decision {decision.number} about {decision.slot} at {decision.stage}"
             stated = [one for one in decision.reasons if one.clause not in (OF_STAGE, NO_FALLBACK)]
             for reason in [one for one in stated if _is_beyond(one)] or stated:

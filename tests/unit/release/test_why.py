@@ -101,6 +101,16 @@ def test_decisions_about_other_triples_or_by_untrusted_runs_refuse_nothing(tmp_p
     assert states(found) == ("shown", "excluded", "excluded")
 
 
+def test_a_refusal_after_which_the_triple_went_live_is_over(tmp_path: Path) -> None:
+    scene = both(tmp_path, set())
+    new = scene.triple("new", "new")
+    scene.refuse(new, PromotionReason("N-KL", "52 of 600", "code", OF_COUNTS))
+    scene.register(new, promoted=True)
+    found = scene.why(NEW, *OTHERS)
+    assert found.refused == ()
+    assert states(found)[0] == "shown"
+
+
 def test_a_new_kernel_build_that_breaks_a_clause_is_named(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {("old", "new"): 12})
     scene.register(scene.triple("old", "old"), scene.triple("old", "new"))
