@@ -256,7 +256,7 @@ def _in_register(
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RegisterAnswers:
     """What a register says of a certificate: the step of a check, and the answers of the gate about
     its triple, by slot."""
 
@@ -271,7 +271,7 @@ def recorded_in(
     trust: Trust | None,
     moment: datetime,
     stage: str | None = None,
-) -> Recorded:
+) -> RegisterAnswers:
     """Return what a register says of an inspected certificate; the stage is that of the certificate
     where none is given. Raises Refusal where the register cannot be read."""
     from kcdsl.release.promotion.gate import answers
@@ -282,9 +282,9 @@ def recorded_in(
     with Register.open(place) as register:
         check = register_check(seen.identity, bundle, register, rules, moment)
         if body is None:
-            return Recorded(check, ())
+            return RegisterAnswers(check, ())
         gates = answers(register, stage or body.stage, body.triple.digest, moment)
-        return Recorded(check, gates)
+        return RegisterAnswers(check, gates)
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,7 +264,7 @@ def _changed(
         ordered = [sorted(data.requests, key=lambda unit: unit.key) for data in runs]
         kept = [np.array([unit.failure is None for unit in units]) for units in ordered]
         return change_of_shares(kept)
-    if is_mean(part) or magnitude(term) is not None:
+    if is_mean(part) or (part.budget is None and magnitude(term) is not None):
         return change_of(term, runs, upward=better_of(part) == "higher")[1]
     if allowed_rate(part) is None or not isinstance(term, Statistic) or op == "==":
         raise NotMeasurable("it is no statement about single requests and no mean of them")
@@ -328,6 +328,7 @@ def _measures(
         one = incumbent.get(name)
         if one is None or one.reduced is not None or two.reduced is not None:
             continue
+        both = as_often((one, two))
         for metric, definition in two.measures.items():
             kind, gap = _KINDS.get(str(definition.family)), metric in MAGNITUDES
             if kind is None or not (gap or definition.kind == "pointwise"):
@@ -338,9 +339,7 @@ def _measures(
             better = "higher" if gap else definition.better
             term = Metric(metric) if gap else Statistic("mean", Metric(metric))
             try:
-                values, found = change_of(
-                    term, as_often((one, two)), upward=better == "higher", signed=True
-                )
+                values, found = change_of(term, both, upward=better == "higher", signed=True)
             except NotMeasurable:
                 continue
             yield MeasureDelta(
