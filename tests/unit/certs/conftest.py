@@ -38,13 +38,13 @@ def body(golden: ModuleType, vectors_folder: Path) -> Predicate:
 
 
 def trust(key: SigningKey, name: str = "a", **limits: Any) -> TrustedKey:
-    """Trust a key for kernel certificates."""
+    """Return a policy entry that trusts a key for kernel certificates."""
     return TrustedKey(name, key.public, frozenset({PREDICATE_TYPE}), **limits)
 
 
 @pytest.fixture
 def trusted(golden: ModuleType) -> TrustPolicy:
-    """Trust key A alone."""
+    """Return a policy that trusts key A alone."""
     return TrustPolicy((trust(golden.KEY_A),))
 
 
@@ -61,7 +61,7 @@ def certify(golden: ModuleType) -> Callable[..., bytes]:
 
 @pytest.fixture
 def check(golden: ModuleType, vectors_folder: Path, trusted: TrustPolicy) -> Callable[..., Report]:
-    """Return `verify` with the expectation of the vectors filled in."""
+    """Return `verify` with the expectation of the vectors."""
     expected = golden.expectation(vectors_folder)
 
     def run(bundle: bytes, **options: Any) -> Report:

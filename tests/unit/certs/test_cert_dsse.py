@@ -1,4 +1,4 @@
-"""DSSE: the nine published cases, rebuilt from RFC 8032 keys, and openssl as second opinion."""
+"""DSSE: the nine published cases, rebuilt from RFC 8032 keys, and openssl as second verifier."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _trust(golden: ModuleType, names: str) -> tuple[TrustedKey, ...]:
 
 
 @pytest.mark.parametrize("name", _CASES)
-def test_published_case(name: str, golden: ModuleType) -> None:
+def test_published_dsse_case(name: str, golden: ModuleType) -> None:
     payload, kind, listed, names, threshold, supported, accepted = _CASES[name]
     plain = [(s.replace("-", "+").replace("_", "/"), keyid) for s, keyid in listed]
     envelope = Envelope(
@@ -95,21 +95,21 @@ def test_published_case(name: str, golden: ModuleType) -> None:
         (_S, "", "KEY_A", _NO_TYPE),
     ],
 )
-def test_our_signatures_are_the_published_ones(
+def test_signatures_equal_the_published_ones(
     golden: ModuleType, payload: bytes, kind: str, key: str, expected: str
 ) -> None:
     (signature,) = sign(payload, [getattr(golden, key)], kind).signatures
     assert signature.value == base64.b64decode(expected.replace("-", "+").replace("_", "/"))
 
 
-def test_lengths_count_bytes() -> None:
+def test_payload_lengths_count_bytes() -> None:
     assert pae("ä", b"\xc3") == b"DSSEv1 2 \xc3\xa4 1 \xc3"
     assert pae("", b"") == b"DSSEv1 0  0 "
 
 
 @pytest.mark.programs
 @pytest.mark.parametrize("algorithm", list(Algorithm))
-def test_openssl_verifies_our_signature(algorithm: Algorithm, tmp_path: Path) -> None:
+def test_openssl_verifies_the_signature(algorithm: Algorithm, tmp_path: Path) -> None:
     openssl = shutil.which("openssl")
     assert openssl is not None
     key = generate(algorithm)
@@ -139,7 +139,7 @@ def test_openssl_verifies_our_signature(algorithm: Algorithm, tmp_path: Path) ->
 
 
 @pytest.mark.programs
-def test_openssl_reads_our_hint(tmp_path: Path) -> None:
+def test_key_hint_equals_the_openssl_fingerprint(tmp_path: Path) -> None:
     key = generate()
     (tmp_path / "pub.pem").write_bytes(key.public.pem)
     words = ["openssl", "pkey", "-pubin", "-in", "pub.pem", "-outform", "DER"]
@@ -147,7 +147,7 @@ def test_openssl_reads_our_hint(tmp_path: Path) -> None:
     assert der == key.public.spki
 
 
-def test_a_raw_signature_is_not_taken_for_der() -> None:
+def test_raw_signature_is_not_parsed_as_der() -> None:
     key = generate(Algorithm.ECDSA_P256)
     envelope = sign(b"x", [key])
     r, s = decode_dss_signature(envelope.signatures[0].value)
@@ -158,7 +158,7 @@ def test_a_raw_signature_is_not_taken_for_der() -> None:
 
 
 @pytest.mark.parametrize("keyid", ["", "wrong", None])
-def test_the_keyid_decides_nothing(keyid: str | None, golden: ModuleType) -> None:
+def test_keyid_is_ignored(keyid: str | None, golden: ModuleType) -> None:
     a, b = _trust(golden, "AB")
     made = sign(_S, [golden.KEY_A])
     renamed = Envelope(_S, PAYLOAD_TYPE, (Signature(made.signatures[0].value, keyid),))

@@ -1,4 +1,4 @@
-"""Implied results: the bound chain is re-derived, and nothing else counts as a reason."""
+"""Implied results: the inequality chain is derived again, and no other reason is accepted."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _check(required: RequiredClause, implied: CertifiedClause, *sources: Certifi
     return "ok"
 
 
-def test_a_total_variation_follows_from_a_span() -> None:
+def test_total_variation_follows_from_a_span() -> None:
     limit = math.tanh(_SPAN / 4)
     required = _required()
     above = math.nextafter(limit, 1) + 1e-15
@@ -90,7 +90,7 @@ def test_a_total_variation_follows_from_a_span() -> None:
         (norm("span", "model"), "logit_span", _SPAN),
     ],
 )
-def test_each_norm_gives_its_bound(quantity: Quantity, metric: str, bound: float) -> None:
+def test_each_norm_implies_its_bound(quantity: Quantity, metric: str, bound: float) -> None:
     required = _required(metric, "1")
     source = _source(quantity=quantity)
     assert _check(required, _implied(required, bound), source) == "ok"
@@ -98,7 +98,7 @@ def test_each_norm_gives_its_bound(quantity: Quantity, metric: str, bound: float
     assert _check(required, less, source) == "clause/implied-bound-not-confirmed"
 
 
-def test_temperature_and_constants_take_part() -> None:
+def test_implied_bounds_use_temperature_and_constants() -> None:
     cold = _required("log_ratio", "1", temperature=Fraction(1, 2))
     assert _check(cold, _implied(cold, 2 * _SPAN), _source()) == "ok"
     assert _check(cold, _implied(cold, _SPAN), _source()) == "clause/implied-bound-not-confirmed"
@@ -108,7 +108,7 @@ def test_temperature_and_constants_take_part() -> None:
     assert _check(missing, _implied(missing, 1.0), _source()) == "chain/constant"
 
 
-def test_a_lower_bound_of_a_signed_metric() -> None:
+def test_lower_bound_of_a_signed_metric() -> None:
     required = _required("log_ratio", "-1/5", ">=")
     assert _check(required, _implied(required, -_SPAN), _source()) == "ok"
     over = _implied(required, -_SPAN / 2)
@@ -132,18 +132,18 @@ def test_a_lower_bound_of_a_signed_metric() -> None:
         {"bound": -1.0},
         {"op": ">="},
         {"evidence": Evidence.PROOF_REAL},
-        {"region": Region("rows", "all", longest=64)},  # longer requests are not of that region
+        {"region": Region("rows", "all", longest=64)},  # longer requests are outside that region
     ],
 )
-def test_what_is_no_reason(changes: dict[str, Any]) -> None:
+def test_invalid_reasons_are_rejected(changes: dict[str, Any]) -> None:
     required = _required()
     assert _check(required, _implied(required, 0.1), _source()) == "ok"
     reason = _check(required, _implied(required, 0.1), _source(**changes))
     assert reason == "clause/implied-by-unproved"
 
 
-def test_what_is_left_to_chance_implies_nothing() -> None:
-    """Not even what is left to chance itself."""
+def test_probabilistic_results_imply_nothing() -> None:
+    """Not even another probabilistic result."""
     likely: dict[str, Any] = {
         "evidence": Evidence.PROBABILISTIC, "assumptions": ("independent roundings",),
     }  # fmt: skip
@@ -154,13 +154,13 @@ def test_what_is_left_to_chance_implies_nothing() -> None:
     assert _check(required, implied, source) == "clause/implied-by-unproved"
 
 
-def test_a_result_does_not_imply_itself() -> None:
+def test_result_does_not_imply_itself() -> None:
     required = _required()
     own = _implied(required, 0.1, implied_by="S-TV", proof=ProofReference("0" * 64, "p.json"))
     assert _check(required, own) == "clause/implied-by-unproved"
 
 
-def test_a_quantity_outside_the_chain_is_not_rederivable() -> None:
+def test_quantity_outside_the_chain_is_not_rederivable() -> None:
     required = _required()
     bare = dataclasses.replace(required.alternatives[0][0], chain=None)
     without = dataclasses.replace(required, alternatives=((bare,),))
@@ -169,6 +169,6 @@ def test_a_quantity_outside_the_chain_is_not_rederivable() -> None:
     assert _check(other, _implied(other, 0.1), _source()) == "clause/implied-by-unproved"
 
 
-def test_requirements_are_read_back_with_their_chain() -> None:
+def test_requirements_with_a_chain_survive_a_round_trip() -> None:
     required = _required("kl", constants=(("reward_range", Fraction(1, 3)),))
     assert RequiredClause.from_json(required.to_json()) == required

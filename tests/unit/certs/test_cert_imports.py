@@ -1,4 +1,4 @@
-"""A release gate checks certificates with the standard library, cryptography and rfc8785 alone."""
+"""Checking certificates needs only the standard library, cryptography and rfc8785."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FOREIGN = {
 }  # fmt: skip
 
 
-def test_the_stand_alone_checker_imports_nothing_heavy(vectors_folder: Path) -> None:
+def test_standalone_checker_imports_nothing_heavy(vectors_folder: Path) -> None:
     words = ["check", "valid.cert.json", "--expect", "expectation.json", "--key", "a.pub"]
     words += ["--checkpoint", "model.safetensors", "--at", "2026-12-01T00:00:00Z", "--complete"]
     words += ["--data", "."]
@@ -45,7 +45,7 @@ def test_the_stand_alone_checker_imports_nothing_heavy(vectors_folder: Path) -> 
 
 
 @pytest.mark.full
-def test_the_module_runs_and_speaks_in_exit_codes(vectors_folder: Path, tmp_path: Path) -> None:
+def test_module_runs_and_returns_exit_codes(vectors_folder: Path, tmp_path: Path) -> None:
     def run(certificate: str, key: str = "a.pub", **changes: str) -> int:
         options = {
             "--expect": "expectation.json",

@@ -1,4 +1,4 @@
-"""Parts of a kernel's fingerprint that may differ or must be stated, by the checker's policy."""
+"""Parts of a kernel's fingerprint that may differ, or must be stated, by the checker's policy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def triple(**changes: Any) -> Triple:
     return Triple(Weights("w", "0" * 64, "1" * 64), kernel, kernel, Contract("c", "1", "2" * 64))
 
 
-def test_two_drivers_agree_only_where_the_policy_says_so() -> None:
+def test_different_drivers_are_accepted_only_by_policy() -> None:
     one, other = triple(), triple(driver="570.86.10")
     assert one.digest != other.digest
     assert relaxed(one, other, ["driver"]).digest == one.digest
@@ -51,7 +51,7 @@ def test_two_drivers_agree_only_where_the_policy_says_so() -> None:
     assert relaxed(one, changed, ["driver", "switches"]).digest == one.digest
 
 
-def test_a_part_that_one_does_not_state_can_be_left_out_of_account() -> None:
+def test_unstated_part_can_be_ignored_by_policy() -> None:
     bare = triple()
     found = dict(bare.infer.fingerprint)
     del found["switches"]
@@ -63,7 +63,7 @@ def test_a_part_that_one_does_not_state_can_be_left_out_of_account() -> None:
     assert states(kernel, "driver")
 
 
-def test_a_policy_names_parts(tmp_path: Path) -> None:
+def test_policy_names_parts(tmp_path: Path) -> None:
     path = tmp_path / "policy.toml"
     path.write_text('relaxed-kernel-parts = ["driver"]\nrequired-kernel-parts = ["gpu"]\n')
     found = read_policy(path)
@@ -96,7 +96,7 @@ HERE = {
         (None, {}, False),
     ],
 )
-def test_a_machine_is_named_by_processor_host_and_device(
+def test_machine_is_identified_by_processor_host_and_device(
     device: str | None, change: dict[str, Any], named: bool
 ) -> None:
     fingerprint = {"device": device, "hardware": HERE | change}
@@ -104,13 +104,13 @@ def test_a_machine_is_named_by_processor_host_and_device(
 
 
 def without_machine(body: Predicate) -> Predicate:
-    """Return a body whose inference kernel names no machine, like that of a recording."""
+    """Return a body whose inference kernel states no machine, as that of a recording."""
     bare = {k: v for k, v in body.triple.infer.fingerprint.items() if k != "hardware"}
     infer = Kernel(body.triple.infer.name, bare)
     return replace(body, triple=replace(body.triple, infer=infer))
 
 
-def test_times_without_the_machine_that_measured_them_are_refused(
+def test_times_without_their_machine_are_refused(
     body: Predicate, certify: Callable[..., bytes], check: Callable[..., Report]
 ) -> None:
     bare = without_machine(body)
@@ -120,7 +120,7 @@ def test_times_without_the_machine_that_measured_them_are_refused(
     assert not report.accepted
 
 
-def test_other_results_need_no_machine(
+def test_results_other_than_times_need_no_machine(
     body: Predicate, certify: Callable[..., bytes], check: Callable[..., Report]
 ) -> None:
     bare = without_machine(body)

@@ -38,7 +38,7 @@ def _pem(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) -> tuple[bytes, by
 
 @pytest.mark.parametrize("algorithm", list(Algorithm))
 @pytest.mark.parametrize("password", [None, "gehe\u0131m".encode()])
-def test_keys_are_read_back(algorithm: Algorithm, password: bytes | None) -> None:
+def test_keys_survive_a_round_trip(algorithm: Algorithm, password: bytes | None) -> None:
     key = generate(algorithm)
     again = load_private(key.to_pem(password), password)
     assert again.public == key.public == load_public(key.public.pem)
@@ -47,7 +47,7 @@ def test_keys_are_read_back(algorithm: Algorithm, password: bytes | None) -> Non
     assert not again.public.verifies(again.sign(b"m"), b"n")
 
 
-def test_private_keys_are_refused() -> None:
+def test_invalid_private_keys_are_refused() -> None:
     plain, locked = generate().to_pem(), generate().to_pem(b"right")
     cases: list[tuple[bytes, bytes | None, str]] = [
         (b"", None, "key/unreadable"),
@@ -67,7 +67,7 @@ def test_private_keys_are_refused() -> None:
         assert caught.value.reason == reason
 
 
-def test_public_keys_are_refused() -> None:
+def test_invalid_public_keys_are_refused() -> None:
     one = generate().public.pem
     cases = [
         (b"", "key/unreadable"),
@@ -83,7 +83,7 @@ def test_public_keys_are_refused() -> None:
         assert caught.value.reason == reason
 
 
-def test_the_algorithm_of_a_record_must_be_that_of_the_key() -> None:
+def test_algorithm_of_a_record_must_match_the_key() -> None:
     key = generate(Algorithm.ED25519).public
     with pytest.raises(Rejected, match="key/algorithm-mismatch"):
         PublicKey(key.spki, Algorithm.ECDSA_P256)
@@ -92,13 +92,13 @@ def test_the_algorithm_of_a_record_must_be_that_of_the_key() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0, -1, 2, 100])
-def test_a_threshold_that_accepts_anything_or_nothing_is_refused(threshold: int) -> None:
+def test_zero_and_unreachable_thresholds_are_refused(threshold: int) -> None:
     key = TrustedKey("k", generate().public, _KINDS)
     with pytest.raises(Rejected, match="policy/threshold"):
         TrustPolicy((key,), threshold)
 
 
-def test_a_policy_without_keys_or_with_one_key_twice_is_refused() -> None:
+def test_policy_with_no_key_or_duplicate_keys_is_refused() -> None:
     key = generate().public
     with pytest.raises(Rejected, match="policy/threshold"):
         TrustPolicy(())
@@ -106,7 +106,7 @@ def test_a_policy_without_keys_or_with_one_key_twice_is_refused() -> None:
         TrustPolicy((TrustedKey("a", key, _KINDS), TrustedKey("b", key, _KINDS)), 2)
 
 
-def test_the_end_of_validity_is_exclusive(golden: ModuleType) -> None:
+def test_end_of_validity_is_exclusive(golden: ModuleType) -> None:
     start, end = parse_time("2026-01-01T00:00:00Z"), parse_time("2026-02-01T00:00:00Z")
     key = TrustedKey("k", golden.KEY_A.public, _KINDS, None, start, end)
     second = timedelta(seconds=1)

@@ -1,4 +1,4 @@
-"""Checkpoint manifests: what binds names, contents and the very file that was read."""
+"""Checkpoint manifests bind names, contents and the files that were read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _tree(folder: Path, files: dict[str, bytes]) -> Path:
 _FILES = {"B": b"1", "a/b": b"2", "a-b": b"3", "a.b": b"4"}
 
 
-def test_component_order_and_root_digest_are_those_of_openssf_model_signing(
+def test_order_and_root_digest_equal_openssf_model_signing(
     tmp_path: Path,
 ) -> None:
     manifest = build_manifest(_tree(tmp_path / "m", _FILES))
@@ -33,7 +33,7 @@ def test_component_order_and_root_digest_are_those_of_openssf_model_signing(
     assert manifest.root_digest == hashlib.sha256(joined).hexdigest()
 
 
-def test_a_rename_that_keeps_the_order_changes_the_manifest_digest_alone(tmp_path: Path) -> None:
+def test_rename_that_keeps_the_order_changes_only_the_manifest(tmp_path: Path) -> None:
     one = build_manifest(_tree(tmp_path / "one", _FILES))
     renamed = {("a-c" if name == "a-b" else name): data for name, data in _FILES.items()}
     other = build_manifest(_tree(tmp_path / "other", renamed))
@@ -52,7 +52,7 @@ def test_a_rename_that_keeps_the_order_changes_the_manifest_digest_alone(tmp_pat
         {"a/b": b"2\0"},
     ],
 )
-def test_every_change_of_contents_or_files_changes_both_digests(
+def test_every_change_of_files_changes_both_digests(
     tmp_path: Path, change: dict[str, bytes]
 ) -> None:
     one = build_manifest(_tree(tmp_path / "one", _FILES))
@@ -61,7 +61,7 @@ def test_every_change_of_contents_or_files_changes_both_digests(
     assert other.digest != one.digest
 
 
-def test_a_file_is_its_own_manifest(tmp_path: Path) -> None:
+def test_single_file_is_its_own_manifest(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"weights")
     (resource,) = build_manifest(path).resources
@@ -94,7 +94,7 @@ def test_links_and_special_files_are_refused(tmp_path: Path) -> None:
         build_manifest(tree)
 
 
-def test_a_symlinked_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_symlinked_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").write_bytes(b"x")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(Rejected, match="checkpoint/symlink"):
@@ -104,7 +104,7 @@ def test_a_symlinked_checkpoint_is_refused(tmp_path: Path) -> None:
         build_manifest(tmp_path / "dangling")
 
 
-def test_nothing_and_missing_files_are_refused(tmp_path: Path) -> None:
+def test_empty_folders_and_missing_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(Rejected, match="checkpoint/empty"):
         build_manifest(tmp_path / "empty")
@@ -112,7 +112,7 @@ def test_nothing_and_missing_files_are_refused(tmp_path: Path) -> None:
         build_manifest(tmp_path / "missing")
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(
+def test_file_changed_during_reading_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "w"
@@ -137,7 +137,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
         build_manifest(path)
 
 
-def test_hashing_tells_how_far_it_is(tmp_path: Path) -> None:
+def test_hashing_reports_progress(tmp_path: Path) -> None:
     size = (1 << 20) + 5
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(name.encode() * size)

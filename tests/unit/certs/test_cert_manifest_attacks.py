@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint under attack: names, holes, files replaced while they are read."""
+"""Attacks on the manifest of a checkpoint: names, sparse files, files replaced during reading."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ def test_names_with_control_characters_are_refused(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("pair", [("W.bin", "w.BIN"), ("\u00e9", "e\u0301"), ("a/x", "A/x")])
-def test_names_that_are_one_on_some_systems_are_refused(
-    tmp_path: Path, pair: tuple[str, str]
-) -> None:
+def test_names_equal_on_some_systems_are_refused(tmp_path: Path, pair: tuple[str, str]) -> None:
     for number, name in enumerate(pair):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"%d" % number)
     assert refused(tmp_path) == "checkpoint/name"
 
 
-def test_a_file_that_is_all_hole_is_refused_at_once(tmp_path: Path) -> None:
+def test_sparse_file_is_refused_at_once(tmp_path: Path) -> None:
     with (tmp_path / "w").open("wb") as file:
         file.write(b"x" * 4096)
         file.truncate(1 << 42)
@@ -56,13 +54,13 @@ def link(path: Path, other: Path) -> None:
 
 
 def rewrite(path: Path, other: Path) -> None:
-    """Write in place, and set the time of the last change back."""
+    """Write in place, and restore the modification time."""
     path.write_bytes(other.read_bytes())
     os.utime(path, ns=(1, 1))
 
 
 @pytest.mark.parametrize("swap", [rename, link, rewrite])
-def test_a_file_that_is_replaced_while_it_is_hashed_is_refused(
+def test_file_replaced_during_hashing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: Swap
 ) -> None:
     path, other = tmp_path / "w", tmp_path.parent / f"{tmp_path.name}-other"
@@ -80,7 +78,7 @@ def test_a_file_that_is_replaced_while_it_is_hashed_is_refused(
     assert refused(path) == "checkpoint/changed"
 
 
-def test_a_file_added_while_others_are_hashed_is_refused(
+def test_file_added_during_hashing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "w").write_bytes(b"x")
@@ -102,7 +100,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, make: Callable[[Path], ob
     assert caught.value.reason == "proof/missing"
 
 
-def test_a_path_is_what_the_system_makes_of_it(tmp_path: Path) -> None:
+def test_paths_are_resolved_by_the_system(tmp_path: Path) -> None:
     (tmp_path / "deep" / "inner").mkdir(parents=True)
     (tmp_path / "d").symlink_to("deep/inner")
     assert plain_path(tmp_path / "d" / ".." / "w") == tmp_path / "deep" / "w"

@@ -1,4 +1,4 @@
-"""Exact reals, outward rounding, binomial tails, and the verdicts that numbers admit."""
+"""Exact reals, outward rounding, binomial tails, and verdicts that numbers support."""
 
 from __future__ import annotations
 
@@ -40,14 +40,12 @@ _FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @given(st.fractions())
-def test_exact_numbers_are_read_back(value: Fraction) -> None:
+def test_exact_numbers_survive_a_round_trip(value: Fraction) -> None:
     assert parse_real(real_text(value)) == value
 
 
 @given(_FINITE, st.sampled_from(["up", "down", "nearest"]))
-def test_measured_numbers_are_read_back_and_rounded_outwards(
-    value: float, rounding: Rounding
-) -> None:
+def test_measured_numbers_are_rounded_outwards(value: float, rounding: Rounding) -> None:
     record = Measured(value, rounding).to_json()
     again = Measured.from_json(record, rounding)
     assert again.value == value
@@ -60,7 +58,7 @@ def test_measured_numbers_are_read_back_and_rounded_outwards(
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_numbers_that_are_not_finite_are_no_evidence(value: float) -> None:
+def test_non_finite_numbers_are_not_evidence(value: float) -> None:
     with pytest.raises(Rejected, match="number/not-finite"):
         Measured(value, "up")
 
@@ -73,7 +71,7 @@ def test_numbers_that_are_not_finite_are_no_evidence(value: float) -> None:
         "0.1\n",
     ],
 )  # fmt: skip
-def test_numbers_are_refused(text: str) -> None:
+def test_invalid_numbers_are_refused(text: str) -> None:
     with pytest.raises(Rejected):
         parse_real(text)
 
@@ -87,7 +85,7 @@ def test_hex_floats_are_canonical() -> None:
             parse_hex(text)
 
 
-def test_decimals_for_people() -> None:
+def test_printed_decimals_are_rounded() -> None:
     assert decimal_text(0.05, "up") == "0.0500001"
     assert decimal_text(0.05, "nearest") == "0.05"
     assert decimal_text(-0.0, "down") == "0"
@@ -98,12 +96,12 @@ def test_decimals_for_people() -> None:
 
 @pytest.mark.parametrize(("k", "n"), [(0, 1), (0, 59), (3, 100), (50, 1000), (611, 120_000)])
 @pytest.mark.parametrize("rate", [Fraction(1, 100), Fraction(1, 20), Fraction(1, 3)])
-def test_tails_agree_with_another_implementation(k: int, n: int, rate: Fraction) -> None:
+def test_binomial_tails_agree_with_another_implementation(k: int, n: int, rate: Fraction) -> None:
     expected = binomtest(k, n, float(rate), alternative="less").pvalue
     assert float(lower_tail(k, n, rate)) == pytest.approx(expected, rel=1e-9, abs=1e-300)
 
 
-def test_zero_failures_need_as_many_units_as_the_tables_say() -> None:
+def test_units_needed_for_zero_failures_equal_the_tables() -> None:
     alpha = Fraction(1, 20)
     for rate, n in ((Fraction(1, 20), 59), (Fraction(1, 100), 299), (Fraction(1, 1000), 2995)):
         assert certifies(0, n, rate, alpha)
@@ -113,7 +111,9 @@ def test_zero_failures_need_as_many_units_as_the_tables_say() -> None:
 
 
 @given(st.integers(1, 60), st.data())
-def test_a_certified_rate_is_rarely_wrong(n: int, data: st.DataObject) -> None:
+def test_certified_rate_is_wrong_with_probability_at_most_alpha(
+    n: int, data: st.DataObject
+) -> None:
     """At the limit rate itself, the chance of certifying is at most alpha (exact sum)."""
     rate = data.draw(st.fractions(Fraction(1, 50), Fraction(1, 2), max_denominator=50))
     alpha = Fraction(1, 20)
@@ -286,7 +286,7 @@ _RATE: dict[str, Any] = {**_SAMPLED, "budget": Fraction(1, 10)}
         ({**_RATE, "exceed": None, "n": 29}, "INCONCLUSIVE"),
     ],
 )
-def test_numbers_admit(changes: dict[str, Any], admitted: str) -> None:
+def test_verdicts_follow_from_numbers(changes: dict[str, Any], admitted: str) -> None:
     clause = _clause(**changes)
     assert {v.value for v in admissible(clause)} == set(admitted.split())
     for verdict in Verdict:
@@ -359,13 +359,13 @@ def test_numbers_admit(changes: dict[str, Any], admitted: str) -> None:
         ({**_SAMPLED, "value": Fraction("0.6"), "low": 0.7, "op": ">="}, "clause/limit"),
     ],
 )
-def test_records_that_contradict_themselves(changes: dict[str, Any], reason: str) -> None:
+def test_contradictory_records_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(Rejected) as caught:
         admissible(_clause(**changes))
     assert caught.value.reason == reason
 
 
-def test_the_worst_verdict_is_that_of_the_whole() -> None:
+def test_overall_verdict_is_the_worst() -> None:
     made = {v: _clause(verdict=v) for v in Verdict}
     assert overall(()) is Verdict.INCONCLUSIVE
     assert overall((made[Verdict.PASSED],)) is Verdict.PASSED
@@ -373,7 +373,7 @@ def test_the_worst_verdict_is_that_of_the_whole() -> None:
     assert overall(tuple(made.values())) is Verdict.FAILED
 
 
-def test_a_result_with_every_field_is_read_back() -> None:
+def test_result_with_every_field_survives_a_round_trip() -> None:
     clause = _clause(
         region=Region("ball", "all", Fraction(1, 1000)), numerics=("1" * 64, "2" * 64), bound=0.3,
         value=Fraction(1, 4), low=0.2, high=0.3, counted="requests", exceed=0,

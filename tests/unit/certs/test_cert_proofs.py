@@ -1,4 +1,4 @@
-"""A proof that is right but about something else does not carry a clause."""
+"""A valid proof about another subject does not prove a clause."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ NOT_CONFIRMED = (StepOutcome.FAILED, "proof/bound-not-confirmed")
 
 
 def radius(value: float) -> dict[str, object]:
-    """Return the radius of a ball as it stands in a proof."""
+    """Return the radius of a ball in the representation of proofs."""
     data = base64.b64encode(struct.pack("<d", value)).decode("ascii")
     return {"dtype": "float64", "shape": [1, 1], "data": data}
 
 
-def test_the_golden_proof_is_bound_to_its_clause(recheck: Recheck) -> None:
+def test_golden_proof_is_bound_to_its_clause(recheck: Recheck) -> None:
     assert recheck() == (StepOutcome.OK, "")
 
 
@@ -112,7 +112,7 @@ def test_the_golden_proof_is_bound_to_its_clause(recheck: Recheck) -> None:
         (lambda p: p.pop("numerics"), "statement/malformed"),
     ],
 )
-def test_a_proof_about_something_else(
+def test_proof_about_another_subject_is_rejected(
     edit: Callable[[dict[str, Any]], object], reason: str, recheck: Recheck
 ) -> None:
     assert recheck(edit) == (StepOutcome.FAILED, reason)
@@ -130,11 +130,11 @@ def test_a_proof_about_something_else(
         (object(), "proof/checker-failed"),
     ],
 )
-def test_a_bound_that_is_not_confirmed(outcome: Any, reason: str, recheck: Recheck) -> None:
+def test_unconfirmed_bound_is_rejected(outcome: Any, reason: str, recheck: Recheck) -> None:
     assert recheck(outcome=outcome) == (StepOutcome.FAILED, reason)
 
 
-def test_the_bound_of_the_clause_must_be_that_of_the_proof_or_larger(recheck: Recheck) -> None:
+def test_clause_bound_below_the_proof_is_rejected(recheck: Recheck) -> None:
     assert recheck(bound=0.03) == (StepOutcome.OK, "")
     assert recheck(bound=0.0299) == (StepOutcome.FAILED, "proof/bound-not-confirmed")
     assert recheck(bound=None) == (StepOutcome.FAILED, "proof/bound-not-confirmed")
@@ -149,7 +149,9 @@ def test_the_bound_of_the_clause_must_be_that_of_the_proof_or_larger(recheck: Re
         {"quantity": margin("attn_0")},
     ],
 )
-def test_a_result_about_another_functional(stated: dict[str, Any], recheck: Recheck) -> None:
+def test_result_about_another_functional_is_rejected(
+    stated: dict[str, Any], recheck: Recheck
+) -> None:
     assert recheck(**stated) == (StepOutcome.FAILED, "proof/functional-mismatch")
 
 
@@ -162,13 +164,13 @@ def test_a_result_about_another_functional(stated: dict[str, Any], recheck: Rech
         ({"region": None}, "proof/region-mismatch"),
     ],
 )
-def test_a_result_about_another_block_or_region(
+def test_result_about_another_block_or_region_is_rejected(
     stated: dict[str, Any], reason: str, recheck: Recheck
 ) -> None:
     assert recheck(**stated) == (StepOutcome.FAILED, reason)
 
 
-def test_a_margin_is_shown_by_the_order_alone(recheck: Recheck) -> None:
+def test_margin_is_proved_by_the_order_alone(recheck: Recheck) -> None:
     def about_flips(k: int) -> Callable[[dict[str, Any]], object]:
         return lambda p: p.update(functional={"kind": "no_flip", "k": k})
 
@@ -189,16 +191,14 @@ def test_a_margin_is_shown_by_the_order_alone(recheck: Recheck) -> None:
 
 
 @pytest.mark.parametrize("op", [">=", ">", "=="])
-def test_a_drift_that_is_bounded_from_above_is_not_bounded_from_below(
-    op: str, recheck: Recheck
-) -> None:
-    """Whatever is stated: a bound of 0.03 does not show that the drift is at least 0.01."""
+def test_upper_bound_of_a_drift_proves_no_lower_bound(op: str, recheck: Recheck) -> None:
+    """A bound of 0.03 does not show that the drift is at least 0.01, whatever is stated."""
     for stated in (0.01, 0.02, 0.03, 1.0):
         assert recheck(op=op, tau=Fraction(1, 100), bound=stated) == NOT_CONFIRMED
 
 
-def test_hulls_are_as_many_as_are_stated(recheck: Recheck) -> None:
-    """One for each length of the requests: a length less is a slice that nobody looked at."""
+def test_number_of_hulls_must_equal_the_stated_one(recheck: Recheck) -> None:
+    """One hull per length of the requests: a missing length means uncovered requests."""
 
     def hulls(number: int) -> Callable[[dict[str, Any]], object]:
         def edit(proof: dict[str, Any]) -> None:
@@ -214,7 +214,7 @@ def test_hulls_are_as_many_as_are_stated(recheck: Recheck) -> None:
         assert recheck(hulls(2), **hull, n=n) == (StepOutcome.FAILED, "proof/region-mismatch")
 
 
-def test_a_proof_is_rederived_once_for_all_clauses(
+def test_proof_is_rechecked_once_for_all_clauses(
     golden: ModuleType, body: Predicate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Path] = []
@@ -245,7 +245,7 @@ def test_a_proof_is_rederived_once_for_all_clauses(
         (Region("hull", "all"), 64, (StepOutcome.FAILED, "proof/region-mismatch")),
     ],
 )
-def test_a_proof_about_shorter_sequences(
+def test_proof_about_shorter_sequences_is_rejected(
     stated: Region, proved: int, outcome: tuple[StepOutcome, str], recheck: Recheck
 ) -> None:
     def edit(document: dict[str, Any]) -> None:
@@ -256,7 +256,7 @@ def test_a_proof_about_shorter_sequences(
 
 
 @pytest.mark.parametrize("longest", [None, "64", 64.0, True])
-def test_a_longest_sequence_that_is_no_number(longest: object, recheck: Recheck) -> None:
+def test_longest_sequence_must_be_a_number(longest: object, recheck: Recheck) -> None:
     def edit(document: dict[str, Any]) -> None:
         document["cases"] = document["cases"][:1]
         document["cases"][0]["region"].update(kind="rows", longest=longest)
@@ -264,7 +264,7 @@ def test_a_longest_sequence_that_is_no_number(longest: object, recheck: Recheck)
     assert recheck(edit, region=Region("rows", "all", longest=64), n=1)[0] is StepOutcome.FAILED
 
 
-def test_what_a_proof_leaves_to_chance_is_in_its_clause(recheck: Recheck) -> None:
+def test_clause_must_state_the_probability_of_its_proof(recheck: Recheck) -> None:
     def edit(proof: dict[str, Any]) -> None:
         proof["cases"][0]["chance"] = {"alpha": "0.000001", "functionals": 4096}
 

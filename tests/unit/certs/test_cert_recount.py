@@ -1,4 +1,4 @@
-"""Coverage counted again: what is said of boxes of proofs."""
+"""Coverage of proofs, counted again by the checker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WHERE: dict[str, list[str]] = {"all": []}
 
 
 def recorded(folder: Path, signed: bytes, present: bytes) -> Recount:
-    """Return the count of a result about units that a recording holds, not rows of it."""
+    """Return the count of a result whose units are in a recording, not rows of it."""
     (folder / "batch.parquet").write_bytes(present)
     digest = hashlib.sha256(signed).hexdigest()
     clause = CertifiedClause(
@@ -54,8 +54,8 @@ def recorded(folder: Path, signed: bytes, present: bytes) -> Recount:
     return count
 
 
-def test_a_recording_of_any_format_is_held_against_its_digest(tmp_path: Path) -> None:
-    """Parquet, or rows without ids: nothing in it is counted, and its digest was signed."""
+def test_recordings_of_any_format_are_checked_by_digest(tmp_path: Path) -> None:
+    """Parquet, or rows without ids: the units are not counted again, and the digest was signed."""
     count = recorded(tmp_path, b"PAR1\xff", b"PAR1\xff")
     assert count.beyond == ["C [all]: its units are drawn or recorded, not rows of the data"]
     assert (count.counted, count.missing) == ([], [])
@@ -93,8 +93,8 @@ def counted(folder: Path, kind: str, names: list[str]) -> Recount:
     return count
 
 
-def test_boxes_are_counted_and_their_rows_are_not(tmp_path: Path) -> None:
-    """A box for every length is there; that the rows lie in them is the evaluator's word."""
+def test_boxes_are_counted_but_not_their_rows(tmp_path: Path) -> None:
+    """A box for every length exists; that the rows are inside is the evaluator's claim."""
     count = counted(tmp_path, "hull", ["hull-3", "hull-2"])
     assert count.counted == ["C [all]: 2 box(es) for every length of 2 row(s)"]
     assert count.beyond == ["C [all]: which rows lie in its box(es)"]
@@ -110,7 +110,9 @@ def test_boxes_are_counted_and_their_rows_are_not(tmp_path: Path) -> None:
         ("rows", ["rows", "more"], "recount/rows-extra"),
     ],
 )
-def test_other_boxes_are_refused(tmp_path: Path, kind: str, names: list[str], reason: str) -> None:
+def test_wrong_numbers_of_boxes_are_refused(
+    tmp_path: Path, kind: str, names: list[str], reason: str
+) -> None:
     with pytest.raises(Rejected, match=reason):
         counted(tmp_path, kind, names)
 
@@ -134,7 +136,7 @@ UNKNOWN = b'{"id": "a", "tokens": [1]}\n{"id": "b", "text": "x"}\n{"id": "c", "t
 @pytest.mark.parametrize("metric", ["kl", "latency"])
 @pytest.mark.parametrize("counted", ["requests", "windows", "timed runs"])
 @pytest.mark.parametrize("records", [True, False])
-def test_a_sample_counts_prompts_and_a_census_rows(
+def test_sample_counts_prompts_and_census_counts_rows(
     tmp_path: Path,
     data: bytes,
     evidence: Evidence,
@@ -143,8 +145,8 @@ def test_a_sample_counts_prompts_and_a_census_rows(
     counted: str,
     records: bool,
 ) -> None:
-    """However often each row was timed."""
-    if counted != "requests":  # windows of 16 units, or one; timed runs are no units
+    """Independent of the number of timed runs per row."""
+    if counted != "requests":  # windows of 16 units, or one; timed runs are not units
         known = {1} if counted == "windows" else set()
         admitted = known if records else {0, 1, 2, 3, 4}
     (tmp_path / "rows.jsonl").write_bytes(data)

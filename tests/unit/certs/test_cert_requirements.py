@@ -46,7 +46,7 @@ def reasons(wanted: RequiredClause, *results: CertifiedClause) -> list[str]:
     return [finding.reason for finding in uncovered(wanted, results)]
 
 
-def test_every_comparison_of_one_alternative_is_shown() -> None:
+def test_every_comparison_of_an_alternative_must_be_shown() -> None:
     both, either = required((_KL, _TV)), required((_KL,), (_TV,))
     assert not reasons(both, result(_KL), result(_TV))
     assert reasons(both, result(_KL)) == ["clause/missing"]
@@ -56,15 +56,15 @@ def test_every_comparison_of_one_alternative_is_shown() -> None:
     assert not reasons(either, result(_KL), failed)
 
 
-def test_counts_of_two_comparisons_do_not_show_a_budget_of_both() -> None:
-    """One in ten beyond the first and another beyond the second are two in ten."""
+def test_separate_counts_do_not_show_a_joint_budget() -> None:
+    """One in ten violates the first and another the second: together two in ten."""
     wanted = required((_KL, _TV), budget=_BUDGET)
     shown = (result(_KL, exceed=1, budget=_BUDGET), result(_TV, exceed=1, budget=_BUDGET))
     assert reasons(wanted, *shown) == ["clause/not-passed"]
     assert not reasons(required((_KL,), budget=_BUDGET), shown[0])
 
 
-def test_proofs_of_two_comparisons_show_a_budget_of_both() -> None:
+def test_separate_proofs_show_a_joint_budget() -> None:
     attention, feed_forward = (
         Comparison("C/all/0", norm("inf", block), "<=", Fraction(1, 2)) for block in ("a", "m")
     )
@@ -78,11 +78,11 @@ def test_proofs_of_two_comparisons_show_a_budget_of_both() -> None:
 
 
 @pytest.mark.parametrize("alternatives", [(), ((),), ((_KL,), ())])
-def test_a_requirement_without_comparisons_is_never_shown(alternatives: Any) -> None:
+def test_requirement_without_comparisons_is_never_shown(alternatives: Any) -> None:
     assert reasons(required(*alternatives), result(_KL)) == ["clause/not-rederivable"]
 
 
-def test_a_result_of_another_comparison_shows_nothing() -> None:
+def test_result_of_another_comparison_shows_nothing() -> None:
     for other in (
         replace(_KL, obligation="C/all/1"),
         replace(_KL, quantity=Quantity("metric", "js")),

@@ -51,7 +51,7 @@ from kcdsl_certs.encoding.strict import (
         (b'"' + b"a" * 200_001, "json/size"),
     ],
 )
-def test_json_is_refused(raw: bytes, reason: str) -> None:
+def test_invalid_json_is_refused(raw: bytes, reason: str) -> None:
     with pytest.raises(Rejected) as caught:
         strict_load(raw, 200_000)
     assert caught.value.reason == reason
@@ -60,14 +60,14 @@ def test_json_is_refused(raw: bytes, reason: str) -> None:
 @pytest.mark.parametrize(
     "raw", [b'"\\ud800"', b'{"\\udfff":1.5}', b'["\\ude00\\ud83d"]', b'"\xff"']
 )
-def test_text_that_is_no_unicode_is_refused_beside_floats(raw: bytes) -> None:
+def test_invalid_unicode_is_refused_beside_floats(raw: bytes) -> None:
     with pytest.raises(Rejected) as caught:
         loose_load(raw)
     assert caught.value.reason == "json/encoding"
     assert loose_load(b'["\\ud83d\\ude00", 1.5]') == ["\U0001f600", 1.5]
 
 
-def test_json_within_the_rules_is_read() -> None:
+def test_strict_json_is_parsed() -> None:
     raw = '{"a":[1,-1,true,null,"\\ud83d\\ude00","ä"],"b":9007199254740991}'.encode()
     expected = {"a": [1, -1, True, None, "😀", "ä"], "b": 2**53 - 1}
     assert strict_load(raw, 1000) == expected
@@ -85,7 +85,7 @@ _PLAIN = st.recursive(
 
 
 @given(_PLAIN)
-def test_canonical_json_is_read_back_and_is_a_fixed_point(value: Any) -> None:
+def test_canonical_json_is_a_fixed_point(value: Any) -> None:
     try:
         raw = canonical_json(value)
     except Rejected:
@@ -98,7 +98,7 @@ def test_canonical_json_is_read_back_and_is_a_fixed_point(value: Any) -> None:
 @pytest.mark.parametrize(
     "value", [1.0, {"a": [0.5]}, float("nan"), {1: 2}, 2**53, "\ud800", b"x", {"a": (1.0,)}, {1}]
 )
-def test_canonical_json_refuses(value: Any) -> None:
+def test_canonical_json_refuses_unsupported_values(value: Any) -> None:
     with pytest.raises(Rejected) as caught:
         canonical_json(value)
     assert caught.value.reason.startswith("canonical/")
@@ -109,13 +109,13 @@ def test_canonical_json_sorts_by_utf16_code_units() -> None:
 
 
 @given(st.binary(max_size=80))
-def test_base64_of_both_alphabets(data: bytes) -> None:
+def test_base64_accepts_both_alphabets(data: bytes) -> None:
     assert strict_base64(base64.b64encode(data).decode()) == data
     assert strict_base64(base64.urlsafe_b64encode(data).decode()) == data
 
 
 @given(st.binary(min_size=1, max_size=20), st.data())
-def test_no_other_spelling_decodes_to_the_same_bytes(data: bytes, draw: st.DataObject) -> None:
+def test_base64_has_one_encoding_per_alphabet(data: bytes, draw: st.DataObject) -> None:
     text = base64.b64encode(data).decode()
     place = draw.draw(st.integers(0, len(text) - 1))
     char = draw.draw(st.characters(min_codepoint=0, max_codepoint=300))
@@ -143,7 +143,7 @@ def test_no_other_spelling_decodes_to_the_same_bytes(data: bytes, draw: st.DataO
         ("=", "base64/padding"),
     ],
 )
-def test_base64_is_refused(text: str, reason: str) -> None:
+def test_invalid_base64_is_refused(text: str, reason: str) -> None:
     with pytest.raises(Rejected) as caught:
         strict_base64(text)
     assert caught.value.reason == reason
@@ -158,16 +158,16 @@ def test_base64_is_refused(text: str, reason: str) -> None:
         "2026-13-01T12:00:00Z", "2026-11-30T12:60:00Z", "2026-11-30T12:00:60Z",
     ],
 )  # fmt: skip
-def test_times_are_refused(text: str) -> None:
+def test_invalid_times_are_refused(text: str) -> None:
     with pytest.raises(Rejected, match="time/malformed"):
         parse_time(text)
 
 
-def test_times_are_written_in_utc_and_cut_to_the_second() -> None:
+def test_times_are_written_in_utc_without_fractions() -> None:
     moment = datetime(2026, 11, 30, 13, 0, 59, 999999, timezone(timedelta(hours=1)))
     assert time_text(moment) == "2026-11-30T12:00:59Z"
     assert parse_time(time_text(moment)) == datetime(2026, 11, 30, 12, 0, 59, tzinfo=UTC)
     for text in ("0001-01-01T00:00:00Z", "0999-12-31T23:59:59Z", "9999-12-31T23:59:59Z"):
-        assert time_text(parse_time(text)) == text  # %Y of the C library writes no zeros
+        assert time_text(parse_time(text)) == text  # %Y of the C library writes no leading zeros
     with pytest.raises(Rejected, match="time/no-zone"):
         time_text(datetime(2026, 11, 30))

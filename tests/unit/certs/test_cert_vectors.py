@@ -1,4 +1,4 @@
-"""Every vector of certs/vectors ends at the step and with the reason that its index names."""
+"""Every vector of certs/vectors fails at the step and with the reason in the index."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def _arguments(vector: dict[str, object]) -> list[str]:
 
 
 @pytest.mark.parametrize("vector", _VECTORS, ids=[v["file"] for v in _VECTORS])
-def test_vector(vector: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
+def test_vector_has_the_expected_result(
+    vector: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
     code = main(_arguments(vector))
     report = json.loads(capsys.readouterr().out)
     failed = [(c["name"], c["reason"]) for c in report["checks"] if c["outcome"] == "failed"]
@@ -56,7 +58,7 @@ def test_there_are_valid_and_invalid_vectors_for_every_step() -> None:
     }  # fmt: skip
 
 
-def test_the_vectors_are_made_again_byte_for_byte(tmp_path: Path) -> None:
+def test_vectors_are_reproduced_byte_for_byte(tmp_path: Path) -> None:
     make([str(tmp_path)])
     made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     kept = {path.name: path.read_bytes() for path in _HERE.iterdir() if path.is_file()}
@@ -64,7 +66,7 @@ def test_the_vectors_are_made_again_byte_for_byte(tmp_path: Path) -> None:
     assert [name for name in made if made[name] != kept[name]] == []
 
 
-def test_the_golden_payload_satisfies_the_published_schema(repository: Path) -> None:
+def test_golden_payload_follows_the_published_schema(repository: Path) -> None:
     import base64
 
     schema = json.loads(

@@ -1,4 +1,4 @@
-"""Threats that the vectors do not show: keys, roles, replay, files, spoiled bytes."""
+"""Threats beyond the vectors: keys, roles, replay, files, damaged bytes."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ def _failures(report: Report) -> list[tuple[str, str]]:
     return [(c.name, c.reason) for c in report.checks if c.outcome is StepOutcome.FAILED]
 
 
-def test_the_golden_certificate_is_valid(
-    body: Predicate, certify: Certify, check: CheckBundle
-) -> None:
+def test_golden_certificate_is_valid(body: Predicate, certify: Certify, check: CheckBundle) -> None:
     report = check(certify(body), stage="offline-ci", minimum_sequence=41)
     assert report.accepted
     assert [c.name for c in report.checks] == list(STEPS)
@@ -69,14 +67,14 @@ def test_the_golden_certificate_is_valid(
     assert report.to_json()["verdict"] == "valid"
 
 
-def test_a_body_is_read_back_as_it_was(body: Predicate) -> None:
+def test_body_survives_a_round_trip(body: Predicate) -> None:
     again, stated = parse_predicate(json.loads(payload_bytes(body))["predicate"])
     assert again == body
     assert stated is Verdict.PASSED
 
 
 @pytest.mark.parametrize("algorithm", list(Algorithm))
-def test_new_keys_of_both_kinds(
+def test_generated_keys_of_both_algorithms_verify(
     algorithm: Algorithm, body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     key = generate(algorithm)
@@ -87,7 +85,7 @@ def test_new_keys_of_both_kinds(
     ]
 
 
-def test_the_identity_is_that_of_the_payload_whatever_the_signature(
+def test_identity_depends_on_the_payload_only(
     body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     key = generate(Algorithm.ECDSA_P256)
@@ -98,7 +96,7 @@ def test_the_identity_is_that_of_the_payload_whatever_the_signature(
     assert first.certificate == second.certificate == certificate_id(payload_bytes(body))
 
 
-def test_nothing_is_read_before_the_signature_verified(
+def test_payload_is_not_parsed_before_the_signature_is_verified(
     body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     report = check(certify(body, generate()))
@@ -110,7 +108,7 @@ def test_nothing_is_read_before_the_signature_verified(
 # --- keys and roles ------------------------------------------------------------------------------
 
 
-def test_a_key_may_sign_only_the_types_of_its_role(
+def test_key_may_sign_only_the_types_of_its_role(
     golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     other = TrustPolicy((_trust(golden.KEY_A, kinds=frozenset({"urn:example:other"})),))
@@ -128,7 +126,7 @@ def test_a_key_may_sign_only_the_types_of_its_role(
     ]
 
 
-def test_a_second_key_counts_only_within_its_role(
+def test_second_key_counts_only_within_its_role(
     golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     allowed, limited = _trust(golden.KEY_A), _trust(golden.KEY_B, "b", kinds=frozenset({"x"}))
@@ -137,14 +135,14 @@ def test_a_second_key_counts_only_within_its_role(
     assert _failures(report) == [("statement-type", "statement/key-not-allowed")]
 
 
-def test_a_key_may_sign_only_its_stages(
+def test_key_may_sign_only_its_stages(
     golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     policy = TrustPolicy((_trust(golden.KEY_A, stages=frozenset({"shadow"})),))
     assert _failures(check(certify(body), trusted=policy)) == [("stage", "stage/key-not-allowed")]
 
 
-def test_a_key_outside_its_own_validity_is_not_trusted(
+def test_expired_key_is_not_trusted(
     golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     ended = _trust(golden.KEY_A, valid_until=AT)
@@ -156,7 +154,7 @@ def test_a_key_outside_its_own_validity_is_not_trusted(
         ]
 
 
-def test_the_report_says_whether_a_known_key_is_named(
+def test_report_states_whether_a_known_key_is_named(
     golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     spoiled = certify(body).replace(b'"payload":"eyJ', b'"payload":"eyK')
@@ -168,7 +166,7 @@ def test_the_report_says_whether_a_known_key_is_named(
     assert "another key" in stranger.detail
 
 
-def test_a_spoiled_signature_beside_a_right_one_does_no_harm_and_does_not_count(
+def test_invalid_signature_beside_a_valid_one_is_ignored(
     golden: ModuleType, body: Predicate, check: CheckBundle
 ) -> None:
     envelope = sign(payload_bytes(body), [golden.KEY_A])
@@ -184,7 +182,7 @@ def test_a_spoiled_signature_beside_a_right_one_does_no_harm_and_does_not_count(
 # --- triple --------------------------------------------------------------------------------------
 
 
-def test_a_mismatch_names_every_component_and_what_changed_in_it(
+def test_mismatch_names_components_and_changed_fields(
     golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     own: Triple = body.triple
@@ -206,7 +204,7 @@ def test_a_mismatch_names_every_component_and_what_changed_in_it(
     assert ("contract", "triple/contract-mismatch") in _failures(report)
 
 
-def test_hints_take_no_part_in_the_digest(body: Predicate) -> None:
+def test_hints_are_not_in_the_digest(body: Predicate) -> None:
     own = body.triple
     renamed = dataclasses.replace(
         own,
@@ -216,7 +214,7 @@ def test_hints_take_no_part_in_the_digest(body: Predicate) -> None:
     assert renamed.digest == own.digest
 
 
-def test_an_expectation_is_read_back(golden: ModuleType, vectors_folder: Path) -> None:
+def test_expectation_survives_a_round_trip(golden: ModuleType, vectors_folder: Path) -> None:
     expected = golden.expectation(vectors_folder)
     assert Expectation.from_json(json.loads(json.dumps(expected.to_json()))) == expected
 
@@ -234,14 +232,14 @@ def test_an_expectation_is_read_back(golden: ModuleType, vectors_folder: Path) -
         ("2036-01-01T00:00:00Z", "validity/expired"),
     ],
 )
-def test_the_window(
+def test_validity_window(
     moment: str, reason: str | None, body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     report = check(certify(body), clock=lambda: parse_time(moment))
     assert _failures(report) == ([] if reason is None else [("validity", reason)])
 
 
-def test_a_clock_that_fails_or_knows_no_zone_is_a_refusal(
+def test_failing_or_naive_clock_is_refused(
     body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     def broken() -> datetime:
@@ -253,7 +251,7 @@ def test_a_clock_that_fails_or_knows_no_zone_is_a_refusal(
     assert not check(certify(body), clock=lambda: naive).accepted
 
 
-def test_replay_and_revocation(
+def test_replayed_and_revoked_certificates_are_refused(
     golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     bundle = certify(body)
@@ -266,7 +264,7 @@ def test_replay_and_revocation(
     assert _failures(check(bundle, trusted=policy)) == [("sequence", "sequence/revoked")]
 
 
-def test_a_revoked_key_counts_for_nothing(
+def test_revoked_key_does_not_count(
     golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     keys = (_trust(golden.KEY_A), _trust(golden.KEY_B, "b"))
@@ -280,7 +278,7 @@ def test_a_revoked_key_counts_for_nothing(
     assert _failures(check(both, trusted=two)) == [("threshold", "signature/threshold")]
 
 
-def test_a_lifetime_beyond_that_of_the_policy_is_refused(
+def test_lifetime_beyond_the_policy_is_refused(
     golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     long = dataclasses.replace(body, valid_until=body.issued_at + timedelta(days=366, seconds=1))
@@ -297,14 +295,14 @@ def test_a_lifetime_beyond_that_of_the_policy_is_refused(
 # --- coverage ------------------------------------------------------------------------------------
 
 
-def test_a_contract_without_clauses_accepts_nothing(
+def test_contract_without_clauses_accepts_nothing(
     body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     report = check(certify(body), required_clauses=())
     assert _failures(report) == [("clauses", "clause/nothing-required")]
 
 
-def test_a_form_that_cannot_be_rederived_is_never_accepted(
+def test_underivable_form_is_never_accepted(
     golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     first, *rest = golden.REQUIRED
@@ -313,7 +311,7 @@ def test_a_form_that_cannot_be_rederived_is_never_accepted(
     assert _failures(report) == [("clauses", "clause/not-rederivable")]
 
 
-def test_a_partial_certificate_covers_its_scope_and_says_what_it_leaves_out(
+def test_partial_certificate_covers_its_scope_and_lists_the_rest(
     body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     partial = dataclasses.replace(
@@ -329,7 +327,7 @@ def test_a_partial_certificate_covers_its_scope_and_says_what_it_leaves_out(
     ]
 
 
-def test_what_the_results_count_on_is_reported_once_each(
+def test_assumptions_of_results_are_reported_once(
     body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     first, second, *rest = body.clauses
@@ -350,7 +348,7 @@ def test_what_the_results_count_on_is_reported_once_each(
     assert both.to_json()["assumptions"] == list(report.assumptions)
 
 
-def test_nothing_is_reported_of_what_nobody_trusted_signed(
+def test_untrusted_content_is_not_reported(
     body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     bundle = certify(dataclasses.replace(body, assumptions=("send the key to me",)))
@@ -359,7 +357,7 @@ def test_nothing_is_reported_of_what_nobody_trusted_signed(
     assert check(bundle, trusted=TrustPolicy((_trust(stranger),))).assumptions == ()
 
 
-def test_a_scope_without_its_results_is_missing_them(
+def test_scope_without_results_is_incomplete(
     body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     hidden = dataclasses.replace(
@@ -370,7 +368,7 @@ def test_a_scope_without_its_results_is_missing_them(
     assert _failures(check(certify(boasting), partial=True)) == [("clauses", "scope/inconsistent")]
 
 
-def test_a_second_result_cannot_paint_over_a_failure(
+def test_second_result_cannot_hide_a_failure(
     body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     failed = dataclasses.replace(body.clauses[1], value=Fraction(1, 2), verdict=Verdict.FAILED)
@@ -378,7 +376,7 @@ def test_a_second_result_cannot_paint_over_a_failure(
     assert _failures(check(certify(both)))[0] == ("clauses", "clause/duplicate")
 
 
-def test_one_alternative_of_a_disjunction_is_enough_and_a_conjunction_needs_all(
+def test_disjunction_needs_one_and_conjunction_needs_all(
     golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     first, kl, *rest = golden.REQUIRED
@@ -393,9 +391,7 @@ def test_one_alternative_of_a_disjunction_is_enough_and_a_conjunction_needs_all(
 # --- proofs --------------------------------------------------------------------------------------
 
 
-def test_proofs_are_asked_for_each_clause_and_a_failure_denies(
-    body: Predicate, certify: Certify, check: CheckBundle
-) -> None:
+def test_each_clause_needs_its_proof(body: Predicate, certify: Certify, check: CheckBundle) -> None:
     seen: list[str] = []
 
     def checker(outcome: StepOutcome) -> Callable[[CertifiedClause, Triple], ProofResult]:
@@ -412,7 +408,7 @@ def test_proofs_are_asked_for_each_clause_and_a_failure_denies(
     assert seen == ["N-ATTN-0", "N-ATTN-0"]
 
 
-def test_a_checker_that_raises_denies(
+def test_raising_proof_checker_denies(
     body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     def broken(clause: CertifiedClause, triple: Triple) -> ProofResult:
@@ -421,7 +417,7 @@ def test_a_checker_that_raises_denies(
     assert _failures(check(certify(body), proofs=broken)) == [("proofs", "internal/error")]
 
 
-def test_a_changed_or_missing_proof_file_denies(
+def test_changed_or_missing_proof_file_denies(
     golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle, tmp_path: Path
 ) -> None:
     missing = check(certify(body), proofs=PresentProofs(tmp_path))
@@ -449,7 +445,7 @@ def test_a_changed_or_missing_proof_file_denies(
 # --- failing closed ------------------------------------------------------------------------------
 
 
-def test_a_report_is_accepted_only_with_every_step() -> None:
+def test_report_is_accepted_only_with_every_step() -> None:
     fine = tuple(Check(name, StepOutcome.OK) for name in STEPS)
     assert Report(fine).accepted
     assert not Report(()).accepted
@@ -471,21 +467,21 @@ def test_a_report_is_accepted_only_with_every_step() -> None:
         b'{"mediaType":1}', b'{"mediaType":"application/vnd.dev.sigstore.bundle.v0.3+json"}',
     ],
 )  # fmt: skip
-def test_anything_else_is_denied_without_an_exception(raw: bytes, check: CheckBundle) -> None:
+def test_arbitrary_input_is_denied_without_an_exception(raw: bytes, check: CheckBundle) -> None:
     report = check(raw)
     assert not report.accepted
     assert report.checks[0].outcome is StepOutcome.FAILED
 
 
 @pytest.mark.parametrize("ways", [1, pytest.param(3, marks=pytest.mark.full)])
-def test_every_byte_of_a_bundle_matters_apart_from_hints(
+def test_every_byte_of_a_bundle_matters_except_hints(
     golden: ModuleType, body: Predicate, check: CheckBundle, ways: int
 ) -> None:
-    """Flip one bit of every byte: the three bits in turns, or each of them.
+    """Flip one bit of every byte, the three bits alternating, or each of them.
 
-    What may still be accepted: the two hints, which are ignored
-    (`verificationMaterial.publicKey.hint`, `signatures[].keyid`), the final line break among JSON
-    blanks, and + or / spelt in the URL-safe alphabet, which decodes to the same bytes.
+    Admitted exceptions: the two hints, which are ignored (`verificationMaterial.publicKey.hint`,
+    `signatures[].keyid`), the final line break among JSON blanks, and + or / in the URL-safe
+    alphabet, which decodes to the same bytes.
     """
     short = dataclasses.replace(
         body, clauses=body.clauses[1:2], scope=Scope(False, (("N-KL", "all"),)), non_claims=()
@@ -529,10 +525,10 @@ def test_every_prefix_of_a_bundle_is_denied(
         assert not check(bundle[:length]).accepted
 
 
-def test_a_trusted_but_careless_signer_cannot_leave_out_what_counts(
+def test_signed_statement_with_a_missing_field_is_denied(
     golden: ModuleType, body: Predicate, check: CheckBundle
 ) -> None:
-    """Each field removed in turn: only words for people and the attack's value may be absent."""
+    """Remove each field in turn: only texts for display and the attack's value are optional."""
     statement = json.loads(payload_bytes(body))
     accepted: set[str] = set()
 
@@ -549,11 +545,11 @@ def test_a_trusted_but_careless_signer_cannot_leave_out_what_counts(
                 visit(value)
 
     visit(statement)
-    # `name` is that of the subject.
+    # `name` is a field of the subject.
     assert accepted == {"name", "counted", "low"}
 
 
-def test_required_clauses_are_read_strictly() -> None:
+def test_required_clauses_are_parsed_strictly() -> None:
     with pytest.raises(Rejected):
         RequiredClause.from_json({"id": "x", "alternatives": [], "odd": 1})
     with pytest.raises(Rejected):

@@ -1,8 +1,8 @@
-"""Every field of a certificate is changed in every way; what is accepted all the same is listed.
+"""Every change of every field of a certificate is rejected, except for a documented list.
 
-Once without a new signature, where nothing of the payload may change; once signed again by a key
-that is trusted, where the checks of the statement stand alone. The certificate rests on a proof
-that is derived again. docs/proofs/certificate-fields.md names what is accepted, and why.
+Once without a new signature, where the payload must not change; once signed again by a trusted key,
+so that only the checks of the statement apply. The certificate rests on a proof that is derived
+again. docs/proofs/certificate-fields.md lists the accepted changes with reasons.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Sealed:
-    """A certificate on a proof, with what checks it."""
+    """A certificate on a proof, with its checker."""
 
     statement: dict[str, Any]
     signed: Callable[[bytes], bytes]
@@ -99,7 +99,7 @@ class Sealed:
 
 @pytest.fixture(scope="module")
 def sealed(golden: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Sealed:
-    """Return the golden certificate, its first clause resting on a proof of a small block."""
+    """Return the golden certificate, with a proof of a small block for its first clause."""
     folder = tmp_path_factory.mktemp("sealed")
     document, checkpoint, _ = made(BASE, folder)
     document["cases"][0]["name"] = golden.ROWS[0]
@@ -155,7 +155,7 @@ def sealed(golden: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Seal
     )
     rechecker = Rechecker(folder, checkpoint)
     expected = golden.expectation(VECTORS)
-    # The block is not on tokens: how long its rows are is not known here.
+    # The block is not on tokens, so the length of its rows is unknown here.
     slices = {
         name: dataclasses.replace(source, tokens="other" if name == "short" else "bytes")
         for name, source in expected.slices.items()
@@ -186,14 +186,14 @@ def sealed(golden: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Seal
     return Sealed(json.loads(payload_bytes(body)), signed, check)
 
 
-def test_the_certificate_is_valid(sealed: Sealed) -> None:
+def test_unchanged_certificate_is_valid(sealed: Sealed) -> None:
     report = sealed.check(sealed.signed(canonical_json(sealed.statement)))
     assert report.accepted, report.to_json()
     assert [c.outcome.value for c in report.checks] == ["ok"] * len(report.checks)
 
 
 def measured(statement: dict[str, Any]) -> Iterator[Change]:
-    """Yield changes of measured numbers whose two spellings agree."""
+    """Yield changes of measured numbers whose two representations agree."""
     for path, value in places(statement):
         if not (isinstance(value, dict) and value.keys() == {"decimal", "hex"}):
             continue
@@ -214,7 +214,7 @@ def measured(statement: dict[str, Any]) -> Iterator[Change]:
 
 
 @pytest.mark.full
-def test_what_is_not_listed_is_rejected_though_signed(sealed: Sealed) -> None:
+def test_unlisted_changes_are_rejected_though_signed(sealed: Sealed) -> None:
     found: defaultdict[str, set[str]] = defaultdict(set)
     tried = 0
     for change in (*changes(sealed.statement, WORDS), *measured(sealed.statement)):
@@ -233,8 +233,8 @@ def test_what_is_not_listed_is_rejected_though_signed(sealed: Sealed) -> None:
     assert {field: frozenset(kinds) for field, kinds in found.items()} == stated("Statements")
 
 
-def test_what_is_not_listed_is_rejected_in_the_envelope(sealed: Sealed) -> None:
-    """Changes of the bundle: the signature holds the payload, byte by byte."""
+def test_unlisted_changes_of_the_envelope_are_rejected(sealed: Sealed) -> None:
+    """The signature covers the payload, byte by byte."""
     bundle = json.loads(sealed.signed(canonical_json(sealed.statement)))
     found: defaultdict[str, set[str]] = defaultdict(set)
     for change in changes(bundle, {}):

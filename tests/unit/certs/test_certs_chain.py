@@ -1,4 +1,4 @@
-"""The checker's own evaluation of the bound chain."""
+"""The checker's evaluation of the inequality chain."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DISTRIBUTIONS = (
 
 
 def claimed(metric: str, s: float) -> float:
-    """Return what the compiler's own chain would write into a certificate."""
+    """Return the value that the compiler's own chain would write into a certificate."""
     match metric:
         case "reward_delta":
             return reward(math.nextafter(7 / 3, 3), s)
@@ -38,7 +38,7 @@ def claimed(metric: str, s: float) -> float:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_what_the_compiler_claims_is_accepted_and_barely_larger(metric: str) -> None:
+def test_claims_of_the_compiler_are_accepted_and_tight(metric: str) -> None:
     rng = random.Random(metric)
     for _ in range(60):
         width = 10.0 ** rng.uniform(-12, 2.3)
@@ -54,7 +54,7 @@ def test_what_the_compiler_claims_is_accepted_and_barely_larger(metric: str) -> 
 
 @pytest.mark.parametrize("metric", DISTRIBUTIONS)
 @pytest.mark.parametrize("s", [1e-9, 1e-3, 0.7, 5.0, 90.0, 3999.0])
-def test_the_decimals_agree_with_another_arithmetic(metric: str, s: float) -> None:
+def test_decimals_agree_with_another_arithmetic(metric: str, s: float) -> None:
     computed = implied_bound(metric, s.hex(), Fraction(1))
     assert computed is not None
     with mpmath.workdps(120):
@@ -88,7 +88,7 @@ def test_bounds_grow_with_the_span_and_shrink_with_the_temperature(metric: str) 
     assert cold > warm
 
 
-def test_saturated_bounds() -> None:
+def test_saturated_bounds_are_accepted() -> None:
     far = (1e9).hex()
     one = Fraction(1)
     assert implied_bound("tv", far, one) == implied_bound("hellinger2", far, one) == 1
@@ -102,11 +102,11 @@ def test_saturated_bounds() -> None:
     assert float(kl) == pytest.approx(1e9 - 1 - math.log(1e9))
 
 
-def test_an_exact_span_is_taken_as_it_is() -> None:
+def test_exact_span_is_used_unchanged() -> None:
     assert implied_bound("log_ratio", Fraction(1, 3), Fraction(1, 7)) == Fraction(7, 3)
 
 
-def test_norms_become_spans() -> None:
+def test_norms_convert_to_spans() -> None:
     assert span_of_norm("span", (0.1).hex()) == Fraction(0.1)
     assert span_of_norm("inf", (0.1).hex()) == 2 * Fraction(0.1)
     two = span_of_norm("2", (0.1).hex())
@@ -119,14 +119,14 @@ def test_norms_become_spans() -> None:
 @pytest.mark.parametrize(
     "text", ["inf", "nan", "-0x1.0p+0", "0x1p+0", "0.1", "10", "", "0x1.0p+9999"]
 )
-def test_what_is_no_span_is_refused(text: str) -> None:
+def test_invalid_spans_are_refused(text: str) -> None:
     with pytest.raises(Rejected):
         implied_bound("tv", text, Fraction(1))
     with pytest.raises(Rejected):
         span_of_norm("inf", text)
 
 
-def test_missing_and_senseless_premises_are_refused() -> None:
+def test_missing_and_invalid_premises_are_refused() -> None:
     one = (1.0).hex()
     for metric in ("top1_overlap", "ess", "latency", ""):
         with pytest.raises(Rejected, match="chain/metric"):

@@ -1,4 +1,4 @@
-"""Hostile chains: whatever the checker compares, a document without it is rejected."""
+"""Hostile chains: a document that lacks any compared property is rejected."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ Base = tuple[Document, Path]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for the models of this module."""
+    """Return a folder for the models of this module."""
     return tmp_path_factory.mktemp("chains")
 
 
 @pytest.fixture(scope="module")
 def tokens(folder: Path) -> Base:
-    """A chain of the whole model, on token ids."""
+    """Return a chain of the whole model, on token ids."""
     found = chained(folder, "llama", "float32 fused", clause=0)
     return json.loads(found.document), found.checkpoint
 
 
 @pytest.fixture(scope="module")
 def halves(folder: Path) -> Base:
-    """A chain of the halves of a layer, on a ball."""
+    """Return a chain of the halves of a layer, on a ball."""
     found = chained(folder, "llama", "float32 fused", clause=1)
     return json.loads(found.document), found.checkpoint
 
 
 @pytest.fixture(scope="module")
 def handing(folder: Path) -> Base:
-    """A chain whose links hand on ellipsoids."""
+    """Return a chain whose links exchange ellipsoids."""
     found = chained(folder, "bert", "bfloat16 nearest", clause=0, ellipsoids=True)
     return json.loads(found.document), found.checkpoint
 
 
 def judged(base: Base, change: Callable[[Document], object]) -> str:
-    """Return the reason why a changed chain is rejected; "ok" where it is not."""
+    """Return the reason of the rejection of a changed chain, or "ok"."""
     document, checkpoint = copy.deepcopy(base[0]), base[1]
     change(document)
     outcome = recheck(json.dumps(document).encode(), checkpoint)
@@ -62,7 +62,7 @@ def judged(base: Base, change: Callable[[Document], object]) -> str:
 
 
 def having(change: Callable[..., object], *more: Any) -> Callable[[Document], object]:
-    """Return a change of a document with what else it needs."""
+    """Return a change of a document together with its required companions."""
     return lambda document: change(document, *more)
 
 
@@ -82,7 +82,7 @@ def links(document: Document) -> list[Document]:
 
 
 def scaled(box: Document, factor: float) -> None:
-    """Shrink or widen a box around its middle."""
+    """Scale a box around its midpoint."""
     low, high = array_of(box["low"]), array_of(box["high"])
     middle, half = (low + high) / 2, (high - low) / 2
     box["low"], box["high"] = record_of(middle - half * factor), record_of(middle + half * factor)
@@ -93,7 +93,7 @@ def moved(record: Document, by: Callable[[np.ndarray], np.ndarray]) -> Document:
 
 
 def regraph(document: Document, number: int, change: Callable[[Document], object]) -> None:
-    """Change the graph of a link, and put its digest right as a forger would."""
+    """Change the graph of a link, and recompute its digest as a forger would."""
     link = links(document)[number]
     entry = copy.deepcopy(document["graphs"][link["graph"]])
     change(entry["graph"])
@@ -118,8 +118,8 @@ def test_chains_are_accepted(tokens: Base, halves: Base, follows: Any) -> None:
     assert [link["name"] for link in links(halves[0])] == ["layer_1[0]", "layer_1[1]"]
 
 
-def test_both_schemas_define_the_same(schemas: Any) -> None:
-    """What chains and proofs of one block have in common is written down twice, and is the same."""
+def test_schemas_of_chains_and_proofs_agree(schemas: Any) -> None:
+    """The common definitions of chains and proofs exist in both schemas."""
     one, two = (schemas[f"kcdsl.{name}"] for name in ("interval-proof/1", "chain-proof/2"))
     both = set(one["definitions"]) & set(two["definitions"]) - {"case"}
     assert both >= {"sha256", "hex", "claim", "passes", "array", "kernel", "graph"}
@@ -137,7 +137,7 @@ def test_both_schemas_define_the_same(schemas: Any) -> None:
 # --- interfaces -----------------------------------------------------------------------------------
 
 
-def test_a_drift_beyond_the_next_region(tokens: Base) -> None:
+def test_drift_beyond_the_next_region_is_rejected(tokens: Base) -> None:
     for number in (2, 3):
         reason = judged(tokens, having(lambda d, n: scaled(drift_of(d, n), 0.5), number))
         assert reason == "chain/interface"
@@ -146,7 +146,7 @@ def test_a_drift_beyond_the_next_region(tokens: Base) -> None:
 
 
 def one_end(document: Document, end: str) -> None:
-    """Bring one end of one element of a region's drift to zero."""
+    """Set one end of one element of a region's drift to zero."""
     drift = links(document)[2]["region"]["drift"]
 
     def one(values: np.ndarray) -> np.ndarray:
@@ -156,8 +156,8 @@ def one_end(document: Document, end: str) -> None:
     drift[end] = moved(drift[end], one)
 
 
-def test_an_interface_is_compared_to_the_last_bit(tokens: Base) -> None:
-    """A box that is exactly the output before is enough; one number less is not."""
+def test_interfaces_are_compared_exactly(tokens: Base) -> None:
+    """A box equal to the preceding output is enough; a box one number smaller is not."""
 
     def tight(document: Document, toward: float) -> None:
         before, after = links(document)[1], links(document)[2]
@@ -174,7 +174,7 @@ def test_an_interface_is_compared_to_the_last_bit(tokens: Base) -> None:
     assert judged(tokens, lambda d: tight(d, -math.inf)) == "chain/interface"
 
 
-def test_a_state_beyond_the_next_region(tokens: Base, halves: Base) -> None:
+def test_state_beyond_the_next_region_is_rejected(tokens: Base, halves: Base) -> None:
     def shrink(document: Document, number: int) -> None:
         region = links(document)[number]["region"]
         region["radius"] = moved(region["radius"], lambda r: r * 0.5)
@@ -188,7 +188,7 @@ def test_a_state_beyond_the_next_region(tokens: Base, halves: Base) -> None:
     assert judged(tokens, shift) == "chain/interface"
 
 
-def test_a_point_is_no_region_of_what_a_run_may_return(tokens: Base) -> None:
+def test_point_region_behind_a_link_is_rejected(tokens: Base) -> None:
     def point(document: Document) -> None:
         region = links(document)[2]["region"]
         region["radius"] = moved(region["radius"], lambda r: r * 0)
@@ -197,8 +197,8 @@ def test_a_point_is_no_region_of_what_a_run_may_return(tokens: Base) -> None:
 
 
 @pytest.mark.full
-def test_readings_that_are_farther_apart(tokens: Base) -> None:
-    """What a link returns may be read in several versions, and the next one is on all of them."""
+def test_distances_of_readings_must_be_covered(tokens: Base) -> None:
+    """Several readings of a link's result may differ, and the next link covers all of them."""
     number = 1
 
     def ends(document: Document) -> tuple[Document, Document]:
@@ -251,8 +251,8 @@ def test_readings_that_are_farther_apart(tokens: Base) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("part", ["train", "drift"])
 @pytest.mark.parametrize("number", [1, 2])
-def test_an_output_that_does_not_follow(tokens: Base, part: str, number: int) -> None:
-    """Interfaces that fit one another help nobody if a link does not stay in them."""
+def test_underivable_output_is_rejected(tokens: Base, part: str, number: int) -> None:
+    """Matching interfaces are useless if a link exceeds them."""
 
     def forge(document: Document) -> None:
         before, after = links(document)[number], links(document)[number + 1]
@@ -265,7 +265,7 @@ def test_an_output_that_does_not_follow(tokens: Base, part: str, number: int) ->
 
 
 @pytest.mark.full
-def test_one_end_of_one_element_that_does_not_follow(tokens: Base) -> None:
+def test_underivable_end_of_one_element_is_rejected(tokens: Base) -> None:
     for part in ("train", "drift"):
         for end, toward in (("low", 1.0), ("high", -1.0)):
             reason = judged(tokens, having(narrow_end, part, end, toward))
@@ -285,7 +285,7 @@ def narrow_end(document: Document, part: str, end: str, toward: float) -> None:
 
 
 @pytest.mark.full
-def test_claims_and_witnesses_of_links(tokens: Base) -> None:
+def test_lowered_claims_and_witnesses_of_links_are_rejected(tokens: Base) -> None:
     def lower(document: Document, number: int) -> None:
         link = links(document)[number]
         link["claim"] = (float.fromhex(link["claim"]) * 0.99).hex()
@@ -308,7 +308,7 @@ def test_claims_and_witnesses_of_links(tokens: Base) -> None:
 # --- what the links are, one after the other ------------------------------------------------------
 
 
-def test_links_in_another_order(tokens: Base) -> None:
+def test_links_in_another_order_are_rejected(tokens: Base) -> None:
     def swap(document: Document) -> None:
         one, two = links(document)[1:3]
         one["graph"], two["graph"] = two["graph"], one["graph"]
@@ -320,15 +320,15 @@ def test_links_in_another_order(tokens: Base) -> None:
     assert judged(tokens, turn) == "chain/join"
 
 
-def test_a_link_left_out_or_twice(tokens: Base, halves: Base) -> None:
+def test_missing_and_duplicate_links_are_rejected(tokens: Base, halves: Base) -> None:
     assert judged(tokens, lambda d: links(d).pop(1)) == "chain/join"
     assert judged(tokens, lambda d: links(d).insert(2, copy.deepcopy(links(d)[1]))) == "chain/join"
     assert judged(halves, lambda d: links(d).pop(0)) == "chain/links"
     assert judged(tokens, lambda d: d["cases"][0].update(links=[])) == "chain/links"
 
 
-def test_links_of_another_block(tokens: Base) -> None:
-    """Each of these is a right proof of a block that is another one than the clause names."""
+def test_links_of_another_block_are_rejected(tokens: Base) -> None:
+    """Each variant is a valid proof of a block other than that of the clause."""
 
     def eps(document: Document) -> None:
         regraph(document, 1, lambda g: node(g, "rms_norm")["attrs"].update(eps="0x1.0p-3"))
@@ -385,7 +385,7 @@ def test_links_of_another_block(tokens: Base) -> None:
         assert judged(tokens, change) in ("chain/join", "document/witness"), change.__name__
 
 
-def test_the_whole_is_the_block_of_the_clause(tokens: Base) -> None:
+def test_joined_links_must_equal_the_block_of_the_clause(tokens: Base) -> None:
     def another(document: Document) -> None:
         document["cases"][0]["graph"] = links(document)[1]["graph"]
 
@@ -393,7 +393,7 @@ def test_the_whole_is_the_block_of_the_clause(tokens: Base) -> None:
         document["cases"][0]["graph"] = "0" * 64
 
     def shorter(document: Document) -> None:
-        """A whole that ends a layer earlier, under the name of the block."""
+        """Return a chain that ends a layer earlier, under the name of the block."""
         entry = copy.deepcopy(document["graphs"][document["cases"][0]["graph"]])
         entry["graph"]["output"] = node(entry["graph"], "add")["name"]
         digest = hashlib.sha256(reading.canonical(entry["graph"])).hexdigest()
@@ -409,7 +409,7 @@ def test_the_whole_is_the_block_of_the_clause(tokens: Base) -> None:
 # --- regions --------------------------------------------------------------------------------------
 
 
-def test_where_a_drift_may_stand(tokens: Base, halves: Base) -> None:
+def test_drift_is_allowed_only_behind_the_first_link(tokens: Base, halves: Base) -> None:
     drift = links(halves[0])[1]["region"]["drift"]
 
     def at_the_beginning(document: Document) -> None:
@@ -444,8 +444,8 @@ def test_where_a_drift_may_stand(tokens: Base, halves: Base) -> None:
 
 
 @pytest.mark.full
-def test_ellipsoids_are_those_of_the_link_before(handing: Base, follows: Any) -> None:
-    """They stand nowhere; where the link before has none, none may be read."""
+def test_ellipsoids_come_from_the_preceding_link(handing: Base, follows: Any) -> None:
+    """They are not stored; if the preceding link has none, none may be used."""
     follows(handing[0])
     regions = [link.get("region", {}) for link in links(handing[0])]
     assert [region.get("ellipsoids") for region in regions] == [None, True, True]
@@ -473,15 +473,15 @@ def test_ellipsoids_are_those_of_the_link_before(handing: Base, follows: Any) ->
     assert judged(handing, of_the_whole) == "document/region"
 
 
-def test_ellipsoids_after_intervals(tokens: Base) -> None:
-    """The interval domain has none to hand on, whatever a document says."""
+def test_links_in_the_interval_domain_have_no_ellipsoids(tokens: Base) -> None:
+    """The interval domain computes none, whatever a document states."""
     number = next(i for i, one in enumerate(links(tokens[0])) if one.get("domain") != "affine")
     put = having(lambda d: links(d)[number + 1]["region"].update(ellipsoids=True))
     assert judged(tokens, put) == "chain/ellipsoids"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_ends_that_are_no_numbers(tokens: Base, value: float) -> None:
+def test_non_numeric_ends_are_rejected(tokens: Base, value: float) -> None:
     def put(box: Document, end: str) -> None:
         def one(values: np.ndarray) -> np.ndarray:
             values.flat[0] = value
@@ -496,7 +496,7 @@ def test_ends_that_are_no_numbers(tokens: Base, value: float) -> None:
         )
 
 
-def test_ends_out_of_order_or_shape(tokens: Base) -> None:
+def test_ends_out_of_order_or_shape_are_rejected(tokens: Base) -> None:
     def turned(box: Document) -> None:
         box["low"], box["high"] = box["high"], box["low"]
 
@@ -513,9 +513,12 @@ def test_ends_out_of_order_or_shape(tokens: Base) -> None:
             assert reason == "document/box"
 
 
-def test_a_proof_of_one_block_has_no_drift(halves: Base) -> None:
-    """Where there is no chain, a region with a drift would be a smaller statement in disguise: its
-    input is not stored by either kernel. So no field of a chain stands in a proof of one block."""
+def test_proof_of_one_block_admits_no_chain_fields(halves: Base) -> None:
+    """Outside of a chain, a region with a drift would prove a weaker statement.
+
+    Its input is stored by neither kernel. So no field of a chain is allowed in a proof of one
+    block.
+    """
     document, path = halves
     link = copy.deepcopy(links(document)[1])
     graph = document["graphs"][link["graph"]]
@@ -539,7 +542,7 @@ def test_a_proof_of_one_block_has_no_drift(halves: Base) -> None:
 
 
 @pytest.mark.full
-def test_parts_of_a_chain(tokens: Base) -> None:
+def test_chains_are_checked_in_parts(tokens: Base) -> None:
     document, path = copy.deepcopy(tokens)
     second = copy.deepcopy(document["cases"][0])
     second["name"] = "again"
@@ -552,7 +555,7 @@ def test_parts_of_a_chain(tokens: Base) -> None:
     assert recheck(data, path, part=(2, 3)).reason == "document/cases"
 
 
-def test_cases_have_names_of_their_own(tokens: Base) -> None:
+def test_duplicate_case_names_are_rejected(tokens: Base) -> None:
     def twice(document: Document) -> None:
         document["cases"].append(copy.deepcopy(document["cases"][0]))
 
@@ -560,15 +563,15 @@ def test_cases_have_names_of_their_own(tokens: Base) -> None:
     assert judged(tokens, lambda d: d.update(cases=[])) == "document/cases"
 
 
-def test_a_link_has_no_planes(tokens: Base) -> None:
-    """Planes know no drift of the input."""
+def test_linear_bounds_in_links_are_rejected(tokens: Base) -> None:
+    """Linear bounds do not support a drift of the input."""
     for number in range(len(links(tokens[0]))):
         put = having(lambda d, n: links(d)[n].update(domain="affine+planes"), number)
         assert judged(tokens, put) == "document/domain"
 
 
 @pytest.mark.full
-def test_another_checkpoint(tokens: Base, tmp_path: Path) -> None:
+def test_other_checkpoint_is_rejected(tokens: Base, tmp_path: Path) -> None:
     other = chained(tmp_path, "llama", "float32 fused", seed=18)
     assert recheck(json.dumps(tokens[0]).encode(), other.checkpoint).reason == "checkpoint/digest"
 
@@ -581,7 +584,7 @@ def test_another_checkpoint(tokens: Base, tmp_path: Path) -> None:
     assert outcome.reason == "parameter/digest"
 
 
-def test_an_unknown_schema(tokens: Base) -> None:
+def test_unknown_schema_is_rejected(tokens: Base) -> None:
     assert judged(tokens, lambda d: d.update(schema="kcdsl.chain-proof/1")) == "document/schema"
     assert judged(tokens, lambda d: d.update(more=1)) == "document/field"
 
@@ -630,8 +633,8 @@ statement."""
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("third", [0, 1, 2])
-def test_what_is_not_listed_is_rejected(folder: Path, third: int) -> None:
-    """One change of every kind of every field of cases; graphs are as those of other proofs."""
+def test_unlisted_changes_of_chains_are_rejected(folder: Path, third: int) -> None:
+    """One change of every kind of every field of cases; graphs are covered by other proofs."""
     found = chained(folder, "llama", "float32 fused", clause=1, tokens=(1,), ellipsoids=True)
     document: Document = json.loads(found.document)
     graph = next(iter(document["graphs"].values()))["graph"]
@@ -650,7 +653,7 @@ def test_what_is_not_listed_is_rejected(folder: Path, third: int) -> None:
 
 @pytest.mark.parametrize("base", ["tokens", "halves"])
 @pytest.mark.parametrize("number", [0, -1])
-def test_no_link_leaves_anything_to_chance(
+def test_links_admit_no_probabilistic_bounds(
     base: str, number: int, request: pytest.FixtureRequest
 ) -> None:
     more = {"domain": "affine", "chance": {"alpha": "0.001", "functionals": 2**20}}

@@ -1,4 +1,4 @@
-"""Proofs about casts that are not to nearest: each word is one kernel; unknown ones are none."""
+"""Proofs about directed casts: each word names one kernel; unknown words are rejected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DOMAINS = ("interval", "affine")
 
 
 def claimed(made: Document, path: Path) -> Document:
-    """Return the document with just what follows as its claim and witness."""
+    """Return the document with the derived values as its claim and witness."""
     proof = parse(proofs.dump(made))
     (case,), (record,) = proof.cases, made["cases"]
     bound, sizes = Derivation(proof, read(path).tensors).derive(replace(case, claim=0.0))
@@ -61,10 +61,10 @@ def proof_of(folder: Path, casts: str, domain: str, weights: Any = None) -> tupl
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("domain", DOMAINS)
 @pytest.mark.parametrize("casts", WORDS)
-def test_each_word_has_its_own_bound(
+def test_each_kind_of_cast_has_its_own_bound(
     tmp_path: Path, casts: str, domain: str, follows: Callable[..., None]
 ) -> None:
-    """A proof holds as written; of a kernel with more freedom it proves nothing."""
+    """A proof for one kind is rejected for a kernel with more freedom."""
     made, path = proof_of(tmp_path, casts, domain)
     follows(made)
     assert recheck(proofs.dump(made), path).reason == "ok"
@@ -78,7 +78,7 @@ def test_each_word_has_its_own_bound(
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
-def test_weights_that_are_cut_off_are_other_weights(tmp_path: Path, domain: str) -> None:
+def test_truncated_weights_differ_from_rounded_ones(tmp_path: Path, domain: str) -> None:
     made, path = proof_of(tmp_path, "toward_zero", domain)
     changed = copy.deepcopy(made)
     changed["numerics"]["infer"]["weights"]["rounding"] = "toward_zero"
@@ -88,7 +88,7 @@ def test_weights_that_are_cut_off_are_other_weights(tmp_path: Path, domain: str)
 
 
 @pytest.mark.parametrize("casts", DIRECTED)
-def test_a_checker_that_does_not_know_the_word_rejects(
+def test_checker_without_directed_casts_rejects(
     tmp_path: Path, casts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, path = proof_of(tmp_path, casts, "interval")
@@ -122,15 +122,15 @@ BAD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_record_without_a_meaning_is_rejected(name: str) -> None:
+def test_invalid_record_is_rejected(name: str) -> None:
     record = N("bfloat16", "toward_zero")
     assert parse_kernel(record, "k").inward
     with pytest.raises(Rejected, match="document/numerics"):
         parse_kernel({**record, **BAD[name]}, "k")
 
 
-def test_the_prover_refuses_what_has_no_rule(tmp_path: Path) -> None:
-    """Numerics that no specification resolves to, handed over as they are: no bound, no run."""
+def test_prover_refuses_numerics_without_a_rule(tmp_path: Path) -> None:
+    """Numerics that no specification produces, passed directly: no bound, no run."""
     graph = proofs.mlp(np.random.default_rng(3), "gelu")
     assert graph.input_shape is not None
     x, radius = torch.zeros(graph.input_shape), torch.zeros(1, 1)

@@ -1,9 +1,8 @@
-"""Two places of a proof exchange what stands there, and several changes are made at a time.
+"""Exchanging two values of a proof, or combining changes, gives a rejection or a true statement.
 
-`test_proof_fields.py` changes one place. Who forges a proof may also put what is right in one place
-into another one: numerics of one kernel into the other, a region, an array, a digest or a witness
-of one case or node into that of another. What comes of it is rejected, or it is a statement of its
-own, within which simulated runs must stay.
+`test_proof_fields.py` changes one place. A forger may also move a valid value to another place:
+numerics of one kernel to the other, a region, an array, a digest or a witness to another case or
+node. The result is rejected, or it states something else that simulated runs satisfy.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def kind_of(value: Any) -> str:
-    """Return what a value is alike: values of one kind may stand in each other's places."""
+    """Return the kind of a value: values of one kind may be exchanged."""
     match value:
         case {"dtype": dtype, "shape": shape, "data": _}:
             return f"array {dtype} {shape}"
@@ -62,7 +61,7 @@ def kind_of(value: Any) -> str:
 
 
 def exchanges(document: Document) -> dict[str, list[tuple[Place, Place]]]:
-    """Return all pairs of places with other values of one kind, neither inside of the other."""
+    """Return all pairs of places with different values of one kind, neither inside the other."""
     found: defaultdict[str, list[tuple[Place, Any]]] = defaultdict(list)
     for place, value in places(document):
         if place and place[-1] not in ("data", "schema"):
@@ -82,7 +81,7 @@ def exchanges(document: Document) -> dict[str, list[tuple[Place, Place]]]:
 
 
 def exchanged(document: Document, one: Place, two: Place) -> Document:
-    """Return a copy in which two places have each other's values, its digests put right."""
+    """Return a copy with two values exchanged, and its digests recomputed."""
     changed = copy.deepcopy(document)
     first, second = at(changed, one), at(changed, two)
     at(changed, one[:-1])[one[-1]], at(changed, two[:-1])[two[-1]] = second, first
@@ -90,7 +89,7 @@ def exchanged(document: Document, one: Place, two: Place) -> Document:
 
 
 def sound(document: Document, path: Path, words: str) -> bool:
-    """Return whether a document is accepted; fail where the checker or a run fails."""
+    """Return whether a document is accepted; fail if the checker or a run fails."""
     outcome = recheck(json.dumps(document).encode(), path)
     assert outcome.reason != "internal", (words, outcome.detail)
     if outcome.ok:
@@ -106,7 +105,7 @@ def chosen(pairs: dict[str, list[tuple[Place, Place]]], seed: int) -> Iterator[t
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", BASES)
-def test_what_is_exchanged_is_rejected_or_true(name: str, base: Made) -> None:
+def test_exchanged_values_are_rejected_or_true(name: str, base: Made) -> None:
     document, path = base(name)
     tried, accepted = 0, 0
     for one, two in chosen(exchanges(document), list(BASES).index(name)):
@@ -119,8 +118,8 @@ def test_what_is_exchanged_is_rejected_or_true(name: str, base: Made) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", BASES)
-def test_changes_at_a_time_are_rejected_or_true(name: str, base: Made) -> None:
-    """Such as a smaller region, which is accepted by itself, with a claim that is lowered."""
+def test_combined_changes_are_rejected_or_true(name: str, base: Made) -> None:
+    """For example a smaller region, accepted by itself, with a lowered claim."""
     document, path = base(name)
     rng = random.Random(list(BASES).index(name))
     alone = [
@@ -132,6 +131,6 @@ def test_changes_at_a_time_are_rejected_or_true(name: str, base: Made) -> None:
         try:
             for change in some:
                 change.apply(changed)
-        except (KeyError, IndexError, TypeError):  # the first took the second one's place away
+        except (KeyError, IndexError, TypeError):  # the first change removed the second place
             continue
         sound(repaired(changed, constants=True), path, " and ".join(map(str, some)))

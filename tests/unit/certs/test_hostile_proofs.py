@@ -1,4 +1,4 @@
-"""Proofs made to break a reader: rejected with a reason, soon, and in little memory."""
+"""Hostile proofs are rejected with a reason, quickly, and in little memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def node(document: Document) -> Document:
 
 
 def with_text(document: Document, put: Callable[[Document], None], text: str) -> bytes:
-    """Return the document with this text in place of the word that `put` puts somewhere."""
+    """Return the document with this text in place of the marker that `put` inserts."""
     changed = copy.deepcopy(document)
     put(changed)
     return json.dumps(changed).replace('"@@"', text).encode()
@@ -70,7 +70,7 @@ def at_case(document: Document) -> None:
 @pytest.mark.parametrize("kind", ["list", "dict"])
 @pytest.mark.parametrize("depth", [100, 300, 500, 700, 900, 990, 5000, MANY])
 @pytest.mark.parametrize("put", [at_attrs, at_block])
-def test_deep_nesting(
+def test_deep_nesting_is_rejected(
     good: tuple[Document, Path], put: Callable[[Document], None], depth: int, kind: str
 ) -> None:
     outcome = recheck(with_text(good[0], put, nested(depth, kind)), good[1])
@@ -80,13 +80,13 @@ def test_deep_nesting(
 
 @pytest.mark.parametrize("text", [r'"\ud800"', r'"a\uDFFFb"', r'{"\ud800": 1}', r'"\udc00\ud800"'])
 @pytest.mark.parametrize("put", [at_attrs, at_name, at_block, at_case])
-def test_lone_surrogates(
+def test_lone_surrogates_are_rejected(
     good: tuple[Document, Path], put: Callable[[Document], None], text: str
 ) -> None:
     assert recheck(with_text(good[0], put, text), good[1]).reason == "document/json"
 
 
-def test_a_pair_of_surrogates_is_a_character(good: tuple[Document, Path]) -> None:
+def test_surrogate_pair_is_a_character(good: tuple[Document, Path]) -> None:
     outcome = recheck(with_text(good[0], at_case, r'"\ud835\udd01"'), good[1])
     assert outcome.ok, outcome
 
@@ -126,7 +126,7 @@ def long_lists(document: Document) -> dict[str, tuple[Callable[[Document], None]
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("what", list(long_lists({"cases": [{"witness": [0]}]})))
-def test_endless_values(good: tuple[Document, Path], what: str) -> None:
+def test_very_long_values_are_rejected(good: tuple[Document, Path], what: str) -> None:
     put, value, reason = long_lists(good[0])[what]
     text = value if what == "digits" else json.dumps(value)
     outcome = recheck(with_text(good[0], put, text), good[1])
@@ -135,7 +135,7 @@ def test_endless_values(good: tuple[Document, Path], what: str) -> None:
     assert len(outcome.detail) <= 2000
 
 
-def test_more_values_than_a_proof_can_need() -> None:
+def test_too_many_values_are_rejected() -> None:
     data = b"[" + b"[]," * (MOST_VALUES + 1) + b"[]]"
     tracemalloc.start()
     outcome = recheck(data, Path("none"))
@@ -146,7 +146,7 @@ def test_more_values_than_a_proof_can_need() -> None:
 
 
 @pytest.mark.parametrize("key", ["\x1b[2J", "0" * 63, "A" * 64, "0" * 64 + "\n", ""])
-def test_graphs_stand_under_digests(good: tuple[Document, Path], key: str) -> None:
+def test_graphs_must_be_keyed_by_digest(good: tuple[Document, Path], key: str) -> None:
     changed = copy.deepcopy(good[0])
     changed["graphs"] = {key: next(iter(changed["graphs"].values()))}
     outcome = recheck(proofs.dump(changed), good[1])
@@ -161,7 +161,7 @@ SHAPES: list[list[int]] = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["centre", "radius", "table"])
-def test_shapes_that_hold_nothing_or_too_much(
+def test_empty_and_oversized_shapes_are_rejected(
     good: tuple[Document, Path], name: str, shape: list[int]
 ) -> None:
     changed = copy.deepcopy(good[0])
@@ -180,10 +180,10 @@ def test_shapes_that_hold_nothing_or_too_much(
 
 
 @pytest.mark.parametrize("dims", [[1, 2], [2, 1], [1, 2**31], [0, 1, 2], [0], [0, 0], [-3, 0]])
-def test_dimensions_that_are_not_there(
+def test_invalid_dimensions_are_rejected(
     tmp_path: Path, dims: list[int], good: tuple[Document, Path]
 ) -> None:
-    """An order of two dimensions names these two, each once; 2 is not another word for 0."""
+    """An order of two dimensions names 0 and 1 once each; 2 is not an alias of 0."""
     graph = proofs.Graph((2, 2))
     x = graph.add("input", [], (2, 2))
     graph.add("view", [x], (2, 2), split=[2, 2], order=dims)
@@ -200,7 +200,7 @@ def test_dimensions_that_are_not_there(
 
 
 def vast(folder: Path, layers: int, domain: str) -> tuple[bytes, Path]:
-    """Return a proof whose nodes of 2^26 elements, 0.5 GiB an array, all live at once."""
+    """Return a proof whose nodes of 2^26 elements, 0.5 GiB an array, are all live at once."""
     side = 2**13
     graph = proofs.Graph((1, 1))
     x = graph.add("input", [], (1, 1))
@@ -218,7 +218,7 @@ def vast(folder: Path, layers: int, domain: str) -> tuple[bytes, Path]:
 
 
 @pytest.mark.parametrize("domain", ["interval", "affine"])
-def test_what_cannot_fit_is_refused_beforehand(tmp_path: Path, domain: str) -> None:
+def test_proof_that_exceeds_memory_is_refused_early(tmp_path: Path, domain: str) -> None:
     data, path = vast(tmp_path, 4000, domain)
     outcome = recheck(data, path)
     assert (outcome.ok, outcome.reason) == (False, "graph/size"), outcome
@@ -227,8 +227,8 @@ def test_what_cannot_fit_is_refused_beforehand(tmp_path: Path, domain: str) -> N
 
 
 @pytest.mark.full
-def test_memory_that_is_not_given_is_a_reason(tmp_path: Path) -> None:
-    """A process that may use 2 GiB, and a graph that takes a little more than can be foreseen."""
+def test_failed_allocation_is_a_rejection(tmp_path: Path) -> None:
+    """A process limited to 2 GiB, and a graph that takes slightly more than estimated."""
     data, path = vast(tmp_path, 1, "affine")
     (tmp_path / "proof.json").write_bytes(data)
     program = (
@@ -248,8 +248,8 @@ def test_memory_that_is_not_given_is_a_reason(tmp_path: Path) -> None:
     assert ran.stdout.split() == ["False", "check/memory"], ran
 
 
-def test_the_estimate_lies_below_what_is_used(good: tuple[Document, Path]) -> None:
-    """Nothing that fits may be refused: each count is at most what the arrays of a check take."""
+def test_memory_estimate_is_a_lower_bound(good: tuple[Document, Path]) -> None:
+    """Nothing that fits may be refused: an estimate is at most the size of a check's arrays."""
     from kcdsl_certs.recheck.affine.form import Form
     from kcdsl_certs.recheck.affine_walk import walk
     from kcdsl_certs.recheck.derivation import Derivation

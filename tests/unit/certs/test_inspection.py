@@ -1,4 +1,4 @@
-"""A certificate read alone says nothing better of it than a check does."""
+"""Inspecting a certificate never reports a better result than a check."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ALONE = (*STEPS[:7], "validity")
 
 
 def trusting(*names: str, threshold: int | None = None, revocations: Sequence[str] = ()) -> Trust:
-    """Return what trusts these keys of the vectors."""
+    """Return a policy that trusts these keys of the vectors."""
     files = [VECTORS / name for name in revocations]
     keys = [VECTORS / name for name in names]
     return trust(None, keys=keys, threshold=threshold, revocations=files)
 
 
 def seen(vector: dict[str, Any]) -> Any:
-    """Return what is read of a vector under its options."""
+    """Return the inspection of a vector under its options."""
     options = vector["options"]
     revocations = options.get("revocations", ())
     found = trusting(*options["keys"], threshold=options.get("threshold"), revocations=revocations)
@@ -42,7 +42,7 @@ def seen(vector: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("vector", INDEX, ids=lambda vector: vector["file"])
-def test_what_a_check_refuses_is_refused_here_or_left_out(vector: dict[str, Any]) -> None:
+def test_inspection_refuses_or_omits_what_a_check_refuses(vector: dict[str, Any]) -> None:
     found = seen(vector)
     reasons = {check.reason for check in found.refusals}
     if vector["expect"] == "valid":
@@ -57,14 +57,14 @@ def test_what_a_check_refuses_is_refused_here_or_left_out(vector: dict[str, Any]
         assert found.authentic is False
 
 
-def test_some_vectors_fail_in_each_step_that_needs_nothing_else() -> None:
+def test_every_standalone_step_has_failing_vectors() -> None:
     steps = {v["step"] for v in INDEX if v["expect"] != "valid"}
     assert {"bundle", "encoding", "signatures", "threshold", "payload", "validity"} <= steps
     contradicting = [v for v in INDEX if v["step"] == "clauses" and seen(v).refusals]
     assert len(contradicting) > 10
 
 
-def test_without_keys_the_content_is_read_and_called_unverified() -> None:
+def test_content_without_keys_is_marked_unverified() -> None:
     found = inspect((VECTORS / "valid.cert.json").read_bytes(), None, NOW)
     assert found.authentic is None
     assert isinstance(found.body, Predicate)
@@ -79,7 +79,7 @@ def test_without_keys_the_content_is_read_and_called_unverified() -> None:
     assert [check.reason for check in late.refusals] == ["validity/expired"]
 
 
-def test_another_key_is_told_from_a_changed_payload_and_from_a_revoked_key() -> None:
+def test_causes_of_signature_failures_are_distinguished() -> None:
     bundle = (VECTORS / "valid.cert.json").read_bytes()
     other = inspect(bundle, trusting("b.pub"), NOW)
     assert other.authentic is False
@@ -93,7 +93,7 @@ def test_another_key_is_told_from_a_changed_payload_and_from_a_revoked_key() -> 
     assert revoked.signatures[0].problem == "the key was revoked"
 
 
-def test_a_key_that_may_not_sign_the_stage_is_refused(tmp_path: Path) -> None:
+def test_key_that_may_not_sign_the_stage_is_refused(tmp_path: Path) -> None:
     key = tmp_path / "a.pub"
     key.write_bytes((VECTORS / "a.pub").read_bytes())
     policy = tmp_path / "policy.toml"
@@ -102,7 +102,7 @@ def test_a_key_that_may_not_sign_the_stage_is_refused(tmp_path: Path) -> None:
     assert [check.reason for check in found.refusals] == ["stage/key-not-allowed"]
 
 
-def test_a_demanded_part_of_the_kernels_is_missed(tmp_path: Path) -> None:
+def test_missing_required_kernel_part_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.pub").write_bytes((VECTORS / "a.pub").read_bytes())
     policy = tmp_path / "policy.toml"
     policy.write_text('trusted-keys = ["a.pub"]\nrequired-kernel-parts = ["gpu"]\n')
@@ -110,19 +110,19 @@ def test_a_demanded_part_of_the_kernels_is_missed(tmp_path: Path) -> None:
     assert [check.reason for check in found.refusals] == ["triple/kernel-part-missing"]
 
 
-def test_another_stage_than_the_one_asked_for_is_refused_with_and_without_keys() -> None:
+def test_other_stage_is_refused_with_and_without_keys() -> None:
     bundle = (VECTORS / "valid.cert.json").read_bytes()
     for known in (None, trusting("a.pub")):
         found = inspect(bundle, known, NOW, stage="full")
         assert [check.reason for check in found.refusals] == ["stage/mismatch"]
 
 
-def test_a_stated_failure_is_refused() -> None:
+def test_stated_failure_is_refused() -> None:
     vector = next(v for v in INDEX if v["file"] == "failed.cert.json")
     assert "clause/not-passed" in {check.reason for check in seen(vector).refusals}
 
 
-def test_damaged_bytes_give_a_reading_and_never_an_exception() -> None:
+def test_damaged_bytes_never_raise_an_exception() -> None:
     whole = (VECTORS / "valid.cert.json").read_bytes()
     payload = json.loads(whole)["dsseEnvelope"]["payload"]
     text = base64.b64decode(payload)

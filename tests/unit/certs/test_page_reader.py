@@ -1,7 +1,7 @@
 """A second reader of certificates, written from certs/README.md alone, on every vector.
 
-It covers the envelope, the statement and the subject: steps 1 to 8 and 10 of the page. It must
-accept what is valid, and reject each vector that the index says fails at one of these steps.
+It implements the steps 1 to 8 and 10 of the page: envelope, statement, subject. It must accept
+valid vectors, and reject each vector that the index says fails at one of these steps.
 """
 
 from __future__ import annotations
@@ -107,8 +107,7 @@ def signed(key: Any, signature: bytes, message: bytes) -> bool:
 
 
 def triple_manifest(expected: dict[str, Any], weights: Path) -> dict[str, Any]:
-    """The triple of the page, rebuilt: the weights are hashed, the fingerprints and the contract
-    are those in force."""
+    """Return the triple of the page, rebuilt from hashed weights and the expected parts."""
     data = weights.read_bytes()
     file = {"name": weights.name, "size": len(data), **sha256(data)}
     manifest = {"schema": "kcdsl.checkpoint-manifest/1", "method": "files", "hashType": "sha256"}
@@ -186,7 +185,7 @@ def subject() -> dict[str, str]:
         if (v["expect"] == "valid" or v["step"] in STEPS) and "revocations" not in v["options"]
     ],
 )
-def test_the_page_is_enough_to_read_a_certificate(
+def test_page_suffices_to_read_a_certificate(
     vector: dict[str, Any], subject: dict[str, str]
 ) -> None:
     options = vector["options"]

@@ -1,9 +1,8 @@
-"""Every field of a proof is changed in every way; what is accepted all the same is listed.
+"""Every change of every field of a proof is rejected, except for a documented list.
 
-docs/proofs/certificate-fields.md names the fields of which some change is accepted, the kinds of
-change and the reason. Whatever it does not name must be rejected. An accepted document makes a
-statement of its own: pairs of simulated runs that it admits must lie within its claims and
-witnesses.
+docs/proofs/certificate-fields.md names the fields with accepted changes, the kinds of change and
+the reason. Any other change must be rejected. An accepted document makes its own statement: pairs
+of simulated runs that it admits must satisfy its claims and witnesses.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tests.support.mutation.trying import every_change, exceeded, tried
 
 Document = dict[str, Any]
 Made = Callable[[str], tuple[Document, Path]]
-# What is claimed; its lowering must never be accepted.
+# Claimed values; lowering them must never be accepted.
 CLAIMED = ("claim", "cases[].claim", "cases[].witness[].value", "cases[].witness[].drift")
 
 
@@ -58,7 +57,7 @@ def one_of_each(changes: list[Change], seed: int, share: int = 1) -> list[Change
 def accepted(
     document: Document, path: Path, some: list[Change], runs: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield field and kind of what is accepted; fail where the checker or a run fails."""
+    """Yield field and kind of accepted changes; fail if the checker or a run fails."""
     for found in tried(document, path, some):
         assert found.outcome.reason != "internal", (str(found.change), found.outcome.detail)
         if found.outcome.ok:
@@ -69,7 +68,7 @@ def accepted(
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BASES)
-def test_a_base_is_confirmed_and_valid(name: str, base: Made, follows: Any) -> None:
+def test_base_proofs_are_confirmed_and_valid(name: str, base: Made, follows: Any) -> None:
     document, path = base(name)
     follows(document)
     outcome = recheck(json.dumps(document).encode(), path)
@@ -77,7 +76,7 @@ def test_a_base_is_confirmed_and_valid(name: str, base: Made, follows: Any) -> N
     assert exceeded(document, path, runs=48) == ""
 
 
-def test_the_bases_have_every_kind_of_everything() -> None:
+def test_bases_cover_every_kind_of_proof() -> None:
     bases = BASES.values()
     assert {b.domain for b in bases} == {"interval", "affine", "planes", "affine+planes"}
     for domain in ("interval", "affine"):
@@ -121,12 +120,12 @@ def test_every_field_of_the_schema_is_changed(base: Made, schemas: Any) -> None:
         field for name in BASES for path, _ in places(base(name)[0]) if (field := field_of(path))
     }
     missing = {field for field in fields_of(schema, schema, "") if field not in seen}
-    # a base has one checkpoint; test_served_checkpoints.py changes what a second one holds
+    # a base has one checkpoint; test_served_checkpoints.py changes fields of a second one
     assert missing == {"checkpoint.infer"}
 
 
 def fields_of(schema: Any, node: Any, field: str) -> Iterator[str]:
-    """Yield every field that a schema names, in the form of `field_of`."""
+    """Yield every field of a schema, in the form of `field_of`."""
     if "$ref" in node:
         yield from fields_of(schema, schema["definitions"][node["$ref"].split("/")[-1]], field)
         return
@@ -144,7 +143,7 @@ def fields_of(schema: Any, node: Any, field: str) -> Iterator[str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", BASES)
-def test_nothing_claimed_may_be_lowered(name: str, base: Made) -> None:
+def test_lowered_claims_are_rejected(name: str, base: Made) -> None:
     document, path = base(name)
     lowered = [c for c in every_change(document) if c.field in CLAIMED and c.what == "one step"]
     if BASES[name].functional != "no_flip":
@@ -157,7 +156,7 @@ def test_nothing_claimed_may_be_lowered(name: str, base: Made) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", BASES)
-def test_what_is_not_listed_is_rejected(name: str, base: Made) -> None:
+def test_unlisted_changes_are_rejected(name: str, base: Made) -> None:
     """One change of every kind of a fifth of all fields; `make mutants` makes all."""
     document, path = base(name)
     listed = stated("Proof documents")
@@ -167,8 +166,8 @@ def test_what_is_not_listed_is_rejected(name: str, base: Made) -> None:
 
 
 @pytest.mark.slow
-def test_the_list_is_what_every_change_gives(tmp_path: Path) -> None:
-    """All changes of all bases; what is derived anew may follow of none of these numbers."""
+def test_accepted_changes_equal_the_list(tmp_path: Path) -> None:
+    """All changes of all bases; fields accepted only if the claims follow may be absent."""
     found: Counter[tuple[str, str]] = Counter()
     cores, total = os.cpu_count() or 1, 0
     tasks = [(name, part, tmp_path / f"{name}, {part}") for part in range(PARTS) for name in BASES]
@@ -188,7 +187,7 @@ PARTS = 4
 
 
 def accepted_of_a_part(name: str, part: int, folder: Path) -> tuple[int, Counter[tuple[str, str]]]:
-    """Return how many changes are tried, a part of those of a base, and what is accepted."""
+    """Return the number of changes in a part of those of a base, and the accepted ones."""
     folder.mkdir()
     document, path = made(name, folder)[:2]
     some = every_change(document)[part::PARTS]
@@ -196,7 +195,7 @@ def accepted_of_a_part(name: str, part: int, folder: Path) -> tuple[int, Counter
 
 
 def summary(total: int, found: Counter[tuple[str, str]]) -> str:
-    """Return what docs/proofs/certificate-fields.md says of a run; pytest shows it with -rP."""
+    """Return the summary in docs/proofs/certificate-fields.md; pytest shows it with -rP."""
     kinds: Counter[str] = Counter()
     for (_, kind), count in found.items():
         kinds[kind] += count
@@ -207,8 +206,8 @@ def summary(total: int, found: Counter[tuple[str, str]]) -> str:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BASES)
-def test_a_graph_has_the_digest_under_which_it_stands(name: str, base: Made) -> None:
-    """The same changes of graphs and constants by somebody who leaves the digests alone."""
+def test_graphs_must_match_their_digest(name: str, base: Made) -> None:
+    """The same changes of graphs and constants without recomputed digests."""
     document, path = base(name)
     changes = [c for c in every_change(document) if c.field.startswith("graphs{}")]
     for change in one_of_each(changes, list(BASES).index(name), share=2):
@@ -219,7 +218,7 @@ def test_a_graph_has_the_digest_under_which_it_stands(name: str, base: Made) -> 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["decoder, interval, fused", "encoder, affine, fused"])
-def test_the_statement_of_one_base_is_not_that_of_another(name: str, base: Made) -> None:
+def test_parts_of_another_proof_are_rejected(name: str, base: Made) -> None:
     """Claims, regions, graphs and numerics of another proof: each alone, then with its graph."""
     document, path = base(name)
     for other in BASES:

@@ -1,4 +1,4 @@
-"""Cases of the affine domain: what follows is accepted, what is changed is rejected, and why."""
+"""Cases of the affine domain: derived claims are accepted, changes rejected with a reason."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def post_norm(rng: np.random.Generator, rows: int = 4, heads: int = 2, size: int
 
 
 def claimed(document: Document, path: Path) -> Document:
-    """Return the document with the claims and witnesses that follow."""
+    """Return the document with the derived claims and witnesses."""
     proof = parse(proofs.dump(document))
     doubles = Derivation(proof, read(path).tensors)
     document = copy.deepcopy(document)
     claims = []
     for case, record in zip(proof.cases, document["cases"], strict=True):
-        bound, sizes = doubles.derive(replace(case, claim=0.0))  # the least that follows
+        bound, sizes = doubles.derive(replace(case, claim=0.0))  # the smallest derivable value
         claims.append(bound)
         record["claim"] = bound.hex()
         record["witness"] = [
@@ -87,7 +87,7 @@ def document(
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path]:
-    """Return a proof of two cases, its claims just what follows, and its checkpoint."""
+    """Return a proof of two cases with its derived claims, and its checkpoint."""
     graph = post_norm(np.random.default_rng(8))
     made, path = document(tmp_path_factory.mktemp("affine"), graph, 2.0**-12)
     moved = copy.deepcopy(made["cases"][0])
@@ -98,7 +98,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path]:
 
 
 @pytest.mark.full
-def test_what_follows_is_accepted(
+def test_derived_claims_are_accepted(
     good: tuple[Document, Path], follows: Callable[..., None]
 ) -> None:
     made, path = good
@@ -125,7 +125,7 @@ def put(*path: Any, to: Any) -> Change:
 
 
 def in_graph(*path: Any, to: Any) -> Change:
-    """Change the graph and give it the digest that it then has."""
+    """Change the graph and recompute its digest."""
 
     def change(document: Document) -> None:
         entry = next(iter(document["graphs"].values()))
@@ -199,7 +199,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_rejected(good: tuple[Document, Path], name: str) -> None:
+def test_changes_are_rejected(good: tuple[Document, Path], name: str) -> None:
     made, path = good
     changed = copy.deepcopy(made)
     change, reason = CHANGES[name]
@@ -209,7 +209,7 @@ def test_a_change_is_rejected(good: tuple[Document, Path], name: str) -> None:
 
 
 @pytest.mark.full
-def test_every_witness_is_compared(good: tuple[Document, Path]) -> None:
+def test_every_witness_is_compared_in_affine_cases(good: tuple[Document, Path]) -> None:
     made, path = good
     compared = 0
     for at, witness in enumerate(made["cases"][1]["witness"]):
@@ -228,7 +228,7 @@ def test_every_witness_is_compared(good: tuple[Document, Path]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("functional", ["inf", "2", "span"])
-def test_no_functional_is_more_than_that_of_the_box(tmp_path: Path, functional: str) -> None:
+def test_functionals_are_at_most_those_of_the_box(tmp_path: Path, functional: str) -> None:
     made, path = document(tmp_path, post_norm(np.random.default_rng(8)), 2.0**-12, functional)
     outcome = recheck(proofs.dump(claimed(made, path)), path)
     assert outcome.ok, outcome
@@ -241,7 +241,7 @@ def test_no_functional_is_more_than_that_of_the_box(tmp_path: Path, functional: 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("key", ["q.weight", "norm.weight", "norm.bias"])
-def test_parameters_that_are_not_finite(tmp_path: Path, key: str, value: float) -> None:
+def test_non_finite_parameters_are_rejected(tmp_path: Path, key: str, value: float) -> None:
     graph = post_norm(np.random.default_rng(8))
     graph.tensors[key].flat[1] = value
     made, path = document(tmp_path, graph, 0.0)
@@ -251,12 +251,12 @@ def test_parameters_that_are_not_finite(tmp_path: Path, key: str, value: float) 
 @pytest.mark.parametrize(
     ("key", "factor", "reason"),
     [
-        ("q.weight", 1e18, "bound/not-finite"),  # scores that drift without limit
+        ("q.weight", 1e18, "bound/not-finite"),  # scores with unbounded drift
         ("v.weight", 1e37, "bound/not-finite"),  # squares of a norm
         ("norm.weight", 2e38, "bound/overflow"),
     ],
 )
-def test_numbers_that_leave_their_format(
+def test_overflowing_numbers_are_rejected(
     tmp_path: Path, key: str, factor: float, reason: str
 ) -> None:
     graph = post_norm(np.random.default_rng(8))
@@ -267,10 +267,10 @@ def test_numbers_that_leave_their_format(
 
 
 @given(st.data())
-def test_no_change_of_any_leaf_makes_it_fail_otherwise(
+def test_changed_leaves_never_cause_internal_errors(
     good: tuple[Document, Path], data: st.DataObject
 ) -> None:
-    """Replace one leaf of the graph, with its digest: an outcome comes back, never "internal"."""
+    """Replace one leaf of the graph and recompute its digest; the outcome is never "internal"."""
     made, path = good
     changed = copy.deepcopy(made)
     entry = next(iter(changed["graphs"].values()))
@@ -297,7 +297,7 @@ def test_no_change_of_any_leaf_makes_it_fail_otherwise(
 
 
 def broadcasting(rng: np.random.Generator) -> Any:
-    """Return what no exported block does: operands that meet themselves and other shapes."""
+    """Return a graph that no exporter writes: operands combined with themselves and broadcast."""
     g = proofs.Graph((3, 4))
     x = g.add("input", [], (3, 4))
     row = g.slice(x, dim=0, start=1, stop=2)
@@ -307,7 +307,7 @@ def broadcasting(rng: np.random.Generator) -> Any:
     y = g.add("add", [g.reshape(y, (1, 3, 4)), column], (1, 3, 4))
     many = g.expand(y, (2, 3, 4))
     turned = g.permute(x, [1, 0])
-    y = g.add("matmul", [many, turned], (2, 3, 3))  # the right factor is shared by both
+    y = g.add("matmul", [many, turned], (2, 3, 3))  # both products share the right factor
     z = g.add("matmul", [x, turned], (3, 3))
     y = g.add("matmul", [z, y], (2, 3, 3))
     y = g.add("softmax", [y], (2, 3, 3), role="probabilities")
@@ -320,7 +320,7 @@ def broadcasting(rng: np.random.Generator) -> Any:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["float64", "float32"])
 @pytest.mark.parametrize("radius", [0.0, 2.0**-10, 2.0**-7])
-def test_any_graph_is_bounded(tmp_path: Path, radius: float, name: str) -> None:
+def test_unusual_graphs_are_bounded(tmp_path: Path, radius: float, name: str) -> None:
     rng = np.random.default_rng(int(radius * 1024))
     graph = broadcasting(rng)
     record = proofs.numerics(name, "any", accumulate=name)
@@ -350,7 +350,7 @@ def test_any_graph_is_bounded(tmp_path: Path, radius: float, name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ODDLY)
-def test_operands_that_only_look_straight(tmp_path: Path, kind: str) -> None:
+def test_products_of_irregular_heads_are_bounded(tmp_path: Path, kind: str) -> None:
     """Corners of a wide region, towards which each element of the product grows."""
     rng = np.random.default_rng(5)
     graph, radius = irregular_heads(kind)(rng), 0.25
@@ -368,13 +368,13 @@ def test_operands_that_only_look_straight(tmp_path: Path, kind: str) -> None:
     left, right = (found.forms[name] for name in graph.nodes[-1]["inputs"])
     assert isinstance(left, Form)
     assert isinstance(right, Form)
-    if graph.nodes[-1]["role"] == "scores":  # nothing finer is known of the remainder
+    if graph.nodes[-1]["role"] == "scores":  # no tighter bound of the remainder exists
         assert radius_of is not None
         assert (radius_of >= left.reach @ right.reach).all()
     weight = [graph.tensors[k].astype(np.float64) for k in graph.tensors]
     reached = 0.0
     for trial in range(400):
-        # inputs along the singular vectors of products of weights reach the remainder
+        # inputs along the singular vectors of products of weights attain the remainder
         corner = rng.choice([-1.0, 1.0], (3, 6))
         if trial % 2:
             middle = weight[0].T @ weight[-1]

@@ -1,4 +1,4 @@
-"""Proofs about sequences of any length: what is accepted, and everything near it that is not."""
+"""Proofs about sequences of any length: accepted documents, and rejected variations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KERNELS = (
 
 
 def made(folder: Path, build: Callable[[int], Any], longest: int) -> tuple[Document, Path]:
-    """Return a proof with just the claims that follow, and its checkpoint."""
+    """Return a proof with its derived claims, and its checkpoint."""
     graph, long = build(2), build(longest)
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
@@ -57,7 +57,7 @@ def region(document: Document) -> Document:
     return found
 
 
-def test_a_proof_is_accepted(good: tuple[Document, Path], follows: Any) -> None:
+def test_proof_is_accepted(good: tuple[Document, Path], follows: Any) -> None:
     document, path = good
     follows(document)
     outcome = recheck(proofs.dump(document), path)
@@ -65,7 +65,7 @@ def test_a_proof_is_accepted(good: tuple[Document, Path], follows: Any) -> None:
     assert outcome.bound == document["claim"]
 
 
-def test_a_block_without_attention_needs_no_tables(tmp_path: Path, follows: Any) -> None:
+def test_block_without_attention_needs_no_tables(tmp_path: Path, follows: Any) -> None:
     document, path = made(tmp_path, mlp, 1000)
     follows(document)
     assert "tables" not in region(document)
@@ -82,8 +82,8 @@ def test_a_block_without_attention_needs_no_tables(tmp_path: Path, follows: Any)
 
 
 @pytest.mark.parametrize("longest", [1, 2, 9])
-def test_tables_of_constants_that_are_no_floats_are_rejected(longest: int, tmp_path: Path) -> None:
-    """The bytes of the constants are those of the tables; as doubles they are other numbers."""
+def test_float64_tables_of_constants_are_rejected(longest: int, tmp_path: Path) -> None:
+    """The bytes of constants and tables are equal, but as doubles they are other numbers."""
     graph, long = decoder(2), decoder(longest)
     tables = sequences.tables_of(graph, long)
     path = tmp_path / "model.safetensors"
@@ -98,7 +98,7 @@ def test_tables_of_constants_that_are_no_floats_are_rejected(longest: int, tmp_p
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_constants_of_other_than_two_positions_are_rejected(rows: int, tmp_path: Path) -> None:
+def test_constants_must_have_two_positions(rows: int, tmp_path: Path) -> None:
     graph, long = decoder(2), decoder(9)
     tables = sequences.tables_of(graph, long)
     for node in graph.nodes:
@@ -110,7 +110,7 @@ def test_constants_of_other_than_two_positions_are_rejected(rows: int, tmp_path:
     assert recheck(proofs.dump(document), path).reason == "document/region"
 
 
-def test_longer_sequences_need_a_larger_claim(tmp_path: Path) -> None:
+def test_claim_grows_with_the_longest_sequence(tmp_path: Path) -> None:
     document, path = made(tmp_path, decoder, 9)
     tables = sequences.tables_of(decoder(2), decoder(40))
     region(document)["longest"] = 40
@@ -161,7 +161,7 @@ def lowered_witness(document: Document) -> None:
 
 
 def bytes_of_floats(values: np.ndarray) -> np.ndarray:
-    """Return a table of doubles that begins with the bytes of one of floats."""
+    """Return a table of doubles whose bytes begin with those of a table of floats."""
     return np.frombuffer(values.tobytes() + bytes(values.nbytes), np.float64).reshape(values.shape)
 
 
@@ -215,7 +215,7 @@ EDITS: dict[str, tuple[Callable[[Document], object], str]] = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_what_is_near_is_rejected(name: str, good: tuple[Document, Path]) -> None:
+def test_variations_are_rejected(name: str, good: tuple[Document, Path]) -> None:
     document, path = good
     changed = sequences.mutable_copy(document)
     edit, reason = EDITS[name]
@@ -225,8 +225,8 @@ def test_what_is_near_is_rejected(name: str, good: tuple[Document, Path]) -> Non
     assert outcome.reason == reason, outcome
 
 
-def test_a_ball_of_two_rows_is_not_taken_for_any_length(good: tuple[Document, Path]) -> None:
-    """The same graph as a block of two rows: less is known of the rows, and less claimed."""
+def test_ball_of_two_rows_does_not_cover_other_lengths(good: tuple[Document, Path]) -> None:
+    """The same graph as a block of two rows: its region and its claim are smaller."""
     document, path = good
     changed = sequences.mutable_copy(document)
     case(changed)["region"] = {
@@ -239,7 +239,7 @@ def test_a_ball_of_two_rows_is_not_taken_for_any_length(good: tuple[Document, Pa
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_graph_of_other_than_two_rows_is_rejected(rows: int, tmp_path: Path) -> None:
+def test_graph_must_have_two_rows(rows: int, tmp_path: Path) -> None:
     graph = mlp(rows)
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
@@ -247,8 +247,8 @@ def test_a_graph_of_other_than_two_rows_is_rejected(rows: int, tmp_path: Path) -
     assert recheck(proofs.dump(document), path).reason == "graph/rows"
 
 
-def test_a_softmax_is_read_at_any_length_only_as_attention(tmp_path: Path) -> None:
-    """Without its role, the softmax of a graph at two rows would be one over two columns."""
+def test_softmax_at_any_length_must_belong_to_attention(tmp_path: Path) -> None:
+    """Without its role, the softmax of a graph at two rows is one over two columns."""
     graph = decoder(2)
     for node in graph.nodes:
         if node["op"] == "softmax":
@@ -260,7 +260,7 @@ def test_a_softmax_is_read_at_any_length_only_as_attention(tmp_path: Path) -> No
     assert recheck(proofs.dump(document), path).reason == "graph/rows"
 
 
-def test_a_mask_that_shows_nothing_is_rejected(tmp_path: Path) -> None:
+def test_mask_without_visible_columns_is_rejected(tmp_path: Path) -> None:
     graph = decoder(2)
     graph.constants["mask"] = np.array([[True, False], [False, False]])
     path = tmp_path / "model.safetensors"

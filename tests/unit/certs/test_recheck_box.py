@@ -1,4 +1,4 @@
-"""Interval arithmetic on doubles against rational arithmetic."""
+"""Interval arithmetic on doubles compared with rational arithmetic."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def encloses(outer: box.Box, inner: cells.Cells) -> bool:
 
 
 @given(boxes(), boxes())
-def test_elementwise(a: box.Box, b: box.Box) -> None:
+def test_elementwise_operations_enclose_the_exact_result(a: box.Box, b: box.Box) -> None:
     x, y = exactly(a), exactly(b)
     assert encloses(box.add(a, b), cells.both(x, y, cells.add))
     assert encloses(box.sub(a, b), cells.both(x, y, cells.sub))
@@ -55,8 +55,8 @@ def test_elementwise(a: box.Box, b: box.Box) -> None:
 
 
 @given(boxes((2, 5)), boxes((5, 3)))
-def test_matrix_product(a: box.Box, b: box.Box) -> None:
-    # the exact range of each element, which midpoint and radius may only exceed
+def test_matrix_product_encloses_the_exact_result(a: box.Box, b: box.Box) -> None:
+    # the exact range of each element; midpoint and radius may only be wider
     x, y = exactly(a), exactly(b)
     product = box.matmul(a, b)
     ranges = []
@@ -79,7 +79,7 @@ def test_sums_of_doubles_stay_exact() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_ends_that_are_not_finite_are_refused(bad: float) -> None:
+def test_non_finite_ends_are_refused(bad: float) -> None:
     good, wrong = np.zeros(2), np.array([0.0, bad])
     for a in (box.exact(wrong), box.Box(good, wrong), box.Box(wrong, good)):
         with pytest.raises(Rejected) as found:

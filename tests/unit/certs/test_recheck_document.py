@@ -1,4 +1,4 @@
-"""A valid proof is accepted; whatever is changed in it is rejected with the right code."""
+"""A valid proof is accepted; every change of it is rejected with the right code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ INFLATION = 1 + 2.0**-30
 
 
 def claimed(document: Document, path: Path) -> Document:
-    """Return the document with the claims and witnesses that follow, inflated."""
+    """Return the document with the derived claims and witnesses, inflated."""
     proof = parse(proofs.dump(document))
     doubles = Derivation(proof, read(path).tensors)
     document = copy.deepcopy(document)
@@ -77,7 +77,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path]:
     return claimed(document, path), path
 
 
-def test_the_proof_is_accepted(good: tuple[Document, Path]) -> None:
+def test_unchanged_proof_is_accepted(good: tuple[Document, Path]) -> None:
     document, path = good
     outcome = recheck(proofs.dump(document), path)
     assert outcome.ok, outcome
@@ -107,7 +107,7 @@ def put(*path: Any, to: Any) -> Callable[[Document], None]:
 
 
 def in_graph(*path: Any, to: Any) -> Callable[[Document], None]:
-    """Change the graph and give it the digest that it then has."""
+    """Change the graph and recompute its digest."""
 
     def change(document: Document) -> None:
         put(*path, to=to)(the_graph(document))
@@ -124,7 +124,7 @@ WRITTEN = [[part, ""] for part in ("square", "mean", "shift", "root", "normed", 
 
 
 def in_norm(**attrs: Any) -> Callable[[Document], None]:
-    """Give the first norm more attributes."""
+    """Add attributes to the first norm."""
     return in_graph("nodes", place("rms_norm"), "attrs", to=lambda known: {**known, **attrs})
 
 
@@ -134,7 +134,7 @@ def place(op: str, at: int = 0) -> int:
 
 
 def ranges(of: list[Any]) -> Callable[[Document], None]:
-    """Give the first view these ranges of its first dimension."""
+    """Set the ranges of the first dimension in the first view."""
     return in_graph("nodes", place("view"), "attrs", "ranges", to=[of, [0, 2, 1], [0, 4, 1]])
 
 
@@ -150,7 +150,7 @@ def add_field(*path: Any) -> Callable[[Document], None]:
 
 
 def finer(document: Document) -> None:
-    """Claim the bound of finer numerics for the coarser ones."""
+    """Claim the bound of finer numerics for coarser ones."""
     document["numerics"]["infer"] = proofs.numerics("float32", "any", style="fused")
 
 
@@ -414,7 +414,7 @@ def _twos(graphs: Document) -> Document:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_rejected(good: tuple[Document, Path], name: str) -> None:
+def test_changes_are_rejected_by_code(good: tuple[Document, Path], name: str) -> None:
     document, path = good
     changed = copy.deepcopy(document)
     change, reason = CHANGES[name]
@@ -438,7 +438,7 @@ def test_every_witness_is_compared(good: tuple[Document, Path]) -> None:
         assert "case-1" in outcome.detail
 
 
-def test_finer_numerics_are_derived_anew(good: tuple[Document, Path]) -> None:
+def test_finer_numerics_are_rederived(good: tuple[Document, Path]) -> None:
     document, path = good
     changed = copy.deepcopy(document)
     finer(changed)
@@ -446,13 +446,13 @@ def test_finer_numerics_are_derived_anew(good: tuple[Document, Path]) -> None:
     assert outcome.ok, outcome
     first = recheck(proofs.dump(document), path)
     assert float.fromhex(outcome.bound) < float.fromhex(first.bound) / 10
-    # what follows for the finer kernel does not follow for the coarser one
+    # claims for the finer kernel are not derivable for the coarser one
     exchanged = claimed(changed, path)
     exchanged["numerics"] = document["numerics"]
     assert recheck(proofs.dump(exchanged), path).reason == "claim/too-small"
 
 
-def test_every_bit_of_the_checkpoint_counts(good: tuple[Document, Path], tmp_path: Path) -> None:
+def test_every_bit_of_the_checkpoint_is_bound(good: tuple[Document, Path], tmp_path: Path) -> None:
     document, path = good
     content = path.read_bytes()
     for at in (3, 20, len(content) // 2, len(content) - 1):
@@ -487,11 +487,11 @@ def test_loose_json_is_rejected(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [b"[]", b"1", b'"x"', b"null", b"{}"])
-def test_other_json_is_rejected(text: bytes, tmp_path: Path) -> None:
+def test_other_json_documents_are_rejected(text: bytes, tmp_path: Path) -> None:
     assert recheck(text, tmp_path / "none").reason == "document/field"
 
 
-def test_nothing_is_raised(good: tuple[Document, Path]) -> None:
+def test_arbitrary_input_raises_nothing(good: tuple[Document, Path]) -> None:
     outcome = recheck(proofs.dump(good[0]), None)  # type: ignore[arg-type]
     assert (outcome.ok, outcome.reason) == (False, "internal")
     outcome = recheck(None, good[1])  # type: ignore[arg-type]
@@ -499,10 +499,10 @@ def test_nothing_is_raised(good: tuple[Document, Path]) -> None:
 
 
 @given(st.data())
-def test_no_change_of_any_leaf_makes_it_fail_otherwise(
+def test_replaced_leaves_never_cause_internal_errors(
     good: tuple[Document, Path], data: st.DataObject
 ) -> None:
-    """Replace one leaf by something else: an outcome comes back, never "internal"."""
+    """Replace one leaf by another value; the outcome is never "internal"."""
     document, path = good
     changed = copy.deepcopy(document)
     at: Any = changed
@@ -532,12 +532,12 @@ def test_canonical_json(value: Any) -> None:
     assert canonical(value) == rfc8785.dumps(value)
 
 
-def test_ids_must_be_looked_up(tmp_path: Path) -> None:
+def test_token_ids_require_an_embedding(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     graph = proofs.Graph(None)
     table = graph.param("table", rng.standard_normal((7, 4)))
     found = graph.add("embedding", [table], (3, 4), ids=[6, 0, 6])
-    # the table is read as the weight of a linear too, stored in another way there
+    # the table is also read as the weight of a linear, which is stored differently
     graph.add("linear", [found, table], (3, 7))
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
@@ -573,7 +573,7 @@ PASS = {"at": "n2_rms_norm", "of": "n0_input", "kind": "reach", "stop": "input",
         [{**PASS, "more": 1}],
     ],
 )
-def test_hints_that_name_no_passes_are_refused(
+def test_invalid_hints_of_passes_are_refused(
     good: tuple[Document, Path], some: list[dict[str, Any]]
 ) -> None:
     document = copy.deepcopy(good[0])
@@ -588,7 +588,7 @@ def test_hints_that_name_no_passes_are_refused(
         assert caught.value.reason in ("document/passes", "document/json")
 
 
-def test_hints_without_affine_forms_are_refused(good: tuple[Document, Path]) -> None:
+def test_hints_outside_the_affine_domain_are_refused(good: tuple[Document, Path]) -> None:
     document = copy.deepcopy(good[0])
     document["cases"][0]["domain"] = "affine"
     document["cases"][0]["passes"] = {"train": [], "infer": []}

@@ -1,4 +1,4 @@
-"""The checker against rules in rational arithmetic."""
+"""The checker compared with rules in rational arithmetic."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ PAIRS = [
 
 
 def products(rng: np.random.Generator) -> Any:
-    """Return linears of more inputs than share a scale, and products in the roles of attention."""
+    """Return linears with more inputs than share a scale, and products of attention."""
     g = proofs.Graph((2, 36))
     w, b = rng.standard_normal((6, 36)), rng.standard_normal(6)
     x = g.add("input", [], (2, 36))
@@ -231,7 +231,7 @@ def made(
     [(proofs.piecewise, 0.0), (proofs.piecewise, 1e-3), (proofs.piecewise, 0.3), (products, 1e-3)],
 )
 @pytest.mark.parametrize("pair", PAIRS)
-def test_doubles_enclose_rationals_closely(
+def test_float64_boxes_enclose_rational_ones_tightly(
     tmp_path: Path, pair: Any, radius: float, make: Any
 ) -> None:
     document, path = made(tmp_path, pair, radius, make=make)
@@ -254,16 +254,16 @@ def test_doubles_enclose_rationals_closely(
             for lo, hi, pair_ in ends:
                 assert Fraction(float(lo)) <= pair_[0], (name, part)
                 assert pair_[1] <= Fraction(float(hi)), (name, part)
-                # A step function may send two honest ends to two neighbours.
+                # A step function may map two valid ends to two neighbours.
                 if stepped:
                     continue
-                # Elsewhere two implementations must agree within the inflation of claims.
+                # Elsewhere the implementations must agree within the inflation of claims.
                 assert pair_[0] - Fraction(float(lo)) <= size * Fraction(1, 2**36), (name, part)
                 assert Fraction(float(hi)) - pair_[1] <= size * Fraction(1, 2**36), (name, part)
 
 
 def refused(tmp_path: Path, graph: Any, pair: Any, centre: Any) -> list[str]:
-    """Return why either tier refuses a proof, which promises as good as nothing."""
+    """Return the reasons of both tiers for refusing a proof with claims that are always true."""
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     document = proofs.dump(proofs.document(graph, *pair, sha256, centre))
@@ -272,7 +272,7 @@ def refused(tmp_path: Path, graph: Any, pair: Any, centre: Any) -> list[str]:
 
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("kind", ["int8", "int8_full", "fp8_e4m3"])
-def test_both_tiers_refuse_more_than_the_largest_of_a_batch(
+def test_both_tiers_refuse_values_beyond_the_batch_limit(
     tmp_path: Path, kind: str, casts: str
 ) -> None:
     graph = proofs.Graph((1, 2))
@@ -286,9 +286,7 @@ def test_both_tiers_refuse_more_than_the_largest_of_a_batch(
 
 
 @pytest.mark.parametrize("role", ["context", "probabilities"])
-def test_both_tiers_refuse_other_operations_in_the_roles_of_attention(
-    tmp_path: Path, role: str
-) -> None:
+def test_both_tiers_refuse_misused_roles_of_attention(tmp_path: Path, role: str) -> None:
     """Their format may be finer than that of the operation."""
     graph = proofs.Graph((1, 2))
     x = graph.add("input", [], (1, 2))
@@ -305,7 +303,7 @@ def test_both_tiers_refuse_other_operations_in_the_roles_of_attention(
 def test_both_tiers_refuse_weights_whose_scales_leave_float32(
     tmp_path: Path, stored: tuple[str, str], largest: float
 ) -> None:
-    """The range of the weights is infinite, or what the scale is divided by."""
+    """The range of the weights is infinite, or the divisor of the scale."""
     graph = proofs.Graph((1, 3))
     x = graph.add("input", [], (1, 3))
     weight = np.array([[largest, -largest, 0.0]])
@@ -316,7 +314,7 @@ def test_both_tiers_refuse_weights_whose_scales_leave_float32(
     assert found[1] == "bound/overflow"
 
 
-def test_both_tiers_refuse_a_cache_that_a_product_reads_past(tmp_path: Path) -> None:
+def test_both_tiers_refuse_a_bypassed_cache(tmp_path: Path) -> None:
     cached = proofs.numerics(kv_cache={"format": "int8", "scale": "per_head"})
     graph = products(np.random.default_rng(11))
     found = refused(tmp_path, graph, (cached, proofs.numerics()), np.ones((2, 36)))
@@ -324,7 +322,7 @@ def test_both_tiers_refuse_a_cache_that_a_product_reads_past(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("functional", ["inf", "2", "span"])
-def test_both_tiers_read_the_same_bound(tmp_path: Path, functional: str) -> None:
+def test_both_tiers_derive_the_same_bound(tmp_path: Path, functional: str) -> None:
     document, path = made(tmp_path, PAIRS[0], 1e-3, functional)
     doubles = recheck(proofs.dump(document), path)
     rational = recheck_exactly(proofs.dump(document), path)
@@ -336,7 +334,7 @@ def test_both_tiers_read_the_same_bound(tmp_path: Path, functional: str) -> None
 
 
 @pytest.mark.parametrize("check", [recheck, recheck_exactly])
-def test_an_order_that_stays_and_one_that_may_flip(tmp_path: Path, check: Any) -> None:
+def test_stable_and_unstable_orders(tmp_path: Path, check: Any) -> None:
     path = tmp_path / "model.safetensors"
     graph = proofs.Graph((2, 3))
     x = graph.add("input", [], (2, 3))
@@ -353,7 +351,7 @@ def test_an_order_that_stays_and_one_that_may_flip(tmp_path: Path, check: Any) -
     assert outcome.bound == ""
 
 
-def test_exact_arithmetic_knows_no_softmax(tmp_path: Path) -> None:
+def test_exact_tier_refuses_softmax(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     graph = proofs.attention(rng)
     path = tmp_path / "model.safetensors"
@@ -367,7 +365,7 @@ def test_exact_arithmetic_knows_no_softmax(tmp_path: Path) -> None:
 FORBIDDEN = ("torch", "z3", "scipy", "safetensors", "kcdsl", "kcdsl_backends", "ml_dtypes")
 
 
-def test_what_a_check_imports(tmp_path: Path) -> None:
+def test_imports_of_a_check(tmp_path: Path) -> None:
     document, _path = made(tmp_path, PAIRS[0], 0.0)
     (tmp_path / "proof.json").write_bytes(proofs.dump(document))
     code = f"""

@@ -1,4 +1,4 @@
-"""Rounding to a format against ml_dtypes, and the exact tier's rounding against numpy's."""
+"""Rounding to a format compared with ml_dtypes, and exact rounding with numpy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def every_number(name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", WIDTHS)
-def test_numbers_midpoints_and_their_neighbours(name: str) -> None:
+def test_rounding_of_numbers_midpoints_and_neighbours(name: str) -> None:
     numbers = every_number(name)
     form = FORMATS[name]
     assert numbers.max() == form.largest
@@ -57,7 +57,7 @@ def test_numbers_midpoints_and_their_neighbours(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_random_float32(name: str) -> None:
+def test_rounding_of_random_float32_numbers(name: str) -> None:
     rng = np.random.default_rng(1)
     bits = rng.integers(0, 2**32, 200_000, dtype=np.uint32)
     values = bits.view(np.float32)
@@ -67,11 +67,11 @@ def test_random_float32(name: str) -> None:
         found = nearest(values.astype(np.float64), FORMATS[name])
     finite = np.abs(found) <= FORMATS[name].largest
     np.testing.assert_array_equal(found[finite], expected[finite])
-    if name != "fp8_e4m3":  # which has no infinity
+    if name != "fp8_e4m3":  # a format without infinity
         np.testing.assert_array_equal(found[~finite], expected[~finite])
 
 
-def test_beyond_the_largest() -> None:
+def test_rounding_beyond_the_largest_number() -> None:
     form = FORMATS["fp8_e4m3"]
     values = np.array([463.9, 464.0, 464.1, -500.0])
     np.testing.assert_array_equal(nearest(values, form), [448, 448, np.inf, -np.inf])
@@ -79,12 +79,12 @@ def test_beyond_the_largest() -> None:
     np.testing.assert_array_equal(clipped, [448, 448, 448, -448])
 
 
-def test_not_a_number_stays_one() -> None:
+def test_rounding_keeps_nan() -> None:
     assert np.isnan(nearest(np.array([np.nan]), FORMATS["bfloat16"]))[0]
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from(sorted(FORMATS)))
-def test_exact_rounding_agrees(value: float, name: str) -> None:
+def test_exact_rounding_agrees_with_numpy(value: float, name: str) -> None:
     form = FORMATS[name]
     with np.errstate(over="ignore"):
         found = nearest(np.array([value]), form)[0]

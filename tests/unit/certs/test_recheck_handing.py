@@ -1,4 +1,4 @@
-"""Ellipsoids that links hand on, against exact arithmetic: they hold all that they must."""
+"""Interface ellipsoids between links, compared with exact arithmetic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kcdsl_certs.recheck.interval.box import Box
 
 
 class Walk:
-    """As much of a kernel on its way as a symbol needs."""
+    """The state of a kernel that a symbol needs."""
 
     def __init__(self, tape: Any) -> None:
         self.tape = tape
@@ -47,8 +47,8 @@ def square(shape: Any, functional: Any) -> Fraction:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_around_a_box_holds_its_corners(seed: int) -> None:
-    """|a·e| ≤ Σ |a_k| r_k for every |e| ≤ r; for a = 1 and single elements it is needed in full."""
+def test_ellipsoid_of_a_box_contains_its_corners(seed: int) -> None:
+    """|a·e| ≤ Σ |a_k| r_k for every |e| ≤ r; attained for a = 1 and for single elements."""
     reach = rows(seed, 4)
     shapes = [drifting_box(reach), outgoing._box(torch.tensor(reach)).numpy()]
     for shape in shapes:
@@ -68,7 +68,7 @@ def drifting_box(reach: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_ball_is_as_long_as_the_diagonal(seed: int) -> None:
+def test_ball_of_a_box_has_the_length_of_its_diagonal(seed: int) -> None:
     radius = rows(seed)
     shape = curves.ball(radius)
     length = sum((Fraction(r) ** 2 for r in radius), Fraction(0))
@@ -78,7 +78,7 @@ def test_a_ball_is_as_long_as_the_diagonal(seed: int) -> None:
 
 
 def entered(middle: Any, shapes: Any, box: Any, half: Any, reference: Any) -> list[Any]:
-    """Return the symbols that both programs make of a drift."""
+    """Return the symbols that both programs create for a drift."""
     first, second = Tape(np.zeros((1, len(half)))), Pages(torch.zeros(1, len(half)))
     walk: Any = Walk(first)
     place = curves.symbol(walk, (middle, shapes), box, half, reference)
@@ -89,8 +89,8 @@ def entered(middle: Any, shapes: Any, box: Any, half: Any, reference: Any) -> li
     return [first.entries[place], second.entries[index]]
 
 
-def test_a_symbol_holds_what_its_reference_was_rounded_by() -> None:
-    """Where nothing drifts, the state that the reference stands for is off by a rounding of it."""
+def test_symbol_covers_the_rounding_of_its_reference() -> None:
+    """Without drift, the state differs from its reference by the rounding of the reference."""
     centre, middle = np.array([[3.0, 1e8 + 0.3, -7e6]]), np.array([[2.0**-60, 1e-9, 3e-11]])
     reference = centre + middle
     off = [
@@ -108,7 +108,7 @@ def test_a_symbol_holds_what_its_reference_was_rounded_by() -> None:
         assert square(shape, [Fraction(1)] * 3) >= sum(off, Fraction(0)) ** 2
 
 
-def test_a_symbol_holds_how_far_its_centre_is_from_the_middle_of_the_box() -> None:
+def test_symbol_covers_the_distance_of_centre_and_midpoint() -> None:
     rng = np.random.default_rng(5)
     middle, box = rng.standard_normal((1, 5)), rng.standard_normal((1, 5))
     root = rng.standard_normal((5, 5)) * 0.01
@@ -122,8 +122,8 @@ def test_a_symbol_holds_how_far_its_centre_is_from_the_middle_of_the_box() -> No
         assert np.sqrt(shift @ shape @ shift) <= (shift @ shift) * 1.2
 
 
-def test_a_symbol_is_bounded_by_the_box_and_by_the_ellipsoid() -> None:
-    """Whichever is less, for single functionals and for the norm of all."""
+def test_symbol_uses_the_smaller_of_box_and_ellipsoid() -> None:
+    """For single functionals and for the norm of all."""
     n, small = 6, 1e-3
     middle, reference = np.zeros((1, n)), np.ones((1, n))
     thin = np.eye(n)[None] * small**2
@@ -150,8 +150,8 @@ def test_a_symbol_is_bounded_by_the_box_and_by_the_ellipsoid() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_handed_on_holds_the_box_of_what_is_known_of_the_drift(seed: int) -> None:
-    """Any drift in the box of h̃_i - h̃_t, and errors in boxes of their own beside it."""
+def test_ellipsoid_covers_the_box_of_the_drift(seed: int) -> None:
+    """Any drift in the box of h̃_i - h̃_t, and errors in their own boxes beside it."""
     rng = np.random.default_rng(seed)
     middle, wide = rng.standard_normal((2, 4)), np.abs(rng.standard_normal((2, 4)))
     low, high = middle - wide, middle + wide
@@ -183,8 +183,8 @@ def test_what_is_handed_on_holds_the_box_of_what_is_known_of_the_drift(seed: int
             assert a @ (corner - centre[row]) <= np.sqrt(a @ shapes[row] @ a) * (1 + 1e-12)
 
 
-def test_the_norm_of_functionals_counts_every_row() -> None:
-    """Drifts of two rows may point the same way."""
+def test_norm_of_functionals_includes_every_row() -> None:
+    """Drifts of two rows may have the same direction."""
     n, small = 5, 1e-3
     nothing, half = np.zeros((2, n)), np.full((2, n), 1.0)
     values = np.random.default_rng(7).standard_normal((1, 2, n))

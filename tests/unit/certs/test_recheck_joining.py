@@ -1,4 +1,4 @@
-"""Blocks joined end to end: each ends in its last operation and takes what comes before it."""
+"""Blocks concatenated into one: each ends in its last operation and starts at the one before."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KERNEL = proofs.numerics("float32", "any")
 
 
 def parsed(graph: proofs.Graph) -> Block:
-    """Return a graph as the checker reads it."""
+    """Return a graph as the checker's type."""
     assert graph.input_shape is not None
     centre = np.zeros(graph.input_shape)
     document = proofs.document(graph, KERNEL, KERNEL, "0" * 64, centre, 0.0)
@@ -30,7 +30,7 @@ def parsed(graph: proofs.Graph) -> Block:
 
 
 def chain(*ops: str, shape: tuple[int, int] = (2, 3), output: int = -1) -> Block:
-    """Return a graph of operations one after the other that returns one of them."""
+    """Return a graph of operations in sequence that returns one of them."""
     graph = proofs.Graph(shape)
     names = [graph.add("input", [], shape)]
     for op in ops:
@@ -39,23 +39,23 @@ def chain(*ops: str, shape: tuple[int, int] = (2, 3), output: int = -1) -> Block
     return parsed(graph)
 
 
-def test_parts_of_a_whole_are_accepted() -> None:
+def test_parts_of_the_whole_block_are_accepted() -> None:
     refuse_other(chain("neg", "relu", "tanh"), [chain("neg"), chain("relu", "tanh")])
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_part_that_goes_on_behind_its_output_is_refused(first: bool) -> None:
+def test_part_with_operations_after_its_output_is_refused(first: bool) -> None:
     parts = [chain("neg", "relu", output=1), chain("tanh")]
     with pytest.raises(Rejected, match="does not end in its last operation"):
         joined(parts if first else parts[::-1])
 
 
-def test_a_part_that_takes_another_shape_is_refused() -> None:
+def test_part_with_another_input_shape_is_refused() -> None:
     with pytest.raises(Rejected, match="does not take what comes before it"):
         joined([chain("neg"), chain("relu", shape=(2, 4))])
 
 
-def test_other_operations_or_more_of_them_are_refused() -> None:
+def test_other_or_additional_operations_are_refused() -> None:
     whole = chain("neg", "relu", "tanh")
     with pytest.raises(Rejected, match="operation 1 of"):
         refuse_other(whole, [chain("neg"), chain("silu", "tanh")])
@@ -68,7 +68,7 @@ def test_other_operations_or_more_of_them_are_refused() -> None:
 def linked(
     format: str = "", pinned: str = "", form: str = "fused", *, silu: bool = True
 ) -> proofs.Graph:
-    """Return a sum with a constant, and a silu of that, with formats and a form of its own."""
+    """Return a sum with a constant, followed by a silu, with its own formats and form."""
     graph = proofs.Graph((2, 3))
     x = graph.add("input", [], (2, 3))
     table = graph.constant("table", np.ones((2, 3), dtype=np.float32), pinned)
@@ -92,10 +92,8 @@ def silu(form: str = "fused") -> Block:
         ({"format": "float32"}, "fused"),
     ],
 )
-def test_a_part_that_stores_or_computes_otherwise_is_refused(
-    part: dict[str, str], last: str
-) -> None:
-    """Names and attributes agree, and a kernel rounds elsewhere, or to another format."""
+def test_part_with_other_formats_is_refused(part: dict[str, str], last: str) -> None:
+    """Names and attributes agree, but a kernel rounds elsewhere, or to another format."""
     whole = parsed(linked("float32", form="written"))
     refuse_other(whole, [parsed(linked("float32", silu=False)), silu("written")])
     with pytest.raises(Rejected, match="chain/join"):
@@ -115,15 +113,15 @@ def normed(root: tuple[str, ...], mean: str) -> Block:
 @pytest.mark.parametrize(
     ("root", "mean"), [(("sqrt", "quotient"), "float32"), (("root", "normed"), "")]
 )
-def test_a_norm_of_other_parts_is_refused(root: tuple[str, ...], mean: str) -> None:
+def test_norm_with_other_formats_is_refused(root: tuple[str, ...], mean: str) -> None:
     whole = normed(("root", "normed"), "float32")
     refuse_other(whole, [whole])
     with pytest.raises(Rejected, match="chain/join"):
         refuse_other(whole, [normed(root, mean)])
 
 
-def test_a_sum_that_reads_a_wider_format_across_links_is_refused() -> None:
-    """As in one graph: some kernels round such an operand before they add it."""
+def test_sum_of_a_wider_format_across_links_is_refused() -> None:
+    """Some kernels round such an operand before the addition, as in one graph."""
 
     def ends(narrow: str) -> tuple[proofs.Graph, proofs.Graph, proofs.Graph]:
         whole, first, second = (proofs.Graph((2, 3)) for _ in range(3))
@@ -145,7 +143,7 @@ def test_a_sum_that_reads_a_wider_format_across_links_is_refused() -> None:
         proof = Proof("block_0", "0" * 64, kernel, kernel, LARGEST_DRIFT, blocks, {}, (), 0.0)
         return ChainDocument("block_0", proof, proof, (ChainCase("p0", whole, links),))
 
-    with pytest.raises(AssertionError):  # goes on to the interface, of which this chain has none
+    with pytest.raises(AssertionError):  # continues to the interface, which this chain lacks
         refuse_gaps(chain_of("float32"))
     with pytest.raises(Rejected, match="rule/format"):
         refuse_gaps(chain_of("bfloat16"))

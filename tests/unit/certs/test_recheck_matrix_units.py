@@ -1,4 +1,4 @@
-"""Matrix units in the numerics of a proof: those without a meaning are rejected."""
+"""Tensor cores in the numerics of a proof: invalid records are rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def parsed(**change: int) -> Any:
     return parse_kernel({**proofs.numerics(), "tensor_core": core}, "kernel")
 
 
-def test_a_unit_is_read_as_it_stands() -> None:
+def test_record_of_a_unit_is_parsed() -> None:
     assert parsed() != parsed(promote=4)
     assert parsed(promote=0) != parsed()
 
@@ -34,6 +34,6 @@ def test_a_unit_is_read_as_it_stands() -> None:
         {"promote": -4},
     ],
 )
-def test_one_without_a_meaning_is_rejected(change: dict[str, int]) -> None:
+def test_invalid_unit_is_rejected(change: dict[str, int]) -> None:
     with pytest.raises(Rejected, match=r"numerics|tensor_core"):
         parsed(**change)

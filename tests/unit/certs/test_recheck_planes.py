@@ -1,4 +1,4 @@
-"""Proofs of planes: what the checker reads of them, and what it refuses."""
+"""Proofs by linear bounds: parsing, acceptance and rejections."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ FEED = "feed-forward, planes"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path]:
-    """A proof by planes of a feed-forward block, with hints, and its checkpoint."""
+    """Return a proof by linear bounds of a feed-forward block, with hints, and its checkpoint."""
     document, path, _ = made(FEED, tmp_path_factory.mktemp("planes"))
     return document, path
 
 
 def outcome(base: tuple[Document, Path], edit: Edit) -> tuple[str, str]:
-    """Return reason and detail of what the checker says of a changed proof."""
+    """Return reason and detail of the checker's answer for a changed proof."""
     document = copy.deepcopy(base[0])
     edit(document["cases"][0])
     found = recheck(proofs.dump(document), base[1])
@@ -53,12 +53,12 @@ def hints(case: Document) -> Document:
     return found
 
 
-def test_the_proof_follows_as_it_is(base: tuple[Document, Path], follows: Any) -> None:
+def test_unchanged_proof_is_accepted(base: tuple[Document, Path], follows: Any) -> None:
     follows(base[0])
     assert outcome(base, lambda case: None)[0] == "ok"
 
 
-def test_the_same_claim_does_not_follow_without_planes(base: tuple[Document, Path]) -> None:
+def test_claim_is_underivable_without_linear_bounds(base: tuple[Document, Path]) -> None:
     def edit(case: Document) -> None:
         del case["planes"], case["domain"]
 
@@ -109,11 +109,11 @@ BAD: dict[str, Edit] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_hints_that_are_none(base: tuple[Document, Path], name: str) -> None:
+def test_invalid_hints_are_rejected(base: tuple[Document, Path], name: str) -> None:
     assert outcome(base, BAD[name])[0] == "document/planes"
 
 
-def test_no_more_elements_with_slopes_of_their_own_than_may_be(base: tuple[Document, Path]) -> None:
+def test_too_many_elements_with_own_slopes_are_rejected(base: tuple[Document, Path]) -> None:
     def edit(case: Document) -> None:
         hints(case)["searched"] = hints(case)["searched"][:1] * 4097
 
@@ -121,7 +121,7 @@ def test_no_more_elements_with_slopes_of_their_own_than_may_be(base: tuple[Docum
     assert (reason, detail[:13]) == ("document/planes", "4097 elements"), detail
 
 
-def test_slopes_so_large_that_nothing_follows(base: tuple[Document, Path]) -> None:
+def test_huge_slopes_prove_nothing(base: tuple[Document, Path]) -> None:
     def edit(case: Document) -> None:
         record = hints(case)["slopes"][0]
         record["values"] = record_of(np.full_like(array_of(record["values"]), 3e38))
@@ -131,7 +131,7 @@ def test_slopes_so_large_that_nothing_follows(base: tuple[Document, Path]) -> No
 
 
 @pytest.mark.parametrize("domain", ["interval", "affine"])
-def test_hints_of_planes_need_planes(base: tuple[Document, Path], domain: str) -> None:
+def test_hints_of_slopes_require_linear_bounds(base: tuple[Document, Path], domain: str) -> None:
     assert outcome(base, lambda case: case.update(domain=domain))[0] == "document/field"
 
 
@@ -142,14 +142,14 @@ def test_passes_need_affine_forms(base: tuple[Document, Path]) -> None:
     assert outcome(base, edit)[0] == "document/field"
 
 
-def test_planes_refuse_a_region_around_the_weights(base: tuple[Document, Path]) -> None:
+def test_linear_bounds_refuse_weight_balls(base: tuple[Document, Path]) -> None:
     def edit(case: Document) -> None:
         case["region"]["weights"] = "0.001"
 
     assert outcome(base, edit)[0] == "document/domain"
 
 
-def test_planes_refuse_any_length(base: tuple[Document, Path]) -> None:
+def test_linear_bounds_refuse_any_length(base: tuple[Document, Path]) -> None:
     def edit(case: Document) -> None:
         centre = array_of(case["region"]["centre"])[:1]
         case["region"] = {
@@ -163,10 +163,10 @@ def test_planes_refuse_any_length(base: tuple[Document, Path]) -> None:
 
 
 @pytest.mark.parametrize("what", ["drift", "rho"])
-def test_the_walk_itself_refuses_what_planes_do_not_know(
+def test_linear_bounds_refuse_unsupported_scenes_directly(
     base: tuple[Document, Path], what: str
 ) -> None:
-    """Whoever asks it beside the parser gets no bound either."""
+    """A caller that bypasses the parser gets no bound either."""
     proof = parse(proofs.dump(base[0]))
     scene = Derivation(proof, read(base[1]).tensors).scene(proof.cases[0])
     assert scene.centre is not None
@@ -177,8 +177,10 @@ def test_the_walk_itself_refuses_what_planes_do_not_know(
 
 
 @pytest.mark.parametrize("wide", ["t", "i"])
-def test_an_operand_without_an_entry_must_be_known(base: tuple[Document, Path], wide: str) -> None:
-    """A box that no line stands for would be taken for its middle."""
+def test_operand_without_linear_bounds_must_be_a_constant(
+    base: tuple[Document, Path], wide: str
+) -> None:
+    """A box without linear bounds would be replaced by its midpoint."""
     proof = parse(proofs.dump(base[0]))
     scene = Derivation(proof, read(base[1]).tensors).scene(proof.cases[0])
     at = context.Context(scene, {})
@@ -194,10 +196,10 @@ def test_an_operand_without_an_entry_must_be_known(base: tuple[Document, Path], 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [FEED, "decoder, planes", "encoder, affine and planes, box"])
-def test_functionals_made_a_few_at_a_time_say_the_same(
+def test_functionals_in_parts_give_equal_bounds(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows wider than 256 are bounded part by part."""
+    """Rows wider than 256 are bounded in parts."""
     document, path, _ = made(name, tmp_path)
     proof = parse(proofs.dump(document))
     doubles, case = Derivation(proof, read(path).tensors), proof.cases[0]
@@ -213,7 +215,7 @@ def test_functionals_made_a_few_at_a_time_say_the_same(
 
 
 def broadcast(op: str) -> Any:
-    """Return a product of operands of other shapes: matrices of heads times one, rows times one."""
+    """Return a product with broadcasting: matrices of heads times one, rows times one."""
     if op == "matmul":
         return irregular_heads("values of one column")(np.random.default_rng(1))
     g = proofs.Graph((2, 3))
@@ -224,7 +226,7 @@ def broadcast(op: str) -> Any:
 
 
 @pytest.mark.parametrize("op", ["mul", "matmul"])
-def test_products_that_broadcast_have_no_planes(op: str, tmp_path: Path) -> None:
+def test_broadcasting_products_have_no_linear_bounds(op: str, tmp_path: Path) -> None:
     graph, path = broadcast(op), tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     side, centre = proofs.numerics("float32"), np.zeros(graph.input_shape)
@@ -234,7 +236,7 @@ def test_products_that_broadcast_have_no_planes(op: str, tmp_path: Path) -> None
     assert recheck(proofs.dump(document), path).reason == "bound/not-finite"
 
 
-def test_links_of_chains_refuse_planes(base: tuple[Document, Path]) -> None:
+def test_links_of_chains_refuse_linear_bounds(base: tuple[Document, Path]) -> None:
     proof = parse(proofs.dump(base[0]))
     doubles = Derivation(proof, read(base[1]).tensors)
     with pytest.raises(Rejected, match="document/domain"):

@@ -1,4 +1,4 @@
-"""Single rules against arithmetic with 60 digits, at corners and at points inside."""
+"""Single rules compared with arithmetic of 60 digits, at corners and inner points."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ mp.dps = 60
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Let numpy form infinities and NaN without a warning, as the checker does."""
+    """Let numpy produce infinities and NaN without a warning, as the checker does."""
     with np.errstate(all="ignore"):
         yield
 
@@ -65,7 +65,7 @@ def around(centre: np.ndarray, radius: float) -> Box:
 
 
 def corner(rng: np.random.Generator, b: Box) -> np.ndarray:
-    """Return a point of a box, most of its coordinates at an end."""
+    """Return a point of a box with most coordinates at an end."""
     inside = b.lo + (b.hi - b.lo) * rng.uniform(0, 1, b.shape)
     which = rng.integers(0, 5, b.shape)
     return np.where(which < 2, b.lo, np.where(which < 4, b.hi, np.clip(inside, b.lo, b.hi)))
@@ -110,7 +110,7 @@ def test_softmax_range_drift_and_variation(spread: float, radius: float, move: f
             assert half <= variation
 
 
-def test_softmax_leaves_masked_columns_out() -> None:
+def test_softmax_ignores_masked_columns() -> None:
     scores = around(np.array([[0.0, 50.0, 1.0], [9.0, 2.0, 3.0]]), 0.1)
     allowed = np.array([[True, False, True], [False, True, False]])
     p = probabilities.probabilities(scores, allowed)
@@ -123,7 +123,7 @@ def test_softmax_leaves_masked_columns_out() -> None:
     assert moved.hi[0, 1] == 0
 
 
-def test_small_probabilities_and_drifts_keep_their_digits() -> None:
+def test_small_probabilities_have_relative_precision() -> None:
     scores = box.exact(np.array([[0.0, -60.0]]))
     p = probabilities.probabilities(scores, np.ones((1, 2), dtype=bool))
     assert 0.99e-26 < p.lo[0, 1] / 0.875651 <= p.hi[0, 1] / 0.875651 < 1.01e-26
@@ -132,8 +132,8 @@ def test_small_probabilities_and_drifts_keep_their_digits() -> None:
     assert moved.hi[0, 1] < 3e-38
 
 
-def test_a_fused_row_sum_of_rounded_probabilities_may_lose_small_columns() -> None:
-    # 512 columns of e^-7 < 2^-10 each round to zero in fp8_e4m3, and were a third of the sum
+def test_fused_row_sum_may_lose_small_columns() -> None:
+    # 512 columns of e^-7 < 2^-10 round to zero in fp8_e4m3, but are a third of the sum
     scores = box.exact(np.concatenate([[0.0], np.full(511, -7.0)])[None])
     allowed = np.ones((1, 512), dtype=bool)
     p = probabilities.probabilities(scores, allowed)
@@ -154,7 +154,7 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize(("function", "value", "slope"), FUNCTIONS)
-def test_activations(function: Any, value: Any, slope: Any) -> None:
+def test_activation_functions_are_enclosed(function: Any, value: Any, slope: Any) -> None:
     rng = np.random.default_rng(4)
     turns = [t for t in (function.valley, *function.turns) if t is not None]
     centres = np.concatenate(
@@ -189,7 +189,7 @@ def normalised(x: list[Any], eps: float, centred: bool) -> list[Any]:
     ("offset", "radius", "move"),
     [(0.0, 0.0, 1e-7), (0.0, 1e-3, 1e-3), (0.0, 0.5, 0.2), (100.0, 1e-6, 1e-5), (1.0, 3.0, 1.0)],
 )
-def test_norms(centred: bool, offset: float, radius: float, move: float) -> None:
+def test_norms_are_enclosed(centred: bool, offset: float, radius: float, move: float) -> None:
     rng = np.random.default_rng(6)
     for n in (2, 3, 8):
         x = around(rng.standard_normal((1, n)) + offset, radius)
@@ -207,13 +207,13 @@ def test_norms(centred: bool, offset: float, radius: float, move: float) -> None
                 assert drift.lo[0, j] <= after[j] - before[j] <= drift.hi[0, j]
 
 
-def test_a_variance_without_lower_bound_is_refused() -> None:
+def test_variance_without_lower_bound_is_refused() -> None:
     with pytest.raises(Rejected, match="variance"):
         norms.side(box.exact(np.zeros((1, 3))), 0.0, False)
 
 
 @pytest.mark.parametrize("centred", [False, True])
-def test_an_eps_beyond_float32_is_refused(centred: bool) -> None:
+def test_eps_beyond_float32_is_refused(centred: bool) -> None:
     # 1/sqrt(1e39) times 1e19 is 0.3; a float32 kernel divides by the root of infinity
     x = box.exact(np.array([[1e19, -1e19]]))
     with pytest.raises(Rejected, match="variance"):
@@ -224,7 +224,7 @@ def test_an_eps_beyond_float32_is_refused(centred: bool) -> None:
     assert norms.side(x, 1e30, centred).y.hi.max() < 1e-14
 
 
-def test_a_block_maximum_in_a_box_may_be_small() -> None:
+def test_block_maximum_in_a_box_may_be_small() -> None:
     # x = (0, 0.99): amax 0.99, scale 2^-9, 0.99/2^-9 = 506.9 saturates at 448: 0.875, off by 0.115
     x = Box(np.array([[0.0, 0.99]]), np.array([[2.0, 0.99]]))
     q = quantised_inputs.quantisation(kernel(activations=("fp8_e4m3", "mx")), x)
@@ -238,7 +238,7 @@ def test_a_block_maximum_in_a_box_may_be_small() -> None:
     st.lists(st.floats(0, 1), min_size=40, max_size=40),
     st.sampled_from(["fp8_e4m3", "fp8_e5m2"]),
 )
-def test_mx_quantisation_of_points_in_a_box(
+def test_mx_quantisation_of_points_is_enclosed(
     centre: list[float], shrink: list[float], kind: str
 ) -> None:
     import ml_dtypes
@@ -275,7 +275,7 @@ def test_partial_sums_may_overflow_the_accumulator() -> None:
         sums.accumulated(half, one, one, 2046, 2)
 
 
-def test_gamma() -> None:
+def test_gamma_is_rounded_up() -> None:
     assert gamma(3, 2.0**-24) >= mpf(3) * mpf(2) ** -24 / (1 - mpf(3) * mpf(2) ** -24)
     assert gamma(2**24, 2.0**-24) == float("inf")
 
@@ -283,7 +283,7 @@ def test_gamma() -> None:
 # --- storing --------------------------------------------------------------------------------------
 
 
-def test_a_cast_of_a_point_is_known() -> None:
+def test_cast_of_a_point_is_exact() -> None:
     point = box.exact(np.array([1.001, 2.0]))
     value, wrong = stored(
         kernel("bfloat16", "nearest"), FORMATS["bfloat16"], point, np.zeros(2), FLOAT32
@@ -294,7 +294,7 @@ def test_a_cast_of_a_point_is_known() -> None:
     assert (wrong.lo[1], wrong.hi[1]) == (0.0, 0.0)
 
 
-def test_a_cast_over_a_step_is_free() -> None:
+def test_cast_across_a_step_is_enclosed() -> None:
     y = Box(np.array([1.0]), np.array([1.01]))
     form = FORMATS["bfloat16"]
     value, wrong = stored(kernel("bfloat16", "nearest"), form, y, np.full(1, 0.001), FLOAT32)
@@ -303,7 +303,7 @@ def test_a_cast_over_a_step_is_free() -> None:
     assert wrong.hi[0] >= 1.011 * 2.0**-8 + 0.001
 
 
-def test_nearest_float32_stores_arithmetic_of_its_own_precision_without_a_step() -> None:
+def test_nearest_float32_needs_no_second_cast() -> None:
     y, error = box.exact(np.array([1.0])), np.full(1, 2.0**-24)
     same, _ = stored(kernel("float32", "nearest"), FLOAT32, y, error, FLOAT32)
     assert (same.lo[0], same.hi[0]) == (1 - 2.0**-24, 1 + 2.0**-24)
@@ -315,14 +315,14 @@ def test_nearest_float32_stores_arithmetic_of_its_own_precision_without_a_step()
 
 
 @pytest.mark.parametrize("casts", ["any", "nearest"])
-def test_overflow_is_named(casts: str) -> None:
+def test_overflow_names_its_node(casts: str) -> None:
     y = box.exact(np.array([[0.0, 65530.0]]))
     with pytest.raises(Rejected, match=r"bound/overflow.*\[0, 1\].*float16"):
         stored(kernel("float16", casts), FORMATS["float16"], y, np.zeros((1, 2)), FLOAT32)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_values_that_are_not_finite_are_refused(bad: float) -> None:
+def test_non_finite_values_are_refused(bad: float) -> None:
     for casts in ("any", "nearest"):
         y = box.exact(np.array([bad]))
         with pytest.raises(Rejected) as found:
@@ -333,7 +333,7 @@ def test_values_that_are_not_finite_are_refused(bad: float) -> None:
             stored(kernel("float64", casts), FLOAT64, y, np.array([bad]), FLOAT64)
 
 
-def test_contradicting_boxes_are_refused() -> None:
+def test_contradictory_boxes_are_refused() -> None:
     one, two = box.exact(np.ones(1)), box.exact(np.full(1, 2.0))
     with pytest.raises(Rejected, match="bound/empty"):
         reduce(one, two, around(np.zeros(1), 0.5))
@@ -343,7 +343,7 @@ def test_contradicting_boxes_are_refused() -> None:
 
 
 def scene(train: KernelNumerics, infer: KernelNumerics) -> Scene:
-    """Return a scene for rules that read the kernels alone."""
+    """Return a scene for rules that read only the kernels."""
     nothing: Any = None
     block = Block("none", (), "", {}, None)
     return Scene(block, train, infer, nothing, {}, frozenset(), None, None)
@@ -353,8 +353,8 @@ def node(op: str, shape: tuple[int, ...], attrs: dict[str, Any] | None = None) -
     return Node("x", op, (), shape, Reader(attrs or {}, "x"), "")
 
 
-def test_relu_of_a_drift_that_may_be_cut_off() -> None:
-    # both ends below zero: no drift; training below and inference above: part of it
+def test_relu_may_cut_off_a_part_of_a_drift() -> None:
+    # both ends below zero: no drift; training below and inference above: a part of it
     t, d = Box(np.array([-1.0]), np.array([1.0])), box.exact(np.array([0.5]))
     state = reduce(t, box.add(t, d), d)
     found = views.relu_interval(scene(kernel(), kernel()), node("relu", (1,)), [state])
@@ -365,7 +365,7 @@ def test_relu_of_a_drift_that_may_be_cut_off() -> None:
 
 
 @pytest.mark.parametrize("divisor", [3.0, -7.0, 49.0])
-def test_no_quotient_is_outside_of_its_box(divisor: float) -> None:
+def test_quotients_are_inside_their_box(divisor: float) -> None:
     at = np.array([1.0, 2.0, -5.0, 0.0, 10.0])
     found = arithmetic._divided(Box(at, at), divisor)
     for low, value, high in zip(found.lo, at, found.hi, strict=True):
@@ -374,7 +374,7 @@ def test_no_quotient_is_outside_of_its_box(divisor: float) -> None:
         assert high - low <= 4 * np.spacing(abs(value / divisor))
 
 
-def test_rope_tables_that_differ() -> None:
+def test_rope_tables_of_the_kernels_may_differ() -> None:
     known = [box.exact(np.array([v])) for v in ([3.0, 5.0], [0.5, 0.25], [0.75, 0.125])]
     x, one, two = known
     still = box.zeros((1, 2))
@@ -417,7 +417,7 @@ def test_softmax_rounding_covers_long_sums() -> None:
 
 @pytest.mark.parametrize("centred", [False, True])
 def test_norm_rounding_covers_long_sums(centred: bool) -> None:
-    # a large mean against the variance: the sum of squares is off by n·u of mean(x²)
+    # with a mean much larger than the variance, the sum of squares has an error of n·u of mean(x²)
     n, u = 64, mpf(2) ** -24
     x = np.where(np.arange(n) % 2 == 0, 1.0, -1.0)[None] + (5.0 if centred else 0.0)
     side = norms.side(box.exact(x), 0.0, centred)
@@ -435,7 +435,7 @@ def test_norm_rounding_covers_long_sums(centred: bool) -> None:
     assert found.max() < 40 * off
 
 
-def test_norm_weights_that_differ() -> None:
+def test_norm_weights_of_the_kernels_may_differ() -> None:
     x = np.array([[1.0, -1.0]])
     still = box.zeros((2,))
     weight = State(
@@ -455,7 +455,7 @@ def test_norm_weights_that_differ() -> None:
     assert found.d.lo[0, 1] <= 0.25 <= found.d.hi[0, 1]
 
 
-def test_the_context_of_moved_probabilities() -> None:
+def test_context_of_perturbed_probabilities_is_enclosed() -> None:
     rng = np.random.default_rng(9)
     allowed = np.array([[[True, True, False], [True, True, True]]])
     s = around(rng.standard_normal((1, 2, 3)), 0.01)
@@ -484,7 +484,7 @@ def test_the_context_of_moved_probabilities() -> None:
             assert (value <= part.hi + slack).all()
 
 
-def test_probabilities_move_most_between_the_ends() -> None:
+def test_probabilities_may_move_most_between_the_ends() -> None:
     p = Box(np.full((1, 2), 0.1), np.full((1, 2), 0.9))
     drift = box.exact(np.array([[1.0, 0.0]]))  # t = 1 and -1
     moved = probabilities.probability_drift(p, drift, np.ones((1, 2), dtype=bool))
@@ -494,7 +494,7 @@ def test_probabilities_move_most_between_the_ends() -> None:
         assert gain <= found < gain + mpf(10) ** -9
 
 
-def test_probabilities_that_only_fall_or_rise() -> None:
+def test_monotone_probabilities_are_enclosed() -> None:
     p = Box(np.full((1, 2), 0.1), np.full((1, 2), 0.2))
     moved = probabilities.probability_drift(
         p, box.exact(np.array([[1.0, 0.0]])), np.ones((1, 2), dtype=bool)
@@ -504,7 +504,7 @@ def test_probabilities_that_only_fall_or_rise() -> None:
     assert least <= moved.hi[0, 1] < least + mpf(10) ** -9
 
 
-def test_the_context_carries_the_rounding_of_probabilities() -> None:
+def test_context_includes_the_rounding_of_probabilities() -> None:
     ones = box.exact(np.ones((1, 1)))
     found = context._context_error(kernel(), ones, np.full((1, 1), 0.1), ones, ones)
     assert 0.1 <= found[0, 0] < 0.1001

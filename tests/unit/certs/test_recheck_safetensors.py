@@ -24,7 +24,7 @@ def entry(start: int = 0, stop: int = 8, dtype: str = "F32", shape: Any = (2,)) 
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
 
 
-def test_what_the_library_writes(tmp_path: Path) -> None:
+def test_files_of_the_library_are_read(tmp_path: Path) -> None:
     values: dict[str, np.ndarray[Any, Any]] = {
         "a": np.arange(6, dtype=np.float32).reshape(2, 3),
         "b": np.array(1.5, dtype=np.float64),
@@ -40,7 +40,7 @@ def test_what_the_library_writes(tmp_path: Path) -> None:
         assert bytes(found[name].data) == value.tobytes()
 
 
-def test_a_smallest_good_file() -> None:
+def test_minimal_file_is_read() -> None:
     assert parse(file({"a": entry()}))["a"].shape == (2,)
 
 
@@ -74,13 +74,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_files(name: str) -> None:
+def test_invalid_files_are_rejected(name: str) -> None:
     with pytest.raises(Rejected) as found:
         parse(BAD[name])
     assert found.value.reason == "checkpoint/format"
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(Rejected) as found:
         read(tmp_path / "none")
     assert found.value.reason == "checkpoint/unreadable"

@@ -1,4 +1,4 @@
-"""Proofs by boxes that are split: forged trees, and blocks and claims that they do not prove."""
+"""Proofs by split boxes: forged trees, and blocks and claims that they do not prove."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trees(case: Document) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path]:
-    """A proof whose trees have cuts, and its checkpoint."""
+    """Return a proof whose trees have cuts, and its checkpoint."""
     graph = perceptron(np.random.default_rng(4), (2, 7, 6, 2))
     network = prover(graph, PAIR, CENTRE, RADIUS)
     found = [one.tree.data for one in network.split(LIMIT, 1.0, 200) if one.tree is not None]
@@ -60,11 +60,11 @@ def changed(base: tuple[Document, Path], edit: Edit) -> Document:
 
 
 def reason(base: tuple[Document, Path], edit: Edit) -> str:
-    """Return what the checker says of a changed case."""
+    """Return the checker's answer for a changed case."""
     return recheck(proofs.dump(changed(base, edit)), base[1]).reason
 
 
-def test_the_proof_follows_as_it_is(base: tuple[Document, Path], follows: Any) -> None:
+def test_proof_by_splits_is_accepted(base: tuple[Document, Path], follows: Any) -> None:
     follows(base[0])
     assert reason(base, lambda case: None) == "ok"
     assert exceeded(*base, runs=60) == ""
@@ -133,12 +133,12 @@ def test_forged_proofs_are_rejected(base: tuple[Document, Path], name: str) -> N
     assert reason(base, edit) == why
 
 
-def test_a_claim_above_all_numbers_is_none(base: tuple[Document, Path]) -> None:
+def test_infinite_claim_is_rejected(base: tuple[Document, Path]) -> None:
     assert reason(base, lambda case: case.update(claim="inf")).startswith("document/")
 
 
-def test_a_tree_that_cuts_elsewhere_proves_no_less(base: tuple[Document, Path]) -> None:
-    """The checker bounds every leaf by itself: whatever is cut, what it accepts is true."""
+def test_tree_with_other_cuts_is_sound(base: tuple[Document, Path]) -> None:
+    """The checker bounds every leaf by itself, so whatever it accepts is true."""
 
     def other(tree: bytes) -> bytes:
         cuts = np.frombuffer(tree, "<u2")
@@ -153,7 +153,7 @@ def test_a_tree_that_cuts_elsewhere_proves_no_less(base: tuple[Document, Path]) 
 
 
 def of_weight(weight: float, output: int) -> Any:
-    """Return a block with a weight other than 0, 1 in the row of one output."""
+    """Return a block with a weight other than 0 or 1 in the row of one output."""
     g = proofs.Graph((ROWS, 2))
     x = g.add("input", [], (ROWS, 2))
     y = g.add("linear", [x, g.param("in", np.eye(2))], (ROWS, 2))
@@ -167,10 +167,10 @@ def of_weight(weight: float, output: int) -> Any:
 @pytest.mark.parametrize("row", [0, 1])
 @pytest.mark.parametrize("output", [0, 1])
 @pytest.mark.parametrize("share", [64 / 127, 0.5037, 0.504])
-def test_every_row_and_output_is_bounded_from_both_sides(
+def test_every_row_and_output_is_bounded_on_both_sides(
     tmp_path: Path, row: int, output: int, share: float
 ) -> None:
-    """int8 stores 64/127: the drift of one output of one row is some 2e-3, -5e-4 or nothing."""
+    """int8 stores 64/127: the drift of one output of one row is about 2e-3, -5e-4 or zero."""
     centre = np.full((ROWS, 2), -8.0)
     centre[row, 1] = 8.0
     document, path = stated(
@@ -180,7 +180,7 @@ def test_every_row_and_output_is_bounded_from_both_sides(
     assert recheck(proofs.dump(document), path).reason == wanted
 
 
-def test_other_functionals_have_no_trees(base: tuple[Document, Path]) -> None:
+def test_other_functionals_admit_no_splits(base: tuple[Document, Path]) -> None:
     document = copy.deepcopy(base[0])
     document["functional"] = {"kind": "2", "k": 1}
     assert recheck(proofs.dump(document), base[1]).reason == "document/domain"
@@ -217,8 +217,8 @@ def twice(rng: np.random.Generator) -> Any:
 
 
 @pytest.mark.parametrize("build", [branching, followed, smooth, turned, twice])
-def test_blocks_that_are_no_chains_have_no_trees(tmp_path: Path, build: Any) -> None:
-    """Neither program takes a block for a ReLU network that is none."""
+def test_blocks_other_than_relu_networks_admit_no_splits(tmp_path: Path, build: Any) -> None:
+    """Both programs refuse a block that is not a sequence of linears and ReLUs."""
     from kcdsl_backends.drift.boxes import NoBound
 
     graph = build(np.random.default_rng(5))
@@ -269,7 +269,7 @@ def split(network: Any, facts: Any, high: Any = 2, *, low: Any = 0, second: Any 
     return recheck_split(layers, [Fraction(low)], [Fraction(high)], [facts], LEAF)
 
 
-def test_one_leaf_shows_a_constraint_that_cannot_be_met() -> None:
+def test_leaf_proves_an_unsatisfiable_constraint() -> None:
     assert split([ONE], SAFE) == 1
 
 
@@ -280,8 +280,8 @@ def test_one_leaf_shows_a_constraint_that_cannot_be_met() -> None:
         ([([[2.0**-950]], [0.0]), ([[2.0**-600]], [0.0])], Fraction(-1, 2**570)),
     ],
 )
-def test_functionals_that_underflow_show_nothing(network: Any, limit: Fraction) -> None:
-    """At x = 2^1000 both constraints are met, by products that float64 takes for 0."""
+def test_underflowing_functionals_prove_nothing(network: Any, limit: Fraction) -> None:
+    """At x = 2^1000 both constraints hold, by products that underflow to 0 in float64."""
     facts: list[Any] = [([0.0], [-0.5], [], limit)]
     arrays = [(np.array(w), np.array(b)) for w, b in network]
     at = [Fraction(2**1000)]
@@ -312,12 +312,12 @@ def test_functionals_that_underflow_show_nothing(network: Any, limit: Fraction) 
         ),
     ],
 )
-def test_what_does_not_fit_is_rejected(network: Any, facts: Any, second: Any) -> None:
+def test_mismatched_shapes_are_rejected(network: Any, facts: Any, second: Any) -> None:
     with pytest.raises(Rejected) as rejected:
         split(network, facts, second=second)
     assert rejected.value.reason == "document/splits"
 
 
-def test_an_empty_box_is_rejected() -> None:
+def test_empty_box_is_rejected() -> None:
     with pytest.raises(Rejected, match="empty or too large"):
         split([ONE], SAFE, low=3)

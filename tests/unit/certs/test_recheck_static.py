@@ -1,4 +1,4 @@
-"""Static scales in proofs: what has no meaning is rejected, and so is what does not follow."""
+"""Static scales in proofs: invalid records and underivable claims are rejected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parsed(activations: Document) -> Any:
     return parse_kernel(proofs.numerics(activations=activations), "kernel")
 
 
-def test_a_record_is_read_as_it_stands() -> None:
+def test_record_of_static_scales_is_parsed() -> None:
     kernel = parsed(GOOD)
     assert kernel.static == Static((("*", (1.0,)), ("a", (1.0, 0.5))), (("*", 3), ("a", 0)))
     assert kernel.static.of("a.weight", "uint8") == ((1.0, 0.5), 0)
@@ -42,7 +42,7 @@ def test_a_record_is_read_as_it_stands() -> None:
     assert parsed(GOOD) != parsed({**GOOD, "input_zero_point": {"*": 4, "a": 0}})
 
 
-def test_scales_of_no_linear_are_rejected_where_no_zero_point_misses_them() -> None:
+def test_scales_without_a_linear_are_rejected() -> None:
     symmetric = {"format": "int8", "scale": "static", "input_scale": {"*": [ONE]}}
     assert parsed(symmetric).static == Static((("*", (1.0,)),), ())
     with pytest.raises(Rejected, match="numerics"):
@@ -61,7 +61,7 @@ def test_scales_of_no_linear_are_rejected_where_no_zero_point_misses_them() -> N
         {"input_scale": {"*": [None]}},
         {"input_scale": {"": [ONE]}},
         {"input_scale": {"*": ["0x1.0p+0"]}},
-        {"input_scale": {"*": [(0.1).hex()]}},  # no float32 number
+        {"input_scale": {"*": [(0.1).hex()]}},  # not a float32 number
         {"input_scale": {"*": [(0.0).hex()]}},
         {"input_scale": {"*": [(-1.0).hex()]}},
         {"input_scale": {"*": [(2.0**-101).hex()]}},
@@ -81,20 +81,20 @@ def test_scales_of_no_linear_are_rejected_where_no_zero_point_misses_them() -> N
         {"more": 1},
     ],
 )
-def test_records_without_a_meaning_are_rejected(change: Document) -> None:
+def test_invalid_records_are_rejected(change: Document) -> None:
     with pytest.raises(Rejected):
         parsed({**GOOD, **change})
 
 
 @pytest.mark.parametrize("missing", ["input_scale", "input_zero_point"])
-def test_nothing_may_be_missing(missing: str) -> None:
+def test_missing_scales_are_rejected(missing: str) -> None:
     with pytest.raises(Rejected):
         parsed({k: v for k, v in GOOD.items() if k != missing})
 
 
 @pytest.fixture(scope="module", params=["interval", "affine"])
 def proof(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path]:
-    """Return a proof of two linears with scales of their own, to the last bit, and its weights."""
+    """Return a proof of two linears with different scales, exact to the last bit; and weights."""
     rng = np.random.default_rng(3)
     g = proofs.Graph((2, 4))
     x = g.add("input", [], (2, 4))
@@ -128,7 +128,7 @@ def changed(document: Document, name: str, scales: list[float] | None) -> Docume
     return other
 
 
-def test_a_proof_holds_for_its_own_scales_only(proof: tuple[Document, Path]) -> None:
+def test_proof_holds_for_its_own_scales_only(proof: tuple[Document, Path]) -> None:
     document, path = proof
     assert judged(document, path) == "ok"
     wider = changed(document, "up", [0.5])
@@ -139,7 +139,7 @@ def test_a_proof_holds_for_its_own_scales_only(proof: tuple[Document, Path]) -> 
     assert judged(changed(document, "up", [2.0**-10]), path) == "bound/overflow"
     for name, scales in (("up", None), ("down", None), ("down", [0.5, 0.5])):
         assert judged(changed(document, name, scales), path) == "rule/static-scale"
-    # a scale for whatever is not named serves a linear that is not
+    # the default scale would apply to a linear without its own
     unnamed = changed(changed(document, "up", None), "*", [1.0])
     assert judged(unnamed, path) in ("claim/too-small", "witness/too-small")
     dynamic = copy.deepcopy(document)
@@ -147,7 +147,7 @@ def test_a_proof_holds_for_its_own_scales_only(proof: tuple[Document, Path]) -> 
     assert judged(dynamic, path) != "internal"
 
 
-def test_a_lowered_claim_is_rejected(proof: tuple[Document, Path]) -> None:
+def test_lowered_claim_is_rejected(proof: tuple[Document, Path]) -> None:
     document, path = copy.deepcopy(proof[0]), proof[1]
     for place in (document, document["cases"][0]):
         value = float.fromhex(place["claim"])

@@ -1,4 +1,4 @@
-"""Stored parameters of kernels, against ml_dtypes and against the exact tier."""
+"""Stored parameters of kernels, compared with ml_dtypes and with the exact tier."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def reference(w: np.ndarray, kind: str, scale: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("kind", "scale"), SCALED)
-def test_scaled_weights(kind: str, scale: str) -> None:
+def test_scaled_weights_equal_the_reference(kind: str, scale: str) -> None:
     w = weight(np.random.default_rng(0))
     found = parameters(w).linear("w", kernel(kind, scale))
     expected = reference(w, kind, scale).astype(ml_dtypes.bfloat16).astype(np.float64)
@@ -114,7 +114,7 @@ def test_scaled_weights(kind: str, scale: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "scale"), [*SCALED, ("fp8_e5m2", "none"), ("float16", "none")])
-def test_exact_tier_stores_the_same(kind: str, scale: str) -> None:
+def test_exact_tier_stores_equal_weights(kind: str, scale: str) -> None:
     w = weight(np.random.default_rng(1), 5, 70)
     rule = kernel(kind, scale)
     found = parameters(w).linear("w", rule)
@@ -131,7 +131,7 @@ def test_plain_parameters_are_rounded_once() -> None:
     np.testing.assert_array_equal(found, w.astype(ml_dtypes.bfloat16).astype(np.float64))
 
 
-def test_a_cast_that_overflows_is_refused() -> None:
+def test_overflowing_cast_is_refused() -> None:
     w = np.full((1, 1), 500, dtype=np.float32)
     for tier in (Parameters, RationalParameters):
         with pytest.raises(Rejected, match="overflow"):
@@ -140,8 +140,8 @@ def test_a_cast_that_overflows_is_refused() -> None:
 
 @pytest.mark.parametrize("most", [2.0**-149, 2.0**-140, 2.0**-133, 2.0**-120])
 @pytest.mark.parametrize(("kind", "scale"), SCALED)
-def test_scales_at_the_edge_of_float32(kind: str, scale: str, most: float) -> None:
-    """A scale that would be 0 is 1, and that of mx is at least 2^-127: as models are loaded."""
+def test_scales_at_the_limits_of_float32(kind: str, scale: str, most: float) -> None:
+    """A scale that would be 0 becomes 1, and that of mx is at least 2^-127, as in model loading."""
     shares = np.array([[1, -0.75, 0.5], [0.25, 0, -0.125]])
     w = (shares * most).astype(np.float32)
     numerics = {"preset": "torch-eager", "weights": {"format": kind, "scale": scale}}
@@ -153,10 +153,10 @@ def test_scales_at_the_edge_of_float32(kind: str, scale: str, most: float) -> No
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "toward_zero"])
-def test_weights_without_scale_are_rounded_to_compute_beside_quantised_activations(
+def test_unscaled_weights_are_rounded_to_the_compute_format(
     rounding: str,
 ) -> None:
-    """Only codes with a scale keep what their product has."""
+    """Only codes with a scale keep the format of their product."""
     w = weight(np.random.default_rng(3), 4, 5)
     weights = {"format": "float32", "scale": "none", "rounding": rounding}
     activations = {"format": "uint8", "scale": "per_tensor"}
@@ -177,7 +177,7 @@ def test_weights_without_scale_are_rounded_to_compute_beside_quantised_activatio
 
 
 @pytest.mark.parametrize("tier", [Parameters, RationalParameters])
-def test_what_is_refused(tier: Any) -> None:
+def test_invalid_weights_are_refused(tier: Any) -> None:
     good = np.ones((2, 2), dtype=np.float32)
     with pytest.raises(Rejected, match="parameter/missing"):
         tier({}, {"w": "0" * 64})
@@ -190,7 +190,7 @@ def test_what_is_refused(tier: Any) -> None:
         tier({"w": tensor(np.ones(2, dtype=np.int64), "I64")}, {"w": "0" * 64})
 
 
-def test_other_dtypes_become_float32() -> None:
+def test_other_dtypes_are_converted_to_float32() -> None:
     values = np.array([0.1, -3.0, 2.0**-140, 65504.0])
     half = values.astype(np.float16)
     brain = values.astype(ml_dtypes.bfloat16)
@@ -206,10 +206,10 @@ def test_other_dtypes_become_float32() -> None:
 
 
 @pytest.mark.parametrize("computes", [("float32", "bfloat16"), ("bfloat16", "float16")])
-def test_large_matrices_are_multiplied_row_by_row(
+def test_row_by_row_products_of_large_matrices_are_equal(
     monkeypatch: pytest.MonkeyPatch, computes: tuple[str, str]
 ) -> None:
-    """What is derived is the same, but for the order of sums in float64."""
+    """The results agree up to the order of float64 sums."""
     rng = np.random.default_rng(5)
     w, bias = rng.standard_normal((7, 5)).astype(ml_dtypes.bfloat16), rng.standard_normal(7)
     single = {"w": w.astype(np.float32), "b": bias.astype(np.float32)}

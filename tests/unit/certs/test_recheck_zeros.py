@@ -1,4 +1,4 @@
-"""Zeros of a float64 kernel: what either program grants to its own underflow is no disagreement."""
+"""Zeros of a float64 kernel: both programs account for their own underflow consistently."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ MARGIN = 4.0
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
-def test_sizes_of_zeros_are_confirmed_and_lowered_ones_are_not(
-    tmp_path: Path, share: float
-) -> None:
+def test_witnesses_of_zeros_are_confirmed_unless_lowered(tmp_path: Path, share: float) -> None:
     graph = proofs.Graph((2, 4))
     x = graph.add("input", [], (2, 4))
     k = graph.add("linear", [x, graph.param("w", np.zeros((4, 4)))], (2, 4))

@@ -1,10 +1,10 @@
-"""The checker derives for small proofs what was recorded, at every node.
+"""The checker derives the recorded bounds of small proofs, at every node.
 
-A rule that loses a term gives a lower bound, which no proof with honest claims shows. Differences
-between processors are in the last bits, of float32 where sums over rows are formed in it: relative
-to bounds of coarse kernels they are far below the tolerance; bounds of float64 kernels consist of
-last bits, of a few thousand of them. Where a bound is a few last bits of the value of its node,
-one more or less is no loss of a term.
+A rule without one of its terms gives a lower bound, which a proof with valid claims does not
+reveal. Differences between processors are in the last bits, of float32 where sums over rows are
+formed in it. Relative to bounds of coarse kernels they are far below the tolerance; bounds of
+float64 kernels consist of a few thousand last bits. Where a bound is a few last bits of the value
+of its node, a difference of one is not a missing term.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARTS = ("coarse", "faint", "fine")
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_derived_bounds_are_those_recorded(part: str) -> None:
+def test_derived_bounds_equal_the_recorded_ones(part: str) -> None:
     kind = "coarse" if part == "coarse" else "fine"
     expected = {
         name: cases

@@ -1,4 +1,4 @@
-"""`kcdsl attribute`: what it prints, what it writes, what its exit codes say."""
+"""`kcdsl attribute`: output, files and exit codes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ran(folder: Path) -> tuple[Any, dict[str, Any], str]:
-    """Return what one run printed, its document and its picture."""
+    """Return the output of one run, its document and its chart."""
     from tests.support.commands import run_here
 
     done = run_here("attribute", cwd=folder)
@@ -56,7 +56,7 @@ def ran(folder: Path) -> tuple[Any, dict[str, Any], str]:
 
 
 @pytest.mark.full
-def test_the_table_the_document_and_the_picture(
+def test_run_prints_a_table_and_writes_document_and_chart(
     ran: tuple[Any, dict[str, Any], str], follows: Callable[..., None]
 ) -> None:
     done, document, picture = ran
@@ -77,7 +77,7 @@ def test_the_table_the_document_and_the_picture(
 
 
 @pytest.mark.full
-def test_shares_sum_up_to_the_total(ran: tuple[Any, dict[str, Any], str]) -> None:
+def test_shares_sum_to_the_total(ran: tuple[Any, dict[str, Any], str]) -> None:
     _, document, _ = ran
     shares = [s["shapley"] for s in document["sources"] if s["shapley"] is not None]
     assert sum(shares) == pytest.approx(document["total"], rel=1e-12)
@@ -85,7 +85,7 @@ def test_shares_sum_up_to_the_total(ran: tuple[Any, dict[str, Any], str]) -> Non
 
 
 @pytest.mark.full
-def test_json_is_the_document_and_the_same_again(
+def test_json_output_equals_the_document_and_is_reproducible(
     cli: Cli, folder: Path, tmp_path: Path, ran: tuple[Any, dict[str, Any], str]
 ) -> None:
     done = cli("attribute", "--format", "json", "-o", tmp_path / "o", cwd=folder)
@@ -105,7 +105,7 @@ def test_few_requests_are_inconclusive(cli: Cli, folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.full
-def test_alone_leaves_out_the_batch(cli: Cli, folder: Path, tmp_path: Path) -> None:
+def test_option_alone_omits_batching(cli: Cli, folder: Path, tmp_path: Path) -> None:
     done = cli(
         "attribute", "--batch", "1", "--no-bounds", "--format", "json", "-o", tmp_path, cwd=folder
     )
@@ -116,9 +116,7 @@ def test_alone_leaves_out_the_batch(cli: Cli, folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_states_of_a_language_model_are_split_among_the_blocks_before_its_head(
-    cli: Cli, folder: Path, tmp_path: Path
-) -> None:
+def test_drift_of_states_is_split_among_the_blocks(cli: Cli, folder: Path, tmp_path: Path) -> None:
     done = cli("attribute", "--metric", "hidden_l2", "--format", "json", "-o", tmp_path, cwd=folder)
     assert done.code == 0, done.stderr
     document = json.loads(done.stdout)
@@ -141,7 +139,7 @@ def test_states_of_a_language_model_are_split_among_the_blocks_before_its_head(
         (("--batch", "0"), None, "of at least 1"),
     ],
 )
-def test_what_cannot_be_attributed_is_refused(
+def test_unsupported_attributions_are_refused(
     cli: Cli, folder: Path, tmp_path: Path, arguments: tuple[str, ...], code: str, words: str
 ) -> None:
     done = cli("attribute", *arguments, "-o", tmp_path / "o", cwd=folder)
@@ -153,7 +151,7 @@ def test_what_cannot_be_attributed_is_refused(
 
 
 @pytest.mark.full
-def test_a_mistake_of_the_set_up_is_no_cause(
+def test_failed_precondition_is_refused(
     cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kcdsl_backends.empirical.attribution import backend

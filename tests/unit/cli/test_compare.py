@@ -1,4 +1,4 @@
-"""`kcdsl compare`: a candidate held beside the incumbent, request by request."""
+"""`kcdsl compare`: a candidate against the incumbent, request by request."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _compare(cli: Any, one: Path, two: Path, code: int, *more: Any) -> dict[str,
 
 
 @pytest.mark.full
-def test_a_coarser_kernel_is_named_with_the_slices_that_got_worse(
+def test_coarser_kernel_is_reported_with_its_worse_slices(
     cli: Any, traces: dict[str, Path]
 ) -> None:
     document = _compare(cli, traces["fine"], traces["coarse"], 1)
@@ -102,7 +102,7 @@ def test_a_coarser_kernel_is_named_with_the_slices_that_got_worse(
 
 
 @pytest.mark.full
-def test_a_finer_kernel_is_better_and_the_same_one_is_the_same(
+def test_finer_kernel_is_better_and_an_equal_one_unchanged(
     cli: Any, traces: dict[str, Path]
 ) -> None:
     better = _compare(cli, traces["coarse"], traces["fine"], 0)
@@ -113,7 +113,7 @@ def test_a_finer_kernel_is_better_and_the_same_one_is_the_same(
     assert "nothing was shown to be worse" in cli("compare", traces["fine"], traces["fine"]).stdout
 
 
-def test_another_threshold_is_another_question(cli: Any, traces: dict[str, Path]) -> None:
+def test_other_threshold_is_reported_as_a_difference(cli: Any, traces: dict[str, Path]) -> None:
     document = _compare(cli, traces["other"], traces["fine"], 0)
     rows = [row for row in document["rows"] if row["clause"] == "KL"]
     assert {row["change"] for row in rows} == {"not_compared"}
@@ -122,7 +122,7 @@ def test_another_threshold_is_another_question(cli: Any, traces: dict[str, Path]
 
 
 @pytest.mark.full
-def test_other_requests_are_refused(cli: Any, traces: dict[str, Path]) -> None:
+def test_other_requests_cannot_be_compared(cli: Any, traces: dict[str, Path]) -> None:
     folder = traces["fine"].parents[1]
     lines = (folder / "prompts.jsonl").read_text().splitlines()
     (folder / "fewer.jsonl").write_text("\n".join(lines[:-1]) + "\n")
@@ -135,7 +135,7 @@ def test_other_requests_are_refused(cli: Any, traces: dict[str, Path]) -> None:
     assert cli("compare", traces["fine"], folder / "config.json").code == 2
 
 
-def test_pass_rates_stand_beside_the_values_with_limits(cli: Any, traces: dict[str, Path]) -> None:
+def test_pass_rates_are_shown_with_confidence_limits(cli: Any, traces: dict[str, Path]) -> None:
     document = _compare(cli, traces["fine"], traces["coarse"], 1)
     row = next(r for r in document["rows"] if r["obligation"] == "KL/all/0")
     before, after = row["rates"]
@@ -146,9 +146,7 @@ def test_pass_rates_stand_beside_the_values_with_limits(cli: Any, traces: dict[s
     assert before["high"] == 1.0
 
 
-def test_what_the_clauses_do_not_name_is_compared_without_a_verdict(
-    cli: Any, traces: dict[str, Path]
-) -> None:
+def test_other_metrics_are_compared_without_a_verdict(cli: Any, traces: dict[str, Path]) -> None:
     document = _compare(cli, traces["fine"], traces["coarse"], 1)
     found = {(m["metric"], m["slice"]): m for m in document["measures"]}
     top = found["top1_overlap", "all"]
@@ -171,7 +169,7 @@ def report(folder: Path, source: Path, name: str, change: Any = lambda document:
 
 
 def value_of(number: float) -> Any:
-    """Return a change that sets the value of every row of KL and MEAN, and takes it of others."""
+    """Return a change that sets the value of every row of KL and MEAN, and removes other values."""
 
     def change(document: dict[str, Any]) -> None:
         for row in document["clauses"]:
@@ -186,7 +184,7 @@ def options(name: str, files: list[Path]) -> list[Any]:
 
 
 @pytest.mark.full
-def test_a_band_needs_runs_and_then_names_the_side_that_harms(
+def test_band_needs_runs_and_marks_the_harmful_side(
     cli: Any, traces: dict[str, Path], tmp_path: Path
 ) -> None:
     fine, coarse = traces["fine"], traces["coarse"]
@@ -212,7 +210,7 @@ def test_a_band_needs_runs_and_then_names_the_side_that_harms(
     assert (row["band"]["state"], row["band"]["harmful"]) == ("below", False)
 
 
-def test_what_is_not_comparable_or_trusted_is_left_out(
+def test_incomparable_and_untrusted_runs_are_ignored(
     cli: Any, traces: dict[str, Path], tmp_path: Path
 ) -> None:
     fine, coarse = traces["fine"], traces["coarse"]
@@ -240,11 +238,14 @@ def test_what_is_not_comparable_or_trusted_is_left_out(
     assert "named twice" in why["copy"]
 
 
-def test_a_run_that_a_register_does_not_trust_is_left_out(
+def test_runs_marked_untrusted_in_a_register_are_ignored(
     cli: Any, traces: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Also as a copy in other bytes, and on another host. A report that a certificate names counts,
-    and so does one about other weights, another contract or another kernel."""
+    """Also as a copy in other bytes, and on another host.
+
+    A report that a certificate names counts, and so does one about other weights, another contract
+    or another kernel.
+    """
 
     def host(document: dict[str, Any]) -> None:
         for kernel in document["kernels"].values():
@@ -298,7 +299,7 @@ def test_a_run_that_a_register_does_not_trust_is_left_out(
 
 
 def triple_of(document: dict[str, Any]) -> Triple:
-    """Return the triple that a report is about."""
+    """Return the triple of a report."""
     weights, named = document["model"]["sha256"], document["contract"]
     root = hashlib.sha256(bytes.fromhex(weights)).hexdigest()
     train, infer = (
@@ -310,7 +311,7 @@ def triple_of(document: dict[str, Any]) -> Triple:
     return Triple(Checkpoint("model.safetensors", weights, root), train, infer, contract)
 
 
-def test_times_of_another_machine_have_no_part_in_a_band() -> None:
+def test_times_of_other_machines_are_not_in_a_band() -> None:
     row = replace(_ROW, family="runtime")
     here = {"kernels": {"infer": {"fingerprint": {"hardware": {"processor": "a"}}}}}
     there = {"kernels": {"infer": {"fingerprint": {"hardware": {"processor": "b"}}}}}
@@ -328,7 +329,7 @@ def test_times_of_another_machine_have_no_part_in_a_band() -> None:
     assert (other.state, other.harmful) == ("above", True)
 
 
-def test_no_threshold_counts_below_what_reference_builds_differ_by(
+def test_threshold_is_at_least_the_noise_floor_of_reference_builds(
     cli: Any, traces: dict[str, Path], tmp_path: Path
 ) -> None:
     fine, coarse = traces["fine"], traces["coarse"]
@@ -357,7 +358,7 @@ def test_no_threshold_counts_below_what_reference_builds_differ_by(
     assert rows["KL/all/0"]["compared_at"] == 1e-7
 
 
-def test_a_sampled_reference_counts_with_its_limit() -> None:
+def test_sampled_reference_uses_its_confidence_limit() -> None:
     base = {"obligation": "A/all/0", "metric": "mean(kl)", "op": "<=", "unit": "nat"}
     sampled = {**base, "value": 1.0, "high": 2.0, "evidence": "sample"}
     row = replace(_ROW, metric="mean(kl)", threshold=1.5)
@@ -371,8 +372,8 @@ def test_a_sampled_reference_counts_with_its_limit() -> None:
 
 
 @pytest.mark.parametrize("name", ["all", "all[tau: length > 9]"])
-def test_another_slice_of_the_same_name_is_no_earlier_run_and_no_reference(name: str) -> None:
-    """Another contract may select other rows of the same data under the name."""
+def test_redefined_slice_is_neither_earlier_run_nor_reference(name: str) -> None:
+    """Another contract may select other rows of the same data under one name."""
     row = replace(_ROW, slice=name, threshold=1.5)
     own = {"slices": [{"slice": "all", "requests": 12, "tokens": 80}], "kernels": {}}
     other = {**own, "slices": [{"slice": "all", "requests": 12, "tokens": 79}]}
@@ -385,9 +386,7 @@ def test_another_slice_of_the_same_name_is_no_earlier_run_and_no_reference(name:
         assert bool(baselines.floors([row], own, earlier)) is counts
 
 
-def test_a_report_of_another_shape_is_refused(
-    cli: Any, traces: dict[str, Path], tmp_path: Path
-) -> None:
+def test_malformed_report_is_refused(cli: Any, traces: dict[str, Path], tmp_path: Path) -> None:
     def spoil(document: dict[str, Any]) -> None:
         document["data"] = ["x"]
 
@@ -399,7 +398,7 @@ def test_a_report_of_another_shape_is_refused(
 
 
 @pytest.mark.full
-def test_the_page_says_what_the_terminal_says(
+def test_page_agrees_with_the_terminal_output(
     cli: Any, traces: dict[str, Path], tmp_path: Path
 ) -> None:
     page = tmp_path / "page.html"
@@ -432,7 +431,7 @@ def test_shares_are_compared_by_mcnemars_exact_test() -> None:
         assert found.low <= found.delta <= found.high
 
 
-def test_one_unit_that_moves_is_no_change() -> None:
+def test_one_changed_unit_is_not_significant() -> None:
     kept = np.ones(1000, dtype=bool)
     one_lost = kept.copy()
     one_lost[0] = False
@@ -441,8 +440,8 @@ def test_one_unit_that_moves_is_no_change() -> None:
 
 
 @pytest.mark.full
-def test_kernels_that_do_not_differ_are_rarely_called_different() -> None:
-    """Twenty rows of two runs that differ by chance alone: any false alarm in at most 5 %."""
+def test_equal_kernels_are_rarely_reported_as_different() -> None:
+    """Twenty rows of two runs that differ by chance: a false alarm in at most 5 % of pairs."""
     rng, false = np.random.default_rng(1), 0
     for _ in range(300):
         chances = []
@@ -453,7 +452,7 @@ def test_kernels_that_do_not_differ_are_rarely_called_different() -> None:
     assert stats.binomtest(false, 300, 0.05, alternative="greater").pvalue > 1e-3
 
 
-def test_a_change_of_a_mean_is_seen_beside_large_differences_of_requests() -> None:
+def test_paired_test_detects_a_change_of_the_mean() -> None:
     rng = np.random.default_rng(2)
     sizes = rng.integers(5, 200, 400).astype(float)
     level = rng.lognormal(0, 1, 400)
@@ -467,7 +466,7 @@ def test_a_change_of_a_mean_is_seen_beside_large_differences_of_requests() -> No
     assert (two - one) / apart < 1
 
 
-def test_invalid_evidence_is_not_compared(
+def test_invalid_evidence_has_no_comparison(
     cli: Any, traces: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoiled_report(evidence: Any) -> Any:
@@ -483,7 +482,7 @@ def test_invalid_evidence_is_not_compared(
 
 @pytest.mark.full
 @pytest.mark.parametrize("runs", [8, 20])
-def test_the_next_run_of_a_normal_law_is_rarely_outside_its_band(runs: int) -> None:
+def test_next_run_is_rarely_outside_its_band(runs: int) -> None:
     rng, outside = np.random.default_rng(runs), 0
     for _ in range(2000):
         *earlier, value = rng.normal(1, 0.1, runs + 1)
@@ -528,9 +527,12 @@ def _timed_at(seconds: np.ndarray) -> SliceData:
 
 
 @pytest.mark.full
-def test_runs_of_one_request_are_no_units_of_their_own() -> None:
-    """Two processes in which each request is a little faster or slower, by one law: where its 20
-    runs counted as units, one process was "worse" in a third of the comparisons."""
+def test_timed_runs_of_a_request_are_not_separate_units() -> None:
+    """Two processes in which each request is slightly faster or slower by chance.
+
+    With each of the 20 runs as a unit, a third of the comparisons would report one process as
+    "worse".
+    """
     rng, worse, runs = np.random.default_rng(5), 0, 60
     for _ in range(runs):
         sides = [
@@ -543,7 +545,7 @@ def test_runs_of_one_request_are_no_units_of_their_own() -> None:
     assert worse / runs <= 0.05 + 3 * (0.05 * 0.95 / runs) ** 0.5
 
 
-def test_requests_that_are_slow_more_often_are_worse() -> None:
+def test_more_frequent_slow_requests_are_worse() -> None:
     early, late = np.full((9, 300), 0.5), np.full((9, 300), 0.5)
     late[:8, :200] = 2.0
     late[8], early[8, :299] = 2.0, 2.0

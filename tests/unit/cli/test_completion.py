@@ -1,4 +1,4 @@
-"""Completion scripts, asked in the shells that they are for."""
+"""Completion scripts, tested in their shells."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PRESENT = ("bash", *(pytest.param(name, marks=pytest.mark.programs) for name in 
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the script of each shell."""
+    """Return a folder with the script of each shell."""
     folder = tmp_path_factory.mktemp("completion")
     for shell, text in SCRIPTS.items():
         (folder / shell).write_text(text, encoding="utf-8")
@@ -41,7 +41,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def complete(scripts: Path, folder: Path, shell: str, *words: str) -> set[str]:
-    """Return what a shell offers for the last word of a command line."""
+    """Return the completions of a shell for the last word of a command line."""
     script = str(scripts / shell)
     match shell:
         case "bash":
@@ -61,17 +61,17 @@ def complete(scripts: Path, folder: Path, shell: str, *words: str) -> set[str]:
 
 
 def words_for(*words: str) -> set[str]:
-    """Return what is offered for the last word, without the help."""
+    """Return the offered words for the last word, without the help."""
     _, *found = offered(words)
     return {line.partition("\t")[0] for line in found}
 
 
 def files_for(*words: str) -> str:
-    """Return which files are offered for the last word."""
+    """Return the offered files for the last word."""
     return next(offered(words))
 
 
-def test_commands_options_and_values() -> None:
+def test_completions_of_commands_options_and_values() -> None:
     assert words_for("") == set(COMMANDS)
     assert words_for("comp") == {"companions", "compare", "compile", "completion"}
     assert words_for("--color", "never", "comp") == {
@@ -96,13 +96,13 @@ def test_commands_options_and_values() -> None:
     assert words_for("nothing", "") == set()
 
 
-def test_files_and_folders() -> None:
+def test_completions_of_files_and_folders() -> None:
     assert files_for("lint", "so") == files_for("lint", "-o", "so") == "files:"
     assert files_for("evaluate", "-o", "so") == files_for("config", "show", "so") == "folders:"
     assert files_for("compile", "--timeout", "so") == files_for("doctor", "so") == ":"
 
 
-def test_a_value_behind_an_equals_sign() -> None:
+def test_completion_of_a_value_after_an_equals_sign() -> None:
     assert words_for("lint", "--fail-on=wa") == {"warning"}
     assert words_for("lint", "--fail-on", "=", "wa") == {"warning"}
     assert words_for("lint", "--fail-on", "=") == {"error", "warning", "note"}
@@ -110,7 +110,7 @@ def test_a_value_behind_an_equals_sign() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("shell", PRESENT)
-def test_shells_offer_what_they_are_told(scripts: Path, tmp_path: Path, shell: str) -> None:
+def test_shells_offer_the_declared_words(scripts: Path, tmp_path: Path, shell: str) -> None:
     (tmp_path / "some.kc.yaml").touch()
     (tmp_path / "somewhere").mkdir()
 
@@ -128,7 +128,7 @@ def test_shells_offer_what_they_are_told(scripts: Path, tmp_path: Path, shell: s
     assert {word.removeprefix("--fail-on=") for word in found} == {"warning"}
 
 
-def test_the_help_and_the_shells_name_every_option(cli: Cli) -> None:
+def test_help_and_completion_name_every_option(cli: Cli) -> None:
     for command in COMMANDS:
         shown = cli(command, "--help").stdout
         names = {name for _, option in load(command).options() for name in option.names}
@@ -138,10 +138,10 @@ def test_the_help_and_the_shells_name_every_option(cli: Cli) -> None:
         assert all(option.help for _, option in load(command).options()), command
 
 
-def test_the_script_is_printed(cli: Cli) -> None:
+def test_completion_script_is_printed(cli: Cli) -> None:
     for shell, text in SCRIPTS.items():
         assert cli("completion", shell).stdout == text
 
 
-def test_an_unknown_shell(cli: Cli) -> None:
+def test_unknown_shell_is_refused(cli: Cli) -> None:
     assert cli("completion", "tcsh").code == 2

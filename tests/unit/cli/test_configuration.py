@@ -1,4 +1,4 @@
-"""Options from the configuration, the environment and the command line, in the order of weight."""
+"""Options from configuration, environment and command line, in order of precedence."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ clauses:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a contract that has one warning and two notes."""
+    """Return a folder with a contract that has one warning and two notes."""
     (tmp_path / "contract.yaml").write_text(CONTRACT)
     return tmp_path
 
 
 def found(cli: Cli, folder: Path, *words: str, **variables: str) -> list[str]:
-    """Return the codes that `kcdsl lint` shows."""
+    """Return the codes in the output of `kcdsl lint`."""
     ran = cli("lint", "--format", "json", *words, cwd=folder, env=variables)
     assert ran.code in {0, 1}, ran
     return [item["code"] for item in json.loads(ran.stdout)]
 
 
-def test_the_command_line_before_the_environment_before_the_file(cli: Cli, folder: Path) -> None:
+def test_precedence_is_command_line_environment_file(cli: Cli, folder: Path) -> None:
     assert found(cli, folder) == ["KC606", "KC606", "KC208"]
     (folder / "pyproject.toml").write_text('[tool.kcdsl]\nignore = ["kc6"]\n')
     assert found(cli, folder) == ["KC208"]
@@ -54,7 +54,7 @@ def test_the_command_line_before_the_environment_before_the_file(cli: Cli, folde
     assert found(cli, folder, "--ignore", "KC2,KC9", "--ignore", "KC6") == []
 
 
-def test_select_and_ignore_together(cli: Cli, folder: Path) -> None:
+def test_select_and_ignore_combine(cli: Cli, folder: Path) -> None:
     (folder / "kcdsl.toml").write_text('select = ["KC2"]\nignore = ["KC208"]\n')
     assert found(cli, folder) == []
     assert found(cli, folder, "--select", "KC208") == ["KC208"]
@@ -70,7 +70,7 @@ def test_errors_are_shown_whatever_is_selected(cli: Cli, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("--select", "KC8"), ("--ignore", "208"), ("--ignore", "KC2*")])
-def test_codes_that_do_not_exist(cli: Cli, folder: Path, words: tuple[str, str]) -> None:
+def test_unknown_codes_are_refused(cli: Cli, folder: Path, words: tuple[str, str]) -> None:
     ran = cli("lint", *words, cwd=folder)
     assert ran.code == 2
     assert f"{words[0]}: no code begins with `{words[1]}`" in ran.stderr
@@ -89,7 +89,7 @@ def test_codes_that_do_not_exist(cli: Cli, folder: Path, words: tuple[str, str])
         ('fail-on = "note"\nfail_on = "note"', "2:1", "is written twice"),
     ],
 )
-def test_what_cannot_be_used_has_a_place(
+def test_invalid_values_have_a_position(
     cli: Cli, folder: Path, text: str, line: str, words: str
 ) -> None:
     (folder / "kcdsl.toml").write_text(f"{text}\n")
@@ -113,13 +113,15 @@ def test_what_cannot_be_used_has_a_place(
         ("KCDSL_LINT_FIXX", "1"),
     ],
 )
-def test_variables_that_cannot_be_used(cli: Cli, folder: Path, variable: str, value: str) -> None:
+def test_invalid_environment_variables_are_refused(
+    cli: Cli, folder: Path, variable: str, value: str
+) -> None:
     ran = cli("lint", cwd=folder, env={variable: value})
     assert ran.code == 2
     assert variable in ran.stderr
 
 
-def test_config_show_says_where_values_come_from(
+def test_config_show_states_the_origin_of_values(
     cli: Cli, folder: Path, follows: Callable[..., None]
 ) -> None:
     (folder / "kcdsl.toml").write_text('fail-on = "note"\nselect = ["kc2"]\n')
@@ -138,7 +140,7 @@ def test_config_show_says_where_values_come_from(
     assert 'fail-on              "note"   kcdsl.toml:1' in table
 
 
-def test_the_nearest_file_counts_alone(tmp_path: Path) -> None:
+def test_only_the_nearest_file_applies(tmp_path: Path) -> None:
     below = tmp_path / "a" / "b"
     below.mkdir(parents=True)
     (tmp_path / "kcdsl.toml").write_text('fail-on = "note"\nignore = ["KC6"]\n')
@@ -151,7 +153,7 @@ def test_the_nearest_file_counts_alone(tmp_path: Path) -> None:
     assert load_config(below, {}).fail_on == "error"
 
 
-def test_one_mistake_leaves_the_other_options(tmp_path: Path) -> None:
+def test_one_error_keeps_the_other_options(tmp_path: Path) -> None:
     (tmp_path / "kcdsl.toml").write_text('fail-on = "fatal"\nselect = ["KC2"]\n')
     sink = Sink()
     config = read_config(tmp_path, sink, {})
@@ -159,7 +161,7 @@ def test_one_mistake_leaves_the_other_options(tmp_path: Path) -> None:
     assert [d.code.id for d in sink] == ["KC605"]
 
 
-def test_the_place_of_an_item_is_not_that_of_a_comment(tmp_path: Path) -> None:
+def test_position_of_an_item_is_not_in_a_comment(tmp_path: Path) -> None:
     text = '# "KC995"\nignore = [\n  "KC606",\n  "KC995",  # "KC995"\n]\n'
     (tmp_path / "kcdsl.toml").write_text(text)
     sink = Sink()
@@ -170,7 +172,7 @@ def test_the_place_of_an_item_is_not_that_of_a_comment(tmp_path: Path) -> None:
     assert diagnostic.span.start == text.index('"KC995",') + 1
 
 
-def test_colour_is_chosen_by_option_variable_and_file(cli: Cli, folder: Path) -> None:
+def test_colour_is_selected_by_option_variable_and_file(cli: Cli, folder: Path) -> None:
     plain = {"NO_COLOR": "", "FORCE_COLOR": ""}
 
     def coloured(*words: str, **variables: str) -> bool:

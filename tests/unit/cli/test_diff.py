@@ -1,4 +1,4 @@
-"""`kcdsl diff`: what it prints and returns, and what it reads."""
+"""`kcdsl diff`: output, exit codes and inputs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def diff(cli: Cli, folder: Path) -> Ask:
         (KL, KL.replace("level", "holdout: true, level"), "stricter", 0),
     ],
 )  # fmt: skip
-def test_the_relation_and_the_status(
+def test_relation_determines_the_exit_code(
     diff: Ask, old: str, new: str, relation: str, code: int
 ) -> None:
     ran = diff(old, new)
@@ -80,7 +80,7 @@ def test_the_relation_and_the_status(
     assert (ran.code, ran.stderr) == (code, "")
 
 
-def test_the_document_follows_its_schema(diff: Ask, follows: Callable[[Any], None]) -> None:
+def test_diff_document_follows_its_schema(diff: Ask, follows: Callable[[Any], None]) -> None:
     for old, new in ((KL + TV, LOOSE), (KL, KL), (KL, KL.replace("N-KL", "N-TAIL"))):
         document = json.loads(diff(old, new, "--format", "json").stdout)
         follows(document)
@@ -103,7 +103,7 @@ def test_the_document_follows_its_schema(diff: Ask, follows: Callable[[Any], Non
     )  # fmt: skip
 
 
-def test_a_clause_that_others_still_imply(diff: Ask) -> None:
+def test_removed_clause_that_others_imply(diff: Ask) -> None:
     ran = diff(KL, TV.replace("tv) <= 5%", "kl) <= 0.01"))
     assert ran.code == 0
     assert "N-KL: removed, equal\n" in ran.stdout
@@ -112,21 +112,21 @@ def test_a_clause_that_others_still_imply(diff: Ask) -> None:
     ).replace("p99(kl) <= max(kl): ", "").replace("  still", "still")
 
 
-def test_a_milder_clause_is_named(diff: Ask) -> None:
+def test_weaker_clause_is_named(diff: Ask) -> None:
     ran = diff(KL, LOOSE + KL.replace("N-KL", "N-MILD").replace("L2", "L1"))
     assert ran.code == 1
     assert "N-KL of NEW accepts and that of OLD refuses, on the slice all:" in ran.stdout
     assert "though N-MILD still demands it, with other consequences" in ran.stdout
 
 
-def test_what_was_held_out_is_not_shown_for_the_sake_of_another(diff: Ask) -> None:
+def test_held_out_clauses_are_not_shown_as_reasons(diff: Ask) -> None:
     held, other = KL.replace("level", "holdout: true, level"), MAX.replace("N-KL", "N-MAX")
     assert diff(held, KL).code == 1
     assert diff(held, other).code == 1
     assert diff(held, other.replace("level", "holdout: true, level")).code == 0
 
 
-def test_no_time_is_undecided(diff: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_time_limit_is_undecided(diff: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     from kcdsl_backends.smt.solver import Clock
 
     monkeypatch.setattr(Clock, "allowance", lambda self: 0)
@@ -135,7 +135,7 @@ def test_no_time_is_undecided(diff: Ask, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "undecided: " in ran.stdout
 
 
-def test_other_data_and_other_requests_are_told(diff: Ask, cli: Cli, folder: Path) -> None:
+def test_changed_data_and_requests_are_reported(diff: Ask, cli: Cli, folder: Path) -> None:
     diff(KL, KL)
     moved = HEAD.replace("data: requests", "data: others") + KL
     (folder / "new.yaml").write_text(moved, encoding="utf-8")
@@ -145,7 +145,7 @@ def test_other_data_and_other_requests_are_told(diff: Ask, cli: Cli, folder: Pat
     assert f"  {told}  (incomparable)\n" in ran.stdout
 
 
-def test_stored_programs_are_read(diff: Ask, cli: Cli, folder: Path) -> None:
+def test_stored_programs_are_compared(diff: Ask, cli: Cli, folder: Path) -> None:
     diff(KL, LOOSE)
     assert cli("compile", "old.yaml", "--emit", "ir", "-o", "old.ir.json", cwd=folder).code == 0
     ran = cli("diff", "old.ir.json", "new.yaml", cwd=folder)
@@ -154,7 +154,7 @@ def test_stored_programs_are_read(diff: Ask, cli: Cli, folder: Path) -> None:
     assert cli("diff", "old.ir.json", "old.yaml", cwd=folder).code == 0
 
 
-def test_a_forged_program_is_refused(diff: Ask, cli: Cli, folder: Path) -> None:
+def test_forged_program_is_refused(diff: Ask, cli: Cli, folder: Path) -> None:
     diff(KL, LOOSE)
     cli("compile", "old.yaml", "--emit", "ir", "-o", "old.ir.json", cwd=folder)
     stored = folder / "old.ir.json"
@@ -164,7 +164,9 @@ def test_a_forged_program_is_refused(diff: Ask, cli: Cli, folder: Path) -> None:
     assert "error[KC607]: old.ir.json: the digest does not belong to the program" in ran.stderr
 
 
-def test_other_commands_say_what_a_stored_program_is(diff: Ask, cli: Cli, folder: Path) -> None:
+def test_other_commands_explain_that_a_file_is_a_stored_program(
+    diff: Ask, cli: Cli, folder: Path
+) -> None:
     diff(KL, LOOSE)
     cli("compile", "old.yaml", "--emit", "ir", "-o", "old.ir.json", cwd=folder)
     for command in ("compile", "lint"):
@@ -175,7 +177,7 @@ def test_other_commands_say_what_a_stored_program_is(diff: Ask, cli: Cli, folder
         assert "error[KC607]: this is a document `kcdsl.ir/1`" in said
 
 
-def test_a_contract_with_errors_is_refused(diff: Ask) -> None:
+def test_contract_with_errors_is_refused(diff: Ask) -> None:
     ran = diff(KL, KL.replace("kl)", "klx)"))
     assert (ran.code, ran.stdout) == (2, "")
     assert "KC203" in ran.stderr

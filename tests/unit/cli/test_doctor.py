@@ -1,4 +1,4 @@
-"""`kcdsl doctor` tells the truth about what is installed, missing, out of range or broken."""
+"""`kcdsl doctor` reports installed, missing, outdated and broken packages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SCHEMA = resources.files("kcdsl.cli") / "doctor.schema.json"
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that makes one distribution look as if it were not installed."""
+    """Return a function that hides one distribution."""
     real = metadata.version
 
     def hide(name: str) -> None:
@@ -52,7 +52,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the doctor believe that every module imports, so that the tests load no torch."""
+    """Make every module appear importable, so that the tests do not load torch."""
     monkeypatch.setattr(doctor, "import_module", lambda name: ModuleType(name))
     monkeypatch.setattr(doctor, "_device", lambda: DeviceReport("cpu", "2 threads"))
 
@@ -61,22 +61,22 @@ def package(found: Environment, name: str) -> Package:
     return next(p for p in found.packages if p.name == name)
 
 
-def test_purposes_are_the_run_time_requirements(repository: Path) -> None:
+def test_purposes_cover_the_run_time_requirements(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     names = {doctor._normalised(line.split(">=")[0].strip()) for line in project["dependencies"]}
     assert set(doctor.PURPOSES) == names
 
 
-def test_a_complete_installation_is_ready() -> None:
+def test_complete_installation_is_ready() -> None:
     found = examine()
     assert found.ready
     assert found.remedy is None
     assert {b.name for b in found.backends} >= {"smt", "interval", "empirical"}
     lacking = {need for b in found.backends for need in b.missing}
-    assert lacking <= {"maraboupy"}  # it has no build for newer versions of Python
+    assert lacking <= {"maraboupy"}  # no build exists for newer versions of Python
 
 
-def test_a_missing_package_names_the_command_and_the_backends_it_disables(
+def test_missing_package_names_command_and_disabled_backends(
     without: Callable[[str], None],
 ) -> None:
     without("torch")
@@ -96,10 +96,10 @@ def test_a_missing_package_names_the_command_and_the_backends_it_disables(
     assert found.device.kind == "none"
 
 
-def test_an_installation_without_extras_is_ready_and_says_how_to_get_each(
+def test_installation_without_extras_is_ready_and_names_each(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`pip install` of the wheel alone brings no library that is needed by an extra only."""
+    """`pip install` of the wheel alone installs no library that only an extra needs."""
     real = metadata.version
 
     def version(name: str) -> str:
@@ -119,13 +119,13 @@ def test_an_installation_without_extras_is_ready_and_says_how_to_get_each(
     assert "--no-deps auto_LiRPA==0.3\n" in text
 
 
-def test_the_tested_version_of_lirpa_is_named(repository: Path) -> None:
+def test_tested_version_of_lirpa_is_named(repository: Path) -> None:
     pinned = (repository / "constraints.txt").read_text(encoding="utf-8").splitlines()
     name, version, _ = doctor.LIRPA
     assert f"{name}=={version}" in pinned
 
 
-def test_a_version_outside_the_range_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_outside_the_range_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     real = metadata.version
     monkeypatch.setattr(doctor, "version", lambda n: "2.7.1" if n == "torch" else real(n))
     found = examine()
@@ -136,16 +136,16 @@ def test_a_version_outside_the_range_is_not_ready(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.13.0+cpu", "2.13.0+cu130", "2.13.1"])
-def test_local_builds_of_a_version_in_range_are_in_range(version: str) -> None:
+def test_local_builds_of_supported_versions_are_supported(version: str) -> None:
     assert doctor._out_of_range(version, "torch<2.14,>=2.8") is None
 
 
 @pytest.mark.parametrize("version", ["2.7.9", "2.14.0", "2.14.0+cpu", "1.0"])
-def test_versions_outside_the_range_are_found(version: str) -> None:
+def test_unsupported_versions_are_found(version: str) -> None:
     assert doctor._out_of_range(version, "torch<2.14,>=2.8") == "outside <2.14,>=2.8"
 
 
-def test_a_package_that_does_not_import_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_that_fails_to_import_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str) -> ModuleType:
         if name == "z3":
             raise OSError("libz3.so: cannot open shared object file\nmore lines")
@@ -160,7 +160,7 @@ def test_a_package_that_does_not_import_is_a_problem(monkeypatch: pytest.MonkeyP
     assert not found.ready
 
 
-def test_an_unregistered_installation_is_a_problem(
+def test_missing_entry_points_are_a_problem(
     without: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without("kcdsl")
@@ -173,7 +173,7 @@ def test_an_unregistered_installation_is_a_problem(
     assert any("no backend" in problem for problem in found.problems)
 
 
-def test_a_catalogue_that_fails_is_reported_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_catalogue_is_reported_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> tuple[BackendSpec, ...]:
         raise ValueError("backend 'smt' is offered by a:X and b:Y")
 
@@ -183,7 +183,7 @@ def test_a_catalogue_that_fails_is_reported_and_not_raised(monkeypatch: pytest.M
     assert any("offered by a:X and b:Y" in problem for problem in found.problems)
 
 
-def test_a_backend_of_a_plug_in_with_a_missing_need_is_shown(
+def test_plugin_backend_with_a_missing_requirement_is_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = BackendSpec("oracle", "nowhere:X", frozenset({Fragment.STATISTICAL}), ("no_such_thing",))
@@ -193,13 +193,15 @@ def test_a_backend_of_a_plug_in_with_a_missing_need_is_shown(
     assert not found.ready
 
 
-def test_python_that_is_too_old_is_a_problem() -> None:
+def test_too_old_python_is_a_problem() -> None:
     assert doctor._python_problem((3, 11)) is None
     assert doctor._python_problem((3, 14)) is None
     assert doctor._python_problem((3, 10)) == "Python 3.11 or newer is needed"
 
 
-def test_json_document(capsys: pytest.CaptureFixture[str], without: Callable[[str], None]) -> None:
+def test_doctor_json_document(
+    capsys: pytest.CaptureFixture[str], without: Callable[[str], None]
+) -> None:
     without("z3-solver")
     assert DoctorCommand(format=OutputFormat.JSON).run() is Exit.COULD_NOT_RUN
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -225,7 +227,7 @@ def test_commands_are_printed_on_one_line(
     assert max(len(line) for line in lines if "pip" not in line) <= 100
 
 
-def test_the_doctor_speaks_without_rich(
+def test_doctor_works_without_rich(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     without: Callable[[str], None],
@@ -269,7 +271,7 @@ def test_float8_products_need_compute_capability_8_9(
     assert device.float8_products is products
 
 
-def test_importing_the_command_loads_nothing_heavy() -> None:
+def test_command_imports_nothing_heavy() -> None:
     script = "import sys, kcdsl.cli.commands.doctor; print(*sorted(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
@@ -280,7 +282,7 @@ def test_importing_the_command_loads_nothing_heavy() -> None:
 
 
 @pytest.mark.full
-def test_the_process_writes_nothing_on_stderr(cli_process: Any, tmp_path: Path) -> None:
+def test_process_writes_nothing_on_stderr(cli_process: Any, tmp_path: Path) -> None:
     ran = cli_process("doctor", cwd=tmp_path)
     assert ran.stderr == ""
     assert "compile, verify, evaluate and check can run." in ran.stdout

@@ -1,4 +1,4 @@
-"""`kcdsl evaluate` on small random models: verdicts, files, certificates, every way to go wrong."""
+"""`kcdsl evaluate` on small random models: verdicts, files, certificates, error paths."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def document(stdout: str) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_a_contract_that_holds(cli: Any, write: Write, follows: Any) -> None:
+def test_contract_holds(cli: Any, write: Write, follows: Any) -> None:
     folder = write(KL, TRACE)
     ran = cli("evaluate", cwd=folder)
     assert ran.code == 0
@@ -89,7 +89,7 @@ def test_a_contract_that_holds(cli: Any, write: Write, follows: Any) -> None:
 
 
 @pytest.mark.full
-def test_the_report_and_the_certificate_list_what_comments_accept(cli: Any, write: Write) -> None:
+def test_report_and_certificate_list_suppressed_findings(cli: Any, write: Write) -> None:
     folder = write(f"{KL}  # kcdsl: ignore[KC415] promised to another team")
     ran = cli("evaluate", cwd=folder)
     assert ran.code == 0
@@ -103,7 +103,7 @@ def test_the_report_and_the_certificate_list_what_comments_accept(cli: Any, writ
 
 
 @pytest.mark.full
-def test_json_and_format_and_folder(cli: Any, write: Write) -> None:
+def test_outputs_by_json_format_and_folder(cli: Any, write: Write) -> None:
     folder = write(KL)
     ran = cli(
         "evaluate",
@@ -120,7 +120,7 @@ def test_json_and_format_and_folder(cli: Any, write: Write) -> None:
     assert (folder / "report.xml").read_text().startswith("<?xml")
 
 
-def test_a_coarse_kernel_violates_and_the_report_says_where(cli: Any, write: Write) -> None:
+def test_coarse_kernel_violates_and_the_report_names_positions(cli: Any, write: Write) -> None:
     folder = write("{require: max(kl) <= 1e-9, slices: [all], level: L3}", compute="bfloat16")
     ran = cli("evaluate", "--format", "json", cwd=folder)
     assert ran.code == 1
@@ -134,21 +134,21 @@ def test_a_coarse_kernel_violates_and_the_report_says_where(cli: Any, write: Wri
 
 
 @pytest.mark.full
-def test_a_sample_of_two_requests_decides_nothing(cli: Any, write: Write) -> None:
+def test_sample_of_two_requests_is_inconclusive(cli: Any, write: Write) -> None:
     folder = write("{require: p99(kl) <= 1, slices: [all], level: L2, evidence: sample}")
     ran = cli("evaluate", cwd=folder)
     assert ran.code == 3
     assert "? inconclusive" in ran.stdout
 
 
-def test_an_empty_slice_is_no_pass(cli: Any, write: Write) -> None:
+def test_empty_slice_is_not_a_pass(cli: Any, write: Write) -> None:
     ran = cli("evaluate", cwd=write("{require: p99(kl) <= 1, slices: [absent], level: L2}"))
     assert ran.code == 2
     assert "! invalid" in ran.stdout
 
 
 @pytest.mark.full
-def test_an_encoder_is_judged_by_its_states(cli: Any, write: Write) -> None:
+def test_encoder_is_evaluated_on_its_states(cli: Any, write: Write) -> None:
     folder = write(
         "{require: max(hidden_l2) <= 1, slices: [all], level: L2}",
         "{require: min(embedding_cosine) >= 0.99, slices: [all], level: L3}",
@@ -164,7 +164,7 @@ def test_an_encoder_is_judged_by_its_states(cli: Any, write: Write) -> None:
     assert "hidden_l2" in ran.stderr
 
 
-def test_a_certificate_is_written_and_passes_its_check(cli: Any, write: Write) -> None:
+def test_certificate_is_written_and_passes_its_check(cli: Any, write: Write) -> None:
     folder = write(KL, TRACE)
     assert cli("keygen", "-o", folder / "kcdsl.key").code == 0
     ran = cli("evaluate", "--sign", "kcdsl.key", cwd=folder)
@@ -195,7 +195,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def gate(folder: Path, *words: str) -> int:
-    """Run `kcdsl check` where nothing that runs kernels can be imported."""
+    """Run `kcdsl check` without the packages that run kernels."""
     key = ("--key", "kcdsl.key.pub")
     command = [sys.executable, "-c", GATE, "check", "out/evaluate.cert.json", *key, *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -203,7 +203,7 @@ def gate(folder: Path, *words: str) -> int:
 
 
 @pytest.mark.full
-def test_a_release_gate_checks_against_the_recorded_fingerprints(
+def test_release_gate_checks_against_recorded_fingerprints(
     cli: Any, write: Write, follows: Any
 ) -> None:
     folder = write(KL)
@@ -235,7 +235,7 @@ def test_a_release_gate_checks_against_the_recorded_fingerprints(
 
 
 @pytest.mark.gpu
-def test_a_certificate_binds_the_device_that_was_used(cli: Any, write: Write) -> None:
+def test_certificate_binds_the_device(cli: Any, write: Write) -> None:
     folder = write("{require: p99(kl) <= 1, slices: [all], level: L2}")
     cli("keygen", "-o", folder / "kcdsl.key")
     words = ("--device", "cuda", "--sign", "kcdsl.key")
@@ -249,7 +249,7 @@ def test_a_certificate_binds_the_device_that_was_used(cli: Any, write: Write) ->
 
 
 @pytest.mark.full
-def test_a_violation_is_certified_as_such(cli: Any, write: Write) -> None:
+def test_violation_is_certified_as_failed(cli: Any, write: Write) -> None:
     folder = write("{require: max(kl) <= 1e-9, slices: [all], level: L3}", compute="bfloat16")
     cli("keygen", "-o", folder / "own.key")
     assert cli("evaluate", "--sign", "own.key", cwd=folder).code == 1
@@ -260,10 +260,10 @@ def test_a_violation_is_certified_as_such(cli: Any, write: Write) -> None:
 
 
 @pytest.mark.full
-def test_files_that_change_meanwhile_get_no_certificate(
+def test_files_changed_during_evaluation_get_no_certificate(
     cli: Any, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training writes its next checkpoint to the same place while the last one is measured."""
+    """Training overwrites the checkpoint while it is evaluated."""
     folder = write(KL)
     cli("keygen", "-o", folder / "kcdsl.key")
     certificate = evaluation._certificate
@@ -284,7 +284,7 @@ def test_files_that_change_meanwhile_get_no_certificate(
 
 
 @pytest.mark.full
-def test_a_conjunction_has_a_row_and_a_result_for_each_part(cli: Any, write: Write) -> None:
+def test_conjunction_has_a_row_and_a_result_per_part(cli: Any, write: Write) -> None:
     folder = write("{require: p99(kl) <= 1 and mean(tv) <= 1e-12, slices: [all], level: L2}")
     ran = cli("evaluate", "--format", "json", cwd=folder)
     assert ran.code == 1
@@ -299,7 +299,7 @@ def test_a_conjunction_has_a_row_and_a_result_for_each_part(cli: Any, write: Wri
 
 
 @pytest.mark.full
-def test_what_a_drift_clause_would_imply_is_shown(cli: Any, write: Write) -> None:
+def test_consequences_of_a_drift_clause_are_shown(cli: Any, write: Write) -> None:
     folder = write(
         "{require: 'forall x in points(all): norm_inf(drift(model, x)) <= 1e-3', level: L2}",
         "{require: max(tv) <= 0.01, slices: [all], level: L2}",
@@ -320,7 +320,7 @@ def test_what_a_drift_clause_would_imply_is_shown(cli: Any, write: Write) -> Non
         (["nowhere.yaml"], "KC601", "nowhere.yaml"),
     ],
 )
-def test_options_that_cannot_be_met(
+def test_unsatisfiable_options_are_refused(
     cli: Any, write: Write, arguments: list[str], code: str, said: str
 ) -> None:
     if "cuda" in arguments and torch.cuda.is_available():
@@ -336,7 +336,7 @@ def test_options_that_cannot_be_met(
 
 
 @pytest.mark.parametrize("option", [["--seed", "-1"], ["--seed", "x"], ["--seconds", "0"]])
-def test_numbers_out_of_range_are_usage_errors(cli: Any, write: Write, option: list[str]) -> None:
+def test_out_of_range_numbers_are_usage_errors(cli: Any, write: Write, option: list[str]) -> None:
     assert cli("evaluate", *option, cwd=write(KL)).code == 2
 
 
@@ -356,7 +356,7 @@ def test_numbers_out_of_range_are_usage_errors(cli: Any, write: Write, option: l
         (lambda f: (f / "model.safetensors").unlink(), "KC601"),
     ],
 )
-def test_broken_inputs_are_diagnosed_and_nothing_is_written(
+def test_invalid_inputs_are_diagnosed_and_nothing_is_written(
     cli: Any, write: Write, spoil: Callable[[Path], Any], code: str
 ) -> None:
     folder = write(KL, "{require: p99(kl) <= 1, slices: [absent], level: L2}")
@@ -369,7 +369,7 @@ def test_broken_inputs_are_diagnosed_and_nothing_is_written(
     assert not (folder / "out").exists()
 
 
-def test_nothing_to_evaluate_is_no_pass(cli: Any, write: Write) -> None:
+def test_contract_without_empirical_clauses_is_not_a_pass(cli: Any, write: Write) -> None:
     ran = cli(
         "evaluate",
         cwd=write(
@@ -380,7 +380,7 @@ def test_nothing_to_evaluate_is_no_pass(cli: Any, write: Write) -> None:
     assert "KC623" in ran.stderr
 
 
-def test_a_bound_below_the_measurement_aborts_without_files(
+def test_bound_below_the_measurement_aborts_without_files(
     cli: Any, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import numpy as np
@@ -400,7 +400,7 @@ def test_a_bound_below_the_measurement_aborts_without_files(
 
 
 @pytest.mark.full
-def test_requests_too_large_to_be_bounded_are_said_to_be_so(
+def test_requests_too_large_to_bound_are_reported(
     cli: Any, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kcdsl_backends.certifier.statements import problems as certified
@@ -429,7 +429,7 @@ def test_requests_too_large_to_be_bounded_are_said_to_be_so(
     assert check["tightness"] > 1
 
 
-def test_an_unwritable_folder_leaves_nothing_behind(cli: Any, write: Write) -> None:
+def test_unwritable_folder_leaves_no_files(cli: Any, write: Write) -> None:
     folder = write(KL)
     (folder / "out").write_text("a file where the folder should be")
     ran = cli("evaluate", cwd=folder)
@@ -440,14 +440,14 @@ def test_an_unwritable_folder_leaves_nothing_behind(cli: Any, write: Write) -> N
     assert not (folder / "made").exists()
 
 
-def test_the_command_is_described(cli: Any) -> None:
+def test_evaluate_help_describes_the_command(cli: Any) -> None:
     ran = cli("evaluate", "--help")
     assert ran.code == 0
     assert "--slice" in ran.stdout
 
 
 @pytest.mark.full
-def test_the_page_and_other_formats_are_written_beside_the_report(cli: Any, write: Write) -> None:
+def test_page_and_other_formats_are_written_beside_the_report(cli: Any, write: Write) -> None:
     folder = write("{require: max(kl) <= 1e-9, slices: [all], level: L2}", compute="bfloat16")
     ran = cli(
         *("evaluate", "--seconds", "0.1", "--bound-seconds", "0"),
@@ -467,7 +467,7 @@ def test_the_page_and_other_formats_are_written_beside_the_report(cli: Any, writ
 
 
 @pytest.mark.parametrize("words", [("pdf",), ("junit=",), ("json", "github")])
-def test_formats_that_there_are_not_are_refused_before_anything_runs(
+def test_unknown_formats_are_refused_before_the_run(
     cli: Any, write: Write, words: tuple[str, ...]
 ) -> None:
     folder = write(f"{KL}")
@@ -477,7 +477,7 @@ def test_formats_that_there_are_not_are_refused_before_anything_runs(
 
 
 @pytest.mark.full
-def test_whole_requests_are_bounded_where_there_is_time(cli: Any, write: Write) -> None:
+def test_whole_requests_are_bounded_within_the_time_limit(cli: Any, write: Write) -> None:
     folder = write("{require: max(kl) <= 1e-3, slices: [all], level: L2}")
     ran = cli("evaluate", "--bound-seconds", "120", "--format", "json", cwd=folder)
     found = document(ran.stdout)

@@ -1,4 +1,4 @@
-"""Targets that `kcdsl evaluate` cannot write are named before anything is measured."""
+"""`kcdsl evaluate` checks its output targets before it measures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ clauses:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of a contract whose kernels must not be asked for."""
+    """Return the folder of a contract whose kernels must not be loaded."""
 
     def measuring() -> Any:
         raise AssertionError("something is measured")
@@ -52,7 +52,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--format", "text", "--format", "github"), "two formats for standard output"),
     ],
 )
-def test_what_cannot_be_written(cli: Any, folder: Path, words: tuple[str, ...], said: str) -> None:
+def test_unwritable_targets_are_refused_before_measuring(
+    cli: Any, folder: Path, words: tuple[str, ...], said: str
+) -> None:
     ran = cli("evaluate", *words, cwd=folder)
     assert ran.code == 2
     assert said in ran.stderr
@@ -67,6 +69,6 @@ def test_what_cannot_be_written(cli: Any, folder: Path, words: tuple[str, ...], 
         ("--format", "json"),
     ],
 )
-def test_what_can_be_written_is_measured(cli: Any, folder: Path, words: tuple[str, ...]) -> None:
-    """`out` is made by the evaluation; a device takes whatever it is given, twice too."""
+def test_writable_targets_are_accepted(cli: Any, folder: Path, words: tuple[str, ...]) -> None:
+    """The evaluation creates `out`; a device may be named more than once."""
     assert "something is measured" in cli("evaluate", *words, cwd=folder).stderr

@@ -1,4 +1,4 @@
-"""`kcdsl explain CLAUSE`: the table of backends and the part that is out of reach of each."""
+"""`kcdsl explain CLAUSE`: the backends, and the part of the clause that each one lacks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", CLAUSES)
-def test_each_backend_with_the_part_out_of_its_reach(
+def test_each_backend_names_its_unsupported_part(
     cli: Cli, folder: Path, follows: Callable[..., None], name: str
 ) -> None:
     ran = cli("explain", name, "--format", "json", cwd=folder)
@@ -82,7 +82,7 @@ def test_each_backend_with_the_part_out_of_its_reach(
     assert covering == [CLAUSES[name][1], *also]
 
 
-def test_the_table_and_the_carets(cli: Cli, folder: Path) -> None:
+def test_table_and_carets_of_a_clause(cli: Cli, folder: Path) -> None:
     ran = cli("explain", "R-LAT", "contract.yaml", cwd=folder)
     lines = ran.stdout.splitlines()
     assert "backend   empirical" in lines
@@ -92,7 +92,7 @@ def test_the_table_and_the_carets(cli: Cli, folder: Path) -> None:
     assert source[carets.index("^") : carets.rindex("^") + 1] == "latency"
 
 
-def test_carets_inside_a_block_scalar(cli: Cli, folder: Path) -> None:
+def test_carets_in_a_block_scalar(cli: Cli, folder: Path) -> None:
     text = HEAD + (
         "  N-DRIFT:\n    require: >-\n      forall x in points(all):\n"
         "        norm_inf(drift(attn_0, x))\n        <= 0.1\n    level: L2\n"
@@ -105,7 +105,7 @@ def test_carets_inside_a_block_scalar(cli: Cli, folder: Path) -> None:
     assert source[carets.index("^") : carets.rindex("^") + 1] == "drift(attn_0, x)"
 
 
-def test_a_proof_without_a_premise_is_covered_by_nobody(cli: Cli, folder: Path) -> None:
+def test_implied_clause_without_a_premise_has_no_backend(cli: Cli, folder: Path) -> None:
     text = HEAD + "  A: {require: mean(kl) <= 1e-3, level: L2, evidence: proof}\n"
     (folder / "contract.yaml").write_text(text, encoding="utf-8")
     document = json.loads(cli("explain", "A", "--format", "json", cwd=folder).stdout)
@@ -133,7 +133,7 @@ def test_a_proof_without_a_premise_is_covered_by_nobody(cli: Cli, folder: Path) 
         ),
     ],
 )
-def test_a_clause_that_no_backend_covers(cli: Cli, folder: Path, require: str, blamed: str) -> None:
+def test_clause_that_no_backend_supports(cli: Cli, folder: Path, require: str, blamed: str) -> None:
     text = HEAD + f'  A: {{require: "{require}", level: L2}}\n  B: {{level: L1}}\n'
     (folder / "contract.yaml").write_text(text, encoding="utf-8")
     ran = cli("explain", "A", "--format", "json", cwd=folder)
@@ -148,7 +148,7 @@ def test_a_clause_that_no_backend_covers(cli: Cli, folder: Path, require: str, b
     assert texts["empirical"] in {"drift(attn_0, x)", "no_flip(model, x)"}
 
 
-def test_of_a_clause_in_error_its_errors_alone(cli: Cli, folder: Path) -> None:
+def test_clause_in_error_shows_only_its_errors(cli: Cli, folder: Path) -> None:
     text = (
         HEAD + "  A: {require: p99(k) <= 1, level: L2}\n  B: {require: p99(kx) <= 1, level: L2}\n"
     )
@@ -159,7 +159,7 @@ def test_of_a_clause_in_error_its_errors_alone(cli: Cli, folder: Path) -> None:
     assert "`kx`" not in ran.stderr
 
 
-def test_the_head_in_error(cli: Cli, folder: Path) -> None:
+def test_error_in_the_head_of_a_contract(cli: Cli, folder: Path) -> None:
     text = HEAD.replace("contract: c\n", "")
     text += "  A: {require: p99(kl) <= 1, level: L2}\n"
     (folder / "contract.yaml").write_text(text, encoding="utf-8")
@@ -168,14 +168,14 @@ def test_the_head_in_error(cli: Cli, folder: Path) -> None:
     assert "`contract`" in ran.stderr
 
 
-def test_an_unknown_clause(cli: Cli, folder: Path) -> None:
+def test_unknown_clause_is_refused(cli: Cli, folder: Path) -> None:
     ran = cli("explain", "N-KX", cwd=folder)
     assert ran.code == 2
     assert "KC471" in ran.stderr
     assert "did you mean `N-KL`?" in ran.stderr
 
 
-def test_a_contract_in_error(cli: Cli, folder: Path) -> None:
+def test_contract_in_error_is_refused(cli: Cli, folder: Path) -> None:
     (folder / "contract.yaml").write_text(HEAD + "  A: {require: p99(k) <= 1, level: L2}\n")
     ran = cli("explain", "A", cwd=folder)
     assert ran.code == 2

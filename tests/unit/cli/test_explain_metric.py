@@ -1,4 +1,4 @@
-"""`kcdsl explain METRIC` prints what editors show of a metric."""
+"""`kcdsl explain METRIC` prints the same text as the hover of editors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("name", ["kl", "oob_icepop", "ess_frac", "top1_overlap"])
-def test_a_metric_is_explained(cli: Cli, name: str) -> None:
+def test_metric_is_explained(cli: Cli, name: str) -> None:
     found = cli("explain", name)
     metric = METRICS[name]
     assert found.code == 0
@@ -25,13 +25,13 @@ def test_a_metric_is_explained(cli: Cli, name: str) -> None:
     assert "`" not in found.stdout
 
 
-def test_json_is_for_codes_and_clauses(cli: Cli) -> None:
+def test_json_is_available_for_codes_and_clauses(cli: Cli) -> None:
     found = cli("explain", "kl", "--format", "json")
     assert (found.code, found.stdout) == (2, "")
     assert "not explained as JSON" in found.stderr
 
 
-def test_with_a_contract_the_clause_is_meant(cli: Cli) -> None:
+def test_name_with_a_contract_refers_to_a_clause(cli: Cli) -> None:
     found = cli("explain", "kl", "nowhere.yaml")
     assert found.code == 2
     assert "nowhere.yaml" in found.stderr
@@ -44,7 +44,7 @@ def test_symbols_keep_their_case(cli: Cli, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tv", "chi2_infer_train", "rbo10", "token_kl_max"])
-def test_words_begin_a_sentence(cli: Cli, name: str) -> None:
+def test_explanations_begin_with_a_capital_letter(cli: Cli, name: str) -> None:
     summary = METRICS[name].summary
     assert f"\n{summary[0].upper()}{summary[1:]}.\n" in cli("explain", name).stdout
 
@@ -53,18 +53,18 @@ def test_words_begin_a_sentence(cli: Cli, name: str) -> None:
     ("name", "metric"),
     [("p99_kl", "kl"), ("mean_abs_log_ratio", "log_ratio"), ("p95_latency_ms", "latency")],
 )
-def test_names_of_the_record_form(cli: Cli, name: str, metric: str) -> None:
+def test_names_of_the_record_form_are_explained(cli: Cli, name: str, metric: str) -> None:
     assert cli("explain", name).stdout == cli("explain", metric).stdout
 
 
-def test_a_metric_of_the_user(cli: Cli, repository: Path) -> None:
+def test_user_metric_is_explained(cli: Cli, repository: Path) -> None:
     found = cli("explain", "entropy_rise", cwd=repository / "examples" / "own_metric")
     assert found.code == 0
     assert found.stdout.startswith("entropy_rise: Real[nats] per token\n")
 
 
 @pytest.mark.parametrize(("name", "help"), [("kll", "`kl`"), ("zzzzzz", "`kcdsl explain metrics`")])
-def test_no_metric_and_no_contract(cli: Cli, tmp_path: Path, name: str, help: str) -> None:
+def test_unknown_name_without_a_contract(cli: Cli, tmp_path: Path, name: str, help: str) -> None:
     found = cli("explain", name, cwd=tmp_path)
     assert (found.code, found.stdout) == (2, "")
     assert "KC471" in found.stderr
@@ -72,7 +72,7 @@ def test_no_metric_and_no_contract(cli: Cli, tmp_path: Path, name: str, help: st
     assert help in found.stderr
 
 
-def test_a_page_of_the_manual(cli: Cli, tmp_path: Path) -> None:
+def test_page_of_the_manual_is_printed(cli: Cli, tmp_path: Path) -> None:
     shown = cli("explain", "rollouts", cwd=tmp_path)
     assert shown.code == 0
     assert shown.stdout.startswith("Recorded rollouts\n")

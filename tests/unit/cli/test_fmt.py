@@ -1,4 +1,4 @@
-"""`kcdsl fmt`: what it writes, what it leaves, and its exit codes."""
+"""`kcdsl fmt`: rewritten and skipped files, and exit codes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_check_and_diff_write_nothing(cli: Cli, folder: Path) -> None:
     assert (folder / "a.kc.yaml").read_bytes() == UGLY.encode()
 
 
-def test_what_is_not_yaml_is_left_and_the_rest_is_done(cli: Cli, folder: Path) -> None:
+def test_invalid_yaml_is_skipped_and_other_files_formatted(cli: Cli, folder: Path) -> None:
     (folder / "broken.kc.yaml").write_text("a: [1\n")
     ran = cli("fmt", ".", cwd=folder)
     assert ran.code == 2
@@ -55,19 +55,19 @@ def test_what_is_not_yaml_is_left_and_the_rest_is_done(cli: Cli, folder: Path) -
     assert (folder / "a.kc.yaml").read_bytes() == NEAT.encode()
 
 
-def test_a_folder_without_contracts(cli: Cli, tmp_path: Path) -> None:
+def test_folder_without_contracts(cli: Cli, tmp_path: Path) -> None:
     ran = cli("fmt", str(tmp_path), cwd=tmp_path)
     assert ran.code == 2
     assert "KC603" in ran.stderr
 
 
-def test_the_mode_of_a_file_stays(cli: Cli, folder: Path) -> None:
+def test_file_mode_is_preserved(cli: Cli, folder: Path) -> None:
     (folder / "a.kc.yaml").chmod(0o640)
     cli("fmt", "a.kc.yaml", cwd=folder)
     assert (folder / "a.kc.yaml").stat().st_mode & 0o777 == 0o640
 
 
-def test_what_cannot_be_read_is_left_and_the_rest_is_done(cli: Cli, folder: Path) -> None:
+def test_unreadable_file_is_skipped_and_others_formatted(cli: Cli, folder: Path) -> None:
     (folder / "below" / "contract.yaml").write_bytes(b"a:  \xff\n")
     ran = cli("fmt", ".", cwd=folder)
     assert ran.code == 2
@@ -76,7 +76,7 @@ def test_what_cannot_be_read_is_left_and_the_rest_is_done(cli: Cli, folder: Path
     assert (folder / "a.kc.yaml").read_bytes() == NEAT.encode()
 
 
-def test_standard_input_is_formatted_alone(cli: Cli, folder: Path) -> None:
+def test_standard_input_excludes_other_files(cli: Cli, folder: Path) -> None:
     command = [sys.executable, "-m", "kcdsl", "fmt", "-"]
     ran = subprocess.run(command, input=UGLY.encode(), capture_output=True, check=False)
     assert (ran.returncode, ran.stdout) == (0, NEAT.encode())
@@ -85,7 +85,7 @@ def test_standard_input_is_formatted_alone(cli: Cli, folder: Path) -> None:
     assert "standard input is read alone" in refused.stderr
 
 
-def test_files_that_the_configuration_leaves_out(cli: Cli, folder: Path) -> None:
+def test_excluded_files_are_skipped(cli: Cli, folder: Path) -> None:
     (folder / "kcdsl.toml").write_text('exclude = ["a.*"]\n')
     ran = cli("fmt", ".", cwd=folder)
     assert ran.stderr == "1 file: 0 changed\n"

@@ -1,4 +1,4 @@
-"""A contract's folder is data: its code runs where the user allowed that, and nowhere else."""
+"""Commands run code from a contract's folder only with the user's permission."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ QUERY = "\n".join(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a trap in everything that could be imported from it."""
+    """Return a folder with a trap for everything that could be imported from it."""
     folder = tmp_path_factory.mktemp("hostile")
     hostile_contract(folder)
     (folder / "report.json").write_text(report(ROW).dumps())
@@ -59,7 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """A copy for one attack, where traps note their names."""
+    """Return a copy for one attack, where traps record their names."""
     copy = tmp_path / "hostile"
     shutil.copytree(made, copy)
     for file in copy.rglob("*.py"):
@@ -67,38 +67,38 @@ def folder(made: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def test_every_command_is_known_to_read_or_to_run() -> None:
+def test_every_command_is_classified_as_reading_or_running() -> None:
     assert READING.keys() | RUNNING.keys() | {"lsp"} == COMMANDS.keys()
     assert not READING.keys() & RUNNING.keys()
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", READING)
-def test_a_command_that_reads_runs_nothing(name: str, folder: Path) -> None:
+def test_reading_command_runs_no_code(name: str, folder: Path) -> None:
     ran = attempt(kcdsl(*READING[name]), folder, seconds=240)
     assert ran.executed == ()
     assert ran.outcome in {Outcome.ACCEPTED, Outcome.REFUSED}, ran.stderr
 
 
 @pytest.mark.full
-def test_the_language_server_runs_nothing(folder: Path) -> None:
+def test_language_server_runs_no_code(folder: Path) -> None:
     assert editor_session(folder) == ()
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", RUNNING)
-def test_a_command_that_runs_code_asks_first(name: str, folder: Path) -> None:
+def test_running_command_asks_for_permission(name: str, folder: Path) -> None:
     ran = attempt(kcdsl(*RUNNING[name]), folder, seconds=240)
     assert (ran.executed, ran.code) == ((), 2)
     assert ran.outcome is Outcome.REFUSED, ran.stderr
-    if name not in {"replay", "transfer", "why"}:  # those read another file before
+    if name not in {"replay", "transfer", "why"}:  # those read another file first
         assert "KC609" in ran.stderr
         assert "--allow-code" in ran.stderr
 
 
 @pytest.fixture(scope="module")
 def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with real documents of its contract, whose own modules became traps."""
+    """Return a folder with real documents of its contract, whose own modules became traps."""
     folder = tmp_path_factory.mktemp("used") / "folder"
     used_contract(folder)
     return folder
@@ -106,7 +106,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", OF_USED)
-def test_real_documents_of_a_contract_run_nothing_of_it(name: str, used: Path) -> None:
+def test_documents_of_a_contract_run_none_of_its_code(name: str, used: Path) -> None:
     words, code = OF_USED[name]
     ran = attempt(kcdsl(*words, safe=True), used, seconds=240)
     assert (ran.executed, ran.code) == ((), code), ran.stderr
@@ -115,26 +115,26 @@ def test_real_documents_of_a_contract_run_nothing_of_it(name: str, used: Path) -
 
 
 @pytest.mark.full
-def test_modules_of_a_used_contract_are_traps(used: Path) -> None:
+def test_traps_replace_the_modules_of_a_used_contract(used: Path) -> None:
     words = ("evaluate", "contract.yaml", "--allow-code", "--fresh", "-o", "again")
     ran = attempt(kcdsl(*words, safe=True), used, seconds=240)
     assert ran.executed == ("network", "own_gap")
 
 
 @pytest.mark.parametrize("name", RUNNING)
-def test_it_says_so_in_its_help(name: str, cli: Any) -> None:
+def test_running_commands_document_the_option(name: str, cli: Any) -> None:
     text = " ".join(cli(name, "--help").stdout.split())
     assert "--allow-code" in text
     assert "This command runs code of the contract" in text
 
 
-def test_reading_commands_have_no_such_option(cli: Any) -> None:
+def test_reading_commands_have_no_option_to_run_code(cli: Any) -> None:
     for name in READING:
         assert "--allow-code" not in cli(name, "--help").stdout
 
 
 @pytest.mark.full
-def test_the_traps_go_off_once_code_is_allowed(folder: Path) -> None:
+def test_traps_run_once_code_is_allowed(folder: Path) -> None:
     ran = attempt(kcdsl("evaluate", "--allow-code", "contract.yaml"), folder, seconds=240)
     assert {"own_metrics.py", "trapped_metrics", "trapped_metrics/own.py"} <= set(ran.executed)
     assert not set(packages()) & set(ran.executed)
@@ -146,9 +146,7 @@ def test_the_traps_go_off_once_code_is_allowed(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("trusted", "code"), [(".", "KC609"), ("..", "KC457"), ("../hos", "KC609")]
 )
-def test_a_folder_that_the_user_trusts(
-    trusted: str, code: str, folder: Path, tmp_path: Path
-) -> None:
+def test_trusted_folder_runs_code(trusted: str, code: str, folder: Path, tmp_path: Path) -> None:
     mine = tmp_path / "config" / "kcdsl" / "kcdsl.toml"
     mine.parent.mkdir(parents=True)
     mine.write_text(f"trusted-folders = [{json.dumps(str(folder / trusted / 'x'))}]\n")
@@ -160,7 +158,7 @@ def test_a_folder_that_the_user_trusts(
     assert bool(ran.executed) == (code == "KC457")
 
 
-def test_a_link_out_of_a_trusted_folder_leads_out_of_it(folder: Path, tmp_path: Path) -> None:
+def test_symlink_out_of_a_trusted_folder_is_not_trusted(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "trusted").mkdir()
     (tmp_path / "trusted" / "inner").symlink_to(folder)
     variables = {"KCDSL_TRUSTED_FOLDERS": str(tmp_path / "trusted")}
@@ -170,7 +168,7 @@ def test_a_link_out_of_a_trusted_folder_leads_out_of_it(folder: Path, tmp_path: 
     assert ran.executed == ()
 
 
-def test_a_folder_cannot_say_that_it_is_trusted(folder: Path, cli: Any) -> None:
+def test_folder_cannot_declare_itself_trusted(folder: Path, cli: Any) -> None:
     (folder / "kcdsl.toml").write_text('metrics = ["own_metrics.py"]\ntrusted-folders = ["."]\n')
     ran = cli("verify", "contract.yaml", cwd=folder)
     assert ran.code == 2
@@ -178,7 +176,7 @@ def test_a_folder_cannot_say_that_it_is_trusted(folder: Path, cli: Any) -> None:
     assert "`trusted-folders` is yours to say, not the folder's" in ran.stderr
 
 
-def test_a_configuration_above_a_trusted_folder_is_asked_about(folder: Path, cli: Any) -> None:
+def test_configuration_above_a_trusted_folder_is_not_trusted(folder: Path, cli: Any) -> None:
     inner = folder / "inner"
     inner.mkdir()
     text = (folder / "contract.yaml").read_text()
@@ -192,10 +190,10 @@ def test_a_configuration_above_a_trusted_folder_is_asked_about(folder: Path, cli
     assert "KC609" in ran.stderr
 
 
-def test_the_standalone_checker_imports_nothing_of_the_folder(folder: Path) -> None:
+def test_standalone_checker_imports_nothing_from_the_folder(folder: Path) -> None:
     words = ("check", "certificate.json", "--expect", "expected.json", "--key", "own.key.pub")
     (folder / "expected.json").write_text("{}")
-    (folder / "kcdsl_certs.py").unlink()  # Python takes it before anything of ours runs
+    (folder / "kcdsl_certs.py").unlink()  # Python imports it before any code of kcdsl runs
     command = [sys.executable, "-m", "kcdsl_certs", *words, "--checkpoint", "model.safetensors"]
     ran = attempt(command, folder)
     assert ran.executed == ()
@@ -205,7 +203,7 @@ def test_the_standalone_checker_imports_nothing_of_the_folder(folder: Path) -> N
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("entries", ["", ":", ".", "./"])
-def test_relative_entries_of_the_search_path_do_not_count(folder: Path, entries: str) -> None:
+def test_relative_search_path_entries_are_ignored(folder: Path, entries: str) -> None:
     for name in BEFORE_US:
         (folder / f"{name}.py").unlink(missing_ok=True)
     command = [sys.executable, "-P", "-c", SCRIPT, "lint", "contract.yaml"]
@@ -214,13 +212,13 @@ def test_relative_entries_of_the_search_path_do_not_count(folder: Path, entries:
 
 
 @pytest.mark.full
-def test_the_program_reaches_no_module_of_the_standard_library_here(folder: Path) -> None:
+def test_program_imports_no_shadowed_standard_library_module(folder: Path) -> None:
     set_traps(folder, sorted(sys.stdlib_module_names))
     ran = attempt(kcdsl("compile", "--consistency", "contract.yaml", safe=True), folder)
     assert (ran.executed, ran.outcome) == ((), Outcome.ACCEPTED), ran.stderr
 
 
-def test_absolute_entries_of_the_search_path_stay(folder: Path) -> None:
+def test_absolute_search_path_entries_are_kept(folder: Path) -> None:
     trap(folder / "marked.py", "marked", folder)
     program = "from kcdsl.cli.process import isolate; isolate(); import marked"
     command = [sys.executable, "-P", "-c", program]
@@ -247,7 +245,7 @@ def test_z3_is_loaded_from_its_own_package(folder: Path) -> None:
     assert [Path(file).parent for file in loaded] == [library]
 
 
-def test_workers_look_for_nothing_in_the_working_folder(folder: Path) -> None:
+def test_workers_import_nothing_from_the_working_folder(folder: Path) -> None:
     program = (
         "import sys, multiprocessing as m; from kcdsl.cli.process import isolate; isolate();"
         "p = m.get_context('spawn').Process(target=print, args=('ran',)); p.start(); p.join();"

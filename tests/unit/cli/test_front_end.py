@@ -1,4 +1,4 @@
-"""The commands compile, lint, explain and backends, and what surrounds every command."""
+"""The commands compile, lint, explain and backends, and the behaviour of all commands."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_compile_shows_the_route_of_each_clause(cli: Cli, folder: Path) -> None:
+def test_compile_shows_the_backend_of_each_clause(cli: Cli, folder: Path) -> None:
     ran = cli("compile", cwd=folder)
     assert ran.code == 0
     assert "contract c 1.0.0" in ran.stdout
@@ -74,7 +74,7 @@ def test_compile_emits_the_ir(cli: Cli, folder: Path, follows: Callable[..., Non
     assert sorted(p.name for p in folder.iterdir()) == ["contract.yaml", "out.json"]
 
 
-def test_a_contract_that_does_not_compile(cli: Cli, folder: Path) -> None:
+def test_contract_that_does_not_compile(cli: Cli, folder: Path) -> None:
     (folder / "contract.yaml").write_text(BAD, encoding="utf-8")
     ran = cli("compile", "--emit", "ir", "-o", "out.json", cwd=folder)
     assert (ran.code, ran.stdout) == (2, "")
@@ -85,7 +85,7 @@ def test_a_contract_that_does_not_compile(cli: Cli, folder: Path) -> None:
     assert json.loads(ran.stderr)[0]["code"] == "KC203"
 
 
-def test_lint(cli: Cli, folder: Path, follows: Callable[..., None]) -> None:
+def test_lint_reports_findings(cli: Cli, folder: Path, follows: Callable[..., None]) -> None:
     ran = cli("lint", cwd=folder)
     assert ran.code == 0
     assert ran.stdout.count("note[KC606]") == 2
@@ -102,14 +102,14 @@ def test_lint(cli: Cli, folder: Path, follows: Callable[..., None]) -> None:
     assert json.loads(cli("lint", bad, "--format", "json").stdout) != []
 
 
-def test_lint_of_nothing(cli: Cli, tmp_path: Path) -> None:
+def test_lint_of_an_empty_folder(cli: Cli, tmp_path: Path) -> None:
     ran = cli("lint", tmp_path / "absent.yaml")
     assert ran.code == 2
     assert "KC601" in ran.stdout
     assert cli("lint", cwd=tmp_path).code == 2
 
 
-def test_lint_of_a_file_that_cannot_be_read(
+def test_lint_of_an_unreadable_file(
     cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse_to_open(*arguments: object, **named: object) -> None:
@@ -121,7 +121,7 @@ def test_lint_of_a_file_that_cannot_be_read(
     assert "KC602" in ran.stdout
 
 
-def test_clauses_that_nobody_decides_are_said(cli: Cli, folder: Path) -> None:
+def test_clauses_without_a_backend_are_reported(cli: Cli, folder: Path) -> None:
     text = GOOD.replace("level: L2", "level: L2, evidence: proof")
     (folder / "contract.yaml").write_text(text, encoding="utf-8")
     ran = cli("compile", cwd=folder)
@@ -131,7 +131,7 @@ def test_clauses_that_nobody_decides_are_said(cli: Cli, folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_consistency_on_request(cli_process: Cli, folder: Path) -> None:
+def test_consistency_is_checked_on_request(cli_process: Cli, folder: Path) -> None:
     text = GOOD + "  N-TOO: {require: p99(kl) >= 0.03, override: direction, level: L1}\n"
     (folder / "contract.yaml").write_text(text, encoding="utf-8")
     ran = cli_process("compile", "--consistency", cwd=folder)
@@ -141,7 +141,7 @@ def test_consistency_on_request(cli_process: Cli, folder: Path) -> None:
     assert cli_process("compile", cwd=folder).code == 0
 
 
-def test_explain(cli: Cli) -> None:
+def test_explain_prints_the_page_of_a_code(cli: Cli) -> None:
     ran = cli("explain", "kc203")
     assert ran.code == 0
     assert ran.stdout.startswith("KC203: unknown metric\n\nThere is no metric of this name.\n")
@@ -150,7 +150,7 @@ def test_explain(cli: Cli) -> None:
     assert (ran.code, ran.stdout) == (2, "")
 
 
-def test_backends(cli: Cli, follows: Callable[..., None]) -> None:
+def test_backends_lists_installed_backends(cli: Cli, follows: Callable[..., None]) -> None:
     document = json.loads(cli("backends", "--format", "json").stdout)
     follows(document)
     assert document["schema"] == "kcdsl.backends/1"
@@ -180,7 +180,7 @@ def test_help_lists_every_command_once_under_a_heading(cli: Cli) -> None:
 @pytest.mark.parametrize(
     "words", [[], ["nothing"], ["compile", "--nothing"], ["compile", "a", "b"], ["--nothing"]]
 )
-def test_usage_errors(cli: Cli, words: list[str]) -> None:
+def test_usage_errors_have_exit_code_2(cli: Cli, words: list[str]) -> None:
     ran = cli(*words)
     assert (ran.code, ran.stdout) == (2, "")
     assert ran.stderr
@@ -201,9 +201,7 @@ def test_usage_errors(cli: Cli, words: list[str]) -> None:
         (["--zzz"], "`kcdsl` has no option `--zzz`", "`kcdsl --help`"),
     ],
 )
-def test_a_word_that_is_not_taken_is_named(
-    cli: Cli, words: list[str], message: str, help: str
-) -> None:
+def test_unknown_argument_is_named(cli: Cli, words: list[str], message: str, help: str) -> None:
     ran = cli(*words)
     assert (ran.code, ran.stdout) == (2, "")
     assert f"error[KC901]: {message}" in ran.stderr
@@ -211,7 +209,7 @@ def test_a_word_that_is_not_taken_is_named(
 
 
 def _readable(option: Argument) -> str:
-    """Return a text that an argument takes."""
+    """Return a text that an argument accepts."""
     for text in (*option.choices, "1", "0.5", "kl <= 1", "24h", "0" * 64, f"{'0' * 64}=m"):
         with suppress(argparse.ArgumentTypeError, ValueError):
             option.read(text)
@@ -220,8 +218,10 @@ def _readable(option: Argument) -> str:
 
 
 def _pieces(command: type[Command]) -> tuple[list[list[str]], list[str]]:
-    """Return an occurrence of each option, one of a group, and as many positional arguments as
-    may be, each different where its words are free."""
+    """Return an occurrence of each option, one of a group, and all positional arguments.
+
+    Values differ where they are free.
+    """
     options: list[list[str]] = []
     positionals: list[str] = []
     groups: set[str] = set()
@@ -238,7 +238,7 @@ def _pieces(command: type[Command]) -> tuple[list[list[str]], list[str]]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_forms_of_output_are_values_of_one_option(name: str) -> None:
+def test_output_formats_are_values_of_one_option(name: str) -> None:
     """`--format json` is the one spelling of JSON on standard output."""
     options = {option.name: option for _, option in load(name).options()}
     assert options.keys().isdisjoint({"json", "text", "markdown", "sarif", "junit", "github"})
@@ -248,7 +248,7 @@ def test_forms_of_output_are_values_of_one_option(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_options_and_positional_arguments_stand_in_any_order(name: str) -> None:
+def test_options_and_positional_arguments_may_be_in_any_order(name: str) -> None:
     command = load(name)
     parser = application.parser_of(name, command)
     options, positionals = _pieces(command)
@@ -284,7 +284,7 @@ def test_options_and_positional_arguments_stand_in_any_order(name: str) -> None:
         ["vnnlib", "verify", "--timeout", "5", "nothere.vnnlib", "--network", "f=nothere.onnx"],
     ],
 )
-def test_a_positional_argument_after_an_option_is_taken(
+def test_positional_argument_after_an_option_is_accepted(
     cli: Cli, words: list[str], tmp_path: Path
 ) -> None:
     ran = cli(*words, cwd=tmp_path)
@@ -301,7 +301,7 @@ def test_lint_of_several_contracts_without_a_path(cli: Cli, folder: Path) -> Non
     assert cli("lint", ".", cwd=folder).code == 0
 
 
-def test_a_misspelt_command_is_suggested(cli: Cli) -> None:
+def test_misspelt_command_gets_a_suggestion(cli: Cli) -> None:
     assert "did you mean `kcdsl compile`?" in cli("comple").stderr
 
 
@@ -326,7 +326,7 @@ def _fail_with(error: BaseException) -> Callable[[str], type[Command]]:
         (BrokenPipeError(), 2, ""),
     ],
 )
-def test_what_a_command_raises(
+def test_exceptions_of_commands_become_exit_codes(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, text: str
 ) -> None:
     monkeypatch.setattr(application, "load", _fail_with(error))
@@ -336,7 +336,7 @@ def test_what_a_command_raises(
     assert "Traceback" not in ran.stderr
 
 
-def test_the_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traceback_is_printed_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(application, "load", _fail_with(RuntimeError("odd")))
     with pytest.raises(RuntimeError):
         main(["--traceback", "lint"])
@@ -349,20 +349,20 @@ def test_the_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(start: Path, given: str | None = None) -> str:
-    """Return the code with which discovery refuses."""
+    """Return the code of the refusal by discovery."""
     with pytest.raises(Refusal) as caught:
         find_contract(given, start)
     return caught.value.diagnostics[0].code.id
 
 
-def test_the_only_contract_of_the_folder(folder: Path) -> None:
+def test_only_contract_of_the_folder_is_found(folder: Path) -> None:
     assert find_contract(None, folder) == folder / "contract.yaml"
     (folder / "other.kc.yaml").write_text(GOOD, encoding="utf-8")
     assert refused(folder) == "KC604"
     assert find_contract(str(folder / "other.kc.yaml"), folder).name == "other.kc.yaml"
 
 
-def test_no_contract(tmp_path: Path) -> None:
+def test_folder_without_a_contract_is_refused(tmp_path: Path) -> None:
     assert refused(tmp_path) == "KC603"
     assert refused(tmp_path, str(tmp_path / "absent.yaml")) == "KC601"
     assert refused(tmp_path, str(tmp_path)) == "KC603"
@@ -375,7 +375,7 @@ def test_no_contract(tmp_path: Path) -> None:
         ("kcdsl.toml", 'contract = "deep/contract.yaml"\n'),
     ],
 )
-def test_the_nearest_configuration(tmp_path: Path, name: str, text: str) -> None:
+def test_nearest_configuration_is_found(tmp_path: Path, name: str, text: str) -> None:
     deep = tmp_path / "deep"
     deep.mkdir()
     (deep / "contract.yaml").write_text(GOOD, encoding="utf-8")
@@ -389,12 +389,12 @@ def test_the_nearest_configuration(tmp_path: Path, name: str, text: str) -> None
 @pytest.mark.parametrize(
     "text", ["[tool.kcdsl\n", "[tool]\nkcdsl = 3\n", "[tool.kcdsl]\ncontract = 3\n"]
 )
-def test_unusable_configuration(tmp_path: Path, text: str) -> None:
+def test_invalid_configuration_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
     assert refused(tmp_path) == "KC605"
 
 
-def test_a_configured_contract_that_is_absent(tmp_path: Path) -> None:
+def test_configured_contract_that_is_missing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "kcdsl.toml").write_text('contract = "absent.yaml"\n', encoding="utf-8")
     assert refused(tmp_path) == "KC601"
 
@@ -424,14 +424,14 @@ def test_compile_names_the_checkpoint_as_certificates_do(
         ("why", WhySettings, {"progress", "clock"}),
     ],
 )
-def test_settings_have_the_names_of_options(
+def test_settings_are_named_like_options(
     name: str, settings: type[VerifySettings], others: set[str]
 ) -> None:
-    # A field whose option has another name would keep its default, whatever the user writes.
+    # A field whose option has another name would keep its default, whatever the user sets.
     assert {f.name for f in fields(settings) if not hasattr(load(name), f.name)} == others
 
 
-def test_settings_have_the_values_of_options() -> None:
+def test_settings_accept_the_values_of_options() -> None:
     given = {"stage": Stage.CANARY, "valid_for": 3, "blocks": ("mlp_0",)}
     found = load("verify")(**given).settings(VerifySettings, attack=False, confirm=True)
     assert (found.stage, type(found.stage)) == ("canary", str)

@@ -1,7 +1,7 @@
-"""Commands that read end soon on hostile files, with a diagnostic.
+"""Reading commands end quickly on hostile files, with a diagnostic.
 
-Time is that of this processor, which other programs on the machine do not change; the limit is far
-from what the commands take, and what they took before is minutes.
+Processor time is measured, which other programs do not affect; the limit is far above what the
+commands need, and earlier versions took minutes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Soon = Callable[..., "Ran"]
 
 @pytest.fixture
 def soon(cli: Cli, tmp_path: Path) -> Soon:
-    """Return a function that runs a command in a folder with a contract, and looks at its end."""
+    """Return a function that runs a command in a folder with a contract, within a time limit."""
     (tmp_path / "contract.yaml").write_text(hostile.HEAD + hostile.CLAUSE)
     (tmp_path / "config.json").write_text(DECODER_TEXT)
     (tmp_path / "model.safetensors").write_bytes(hostile.CHECKPOINT)
@@ -53,7 +53,7 @@ def soon(cli: Cli, tmp_path: Path) -> Soon:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", hostile.CONTRACTS)
-def test_contracts(soon: Soon, tmp_path: Path, name: str) -> None:
+def test_hostile_contracts_end_quickly(soon: Soon, tmp_path: Path, name: str) -> None:
     (tmp_path / "contract.yaml").write_text(hostile.CONTRACTS[name])
     ran = soon("lint", "--format", "concise", "contract.yaml")
     assert ran.code in (1, 2), ran.stdout
@@ -68,7 +68,7 @@ def test_contracts(soon: Soon, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("words", hostile.READERS, ids=" ".join)
 @pytest.mark.parametrize("name", hostile.ZEROS)
-def test_zero_bytes_of_contracts(
+def test_nul_bytes_in_contracts_are_refused(
     soon: Soon, tmp_path: Path, name: str, words: tuple[str, ...]
 ) -> None:
     (tmp_path / "contract.yaml").write_text(hostile.ZEROS[name])
@@ -84,7 +84,7 @@ def test_zero_bytes_of_contracts(
 
 @pytest.mark.parametrize("words", hostile.READERS_OF_CONFIGURATIONS, ids=" ".join)
 @pytest.mark.parametrize("name", hostile.ZEROS_OF_CONFIGURATIONS)
-def test_zero_bytes_of_configurations(
+def test_nul_bytes_in_configurations_are_refused(
     soon: Soon, tmp_path: Path, name: str, words: tuple[str, ...]
 ) -> None:
     (tmp_path / "kcdsl.toml").write_text(hostile.ZEROS_OF_CONFIGURATIONS[name])
@@ -107,7 +107,9 @@ def test_zero_bytes_of_configurations(
     ],
     ids=" ".join,
 )
-def test_zero_bytes_of_arguments(soon: Soon, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_nul_bytes_in_arguments_are_refused(
+    soon: Soon, tmp_path: Path, words: tuple[str, ...]
+) -> None:
     (tmp_path / "j.json").write_text("{}")
     ran = soon(*words)
     assert ran.code == 2
@@ -115,7 +117,7 @@ def test_zero_bytes_of_arguments(soon: Soon, tmp_path: Path, words: tuple[str, .
 
 
 @pytest.mark.full
-def test_zero_bytes_of_addresses(tmp_path: Path) -> None:
+def test_nul_bytes_in_addresses_are_refused(tmp_path: Path) -> None:
     text = hostile.HEAD + hostile.CLAUSE
     uri = (tmp_path / "contract.yaml").as_uri().replace("contract", "con%00tract")
     assert foreign.with_server(tmp_path, text, uri).errors == ()
@@ -123,14 +125,14 @@ def test_zero_bytes_of_addresses(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["one key", "parentheses", "imports", "comments that accept"])
-def test_language_server(tmp_path: Path, name: str) -> None:
+def test_hostile_contracts_in_the_language_server(tmp_path: Path, name: str) -> None:
     talk = foreign.with_server(tmp_path, hostile.CONTRACTS[name])
     assert talk.errors == ()
     assert max(talk.seconds.values()) < SECONDS
 
 
 @pytest.mark.parametrize("name", hostile.CONFIGURATIONS)
-def test_configurations(soon: Soon, tmp_path: Path, name: str) -> None:
+def test_hostile_configurations_end_quickly(soon: Soon, tmp_path: Path, name: str) -> None:
     (tmp_path / "kcdsl.toml").write_text(hostile.CONFIGURATIONS[name])
     for words in (("lint", "contract.yaml"), ("config", "show"), ("plan",)):
         ran = soon(*words)
@@ -140,7 +142,7 @@ def test_configurations(soon: Soon, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", hostile.MODULES)
-def test_modules_of_metrics(soon: Soon, tmp_path: Path, name: str) -> None:
+def test_hostile_metric_modules_end_quickly(soon: Soon, tmp_path: Path, name: str) -> None:
     (tmp_path / "kcdsl.toml").write_text('metrics = ["own.py"]')
     (tmp_path / "own.py").write_text(hostile.MODULES[name])
     assert soon("lint", "contract.yaml").code in (0, 1)
@@ -148,7 +150,7 @@ def test_modules_of_metrics(soon: Soon, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", hostile.DATA)
-def test_data(soon: Soon, tmp_path: Path, name: str) -> None:
+def test_hostile_data_files_end_quickly(soon: Soon, tmp_path: Path, name: str) -> None:
     (tmp_path / "prompts.jsonl").write_bytes(hostile.DATA[name])
     ran = soon("plan")
     assert ran.code == 2
@@ -157,7 +159,7 @@ def test_data(soon: Soon, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", hostile.DOCUMENTS)
-def test_documents(soon: Soon, tmp_path: Path, name: str) -> None:
+def test_hostile_documents_end_quickly(soon: Soon, tmp_path: Path, name: str) -> None:
     (tmp_path / "j.json").write_bytes(hostile.DOCUMENTS[name])
     check = ("check", "j.json", "--contract", "contract.yaml", "--key", "own.key.pub")
     for words in (
@@ -173,7 +175,7 @@ def test_documents(soon: Soon, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", hostile.CHECKPOINTS)
-def test_checkpoints(soon: Soon, tmp_path: Path, name: str) -> None:
+def test_hostile_checkpoints_end_quickly(soon: Soon, tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(hostile.CHECKPOINTS[name])
     (tmp_path / "j.json").write_text("{}")
     assert soon("compile", "contract.yaml").code == 2

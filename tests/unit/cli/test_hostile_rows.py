@@ -1,4 +1,4 @@
-"""Hostile rows and configurations are refused or shown, and never obeyed."""
+"""Hostile rows and configurations are refused or printed escaped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-def test_no_format_of_a_report_passes_on_what_controls_a_terminal(folder: Path) -> None:
+def test_every_report_format_escapes_terminal_controls(folder: Path) -> None:
     evaluated = run_here("evaluate", cwd=folder)
     assert evaluated.code == 0, evaluated.stderr
     said = [evaluated.stdout, evaluated.stderr]
@@ -42,7 +42,7 @@ def test_no_format_of_a_report_passes_on_what_controls_a_terminal(folder: Path) 
 
 @pytest.mark.parametrize("field", ["id", "text", "category", "\ud800"])
 @pytest.mark.parametrize("command", [("verify", "--block", "mlp_0"), ("evaluate",)])
-def test_half_a_character_in_a_row_is_refused(
+def test_lone_surrogate_in_a_row_is_refused(
     folder: Path, command: tuple[str, ...], field: str
 ) -> None:
     row = {"id": "a", "text": "hello", field: "x\ud800"}
@@ -52,7 +52,7 @@ def test_half_a_character_in_a_row_is_refused(
 
 
 @pytest.mark.parametrize("command", [("compile",), ("verify", "--block", "mlp_0")])
-def test_a_configuration_with_a_key_twice_is_refused(
+def test_configuration_with_a_duplicate_key_is_refused(
     folder: Path, command: tuple[str, ...]
 ) -> None:
     text = (folder / "config.json").read_text().rstrip().removesuffix("}")

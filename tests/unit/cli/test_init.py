@@ -1,4 +1,4 @@
-"""`kcdsl init`: every drafted contract compiles, has no finding, and evaluates at once."""
+"""`kcdsl init`: every drafted contract compiles without findings, and evaluates."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def saved(folder: Path, kind: str, **changes: Any) -> Path:
     return folder / kind
 
 
-def test_a_folder_of_transformers_becomes_a_contract(cli: Any, tmp_path: Path) -> None:
+def test_contract_is_drafted_from_a_transformers_folder(cli: Any, tmp_path: Path) -> None:
     saved(tmp_path, "llama", num_key_value_heads=2)
     rows = [{"id": f"r{i}", "tokens": [5 + i, 7, 9][: i + 1]} for i in range(3)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -81,9 +81,7 @@ def test_a_folder_of_transformers_becomes_a_contract(cli: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("rows", "percent"), [(59, 95), (29, 90), (14, 80), (5, 50)])
-def test_a_draft_limits_the_percentile_of_times_that_its_rows_can_show(
-    rows: int, percent: int
-) -> None:
+def test_draft_uses_the_percentile_that_its_rows_can_support(rows: int, percent: int) -> None:
     def latency(requests: int) -> str:
         found = clauses_for(
             DraftPurpose.RELEASE, DraftEvidence.RUN, width=None, blocks=(), long=False, named=(),
@@ -132,9 +130,7 @@ def test_every_family_and_purpose_evaluates(
     assert evaluated(cli, folder / "contract.yaml")["clauses"]
 
 
-def test_nothing_at_all_becomes_an_example_that_is_the_same_each_time(
-    cli: Any, tmp_path: Path
-) -> None:
+def test_empty_folder_gets_a_deterministic_example(cli: Any, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         assert cli("init", cwd=tmp_path / name).code == 0
@@ -147,13 +143,13 @@ def test_nothing_at_all_becomes_an_example_that_is_the_same_each_time(
 
 
 @pytest.mark.full
-def test_the_example_keeps_its_contract(cli: Any, tmp_path: Path) -> None:
+def test_example_keeps_an_existing_contract(cli: Any, tmp_path: Path) -> None:
     assert cli("init", cwd=tmp_path).code == 0
     report = evaluated(cli, tmp_path / "contract.yaml")
     assert {row["verdict"] for row in report["clauses"]} <= {"held", "inconclusive"}
 
 
-def test_nothing_is_replaced_without_force(cli: Any, tmp_path: Path) -> None:
+def test_files_are_not_replaced_without_force(cli: Any, tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "contract.yaml").write_text("mine")
     before = (tmp_path / "prompts.jsonl").read_bytes()
@@ -167,7 +163,7 @@ def test_nothing_is_replaced_without_force(cli: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["model", "graph", "nothing"])
-def test_prompts_that_are_there_are_taken_and_never_replaced(
+def test_existing_prompts_are_used_and_never_replaced(
     cli: Any, tmp_path: Path, source: str
 ) -> None:
     words: tuple[str, ...] = ()
@@ -191,7 +187,7 @@ def test_prompts_that_are_there_are_taken_and_never_replaced(
         assert 'kind == "mine"' in (tmp_path / name).read_text()
 
 
-def test_a_second_contract_shares_the_prompts_of_the_first(cli: Any, tmp_path: Path) -> None:
+def test_second_contract_shares_the_prompts_of_the_first(cli: Any, tmp_path: Path) -> None:
     for words in ((), ("-o", "q.yaml"), ("--force",)):
         ran = cli("init", *words, cwd=tmp_path)
         assert ran.code == 0, ran.stderr
@@ -209,7 +205,7 @@ def test_weights_without_a_config_are_not_replaced_by_the_example(cli: Any, tmp_
         assert (tmp_path / "model.safetensors").read_bytes() == b"mine"
 
 
-def test_slices_come_from_the_columns_of_the_data(cli: Any, tmp_path: Path) -> None:
+def test_slices_are_drafted_from_columns_of_the_data(cli: Any, tmp_path: Path) -> None:
     rows = [
         {"id": f"r{i}", "tokens": [1 + i] * (i + 2), "lang": "de" if i % 2 else "en", "n": i}
         for i in range(8)
@@ -240,9 +236,7 @@ def test_rows_without_ids_are_evaluated(cli: Any, tmp_path: Path) -> None:
     assert evaluated(cli, tmp_path / "contract.yaml")["clauses"][0]["n"] == 4
 
 
-def test_rows_of_messages_are_measured_and_nothing_is_proved_of_them(
-    cli: Any, tmp_path: Path
-) -> None:
+def test_rows_of_chat_messages_are_measured_only(cli: Any, tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "ab" * i}], "of": ["even", "odd"][i % 2]}
         for i in range(1, 5)
@@ -259,7 +253,7 @@ def test_rows_of_messages_are_measured_and_nothing_is_proved_of_them(
 
 
 @pytest.mark.parametrize("length", ["3", True, math.inf])
-def test_lengths_of_rows_are_numbers(cli: Any, tmp_path: Path, length: Any) -> None:
+def test_lengths_of_rows_are_numeric(cli: Any, tmp_path: Path, length: Any) -> None:
     rows = [{"id": "a", "tokens": [1, 2]}, {"id": "b", "tokens": [1, 3], "length": length}]
     write_model(tmp_path, rows=rows)
     ran = cli("init", "--data", "prompts.jsonl", cwd=tmp_path)
@@ -268,7 +262,7 @@ def test_lengths_of_rows_are_numbers(cli: Any, tmp_path: Path, length: Any) -> N
     assert not (tmp_path / "contract.yaml").exists()
 
 
-def test_a_folder_may_be_called_as_a_word_of_contracts(cli: Any, tmp_path: Path) -> None:
+def test_folder_name_may_be_a_keyword(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "true").mkdir()
     write_model(tmp_path / "true")
     ran = cli("init", "true", cwd=tmp_path)
@@ -276,7 +270,7 @@ def test_a_folder_may_be_called_as_a_word_of_contracts(cli: Any, tmp_path: Path)
     assert load_program(tmp_path / "contract.yaml").name == "model-true"
 
 
-def test_a_model_elsewhere_gets_its_contract_beside_it(cli: Any, tmp_path: Path) -> None:
+def test_contract_is_written_beside_a_model_elsewhere(cli: Any, tmp_path: Path) -> None:
     model, here = tmp_path / "model", tmp_path / "here"
     model.mkdir()
     here.mkdir()
@@ -288,9 +282,7 @@ def test_a_model_elsewhere_gets_its_contract_beside_it(cli: Any, tmp_path: Path)
     accepted(cli, model / "contract.yaml")
 
 
-def test_links_out_of_the_folder_are_named_with_the_way_to_allow_them(
-    cli: Any, tmp_path: Path
-) -> None:
+def test_symlinks_out_of_the_folder_are_refused_with_help(cli: Any, tmp_path: Path) -> None:
     blobs, model = tmp_path / "blobs", tmp_path / "snapshot"
     blobs.mkdir()
     model.mkdir()
@@ -329,7 +321,7 @@ def test_links_out_of_the_folder_are_named_with_the_way_to_allow_them(
         ),
     ],
 )
-def test_what_cannot_be_drafted_is_refused_with_a_way_out(
+def test_unsupported_inputs_are_refused_with_help(
     cli: Any, tmp_path: Path, write: dict[str, bytes], words: tuple[str, ...], said: str
 ) -> None:
     for name, data in write.items():
@@ -387,7 +379,7 @@ def test_recorded_tokens_are_scored_by_the_model(cli: Any, tmp_path: Path) -> No
     assert program.data == "r.jsonl"
 
 
-def test_the_layout_of_a_trainer_is_recognised(cli: Any, tmp_path: Path) -> None:
+def test_layouts_of_trainers_are_recognised(cli: Any, tmp_path: Path) -> None:
     rollouts(tmp_path / "batch.jsonl", kind="verl")
     assert cli("init", "batch.jsonl", cwd=tmp_path).code == 0
     program = load_program(tmp_path / "contract.yaml")
@@ -469,7 +461,7 @@ LINEARS = ("lm_head.weight", "model.layers.0.mlp.up_proj.weight")
         *("number of blocks", "number of groups", "word of size"),
     ],
 )
-def test_the_serving_kernel_follows_the_quantisation(
+def test_serving_kernel_is_chosen_by_the_quantisation(
     config: dict[str, Any], run: str, weights: str, activations: str, unmet: str
 ) -> None:
     kernel = serving_kernel("bfloat16", "llama", config, LINEARS)
@@ -489,7 +481,7 @@ def _pairs(section: dict[str, Any]) -> list[tuple[str, object]]:
     ]
 
 
-def test_quantised_weights_beside_the_trained_ones(cli: Any, tmp_path: Path) -> None:
+def test_quantised_weights_beside_trained_ones(cli: Any, tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "served").mkdir()
     config = {"model_type": "llama", "quantization_config": {"quant_method": "fbgemm_fp8"}}
@@ -521,9 +513,7 @@ def test_quantised_weights_beside_the_trained_ones(cli: Any, tmp_path: Path) -> 
         ({"_type": "Float8DynamicActivationInt4WeightConfig", "_data": {}}, False),
     ],
 )
-def test_packed_int4_of_torchao_is_read_in_the_plain_order(
-    config: dict[str, Any], read: bool
-) -> None:
+def test_packed_int4_of_torchao_is_read_in_row_order(config: dict[str, Any], read: bool) -> None:
     given = {"quant_method": "torchao", "quant_type": {"default": config}}
     found = stored_kernel("bfloat16", "llama", given, "served", capped=False)
     assert (found is not None) == read
@@ -531,7 +521,7 @@ def test_packed_int4_of_torchao_is_read_in_the_plain_order(
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", FORMATS)
-def test_stored_codes_are_read_as_they_are(cli: Any, tmp_path: Path, name: str) -> None:
+def test_stored_codes_are_read_unchanged(cli: Any, tmp_path: Path, name: str) -> None:
     write_model(tmp_path, config={**DECODER, "hidden_size": 32, "intermediate_size": 32})
     quantise(tmp_path, tmp_path / "served", name)
     words = ("--quantised", "served", "--data", "prompts.jsonl")
@@ -547,7 +537,7 @@ def test_stored_codes_are_read_as_they_are(cli: Any, tmp_path: Path, name: str) 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_four_commands_lead_to_a_signed_certificate(cli: Any, tmp_path: Path, kind: str) -> None:
+def test_four_commands_produce_a_signed_certificate(cli: Any, tmp_path: Path, kind: str) -> None:
     more = {"num_key_value_heads": 2} if kind == "llama" else {"n_embd": 16, "n_layer": 1}
     saved(tmp_path, kind, **more, **({} if kind == "llama" else {"n_head": 4, "n_positions": 64}))
     commands = [
@@ -574,7 +564,7 @@ def _drafted(cli: Any, folder: Path, kind: str) -> str:
     return str(ran.stdout)
 
 
-def test_limits_are_rounded_away_from_what_was_measured() -> None:
+def test_drafted_limits_are_rounded_away_from_measurements() -> None:
     from fractions import Fraction
 
     from kcdsl.draft.measure import _rounded
@@ -591,8 +581,8 @@ def test_limits_are_rounded_away_from_what_was_measured() -> None:
 
 
 @pytest.mark.full
-def test_a_dump_of_nemo_rl_leads_to_a_checked_certificate(cli: Any, tmp_path: Path) -> None:
-    """Draft, compile, measure, sign and check `train_data_step{N}.jsonl` as NeMo-RL names it."""
+def test_nemo_rl_dump_produces_a_checked_certificate(cli: Any, tmp_path: Path) -> None:
+    """Draft, compile, measure, sign and check `train_data_step{N}.jsonl`, as NeMo-RL names it."""
     (tmp_path / "policy").mkdir()
     write_model(tmp_path / "policy")
     ref = ModelRef("model.safetensors", "llama", tokenizer="bytes")
@@ -626,7 +616,7 @@ def test_a_dump_of_nemo_rl_leads_to_a_checked_certificate(cli: Any, tmp_path: Pa
         assert ran.code == 0, f"{words}: {ran.stdout}{ran.stderr}"
     assert "format: nemo-rl" in (tmp_path / "contract.yaml").read_text()
     dump = tmp_path / "train_data_step7.jsonl"
-    dump.write_text("".join(lines[:-1]))  # another batch is not the one that was certified
+    dump.write_text("".join(lines[:-1]))  # another batch than the certified one
     assert cli("check", certificate, "--key", "k.key.pub", cwd=tmp_path).code == 4
 
 
@@ -634,7 +624,7 @@ def test_a_dump_of_nemo_rl_leads_to_a_checked_certificate(cli: Any, tmp_path: Pa
 
 
 @pytest.mark.full
-def test_an_onnx_file_becomes_a_contract(cli: Any, tmp_path: Path) -> None:
+def test_contract_is_drafted_from_an_onnx_file(cli: Any, tmp_path: Path) -> None:
     save_decoder(tmp_path, "small.onnx")
     ran = cli("init", "small.onnx", cwd=tmp_path)
     assert ran.code == 0, ran.stderr
@@ -649,7 +639,7 @@ def test_an_onnx_file_becomes_a_contract(cli: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_contract_of_an_onnx_file_is_evaluated_and_verified(cli: Any, tmp_path: Path) -> None:
+def test_contract_of_an_onnx_file_is_evaluated_and_verified(cli: Any, tmp_path: Path) -> None:
     save_decoder(tmp_path, "small.onnx", beside=True)
     assert cli("init", "small.onnx", "--for", "release", cwd=tmp_path).code == 0
     found = evaluated(cli, tmp_path / "contract.yaml")
@@ -672,15 +662,15 @@ def test_quantisers_of_an_onnx_file_become_the_inference_kernel(
     contract = tmp_path / "contract.yaml"
     accepted(cli, contract)
     program = load_program(contract)
-    load_model(program.model, tmp_path)  # refuses other numerics than those of the file
+    load_model(program.model, tmp_path)  # refuses numerics other than those of the file
     own = resolve(program.infer).serving("up_read").activations
     assert own.format == {"e4m3": "fp8_e4m3"}.get(form, "uint8")
     assert {"N-MLP-0", "N-KL"} <= {clause.id for clause in program.clauses}
 
 
 @pytest.mark.full
-def test_bounds_of_a_quantised_onnx_file_become_limits(cli: Any, tmp_path: Path) -> None:
-    """No wider format of it runs, so that measured clauses keep their usual limits."""
+def test_limits_of_a_quantised_onnx_file_come_from_bounds(cli: Any, tmp_path: Path) -> None:
+    """No wider format of the file runs, so measured clauses keep their default limits."""
     (tmp_path / "q.onnx").write_bytes(quantised_mlp("int8")[0].SerializeToString())
     ran = cli("init", "q.onnx", "--measure", cwd=tmp_path)
     assert ran.code == 0, ran.stderr
@@ -697,7 +687,7 @@ g (int64[1,4] input_ids) => (float[1,4,3] hidden)
 """
 
 
-def test_a_served_onnx_file_is_the_inference_kernel(cli: Any, tmp_path: Path) -> None:
+def test_served_onnx_file_becomes_the_inference_kernel(cli: Any, tmp_path: Path) -> None:
     save_decoder(tmp_path, "small.onnx")
     (tmp_path / "q.onnx").write_bytes(quantised_mlp("int8")[0].SerializeToString())
     ran = cli("init", "small.onnx", "--quantised", "q.onnx", cwd=tmp_path)
@@ -713,7 +703,7 @@ def test_a_served_onnx_file_is_the_inference_kernel(cli: Any, tmp_path: Path) ->
     assert not (tmp_path / "contract.yaml").exists()
 
 
-def test_a_graph_without_sums_is_one_block_of_its_length(cli: Any, tmp_path: Path) -> None:
+def test_graph_without_residual_sums_is_one_block(cli: Any, tmp_path: Path) -> None:
     shapes = {"table": (9, 3), "up": (3, 5), "down": (5, 3)}
     drawn = np.random.default_rng(1)
     tensors = {n: drawn.standard_normal(s).astype(np.float32) for n, s in shapes.items()}

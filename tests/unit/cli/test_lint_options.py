@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_and_several_outputs(cli: Cli, folder: Path) -> None:
+def test_folder_with_several_outputs(cli: Cli, folder: Path) -> None:
     ran = cli(
         "lint", ".", "--format", "concise", "--format", "sarif=out.sarif", "-o", "out.xml",
         cwd=folder,
@@ -51,7 +51,7 @@ def test_a_folder_and_several_outputs(cli: Cli, folder: Path) -> None:
     assert {case.attrib["name"] for case in cases} == {"A", "bad.kc.yaml", "good.kc.yaml"}
 
 
-def test_github_actions_get_their_format(folder: Path) -> None:
+def test_github_actions_select_their_format(folder: Path) -> None:
     ran = run(folder, "lint", "bad.kc.yaml", environment={"GITHUB_ACTIONS": "true"})
     assert ran.stdout.startswith("::error file=bad.kc.yaml,")
 
@@ -65,13 +65,13 @@ def test_github_actions_get_their_format(folder: Path) -> None:
         ("--format", "json", "--format", "text"),
     ],
 )
-def test_unusable_outputs(cli: Cli, folder: Path, words: tuple[str, ...]) -> None:
+def test_unwritable_outputs_are_refused(cli: Cli, folder: Path, words: tuple[str, ...]) -> None:
     ran = cli("lint", "good.kc.yaml", *words, cwd=folder)
     assert ran.code == 2
     assert "KC901" in ran.stderr
 
 
-def test_exit_zero(cli: Cli, folder: Path) -> None:
+def test_exit_zero_option(cli: Cli, folder: Path) -> None:
     assert cli("lint", "--exit-zero", "bad.kc.yaml", cwd=folder).code == 0
     assert cli("lint", "--exit-zero", "absent.kc.yaml", cwd=folder).code == 2
 
@@ -122,7 +122,7 @@ ACCEPTED = (
 )
 
 
-def test_accepted_findings_are_in_every_report_with_their_reasons(
+def test_suppressed_findings_are_reported_with_their_reasons(
     cli: Cli, folder: Path, follows: Callable[..., None]
 ) -> None:
     (folder / "good.kc.yaml").write_text(ACCEPTED)
@@ -150,7 +150,7 @@ FOLLOWS = """\
 
 
 @pytest.mark.full
-def test_findings_of_the_solver_are_accepted_where_it_is_asked(
+def test_solver_findings_are_suppressed_where_the_solver_runs(
     cli_process: Cli, folder: Path
 ) -> None:
     (folder / "contract.yaml").write_text(GOOD + FOLLOWS)
@@ -176,7 +176,7 @@ def test_findings_of_the_solver_are_accepted_where_it_is_asked(
 # --- what is said --------------------------------------------------------------------------------
 
 
-def test_a_test_case_for_each_clause_has_the_findings_inside_it(cli: Cli, folder: Path) -> None:
+def test_junit_test_case_per_clause_contains_its_findings(cli: Cli, folder: Path) -> None:
     (folder / "bad.kc.yaml").write_text(
         BAD.replace("contract: c", "contract: c d")
         + "  B:\n    require: >-\n      p99(kl) <= 1\n      and max(tvv) <= 1\n    level: L2\n"
@@ -192,7 +192,7 @@ def test_a_test_case_for_each_clause_has_the_findings_inside_it(cli: Cli, folder
     assert failures == {"bad.kc.yaml": "KC107", "A": "KC203", "B": "KC203", "D": "KC104"}
 
 
-def test_the_summary_says_what_fixes_would_do(cli: Cli, folder: Path) -> None:
+def test_summary_counts_available_fixes(cli: Cli, folder: Path) -> None:
     (folder / "bad.kc.yaml").write_text(BAD + "  B: {require: p99(kl) \u2264 1, level: L2}\n")
     ran = cli("lint", "bad.kc.yaml", cwd=folder)
     assert ran.stderr == "1 contract: 2 errors; 1 fixable with --fix, 1 more with --unsafe-fixes\n"
@@ -200,7 +200,7 @@ def test_the_summary_says_what_fixes_would_do(cli: Cli, folder: Path) -> None:
     assert mended.stderr == "1 contract: 1 error; 1 fixed; 1 fixable with --fix --unsafe-fixes\n"
 
 
-def test_a_mended_text_of_standard_input_has_standard_output_for_itself(folder: Path) -> None:
+def test_fixed_standard_input_is_the_only_standard_output(folder: Path) -> None:
     ran = run(folder, "lint", "-", "--fix", "--unsafe-fixes", text=BAD)
     assert (ran.returncode, ran.stdout) == (0, GOOD)
     left = run(folder, "lint", "-", "--fix", text=BAD)
@@ -208,7 +208,7 @@ def test_a_mended_text_of_standard_input_has_standard_output_for_itself(folder: 
     assert "error[KC203]" in left.stderr
 
 
-def test_a_fix_goes_through_a_link_and_keeps_the_mode(cli: Cli, folder: Path) -> None:
+def test_fix_follows_a_symlink_and_keeps_the_mode(cli: Cli, folder: Path) -> None:
     (folder / "bad.kc.yaml").chmod(0o640)
     (folder / "link.kc.yaml").symlink_to("bad.kc.yaml")
     assert cli("lint", "--fix", "--unsafe-fixes", "link.kc.yaml", cwd=folder).code == 0
@@ -217,7 +217,7 @@ def test_a_fix_goes_through_a_link_and_keeps_the_mode(cli: Cli, folder: Path) ->
     assert (folder / "bad.kc.yaml").stat().st_mode & 0o777 == 0o640
 
 
-def test_the_diff_is_one_that_patch_takes(folder: Path) -> None:
+def test_diff_is_accepted_by_patch(folder: Path) -> None:
     text = BAD.rstrip("\n")
     (folder / "bad.kc.yaml").write_text(text, encoding="utf-8")
     ran = run(folder, "lint", "--diff", "--unsafe-fixes", "bad.kc.yaml")
@@ -230,7 +230,7 @@ def test_the_diff_is_one_that_patch_takes(folder: Path) -> None:
     assert mended == text.replace("(kll)", "(kl)")
 
 
-def test_the_severity_that_fails(cli: Cli, folder: Path) -> None:
+def test_fail_on_severity_option(cli: Cli, folder: Path) -> None:
     (folder / "m.safetensors").unlink()
     for least, code in (("error", 0), ("warning", 0), ("note", 1)):
         assert cli("lint", "good.kc.yaml", "--fail-on", least, cwd=folder).code == code
@@ -239,14 +239,14 @@ def test_the_severity_that_fails(cli: Cli, folder: Path) -> None:
     )
 
 
-def test_several_files_one_of_them_missing(cli: Cli, folder: Path) -> None:
+def test_several_files_with_one_missing(cli: Cli, folder: Path) -> None:
     ran = cli("lint", "bad.kc.yaml", "none.kc.yaml", "--format", "concise", cwd=folder)
     assert ran.code == 2
     assert "error[KC203]" in ran.stdout
     assert "error[KC601]" in ran.stdout
 
 
-def test_a_file_whose_name_is_no_text(cli: Cli, folder: Path) -> None:
+def test_file_name_that_is_not_utf8(cli: Cli, folder: Path) -> None:
     os.rename(folder / "bad.kc.yaml", os.fsencode(folder) + b"/b\xff.kc.yaml")
     words = [f"--format={name}=out.{name}" for name in ("json", "sarif", "junit", "github", "text")]
     ran = cli("lint", ".", *words, "--format", "concise", cwd=folder)

@@ -1,4 +1,4 @@
-"""`kcdsl evaluate --looks` and `--anytime`: what the report says, and that certificates follow."""
+"""`kcdsl evaluate --looks` and `--anytime`: reports and certificates."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_looks_share_the_error(
 
 
 @pytest.mark.full
-def test_people_read_the_same(cli: Any, folder: Path) -> None:
+def test_terminal_output_states_the_looks(cli: Any, folder: Path) -> None:
     text = cli("evaluate", *QUICK, "--looks", "5", cwd=folder).stdout
     flat = " ".join(text.split())
     assert "90 without any would show at most 5 %" in flat
@@ -87,8 +87,8 @@ def test_people_read_the_same(cli: Any, folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_certificate_of_any_number_of_looks_is_valid(cli: Any, folder: Path) -> None:
-    """What an e-process shows passes the binomial tail that the checker computes."""
+def test_certificate_of_an_anytime_evaluation_is_valid(cli: Any, folder: Path) -> None:
+    """An e-process is weaker than the binomial tail that the checker computes."""
     contract = CONTRACT.replace("budget: 5%", "budget: 10%").split("  HARD")[0]
     (folder / "soft.yaml").write_text(contract)
     assert cli("keygen", "-o", "own.key", cwd=folder).code == 0

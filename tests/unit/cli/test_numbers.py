@@ -1,4 +1,4 @@
-"""Numbers of the command line: what is none of them is refused by name, without a crash."""
+"""Numbers on the command line: invalid ones are refused by name, without a crash."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kcdsl.cli.common.options import (
         (not_negative, ("0", "1e300"), ("-1e-9", "nan", "inf", "x")),
     ],
 )
-def test_what_an_option_may_be(
+def test_valid_numbers_of_options(
     read: Callable[[str], Any], good: tuple[str, ...], bad: tuple[str, ...]
 ) -> None:
     for text in good:
@@ -40,7 +40,7 @@ def test_what_an_option_may_be(
             read(text)
 
 
-def test_exact_numbers() -> None:
+def test_exact_numbers_are_parsed() -> None:
     assert fraction("0.05") == Fraction(1, 20)
     assert fraction(" 1/3 ") == Fraction(1, 3)
     assert fraction("-2.5e-3") == Fraction(-1, 400)
@@ -69,7 +69,7 @@ def test_exact_numbers() -> None:
         ("experiment", "e2", "--length", "0"),
     ],
 )
-def test_commands_say_what_an_option_must_be(cli: Any, words: tuple[str, ...]) -> None:
+def test_error_states_the_valid_values_of_an_option(cli: Any, words: tuple[str, ...]) -> None:
     ran = cli(*words)
     assert ran.code == 2
     last = ran.stderr.splitlines()[-1]

@@ -93,7 +93,7 @@ def planned(cli: Any, follows: Any) -> Callable[..., dict[str, Any]]:
     return run
 
 
-def test_every_clause_on_every_slice(write: Write, planned: Any) -> None:
+def test_plan_has_a_row_per_clause_and_slice(write: Write, planned: Any) -> None:
     found = planned(write(300))
     states = {name: row["state"] for name, row in found.items() if name}
     assert states == {
@@ -121,7 +121,7 @@ def test_every_clause_on_every_slice(write: Write, planned: Any) -> None:
     assert list(found[""]["elsewhere"]) == ["PROVED"]
 
 
-def test_requests_that_repeat_a_prompt_are_one_unit_of_a_sample(write: Write, planned: Any) -> None:
+def test_requests_with_equal_prompts_are_one_unit(write: Write, planned: Any) -> None:
     folder = write(300)
     rows = ({"id": str(i), "text": f"{i % 7:010}"} for i in range(300))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -143,8 +143,8 @@ def test_more_looks_need_more(write: Write, planned: Any, options: Any, fewest: 
     assert found["MEAN all"]["state"] == ("never" if options == ("--anytime",) else "unknown")
 
 
-def test_no_number_of_runs_is_enough_for_any_number_of_looks(write: Write, planned: Any) -> None:
-    """Each evaluation makes its runs anew, so that limits at every look do not hold for them."""
+def test_timed_clauses_have_no_plan_for_anytime_evaluation(write: Write, planned: Any) -> None:
+    """Each evaluation repeats its runs, so limits at every look do not hold for them."""
     found = planned(write(300, "LATENCY", "FAILED", "SAME"), "--anytime")
     assert {row["state"] for name, row in found.items() if name} == {"never"}
     assert "plan the looks (--looks K)" in found["LATENCY all"]["note"]
@@ -153,8 +153,8 @@ def test_no_number_of_runs_is_enough_for_any_number_of_looks(write: Write, plann
     assert found["FAILED all"]["state"] == "enough"
 
 
-def test_enough_means_that_evaluate_could_hold_it(write: Write, planned: Any) -> None:
-    """One row fewer than needed is too few, and what may exceed keeps a sampled verdict held."""
+def test_planned_sample_size_is_exact_for_evaluate(write: Write, planned: Any) -> None:
+    """One row fewer is too few; the allowed number of violations keeps a sampled verdict held."""
     from fractions import Fraction
 
     from kcdsl_backends.empirical.statistics import estimates, rates
@@ -169,13 +169,13 @@ def test_enough_means_that_evaluate_could_hold_it(write: Write, planned: Any) ->
             assert not rates.shows_below(k + 1, n, rate, estimates.ONE_LOOK)
 
 
-def test_a_plan_comes_before_the_data(write: Write, planned: Any) -> None:
+def test_plan_works_without_data(write: Write, planned: Any) -> None:
     row = planned(write(None, "P99"))["P99 all"]
     assert (row["state"], row["have"], row["without_any"]) == ("unknown", None, 299)
     assert row["note"] == "the data is not here yet"
 
 
-def test_the_printed_plan(cli: Any, write: Write) -> None:
+def test_printed_plan(cli: Any, write: Write) -> None:
     ran = cli("plan", cwd=write(300))
     assert ran.code == 0
     assert max(map(len, ran.stdout.splitlines())) <= 100
@@ -187,7 +187,7 @@ def test_the_printed_plan(cli: Any, write: Write) -> None:
     assert "95 % for each clause over 5 looks together" in looks
 
 
-def test_one_slice(write: Write, planned: Any, cli: Any) -> None:
+def test_plan_of_one_slice(write: Write, planned: Any, cli: Any) -> None:
     folder = write(300)
     assert [name for name in planned(folder, "--slice", "long") if name] == ["P99 long"]
     ran = cli("plan", "--slice", "lnog", cwd=folder)
@@ -196,9 +196,7 @@ def test_one_slice(write: Write, planned: Any, cli: Any) -> None:
     assert "long" in ran.stderr
 
 
-def test_windows_of_times_are_of_requests_and_some_metrics_have_none(
-    write: Write, planned: Any
-) -> None:
+def test_time_windows_count_requests_and_some_metrics_have_none(write: Write, planned: Any) -> None:
     found = planned(write(320, "SPEED", "PEAK"))
     assert (found["SPEED all"]["have"], found["SPEED all"]["without_any"]) == (20, 29)
     assert found["PEAK all"]["state"] == "never"
@@ -206,7 +204,7 @@ def test_windows_of_times_are_of_requests_and_some_metrics_have_none(
 
 
 @pytest.mark.parametrize(("rows", "state"), [(19, "too_few"), (20, "unknown")])
-def test_throughput_takes_as_many_requests_as_a_mean(
+def test_throughput_is_planned_like_a_mean(
     write: Write, planned: Any, rows: int, state: str
 ) -> None:
     found = planned(write(rows, "RATE"))["RATE all"]
@@ -214,8 +212,10 @@ def test_throughput_takes_as_many_requests_as_a_mean(
 
 
 def test_shares_of_requests_are_planned_like_budgets(write: Write, planned: Any) -> None:
-    """`failure_rate` and `determinism` are decided by the binomial tail, so they are planned by it;
-    a rate over tokens is a mean, of which only the best case can be counted."""
+    """`failure_rate` and `determinism` are decided and planned by the binomial tail.
+
+    A rate over tokens is a mean, of which only the best case can be counted.
+    """
     found = planned(write(60, "FAILED", "SAME", "FLIPS", "TOP1", "EXACT"))
     failed, same = found["FAILED all"], found["SAME all"]
     assert (failed["allowed"], failed["without_any"], failed["state"]) == ("1/20", 59, "enough")
@@ -234,7 +234,7 @@ def test_shares_of_requests_are_planned_like_budgets(write: Write, planned: Any)
 def record(
     i: int, value: float, failure: str | None = None, **values: Sequence[float]
 ) -> SamplingUnit:
-    """Return what a request gave: ten tokens with one value of `kl`, or other values."""
+    """Return the result of a request: ten tokens with one value of `kl`, or other values."""
     given = values or {"kl": [value] * 10}
     arrays = {name: np.array(each, dtype=np.float64) for name, each in given.items()}
     return SamplingUnit(f"rows.jsonl:{i}", 10, {} if failure else arrays, failure=failure)
@@ -271,7 +271,7 @@ def prior(folder: Path, units: Sequence[SamplingUnit]) -> tuple[str, str]:
     return "--prior", "prior.parquet"
 
 
-def test_a_trace_as_prior(write: Write, planned: Any) -> None:
+def test_trace_is_accepted_as_prior(write: Write, planned: Any) -> None:
     folder = write(300, "P99", "SOFT", "MEAN", "LATENCY", "WINDOWS")
     values = [2e-3 if i < 3 else 1e-4 * (1 + i % 7) for i in range(200)]
     found = planned(folder, *prior(folder, [record(i, v) for i, v in enumerate(values)]))
@@ -292,7 +292,9 @@ def test_a_trace_as_prior(write: Write, planned: Any) -> None:
 
 
 @pytest.mark.full
-def test_the_trace_of_an_evaluation_is_a_prior(tmp_path: Path, cli: Any, planned: Any) -> None:
+def test_trace_written_by_evaluate_is_accepted_as_prior(
+    tmp_path: Path, cli: Any, planned: Any
+) -> None:
     write_model(tmp_path)
     write_contract(tmp_path, "p90(kl) <= 1e-3", "mean(kl) <= 1e-3", evidence="sample")
     ran = cli("evaluate", "--bound-seconds", "0", "--seconds", "0.1", cwd=tmp_path)
@@ -309,7 +311,7 @@ def test_the_trace_of_an_evaluation_is_a_prior(tmp_path: Path, cli: Any, planned
     assert "error[KC631]" in refused.stderr
 
 
-def test_a_failed_request_makes_a_prior_say_nothing(write: Write, planned: Any) -> None:
+def test_prior_with_a_failed_request_gives_no_estimate(write: Write, planned: Any) -> None:
     folder = write(300, "P99", "MEAN")
     units = [record(0, 1.0), record(1, 1.0, failure="out of memory")]
     found = planned(folder, *prior(folder, units))
@@ -317,7 +319,7 @@ def test_a_failed_request_makes_a_prior_say_nothing(write: Write, planned: Any) 
     assert found["MEAN all"]["prior"] is None
 
 
-def test_a_mean_beyond_its_threshold_is_not_planned_for(write: Write, planned: Any) -> None:
+def test_mean_beyond_its_threshold_has_no_plan(write: Write, planned: Any) -> None:
     folder = write(300, "MEAN")
     units = [record(i, 1.0 + i % 2) for i in range(30)]
     row = planned(folder, *prior(folder, units))["MEAN all"]
@@ -326,16 +328,14 @@ def test_a_mean_beyond_its_threshold_is_not_planned_for(write: Write, planned: A
 
 
 def flipped(i: int, flips: int) -> SamplingUnit:
-    """Return what a request of 50 tokens gave with so many of another first token."""
+    """Return the result of a request of 50 tokens, `flips` of them with another first token."""
     one = [float(at < flips) for at in range(50)]
     return record(i, 0.0, top1_flip=one, top1_overlap=[1.0 - flip for flip in one])
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("every", [8, 15, 40])
-def test_rare_flips_are_shown_about_as_often_as_planned(
-    write: Write, planned: Any, every: int
-) -> None:
+def test_power_of_planned_samples_with_rare_flips(write: Write, planned: Any, every: int) -> None:
     """Requests drawn as in the prior trace, as many as it names, hold the clause in about 80 %:
     too few have no flips to resample, and such a sample shows nothing."""
     from kcdsl_backends.empirical.statistics.bootstrap import clustered_ratio
@@ -353,8 +353,8 @@ def test_rare_flips_are_shown_about_as_often_as_planned(
     assert 0.65 <= held / runs <= 0.95
 
 
-def test_a_prior_without_any_flip_needs_what_equal_draws_show(write: Write, planned: Any) -> None:
-    """1 - 0.05^(1/n) <= 1 % takes 299 requests; of an open range equal values show nothing."""
+def test_prior_without_flips_uses_the_bound_for_equal_values(write: Write, planned: Any) -> None:
+    """1 - 0.05^(1/n) <= 1 % takes 299 requests; with an open range equal values show nothing."""
     folder = write(300, "FLIPS", "MEAN")
     same = [0.0] * 50
     units = [record(i, 0, top1_flip=same, kl=same) for i in range(40)]
@@ -365,7 +365,7 @@ def test_a_prior_without_any_flip_needs_what_equal_draws_show(write: Write, plan
     assert "shows nothing of others" in found["MEAN all"]["note"]
 
 
-def test_failures_and_magnitudes_of_a_trace(write: Write, planned: Any) -> None:
+def test_failures_and_magnitudes_in_a_trace(write: Write, planned: Any) -> None:
     folder = write(300, "FAILED", "SIZE", "P99")
     rng = [(-1) ** i * 1e-2 + 1e-3 for i in range(100)]
     units = [record(i, 0, log_ratio=[v, v]) for i, v in enumerate(rng)]
@@ -379,14 +379,14 @@ def test_failures_and_magnitudes_of_a_trace(write: Write, planned: Any) -> None:
     assert found["P99 all"]["note"] == "the prior trace has no data for it"
 
 
-def test_a_mean_beyond_every_number_says_nothing(write: Write, planned: Any) -> None:
+def test_infinite_mean_gives_no_estimate(write: Write, planned: Any) -> None:
     folder = write(300, "MEAN")
     units = [record(i, 0, kl=[1.7e308]) for i in range(30)]
     assert planned(folder, *prior(folder, units))["MEAN all"]["prior"] is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
-def test_values_that_are_no_evidence_say_nothing(write: Write, planned: Any, value: float) -> None:
+def test_invalid_values_give_no_estimate(write: Write, planned: Any, value: float) -> None:
     folder = write(300, "P99", "SOFT", "MEAN")
     units = [*(record(i, 1e-4) for i in range(30)), record(30, value)]
     found = planned(folder, *prior(folder, units))
@@ -401,7 +401,7 @@ def test_values_that_are_no_evidence_say_nothing(write: Write, planned: Any, val
         '{"schema": "kcdsl.trace/1"', "\x00", '{"schema": "kcdsl.kernels/1"}', "kcdsl: 1",
     ],
 )  # fmt: skip
-def test_other_files_are_no_priors(cli: Any, write: Write, text: str) -> None:
+def test_other_files_are_refused_as_priors(cli: Any, write: Write, text: str) -> None:
     folder = write(300, "P99")
     (folder / "prior.json").write_text(text)
     ran = cli("plan", "--prior", "prior.json", cwd=folder)
@@ -413,7 +413,7 @@ def test_other_files_are_no_priors(cli: Any, write: Write, text: str) -> None:
 # --- refused -------------------------------------------------------------------------------------
 
 
-def test_a_damaged_row_is_refused_with_its_line(cli: Any, write: Write) -> None:
+def test_damaged_row_is_refused_with_its_line(cli: Any, write: Write) -> None:
     folder = write(3, "P99")
     with (folder / "rows.jsonl").open("a") as stream:
         stream.write('{"id": 3\n')
@@ -423,7 +423,7 @@ def test_a_damaged_row_is_refused_with_its_line(cli: Any, write: Write) -> None:
     assert "rows.jsonl:4" in ran.stderr
 
 
-def test_nothing_to_plan_is_refused(cli: Any, write: Write) -> None:
+def test_contract_without_empirical_clauses_is_refused(cli: Any, write: Write) -> None:
     ran = cli("plan", cwd=write(3, "PROVED"))
     assert ran.code == 2
     assert "error[KC623]" in ran.stderr
@@ -433,7 +433,7 @@ def test_nothing_to_plan_is_refused(cli: Any, write: Write) -> None:
     "options",
     [("--power", "1"), ("--power", "0"), ("--looks", "0"), ("--looks", "2", "--anytime")],
 )
-def test_options_out_of_range(cli: Any, write: Write, options: tuple[str, ...]) -> None:
+def test_out_of_range_options_are_refused(cli: Any, write: Write, options: tuple[str, ...]) -> None:
     assert cli("plan", *options, cwd=write(3, "P99")).code == 2
 
 
@@ -452,8 +452,8 @@ def test_planning_imports_no_torch(cli_process: Any, write: Write) -> None:
     assert done.returncode == 0
 
 
-def test_planner_and_backend_agree_on_what_is_noisy_and_what_is_counted() -> None:
-    """The planner reads the table of the language, the backend its measures."""
+def test_planner_and_backend_agree_on_kinds_of_metrics() -> None:
+    """The planner reads the table of the language, the backend its own measures."""
     from kcdsl.metrics import MEASURES, METRICS
     from kcdsl_backends.empirical.questions.plan import NOISY
 

@@ -1,5 +1,8 @@
-"""A folder from elsewhere may hold links and pipes under the names that results get, or an `out`
-that leads elsewhere; nothing outside of it is written, and nothing is waited for."""
+"""Planted symlinks, pipes and `out` settings cannot redirect results.
+
+A folder from elsewhere may contain links and pipes under the names of results, or an `out` that
+leads elsewhere; nothing outside of it is written, and no command blocks.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(honest: Path, tmp_path: Path) -> Path:
-    """Return a copy of the folder, with a file beside it that nothing may change."""
+    """Return a copy of the folder, beside a file that must not change."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "profile").write_bytes(PRECIOUS)
     assert run_here("keygen", "-o", "own.key", cwd=tmp_path).code == 0
@@ -64,7 +67,7 @@ def folder(honest: Path, tmp_path: Path) -> Path:
 
 
 def results(command: str, folder: Path) -> list[Path]:
-    """Carry out a command without links; return what it leaves, and take it away again."""
+    """Run a command without links; return the names of its results, and delete them."""
     before = set(files(folder))
     for words in RUNS[command]:
         assert run_here(*words, cwd=folder).code in (0, 3)
@@ -82,9 +85,7 @@ def files(folder: Path) -> Iterator[Path]:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("command", RUNS)
-def test_a_link_under_the_name_of_a_result_is_not_written_through(
-    folder: Path, command: str
-) -> None:
+def test_symlink_under_the_name_of_a_result_is_not_followed(folder: Path, command: str) -> None:
     planted = results(command, folder)
     assert planted
     home = folder.parent / "home"
@@ -98,7 +99,7 @@ def test_a_link_under_the_name_of_a_result_is_not_written_through(
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("command", RUNS)
-def test_a_pipe_under_the_name_of_a_result_is_not_waited_for(folder: Path, command: str) -> None:
+def test_pipe_under_the_name_of_a_result_does_not_block(folder: Path, command: str) -> None:
     for file in results(command, folder):
         os.mkfifo(folder / file)
     assert "KC999" not in run_here(*RUNS[command][-1], cwd=folder).stderr
@@ -106,7 +107,7 @@ def test_a_pipe_under_the_name_of_a_result_is_not_waited_for(folder: Path, comma
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("command", [name for name in RUNS if name != "sign"])
-def test_a_folder_of_results_that_leads_elsewhere_is_refused(folder: Path, command: str) -> None:
+def test_symlinked_results_folder_is_refused(folder: Path, command: str) -> None:
     home = folder.parent / "home"
     (folder / "out").symlink_to(home)
     ran = run_here(*RUNS[command][-1], cwd=folder)
@@ -117,7 +118,7 @@ def test_a_folder_of_results_that_leads_elsewhere_is_refused(folder: Path, comma
     assert len(list(home.iterdir())) > 1
 
 
-def test_the_cells_of_an_experiment_stay_in_its_folder(folder: Path) -> None:
+def test_cells_of_an_experiment_stay_in_its_folder(folder: Path) -> None:
     (folder / "out" / "e1").mkdir(parents=True)
     (folder / "out" / "e1" / "cells").symlink_to(folder.parent / "home")
     ran = run_here(*RUNS["experiment"][-1], cwd=folder)
@@ -126,7 +127,7 @@ def test_the_cells_of_an_experiment_stay_in_its_folder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("fmt",), ("fmt", "."), ("lint", "--fix", "."), ("lint",)])
-def test_a_contract_that_is_found_is_not_a_link_to_elsewhere(
+def test_discovered_contract_must_not_be_a_symlink_elsewhere(
     folder: Path, words: tuple[str, ...]
 ) -> None:
     outside = folder.parent / "home" / "other.kc.yaml"
@@ -142,7 +143,7 @@ def test_a_contract_that_is_found_is_not_a_link_to_elsewhere(
     assert outside.read_text() != text
 
 
-def test_a_configuration_names_no_contract_elsewhere(folder: Path) -> None:
+def test_configuration_cannot_name_a_contract_elsewhere(folder: Path) -> None:
     text = CONTRACT.replace("contract: small", "contract:     small")
     (folder.parent / "home" / "other.kc.yaml").write_text(text)
     (folder / "kcdsl.toml").write_text('contract = "../home/other.kc.yaml"\n')
@@ -151,8 +152,8 @@ def test_a_configuration_names_no_contract_elsewhere(folder: Path) -> None:
     assert (folder.parent / "home" / "other.kc.yaml").read_text() == text
 
 
-def test_a_second_name_of_a_file_is_not_written_through(tmp_path: Path) -> None:
-    """An archive may bring one: of a file of its own, or where it is unpacked carelessly."""
+def test_hard_link_is_not_written_through(tmp_path: Path) -> None:
+    """An archive may contain one: to its own file, or to a file beside a careless extraction."""
     (tmp_path / "profile").write_bytes(PRECIOUS)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "evaluate.journal").hardlink_to(tmp_path / "profile")

@@ -1,4 +1,4 @@
-"""Progress bars: on a terminal alone, on stderr alone."""
+"""Progress bars: only on terminals, only on stderr."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kcdsl.cli.common.output import long_progress, progress_bars
 
 
 class Terminal(io.StringIO):
-    """A stream that says that it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["file", "terminal"])
-def test_a_bar_for_each_stage(
+def test_one_bar_per_stage(
     stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
@@ -38,7 +38,7 @@ def test_a_bar_for_each_stage(
     assert capsys.readouterr().out == ""
 
 
-def test_long_work_alone_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_for_long_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""`kcdsl replay`: a violated clause has a run that can be run again, and no other document does."""
+"""`kcdsl replay`: counterexamples of violated clauses are reproduced, other documents refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Document = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a contract that is violated clause by clause, and what `verify` wrote."""
+    """Return a folder with a contract that is violated clause by clause, verified."""
     path = tmp_path_factory.mktemp("replay")
     torch.manual_seed(5)
     state = {
@@ -81,7 +81,7 @@ def document(folder: Path) -> Callable[[str], Document]:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("clause", CLAUSES)
-def test_a_counterexample_is_confirmed(
+def test_counterexample_is_confirmed(
     cli: Any, folder: Path, follows: Callable[..., None], clause: str
 ) -> None:
     file = f"out/{clause}.counterexample.json"
@@ -99,7 +99,7 @@ def test_a_counterexample_is_confirmed(
     assert found["region_moved"] == 0
 
 
-def test_what_people_read(cli: Any, folder: Path) -> None:
+def test_printed_counterexample(cli: Any, folder: Path) -> None:
     ran = cli("replay", "out/POINT.counterexample.json", cwd=folder)
     assert ran.code == 1
     assert "norm_inf(drift(attn_0, x)) <= 1e-06, x in points(all)" in ran.stdout
@@ -107,7 +107,7 @@ def test_what_people_read(cli: Any, folder: Path) -> None:
     assert "violated" in ran.stdout
 
 
-def test_every_fault_of_a_file_is_refused(cli: Any, folder: Path, tmp_path: Path) -> None:
+def test_faulty_files_are_refused(cli: Any, folder: Path, tmp_path: Path) -> None:
     good = (folder / "out" / "POINT.counterexample.json").read_bytes()
     faults = {
         "absent": None,
@@ -129,11 +129,11 @@ def test_every_fault_of_a_file_is_refused(cli: Any, folder: Path, tmp_path: Path
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every leaf but the later ones of lists, of every object and list."""
+    """Yield the path of every leaf, except later ones of lists, and of every object and list."""
     yield path
     if isinstance(value, dict):
         for number, (name, item) in enumerate(value.items()):
-            if number < 4 or len(path) < 2:  # of many symbols some stand for all
+            if number < 4 or len(path) < 2:  # a few of many symbols represent all
                 yield from places(item, (*path, name))
     elif isinstance(value, list) and value:
         yield from places(value[0], (*path, 0))
@@ -152,7 +152,7 @@ def put(document: Document, path: tuple[Any, ...], value: Any) -> Document:
 
 
 def other(value: Any) -> Iterator[Any]:
-    """Yield other values of the same kind, and one of another."""
+    """Yield other values of the same type, and one of another type."""
     match value:
         case bool():
             yield not value
@@ -176,14 +176,14 @@ def _read(path: Path, changed: Document) -> Document:
 
 @pytest.mark.full
 @pytest.mark.parametrize("clause", CLAUSES)
-def test_a_document_changed_in_any_field_shows_nothing(
+def test_changed_documents_are_refused_or_replay_another_run(
     folder: Path,
     tmp_path: Path,
     document: Callable[[str], Document],
     clause: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """First as it is, then with the digest made to fit: refused, or another run with its own value.
+    """First unchanged digests, then recomputed ones: refused, or another run with its own value.
 
     Another run is an admitted one: another symbol, order or input of the region.
     """
@@ -243,7 +243,7 @@ def forged(document: Document, **parts: Any) -> Document:
     return changed | {"sha256": digest_of(changed)}
 
 
-def test_what_is_not_admitted_is_refused_whoever_made_the_digest_fit(
+def test_inadmissible_runs_with_valid_digests_are_refused(
     cli: Any, folder: Path, tmp_path: Path, document: Callable[[str], Document]
 ) -> None:
     ball, point = document("BALL"), document("POINT")
@@ -282,7 +282,7 @@ def test_what_is_not_admitted_is_refused_whoever_made_the_digest_fit(
         assert why in " ".join(ran.stderr.split())
 
 
-def test_another_contract_or_checkpoint_is_refused(cli: Any, folder: Path, tmp_path: Path) -> None:
+def test_other_contract_or_checkpoint_is_refused(cli: Any, folder: Path, tmp_path: Path) -> None:
     file = folder / "out" / "POINT.counterexample.json"
     for name in ("config.json", "prompts.jsonl", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
@@ -307,7 +307,7 @@ def test_another_contract_or_checkpoint_is_refused(cli: Any, folder: Path, tmp_p
     assert (ran.code, "KC661" in ran.stderr) == (2, True)
 
 
-def test_a_run_without_its_roundings_does_not_attain_what_is_claimed(
+def test_run_without_its_roundings_misses_the_claimed_value(
     cli: Any, folder: Path, tmp_path: Path, document: Callable[[str], Document]
 ) -> None:
     good = document("POINT")

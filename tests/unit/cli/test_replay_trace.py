@@ -1,4 +1,4 @@
-"""`kcdsl replay TRACE`, and evaluations that are killed and go on."""
+"""`kcdsl replay TRACE`, and resumption of killed evaluations."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ROWS = ("hello", "world", "a longer prompt", "another one", "short", "the end", 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a contract, and in `out` what an uninterrupted evaluation of it wrote."""
+    """Return a folder with a contract, and the results of an uninterrupted evaluation in `out`."""
     folder = tmp_path_factory.mktemp("traced")
     torch.manual_seed(5)
     state = {
@@ -76,7 +76,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def elsewhere(made: Path, tmp_path: Path) -> Path:
-    """The trace alone, in a folder of its own."""
+    """Return the trace alone, in another folder."""
     (tmp_path / "moved.parquet").write_bytes((made / "out" / "trace.parquet").read_bytes())
     return tmp_path
 
@@ -85,8 +85,8 @@ def elsewhere(made: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-def test_a_trace_alone_gives_the_report_bit_for_bit(cli: Any, made: Path, elsewhere: Path) -> None:
-    """No contract, no model, no kernels are there."""
+def test_trace_alone_reproduces_the_report_bitwise(cli: Any, made: Path, elsewhere: Path) -> None:
+    """Without contract, model and kernels."""
     ran = cli("replay", "moved.parquet", "--format", "json", cwd=elsewhere)
     assert ran.code == 1
     assert ran.stdout == (made / "out" / "report.json").read_text()
@@ -97,7 +97,7 @@ def test_a_trace_alone_gives_the_report_bit_for_bit(cli: Any, made: Path, elsewh
     assert shown.stdout.endswith("reproduced: bit for bit\n")
 
 
-def test_a_trace_is_known_by_its_content(cli: Any, elsewhere: Path) -> None:
+def test_trace_is_identified_by_its_content(cli: Any, elsewhere: Path) -> None:
     (elsewhere / "moved.parquet").rename(elsewhere / "example.json")
     assert cli("replay", "example.json", cwd=elsewhere).code == 1
     (elsewhere / "none.parquet").write_text("{}")
@@ -105,7 +105,7 @@ def test_a_trace_is_known_by_its_content(cli: Any, elsewhere: Path) -> None:
     assert cli("replay", "absent.parquet", cwd=elsewhere).code == 2
 
 
-def test_the_report_beside_a_trace_must_say_the_same(cli: Any, made: Path, elsewhere: Path) -> None:
+def test_report_beside_a_trace_must_agree(cli: Any, made: Path, elsewhere: Path) -> None:
     beside = elsewhere / "report.json"
     beside.write_bytes((made / "out" / "report.json").read_bytes())
     ran = cli("replay", "moved.parquet", cwd=elsewhere)
@@ -127,10 +127,10 @@ def test_the_report_beside_a_trace_must_say_the_same(cli: Any, made: Path, elsew
     assert cli("replay", "moved.parquet", cwd=elsewhere).code == 2
 
 
-def test_other_conclusions_than_the_recorded_ones_are_refused(
+def test_deviating_conclusions_are_refused(
     cli: Any, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As another version would draw them, were an estimator changed."""
+    """Another version with a changed estimator would reach such conclusions."""
     monkeypatch.setattr("kcdsl_backends.empirical.decide.results._double", lambda value: 0.5)
     ran = cli("replay", "moved.parquet", cwd=elsewhere)
     assert ran.code == 2
@@ -144,7 +144,7 @@ def test_other_conclusions_than_the_recorded_ones_are_refused(
     assert ran.stdout == ""
 
 
-def test_a_changed_contract_is_decided_on_the_same_evidence(
+def test_changed_contract_is_decided_on_the_same_evidence(
     cli: Any, made: Path, elsewhere: Path
 ) -> None:
     changed = CONTRACT.replace("1e-12", "1").replace("version: 1.0.0", "version: 1.1.0")
@@ -165,7 +165,7 @@ def test_a_changed_contract_is_decided_on_the_same_evidence(
     assert "`jeffreys`, which was not measured" in ran.stderr
 
 
-def test_a_damaged_trace_concludes_nothing(cli: Any, elsewhere: Path) -> None:
+def test_damaged_trace_is_refused(cli: Any, elsewhere: Path) -> None:
     path = elsewhere / "moved.parquet"
     data = path.read_bytes()
     for damaged in (data[:-1], data[:-400], data[:200] + b"\0" + data[201:], data + data):
@@ -176,13 +176,13 @@ def test_a_damaged_trace_concludes_nothing(cli: Any, elsewhere: Path) -> None:
         assert "KC630" in ran.stderr or "KC631" in ran.stderr
 
 
-def test_options_of_counterexamples_are_refused_for_traces(cli: Any, elsewhere: Path) -> None:
+def test_counterexample_options_are_refused_for_traces(cli: Any, elsewhere: Path) -> None:
     ran = cli("replay", "moved.parquet", "--checkpoint", "m.safetensors", cwd=elsewhere)
     assert ran.code == 2
     assert "KC901" in ran.stderr
 
 
-def test_the_trace_holds_what_was_run(made: Path, follows: Any) -> None:
+def test_trace_records_the_run(made: Path, follows: Any) -> None:
     table = pq.read_table(made / "out" / "trace.parquet")
     header = json.loads(table.schema.metadata[b"kcdsl.trace"])
     rows = table.filter(pq.filters_to_expression([("kind", "=", "request")])).to_pylist()
@@ -260,7 +260,7 @@ MOMENTS = [
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """A folder with the same contract, and nothing written."""
+    """Return a folder with the same contract and no results."""
     copied(made, tmp_path)
     return tmp_path
 
@@ -277,7 +277,7 @@ def killed(folder: Path, moment: str, count: int) -> None:
 
 
 def unresumed(report: Path) -> dict[str, Any]:
-    """Return a report without its note that some requests are of an earlier run."""
+    """Return a report without the note about requests of an earlier run."""
     document: dict[str, Any] = json.loads(report.read_text())
     document["notes"] = [n for n in document["notes"] if not n.startswith("resumed: ")]
     return document
@@ -289,14 +289,14 @@ def requests_in(checkpoint: Path) -> int:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("moment", "count"), MOMENTS)
-def test_a_kill_leaves_no_half_result_and_the_next_run_goes_on(
+def test_killed_run_leaves_no_partial_result_and_resumes(
     cli: Any, made: Path, folder: Path, moment: str, count: int
 ) -> None:
     killed(folder, moment, count)
     out = folder / "out"
     done = requests_in(out / "evaluate.journal")
     reference = {p.name: p.read_bytes() for p in (made / "out").iterdir()}
-    for path in out.iterdir():  # what is there by its own name is whole
+    for path in out.iterdir():  # existing results are complete
         if path.name in reference:
             assert path.name != "report.json"
             assert len(path.read_bytes()) == len(reference[path.name])
@@ -315,7 +315,7 @@ def test_a_kill_leaves_no_half_result_and_the_next_run_goes_on(
 
 
 @pytest.mark.full
-def test_a_kill_from_outside_at_any_time(cli: Any, made: Path, folder: Path) -> None:
+def test_kill_from_outside_at_any_time(cli: Any, made: Path, folder: Path) -> None:
     command = [sys.executable, "-m", "kcdsl", *EVALUATE]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     checkpoint = folder / "out" / "evaluate.journal"
@@ -330,7 +330,7 @@ def test_a_kill_from_outside_at_any_time(cli: Any, made: Path, folder: Path) -> 
 
 @pytest.fixture(scope="module")
 def begun(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where an evaluation was killed after three requests."""
+    """Return a folder where an evaluation was killed after three requests."""
     path = tmp_path_factory.mktemp("begun")
     copied(made, path)
     killed(path, "between", 3)
@@ -338,7 +338,9 @@ def begun(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_fresh_runs_every_request_again(cli: Any, made: Path, begun: Path, tmp_path: Path) -> None:
+def test_fresh_option_runs_every_request_again(
+    cli: Any, made: Path, begun: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(begun, tmp_path / "fresh")
     ran = cli(*EVALUATE, "--fresh", cwd=folder)
     assert ran.code == 1
@@ -348,16 +350,16 @@ def test_fresh_runs_every_request_again(cli: Any, made: Path, begun: Path, tmp_p
 
 
 @pytest.mark.full
-def test_another_seed_starts_anew(cli: Any, begun: Path, tmp_path: Path) -> None:
+def test_other_seed_restarts_the_evaluation(cli: Any, begun: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(begun, tmp_path / "seeded")
     assert "resumed" not in cli(*EVALUATE, "--seed", "1", cwd=folder).stderr
 
 
 @pytest.mark.full
-def test_where_nothing_could_be_written_what_was_measured_is_kept(
+def test_measurements_are_kept_if_results_cannot_be_written(
     cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder of the JUnit file is there when the evaluation begins, and gone at its end."""
+    """The folder of the JUnit file exists when the evaluation begins, and not at its end."""
     (folder / "there").mkdir()
     write = evaluation._write
 
@@ -375,6 +377,6 @@ def test_where_nothing_could_be_written_what_was_measured_is_kept(
     assert f"resumed: {len(ROWS)} of {len(ROWS)} requests" in again.stderr
 
 
-def test_the_command_is_described(cli: Any) -> None:
+def test_replay_help_describes_the_command(cli: Any) -> None:
     assert "--fresh" in cli("evaluate", "--help").stdout
     assert "trace.parquet" in cli("replay", "--help").stdout

@@ -1,4 +1,4 @@
-"""`kcdsl report` and the formats of `kcdsl evaluate`: nothing but a held contract is a success."""
+"""`kcdsl report` and the formats of `kcdsl evaluate`: only a held contract is a success."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def texts() -> dict[str, str]:
 
 @pytest.fixture
 def kinds(tmp_path: Path, texts: dict[str, str]) -> dict[str, Path]:
-    """Return files of these reports."""
+    """Return files with these reports."""
     found = {name: tmp_path / f"{name}.json" for name in texts}
     for name, path in found.items():
         path.write_text(texts[name], encoding="utf-8")
@@ -45,7 +45,7 @@ def kinds(tmp_path: Path, texts: dict[str, str]) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("verdict", EXITS)
-def test_every_format_of_every_verdict(cli: Cli, kinds: dict[str, Path], verdict: str) -> None:
+def test_formats_of_every_verdict(cli: Cli, kinds: dict[str, Path], verdict: str) -> None:
     ran = {
         name: cli("report", kinds[verdict], "--format", name)
         for name in ("json", "html", "junit", "github", "sarif", "concise")
@@ -64,7 +64,9 @@ def test_every_format_of_every_verdict(cli: Cli, kinds: dict[str, Path], verdict
     assert int(suites.get("skipped", "0")) == 0
 
 
-def test_findings_stand_at_their_clauses(cli: Cli, tmp_path: Path, kinds: dict[str, Path]) -> None:
+def test_findings_are_positioned_at_their_clauses(
+    cli: Cli, tmp_path: Path, kinds: dict[str, Path]
+) -> None:
     contract = tmp_path / "contract.yaml"
     contract.write_text(
         "kcdsl: 1\ncontract: demo\nversion: 1.0.0\n"
@@ -82,12 +84,10 @@ def test_findings_stand_at_their_clauses(cli: Cli, tmp_path: Path, kinds: dict[s
     junit = cli("report", kinds["violated"], "--format", "junit", "--contract", contract)
     cases = {c.get("name"): c for c in ElementTree.fromstring(junit.stdout).iter("testcase")}
     assert cases["N-KL"].find("failure") is not None
-    assert "N-OTHER" not in cases  # what was not decided is no passed case
+    assert "N-OTHER" not in cases  # an undecided clause is not a passed test case
 
 
-def test_a_page_is_written_with_its_attribution(
-    cli: Cli, tmp_path: Path, kinds: dict[str, Path]
-) -> None:
+def test_page_includes_the_attribution(cli: Cli, tmp_path: Path, kinds: dict[str, Path]) -> None:
     document = {"schema": "kcdsl.attribution/1", "metric": "kl", "statistic": "mean", "total": 1.0}
     source = {"name": "precision", "shapley": 1.0, "alone": 1.0, "can_explain": None}
     attribution = tmp_path / "attribution.json"
@@ -122,7 +122,7 @@ DAMAGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_report_is_refused_and_nothing_is_written(
+def test_damaged_report_is_refused_and_nothing_is_written(
     cli: Cli, tmp_path: Path, kinds: dict[str, Path], damage: str
 ) -> None:
     path = kinds["held"]
@@ -137,7 +137,7 @@ def test_a_damaged_report_is_refused_and_nothing_is_written(
     assert not out.exists()
 
 
-def test_files_that_are_not_there_and_attributions_that_are_none(
+def test_missing_files_and_invalid_attributions_are_refused(
     cli: Cli, tmp_path: Path, kinds: dict[str, Path]
 ) -> None:
     ran = cli("report", tmp_path / "absent.json")

@@ -1,4 +1,4 @@
-"""Contracts whose inference kernel reads a quantised checkpoint: proved, measured, checked."""
+"""Inference kernels with a quantised checkpoint: proved, measured, checked."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CONFIG = {**DECODER, "hidden_size": 32, "intermediate_size": 48, "tie_word_embed
 
 
 def prepared(folder: Path, name: str, numerics: str = "") -> Path:
-    """Write a model, its quantised form and a contract of the two."""
+    """Write a model, its quantised form and a contract for both."""
     write_model(folder, config=CONFIG, rows=[{"id": "p", "text": "hello", "category": "chat"}])
     quantise(folder, folder / "quantised", name)
     (folder / "contract.yaml").write_text(CONTRACT % numerics)
@@ -78,7 +78,7 @@ def proved(cli: Any, folder: Path, *more: str) -> dict[str, Any]:
         pytest.param("fbgemm", LIMITED, marks=pytest.mark.full),
     ],
 )
-def test_a_pair_of_checkpoints_is_proved_measured_and_checked(
+def test_pair_of_checkpoints_is_proved_measured_and_checked(
     cli: Any, tmp_path: Path, name: str, numerics: str
 ) -> None:
     folder = prepared(tmp_path, name, numerics)
@@ -86,14 +86,14 @@ def test_a_pair_of_checkpoints_is_proved_measured_and_checked(
     goal = proved(cli, folder, "--sign", "k.key")
     assert goal["attack"] <= goal["bound"]
     names = ["out/verify-attn_0.cert.json"]
-    if not numerics:  # no kernel of a processor quantises its activations to float8
+    if not numerics:  # no CPU kernel quantises its activations to float8
         evaluated = cli("evaluate", "--sign", "k.key", cwd=folder)
         assert evaluated.code == 0, evaluated.stderr + evaluated.stdout
         names.append("out/evaluate.cert.json")
     check = ("check", *names, "--key", "k.key.pub", "--recheck")
     checked = cli(*check, cwd=folder)
     assert checked.code == 0, checked.stdout + checked.stderr
-    # the checkpoint that is deployed may lie elsewhere
+    # the deployed checkpoint may be elsewhere
     moved = (folder / "quantised").rename(folder / "elsewhere")
     assert cli(*check, cwd=folder).code != 0
     assert cli(*check, "--infer-checkpoint", "elsewhere", cwd=folder).code == 0
@@ -106,7 +106,7 @@ def test_a_pair_of_checkpoints_is_proved_measured_and_checked(
         path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]) if damaged == before else damaged)
         assert cli(*check, cwd=folder).code == 4
         path.write_bytes(before)
-    # another bound than that of the weights that the kernel would quantise, or not, by itself; with
+    # the bound differs from that of weights quantised by the kernel, or does not, by itself; with
     # float32 scales of the largest magnitudes these are the stored ones
     text = (folder / "contract.yaml").read_text()
     (folder / "contract.yaml").write_text(text.replace("    checkpoint: quantised\n", ""))
@@ -115,9 +115,7 @@ def test_a_pair_of_checkpoints_is_proved_measured_and_checked(
     (folder / "contract.yaml").write_text(text)
 
 
-def test_a_checkpoint_of_a_kernel_that_does_not_read_it_is_reported(
-    cli: Any, tmp_path: Path
-) -> None:
+def test_unused_second_checkpoint_is_reported(cli: Any, tmp_path: Path) -> None:
     folder = prepared(tmp_path, "gptq")
     path = folder / "contract.yaml"
     text = path.read_text()
@@ -164,8 +162,10 @@ def test_compile_reads_the_headers_of_the_second_checkpoint(
 
 
 def gpt2(folder: Path) -> dict[str, torch.Tensor]:
-    """Write a small GPT-2, a folder `quantised` for its second checkpoint, and a contract; return
-    the tensors, whose matrices are [in, out]."""
+    """Write a small GPT-2, a folder `quantised` for its second checkpoint, and a contract.
+
+    Return the tensors, whose matrices are [in, out].
+    """
     config = {"vocab_size": 256, "n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": 16}
     module = registry.load("gpt2").build(config)
     turned, drawn = transposed_names(module), torch.Generator().manual_seed(3)
@@ -182,8 +182,8 @@ def gpt2(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.full
-def test_gpt2_has_a_second_checkpoint(cli: Any, tmp_path: Path) -> None:
-    """Its matrices are [in, out] there too; with the same numbers nothing differs."""
+def test_gpt2_supports_a_second_checkpoint(cli: Any, tmp_path: Path) -> None:
+    """Its matrices are [in, out] there too; equal numbers give the drift of one checkpoint."""
     weights = gpt2(tmp_path)
     place = tmp_path / "quantised" / "model.safetensors"
     save_file(weights, place)
@@ -205,9 +205,7 @@ def test_gpt2_has_a_second_checkpoint(cli: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_gpt2_is_measured_with_the_numbers_of_its_second_checkpoint(
-    cli: Any, tmp_path: Path
-) -> None:
+def test_gpt2_is_measured_with_its_second_checkpoint(cli: Any, tmp_path: Path) -> None:
     weights = gpt2(tmp_path)
     place = tmp_path / "quantised" / "model.safetensors"
     path = tmp_path / "contract.yaml"
@@ -226,7 +224,7 @@ def test_gpt2_is_measured_with_the_numbers_of_its_second_checkpoint(
         (lambda t: t.to(torch.float8_e4m3fn), "[in, out]"),
     ],
 )
-def test_gpt2_has_no_other_storage_of_its_matrices(
+def test_gpt2_refuses_quantised_storage_of_its_matrices(
     cli: Any, tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor], word: str
 ) -> None:
     weights = gpt2(tmp_path)
@@ -244,9 +242,7 @@ def test_gpt2_has_no_other_storage_of_its_matrices(
 
 
 @pytest.mark.full
-def test_a_norm_that_the_quantiser_changed_is_that_of_the_inference_kernel(
-    cli: Any, tmp_path: Path
-) -> None:
+def test_changed_norm_is_used_by_the_inference_kernel(cli: Any, tmp_path: Path) -> None:
     folder = prepared(tmp_path, "gptq")
     before = proved(cli, folder, "--attack", "off")["bound"]
     place = folder / "quantised" / "model.safetensors"
@@ -256,7 +252,7 @@ def test_a_norm_that_the_quantiser_changed_is_that_of_the_inference_kernel(
     assert proved(cli, folder, "--attack", "off")["bound"] > 1.5 * before
 
 
-def test_what_was_measured_is_not_taken_over_to_another_checkpoint(tmp_path: Path) -> None:
+def test_measurements_are_not_reused_for_another_checkpoint(tmp_path: Path) -> None:
     folder = prepared(tmp_path, "gptq")
     program = load_program(folder / "contract.yaml")
     plan: Any = SimpleNamespace(

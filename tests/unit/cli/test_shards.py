@@ -1,4 +1,4 @@
-"""Contracts whose checkpoint is a folder of shards: proved, signed, checked, measured."""
+"""Checkpoints in shards: proved, signed, checked, measured."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ clauses:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A contract with a folder of two shards in bfloat16."""
+    """Return a contract with a folder of two shards in bfloat16."""
     write_model(tmp_path, rows=[{"id": "p", "text": "hello", "category": "chat"}])
     held = {k: t.to(torch.bfloat16) for k, t in load_file(tmp_path / "model.safetensors").items()}
     (tmp_path / "model.safetensors").unlink()
@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-def test_a_folder_of_shards_is_proved_signed_measured_and_checked(cli: Any, folder: Path) -> None:
+def test_sharded_checkpoint_is_proved_signed_measured_and_checked(cli: Any, folder: Path) -> None:
     assert cli("keygen", "-o", "k.key", cwd=folder).code == 0
     verified = cli("verify", "--block", "attn_0", "--sign", "k.key", "--attack", "off", cwd=folder)
     assert verified.code == 0, verified.stderr
@@ -85,10 +85,10 @@ def test_a_folder_of_shards_is_proved_signed_measured_and_checked(cli: Any, fold
 
 
 @pytest.mark.full
-def test_of_a_large_checkpoint_the_block_alone_is_read(
+def test_only_the_block_of_a_large_checkpoint_is_read(
     cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights are held as they are stored, and multiplied some rows at a time."""
+    """Its weights stay in their storage format, and are multiplied a few rows at a time."""
     command = ("verify", "--block", "attn_0", "--format", "json")
     read: dict[str, int] = {}
     reading = tensors.StoredTensors._read
@@ -126,7 +126,7 @@ def test_of_a_large_checkpoint_the_block_alone_is_read(
 @pytest.mark.full
 @pytest.mark.parametrize("domain", ["affine", "interval", "planes"])
 @pytest.mark.parametrize("block", ["layer_0", "mlp_0"])
-def test_large_weights_have_the_bounds_of_small_ones(
+def test_row_by_row_products_give_equal_bounds(
     cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, block: str, domain: str
 ) -> None:
     contract = CONTRACT.replace("drift(attn_0", f"drift({block}").replace("0.01", "9.0")
@@ -154,7 +154,7 @@ def test_large_weights_have_the_bounds_of_small_ones(
     assert bounds[0] == pytest.approx(bounds[1], rel=1e-12)
 
 
-def test_bytes_that_change_after_they_were_hashed_are_refused(
+def test_bytes_changed_after_hashing_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensors, "RESIDENT", 0)

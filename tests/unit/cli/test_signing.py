@@ -1,4 +1,4 @@
-"""Signing apart from running: statements, several signers, stages and lifetimes."""
+"""Signing as a separate step: statements, several signers, stages and lifetimes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUICK = ("--attack", "off", "--confirm", "off")
 
 @pytest.fixture
 def folder(tmp_path: Path, cli: Any) -> Path:
-    """A folder with a small model, a contract, and two keys."""
+    """Return a folder with a small model, a contract, and two keys."""
     write_model(tmp_path)
     write_contract(tmp_path, HELD)
     for name in ("one.key", "two.key"):
@@ -36,7 +36,7 @@ def body(path: Path) -> Predicate:
 
 
 @pytest.mark.full
-def test_stage_lifetime_and_signers_are_those_asked_for(cli: Any, folder: Path) -> None:
+def test_stage_lifetime_and_signers_follow_the_options(cli: Any, folder: Path) -> None:
     words = ("--sign", "one.key", "--sign", "two.key", "--stage", "canary", "--valid-for", "7")
     ran = cli("verify", *QUICK, *words, cwd=folder)
     assert ran.code == 0, ran.stderr
@@ -50,11 +50,11 @@ def test_stage_lifetime_and_signers_are_those_asked_for(cli: Any, folder: Path) 
 
 
 @pytest.mark.parametrize("days", ["0", "-1", "3661", "1.5", "x"])
-def test_a_lifetime_is_a_number_of_days(cli: Any, folder: Path, days: str) -> None:
+def test_lifetime_must_be_a_number_of_days(cli: Any, folder: Path, days: str) -> None:
     assert cli("verify", f"--valid-for={days}", cwd=folder).code == 2
 
 
-def test_a_second_run_never_takes_away_the_signature_of_another(cli: Any, folder: Path) -> None:
+def test_second_run_never_removes_a_foreign_signature(cli: Any, folder: Path) -> None:
     assert cli("verify", *QUICK, "--sign", "one.key", cwd=folder).code == 0
     path = folder / "out" / "verify.cert.json"
     before = path.read_bytes()
@@ -73,7 +73,7 @@ def test_a_second_run_never_takes_away_the_signature_of_another(cli: Any, folder
 
 
 @pytest.mark.full
-def test_who_signed_it_may_replace_it_and_is_told(cli: Any, folder: Path) -> None:
+def test_signer_may_replace_a_certificate_with_a_notice(cli: Any, folder: Path) -> None:
     words = ("--sign", "one.key")
     assert "replaces" not in cli("verify", *QUICK, *words, cwd=folder).stderr
     assert "replaces an earlier one" in cli("verify", *QUICK, *words, cwd=folder).stderr
@@ -82,13 +82,13 @@ def test_who_signed_it_may_replace_it_and_is_told(cli: Any, folder: Path) -> Non
     assert (ran.code, "is no certificate" in ran.stderr) == (2, True)
 
 
-def test_a_key_that_is_not_named_signs_nothing(cli: Any, folder: Path) -> None:
+def test_unnamed_key_signs_nothing(cli: Any, folder: Path) -> None:
     (folder / "one.key").rename(folder / "kcdsl.key")
     assert cli("verify", *QUICK, cwd=folder).code == 0
     assert not (folder / "out" / "verify.cert.json").exists()
 
 
-def test_proofs_that_are_missing_or_changed_are_not_signed_for(cli: Any, folder: Path) -> None:
+def test_missing_or_changed_proofs_are_not_signed(cli: Any, folder: Path) -> None:
     assert cli("verify", *QUICK, cwd=folder).code == 0
     words = ("sign", "out/verify.statement.json", "--key", "one.key")
     (proof,) = (folder / "out").glob("*.proof.json")
@@ -105,7 +105,7 @@ def test_proofs_that_are_missing_or_changed_are_not_signed_for(cli: Any, folder:
     assert cli(*words, cwd=folder).code == 0
 
 
-def test_what_is_no_statement_is_not_signed(cli: Any, folder: Path) -> None:
+def test_invalid_statements_are_not_signed(cli: Any, folder: Path) -> None:
     path = folder / "x.statement.json"
     for text in ("", "{}", "[]", "{", '{"_type": 1}', "\ufeff{}"):
         path.write_text(text)
@@ -127,7 +127,7 @@ sys.exit(code)
 """
 
 
-def test_the_process_that_signs_loads_nothing_that_runs_contracts(cli: Any, folder: Path) -> None:
+def test_signing_process_imports_nothing_that_runs_contracts(cli: Any, folder: Path) -> None:
     assert cli("verify", *QUICK, cwd=folder).code == 0
     words = ("sign", "out/verify.statement.json", "--key", "one.key")
     (folder / "contract.yaml").unlink()

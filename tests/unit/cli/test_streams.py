@@ -1,4 +1,4 @@
-"""Whatever stdout and stderr are, a command ends with its own exit code."""
+"""A command ends with its own exit code for any state of stdout and stderr."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(redirection: str, *arguments: str, folder: Path) -> subprocess.Completed
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("redirection", ["", ">&-", "2>&-", ">&- 2>&-", "<&-"])
-def test_a_closed_stream_changes_no_exit_code(redirection: str, tmp_path: Path) -> None:
+def test_closed_stream_does_not_change_the_exit_code(redirection: str, tmp_path: Path) -> None:
     listed = run(redirection, "explain", folder=tmp_path)
     assert listed.returncode == 0
     refused = run(redirection, "compile", "none.yaml", folder=tmp_path)
@@ -45,10 +45,8 @@ def test_a_closed_stream_changes_no_exit_code(redirection: str, tmp_path: Path) 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("arguments", [("explain",), ("backends",), ("doctor",)])
-def test_a_reader_that_has_read_enough_is_no_error(
-    arguments: tuple[str, ...], tmp_path: Path
-) -> None:
-    """As `kcdsl check … | head -1` leaves it: plain prints and tables alike say nothing."""
+def test_broken_pipe_is_not_an_error(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """As after `kcdsl check … | head -1`: plain prints and tables stay silent."""
     reader, writer = os.pipe()
     os.close(reader)
     ran = subprocess.run(
@@ -63,14 +61,14 @@ def test_a_reader_that_has_read_enough_is_no_error(
     assert (ran.returncode, ran.stderr) == (2, b"")
 
 
-def test_a_full_disc_is_an_answer(tmp_path: Path) -> None:
+def test_full_disc_is_reported(tmp_path: Path) -> None:
     ran = run(">/dev/full", "explain", folder=tmp_path)
     assert ran.returncode == 2
     assert b"KC602" in ran.stderr
 
 
 @pytest.mark.full
-def test_a_character_that_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
+def test_unencodable_character_is_escaped(tmp_path: Path) -> None:
     refused = run("", "compile", "n\u00f6.yaml", folder=tmp_path)
     linted = run("", "lint", "n\u00f6.yaml", folder=tmp_path)
     for ran, told in ((refused, refused.stderr), (linted, linted.stdout)):
@@ -78,7 +76,7 @@ def test_a_character_that_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
         assert b"n\\xf6.yaml" in told or b"n\\udcc3" in told
 
 
-def test_a_missing_package_is_named(
+def test_missing_package_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def load(arguments: object) -> int:
@@ -92,7 +90,7 @@ def test_a_missing_package_is_named(
     assert "kcdsl doctor" in told
 
 
-def test_a_command_cannot_end_the_process_with_success(
+def test_sys_exit_in_a_command_is_not_a_success(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def leave(arguments: object) -> int:

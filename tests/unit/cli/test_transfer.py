@@ -1,4 +1,4 @@
-"""`kcdsl transfer` and `kcdsl check` of what it writes: later weights, honest and hostile."""
+"""`kcdsl transfer` and its check: later weights, valid and hostile."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, keys and a certificate in a region around weights and states."""
+    """Return a folder with a model, keys and a certificate on balls of weights and states."""
     from kcdsl.cli import main
 
     folder = tmp_path_factory.mktemp("made")
@@ -58,13 +58,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """A copy of that folder."""
+    """Return a copy of that folder."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
 def later(folder: Path, change: Change | None = None, **others: Any) -> Path:
-    """Write a later checkpoint: every weight within the region, or as `change` says."""
+    """Write a later checkpoint: every weight inside the region, or changed by `change`."""
     generator = torch.Generator().manual_seed(2)
 
     def near(name: str, w: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ def reasons(found: Any) -> set[str]:
 
 
 @pytest.mark.full
-def test_later_weights_in_the_region_need_no_proof(cli: Any, folder: Path, follows: Any) -> None:
+def test_later_weights_in_the_ball_need_no_proof(cli: Any, folder: Path, follows: Any) -> None:
     path = later(folder)
     found = run(cli, folder, path, "--format", "json")
     assert found.code == 0, found.stderr
@@ -127,7 +127,7 @@ def test_later_weights_in_the_region_need_no_proof(cli: Any, folder: Path, follo
     assert "both kernels obey the numerics specifications named in the goal" in counted_on
 
 
-def test_the_checker_by_itself_accepts_it(cli: Any, folder: Path) -> None:
+def test_standalone_checker_accepts_a_transfer(cli: Any, folder: Path) -> None:
     from kcdsl_certs.__main__ import main
 
     path = later(folder)
@@ -144,10 +144,8 @@ def test_the_checker_by_itself_accepts_it(cli: Any, folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_block_that_left_stays_behind_and_is_verified_again(
-    cli: Any, folder: Path, cache_home: Path
-) -> None:
-    """The rest goes over, and the cache still has the blocks that did not change."""
+def test_block_outside_the_ball_is_verified_again(cli: Any, folder: Path, cache_home: Path) -> None:
+    """Other blocks transfer, and the cache still has the unchanged ones."""
 
     def change(name: str, w: torch.Tensor) -> torch.Tensor:
         moved = w.clone()
@@ -188,8 +186,8 @@ def test_a_block_that_left_stays_behind_and_is_verified_again(
     assert together.code == 0, together.stdout
 
 
-def test_states_that_moved_too_far_stay_behind(cli: Any, folder: Path) -> None:
-    """A block's weights are the same, but others before it moved what enters it."""
+def test_block_with_changed_input_states_is_not_transferred(cli: Any, folder: Path) -> None:
+    """The block's weights are unchanged, but earlier blocks moved its input."""
 
     def change(name: str, w: torch.Tensor) -> torch.Tensor:
         return w * 3 if name.startswith("model.layers.0.self_attn.o_proj") else w.clone()
@@ -216,7 +214,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_are_refused(cli: Any, folder: Path, value: float) -> None:
+def test_non_finite_weights_are_refused(cli: Any, folder: Path, value: float) -> None:
     found = run(cli, folder, later(folder, _with(Q, value)))
     assert found.code == 2
     assert "KC" in found.stderr
@@ -242,7 +240,7 @@ def test_other_tensors_are_refused(cli: Any, folder: Path) -> None:
         assert "KC665" in found.stderr, what
 
 
-def test_zero_stays_zero_and_the_end_of_the_region_is_in_it(tmp_path: Path) -> None:
+def test_zeros_are_fixed_and_the_ball_is_closed(tmp_path: Path) -> None:
     from kcdsl_certs.encoding.rejected import Rejected
     from kcdsl_certs.recheck.interval.tensors import read
     from kcdsl_certs.recheck.interval.weight_ball import moved, same_tensors
@@ -273,10 +271,10 @@ def test_zero_stays_zero_and_the_end_of_the_region_is_in_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("which", ["later", "earlier"])
-def test_weights_that_change_meanwhile_are_refused(
+def test_weights_changed_during_transfer_are_refused(
     cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    """What is compared are the weights that were verified and are named, not others by then."""
+    """The comparison uses the verified weights, not the present file."""
     from kcdsl.cli.commands.release.transfer import TransferCommand
 
     path = later(folder)
@@ -299,9 +297,11 @@ def test_weights_that_change_meanwhile_are_refused(
     assert not (folder / "out" / "verify.transfer.json").exists()
 
 
-def test_the_edge_of_the_region_is_exact() -> None:
-    """One step of a double below what an element moved by is too small a region, one above is not:
-    also where the product of both would round up to the distance."""
+def test_edge_of_the_ball_is_exact() -> None:
+    """A radius one double below an element's movement is too small, one above is not.
+
+    This holds even where the product of radius and weight would round up to the distance.
+    """
     from kcdsl_certs.recheck.interval.tensors import Tensor as Stored
     from kcdsl_certs.recheck.interval.weight_ball import moved
 
@@ -340,8 +340,8 @@ def written(folder: Path) -> Transfer:
     return parse_transfer(parse_statement(strict_load(payload, len(payload))).predicate)
 
 
-def test_a_signed_lie_is_not_believed(cli: Any, folder: Path) -> None:
-    """Whoever holds the key signs what is false; everything that is derivable is derived."""
+def test_signed_false_transfer_is_rejected(cli: Any, folder: Path) -> None:
+    """The holder of a key may sign false statements; the checker derives everything derivable."""
     path = later(folder)
     assert run(cli, folder, path).code == 0
     honest = written(folder)
@@ -386,8 +386,8 @@ def test_a_signed_lie_is_not_believed(cli: Any, folder: Path) -> None:
         assert reason in reasons(found), (what, reasons(found))
 
 
-def test_a_certificate_cannot_state_a_larger_region(cli: Any, folder: Path) -> None:
-    """Not by another number, nor for a proof of one checkpoint, nor without a proof."""
+def test_certificate_cannot_claim_a_larger_ball(cli: Any, folder: Path) -> None:
+    """Neither by another number, nor for a proof of one checkpoint, nor without a proof."""
     target = folder / "out" / "verify.cert.json"
     key = load_private((folder / "kcdsl.key").read_bytes())
     original = json.loads(decode(parse_bundle(target.read_bytes())).payload)
@@ -417,7 +417,7 @@ def test_a_certificate_cannot_state_a_larger_region(cli: Any, folder: Path) -> N
     assert "clause/weights" in changed(**sample, verdict="INCONCLUSIVE")
 
 
-def test_other_weights_are_not_accepted(cli: Any, folder: Path) -> None:
+def test_other_weights_are_rejected(cli: Any, folder: Path) -> None:
     path = later(folder)
     assert run(cli, folder, path).code == 0
     honest = written(folder)
@@ -427,7 +427,7 @@ def test_other_weights_are_not_accepted(cli: Any, folder: Path) -> None:
     }
     shutil.copy(path, folder / "wrong.safetensors")
     assert "transfer/base-checkpoint" in reasons(check(cli, folder, path, base="wrong"))
-    # Weights that left the region, under a triple and a signature that fit them.
+    # Weights outside the ball, with a matching triple and signature.
     path = later(folder, _with(Q, 7.0))
     from kcdsl.check.compile import load_program
     from kcdsl.release.requirements import build_triple
@@ -437,7 +437,7 @@ def test_other_weights_are_not_accepted(cli: Any, folder: Path) -> None:
     assert "transfer/outside" in reasons(check(cli, folder, path))
 
 
-def test_an_unsigned_or_changed_transfer_is_invalid(cli: Any, folder: Path) -> None:
+def test_unsigned_or_changed_transfer_is_invalid(cli: Any, folder: Path) -> None:
     path = later(folder)
     assert run(cli, folder, path).code == 0
     target = folder / "out" / "verify.transfer.json"
@@ -459,7 +459,7 @@ def test_an_unsigned_or_changed_transfer_is_invalid(cli: Any, folder: Path) -> N
     assert check(cli, folder, path).code == 0
 
 
-def test_a_transfer_is_no_base_and_proofs_must_be_there(cli: Any, folder: Path) -> None:
+def test_transfer_is_not_a_base_and_needs_the_proofs(cli: Any, folder: Path) -> None:
     path = later(folder)
     assert run(cli, folder, path).code == 0
     from_transfer = cli(
@@ -478,7 +478,7 @@ def test_a_transfer_is_no_base_and_proofs_must_be_there(cli: Any, folder: Path) 
     assert "proof/digest-mismatch" in reasons(check(cli, folder, path))
 
 
-def test_certificates_of_one_checkpoint_do_not_go_over(cli: Any, folder: Path) -> None:
+def test_certificates_of_one_checkpoint_do_not_transfer(cli: Any, folder: Path) -> None:
     contract = str(folder / "contract.yaml")
     key = ("--sign", str(folder / "kcdsl.key"))
     assert cli("verify", contract, "--attack", "off", "--cache", "off", *key).code == 0
@@ -488,20 +488,20 @@ def test_certificates_of_one_checkpoint_do_not_go_over(cli: Any, folder: Path) -
 
 
 @pytest.mark.parametrize("text", ["5%", "0", "-1e-4", "0.6", "nan", "1e", ""])
-def test_a_region_must_be_a_number(cli: Any, folder: Path, text: str) -> None:
+def test_radius_must_be_a_number(cli: Any, folder: Path, text: str) -> None:
     found = cli("verify", str(folder / "contract.yaml"), f"--weights={text}")
     assert found.code == 2
     assert "KC475" in found.stderr
 
 
-def test_chains_know_no_region_around_the_weights(cli: Any, folder: Path) -> None:
+def test_chains_refuse_weight_balls(cli: Any, folder: Path) -> None:
     for option in ("--weights=1e-3", "--states=1e-3"):
         found = cli("verify", str(folder / "contract.yaml"), "--chain", option)
         assert found.code == 2
         assert "KC475" in found.stderr
 
 
-def test_a_file_elsewhere_is_refused(cli: Any, folder: Path) -> None:
+def test_file_outside_the_folder_is_refused(cli: Any, folder: Path) -> None:
     found = run(cli, folder, later(folder), "-o", str(folder / "elsewhere.json"))
     assert found.code == 2
     assert "KC665" in found.stderr

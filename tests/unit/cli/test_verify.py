@@ -1,4 +1,4 @@
-"""`kcdsl verify` on a small random model: every verdict, every way to go wrong."""
+"""`kcdsl verify` on a small random model: every verdict and error path."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HELD = "forall x in points(all): norm_inf(drift(attn_0, x)) <= 0.01"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with weights, prompts and no contract."""
+    """Return a folder with weights and prompts, without a contract."""
     rows = [{"id": f"p{i}", "text": t, "category": "chat"} for i, t in enumerate(("hello", "a b"))]
     write_model(tmp_path, rows=rows)
     return tmp_path
@@ -77,7 +77,7 @@ def goals(stdout: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_drift_below_its_limit_is_proved(cli: Any, write: Write, folder: Path) -> None:
+def test_drift_below_its_limit_is_proved(cli: Any, write: Write, folder: Path) -> None:
     write(HELD)
     ran = cli("verify", "--block", "attn_0", "--format", "json", cwd=folder)
     assert ran.code == 0
@@ -100,7 +100,7 @@ def test_a_drift_below_its_limit_is_proved(cli: Any, write: Write, folder: Path)
     assert cli("check", *words, cwd=folder).code == 0
 
 
-def test_a_limit_below_a_concrete_run_is_violated(cli: Any, write: Write, folder: Path) -> None:
+def test_limit_below_a_concrete_run_is_violated(cli: Any, write: Write, folder: Path) -> None:
     write(HELD.replace("0.01", "1e-9"))
     ran = cli("verify", "--format", "json", cwd=folder)
     assert ran.code == 1
@@ -115,7 +115,9 @@ def test_a_limit_below_a_concrete_run_is_violated(cli: Any, write: Write, folder
 
 
 @pytest.mark.full
-def test_a_limit_between_both_is_inconclusive(cli: Any, write: Write, folder: Path) -> None:
+def test_limit_between_attack_and_bound_is_inconclusive(
+    cli: Any, write: Write, folder: Path
+) -> None:
     write(HELD.replace("0.01", "1e-9"))
     (goal,) = goals(cli("verify", "--format", "json", cwd=folder).stdout)
     middle = (goal["attack"] * goal["bound"]) ** 0.5
@@ -127,8 +129,10 @@ def test_a_limit_between_both_is_inconclusive(cli: Any, write: Write, folder: Pa
 
 
 @pytest.mark.full
-def test_without_a_bound_nothing_is_claimed(cli: Any, write: Write, folder: Path) -> None:
-    """The whole model in bfloat16: intervals give up, and say where."""
+def test_missing_bound_is_inconclusive_with_its_position(
+    cli: Any, write: Write, folder: Path
+) -> None:
+    """The whole model in bfloat16: intervals overflow at a named operation."""
     write("forall x in points(all): norm_inf(drift(model, x)) <= 1000", compute="bfloat16")
     ran = cli("verify", "--attack", "off", "--format", "json", cwd=folder)
     (goal,) = goals(ran.stdout)
@@ -140,7 +144,7 @@ def test_without_a_bound_nothing_is_claimed(cli: Any, write: Write, folder: Path
         assert goal["verdict"] == ("held" if goal["bound"] <= 1000 else "inconclusive")
 
 
-def test_an_empty_slice_is_no_evidence(cli: Any, write: Write, folder: Path) -> None:
+def test_empty_slice_is_not_evidence(cli: Any, write: Write, folder: Path) -> None:
     write(HELD.replace("points(all)", "points(absent)"))
     ran = cli("verify", "--format", "json", cwd=folder)
     assert ran.code == 2
@@ -150,8 +154,10 @@ def test_an_empty_slice_is_no_evidence(cli: Any, write: Write, folder: Path) -> 
 
 
 @pytest.mark.full
-def test_regions_and_functionals(cli: Any, write: Write, folder: Path) -> None:
-    """Ball and hull hold more than the points; l2 and span are related to inf as they must be."""
+def test_bounds_of_regions_and_functionals_are_ordered(
+    cli: Any, write: Write, folder: Path
+) -> None:
+    """Ball and hull contain the points; l2 and span relate to inf as the norms do."""
     write(
         "forall x in points(all): norm_inf(drift(attn_0, x)) <= 10",
         "forall x in ball(all, 1e-3): norm_inf(drift(attn_0, x)) <= 10",
@@ -178,7 +184,7 @@ def test_regions_and_functionals(cli: Any, write: Write, folder: Path) -> None:
         (("--backend", "empirical"), "KC402", "empirical"),
     ],
 )
-def test_a_wrong_selection_is_refused(
+def test_unknown_selection_is_refused(
     cli: Any, write: Write, folder: Path, arguments: tuple[str, ...], code: str, words: str
 ) -> None:
     write(HELD)
@@ -189,7 +195,9 @@ def test_a_wrong_selection_is_refused(
     assert ran.stdout == ""
 
 
-def test_bad_files_are_refused_and_leave_nothing(cli: Any, write: Write, folder: Path) -> None:
+def test_invalid_files_are_refused_and_nothing_is_written(
+    cli: Any, write: Write, folder: Path
+) -> None:
     write(HELD)
     key = folder / "kcdsl.key"
     assert cli("keygen", "-o", key).code == 0
@@ -214,7 +222,7 @@ def test_bad_files_are_refused_and_leave_nothing(cli: Any, write: Write, folder:
     refused("KC")
 
 
-def test_an_unknown_block_of_the_model_is_named(cli: Any, write: Write, folder: Path) -> None:
+def test_unknown_block_is_named(cli: Any, write: Write, folder: Path) -> None:
     write(HELD.replace("attn_0", "attn_3"))
     ran = cli("verify", cwd=folder)
     assert ran.code == 2
@@ -248,8 +256,8 @@ def test_certificate_and_proof_are_written_together(cli: Any, write: Write, fold
 
 
 @pytest.mark.full
-def test_numerics_that_no_adapter_keeps_are_named(cli: Any, write: Write, folder: Path) -> None:
-    """A specification finer than the program is proved as stated, and said to be only a claim."""
+def test_numerics_without_an_adapter_are_named(cli: Any, write: Write, folder: Path) -> None:
+    """Numerics finer than the adapter's are proved as stated, and marked as a claim."""
     path = write(HELD)
     path.write_text(
         path.read_text().replace(
@@ -271,7 +279,7 @@ def test_numerics_that_no_adapter_keeps_are_named(cli: Any, write: Write, folder
         ("prompts.jsonl", "prompts.jsonl changed"),
     ],
 )
-def test_files_that_change_meanwhile_get_no_certificate(
+def test_files_changed_during_verification_get_no_certificate(
     cli: Any,
     write: Write,
     folder: Path,
@@ -279,7 +287,7 @@ def test_files_that_change_meanwhile_get_no_certificate(
     name: str,
     words: str,
 ) -> None:
-    """Training writes its next checkpoint to the same place while the last one is being proved."""
+    """Training overwrites the checkpoint while it is being proved."""
     write(HELD)
     decide = verification._decide
 
@@ -299,7 +307,7 @@ def test_files_that_change_meanwhile_get_no_certificate(
     assert not (folder / "out").exists()
 
 
-def test_a_checkpoint_that_no_certificate_can_name_is_refused_at_once(
+def test_checkpoint_that_cannot_be_certified_is_refused_early(
     cli: Any, write: Write, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(HELD)
@@ -310,10 +318,8 @@ def test_a_checkpoint_that_no_certificate_can_name_is_refused_at_once(
     assert (ran.code, "KC648" in ran.stderr) == (2, True)
 
 
-def test_of_an_order_a_certificate_states_no_more_than_is_shown(
-    cli: Any, write: Write, folder: Path
-) -> None:
-    """How far nothing is from flipping is shown to people; a proof shows that it does not flip."""
+def test_certificate_of_no_flip_states_only_the_order(cli: Any, write: Write, folder: Path) -> None:
+    """The margin is displayed only; a proof shows that the order does not flip."""
     write("forall x in points(all): no_flip(head, x, 3)")
     cli("keygen", "-o", folder / "kcdsl.key")
     ran = cli("verify", "--format", "json", "--sign", "kcdsl.key", cwd=folder)
@@ -332,7 +338,7 @@ def test_of_an_order_a_certificate_states_no_more_than_is_shown(
 
 
 @pytest.mark.full
-def test_names_of_requests_do_not_move_the_cursor(cli: Any, write: Write, folder: Path) -> None:
+def test_request_names_are_escaped_in_output(cli: Any, write: Write, folder: Path) -> None:
     rows = [{"id": "a\x1b[2Jb\u202ec", "text": "hello"}]
     (folder / "prompts.jsonl").write_text(json.dumps(rows[0]) + "\n")
     middle = HELD.replace("0.01", "1e-9")
@@ -348,7 +354,7 @@ def test_names_of_requests_do_not_move_the_cursor(cli: Any, write: Write, folder
 
 
 @pytest.mark.parametrize("place", ["a file", "below a file", "read only"])
-def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
+def test_unwritable_folder_is_refused_before_the_work(
     cli: Any, write: Write, folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     write(HELD)
@@ -363,7 +369,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
 
 
 @pytest.mark.full
-def test_a_narrow_terminal_loses_no_column(write: Write, folder: Path) -> None:
+def test_narrow_terminal_shows_every_column(write: Write, folder: Path) -> None:
     write(HELD)
     ours, theirs = pty.openpty()
     entry = "import sys; from kcdsl.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -378,7 +384,7 @@ def test_a_narrow_terminal_loses_no_column(write: Write, folder: Path) -> None:
     )
     os.close(theirs)
     shown = b""
-    with contextlib.suppress(OSError):  # a terminal that nobody writes to any more
+    with contextlib.suppress(OSError):  # a terminal without a writer
         while part := os.read(ours, 4096):
             shown += part
     os.close(ours)

@@ -1,4 +1,4 @@
-"""`kcdsl verify` of rows(...): one certificate for every length, and every way to go wrong."""
+"""`kcdsl verify` of rows(...): one certificate for every length, and error paths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLIP = "forall x in rows(all, 8): no_flip(head, x)"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a small model of 32 positions and a few prompts."""
+    """Return a folder with a small model of 32 positions and a few prompts."""
     write_model(tmp_path)
     return tmp_path
 
@@ -55,7 +55,7 @@ def case_of(folder: Path, program: Program) -> tuple[ProblemFactory, Case]:
 
 
 @pytest.mark.full
-def test_one_certificate_holds_for_every_length(
+def test_one_certificate_covers_every_length(
     cli: Any, verify: Callable[..., Any], folder: Path, follows: Callable[..., None]
 ) -> None:
     assert cli("keygen", cwd=folder).code == 0
@@ -80,7 +80,7 @@ def test_one_certificate_holds_for_every_length(
 
 
 @pytest.mark.full
-def test_a_run_of_the_longest_request_may_break_it(
+def test_run_of_the_longest_request_may_violate_the_clause(
     cli: Any, verify: Callable[..., Any], folder: Path
 ) -> None:
     ran = verify(ATTENTION % 1e-9)
@@ -97,7 +97,7 @@ def test_a_run_of_the_longest_request_may_break_it(
 
 
 @pytest.mark.full
-def test_between_bound_and_attack_nothing_is_decided(verify: Callable[..., Any]) -> None:
+def test_limit_between_bound_and_attack_is_inconclusive(verify: Callable[..., Any]) -> None:
     ran = verify(ATTENTION % 1e-3)
     assert ran.code == 3, ran.stdout
     (goal,) = json.loads(ran.stdout)["goals"]
@@ -105,14 +105,14 @@ def test_between_bound_and_attack_nothing_is_decided(verify: Callable[..., Any])
     assert goal["attack"] <= 1e-3 < goal["bound"]
 
 
-def test_no_flip_is_asked_at_any_length(verify: Callable[..., Any]) -> None:
+def test_no_flip_is_supported_at_any_length(verify: Callable[..., Any]) -> None:
     ran = verify(FLIP)
     assert ran.code in (0, 3), ran.stderr
     assert json.loads(ran.stdout)["goals"][0]["verdict"] in ("held", "inconclusive")
 
 
 @pytest.mark.full
-def test_a_second_run_remembers_the_length(cli: Any, folder: Path) -> None:
+def test_cached_result_is_reused_for_the_same_length_only(cli: Any, folder: Path) -> None:
     def run(text: str) -> int:
         write_contract(folder, text)
         ran = cli("verify", "--format", "json", "--cache", folder / "cache", cwd=folder)
@@ -125,7 +125,7 @@ def test_a_second_run_remembers_the_length(cli: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("longest", [33, 8193])
-def test_there_is_no_rotation_beyond_the_positions(
+def test_lengths_beyond_the_position_tables_are_refused(
     longest: int, verify: Callable[..., Any]
 ) -> None:
     ran = verify((ATTENTION % 0.5).replace("32", str(longest)))
@@ -135,7 +135,7 @@ def test_there_is_no_rotation_beyond_the_positions(
     assert ran.stdout == ""
 
 
-def test_what_the_region_holds(folder: Path) -> None:
+def test_case_contains_states_up_to_its_longest_length(folder: Path) -> None:
     program = write_contract(folder, ATTENTION % 0.5)
     factory, case = case_of(folder, program)
     assert case.centre is not None
@@ -154,7 +154,7 @@ def test_what_the_region_holds(folder: Path) -> None:
     assert (five.longest, five.holds(states), five.holds(states[:1])) == (None, True, False)
 
 
-def test_the_digest_of_a_case_has_its_length(folder: Path) -> None:
+def test_digest_of_a_case_depends_on_its_length(folder: Path) -> None:
     cases = [
         case_of(folder, write_contract(folder, text))[1]
         for text in (ATTENTION % 0.5, (ATTENTION % 0.5).replace("32", "31"))
@@ -163,10 +163,10 @@ def test_the_digest_of_a_case_has_its_length(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_proof_of_one_length_does_not_say_more(
+def test_proof_for_a_shorter_length_is_refused(
     cli: Any, verify: Callable[..., Any], folder: Path
 ) -> None:
-    """The proof of a shorter longest sequence, put in the place of the right one, is refused."""
+    """The proof of a shorter longest sequence replaces the right one."""
     assert verify((ATTENTION % 0.5).replace("32", "16")).code == 0
     short = (folder / "out" / "N-0.proof.json").read_bytes()
     assert recheck(short, folder / "model.safetensors").ok
@@ -224,7 +224,7 @@ clauses:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("longest", "code"), [(7, 0), (8, 2), (64, 2)])
-def test_a_block_that_branches_on_its_length_is_refused(
+def test_block_that_branches_on_its_length_is_refused(
     cli_process: Any, tmp_path: Path, longest: int, code: int
 ) -> None:
     weights = {"embedding.weight": torch.eye(4), "branching.linear.weight": torch.eye(4)}

@@ -1,4 +1,4 @@
-"""A clause that only a batch of runs violates: verified, written, and replayed bit for bit."""
+"""A clause that only a batched attack violates: verified, written, and replayed bitwise."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ clauses:
 
 
 def verified(folder: Path, limit: float) -> dict[str, Any]:
-    """Return what `verify` finds."""
+    """Return the result of `verify`."""
     (folder / "contract.yaml").write_text(CONTRACT.replace("LIMIT", repr(limit)))
     ran = run_here("verify", "--format", "json", "--cache", "off", cwd=folder)
     assert ran.code in (0, 1, 3), ran.stderr
@@ -44,9 +44,7 @@ def verified(folder: Path, limit: float) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_what_a_batch_finds_violates_a_clause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batched_attack_violates_a_clause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(5)
     state = {
         name: torch.randn_like(p) * 0.2 + ("norm" in name)

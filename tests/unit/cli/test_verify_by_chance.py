@@ -1,4 +1,4 @@
-"""`kcdsl verify` of clauses with `evidence: probabilistic`: what is left to chance is said."""
+"""`kcdsl verify` of clauses with `evidence: probabilistic`: probabilities are stated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLIP = "forall x in points(all): no_flip(model, x)"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a small model and a prompt."""
+    """Return a folder with a small model and a prompt."""
     write_model(tmp_path, prompts=("hello",))
     return tmp_path
 
@@ -42,7 +42,7 @@ def verify(cli: Any, folder: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def between(verify: Callable[..., Any]) -> float:
-    """A threshold that is too small for the worst case, and not for what is likely."""
+    """Return a threshold below the worst-case bound and above the probabilistic one."""
     worst, _ = verify(LAYER % 0, evidence="proof", options=("--attack", "off"))
     likely, _ = verify(LAYER % 0, options=("--attack", "off"))
     bounds = [document["goals"][0]["bound"] for document in (worst, likely)]
@@ -51,7 +51,7 @@ def between(verify: Callable[..., Any]) -> float:
 
 
 @pytest.mark.full
-def test_a_likely_bound_is_called_so_everywhere(
+def test_probabilistic_bound_is_marked_in_every_output(
     cli: Any, verify: Callable[..., Any], folder: Path, between: float, follows: Any
 ) -> None:
     assert cli("keygen", cwd=folder).code == 0
@@ -74,7 +74,7 @@ def test_a_likely_bound_is_called_so_everywhere(
 
 
 @pytest.mark.full
-def test_the_worst_case_is_preferred_where_it_is_enough(verify: Callable[..., Any]) -> None:
+def test_worst_case_bound_is_preferred_where_it_suffices(verify: Callable[..., Any]) -> None:
     document, code = verify(LAYER % 1000)
     (goal,) = document["goals"]
     assert (code, goal["evidence"]["kind"]) == (0, "proof")
@@ -82,7 +82,9 @@ def test_the_worst_case_is_preferred_where_it_is_enough(verify: Callable[..., An
 
 
 @pytest.mark.full
-def test_a_proof_is_never_left_to_chance(verify: Callable[..., Any], between: float) -> None:
+def test_proof_evidence_never_uses_a_probabilistic_bound(
+    verify: Callable[..., Any], between: float
+) -> None:
     for evidence in ("proof", ""):
         document, code = verify(LAYER % between, evidence=evidence)
         (goal,) = document["goals"]
@@ -93,7 +95,7 @@ def test_a_proof_is_never_left_to_chance(verify: Callable[..., Any], between: fl
 
 
 @pytest.mark.full
-def test_chosen_roundings_refute_what_is_not_even_likely(verify: Callable[..., Any]) -> None:
+def test_attack_far_above_the_limit_violates(verify: Callable[..., Any]) -> None:
     document, _ = verify(LAYER % 0.001)
     (goal,) = document["goals"]
     assert goal["tightness"] is None
@@ -102,8 +104,8 @@ def test_chosen_roundings_refute_what_is_not_even_likely(verify: Callable[..., A
     assert (code, goal["verdict"]) == (1, "violated")
 
 
-def test_chosen_roundings_do_not_refute_what_is_likely(folder: Path) -> None:
-    """An attack may exceed a likely bound: that is no contradiction, nor a counterexample."""
+def test_worst_case_run_does_not_violate_a_probabilistic_clause(folder: Path) -> None:
+    """A worst-case attack may exceed a probabilistic bound without contradiction."""
     program = write_contract(folder, LAYER % 0.5, evidence="probabilistic")
     (goal,) = goals(program)
     found = Attack(0.7, (0,), 0, 0.0, 0.7)
@@ -117,7 +119,7 @@ def test_chosen_roundings_do_not_refute_what_is_likely(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_probability_may_be_another(verify: Callable[..., Any]) -> None:
+def test_probability_option_is_used(verify: Callable[..., Any]) -> None:
     bounds = []
     for alpha in ("0.05", "1e-9", "1e-30"):
         document, _ = verify(LAYER % 0, options=("--alpha", alpha, "--attack", "off"))
@@ -126,7 +128,7 @@ def test_the_probability_may_be_another(verify: Callable[..., Any]) -> None:
 
 
 @pytest.mark.full
-def test_the_largest_column_stays_with_all_likelihood(verify: Callable[..., Any]) -> None:
+def test_no_flip_accepts_probabilistic_evidence(verify: Callable[..., Any]) -> None:
     document, code = verify(FLIP)
     (goal,) = document["goals"]
     assert goal["evidence"]["kind"] in ("proof", "probabilistic")
@@ -134,7 +136,7 @@ def test_the_largest_column_stays_with_all_likelihood(verify: Callable[..., Any]
 
 
 @pytest.mark.parametrize("alpha", ["0", "0.5", "1e-31", "-1e-9", "nan", "often", "1e-9 "])
-def test_what_is_no_probability_is_refused(cli: Any, folder: Path, alpha: str) -> None:
+def test_invalid_probability_is_refused(cli: Any, folder: Path, alpha: str) -> None:
     write_contract(folder, LAYER % 1, evidence="probabilistic")
     ran = cli("verify", f"--alpha={alpha}", cwd=folder)
     assert ran.code == 2
@@ -142,7 +144,7 @@ def test_what_is_no_probability_is_refused(cli: Any, folder: Path, alpha: str) -
     assert not (folder / "out").exists()
 
 
-def test_a_probability_that_nothing_reads_is_refused(cli: Any, folder: Path) -> None:
+def test_unused_probability_is_refused(cli: Any, folder: Path) -> None:
     write_contract(folder, LAYER % 1, evidence="proof")
     ran = cli("verify", "--alpha", "1e-9", cwd=folder)
     assert ran.code == 2
@@ -150,17 +152,15 @@ def test_a_probability_that_nothing_reads_is_refused(cli: Any, folder: Path) -> 
 
 
 @pytest.mark.full
-def test_links_of_a_chain_leave_nothing_to_chance(
-    verify: Callable[..., Any], between: float
-) -> None:
+def test_chains_refuse_probabilistic_bounds(verify: Callable[..., Any], between: float) -> None:
     document, _ = verify(LAYER % between, options=("--chain", "--attack", "off"))
     (goal,) = document["goals"]
     assert goal["evidence"]["kind"] == "proof"
     assert goal["verdict"] == "inconclusive"
 
 
-def test_what_is_likely_is_refuted_only_where_it_was_asked(folder: Path) -> None:
-    """A clause that holds with all likelihood is not violated because an option asked less."""
+def test_attack_is_inconclusive_if_no_probable_bound_was_computed(folder: Path) -> None:
+    """Chains and boxes alone compute no probable bound, so an attack above the limit is open."""
     program = write_contract(folder, LAYER % 0.5, evidence="probabilistic")
     (goal,) = goals(program)
     found, worst = Attack(0.7, (0,), 0, 0.0, 0.7), CaseOutcome("p0", 5, 0.8, 0.7)
@@ -178,7 +178,7 @@ def test_what_is_likely_is_refuted_only_where_it_was_asked(folder: Path) -> None
 
 
 @pytest.mark.full
-def test_an_option_makes_no_violation_of_what_is_likely(verify: Callable[..., Any]) -> None:
+def test_options_without_a_probable_bound_are_inconclusive(verify: Callable[..., Any]) -> None:
     document, _ = verify(LAYER % 1e-9)
     attack = document["goals"][0]["attack"]
     for options in (("--chain",), ("--domains", "interval,planes")):
@@ -188,8 +188,8 @@ def test_an_option_makes_no_violation_of_what_is_likely(verify: Callable[..., An
 
 
 @pytest.mark.full
-def test_it_implies_nothing(cli: Any, folder: Path) -> None:
-    """What holds but for some runs is no premise of what was measured."""
+def test_probabilistic_result_implies_no_other_clause(cli: Any, folder: Path) -> None:
+    """A bound that fails on some runs is no premise for measured clauses."""
     text = "max(tv) <= 0.999"
     for evidence, implied in (("proof", 1), ("probabilistic", 0)):
         write_contract(folder, "forall x in points(all): norm_inf(drift(model, x)) <= 9")

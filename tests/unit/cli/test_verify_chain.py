@@ -1,4 +1,4 @@
-"""`kcdsl verify --chain`: certificates whose proofs are chains, and what is shown of them."""
+"""`kcdsl verify --chain`: certificates with chain proofs, and their display."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WHOLE = "forall x in points(all): norm_inf(drift(attn_0, x)) <= 0.1"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a model of two layers and one prompt."""
+    """Return a folder with a model of two layers and one prompt."""
     write_model(tmp_path, layers=2, prompts=("ab",))
     return tmp_path
 
 
 @pytest.mark.parametrize("clauses", [(BALL,), pytest.param((MODEL, FLIP), marks=pytest.mark.full)])
-def test_a_chain_is_certified_and_checked(
+def test_chain_is_certified_and_checked(
     cli: Any, follows: Any, folder: Path, clauses: tuple[str, ...]
 ) -> None:
     write_contract(folder, *clauses)
@@ -60,7 +60,7 @@ def test_a_chain_is_certified_and_checked(
 
 
 @pytest.mark.full
-def test_a_chain_about_something_else_is_no_proof_of_a_clause(cli: Any, folder: Path) -> None:
+def test_chain_about_another_subject_is_rejected(cli: Any, folder: Path) -> None:
     """The clause is bound to a chain as to any proof: by block, region, functional and cases."""
     from kcdsl_certs.encoding.rejected import Rejected
     from kcdsl_certs.verification.proofs import bind
@@ -99,7 +99,7 @@ def stated(folder: Path) -> tuple[Any, Any]:
 
 
 @pytest.mark.full
-def test_the_slack_of_each_link_is_shown(cli: Any, folder: Path) -> None:
+def test_slack_of_each_link_is_shown(cli: Any, folder: Path) -> None:
     write_contract(folder, HALVES)
     first = cli("verify", "--chain", "--cache", folder / "cache", cwd=folder)
     second = cli("verify", "--chain", "--cache", folder / "cache", cwd=folder)
@@ -116,14 +116,14 @@ def test_the_slack_of_each_link_is_shown(cli: Any, folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_block_that_does_not_fall_apart(cli: Any, folder: Path) -> None:
+def test_block_without_links_is_reported(cli: Any, folder: Path) -> None:
     write_contract(folder, WHOLE)
     ran = cli("verify", "--chain", *QUICK, cwd=folder)
     assert ran.code == 3
     assert "does not fall apart into stages" in " ".join(ran.stdout.split())
 
 
-def test_a_backend_that_has_no_chains_is_refused() -> None:
+def test_backend_without_chains_is_refused() -> None:
     def decide(program: Any, base: Any, goals: Any) -> None:
         raise AssertionError
 

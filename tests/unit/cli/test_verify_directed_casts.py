@@ -1,4 +1,4 @@
-"""Kernels that cut off what does not fit, through the commands: proved, violated, replayed."""
+"""Kernels with truncating casts through the commands: proved, violated, replayed."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def folder(tmp_path: Path) -> Path:
         ("any_direction", "attn_0", ", results: {context: float16}, sigmoid: absolute"),
     ],
 )
-def test_a_kernel_is_proved_refuted_and_replayed(
+def test_truncating_kernel_is_proved_violated_and_replayed(
     folder: Path, follows: Any, casts: str, block: str, more: str
 ) -> None:
-    """The proof is one that the checker accepts, the counterexample one that replays exactly."""
+    """The checker accepts the proof, and the counterexample replays exactly."""
     (folder / "contract.yaml").write_text(CONTRACT.format(casts=casts, block=block, more=more))
     ran = run_here("verify", "--format", "json", "--cache", "off", cwd=folder)
     assert ran.code == 1, ran.stderr
@@ -70,7 +70,7 @@ def test_a_kernel_is_proved_refuted_and_replayed(
     assert found["violated"]
 
 
-def test_a_quantiser_beside_it_is_refused_where_it_is_written(folder: Path) -> None:
+def test_quantiser_with_truncating_casts_is_refused_at_its_position(folder: Path) -> None:
     more = ", activations: {format: int8, scale: per_token}"
     (folder / "contract.yaml").write_text(
         CONTRACT.format(casts="toward_zero", block="mlp_0", more=more)
@@ -81,7 +81,7 @@ def test_a_quantiser_beside_it_is_refused_where_it_is_written(folder: Path) -> N
     assert "quantised to int8" in ran.stderr
 
 
-def test_no_kernel_here_is_measured_as_one_that_cuts_off(folder: Path) -> None:
+def test_no_adapter_claims_truncating_casts(folder: Path) -> None:
     (folder / "contract.yaml").write_text(
         CONTRACT.format(casts="toward_zero", block="mlp_0", more="").replace(
             "drift(mlp_0, x)", "measured_drift(mlp_0, x)"

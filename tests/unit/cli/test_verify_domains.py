@@ -1,4 +1,4 @@
-"""`kcdsl verify --domains`: planes decide what intervals and affine forms leave open."""
+"""`kcdsl verify --domains`: linear bounds decide goals that intervals and affine forms do not."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ Run = Callable[..., Done]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A network of four linears and two ReLUs with a prompt, and no contract."""
+    """Return a network of four linears and two ReLUs with a prompt, without a contract."""
     made = tmp_path_factory.mktemp("feeding")
     generator = torch.Generator().manual_seed(3)
 
@@ -124,7 +124,7 @@ def run(folder: Path, tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def limit(run: Run, kind: str, domains: str) -> float:
-    """Return what these domains bound a functional by."""
+    """Return the bound of a functional by these domains."""
     done = run(f"{BALL}{kind}(drift(mlp_0, x)) <= 1e-30", "--domains", domains)
     assert done.code == 3
     return float(done.goal["bound"])
@@ -132,7 +132,7 @@ def limit(run: Run, kind: str, domains: str) -> float:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["norm_inf", "norm_2", "span"])
-def test_planes_hold_where_the_others_do_not(run: Run, kind: str) -> None:
+def test_linear_bounds_hold_where_other_domains_do_not(run: Run, kind: str) -> None:
     others, planes = limit(run, kind, "interval,affine"), limit(run, kind, "planes")
     assert planes < 0.5 * others
     require = f"{BALL}{kind}(drift(mlp_0, x)) <= {(planes + others) / 2!r}"
@@ -144,7 +144,7 @@ def test_planes_hold_where_the_others_do_not(run: Run, kind: str) -> None:
 
 
 @pytest.mark.full
-def test_the_cheapest_domain_that_holds_is_taken(run: Run) -> None:
+def test_cheapest_domain_that_holds_is_used(run: Run) -> None:
     require = f"{BALL}norm_inf(drift(mlp_0, x)) <= {limit(run, 'norm_inf', 'interval') * 1.01!r}"
     done = run(require)
     assert done.code == 0
@@ -154,8 +154,8 @@ def test_the_cheapest_domain_that_holds_is_taken(run: Run) -> None:
 
 
 @pytest.mark.full
-def test_boxes_of_planes_and_affine_forms_are_met(run: Run) -> None:
-    """Where casts are to nearest and the box is small, each is less in some elements."""
+def test_boxes_of_linear_bounds_and_affine_forms_are_intersected(run: Run) -> None:
+    """With casts to nearest and a small box, each domain is tighter in some elements."""
     require = "forall x in ball(all, 0.0012): norm_inf(drift(mlp_0, x)) <= %r"
 
     def found(domains: str) -> float:
@@ -171,8 +171,8 @@ def test_boxes_of_planes_and_affine_forms_are_met(run: Run) -> None:
 
 
 @pytest.mark.full
-def test_an_order_that_planes_keep(run: Run) -> None:
-    """What is no flip for the others is none for planes, and some that is none for planes alone."""
+def test_no_flip_by_linear_bounds(run: Run) -> None:
+    """Linear bounds prove every order that other domains prove, and more."""
     require = "forall x in ball(all, %s): no_flip(mlp_0, x, 1)"
     held = {
         domains: {r for r in RADII if run(require % r, "--domains", domains).code == 0}
@@ -184,7 +184,7 @@ def test_an_order_that_planes_keep(run: Run) -> None:
 
 
 @pytest.mark.full
-def test_regions_that_planes_do_not_know(run: Run) -> None:
+def test_linear_bounds_refuse_unsupported_regions(run: Run) -> None:
     done = run("forall x in rows(all, 4): norm_inf(drift(mlp_0, x)) <= 10", "--domains", "planes")
     assert (done.code, done.cases) == (3, [])
     assert "none of the tried domains has a bound" in json.dumps(done.goal)
@@ -197,7 +197,7 @@ def test_regions_that_planes_do_not_know(run: Run) -> None:
 
 
 @pytest.mark.full
-def test_planes_of_large_blocks_are_asked_only_by_name(
+def test_linear_bounds_of_large_blocks_run_only_on_request(
     run: Run, folder: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others, planes = limit(run, "norm_inf", "interval,affine"), limit(run, "norm_inf", "planes")
@@ -223,7 +223,7 @@ def test_planes_of_large_blocks_are_asked_only_by_name(
         (("--domains", "planes", "--chain"), "or --chain"),
     ],
 )
-def test_domains_that_cannot_be_chosen(
+def test_invalid_domains_are_refused(
     folder: Path, cli: Any, options: tuple[str, ...], says: str
 ) -> None:
     path = folder / "refused.yaml"

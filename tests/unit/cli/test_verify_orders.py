@@ -1,4 +1,4 @@
-"""`kcdsl verify` on orders and on norms that the boxes of both domains leave open."""
+"""`kcdsl verify` on orders and norms that the boxes of both domains do not decide."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ clauses:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with weights and a prompt, and no contract."""
+    """Return a folder with weights and a prompt, without a contract."""
     torch.manual_seed(5)
     state = {
         name: torch.randn_like(p) * 0.3 + ("norm" in name)
@@ -64,7 +64,7 @@ def proof_of(folder: Path) -> tuple[bytes, Any]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("k", "compute"), [(16, "float32"), (1, "float16")])
-def test_an_order_that_boxes_leave_open_is_proved(
+def test_order_with_overlapping_boxes_is_proved(
     cli: Any, folder: Path, k: int, compute: str
 ) -> None:
     goal = verified(cli, folder, f"forall x in points(all): no_flip(model, x, {k})", compute)
@@ -87,7 +87,7 @@ def test_an_order_that_boxes_leave_open_is_proved(
         ("forall x in points(all): no_flip(model, x, 500)", "float32"),
     ],
 )
-def test_an_order_that_may_change_is_not(
+def test_order_that_may_change_is_not_proved(
     cli: Any, folder: Path, require: str, compute: str
 ) -> None:
     goal = verified(cli, folder, require, compute)
@@ -97,7 +97,7 @@ def test_an_order_that_may_change_is_not(
 
 @pytest.mark.full
 @pytest.mark.parametrize("functional", ["norm_2", "span"])
-def test_a_threshold_below_the_box_is_met(cli: Any, folder: Path, functional: str) -> None:
+def test_threshold_below_the_box_is_proved(cli: Any, folder: Path, functional: str) -> None:
     require = "forall x in points(all): {}(drift(model, x)) {} {:.9f}"
     loose = verified(cli, folder, require.format(functional, "<=", 1e-9))["bound"]
     goal = verified(cli, folder, require.format(functional, "<=", loose * 1.0001))

@@ -1,5 +1,7 @@
-"""Formats of codes, layouts of scales and sums of bytes through the commands: proved, attacked,
-signed, checked again, and a violation replayed."""
+"""Quantised kernels through the commands: proved, attacked, signed, checked, replayed.
+
+They cover formats of codes, layouts of scales and sums of bytes.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def contract(folder: Path, name: str, more: str = "") -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NUMERICS)
-def test_a_signed_certificate_is_derived_again(folder: Path, follows: Any, name: str) -> None:
+def test_signed_certificate_is_rechecked(folder: Path, follows: Any, name: str) -> None:
     contract(folder, name)
     assert run_here("keygen", cwd=folder).code == 0
     words = ("--format", "json", "--cache", "off", "--sign", "kcdsl.key")
@@ -90,7 +92,7 @@ def test_a_signed_certificate_is_derived_again(folder: Path, follows: Any, name:
     assert checked.code == 0, checked.stdout + checked.stderr
 
 
-def test_an_override_of_no_linear_is_refused_with_its_place(folder: Path) -> None:
+def test_override_without_a_linear_is_refused_at_its_position(folder: Path) -> None:
     text = CONTRACT.replace("NUMERICS", NUMERICS["linears"].replace("w8a8-per-channel", "weights"))
     text = text.replace("down_proj", "down_porj")
     (folder / "contract.yaml").write_text(text, encoding="utf-8")
@@ -121,8 +123,8 @@ STRAYS = {
 
 
 @pytest.mark.parametrize("name", STRAYS)
-def test_a_static_scale_of_no_linear_is_refused(folder: Path, name: str) -> None:
-    """In its place the linear that was meant would have the scale of all others."""
+def test_static_scale_without_a_linear_is_refused(folder: Path, name: str) -> None:
+    """The misspelt linear would otherwise use the default scale."""
     text = CONTRACT.replace("NUMERICS", STRAYS[name])
     (folder / "contract.yaml").write_text(text, encoding="utf-8")
     ran = run_here("verify", cwd=folder)
@@ -134,7 +136,7 @@ def test_a_static_scale_of_no_linear_is_refused(folder: Path, name: str) -> None
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CACHES)
-def test_a_quantised_cache_is_proved_signed_and_replayed(
+def test_quantised_cache_is_proved_signed_and_replayed(
     folder: Path, follows: Any, name: str
 ) -> None:
     text = (CONTRACT + TIGHT).replace("mlp_0", "attn_0").replace("NUMERICS", CACHES[name])
@@ -170,7 +172,9 @@ def test_a_quantised_cache_is_proved_signed_and_replayed(
         ("{preset: torch-eager, kv_cache: {format: int8, scale: static}}", "key_scale"),
     ],
 )
-def test_another_cache_is_refused_where_it_stands(folder: Path, written: str, words: str) -> None:
+def test_unsupported_cache_is_refused_at_its_position(
+    folder: Path, written: str, words: str
+) -> None:
     text = CONTRACT.replace("NUMERICS", written)
     (folder / "contract.yaml").write_text(text, encoding="utf-8")
     ran = run_here("check", "contract.yaml", cwd=folder)
@@ -181,7 +185,9 @@ def test_another_cache_is_refused_where_it_stands(folder: Path, written: str, wo
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["vLLM", "AWQ", "MXFP4", "linears"])
-def test_a_run_outside_of_a_bound_is_replayed(folder: Path, follows: Any, name: str) -> None:
+def test_counterexample_of_a_quantised_kernel_is_replayed(
+    folder: Path, follows: Any, name: str
+) -> None:
     contract(folder, name, TIGHT)
     ran = run_here("verify", "--format", "json", "--cache", "off", cwd=folder)
     assert ran.code == 1, ran.stderr

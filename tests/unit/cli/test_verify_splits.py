@@ -1,4 +1,4 @@
-"""`kcdsl verify` of a perceptron in an ONNX file: its region is split if a bound is too large."""
+"""`kcdsl verify` of a perceptron in an ONNX file: the region is split if a bound is too large."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(tmp_path: Path, cli: Any) -> Run:
     return verify
 
 
-def test_a_proof_by_trees_is_derived_from_the_file(run: Run, tmp_path: Path, follows: Any) -> None:
+def test_proof_by_splits_is_rechecked_from_the_file(run: Run, tmp_path: Path, follows: Any) -> None:
     code, goal = run("0.013", "--domains", "splits", "--attack", "off")
     assert (code, goal["verdict"], goal["evidence"]["confirmed"]) == (0, "held", True)
     assert 0.0129 < goal["bound"] <= 0.013
@@ -90,10 +90,10 @@ def test_splits_hold_where_one_bound_does_not(run: Run) -> None:
 
 
 @pytest.mark.full
-def test_a_point_above_the_limit_ends_with_the_counterexample(
+def test_point_above_the_limit_gives_a_counterexample(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The search for runs begins where exact drift exceeds the limit."""
+    """The attack starts where the exact drift exceeds the limit."""
     from kcdsl_backends.attack import attack
 
     starts: list[tuple[float, ...]] = []
@@ -116,7 +116,7 @@ def test_a_point_above_the_limit_ends_with_the_counterexample(
 
 
 @pytest.mark.full
-def test_what_splits_leave_open_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_splits_are_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     code, goal = run("0.013", "--domains", "splits", "--attack", "off", compute="bfloat16")
     assert code == 3
     assert "all roundings together" in goal["reason"]

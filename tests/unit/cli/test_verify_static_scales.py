@@ -1,4 +1,4 @@
-"""Static scales through the commands: proved, violated and replayed, and overflow named."""
+"""Static scales through the commands: proved, violated and replayed; overflow is named."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def verified(folder: Path, code: int = 1, **parts: str) -> dict[str, Any]:
-    """Return what `verify` finds of each clause."""
+    """Return the result of `verify` for each clause."""
     (folder / "contract.yaml").write_text(CONTRACT.format(**parts))
     ran = run_here("verify", "--format", "json", "--cache", "off", cwd=folder)
     assert ran.code == code, ran.stderr
@@ -58,7 +58,7 @@ def verified(folder: Path, code: int = 1, **parts: str) -> dict[str, Any]:
         ("uint8", "nearest", ", input_zero_point: {'*': 128}"),
     ],
 )
-def test_what_is_within_the_scales_is_decided(
+def test_values_within_the_scales_are_decided(
     folder: Path, follows: Any, format: str, casts: str, more: str
 ) -> None:
     goals = verified(folder, format=format, casts=casts, scales=WITHIN + more)
@@ -75,7 +75,7 @@ def test_what_is_within_the_scales_is_decided(
     assert found["violated"]
 
 
-def test_what_may_exceed_a_scale_is_named(folder: Path) -> None:
+def test_values_beyond_a_scale_are_named(folder: Path) -> None:
     goals = verified(folder, 3, format="int8", casts="nearest", scales="input_scale: 0.0001")
     for goal in goals.values():
         assert goal["verdict"] == "inconclusive"
@@ -83,7 +83,7 @@ def test_what_may_exceed_a_scale_is_named(folder: Path) -> None:
         assert "int8 with its static scale" in json.dumps(goal)
 
 
-def test_a_linear_without_a_scale_is_named(folder: Path) -> None:
+def test_linear_without_a_scale_is_named(folder: Path) -> None:
     scales = "input_scale: {model.layers.0.mlp.up_proj: 0.05}"
     for goal in verified(folder, 3, format="int8", casts="any", scales=scales).values():
         assert goal["verdict"] == "inconclusive"

@@ -1,4 +1,4 @@
-"""Whatever shows an evaluation of recorded rollouts counts prompts, and none of it requests."""
+"""Outputs about recorded rollouts count prompts, not requests."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def test_prompts_are_counted_wherever_units_are(cli: Any, folder: Path) -> None:
     assert cli("replay", "out/trace.parquet", cwd=folder).code == 1
 
 
-def test_a_plan_counts_prompts_too(cli: Any, folder: Path) -> None:
+def test_plan_counts_prompts(cli: Any, folder: Path) -> None:
     ran = cli("plan", cwd=folder)
     assert "57 more prompts, none of them beyond, would show it" in ran.stdout
 
 
-def test_a_certificate_of_an_earlier_evaluation_is_named(cli: Any, folder: Path) -> None:
-    """It stays, and nobody takes it for one of the report beside it."""
+def test_certificate_of_an_earlier_evaluation_is_named(cli: Any, folder: Path) -> None:
+    """The file is kept, and is not presented as belonging to the new report."""
     assert "earlier" not in cli("evaluate", cwd=folder).stderr
     (folder / "out" / "evaluate.cert.json").write_text("{}")
     ran = cli("evaluate", cwd=folder)
