@@ -1,4 +1,4 @@
-"""Planes over the change of a ReLU: sound for any slopes, and as good as the published tables."""
+"""Linear bounds of the change of a ReLU: sound for any slopes, as tight as the published tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COUNT = 64
 
 
 def polygons(rng: np.random.Generator, kind: str) -> tuple[ReluChange, Tensor, Tensor]:
-    """Return random polygons and, for each, points (n, D) inside of it [points, COUNT]."""
+    """Return random polygons with points (n, D) inside each: [points, COUNT]."""
     n = rng.standard_normal((400, COUNT)) * rng.choice([0.1, 1.0, 3.0], COUNT)
     moved = rng.standard_normal((400, COUNT)) * rng.choice([1e-6, 0.1, 2.0], COUNT)
     shift = rng.standard_normal(COUNT)
@@ -45,7 +45,7 @@ KINDS = ("any", "drift of one sign", "point", "no drift", "on", "off")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_slopes_make_planes_that_hold(kind: str) -> None:
+def test_bounds_with_any_slopes_are_sound(kind: str) -> None:
     rng = np.random.default_rng(KINDS.index(kind))
     change, n, moved = polygons(rng, kind)
     true = (n + moved).clamp_min(0) - n.clamp_min(0)
@@ -58,8 +58,8 @@ def test_any_slopes_make_planes_that_hold(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_planes_touch_the_change(kind: str) -> None:
-    """No corner is invented: a plane meets the change somewhere in the polygon."""
+def test_bounds_touch_the_change(kind: str) -> None:
+    """Each bound is attained somewhere in the polygon."""
     rng = np.random.default_rng(7)
     change, _, _ = polygons(rng, kind)
     a, b = (torch.from_numpy(rng.standard_normal((1, 1, COUNT))) for _ in range(2))
@@ -95,7 +95,7 @@ def table(change: ReluChange) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_flat_planes_are_no_looser_than_the_case_tables(kind: str) -> None:
+def test_constant_bounds_are_as_tight_as_the_case_tables(kind: str) -> None:
     change, _, _ = polygons(np.random.default_rng(3), kind)
     flat = torch.zeros(1, 1, COUNT, dtype=torch.float64)
     low, high = table(change)
@@ -106,7 +106,7 @@ def test_flat_planes_are_no_looser_than_the_case_tables(kind: str) -> None:
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chosen", ["first", "random"])
-def test_functionals_of_both_unknowns_are_bounded(kind: str, chosen: str) -> None:
+def test_functionals_of_value_and_change_are_bounded(kind: str, chosen: str) -> None:
     rng = np.random.default_rng(11)
     pair, n, moved = polygons(rng, kind)
     reference = n[:1]
@@ -134,7 +134,7 @@ def test_functionals_of_both_unknowns_are_bounded(kind: str, chosen: str) -> Non
     assert worst <= 1e-12
 
 
-def test_nothing_is_lost_where_the_change_is_linear() -> None:
+def test_bounds_are_exact_where_the_change_is_linear() -> None:
     for kind in ("on", "off"):
         change, _, _ = polygons(np.random.default_rng(5), kind)
         e_low, e_high, *rest = first_slopes(change, change)

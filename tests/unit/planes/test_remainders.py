@@ -1,6 +1,6 @@
-"""Remainders of whole operations: no change of deviation or drift exceeds them, and some come near.
+"""Remainders of whole operations: sound, and tight up to a factor.
 
-A share of each bound is reached somewhere, so that a bound that is made smaller is noticed.
+A share of each bound is attained, so that a bound that is too small is detected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRUST = torch.full((1, 1), 2.0**-50, dtype=torch.float64)
 
 
 def rows(rng: np.random.Generator, n: int, size: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return probabilities, and two changes of scores, each without mean: [200, n]."""
+    """Return probabilities, and two changes of scores with mean zero: [200, n]."""
     q = torch.softmax(torch.from_numpy(rng.standard_normal((200, n)) * 2), -1)
     w = torch.from_numpy(rng.choice([-1.0, 0.0, 1.0], (200, n))) * size
     d = torch.from_numpy(rng.choice([-1.0, 1.0], (200, n)))
@@ -38,7 +38,7 @@ def rows(rng: np.random.Generator, n: int, size: float) -> tuple[Tensor, Tensor,
 
 @pytest.mark.parametrize("size", [1e-3, 0.1, 1.0])
 @pytest.mark.parametrize("n", [2, 3, 8])
-def test_softmax_between_two_places(n: int, size: float) -> None:
+def test_softmax_remainder_between_two_points(n: int, size: float) -> None:
     q, w, d = rows(np.random.default_rng(n), n, size)
     found = _from_box(q, d.abs(), w.abs(), TRUST)
     p = q * torch.exp(w)
@@ -50,7 +50,7 @@ def test_softmax_between_two_places(n: int, size: float) -> None:
 
 @pytest.mark.parametrize("size", [1e-3, 0.1, 1.0])
 @pytest.mark.parametrize("n", [2, 3, 8])
-def test_softmax_from_a_point(n: int, size: float) -> None:
+def test_softmax_remainder_at_a_point(n: int, size: float) -> None:
     p, t, _ = rows(np.random.default_rng(n), n, size)
     centre, radius = _from_point(p, Box.around(t.abs()), TRUST)
     grown = torch.exp(t)
@@ -61,7 +61,7 @@ def test_softmax_from_a_point(n: int, size: float) -> None:
 
 @pytest.mark.parametrize("radius", [1e-3, 0.1, 1.0])
 @pytest.mark.parametrize("function", [GELU, GELU_TANH, SILU, TANH])
-def test_second_derivatives_stay_in_their_bounds(function: Smooth, radius: float) -> None:
+def test_second_derivatives_are_within_their_bounds(function: Smooth, radius: float) -> None:
     middle = torch.linspace(-6, 6, 2001, dtype=torch.float64)
     most, wide = _curved(function, middle, torch.full_like(middle, radius))
     steps = torch.linspace(-radius, radius, 41, dtype=torch.float64)
@@ -76,7 +76,7 @@ def test_second_derivatives_stay_in_their_bounds(function: Smooth, radius: float
 
 @pytest.mark.parametrize("part", ["root", "direction", "both"])
 @pytest.mark.parametrize("centred", [False, True])
-def test_the_slope_of_a_norm_between_two_places(part: str, centred: bool) -> None:
+def test_norm_slope_between_two_points(part: str, centred: bool) -> None:
     rng, reached = np.random.default_rng(1), 0.0
     m = torch.from_numpy(rng.standard_normal((500, 3)))
     r_m, y_m = _at(m, 1e-2, centred=centred)
@@ -109,8 +109,8 @@ AFTER: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("op", AFTER)
-def test_wide_boxes_and_large_drifts(op: str, seed: int) -> None:
-    """Two linears that differ, then one operation: many inputs of a wide box, any functional."""
+def test_remainders_hold_on_wide_boxes_and_large_drifts(op: str, seed: int) -> None:
+    """Two different linears, then one operation: random inputs of a wide box, any functional."""
     rng, n = np.random.default_rng(seed), 3
     weights = [torch.from_numpy(rng.standard_normal((n, n)).astype(np.float32))]
     weights.append(

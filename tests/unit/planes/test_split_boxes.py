@@ -1,4 +1,4 @@
-"""Boxes of ReLU networks that are split: bounds, trees and counterexamples, in both programs."""
+"""Split boxes of ReLU networks: bounds, trees and counterexamples, in both programs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def near(one: Network, seed: int, share: float = 0.02) -> Network:
 
 
 def plain(networks: list[Network]) -> list[list[Layer]]:
-    """Return networks as the checker reads them."""
+    """Return networks as the checker's type."""
     return [[(w.numpy(), b.numpy()) for w, b in one] for one in networks]
 
 
@@ -66,7 +66,7 @@ def values(networks: list[Network], x: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def apart(limit: Fraction, outputs: int = 2) -> list[list[LinearConstraint]]:
-    """Return that an output of two networks differs by at least a limit."""
+    """Return the condition that an output of two networks differs by at least a limit."""
     found = []
     for k in range(outputs):
         for sign in (1.0, -1.0):
@@ -78,12 +78,12 @@ def apart(limit: Fraction, outputs: int = 2) -> list[list[LinearConstraint]]:
 
 
 def facts(unsafe: list[list[LinearConstraint]]) -> list[list[Halfspace]]:
-    """Return constraints as the checker reads them."""
+    """Return constraints as the checker's type."""
     return [[(c.inputs, c.first, c.second, c.limit) for c in group] for group in unsafe]
 
 
 def largest(networks: list[Network]) -> float:
-    """Return the largest difference of many inputs."""
+    """Return the largest difference over many inputs."""
     made = torch.Generator().manual_seed(7)
     low, high = (torch.tensor([float(v) for v in end]).double() for end in (LOW, HIGH))
     x = low + (high - low) * torch.rand(20000, 3, generator=made, dtype=torch.float64)
@@ -92,7 +92,7 @@ def largest(networks: list[Network]) -> float:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("radius", [0.0, 0.1, 2.0])
-def test_no_input_exceeds_the_bounds_of_either_program(seed: int, radius: float) -> None:
+def test_bounds_of_both_programs_hold_on_samples(seed: int, radius: float) -> None:
     scale = (1.0, 1e5, 1e-5)[seed]
     first = network(seed, scale=scale)
     pair = [first, near(first, seed, (0.02, 1e-7, 1.0)[seed])]
@@ -105,7 +105,7 @@ def test_no_input_exceeds_the_bounds_of_either_program(seed: int, radius: float)
     found, _, _ = PairedNetwork(layers).above(low, high, OutputRows(*rows), hidden)
     leaves = Leaves.of(paired(plain(pair)), low.numpy(), high.numpy())
     again = leaves.most(2, rows[1].numpy(), rows[2].numpy(), rows[0].numpy())
-    # both follow the same rules; what is met with the boxes of a first pass is no wider
+    # both programs follow the same rules; intersection with the first pass only narrows boxes
     assert np.all(found.numpy() <= again + 1e-9 * (1 + np.abs(again)))
     share = torch.rand(500, 1, 3, generator=made, dtype=torch.float64)
     share[:8, 0] = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3)
@@ -117,8 +117,8 @@ def test_no_input_exceeds_the_bounds_of_either_program(seed: int, radius: float)
     assert np.all(exact.amax(0).numpy() <= again + slack)
 
 
-def test_a_point_has_its_exact_value_inside_the_bounds() -> None:
-    """Large numbers that cancel: the bound of a box without width is that of all roundings."""
+def test_bounds_at_a_point_contain_the_exact_value() -> None:
+    """Large numbers that cancel: the bound of a point box covers all roundings."""
     one = network(3, scale=2.0**20)
     pair = [one, near(one, 4, 2.0**-22)]
     x = torch.tensor([[0.1, -0.7, 0.3]], dtype=torch.float64)
@@ -149,9 +149,7 @@ def proved(pair: list[Network]) -> tuple[SplitDecision, Fraction]:
     return decide(pair, LOW, HIGH, apart(limit), 60.0), limit
 
 
-def test_a_tree_is_derived_again(
-    pair: list[Network], proved: tuple[SplitDecision, Fraction]
-) -> None:
+def test_tree_is_rechecked(pair: list[Network], proved: tuple[SplitDecision, Fraction]) -> None:
     found, limit = proved
     assert found.verdict == "proved"
     assert found.tree is not None
@@ -160,7 +158,7 @@ def test_a_tree_is_derived_again(
     assert again == found.tree.leaves
 
 
-def test_a_tree_of_something_else_is_rejected(
+def test_tree_of_another_problem_is_rejected(
     pair: list[Network], proved: tuple[SplitDecision, Fraction]
 ) -> None:
     found, limit = proved
@@ -186,7 +184,7 @@ def test_a_tree_of_something_else_is_rejected(
         recheck_split(plain(other), LOW, HIGH, facts_of, data)
 
 
-def test_a_counterexample_is_exact(pair: list[Network]) -> None:
+def test_counterexample_is_exact(pair: list[Network]) -> None:
     limit = Fraction(largest(pair)) * Fraction(9, 10)
     found = decide(pair, LOW, HIGH, apart(limit), 60.0)
     assert found.verdict == "counterexample"
@@ -199,8 +197,8 @@ def test_a_counterexample_is_exact(pair: list[Network]) -> None:
     assert not replay(plain(pair), LOW, HIGH, more, found.point)
 
 
-def test_one_network_and_a_conjunction() -> None:
-    """|x| as two ReLUs: at the limit the closed constraint holds, beyond it nothing does."""
+def test_conjunction_about_one_network() -> None:
+    """|x| as two ReLUs: at the limit the closed constraint is satisfiable, beyond it not."""
     one: list[Network] = [
         [(torch.tensor([[1.0], [-1.0]]), torch.zeros(2)), (torch.ones(1, 2), torch.zeros(1))]
     ]
@@ -227,13 +225,13 @@ def test_one_network_and_a_conjunction() -> None:
     assert asked("1.5", "2").verdict == "counterexample"
 
 
-def test_no_time_decides_nothing(pair: list[Network]) -> None:
+def test_zero_time_limit_is_inconclusive(pair: list[Network]) -> None:
     limit = Fraction(largest(pair)) * Fraction(11, 10)
     found = decide(pair, LOW, HIGH, apart(limit), -1.0)
     assert (found.verdict, found.tree, found.point) == ("unknown", None, None)
 
 
-def test_what_does_not_fit_is_refused(pair: list[Network]) -> None:
+def test_mismatched_networks_are_refused(pair: list[Network]) -> None:
     unsafe = apart(Fraction(1))
     for networks, low, constraints in (
         ([], LOW, unsafe),
@@ -250,7 +248,9 @@ def test_what_does_not_fit_is_refused(pair: list[Network]) -> None:
 
 
 @pytest.mark.full
-def test_a_device_gives_a_tree(pair: list[Network], proved: tuple[SplitDecision, Fraction]) -> None:
+def test_search_on_a_device_gives_a_tree(
+    pair: list[Network], proved: tuple[SplitDecision, Fraction]
+) -> None:
     _, limit = proved
     with pretend_device():
         again = decide(pair, LOW, HIGH, apart(limit), 60.0, "cuda")
@@ -260,8 +260,8 @@ def test_a_device_gives_a_tree(pair: list[Network], proved: tuple[SplitDecision,
     assert recheck_split(plain(pair), LOW, HIGH, known, again.tree.data) == again.tree.leaves
 
 
-def test_the_checker_uses_what_boxes_around_a_leaf_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planes of a part can be farther from a ReLU than those of the box that was cut."""
+def test_checker_uses_bounds_of_enclosing_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear bounds of a part may be looser at a ReLU than those of the enclosing box."""
     networks = [network(0, (3, 10, 10, 10, 1), 2.0)]
     networks.append(near(networks[0], 0))
     unsafe = apart(Fraction(1.5 * largest(networks)), 1)
@@ -275,8 +275,8 @@ def test_the_checker_uses_what_boxes_around_a_leaf_show(monkeypatch: pytest.Monk
         recheck_split(*given)
 
 
-def test_no_number_of_boxes_around_a_leaf_is_too_many() -> None:
-    """A tree of one cut after the other is deeper than calls may be nested."""
+def test_deep_trees_do_not_exceed_the_recursion_limit() -> None:
+    """A tree of consecutive cuts is deeper than the recursion limit."""
     networks = [network(0), near(network(0), 1)]
     tree = np.array([*[0] * 3000, *[LEAF] * 3001], "<u2").tobytes()
     with pytest.raises(Rejected, match="claim/too-small"):

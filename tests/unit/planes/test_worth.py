@@ -1,4 +1,4 @@
-"""Of which blocks planes are asked without being named: the estimate of what they cost."""
+"""The cost estimate that decides for which blocks linear bounds run by default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.plane_blocks import feed_forward
 from tests.support.prover import block
 
 
-def test_rows_cost_what_one_costs_where_nothing_joins_them() -> None:
+def test_independent_rows_cost_as_much_as_one() -> None:
     rng = np.random.default_rng(0)
     one, many = (worth.cost(block(feed_forward(rng, rows=rows))) for rows in (1, 8))
     assert many == 8 * one
@@ -23,13 +23,13 @@ def test_attention_costs_more_than_its_rows() -> None:
     assert many > 8 * one
 
 
-def test_elements_are_counted_through_all_linears_before_them() -> None:
+def test_elements_are_counted_through_all_preceding_linears() -> None:
     graph = feed_forward(np.random.default_rng(0), rows=1, width=6, inner=10)
     read, output = 2 * 10 * (1 + 6 * 10), 2 * 6 * (1 + 2 * 6 * 10)
     assert worth.cost(block(graph)) == read + output
 
 
-def test_what_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cheap_blocks_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = block(feed_forward(np.random.default_rng(0)))
     assert worth.cheap(graph)
     monkeypatch.setattr(worth, "MOST", worth.cost(graph) - 1)

@@ -1,4 +1,4 @@
-"""The blame of a clause is there exactly where a fragment does not hold it."""
+"""The blame of a clause exists exactly where it does not fit a fragment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def clauses(repository: Path) -> list[Clause]:
     return found
 
 
-def test_blame_is_there_exactly_where_the_fragment_does_not_fit(repository: Path) -> None:
+def test_blame_exists_exactly_if_the_fragment_does_not_fit(repository: Path) -> None:
     for clause in clauses(repository):
         for fragment in Fragment:
             blame = why_uncovered(clause, {fragment})
@@ -32,7 +32,7 @@ def test_blame_is_there_exactly_where_the_fragment_does_not_fit(repository: Path
 
 
 @pytest.mark.full
-def test_the_place_is_a_part_of_the_requirement(repository: Path) -> None:
+def test_blame_position_is_inside_the_requirement(repository: Path) -> None:
     for clause in clauses(repository):
         for spec in catalogue():
             blame = why_uncovered(clause, spec.fragments)
@@ -55,7 +55,7 @@ def test_the_place_is_a_part_of_the_requirement(repository: Path) -> None:
         ),
     ],
 )
-def test_the_nearest_fragment_speaks_of_the_same_things(
+def test_nearest_fragment_concerns_the_same_quantities(
     tmp_path: Path, clause: str, blamed: str
 ) -> None:
     path = tmp_path / "c.kc.yaml"
@@ -94,10 +94,10 @@ _ON_B = "(forall y in points(b): norm_inf(measured_drift(mlp_0, y)) <= 1)"
         (f"not {_ON_A}", "", False),
     ],
 )
-def test_a_statement_about_several_slices_at_once_has_no_backend(
+def test_disjunction_across_slices_has_no_backend(
     tmp_path: Path, requirement: str, more: str, outside: bool
 ) -> None:
-    """Slices are decided one by one: each alternative would hold on the slice of the other."""
+    """Slices are decided one by one: each alternative might hold only on the other slice."""
     path = tmp_path / "c.kc.yaml"
     path.write_text(
         "kcdsl: 1\ncontract: c\nversion: 1.0.0\ndata: rows.jsonl\n"

@@ -1,4 +1,4 @@
-"""The catalogue where a distribution with backends cannot be used."""
+"""The backend catalogue with an unusable plug-in distribution."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BACKENDS = (BackendSpec("interval", "taken:BACKEND", frozenset(Fragment), rank=-
 def broken(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, str]:
-    """Install a distribution whose entry point cannot be used; return its module and the reason."""
+    """Install a distribution with an unusable entry point; return its module and the reason."""
     text, why = request.param
     module = f"broken_backend_{request.node.callspec.id}"
     (tmp_path / f"{module}.py").write_text(text, encoding="utf-8")
@@ -52,7 +52,7 @@ def broken(
     return module, why
 
 
-def test_a_distribution_that_cannot_be_used_is_left_out_with_the_reason(
+def test_unusable_distribution_is_skipped_with_the_reason(
     broken: tuple[str, str], cli: Cli, follows: Callable[..., None]
 ) -> None:
     module, why = broken

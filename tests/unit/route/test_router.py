@@ -1,4 +1,4 @@
-"""Routing: the least backend, a reason for it, and a reason against every other."""
+"""Routing: the backend of lowest rank, and a reason for each rejected one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ATTN = '  D: {require: "forall x in points(all): span(drift(attn_0, x)) <= 1", l
 def spec(
     name: str, *fragments: Fragment, rank: int = 0, needs: tuple[str, ...] = ()
 ) -> BackendSpec:
-    """Describe a backend that is never loaded."""
+    """Return the description of a backend that is never loaded."""
     return BackendSpec(name, "nowhere:BACKEND", frozenset(fragments), needs, rank=rank)
 
 
@@ -45,7 +45,7 @@ ALL = (SMT, INTERVAL, EMPIRICAL)
 
 
 def program(clauses: str) -> Program:
-    """Compile clauses that must be right."""
+    """Compile valid clauses."""
     sink = Sink()
     found = compile_source(SourceFile("x", HEAD + clauses), sink)
     assert found is not None, [d.message for d in sink]
@@ -57,7 +57,7 @@ def routes(clauses: str, *specs: BackendSpec, wanted: str | None = None) -> dict
     return {r.clause_id: r for r in route(program(clauses), specs, wanted)}
 
 
-def test_each_fragment_finds_its_backend() -> None:
+def test_each_fragment_is_routed_to_its_backend() -> None:
     found = routes(
         DRIFT + "  K: {require: p99(kl) <= 1, level: L1}\n"
         "  O: {require: [rng_seed], level: L1}\n"
@@ -76,14 +76,14 @@ def test_each_fragment_finds_its_backend() -> None:
     assert found["P"].premises == ("D",)
 
 
-def test_the_least_rank_wins_and_the_other_is_named() -> None:
+def test_lowest_rank_wins_and_the_other_is_named() -> None:
     second = spec("second", Fragment.STATISTICAL, rank=5)
     found = routes("  K: {require: p99(kl) <= 1, level: L1}\n", EMPIRICAL, second)["K"]
     assert found.backend == "second"
     assert found.why_not == {"empirical": "able too, but second comes first"}
 
 
-def test_missing_packages_are_a_routing_fact() -> None:
+def test_missing_packages_are_a_reason() -> None:
     lacking = spec("empirical", Fragment.STATISTICAL, needs=("no_such_package_here",))
     found = routes("  K: {require: p99(kl) <= 1, level: L1}\n", lacking, INTERVAL)["K"]
     assert found.backend is None
@@ -91,7 +91,7 @@ def test_missing_packages_are_a_routing_fact() -> None:
     assert found.why_not["empirical"] == "needs no_such_package_here, not installed"
 
 
-def test_nobody() -> None:
+def test_clause_without_a_backend() -> None:
     clause = "  K: {require: p99(kl) <= 1, level: L1}\n"
     assert routes(clause)["K"].reason == "no installed backend decides statistical"
     assert routes(clause, *ALL, wanted="nothing")["K"].reason == "no backend is called nothing"
@@ -100,7 +100,7 @@ def test_nobody() -> None:
     assert routes(clause, *ALL, wanted="empirical")["K"].backend == "empirical"
 
 
-def test_a_proof_needs_a_drift_clause_on_the_logits() -> None:
+def test_implied_proof_needs_a_drift_clause_on_the_logits() -> None:
     proved = "  P: {require: mean(kl) <= 1, level: L1, evidence: proof}\n"
     for clauses in (proved, ATTN + proved):
         found = routes(clauses, *ALL)["P"]
@@ -109,7 +109,7 @@ def test_a_proof_needs_a_drift_clause_on_the_logits() -> None:
     assert routes(DRIFT + proved, *ALL)["P"].backend == "smt"
 
 
-def test_premises_cover_the_slices_of_the_clause() -> None:
+def test_premises_must_cover_the_slices_of_the_clause() -> None:
     def premises_on(slice: str) -> tuple[str, ...]:
         clause = f"  K: {{require: mean(kl) <= 1, level: L1, slices: [{slice}]}}\n"
         return routes(DRIFT + clause, *ALL)["K"].premises
@@ -119,13 +119,13 @@ def test_premises_cover_the_slices_of_the_clause() -> None:
     assert premises_on("other") == ()
 
 
-def test_the_catalogue_is_the_default() -> None:
+def test_installed_catalogue_is_the_default() -> None:
     names = {spec.name for spec in catalogue()}
     (found,) = route(program("  K: {require: p99(kl) <= 1, level: L1}\n"))
     assert {found.backend, *found.why_not} == names
 
 
-def test_each_clause_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_clause_is_classified_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
 
     def counted(clause: Clause) -> set[str]:
@@ -140,7 +140,7 @@ def test_each_clause_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(r.premises == ("D",) for r in found if r.clause_id != "D")
 
 
-def test_each_pair_of_slices_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_pair_of_slices_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[tuple[object, object]] = []
 
     def counted(inner: Predicate, outer: Predicate) -> bool | None:
@@ -173,7 +173,7 @@ def _drift(name: str, slice: str, block: str = "model") -> str:
         ("[all, third]", ()),
     ],
 )
-def test_each_slice_needs_a_premise_that_may_contain_it(
+def test_each_slice_needs_a_premise_that_contains_it(
     slices: str, expected: tuple[str, ...]
 ) -> None:
     drifts = (
@@ -188,7 +188,7 @@ def test_each_slice_needs_a_premise_that_may_contain_it(
     assert found.backend == ("smt" if expected else None)
 
 
-def test_a_model_without_logits_has_no_premises() -> None:
+def test_model_without_logits_has_no_premises() -> None:
     text = HEAD.replace("llama", "bert") + DRIFT
     text += "  P: {require: mean(tv) <= 50%, level: L1, evidence: proof}\n"
     found = compile_source(SourceFile("x", text), Sink())

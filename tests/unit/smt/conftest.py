@@ -46,7 +46,7 @@ STATED = Constants(Fraction(1), Fraction(2), Fraction(3), Fraction(5))
 
 
 class Build:
-    """Short ways to write terms, clauses and programs."""
+    """Short constructors of terms, clauses and programs."""
 
     def metric(self, name: str) -> Metric:
         return Metric(name)

@@ -1,7 +1,7 @@
-"""Lemmas of the rounding models, proved by z3's theory of floating-point numbers.
+"""Lemmas about rounding, proved by z3's theory of floating-point numbers.
 
-z3's sort (4, 4) is E4M3 up to 240, where its largest number lies; the codes from 240 to 448 are
-covered exhaustively in tests/unit/interval/test_formats_exhaustively.py.
+z3's sort (4, 4) is E4M3 up to 240, its largest number; the codes from 240 to 448 are covered
+exhaustively in tests/unit/interval/test_formats_exhaustively.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def cast_error(x: z3.FPRef, target: z3.FPSortRef, exact: z3.FPSortRef) -> tuple[
     ("target", "largest", "u", "eta"),
     [(E4M3, 240.0, 2.0**-4, 2.0**-10), (E5M2, 57344.0, 2.0**-3, 2.0**-17)],
 )
-def test_casts_to_fp8_of_float16(
+def test_error_of_casts_from_float16_to_fp8(
     target: z3.FPSortRef, largest: float, u: float, eta: float
 ) -> None:
     """|fl8(x) - x| <= max(u|x|, eta): x and its cast are exact in float32, and so is u|x|."""
@@ -59,8 +59,8 @@ def test_casts_to_fp8_of_float16(
     )
 
 
-def test_casts_to_e4m3_lose_at_most_a_seventeenth() -> None:
-    """|fl8(x) - x|·17 <= |x| in the normal range, for x of float16: attained, so not 18."""
+def test_casts_to_e4m3_have_a_relative_error_of_at_most_1_17() -> None:
+    """|fl8(x) - x|·17 <= |x| in the normal range, for float16 x: attained, so 18 is wrong."""
     x = z3.FP("x", HALF)
     size, error = cast_error(x, E4M3, SINGLE)
     normal = z3.And(
@@ -82,7 +82,9 @@ def test_casts_to_e4m3_lose_at_most_a_seventeenth() -> None:
     ],
     ids=["float16", "bfloat16"],
 )
-def test_casts_of_float32(target: z3.FPSortRef, largest: float, u: float, eta: float) -> None:
+def test_error_of_casts_from_float32(
+    target: z3.FPSortRef, largest: float, u: float, eta: float
+) -> None:
     """|cast(x) - x| <= max(u|x|, eta), exactly, in float64."""
     x = z3.FP("x", SINGLE)
     size, error = cast_error(x, target, WIDE)
@@ -94,7 +96,7 @@ def test_casts_of_float32(target: z3.FPSortRef, largest: float, u: float, eta: f
 
 @pytest.mark.parametrize("target", [E4M3, E5M2, HALF, BFLOAT], ids=str)
 def test_casts_are_monotone(target: z3.FPSortRef) -> None:
-    """x <= y gives cast(x) <= cast(y): a cast of a box is the box of the casts of its ends."""
+    """x <= y implies cast(x) <= cast(y): the cast of a box has the casts of its ends."""
     x, y = z3.FP("x", HALF), z3.FP("y", HALF)
     ordered = z3.fpLEQ(x, y)
     claim = z3.fpLEQ(z3.fpToFP(NEAREST, x, target), z3.fpToFP(NEAREST, y, target))
@@ -115,7 +117,7 @@ TARGETS = [
 def cut_off(
     source: z3.FPSortRef, target: z3.FPSortRef, exact: z3.FPSortRef
 ) -> tuple[z3.FPRef, z3.FPRef, z3.FPRef]:
-    """Return x, |x| and |what is left of x cut off toward zero|, the last two exactly."""
+    """Return x, |x| and |x truncated toward zero|, the last two exactly."""
     x = z3.FP("x", source)
     left = z3.fpToFP(NEAREST, z3.fpToFP(INWARD, x, target), exact)
     return x, z3.fpAbs(z3.fpToFP(NEAREST, x, exact)), z3.fpAbs(left)
@@ -123,7 +125,7 @@ def cut_off(
 
 @pytest.mark.full
 @pytest.mark.parametrize(("target", "source", "exact", "u", "eta", "largest"), TARGETS)
-def test_casts_toward_zero_lose_less_than_two_roundoffs(
+def test_casts_toward_zero_have_an_error_below_two_roundoffs(
     target: z3.FPSortRef,
     source: z3.FPSortRef,
     exact: z3.FPSortRef,
@@ -131,7 +133,7 @@ def test_casts_toward_zero_lose_less_than_two_roundoffs(
     eta: float,
     largest: float,
 ) -> None:
-    """0 <= |x| - |cut(x)| < max(2u|x|, 2η): u or half a subnormal would be too little."""
+    """0 <= |x| - |cut(x)| < max(2u|x|, 2η): u or half a subnormal would be too small."""
     x, size, left = cut_off(source, target, exact)
     inside = z3.And(z3.Not(z3.fpIsNaN(x)), z3.fpLEQ(size, value(largest, exact)))
     lost = z3.fpSub(NEAREST, size, left)
@@ -147,7 +149,7 @@ def test_casts_toward_zero_lose_less_than_two_roundoffs(
 
 
 @pytest.mark.parametrize(("target", "source", "exact", "u", "eta", "largest"), TARGETS)
-def test_casts_toward_zero_keep_order_sign_and_grid_and_never_overflow(
+def test_casts_toward_zero_keep_order_and_sign_and_never_overflow(
     target: z3.FPSortRef,
     source: z3.FPSortRef,
     exact: z3.FPSortRef,
@@ -155,7 +157,7 @@ def test_casts_toward_zero_keep_order_sign_and_grid_and_never_overflow(
     eta: float,
     largest: float,
 ) -> None:
-    """What is finite stays finite: beyond the largest number the largest is what is left."""
+    """Finite numbers stay finite: values beyond the largest number become the largest."""
     x, y = z3.FP("x", source), z3.FP("y", source)
     one, two = (z3.fpToFP(INWARD, v, target) for v in (x, y))
     finite = z3.Not(z3.Or(z3.fpIsNaN(x), z3.fpIsInf(x)))
@@ -167,11 +169,11 @@ def test_casts_toward_zero_keep_order_sign_and_grid_and_never_overflow(
         assert proved(z3.fpLEQ(x, y), claim=z3.fpLEQ(one, two))
 
 
-def test_the_ratio_of_an_element_and_its_scale_stays_within_the_format() -> None:
-    """|v| <= amax gives |v|/(amax/448) <= 464: with codes above 448 cut off, nothing is NaN.
+def test_ratio_of_an_element_to_its_scale_fits_the_format() -> None:
+    """|v| <= amax implies |v|/(amax/448) <= 464; with saturation above 448 no code is NaN.
 
-    In the narrow sort (5, 8) the scale amax/448 is rounded as float32 rounds it, only coarser; 464
-    is the last number that rounds to 448.
+    In the narrow sort (5, 8) the scale amax/448 is rounded as in float32, but more coarsely; 464 is
+    the last number that rounds to 448.
     """
     narrow = z3.FPSort(5, 8)
     v, amax = z3.FP("v", narrow), z3.FP("a", narrow)
@@ -186,7 +188,7 @@ def test_the_ratio_of_an_element_and_its_scale_stays_within_the_format() -> None
 
 
 def nearest_code(x: z3.ArithRef, name: str, slack: float) -> tuple[z3.ArithRef, z3.BoolRef]:
-    """Return an integer, and that it is the nearest one to x up to `slack`."""
+    """Return an integer, and the condition that it is nearest to x up to `slack`."""
     code = z3.ToReal(z3.Int(name))
     return code, z3.And(code - x <= 0.5 + slack, x - code <= 0.5 + slack)
 
@@ -200,11 +202,11 @@ ROUNDINGS = 2.0**-14
 
 
 @pytest.mark.parametrize(("centred", "holds"), [(True, True), (False, False)])
-def test_a_zero_point_costs_no_more_than_half_a_step(centred: bool, holds: bool) -> None:
-    """In steps: from -m to M with M + m = 255, the code of x is cut at -z and 255 - z.
+def test_zero_point_adds_at_most_half_a_step(centred: bool, holds: bool) -> None:
+    """In steps: from -m to M with M + m = 255, the code of x saturates at -z and 255 - z.
 
-    z is the nearest integer of m; one rounded down would not do. Float32 makes M + m = 255 up to
-    255·2^-23, and each ratio is off by 255·2^-24.
+    z is the nearest integer to m; rounding down would be wrong. Float32 makes M + m = 255 up to
+    255·2^-23, and each ratio has an error of 255·2^-24.
     """
     x, low, high = z3.Real("x"), z3.Real("m"), z3.Real("M")
     code, near = nearest_code(x, "k", 255 * 2.0**-24)
@@ -218,8 +220,8 @@ def test_a_zero_point_costs_no_more_than_half_a_step(centred: bool, holds: bool)
 
 
 @pytest.mark.parametrize(("largest", "holds"), [(127.5, True), (128.0, False)])
-def test_the_full_range_of_int8_costs_no_more_than_half_a_step(largest: float, holds: bool) -> None:
-    """|x| <= 127.5 steps, cut at -128 and 127: the nearest code or one half of a step away."""
+def test_full_range_of_int8_adds_at_most_half_a_step(largest: float, holds: bool) -> None:
+    """|x| <= 127.5 steps, saturated at -128 and 127: at most half a step from the nearest code."""
     x = z3.Real("x")
     code, near = nearest_code(x, "k", 128 * 2.0**-23)
     off = x - cut(code, z3.RealVal(-128), z3.RealVal(127))
@@ -229,8 +231,8 @@ def test_the_full_range_of_int8_costs_no_more_than_half_a_step(largest: float, h
 
 
 @pytest.mark.full
-def test_a_ratio_is_the_same_up_to_four_roundoffs_however_it_is_formed() -> None:
-    """fl(x/s) and fl(x·fl(1/s)) are x/s up to 4u: |ratio·s - x| <= 4u|x|, exact in a wide sort."""
+def test_division_and_reciprocal_agree_up_to_four_roundoffs() -> None:
+    """fl(x/s) and fl(x·fl(1/s)) equal x/s up to 4u: |ratio·s - x| <= 4u|x|, in a wide sort."""
     narrow, wide = z3.FPSort(5, 4), z3.FPSort(8, 12)
     x, s = z3.FP("x", narrow), z3.FP("s", narrow)
     inside = z3.And(

@@ -1,4 +1,4 @@
-"""Slices, levels, actions and parts of requirements, on contracts as they are written."""
+"""Solver checks of slices, levels, actions and parts of requirements, on source contracts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ EVERY = "  A: {require: p99(kl) <= 0.02, slices: [all, long, chat, code], level:
 # --- slices --------------------------------------------------------------------------------------
 
 
-def test_a_slice_that_no_clause_speaks_of() -> None:
+def test_slice_without_clauses_is_reported() -> None:
     (unused,) = found(
         "  A: {require: p99(kl) <= 0.02, slices: [all, long, chat], level: L1}", "KC417"
     )
@@ -67,7 +67,7 @@ def test_a_slice_that_no_clause_speaks_of() -> None:
     assert found(EVERY, "KC417") == []
 
 
-def test_slices_with_the_same_requests() -> None:
+def test_slices_with_equal_requests_are_reported() -> None:
     head = HEAD + '  talk: {where: \'not (category != "chat") and category == "chat"\'}\n'
     (same,) = found(EVERY.replace("code]", "code, talk]"), "KC418", head)
     assert same.message == "the slices 'chat' and 'talk' have the same requests"
@@ -76,7 +76,7 @@ def test_slices_with_the_same_requests() -> None:
     assert found(EVERY.replace("code]", "code, talk]"), "KC418", head) == []
 
 
-def test_a_ball_of_radius_0() -> None:
+def test_ball_of_radius_0_is_reported() -> None:
     clause = '  A: {{require: "forall x in {}: norm_inf(drift(attn_0, x)) <= 1", level: L1}}'
     (note,) = found(clause.format("ball(all, 0)"), "KC408")
     assert (marked(note), note.severity) == ("ball(all, 0)", Severity.NOTE)
@@ -92,7 +92,7 @@ def bound(name: str, require: str, where: str, level: str, more: str = "") -> st
     return f"  {name}: {{require: {require}, slices: [{where}], level: {level}{more}}}\n"
 
 
-def test_the_same_bound_with_two_levels_on_overlapping_slices() -> None:
+def test_equal_bounds_with_two_levels_on_overlapping_slices() -> None:
     two = bound("A", "p99(kl) <= 0.02", "chat", "L2") + bound("B", "p99(kl) <= 0.02", "long", "L3")
     (conflict,) = found(two, "KC416")
     assert marked(conflict) == "B"
@@ -104,8 +104,8 @@ def test_the_same_bound_with_two_levels_on_overlapping_slices() -> None:
     assert found(apart, "KC416") == []
 
 
-def test_a_lower_level_for_a_slice_inside_another() -> None:
-    """The other way round it is meant: see below."""
+def test_lower_level_for_a_nested_slice_is_reported() -> None:
+    """The opposite order is intended: see below."""
     two = bound("A", "p99(kl) <= 0.02", "all", "L3") + bound("B", "p99(kl) <= 0.02", "long", "L2")
     (conflict,) = found(two, "KC416")
     assert "the same bound means L3, fallback in A and L2, higher_precision in B" in (
@@ -113,7 +113,7 @@ def test_a_lower_level_for_a_slice_inside_another() -> None:
     )
 
 
-def test_the_same_bound_with_two_actions() -> None:
+def test_equal_bounds_with_two_actions_are_reported() -> None:
     two = bound("A", "p99(kl) <= 0.02", "chat", "L2") + bound(
         "B", "p99(kl) <= 0.02", "long", "L2", ", then: freeze"
     )
@@ -121,7 +121,7 @@ def test_the_same_bound_with_two_actions() -> None:
     assert found(two.replace(", then: freeze", ""), "KC416") == []
 
 
-def test_a_looser_bound_of_a_higher_level() -> None:
+def test_looser_bound_of_a_higher_level_is_reported() -> None:
     two = bound("A", "p99(kl) <= 0.05", "all", "L3") + bound("B", "p99(kl) <= 0.02", "long", "L1")
     (conflict,) = found(two, "KC416")
     assert "the looser bound of A has the higher level, L3 against L1" in conflict.message
@@ -134,9 +134,9 @@ def test_a_looser_bound_of_a_higher_level() -> None:
 @pytest.mark.parametrize(
     "clauses",
     [
-        # a staircase on one slice
+        # graduated levels on one slice
         bound("A", "p99(kl) <= 0.05", "all", "L3") + bound("B", "p99(kl) <= 0.02", "all", "L1"),
-        # a higher level for a slice inside the other
+        # a higher level for a nested slice
         bound("A", "p99(kl) <= 0.02", "all", "L2") + bound("B", "p99(kl) <= 0.02", "long", "L3"),
         # another quantity, another unit
         bound("A", "p99(kl) <= 0.02", "chat", "L2") + bound("B", "p95(kl) <= 0.02", "long", "L3"),
@@ -146,11 +146,11 @@ def test_a_looser_bound_of_a_higher_level() -> None:
         bound("A", "p99(kl) <= 0.02", "chat, long", "L2"),
     ],
 )
-def test_what_people_mean_is_left_alone(clauses: str) -> None:
+def test_intended_combinations_are_not_reported(clauses: str) -> None:
     assert found(clauses, "KC416") == []
 
 
-def test_an_action_milder_than_that_of_a_lower_level() -> None:
+def test_action_milder_than_that_of_a_lower_level_is_reported() -> None:
     two = bound("A", "p95(latency) <= 250 ms", "all", "L1", ", then: rollback") + bound(
         "B", "p99(latency) <= 900 ms", "all", "L2"
     )
@@ -210,13 +210,15 @@ def test_an_action_milder_than_that_of_a_lower_level() -> None:
         ),
     ],
 )
-def test_dead_parts(require: str, at: Any, words: Any, severity: Any) -> None:
+def test_redundant_parts_of_requirements_are_reported(
+    require: str, at: Any, words: Any, severity: Any
+) -> None:
     where = "" if require.startswith("forall") else "slices: [all], "
     clause = f'  A: {{require: "{require}", {where}level: L1, override: direction}}'
     source, sink = SourceFile("c", f"{HEAD}clauses:\n{clause}\n"), Sink()
     program = compile_source(source, sink, Path())
     if at is None:
-        # The front end knows ranges, so that a part that holds by its range alone is an error.
+        # The front end knows ranges, so a part that holds by its range alone is an error there.
         assert [d.code.id for d in sink if d.severity is Severity.ERROR] == ["KC404"]
         return
     assert program is not None, [d.message for d in sink]
@@ -236,12 +238,12 @@ def test_dead_parts(require: str, at: Any, words: Any, severity: Any) -> None:
         "p99(kl) / mean(kl) <= 9 or p99(kl) <= 0.1",
     ],
 )
-def test_parts_that_matter(require: str) -> None:
+def test_effective_parts_of_requirements_are_not_reported(require: str) -> None:
     clause = f'  A: {{require: "{require}", slices: [all], level: L1, override: direction}}'
     assert found(clause, "KC419") == []
 
 
-def test_a_vacuous_implication_is_reported_once() -> None:
+def test_vacuous_implication_is_reported_once() -> None:
     clause = (
         '  A: {require: "max(js) >= 0.5 and max(tv) <= 0.1 implies mean(kl) <= 0.1", '
         "slices: [all, long], level: L1, override: direction}"
@@ -257,13 +259,13 @@ TABLE = """tables:
 """
 
 
-def test_tables_are_looked_at_bucket_by_bucket() -> None:
+def test_tables_are_checked_bucket_by_bucket() -> None:
     clauses = bound("A", "max(kl) <= table(tau)", "all", "L1")
     clauses += bound("B", "max(kl) <= 0.05", "all", "L1")
     clauses += bound("C", "max(kl) <= 0.05", "long", "L1")
     clauses += bound("D", "max(kl) <= 0.02", "long", "L1")
     messages = [d.message for d in found(clauses, "KC415", HEAD + TABLE)]
-    # D is tighter than the bucket of A for long requests, which therefore follows from it.
+    # D is tighter than the bucket of A for long requests, which is therefore implied.
     assert "A follows on the slice all[tau: length > 80] from D" in messages
     assert "B follows from D and A" in messages or "B follows from A and D" in messages
     assert "C follows from D" in messages
@@ -271,7 +273,7 @@ def test_tables_are_looked_at_bucket_by_bucket() -> None:
 
 
 @pytest.mark.full
-def test_a_slice_that_is_made_up_of_others() -> None:
+def test_slice_that_is_a_union_of_others() -> None:
     head = HEAD + '  brief: {where: "length <= 80"}\n'
     for statistic in ("mean", "p99", "max"):
         parts = bound("A", f"{statistic}(kl) <= 0.1", "long", "L1")
@@ -294,7 +296,7 @@ def test_a_slice_that_is_made_up_of_others() -> None:
 # --- time ----------------------------------------------------------------------------------------
 
 
-def test_when_all_the_time_is_spent_everything_is_open() -> None:
+def test_exhausted_time_leaves_everything_undecided() -> None:
     program, _ = compiled(EVERY + "\n  B: {require: p99(tv) <= 0.02, slices: [all], level: L1}")
     clock = Clock(1000, 1)
     clock._start -= 10
@@ -309,7 +311,7 @@ def test_when_all_the_time_is_spent_everything_is_open() -> None:
     assert "KC415" not in codes
 
 
-def test_a_total_of_no_time_is_refused() -> None:
+def test_zero_total_time_is_refused() -> None:
     with pytest.raises(ValueError, match="positive"):
         Clock(10, 0)
 
@@ -322,7 +324,7 @@ def test_progress_is_reported() -> None:
     assert told[0] == ("clauses", 0, 4)
 
 
-def test_the_answers_are_the_same_each_time() -> None:
+def test_solver_answers_are_reproducible() -> None:
     clauses = EVERY + "\n" + bound("B", "p95(kl) <= 0.05", "all, chat", "L1")
     clauses += bound("C", "max(tv) <= 0.3", "all, long", "L1")
     clauses += bound("D", "mean(kl) >= 0.5", "chat", "L1", ", override: direction")
@@ -332,7 +334,7 @@ def test_the_answers_are_the_same_each_time() -> None:
     assert first == BACKEND.consistency(program, source=source)
 
 
-def test_clauses_that_share_nothing_are_asked_apart() -> None:
+def test_independent_clauses_are_checked_separately() -> None:
     clauses = (
         bound("A", "p99(kl) <= 0.1", "all", "L1")
         + bound("B", "p99(tv) <= 0.1", "all", "L1")

@@ -1,4 +1,4 @@
-"""Contract-level facts: contradictions are named exactly, and there is no false alarm."""
+"""Consistency of contracts: contradictions are named exactly, without false alarms."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def found(program: Any, **options: Any) -> list[tuple[str, str]]:
 
 
 def consistent(program: Any, **options: Any) -> list[Diagnostic]:
-    """Return what speaks against a contract; redundancy and the like have tests of their own."""
+    """Return the findings against a contract, except redundancy, which has its own tests."""
     wanted = {"KC410", "KC411", "KC412", "KC413", "KC414"}
     return [d for d in BACKEND.consistency(program, **options) if d.code.id in wanted]
 
@@ -56,7 +56,7 @@ def ids(diagnostics: list[Diagnostic]) -> list[str]:
 # --- contradictions ------------------------------------------------------------------------------
 
 
-def test_a_contradictory_pair_is_named_exactly_with_its_places(build: Build) -> None:
+def test_contradictory_pair_is_named_with_positions(build: Build) -> None:
     program = build.program(
         build.clause("A", build.compare(build.p(99, "kl"), "<=", "0.5")),
         build.clause("B", build.compare(build.p(50, "tv"), ">=", "0.3")),
@@ -85,7 +85,7 @@ def test_a_contradictory_pair_is_named_exactly_with_its_places(build: Build) -> 
         (("min", None), ("quantile", 50)),
     ],
 )
-def test_statistics_of_one_metric_are_ordered(build: Build, low: Any, high: Any) -> None:
+def test_order_of_statistics_of_one_metric_is_used(build: Build, low: Any, high: Any) -> None:
     def statistic(kind: str, percent: int | None) -> Term:
         return build.p(percent, "logit_l2") if percent else build.stat(kind, "logit_l2")
 
@@ -99,19 +99,19 @@ def test_statistics_of_one_metric_are_ordered(build: Build, low: Any, high: Any)
     assert found(build.program(fine, also)) == []
 
 
-def test_mean_and_median_are_not_ordered(build: Build) -> None:
+def test_mean_and_median_have_no_assumed_order(build: Build) -> None:
     high_mean = build.clause("A", build.compare(build.stat("mean", "kl"), ">=", "0.3"))
     low_median = build.clause("B", build.compare(build.p(50, "kl"), "<=", "0.1"))
     assert found(build.program(high_mean, low_median)) == []
 
 
-def test_different_slices_raise_no_alarm(build: Build) -> None:
+def test_different_slices_do_not_contradict(build: Build) -> None:
     low = build.clause("A", build.compare(build.p(99, "tv"), "<=", "0.1"), ["all"])
     high = build.clause("B", build.compare(build.p(50, "tv"), ">=", "0.3"), ["long", "other"])
     assert found(build.program(low, high)) == []
 
 
-def test_the_maximum_of_a_slice_bounds_that_of_a_part_of_it(build: Build) -> None:
+def test_maximum_of_a_slice_bounds_nested_slices(build: Build) -> None:
     low = build.clause("A", build.compare(build.stat("max", "tv"), "<=", "0.1"), ["all"])
     high = build.clause("B", build.compare(build.stat("max", "tv"), ">=", "0.3"), ["long"])
     assert found(build.program(low, high)) == [
@@ -123,7 +123,7 @@ def test_the_maximum_of_a_slice_bounds_that_of_a_part_of_it(build: Build) -> Non
     assert found(build.program(*turned)) == []
 
 
-def test_three_clauses_of_which_any_two_can_hold(build: Build) -> None:
+def test_jointly_contradictory_triple_is_named(build: Build) -> None:
     total = Arith("+", build.stat("mean", "kl"), build.stat("mean", "logit_l2"))
     program = build.program(
         build.clause("A", build.compare(build.stat("mean", "kl"), "<=", "1")),
@@ -134,7 +134,7 @@ def test_three_clauses_of_which_any_two_can_hold(build: Build) -> None:
     assert found(program) == [("KC410", "A, B and C cannot all hold together on the slice all")]
 
 
-def test_every_pair_that_shares_a_clause_is_named(build: Build) -> None:
+def test_all_pairs_with_a_common_clause_are_named(build: Build) -> None:
     program = build.program(
         build.clause("A", build.compare(build.stat("mean", "kl"), "<=", "0.1"), ["all", "long"]),
         build.clause("B", build.compare(build.stat("mean", "kl"), "<=", "0.2"), ["all"]),
@@ -146,7 +146,7 @@ def test_every_pair_that_shares_a_clause_is_named(build: Build) -> None:
     ]
 
 
-def test_metrics_that_bound_each_other_token_by_token(build: Build) -> None:
+def test_pointwise_metric_inequalities_are_used(build: Build) -> None:
     def pair(small: Term, low: str, large: Term, high: str) -> list[tuple[str, str]]:
         return found(
             build.program(
@@ -174,7 +174,7 @@ def test_exact_fractions_decide_ties(build: Build) -> None:
     assert found(build.program(equal, at)) == []
 
 
-def test_trace_fields_and_connectives(build: Build) -> None:
+def test_consistency_of_trace_fields_and_connectives(build: Build) -> None:
     some = build.clause("A", HasFields(("seed", "digest")), [])
     none = build.clause("B", Not(HasFields(("seed",))), [])
     assert found(build.program(some, none)) == [("KC410", "A and B cannot both hold")]
@@ -196,7 +196,7 @@ def with_budget(clause: Clause, rate: str, unit: str) -> Clause:
     return replace(clause, budget=Budget(Fraction(rate), unit))
 
 
-def test_budgets_weaken_and_units_are_kept_apart(build: Build) -> None:
+def test_budgets_weaken_clauses_and_units_are_separate(build: Build) -> None:
     low = build.clause("A", build.compare(build.stat("max", "tv"), "<=", "0.1"))
     high = build.clause("B", build.compare(build.stat("max", "tv"), ">=", "0.3"))
     clash = [("KC410", "A and B cannot both hold on the slice all")]
@@ -228,7 +228,7 @@ def test_budgets_weaken_and_units_are_kept_apart(build: Build) -> None:
     [("tv", "<=", "-0.1"), ("tv", ">", "1"), ("kl", "<", "0"), ("top1_overlap", ">=", "1.01"),
      ("embedding_cosine", "<", "-1"), ("w_log_w", "<=", "-0.4")],
 )  # fmt: skip
-def test_a_clause_that_can_never_hold(build: Build, metric: str, op: str, value: str) -> None:
+def test_unsatisfiable_clause_is_reported(build: Build, metric: str, op: str, value: str) -> None:
     program = build.program(build.clause("A", build.compare(build.stat("mean", metric), op, value)))
     (diagnostic,) = consistent(program)
     assert (diagnostic.code.id, diagnostic.severity) == ("KC411", Severity.ERROR)
@@ -239,7 +239,7 @@ def test_a_clause_that_can_never_hold(build: Build, metric: str, op: str, value:
     ("metric", "op", "value"),
     [("tv", "<=", "1"), ("kl", ">=", "0"), ("top1_overlap", "<", "1.01"), ("w_log_w", ">=", "-1")],
 )
-def test_a_clause_that_always_holds_is_a_warning(
+def test_clause_that_always_holds_is_a_warning(
     build: Build, metric: str, op: str, value: str
 ) -> None:
     program = build.program(build.clause("A", build.compare(build.stat("mean", metric), op, value)))
@@ -247,7 +247,7 @@ def test_a_clause_that_always_holds_is_a_warning(
     assert (diagnostic.code.id, diagnostic.severity) == ("KC413", Severity.WARNING)
 
 
-def test_a_tautology_over_any_quantity_is_redundant(build: Build) -> None:
+def test_tautology_is_redundant(build: Build) -> None:
     kl = build.compare(build.stat("mean", "kl"), "<=", "0.1")
     assert [
         c for c, _ in found(build.program(build.clause("A", Connective("or", (kl, Not(kl))))))
@@ -257,7 +257,7 @@ def test_a_tautology_over_any_quantity_is_redundant(build: Build) -> None:
     ] == ["KC411"]
 
 
-def test_unregistered_metrics_have_no_domain(build: Build) -> None:
+def test_unregistered_metrics_have_no_range(build: Build) -> None:
     assert found(build.program(build.clause("A", build.compare(Metric("own"), "<=", "-5")))) == []
     low = build.clause("A", build.compare(Metric("own"), "<=", "-5"))
     high = build.clause("B", build.compare(Metric("own"), ">=", "-4"))
@@ -267,7 +267,7 @@ def test_unregistered_metrics_have_no_domain(build: Build) -> None:
 # --- quantified clauses --------------------------------------------------------------------------
 
 
-def test_universal_clauses_meet_at_a_common_input(build: Build) -> None:
+def test_universal_clauses_apply_to_a_common_input(build: Build) -> None:
     below = build.every(build.compare(build.drift("attn_0"), "<=", "0.1"), build.region("all"))
     above = build.every(build.compare(build.drift("attn_0"), ">=", "0.2"), build.region("all"))
     a, b = build.clause("A", below, []), build.clause("B", above, [])
@@ -280,7 +280,7 @@ def test_universal_clauses_meet_at_a_common_input(build: Build) -> None:
     assert found(build.program(a, build.clause("B", other_slice, []))) == []
 
 
-def test_a_region_inside_another_inherits_its_statement(build: Build) -> None:
+def test_nested_region_inherits_universal_claims(build: Build) -> None:
     limit = build.compare(build.drift("attn_0"), "<=", "0.1")
     excess = build.compare(build.drift("attn_0"), ">", "0.1")
     ball, points = build.region("all", "ball", "0.001"), build.region("long")
@@ -293,7 +293,7 @@ def test_a_region_inside_another_inherits_its_statement(build: Build) -> None:
     assert found(build.program(inner, outer)) == []
 
 
-def test_an_existential_witness_obeys_the_universal_clause(build: Build) -> None:
+def test_existential_witness_satisfies_universal_clauses(build: Build) -> None:
     limit = build.compare(build.drift("attn_0"), "<=", "0.1")
     excess = build.compare(build.drift("attn_0"), ">", "0.1")
     every = build.clause("A", build.every(limit, build.region()), [])
@@ -305,8 +305,8 @@ def test_an_existential_witness_obeys_the_universal_clause(build: Build) -> None
     assert found(build.program(some, build.clause("C", two, []))) == []
 
 
-def test_drift_ranges_over_every_admitted_run(build: Build) -> None:
-    # Some runs may drift by 0.05 and others by 0.2, so neither statement holds: no contradiction.
+def test_drift_quantifies_over_every_admitted_run(build: Build) -> None:
+    # Some runs may drift by 0.05 and others by 0.2, so neither holds: no contradiction.
     limit = build.compare(build.drift("attn_0"), "<=", "0.1")
     a = build.clause("A", build.every(Not(limit), build.region()), [])
     low = build.compare(build.drift("attn_0"), ">=", "0.15")
@@ -317,7 +317,7 @@ def test_drift_ranges_over_every_admitted_run(build: Build) -> None:
     )
 
 
-def test_norms_of_one_drift_are_related(build: Build) -> None:
+def test_inequalities_of_norms_are_used(build: Build) -> None:
     def pair(small: str, low: str, large: str, high: str) -> int:
         a = build.every(build.compare(build.drift("head", small), ">=", low), build.region())
         b = build.every(build.compare(build.drift("head", large), "<=", high), build.region())
@@ -330,7 +330,7 @@ def test_norms_of_one_drift_are_related(build: Build) -> None:
     assert pair("span", "1.41", "2", "1") == 0
 
 
-def test_norms_below_zero_and_flips(build: Build) -> None:
+def test_negative_norms_and_flips(build: Build) -> None:
     never = build.every(build.compare(build.drift("head"), "<", "0"), build.region())
     assert [c for c, _ in found(build.program(build.clause("A", never, [])))] == ["KC411"]
     always = build.every(build.compare(build.drift("head"), ">=", "0"), build.region())
@@ -345,7 +345,7 @@ def test_norms_below_zero_and_flips(build: Build) -> None:
 # --- slices --------------------------------------------------------------------------------------
 
 
-def test_a_slice_that_no_request_can_belong_to(build: Build) -> None:
+def test_unsatisfiable_slice_is_reported(build: Build) -> None:
     apart = AllOf((FieldTest("length", ">", Fraction(9)), FieldTest("length", "<", Fraction(9))))
     program = build.program(slices=(Slice("all"), Slice("none", where=apart)))
     (diagnostic,) = consistent(program)
@@ -353,7 +353,7 @@ def test_a_slice_that_no_request_can_belong_to(build: Build) -> None:
     assert "'none'" in diagnostic.message
 
 
-def test_predicates() -> None:
+def test_satisfiability_of_predicates() -> None:
     def test(field: str, op: str, value: str | int | bool) -> FieldTest:
         exact = value if isinstance(value, (str, bool)) else Fraction(value)
         return FieldTest(field, op, exact)
@@ -378,7 +378,7 @@ def test_predicates() -> None:
     assert implies(test("c", "==", "a"), AnyOf((test("c", "==", "a"), test("c", "==", "b"))), 2000)
     assert implies(test("n", ">", 64), AllOf(), 2000)
     assert not implies(AllOf(), test("n", ">", 64), 2000)
-    # A field that is absent or of another kind is neither above nor below.
+    # A field that is absent or of another type is neither above nor below.
     assert not implies(NoneOf(test("n", ">", 64)), test("n", "<=", 64), 2000)
     assert not implies(test("c", "!=", "a"), NoneOf(test("c", "==", 1)), 2000)
     assert not implies(NoneOf(test("c", "==", "a")), test("c", "!=", "a"), 2000)
@@ -410,7 +410,7 @@ def hard(build: Build) -> Clause:
     return build.clause("H", Connective("and", parts))
 
 
-def test_a_timeout_is_reported_and_the_rest_still_checked(build: Build) -> None:
+def test_timeout_is_reported_and_the_rest_is_checked(build: Build) -> None:
     low = build.clause("A", build.compare(build.stat("mean", "kl"), "<=", "0.1"))
     high = build.clause("B", build.compare(build.stat("mean", "kl"), ">=", "0.3"))
     diagnostics = consistent(build.program(low, hard(build), high), timeout_ms=20)
@@ -420,7 +420,7 @@ def test_a_timeout_is_reported_and_the_rest_still_checked(build: Build) -> None:
     assert "H" in open_question.message
 
 
-def test_unknown_is_never_taken_for_consistent(
+def test_unknown_is_never_reported_as_consistent(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Solver, "_check", lambda *_: (Outcome.UNKNOWN, ()))
@@ -437,7 +437,7 @@ def test_unknown_is_never_taken_for_consistent(
     assert ids(consistent(plain)) == ["KC414"]
 
 
-def test_unknown_about_the_whole_is_reported_too(
+def test_unknown_about_the_whole_contract_is_reported(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = Solver.decide_all
@@ -456,16 +456,16 @@ def test_unknown_about_the_whole_is_reported_too(
     assert "A and B" in diagnostic.message
 
 
-def test_a_timeout_must_be_positive(build: Build) -> None:
+def test_timeout_must_be_positive(build: Build) -> None:
     with pytest.raises(ValueError, match="positive"):
         BACKEND.consistency(build.program(), timeout_ms=0)
 
 
-def test_an_empty_contract_has_no_findings(build: Build) -> None:
+def test_empty_contract_has_no_findings(build: Build) -> None:
     assert found(build.program()) == []
 
 
-def test_importing_the_backend_imports_no_solver() -> None:
+def test_backend_module_imports_no_solver() -> None:
     code = (
         "import sys; from kcdsl_backends.smt import BACKEND; "
         "sys.exit('z3 was imported' if 'z3' in sys.modules else 0)"
@@ -476,14 +476,14 @@ def test_importing_the_backend_imports_no_solver() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_catalogue_loads_this_backend() -> None:
+def test_catalogue_loads_this_backend() -> None:
     from kcdsl_backends import CATALOGUE
 
     spec = next(spec for spec in CATALOGUE if spec.name == "smt")
     assert spec.load() is BACKEND
 
 
-def test_findings_say_by_which_laws(build: Build) -> None:
+def test_findings_name_the_axioms_used(build: Build) -> None:
     low = build.clause("A", build.compare(build.stat("min", "kl"), ">=", "0.3"))
     high = build.clause("B", build.compare(build.p(95, "kl"), "<=", "0.2"))
     (found,) = consistent(build.program(low, high))
@@ -499,8 +499,8 @@ def test_findings_say_by_which_laws(build: Build) -> None:
 
 
 @pytest.mark.parametrize(("op", "limit"), [("-", "0"), ("/", "1")])
-def test_what_is_taken_away_stands_by_its_other_tokens(build: Build, op: str, limit: str) -> None:
-    """Each request by its largest token, less the same by its smallest, is not always zero."""
+def test_subtracted_percentile_uses_the_opposite_tokens(build: Build, op: str, limit: str) -> None:
+    """The largest token of each request minus its smallest is not always zero."""
     median = build.p(50, "kl")
     clause = build.clause("A", build.compare(Arith(op, median, median), "<=", limit))
     assert consistent(build.program(clause)) == []
@@ -510,8 +510,8 @@ def test_what_is_taken_away_stands_by_its_other_tokens(build: Build, op: str, li
 
 
 @pytest.mark.parametrize("op", ["*", "/"])
-def test_a_negative_factor_turns_the_tokens_that_harm(build: Build, op: str) -> None:
-    """p99(kl) * -1 >= -t says p99(kl) <= t, for z3's translation and for the exported script."""
+def test_negative_factor_reverses_the_harmful_tokens(build: Build, op: str) -> None:
+    """p99(kl) * -1 >= -t means p99(kl) <= t, in z3's translation and in the exported script."""
     tail, minus = build.p(99, "kl"), Number(Fraction(-1))
     turned = build.clause("A", build.compare(Arith(op, tail, minus), ">=", "-0.01"))
     plain = build.clause("B", build.compare(tail, "<=", "0.01"))

@@ -1,4 +1,4 @@
-"""Clauses implied by a proved drift: each metric both ways, and everything that must not follow."""
+"""Clauses implied by a proved drift: metrics on both sides of their bounds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def at_most(build: Build, term: Term, limit: Fraction, op: str = "<=") -> Any:
 @pytest.mark.sample(20)
 @pytest.mark.parametrize("statistic", ["mean", "p50", "p99", "max", "value"])
 @pytest.mark.parametrize(("name", "term", "limit"), LIMITS, ids=[name for name, _, _ in LIMITS])
-def test_each_metric_follows_above_its_bound_and_not_below(
+def test_metric_threshold_above_its_bound_is_implied_and_below_not(
     build: Build, name: str, term: Term, limit: float, statistic: str
 ) -> None:
     quantity = {
@@ -86,7 +86,7 @@ def test_each_metric_follows_above_its_bound_and_not_below(
     assert lower == ([] if never_below_zero_by_definition else [("A", "all")])
 
 
-def test_the_lower_side_of_the_signed_ratio_follows(build: Build) -> None:
+def test_lower_side_of_the_signed_ratio_is_implied(build: Build) -> None:
     for kind in ("mean", "min", "max"):
         quantity = build.stat(kind, "log_ratio")
         assert derived(build.program(at_most(build, quantity, Fraction(-S), ">="))) == [
@@ -96,13 +96,13 @@ def test_the_lower_side_of_the_signed_ratio_follows(build: Build) -> None:
         assert derived(build.program(at_most(build, quantity, Fraction(-S), "<="))) == []
 
 
-def test_equality_of_bound_and_threshold_is_decided_exactly(build: Build) -> None:
+def test_equality_of_bound_and_threshold_is_exact(build: Build) -> None:
     limit = Fraction(bound("tv", S))
     assert derived(build.program(at_most(build, build.p(99, "tv"), limit))) == [("A", "all")]
     assert derived(build.program(at_most(build, build.p(99, "tv"), limit, "<"))) == []
 
 
-def test_the_other_spelling_of_the_comparison_is_the_same(build: Build) -> None:
+def test_reversed_comparison_is_equivalent(build: Build) -> None:
     turned = build.clause("A", Compare(">=", Number(Fraction(1, 100)), build.p(99, "tv")))
     (implied,) = BACKEND.derive(build.program(turned), (PROOF,))
     assert implied.bounds[0].comparison.op == "<="
@@ -117,16 +117,16 @@ def generous(build: Build, slices: tuple[str, ...] = ("all",)) -> Any:
 
 
 @pytest.mark.parametrize("block", ["head", "layer_0", "attn_0", "Model", ""])
-def test_only_the_drift_of_the_whole_model_counts(build: Build, block: str) -> None:
+def test_only_the_drift_of_the_whole_model_implies_metrics(build: Build, block: str) -> None:
     assert derived(build.program(generous(build)), replace(PROOF, block=block)) == []
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, -1e-9, True, None, "0.1"])
-def test_a_bound_that_is_no_number_from_zero_on_proves_nothing(build: Build, wrong: Any) -> None:
+def test_negative_and_nan_bounds_prove_nothing(build: Build, wrong: Any) -> None:
     assert derived(build.program(generous(build)), replace(PROOF, bound=wrong)) == []
 
 
-def test_a_bound_of_zero_proves_everything_about_the_metric(build: Build) -> None:
+def test_zero_bound_proves_every_threshold(build: Build) -> None:
     exact = at_most(build, build.stat("max", "tv"), Fraction(0))
     assert derived(build.program(exact), replace(PROOF, bound=0.0)) == [("A", "all")]
     assert derived(build.program(exact), replace(PROOF, bound=5e-324)) == []
@@ -137,47 +137,45 @@ def test_unknown_norms_prove_nothing(build: Build, norm: str) -> None:
     assert derived(build.program(generous(build)), replace(PROOF, norm=norm)) == []
 
 
-def test_a_proof_about_something_that_is_no_region_proves_nothing(build: Build) -> None:
+def test_proof_without_a_covering_region_proves_nothing(build: Build) -> None:
     wrong: Any = "somewhere"
     assert derived(build.program(generous(build)), replace(PROOF, region=wrong)) == []
     for kind in RegionKind:
         found = derived(build.program(generous(build)), replace(PROOF, region=kind))
-        # sequences of up to a longest one are not all requests of a slice
+        # sequences up to a longest one are not all requests of a slice
         assert found == ([] if kind is RegionKind.ROWS else [("A", "all")])
 
 
-def test_an_encoder_has_no_logits(build: Build) -> None:
+def test_encoder_has_no_implied_metrics(build: Build) -> None:
     assert derived(build.program(generous(build), architecture="bert")) == []
     assert derived(build.program(generous(build), architecture=None)) == [("A", "all")]
 
 
 @pytest.mark.parametrize("name", ["top1_overlap", "top5_overlap", "ece_gap"])
-def test_agreement_never_follows_from_the_distance_of_distributions(
-    build: Build, name: str
-) -> None:
+def test_agreement_is_not_implied_by_distances(build: Build, name: str) -> None:
     for op, value in ((">=", "1e-9"), (">", "0"), ("<=", "0.999")):
         clause = build.clause("A", build.compare(build.stat("mean", name), op, value))
         assert derived(build.program(clause), replace(PROOF, bound=1e-300)) == []
 
 
-def test_a_rate_does_not_follow(build: Build) -> None:
+def test_rates_are_not_implied(build: Build) -> None:
     clause = build.clause("A", build.compare(build.stat("rate", "tv"), "<=", "0.5"))
     assert derived(build.program(clause)) == []
 
 
-def test_a_clause_that_holds_anyway_is_not_reported_as_implied(build: Build) -> None:
+def test_clause_that_always_holds_is_not_reported_as_implied(build: Build) -> None:
     for name, op, value in (("tv", "<=", "1"), ("kl", ">=", "0"), ("top1_overlap", ">=", "0")):
         clause = build.clause("A", build.compare(build.stat("mean", name), op, value))
         assert derived(build.program(clause)) == []
 
 
-def test_norms_of_hidden_states_runtime_and_l2_do_not_follow(build: Build) -> None:
+def test_norms_of_states_runtime_and_l2_are_not_implied(build: Build) -> None:
     for name in ("hidden_l2", "latency", "logit_l2", "unknown"):
         clause = build.clause("A", build.compare(build.stat("mean", name), "<=", "1e9"))
         assert derived(build.program(clause)) == []
 
 
-def test_quantified_clauses_and_clauses_without_a_slice_do_not_follow(build: Build) -> None:
+def test_quantified_and_sliceless_clauses_are_not_implied(build: Build) -> None:
     universal = build.every(build.compare(build.drift("model"), "<=", "1"), build.region())
     assert derived(build.program(build.clause("A", universal, []))) == []
     assert derived(build.program(generous(build, ()))) == []
@@ -186,7 +184,7 @@ def test_quantified_clauses_and_clauses_without_a_slice_do_not_follow(build: Bui
 # --- slices --------------------------------------------------------------------------------------
 
 
-def test_a_proof_covers_slices_inside_its_own(build: Build) -> None:
+def test_proof_covers_nested_slices(build: Build) -> None:
     program = build.program(generous(build, ("all", "long", "longer", "other")))
     assert derived(program) == [("A", "all"), ("A", "long"), ("A", "longer")]
     on_long = replace(PROOF, slice="long")
@@ -195,20 +193,20 @@ def test_a_proof_covers_slices_inside_its_own(build: Build) -> None:
     assert derived(program, replace(PROOF, slice="longer")) == [("A", "longer")]
 
 
-def test_an_undeclared_slice_covers_nothing(build: Build) -> None:
+def test_undeclared_slice_covers_nothing(build: Build) -> None:
     assert derived(build.program(generous(build)), replace(PROOF, slice="elsewhere")) == []
     undeclared = build.program(generous(build, ("elsewhere",)))
     assert derived(undeclared) == []
     assert derived(undeclared, replace(PROOF, slice="elsewhere")) == []
 
 
-def test_data_named_or_left_to_the_default_is_the_same_data(build: Build) -> None:
+def test_explicit_and_default_data_are_the_same(build: Build) -> None:
     slices = (Slice("all"), Slice("named", data="data.jsonl"), Slice("else", data="./data.jsonl"))
     program = build.program(generous(build, ("named", "else")), slices=slices)
     assert derived(program) == [("A", "named")]
 
 
-def test_the_tightest_proof_that_suffices_is_named(build: Build) -> None:
+def test_tightest_sufficient_proof_is_named(build: Build) -> None:
     loose, tight = replace(PROOF, clause_id="LOOSE", bound=10.0), PROOF
     limit = Fraction(bound("kl", S)) * 2
     clause = build.clause("A", Compare("<=", build.p(99, "kl"), Number(limit)), ("all", "other"))
@@ -217,7 +215,7 @@ def test_the_tightest_proof_that_suffices_is_named(build: Build) -> None:
     assert [(i.slice, i.by) for i in found] == [("all", "N-LOGIT"), ("other", "OTHER")]
 
 
-def test_an_l2_proof_reaches_the_l2_metric(build: Build) -> None:
+def test_l2_proof_implies_the_l2_metric(build: Build) -> None:
     l2 = replace(PROOF, norm="2")
     clause = build.clause("A", build.compare(build.p(99, "logit_l2"), "<=", "0.001001"))
     assert derived(build.program(clause), l2) == [("A", "all")]
@@ -232,7 +230,7 @@ def test_an_l2_proof_reaches_the_l2_metric(build: Build) -> None:
 # --- temperature and constants -------------------------------------------------------------------
 
 
-def test_the_temperature_scales_the_span(build: Build) -> None:
+def test_temperature_scales_the_span(build: Build) -> None:
     cold = Constants(temperature=Fraction(1, 4))
     proof = replace(PROOF, temperature=Fraction(1, 4))
     limit = Fraction(bound("tv", 4 * S)) * Fraction("1.000001")
@@ -244,14 +242,12 @@ def test_the_temperature_scales_the_span(build: Build) -> None:
 
 
 @pytest.mark.parametrize("temperature", [Fraction(0), Fraction(-1)])
-def test_without_a_positive_temperature_there_is_no_chain(
-    build: Build, temperature: Fraction
-) -> None:
+def test_chain_needs_a_positive_temperature(build: Build, temperature: Fraction) -> None:
     program = build.program(generous(build), constants=Constants(temperature=temperature))
     assert derived(program, replace(PROOF, temperature=temperature)) == []
 
 
-def test_a_proof_for_another_temperature_proves_nothing(build: Build) -> None:
+def test_proof_for_another_temperature_proves_nothing(build: Build) -> None:
     assert derived(build.program(generous(build)), replace(PROOF, temperature=Fraction(2))) == []
 
 
@@ -268,7 +264,7 @@ def test_rewards_and_gradients_need_their_constants(build: Build) -> None:
 # --- formulas ------------------------------------------------------------------------------------
 
 
-def test_connectives_and_arithmetic(build: Build) -> None:
+def test_implication_through_connectives_and_arithmetic(build: Build) -> None:
     tv = build.compare(build.p(99, "tv"), "<=", "0.01")
     kl = build.compare(build.stat("mean", "kl"), "<=", "0.01")
     agree = build.compare(build.stat("mean", "top1_overlap"), ">=", "0.9")
@@ -294,7 +290,7 @@ def test_connectives_and_arithmetic(build: Build) -> None:
     assert not follows(build.compare(unknown, "<=", "1000"))
 
 
-def test_a_budget_makes_a_clause_no_harder(build: Build) -> None:
+def test_budget_makes_a_clause_no_harder(build: Build) -> None:
     soft = replace(generous(build), budget=Budget(Fraction(1, 100), "requests"))
     assert derived(build.program(soft)) == [("A", "all")]
 
@@ -302,7 +298,7 @@ def test_a_budget_makes_a_clause_no_harder(build: Build) -> None:
 # --- the record ----------------------------------------------------------------------------------
 
 
-def test_the_chain_is_written_out(build: Build) -> None:
+def test_chain_of_inequalities_is_recorded(build: Build) -> None:
     proof = replace(PROOF, bound=0.000155)
     program = build.program(
         build.clause("A", build.compare(build.p(99, "tv"), "<=", "0.01"), ["long"])
@@ -328,7 +324,7 @@ def test_the_chain_is_written_out(build: Build) -> None:
     assert any("slice long has at least one row" in text for text in implied.assumptions)
 
 
-def test_a_compound_clause_ends_with_itself(build: Build) -> None:
+def test_chain_of_a_compound_clause_ends_with_the_clause(build: Build) -> None:
     parts = (
         build.compare(build.p(99, "tv"), "<=", "0.01"),
         build.compare(build.stat("mean", "top1_overlap"), ">=", "0.9"),
@@ -343,7 +339,7 @@ def test_a_compound_clause_ends_with_itself(build: Build) -> None:
 
 @pytest.mark.parametrize(("name", "term", "limit"), LIMITS[:8], ids=[n for n, _, _ in LIMITS[:8]])
 @pytest.mark.parametrize("norm", ["inf", "2", "span"])
-def test_the_checker_recomputes_every_bound_from_the_record(
+def test_checker_recomputes_every_bound_from_the_record(
     build: Build, name: str, term: Term, limit: float, norm: str
 ) -> None:
     t = Fraction(3, 7)
@@ -372,7 +368,7 @@ def test_the_checker_recomputes_every_bound_from_the_record(
     st.sampled_from(["tv", "kl", "jeffreys", "w_log_w"]),
     st.fractions(Fraction(1, 10**9), 4),
 )
-def test_derivation_agrees_with_the_bound(
+def test_derivation_agrees_with_the_bound_function(
     build: Build, proved: float, name: str, limit: Fraction
 ) -> None:
     clause = build.clause("A", Compare("<=", build.stat("mean", name), Number(limit)))
@@ -382,9 +378,7 @@ def test_derivation_agrees_with_the_bound(
     assert bool(found) == (expected and not trivially)
 
 
-def test_what_the_solver_leaves_open_is_not_implied(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undecided_clause_is_not_implied(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Solver, "_ask", lambda *_: (Outcome.UNKNOWN, frozenset()))
     assert derived(build.program(generous(build))) == []
 
@@ -393,13 +387,13 @@ def test_what_the_solver_leaves_open_is_not_implied(
 
 
 @given(st.floats(0, 1e300, exclude_min=True), st.booleans())
-def test_shown_numbers_are_rounded_to_the_safe_side(value: float, up: bool) -> None:
+def test_printed_numbers_are_rounded_to_the_safe_side(value: float, up: bool) -> None:
     shown = Fraction(number(value, up=up))
     assert shown >= Fraction(value) if up else shown <= Fraction(value)
     assert shown == pytest.approx(Fraction(value), rel=2e-3)
 
 
-def test_a_shown_bound_does_not_pass_a_threshold_that_it_keeps() -> None:
+def test_printed_bound_does_not_exceed_a_threshold_it_satisfies() -> None:
     threshold = Fraction("0.0100004")
     assert number(0.01000035, within=threshold) == "0.01000035"
     assert Fraction(number(0.01, within=Fraction(0.01))) == Fraction(0.01)

@@ -1,4 +1,4 @@
-"""Differences of contracts where units, budgets and the whole contract matter."""
+"""Differences of contracts that involve units, budgets and whole contracts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def relation(build: Build, old: list[Clause], new: list[Clause]) -> Relation:
         ("0.01", None, Relation.STRICTER),
     ],
 )
-def test_budgets(build: Build, old: str | None, new: str | None, expected: Relation) -> None:
+def test_differences_of_budgets(
+    build: Build, old: str | None, new: str | None, expected: Relation
+) -> None:
     maximum = build.stat("max", "kl")
     first, second = (
         upper(build, "A", maximum, "1", budget=None if rate is None else budget(rate))
@@ -61,7 +63,7 @@ def test_budgets(build: Build, old: str | None, new: str | None, expected: Relat
 
 
 @pytest.mark.parametrize("op", ["<=", "<"])
-def test_a_percentile_counts_requests(build: Build, op: str) -> None:
+def test_percentile_counts_requests_in_a_difference(build: Build, op: str) -> None:
     tail = build.clause("A", build.compare(build.p(99, "kl"), op, "1"))
     counted = build.clause("A", build.compare(build.stat("max", "kl"), op, "1"))
     for rate, expected in (
@@ -75,14 +77,14 @@ def test_a_percentile_counts_requests(build: Build, op: str) -> None:
     assert relation(build, [tail], [windows]) is Relation.INCOMPARABLE
 
 
-def test_a_lower_bound_of_a_percentile_is_none_of_requests(build: Build) -> None:
+def test_lower_bound_of_a_percentile_is_not_a_request_count(build: Build) -> None:
     tail = build.clause("A", build.compare(build.p(99, "kl"), ">=", "1"))
     counted = build.clause("A", build.compare(build.stat("max", "kl"), ">=", "1"))
     new = replace(counted, budget=budget("0.01"))
     assert relation(build, [tail], [new]) is Relation.INCOMPARABLE
 
 
-def test_the_share_of_a_witness_is_what_the_new_budget_allows(build: Build) -> None:
+def test_witness_share_equals_the_new_budget(build: Build) -> None:
     maximum = build.stat("max", "kl")
     old = upper(build, "A", maximum, "1", budget=budget("0.01"))
     new = upper(build, "A", maximum, "1", budget=budget("0.05"))
@@ -95,7 +97,7 @@ def test_the_share_of_a_witness_is_what_the_new_budget_allows(build: Build) -> N
     assert 1 < Fraction(value.exact) <= Fraction(3, 2)
 
 
-def test_budgets_that_only_add_up_leave_the_question_without_a_witness(build: Build) -> None:
+def test_summed_budgets_give_no_witness(build: Build) -> None:
     low, high = build.stat("min", "kl"), build.stat("max", "kl")
     width = build.clause("C", build.compare(Arith("-", high, low), "<=", "1"))
     a = replace(build.clause("A", build.compare(low, ">=", "1")), budget=budget("0.03"))
@@ -107,15 +109,15 @@ def test_budgets_that_only_add_up_leave_the_question_without_a_witness(build: Bu
     assert compare(build, [a, b, affordable], [a, b])["C"].implied_by == ("A", "B")
 
 
-def test_what_holds_of_no_request_alone_refuses_a_witness(build: Build) -> None:
-    """Of a clause about the whole slice, values of requests are no witness, nor the other way."""
+def test_slice_level_clauses_have_no_request_witness(build: Build) -> None:
+    """Values of requests are no witness for a clause about the whole slice, and vice versa."""
     old = upper(build, "A", build.stat("mean", "kl"), "1")
     new = replace(old, budget=budget("0.5", "windows"))
     found = compare(build, [old], [new])["A"]
     assert (found.relation, found.witness) == (Relation.INCOMPARABLE, None)
 
 
-def test_a_witness_says_which_clauses_were_looked_at(build: Build) -> None:
+def test_witness_names_the_evaluated_clauses(build: Build) -> None:
     old = upper(build, "A", build.stat("mean", "kl"), "1")
     other = upper(build, "B", build.stat("max", "kl"), "2", budget=budget("0.5", "windows"))
     apart = upper(build, "C", build.stat("max", "hidden_l2"), "2", budget=budget("0.5", "windows"))
@@ -125,7 +127,7 @@ def test_a_witness_says_which_clauses_were_looked_at(build: Build) -> None:
         assert (witness.extent, witness.unit) == (extent, "slices")
 
 
-def test_a_removed_clause_that_others_imply_leaves_the_contract_as_it_is(build: Build) -> None:
+def test_removing_an_implied_clause_changes_nothing(build: Build) -> None:
     strict = upper(build, "A", build.stat("max", "kl"), "1")
     loose = upper(build, "B", build.p(99, "kl"), "2")
     found = compare(build, [strict, loose], [strict])["B"]
@@ -135,7 +137,7 @@ def test_a_removed_clause_that_others_imply_leaves_the_contract_as_it_is(build: 
     assert relation(build, [strict, loose], [strict]) is Relation.EQUAL
 
 
-def test_a_clause_of_a_lower_level_is_no_substitute(build: Build) -> None:
+def test_clause_of_a_lower_level_is_no_substitute(build: Build) -> None:
     strict = upper(build, "A", build.stat("max", "kl"), "1", level=Level.L1)
     loose = upper(build, "B", build.p(99, "kl"), "2")
     found = compare(build, [strict, loose], [strict])["B"]
@@ -143,7 +145,7 @@ def test_a_clause_of_a_lower_level_is_no_substitute(build: Build) -> None:
     assert found.because == ("A still demands it, with other consequences",)
 
 
-def test_fields_that_records_may_lack(build: Build) -> None:
+def test_optional_record_fields(build: Build) -> None:
     old = build.clause("A", HasFields(("rng_seed", "build_fingerprint")))
     new = build.clause("A", HasFields(("rng_seed",)))
     found = compare(build, [old], [new])["A"]
@@ -179,13 +181,13 @@ def test_every_part_of_a_kernel_is_compared(
     assert BACKEND.difference(new, new).relation is Relation.EQUAL
 
 
-def test_no_field_of_a_kernel_is_left_out() -> None:
-    """A new field must be compared too: it belongs in the cases above."""
+def test_every_field_of_a_kernel_is_compared() -> None:
+    """A new field must be compared too: add it to the cases above."""
     known = {"run", "numerics", "span", "folder", "service", "recording", "checkpoint"}
     assert {each.name for each in fields(KernelRef)} == known
 
 
-def test_the_blocks_of_an_onnx_file_are_compared(build: Build) -> None:
+def test_blocks_of_an_onnx_file_are_compared(build: Build) -> None:
     old = build.program(upper(build, "A", build.stat("max", "kl"), "1"))
     new = replace(old, model=replace(old.model, blocks=(("attn_0", "x", "y"),)))
     found = BACKEND.difference(old, new)
@@ -193,7 +195,7 @@ def test_the_blocks_of_an_onnx_file_are_compared(build: Build) -> None:
     assert [change.name for change in found.changes] == ["model block attn_0"]
 
 
-def test_relations_of_a_whole() -> None:
+def test_relations_of_whole_contracts() -> None:
     equal, stricter, weaker = Relation.EQUAL, Relation.STRICTER, Relation.WEAKER
     undecided, incomparable = Relation.UNDECIDED, Relation.INCOMPARABLE
     for parts, whole in (

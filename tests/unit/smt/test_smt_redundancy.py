@@ -1,4 +1,4 @@
-"""Clauses that follow from others: which, from which, by what; and what is never called so."""
+"""Redundant clauses: implied ones, their premises and axioms; non-redundant ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def upper(build: Build, id: str, statistic: Any, limit: str, slices: Any = ("all
     return clause
 
 
-def test_a_tighter_threshold_of_the_same_quantity(build: Build) -> None:
+def test_tighter_threshold_implies_a_looser_one(build: Build) -> None:
     a, b = (
         upper(build, "A", build.p(99, "kl"), "0.02"),
         upper(build, "B", build.p(99, "kl"), "0.05"),
@@ -55,7 +55,7 @@ def test_a_tighter_threshold_of_the_same_quantity(build: Build) -> None:
     assert list(redundant(build.program(b, a))) == ["B follows from A"]
 
 
-def test_of_two_equal_clauses_the_later_is_dropped(build: Build) -> None:
+def test_later_of_two_equal_clauses_is_redundant(build: Build) -> None:
     a, b = (upper(build, name, build.p(99, "kl"), "0.02") for name in "AB")
     (found,) = redundant(build.program(a, b)).values()
     assert found.message == "B follows from A"
@@ -77,7 +77,7 @@ def test_of_two_equal_clauses_the_later_is_dropped(build: Build) -> None:
         (("p", 99, "tv", "0.1"), ("p", 99, "hellinger2", "0.1"), "H^2 <= TV"),
     ],
 )
-def test_facts_imply_and_are_named(build: Build, premise: Any, conclusion: Any, note: str) -> None:
+def test_axioms_imply_and_are_named(build: Build, premise: Any, conclusion: Any, note: str) -> None:
     def term(kind: str, first: Any, second: str, _: str) -> Any:
         return build.p(first, second) if kind == "p" else build.stat(first, second)
 
@@ -103,7 +103,7 @@ def test_facts_imply_and_are_named(build: Build, premise: Any, conclusion: Any, 
         (("p", 99, "logit_linf", "1"), ("p", 99, "hidden_linf", "1")),
     ],
 )
-def test_what_does_not_follow_is_not_said_to(build: Build, premise: Any, conclusion: Any) -> None:
+def test_unimplied_clauses_are_not_reported(build: Build, premise: Any, conclusion: Any) -> None:
     def term(kind: str, first: Any, second: str, _: str) -> Any:
         return build.p(first, second) if kind == "p" else build.stat(first, second)
 
@@ -112,7 +112,7 @@ def test_what_does_not_follow_is_not_said_to(build: Build, premise: Any, conclus
     assert "B follows from A" not in redundant(build.program(a, b))
 
 
-def test_the_temperature_is_part_of_the_curves(build: Build) -> None:
+def test_temperature_is_part_of_the_bound_functions(build: Build) -> None:
     a = upper(build, "A", build.p(99, "logit_span"), "1")
     b = upper(build, "B", build.p(99, "tv"), "0.13")
     hot = replace(build.program().constants, temperature=Fraction(2))
@@ -120,7 +120,7 @@ def test_the_temperature_is_part_of_the_curves(build: Build) -> None:
     assert len(redundant(build.program(a, b, constants=hot))) == 1
 
 
-def test_premises_are_minimal_and_survive(build: Build) -> None:
+def test_premises_are_minimal_and_not_redundant(build: Build) -> None:
     total = Arith("+", build.stat("mean", "kl"), build.stat("mean", "hidden_l2"))
     program = build.program(
         upper(build, "A", build.stat("mean", "kl"), "1"),
@@ -132,7 +132,7 @@ def test_premises_are_minimal_and_survive(build: Build) -> None:
     assert list(redundant(program)) == ["C follows from A and B", "D follows from A and B"]
 
 
-def test_slices_inside_slices(build: Build) -> None:
+def test_implication_on_nested_slices(build: Build) -> None:
     every = upper(build, "A", build.stat("max", "tv"), "0.3")
     part = upper(build, "B", build.stat("max", "tv"), "0.3", ("long",))
     (found,) = redundant(build.program(every, part)).values()
@@ -146,7 +146,7 @@ def test_slices_inside_slices(build: Build) -> None:
     assert redundant(build.program(every, other)) == {}
 
 
-def test_one_of_several_slices_is_a_note(build: Build) -> None:
+def test_redundancy_on_one_of_several_slices_is_a_note(build: Build) -> None:
     both = upper(build, "A", build.stat("max", "tv"), "0.3", ("all", "long"))
     (found,) = redundant(build.program(both)).values()
     assert found.severity is Severity.NOTE
@@ -173,7 +173,7 @@ def test_one_of_several_slices_is_a_note(build: Build) -> None:
         ({}, {"holdout": True}, True),
     ],
 )
-def test_a_clause_with_more_consequences_stays(
+def test_clause_with_more_consequences_is_kept(
     build: Build, premise: Any, conclusion: Any, follows: bool
 ) -> None:
     a = replace(upper(build, "A", build.p(99, "kl"), "0.02"), **premise)
@@ -188,7 +188,7 @@ def with_budget(clause: Clause, rate: str, unit: str = "requests") -> Clause:
     return replace(clause, budget=Budget(Fraction(rate), unit))
 
 
-def test_budgets_of_premises_add_up(build: Build) -> None:
+def test_budgets_of_premises_are_summed(build: Build) -> None:
     total = Arith("+", build.stat("mean", "kl"), build.stat("mean", "hidden_l2"))
     a = upper(build, "A", build.stat("mean", "kl"), "1")
     b = upper(build, "B", build.stat("mean", "hidden_l2"), "1")
@@ -201,7 +201,7 @@ def test_budgets_of_premises_add_up(build: Build) -> None:
     assert redundant(build.program(*made, with_budget(c, "0.03", "windows"))) == {}
 
 
-def test_budgets_on_different_slices_do_not_meet(build: Build) -> None:
+def test_budgets_on_different_slices_are_not_combined(build: Build) -> None:
     every = with_budget(upper(build, "A", build.stat("max", "tv"), "0.1"), "0.01")
     part = with_budget(upper(build, "B", build.stat("max", "tv"), "0.1", ("long",)), "0.01")
     assert redundant(build.program(every, part)) == {}
@@ -209,7 +209,7 @@ def test_budgets_on_different_slices_do_not_meet(build: Build) -> None:
     assert redundant(build.program(every, with_budget(low, "0.01"))) == {}
 
 
-def test_a_hard_bound_of_a_maximum_holds_of_each_request(build: Build) -> None:
+def test_hard_bound_of_a_maximum_applies_to_each_request(build: Build) -> None:
     hard = upper(build, "A", build.stat("max", "tv"), "0.1")
     each = with_budget(upper(build, "B", build.stat("mean", "tv"), "0.1"), "0.01")
     (found,) = redundant(build.program(hard, each)).values()
@@ -222,7 +222,7 @@ def test_a_hard_bound_of_a_maximum_holds_of_each_request(build: Build) -> None:
 # --- other statements ----------------------------------------------------------------------------
 
 
-def test_regions_and_norms(build: Build) -> None:
+def test_redundancy_of_regions_and_norms(build: Build) -> None:
     ball = build.region("all", "ball", "0.001")
     a = build.clause("A", build.every(build.compare(build.drift("b", "2"), "<=", "1"), ball), [])
     b = build.clause(
@@ -244,7 +244,7 @@ def test_regions_and_norms(build: Build) -> None:
     assert list(redundant(wider)) == ["A follows from B"]
 
 
-def test_flips_and_fields(build: Build) -> None:
+def test_redundancy_of_flips_and_fields(build: Build) -> None:
     a = build.clause("A", build.every(NoFlip("model", "x"), build.region("all")), [])
     b = build.clause("B", build.every(NoFlip("model", "x"), build.region("long")), [])
     assert list(redundant(build.program(a, b))) == ["B follows from A"]
@@ -258,8 +258,8 @@ def test_flips_and_fields(build: Build) -> None:
     ]
 
 
-def test_quantifiers_that_must_not_share_an_input(build: Build) -> None:
-    """From `A or B` at every input does not follow A at every input, or B at every input."""
+def test_quantifiers_do_not_share_an_input(build: Build) -> None:
+    """`A or B` at every input implies neither A at every input nor B at every input."""
     small = build.compare(build.drift("b"), "<=", "1")
     calm = build.compare(build.drift("c"), "<=", "1")
     either = build.every(Connective("or", (small, calm)), build.region())
@@ -268,8 +268,8 @@ def test_quantifiers_that_must_not_share_an_input(build: Build) -> None:
     assert list(redundant(build.program(a, b))) == ["A follows from B"]
 
 
-def test_a_percentile_means_two_numbers_for_tokens(build: Build) -> None:
-    """`not (p99(kl) <= 0.1)` is about the smallest token of a request, so this is no tautology."""
+def test_percentile_and_its_negation_use_different_tokens(build: Build) -> None:
+    """`not (p99(kl) <= 0.1)` uses the smallest token of a request, so this is no tautology."""
     limit = build.compare(build.p(99, "kl"), "<=", "0.1")
     either = build.clause("A", Connective("or", (limit, Not(limit))))
     assert [d.code.id for d in BACKEND.consistency(build.program(either))].count("KC413") == 0
@@ -278,7 +278,7 @@ def test_a_percentile_means_two_numbers_for_tokens(build: Build) -> None:
     assert [d.code.id for d in BACKEND.consistency(build.program(surely))].count("KC413") == 1
 
 
-def test_a_quotient_is_not_true_where_it_is_undefined(build: Build) -> None:
+def test_undefined_quotient_is_not_true(build: Build) -> None:
     share = Arith("/", build.stat("mean", "kl"), build.stat("mean", "hidden_l2"))
     either = Connective("or", (build.compare(share, "<=", "1"), build.compare(share, ">", "1")))
     always = build.clause("A", either)
@@ -290,13 +290,13 @@ def test_a_quotient_is_not_true_where_it_is_undefined(build: Build) -> None:
     ]
 
 
-def test_the_mean_of_magnitudes_bounds_the_magnitude_of_the_mean(build: Build) -> None:
+def test_mean_of_magnitudes_bounds_the_magnitude_of_the_mean(build: Build) -> None:
     a = upper(build, "A", build.stat("mean", Abs(Metric("log_ratio"))), "0.01")
     b = upper(build, "B", Abs(build.stat("mean", "log_ratio")), "0.01")
     assert list(redundant(build.program(a, b))) == ["B follows from A"]
 
 
-def test_metrics_of_the_user_lie_in_their_range_and_nothing_else_is_known(build: Build) -> None:
+def test_user_metrics_have_only_their_range(build: Build) -> None:
     own = UserMetric(
         "toxicity", "m:f", a_family(build), "request", "lower", "1", "1", ("mean", "quantile"), (),
         lower=Fraction(0), upper=Fraction(1),
@@ -318,14 +318,14 @@ def a_family(build: Build) -> Any:
     return build.clause("A", build.compare(Number(Fraction(0)), "<=", "1")).family
 
 
-def test_from_a_contradiction_nothing_is_said_to_follow(build: Build) -> None:
+def test_contradiction_implies_nothing(build: Build) -> None:
     a = upper(build, "A", build.stat("mean", "kl"), "0.1")
     b = build.clause("B", build.compare(build.stat("mean", "kl"), ">=", "0.3"))
     c = upper(build, "C", build.stat("mean", "hidden_l2"), "0.1")
     assert list(redundant(build.program(a, b, c))) == ["A and B cannot both hold on the slice all"]
 
 
-def test_of_several_ways_to_imply_one_that_the_budget_affords_is_found(build: Build) -> None:
+def test_affordable_premises_are_found_among_several(build: Build) -> None:
     low, high = build.stat("min", "kl"), build.stat("max", "kl")
     clauses = [
         with_budget(build.clause("A", build.compare(low, ">=", "1")), "0.03"),
