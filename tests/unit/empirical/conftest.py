@@ -45,14 +45,14 @@ Function = Callable[[tuple[int, ...]], Tensor]
 
 
 def base_logits(tokens: tuple[int, ...]) -> Tensor:
-    """Return logits [T, V] that depend on the tokens alone."""
+    """Return logits [T, V] that depend only on the tokens."""
     generator = torch.Generator().manual_seed(sum((i + 1) * t for i, t in enumerate(tokens)))
     return 3 * torch.randn(len(tokens), VOCABULARY, generator=generator, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class FakeKernel:
-    """A kernel that is one function of the tokens."""
+    """A kernel whose outputs are one function of the tokens."""
 
     function: Function = base_logits
     scale: float = 1.0
@@ -79,7 +79,7 @@ class FakeKernel:
 
 @dataclass(frozen=True)
 class Bound:
-    """A certified bound that is the same everywhere."""
+    """A certified bound that is equal everywhere."""
 
     bound_inf: float
     drift_bound: np.ndarray
@@ -172,7 +172,7 @@ def setting(
     certified: float | None = None,
     **changes: Any,
 ) -> KernelContext:
-    """Return an evaluation of fake kernels, equal unless given."""
+    """Return an evaluation of fake kernels, equal by default."""
     chosen = requests() if rows is None else rows
     certify = None
     if certified is not None:

@@ -1,4 +1,4 @@
-"""Values beside clauses: percentiles, certified bounds, the noise floor, narrow results."""
+"""Report fields beside clauses: percentiles, certified bounds, noise floor, narrow results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def row_of(report: Report, name: str, slice_: str = "all") -> ClauseResult:
 
 
 def bounded(found: EvidenceTable, factor: float) -> EvidenceTable:
-    """Return evidence in which every request has bounds, `factor` times what was measured."""
+    """Return evidence in which every request has bounds, `factor` times the measured values."""
     certified = {
         key: SamplingUnit(
             key, 0, {n: factor * v for n, v in run.unit.values.items() if n != "margin"}
@@ -36,7 +36,7 @@ def bounded(found: EvidenceTable, factor: float) -> EvidenceTable:
     return replace(found, certified=certified)
 
 
-def test_percentiles_are_those_of_requests_by_their_worst_token() -> None:
+def test_percentiles_count_requests_by_their_worst_token() -> None:
     found = evidence()
     worst = sorted(float(run.unit.values["kl"].max()) for run in found.runs.values())
     beside = row_of(conclude(found), "N-KL").beside
@@ -46,7 +46,7 @@ def test_percentiles_are_those_of_requests_by_their_worst_token() -> None:
     assert beside.measured.worst == worst[-1]
 
 
-def test_where_more_is_better_the_worst_is_the_smallest() -> None:
+def test_worst_token_of_agreement_metrics_is_the_smallest() -> None:
     found = evidence()
     beside = row_of(conclude(found), "S-TOP1").beside
     assert beside is not None
@@ -56,7 +56,7 @@ def test_where_more_is_better_the_worst_is_the_smallest() -> None:
     )
 
 
-def test_the_bound_of_a_statistic_is_that_statistic_of_the_bounds() -> None:
+def test_bound_of_a_statistic_is_the_statistic_of_bounds() -> None:
     report = conclude(bounded(evidence(), 3.0))
     for name in ("N-KL", "N-MAX", "N-TV"):
         row = row_of(report, name)
@@ -67,7 +67,7 @@ def test_the_bound_of_a_statistic_is_that_statistic_of_the_bounds() -> None:
         assert row.beside.certified.requests == row.beside.certified.of == 60
 
 
-def test_a_request_without_a_bound_takes_the_bound_from_a_maximum() -> None:
+def test_maximum_needs_a_bound_of_every_request() -> None:
     found = bounded(evidence(), 3.0)
     key = next(iter(found.certified))
     found = replace(
@@ -82,7 +82,7 @@ def test_a_request_without_a_bound_takes_the_bound_from_a_maximum() -> None:
     assert certified.partial is not None
 
 
-def test_a_percentile_has_a_bound_where_enough_requests_have_one() -> None:
+def test_percentile_needs_bounds_of_enough_requests() -> None:
     clauses = (clause("N-HALF", "quantile", "kl", "1", q="1/2"),)
     found = bounded(evidence(clauses), 3.0)
     unbounded = {key: SamplingUnit(key, 1, failure="no time") for key in list(found.certified)[:10]}
@@ -98,7 +98,7 @@ def test_a_percentile_has_a_bound_where_enough_requests_have_one() -> None:
     assert row.beside.certified.reason is None
 
 
-def test_an_infinite_bound_is_none_and_says_so() -> None:
+def test_infinite_bound_is_reported_as_none() -> None:
     found = bounded(evidence(), 3.0)
     endless = {
         key: replace(
@@ -118,7 +118,7 @@ def test_an_infinite_bound_is_none_and_says_so() -> None:
         assert certified.reason == "some requests have no finite bound of logit_linf"
 
 
-def test_a_bound_names_the_domains_that_it_comes_from() -> None:
+def test_bound_names_its_domains() -> None:
     found = bounded(evidence(), 3.0)
     keys = list(found.certified)
     domains = {"sharp": keys[:1], "quick": keys[1:], "unused": []}
@@ -130,7 +130,7 @@ def test_a_bound_names_the_domains_that_it_comes_from() -> None:
     jsonschema.validate(report.to_json(), report_schema())
 
 
-def test_a_floor_that_is_no_number_is_none() -> None:
+def test_nan_noise_floor_is_omitted() -> None:
     found = evidence()
     odd = {
         key: replace(unit, values={**unit.values, "kl": np.array([np.nan, np.inf])})
@@ -145,7 +145,7 @@ def test_a_floor_that_is_no_number_is_none() -> None:
     assert not row.beside.noise_floor.above
 
 
-def test_a_bound_of_the_size_is_none_of_the_signed_value() -> None:
+def test_bound_of_a_magnitude_does_not_bound_the_signed_value() -> None:
     clauses = (
         clause("N-SIZE", "max", "log_ratio", "1", magnitude=True),
         clause("N-SIGNED", "max", "log_ratio", "1"),
@@ -162,8 +162,8 @@ def test_a_bound_of_the_size_is_none_of_the_signed_value() -> None:
         assert certified.reason == "no bound on this side is known"
 
 
-def test_the_magnitude_of_a_mean_has_the_bound_of_the_sizes() -> None:
-    """|mean(x)| is at most the mean of the bounds of |x|; sizes stand beside it, and its floor."""
+def test_magnitude_of_a_mean_is_bounded_by_mean_magnitudes() -> None:
+    """|mean(x)| is at most the mean of the bounds of |x|; its floor is shown too."""
     size = Abs(Statistic("mean", Metric("log_ratio"), None))
     bare = clause("N-BIAS", "mean", "log_ratio", "1")
     bias = replace(bare, require=Compare("<=", size, Number(Fraction(1))))
@@ -185,7 +185,7 @@ def test_the_magnitude_of_a_mean_has_the_bound_of_the_sizes() -> None:
     assert beside.noise_floor.value == pytest.approx(abs(float(noise.mean())), rel=1e-12)
 
 
-def test_sums_of_metrics_are_measured_and_have_a_floor_and_no_bound() -> None:
+def test_sums_of_metrics_have_a_floor_and_no_bound() -> None:
     summed = Statistic("quantile", Arith("+", Metric("kl"), Metric("tv")), Fraction(1, 2))
     bare = clause("N-SUM", "mean", "kl", "1")
     found = evidence((replace(bare, require=Compare("<=", summed, Number(Fraction(1)))),))
@@ -213,7 +213,7 @@ def test_sums_of_metrics_are_measured_and_have_a_floor_and_no_bound() -> None:
     assert without.noise_floor.reason == "tv was not measured between batchings"
 
 
-def test_a_threshold_below_the_noise_floor_is_named() -> None:
+def test_threshold_below_the_noise_floor_is_reported() -> None:
     report = conclude(evidence())
     below = {(w.code, w.clause) for w in report.warnings}
     assert below == {("KC670", "N-RATIO")}
@@ -228,7 +228,7 @@ def test_a_threshold_below_the_noise_floor_is_named() -> None:
     assert loose.warnings == ()
 
 
-def test_a_kernel_that_takes_no_batches_has_no_noise_floor() -> None:
+def test_kernel_without_batches_has_no_noise_floor() -> None:
     row = row_of(conclude(evidence(floor={})), "N-KL")
     assert row.beside is not None
     assert row.beside.noise_floor is not None
@@ -256,7 +256,7 @@ def test_narrow_results_are_marked(case: str) -> None:
     assert row.beside.narrow == expected
 
 
-def test_a_value_within_a_tenth_of_its_threshold_is_near() -> None:
+def test_value_within_a_tenth_of_its_threshold_is_near() -> None:
     found = evidence()
     worst = max(float(run.unit.values["kl"].max()) for run in found.runs.values())
     for factor, near in ((1.05, True), (0.95, True), (1.3, False), (0.5, False)):
@@ -267,19 +267,19 @@ def test_a_value_within_a_tenth_of_its_threshold_is_near() -> None:
 
 
 @pytest.mark.full
-def test_the_document_follows_its_schema_with_and_without_bounds() -> None:
+def test_report_follows_its_schema_with_and_without_bounds() -> None:
     for found in (evidence(), bounded(evidence(), 3.0), evidence(count=0), evidence(floor={})):
         jsonschema.validate(conclude(found).to_json(), report_schema())
 
 
-def test_a_census_prints_no_limit_of_a_sample() -> None:
+def test_census_prints_no_confidence_limit() -> None:
     import io
 
     from kcdsl.verdict.text.report import print_report
 
     report = conclude(evidence((clause("S-TOP1", "mean", "top1_overlap", "1/2", op=">="),)))
     (row,) = report.clauses
-    assert row.low is not None  # for planning, which asks about the next requests
+    assert row.low is not None  # for planning, about the next requests
     stream = io.StringIO()
     print_report(replace(report, slices=()), stream)
     line = next(x for x in stream.getvalue().splitlines() if x.startswith("S-TOP1"))
@@ -295,8 +295,8 @@ def table_of(report: Report) -> str:
     return console.file.getvalue()
 
 
-def test_the_table_says_of_how_many_requests_a_bound_is() -> None:
-    """A bound of some requests is never shown as one of the clause."""
+def test_table_states_how_many_requests_a_bound_covers() -> None:
+    """A bound of some requests is never shown as a bound of the clause."""
     found = bounded(evidence(), 3.0)
     kept = list(found.certified)[:2]
     some = {

@@ -1,4 +1,4 @@
-"""Certified bounds of requests: each above what admitted runs drift, and a budget that is kept."""
+"""Certified bounds of requests: above admitted drift, within a time budget."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.reference_metrics import PAIR_FUNCTIONS
 
 @dataclass
 class Fixed:
-    """A bound that is the same for every element and takes the time that it says."""
+    """A constant bound whose computation takes a stated time."""
 
     size: float
     price: float = 1.0
@@ -82,7 +82,7 @@ def certificates(model: Fixed, lengths: tuple[int, ...], seconds: float) -> Cert
 
 @pytest.mark.parametrize("temperature", [Fraction(1), Fraction(1, 2), Fraction(7, 3)])
 @pytest.mark.parametrize("size", [1e-7, 1e-2, 2.0])
-def test_no_pair_within_the_box_exceeds_a_bound(size: float, temperature: Fraction) -> None:
+def test_no_pair_in_the_box_exceeds_a_bound(size: float, temperature: Fraction) -> None:
     generator = torch.Generator().manual_seed(1)
     train = 3 * torch.randn(200, 16, generator=generator, dtype=torch.float64)
     low = -size * torch.rand(200, 16, generator=generator, dtype=torch.float64)
@@ -111,8 +111,8 @@ def test_no_pair_within_the_box_exceeds_a_bound(size: float, temperature: Fracti
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e-5, 0.03, 1.0, 20.0])
-def test_a_rare_class_attains_what_holds_at_one_token(size: float) -> None:
-    """All classes but a rare one lose 2 size, it gains: ln w is nearly the span."""
+def test_rare_class_attains_the_bound_at_one_token(size: float) -> None:
+    """All classes but a rare one lose `size`, and it gains `size`: ln w is nearly the span."""
     limits = logit_bounds(RequestBounds(np.full((1, 2), -size), np.full((1, 2), size)), Fraction(1))
     delta = torch.tensor([2 * size, -2 * size], dtype=torch.float64)
     assert limits.keys() & SAMPLED_FUNCTIONS.keys() >= {"k2", "w_log_w_minus", "chi2_token"}
@@ -122,7 +122,7 @@ def test_a_rare_class_attains_what_holds_at_one_token(size: float) -> None:
         assert values.max() <= limits[name][0] * (1 + 1e-9)
 
 
-def test_what_overflows_has_no_finite_bound() -> None:
+def test_overflow_has_no_finite_bound() -> None:
     limits = logit_bounds(
         RequestBounds(np.full((1, 2), -500.0), np.full((1, 2), 500.0)), Fraction(1)
     )
@@ -151,7 +151,7 @@ def test_bounds_of_states() -> None:
     assert found["hidden_l2"][0] >= 5.0
 
 
-def test_positions_are_stable_where_the_margin_exceeds_the_span() -> None:
+def test_positions_with_margin_above_the_span_are_stable() -> None:
     unit = SamplingUnit("r", 3, {"logit_span": np.full(4, 1.0), "logit_linf": np.full(4, 0.6)})
     found = agreement_bounds(np.array([0.9, 1.0, 1.1, 1.3]), unit)
     assert found["top1_overlap"].tolist() == [0.0, 0.0, 1.0, 1.0]
@@ -161,7 +161,7 @@ def test_positions_are_stable_where_the_margin_exceeds_the_span() -> None:
 
 
 @pytest.mark.parametrize("size", [0.01, 0.2, 0.6])
-def test_no_pair_within_the_box_changes_more_than_the_margin_allows(size: float) -> None:
+def test_flips_in_the_box_respect_the_margin(size: float) -> None:
     generator = torch.Generator().manual_seed(2)
     train = torch.randn(400, 8, generator=generator, dtype=torch.float64)
     moved = size * (2 * torch.rand(400, 8, generator=generator, dtype=torch.float64) - 1)
@@ -180,37 +180,37 @@ def test_no_pair_within_the_box_changes_more_than_the_margin_allows(size: float)
 # --- the budget ----------------------------------------------------------------------------------
 
 
-def test_the_cheapest_come_first_until_the_time_is_spent() -> None:
+def test_cheapest_requests_are_bounded_first_within_the_time() -> None:
     found = sought(Fixed(1e-3), (9, 2, 4, 3), seconds=10)
     assert [key for key, unit in found.items() if unit.failure is None] == ["r:2", "r:3", "r:4"]
     assert found["r:9"].failure == "it would take about 9 s, and 1 s of 10 s are left"
 
 
-def test_long_times_are_written_plainly() -> None:
+def test_long_times_are_formatted() -> None:
     found = sought(Fixed(1e-3, price=173.4), (2, 9), seconds=1800)
     said = "it would take about 1,600 s, and 1,453 s of 1,800 s are left"
     assert found["r:9"].failure == said
 
 
-def test_what_takes_longer_than_expected_makes_the_rest_wait() -> None:
+def test_slow_bounds_postpone_the_rest() -> None:
     found = sought(Fixed(1e-3, slower=3.0), (2, 3, 4), seconds=10)
     assert [key for key, unit in found.items() if unit.failure is None] == ["r:2"]
 
 
-def test_what_would_not_end_in_time_is_not_begun() -> None:
+def test_bounds_that_exceed_the_time_are_not_started() -> None:
     model = Fixed(1e-3, price=1e6)
     found = sought(model, (2, 3), seconds=10)
     assert model.clock[0] == 0.0
     assert all(unit.failure is not None for unit in found.values())
 
 
-def test_a_model_without_a_bound_says_why() -> None:
+def test_model_without_a_bound_states_the_reason() -> None:
     found = sought(Fixed(1e-3, reason="the variance may be zero"), (2, 3), seconds=10)
     assert {unit.failure for unit in found.values()} == {"the variance may be zero"}
     assert all(not unit.values for unit in found.values())
 
 
-def test_all_are_bounded_before_any_is_bounded_again() -> None:
+def test_all_requests_are_bounded_before_any_is_refined() -> None:
     model = Fixed(1e-3, domains=("quick", "sharp"))
     found = certificates(model, (2, 3, 4), seconds=20)
     assert model.asked == [("r:2", 0), ("r:3", 0), ("r:4", 0), ("r:2", 1)]
@@ -220,20 +220,20 @@ def test_all_are_bounded_before_any_is_bounded_again() -> None:
     assert all(unit.failure is None for unit in found.units.values())
 
 
-def test_with_time_for_all_only_the_sharpest_is_asked() -> None:
+def test_only_the_tightest_domain_runs_if_time_suffices() -> None:
     model = Fixed(1e-3, domains=("quick", "sharp"))
     found = certificates(model, (2, 3), seconds=15)
     assert model.asked == [("r:2", 1), ("r:3", 1)]
     assert set(found.domains.values()) == {"sharp"}
 
 
-def test_a_sharper_domain_never_widens_a_bound() -> None:
+def test_tighter_domain_never_widens_a_bound() -> None:
     found = certificates(Fixed(1e-3, domains=("quick", "sharp"), sharper=8.0), (2, 9), seconds=18)
     assert found.domains == {"r:2": "sharp", "r:9": "quick"}
     assert found.units["r:2"].values["logit_linf"].tolist() == [1e-3] * 2
 
 
-def test_a_request_that_one_domain_leaves_open_is_left_to_the_next() -> None:
+def test_request_without_a_bound_goes_to_the_next_domain() -> None:
     model = Fixed(1e-3, domains=("quick", "sharp"), open_in=frozenset({0}))
     found = certificates(model, (2, 9), seconds=20)
     assert found.domains == {"r:2": "sharp"}
@@ -245,7 +245,7 @@ def test_a_request_that_one_domain_leaves_open_is_left_to_the_next() -> None:
     assert found.units["r:2"].failure is None
 
 
-def test_bounds_that_exclude_each_other_are_a_defect() -> None:
+def test_disjoint_bounds_are_a_defect() -> None:
     low, high = (
         RequestBounds(np.zeros((1, 2)), np.ones((1, 2))),
         RequestBounds(np.full((1, 2), 2.0), np.full((1, 2), 3.0)),
@@ -266,7 +266,7 @@ def evaluation(lab: Any, size: float, drift: float, **changes: Any) -> Any:
     return collect(setting)
 
 
-def test_what_was_measured_lies_below_its_bound(lab: Any) -> None:
+def test_measured_values_are_below_their_bounds(lab: Any) -> None:
     found = evaluation(lab, 0.1, 1e-2)
     for key, unit in found.certified.items():
         measured = found.runs[key].unit.values
@@ -275,7 +275,7 @@ def test_what_was_measured_lies_below_its_bound(lab: Any) -> None:
     assert found.bounding["numerics"] == {"train": "a float64", "infer": "b float64"}
 
 
-def test_a_measured_value_above_its_bound_ends_the_evaluation(lab: Any) -> None:
+def test_measured_value_above_its_bound_ends_the_evaluation(lab: Any) -> None:
     with pytest.raises(Refusal) as refused:
         evaluation(lab, 1e-3, 1e-2)
     (found,) = refused.value.diagnostics
@@ -283,7 +283,7 @@ def test_a_measured_value_above_its_bound_ends_the_evaluation(lab: Any) -> None:
     assert "is above the certified" in found.message
 
 
-def test_a_value_that_is_no_number_is_never_below_a_bound() -> None:
+def test_nan_is_never_below_a_bound() -> None:
     unit = SamplingUnit("r", 2, {"kl": np.array([1.0, 1.0]), "top1_overlap": np.array([0.0, 1.0])})
     check_measured("r", {"kl": np.array([1.0, 0.5])}, unit)
     check_measured("r", {"top1_overlap": np.array([0.0, 1.0])}, unit)
@@ -297,7 +297,7 @@ def test_a_value_that_is_no_number_is_never_below_a_bound() -> None:
             check_measured("r", values, unit)
 
 
-def test_without_time_nothing_is_sought_and_the_report_says_so(lab: Any) -> None:
+def test_report_states_that_no_time_was_left_for_bounds(lab: Any) -> None:
     clause = lab.clause(lab.statistic("max", "kl"), limit="100", id="N-KL")
     found = collect(lab.setting(clause, bound_model=Fixed(1.0), bound_seconds=0.0))
     assert found.certified == {}

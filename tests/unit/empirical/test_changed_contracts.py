@@ -1,4 +1,4 @@
-"""A changed contract on the evidence of a trace: what it may change, and what it may not."""
+"""A changed contract on the evidence of a trace: admitted and refused changes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def lengths(lab: Any) -> tuple[Any, ...]:
 
 
 def of(lab: Any, program: Program) -> Evaluation:
-    """Return the evaluation of a program, its slices and buckets selected as the backend does."""
+    """Return the evaluation of a program, with slices and buckets selected as the backend does."""
     setting = lab.setting(rows=lengths(lab), infer=lab.kernel(lab.drifting(0.01)))
     file = setting.files["rows.jsonl"]
     expanded = expand_tables(program)
@@ -85,13 +85,13 @@ def trace_of(found: Evaluation) -> Trace:
     return Trace(found.evidence, found.report.to_json(), "")
 
 
-def test_the_same_contract_gives_the_same_report(lab: Any) -> None:
+def test_unchanged_contract_gives_the_same_report(lab: Any) -> None:
     program = tabled(lab, TableRow(SHORT, Fraction(1, 10)))
     found = of(lab, program)
     assert conclude(under(program, trace_of(found))).dumps() == found.report.dumps()
 
 
-def test_other_thresholds_are_those_of_an_evaluation_of_their_own(lab: Any) -> None:
+def test_changed_thresholds_equal_a_new_evaluation(lab: Any) -> None:
     kl = lab.statistic("max", "kl")
     found = of(lab, lab.program(lab.clause(kl, limit="1", id="A"), lab.clause(kl, id="B")))
     changed = lab.program(
@@ -106,8 +106,8 @@ def test_other_thresholds_are_those_of_an_evaluation_of_their_own(lab: Any) -> N
 
 
 @pytest.mark.parametrize("otherwise", ["1/2", None])
-def test_other_tables_select_their_buckets_from_the_trace(lab: Any, otherwise: str | None) -> None:
-    """Without a value for all others, requests of no row spoil every bucket, here as there."""
+def test_changed_tables_select_buckets_from_the_trace(lab: Any, otherwise: str | None) -> None:
+    """Without `otherwise`, requests outside every row invalidate all buckets."""
     found = of(lab, tabled(lab, TableRow(SHORT, Fraction(1, 10))))
     longer = TableRow(FieldTest("length", "<=", Fraction(5)), Fraction(1, 10**9))
     changed = tabled(lab, TableRow(SHORT, Fraction(1)), longer, otherwise=otherwise)
@@ -125,7 +125,7 @@ def _refused(program: Program, found: Evaluation) -> str:
     return diagnostic.message
 
 
-def test_what_the_trace_does_not_have_is_refused_by_name(lab: Any) -> None:
+def test_values_missing_in_the_trace_are_refused_by_name(lab: Any) -> None:
     clause = lab.clause(lab.statistic("max", "kl"))
     program = lab.program(clause)
     found = of(lab, program)
@@ -148,8 +148,8 @@ def test_what_the_trace_does_not_have_is_refused_by_name(lab: Any) -> None:
     assert "the slice `all`" in _refused(narrow, found)
 
 
-def test_what_would_be_measured_to_refute_a_proof_must_be_in_the_trace(lab: Any) -> None:
-    """An evaluation measures `js` and reports a violation; a trace without it must not pass."""
+def test_trace_must_contain_metrics_that_can_violate_a_proof(lab: Any) -> None:
+    """An evaluation measures `js` and may report a violation; a trace without it must not pass."""
     kl = lab.clause(lab.statistic("max", "kl"), id="K")
     found = of(lab, lab.program(kl))
 
@@ -168,8 +168,8 @@ def test_what_would_be_measured_to_refute_a_proof_must_be_in_the_trace(lab: Any)
     assert set(nothing_gives.deferred) == {"P"}
 
 
-def test_slices_must_have_the_requests_that_were_checked_together(lab: Any) -> None:
-    """Preconditions look at the longest requests first: without these they look at others."""
+def test_slices_must_have_the_requests_of_the_preconditions(lab: Any) -> None:
+    """Preconditions check the longest requests first; other requests would be checked otherwise."""
     kl = lab.statistic("max", "kl")
     long = Slice("long", where=FieldTest("length", ">=", Fraction(5)))
     short = Slice("short", where=SHORT)
@@ -186,7 +186,7 @@ def test_slices_must_have_the_requests_that_were_checked_together(lab: Any) -> N
     assert conclude(under(replace(every, clauses=every.clauses[:1]), trace_of(of(lab, every))))
 
 
-def test_other_first_requests_would_be_checked_in_another_order(lab: Any) -> None:
+def test_changed_first_requests_are_refused(lab: Any) -> None:
     kl = lab.clause(lab.statistic("max", "kl"))
     third = FieldTest("length", "==", Fraction(6))
     first, last = Slice("all"), Slice("few", where=third)
@@ -202,8 +202,8 @@ def test_other_first_requests_would_be_checked_in_another_order(lab: Any) -> Non
     assert "stand in another order" in _refused(turned, found)
 
 
-def test_times_of_requests_that_were_not_timed_are_no_evidence(lab: Any) -> None:
-    """Only three requests were timed; a clause on all of them has no runs of the others."""
+def test_untimed_requests_give_invalid_evidence(lab: Any) -> None:
+    """Only three requests were timed; a clause on all of them lacks runs of the others."""
 
     def runtime(name: str, *slices: str, kind: str = "aggregate") -> Clause:
         clause: Clause = lab.clause(
@@ -224,8 +224,8 @@ def test_times_of_requests_that_were_not_timed_are_no_evidence(lab: Any) -> None
     assert row.n < len(whole.evidence.timing.runs)
 
 
-def test_a_failure_is_not_blamed_on_metrics_that_the_contract_does_not_read(lab: Any) -> None:
-    """A request may have failed over a metric that only the contract of the trace reads."""
+def test_failures_of_unread_metrics_are_ignored(lab: Any) -> None:
+    """A request may have failed in a metric that only the original contract reads."""
     failures = lab.clause(lab.statistic("aggregate", "failure_rate"), limit="0", id="F")
     kl = lab.clause(lab.statistic("max", "kl"), id="K")
     js = lab.clause(lab.statistic("max", "js"), id="J")
@@ -242,7 +242,7 @@ def test_a_failure_is_not_blamed_on_metrics_that_the_contract_does_not_read(lab:
     assert again.verdict == "violated"
 
 
-def test_blocks_that_were_not_cross_checked_are_refused(lab: Any) -> None:
+def test_blocks_without_a_cross_check_are_refused(lab: Any) -> None:
     def drift(block: str) -> Clause:
         term = Norm("inf", Drift(block, "x"))
         clause: Clause = lab.clause(
@@ -259,8 +259,8 @@ def test_blocks_that_were_not_cross_checked_are_refused(lab: Any) -> None:
     assert set(same.deferred) == {"D"}
 
 
-def test_tables_with_the_same_rows_keep_what_they_select(lab: Any) -> None:
-    """Also where the trace alone could not select again: `length` is not in its fields."""
+def test_tables_with_equal_rows_keep_their_selection(lab: Any) -> None:
+    """Also where the trace alone could not select again: it lacks the field `length`."""
     found = of(lab, tabled(lab, TableRow(SHORT, Fraction(1, 10)), otherwise=None))
     assert found.report.verdict == "invalid_evidence"
     bare = replace(
@@ -273,7 +273,7 @@ def test_tables_with_the_same_rows_keep_what_they_select(lab: Any) -> None:
     assert report.clauses[0].threshold == 9.0
 
 
-def test_a_slice_that_was_not_selected_is_left_out(lab: Any) -> None:
+def test_unselected_slice_is_omitted(lab: Any) -> None:
     kl = lab.statistic("max", "kl")
     program = lab.program(lab.clause(kl, id="A"), lab.clause(kl, id="F", slices=("few",)))
     found = of(lab, program)
@@ -283,7 +283,7 @@ def test_a_slice_that_was_not_selected_is_left_out(lab: Any) -> None:
     assert report.deferred == {"F": "no slice of it was selected"}
 
 
-def test_failures_are_counted_whatever_was_measured(lab: Any) -> None:
+def test_failures_are_counted_for_any_metric(lab: Any) -> None:
     found = of(lab, lab.program(lab.clause(lab.statistic("max", "kl"))))
     changed = lab.program(lab.clause(lab.statistic("aggregate", "failure_rate"), limit="0"))
     report = conclude(under(changed, trace_of(found)))
@@ -291,8 +291,8 @@ def test_failures_are_counted_whatever_was_measured(lab: Any) -> None:
 
 
 @pytest.mark.full
-def test_functions_that_were_edited_since_are_refused(lab: Any, tmp_path: Path) -> None:
-    """The contract would be compiled with the new file; the values are those of the old one."""
+def test_edited_metric_functions_are_refused(lab: Any, tmp_path: Path) -> None:
+    """The contract would be compiled with the new file, but the values come from the old one."""
     text = (
         "from kcdsl import metric\n\n\n"
         '@metric(family="numerical", unit="1", better="lower", counted="request", needs=["tokens"])'

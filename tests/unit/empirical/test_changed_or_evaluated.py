@@ -1,4 +1,4 @@
-"""For any small change of a contract, its trace gives the verdicts of an evaluation, or none."""
+"""A changed contract on a trace gets the verdicts of a new evaluation, or is refused."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ FILES = {
 
 
 def _kernels(lab: Any) -> Mapping[str, Callable[[tuple[int, ...]], Any]]:
-    """Kernels that drift, and kernels that are wrong: on all requests, or only on some."""
+    """Return kernels that drift, and kernels that fail: on all requests, or on some."""
     small = lab.drifting(0.02)
 
     def failing(tokens: tuple[int, ...]) -> Any:
@@ -93,7 +93,7 @@ def _kernels(lab: Any) -> Mapping[str, Callable[[tuple[int, ...]], Any]]:
 
 
 def evaluated(lab: Any, kernel: str, program: Program) -> Evaluation:
-    """Return the evaluation of a program, its slices and buckets selected as the backend does."""
+    """Return the evaluation of a program, with slices and buckets selected as the backend does."""
     chosen = expand_tables(program).slices
 
     def rows(slice_: Slice) -> tuple[Request, ...]:
@@ -193,7 +193,7 @@ def changed(draw: st.DrawFn, clause: Clause, lab: Any) -> Clause:
 
 @st.composite
 def changes(draw: st.DrawFn, lab: Any) -> tuple[Program, Program]:
-    """Return a contract, and one that mostly reads the same values."""
+    """Draw a contract, and a changed one that mostly reads the same values."""
     before, other = draw(contracts(lab)), draw(contracts(lab))
     left = draw(st.lists(st.sampled_from(before.clauses), min_size=1, unique=True))
     found = [draw(changed(clause, lab)) for clause in left]
@@ -225,7 +225,7 @@ def _said(report: Report) -> list[tuple[str, str, str, str]]:
 
 
 def _agree(lab: Any, kernel: str, before: Program, after: Program) -> None:
-    """Hold the verdicts of a trace under a contract against those of its own evaluation."""
+    """Compare the verdicts of a trace under a contract with those of a new evaluation."""
     try:
         first = evaluated(lab, kernel, before)
     except Refusal:
@@ -238,7 +238,7 @@ def _agree(lab: Any, kernel: str, before: Program, after: Program) -> None:
     assert found.deferred == own.deferred
     for row, wanted in zip(_said(found), _said(own), strict=True):
         assert row[:3] == wanted[:3]
-        if any(name in row[2] for name in TIMED):  # times are others, and so may be what they show
+        if any(name in row[2] for name in TIMED):  # times differ, and so may their verdicts
             assert (row[3] == "InvalidEvidence") == (wanted[3] == "InvalidEvidence")
         else:
             assert row == wanted
@@ -247,7 +247,9 @@ def _agree(lab: Any, kernel: str, before: Program, after: Program) -> None:
 @pytest.mark.full
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
-def test_a_trace_gives_the_verdicts_of_an_evaluation_or_none(lab: Any, data: st.DataObject) -> None:
+def test_trace_gives_the_verdicts_of_an_evaluation_or_a_refusal(
+    lab: Any, data: st.DataObject
+) -> None:
     kernel = data.draw(st.sampled_from(sorted(_kernels(lab))))
     before, after = data.draw(changes(lab))
     _agree(lab, kernel, before, after)

@@ -1,4 +1,4 @@
-"""Rows of messages: rendered as transformers renders them, in a sandbox, where a model runs."""
+"""Chat messages: rendered as transformers does, in a sandbox, only by commands that run a model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("tools", [None, [{"name": "größe", "values": [1, "<"]}]])
 @pytest.mark.parametrize("messages", [MESSAGES, ANSWERED])
-def test_rows_are_rendered_as_transformers_renders_them(
+def test_rendered_rows_equal_those_of_transformers(
     folder: Path, messages: list[dict[str, str]], tools: Any
 ) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -63,7 +63,7 @@ def test_rows_are_rendered_as_transformers_renders_them(
     assert _render(folder, {"messages": messages, "tools": tools}) == wanted
 
 
-def test_the_file_of_a_template_goes_before_the_configuration(folder: Path) -> None:
+def test_template_file_precedes_the_configuration(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages | length }}{{ eos_token }}")
     assert _render(folder, {"messages": MESSAGES}) == "3</s>"
     (folder / "chat_template.jinja").unlink()
@@ -91,14 +91,14 @@ def test_the_file_of_a_template_goes_before_the_configuration(folder: Path) -> N
         "{% if %}",
     ],
 )
-def test_what_a_template_may_not_do_is_refused(folder: Path, template: str) -> None:
+def test_forbidden_operations_of_templates_are_refused(folder: Path, template: str) -> None:
     (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(Refusal) as error:
         _render(folder, {"messages": MESSAGES})
     assert "the chat template of" in str(error.value)
 
 
-def test_no_template_is_run_by_what_only_reads(folder: Path) -> None:
+def test_reading_commands_do_not_run_templates(folder: Path) -> None:
     path = folder / "requests.jsonl"
     path.write_text(json.dumps({"id": "a", "messages": MESSAGES}) + "\n")
     with pytest.raises(Refusal, match="no chat template of the checkpoint is run for it"):
@@ -126,7 +126,7 @@ def _requests(folder: Path, line: str, template: str) -> list[bytes]:
     return [bytes(request.tokens) for request in found.requests]
 
 
-def test_numbers_of_rows_are_written_as_python_writes_them(folder: Path) -> None:
+def test_numbers_of_rows_are_rendered_as_in_python(folder: Path) -> None:
     line = (
         '{"id": "a", "messages": [{"role": "user", "t": 1e-7}], "tools": [{"least": 0.50, "n": 3}]}'
     )
@@ -138,9 +138,7 @@ def test_numbers_of_rows_are_written_as_python_writes_them(folder: Path) -> None
     ("more", "said"),
     [('"chat_template_kwargs": [1]', "no object"), ('"tokens": 5', "`tokens` differ")],
 )
-def test_fields_beside_messages_that_are_none_are_refused(
-    folder: Path, more: str, said: str
-) -> None:
+def test_invalid_fields_beside_messages_are_refused(folder: Path, more: str, said: str) -> None:
     line = f'{{"id": "a", "messages": [{{"role": "user", "content": "b"}}], {more}}}'
     with pytest.raises(Refusal, match=said):
         _requests(folder, line, "{{ messages[0].content }}")

@@ -1,4 +1,4 @@
-"""Coverage of limits, by simulation: small editions of `make bench-coverage`, which has more."""
+"""Coverage of confidence limits by simulation: small versions of `make bench-coverage`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def _noise(runs: int, share: float = 0.05) -> float:
 @pytest.mark.full
 @pytest.mark.parametrize(("level", "n"), [("normal", 40), ("exponential", 60)])
 def test_two_sided_intervals_of_a_mean_cover_clustered_data(level: str, n: int) -> None:
-    """95 % intervals cover in 93 to 97 % of runs, give or take what 500 runs can tell."""
+    """95 % intervals cover in 93 to 97 % of runs, up to the error of 500 runs."""
     runs = 500
     low, high = coverage.mean_misses(coverage.LEVELS[level], n, runs, Confidence(Fraction(1, 40)))
     assert 0.93 - _noise(runs) / 2 <= 1 - low - high <= 0.97 + _noise(runs) / 2
 
 
-def test_a_long_tail_widens_the_limit_on_its_side() -> None:
-    """Of requests too skewed for their number the worst counts twice, and only on its side."""
+def test_long_tail_widens_the_limit_on_its_side() -> None:
+    """For skewed samples that are too small, the worst request counts twice, on its side only."""
     sizes = np.ones(40)
     mild = np.random.default_rng(0).normal(size=40)
     for values, side in ((np.exp(mild), 1), (-np.exp(mild), 0), (mild, None)):
@@ -52,16 +52,18 @@ def test_a_long_tail_widens_the_limit_on_its_side() -> None:
 
 
 @pytest.mark.full
-def test_false_passes_of_skewed_means_stay_near_their_level() -> None:
+def test_false_pass_rate_of_skewed_means_is_near_the_level() -> None:
     _, missed = coverage.mean_misses(coverage.LEVELS["lognormal 1"], 60, 400, ONE_LOOK)
     assert missed <= 0.1
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("n", [50, 100, 200])
-def test_rare_requests_of_a_range_are_not_excluded_unseen(n: int) -> None:
-    """1 % of the requests are wrong at every token, which most samples of 50 do not show: without
-    room for them 1 % passed in 14, 24 and 12 % of the runs (true rate 1.1 %)."""
+def test_limits_allow_for_unobserved_rare_requests(n: int) -> None:
+    """1 % of the requests are wrong at every token, which most samples of 50 do not contain.
+
+    Without an allowance for them, 1 % passed in 14, 24 and 12 % of the runs (true rate 1.1 %).
+    """
     generator, runs, passes = np.random.default_rng(n), 120, 0
     for run in range(runs):
         wrong = np.where(generator.random(n) < 0.01, 40, generator.binomial(40, 0.001, n))
@@ -70,19 +72,19 @@ def test_rare_requests_of_a_range_are_not_excluded_unseen(n: int) -> None:
     assert passes / runs <= 0.05 + _noise(runs)
 
 
-def test_counting_tokens_certifies_too_often_and_counting_requests_does_not() -> None:
+def test_requests_as_units_keep_the_error_and_tokens_do_not() -> None:
     tokens, requests = coverage.token_counts(0.05, 2000)
     assert tokens > 0.2
     assert requests <= 0.05 + _noise(2000)
 
 
-def test_counting_timed_runs_certifies_too_often_and_counting_requests_does_not() -> None:
+def test_requests_as_units_keep_the_error_and_timed_runs_do_not() -> None:
     assert min(errors_of_shares(coverage_times.RUNS)) > 0.3
     assert max(errors_of_shares(1)) <= 0.05
 
 
-def test_looks_at_growing_data() -> None:
-    """One look per 100 requests: naive and single-look limits err far more often than 5 %."""
+def test_repeated_looks_keep_the_error() -> None:
+    """One look per 100 requests: uncorrected limits err far more often than 5 %."""
     at_budget = coverage.looks(0.01, 1000, rate=Fraction(1, 100), units=10_000, every=100)
     assert at_budget["Clopper-Pearson at every look"] > 0.15
     assert at_budget["naive at the end"] > 0.4
@@ -95,13 +97,13 @@ def test_looks_at_growing_data() -> None:
     assert worse["e-process certifies"] <= 0.01
 
 
-def test_a_union_of_alarms_needs_a_correction() -> None:
+def test_union_of_alarms_needs_a_correction() -> None:
     alone, holm = coverage.false_alarms(20, 1000)
     assert alone > 0.5
     assert holm <= 0.05 + _noise(1000)
 
 
-def test_a_threshold_by_rank_keeps_its_promise_and_a_quantile_does_not() -> None:
+def test_conformal_rank_keeps_its_level_and_a_plain_quantile_does_not() -> None:
     naive, ordered = coverage.thresholds(4000)
     assert naive > 0.45
     assert ordered <= 0.05
@@ -115,9 +117,11 @@ def test_percentile_limits_are_exact_in_small_samples() -> None:
 
 
 @pytest.mark.full
-def test_the_mirrored_bootstrap_takes_off_the_bias_of_a_difference() -> None:
-    """|a - b| of two equal shares is biased upward, and resampling doubles that: the plain
-    percentile calls a difference of nothing a violation almost every time."""
+def test_basic_bootstrap_removes_the_bias_of_an_absolute_difference() -> None:
+    """|a - b| of two equal shares is biased upward, and resampling doubles the bias.
+
+    The plain percentile interval reports a zero difference as a violation almost always.
+    """
     generator, runs, plain, mirrored = np.random.default_rng(8), 200, 0, 0
     for run in range(runs):
         a, b = generator.normal(size=(2, 60))
@@ -135,8 +139,8 @@ def test_the_mirrored_bootstrap_takes_off_the_bias_of_a_difference() -> None:
     assert plain / runs > 0.9
 
 
-def test_a_statistic_without_a_value_has_no_limits() -> None:
-    """Resamples that have none are not left out silently, and a NaN is no limit."""
+def test_statistic_without_a_value_has_no_limits() -> None:
+    """Resamples without a value are not dropped silently, and NaN is not a limit."""
 
     def estimate(bad: float | None, share: float) -> estimates.Estimate:
         generator = np.random.default_rng(0)
@@ -153,7 +157,7 @@ def test_a_statistic_without_a_value_has_no_limits() -> None:
     found = estimate(math.inf, 0.2)
     assert (found.low, found.high) == (None, None)
     found = estimate(None, 0.0)
-    assert (found.low, found.high) == (None, None)  # what is alike shows nothing of the rest
+    assert (found.low, found.high) == (None, None)  # equal values show nothing
     with pytest.raises(estimates.NotMeasurable):
         bootstrap.clustered_statistic(
             lambda drawn: None, 30, seed=0, confidence=ONE_LOOK, count=399
@@ -177,9 +181,12 @@ _HIDDEN = {
 
 
 @pytest.mark.parametrize("metric", _HIDDEN)
-def test_equal_requests_do_not_show_that_none_differs(metric: str) -> None:
-    """Of 20 requests all are equal in 36 % of the samples. Their number is the best there is, and
-    as a limit it lay beyond that of the population in as many runs."""
+def test_equal_requests_do_not_exclude_different_ones(metric: str) -> None:
+    """20 requests are all equal in 36 % of the samples.
+
+    Their value is the best one possible; used as a limit it was beyond the population's in as many
+    runs.
+    """
     generator, runs, missed = np.random.default_rng(5), 40, 0
     for run in range(runs):
         differs = (generator.random(20) < _RARE).astype(np.float64)
@@ -195,7 +202,7 @@ def test_equal_requests_do_not_show_that_none_differs(metric: str) -> None:
 
 
 def _calibrated(generator: np.random.Generator, ranks: int) -> dict[str, estimates.Array]:
-    """Return 15 positions of a calibrated kernel, and of one that is too sure by 6 %."""
+    """Return 15 positions of a calibrated kernel, and of one that is overconfident by 6 %."""
     sure = np.clip(generator.beta(5, 2, size=15 * ranks), 0.02, 0.98)
     right = (generator.random(sure.size) < sure).astype(np.float64)
     kinds = ("ece", "right") if ranks == 1 else ("ace", "hits")
@@ -207,9 +214,12 @@ def _calibrated(generator: np.random.Generator, ranks: int) -> dict[str, estimat
 @pytest.mark.parametrize(
     ("metric", "ranks"), [("ece_gap", 1), pytest.param("ace_gap", 5, marks=pytest.mark.full)]
 )
-def test_few_requests_do_not_hide_a_difference_of_calibration(metric: str, ranks: int) -> None:
-    """Noise makes the calibrated kernel look worse, and the other one hardly so: the upper limit
-    from resamples alone lay below the true difference in 78 % of the runs (30 requests)."""
+def test_few_requests_do_not_hide_a_calibration_difference(metric: str, ranks: int) -> None:
+    """Noise affects the calibrated kernel's score more than the other one's.
+
+    The upper limit from resamples alone was below the true difference in 78 % of the runs (30
+    requests).
+    """
     generator, runs, missed = np.random.default_rng(3), 12, 0
     for run in range(runs):
         made = [_calibrated(generator, ranks) for _ in range(30)]

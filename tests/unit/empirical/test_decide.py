@@ -1,4 +1,4 @@
-"""From values to verdicts: census and sample, hard and soft, and everything that must not pass."""
+"""From values to verdicts: census and sample, hard and soft clauses, invalid evidence."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def decided(lab: Any, clause: Any, data: SliceData, **more: Any) -> Any:
     return decide_clause(clause, lab.program(clause), data, seed=0, **more)
 
 
-def test_a_census_compares_the_exact_value_and_reports_the_interval_beside_it(lab: Any) -> None:
+def test_census_compares_the_exact_value(lab: Any) -> None:
     data = lab.slice_data({"kl": [[0.0, i / 100] for i in range(1, 101)]})
     held = decided(lab, lab.clause(lab.statistic("quantile", "kl", "99/100"), limit="99/100"), data)
     assert isinstance(held.verdict, Held)
@@ -51,14 +51,14 @@ def test_a_census_compares_the_exact_value_and_reports_the_interval_beside_it(la
     assert (held.exceedance.k, held.exceedance.n, held.exceedance.of) == (1, 100, "requests")
 
 
-def test_a_threshold_is_compared_exactly_and_not_after_rounding(lab: Any) -> None:
-    """0.1 in float64 is a little more than one tenth."""
+def test_threshold_is_compared_exactly(lab: Any) -> None:
+    """0.1 in float64 is slightly above one tenth."""
     data = lab.slice_data({"kl": [[0.1]]})
     clause = lab.clause(lab.statistic("max", "kl"), limit="1/10")
     assert isinstance(decided(lab, clause, data).verdict, Violated)
 
 
-def test_two_terms_are_stated_exactly_by_their_difference(lab: Any) -> None:
+def test_comparison_of_two_terms_uses_their_difference(lab: Any) -> None:
     """The obligation of `mean(tv) <= mean(kl)` is about their difference and 0."""
     data = lab.slice_data({"tv": [[0.25], [0.5]] * 20, "kl": [[0.5], [1.0]] * 20})
     tv, kl = lab.statistic("mean", "tv"), lab.statistic("mean", "kl")
@@ -71,7 +71,7 @@ def test_two_terms_are_stated_exactly_by_their_difference(lab: Any) -> None:
     assert turned.exact_value == Fraction(3, 8)
 
 
-def test_a_sample_has_no_limits_of_a_difference(lab: Any) -> None:
+def test_sample_has_no_limits_for_a_difference(lab: Any) -> None:
     data = lab.slice_data({"tv": [[0.25]] * 40, "kl": [[0.5]] * 40})
     terms = (lab.statistic("mean", name) for name in ("tv", "kl"))
     sampled = lab.clause(Compare("<=", *terms), evidence=EvidenceKind.SAMPLE)
@@ -90,10 +90,10 @@ def test_a_sample_has_no_limits_of_a_difference(lab: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["max", "min", "p50", "combined"])
-def test_a_value_that_its_metric_cannot_have_is_no_evidence(
+def test_value_outside_the_range_of_its_metric_is_invalid(
     lab: Any, kind: str, name: str, value: float, possible: bool
 ) -> None:
-    """It was logged with another sign or by an estimator that cancels; p50 would not show it."""
+    """The sign was wrong, or the estimator cancels; p50 would not reveal it."""
     data = lab.slice_data({name: [[0.5], [0.5], [value]]})
     term = lab.statistic("quantile", name, "1/2")
     if kind == "combined":
@@ -110,16 +110,14 @@ def test_a_value_that_its_metric_cannot_have_is_no_evidence(
 
 
 @pytest.mark.parametrize(("value", "held"), [(0.6, True), (0.5999, False), (0.55, False)])
-def test_what_is_no_share_of_five_tokens_is_not_rounded_to_one(
-    lab: Any, value: float, held: bool
-) -> None:
+def test_impossible_shares_are_not_rounded(lab: Any, value: float, held: bool) -> None:
     data = lab.slice_data({"top5_overlap": [[1.0, value], [1.0]]})
     clause = lab.clause(lab.statistic("min", "top5_overlap"), ">=", "3/5")
     assert isinstance(decided(lab, clause, data).verdict, Held if held else Violated)
 
 
 @pytest.mark.parametrize("kind", ["min", "mean"])
-def test_a_share_of_five_tokens_meets_its_own_threshold(lab: Any, kind: str) -> None:
+def test_share_of_five_tokens_meets_its_own_threshold(lab: Any, kind: str) -> None:
     """3/5 in float64 is less than three fifths."""
     data = lab.slice_data({"top5_overlap": [[0.6, 0.6, 0.6]] * 7})
     term = lab.statistic(kind, "top5_overlap")
@@ -128,7 +126,7 @@ def test_a_share_of_five_tokens_meets_its_own_threshold(lab: Any, kind: str) -> 
     assert isinstance(decided(lab, above, data).verdict, Violated)
 
 
-def test_the_worst_token_stands_for_its_request(lab: Any) -> None:
+def test_request_is_represented_by_its_worst_token(lab: Any) -> None:
     data = lab.slice_data({"kl": [[0.0] * 99 + [5.0]] + [[0.0] * 100] * 9})
     median = decided(lab, lab.clause(lab.statistic("quantile", "kl", "1/2")), data)
     tail = decided(lab, lab.clause(lab.statistic("quantile", "kl", "99/100")), data)
@@ -138,7 +136,7 @@ def test_the_worst_token_stands_for_its_request(lab: Any) -> None:
     assert tail.verdict.counterexample["token"] == 99
 
 
-def test_a_lower_bound_looks_at_the_smallest_values(lab: Any) -> None:
+def test_lower_bound_uses_the_smallest_values(lab: Any) -> None:
     data = lab.slice_data({"top1_overlap": [[1.0, 1.0]] * 9 + [[0.0, 1.0]]})
     clause = lab.clause(lab.statistic("min", "top1_overlap"), ">=", "1")
     found = decided(lab, clause, data)
@@ -149,7 +147,7 @@ def test_a_lower_bound_looks_at_the_smallest_values(lab: Any) -> None:
     assert mean.value == 0.95
 
 
-def test_a_sample_is_decided_on_the_worse_limit(lab: Any) -> None:
+def test_sample_is_decided_on_the_worse_limit(lab: Any) -> None:
     values = [[v] for v in np.random.default_rng(0).exponential(size=200)]
     data = lab.slice_data({"kl": values})
 
@@ -163,13 +161,13 @@ def test_a_sample_is_decided_on_the_worse_limit(lab: Any) -> None:
     assert verdict("2", n=5) == "inconclusive"
 
 
-def test_no_sample_certifies_a_maximum(lab: Any) -> None:
+def test_sample_cannot_certify_a_maximum(lab: Any) -> None:
     data = lab.slice_data({"kl": [[0.0]] * 1000})
     clause = lab.clause(lab.statistic("max", "kl"), evidence=EvidenceKind.SAMPLE)
     assert isinstance(decided(lab, clause, data).verdict, Inconclusive)
 
 
-def test_a_budget_counts_requests(lab: Any) -> None:
+def test_budget_counts_requests(lab: Any) -> None:
     data = lab.slice_data({"kl": [[2.0]] * 3 + [[0.0]] * 97})
 
     def verdict(budget: str, **more: Any) -> str:
@@ -183,7 +181,7 @@ def test_a_budget_counts_requests(lab: Any) -> None:
     assert verdict("1/1000", evidence=EvidenceKind.SAMPLE) == "violated"
 
 
-def test_paper_defect_3_a_budget_of_windows_counts_windows(lab: Any) -> None:
+def test_paper_defect_3_budget_of_windows_counts_windows(lab: Any) -> None:
     bad, good = [[2.0]], [[0.0]]
     data = lab.slice_data({"kl": bad * 16 + good * 48})
     term = lab.statistic("quantile", "kl", "99/100")
@@ -198,10 +196,10 @@ def test_paper_defect_3_a_budget_of_windows_counts_windows(lab: Any) -> None:
 
 @pytest.mark.parametrize(("name", "op"), [("peak_memory", "<="), ("determinism", ">=")])
 @pytest.mark.parametrize("evidence", [None, EvidenceKind.SAMPLE])
-def test_one_number_of_a_slice_is_not_one_of_each_window(
+def test_slice_level_value_is_not_a_value_per_window(
     lab: Any, name: str, op: str, evidence: EvidenceKind | None
 ) -> None:
-    """Counted window by window, one peak of memory would be as many windows that keep the limit."""
+    """Counted window by window, one peak of memory would count as many held windows."""
     runs = tuple(SamplingUnit(f"r{i}", 1, {"latency": np.array([0.1])}) for i in range(640))
     measured = {"runs": runs, "repeats": (640, 640), "peak_memory": 1.0}
     data = lab.slice_data({"kl": [[0.0]] * 640}, **measured)
@@ -213,7 +211,7 @@ def test_one_number_of_a_slice_is_not_one_of_each_window(
     assert not isinstance(alone.verdict, InvalidEvidence)
 
 
-def test_windows_cover_every_unit_once() -> None:
+def test_windows_partition_the_units() -> None:
     units = [SamplingUnit(str(i), 1) for i in range(40)]
     found = windows(units, 16)
     assert [len(w) for w in found] == [16, 24]
@@ -271,13 +269,13 @@ def test_metrics_that_are_not_measured_here_never_pass(lab: Any, name: str) -> N
     assert isinstance(found.verdict, InvalidEvidence)
 
 
-def test_a_failed_precheck_blocks_even_a_good_value(lab: Any) -> None:
+def test_failed_precondition_blocks_even_a_good_value(lab: Any) -> None:
     data = lab.slice_data({"kl": [[0.0]] * 10})
     found = decided(lab, lab.clause(lab.statistic("mean", "kl")), data, blocked="weights differ")
     assert found.verdict == InvalidEvidence("weights differ")
 
 
-def test_measuring_is_no_proof_but_can_refute(lab: Any) -> None:
+def test_measurements_cannot_prove_but_can_violate(lab: Any) -> None:
     data = lab.slice_data({"kl": [[0.5]] * 10})
     good = lab.clause(lab.statistic("max", "kl"), evidence=EvidenceKind.PROOF)
     bad = lab.clause(lab.statistic("max", "kl"), limit="1/4", evidence=EvidenceKind.PROOF)
@@ -293,7 +291,7 @@ def test_times_and_sampled_tokens_are_never_a_census(lab: Any) -> None:
     assert found.evidence == "sample"
 
 
-def test_latency_is_counted_in_requests(lab: Any) -> None:
+def test_latency_counts_requests(lab: Any) -> None:
     data = SliceData("all", (), _timed_twice([0.001 * i for i in range(1, 101)]))
     term = lab.statistic("quantile", "latency", "95/100")
     found = decided(lab, lab.clause(term, limit="1/10"), data)
@@ -315,8 +313,8 @@ def _timed_twice(seconds: list[float]) -> tuple[SamplingUnit, ...]:
 
 
 @pytest.mark.parametrize("lost", [0, 1, 98, 99])
-def test_a_lost_timing_never_passes(lab: Any, lost: int) -> None:
-    """Whichever of the two runs stands for its request."""
+def test_missing_timing_never_passes(lab: Any, lost: int) -> None:
+    """For either choice of the run that represents its request."""
     runs = list(_timed_twice([0.01] * 50))
     runs[lost] = replace(runs[lost], values={"latency": np.array([math.nan])})
     data = SliceData("all", (), tuple(runs))
@@ -346,7 +344,7 @@ def test_slice_wide_runtime_metrics(lab: Any) -> None:
         assert isinstance(decided(lab, clause, empty).verdict, InvalidEvidence)
 
 
-def test_trace_clauses_need_every_field_of_every_record(lab: Any) -> None:
+def test_trace_clauses_need_every_field_in_every_record(lab: Any) -> None:
     units = tuple(SamplingUnit(str(i), 1) for i in range(3))
     clause = lab.clause(HasFields(("rng_seed", "replay_signature")))
     good = {"request": "a", "rng_seed": 0, "replay_signature": "x"}
@@ -367,7 +365,7 @@ def test_trace_clauses_need_every_field_of_every_record(lab: Any) -> None:
     assert isinstance(found().verdict, InvalidEvidence)
 
 
-def test_connectives_and_negations_turn_the_harmful_tail(lab: Any) -> None:
+def test_negations_reverse_the_harmful_tail(lab: Any) -> None:
     data = lab.slice_data({"kl": [[0.0, 3.0]] * 5, "tv": [[0.1]] * 5})
     over = Compare("<=", lab.statistic("max", "kl"), Number(Fraction(1)))
     fine = Compare("<=", lab.statistic("max", "tv"), Number(Fraction(1)))
@@ -387,7 +385,7 @@ def test_connectives_and_negations_turn_the_harmful_tail(lab: Any) -> None:
     assert [each.id for each in found] == [f"{clause.id}/all/0", f"{clause.id}/all/1"]
 
 
-def test_measured_drift_ranges_over_the_rows(lab: Any) -> None:
+def test_measured_drift_quantifies_over_the_rows(lab: Any) -> None:
     norm = Norm("inf", Drift("attn_0", "x", measured=True))
     body = Compare("<=", norm, Number(Fraction(1)))
     points = Region(RegionKind.POINTS, "all")
@@ -402,7 +400,7 @@ def test_measured_drift_ranges_over_the_rows(lab: Any) -> None:
     assert term_text(norm) == "norm_inf(measured_drift(attn_0, x))"
 
 
-def test_what_ranges_over_a_region_is_left_to_proofs(lab: Any) -> None:
+def test_claims_about_regions_are_left_to_proofs(lab: Any) -> None:
     norm = Norm("inf", Drift("attn_0", "x"))
     body = Compare("<=", norm, Number(Fraction(1)))
     points, ball = Region(RegionKind.POINTS, "all"), Region(RegionKind.BALL, "all", Fraction(1))
@@ -412,7 +410,7 @@ def test_what_ranges_over_a_region_is_left_to_proofs(lab: Any) -> None:
     assert "ball" in str(obstacle(lab.clause(Quantified("forall", "x", ball, measured))))
 
 
-def test_arithmetic_of_estimates_keeps_their_limits(lab: Any) -> None:
+def test_arithmetic_of_estimates_propagates_limits(lab: Any) -> None:
     data = lab.slice_data({"kl": [[v] for v in np.linspace(0, 1, 100)]})
     spread = Arith(
         "-", lab.statistic("quantile", "kl", "9/10"), lab.statistic("quantile", "kl", "1/10")
@@ -425,7 +423,7 @@ def test_arithmetic_of_estimates_keeps_their_limits(lab: Any) -> None:
     assert found.low < found.value < found.high
 
 
-def test_a_rate_counts_ones_and_refuses_anything_else(lab: Any) -> None:
+def test_rate_accepts_only_zeros_and_ones(lab: Any) -> None:
     data = lab.slice_data({"top1_overlap": [[1.0]] * 9 + [[0.0]], "kl": [[0.5]] * 10})
     found = decided(lab, lab.clause(lab.statistic("rate", "top1_overlap"), ">=", "9/10"), data)
     assert isinstance(found.verdict, Held)
@@ -437,7 +435,7 @@ def test_a_rate_counts_ones_and_refuses_anything_else(lab: Any) -> None:
     )
 
 
-def test_an_action_comes_from_the_clause_or_else_from_the_policy(lab: Any) -> None:
+def test_action_comes_from_the_clause_or_the_policy(lab: Any) -> None:
     data = lab.slice_data({"kl": [[5.0]]})
     own = lab.clause(lab.statistic("max", "kl"), action="rollback")
     policy = lab.clause(lab.statistic("max", "kl"), level=Level.L3)
@@ -447,7 +445,7 @@ def test_an_action_comes_from_the_clause_or_else_from_the_policy(lab: Any) -> No
     assert decided(lab, fine, data).action is None
 
 
-def test_deviation_measures_the_budget_of_a_soft_clause(lab: Any) -> None:
+def test_deviation_of_a_soft_clause_uses_its_budget(lab: Any) -> None:
     data = lab.slice_data({"kl": [[2.0]] * 4 + [[0.0]] * 96})
     soft = lab.clause(lab.statistic("max", "kl"), budget=("2/100", "requests"))
     hard = lab.clause(Metric("kl"))

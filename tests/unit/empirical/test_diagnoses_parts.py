@@ -1,4 +1,4 @@
-"""The parts of the diagnoses: repairs, filters, noise, order, and what each blocks."""
+"""Parts of the diagnoses: repairs, filters, noise, order, and which clauses each one blocks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from tests.support.planted_bugs import kernel, prompts, tiny_model, top_k, top_p
 
 
 def probe(change: Any, rows: int = 40, seed: int = 0) -> Probe:
-    """Return a probe whose inference logits are changed training logits."""
+    """Return a probe whose inference logits are modified training logits."""
     generator = torch.Generator().manual_seed(seed)
     train = 2 * torch.randn(rows, 50, generator=generator, dtype=torch.float64)
     request = Request("r:0", "0", tuple(range(rows)), {}, 1)
@@ -61,12 +61,12 @@ def probe(change: Any, rows: int = 40, seed: int = 0) -> Probe:
 
 
 def min_p(logits: torch.Tensor, share: float) -> torch.Tensor:
-    """Return logits without tokens below a share of the likeliest."""
+    """Return logits without tokens below a share of the maximum."""
     below = logits < logits.amax(-1, keepdim=True) + math.log(share)
     return logits.masked_fill(below, -torch.inf)
 
 
-def test_the_repair_that_leaves_least_is_the_cause() -> None:
+def test_repair_with_the_smallest_residual_is_the_cause() -> None:
     some = [Repair("a", "", 0.2), Repair("b", "", 0.1), Repair("c", "", None), Repair("d", "", 1)]
     best = cause_of(some)
     assert best is not None
@@ -76,8 +76,8 @@ def test_the_repair_that_leaves_least_is_the_cause() -> None:
 
 
 @pytest.mark.parametrize("claims", [False, True])
-def test_a_future_that_is_seen_is_a_wrong_mask_of_kernels_that_claim_numerics(claims: bool) -> None:
-    """A kernel of unknown numerics may have scales of whole sequences, which later tokens move."""
+def test_visible_future_tokens_are_a_wrong_mask(claims: bool) -> None:
+    """A kernel of unknown numerics may have scales of whole sequences."""
     table = torch.randn(40, 50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def causal(tokens: list[int]) -> torch.Tensor:
@@ -130,7 +130,7 @@ def test_only_a_served_file_may_have_scales_of_whole_sequences(checkpoint: str |
         (lambda z: torch.where(torch.arange(50) < 3, -1e30, z), "a mask of 3 token ids"),
     ],
 )
-def test_filters_are_told_apart(change: Any, words: str) -> None:
+def test_sampling_filters_are_distinguished(change: Any, words: str) -> None:
     found = truncation_mass([probe(change)], 1.0)
     assert found.explains or found.seen
     assert words in found.detail
@@ -138,7 +138,7 @@ def test_filters_are_told_apart(change: Any, words: str) -> None:
     assert found.value > 0
 
 
-def test_a_filter_and_more_is_no_filter_alone() -> None:
+def test_filter_with_another_fault_is_not_reported_as_filter() -> None:
     found = truncation_mass([probe(lambda z: top_k(z.roll(1, -1), 20))], 1.0)
     assert not found.explains
     assert found.seen
@@ -149,7 +149,7 @@ def test_a_filter_and_more_is_no_filter_alone() -> None:
 
 
 @pytest.mark.parametrize("mask", [-torch.inf, -1e4, torch.finfo(torch.float32).min])
-def test_excluded_tokens_are_seen_however_little_they_weigh(mask: float) -> None:
+def test_excluded_tokens_are_detected_for_any_mass(mask: float) -> None:
     def excluded(z: torch.Tensor) -> torch.Tensor:
         least = z <= z.topk(45, -1).values[..., -1:]
         return torch.where(least, mask, z + 0.3 * torch.sin(1e3 * z))
@@ -161,13 +161,13 @@ def test_excluded_tokens_are_seen_however_little_they_weigh(mask: float) -> None
     assert not truncation_mass([probe(lambda z: z - 300 * (z > z.mean()))], 1.0).seen
 
 
-def test_positions_that_cannot_be_compared_pass_nothing() -> None:
+def test_incomparable_positions_do_not_pass() -> None:
     lost = probe(lambda z: torch.full_like(z, torch.nan))
     short = replace(lost, train=lost.train[:3], infer=lost.train[:3])
     assert deviating_run([lost, short], None, 1.0).left is None
 
 
-def test_noise_is_no_temperature() -> None:
+def test_noise_is_not_reported_as_temperature() -> None:
     noisy = probe(lambda z: z + 0.1 * torch.sin(1e3 * z))
     assert not temperature_fit([noisy], 1.0).explains
     hot = temperature_fit([probe(lambda z: z / 1.002)], 1.0)
@@ -176,7 +176,7 @@ def test_noise_is_no_temperature() -> None:
     assert temperature_fit([], 1.0).left is None
 
 
-def test_swapped_sides_need_claims_that_are_apart() -> None:
+def test_swapped_sides_need_different_claims() -> None:
     right = RoundingNoise((1e-6, 1e-2), (1e-6, 1e-2))
     assert not swapped_sides(right).explains
     assert swapped_sides(RoundingNoise((1e-2, 1e-6), (1e-6, 1e-2))).explains
@@ -188,7 +188,7 @@ def test_swapped_sides_need_claims_that_are_apart() -> None:
     assert (stale.beyond, right.beyond) == ((0,), ())
 
 
-def test_a_run_without_a_reference_needs_a_wide_contrast() -> None:
+def test_run_without_a_reference_needs_a_large_contrast() -> None:
     def inside(z: torch.Tensor) -> torch.Tensor:
         changed = z.clone()
         changed[5:12] = 0
@@ -201,7 +201,7 @@ def test_a_run_without_a_reference_needs_a_wide_contrast() -> None:
     assert not deviating_run([probe(lambda z: z)], None, 1.0).explains
 
 
-def test_few_requests_are_no_sign_of_missing_mass() -> None:
+def test_few_requests_do_not_show_missing_mass() -> None:
     drawn = np.random.default_rng(0).normal(1.0, 0.05, 30)
     for ratios in ([drawn], [drawn[:10], drawn[10:]]):
         assert support_check(ratios).outcome == "passed"
@@ -212,22 +212,22 @@ def test_few_requests_are_no_sign_of_missing_mass() -> None:
     assert support_check([np.zeros(0)]).outcome == "not_applicable"
 
 
-def test_a_mean_of_too_few_ratios_is_not_said_to_be_one() -> None:
-    """Up to 25 tokens none can lie five standard errors off: a pass would say nothing."""
+def test_mean_of_too_few_ratios_is_inconclusive() -> None:
+    """Among up to 25 tokens none can be five standard errors off, so a pass is meaningless."""
     worst = [[np.full(n, 100.0)] for n in (1, 3, 25)]
     assert {support_check(ratios).outcome for ratios in worst} == {"not_applicable"}
     assert support_check([np.full(26, 100.0)]).outcome == "failed"
 
 
 @pytest.mark.parametrize("w", [1e90, 1e150, 1e308])
-def test_ratios_that_overflow_are_judged_as_others_are(w: float) -> None:
+def test_overflowing_ratios_are_evaluated(w: float) -> None:
     assert support_check([np.full(30, w)]).outcome == "failed"
     assert support_check([np.array([w, *[1.0] * 29])]).outcome == "passed"
     lost = support_check([np.array([math.inf, *[1.0] * 29])])
     assert (lost.outcome, lost.value) == ("failed", math.inf)
 
 
-def test_only_numbers_that_are_not_finite_block() -> None:
+def test_only_non_finite_numbers_block() -> None:
     fine, lost = SamplingUnit("a", 3), SamplingUnit("b", 3, failure="out of memory")
     assert finite([fine], {}).outcome == "passed"
     assert not finite([fine, lost], {"b": 0}).blocking
@@ -236,14 +236,14 @@ def test_only_numbers_that_are_not_finite_block() -> None:
     assert finite([], {}).outcome == "failed"
 
 
-def test_empty_slices_are_named() -> None:
+def test_empty_slices_are_reported() -> None:
     assert empty_slice({"all": 3, "some": 1}).outcome == "passed"
     found = empty_slice({"all": 3, "none": 0})
     assert (found.outcome, found.blocking) == ("failed", False)
     assert "none" in found.detail
 
 
-def test_what_is_a_property_of_a_kernel_does_not_block() -> None:
+def test_properties_of_a_kernel_do_not_block() -> None:
     names = ("self_determinism", "batch_invariance", "coarser_layer", "empty_slice")
     assert blocking([outcome(name, False, "") for name in names]) is None
     assert blocking([not_applicable("stale_weights", "")]) is None
@@ -253,7 +253,7 @@ def test_what_is_a_property_of_a_kernel_does_not_block() -> None:
         assert reason == f"precheck {name} failed: why"
 
 
-def test_numbers_that_are_not_finite_block_all_but_traces_and_runtime(lab: Any) -> None:
+def test_non_finite_numbers_block_all_but_traces_and_runtime(lab: Any) -> None:
     from kcdsl.ir.terms import HasFields
 
     one = lab.requests()[4].tokens
@@ -279,7 +279,7 @@ def test_numbers_that_are_not_finite_block_all_but_traces_and_runtime(lab: Any) 
     assert "finite" in verdicts["N-1"].reason
 
 
-def test_an_empty_slice_is_named_beside_slices_with_rows(lab: Any) -> None:
+def test_empty_slice_is_reported_beside_others(lab: Any) -> None:
     clause = lab.clause(lab.statistic("mean", "kl"), slices=("all", "few"))
     found = lab.evaluate(clause, slices={"all": lab.requests(), "few": ()})
     failed = [p.name for p in found.report.prechecks if p.outcome == "failed"]
@@ -289,14 +289,14 @@ def test_an_empty_slice_is_named_beside_slices_with_rows(lab: Any) -> None:
     assert isinstance(verdicts["few"], InvalidEvidence)
 
 
-def test_a_model_that_is_too_large_has_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_model_has_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     claim = resolve({"preset": "torch-eager"})
     assert reference_of(tiny_model(), claim, claim) is not None
     monkeypatch.setattr(reference, "LARGEST", 10)
     assert reference_of(tiny_model(), claim, claim) is None
 
 
-def test_the_reference_claims_no_less_than_the_kernel_errs() -> None:
+def test_reference_error_is_at_least_the_kernel_error() -> None:
     for numerics in (
         {"compute": "bfloat16"},
         {"preset": "int8-weights"},
@@ -310,7 +310,7 @@ def test_the_reference_claims_no_less_than_the_kernel_errs() -> None:
         assert {"attn_0", "mlp_1", "head"} <= set(found.blocks())
 
 
-def test_batches_that_a_kernel_does_not_take_are_not_applicable() -> None:
+def test_batch_diagnosis_is_not_applicable_without_batches() -> None:
     pair = tuple(Request(f"r:{i}", str(i), (i, 2, 3, 4), {}, 1) for i in range(2))
 
     def single(ids: Any) -> torch.Tensor:
@@ -325,7 +325,7 @@ def test_batches_that_a_kernel_does_not_take_are_not_applicable() -> None:
     assert batch_invariance(None, (single, single), None, encoder=False).outcome == "not_applicable"
 
 
-def test_an_encoder_is_looked_at_block_by_block() -> None:
+def test_encoder_is_checked_block_by_block() -> None:
     config = {
         "vocab_size": 20,
         "hidden_size": 8,
@@ -347,8 +347,8 @@ def test_an_encoder_is_looked_at_block_by_block() -> None:
 
 @pytest.mark.parametrize("where", ["in a batch", "in the other order", "padded in a batch"])
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_regrouping_that_gives_no_numbers_is_named(where: str, broken: float) -> None:
-    """The largest of distances of which one is no number is that one, wherever it stands."""
+def test_regrouping_that_gives_nan_is_reported(where: str, broken: float) -> None:
+    """The maximum of distances with a NaN is NaN, at any position."""
     one, two = (Request(f"r:{i}", str(i), tuple(range(i, i + 6)), {}, 1) for i in (0, 1))
 
     def marked(ids: list[list[int]]) -> bool:
@@ -367,13 +367,13 @@ def test_a_regrouping_that_gives_no_numbers_is_named(where: str, broken: float) 
     assert where in found.detail
 
 
-def test_outputs_that_nobody_could_compare_are_not_called_equal() -> None:
+def test_incomparable_outputs_are_not_reported_as_equal() -> None:
     unit = SamplingUnit("r:0", 4, failure="out of memory")
     assert token_equality([unit], []).outcome == "not_applicable"
     assert token_equality([], []).outcome == "failed"
 
 
-def test_a_block_that_gives_no_numbers_is_not_counted_among_those_that_compute_as_claimed() -> None:
+def test_block_that_gives_nan_does_not_count_as_correct() -> None:
     own = kernel("torch.eager", {"compute": "float32"})
     found = reference_of(tiny_model(), own.numerics, own.numerics)
     assert found is not None
@@ -402,7 +402,7 @@ def test_a_block_that_gives_no_numbers_is_not_counted_among_those_that_compute_a
 
 
 @pytest.mark.full
-def test_a_block_that_goes_wrong_late_in_a_long_request_is_found() -> None:
+def test_block_fault_late_in_a_long_request_is_found() -> None:
     own = kernel("torch.eager", {"compute": "float32"})
     found = reference_of(tiny_model(), own.numerics, own.numerics)
     assert found is not None
@@ -421,7 +421,7 @@ def test_a_block_that_goes_wrong_late_in_a_long_request_is_found() -> None:
     assert {found_block.block for found_block in localised.deviating} == set(found.blocks())
 
 
-def test_long_requests_are_compared_on_as_many_rows_as_memory_should_hold(
+def test_long_requests_are_compared_within_a_memory_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = kernel("torch.eager", {"compute": "float32"})
@@ -441,7 +441,7 @@ def test_long_requests_are_compared_on_as_many_rows_as_memory_should_hold(
     assert {len(x) for x in found.inputs(request.tokens, found.blocks()).values()} == {POSITIONS}
 
 
-def test_the_documents_name_every_diagnosis_with_its_question() -> None:
+def test_documentation_lists_every_diagnosis() -> None:
     docs = Path(__file__).resolve().parents[3] / "docs" / "reference"
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", (docs / "evaluate.md").read_text("utf-8"), re.M)
     asked = {name: question for name, question in rows if name in DIAGNOSES}
@@ -452,6 +452,6 @@ def test_the_documents_name_every_diagnosis_with_its_question() -> None:
             assert f"`{diagnosis.name}`" in recorded, diagnosis.name
 
 
-def test_an_outcome_without_a_diagnosis_is_refused() -> None:
+def test_outcome_without_a_diagnosis_is_refused() -> None:
     with pytest.raises(KeyError, match="nothing_known"):
         outcome_of("nothing_known", True, "")

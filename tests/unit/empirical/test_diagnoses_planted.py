@@ -1,4 +1,4 @@
-"""Planted mistakes are found and named, and nothing else is; clean kernels have no diagnosis."""
+"""Planted mistakes are diagnosed exactly; correct kernels have no diagnosis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.planted_bugs import CLEAN, PLANTED, clean_run, named, planted
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_mistake_is_named_and_nothing_else(bug: str) -> None:
+def test_planted_mistake_is_the_only_diagnosis(bug: str) -> None:
     planted = PLANTED[bug]
     found = planted_run(bug)
     assert named(found) == (planted.diagnosis,)
@@ -19,15 +19,15 @@ def test_a_planted_mistake_is_named_and_nothing_else(bug: str) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_mistake_is_named_on_other_prompts(bug: str) -> None:
+def test_planted_mistake_is_diagnosed_on_other_prompts(bug: str) -> None:
     assert named(planted_run(bug, prompts()[20:30])) == (PLANTED[bug].diagnosis,)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("run", range(len(CLEAN)))
-def test_a_clean_run_has_no_diagnosis(run: int) -> None:
+def test_correct_run_has_no_diagnosis(run: int) -> None:
     assert named(clean_run(run)) == ()
 
 
-def test_there_are_fifty_clean_runs() -> None:
+def test_fifty_correct_runs_are_tested() -> None:
     assert len(CLEAN) == 50

@@ -17,7 +17,7 @@ values_list = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200)
 
 
 @given(values_list, st.fractions(Fraction(1, 100), Fraction(99, 100)), st.floats(-1e6, 1e6))
-def test_a_percentile_is_below_tau_exactly_when_few_enough_exceed(
+def test_percentile_is_below_tau_exactly_if_few_enough_exceed(
     values: list[float], q: Fraction, tau: float
 ) -> None:
     found = rates.quantile(np.array(values), q, None)
@@ -27,14 +27,14 @@ def test_a_percentile_is_below_tau_exactly_when_few_enough_exceed(
 
 
 @pytest.mark.parametrize(("q", "n"), [(95, 59), (99, 299)])
-def test_an_upper_limit_of_a_percentile_needs_enough_requests(q: int, n: int) -> None:
+def test_upper_limit_of_a_percentile_needs_enough_requests(q: int, n: int) -> None:
     few, enough = np.arange(float(n - 1)), np.arange(float(n))
     share = Fraction(q, 100)
     assert rates.quantile(few, share).high is None
     assert rates.quantile(enough, share).high == n - 1
 
 
-def test_limits_of_a_percentile_cover_it_as_often_as_they_say() -> None:
+def test_limits_of_a_percentile_have_their_coverage() -> None:
     generator = np.random.default_rng(5)
     q, runs, missed = Fraction(9, 10), 400, [0, 0]
     true = -math.log(0.1)
@@ -59,14 +59,14 @@ def test_clopper_pearson_matches_known_values() -> None:
 @pytest.mark.parametrize(
     ("rate", "n"), [(Fraction(5, 100), 59), (Fraction(1, 100), 299), (Fraction(1, 1000), 2995)]
 )
-def test_units_needed_for_a_budget_are_those_that_decide_it(rate: Fraction, n: int) -> None:
+def test_units_needed_for_a_budget_suffice(rate: Fraction, n: int) -> None:
     assert planning.units_for_budget(rate) == n
     assert rates.exceedance([False] * n).high <= rate
     assert rates.exceedance([False] * (n - 1)).high > rate
 
 
 @pytest.mark.parametrize("bad", [[], [1.0, math.nan], [math.inf, 0.0], [-math.inf]])
-def test_empty_and_non_finite_values_are_never_measured(bad: list[float]) -> None:
+def test_empty_and_non_finite_values_have_no_statistics(bad: list[float]) -> None:
     for function in (
         lambda v: rates.quantile(v, Fraction(1, 2)),
         rates.largest,
@@ -86,7 +86,7 @@ def test_means_do_not_depend_on_the_order_of_requests() -> None:
     assert forward.value == backward.value == 1.0
 
 
-def test_a_mean_weighs_tokens_and_resamples_requests() -> None:
+def test_mean_weighs_tokens_and_resamples_requests() -> None:
     sums, sizes = [10.0] * 10 + [0.0] * 10, [10.0] * 10 + [30.0] * 10
     found = bootstrap.clustered_ratio(sums, sizes, seed=0)
     assert found.value == 0.25
@@ -100,8 +100,8 @@ def test_a_mean_weighs_tokens_and_resamples_requests() -> None:
     assert bootstrap.clustered_ratio(mixed, sizes, seed=1) != first
 
 
-def test_limits_of_a_mean_cover_it_on_clustered_data() -> None:
-    """Tokens of a request share its level; counting them as independent would miss far more."""
+def test_limits_of_a_mean_cover_clustered_data() -> None:
+    """Tokens of a request share its level; treated as independent they cover far less often."""
     generator = np.random.default_rng(11)
     runs, missed, naive = 150, [0, 0], 0
     for run in range(runs):
@@ -125,8 +125,8 @@ def test_few_requests_give_no_limits() -> None:
         assert (found.low is not None) == (found.high is not None) == limited
 
 
-def test_lower_and_upper_ranks_are_mirror_images() -> None:
-    """The lower limit of p5 is the upper one of p95 of the opposite values."""
+def test_lower_and_upper_ranks_are_symmetric() -> None:
+    """The lower limit of p5 equals the upper limit of p95 of the negated values."""
     values = np.random.default_rng(0).normal(size=1000)
     for n in (59, 60, 100, 473, 1000):
         for q in (Fraction(1, 20), Fraction(9, 10), Fraction(1, 2)):
@@ -137,8 +137,8 @@ def test_lower_and_upper_ranks_are_mirror_images() -> None:
                 assert [found.low, found.high] == mirrored
 
 
-def test_equal_values_at_the_end_of_their_range_give_the_limit_of_equal_draws() -> None:
-    """Twenty times 100 % shows 86 %, not 100 %."""
+def test_equal_values_at_the_range_limit_use_the_binomial_limit() -> None:
+    """Twenty values of 100 % show 86 %, not 100 %."""
     found = bootstrap.clustered_ratio([5.0] * 20, [5.0] * 20, seed=0, bounds=(0.0, 1.0))
     assert found.low == pytest.approx(0.05 ** (1 / 20))
     assert found.high == 1
@@ -149,8 +149,8 @@ def test_equal_values_at_the_end_of_their_range_give_the_limit_of_equal_draws() 
     assert (inside.low, inside.high) == (None, None)
 
 
-def test_some_spread_shows_no_more_than_none() -> None:
-    """Five flips among 100 requests of 1000 tokens exclude no rate that none would not exclude."""
+def test_small_spread_is_not_stronger_than_none() -> None:
+    """Five flips in 100 requests of 1000 tokens exclude no rate that zero flips would not."""
     flips, sizes = np.array([1.0] * 5 + [0.0] * 95), np.full(100, 1000.0)
     none = bootstrap.clustered_ratio(np.zeros(100), sizes, seed=0, bounds=(0.0, 1.0)).high
     few = bootstrap.clustered_ratio(flips, sizes, seed=0, bounds=(0.0, 1.0))

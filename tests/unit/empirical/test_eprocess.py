@@ -1,4 +1,4 @@
-"""Limits that hold at every look: anchors, guards, another test of the same claim, detectors."""
+"""Anytime-valid limits: reference values, guards, and a second test of the same hypothesis."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ PERCENT = Fraction(1, 100)
         (9999, 10**6, PERCENT, -5.06746573835),
     ],
 )
-def test_values_of_quadrature_with_fifty_digits(
+def test_values_equal_quadrature_with_fifty_digits(
     k: int, n: int, rate: Fraction, wanted: float
 ) -> None:
     assert rates.log_certify(k, n, rate) == pytest.approx(wanted, rel=5e-10)
 
 
-def test_both_processes_against_sums_over_a_grid() -> None:
+def test_both_processes_equal_sums_over_a_grid() -> None:
     """The mixture integral by brute force, for both sides."""
     rate, k, n = Fraction(1, 10), 4, 90
     p = (np.arange(2_000_000) + 0.5) / 2_000_000
@@ -51,20 +51,20 @@ def test_both_processes_against_sums_over_a_grid() -> None:
 
 
 @pytest.mark.parametrize(("k", "n"), [(500, 1000), (2000, 20_000), (10, 1000), (1000, 1000)])
-def test_a_gross_violation_is_never_certified(k: int, n: int) -> None:
-    """A floor below the truncated mass would make 923 and 2196 of the first two."""
+def test_clear_violation_is_never_certified(k: int, n: int) -> None:
+    """A floor below the truncated mass would give 923 and 2196 for the first two."""
     assert rates.log_certify(k, n, PERCENT) == 0
     assert not E_PROCESS.shows_below(k, n, PERCENT, ALPHA)
     assert rates._log_mixture(k, n, PERCENT, below=True) <= 0
     assert rates.log_alarm(0, n, PERCENT) == rates.log_alarm(n // 100, n, PERCENT) == 0
 
 
-def test_the_mass_is_not_floored() -> None:
+def test_mass_is_not_floored() -> None:
     assert rates._log_mixture(500, 1000, PERCENT, below=True) == -math.inf
 
 
 @pytest.mark.parametrize("rate", [Fraction(0), Fraction(1), Fraction(-1), Fraction(2)])
-def test_a_budget_of_nothing_is_refused(rate: Fraction) -> None:
+def test_zero_budget_is_refused(rate: Fraction) -> None:
     for function in (rates.log_certify, rates.log_alarm):
         with pytest.raises(ValueError, match="between 0 and 1"):
             function(0, 10, rate)
@@ -75,7 +75,7 @@ def test_a_budget_of_nothing_is_refused(rate: Fraction) -> None:
 @pytest.mark.parametrize(
     ("rate", "n"), [(PERCENT, 377), (Fraction(1, 1000), 3787), (Fraction(1, 10_000), 37_883)]
 )
-def test_units_without_any_exceedance(rate: Fraction, n: int) -> None:
+def test_units_needed_without_exceedances(rate: Fraction, n: int) -> None:
     assert planning.units_for_budget(rate, ANYTIME) == n
     assert E_PROCESS.shows_below(0, n, rate, ALPHA)
     assert not E_PROCESS.shows_below(0, n - 1, rate, ALPHA)
@@ -99,8 +99,8 @@ def test_printed_limits_are_rounded_outward(pair: tuple[int, int]) -> None:
 
 
 @given(st.integers(1, 2000), st.fractions(Fraction(1, 200), Fraction(1, 2), max_denominator=200))
-def test_a_pass_at_every_look_is_one_at_a_single_look(n: int, rate: Fraction) -> None:
-    """So a certificate, which re-computes the binomial tail, accepts it."""
+def test_anytime_pass_implies_a_single_look_pass(n: int, rate: Fraction) -> None:
+    """A certificate, which recomputes the binomial tail, therefore accepts it."""
     k = E_PROCESS.most_exceedances(n, rate, ALPHA)
     if k is not None:
         assert rates.shows_below(k, n, rate, Confidence())
@@ -108,7 +108,7 @@ def test_a_pass_at_every_look_is_one_at_a_single_look(n: int, rate: Fraction) ->
         assert not E_PROCESS.shows_below(k + 1, n, rate, ALPHA)
 
 
-def test_ranks_at_every_look_lie_outside_of_those_at_one() -> None:
+def test_anytime_ranks_are_wider_than_single_look_ranks() -> None:
     q = Fraction(9, 10)
     for n in (100, 400, 2000):
         (low, high), (once_low, once_high) = (
@@ -138,7 +138,7 @@ def _passes(k: np.ndarray, n: np.ndarray, confidence: Confidence) -> float:
     return float((k <= limits).any(axis=1).mean())
 
 
-def test_looking_often_certifies_falsely_unless_the_limit_knows() -> None:
+def test_repeated_looks_need_anytime_limits() -> None:
     k, n = _counted(0.01, runs=1500, looks=100, every=100)
     once, often = Confidence(), _passes(k, n, Confidence())
     assert often > 0.15
@@ -151,16 +151,18 @@ def test_looking_often_certifies_falsely_unless_the_limit_knows() -> None:
 
 
 def _decided(k: int, n: int) -> bool | None:
-    """Return whether k of n show at most 1 % at every look; None where they show neither."""
+    """Return whether k of n decide a rate of 1 % at every look; None if undecided."""
     if E_PROCESS.shows_above(k, n, PERCENT, ALPHA):
         return False
     return True if E_PROCESS.shows_below(k, n, PERCENT, ALPHA) else None
 
 
-def test_a_second_test_of_the_same_claim_agrees() -> None:
-    """The confidence sequence method (Ding, Gandy and Hahn) stops where (n + 1) b(k; n, p) < ε. It
-    is another anytime-valid test of the same hypothesis; where one is sure beyond rounding of the
-    budget by two, the other does not say the opposite."""
+def test_confidence_sequence_does_not_contradict() -> None:
+    """The confidence sequence method (Ding, Gandy and Hahn) stops where (n + 1) b(k; n, p) < ε.
+
+    It is another anytime-valid test of the same hypothesis; where one decides beyond a factor of
+    two of the budget, the other does not decide the opposite.
+    """
     generator = np.random.default_rng(12)
     agreements = 0
     for p in (0.001, 0.003, 0.03, 0.1):
@@ -178,15 +180,15 @@ def test_a_second_test_of_the_same_claim_agrees() -> None:
     assert agreements > 140
 
 
-def test_few_units_decide_nothing() -> None:
+def test_few_units_are_inconclusive() -> None:
     assert _decided(0, 400) is True
     assert _decided(0, 100) is None
     assert _decided(40, 400) is False
 
 
 @pytest.mark.full
-def test_no_torch_is_needed() -> None:
-    """A router that decides online imports the same functions."""
+def test_module_does_not_import_torch() -> None:
+    """An online router imports the same functions."""
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""Whole evaluations of fake kernels: reports, traces, planted bugs, failures."""
+"""Whole evaluations of fake kernels: reports, traces, planted faults, failures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FIELDS = (
 
 
 def strict(lab: Any) -> tuple[Any, ...]:
-    """Return clauses that equal kernels keep and a visible drift breaks."""
+    """Return clauses that equal kernels satisfy and a visible drift violates."""
     return (
         lab.clause(lab.statistic("quantile", "kl", "99/100"), limit="1/1000000", id="N-KL"),
         lab.clause(lab.statistic("max", "logit_linf"), limit="1/1000", id="N-LINF"),
@@ -67,7 +67,7 @@ def outcome(found: Any, name: str) -> Any:
     return next(p for p in found.report.prechecks if p.name == name)
 
 
-def test_equal_kernels_hold_everything(lab: Any) -> None:
+def test_equal_kernels_satisfy_every_clause(lab: Any) -> None:
     found = lab.evaluate(*strict(lab), certified=1e-9)
     report = found.report
     assert report.exit is Exit.HELD
@@ -85,7 +85,7 @@ def test_equal_kernels_hold_everything(lab: Any) -> None:
     assert required | {"evidence"} <= set(document["clauses"][0])
 
 
-def test_the_same_evaluation_gives_the_same_report(lab: Any) -> None:
+def test_evaluation_is_reproducible(lab: Any) -> None:
     kernel = lab.kernel(lab.drifting(1e-3))
     first, second = (lab.evaluate(*strict(lab), infer=kernel) for _ in range(2))
     assert first.report.dumps() == second.report.dumps()
@@ -122,7 +122,7 @@ def test_planted_bugs_never_pass(lab: Any, bug: str) -> None:
     jsonschema.validate(found.report.to_json(), report_schema())
 
 
-def test_a_temperature_on_one_side_is_named(lab: Any) -> None:
+def test_temperature_on_one_side_is_diagnosed(lab: Any) -> None:
     found = lab.evaluate(*strict(lab), infer=lab.kernel(PLANTED["temperature"](lab.base)))
     check = outcome(found, "temperature_fit")
     assert check.outcome == "failed"
@@ -134,7 +134,7 @@ def test_a_temperature_on_one_side_is_named(lab: Any) -> None:
         assert "temperature_fit" in verdict.reason
 
 
-def test_an_output_that_is_one_position_late_is_named(lab: Any) -> None:
+def test_shifted_output_is_diagnosed(lab: Any) -> None:
     rows = lab.requests(length=12)
     late = lab.kernel(PLANTED["off by one"](lab.base))
     found = lab.evaluate(*strict(lab), infer=late, rows=rows)
@@ -145,7 +145,7 @@ def test_an_output_that_is_one_position_late_is_named(lab: Any) -> None:
     assert outcome(fine, "temperature_fit").outcome == "passed"
 
 
-def test_mass_that_is_never_sampled_is_named_and_invalidates_sampled_metrics(lab: Any) -> None:
+def test_unsampled_mass_invalidates_sampled_metrics(lab: Any) -> None:
     found = lab.evaluate(*strict(lab), infer=lab.kernel(PLANTED["top-k filter"](lab.base)))
     assert outcome(found, "support_check").outcome == "failed"
     assert "top-k 4" in outcome(found, "truncation_mass").detail
@@ -155,7 +155,7 @@ def test_mass_that_is_never_sampled_is_named_and_invalidates_sampled_metrics(lab
     assert "support_check" in row.verdict.reason
 
 
-def test_swapped_kernels_give_another_kl(lab: Any) -> None:
+def test_swapped_kernels_change_kl(lab: Any) -> None:
     clause = lab.clause(lab.statistic("mean", "kl"))
     one, two = lab.kernel(lab.base), lab.kernel(lab.drifting(3.0))
     forward = lab.evaluate(clause, train=one, infer=two).report.clauses[0].value
@@ -163,7 +163,7 @@ def test_swapped_kernels_give_another_kl(lab: Any) -> None:
     assert forward != pytest.approx(backward, rel=0.05)
 
 
-def test_a_request_that_fails_fails_the_clauses_and_leaves_its_reason_in_the_trace(
+def test_failed_request_fails_its_clauses_and_is_in_the_trace(
     lab: Any,
 ) -> None:
     broken = lab.requests()[4].tokens
@@ -189,7 +189,7 @@ def test_a_request_that_fails_fails_the_clauses_and_leaves_its_reason_in_the_tra
     assert outcome(found, "finite").outcome == "failed"
 
 
-def test_an_empty_slice_is_never_a_pass(lab: Any) -> None:
+def test_empty_slice_never_passes(lab: Any) -> None:
     found = lab.evaluate(*strict(lab), rows=())
     assert found.report.exit is Exit.COULD_NOT_RUN
     assert {row.to_json()["verdict"] for row in found.report.clauses} == {"invalid_evidence"}
@@ -197,7 +197,7 @@ def test_an_empty_slice_is_never_a_pass(lab: Any) -> None:
     jsonschema.validate(found.report.to_json(), report_schema())
 
 
-def test_a_slice_that_was_not_selected_is_deferred(lab: Any) -> None:
+def test_unselected_slice_is_deferred(lab: Any) -> None:
     clauses = strict(lab)
     other = lab.clause(lab.statistic("mean", "kl"), id="N-FEW", slices=("few",))
     rows = lab.requests()
@@ -208,7 +208,7 @@ def test_a_slice_that_was_not_selected_is_deferred(lab: Any) -> None:
     assert caught.value.diagnostics[0].code.id == "KC623"
 
 
-def test_different_weights_block_every_clause_but_the_traces(lab: Any) -> None:
+def test_different_weights_block_all_but_trace_clauses(lab: Any) -> None:
     weights = {"loaded": "a" * 64, "infer": "b" * 64}
     found = lab.evaluate(*strict(lab), weights=weights)
     verdicts = {row.clause: row.to_json()["verdict"] for row in found.report.clauses}
@@ -217,7 +217,7 @@ def test_different_weights_block_every_clause_but_the_traces(lab: Any) -> None:
     assert outcome(found, "weights_checksum").blocking
 
 
-def test_a_kernel_that_changes_its_weights_while_it_runs_is_blocked(lab: Any) -> None:
+def test_kernel_that_changes_its_weights_is_blocked(lab: Any) -> None:
     class Learning(lab.kernel):  # type: ignore[misc]
         runs = 0
 
@@ -238,7 +238,7 @@ def test_a_kernel_that_changes_its_weights_while_it_runs_is_blocked(lab: Any) ->
     assert verdicts["O-TRACE"] == "held"
 
 
-def test_a_kernel_that_is_not_deterministic_is_named(lab: Any) -> None:
+def test_nondeterministic_kernel_is_diagnosed(lab: Any) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def noisy(tokens: tuple[int, ...]) -> torch.Tensor:
@@ -268,7 +268,7 @@ def test_encoders_have_states_and_no_logits(lab: Any) -> None:
         assert "encoder" in caught.value.diagnostics[0].message
 
 
-def test_the_gradient_bias_needs_the_constants_of_the_contract(lab: Any) -> None:
+def test_gradient_bias_needs_constants_of_the_contract(lab: Any) -> None:
     clause = lab.clause(lab.statistic("aggregate", "grad_bias"), limit="1/1000000")
     with pytest.raises(Refusal, match="constants"):
         lab.evaluate(clause)
@@ -288,7 +288,7 @@ def test_the_gradient_bias_needs_the_constants_of_the_contract(lab: Any) -> None
 
 
 @pytest.mark.full
-def test_calibration_reads_the_next_token_of_the_text(lab: Any) -> None:
+def test_calibration_uses_the_next_token_of_the_text(lab: Any) -> None:
     clause = lab.clause(lab.statistic("aggregate", "ece_gap"), limit="1/1000")
     assert lab.evaluate(clause).report.clauses[0].value == 0
     loose = lab.evaluate(clause, infer=lab.kernel(lab.drifting(2.0)))
@@ -300,7 +300,7 @@ def test_calibration_reads_the_next_token_of_the_text(lab: Any) -> None:
     assert few.report.exit is Exit.COULD_NOT_RUN
 
 
-def test_a_block_that_no_clause_measures_is_compared_on_few_lengths(lab: Any) -> None:
+def test_unmeasured_block_is_checked_on_few_lengths(lab: Any) -> None:
     rows = [
         replace(row, key=f"r:{n}-{i}", tokens=tuple(range(n)))
         for n in (*range(40, 2, -1), 5, 5)
@@ -318,7 +318,7 @@ def test_a_block_that_no_clause_measures_is_compared_on_few_lengths(lab: Any) ->
     assert {row.length for row in compared_requests(two)} == {3, 40}
 
 
-def test_a_block_that_a_clause_measures_is_compared_on_every_request(lab: Any) -> None:
+def test_measured_block_is_checked_on_every_request(lab: Any) -> None:
     from fractions import Fraction
 
     body = Compare("<=", Norm("2", Drift("attn_0", "x", measured=True)), Number(Fraction(1)))
@@ -345,14 +345,14 @@ def test_measured_drift_above_the_certified_bound_aborts_with_its_own_code(lab: 
         assert "attn_0" in diagnostic.message
 
 
-def test_a_bound_that_is_not_a_number_or_misshapen_aborts(lab: Any) -> None:
+def test_nan_or_misshapen_bound_aborts(lab: Any) -> None:
     for bound in (np.full((6, 4), np.nan), np.full((5, 4), 1.0)):
         with pytest.raises(Refusal) as caught:
             lab.evaluate(*strict(lab), certify=lambda block, x, b=bound: lab.bound(1.0, b))
         assert caught.value.diagnostics[0].code.id == "KC625"
 
 
-def test_a_single_element_above_its_own_bound_is_found_below_the_largest_bound(lab: Any) -> None:
+def test_element_above_its_own_bound_is_found(lab: Any) -> None:
     bound = np.full((6, 4), 5.0)
     bound[2, 1] = 1e-9
     with pytest.raises(Refusal, match="token 2, feature 1"):
@@ -363,7 +363,7 @@ def test_a_single_element_above_its_own_bound_is_found_below_the_largest_bound(l
         )
 
 
-def test_an_infinite_bound_certifies_nothing_and_says_so(lab: Any) -> None:
+def test_infinite_bound_certifies_nothing_and_is_reported(lab: Any) -> None:
     found = lab.evaluate(*strict(lab), infer=lab.kernel(scale=1.001), certified=math.inf)
     document = found.report.to_json()["crosschecks"][0]
     assert document["certified"] is None
@@ -398,7 +398,7 @@ def test_proof_clauses_are_deferred_unless_measuring_refutes_them(lab: Any) -> N
         lab.evaluate(proof)
 
 
-def test_traces_carry_what_replay_needs(lab: Any) -> None:
+def test_traces_contain_the_fields_for_replay(lab: Any) -> None:
     found = lab.evaluate(*strict(lab))
     assert len(found.traces) == 20
     record = found.traces[0]
@@ -443,7 +443,7 @@ def test_runtime_clauses_time_the_inference_kernel(lab: Any) -> None:
     assert lab.evaluate(*strict(lab)).traces[0]["latency_s"] == []
 
 
-def test_the_summary_of_a_slice_reads_each_request_by_its_worst_token(lab: Any) -> None:
+def test_slice_summary_uses_the_worst_token_of_requests(lab: Any) -> None:
     found = lab.evaluate(*strict(lab), infer=lab.kernel(lab.drifting(0.1)))
     summary = found.report.slices[0]
     assert (summary.slice, summary.requests, summary.tokens) == ("all", 20, 120)
@@ -453,7 +453,7 @@ def test_the_summary_of_a_slice_reads_each_request_by_its_worst_token(lab: Any) 
     assert top["worst"] <= top["p95"] <= top["p50"]
 
 
-def test_large_vocabularies_are_read_in_parts_with_the_same_result(
+def test_large_vocabularies_in_parts_give_equal_results(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = lab.kernel(lab.drifting(0.01))
@@ -465,7 +465,7 @@ def test_large_vocabularies_are_read_in_parts_with_the_same_result(
     assert [r.value for r in parts.clauses] == [r.value for r in whole.clauses]
 
 
-def test_evaluating_reports_its_progress(lab: Any) -> None:
+def test_evaluation_reports_progress(lab: Any) -> None:
     told: list[tuple[str, int, int]] = []
     base = lab.setting(*strict(lab), certified=1.0)
     evaluate(replace(base), lambda *step: told.append(step))

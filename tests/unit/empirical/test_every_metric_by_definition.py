@@ -1,7 +1,7 @@
-"""Every metric of the language, as a clause reads it, is what its definition says.
+"""Every metric of the language equals its definition.
 
-`tests/support/metric_definitions.py` has a definition of each in plain Python. Here random requests
-and rollouts are measured on the road of an evaluation, and every number is compared.
+`tests/support/metric_definitions.py` defines each in plain Python. Random requests and rollouts are
+measured as in an evaluation, and every number is compared.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ REPEATS, PEAK = (7, 9), 1.25e9
 
 @dataclass(frozen=True)
 class Answers:
-    """A kernel that gives the rows of the texts."""
+    """A kernel that returns the rows of the texts."""
 
     logits_of: Mapping[tuple[int, ...], list[list[float]]]
     states_of: Mapping[tuple[int, ...], list[list[float]]]
@@ -74,9 +74,9 @@ class Answers:
 
 @cache
 def texts() -> tuple[tuple[Text, ...], SliceData]:
-    """Return requests, and what the evaluator measured of them.
+    """Return requests, and the measured values.
 
-    Which token was sampled is found in the measured ln w: it must be that of some token.
+    The sampled token is inferred from the measured ln w, which must match some token.
     """
     draw = random.Random(11)
     made = []
@@ -126,7 +126,7 @@ def texts() -> tuple[tuple[Text, ...], SliceData]:
 
 
 def _tops(draw: random.Random, token: int, log: float) -> list[tuple[int, float]]:
-    """Return three listed tokens, of which one may be the sampled one, likeliest first."""
+    """Return three listed tokens, most likely first; the sampled one may be among them."""
     ids = draw.sample([t for t in range(12) if t != token], 3)
     shares = sorted((draw.uniform(0.02, 0.2) for _ in ids), reverse=True)
     rows = [(t, math.log(share)) for t, share in zip(ids, shares, strict=True)]
@@ -183,7 +183,7 @@ def _side(logs: list[float], listed: list[list[tuple[int, float]]]) -> Side:
 
 
 def _recorded(one: Sequence_, number: int) -> Rollout:
-    """Return a rollout as the readers of files make it."""
+    """Return a rollout in the form of the file readers."""
     return Rollout(
         f"r{number}",
         (number, *range(one.prompt - 1)),
@@ -220,7 +220,7 @@ def _recorded(one: Sequence_, number: int) -> Rollout:
 
 @cache
 def rollouts() -> tuple[tuple[Sequence_, ...], SliceData]:
-    """Return rollouts, each of a prompt of its own, and what the evaluator measured of them."""
+    """Return rollouts with distinct prompts, and the measured values."""
     draw = random.Random(23)
     made = tuple(_sequence(draw, number) for number in range(24))
     rows = [_recorded(one, number) for number, one in enumerate(made)]
@@ -236,7 +236,7 @@ def rollouts() -> tuple[tuple[Sequence_, ...], SliceData]:
 
 
 def statistic(name: str) -> str:
-    """Return the statistic at which a metric is compared: its mean where clauses may read that."""
+    """Return the statistic for comparing a metric: its mean where clauses allow it."""
     definition = METRICS[name]
     if definition.kind == "aggregate":
         return "aggregate"
@@ -244,7 +244,7 @@ def statistic(name: str) -> str:
 
 
 def read(name: str, data: SliceData) -> float:
-    """Return what a clause reads."""
+    """Return the value that a clause gets."""
     kind = statistic(name)
     term: Term = Metric(name) if kind == "aggregate" else Statistic(kind, Metric(name), None)
     found, _ = evaluate(term, data, "upper", Settings(0, None))
@@ -252,7 +252,7 @@ def read(name: str, data: SliceData) -> float:
 
 
 def both(name: str) -> tuple[float, float]:
-    """Return what a clause reads of a metric, and what its definition says."""
+    """Return the value that a clause gets, and the one by definition."""
     match name:
         case "failure_rate":
             good, lost = SamplingUnit("a", 1), SamplingUnit("b", 1, failure="lost")
@@ -282,21 +282,21 @@ def test_every_metric_of_the_language_has_a_definition() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(METRICS))
-def test_a_clause_reads_what_the_metric_is_defined_to_be(name: str) -> None:
+def test_clause_values_equal_the_definition(name: str) -> None:
     measured, expected = both(name)
     assert measured == pytest.approx(expected, rel=1e-7, abs=1e-13)
-    # a value that says nothing would compare nothing
+    # a meaningless value would make the comparison trivial
     assert abs(expected) > 1e-4
     assert expected != 1.0
 
 
 @pytest.mark.parametrize("name", sorted(METRICS))
-def test_a_value_that_is_wrong_by_a_millionth_would_be_found(name: str) -> None:
+def test_relative_error_of_a_millionth_is_detected(name: str) -> None:
     measured, expected = both(name)
     assert measured * (1 + 1e-6) != pytest.approx(expected, rel=1e-7, abs=1e-13)
 
 
-def test_percentiles_of_a_metric_are_those_of_the_worst_of_each_request() -> None:
+def test_percentiles_use_the_worst_value_of_each_request() -> None:
     requests, data = texts()
     worst = sorted(max(defined.OF_TEXTS["tv"](text)) for text in requests)
     for percent in (50, 90, 95, 99):

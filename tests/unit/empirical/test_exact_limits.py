@@ -1,4 +1,4 @@
-"""Clopper-Pearson: against scipy's own, against exact tails, and where nothing may pass."""
+"""Clopper-Pearson limits compared with scipy and exact tails; refused inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ counts = st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.j
 
 
 @given(counts)
-def test_limits_are_those_of_another_implementation_rounded_outward(pair: tuple[int, int]) -> None:
+def test_limits_equal_another_implementation_rounded_outward(pair: tuple[int, int]) -> None:
     k, n = pair
     for side, ours in (
         ("less", EXACT.upper_limit),
@@ -37,9 +37,7 @@ def test_limits_are_those_of_another_implementation_rounded_outward(pair: tuple[
 
 
 @given(counts, st.fractions(Fraction(1, 500), Fraction(499, 500), max_denominator=500))
-def test_a_rate_is_shown_exactly_where_the_binomial_tail_says_so(
-    pair: tuple[int, int], rate: Fraction
-) -> None:
+def test_rate_is_shown_exactly_if_the_tail_is_small(pair: tuple[int, int], rate: Fraction) -> None:
     k, n = pair
     tail = sum(
         (math.comb(n, i) * rate**i * (1 - rate) ** (n - i) for i in range(k + 1)), Fraction(0)
@@ -49,9 +47,11 @@ def test_a_rate_is_shown_exactly_where_the_binomial_tail_says_so(
     assert EXACT.shows_above(n - k, n, 1 - rate, ALPHA) == wanted
 
 
-def test_a_tail_next_to_the_level_is_decided_with_many_digits() -> None:
-    """(1/2)^2 is a quarter. Doubles cannot tell 10^-20 on either side of it; at the very level,
-    where no number of digits tells, nothing is shown."""
+def test_tail_near_the_level_is_decided_with_many_digits() -> None:
+    """(1/2)^2 is a quarter; doubles cannot separate 10^-20 on either side.
+
+    At the exact level, where no precision decides, nothing is shown.
+    """
     half, quarter, hair = Fraction(1, 2), Fraction(1, 4), Fraction(1, 10**20)
     assert EXACT.shows_below(0, 2, half + hair, quarter)
     assert not EXACT.shows_below(0, 2, half - hair, quarter)
@@ -59,7 +59,7 @@ def test_a_tail_next_to_the_level_is_decided_with_many_digits() -> None:
 
 
 @given(st.integers(1, 3000), st.fractions(Fraction(1, 300), Fraction(1, 2), max_denominator=300))
-def test_what_passes_here_passes_in_a_certificate(n: int, rate: Fraction) -> None:
+def test_passes_are_accepted_in_certificates(n: int, rate: Fraction) -> None:
     k = EXACT.most_exceedances(n, rate, ALPHA)
     if k is None:
         assert not certifies(0, n, rate, ALPHA)
@@ -68,7 +68,7 @@ def test_what_passes_here_passes_in_a_certificate(n: int, rate: Fraction) -> Non
     assert not certifies(k + 1, n, rate, ALPHA)
 
 
-def test_the_zero_failure_limit() -> None:
+def test_zero_failure_limit() -> None:
     for n in (1, 59, 299, 2995):
         limit = EXACT.upper_limit(0, n, ALPHA)
         assert limit == pytest.approx(1 - 0.05 ** (1 / n), rel=1e-11)
@@ -77,7 +77,7 @@ def test_the_zero_failure_limit() -> None:
 
 
 @pytest.mark.parametrize("confidence", [Confidence(), Confidence(anytime=True)])
-def test_nothing_is_shown_by_nothing(confidence: Confidence) -> None:
+def test_zero_units_show_nothing(confidence: Confidence) -> None:
     assert not rates.shows_below(0, 0, Fraction(1, 2), confidence)
     assert not rates.shows_above(0, 0, Fraction(1, 2), confidence)
     assert not rates.shows_below(0, 10**9, Fraction(0), confidence)
@@ -91,8 +91,8 @@ def test_nothing_is_shown_by_nothing(confidence: Confidence) -> None:
             rates.proportion(k, n, confidence)
 
 
-def test_a_tail_out_of_reach_of_exact_arithmetic_shows_nothing() -> None:
-    """Beyond ten million units, a tail within rounding of its level is not taken for less."""
+def test_tail_beyond_exact_arithmetic_shows_nothing() -> None:
+    """Beyond ten million units, a tail within rounding of its level does not count as smaller."""
     n = 20_000_000
     rate = Fraction(EXACT.upper_limit(0, n, ALPHA)) * (1 - Fraction(1, 10**11))
     assert not EXACT.shows_below(0, n, rate, ALPHA)
@@ -105,14 +105,14 @@ def test_a_tail_out_of_reach_of_exact_arithmetic_shows_nothing() -> None:
     st.lists(st.floats(-10, 10), min_size=1, max_size=150),
     st.fractions(Fraction(1, 100), Fraction(1), max_denominator=1000),
 )
-def test_a_percentile_is_a_count_in_integers(values: list[float], q: Fraction) -> None:
+def test_percentile_is_an_integer_count(values: list[float], q: Fraction) -> None:
     tau, n = 0.5, len(values)
     value = rates.quantile(np.array(values), q, None).value
     exceed = sum(v > tau for v in values)
     assert (value <= tau) == (exceed <= n - max(1, math.ceil(q * n)))
 
 
-def test_p99_says_that_a_hundred_times_the_exceedances_are_at_most_n() -> None:
+def test_p99_means_exceedances_are_at_most_n_over_100() -> None:
     for n in range(1, 1200):
         rank = rates.quantile_rank(n, Fraction(99, 100))
         for k in {0, n // 100, n // 100 + 1, n} & set(range(n + 1)):

@@ -1,4 +1,4 @@
-"""Groups of rollouts are joined where their rows have one prompt, and nowhere else."""
+"""Groups of rollouts are joined exactly where their rows share a prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kcdsl_backends.empirical.sources.rollouts.recording import joined
 
 
 def rollout(number: int, prompt: int, group: int | None) -> Rollout:
-    """Return a rollout; the prompt 0 is none."""
+    """Return a rollout; prompt 0 means no prompt."""
     return Rollout(
         str(number),
         (prompt,) if prompt else (),
@@ -24,7 +24,7 @@ def rollout(number: int, prompt: int, group: int | None) -> Rollout:
 
 
 def components(rows: list[tuple[int, int]]) -> list[int]:
-    """Return the component of each row by relabelling until nothing changes: second way."""
+    """Return the component of each row by relabelling to a fixed point: a second implementation."""
     label = list(range(len(rows)))
     changed = True
     while changed:
@@ -39,7 +39,7 @@ def components(rows: list[tuple[int, int]]) -> list[int]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=14))
-def test_units_are_what_is_linked_by_prompts_and_groups(rows: list[tuple[int, int]]) -> None:
+def test_units_are_components_linked_by_prompts_and_groups(rows: list[tuple[int, int]]) -> None:
     found, count = joined([rollout(i, *row) for i, row in enumerate(rows)])
     units = [r.unit for r in found]
     expected = components(rows)
@@ -49,7 +49,7 @@ def test_units_are_what_is_linked_by_prompts_and_groups(rows: list[tuple[int, in
 
 
 @given(st.lists(st.integers(0, 3), max_size=8))
-def test_without_groups_prompts_alone_tell(prompts: list[int]) -> None:
+def test_prompts_alone_define_units_without_groups(prompts: list[int]) -> None:
     rows = [rollout(i, prompt, None) for i, prompt in enumerate(prompts)]
     found, count = joined(rows)
     assert found == tuple(rows)

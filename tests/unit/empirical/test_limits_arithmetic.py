@@ -59,7 +59,7 @@ def test_magnitudes_enclose_every_value(a: EstimateInterval) -> None:
 
 
 @given(intervals(), intervals(), st.sampled_from(["<=", "<", ">=", ">", "=="]))
-def test_a_verdict_agrees_with_every_combination(
+def test_verdicts_agree_with_every_combination(
     a: EstimateInterval, b: EstimateInterval, op: str
 ) -> None:
     outcome = compare(a, op, b)
@@ -90,8 +90,8 @@ def test_unknown_operators_are_defects() -> None:
         point.combine("%", point)
 
 
-def test_products_beyond_all_doubles_keep_open_ends() -> None:
-    """A product of two values may be larger than any double; an end that is missing stays so."""
+def test_overflowing_products_keep_open_ends() -> None:
+    """A product may exceed every double; a missing end stays missing."""
     large = EstimateInterval.point(Fraction(10) ** 300)
     product = large.combine("*", large)
     assert product.value == Fraction(10) ** 600

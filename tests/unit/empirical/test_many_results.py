@@ -1,4 +1,4 @@
-"""Many sampled results together: Holm for violations, nothing for passes; planning; equivalence."""
+"""Many sampled results: Holm's correction of violations; planning; equivalence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANYTIME = estimates.confidence_over(None)
 
 
 def _holm_of_p(p: list[float], error: Fraction) -> set[int]:
-    """Holm's method as the textbooks have it."""
+    """Apply Holm's method as in textbooks."""
     found: set[int] = set()
     order = sorted(range(len(p)), key=lambda i: p[i])
     for step, i in enumerate(order):
@@ -28,14 +28,14 @@ def _holm_of_p(p: list[float], error: Fraction) -> set[int]:
 
 
 @given(st.lists(st.floats(0, 0.2), max_size=30))
-def test_stepping_by_levels_is_holms_method(p: list[float]) -> None:
+def test_stepwise_levels_equal_holms_method(p: list[float]) -> None:
     candidates = [i for i, value in enumerate(p) if Fraction(value) <= ALPHA]
     found, level = estimates.holm(len(p), ALPHA, candidates, lambda i, at: Fraction(p[i]) <= at)
     assert found == _holm_of_p(p, ALPHA)
     assert 0 < level <= ALPHA
 
 
-def test_a_family_holds_its_candidates() -> None:
+def test_family_of_results_contains_its_candidates() -> None:
     with pytest.raises(ValueError, match="2 candidates in a family of 1"):
         estimates.holm(1, ALPHA, [0, 1], lambda i, at: True)
     assert estimates.holm(0, ALPHA, [], lambda i, at: True) == (frozenset(), ALPHA)
@@ -46,9 +46,7 @@ def test_a_family_holds_its_candidates() -> None:
 
 @pytest.mark.parametrize("confidence", [Confidence(), Confidence(Fraction(1, 200)), ANYTIME])
 @pytest.mark.parametrize("rate", [Fraction(1, 10), Fraction(1, 100), Fraction(3, 1000)])
-def test_needed_units_are_enough_and_one_less_is_not(
-    rate: Fraction, confidence: Confidence
-) -> None:
+def test_needed_units_are_minimal(rate: Fraction, confidence: Confidence) -> None:
     for k in (0, 1, 7):
         n = planning.units_for_budget(rate, confidence, k=k)
         assert rates.shows_below(k, n, rate, confidence)
@@ -88,7 +86,7 @@ def test_power_is_reached_and_counted_exactly() -> None:
     assert planning.units_at_rate(rate, rate - Fraction(1, 10**9)) is None
 
 
-def test_units_for_a_mean() -> None:
+def test_units_needed_for_a_mean() -> None:
     assert planning.units_for_mean(1.0, 0.1, 0.8) == math.ceil((1.6448536 + 0.8416212) ** 2 * 100)
     assert planning.units_for_mean(1e-9, 1.0, 0.8) == bootstrap.FEWEST_CLUSTERS
     assert planning.units_for_mean(1.0, 0.0, 0.8) is None
@@ -98,7 +96,7 @@ def test_units_for_a_mean() -> None:
     assert planning.units_for_mean(1.0, 0.1, 0.8, ANYTIME) is None
 
 
-def test_a_threshold_needs_enough_units() -> None:
+def test_percentile_threshold_needs_enough_units() -> None:
     import numpy as np
 
     assert rates.threshold(np.arange(58.0), Fraction(1, 20)) is None
@@ -111,6 +109,6 @@ def test_a_threshold_needs_enough_units() -> None:
 
 
 @pytest.mark.parametrize("bad", [Fraction(0), Fraction(1), Fraction(-1, 2)])
-def test_a_confidence_leaves_something_to_chance_and_not_all(bad: Fraction) -> None:
+def test_confidence_must_be_strictly_between_0_and_1(bad: Fraction) -> None:
     with pytest.raises(ValueError, match="between 0 and 1"):
         Confidence(bad)

@@ -72,7 +72,7 @@ def random_pair(scale: float, vocabulary: int = 32, rows: int = 16, seed: int = 
     return policy_pair(z, z + scale * d, 1.0)
 
 
-def test_kl_is_train_first_and_not_symmetric() -> None:
+def test_kl_is_of_train_relative_to_infer() -> None:
     pair = pair_of(P, Q)
     forward = sum(a * math.log(a / b) for a, b in zip(P, Q, strict=True))
     backward = sum(b * math.log(b / a) for a, b in zip(P, Q, strict=True))
@@ -112,7 +112,7 @@ def test_temperature_divides_the_logits() -> None:
     )
 
 
-def test_an_impossible_token_makes_kl_infinite_and_one_impossible_for_both_does_not() -> None:
+def test_kl_is_infinite_only_for_one_sided_impossible_tokens() -> None:
     z = torch.tensor([[0.0, 0.0, -math.inf]], dtype=torch.float64)
     full = torch.tensor([[0.0, 0.0, 0.0]], dtype=torch.float64)
     assert one(reference.kl_train_infer(policy_pair(full, z, 1.0))) == math.inf
@@ -122,7 +122,7 @@ def test_an_impossible_token_makes_kl_infinite_and_one_impossible_for_both_does_
     assert one(reference.logit_l2(same)) == 0
 
 
-def test_far_policies_neither_overflow_nor_lose_the_value() -> None:
+def test_distant_policies_keep_finite_accurate_values() -> None:
     z = torch.tensor([[0.0, -700.0]], dtype=torch.float64)
     pair = policy_pair(z, -z, 1.0)
     assert one(reference.kl_train_infer(pair)) == pytest.approx(700.0, rel=1e-12)
@@ -143,7 +143,7 @@ def test_kl_agrees_with_sixty_digits(scale: float) -> None:
     assert one(reference.kl_train_infer(pair)) == pytest.approx(float(exact), rel=1e-7)
 
 
-def test_naive_float32_kl_is_a_hazard_that_the_metric_does_not_have() -> None:
+def test_kl_is_accurate_where_the_naive_float32_sum_is_not() -> None:
     """bounds.md 11: at V = 32k and sd 1e-4 the naive sum is wrong by orders of magnitude."""
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(1, 32768, generator=generator)
@@ -156,7 +156,7 @@ def test_naive_float32_kl_is_a_hazard_that_the_metric_does_not_have() -> None:
     assert one(reference.kl_train_infer(pair)) == pytest.approx(true, rel=1e-4)
 
 
-def test_bregman_is_never_negative_and_joins_its_series_smoothly() -> None:
+def test_bregman_is_non_negative_and_continuous_at_its_series() -> None:
     d = torch.cat([torch.logspace(-12, 2, 400, dtype=torch.float64) * s for s in (1, -1)])
     values = policies.bregman(d)
     assert bool((values >= 0).all())
@@ -174,7 +174,7 @@ def test_probabilities_that_do_not_sum_to_one_are_refused() -> None:
     ("train", "infer", "temperature"),
     [((2, 3), (3, 3), 1.0), ((2, 3), (2, 4), 1.0), ((2,), (2,), 1.0), ((2, 3), (2, 3), 0.0)],
 )
-def test_misaligned_logits_and_no_temperature_are_refused(
+def test_misaligned_logits_and_missing_temperature_are_refused(
     train: tuple[int, ...], infer: tuple[int, ...], temperature: float
 ) -> None:
     with pytest.raises(ValueError, match=r"shape|temperature"):
@@ -200,7 +200,7 @@ def test_paper_defect_4_l2_is_not_shift_invariant_but_span_and_policy_metrics_ar
         assert torch.allclose(before, after, rtol=1e-6, atol=1e-12), name
 
 
-def test_top_overlaps_count_shared_tokens_and_break_ties_by_token() -> None:
+def test_top_k_overlap_breaks_ties_by_token_id() -> None:
     train = torch.tensor([[9.0, 8.0, 7.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
     infer = torch.tensor([[8.0, 9.0, 1.0, 7.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
     pair = policy_pair(train, infer, 1.0)
@@ -221,8 +221,8 @@ def test_nan_logits_stay_nan_in_every_metric() -> None:
             assert math.isnan(one(function(pair))), name
 
 
-def test_sampled_estimators_agree_with_what_they_estimate() -> None:
-    """Exact expectations under q: no sampling error hides a wrong direction."""
+def test_expectations_of_sampled_estimators_are_exact() -> None:
+    """Exact expectations under q, so that no sampling error hides a wrong direction."""
     pair = pair_of(P, Q)
     q = pair.infer_log.exp()[0]
     tokens = torch.arange(3)
@@ -246,7 +246,7 @@ def test_sampled_estimators_agree_with_what_they_estimate() -> None:
     assert mean["tv_is"] == pytest.approx(one(policies.total_variation(pair)))
 
 
-def test_swapped_sides_turn_w_into_its_inverse() -> None:
+def test_swapped_sides_invert_w() -> None:
     pair = pair_of(P, Q)
     token = torch.tensor([0])
     delta = log_ratio(pair, token)
@@ -279,18 +279,18 @@ def test_tokens_are_drawn_from_the_inference_policy_and_repeat_with_the_seed() -
         assert bool((values >= 0).all())
 
 
-def test_a_token_without_probability_is_never_drawn() -> None:
+def test_token_with_probability_zero_is_never_drawn() -> None:
     z = torch.tensor([[-math.inf, 0.0, -math.inf]] * 100, dtype=torch.float64)
     assert bool((sampled.sample_tokens(policy_pair(z, z, 1.0), 1) == 1).all())
 
 
-def test_seeds_of_requests_do_not_depend_on_their_order() -> None:
+def test_seeds_of_requests_are_independent_of_order() -> None:
     assert sampled.request_seed(0, "a") != sampled.request_seed(0, "b")
     assert sampled.request_seed(0, "a") != sampled.request_seed(1, "a")
     assert 0 <= sampled.request_seed(0, "a") < 2**63
 
 
-def test_paper_defect_2_the_bias_needs_the_factor_two() -> None:
+def test_paper_defect_2_bias_bound_needs_the_factor_two() -> None:
     """E|w - 1| reaches 1.999 E|ln w| at a two-point example, so A G E|ln w| is no bound."""
     mass, change = 1e-10, 1e-3
     other = 1 - (1 - mass) * math.exp(-change)
@@ -307,17 +307,15 @@ def test_paper_defect_2_the_bias_needs_the_factor_two() -> None:
 
 
 @given(st.floats(1e-6, 3.0), st.integers(0, 100))
-def test_paper_defects_7_and_10_the_sharp_bounds_hold_where_the_loose_ones_mislead(
-    scale: float, seed: int
-) -> None:
+def test_paper_defects_7_and_10_sharp_bounds_hold(scale: float, seed: int) -> None:
     pair = random_pair(scale, rows=4, seed=seed)
     span = reference.logit_span(pair)
     assert bool((policies.total_variation(pair) <= torch.tanh(span / 4) * (1 + 1e-9)).all())
     assert bool((reference.kl_train_infer(pair) <= span**2 / 8 * (1 + 1e-9)).all())
 
 
-def test_paper_defect_10_an_eighth_of_linf_squared_does_not_bound_kl() -> None:
-    """The 1/8 belongs to the span: with dz = (e, -e) KL comes near e^2/2."""
+def test_paper_defect_10_kl_exceeds_an_eighth_of_linf_squared() -> None:
+    """The 1/8 belongs to the span: for dz = (e, -e) KL approaches e^2/2."""
     z = torch.zeros(1, 2, dtype=torch.float64)
     pair = policy_pair(z, torch.tensor([[0.01, -0.01]], dtype=torch.float64), 1.0)
     kl, linf = one(reference.kl_train_infer(pair)), one(reference.logit_linf(pair))
@@ -337,7 +335,7 @@ def test_hidden_drifts_and_embeddings_have_their_closed_forms() -> None:
         states.hidden_l2(train, infer[:1])
 
 
-def test_ece_is_the_weighted_gap_of_equal_mass_bins() -> None:
+def test_ece_uses_equal_mass_bins() -> None:
     confidence = np.array([0.2, 0.2, 0.9, 0.9])
     right = np.array([0.0, 1.0, 1.0, 1.0])
     assert calibration.expected_calibration_error(confidence, right, 2) == pytest.approx(
@@ -351,7 +349,7 @@ def test_ece_is_the_weighted_gap_of_equal_mass_bins() -> None:
         calibration.expected_calibration_error(confidence, right, 5)
 
 
-def test_ece_gap_is_zero_for_equal_kernels_and_reads_the_next_token() -> None:
+def test_ece_gap_of_equal_kernels_is_zero() -> None:
     pair = pair_of(P, P)
     values = calibration.confidences(pair, torch.tensor([0]))
     assert values["ece_train_right"].tolist() == [1.0]
@@ -364,7 +362,7 @@ def test_ece_gap_is_zero_for_equal_kernels_and_reads_the_next_token() -> None:
         calibration.confidences(pair, torch.tensor([0, 1]))
 
 
-def test_every_function_is_described_and_every_bound_of_its_range_holds() -> None:
+def test_every_metric_function_is_described_and_in_range() -> None:
     pair = random_pair(0.5)
     for name, function in PAIR_FUNCTIONS.items():
         measure = MEASURES[name]
@@ -379,7 +377,7 @@ def test_every_function_is_described_and_every_bound_of_its_range_holds() -> Non
     assert MEASURES["k2"].bias == "biased"
 
 
-def test_the_language_and_the_backend_name_the_same_metrics() -> None:
+def test_language_and_backend_list_the_same_metrics() -> None:
     from kcdsl.metrics import METRICS, UNMEASURED
 
     assert set(METRICS) == set(MEASURES) | set(UNMEASURED)

@@ -1,4 +1,4 @@
-"""Clauses on every metric that a forward pass of both kernels feeds, and refusals of the others."""
+"""Clauses on every metric that forward passes of both kernels provide; refusal of others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plan(*names: str, **changes: Any) -> MeasurementPlan:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NEW)
-def test_a_clause_on_every_measured_metric_is_decided(lab: Lab, name: str) -> None:
+def test_clauses_on_every_measured_metric_are_decided(lab: Lab, name: str) -> None:
     op, limit = (
         ("<=", "1000000000000000000000") if METRICS[name].better == "lower" else (">=", "-2")
     )
@@ -62,14 +62,14 @@ def test_a_clause_on_every_measured_metric_is_decided(lab: Lab, name: str) -> No
 
 
 @pytest.mark.parametrize("name", sorted(UNMEASURED))
-def test_a_clause_on_what_only_records_feed_is_refused(lab: Lab, name: str) -> None:
+def test_clauses_on_metrics_of_recordings_are_refused(lab: Lab, name: str) -> None:
     with pytest.raises(Refusal) as refused:
         lab.evaluate(lab.clause(term(lab, name)))
     assert refused.value.diagnostics[0].code.id == "KC624"
     assert UNMEASURED[name] in refused.value.diagnostics[0].message
 
 
-def test_values_of_a_request_are_those_of_the_pass_over_its_logits(lab: Lab) -> None:
+def test_request_values_equal_the_pass_over_its_logits(lab: Lab) -> None:
     train, infer = lab.kernel(), lab.kernel(lab.drifting(0.1), name="infer")
     request = lab.requests(1, length=9)[0]
     run = run_request(request, train, infer, plan(*TIER_A, *OF_TEXTS), lambda r, b: torch.ones(1))
@@ -89,8 +89,8 @@ def _same(logits: torch.Tensor, tokens: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_position_without_any_token_is_no_policy(lab: Lab, side: int) -> None:
-    """One -inf excludes a token; all of them leave nothing to compare, and no rank either."""
+def test_position_with_all_tokens_excluded_is_invalid(lab: Lab, side: int) -> None:
+    """One -inf excludes a token; if all are -inf there is no policy, and no rank either."""
     sides: list[Any] = [lab.kernel(), lab.kernel(lab.drifting(0.1), name="infer")]
     request = lab.requests(1, length=9)[0]
     for places, lost in (((4, slice(2)), 0), ((4, slice(None)), 1)):
@@ -104,7 +104,7 @@ def test_a_position_without_any_token_is_no_policy(lab: Lab, side: int) -> None:
         assert (run.unit.failure is not None) == bool(lost)
 
 
-def test_the_gradient_bound_comes_from_the_same_total_variation(lab: Lab) -> None:
+def test_gradient_bound_uses_the_same_total_variation(lab: Lab) -> None:
     train, infer = lab.kernel(), lab.kernel(lab.drifting(0.1), name="infer")
     request = lab.requests(1)[0]
     run = run_request(
@@ -125,7 +125,7 @@ def test_the_gradient_bound_comes_from_the_same_total_variation(lab: Lab) -> Non
     )
 
 
-def test_calibration_scores_leave_the_last_position_out(lab: Lab) -> None:
+def test_calibration_scores_exclude_the_last_position(lab: Lab) -> None:
     request = lab.requests(1, length=7)[0]
     kernels = lab.kernel(), lab.kernel(lab.drifting(0.1), name="infer")
     run = run_request(
@@ -149,7 +149,7 @@ def test_equal_kernels_have_the_best_value_of_every_aggregate(lab: Lab) -> None:
         assert row.value == pytest.approx(value, abs=1e-12), name
 
 
-def test_a_request_of_one_token_has_no_label_and_says_so(lab: Lab) -> None:
+def test_request_of_one_token_has_no_label(lab: Lab) -> None:
     row = lab.evaluate(
         lab.clause(Metric("nll_gap"), "<=", "1"), rows=lab.requests(10, length=1)
     ).report.clauses[0]

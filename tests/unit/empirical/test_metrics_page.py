@@ -1,4 +1,4 @@
-"""The tables of metrics in the documents are those of the definitions, whose functions exist."""
+"""Tables of metrics in the documentation equal the definitions, whose functions exist."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kcdsl_backends.empirical.metrics.measures import function_of
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_documents_list_what_the_definitions_have(document: str) -> None:
+def test_documented_tables_equal_the_definitions(document: str) -> None:
     text = (ROOT / document).read_text("utf-8")
     assert text == fresh(document, text), "run python -m bench.tables"
 
 
-def test_a_document_without_the_table_is_refused() -> None:
+def test_document_without_the_table_is_refused() -> None:
     with pytest.raises(ValueError, match="no table"):
         fresh("docs/reference/metrics.md", "nothing")
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_the_function_of_a_metric_exists_and_is_described(name: str) -> None:
+def test_function_of_each_metric_exists_and_is_described(name: str) -> None:
     metric = METRICS[name]
     assert metric.formula
     if metric.entry in ("", ABSOLUTE_MEAN):

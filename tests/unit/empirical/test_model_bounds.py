@@ -1,4 +1,4 @@
-"""Bounds of a whole model: at every effort above all runs that the claims admit."""
+"""Bounds of a whole model: above all admitted runs at every effort."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PAIRS = {
 @pytest.mark.full
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("effort", EFFORT_NUMBERS)
-def test_no_admitted_run_leaves_the_bound(name: str, effort: int) -> None:
+def test_admitted_runs_are_within_the_bound(name: str, effort: int) -> None:
     model = bound_of(*PAIRS[name])
     request = fixed_requests(1)[0]
     box = model.bound(request, effort)
@@ -75,7 +75,7 @@ def test_no_admitted_run_leaves_the_bound(name: str, effort: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("effort", EFFORT_NUMBERS)
-def test_no_real_kernel_leaves_the_bound(effort: int) -> None:
+def test_real_kernels_are_within_the_bound(effort: int) -> None:
     pair = pair_of(small_model(), *PAIRS["other attention"])
     model = bound_of(*PAIRS["other attention"])
     for request in fixed_requests(2, longest=9):
@@ -88,7 +88,7 @@ def test_no_real_kernel_leaves_the_bound(effort: int) -> None:
 
 
 @pytest.mark.full
-def test_more_effort_makes_more_passes_and_narrower_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_effort_gives_more_passes_and_tighter_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     original, made = KernelRun.passing, [0]
 
     def counting(self: KernelRun, *rest: object) -> bool:
@@ -110,7 +110,7 @@ def test_more_effort_makes_more_passes_and_narrower_bounds(monkeypatch: pytest.M
 
 
 @pytest.mark.full
-def test_the_last_effort_is_all_that_affine_forms_say() -> None:
+def test_largest_effort_equals_the_affine_bound() -> None:
     model, request = bound_of(*PAIRS["other attention"]), fixed_requests(1)[0]
     problem = model.factory.problem("model", request.tokens)
     whole = problem.forms(None, torch.zeros(1, 1, dtype=torch.float64)).box()
@@ -120,7 +120,7 @@ def test_the_last_effort_is_all_that_affine_forms_say() -> None:
 
 
 @pytest.mark.full
-def test_what_has_no_bound_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bound_names_its_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     model = bound_of(ref(), ref(compute="float16"))
     few = PassEffort("none at all", 2.0**20, 0.1)
     monkeypatch.setattr(model_bounds, "EFFORTS", (few,))
@@ -130,7 +130,7 @@ def test_what_has_no_bound_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ":" in box.reason
 
 
-def test_dearer_efforts_are_expected_to_take_longer() -> None:
+def test_larger_efforts_have_larger_time_estimates() -> None:
     model, requests = bound_of(ref(), ref("torch.sdpa.flash")), fixed_requests(2)
     costs = [[model.cost(r, effort) for r in requests] for effort in EFFORT_NUMBERS]
     assert all(few < more for few, more in pairwise(costs))

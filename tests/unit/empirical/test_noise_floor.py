@@ -1,4 +1,4 @@
-"""The noise floor: the training kernel against itself, batched otherwise."""
+"""The noise floor: the training kernel compared with itself in other batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAN = MeasurementPlan(frozenset({"kl", "logit_linf", "top1_overlap", "log_ratio
 
 @dataclass
 class Batched:
-    """A kernel that drifts by `noise` in batches; `padded` more where something stands behind."""
+    """A kernel that drifts by `noise` in batches, and by `padded` more behind padding."""
 
     noise: float = 0.0
     padded: float = 0.0
@@ -39,7 +39,7 @@ class Batched:
 
 
 class Alone:
-    """A kernel that takes no batches."""
+    """A kernel without batch support."""
 
     def logits(self, ids: Any) -> Tensor:
         if not isinstance(ids[0], int):
@@ -58,17 +58,17 @@ def floor(kernel: Any, count: int = 4) -> dict[str, Any]:
     return noise_floor(kernel, requests(count), PLAN, lambda done, total: None)
 
 
-def test_a_kernel_that_heeds_no_batch_has_a_floor_of_nothing() -> None:
+def test_batch_invariant_kernel_has_a_zero_floor() -> None:
     found = floor(Batched())
     assert len(found) == 4
     for unit in found.values():
-        assert unit.values["kl"].size == 3 * 8  # in a batch, in the other order, padded
+        assert unit.values["kl"].size == 3 * 8  # in a batch, in reverse order, padded
         assert (unit.values["kl"] == 0).all()
         assert (unit.values["top1_overlap"] == 1).all()
 
 
 @pytest.mark.parametrize(("noise", "padded"), [(1e-3, 0.0), (0.0, 1e-3), (1e-3, 1e-3)])
-def test_the_floor_is_the_drift_between_groupings(noise: float, padded: float) -> None:
+def test_floor_is_the_drift_between_batchings(noise: float, padded: float) -> None:
     for unit in floor(Batched(noise, padded)).values():
         parts = np.split(unit.values["logit_linf"], 3)
         assert parts[0] == pytest.approx(np.full(8, noise))
@@ -77,7 +77,7 @@ def test_the_floor_is_the_drift_between_groupings(noise: float, padded: float) -
         assert "log_ratio" in unit.values
 
 
-def test_a_kernel_without_batches_and_a_single_request_have_none() -> None:
+def test_kernel_without_batches_and_single_request_have_no_floor() -> None:
     assert floor(Alone()) == {}
     assert floor(Batched(), count=1) == {}
     assert floor(Batched(), count=0) == {}

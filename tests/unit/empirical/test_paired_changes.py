@@ -1,4 +1,4 @@
-"""Paired changes of two runs and of a 2×2 design, against definitions written again."""
+"""Paired changes of two runs and of a 2×2 design, compared with independent definitions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kcdsl_backends.empirical.table.requirements import metrics_of
 from tests.support.evidence import clause, evidence
 
 
-def test_an_interaction_counts_units_by_the_sign_of_two_differences() -> None:
+def test_interaction_counts_units_by_sign_of_differences() -> None:
     rng = np.random.default_rng(3)
     runs = [rng.random(200) < share for share in (0.95, 0.9, 0.9, 0.5)]
     found = paired.change_of_shares(runs)
@@ -33,7 +33,7 @@ def test_an_interaction_counts_units_by_the_sign_of_two_differences() -> None:
     assert found.low < found.delta < found.high < 0
 
 
-def test_an_interaction_of_means_has_the_limits_of_students_t() -> None:
+def test_interaction_of_means_has_students_t_limits() -> None:
     rng = np.random.default_rng(4)
     values = rng.normal(0, 1, (4, 50)) + np.array([[0.0], [1.0], [2.0], [4.0]])
     parts = [linear(row, np.ones(50)) for row in values]
@@ -47,7 +47,7 @@ def test_an_interaction_of_means_has_the_limits_of_students_t() -> None:
 
 
 @pytest.mark.full
-def test_an_interaction_is_seldom_named_where_there_is_none() -> None:
+def test_false_interactions_are_rare() -> None:
     rng, false = np.random.default_rng(5), 0
     for _ in range(2000):
         runs = [rng.random(60) < 0.9 for _ in range(4)]
@@ -55,11 +55,11 @@ def test_an_interaction_is_seldom_named_where_there_is_none() -> None:
     assert false / 2000 <= paired.ERROR
 
 
-def test_the_error_that_causes_state_is_the_one_that_rows_share() -> None:
+def test_stated_error_equals_that_of_the_rows() -> None:
     assert causes._ERROR == paired.ERROR
 
 
-def test_no_units_are_no_evidence() -> None:
+def test_zero_units_are_not_evidence() -> None:
     with pytest.raises(NotMeasurable):
         paired.change_of_shares([np.zeros(0, dtype=bool)] * 4)
     with pytest.raises(NotMeasurable):
@@ -82,7 +82,7 @@ def _measured(asked: Clause, name: str, values: Callable[[int], Sequence[float]]
 @pytest.mark.parametrize(
     ("asked", "incumbent", "candidate", "change"),
     [
-        # 3/5 is stored as a little less than it: each request keeps the threshold
+        # 3/5 is stored as slightly less: each request satisfies the threshold
         (
             clause("S", "min", "top5_overlap", "3/5", op=">="),
             lambda tokens: [0.6] * tokens,
@@ -105,7 +105,7 @@ def _measured(asked: Clause, name: str, values: Callable[[int], Sequence[float]]
     ],
     ids=["share", "mean beyond", "mean within"],
 )
-def test_a_unit_keeps_a_threshold_as_it_does_for_the_verdict(
+def test_unit_satisfies_a_threshold_as_in_the_verdict(
     asked: Clause,
     incumbent: Callable[[int], Sequence[float]],
     candidate: Callable[[int], Sequence[float]],

@@ -1,4 +1,4 @@
-"""Small Parquet files that stand for gigabytes are refused before they are unpacked."""
+"""Small Parquet files that expand to gigabytes are refused before decompression."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG = "x" * 2**10
 
 
 def written(columns: Mapping[str, Any], times: int) -> bytes:
-    """Return a file with the same columns some times over, as groups of rows."""
+    """Return a file with the same columns repeated as row groups."""
     part, sink = pa.table(dict(columns)), io.BytesIO()
     with pq.ParquetWriter(sink, part.schema, compression="zstd") as writer:
         for _ in range(times):
@@ -38,7 +38,7 @@ BOMBS: Mapping[str, tuple[Mapping[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("what", BOMBS)
-def test_files_that_stand_for_far_more_are_refused(
+def test_files_with_huge_contents_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """The limits are those of the product, divided by 1024, so that the files need little time."""
@@ -53,7 +53,7 @@ def test_files_that_stand_for_far_more_are_refused(
         read_rows(tmp_path / "a.parquet", "a.parquet")
 
 
-def test_texts_come_back_in_their_types() -> None:
+def test_texts_are_read_in_their_types() -> None:
     kinds: Mapping[str, pa.DataType] = {
         "text": pa.string(),
         "large": pa.large_string(),

@@ -1,4 +1,4 @@
-"""Lists of the likeliest tokens, forks of greedy decoding, and equality bit for bit."""
+"""Top-k lists, divergence of greedy decoding, and bitwise equality."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def kendall_by_pairs(a: list[int], b: list[int]) -> float:
     return total / (len(a) * (3 * len(a) - 1) / 2)
 
 
-def test_kendall_distance_is_that_of_its_definition() -> None:
+def test_kendall_distance_equals_its_definition() -> None:
     rng = np.random.default_rng(0)
     for _ in range(200):
         a, b = (rng.choice(14, size=5, replace=False).tolist() for _ in range(2))
@@ -49,7 +49,7 @@ def test_kendall_distance_is_that_of_its_definition() -> None:
         assert float(found[0]) == pytest.approx(kendall_by_pairs(a, b)), (a, b)
 
 
-def test_lists_that_agree_and_lists_that_share_nothing_are_the_ends_of_each_scale() -> None:
+def test_equal_and_disjoint_lists_are_the_ends_of_each_scale() -> None:
     other = TEN + 100
     one = dict.fromkeys(set(LIST_METRICS) - {"kendall10"}, (1, 0))
     ends = {**one, "kendall10": (0, 1)}
@@ -76,7 +76,7 @@ def test_overlaps_ignore_order_and_rank_biased_overlap_does_not() -> None:
     assert early < ranks.rank_biased_overlap(TEN, swapped_late, 10)[0] < 1
 
 
-def test_lists_that_cannot_be_compared_are_refused() -> None:
+def test_incomparable_lists_are_refused() -> None:
     with pytest.raises(ValueError, match="one shape"):
         ranks.overlap(TEN, TEN[:, :5], 5)
     with pytest.raises(ValueError, match="one shape"):
@@ -88,7 +88,7 @@ def test_lists_that_cannot_be_compared_are_refused() -> None:
 
 
 @pytest.mark.parametrize("width", [10, 127, 2560, 5000])
-def test_the_likeliest_tokens_are_those_of_a_stable_sort(width: int) -> None:
+def test_top_tokens_equal_a_stable_sort(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     z = torch.randn(20, width, generator=generator)
     z[3] = 1.0
@@ -108,7 +108,7 @@ def test_the_likeliest_tokens_are_those_of_a_stable_sort(width: int) -> None:
 # --- forks ---------------------------------------------------------------------------------------
 
 
-def test_the_step_of_divergence_counts_agreeing_tokens() -> None:
+def test_divergence_step_counts_agreeing_tokens() -> None:
     assert sequences.greedy_divergence_step([0, 0, 1, 0, 1]) == 2
     assert sequences.greedy_divergence_step([0, 0, 0]) == 3
     for broken in ([], [0.5], [math.nan]):
@@ -116,7 +116,7 @@ def test_the_step_of_divergence_counts_agreeing_tokens() -> None:
             sequences.greedy_divergence_step(broken)
 
 
-def test_a_position_is_stable_only_if_no_drift_of_this_size_can_change_its_first_token() -> None:
+def test_stable_position_keeps_its_top_token_under_the_drift() -> None:
     z = torch.tensor([[3.0, 1.0], [3.0, 1.0], [3.0, 1.0]])
     y = z + torch.tensor([[0.9, 0.0], [1.0, 0.0], [-1.1, 1.1]])
     found = tier_a(z, y, 1.0, {"stable_fraction", "top1_flip"})
@@ -153,7 +153,7 @@ def test_formats_that_differ_are_compared_in_the_wider_one() -> None:
     assert float(found["ulp_max"][0]) == 8
 
 
-def test_noise_is_relative_to_that_of_the_training_kernel() -> None:
+def test_noise_ratio_is_relative_to_the_training_kernel() -> None:
     gold = torch.zeros(3, 2, dtype=torch.float64)
     train = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
     infer = torch.tensor([[0.0, 3.0], [0.0, 0.0], [1.0, 0.0]])
@@ -170,7 +170,7 @@ def test_noise_is_relative_to_that_of_the_training_kernel() -> None:
 
 @pytest.mark.parametrize("drift", [1e-3, 0.1, 1.0, 4.0])
 @pytest.mark.parametrize("k", [1, 5, 20])
-def test_what_is_lumped_together_is_at_most_what_it_was(drift: float, k: int) -> None:
+def test_lumping_never_increases_a_divergence(drift: float, k: int) -> None:
     generator = torch.Generator().manual_seed(k)
     z = 2 * torch.randn(500, 40, generator=generator, dtype=torch.float64)
     y = z + drift * torch.randn(500, 40, generator=generator, dtype=torch.float64)
@@ -186,7 +186,7 @@ def test_what_is_lumped_together_is_at_most_what_it_was(drift: float, k: int) ->
         assert bool((low <= exact * (1 + 1e-9) + 1e-13).all()), bound.__name__
 
 
-def test_all_tokens_but_one_leave_nothing_lumped() -> None:
+def test_single_unlisted_token_makes_lumping_exact() -> None:
     p = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64)
     q = torch.tensor([[0.25, 0.25, 0.5]], dtype=torch.float64)
     full = float((p * (p / q).log()).sum())
@@ -207,7 +207,7 @@ def test_all_tokens_but_one_leave_nothing_lumped() -> None:
         torch.zeros(2),
     ],
 )
-def test_lists_that_are_no_probabilities_are_refused(broken: torch.Tensor) -> None:
+def test_invalid_probability_lists_are_refused(broken: torch.Tensor) -> None:
     with pytest.raises(NotMeasurable):
         policies.topk_tail_kl(broken, broken)
     with pytest.raises(NotMeasurable, match="one shape"):

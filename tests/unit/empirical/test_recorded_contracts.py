@@ -1,4 +1,4 @@
-"""Contracts with recorded kernels: what they decide, what they refuse, and what they say of it."""
+"""Contracts with recorded kernels: decisions, refusals, and statements in reports."""
 
 from __future__ import annotations
 
@@ -83,19 +83,19 @@ def verdicts(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def many(**more: Any) -> dict[str, list[Any]]:
-    """Return 64 rows, every one of a prompt of its own."""
+    """Return 64 rows with distinct prompts."""
     return alone(recordings.rollouts(**{"prompts": 64, "group": 1, **more}))
 
 
 def alone(found: Sequence[Rollout]) -> dict[str, list[Any]]:
-    """Return the rows of rollouts, whose prompts tell which of them belong together."""
+    """Return the rows of rollouts whose prompts define the units."""
     table = recordings.columns(found)
     table.pop("group")
     return table
 
 
 def with_lists(found: Sequence[Rollout]) -> dict[str, list[Any]]:
-    """Return the rows of rollouts with the likeliest tokens of both sides."""
+    """Return the rows of rollouts with top-k lists of both sides."""
     table = alone(found)
     for side in ("train", "infer"):
         tops = [getattr(r, side).top for r in found]
@@ -132,8 +132,8 @@ def test_recorded_rollouts_are_decided_without_a_model(
 
 
 @pytest.mark.full
-def test_groups_are_the_unit(decide: Callable[..., dict[str, Any]]) -> None:
-    """64 rollouts of 16 prompts are 16 units, too few for a limit of a mean."""
+def test_groups_are_the_units(decide: Callable[..., dict[str, Any]]) -> None:
+    """64 rollouts of 16 prompts are 16 units, too few for the limit of a mean."""
     found = recordings.rollouts()
     assert len({r.prompt for r in found}) == 16
     table = recordings.columns(found)
@@ -145,10 +145,10 @@ def test_groups_are_the_unit(decide: Callable[..., dict[str, Any]]) -> None:
 
 
 @pytest.mark.full
-def test_groups_that_tell_rows_of_one_prompt_apart_are_joined(
+def test_groups_that_split_a_prompt_are_joined(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
-    """64 rollouts of 16 prompts with a name each are no 64 units: their prompts are drawn once."""
+    """64 rollouts of 16 prompts with distinct group names are 16 units."""
     found = recordings.rollouts()
     table = recordings.columns(found)
     table["group"] = [f"g{i}" for i in range(len(found))]
@@ -159,10 +159,10 @@ def test_groups_that_tell_rows_of_one_prompt_apart_are_joined(
 
 
 @pytest.mark.full
-def test_prompts_that_share_a_group_are_joined_with_all_that_they_share(
+def test_prompts_and_groups_are_joined_transitively(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
-    """a and b have one group, b and c one prompt: one unit."""
+    """a and b share a group, b and c a prompt: one unit."""
     found = recordings.rollouts(prompts=16, group=1)
     table = alone([*found, *found[1:2]])
     table["id"] = [str(i) for i in range(17)]
@@ -172,10 +172,10 @@ def test_prompts_that_share_a_group_are_joined_with_all_that_they_share(
     assert report["clauses"][0]["n"] == 15
 
 
-def test_rows_that_nothing_tells_apart_are_no_evidence(
+def test_rows_without_prompt_and_group_are_not_evidence(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
-    """Without prompts and groups nobody knows whether four rows are samples of one prompt."""
+    """Without prompts and groups, four rows may all be samples of one prompt."""
     table = many()
     table.pop("prompt")
     clause = {"N-K3": "require: mean(k3) <= 1e-3"}
@@ -187,7 +187,7 @@ def test_rows_that_nothing_tells_apart_are_no_evidence(
 
 
 @pytest.mark.full
-def test_the_training_kernel_scores_what_only_infer_recorded(
+def test_training_kernel_scores_tokens_that_only_infer_recorded(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
     table = many()
@@ -203,7 +203,7 @@ def test_the_training_kernel_scores_what_only_infer_recorded(
 
 @pytest.mark.full
 @pytest.mark.parametrize("trainer", ["verl", "trl"])
-def test_batches_of_trainers_give_the_same_values(
+def test_batches_of_trainers_give_equal_values(
     decide: Callable[..., dict[str, Any]], trainer: str
 ) -> None:
     found = recordings.rollouts(prompts=4)
@@ -215,7 +215,7 @@ def test_batches_of_trainers_give_the_same_values(
         assert a["value"] == b["value"]
 
 
-def test_slices_test_the_columns(decide: Callable[..., dict[str, Any]]) -> None:
+def test_slices_select_by_columns(decide: Callable[..., dict[str, Any]]) -> None:
     table = many()
     table["task"] = ["math" if i % 4 else "code" for i in range(64)]
     table["difficulty"] = [i / 64 for i in range(64)]
@@ -231,7 +231,7 @@ def test_slices_test_the_columns(decide: Callable[..., dict[str, Any]]) -> None:
     assert re.search(r"KC622.*, (row|line) 1: the request", missing["refused"])
 
 
-def test_tokens_that_do_not_count_are_told_and_rows_without_any_are_left_out(
+def test_masked_tokens_are_reported_and_empty_rows_dropped(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
     found = [
@@ -257,7 +257,7 @@ def test_replay_gives_the_same_verdicts(
 
 
 @pytest.mark.full
-def test_a_plan_counts_prompts(cli: Any, tmp_path: Path) -> None:
+def test_plan_counts_prompts(cli: Any, tmp_path: Path) -> None:
     table = recordings.columns(recordings.rollouts(prompts=5))
     recordings.write(tmp_path / "rows.parquet", table)
     path = tmp_path / "contract.yaml"
@@ -280,7 +280,7 @@ def test_a_plan_counts_prompts(cli: Any, tmp_path: Path) -> None:
         ("{run: recorded, logprobs: {values: processed, top_p: 0.95}}", "logprob_semantics"),
     ],
 )
-def test_semantics_that_differ_are_no_drift(
+def test_different_semantics_are_not_reported_as_drift(
     decide: Callable[..., dict[str, Any]], kernel: str, name: str
 ) -> None:
     report = decide(
@@ -294,7 +294,7 @@ def test_semantics_that_differ_are_no_drift(
 
 
 @pytest.mark.full
-def test_a_temperature_on_one_side_is_named_and_declaring_it_heals(
+def test_one_sided_temperature_is_diagnosed_unless_declared(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
     wrong = many(sampled=at(0.7))
@@ -313,7 +313,7 @@ def test_a_temperature_on_one_side_is_named_and_declaring_it_heals(
     assert verdicts(report) == {"N-K3": "held"}
 
 
-def test_a_copied_column_passes_only_where_it_is_said_to_be_computed(
+def test_copied_column_passes_only_if_declared(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
     table = many()
@@ -328,10 +328,10 @@ def test_a_copied_column_passes_only_where_it_is_said_to_be_computed(
 
 
 @pytest.mark.parametrize("name", sorted(set(UNMEASURED) - {"noise_ratio"}))
-def test_what_a_recording_lacks_is_refused_by_name(
+def test_missing_columns_are_refused_by_name(
     decide: Callable[..., dict[str, Any]], name: str
 ) -> None:
-    """A table of ids and tokens alone feeds no metric; each is refused with the column it lacks."""
+    """A table of ids and tokens alone supports no metric; each refusal names the missing column."""
     from kcdsl.metrics import METRICS
 
     aggregate = METRICS[name].kind == "aggregate"
@@ -353,7 +353,7 @@ def test_metrics_of_whole_logits_are_refused(decide: Callable[..., dict[str, Any
     assert "format: logits" in report["refused"]
 
 
-def test_lists_that_are_too_short_are_refused(decide: Callable[..., dict[str, Any]]) -> None:
+def test_too_short_lists_are_refused(decide: Callable[..., dict[str, Any]]) -> None:
     table = with_lists(recordings.rollouts(prompts=2, top=3))
     report = decide({"S-1": "require: mean(top1_overlap) >= 0.5",
                      "N-TAIL": "require: mean(topk_tail_kl) <= 1"}, table)  # fmt: skip
@@ -363,10 +363,10 @@ def test_lists_that_are_too_short_are_refused(decide: Callable[..., dict[str, An
     assert "it needs the 5 likeliest tokens, and the recording lists 3" in report["refused"]
 
 
-def test_ranks_at_tokens_that_were_drawn_are_a_sample(
+def test_rank_metrics_at_sampled_tokens_are_a_sample(
     decide: Callable[..., dict[str, Any]], cli: Any, tmp_path: Path
 ) -> None:
-    """A row of a recording is a census only if the clause asks for this batch alone."""
+    """A recording is a census only if the clause is about this batch alone."""
     table = with_lists(recordings.rollouts(prompts=4, group=1, top=5))
     clauses = {
         "S-1": "require: mean(top1_overlap) >= 0.5",
@@ -384,8 +384,8 @@ def test_ranks_at_tokens_that_were_drawn_are_a_sample(
     assert {row["clause"]: row["state"] for row in rows}["S-J"] == "census"
 
 
-def test_a_batch_is_gated_on_its_own_values(decide: Callable[..., dict[str, Any]]) -> None:
-    """A census decides exactly, few rows suffice, and what is wrong with the batch still blocks."""
+def test_batch_is_gated_on_its_own_values(decide: Callable[..., dict[str, Any]]) -> None:
+    """A census decides exactly on few rows, and faults of the batch still block it."""
     table = many(prompts=3)
     clauses = {
         "N-OWN": "require: mean(abs(log_ratio)) <= 0.1, evidence: census",
@@ -395,7 +395,7 @@ def test_a_batch_is_gated_on_its_own_values(decide: Callable[..., dict[str, Any]
     report = decide(clauses, table)
     assert verdicts(report) == {"N-OWN": "held", "N-MAX": "violated", "N-ANY": "inconclusive"}
     assert any("N-OWN, N-MAX: a census of these rollouts" in note for note in report["notes"])
-    report = decide(clauses, table, infer="{run: recorded}")  # nothing states what the values are
+    report = decide(clauses, table, infer="{run: recorded}")  # undeclared semantics
     assert set(verdicts(report).values()) == {"invalid_evidence"}
     masked = {**table, "mask": [[0] * len(row) for row in table["mask"]]}
     report = decide({"N-OWN": clauses["N-OWN"]}, masked)
@@ -415,7 +415,7 @@ def test_a_batch_is_gated_on_its_own_values(decide: Callable[..., dict[str, Any]
         (EAGER, "{run: torch.sdpa, format: verl}", "does not take the field `format`"),
     ],
 )
-def test_kernels_that_do_not_go_together_are_refused(
+def test_incompatible_kernels_are_refused(
     decide: Callable[..., dict[str, Any]], train: str, infer: str, word: str
 ) -> None:
     report = decide({"N-K3": "require: mean(k3) <= 1"}, train=train, infer=infer)
@@ -423,7 +423,7 @@ def test_kernels_that_do_not_go_together_are_refused(
     assert word in report["refused"]
 
 
-def test_no_certificate_names_weights_that_were_not_read(
+def test_certificate_names_only_weights_that_were_read(
     decide: Callable[..., dict[str, Any]], cli: Any, tmp_path: Path
 ) -> None:
     decide({"N-K3": "require: mean(k3) <= 1"}, many(prompts=2))
@@ -435,10 +435,10 @@ def test_no_certificate_names_weights_that_were_not_read(
 
 
 @pytest.mark.full
-def test_a_certificate_says_that_the_inference_kernel_was_not_seen(
+def test_certificate_states_that_infer_was_not_run(
     decide: Callable[..., dict[str, Any]], cli: Any, tmp_path: Path
 ) -> None:
-    """The training kernel scores what is recorded: what is certified is a sample of this."""
+    """The training kernel scores recorded tokens; the certificate is about a sample of these."""
     table = many()
     table.pop("train_logs")
     decide(
@@ -452,7 +452,7 @@ def test_a_certificate_says_that_the_inference_kernel_was_not_seen(
     assert [row["evidence"] for row in found["clauses"]] == ["sample"]
     assert found["triple"]["kernels"]["infer"]["fingerprint"]["recorded"]
     assert any("read from a recording" in text for text in found["nonClaims"])
-    joined = cli("status", str(tmp_path / "contract.yaml"))  # the recording is at hand, and named
+    joined = cli("status", str(tmp_path / "contract.yaml"))  # the recording is present, and named
     assert (joined.code, "not used" in joined.stdout) == (0, False)
     recordings.write(tmp_path / "rows.parquet", many(prompts=63))
     joined = cli("status", str(tmp_path / "contract.yaml"))
@@ -464,7 +464,7 @@ def test_a_certificate_says_that_the_inference_kernel_was_not_seen(
 
 
 def _logits(tmp_path: Path, count: int = 24) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Write both kernels' logits of some prompts; return the rows and the tensors of infer."""
+    """Write both kernels' logits for some prompts; return the rows and the tensors of infer."""
     texts = dict.fromkeys(r.tokens[6 : 14 + i % 5] for i, r in enumerate(planted_bugs.prompts()))
     rows: list[dict[str, Any]] = [
         {"id": f"p{i}", "tokens": list(text)} for i, text in enumerate(list(texts)[:count])
@@ -523,7 +523,9 @@ def test_recorded_logits_give_every_metric_of_tier_a(
     assert outcomes["alignment_shift"] == "passed"
 
 
-def test_shifted_logits_are_named(decide: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_shifted_logits_are_diagnosed(
+    decide: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     _, infer = _logits(tmp_path)
     shifted = {name: torch.roll(t, 1, 0).contiguous() for name, t in infer.items()}
     save_file(shifted, tmp_path / "infer.safetensors")
@@ -560,7 +562,7 @@ def test_one_side_may_run_beside_recorded_logits(
         (lambda t: {**t, "gold.p1": t["p1"].half()}, "no run in float32"),
     ],
 )
-def test_logits_that_do_not_fit_are_refused(
+def test_logits_of_other_shapes_are_refused(
     decide: Callable[..., dict[str, Any]], tmp_path: Path, change: Any, word: str
 ) -> None:
     _, infer = _logits(tmp_path, 3)
@@ -570,7 +572,7 @@ def test_logits_that_do_not_fit_are_refused(
     assert word in report["refused"]
 
 
-def test_a_recording_of_logits_is_not_timed(
+def test_recording_of_logits_has_no_times(
     decide: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     _logits(tmp_path, 3)
@@ -586,7 +588,7 @@ NEAR = {"N-NEAR": "require: mean(abs(log_ratio)) <= 0.05, evidence: census"}
 
 
 def truncated() -> tuple[dict[str, list[Any]], list[list[list[int]]]]:
-    """Return rows that were drawn by top-p, and what the sampler kept at each token."""
+    """Return rows sampled by top-p, with the sampler's candidate set at each token."""
     nucleus = recordings.nucleus(0.9)
     found = recordings.rollouts(prompts=16, group=1, sampled=nucleus, top=256)
     kept = [
@@ -602,7 +604,7 @@ def without(table: Mapping[str, Any], *sides: str) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_truncated_sampling_is_no_drift_where_the_kept_tokens_are_known(
+def test_truncated_sampling_is_not_drift_with_known_candidates(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
     table, kept = truncated()
@@ -614,12 +616,12 @@ def test_truncated_sampling_is_no_drift_where_the_kept_tokens_are_known(
     report = decide(NEAR, {**plain, "infer_kept": kept}, **scored)
     assert verdicts(report) == {"N-NEAR": "held"}, report["prechecks"]
     assert any("the sampler cut tokens off (top_p 0.9)" in note for note in report["notes"])
-    report = decide(NEAR, without(table, "train_"), **scored)  # the lists are all that was left
+    report = decide(NEAR, without(table, "train_"), **scored)  # the lists are all that remained
     assert verdicts(report) == {"N-NEAR": "held"}
 
 
 @pytest.mark.full
-def test_recorded_values_are_renormalised_where_lists_tell_their_mass(
+def test_recorded_values_are_renormalised_by_listed_mass(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
     table, kept = truncated()
@@ -632,10 +634,10 @@ def test_recorded_values_are_renormalised_where_lists_tell_their_mass(
 
 
 @pytest.mark.full
-def test_a_trainer_that_replays_the_kept_tokens_is_declared_so(
+def test_trainer_that_replays_candidate_sets_must_declare_it(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
-    """Both sides of one law are compared only if the sets are recorded: one set for both."""
+    """Both sides of one distribution are compared only if the sets are recorded: one for both."""
     table, kept = truncated()
     plain = without(table, "train_top", "infer_top")
 
@@ -657,7 +659,9 @@ def test_a_trainer_that_replays_the_kept_tokens_is_declared_so(
     assert verdicts(report) == {"N-NEAR": "invalid_evidence"}
 
 
-def test_a_drawn_token_that_was_not_kept_is_refused(decide: Callable[..., dict[str, Any]]) -> None:
+def test_sampled_token_outside_its_candidates_is_refused(
+    decide: Callable[..., dict[str, Any]],
+) -> None:
     table, kept = truncated()
     kept[0][3] = [t for t in kept[0][3] if t != table["tokens"][0][3]] or [0, 1]
     report = decide(NEAR, {**without(table, "infer_top"), "infer_kept": kept}, infer=CUT)

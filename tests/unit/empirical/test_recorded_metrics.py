@@ -1,4 +1,4 @@
-"""Metrics that recorded runs feed: sequences, behaviour, gradients, routes, times."""
+"""Metrics of recorded runs: sequences, behaviour, gradients, routes, times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 
 
 def joined(parts: Any) -> tuple[list[float], list[int]]:
-    """Return sequences one after the other, and their lengths."""
+    """Return concatenated sequences, and their lengths."""
     return [float(v) for part in parts for v in part], [len(part) for part in parts]
 
 
@@ -50,7 +50,7 @@ def test_sequences_have_their_closed_forms() -> None:
     assert sequences.max_token_kl([0.0, 0.2, 0.1]) == 0.2
 
 
-def test_what_leaves_the_range_of_float64_is_infinite_and_never_a_failure() -> None:
+def test_overflow_is_infinite_and_not_a_failure() -> None:
     assert sequences.geo_ratio([9999.0, 0.0]) == math.inf
     assert sequences.geo_ratio([-9999.0, 0.0]) == 0
     assert sequences.ppl_ratio([-9999.0, -1.0], [-1.0, -1.0]) == math.inf
@@ -59,14 +59,14 @@ def test_what_leaves_the_range_of_float64_is_infinite_and_never_a_failure() -> N
         sampled.ess_fraction([math.inf, 0.0])
 
 
-def test_the_rounding_of_equal_values_is_no_correlation() -> None:
+def test_rounding_of_equal_values_gives_no_correlation() -> None:
     values = [[709.4900000000001] * n for n in (3, 2, 7)]
     with pytest.raises(NotMeasurable, match="never vary"):
         correlation(values)
     assert correlation([[1.0, 1.0], [1.0 + 1e-9] * 2]) == 1
 
 
-def test_the_sign_of_perplexities_is_train_minus_inference() -> None:
+def test_perplexity_difference_is_train_minus_infer() -> None:
     train, infer = [-2.0, -3.0], [-1.0, -3.0]
     assert sequences.log_ppl_diff(train, infer) == 0.5
     assert sequences.ppl_ratio(train, infer) == pytest.approx(math.exp(2.5) / math.exp(2.0))
@@ -75,7 +75,7 @@ def test_the_sign_of_perplexities_is_train_minus_inference() -> None:
         sequences.log_ppl_diff(train, infer[:1])
 
 
-def test_composed_tv_is_monotone_and_vacuous_at_one() -> None:
+def test_composed_tv_is_monotone_and_at_most_one() -> None:
     assert sequences.composed_tv([0.1] * 5) == pytest.approx(1 - 0.9**5)
     assert sequences.composed_tv([1e-12] * 3) == pytest.approx(3e-12, rel=1e-9)
     assert sequences.composed_tv([0.1, 1.0]) == 1
@@ -85,7 +85,7 @@ def test_composed_tv_is_monotone_and_vacuous_at_one() -> None:
             sequences.composed_tv(broken)
 
 
-def test_noise_scales_with_the_root_of_the_length_and_bias_with_the_length() -> None:
+def test_noise_grows_with_the_root_of_length_and_bias_linearly() -> None:
     rng = np.random.default_rng(2)
     noise = [rng.standard_normal(64) for _ in range(600)]
     bias = [np.full(64, 0.01) + 1e-6 * rng.standard_normal(64) for _ in range(50)]
@@ -96,7 +96,7 @@ def test_noise_scales_with_the_root_of_the_length_and_bias_with_the_length() -> 
             sums.length_scaling(*joined(few))
 
 
-def test_tokens_of_a_sequence_that_move_together_are_one_token() -> None:
+def test_correlated_tokens_of_a_sequence_count_as_one() -> None:
     rng = np.random.default_rng(5)
     together = [np.full(20, shared) for shared in rng.standard_normal(200)]
     alone = [rng.standard_normal(20) for _ in range(400)]
@@ -116,7 +116,7 @@ def test_tokens_of_a_sequence_that_move_together_are_one_token() -> None:
 # --- behaviour -----------------------------------------------------------------------------------
 
 
-def test_outputs_parse_or_follow_a_schema_or_match() -> None:
+def test_outputs_parse_follow_a_schema_or_match() -> None:
     texts = ['{"a": 1}', "{'a': 1}", "[1, NaN]", "3", '{"a": true, "b": "x"}', "[" * 100_000]
     assert recorded.parses_as_json(texts).tolist() == [1, 0, 0, 1, 1, 0]
     assert recorded.calls_tool(texts, {"a": (int, float)}).tolist() == [1, 0, 0, 0, 0, 0]
@@ -174,7 +174,7 @@ def test_routes_agree_as_sets() -> None:
         (np.array([[[0.5]]]), np.array([[[0.5]]])),
     ],
 )
-def test_routes_that_are_none_are_refused(train: Any, infer: Any) -> None:
+def test_invalid_routes_are_refused(train: Any, infer: Any) -> None:
     with pytest.raises(NotMeasurable):
         recorded.any_flip(train, infer)
 
@@ -182,7 +182,7 @@ def test_routes_that_are_none_are_refused(train: Any, infer: Any) -> None:
 # --- times ---------------------------------------------------------------------------------------
 
 
-def test_times_of_tokens() -> None:
+def test_token_times() -> None:
     one = recorded.Served(1.0, [1.5, 1.7, 2.1])
     two = recorded.Served(0.0, [3.0])
     assert recorded.time_to_first_token(one) == 0.5
@@ -231,7 +231,7 @@ def test_adaptive_calibration_averages_over_ranks_and_bins() -> None:
         calibration.adaptive_calibration_error(ranked, hits, 5)
 
 
-def test_aggregates_join_the_arrays_of_requests() -> None:
+def test_aggregates_concatenate_the_arrays_of_requests() -> None:
     gap = AGGREGATES["nll_gap"]
     assert gap.of([[np.array([0.2, -0.1])], [np.array([0.2])]]) == pytest.approx(0.1)
     assert gap.of([[np.array([-0.3])]]) == pytest.approx(0.3)
@@ -249,7 +249,7 @@ def test_aggregates_join_the_arrays_of_requests() -> None:
 # --- the registry --------------------------------------------------------------------------------
 
 
-def test_every_metric_that_only_records_feed_has_its_reason_and_its_columns() -> None:
+def test_recording_metrics_state_reason_and_columns() -> None:
     assert set(RECORDED) == set(UNMEASURED)
     assert set(RECORDED) & set(MEASURES) == set()
     assert all(m.columns or m.needs == ("gold",) for m in RECORDED.values())
@@ -264,7 +264,7 @@ ALONE: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", sorted(n for n, m in RECORDED.items() if ":" in str(m.entry)))
-def test_nothing_recorded_is_never_a_value(name: str) -> None:
+def test_empty_recordings_have_no_value(name: str) -> None:
     metric = RECORDED[name]
     with pytest.raises(ValueError):  # noqa: PT011
         function_of(metric)(*ALONE.get(name, ([],) * len(metric.reads)))

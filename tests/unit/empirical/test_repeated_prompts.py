@@ -1,4 +1,4 @@
-"""Requests that repeat a prompt: rows of a census, but one unit of a sample."""
+"""Requests with equal prompts: separate rows of a census, one unit of a sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CENSUS = (clause("N-KL", "quantile", "kl", "1", q="9/10"),)
 
 
 def repeating(prompts: int, found: EvidenceTable) -> EvidenceTable:
-    """Return the evidence with requests that repeat so many prompts."""
+    """Return the evidence with requests that repeat `prompts` prompts."""
     return replace(
         found,
         requests=tuple(
@@ -33,8 +33,8 @@ def repeating(prompts: int, found: EvidenceTable) -> EvidenceTable:
     )
 
 
-def test_copies_of_a_request_show_nothing_more() -> None:
-    """0 of 60 shows a rate of at most 10 %; 0 of 2 does not, however often the 2 are copied."""
+def test_copies_of_a_request_add_no_evidence() -> None:
+    """0 of 60 shows a rate of at most 10 %; 0 of 2 does not, for any number of copies."""
     found = evidence(SAMPLED + CENSUS, count=60)
     report = conclude(found)
     assert {row.n for row in report.clauses} == {60}
@@ -50,7 +50,7 @@ def test_copies_of_a_request_show_nothing_more() -> None:
     assert "58 requests repeat a prompt and count with it in samples" in report.notes
 
 
-def test_repeated_runs_of_copies_are_those_of_one_request() -> None:
+def test_repeated_runs_of_copies_belong_to_one_request() -> None:
     found = evidence(CENSUS, count=6)
     repeats = {request.key: (3, 3) for request in found.requests}
     found = replace(found, timing=Timing(repeats=repeats))
@@ -60,7 +60,7 @@ def test_repeated_runs_of_copies_are_those_of_one_request() -> None:
     assert slice_data(repeating(2, found))["all"].repeats == (1, 2)
 
 
-def test_a_prompt_lacks_what_one_of_its_requests_lacks() -> None:
+def test_missing_value_of_one_request_is_missing_for_its_prompt() -> None:
     values = {"kl": np.array([0.1, 0.3]), "tv": np.array([0.2, 0.2])}
     units = (
         SamplingUnit("a", 2, values),

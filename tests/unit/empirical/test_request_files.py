@@ -1,4 +1,4 @@
-"""Request files: what is read, and everything that is refused with its line."""
+"""Request files: parsing, and refusals with their line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refused(folder: Path, *lines: str) -> tuple[str, int | None, str]:
     return first.code.id, first.source.position(first.span.start).line, first.message
 
 
-def test_rows_have_tokens_length_and_their_own_fields(tmp_path: Path) -> None:
+def test_rows_have_tokens_length_and_fields(tmp_path: Path) -> None:
     file = load(
         tmp_path,
         '{"id": "a", "text": "one three", "category": "safety", "score": 0.1}',
@@ -48,7 +48,7 @@ def test_rows_have_tokens_length_and_their_own_fields(tmp_path: Path) -> None:
     assert len(file.sha256) == 64
 
 
-def test_a_given_length_is_kept(tmp_path: Path) -> None:
+def test_given_length_is_kept(tmp_path: Path) -> None:
     assert (
         load(tmp_path, '{"id": "a", "text": "x", "length": 99}').requests[0].fields["length"] == 99
     )
@@ -84,7 +84,7 @@ def test_malformed_lines_are_refused_with_their_line(tmp_path: Path, line: str) 
     assert (code, number) == ("KC620", 2)
 
 
-def test_a_byte_order_mark_is_named_with_its_way_out(tmp_path: Path) -> None:
+def test_byte_order_mark_is_refused_with_help(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as caught:
         load(tmp_path, '\ufeff{"id": "a", "text": "x"}')
     found = caught.value.diagnostics[0]
@@ -104,7 +104,7 @@ def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
     assert "line 1" in message
 
 
-def test_a_row_without_an_id_is_named_by_its_tokens(tmp_path: Path) -> None:
+def test_row_without_an_id_is_named_by_its_tokens(tmp_path: Path) -> None:
     one, two = '{"text": "one"}', '{"tokens": [5]}'
     first = [r.id for r in load(tmp_path, one, two, one, one).requests]
     assert len(set(first)) == 4
@@ -115,12 +115,12 @@ def test_a_row_without_an_id_is_named_by_its_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("id", ['""', "null", "true", "[1]"])
-def test_an_id_is_a_name_or_left_out(tmp_path: Path, id: str) -> None:
+def test_id_must_be_a_name_or_absent(tmp_path: Path, id: str) -> None:
     code, number, _ = refused(tmp_path, '{"text": "x"}', f'{{"id": {id}, "text": "x"}}')
     assert (code, number) == ("KC620", 2)
 
 
-def test_a_name_from_tokens_is_unique_among_given_ones(tmp_path: Path) -> None:
+def test_name_from_tokens_is_unique_among_given_ones(tmp_path: Path) -> None:
     (request,) = load(tmp_path, '{"tokens": [5]}').requests
     code, _, message = refused(
         tmp_path, f'{{"id": "{request.id}", "tokens": [3]}}', '{"tokens": [5]}'
@@ -139,7 +139,7 @@ def test_tokens_must_agree_with_the_text_beside_them(tmp_path: Path) -> None:
     assert "position 2" in message
 
 
-def test_what_the_model_or_its_tokenizer_refuses_is_refused_at_its_line(tmp_path: Path) -> None:
+def test_refusals_of_model_and_tokenizer_have_the_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a", "text": "x"}\n{"id": "b", "text": "x y"}\n', encoding="utf-8")
 
@@ -168,13 +168,13 @@ def test_other_encodings_are_refused(tmp_path: Path, data: bytes) -> None:
     assert caught.value.diagnostics[0].code is codes.NOT_UTF8
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_missing_request_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as caught:
         load_requests(tmp_path / "none.jsonl", "none.jsonl", tokenize)
     assert caught.value.diagnostics[0].code is codes.FILE_MISSING
 
 
-def test_an_empty_file_has_no_requests(tmp_path: Path) -> None:
+def test_empty_file_has_no_requests(tmp_path: Path) -> None:
     assert load(tmp_path, "").requests == ()
 
 
@@ -219,7 +219,7 @@ def test_slices_select_rows(tmp_path: Path, where: Predicate, chosen: str) -> No
     ],
 )
 @pytest.mark.parametrize("field", ["", ', "category": null', ', "category": 3'])
-def test_a_row_without_the_field_is_refused_wherever_the_predicate_names_it(
+def test_row_without_a_predicate_field_is_refused(
     tmp_path: Path, where: Predicate, field: str
 ) -> None:
     file = load(

@@ -1,4 +1,4 @@
-"""Mistakes in recordings are found and named; clean recordings are not accused."""
+"""Mistakes in recordings are diagnosed; correct recordings are not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prechecks(
     semantics: tuple[Semantics | None, Semantics | None] = (RAW, RAW),
     recomputed: bool = False,
 ) -> dict[str, Precheck]:
-    """Return the preconditions of a recording by name; `scored` lets the training kernel run."""
+    """Return the preconditions of a recording by name; `scored` runs the training kernel."""
     rollouts = tuple(found)
     policies: tuple[Policy, ...] = ()
     if scored:
@@ -65,7 +65,7 @@ def blocked(checks: dict[str, Precheck]) -> bool:
 @pytest.mark.full
 @pytest.mark.parametrize("infer", [BFLOAT16, FP8, SDPA], ids=["bfloat16", "fp8", "sdpa"])
 @pytest.mark.parametrize("scored", [False, True])
-def test_clean_recordings_pass(infer: recordings.Program, scored: bool) -> None:
+def test_correct_recordings_pass(infer: recordings.Program, scored: bool) -> None:
     found = recordings.rollouts(infer=infer, top=0 if scored else 5)
     checks = prechecks(found, scored=scored)
     assert failed(checks) == set()
@@ -73,7 +73,7 @@ def test_clean_recordings_pass(infer: recordings.Program, scored: bool) -> None:
 
 
 @pytest.mark.slow
-def test_54_clean_recordings_are_not_accused() -> None:
+def test_54_correct_recordings_have_no_diagnosis() -> None:
     """Three kernels, three temperatures on both sides, six recordings each."""
     accused = []
     for infer in (BFLOAT16, FP8, SDPA):
@@ -89,8 +89,8 @@ def test_54_clean_recordings_are_not_accused() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_too_few_tokens_show_no_temperature(count: int) -> None:
-    """What cannot be seen is not said to be fine."""
+def test_too_few_tokens_give_no_temperature_diagnosis(count: int) -> None:
+    """An undetectable fault is not reported as absent."""
     few = recordings.rollouts()[:count]
     assert sum(r.counted for r in few) < 64
     assert prechecks(few)["temperature_fit"].outcome == "not_applicable"
@@ -106,7 +106,7 @@ def test_too_few_tokens_show_no_temperature(count: int) -> None:
         Semantics("processed", top_k=1),
     ],
 )
-def test_the_likeliest_token_is_no_sample(said: Semantics) -> None:
+def test_greedy_tokens_are_not_a_sample(said: Semantics) -> None:
     checks = prechecks(recordings.rollouts(), semantics=(said, said))
     assert checks["sampling_law"].outcome == "failed"
     assert "no sample of any law" in checks["sampling_law"].detail
@@ -130,8 +130,11 @@ def _shifted(by: int) -> Plant:
 
 
 def _tools(fill: bool) -> Plant:
-    """Some tokens came from a tool: unlikely, and never drawn. `fill`: single tokens with 0 written
-    for them, else one run of tokens with true values."""
+    """Some tokens came from a tool: unlikely, and not sampled.
+
+    With `fill`, single tokens have a log-probability of 0; otherwise one run of tokens has true
+    values.
+    """
     at_ = np.array([3, 7, 8, 12, 16]) if fill else np.arange(6, 14)
 
     def plant() -> list[Rollout]:
@@ -151,7 +154,7 @@ def _tools(fill: bool) -> Plant:
 
 
 def _swapped() -> list[Rollout]:
-    """Sides exchanged, where they differ enough for the order to show."""
+    """Exchange the sides, with a difference large enough to reveal the order."""
     rng = np.random.default_rng(7)
     found = []
     for i in range(200):
@@ -201,7 +204,7 @@ _CAUSES = {
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_mistake_is_found_and_named(name: str) -> None:
+def test_planted_mistake_in_a_recording_is_diagnosed(name: str) -> None:
     plant, expected, _ = PLANTED[name]
     checks = prechecks(plant())
     assert failed(checks) & _CAUSES == {expected}, checks
@@ -213,7 +216,7 @@ SCORED = ("infer at 0.7", "infer at 1.3", "top_p 0.8", "top_p 0.95", "one late")
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", SCORED)
-def test_a_training_kernel_that_scores_names_it_with_its_value(name: str) -> None:
+def test_scoring_training_kernel_estimates_the_fault(name: str) -> None:
     plant, expected, value = PLANTED[name]
     checks = prechecks(plant(), scored=True)
     assert failed(checks) & _CAUSES == {expected}
@@ -226,13 +229,13 @@ def test_a_training_kernel_that_scores_names_it_with_its_value(name: str) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("t", [0.7, 0.9, 1.3])
-def test_lists_of_the_likeliest_tokens_give_the_temperature(t: float) -> None:
+def test_top_k_lists_give_the_temperature(t: float) -> None:
     checks = prechecks(recordings.rollouts(sampled=at(t), top=5))
     assert failed(checks) & _CAUSES == {"temperature_fit"}
     assert checks["temperature_fit"].value == pytest.approx(t, abs=0.01)
 
 
-def test_a_list_that_belongs_to_other_tokens_is_a_shift() -> None:
+def test_list_of_another_token_is_a_shift() -> None:
     found = []
     for r in recordings.rollouts(top=5):
         assert r.infer is not None
@@ -243,9 +246,8 @@ def test_a_list_that_belongs_to_other_tokens_is_a_shift() -> None:
 
 
 @pytest.mark.full
-def test_tokens_that_were_drawn_hotter_than_they_are_scored_are_named() -> None:
-    """Raw log-probabilities on both sides agree; only the policy shows that its law drew other
-    tokens."""
+def test_tokens_sampled_at_a_higher_temperature_are_diagnosed() -> None:
+    """Raw log-probabilities of both sides agree; only the policy reveals the other distribution."""
     found = recordings.rollouts(sampled=at(1.3), infer_law=unchanged)
     assert failed(prechecks(found)) == set()
     listed = prechecks(recordings.rollouts(sampled=at(2.0), infer_law=unchanged, top=5))
@@ -257,8 +259,8 @@ def test_tokens_that_were_drawn_hotter_than_they_are_scored_are_named() -> None:
 
 
 @pytest.mark.full
-def test_lists_are_asked_beside_policies_of_few_tokens() -> None:
-    """A large vocabulary leaves room for the policies of some tokens; lists have all of them."""
+def test_lists_supplement_policies_of_few_tokens() -> None:
+    """With a large vocabulary, policies fit in memory for some tokens only; lists exist for all."""
     found = recordings.rollouts(sampled=at(2.5), infer_law=unchanged, top=5)
     run = score([replace(r, train=None) for r in found], recordings.program(FLOAT32), 1.0)
     first = run.policies[0]
@@ -294,7 +296,7 @@ def test_lists_are_asked_beside_policies_of_few_tokens() -> None:
         (RAW, Semantics("raw", top_k=40), 1.0, "sampling_law", "top_k 40"),
     ],
 )  # fmt: skip
-def test_declared_laws_are_held_against_each_other(
+def test_declared_semantics_of_both_sides_are_compared(
     train: Semantics | None, infer: Semantics | None, temperature: float, name: str, word: str
 ) -> None:
     checks = prechecks(recordings.rollouts(), temperature=temperature, semantics=(train, infer))
@@ -303,7 +305,7 @@ def test_declared_laws_are_held_against_each_other(
     assert blocked(checks)
 
 
-def test_laws_say_what_they_are() -> None:
+def test_semantics_are_described_in_words() -> None:
     assert str(Law(0.7, 0.9, 40, 0.05)) == "temperature 0.7, top_p 0.9, top_k 40, min_p 0.05"
     assert Semantics("raw", 0.7).law == Law()
     assert Semantics("raw", 0.7).drawn == Law(0.7)
@@ -314,8 +316,8 @@ def test_laws_say_what_they_are() -> None:
 
 
 @pytest.mark.full
-def test_clones_of_a_group_are_named() -> None:
-    """One seed for every member of a group gives one answer many times; a likely one may repeat."""
+def test_identical_members_of_a_group_are_diagnosed() -> None:
+    """One seed for a whole group repeats one answer; a likely answer may repeat by chance."""
     hot = recordings.rollouts(sampled=at(1.6), train_law=at(1.6))
     said = Semantics("processed", 1.6)
     assert failed(prechecks(hot, temperature=1.6, semantics=(said, said))) == set()
@@ -330,7 +332,7 @@ def test_clones_of_a_group_are_named() -> None:
 
 
 @pytest.mark.parametrize(("copied", "named"), [(10, False), (40, True)])
-def test_a_side_that_is_copied_in_most_rollouts_is_no_evidence(copied: int, named: bool) -> None:
+def test_side_copied_in_most_rollouts_is_not_evidence(copied: int, named: bool) -> None:
     found = [
         recordings.with_logs(r, "train", r.infer.logs) if i < copied and r.infer is not None else r
         for i, r in enumerate(recordings.rollouts())
@@ -344,8 +346,8 @@ def test_a_side_that_is_copied_in_most_rollouts_is_no_evidence(copied: int, name
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_tokens_of_probability_1_are_not_drawn(recomputed: bool) -> None:
-    """Both sides at a temperature of almost 0 agree everywhere, whatever the kernels do."""
+def test_tokens_of_probability_1_are_not_sampled(recomputed: bool) -> None:
+    """At a temperature near 0 both sides agree everywhere, for any kernels."""
     found = []
     for r in recordings.rollouts(prompts=4):
         nothing = np.zeros(len(r.tokens))
@@ -358,7 +360,7 @@ def test_tokens_of_probability_1_are_not_drawn(recomputed: bool) -> None:
     assert "probability 1" in checks["sampling_law"].detail
 
 
-def test_a_copied_side_is_no_evidence() -> None:
+def test_copied_side_is_not_evidence() -> None:
     copies = [replace(r, train=r.infer) for r in recordings.rollouts()]
     checks = prechecks(copies)
     assert failed(checks) == {"copied_side"}
@@ -373,7 +375,7 @@ def test_a_copied_side_is_no_evidence() -> None:
         ({"role:infer_version": "3", "role:infer_version_last": "5"}, "sampled by 3 to 5"),
     ],
 )
-def test_stale_policies_are_named(versions: dict[str, str], word: str) -> None:
+def test_stale_policies_are_diagnosed(versions: dict[str, str], word: str) -> None:
     found = list(recordings.rollouts())
     fresh = [replace(r, fields={"role:infer_version": 3, "role:train_version": 3.0}) for r in found]
     assert failed(prechecks(fresh)) == set()
@@ -384,7 +386,7 @@ def test_stale_policies_are_named(versions: dict[str, str], word: str) -> None:
     assert blocked(checks)
 
 
-def test_ratios_that_are_not_finite_block() -> None:
+def test_non_finite_ratios_block() -> None:
     found = list(recordings.rollouts())
     assert found[3].train is not None
     logs = found[3].train.logs.copy()
@@ -398,8 +400,8 @@ def test_ratios_that_are_not_finite_block() -> None:
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize(("log", "said"), [(-400.0, "mean w = "), (-1e4, "mean w > e^9,99")])
-def test_ratios_beyond_float64_are_told_without_one(log: float, said: str) -> None:
-    """Infer gives every other token a finite log that stands for an excluded one."""
+def test_ratios_beyond_float64_are_reported(log: float, said: str) -> None:
+    """Infer states a finite log-probability for an excluded token, at every second token."""
     found = []
     for r in recordings.rollouts():
         assert r.infer is not None
@@ -423,14 +425,14 @@ def test_support_is_checked_beyond_float64() -> None:
     assert checks["support_check"].detail == "the largest w is beyond float64"
 
 
-def test_the_share_of_masked_tokens_is_told() -> None:
+def test_share_of_masked_tokens_is_reported() -> None:
     found = [replace(r, mask=np.arange(len(r.tokens)) % 4 != 0) for r in recordings.rollouts()]
     check = prechecks(found)["masked_share"]
     assert check.value == pytest.approx(0.25)
     assert check.outcome == "passed"
 
 
-def test_shifts_are_compared_at_tokens_that_count() -> None:
+def test_shifts_are_compared_at_unmasked_tokens() -> None:
     found = [replace(r, mask=np.zeros(len(r.tokens), dtype=bool)) for r in recordings.rollouts()]
     assert alignment(found).left is None
     assert ratios_of(found).delta.size == 0
@@ -441,9 +443,11 @@ def test_shifts_are_compared_at_tokens_that_count() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("t", [1.0, 0.7])
-def test_the_training_kernel_scores_as_it_was_recorded(t: float) -> None:
-    """The training kernel reads its own recorded numbers again, at the temperature of the policy,
-    and the other side's likeliest tokens beside its own."""
+def test_rescoring_reproduces_the_recorded_values(t: float) -> None:
+    """The training kernel recomputes its own recorded numbers, at the temperature of the policy.
+
+    It also scores the other side's top-k tokens.
+    """
     found = recordings.rollouts(sampled=at(t), train_law=at(t), top=4, prompts=4)
     run = score([replace(r, train=None) for r in found], recordings.program(FLOAT32), t)
     for known, again in zip(found, run.rollouts, strict=True):
@@ -463,7 +467,7 @@ def test_the_training_kernel_scores_as_it_was_recorded(t: float) -> None:
     assert failed(checks) == set()
 
 
-def test_a_rollout_without_a_prompt_is_not_scored() -> None:
+def test_rollout_without_a_prompt_is_not_scored() -> None:
     found = replace(recordings.rollouts(prompts=1)[0], prompt=(), train=None)
     with pytest.raises(Refusal, match="nothing precedes the first sampled token"):
         score([found], recordings.program(FLOAT32), 1.0)

@@ -1,4 +1,4 @@
-"""Files of NeMo-RL, prime-rl, SkyRL and slime in the form in which they are published."""
+"""Files of NeMo-RL, prime-rl, SkyRL and slime in their published layouts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _padded(values: Sequence[Any], width: int, fill: Any = 0) -> list[Any]:
 
 
 def nemo_rl(row: Mapping[str, Any], number: int = 0, **more: Any) -> dict[str, Any]:
-    """Return a line of train_data_step{N}.jsonl: each value in a list of one, padded behind."""
+    """Return a line of train_data_step{N}.jsonl: each value in a list of one, right-padded."""
     before, n, width = len(row["prompt"]), len(row["prompt"]) + len(row["tokens"]), 8
     spread = {name: _padded([0] * before + row[name], width) for name in ("mask", "train", "infer")}
     return {
@@ -74,7 +74,7 @@ def prime_rl(row: Mapping[str, Any], number: int = 0, **more: Any) -> dict[str, 
 
 
 def skyrl(row: Mapping[str, Any], number: int = 0, **more: Any) -> dict[str, Any]:
-    """Return a row of TrainingInputBatch: padded in front, sampled tokens at the end."""
+    """Return a row of TrainingInputBatch: left-padded, with sampled tokens at the end."""
     ids, wide, drawn = row["prompt"] + row["tokens"], 7, 5
     front = [0] * (drawn - len(row["tokens"]))
     return {
@@ -90,7 +90,7 @@ def skyrl(row: Mapping[str, Any], number: int = 0, **more: Any) -> dict[str, Any
 
 
 def slime(row: Mapping[str, Any], number: int = 0, **more: Any) -> dict[str, Any]:
-    """Return a sample of the training dump: names in the plural, tokens of prompt and response."""
+    """Return a sample of the training dump: plural names, tokens of prompt and response."""
     return {
         "data_parallel_rank": 0, "sample_index": number, "rollout_position": number,
         "tokens": row["prompt"] + row["tokens"],
@@ -112,7 +112,7 @@ def _read(folder: Path, format: str, lines: Sequence[Mapping[str, Any]]) -> tupl
 
 
 @pytest.mark.parametrize("format", WRITERS)
-def test_published_rows_are_read(tmp_path: Path, format: str) -> None:
+def test_published_layouts_are_read(tmp_path: Path, format: str) -> None:
     lines = [WRITERS[format](row, i) for i, row in enumerate(ROWS)]
     for found, row in zip(_read(tmp_path, format, lines), ROWS, strict=True):
         assert (list(found.prompt), list(found.tokens)) == (row["prompt"], row["tokens"])
@@ -125,7 +125,7 @@ def test_published_rows_are_read(tmp_path: Path, format: str) -> None:
         assert set(found.arrays["advantages"].tolist()) == {row["adv"]}
 
 
-def test_a_batch_of_skyrl_is_read_from_parquet(tmp_path: Path) -> None:
+def test_skyrl_batch_is_read_from_parquet(tmp_path: Path) -> None:
     columns = {name: [skyrl(row)[name] for row in ROWS] for name in skyrl(ROWS[0])}
     pq.write_table(pa.table(columns), tmp_path / "batch.parquet")
     rows = read_rows(tmp_path / "batch.parquet", "batch.parquet")
@@ -133,7 +133,7 @@ def test_a_batch_of_skyrl_is_read_from_parquet(tmp_path: Path) -> None:
     assert [list(r.tokens) for r in found] == [row["tokens"] for row in ROWS]
 
 
-def test_what_a_trainer_leaves_out_does_not_count(tmp_path: Path) -> None:
+def test_tokens_masked_by_a_trainer_do_not_count(tmp_path: Path) -> None:
     (dropped,) = _read(tmp_path, "nemo-rl", [nemo_rl(ROWS[0], sample_loss_mask=[0.0])])
     assert dropped.counted == 0
     (removed,) = _read(tmp_path, "slime", [slime(ROWS[0], remove_sample=True)])
@@ -171,7 +171,7 @@ def test_what_a_trainer_leaves_out_does_not_count(tmp_path: Path) -> None:
         ("slime", slime(ROWS[0], log_probs=None), "null"),
     ],
 )
-def test_rows_that_are_not_of_their_layout_are_refused(
+def test_rows_of_another_layout_are_refused(
     tmp_path: Path, format: str, line: Mapping[str, Any], word: str
 ) -> None:
     with pytest.raises(Refusal) as error:
@@ -180,7 +180,7 @@ def test_rows_that_are_not_of_their_layout_are_refused(
 
 
 @pytest.mark.parametrize("name", ["global_step_3_training_input.pkl", "3.pt"])
-def test_pickles_of_trainers_are_refused_with_a_way_out(tmp_path: Path, name: str) -> None:
+def test_pickles_of_trainers_are_refused_with_help(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x80\x04cos\nsystem\n")
     with pytest.raises(Refusal) as error:
         read_rows(tmp_path / name, name)
@@ -189,7 +189,7 @@ def test_pickles_of_trainers_are_refused_with_a_way_out(tmp_path: Path, name: st
     assert "`kcdsl explain rollouts` has the lines for verl, SkyRL and slime" in (told.help or "")
 
 
-def test_what_the_sampler_of_slime_kept_is_cut_by_its_offsets(tmp_path: Path) -> None:
+def test_candidate_sets_of_slime_are_split_by_offsets(tmp_path: Path) -> None:
     kept: dict[str, Any] = {
         "rollout_top_p_token_ids": [1, 8, 2, 4, 7],
         "rollout_top_p_token_offsets": [0, 2, 3, 3, 5],

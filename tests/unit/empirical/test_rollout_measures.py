@@ -1,4 +1,4 @@
-"""Metrics of rollouts: closed forms, the prompt as the unit, tokens that count."""
+"""Metrics of rollouts: closed forms, the prompt as the unit, masked tokens."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def value(name: str, data: SliceData, kind: str = "aggregate") -> float:
 # --- tokens --------------------------------------------------------------------------------------
 
 
-def test_only_tokens_that_count_are_read() -> None:
+def test_only_unmasked_tokens_are_used() -> None:
     mask = np.array([True, False, True])
     found = measure_rollout(
         rollout([-1.0, -9.0, -2.0], [-1.5, -1.0, -2.25], mask=mask), {"k1", "k3", "tv_is"}
@@ -85,9 +85,11 @@ def test_only_tokens_that_count_are_read() -> None:
     assert found["ppl_ratio"] == pytest.approx([math.exp(-0.375)])
 
 
-def test_estimates_of_drawn_tokens_meet_the_divergences_of_the_policies() -> None:
-    """Drawn from q, estimates of both KL, TV, chi2 and ESS lie within four standard errors of the
-    exact values; so does each estimate with its direction, and not with the other one."""
+def test_estimates_from_sampled_tokens_match_the_divergences() -> None:
+    """Estimates of both KL, TV, chi2 and ESS lie within four standard errors of the exact values.
+
+    Tokens are drawn from q. Each estimate agrees with its direction, and not with the other one.
+    """
     rng = np.random.default_rng(3)
     p, q = (rng.dirichlet(np.full(12, 2.0)) for _ in range(2))
     q = 0.6 * p + 0.4 * q
@@ -111,7 +113,7 @@ def test_estimates_of_drawn_tokens_meet_the_divergences_of_the_policies() -> Non
     ess = value("ess_frac", data)
     assert ess == pytest.approx(1 / float((p * p / q).sum()), rel=0.02)
     other = float((q * np.log(q / p)).sum())
-    assert abs(exact["w_log_w_minus"] - other) > 0.005  # the directions can be told apart here
+    assert abs(exact["w_log_w_minus"] - other) > 0.005  # the directions differ here
 
 
 def test_sequences_have_their_closed_forms() -> None:
@@ -131,7 +133,7 @@ def test_sequences_have_their_closed_forms() -> None:
     )
 
 
-def test_length_scaling_reads_the_rollouts_of_all_prompts() -> None:
+def test_length_scaling_uses_the_rollouts_of_all_prompts() -> None:
     rng = np.random.default_rng(0)
     rows = []
     for i in range(64):
@@ -150,7 +152,7 @@ def test_length_scaling_reads_the_rollouts_of_all_prompts() -> None:
 
 
 def _with_lists(p: Any, q: Any, token: int, k: int = 3) -> Rollout:
-    """Return a rollout of one token whose sides list their k likeliest tokens."""
+    """Return a rollout of one token with top-k lists of both sides."""
 
     def lists(law: Any) -> TopLogs:
         best = np.argsort(-law, kind="stable")[:k]
@@ -168,7 +170,7 @@ def _with_lists(p: Any, q: Any, token: int, k: int = 3) -> Rollout:
 
 
 @pytest.mark.full
-def test_lists_of_the_likeliest_tokens_bound_divergences_from_below() -> None:
+def test_top_k_lists_bound_divergences_from_below() -> None:
     rng = np.random.default_rng(5)
     for _ in range(300):
         p, q = rng.dirichlet(np.full(20, 0.5), size=2) + 1e-6
@@ -186,7 +188,7 @@ def test_lists_of_the_likeliest_tokens_bound_divergences_from_below() -> None:
     assert float(found["topk_tail_kl"][0]) == pytest.approx(exact, rel=1e-6)
 
 
-def test_common_tokens_are_those_of_both_lists_and_the_sampled_one() -> None:
+def test_common_tokens_include_the_sampled_one() -> None:
     p = np.array([0.5, 0.2, 0.1, 0.1, 0.1])
     q = np.array([0.1, 0.5, 0.1, 0.2, 0.1])
     one = _with_lists(p, q, 4, k=2)  # lists {0, 1} and {1, 3}
@@ -220,7 +222,7 @@ def test_rewards_are_paired_by_prompt() -> None:
     assert value("reward_delta", data) == pytest.approx(abs((0.5 - 1.0) / 2))
 
 
-def test_the_limits_of_a_magnitude_are_those_of_the_mean() -> None:
+def test_limits_of_a_magnitude_are_those_of_the_mean() -> None:
     rng = np.random.default_rng(1)
     rows = [
         _behaving(str(i), str(i), train_reward=0.0, infer_reward=float(rng.standard_normal()))
@@ -231,12 +233,12 @@ def test_the_limits_of_a_magnitude_are_those_of_the_mean() -> None:
     mean = float(np.mean([r.numbers["infer_reward"] for r in rows]))
     assert n == 80
     assert float(found.value) == pytest.approx(abs(mean))
-    assert found.low == 0  # the mean may be 0: its magnitude by itself would never show that
+    assert found.low == 0  # the mean may be 0, which its magnitude alone would never show
     assert found.high is not None
     assert float(found.high) > abs(mean)
 
 
-def test_advantages_weigh_the_bias_of_the_gradient() -> None:
+def test_advantages_weight_the_gradient_bias() -> None:
     arrays = {"advantages": np.array([1.0, -1.0, 5.0])}
     row = rollout(
         [math.log(2), math.log(0.5), -1.0], [0.0, 0.0, -1.0], arrays=arrays,
@@ -246,7 +248,7 @@ def test_advantages_weigh_the_bias_of_the_gradient() -> None:
     assert value("adv_weighted_bias", data) == pytest.approx(abs((1.0 + 0.5) / 2))
 
 
-def test_texts_are_judged_on_both_sides() -> None:
+def test_texts_of_both_sides_are_evaluated() -> None:
     fields = {
         "role:train_text": '{"city": "Oslo"}',
         "role:infer_text": '{"city": 3}',
@@ -264,7 +266,7 @@ def test_texts_are_judged_on_both_sides() -> None:
         value("tool_schema_gap", unusable)
 
 
-def test_refusals_are_paired() -> None:
+def test_refusals_are_paired_by_prompt() -> None:
     rows = [
         _behaving("a", "x", train_refused=1.0, infer_refused=0.0),
         _behaving("b", "y", train_refused=1.0, infer_refused=1.0),
@@ -273,7 +275,7 @@ def test_refusals_are_paired() -> None:
     assert value("refusal_flip", data, "rate") == 0.5
 
 
-def test_gradients_of_rollouts_add_up_to_that_of_the_batch() -> None:
+def test_gradients_of_rollouts_sum_to_that_of_the_batch() -> None:
     arrays = [
         {"train_gradient": np.array([1.0, 0.0]), "infer_gradient": np.array([0.0, 1.0])},
         {"train_gradient": np.array([2.0, 4.0]), "infer_gradient": np.array([3.0, 4.0])},
@@ -304,7 +306,7 @@ def test_routes_are_compared_layer_by_layer() -> None:
     assert value("router_margin", data, "min") == pytest.approx(0.1)
 
 
-def test_stamps_give_times_and_a_cache_its_bytes() -> None:
+def test_timestamps_give_times_and_the_cache_its_bytes() -> None:
     row = rollout(
         [-1.0] * 3, [-1.0] * 3, numbers={"arrived": 10.0},
         arrays={"stamps": np.array([10.5, 10.75, 11.0]), "cache": np.array([2.0, 4, 8, 2])},
@@ -333,7 +335,7 @@ def test_rollouts_of_one_prompt_are_one_unit() -> None:
     assert len(groups_of("f", alone, alone)) == 12
 
 
-def test_a_slice_with_some_rollouts_of_a_prompt_has_a_unit_of_its_own() -> None:
+def test_slice_with_some_rollouts_of_a_prompt_has_its_own_unit() -> None:
     rows = [rollout([-1.0], [-1.0 - i], key=str(i)) for i in range(4)]
     whole, part = groups_of("f", rows, rows)[0], groups_of("f", rows, rows[:2])[0]
     assert whole.request.key != part.request.key
@@ -342,8 +344,8 @@ def test_a_slice_with_some_rollouts_of_a_prompt_has_a_unit_of_its_own() -> None:
     assert run_of(part, set(), 0).unit.values["log_ratio"].tolist() == [0.0, 1.0]
 
 
-def test_limits_of_means_rest_on_prompts() -> None:
-    """Samples that repeat what their prompt says do not narrow the limits."""
+def test_limits_of_means_count_prompts() -> None:
+    """Samples that repeat the value of their prompt do not narrow the limits."""
     rng = np.random.default_rng(2)
     drifts = 0.1 * rng.standard_normal(40)
     wide = [rollout([-1.0 + d], [-1.0], key=f"{i}", prompt=(i,)) for i, d in enumerate(drifts)]
@@ -360,7 +362,7 @@ def test_limits_of_means_rest_on_prompts() -> None:
     assert spans[0] == pytest.approx(spans[1], rel=1e-9)
 
 
-def test_ratios_that_are_not_finite_fail_the_unit() -> None:
+def test_non_finite_ratios_fail_the_unit() -> None:
     row = rollout([-math.inf, -1.0], [-1.0, -1.0])
     run = run_of(groups_of("f", [row], [row])[0], {"k3"}, 0)
     assert run.nonfinite == 1
@@ -370,7 +372,7 @@ def test_ratios_that_are_not_finite_fail_the_unit() -> None:
 # --- tables --------------------------------------------------------------------------------------
 
 
-def test_every_recorded_metric_has_what_feeds_it() -> None:
+def test_every_recorded_metric_has_its_columns() -> None:
     """25 metrics are refused after a forward pass; each has columns here, or logits."""
     fed = set(NEEDS) | {"noise_ratio"}
     assert set(UNMEASURED) <= fed
@@ -378,7 +380,7 @@ def test_every_recorded_metric_has_what_feeds_it() -> None:
     assert set(NEEDS) <= set(METRICS)
 
 
-def test_problems_of_rollouts_are_told() -> None:
+def test_problems_of_rollouts_are_reported() -> None:
     good = rollout([-1.0, -2.0], [-1.0, -2.0])
     assert problem_of(good, 2) is None
     outside = ("prompt", "1 at position 0 is no token id of a vocabulary of 1")

@@ -1,4 +1,4 @@
-"""Recordings as they are read: the same rollouts from every format, and refusals with a place."""
+"""Readers of recordings: equal rollouts from every format, and refusals with a position."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read(
 
 
 def same(a: Rollout, b: Rollout) -> bool:
-    """Return whether two rollouts hold the same tokens, masks and log-probabilities."""
+    """Return whether two rollouts have equal tokens, masks and log-probabilities."""
     assert a.train is not None
     assert a.infer is not None
     assert b.train is not None
@@ -66,7 +66,7 @@ def same(a: Rollout, b: Rollout) -> bool:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("format", ["rows", "verl", "trl"])
-def test_each_format_gives_the_same_rollouts(tmp_path: Path, format: str, suffix: str) -> None:
+def test_each_format_gives_equal_rollouts(tmp_path: Path, format: str, suffix: str) -> None:
     given = rollouts()
     table = (
         recordings.columns(given) if format == "rows" else recordings.trainer_columns(given, format)
@@ -102,7 +102,7 @@ def test_padded_batches_are_read_from_tensors(tmp_path: Path, trainer: str) -> N
     ]
 
 
-def test_columns_that_are_called_otherwise_are_named(tmp_path: Path) -> None:
+def test_renamed_columns_are_mapped_by_name(tmp_path: Path) -> None:
     table = recordings.columns(rollouts())
     table["own"] = table.pop("infer_logs")
     path = tmp_path / "rows.parquet"
@@ -112,7 +112,7 @@ def test_columns_that_are_called_otherwise_are_named(tmp_path: Path) -> None:
     assert "infer_logs" in found.roles
 
 
-def test_a_named_column_that_is_absent_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
+def test_missing_column_is_refused_with_the_existing_ones(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     recordings.write(path, recordings.columns(rollouts()))
     with pytest.raises(Refusal) as refused:
@@ -124,7 +124,7 @@ def test_a_named_column_that_is_absent_is_refused_with_those_that_are_there(tmp_
 
 
 @pytest.mark.parametrize("trainer", ["verl", "trl"])
-def test_dumps_of_texts_say_what_they_do_not_hold(trainer: str) -> None:
+def test_dumps_of_texts_name_missing_columns(trainer: str) -> None:
     path = DUMPS / {"verl": "verl_step_3.jsonl", "trl": "completions_00003.parquet"}[trainer]
     with pytest.raises(Refusal) as refused:
         read(path, trainer)
@@ -134,7 +134,7 @@ def test_dumps_of_texts_say_what_they_do_not_hold(trainer: str) -> None:
 
 
 @pytest.mark.parametrize("trainer", ["verl", "trl"])
-def test_the_example_dumps_are_read(trainer: str) -> None:
+def test_example_dumps_are_read(trainer: str) -> None:
     found = read(DUMPS / f"{trainer}_batch.parquet", trainer)
     assert len(found.rollouts) == 4
     assert all(r.train is not None and r.infer is not None for r in found.rollouts)
@@ -143,7 +143,7 @@ def test_the_example_dumps_are_read(trainer: str) -> None:
     assert tools.counted < len(tools.tokens)
 
 
-def test_every_role_of_a_format_is_a_role() -> None:
+def test_roles_of_formats_are_known() -> None:
     for roles in FORMATS.values():
         assert set(roles) <= set(FORMATS["rows"])
 
@@ -200,7 +200,7 @@ MALFORMED: Mapping[str, tuple[str, Change, str]] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_is_malformed_is_refused_with_its_place(tmp_path: Path, name: str) -> None:
+def test_malformed_rows_are_refused_with_their_position(tmp_path: Path, name: str) -> None:
     code, change, message = MALFORMED[name]
     table = recordings.columns(rollouts())
     change(table)
@@ -217,7 +217,7 @@ def test_what_is_malformed_is_refused_with_its_place(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", ["NaN", "infinite", "null inside", "null cell", "negative id"])
-def test_the_same_in_parquet(tmp_path: Path, name: str) -> None:
+def test_malformed_parquet_rows_are_refused_with_their_position(tmp_path: Path, name: str) -> None:
     code, change, message = MALFORMED[name]
     table = recordings.columns(rollouts())
     change(table)
@@ -229,8 +229,8 @@ def test_the_same_in_parquet(tmp_path: Path, name: str) -> None:
     assert message in refused.value.diagnostics[0].message
 
 
-def test_a_token_outside_the_mask_may_have_no_number(tmp_path: Path) -> None:
-    """Trainers leave NaN at tokens of tools; they do not count."""
+def test_masked_token_may_have_nan(tmp_path: Path) -> None:
+    """Trainers store NaN at tokens of tools, which are masked."""
     table = recordings.columns(rollouts())
     table["infer_logs"][0][1] = math.nan
     path = tmp_path / "rows.jsonl"
@@ -241,7 +241,7 @@ def test_a_token_outside_the_mask_may_have_no_number(tmp_path: Path) -> None:
     assert np.isfinite(delta).all()
 
 
-def test_a_prompt_that_is_counted_as_sampled_is_refused(tmp_path: Path) -> None:
+def test_prompt_counted_as_sampled_is_refused(tmp_path: Path) -> None:
     given = rollouts()
     table = recordings.columns(given)
     for i, r in enumerate(given):
@@ -263,10 +263,10 @@ def test_a_prompt_that_is_counted_as_sampled_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("log", "refused"), [(-3.0, True), (-0.1, False)])
-def test_one_prompt_that_is_counted_is_refused_where_chance_does_not_explain_it(
+def test_improbable_repetition_of_the_prompt_is_refused(
     tmp_path: Path, log: float, refused: bool
 ) -> None:
-    """A text that repeats its prompt is sampled now and then; twelve unlikely tokens are not."""
+    """A text that repeats its prompt occurs now and then; twelve unlikely tokens do not."""
     rows = [
         {"prompt": [*range(12)], "tokens": [*range(12), 3], "infer_logs": [log] * 13},
         {"prompt": [9, 9, 8], "tokens": [1, 2], "infer_logs": [-1.0, -2.0]},
@@ -299,7 +299,7 @@ def test_one_prompt_that_is_counted_is_refused_where_chance_does_not_explain_it(
         ("rows.csv", b"a,b\n", "recordings are .jsonl"),
     ],
 )
-def test_files_that_cannot_be_read_whole_are_refused(
+def test_truncated_files_are_refused(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     path = tmp_path / name
@@ -311,7 +311,7 @@ def test_files_that_cannot_be_read_whole_are_refused(
     assert found.help
 
 
-def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
+def test_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "none.parquet"
     pq.write_table(pa.table({"tokens": pa.array([], pa.list_(pa.int64()))}), path)
     with pytest.raises(Refusal, match="has no rows"):
@@ -319,7 +319,7 @@ def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [[0, 2**70], [2**40, 0]])
-def test_tensors_without_numbers_are_refused(tmp_path: Path, shape: list[int]) -> None:
+def test_empty_tensors_are_refused(tmp_path: Path, shape: list[int]) -> None:
     path = tmp_path / "batch.safetensors"
     stored = {"tokens": {"dtype": "I64", "shape": shape, "data_offsets": [0, 0]}}
     header = json.dumps(stored).encode()
@@ -328,14 +328,14 @@ def test_tensors_without_numbers_are_refused(tmp_path: Path, shape: list[int]) -
         read_rows(path, path.name)
 
 
-def test_tensors_of_different_numbers_of_rows_are_refused(tmp_path: Path) -> None:
+def test_tensors_with_different_row_counts_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "batch.safetensors"
     save_file({"responses": torch.zeros(2, 3), "response_mask": torch.zeros(3, 3)}, path)
     with pytest.raises(Refusal, match="different numbers of rows: response_mask has 3"):
         read_rows(path, path.name)
 
 
-def test_padding_has_its_side(tmp_path: Path) -> None:
+def test_padding_side_is_respected(tmp_path: Path) -> None:
     table = recordings.trainer_columns(rollouts(), "verl")
     path = tmp_path / "batch.jsonl"
     whole = np.array(table["attention_mask"])
@@ -351,8 +351,8 @@ def test_padding_has_its_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trainer", ["verl", "trl"])
-def test_padding_must_be_told_from_sampled_tokens(tmp_path: Path, trainer: str) -> None:
-    """Padding has ln-probabilities of 0 on both sides: a drift of nothing."""
+def test_padding_must_be_distinguishable_from_sampled_tokens(tmp_path: Path, trainer: str) -> None:
+    """Padding has log-probabilities of 0 on both sides, which is a zero drift."""
     table = recordings.trainer_columns(rollouts(), trainer)
     masks = {"verl": ("attention_mask", "response_mask"), "trl": ("completion_mask",)}[trainer]
     table = {name: cells for name, cells in table.items() if name not in masks}
@@ -362,7 +362,7 @@ def test_padding_must_be_told_from_sampled_tokens(tmp_path: Path, trainer: str) 
     assert all(name in str(refused.value) for name in masks)
 
 
-def test_empty_lines_keep_the_numbers_of_lines(tmp_path: Path) -> None:
+def test_empty_lines_keep_line_numbers(tmp_path: Path) -> None:
     rows = [json.dumps({"id": i, "tokens": [1], "infer_logs": [-0.1]}) for i in range(2)]
     path = tmp_path / "rows.jsonl"
     path.write_text(f"\n{rows[0]}\n\n{rows[1]}\n")

@@ -1,4 +1,4 @@
-"""Run checkpoints: a killed evaluation goes on, another starts anew, a torn record is dropped."""
+"""Run checkpoints: killed evaluations resume, changed ones restart, bad records are dropped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.evidences import same
 
 
 class Killed(BaseException):
-    """Ends an evaluation as a kill would: nothing catches it."""
+    """Ends an evaluation as a kill does: nothing catches it."""
 
 
 @dataclass
@@ -72,8 +72,10 @@ def read(path: Path, **options: Any) -> RunCheckpoint:
 
 
 def run(setting: KernelContext, path: Path, fresh: bool = False) -> tuple[EvidenceTable, list[str]]:
-    """Return the evidence that is gathered with a checkpoint, and what was told; then the process
-    ends, and with it the lock."""
+    """Return the evidence collected with a checkpoint, and the messages.
+
+    Then the process ends, which releases the lock.
+    """
     told: list[str] = []
     checkpoint = RunCheckpoint(path, fresh, told.append)
     try:
@@ -82,8 +84,8 @@ def run(setting: KernelContext, path: Path, fresh: bool = False) -> tuple[Eviden
         checkpoint.close()
 
 
-def anew(found: EvidenceTable, whole: EvidenceTable) -> EvidenceTable:
-    """Return resumed evidence without what it says of that."""
+def without_resumption(found: EvidenceTable, whole: EvidenceTable) -> EvidenceTable:
+    """Return resumed evidence without the record of the resumption."""
     return replace(found, notes=whole.notes)
 
 
@@ -93,7 +95,7 @@ def plain(lab: Any, function: Any = None) -> Counting:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("calls", [0, 1, 7, 19, 20, 21, 30])
-def test_a_killed_evaluation_goes_on_and_ends_as_an_uninterrupted_one(
+def test_killed_evaluation_resumes_and_equals_an_uninterrupted_one(
     lab: Any, setting: Callable[..., KernelContext], tmp_path: Path, calls: int
 ) -> None:
     path = tmp_path / "evaluate.journal"
@@ -105,18 +107,18 @@ def test_a_killed_evaluation_goes_on_and_ends_as_an_uninterrupted_one(
     again = plain(lab)
     found, told = run(setting(again), path)
     assert told == ([f"resumed: {done} of 20 requests"] if done else [])
-    # the first is run again, to see that it gives the same bits
+    # the first request runs again, to confirm equal bits
     tokens = [request.tokens for request in setting().slices["all"]]
     expected = (tokens[:1] if done else []) + tokens[done:]
     assert again.calls[: len(expected)] == expected
     assert same(whole.runs, found.runs)
     assert same(whole.crosschecks, found.crosschecks)
-    assert conclude(whole).dumps() == conclude(anew(found, whole)).dumps()
+    assert conclude(whole).dumps() == conclude(without_resumption(found, whole)).dumps()
     said = f"resumed: {done} of 20 requests are of an earlier run, from its checkpoint"
     assert found.notes == (*whole.notes, *([said] if done else ()))
 
 
-def test_nothing_is_run_twice_and_cross_checks_are_kept(
+def test_nothing_runs_twice_and_cross_checks_are_kept(
     lab: Any, setting: Callable[..., KernelContext], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "j"
@@ -133,7 +135,7 @@ def test_nothing_is_run_twice_and_cross_checks_are_kept(
     again, told = run(setting(), path)
     assert told == ["resumed: 20 of 20 requests"]
     assert ran == ["rows.jsonl:0"]
-    assert same(first, anew(again, first))
+    assert same(first, without_resumption(again, first))
 
 
 CHANGES: dict[str, Callable[[Any, KernelContext], KernelContext]] = {
@@ -159,7 +161,7 @@ CHANGES: dict[str, Callable[[Any, KernelContext], KernelContext]] = {
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("change", CHANGES)
-def test_anything_else_that_decides_values_starts_anew(
+def test_changed_inputs_restart_the_evaluation(
     lab: Any, setting: Callable[..., KernelContext], tmp_path: Path, change: str
 ) -> None:
     path = tmp_path / "j"
@@ -172,7 +174,7 @@ def test_anything_else_that_decides_values_starts_anew(
     assert len(counting.calls) >= 20
 
 
-def test_what_does_not_decide_values_goes_on(
+def test_irrelevant_changes_resume_the_evaluation(
     lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
     path = tmp_path / "j"
@@ -181,7 +183,7 @@ def test_what_does_not_decide_values_goes_on(
     assert told == ["resumed: 20 of 20 requests"]
 
 
-def test_fresh_ignores_what_is_there(
+def test_fresh_option_ignores_the_checkpoint(
     lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
     path = tmp_path / "j"
@@ -193,10 +195,10 @@ def test_fresh_ignores_what_is_there(
     assert run(setting(), path)[1] == ["resumed: 20 of 20 requests"]
 
 
-def test_kernels_that_give_other_bits_start_anew(
+def test_kernels_with_other_bits_restart_the_evaluation(
     lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
-    """Their fingerprints are the same, and yet something that decides values is not."""
+    """Their fingerprints are equal, but the values differ."""
     path = tmp_path / "j"
     run(setting(), path)
     other = setting(lab.drifting(0.02, seed=9))
@@ -219,10 +221,10 @@ def _with_function(setting: KernelContext, function: Callable[..., Any]) -> Kern
 
 
 @pytest.mark.full
-def test_a_function_of_the_user_that_gives_other_values_starts_anew(
+def test_user_function_with_other_values_restarts(
     lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
-    """Its own file is the same, what it calls is not: the outputs of the kernels are the same."""
+    """Its own file is unchanged but not its callee; the outputs of the kernels are equal."""
     path = tmp_path / "j"
     run(_with_function(setting(), lambda tokens: tokens * 1.0), path)
     other = _with_function(setting(), lambda tokens: tokens * 2.0)
@@ -232,13 +234,13 @@ def test_a_function_of_the_user_that_gives_other_values_starts_anew(
 
 
 @pytest.mark.full
-def test_what_a_function_of_the_user_imports_belongs_to_it(
+def test_imports_of_a_user_function_belong_to_it(
     lab: Any,
     setting: Callable[..., KernelContext],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A helper that is edited starts anew, even if the first request would not notice."""
+    """An edited helper restarts the evaluation, even if the first request has equal values."""
     folder = tmp_path / "package_of_user"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
@@ -263,7 +265,7 @@ def test_what_a_function_of_the_user_imports_belongs_to_it(
 @pytest.mark.full
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_torn_or_changed_record_is_dropped_with_all_after_it(
+def test_truncated_or_changed_record_is_dropped_with_all_after_it(
     lab: Any, setting: Callable[..., KernelContext], tmp_path: Path, data: st.DataObject
 ) -> None:
     path = tmp_path / "whole"
@@ -289,7 +291,7 @@ def test_a_torn_or_changed_record_is_dropped_with_all_after_it(
 
 
 def _forged(content: bytes, secret: bytes, edit: Callable[[list[Any]], list[Any]]) -> bytes:
-    """Return a checkpoint of edited frames (kind, content), whole and in a chain of this secret."""
+    """Return a checkpoint of edited frames (kind, content), authenticated by a secret."""
     found, code = b"", b""
     for kind, data in edit([(kind, data) for kind, data, _, _ in journals._frames(content)]):
         sum = hmac.new(secret, digestmod="sha256")
@@ -301,7 +303,7 @@ def _forged(content: bytes, secret: bytes, edit: Callable[[list[Any]], list[Any]
 
 
 def _as_the_first(frames: list[Any]) -> list[Any]:
-    """Put what the first request gave, which was harmless, in the place of all others."""
+    """Replace all frames by that of the first request, which was harmless."""
     (key, first, *_), runs = frames, [f for f in frames if f[0] == b"R"]
     table = pa.ipc.open_stream(first[1]).read_all()
     forged = [(b"R", _renamed(table, pa.ipc.open_stream(run).read_all())) for _, run in runs]
@@ -321,19 +323,19 @@ def _renamed(table: Any, of: Any) -> bytes:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_forged_record_is_never_taken_over(
+def test_forged_record_is_never_used(
     lab: Any,
     setting: Callable[..., KernelContext],
     tmp_path: Path,
     known: bool,
 ) -> None:
-    """Whoever can write to the folder can write frames that are whole; the secret they have not."""
+    """Anyone who can write to the folder can write well-formed frames, but lacks the secret."""
     path = tmp_path / "j"
     whole, _ = run(setting(), path)
     secret = user_secret() if known else bytes(32)
     path.write_bytes(_forged(path.read_bytes(), secret, _as_the_first))
     found, told = run(setting(), path)
-    if known:  # the forgery itself is right: with the secret it is taken over
+    if known:  # the forgery is valid: with the secret it would be accepted
         assert told == ["resumed: 20 of 20 requests"]
         assert not same(found.runs, whole.runs)
     else:
@@ -342,7 +344,7 @@ def test_a_forged_record_is_never_taken_over(
         assert found.notes == whole.notes
 
 
-def test_records_are_not_moved_left_out_or_taken_from_another_journal(
+def test_moved_missing_and_foreign_records_are_rejected(
     lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
     path, other = tmp_path / "j", tmp_path / "k"
@@ -365,7 +367,9 @@ def test_records_are_not_moved_left_out_or_taken_from_another_journal(
         assert any("not written here" in text for text in told)
 
 
-def test_the_secret_is_of_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_is_readable_by_the_user_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     made = user_secret()
     path = tmp_path / "kcdsl" / "records.key"
@@ -380,10 +384,10 @@ def test_the_secret_is_of_the_user_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(user_secret()) == 32
 
 
-def test_no_secret_is_taken_from_the_working_folder(
+def test_secret_is_not_read_from_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever wrote the contract that lies there would know it."""
+    """The author of a contract there would know it."""
     place = tmp_path / ".local" / "state" / "kcdsl"
     place.mkdir(parents=True)
     (place / "records.key").write_bytes(b"k" * 32)
@@ -395,7 +399,7 @@ def test_no_secret_is_taken_from_the_working_folder(
         assert user_secret() != b"k" * 32
 
 
-def test_a_journal_in_use_is_left_alone(
+def test_journal_in_use_is_not_touched(
     lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
     path = tmp_path / "j"
@@ -411,7 +415,7 @@ def test_a_journal_in_use_is_left_alone(
     assert not path.exists()
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
+def test_unwritable_file_is_refused_before_the_run(
     lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -425,7 +429,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
     assert counting.calls == []
 
 
-def test_removing_leaves_no_folder_that_was_made_for_it(tmp_path: Path) -> None:
+def test_removal_deletes_folders_created_for_it(tmp_path: Path) -> None:
     made = RunCheckpoint(tmp_path / "made" / "j")
     made.open("key")
     made.remove()
@@ -438,7 +442,7 @@ def test_removing_leaves_no_folder_that_was_made_for_it(tmp_path: Path) -> None:
     assert (tmp_path / "there").exists()
 
 
-def test_a_failure_is_kept_too(
+def test_failures_are_checkpointed(
     lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
     def failing(tokens: tuple[int, ...]) -> Any:
@@ -450,4 +454,4 @@ def test_a_failure_is_kept_too(
     first, _ = run(setting(failing), path)
     again, _ = run(setting(failing), path)
     assert again.runs["rows.jsonl:3"].unit.failure == "out of memory"
-    assert conclude(first).dumps() == conclude(anew(again, first)).dumps()
+    assert conclude(first).dumps() == conclude(without_resumption(again, first)).dumps()

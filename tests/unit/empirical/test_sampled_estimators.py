@@ -1,4 +1,4 @@
-"""Sampled estimators: exact expectations, z-tests on a million draws, tails, remedies, weights."""
+"""Sampled estimators: exact expectations, z-tests on a million draws, tails, weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def categorical(vocabulary: int, drift: float, seed: int) -> PolicyPair:
 
 
 def truth(pair: PolicyPair) -> dict[str, float]:
-    """Return what each estimator estimates, from the policies themselves."""
+    """Return the exact value of the quantity behind each estimator, from the policies."""
     forward = float(reference.kl_train_infer(pair)[0])
     backward = float(reference.kl_infer_train(pair)[0])
     chi2 = float(reference.chi2_train_infer(pair)[0])
@@ -57,7 +57,7 @@ def truth(pair: PolicyPair) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("vocabulary", "drift"), [(2, 0.3), (7, 1.0), (64, 0.02), (64, 0.6)])
-def test_every_unbiased_estimator_hits_its_closed_form(vocabulary: int, drift: float) -> None:
+def test_unbiased_estimators_match_their_closed_form(vocabulary: int, drift: float) -> None:
     pair = categorical(vocabulary, drift, seed=vocabulary)
     q = pair.infer_log.exp()[0].numpy()
     delta = (pair.train_log - pair.infer_log)[0]
@@ -72,7 +72,7 @@ def test_every_unbiased_estimator_hits_its_closed_form(vocabulary: int, drift: f
         assert MEASURES[name].bias == "unbiased"
 
 
-def test_estimators_that_are_no_divergence_say_so() -> None:
+def test_estimators_of_other_quantities_are_labelled() -> None:
     pair = categorical(64, 0.6, seed=1)
     q, delta = pair.infer_log.exp()[0], (pair.train_log - pair.infer_log)[0]
     backward = float(reference.kl_infer_train(pair)[0])
@@ -87,7 +87,7 @@ def test_estimators_that_are_no_divergence_say_so() -> None:
     assert mean - 1 == pytest.approx(2 * tv, rel=0.05)
 
 
-def test_directions_are_labelled() -> None:
+def test_directions_of_estimators_are_labelled() -> None:
     for name in ("k1", "k2", "k3"):
         assert MEASURES[name].estimates == "KL(infer || train)"
     for name in ("w_log_w", "w_log_w_minus"):
@@ -96,7 +96,7 @@ def test_directions_are_labelled() -> None:
         assert MEASURES[name].estimates == "chi2(train || infer)"
 
 
-def test_the_error_of_peers_is_a_divergence_of_the_other_direction() -> None:
+def test_k3_of_other_libraries_estimates_the_other_direction() -> None:
     """metrics.md 8: 1/w - 1 + ln w averages to chi2(infer||train) - KL(infer||train)."""
     pair = categorical(32, 0.6, seed=5)
     q, delta = pair.infer_log.exp()[0], (pair.train_log - pair.infer_log)[0]
@@ -107,7 +107,7 @@ def test_the_error_of_peers_is_a_divergence_of_the_other_direction() -> None:
     assert theirs != pytest.approx(float(reference.kl_train_infer(pair)[0]), rel=0.05)
 
 
-def test_forms_that_subtract_what_is_known_need_thousands_of_times_fewer_tokens() -> None:
+def test_control_variates_need_far_fewer_tokens() -> None:
     pair = categorical(64, 0.02, seed=9)
     q, delta = pair.infer_log.exp()[0], (pair.train_log - pair.infer_log)[0]
 
@@ -120,7 +120,7 @@ def test_forms_that_subtract_what_is_known_need_thousands_of_times_fewer_tokens(
     assert tokens_for_ten_percent("w_log_w") > 1000 * tokens_for_ten_percent("w_log_w_minus")
 
 
-def test_no_value_that_estimates_a_divergence_is_negative_and_none_is_lost_near_zero() -> None:
+def test_estimators_are_non_negative_and_accurate_near_zero() -> None:
     size = torch.logspace(-12, 2, 300, dtype=torch.float64)
     delta = torch.cat([-size, size])
     for name in ("k2", "k3", "w_log_w_minus", "tv_is", "chi2_is", "jsd_is"):
@@ -135,7 +135,7 @@ def test_no_value_that_estimates_a_divergence_is_negative_and_none_is_lost_near_
     assert float(far[1]) == pytest.approx(math.exp(700) * math.log(2) / 2)
 
 
-def test_swapping_the_sides_inverts_ratios_and_exchanges_the_tails() -> None:
+def test_swapped_sides_invert_ratios_and_exchange_tails() -> None:
     delta = torch.tensor([0.1, -0.8, 1.5, 3.0], dtype=torch.float64)
     one, other = SAMPLED_FUNCTIONS["ratio_above2"], SAMPLED_FUNCTIONS["ratio_below2"]
     assert one(delta).tolist() == other(-delta).tolist() == [0, 0, 1, 1]
@@ -143,7 +143,7 @@ def test_swapping_the_sides_inverts_ratios_and_exchanges_the_tails() -> None:
     assert extreme(delta).tolist() == extreme(-delta).tolist() == [0, 1, 1, 1]
 
 
-def test_a_sampled_token_that_training_excludes_has_its_limit_or_is_infinite() -> None:
+def test_token_excluded_by_train_gives_the_limit_or_infinity() -> None:
     never = torch.tensor([-math.inf], dtype=torch.float64)
     found = {name: float(function(never)) for name, function in SAMPLED_FUNCTIONS.items()}
     limits = {"w_log_w": 0, "w_log_w_minus": 1, "tv_is": 0.5, "importance_ratio": 0, "chi2_is": 1,
@@ -154,12 +154,12 @@ def test_a_sampled_token_that_training_excludes_has_its_limit_or_is_infinite() -
         assert found[name] == pytest.approx(limit), name
 
 
-def test_a_token_next_to_impossible_in_training_has_the_limit() -> None:
+def test_token_nearly_impossible_in_train_has_the_limit() -> None:
     delta = torch.tensor([-600.0, -699.0, -701.0, -9999.0, -math.inf], dtype=torch.float64)
     assert sampled.w_log_w_minus(delta).tolist() == pytest.approx([1.0] * 5, rel=1e-15)
 
 
-def test_correlations_of_large_numbers_are_no_certainty() -> None:
+def test_correlations_of_large_numbers_stay_below_one() -> None:
     x = [-1e200, -2e200, -3e200, -1e199]
     assert sampled.pearson(x, [1.0, 3.0, 2.0, 5.0]) == pytest.approx(
         float(np.corrcoef(np.array(x) / 1e200, [1, 3, 2, 5])[0, 1])
@@ -167,7 +167,7 @@ def test_correlations_of_large_numbers_are_no_certainty() -> None:
     assert abs(sampled.pearson(x, [1e200, -1e200, -1e200, 1e200])) < 0.9
 
 
-def test_weights_whose_sum_overflows_have_no_finite_mean() -> None:
+def test_overflowing_weights_have_no_finite_mean() -> None:
     rows = sampled.what_if([709.5, 709.5, 0.0], [3])
     assert {row.mean_raw for row in rows} == {math.inf}
     assert next(row.mean_weight for row in rows if row.rule.name == "tis") == pytest.approx(5 / 3)
@@ -183,7 +183,7 @@ def binary(p: float) -> Tensor:
     return torch.tensor([math.log(p)], dtype=torch.float64)
 
 
-def test_whether_the_sampled_token_comes_is_a_lower_bound() -> None:
+def test_binary_divergence_is_a_lower_bound() -> None:
     p, q = 0.3, 0.6
     kl = [a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)) for a, b in ((p, q), (q, p))]
     assert float(sampled.binary_kl(binary(p), binary(q))) == pytest.approx(max(kl))
@@ -198,7 +198,7 @@ def test_whether_the_sampled_token_comes_is_a_lower_bound() -> None:
         assert MEASURES[name].bias == "lower_bound"
 
 
-def test_a_certain_token_has_a_finite_binary_divergence_only_from_a_certain_one() -> None:
+def test_binary_divergence_of_a_certain_token() -> None:
     sure, likely = binary(1.0), binary(0.9)
     assert float(sampled.binary_kl(sure, sure)) == 0
     assert float(sampled.binary_kl(sure, likely)) == math.inf
@@ -208,20 +208,20 @@ def test_a_certain_token_has_a_finite_binary_divergence_only_from_a_certain_one(
 
 
 @pytest.mark.parametrize("shape", [0.3, 0.6, 1.0])
-def test_tail_indices_find_the_shape_of_pareto_laws(shape: float) -> None:
+def test_tail_index_estimates_the_pareto_shape(shape: float) -> None:
     uniform = np.random.default_rng(3).random(200_000)
     weights_ = (1 - uniform) ** (-shape)
     assert sums.pareto_k(np.log(weights_)) == pytest.approx(shape, abs=0.1)
 
 
-def test_short_tails_lean_on_one_half() -> None:
-    """The prior weighs as much as ten values: 20 of an exponential law (k = 0) give a sixth."""
+def test_tail_index_of_short_samples_shrinks_to_one_half() -> None:
+    """The prior has the weight of ten values: 20 of an exponential law (k = 0) give a sixth."""
     rng = np.random.default_rng(8)
     found = [sums.pareto_k(np.log(rng.exponential(size=100))) for _ in range(200)]
     assert float(np.mean(found)) == pytest.approx(1 / 6, abs=0.06)
 
 
-def test_light_tails_are_reliable_and_heavy_ones_are_named() -> None:
+def test_heavy_tails_are_reported() -> None:
     normal = np.random.default_rng(4).standard_normal(50_000)
     assert sums.pareto_k(0.05 * normal) < 0.2
     assert sums.pareto_k(3.0 * normal) > sums.UNRELIABLE
@@ -233,7 +233,7 @@ def test_light_tails_are_reliable_and_heavy_ones_are_named() -> None:
 # --- remedies ------------------------------------------------------------------------------------
 
 
-def test_a_band_keeps_ratios_inside_it_whatever_statistic_expresses_them() -> None:
+def test_band_is_equivalent_for_every_statistic() -> None:
     ratios = np.array([0.05, 0.15, 0.82, 1.0, 1.1, 1.3, 5.0])
     (row,) = sampled.what_if(np.log(ratios), [7], (masked(0.1, 1.2),))
     assert (row.below, row.above) == (1, 2)
@@ -246,11 +246,11 @@ def masked(low: float, high: float) -> Rule:
 
 
 def inverted_k1(k1: NDArray[np.float64], low: float, high: float) -> NDArray[np.bool_]:
-    """The defect of a peer: -ln r is compared with [ln low, ln high] itself."""
+    """Emulate a defect of another library: -ln r is compared with [ln low, ln high] itself."""
     return (k1 >= math.log(low)) & (k1 <= math.log(high))
 
 
-def test_the_inverted_rule_of_a_peer_keeps_other_tokens_and_symmetric_bands_hide_it() -> None:
+def test_inverted_band_rule_keeps_other_tokens() -> None:
     ratios = np.array([0.05, 0.15, 0.82, 0.9, 1.1, 1.3, 5.0, 9.0, 12.0])
     k1 = -np.log(ratios)
     wrong = inverted_k1(k1, 0.1, 1.2)
@@ -262,7 +262,7 @@ def test_the_inverted_rule_of_a_peer_keeps_other_tokens_and_symmetric_bands_hide
     assert row.mean_weight == pytest.approx(ratios[inverted_k1(k1, 0.5, 2.0)].sum() / 9)
 
 
-def test_what_if_table_says_what_each_remedy_does_beside_the_raw_mean() -> None:
+def test_correction_table_shows_each_correction_and_the_raw_mean() -> None:
     ratios = np.array([1.0, 4.0, 0.4, 5e-5, 1.0, 1.0])
     table = {row.rule.name: row for row in sampled.what_if(np.log(ratios), [3, 2, 1])}
     raw = ratios.mean()
@@ -281,7 +281,7 @@ def test_what_if_table_says_what_each_remedy_does_beside_the_raw_mean() -> None:
         assert (row.below + row.above) / row.n == float(named.mean())
 
 
-def test_bands_and_lengths_that_mean_nothing_are_refused() -> None:
+def test_invalid_bands_and_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="low < high"):
         sampled.what_if([0.0], [1], (masked(2.0, 0.5),))
     with pytest.raises(NotMeasurable, match="lengths"):
@@ -314,7 +314,7 @@ def test_clamped_weights_hide_the_collapse_that_raw_ones_show() -> None:
     assert clamped >= 4 * 4 / (1 + 4) ** 2
 
 
-def test_correlations_are_of_what_they_say() -> None:
+def test_correlations_equal_their_definition() -> None:
     a = np.log([0.1, 0.2, 0.4])
     b = np.log([0.2, 0.3, 0.5])
     assert sampled.pearson_probabilities(a, b) == pytest.approx(1)
@@ -327,8 +327,8 @@ def test_correlations_are_of_what_they_say() -> None:
 
 
 @pytest.mark.parametrize(("what", "values"), NOTHING)
-def test_nothing_and_what_is_no_number_is_never_a_value(what: str, values: Sequence[float]) -> None:
-    """metrics.md 17: peers return 0 on empty input, 0 on shapes that differ, and mask NaN."""
+def test_empty_and_nan_inputs_have_no_value(what: str, values: Sequence[float]) -> None:
+    """metrics.md 17: other libraries return 0 on empty input and unequal shapes, and mask NaN."""
     for function in (
         sums.pareto_k,
         sampled.ess_fraction,

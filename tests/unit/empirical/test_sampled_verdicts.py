@@ -1,4 +1,4 @@
-"""Clauses on samples: what n shows, what more would, many looks, many clauses, both sides."""
+"""Clauses on samples: shown rates, needed units, many looks, many clauses, two-sided clauses."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def decided(lab: Any, clause: Any, data: Any, looks: int | None = 1) -> Any:
 # --- what n shows --------------------------------------------------------------------------------
 
 
-def test_a_hard_clause_states_what_its_units_show(lab: Any) -> None:
-    """0 of 100: below 1 - 0.05^(1/100) = 2.951 %, printed upward; no number of units is enough."""
+def test_hard_clause_states_the_shown_rate(lab: Any) -> None:
+    """0 of 100: below 1 - 0.05^(1/100) = 2.951 %, rounded up; no number of units suffices."""
     clause = lab.clause(lab.statistic("max", "kl"), evidence=SAMPLE)
     row = decided(lab, clause, lab.slice_data(column([0.0] * 100)))
     assert isinstance(row.verdict, Inconclusive)
@@ -65,7 +65,7 @@ def test_a_hard_clause_states_what_its_units_show(lab: Any) -> None:
     assert row.needed is None
 
 
-def test_a_percentile_names_the_units_that_would_be_enough(lab: Any) -> None:
+def test_percentile_states_the_needed_units(lab: Any) -> None:
     clause = lab.clause(lab.statistic(*P99), evidence=SAMPLE)
     row = decided(lab, clause, lab.slice_data(column([0.0] * 120)))
     assert isinstance(row.verdict, Inconclusive)
@@ -78,7 +78,7 @@ def test_a_percentile_names_the_units_that_would_be_enough(lab: Any) -> None:
     assert enough.shown.text == "0 of 299 requests beyond: the rate is below 0.997 % at 95 %"
 
 
-def test_with_exceedances_the_present_rate_is_carried_on(lab: Any) -> None:
+def test_needed_units_assume_the_present_rate(lab: Any) -> None:
     soft = lab.clause(lab.statistic("max", "kl"), budget=("1/20", "requests"), evidence=SAMPLE)
     row = decided(lab, soft, lab.slice_data(column([2.0] * 3 + [0.0] * 97)))
     assert row.needed == planning.units_at_rate(Fraction(1, 20), Fraction(3, 100))
@@ -90,8 +90,8 @@ def test_with_exceedances_the_present_rate_is_carried_on(lab: Any) -> None:
     assert "no number of units like these shows at most 5 %" in worse.verdict.reason
 
 
-def test_a_mean_says_about_how_many_requests_would_decide_it(lab: Any) -> None:
-    """With the threshold half way to the limit, about four times the requests."""
+def test_mean_states_the_approximate_number_of_needed_requests(lab: Any) -> None:
+    """With the threshold halfway to the limit, about four times the requests."""
     values = np.random.default_rng(0).exponential(size=100)
     mean, data = lab.statistic("mean", "kl"), lab.slice_data(column(values))
     found = decided(lab, lab.clause(mean, limit="5", evidence=SAMPLE), data)
@@ -106,21 +106,21 @@ def test_a_mean_says_about_how_many_requests_would_decide_it(lab: Any) -> None:
     assert beyond.needed is None
 
 
-def test_a_mean_outside_of_its_range_is_no_evidence(lab: Any) -> None:
-    """Limits are cut to the range of a metric; a value beyond it would be cut into a pass."""
+def test_mean_outside_its_range_is_invalid(lab: Any) -> None:
+    """Limits are clipped to the range of a metric, which would turn such a value into a pass."""
     clause = lab.clause(lab.statistic("mean", "kl"), limit="1", evidence=SAMPLE)
     values = -1 - np.random.default_rng(0).exponential(size=50)
     row = decided(lab, clause, lab.slice_data(column(values)))
     assert verdict_name(row.verdict) == "invalid_evidence"
 
 
-def test_a_census_shows_its_rows_and_no_rate(lab: Any) -> None:
+def test_census_states_its_rows_and_no_rate(lab: Any) -> None:
     row = decided(lab, lab.clause(lab.statistic("max", "kl")), lab.slice_data(column([0.0] * 9)))
     assert isinstance(row.verdict, Held)
     assert (row.shown, row.needed) == (None, None)
 
 
-def test_what_is_blocked_shows_nothing(lab: Any) -> None:
+def test_blocked_clause_shows_no_rate(lab: Any) -> None:
     clause = lab.clause(lab.statistic(*P99), evidence=SAMPLE)
     data = lab.slice_data(column([0.0] * 300))
     row = decide_clause(clause, lab.program(clause), data, seed=0, blocked="weights differ")
@@ -128,7 +128,7 @@ def test_what_is_blocked_shows_nothing(lab: Any) -> None:
     assert (row.shown, row.needed) == (None, None)
 
 
-def test_fields_of_a_sample_of_records_show_no_more_than_a_maximum(lab: Any) -> None:
+def test_trace_fields_of_a_sample_are_treated_as_a_maximum(lab: Any) -> None:
     clause = lab.clause(HasFields(("rng_seed",)), evidence=SAMPLE)
     data = lab.slice_data(column([0.0] * 40), records=({"rng_seed": 1},) * 40)
     row = decided(lab, clause, data)
@@ -152,7 +152,7 @@ def test_fields_of_a_sample_of_records_show_no_more_than_a_maximum(lab: Any) -> 
         ("mean", None, "<=", None),
     ],
 )
-def test_the_share_that_a_clause_allows(
+def test_allowed_share_of_a_clause(
     lab: Any, kind: str, q: str | None, op: str, wanted: Fraction | None
 ) -> None:
     clause = lab.clause(lab.statistic(kind, "kl", q), op, "1/50")
@@ -163,8 +163,8 @@ def test_the_share_that_a_clause_allows(
     assert is_mean(clause) == (kind == "mean")
 
 
-def test_the_share_that_a_rate_allows(lab: Any) -> None:
-    """Of requests, where each has one value; a rate over tokens is a mean of them."""
+def test_allowed_share_of_a_rate(lab: Any) -> None:
+    """A share of requests, where each has one value; a rate over tokens is a mean."""
     of_requests = lab.clause(lab.statistic("rate", "refusal_flip"), limit="1/50")
     assert allowed_rate(of_requests) == Fraction(1, 50)
     assert not is_mean(of_requests)
@@ -183,9 +183,11 @@ def test_the_share_that_a_rate_allows(lab: Any) -> None:
         assert allowed_rate(lab.clause(Metric(name), op, limit)) == wanted
 
 
-def test_flips_of_tokens_are_not_counted_as_requests(lab: Any) -> None:
-    """2 flips of 4000 tokens on 40 requests say nothing of a rate of requests: the row names its
-    limits, and how many requests would do, as a mean does."""
+def test_token_flips_are_not_counted_as_requests(lab: Any) -> None:
+    """2 flips of 4000 tokens in 40 requests show no rate of requests.
+
+    The row states its limits and the needed number of requests, as for a mean.
+    """
     flips = [[1.0 if i < 2 and t == 0 else 0.0 for t in range(100)] for i in range(40)]
     clause = lab.clause(lab.statistic("rate", "top1_flip"), limit="1/100", evidence=SAMPLE)
     row = decided(lab, clause, lab.slice_data({"top1_flip": flips}))
@@ -194,7 +196,7 @@ def test_flips_of_tokens_are_not_counted_as_requests(lab: Any) -> None:
     assert "requests beyond" not in getattr(row.verdict, "reason", "")
 
 
-def test_other_forms_allow_nothing_that_is_known(lab: Any) -> None:
+def test_other_forms_have_no_allowed_share(lab: Any) -> None:
     region = Region(RegionKind.POINTS, "all", Fraction(0))
     both = Compare("<=", lab.statistic("mean", "kl"), lab.statistic("mean", "tv"))
     assert allowed_rate(lab.clause(both)) is None
@@ -221,7 +223,7 @@ def test_more_looks_need_more_units(lab: Any, looks: int | None, fewest: int) ->
     assert row.needed == fewest
 
 
-def test_a_mean_has_no_limit_at_every_look(lab: Any) -> None:
+def test_mean_has_no_anytime_limit(lab: Any) -> None:
     values = np.random.default_rng(0).exponential(size=100)
     clause = lab.clause(lab.statistic("mean", "kl"), limit="5", evidence=SAMPLE)
     data = lab.slice_data(column(values))
@@ -233,8 +235,8 @@ def test_a_mean_has_no_limit_at_every_look(lab: Any) -> None:
 
 
 @pytest.mark.full
-def test_repeated_evaluation_of_growing_data(lab: Any) -> None:
-    """True rate 5 %, allowed 5 %: 30 looks. Single-look limits pass far more often than 5 %."""
+def test_repeated_looks_keep_the_false_pass_rate(lab: Any) -> None:
+    """30 looks at a true and allowed rate of 5 %: single-look limits pass far more often."""
     clause = lab.clause(lab.statistic("max", "kl"), budget=("1/20", "requests"), evidence=SAMPLE)
     generator, runs, found = np.random.default_rng(3), 60, {1: 0, 30: 0, None: 0}
     for _ in range(runs):
@@ -264,7 +266,7 @@ def _timed(seconds: Sequence[float]) -> SliceData:
 
 
 def _of_times(lab: Any) -> tuple[Clause, ...]:
-    """Return clauses about times at a limit that is exceeded once in a hundred runs."""
+    """Return clauses about times at a limit that one in a hundred runs exceeds."""
     return (
         lab.clause(lab.statistic("quantile", "latency", "99/100"), family=Family.RUNTIME),
         lab.clause(
@@ -273,9 +275,12 @@ def _of_times(lab: Any) -> tuple[Clause, ...]:
     )
 
 
-def test_times_of_every_look_are_a_sample_of_its_own(lab: Any) -> None:
-    """Every look times the requests anew: at the limit, with 400 runs a look, one of 50 looks
-    passed by chance in more than half of the evaluations, where 5 % were stated."""
+def test_times_of_each_look_are_a_new_sample(lab: Any) -> None:
+    """Each look times the requests again, with an error of its own.
+
+    At the limit, with 400 runs per look, one of 50 looks passed by chance in more than half of the
+    evaluations, for a stated error of 5 %.
+    """
     generator, passed = np.random.default_rng(4), 0
     anytime = estimates.confidence_over(None)
     for _ in range(200):
@@ -295,8 +300,8 @@ def test_times_of_every_look_are_a_sample_of_its_own(lab: Any) -> None:
         assert verdict_name(decided(lab, clause, bad, 2).verdict) == "violated"
 
 
-def test_one_run_beyond_a_maximum_is_a_violation_at_any_look(lab: Any) -> None:
-    """Whichever run stands for its request in counts."""
+def test_run_above_a_maximum_violates_at_any_look(lab: Any) -> None:
+    """For any choice of the run that represents its request."""
     clause = lab.clause(lab.statistic("max", "latency"), family=Family.RUNTIME)
     for slow in range(9):
         data = _timed([0.5] * 9)
@@ -309,8 +314,8 @@ def test_one_run_beyond_a_maximum_is_a_violation_at_any_look(lab: Any) -> None:
     assert isinstance(row.verdict, Inconclusive)
 
 
-def test_a_server_answers_anew_at_every_look_and_what_was_recorded_stays(lab: Any) -> None:
-    """The same values of a kernel here, of a server, and of a file that has what a server gave."""
+def test_server_samples_change_between_looks_and_recordings_do_not(lab: Any) -> None:
+    """Equal values of a local kernel, a server, and a file with answers of a server."""
     clause = lab.clause(lab.statistic(*P99), evidence=SAMPLE)
     data = lab.slice_data(column([0.0] * 800))
     here = lab.program(clause)
@@ -337,7 +342,7 @@ def _case(clause: Clause, data: SliceData) -> DecisionCase:
 
 
 def _family(lab: Any, beyond: Sequence[int], n: int = 400) -> list[DecisionCase]:
-    """One sampled clause of at most 5 % for each number of requests beyond."""
+    """Return one sampled clause of at most 5 % for each number of requests beyond it."""
     cases = []
     for i, k in enumerate(beyond):
         clause = lab.clause(
@@ -353,8 +358,8 @@ def verdicts(lab: Any, cases: Sequence[DecisionCase], looks: int | None = 1) -> 
 
 
 @pytest.mark.full
-def test_a_violation_among_many_needs_more_than_one_by_itself(lab: Any) -> None:
-    """29 of 400 have a tail of 3.0 %: a violation alone, and none among twenty."""
+def test_violation_among_many_needs_stronger_evidence(lab: Any) -> None:
+    """29 of 400 have a tail of 3.0 %: a violation alone, but not among twenty."""
     assert verdicts(lab, _family(lab, [29])) == ["violated"]
     cases = _family(lab, [29] + [0] * 19)
     rows, how = decide_all(cases, lab.program(*(c.obligation.part for c in cases)), 0)
@@ -367,20 +372,20 @@ def test_a_violation_among_many_needs_more_than_one_by_itself(lab: Any) -> None:
 
 
 @pytest.mark.full
-def test_each_violation_that_is_found_leaves_more_to_the_others(lab: Any) -> None:
-    """Holm, not Bonferroni: 31 of 400 has a tail of 1.2 %, enough once three of five are sure."""
+def test_holm_correction_relaxes_after_each_violation(lab: Any) -> None:
+    """Holm, not Bonferroni: 31 of 400 has a tail of 1.2 %, enough after three of five."""
     assert verdicts(lab, _family(lab, [31, 0, 0, 0, 0])) == ["inconclusive"] + ["held"] * 4
     assert verdicts(lab, _family(lab, [31, 60, 60, 60, 0])) == ["violated"] * 4 + ["held"]
 
 
 @pytest.mark.full
-def test_passes_are_not_corrected(lab: Any) -> None:
-    """11 of 400 pass at 5 % by themselves, and just as well among fifty."""
+def test_passes_have_no_multiplicity_correction(lab: Any) -> None:
+    """11 of 400 pass at 5 % alone, and also among fifty."""
     assert verdicts(lab, _family(lab, [11])) == ["held"]
     assert verdicts(lab, _family(lab, [11] * 50)) == ["held"] * 50
 
 
-def test_a_census_takes_no_part_of_the_error(lab: Any) -> None:
+def test_census_uses_no_share_of_the_error(lab: Any) -> None:
     cases = _family(lab, [29])
     census = lab.clause(lab.statistic("max", "kl"), id="N-CENSUS")
     cases += [_case(census, lab.slice_data(column([2.0, 0.0])))] * 30
@@ -390,7 +395,7 @@ def test_a_census_takes_no_part_of_the_error(lab: Any) -> None:
 
 
 @pytest.mark.full
-def test_one_request_beyond_a_maximum_is_a_violation_at_any_level(lab: Any) -> None:
+def test_request_above_a_maximum_violates_at_any_level(lab: Any) -> None:
     hard = lab.clause(lab.statistic("max", "kl"), evidence=SAMPLE, id="N-MAX")
     cases = [_case(hard, lab.slice_data(column([2.0] + [0.0] * 99)))]
     assert verdicts(lab, cases + _family(lab, [0] * 80))[0] == "violated"
@@ -398,7 +403,7 @@ def test_one_request_beyond_a_maximum_is_a_violation_at_any_level(lab: Any) -> N
 
 
 @pytest.mark.full
-def test_a_mean_just_violated_is_open_among_many(lab: Any) -> None:
+def test_marginally_violated_mean_is_inconclusive_among_many(lab: Any) -> None:
     values = np.random.default_rng(1).exponential(size=100)
     mean, data = lab.statistic("mean", "kl"), lab.slice_data(column(values))
     low = decided(lab, lab.clause(mean, limit="5", evidence=SAMPLE), data).low
@@ -414,9 +419,11 @@ def test_a_mean_just_violated_is_open_among_many(lab: Any) -> None:
 
 
 @pytest.mark.full
-def test_false_alarms_of_a_whole_report(lab: Any) -> None:
-    """Twelve clauses kept at their very limit: some is violated by itself in a fifth or more of
-    the reports, and by Holm's method in at most one of twenty."""
+def test_false_alarm_rate_of_a_whole_report(lab: Any) -> None:
+    """Twelve clauses exactly at their limit: uncorrected, a fifth of the reports has a violation.
+
+    With Holm's method at most one in twenty has.
+    """
     generator, runs, alone, together = np.random.default_rng(6), 100, 0, 0
     for _ in range(runs):
         k = generator.binomial(100, 0.05, size=12)
@@ -432,8 +439,8 @@ def test_false_alarms_of_a_whole_report(lab: Any) -> None:
 
 
 @pytest.mark.full
-def test_equivalence_is_shown_by_two_one_sided_tests(lab: Any) -> None:
-    """abs(mean) <= τ holds only if both limits lie within; not being different is not enough."""
+def test_equivalence_needs_two_one_sided_tests(lab: Any) -> None:
+    """abs(mean) <= τ holds only if both limits are inside; non-significance is not enough."""
     mean = lab.statistic("mean", "log_ratio")
     inside = Connective(
         "and",
@@ -454,8 +461,8 @@ def test_equivalence_is_shown_by_two_one_sided_tests(lab: Any) -> None:
         assert verdict(noise - 1, either) == "violated"
 
 
-def test_a_request_is_deterministic_if_all_its_repeats_are(lab: Any) -> None:
-    """Repeats of one request are no units of their own."""
+def test_request_is_deterministic_if_all_its_repeats_are(lab: Any) -> None:
+    """Repeats of one request are not separate units."""
     from kcdsl_backends.empirical.collection import collect
     from kcdsl_backends.empirical.decide.report import slice_data
     from kcdsl_backends.empirical.table.evidence import Timing
@@ -483,10 +490,10 @@ def test_a_request_is_deterministic_if_all_its_repeats_are(lab: Any) -> None:
         (">", "3/5", float(np.float32(0.6)), "violated"),
     ],
 )
-def test_limits_of_shares_are_shares(
+def test_limits_of_shares_are_exact_shares(
     lab: Any, op: str, limit: str, value: float, found: str
 ) -> None:
-    """0.1 is stored as a little more than one tenth and 0.3 as a little less than three."""
+    """0.1 is stored as slightly more than one tenth and 0.3 as slightly less than three."""
     term = lab.statistic("quantile", "top10_overlap", "1/10")
     clause = lab.clause(term, op, limit, evidence=SAMPLE)
     row = decided(lab, clause, lab.slice_data({"top10_overlap": [[value]] * 100}))
@@ -498,10 +505,10 @@ def test_limits_of_shares_are_shares(
     ("evidence", "found"), [(None, "held"), (SAMPLE, "inconclusive")], ids=["rows", "population"]
 )
 @pytest.mark.parametrize("kind", ["mean", "rate"])
-def test_equal_policies_on_a_sample_show_nothing_of_other_requests(
+def test_equal_policies_on_a_sample_imply_nothing_for_others(
     lab: Any, kind: str, evidence: EvidenceKind | None, found: str
 ) -> None:
-    """Whichever tokens are drawn, these requests give the same; others may not."""
+    """Any sampled tokens give equal values on these requests; on others they may not."""
     metric = {"mean": "k3", "rate": "ratio_above2"}[kind]
     data = lab.slice_data({metric: [[0.0, 0.0]], "log_ratio_linf": [[0.0, 0.0]]})
     clause = lab.clause(lab.statistic(kind, metric), limit="1/1000000000", evidence=evidence)

@@ -1,5 +1,4 @@
-"""Terms that turn a tail around, and magnitudes: whichever way a bound is written, it means one
-thing, and what may err on either side errs no more often than it says."""
+"""Reversed tails and magnitudes: equivalent forms of a bound agree, and keep their error level."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def verdict(lab: Any, formula: Any, data: SliceData, sample: bool = False, seed:
 
 
 def spellings(of: Term) -> list[Compare]:
-    """Return ways to say that a positive number is at most 1/4."""
+    """Return ways to state that a positive number is at most 1/4."""
     tau, nothing = Number(TAU), Number(Fraction(0))
     return [
         Compare("<=", of, tau),
@@ -55,8 +54,8 @@ def spellings(of: Term) -> list[Compare]:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("kind", ["quantile", "max", "aggregate"])
-def test_a_bound_means_the_same_however_it_is_written(lab: Any, kind: str, sample: bool) -> None:
-    """Each request has one token below and one beyond: the least token decides nothing."""
+def test_equivalent_forms_of_a_bound_agree(lab: Any, kind: str, sample: bool) -> None:
+    """Each request has one token below and one beyond: the smallest token decides nothing."""
     of = lab.statistic(kind, "kl", "9/10" if kind == "quantile" else None)
     harmless = lab.slice_data({"kl": [[0.125, 0.0625]] * 60})
     harmful = lab.slice_data({"kl": [[0.125, 0.5]] * 60})
@@ -67,7 +66,7 @@ def test_a_bound_means_the_same_however_it_is_written(lab: Any, kind: str, sampl
 
 
 @pytest.mark.parametrize("kind", ["quantile", "max"])
-def test_the_reciprocal_of_a_reciprocal_is_the_number(lab: Any, kind: str) -> None:
+def test_reciprocal_of_a_reciprocal_is_the_number(lab: Any, kind: str) -> None:
     of = lab.statistic(kind, "kl", "9/10" if kind == "quantile" else None)
     twice = Compare("<=", Arith("/", MINUS, Arith("/", MINUS, of)), Number(TAU))
     assert verdict(lab, twice, lab.slice_data({"kl": [[0.125, 0.5]] * 60})) == "violated"
@@ -92,7 +91,7 @@ def _slice(values: list[list[float]]) -> SliceData:
 @pytest.mark.full
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(_SIGNED, st.sampled_from(["1/2", "9/10"]))
-def test_the_magnitude_of_a_percentile_is_bounded_where_both_of_its_sides_are(
+def test_magnitude_of_a_percentile_needs_both_sides(
     lab: Any, values: list[list[float]], q: str
 ) -> None:
     of = lab.statistic("quantile", "log_ratio", q)
@@ -101,7 +100,7 @@ def test_the_magnitude_of_a_percentile_is_bounded_where_both_of_its_sides_are(
     assert verdict(lab, Compare("<=", Abs(of), Number(TAU)), data) == verdict(lab, both, data)
 
 
-def test_a_magnitude_is_not_far_from_zero_where_its_sides_lie_on_both_sides_of_it(
+def test_magnitude_with_sides_of_opposite_signs_includes_zero(
     lab: Any,
 ) -> None:
     of = Abs(lab.statistic("quantile", "log_ratio", "1/2"))
@@ -118,10 +117,10 @@ def test_a_magnitude_is_not_far_from_zero_where_its_sides_lie_on_both_sides_of_i
 @pytest.mark.full
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(_SIGNED, st.sampled_from("*/"), st.sampled_from(["<=", ">="]))
-def test_a_product_takes_the_tails_that_are_worst_for_it(
+def test_product_uses_the_worst_tails_of_its_factors(
     lab: Any, values: list[list[float]], op: str, side: str
 ) -> None:
-    """By definition: of all choices of a tail for either factor, the worst result counts."""
+    """By definition, the worst result over all choices of a tail for either factor."""
     signed, size = (lab.statistic("quantile", name, "1/2") for name in ("log_ratio", "kl"))
     rank = math.ceil(len(values) / 2)
 
@@ -143,7 +142,7 @@ def test_a_product_takes_the_tails_that_are_worst_for_it(
 
 
 def _alarms(lab: Any, formula: Compare, runs: int) -> float:
-    """Return how often a mean of nothing is called a violation."""
+    """Return how often a mean of zero is reported as a violation."""
     generator, found = np.random.default_rng(3), 0
     for run in range(runs):
         noise = generator.normal(size=(40, 1)).tolist()
@@ -154,19 +153,21 @@ def _alarms(lab: Any, formula: Compare, runs: int) -> float:
 
 
 @pytest.mark.full
-def test_a_magnitude_that_may_be_missed_on_either_side_is_called_one_no_more_often(
+def test_two_sided_magnitudes_keep_their_false_alarm_rate(
     lab: Any,
 ) -> None:
-    """|mean| <= τ for τ far below the noise, and mean == 0, are each violated by chance in one of
-    twenty samples at most, not once for each side."""
+    """|mean| <= τ for τ far below the noise, and mean == 0, are violated by chance at most in 5 %.
+
+    The level is not spent once for each side.
+    """
     runs, mean = 400, lab.statistic("mean", "log_ratio")
     limit = 0.05 + 3 * math.sqrt(0.05 * 0.95 / runs)
     assert _alarms(lab, Compare("<=", Abs(mean), Number(Fraction(1, 1000))), runs) <= limit
     assert _alarms(lab, Compare("==", mean, Number(Fraction(0))), runs) <= limit
 
 
-def test_the_far_side_of_a_magnitude_keeps_its_level(lab: Any) -> None:
-    """Two one-sided tests need no correction: the limit away from 0 is that of the mean itself."""
+def test_far_side_of_a_magnitude_keeps_its_level(lab: Any) -> None:
+    """Two one-sided tests need no correction: the limit away from 0 is that of the mean."""
     rng = np.random.default_rng(4)
     values = (rng.normal(size=50) + 2).tolist()
     data = SliceData(
@@ -185,8 +186,8 @@ def test_the_far_side_of_a_magnitude_keeps_its_level(lab: Any) -> None:
 
 
 @pytest.mark.full
-def test_the_magnitude_of_a_paired_difference_errs_no_more_often(lab: Any) -> None:
-    """`reward_delta` and its like are magnitudes of means, decided the same way."""
+def test_magnitude_of_a_paired_difference_keeps_its_error_rate(lab: Any) -> None:
+    """`reward_delta` and similar metrics are magnitudes of means, decided alike."""
     generator, runs, found = np.random.default_rng(5), 400, 0
     for run in range(runs):
         rows = generator.normal(size=40)
@@ -207,14 +208,14 @@ def test_the_magnitude_of_a_paired_difference_errs_no_more_often(lab: Any) -> No
 )
 @pytest.mark.parametrize("evidence", [EvidenceKind.CENSUS, EvidenceKind.SAMPLE])
 @pytest.mark.parametrize("budget", [None, ("1/20", "requests")])
-def test_a_percentile_equals_a_number_in_both_tails(
+def test_equality_of_a_percentile_uses_both_tails(
     lab: Any,
     values: list[float],
     found: str,
     evidence: EvidenceKind,
     budget: tuple[str, str] | None,
 ) -> None:
-    """Tokens with another first choice are as unequal to 100 % where the best token has it."""
+    """Tokens with another top choice differ from 100 %, although the best token has it."""
     clause = lab.clause(
         lab.statistic("quantile", "top1_overlap", "1/2"),
         "==",

@@ -1,4 +1,4 @@
-"""Requests that run in other processes give what they give in this one; none is missing."""
+"""Requests evaluated in other processes give equal results, and none is lost."""
 
 from __future__ import annotations
 
@@ -83,20 +83,22 @@ def _hold(found: EvidenceTable, alone: EvidenceTable) -> None:
 
 
 @pytest.mark.full
-def test_processes_give_the_same_bits(program: Program, folder: Path, alone: EvidenceTable) -> None:
+def test_worker_processes_give_equal_bits(
+    program: Program, folder: Path, alone: EvidenceTable
+) -> None:
     _hold(_evidence(program, folder, ParallelPlan(_recipe(program, folder), "processes", 2)), alone)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("threads", [None, "3"])
-def test_workers_have_the_fingerprints_of_this_process(
+def test_workers_have_equal_fingerprints(
     program: Program,
     folder: Path,
     alone: EvidenceTable,
     monkeypatch: pytest.MonkeyPatch,
     threads: str | None,
 ) -> None:
-    """Variables that say how many threads libraries use belong to them."""
+    """Variables that set the thread counts of libraries are part of them."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         monkeypatch.delenv(name)
         if threads:
@@ -106,12 +108,12 @@ def test_workers_have_the_fingerprints_of_this_process(
 
 
 @pytest.mark.slow
-def test_ray_gives_the_same_bits(program: Program, folder: Path, alone: EvidenceTable) -> None:
+def test_ray_workers_give_equal_bits(program: Program, folder: Path, alone: EvidenceTable) -> None:
     _hold(_evidence(program, folder, ParallelPlan(_recipe(program, folder), "ray", 2)), alone)
 
 
 class _Pool:
-    """Answers at once; loses the workers of some pieces."""
+    """Answers immediately, but loses the workers of some tasks."""
 
     def __init__(self, lost: set[int], damage: Any = None) -> None:
         self.lost, self.damage, self.count = lost, damage, 0
@@ -136,7 +138,7 @@ def _with_pools(monkeypatch: pytest.MonkeyPatch, *pools: _Pool) -> None:
 
 
 @pytest.mark.full
-def test_a_lost_piece_is_run_again(
+def test_lost_task_is_run_again(
     program: Program, folder: Path, alone: EvidenceTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = _Pool({1}), _Pool(set())
@@ -146,7 +148,7 @@ def test_a_lost_piece_is_run_again(
 
 
 @pytest.mark.full
-def test_a_piece_that_is_lost_twice_is_an_error(
+def test_task_that_is_lost_twice_is_an_error(
     program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with_pools(monkeypatch, _Pool({2}), _Pool({0}))
@@ -156,7 +158,7 @@ def test_a_piece_that_is_lost_twice_is_an_error(
 
 
 @pytest.mark.full
-def test_an_incomplete_answer_is_an_error(
+def test_incomplete_answer_is_an_error(
     program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def shorter(data: bytes) -> bytes:
@@ -170,10 +172,10 @@ def test_an_incomplete_answer_is_an_error(
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", ["requests", "model"])
-def test_a_worker_with_other_files_is_an_error(
+def test_worker_with_other_files_is_an_error(
     program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str
 ) -> None:
-    """Its requests have the same names, and other tokens or other weights: nothing would show."""
+    """Its requests have equal names but other tokens or weights, which no value would reveal."""
     for path in folder.iterdir():
         shutil.copy(path, tmp_path / path.name)
     if part == "requests":
@@ -192,12 +194,12 @@ def test_a_worker_with_other_files_is_an_error(
     assert str(found.value.diagnostics[0].code) == "KC684"
 
 
-def test_a_worker_that_cannot_load_says_why(program: Program, tmp_path: Path) -> None:
+def test_worker_that_fails_to_load_states_the_reason(program: Program, tmp_path: Path) -> None:
     recipe = pickle.dumps(_recipe(program, tmp_path))
     answer = pickle.loads(run_piece(recipe, ("prompts.jsonl:a",)))
     assert [str(d.code) for d in answer.refusal] == ["KC601"]
 
 
-def test_names_of_pieces_depend_on_what_is_run() -> None:
+def test_names_of_tasks_depend_on_their_inputs() -> None:
     assert task_id(b"a", ["x", "y"]) == task_id(b"a", ["x", "y"])
     assert len({task_id(b"a", ["x"]), task_id(b"b", ["x"]), task_id(b"a", ["y"])}) == 3

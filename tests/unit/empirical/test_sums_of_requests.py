@@ -1,4 +1,4 @@
-"""Numbers of a slice from sums of its requests: the same as from all their tokens."""
+"""Statistics of a slice from per-request sums equal those from all tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _parts(name: str, n: int, spread: float) -> list[list[Array]]:
 
 @pytest.mark.parametrize("spread", [1e-4, 0.3])
 @pytest.mark.parametrize("name", NAMES)
-def test_resamples_from_sums_are_those_of_all_tokens(name: str, spread: float) -> None:
+def test_resamples_from_sums_equal_those_of_all_tokens(name: str, spread: float) -> None:
     parts = _parts(name, 40, spread)
     metric = AGGREGATES.get(name) or RECORDED_AGGREGATES[name]
     drawn = next(bootstrap.resamples(40, 0, 12))
@@ -73,7 +73,7 @@ def _limits(name: str, parts: Sequence[Sequence[Array]]) -> Estimate:
     return found
 
 
-def test_limits_lie_on_both_sides_and_narrow_with_the_requests() -> None:
+def test_limits_enclose_the_value_and_narrow_with_more_requests() -> None:
     for name in ("ess_frac", "pearson_p", "pearson_logp", "icc"):
         few, many = (_limits(name, _parts(name, n, 0.05)) for n in (40, 400))
         for one in (few, many):
@@ -83,8 +83,8 @@ def test_limits_lie_on_both_sides_and_narrow_with_the_requests() -> None:
         assert many.high - many.low < few.high - few.low  # type: ignore[operator]
 
 
-def test_no_tail_that_was_seen_is_no_proof_of_none() -> None:
-    """Of 50 requests whose sequences all lie inside, the share beyond may be 6 %."""
+def test_unobserved_tail_is_not_excluded() -> None:
+    """For 50 requests whose sequences are all inside, the share beyond may be 6 %."""
     assert set(SHARES) <= set(RECORDED_AGGREGATES)
     found = _limits("tail_mass_seq", [[np.zeros(1)]] * 50)
     assert found.value == 0
@@ -95,7 +95,7 @@ def test_ratios_without_a_second_moment_have_no_lower_limit() -> None:
     generator = np.random.default_rng(0)
     heavy = [[generator.exponential(size=200) / 1.2] for _ in range(60)]
     assert _limits("ess_frac", heavy).low is None
-    assert _limits("ess_frac", [[np.zeros(9)]] * 30).low is None  # equal ratios show no spread
+    assert _limits("ess_frac", [[np.zeros(9)]] * 30).low is None  # equal ratios have no spread
     assert _limits("ess_frac", [[np.array([0.0, 400.0])]] * 30).low is None
 
 
@@ -112,7 +112,7 @@ def test_sums_of_many_values_are_correctly_rounded() -> None:
 
 
 @pytest.mark.full
-def test_limits_of_heavy_ratios_err_less_than_percentiles() -> None:
+def test_limits_of_heavy_ratios_err_less_than_percentile_intervals() -> None:
     law = coverage_ratios.LAWS["ess_frac, Pareto tail 4"]
     found, percentiles = coverage_ratios.misses(law, 100, 150)
     assert found.below <= 0.05
@@ -120,7 +120,7 @@ def test_limits_of_heavy_ratios_err_less_than_percentiles() -> None:
 
 
 @pytest.mark.full
-def test_limits_of_correlations_keep_their_error() -> None:
+def test_limits_of_correlations_keep_their_error_rate() -> None:
     law = coverage_ratios.LAWS["pearson_p, ln w of Student's t, 3"]
     found, _ = coverage_ratios.misses(law, 100, 150)
     assert max(found.below, found.above) <= 0.1

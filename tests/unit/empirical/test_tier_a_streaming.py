@@ -1,4 +1,4 @@
-"""The fused pass over full logits: sixty digits, the reference forms, and the same bits always."""
+"""The fused pass over full logits: sixty-digit references, single metrics, reproducible bits."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def logits(
 def exact(
     train: Tensor, infer: Tensor, temperature: float = 1.0
 ) -> tuple[dict[str, mpmath.mpf], mpmath.mpf]:
-    """Return every fused metric of one row with sixty digits, from definitions alone, and the size
-    sum |q - p| |ln p| of the terms of the entropy gap."""
+    """Return every fused metric of one row with sixty digits, from definitions alone.
+
+    Also the size sum |q - p| |ln p| of the terms of the entropy gap.
+    """
     mpf = mpmath.mpf
     z, y = ([mpf(float(v)) for v in side] for side in (train, infer))
     t = mpf(temperature)
@@ -95,7 +97,7 @@ def test_every_metric_agrees_with_sixty_digits(drift: float, dtype: torch.dtype)
 
 @pytest.mark.parametrize("drift", [1e-6, 1e-4, 1e-2, 1.0])
 @pytest.mark.parametrize("offset", [0.0, 20.0])
-def test_float32_logits_lose_no_more_than_a_millionth_over_a_whole_vocabulary(
+def test_float32_logits_have_a_relative_error_below_a_millionth(
     drift: float, offset: float
 ) -> None:
     train, infer = logits(3, 32_003, drift, seed=4)
@@ -116,7 +118,7 @@ def terms_of_entropy(train: Tensor, infer: Tensor) -> NDArray[np.float64]:
     return terms
 
 
-def test_a_constant_added_to_one_side_moves_no_policy_metric() -> None:
+def test_constant_shift_of_one_side_changes_no_policy_metric() -> None:
     train, infer = logits(3, 200, 1e-3, dtype=torch.float64)
     before, after = tier_a(train, infer), tier_a(train, infer + 4.0)
     moved = {"logit_l2", "logit_linf", "logit_rel_l2", "logit_cosine", "stable_fraction", *BITS}
@@ -125,7 +127,7 @@ def test_a_constant_added_to_one_side_moves_no_policy_metric() -> None:
     assert (after["logit_l2"] > before["logit_l2"] + 1).all()
 
 
-def test_permuted_tokens_and_scaled_temperatures_move_nothing() -> None:
+def test_permuted_tokens_and_scaled_temperatures_change_nothing() -> None:
     train, infer = logits(3, 300, 0.1, dtype=torch.float64)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(2))
     before, after = tier_a(train, infer), tier_a(train[:, order], infer[:, order])
@@ -139,7 +141,7 @@ def test_permuted_tokens_and_scaled_temperatures_move_nothing() -> None:
 @pytest.mark.sample(7)
 @pytest.mark.parametrize(("rows", "vocabulary"), [(23, 5), (23, 37), (9, 4096), (7, 9001)])
 @pytest.mark.parametrize("drift", [1e-7, 1e-2, 3.0])
-def test_bits_depend_on_neither_chunks_nor_threads(
+def test_bits_are_independent_of_chunks_and_threads(
     rows: int, vocabulary: int, drift: float
 ) -> None:
     train, infer = logits(rows, vocabulary, drift)
@@ -158,7 +160,7 @@ def test_bits_depend_on_neither_chunks_nor_threads(
             assert whole[name].tobytes() == again[name].tobytes(), (name, chunk, threads)
 
 
-def test_a_long_vocabulary_is_the_same_alone_and_with_torch_on_two_threads() -> None:
+def test_long_vocabulary_is_equal_on_two_torch_threads() -> None:
     train, infer = logits(3, 70_001, 1e-3)
     before = torch.get_num_threads()
     try:
@@ -171,7 +173,7 @@ def test_a_long_vocabulary_is_the_same_alone_and_with_torch_on_two_threads() -> 
     assert all(one[name].tobytes() == two[name].tobytes() for name in TIER_A)
 
 
-def test_where_the_logits_lie_in_memory_does_not_matter() -> None:
+def test_memory_layout_of_logits_does_not_matter() -> None:
     train, infer = logits(4, 1003, 1e-2)
     padded = torch.zeros(4, 1010)
     padded[:, 3:1006] = infer
@@ -181,9 +183,7 @@ def test_where_the_logits_lie_in_memory_does_not_matter() -> None:
 
 @pytest.mark.parametrize("drift", [1e-4, 0.1, 2.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_pass_agrees_with_the_functions_of_single_metrics(
-    drift: float, temperature: float
-) -> None:
+def test_fused_pass_agrees_with_single_metrics(drift: float, temperature: float) -> None:
     train, infer = logits(11, 512, drift, dtype=torch.float64)
     pair = policy_pair(train, infer, temperature)
     found = tier_a(train, infer, temperature)
@@ -192,7 +192,7 @@ def test_the_pass_agrees_with_the_functions_of_single_metrics(
         assert np.allclose(found[name], function(pair).numpy(), rtol=1e-8, atol=1e-15), name
 
 
-def test_every_metric_of_the_pass_is_described_and_keeps_its_range() -> None:
+def test_metrics_of_the_pass_are_described_and_in_range() -> None:
     found = tier_a(*logits(40, 64, 0.7))
     for name in TIER_A:
         measure = MEASURES[name]
@@ -201,7 +201,7 @@ def test_every_metric_of_the_pass_is_described_and_keeps_its_range() -> None:
         assert measure.high is None or (found[name] <= measure.high).all(), name
 
 
-def test_equal_logits_have_no_drift_at_all() -> None:
+def test_equal_logits_have_zero_drift() -> None:
     train, _ = logits(5, 333, 0.0)
     found = tier_a(train, train.clone())
     ones = {"logit_cosine", "stable_fraction", "rbo10"}
@@ -210,7 +210,7 @@ def test_equal_logits_have_no_drift_at_all() -> None:
         assert (found[name] == best).all(), name
 
 
-def test_tokens_excluded_by_both_are_left_out_and_by_one_are_infinitely_far() -> None:
+def test_tokens_excluded_by_one_side_are_infinitely_distant() -> None:
     z = torch.tensor([[0.0, 0.0, -math.inf, 1.0]])
     y = torch.tensor([[0.5, 0.0, -math.inf, 1.0]])
     found, rest = tier_a(z, y, 1.0, FUSED), tier_a(z[:, [0, 1, 3]], y[:, [0, 1, 3]], 1.0, FUSED)
@@ -224,7 +224,7 @@ def test_tokens_excluded_by_both_are_left_out_and_by_one_are_infinitely_far() ->
     assert math.isnan(one["logit_cosine"][0])
 
 
-def test_policies_far_apart_neither_overflow_nor_lose_the_value() -> None:
+def test_distant_policies_keep_finite_accurate_values_in_the_pass() -> None:
     z = torch.tensor([[0.0, -800.0], [0.0, -400.0]], dtype=torch.float64)
     found = tier_a(z, -z, 1.0, FUSED)
     assert found["kl"] == pytest.approx([800, 400])
@@ -235,7 +235,7 @@ def test_policies_far_apart_neither_overflow_nor_lose_the_value() -> None:
 
 
 @pytest.mark.parametrize("gap", [5.0, 19.0, 25.0, 60.0, 120.0])
-def test_rare_tokens_of_float32_logits_are_not_lost_to_its_range(gap: float) -> None:
+def test_rare_tokens_of_float32_logits_do_not_underflow(gap: float) -> None:
     train = torch.tensor([[0.0, -1.0, -100.0], [0.0, -1.0, -30.0]])
     infer = train + torch.tensor([0.0, 0.0, gap])
     found, wide = (
@@ -250,9 +250,7 @@ def test_rare_tokens_of_float32_logits_are_not_lost_to_its_range(gap: float) -> 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("side", [0, 1])
-def test_what_is_no_number_spoils_its_row_alone_and_every_metric_of_it(
-    broken: float, side: int
-) -> None:
+def test_nan_invalidates_only_its_row_and_all_its_metrics(broken: float, side: int) -> None:
     pair = logits(3, 50, 0.1)
     clean = tier_a(*pair)
     pair[side][1, 7] = broken
@@ -277,7 +275,7 @@ def test_what_is_no_number_spoils_its_row_alone_and_every_metric_of_it(
         ((2, 16), (2, 16), {"chunk": 0}),
     ],
 )
-def test_nothing_to_measure_is_refused(
+def test_empty_input_is_refused(
     train: tuple[int, ...], infer: tuple[int, ...], options: dict[str, object]
 ) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
@@ -285,7 +283,7 @@ def test_nothing_to_measure_is_refused(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_short_formats_are_widened_before_anything_is_subtracted(dtype: torch.dtype) -> None:
+def test_short_formats_are_widened_before_subtraction(dtype: torch.dtype) -> None:
     train, infer = (side.to(dtype) for side in logits(4, 64, 0.1))
     found, wide = tier_a(train, infer), tier_a(train.double(), infer.double())
     for name in TIER_A - {"ulp_max"}:
@@ -293,7 +291,7 @@ def test_short_formats_are_widened_before_anything_is_subtracted(dtype: torch.dt
     assert (found["ulp_max"] < wide["ulp_max"]).all()
 
 
-def test_naive_float32_divergence_fails_where_the_pass_does_not() -> None:
+def test_pass_is_accurate_where_the_naive_float32_sum_is_not() -> None:
     """bounds.md 11: the naive float32 sum is wrong by orders of magnitude, or negative."""
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(1, 32768, generator=generator)

@@ -1,4 +1,4 @@
-"""Timing: enough runs, warm-up apart, failures never a fast run."""
+"""Timed runs: enough rounds, separate warm-up, failures never count as fast runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kcdsl_backends.requests import Request
 
 
 class Clock:
-    """A clock that moves one step with each look."""
+    """A clock that advances one step per reading."""
 
     def __init__(self, step: float) -> None:
         self.now, self.step = 0.0, step
@@ -45,7 +45,7 @@ def timed(lab: Any, forward: Any, rounds: int = 5, seconds: float = 1e9, step: f
     )
 
 
-def test_every_request_runs_once_a_round_and_warm_up_is_not_counted(lab: Any) -> None:
+def test_requests_run_once_per_round_without_warm_up(lab: Any) -> None:
     calls: list[tuple[int, ...]] = []
 
     def forward(tokens: tuple[int, ...]) -> torch.Tensor:
@@ -60,12 +60,12 @@ def test_every_request_runs_once_a_round_and_warm_up_is_not_counted(lab: Any) ->
     assert found.peak_memory > 1e6
 
 
-def test_the_time_limit_ends_after_the_fewest_rounds(lab: Any) -> None:
+def test_time_limit_applies_after_the_minimum_of_rounds(lab: Any) -> None:
     found = timed(lab, lambda tokens: torch.zeros(1), rounds=100, seconds=0.0)
     assert len(found.runs) == 4 * FEWEST_ROUNDS
 
 
-def test_a_failed_run_has_no_time_and_equals_nothing(lab: Any) -> None:
+def test_failed_run_has_no_time_and_no_equal_output(lab: Any) -> None:
     def forward(tokens: tuple[int, ...]) -> torch.Tensor:
         raise RuntimeError("no memory")
 
@@ -74,14 +74,14 @@ def test_a_failed_run_has_no_time_and_equals_nothing(lab: Any) -> None:
     assert set(found.repeats.values()) == {(0, 2)}
 
 
-def test_repeats_compare_bits(lab: Any) -> None:
+def test_repeats_are_compared_bitwise(lab: Any) -> None:
     turn = iter(range(1000))
     found = timed(lab, lambda tokens: torch.tensor([float(next(turn))]))
     assert set(found.repeats.values()) == {(0, 2)}
     assert set(timed(lab, lambda tokens: torch.zeros(2)).repeats.values()) == {(2, 2)}
 
 
-def test_every_slice_has_some_runs() -> None:
+def test_every_slice_has_timed_runs() -> None:
     assert runtime.rounds_needed([10, 0, 40]) == 7
     assert runtime.rounds_needed([100]) == runtime.rounds_needed([64]) == FEWEST_ROUNDS
 
@@ -129,19 +129,19 @@ def clause_of(lab: Any, name: str, limit: str = "1000", slice: str = "all") -> A
     return lab.clause(left, "<=", limit, id=name, slices=(slice,), family=Family.RUNTIME)
 
 
-def test_a_running_kernel_generates_its_likeliest_tokens(tiny: TorchKernel) -> None:
+def test_kernel_generates_its_greedy_tokens(tiny: TorchKernel) -> None:
     prompt = request(6)
     stamps = list(runtime.greedy(tiny)(prompt, Clock(1.0)))
     assert stamps == [(float(at + 1), 1) for at in range(runtime.NEW_TOKENS)]
     run = generated(tiny, prompt)[0]
-    # one look at the beginning, one after each token
+    # one reading at the beginning, one after each token
     assert {name: value.tolist() for name, value in run.values.items()} == {
         "latency": [1.0], "ttft": [1.0], "tpot": [1.0]
     }  # fmt: skip
     assert not run.problems
 
 
-def test_every_step_runs_the_sequence_that_the_steps_before_made(lab: Any) -> None:
+def test_every_step_extends_the_generated_sequence(lab: Any) -> None:
     calls: list[tuple[int, ...]] = []
 
     def function(tokens: tuple[int, ...]) -> torch.Tensor:
@@ -157,8 +157,8 @@ def test_every_step_runs_the_sequence_that_the_steps_before_made(lab: Any) -> No
     assert len(calls) == runtime.NEW_TOKENS
 
 
-def test_prefill_and_decode_have_times_of_their_own(lab: Any) -> None:
-    """The first token takes 5, each further one 2."""
+def test_prefill_and_decode_have_separate_times(lab: Any) -> None:
+    """The first token takes 5, each further token 2."""
     clock = Clock(0.0)
     prompt = lab.requests(1)[0]
 
@@ -181,7 +181,7 @@ def test_prefill_and_decode_have_times_of_their_own(lab: Any) -> None:
     }  # fmt: skip
 
 
-def test_a_model_without_room_ends_the_generation(tiny: TorchKernel) -> None:
+def test_full_context_ends_the_generation(tiny: TorchKernel) -> None:
     longest = tiny.model.limits[1]
     assert longest is not None
     with_two = Request("two", "two", (65,) * (longest - 1), {}, 1)
@@ -207,7 +207,7 @@ def test_clauses_about_generation_are_decided(lab: Any) -> None:
     assert any("16 likeliest tokens" in note and "upper" in note for note in found.notes)
 
 
-def test_nothing_is_generated_where_no_clause_reads_it(lab: Any) -> None:
+def test_nothing_is_generated_without_a_clause_about_it(lab: Any) -> None:
     longest = 0
 
     def function(tokens: tuple[int, ...]) -> torch.Tensor:
@@ -220,7 +220,7 @@ def test_nothing_is_generated_where_no_clause_reads_it(lab: Any) -> None:
     assert not any("upper" in note for note in found.report.notes)
 
 
-def test_more_rounds_over_few_requests_decide_nothing(lab: Any) -> None:
+def test_more_rounds_over_few_requests_are_inconclusive(lab: Any) -> None:
     row = lab.evaluate(clause_of(lab, "tpot", slice="few"), seconds=1e9).report.clauses[0]
     assert row.n == 3
     assert row.needed == 5
@@ -232,8 +232,8 @@ def test_more_rounds_over_few_requests_decide_nothing(lab: Any) -> None:
 
 
 @pytest.mark.parametrize("at", [6, 9])
-def test_a_generation_that_fails_makes_the_evidence_invalid(lab: Any, at: int) -> None:
-    """It fails in the longest requests alone, or in a decode step."""
+def test_failed_generation_invalidates_the_evidence(lab: Any, at: int) -> None:
+    """It fails only in the longest requests, or in a decode step."""
     rows = (*lab.requests(3), *(replace(r, key="long") for r in lab.requests(1, length=8)))
 
     def function(tokens: tuple[int, ...]) -> torch.Tensor:
@@ -251,6 +251,6 @@ def test_a_generation_that_fails_makes_the_evidence_invalid(lab: Any, at: int) -
 
 
 @pytest.mark.parametrize("name", ["ttft", "tpot"])
-def test_an_encoder_generates_nothing(lab: Any, name: str) -> None:
+def test_encoder_generates_nothing(lab: Any, name: str) -> None:
     with pytest.raises(Refusal, match="generates nothing"):
         lab.evaluate(clause_of(lab, name), encoder=True)

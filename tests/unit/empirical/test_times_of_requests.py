@@ -1,4 +1,4 @@
-"""Timed runs of one request are no units of their own: limits of times count requests."""
+"""Timed runs of one request are not separate units: limits of times count requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def timed(seconds: Array, tokens: int = 10) -> SliceData:
 
 
 def alike(levels: Array, rng: np.random.Generator) -> SliceData:
-    """Return requests of which all runs take nearly the same time."""
+    """Return requests whose runs all take nearly the same time."""
     return timed(levels[:, None] + rng.normal(0, 1e-6, (len(levels), RUNS)))
 
 
@@ -44,7 +44,7 @@ def decided(lab: Any, clause: Clause, data: SliceData) -> Any:
 
 
 def quantile_clause(lab: Any) -> Clause:
-    """Nine of ten requests take less than a second."""
+    """Return a clause that nine of ten requests take less than a second."""
     return lab.clause(lab.statistic("quantile", "latency", "9/10"), family=Family.RUNTIME)
 
 
@@ -59,7 +59,7 @@ def mean_clause(lab: Any) -> Clause:
 
 
 def throughput_clause(lab: Any) -> Clause:
-    """Ten tokens take a second."""
+    """Return a clause of ten tokens per second."""
     return lab.clause(lab.statistic("aggregate", "throughput"), ">=", "10", family=Family.RUNTIME)
 
 
@@ -81,12 +81,14 @@ def around_a_second(rng: np.random.Generator) -> Array:
         (mean_clause, around_a_second),
     ],
 )
-def test_a_clause_at_its_limit_rarely_passes_or_fails(
+def test_clause_at_its_limit_rarely_passes_or_fails(
     lab: Any, made: Callable[[Any], Clause], law: Callable[[np.random.Generator], Array]
 ) -> None:
-    """All runs of a request are alike and the clause is exactly at its limit: counting runs as
-    units, 41 % of these samples pass the percentile and 30 % the mean, where 5 % are stated
-    (bench/coverage_times.py)."""
+    """All runs of a request are alike and the clause is exactly at its limit.
+
+    With runs as units, 41 % of these samples pass the percentile and 30 % the mean, for a stated 5
+    % (bench/coverage_times.py).
+    """
     rng, clause, found = np.random.default_rng(7), made(lab), {"held": 0, "violated": 0}
     for _ in range(SAMPLES):
         name = verdict_name(decided(lab, clause, alike(law(rng), rng)).verdict)
@@ -97,9 +99,12 @@ def test_a_clause_at_its_limit_rarely_passes_or_fails(
 
 
 @pytest.mark.full
-def test_runs_that_differ_by_themselves_are_no_reason_to_fail(lab: Any) -> None:
-    """One run in twenty is slow, of whatever request: a tenth may be, and the slowest of ten runs
-    of a request mostly is. No such sample is violated, and more pass than at the limit."""
+def test_independent_run_noise_does_not_violate(lab: Any) -> None:
+    """One run in twenty is slow, in any request: a tenth may be.
+
+    The slowest of ten runs of a request mostly is. No such sample is violated, and more pass than
+    at the limit.
+    """
     rng, clause, held = np.random.default_rng(8), quantile_clause(lab), 0
     for _ in range(SAMPLES):
         data = timed(np.where(rng.random((100, RUNS)) < 0.05, 2.0, 0.5))
@@ -109,7 +114,7 @@ def test_runs_that_differ_by_themselves_are_no_reason_to_fail(lab: Any) -> None:
     assert held / SAMPLES > 0.3
 
 
-def test_further_rounds_show_nothing_more(lab: Any) -> None:
+def test_further_rounds_add_no_evidence(lab: Any) -> None:
     few, many = timed(np.full((28, 3), 0.5)), timed(np.full((28, 1000), 0.5))
     for data in (few, many):
         row = decided(lab, quantile_clause(lab), data)
@@ -123,7 +128,7 @@ def test_further_rounds_show_nothing_more(lab: Any) -> None:
 
 
 @pytest.mark.parametrize("made", [mean_clause, throughput_clause])
-def test_a_mean_of_times_takes_twenty_requests(lab: Any, made: Callable[[Any], Clause]) -> None:
+def test_mean_of_times_needs_twenty_requests(lab: Any, made: Callable[[Any], Clause]) -> None:
     rng = np.random.default_rng(9)
     row = decided(lab, made(lab), timed(rng.uniform(0.1, 0.2, (19, 50))))
     assert verdict_name(row.verdict) == "inconclusive"
@@ -134,7 +139,7 @@ def test_a_mean_of_times_takes_twenty_requests(lab: Any, made: Callable[[Any], C
     assert verdict_name(enough.verdict) == "held"
 
 
-def test_requests_that_repeat_a_prompt_are_timed_as_one(lab: Any) -> None:
+def test_requests_with_equal_prompts_are_one_timed_unit(lab: Any) -> None:
     data = timed(np.full((58, 3), 0.5))
     prompts = [(i // 2,) for i in range(58)]
     row = decided(lab, quantile_clause(lab), by_prompt(data, prompts))
@@ -147,7 +152,7 @@ def test_requests_that_repeat_a_prompt_are_timed_as_one(lab: Any) -> None:
     assert (mean.n, mean.value) == (19, 0.5)
 
 
-def test_every_run_of_a_request_is_drawn_about_as_often() -> None:
+def test_runs_of_a_request_are_resampled_uniformly() -> None:
     data = with_drawn_runs(timed(np.tile(np.arange(4.0), (2000, 1))))
     assert data.drawn is not None
     drawn = np.array([float(run.values["latency"][0]) for run in data.drawn])
@@ -160,7 +165,7 @@ def test_every_run_of_a_request_is_drawn_about_as_often() -> None:
     assert [len(runs) for runs in by_request(data.runs)] == [4] * 2000
 
 
-def test_a_recorded_batch_counts_every_run_in_a_census(lab: Any) -> None:
+def test_census_of_a_recorded_batch_counts_every_run(lab: Any) -> None:
     data = replace(timed(np.full((5, 4), 0.5)), batch=True)
     clause = replace(quantile_clause(lab), evidence=EvidenceKind.CENSUS)
     row = decided(lab, clause, data)

@@ -1,4 +1,4 @@
-"""Traces: evidence comes back bit for bit, and what is not as it was written is refused."""
+"""Traces: evidence is restored bit for bit, and modified files are refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def evaluated(lab: Any, *clauses: Any, **changes: Any) -> Evaluation:
-    """Return an evaluation whose contract has its own digest, as the backend gives it."""
+    """Return an evaluation whose contract has its own digest, as the backend returns it."""
     program = lab.program(*clauses)
     contract = {"name": "test", "version": "1.0.0", "digest": f"sha256:{digest(program)}"}
     found: Evaluation = lab.evaluate(*clauses, contract=contract, **changes)
@@ -93,7 +93,7 @@ def whole(lab: Any) -> tuple[Any, ...]:
 
 
 def replayed(found: Evaluation, write: Write) -> Trace:
-    """Return the trace of an evaluation, written and read, after its report was given again."""
+    """Return the trace of an evaluation after a round trip that reproduced its report."""
     trace = read_trace(write(trace_bytes(found.evidence, found.report.to_json())))
     assert conclude(trace.evidence).dumps() == found.report.dumps()
     assert json.dumps(trace.report) == json.dumps(found.report.to_json())
@@ -105,7 +105,7 @@ def replayed(found: Evaluation, write: Write) -> Trace:
 
 @pytest.mark.full
 @given(evidence=evidences())
-def test_any_evidence_comes_back_bit_for_bit(evidence: EvidenceTable) -> None:
+def test_any_evidence_is_restored_bitwise(evidence: EvidenceTable) -> None:
     data = trace_bytes(evidence, {"any": "report"})
     assert trace.is_intact(data)
     found = trace._read(data, "trace", "seal")
@@ -117,14 +117,14 @@ def test_any_evidence_comes_back_bit_for_bit(evidence: EvidenceTable) -> None:
 
 @pytest.mark.full
 @given(programs())
-def test_a_program_keeps_its_wording_and_its_orders(program: Any) -> None:
+def test_program_keeps_its_wording_and_order(program: Any) -> None:
     found = stated_program(json.loads(json.dumps(stated_json(program))))
     assert same(program, found)
     assert [clause.text for clause in found.clauses] == [clause.text for clause in program.clauses]
 
 
-def test_nothing_in_evidence_is_left_out() -> None:
-    """A field that traces do not hold would be lost silently."""
+def test_traces_store_every_field_of_evidence() -> None:
+    """A field missing in traces would be lost silently."""
     held = {"program", "requests", "runs", "slices", "measured", "encoder", "timing"}
     held |= {"contract", "model", "kernels", "data", "environment", "prechecks", "crosschecks"}
     held |= {"certified", "bounding", "floor", "spoiled", "implied", "notes", "accepted"}
@@ -137,8 +137,8 @@ def test_nothing_in_evidence_is_left_out() -> None:
     assert {field.name for field in fields(Timing)} == {"runs", "repeats", "peak_memory"}
 
 
-def test_a_metric_of_the_user_is_concluded_again(lab: Any, write: Write) -> None:
-    """The trace has its declaration and its values; its function is not asked again."""
+def test_user_metric_is_decided_again_from_a_trace(lab: Any, write: Write) -> None:
+    """The trace contains its declaration and its values; its function is not called again."""
     metric = UserMetric(
         "my_gap", "gap.py:gap", Family.NUMERICAL, "token", "lower", "1", "1",
         ("max", "mean"), ("logits",), lower=Fraction(0),
@@ -162,7 +162,7 @@ def test_a_metric_of_the_user_is_concluded_again(lab: Any, write: Write) -> None
 
 
 @pytest.mark.full
-def test_many_groups_of_rows_come_back_in_their_order(
+def test_row_groups_are_restored_in_order(
     lab: Any, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = evaluated(lab, *whole(lab), infer=lab.kernel(lab.drifting(0.01)))
@@ -186,7 +186,9 @@ def test_values_of_another_type_are_a_defect(lab: Any) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("looks", [1, 4, None], ids=["one look", "four looks", "any time"])
-def test_every_kind_of_clause_is_concluded_again(lab: Any, write: Write, looks: int | None) -> None:
+def test_every_kind_of_clause_is_decided_again_from_a_trace(
+    lab: Any, write: Write, looks: int | None
+) -> None:
     found = evaluated(lab, *whole(lab), infer=lab.kernel(lab.drifting(0.05)), looks=looks, seed=7)
     verdicts = {row.to_json()["verdict"] for row in found.report.clauses}
     assert {"held", "violated"} <= verdicts
@@ -195,9 +197,7 @@ def test_every_kind_of_clause_is_concluded_again(lab: Any, write: Write, looks: 
     assert trace.evidence.timing.runs
 
 
-def test_failures_and_numbers_that_are_not_finite_are_concluded_again(
-    lab: Any, write: Write
-) -> None:
+def test_failures_and_non_finite_numbers_survive_a_trace(lab: Any, write: Write) -> None:
     def broken(tokens: tuple[int, ...]) -> Any:
         if sum(tokens) % 3 == 0:
             raise RuntimeError("out of memory")
@@ -210,7 +210,7 @@ def test_failures_and_numbers_that_are_not_finite_are_concluded_again(
     replayed(found, write)
 
 
-def test_an_encoder_is_concluded_again(lab: Any, write: Write) -> None:
+def test_encoder_is_decided_again_from_a_trace(lab: Any, write: Write) -> None:
     clause = lab.clause(lab.statistic("max", "hidden_l2"))
     found = evaluated(lab, clause, infer=lab.kernel(lab.drifting(0.05)), encoder=True)
     trace = replayed(found, write)
@@ -218,7 +218,7 @@ def test_an_encoder_is_concluded_again(lab: Any, write: Write) -> None:
 
 
 @pytest.mark.full
-def test_rows_can_be_read_by_other_programs(lab: Any, write: Write) -> None:
+def test_rows_are_readable_as_parquet(lab: Any, write: Write) -> None:
     found = evaluated(lab, *whole(lab), infer=lab.kernel(lab.drifting(0.05)))
     path = write(trace_bytes(found.evidence, {}))
     rows = duckdb.execute(
@@ -232,8 +232,8 @@ def test_rows_can_be_read_by_other_programs(lab: Any, write: Write) -> None:
         assert worst == runs[key].unit.values["kl"].max()
 
 
-def test_sampling_parameters_are_those_that_are_stated(lab: Any, write: Write) -> None:
-    """Of a server or a recording others drew the tokens: what nothing states is not invented."""
+def test_sampling_parameters_are_the_stated_ones(lab: Any, write: Write) -> None:
+    """Servers and recordings draw tokens elsewhere: unstated parameters are not invented."""
     clause = lab.clause(HasFields(("sampling_params",)), id="O", family=Family.OBSERVABILITY)
     found = evaluated(lab, clause)
     plain = lab.program(clause)
@@ -279,9 +279,7 @@ def code_of(path: Path) -> str:
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_one_other_byte_anywhere_is_refused(
-    intact: bytes, write: Write, data: st.DataObject
-) -> None:
+def test_any_changed_byte_is_refused(intact: bytes, write: Write, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(intact) - 1))
     other = data.draw(st.integers(1, 255))
     changed = intact[:at] + bytes([intact[at] ^ other]) + intact[at + 1 :]
@@ -290,7 +288,7 @@ def test_one_other_byte_anywhere_is_refused(
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_a_trace_that_was_cut_short_or_continued_is_refused(
+def test_truncated_or_extended_trace_is_refused(
     intact: bytes, write: Write, data: st.DataObject
 ) -> None:
     end = data.draw(st.integers(0, len(intact) - 1))
@@ -298,7 +296,7 @@ def test_a_trace_that_was_cut_short_or_continued_is_refused(
     assert code_of(write(intact + intact[:end] + b"\0")) in ("KC630", "KC631")
 
 
-def test_the_seal_is_the_digest_of_the_file_with_zeros_in_its_place(intact: bytes) -> None:
+def test_seal_is_the_digest_of_the_file_with_a_zeroed_seal(intact: bytes) -> None:
     import hashlib
 
     seal = trace.seal_of(intact)
@@ -310,7 +308,7 @@ def test_the_seal_is_the_digest_of_the_file_with_zeros_in_its_place(intact: byte
 
 
 def rewritten(data: bytes, change: Callable[[pa.Table, dict[str, Any]], pa.Table]) -> bytes:
-    """Return a trace with other columns or another header, sealed again."""
+    """Return a trace with other columns or another header, with a new seal."""
     file = pq.ParquetFile(pa.BufferReader(data))
     header = json.loads(file.metadata.metadata[b"kcdsl.trace"])
     table = change(file.read().replace_schema_metadata(None), header)
@@ -323,7 +321,7 @@ def rewritten(data: bytes, change: Callable[[pa.Table, dict[str, Any]], pa.Table
     return trace.sealed(sink.getvalue().to_pybytes())
 
 
-def test_a_trace_that_is_only_written_again_is_the_same(intact: bytes, write: Write) -> None:
+def test_rewritten_trace_is_identical(intact: bytes, write: Write) -> None:
     before = read_trace(write(intact))
     after = read_trace(write(rewritten(intact, lambda table, header: table)))
     assert same(before.evidence, after.evidence)
@@ -376,7 +374,7 @@ def _row_twice(table: pa.Table, header: dict[str, Any]) -> pa.Table:
 
 
 def _last_less(table: pa.Table, header: dict[str, Any]) -> pa.Table:
-    """No place after it would miss it."""
+    """Drop the last row, which no later row reveals."""
     return table.slice(0, table.num_rows - 1)
 
 
@@ -414,9 +412,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_trace_that_was_sealed_again_must_still_be_one(
-    intact: bytes, write: Write, damage: str
-) -> None:
+def test_resealed_trace_must_be_consistent(intact: bytes, write: Write, damage: str) -> None:
     change, why = DAMAGED[damage]
     with pytest.raises(Refusal, match=why) as refused:
         read_trace(write(rewritten(intact, change)))
@@ -424,12 +420,12 @@ def test_a_trace_that_was_sealed_again_must_still_be_one(
     assert refused.value.diagnostics[0].help
 
 
-def test_a_missing_trace_and_a_folder_are_named(tmp_path: Path) -> None:
+def test_missing_trace_and_folder_are_refused_by_name(tmp_path: Path) -> None:
     assert code_of(tmp_path / "none.parquet") != "KC630"
     assert code_of(tmp_path) != "KC630"
 
 
-def test_a_budget_is_counted_again(lab: Any, write: Write) -> None:
+def test_budget_is_counted_again_from_a_trace(lab: Any, write: Write) -> None:
     clause = lab.clause(lab.statistic("max", "kl"), limit="1/100000", budget=("1/4", "windows"))
     found = evaluated(lab, clause, infer=lab.kernel(lab.drifting(0.05)))
     trace = replayed(found, write)

@@ -1,4 +1,4 @@
-"""The functions of the user's metrics: loaded, called, and never believed where they are wrong."""
+"""Functions of user metrics: loaded, called, and checked for invalid results."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def evaluated(
     limit: str = "100",
     **changes: Any,
 ) -> Any:
-    """Return the row of `max(gap) <= limit` on two kernels that differ, beside `max(tv) <= 1`."""
+    """Return the row of `max(gap) <= limit` for two different kernels, beside `max(tv) <= 1`."""
     from dataclasses import replace
 
     user = UserFunction(metric or declared(), function, parameters, "a" * 64)
@@ -90,7 +90,7 @@ def reason(verdict: Verdict) -> str:
     return verdict.reason
 
 
-def test_a_metric_per_token_is_that_of_the_language(lab: Lab) -> None:
+def test_user_metric_per_token_equals_a_built_in_one(lab: Lab) -> None:
     own = evaluated(lab, distance)
     same = lab.evaluate(
         lab.clause(lab.statistic("max", "logit_linf"), "<=", "100"),
@@ -110,13 +110,13 @@ def test_values_are_converted_from_the_unit_of_the_function(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("value", [3, np.float32(3), np.array([3]), True, [3.0]])
-def test_a_metric_per_request(lab: Lab, value: Any) -> None:
+def test_user_metric_per_request(lab: Lab, value: Any) -> None:
     metric = declared("request", ("tokens",))
     found = evaluated(lab, lambda tokens: value, metric, ("tokens",))
     assert found.value == (1 if value is True else 3)
 
 
-def test_what_a_function_is_given(lab: Lab) -> None:
+def test_arguments_of_a_user_function(lab: Lab) -> None:
     seen: dict[str, Any] = {}
 
     def look(**given: Any) -> Any:
@@ -141,7 +141,7 @@ def test_what_a_function_is_given(lab: Lab) -> None:
     assert not seen["train_logits"].flags.writeable
 
 
-def test_sampled_tokens_are_those_of_the_built_in_metrics(lab: Lab) -> None:
+def test_sampled_tokens_equal_those_of_built_in_metrics(lab: Lab) -> None:
     def ratio(train_logits: Any, infer_logits: Any, sampled: Any) -> Any:
         rows = np.arange(len(sampled))
         train = torch.log_softmax(torch.tensor(train_logits), -1).numpy()[rows, sampled]
@@ -193,11 +193,11 @@ def writing(train_logits: Any) -> Any:
         (lambda other: np.zeros(6), "raised TypeError"),
     ],
 )
-def test_what_is_no_value_is_invalid_evidence(lab: Lab, function: Function, why: str) -> None:
+def test_invalid_results_are_invalid_evidence(lab: Lab, function: Function, why: str) -> None:
     assert why in reason(evaluated(lab, function, parameters=("train_logits",)).verdict)
 
 
-def test_values_above_the_declared_range(lab: Lab) -> None:
+def test_values_above_the_declared_range_are_invalid(lab: Lab) -> None:
     def high(train_logits: Any) -> Any:
         return np.full(len(train_logits), 1.5)
 
@@ -207,7 +207,7 @@ def test_values_above_the_declared_range(lab: Lab) -> None:
     )
 
 
-def test_a_function_that_depends_on_chance_is_no_evidence(lab: Lab) -> None:
+def test_nondeterministic_function_is_not_evidence(lab: Lab) -> None:
     chance = np.random.default_rng(0)
 
     def random(train_logits: Any) -> Any:
@@ -217,12 +217,12 @@ def test_a_function_that_depends_on_chance_is_no_evidence(lab: Lab) -> None:
     assert "other values when it is called again" in reason(found.verdict)
 
 
-def test_an_encoder_has_no_logits_for_it(lab: Lab) -> None:
+def test_encoder_provides_no_logits_to_user_functions(lab: Lab) -> None:
     with pytest.raises(Refusal, match="has no logits"):
         evaluated(lab, distance, encoder=True)
 
 
-def test_ranges_and_noise_come_from_the_declaration(lab: Lab) -> None:
+def test_ranges_and_noise_are_declared(lab: Lab) -> None:
     from dataclasses import replace
 
     program = replace(lab.program(), metrics=(declared(upper="2", needs=("sampled",)),))
@@ -232,7 +232,7 @@ def test_ranges_and_noise_come_from_the_declaration(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("name", ["reward_delta", "refusal_flip", "json_parse_gap"])
-def test_metrics_that_nothing_supplies_are_out_of_reach(lab: Lab, name: str) -> None:
+def test_metrics_without_inputs_are_refused(lab: Lab, name: str) -> None:
     kind = "rate" if name == "refusal_flip" else "aggregate"
     clause = lab.clause(lab.statistic(kind, name), "<=", "0.1")
     with pytest.raises(Refusal, match="carry no") as caught:
@@ -312,7 +312,7 @@ def test_modules_are_imported_by_their_name(
         (MODULE + "def gap(tokens): return 0\n", "is not the declared function"),
     ],
 )
-def test_what_has_changed_since_is_refused(
+def test_changed_module_is_refused(
     compiled: Callable[..., Program], tmp_path: Path, module: str, why: str
 ) -> None:
     program = compiled()
@@ -322,7 +322,7 @@ def test_what_has_changed_since_is_refused(
     assert [d.code.id for d in caught.value.diagnostics] == ["KC626"]
 
 
-def test_another_module_of_the_same_name_is_refused(
+def test_other_module_of_the_same_name_is_refused(
     compiled: Callable[..., Program], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from types import ModuleType

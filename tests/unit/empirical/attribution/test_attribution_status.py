@@ -1,4 +1,4 @@
-"""The status of an attribution: no drift only where no request drifts."""
+"""The status of an attribution: "no drift" only where no request drifts."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def document(infer: list[Array], statistic: Statistic, *, differs: bool = True) 
 
 @pytest.mark.parametrize("statistic", ["mean", "p50", "p90", "max"])
 @pytest.mark.parametrize("differs", [True, False])
-def test_without_any_drift_there_is_none(statistic: Statistic, differs: bool) -> None:
+def test_status_without_any_drift(statistic: Statistic, differs: bool) -> None:
     found = document(NOTHING, statistic, differs=differs)
     assert (found.status, found.exit) == ("no_drift", Exit.HELD)
 
 
 @pytest.mark.parametrize("statistic", ["p50", "p90"])
 @pytest.mark.parametrize("differs", [True, False])
-def test_a_percentile_that_sees_no_drift_does_not_say_that_there_is_none(
+def test_percentile_without_drift_does_not_imply_no_drift(
     statistic: Statistic, differs: bool
 ) -> None:
     found = document(RARE, statistic, differs=differs)
@@ -63,14 +63,14 @@ def test_a_percentile_that_sees_no_drift_does_not_say_that_there_is_none(
     assert "drift" in found.reason
 
 
-def test_a_source_of_all_requests_is_attributed() -> None:
+def test_source_that_affects_all_requests_is_attributed() -> None:
     found = document(ALL, "mean")
     assert found.status == "attributed"
     assert found.sources[0].share == 1.0
     assert document(ALL, "max").status == "inconclusive"
 
 
-def test_each_reason_why_kernels_do_not_run_is_said_once() -> None:
+def test_each_reason_for_missing_kernels_is_stated_once() -> None:
     found = document(ALL, "mean")
     lacking = (
         IntermediateKernel(("operator",), None, "no such kernel"),

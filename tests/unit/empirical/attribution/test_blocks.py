@@ -1,4 +1,4 @@
-"""The swap of blocks: what was planted in one block is found there, with its first operation."""
+"""The block swap locates a fault planted in one block, with its first operation."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def coarse(part: str) -> Callable[[KernelRef, TorchKernel], Kernel]:
         ("model.layers.1.mlp.down_proj", "mlp_1", "down_proj"),
     ],
 )
-def test_the_only_coarse_block_is_found(part: str, block: str, operation: str) -> None:
+def test_only_coarse_block_is_found(part: str, block: str, operation: str) -> None:
     found = swapped(ref("torch.eager", casts="nearest"), coarse(part))
     assert [row.block for row in found.rows] == [*BLOCKS, "head"]
     assert found.first_block == block
@@ -82,14 +82,14 @@ def test_the_only_coarse_block_is_found(part: str, block: str, operation: str) -
     assert found.outside == pytest.approx(0.0, abs=1e-12 * found.total)
 
 
-def test_a_mismatch_inside_of_attention_is_between_its_linears() -> None:
+def test_mismatch_inside_attention_is_located_between_its_linears() -> None:
     found = swapped(ref("torch.sdpa.math"), lambda r, k: k)
     assert found.first_mismatch is not None
     assert found.first_mismatch.block == "attn_0"
     assert found.first_mismatch.operation == "between rotary and o_proj"
 
 
-def test_the_first_element_is_where_the_outputs_part() -> None:
+def test_first_differing_element_is_reported() -> None:
     def planted(wanted: KernelRef, kernel: TorchKernel) -> Kernel:
         if wanted == EAGER:
             return kernel
@@ -111,7 +111,7 @@ def test_the_first_element_is_where_the_outputs_part() -> None:
     assert first.infer - first.train == pytest.approx(0.25, abs=1e-6)
 
 
-def test_gains_sum_up_to_the_drift_of_the_blocks() -> None:
+def test_gains_sum_to_the_drift_of_the_blocks() -> None:
     found = swapped(ref("torch.sdpa.math", "bfloat16"))
     assert math.fsum(r.gain for r in found.rows) == pytest.approx(found.rows[-1].cumulative)
     assert found.total == pytest.approx(found.rows[-1].cumulative + found.outside)
@@ -128,8 +128,8 @@ def test_equal_kernels_have_no_first_block() -> None:
 
 
 @pytest.mark.full
-def test_drift_below_the_floor_of_training_is_no_first_block() -> None:
-    """A training kernel whose block moves in batches further than infer does alone."""
+def test_drift_below_the_noise_floor_names_no_first_block() -> None:
+    """The training kernel drifts more by batching than the inference kernel does alone."""
 
     def planted(wanted: KernelRef, kernel: TorchKernel) -> Kernel:
         size = 1e-2 if wanted == EAGER else 1e-4
@@ -204,8 +204,8 @@ def own_model(tmp_path: Path) -> Model:
 
 
 @pytest.mark.full
-def test_blocks_of_a_users_module(own_model: Model) -> None:
-    """Its attention is exchanged by interception; both kernels keep to their own."""
+def test_blocks_of_a_user_module_are_swapped(own_model: Model) -> None:
+    """Its attention is exchanged by interception; both kernels use their own."""
     requests = (Request("f:0", "0", (1, 2, 3, 4, 5), {}, 1),)
     pair = pair_of(own_model, EAGER, ref("torch.sdpa.math", "bfloat16"))
     plan = MeasurementPlan(frozenset({"kl"}), 1.0, 0, encoder=False)
@@ -217,7 +217,7 @@ def test_blocks_of_a_users_module(own_model: Model) -> None:
     assert found.first_mismatch.operation == "before linear"  # its input is rounded
 
 
-def test_an_encoder_is_swapped_by_its_states(tmp_path: Path) -> None:
+def test_encoder_is_swapped_by_its_states(tmp_path: Path) -> None:
     import json
 
     from safetensors.torch import save_file
@@ -247,8 +247,8 @@ def test_an_encoder_is_swapped_by_its_states(tmp_path: Path) -> None:
     assert abs(found.outside) < 0.6 * found.total
 
 
-def test_states_and_logits_are_not_read_off_one_pass() -> None:
-    """A metric of the user's that needs both has no blocks, which is said, and no defect."""
+def test_metric_of_states_and_logits_has_no_blocks() -> None:
+    """A user metric that needs both has no blocks; this is reported without an error."""
     model = small_model()
     pair = pair_of(model, EAGER, ref("torch.eager", "bfloat16"))
     plan = MeasurementPlan(frozenset({"kl", "hidden_l2"}), 1.0, 0, encoder=False)
@@ -257,6 +257,6 @@ def test_states_and_logits_are_not_read_off_one_pass() -> None:
         swap_layers(subject)
 
 
-def test_a_compiled_kernel_shows_no_blocks() -> None:
+def test_compiled_kernel_has_no_blocks() -> None:
     with pytest.raises(NoSwap, match="one program"):
         swapped(EAGER, train=ref("onnxruntime.float32"))

@@ -1,4 +1,4 @@
-"""Bounds exclude never what a real kernel does, always what lies beyond them."""
+"""Envelopes never exclude a source that a real kernel exhibits, and exclude what exceeds them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def found(pair: Pair, *players: str, make: Any = None) -> dict[tuple[str, str], 
 
 @dataclass(frozen=True)
 class Moved:
-    """A kernel one of whose blocks adds a constant."""
+    """A kernel with a constant added in one block."""
 
     kernel: TorchKernel
     name: str
@@ -63,8 +63,8 @@ def planted(run: str, name: str, size: float) -> Callable[[KernelRef, TorchKerne
 
 
 @pytest.mark.full
-def test_a_source_alone_is_never_excluded() -> None:
-    """Whatever single source differs, the drift that it makes lies inside of its own envelope."""
+def test_single_source_is_never_excluded() -> None:
+    """The drift of any single source lies inside its own envelope."""
     for infer, name in (
         (ref("torch.sdpa.math"), "operator"),
         (ref(compute="bfloat16"), "precision"),
@@ -83,7 +83,7 @@ def test_a_source_alone_is_never_excluded() -> None:
 
 
 @pytest.mark.full
-def test_fine_sources_are_excluded_where_formats_are_coarse() -> None:
+def test_fine_sources_are_excluded_beside_coarse_formats() -> None:
     infer = ref("torch.sdpa.math", "bfloat16", weights=FP8)
     rows = found(pair_of(small_model(), EAGER, infer), "operator", "precision", "weights", "batch")
     for fine in ("operator", "batch"):
@@ -99,8 +99,8 @@ def test_fine_sources_are_excluded_where_formats_are_coarse() -> None:
     assert rows["precision", "norm_0"].can_explain is True
 
 
-def test_a_drift_just_beyond_and_just_below_the_envelope() -> None:
-    """The observed drift is planted; the bound is one constant."""
+def test_drift_slightly_above_and_below_the_envelope() -> None:
+    """The drift is planted and the bound constant."""
 
     @dataclass(frozen=True)
     class Flat:
@@ -122,14 +122,14 @@ def test_a_drift_just_beyond_and_just_below_the_envelope() -> None:
             assert (row.can_explain, row.can_reach) == (True, True)
             assert row.ratio == pytest.approx(size, rel=1e-4)
         else:
-            with pytest.raises(Refusal) as refused:  # infer itself leaves its own bound
+            with pytest.raises(Refusal) as refused:  # infer exceeds its own bound
                 found(pair, "batch", make=make)
             assert refused.value.diagnostics[0].code == codes.ABOVE_CERTIFIED
 
 
 @pytest.mark.full
-def test_a_hybrid_beyond_its_envelope_ends_the_attribution() -> None:
-    """A kernel between both sides that does not compute as it claims; infer itself does."""
+def test_hybrid_beyond_its_envelope_ends_the_attribution() -> None:
+    """A hybrid kernel violates its claim, while infer satisfies it."""
 
     def moved(wanted: KernelRef, kernel: TorchKernel) -> Kernel:
         between = wanted.run == "torch.sdpa.math" and dict(wanted.numerics)["compute"] == "float32"
@@ -147,7 +147,7 @@ def test_a_hybrid_beyond_its_envelope_ends_the_attribution() -> None:
 
 
 @pytest.mark.full
-def test_a_block_that_moves_in_batches_beyond_its_envelope_ends_it_too() -> None:
+def test_batched_block_beyond_its_envelope_ends_the_attribution() -> None:
     @dataclass(frozen=True)
     class InBatches(Moved):
         def block(self, name: str, x: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def test_a_block_that_moves_in_batches_beyond_its_envelope_ends_it_too() -> None
     assert found(pair, "operator")
 
 
-def test_without_a_bound_nothing_is_said() -> None:
+def test_missing_bound_excludes_nothing() -> None:
     @dataclass(frozen=True)
     class Open:
         drift_bound: NDArray[np.float64]
@@ -184,7 +184,7 @@ def test_without_a_bound_nothing_is_said() -> None:
 
 
 @pytest.mark.full
-def test_simulated_kernels_are_not_held_against_their_envelope() -> None:
+def test_simulated_kernels_are_not_compared_with_an_envelope() -> None:
     acts = {"format": "fp8_e4m3", "scale": "per_token"}
     infer = ref("torch.scaled_mm", "float32", weights=FP8, activations=acts)
     rows = found(pair_of(small_model(), EAGER, infer), "activations", "weights")
@@ -196,11 +196,11 @@ def test_simulated_kernels_are_not_held_against_their_envelope() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [Fraction(1, 2), Fraction(1), Fraction(3)])
 @pytest.mark.parametrize("metric", ["kl", "tv", "chi2_infer_train", "logit_span"])
-def test_no_head_makes_more_of_the_metric_than_its_envelope(
-    metric: str, temperature: Fraction
-) -> None:
-    """What the real head of each hybrid makes of the training kernel's states, position by
-    position, and a head that uses all of the envelope in two classes."""
+def test_metric_of_any_head_is_within_its_envelope(metric: str, temperature: Fraction) -> None:
+    """Apply each hybrid's real head to the training kernel's states, position by position.
+
+    A second head uses all of the envelope in two classes.
+    """
     pair = pair_of(small_model(), EAGER, ref(compute="bfloat16", weights=FP8))
     rows = envelopes(
         *(pair, ("precision", "weights"), REQUEST, certify_with(pair.model)),
@@ -223,7 +223,7 @@ def test_no_head_makes_more_of_the_metric_than_its_envelope(
         assert 0 < largest <= row.metric
 
 
-def test_the_metric_of_an_envelope_is_attained_by_two_classes() -> None:
+def test_two_classes_attain_the_metric_of_an_envelope() -> None:
     limits = np.array([[0.1, 0.3], [0.2, 0.2]])
     found_ = most_of("tv", Fraction(2))(limits)
     assert found_ == pytest.approx(math.tanh(0.6 / 2 / 4))
@@ -232,7 +232,7 @@ def test_the_metric_of_an_envelope_is_attained_by_two_classes() -> None:
     assert most_of("chi2_infer_train", Fraction(1))(1e6 * limits) is None
 
 
-def test_a_request_without_a_bound_takes_the_metric_away() -> None:
+def test_request_without_a_bound_removes_the_metric() -> None:
     limits = iter([0.1, np.inf] * 100)
 
     @dataclass(frozen=True)
@@ -254,12 +254,12 @@ def test_a_request_without_a_bound_takes_the_metric_away() -> None:
     assert head.certified is None
 
 
-def test_routing_has_no_envelope() -> None:
+def test_routing_source_has_no_envelope() -> None:
     assert found(pair_of(small_model(), EAGER, ref("torch.sdpa.math")), "routing") == {}
 
 
 @pytest.mark.full
-def test_the_document_says_what_is_excluded_where_most_arises() -> None:
+def test_document_lists_exclusions_in_the_largest_block() -> None:
     pair = pair_of(small_model(), EAGER, ref("torch.sdpa.math", "bfloat16", weights=FP8))
     document = attributed(subject_of(pair, fixed_requests(24)), bounds=True)
     assert document.layers is not None

@@ -1,4 +1,4 @@
-"""Drift that is planted in one source is attributed to that source, and to no other."""
+"""Drift planted in one source is attributed to that source alone."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def in_batches(logits: Tensor, ids: Any) -> Tensor:
 
 
 @pytest.mark.full
-def test_one_difference_takes_everything_and_costs_no_run_between() -> None:
+def test_single_difference_gets_the_whole_drift_without_hybrids() -> None:
     found = attributed(subject_of(pair_of(small_model(), EAGER, ref(compute="bfloat16")), REQUESTS))
     precision = source(found, "precision")
     assert found.status == "attributed"
@@ -85,7 +85,7 @@ def test_one_difference_takes_everything_and_costs_no_run_between() -> None:
 
 
 @pytest.mark.full
-def test_a_coarse_attention_program_is_the_operator() -> None:
+def test_coarse_attention_is_attributed_to_the_operator() -> None:
     infer = ref("torch.sdpa.math", "bfloat16", weights={"format": "bfloat16"})
     found = attributed(subject_of(pair_of(small_model(), EAGER, infer, planted_operator), REQUESTS))
     operator = source(found, "operator")
@@ -98,7 +98,7 @@ def test_a_coarse_attention_program_is_the_operator() -> None:
 
 
 @pytest.mark.full
-def test_quantised_weights_are_the_weights() -> None:
+def test_quantised_weights_are_attributed_to_the_weights() -> None:
     infer = ref("torch.sdpa.math", "bfloat16", weights=FP8)
     found = attributed(subject_of(pair_of(small_model(), EAGER, infer), REQUESTS))
     share = source(found, "weights").share
@@ -109,7 +109,7 @@ def test_quantised_weights_are_the_weights() -> None:
 
 
 @pytest.mark.full
-def test_a_kernel_that_depends_on_the_batch_is_the_batch() -> None:
+def test_batch_dependence_is_attributed_to_the_batch() -> None:
     def planted(wanted: KernelRef, kernel: TorchKernel) -> Kernel:
         return Changed(kernel, in_batches)
 
@@ -127,7 +127,7 @@ def test_a_kernel_that_depends_on_the_batch_is_the_batch() -> None:
 
 
 @pytest.mark.full
-def test_shares_sum_up_and_are_the_same_again() -> None:
+def test_shares_sum_to_the_total_and_are_reproducible() -> None:
     infer = ref("torch.sdpa.math", "bfloat16", weights=FP8)
     pair = pair_of(small_model(), EAGER, infer, planted_operator)
     subject = subject_of(pair, REQUESTS, batch=4)
@@ -141,7 +141,7 @@ def test_shares_sum_up_and_are_the_same_again() -> None:
 
 
 @pytest.mark.full
-def test_a_metric_of_agreement_starts_from_one() -> None:
+def test_agreement_metric_starts_at_one() -> None:
     infer = ref("torch.sdpa.math", weights=FP8)
     pair = pair_of(small_model(), EAGER, infer)
     found = attributed(subject_of(pair, REQUESTS, metric="top1_overlap"))
@@ -153,8 +153,8 @@ def test_a_metric_of_agreement_starts_from_one() -> None:
 
 
 @pytest.mark.full
-def test_a_source_without_effect_has_exactly_nothing_and_is_not_shown() -> None:
-    """The weights are numbers of float16, so storing them so changes no bit."""
+def test_source_without_effect_has_share_zero_and_is_not_shown() -> None:
+    """The weights are float16 numbers, so storing them in float16 changes no bit."""
     model = small_model()
     module = copy.deepcopy(model.module)
     with torch.no_grad():
@@ -169,8 +169,8 @@ def test_a_source_without_effect_has_exactly_nothing_and_is_not_shown() -> None:
 
 
 @pytest.mark.full
-def test_what_does_not_run_is_named_and_the_rest_is_told() -> None:
-    """torchao computes with its own weights only: the operator cannot be had alone."""
+def test_unavailable_hybrids_are_named_and_the_rest_attributed() -> None:
+    """torchao computes with its own weights only, so no hybrid has its operator alone."""
     infer = ref("torchao.int8_weight_only", weights={"format": "int8_full", "scale": "per_channel"})
     found = attributed(subject_of(pair_of(small_model(), EAGER, infer), REQUESTS))
     assert found.method == "orders_that_run"
@@ -184,7 +184,7 @@ def test_what_does_not_run_is_named_and_the_rest_is_told() -> None:
 
 
 @pytest.mark.full
-def test_quantised_inputs_are_simulated_where_no_kernel_quantises_them() -> None:
+def test_quantised_inputs_are_simulated_without_a_kernel() -> None:
     infer = ref(
         "torch.scaled_mm",
         "float32",
@@ -205,7 +205,7 @@ def test_quantised_inputs_are_simulated_where_no_kernel_quantises_them() -> None
     assert abs(operator.share) < 0.1
 
 
-def test_no_hybrid_that_gives_nan_is_counted() -> None:
+def test_hybrids_that_give_nan_are_excluded() -> None:
     def planted(wanted: KernelRef, kernel: TorchKernel) -> Kernel:
         numerics = dict(wanted.numerics)
         between = wanted.run == "torch.sdpa.math" and numerics["compute"] == "float32"
@@ -220,7 +220,7 @@ def test_no_hybrid_that_gives_nan_is_counted() -> None:
 
 
 @pytest.mark.parametrize("side", ["train", "infer"])
-def test_a_side_that_gives_nan_is_refused(side: str) -> None:
+def test_kernel_that_gives_nan_is_refused(side: str) -> None:
     def planted(wanted: KernelRef, kernel: TorchKernel) -> Kernel:
         hit = (wanted == EAGER) == (side == "train")
         return Changed(kernel, lambda z, ids: z * torch.nan) if hit else kernel
@@ -238,7 +238,7 @@ def test_no_requests_are_refused() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_few_requests_give_numbers_and_no_confidence(count: int) -> None:
+def test_few_requests_give_shares_without_intervals(count: int) -> None:
     pair = pair_of(small_model(), EAGER, ref(compute="bfloat16", weights=FP8))
     found = attributed(subject_of(pair, REQUESTS[:count]))
     assert found.status == "inconclusive"
@@ -249,7 +249,7 @@ def test_few_requests_give_numbers_and_no_confidence(count: int) -> None:
 
 
 @pytest.mark.full
-def test_a_maximum_speaks_of_these_requests_alone() -> None:
+def test_maximum_is_about_these_requests_only() -> None:
     pair = pair_of(small_model(), EAGER, ref(compute="bfloat16", weights=FP8))
     found = attributed(subject_of(pair, REQUESTS), statistic="max")
     assert found.status == "inconclusive"
@@ -257,7 +257,7 @@ def test_a_maximum_speaks_of_these_requests_alone() -> None:
 
 
 @pytest.mark.full
-def test_a_mistake_of_the_set_up_leaves_no_candidate() -> None:
+def test_failed_precondition_leaves_no_candidate() -> None:
     pair = pair_of(small_model(), EAGER, ref(compute="bfloat16", weights=FP8))
     found = attributed(subject_of(pair, REQUESTS), blocked="precheck temperature_fit failed")
     assert found.status == "invalid_evidence"
@@ -267,7 +267,7 @@ def test_a_mistake_of_the_set_up_leaves_no_candidate() -> None:
 
 
 @pytest.mark.full
-def test_equal_kernels_do_not_drift() -> None:
+def test_equal_kernels_have_no_drift() -> None:
     found = attributed(subject_of(pair_of(small_model(), EAGER, EAGER), REQUESTS))
     assert found.status == "no_drift"
     assert found.total.value == 0.0
@@ -276,7 +276,7 @@ def test_equal_kernels_do_not_drift() -> None:
 
 
 @pytest.mark.full
-def test_a_drift_without_any_source_is_not_explained_away() -> None:
+def test_drift_without_a_source_is_reported_as_unexplained() -> None:
     seen: list[bool] = []
 
     def planted(wanted: KernelRef, kernel: TorchKernel) -> Kernel:

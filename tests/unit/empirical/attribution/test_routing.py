@@ -1,4 +1,4 @@
-"""The choice of experts: recorded, replayed, and attributed."""
+"""Expert routing: recorded, replayed, and attributed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def shares(found: Attribution) -> dict[str, float | None]:
 
 
 @pytest.mark.full
-def test_other_experts_are_the_routing(experts: Model) -> None:
+def test_changed_experts_are_attributed_to_routing(experts: Model) -> None:
     pair = pair_of(experts, EAGER, ref(compute="bfloat16"))
     found = attributed(subject_of(pair, fixed_requests(24)))
     routing = next(s for s in found.sources if s.name == "routing")
@@ -108,7 +108,7 @@ def test_other_experts_are_the_routing(experts: Model) -> None:
     assert found.method == "shapley"
 
 
-def test_without_other_experts_the_routing_is_equal(experts: Model) -> None:
+def test_unchanged_experts_have_no_routing_share(experts: Model) -> None:
     def nudged(wanted: Any, kernel: Any) -> Any:
         return kernel if wanted == EAGER else Changed(kernel, lambda z, ids: z * (1 + 1e-6))
 
@@ -121,7 +121,7 @@ def test_without_other_experts_the_routing_is_equal(experts: Model) -> None:
     assert len(found.between) == 2
 
 
-def test_a_model_without_experts_has_no_such_source() -> None:
+def test_model_without_experts_has_no_routing_source() -> None:
     found = attributed(
         subject_of(pair_of(small_model(), EAGER, ref(compute="bfloat16")), fixed_requests(3))
     )
@@ -133,7 +133,7 @@ def test_a_model_without_experts_has_no_such_source() -> None:
 
 
 @pytest.mark.full
-def test_experts_are_replayed_into_batches(experts: Model) -> None:
+def test_recorded_experts_are_replayed_in_batches(experts: Model) -> None:
     pair = pair_of(experts, EAGER, ref(compute="bfloat16"))
     subject = subject_of(pair, fixed_requests(24))
     batched = attributed(
@@ -155,7 +155,7 @@ def run(scores: Tensor) -> Tensor:
     return values + 10 * chosen
 
 
-def test_what_was_recorded_is_replayed_with_the_own_scores() -> None:
+def test_replay_uses_recorded_experts_with_current_scores() -> None:
     group = RequestBatch((3,), together=False)
     recorder = Recorder(group)
     with recorder:
@@ -172,12 +172,12 @@ def test_what_was_recorded_is_replayed_with_the_own_scores() -> None:
     assert torch.equal(other, (1 - SCORES).gather(-1, chosen) + 10 * chosen)
 
 
-def test_rows_of_a_batch_keep_their_padding() -> None:
+def test_replay_respects_padding_in_batches() -> None:
     group = RequestBatch((3, 1), together=True)
     recorder = Recorder(group)
     both = torch.stack([SCORES, SCORES.flip(-1)])  # rows 2 and 3 of the second are padding
     with recorder:
-        run(both.reshape(6, 3))  # flattened, as some programs do
+        run(both.reshape(6, 3))  # flattened, as in some implementations
     first, second = recorder.choices()
     assert first[0].shape == (3, 2)
     assert second[0].tolist() == [[1, 0]]
@@ -188,7 +188,7 @@ def test_rows_of_a_batch_keep_their_padding() -> None:
     assert chosen[1].tolist() == [[0, 2], [2, 0], [2, 0]]
 
 
-def test_routers_that_are_not_those_recorded_are_no_replay() -> None:
+def test_replay_with_other_routers_is_refused() -> None:
     group = RequestBatch((3,), together=False)
     with pytest.raises(Unreplayable, match="more routers"), RouterReplay(group, [()]):
         run(SCORES)
@@ -206,14 +206,14 @@ def test_routers_that_are_not_those_recorded_are_no_replay() -> None:
         run(SCORES)
 
 
-def test_an_order_of_preference_is_no_other_choice() -> None:
+def test_order_of_chosen_experts_does_not_matter() -> None:
     one, turned = torch.tensor([[1, 2]]), torch.tensor([[2, 1]])
     assert equal_choices([(one,)], [(turned,)])
     assert not equal_choices([(one,)], [(torch.tensor([[1, 3]]),)])
     assert not equal_choices([(one,)], [(one, one)])
 
 
-def test_requests_are_grouped_in_order_and_filled_up() -> None:
+def test_requests_are_batched_in_order_and_padded() -> None:
     rows = [Request(f"f:{i}", str(i), (1,) * n, {}, i) for i, n in enumerate((2, 3, 2, 2, 3))]
     padded = Batches(2, padding=True)
     assert [[r.id for r in g] for g in padded.groups(rows)] == [["0", "1"], ["2", "3"], ["4"]]

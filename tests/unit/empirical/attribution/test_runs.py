@@ -29,7 +29,7 @@ REQUESTS = fixed_requests(7)
 
 @pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("size", [2, 3, 16])
-def test_a_request_has_its_own_rows_whatever_the_batch(size: int, padding: bool) -> None:
+def test_request_gets_its_own_rows_in_any_batch(size: int, padding: bool) -> None:
     kernel = pair_of(small_model(), EAGER, EAGER).train
     mode = RunMode(("logits", "hidden"), Batches(size, padding))
     found = {ran.request.key: ran.outputs for ran in run_all(kernel, REQUESTS, mode)}
@@ -41,7 +41,7 @@ def test_a_request_has_its_own_rows_whatever_the_batch(size: int, padding: bool)
             assert torch.allclose(found[request.key][part], own, atol=1e-5)
 
 
-def test_rows_are_run_together() -> None:
+def test_rows_are_run_in_batches() -> None:
     seen: list[tuple[int, ...]] = []
 
     def watch(logits: Tensor, ids: Any) -> Tensor:
@@ -54,7 +54,7 @@ def test_rows_are_run_together() -> None:
     assert [rows for rows, _ in seen] == [3, 3, 3]
 
 
-def test_a_kernel_that_takes_no_batches_has_no_such_source() -> None:
+def test_kernel_without_batches_has_no_batch_source() -> None:
     def alone(logits: Tensor, ids: Any) -> Tensor:
         if torch.as_tensor(ids).dim() != 1:
             raise ValueError("one request at a time")
@@ -70,8 +70,8 @@ def test_a_kernel_that_takes_no_batches_has_no_such_source() -> None:
     assert "one request at a time" in (batch.reason or "")
 
 
-def test_copies_of_a_request_are_one_unit() -> None:
-    """Seven prompts five times each are seven, which is too few for an interval."""
+def test_copies_of_a_request_count_as_one_unit() -> None:
+    """Seven prompts five times each are seven units, too few for an interval."""
     pair = pair_of(small_model(), EAGER, ref("torch.sdpa.math", "bfloat16"))
     copies = tuple(replace(r, key=f"{r.key}-{i}") for i in range(5) for r in REQUESTS)
     once, found = (attributed(subject_of(pair, rows)) for rows in (REQUESTS, copies))
@@ -81,7 +81,7 @@ def test_copies_of_a_request_are_one_unit() -> None:
     assert not any(source.shown for source in found.sources)
 
 
-def test_outputs_that_are_not_kept_are_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_that_are_not_cached_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = pair_of(small_model(), EAGER, ref("torch.sdpa.math", "bfloat16"))
     subject = subject_of(pair, REQUESTS)
     kept = measure(subject)
@@ -101,7 +101,7 @@ def _without_room(base: Any) -> None:
 
 
 @pytest.mark.full
-def test_the_noise_of_a_restless_training_kernel_is_told() -> None:
+def test_noise_of_a_nondeterministic_training_kernel_is_reported() -> None:
     generator = torch.Generator().manual_seed(1)
 
     def restless(logits: Tensor, ids: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Shapley values against closed forms, and what is left of them where coalitions are missing."""
+"""Shapley values compared with closed forms, and with missing coalitions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shares(players: int, values: dict[int, float]) -> list[Fraction]:
 
 
 def by_orders(players: int, values: dict[int, float]) -> list[Fraction]:
-    """Return the definition itself: the mean marginal over all orders that are known throughout."""
+    """Return the mean marginal over all orders without missing coalitions, by definition."""
     totals = [Fraction(0)] * players
     count = 0
     for order in permutations(range(players)):
@@ -44,20 +44,22 @@ def by_orders(players: int, values: dict[int, float]) -> list[Fraction]:
     return [total / count for total in totals] if count else []
 
 
-def test_an_additive_game_gives_each_its_own() -> None:
+def test_additive_game_gives_each_player_its_value() -> None:
     weights = [0.5, 3.0, -1.25]
     values = {m: sum(w for i, w in enumerate(weights) if m >> i & 1) + 7.0 for m in every(3)}
     assert shares(3, values) == [Fraction(w) for w in weights]
 
 
-def test_a_glove_game() -> None:
-    """One left glove, two right ones: (2/3, 1/6, 1/6), the textbook values."""
+def test_glove_game() -> None:
+    """One left glove, two right ones: the textbook values (2/3, 1/6, 1/6)."""
     values = {m: float(bool(m & 1) and bool(m & 6)) for m in every(3)}
     assert shares(3, values) == [Fraction(2, 3), Fraction(1, 6), Fraction(1, 6)]
 
 
 @given(st.integers(1, 4), st.data())
-def test_shares_are_the_definition_and_sum_up(players: int, data: st.DataObject) -> None:
+def test_shares_equal_the_definition_and_sum_to_the_total(
+    players: int, data: st.DataObject
+) -> None:
     values = {m: data.draw(VALUES) for m in every(players)}
     found = shares(players, values)
     assert found == by_orders(players, values)
@@ -65,7 +67,7 @@ def test_shares_are_the_definition_and_sum_up(players: int, data: st.DataObject)
 
 
 @given(st.integers(2, 4), st.data())
-def test_missing_coalitions_leave_the_orders_that_run(players: int, data: st.DataObject) -> None:
+def test_missing_coalitions_restrict_the_orders(players: int, data: st.DataObject) -> None:
     full = (1 << players) - 1
     kept = data.draw(st.sets(st.integers(1, full - 1)))
     values = {m: data.draw(VALUES) for m in (0, full, *sorted(kept))}
@@ -80,7 +82,7 @@ def test_missing_coalitions_leave_the_orders_that_run(players: int, data: st.Dat
 
 
 @given(st.data())
-def test_a_dummy_gets_nothing_and_symmetric_players_the_same(data: st.DataObject) -> None:
+def test_dummy_gets_zero_and_symmetric_players_equal_shares(data: st.DataObject) -> None:
     base = {m: data.draw(VALUES) for m in every(2)}
     with_dummy = {m: base[m & 3] for m in every(3)}
     assert shares(3, with_dummy)[2] == 0
@@ -89,7 +91,7 @@ def test_a_dummy_gets_nothing_and_symmetric_players_the_same(data: st.DataObject
     assert len(set(shares(3, symmetric))) == 1
 
 
-def test_alone_and_left_out() -> None:
+def test_values_alone_and_left_out() -> None:
     values = {0: 1.0, 1: 4.0, 2: 2.0, 3: 10.0}
     first, last = alone(0, values), left_out(0, 2, values)
     assert first is not None
@@ -100,7 +102,7 @@ def test_alone_and_left_out() -> None:
     assert left_out(0, 2, {0: 0.0, 1: 1.0, 3: 1.0}) is None
 
 
-def test_nothing_is_split_where_no_order_runs() -> None:
+def test_no_shares_without_a_complete_order() -> None:
     assert split(2, {0, 3}).shares == ()
     assert split(2, {1, 2, 3}).shares == ()
     assert split(0, {0}).shares == ()
@@ -109,5 +111,5 @@ def test_nothing_is_split_where_no_order_runs() -> None:
 @pytest.mark.parametrize(
     ("mask", "expected"), [(0, 0), (0b011, 0b01), (0b100, 0b10), (0b111, 0b11), (0b001, None)]
 )
-def test_groups_join_together(mask: int, expected: int | None) -> None:
+def test_grouped_players_join_together(mask: int, expected: int | None) -> None:
     assert merged(mask, ((0, 1), (2,))) == expected

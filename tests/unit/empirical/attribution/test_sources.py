@@ -1,4 +1,4 @@
-"""Sources that differ, and the kernels between both sides."""
+"""Sources that differ, and the hybrid kernels between both sides."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ RUNS = ("torch.eager", "torch.sdpa", "torch.sdpa.math", "torch.sdpa.flash", "tor
          ("operator", "precision")),
     ],
 )  # fmt: skip
-def test_what_differs(train: KernelRef, infer: KernelRef, expected: tuple[str, ...]) -> None:
+def test_differing_sources_are_listed(
+    train: KernelRef, infer: KernelRef, expected: tuple[str, ...]
+) -> None:
     assert different(train, infer) == expected
 
 
 def test_overrides_belong_to_weights_and_activations() -> None:
-    """A kernel between both has the overrides of the side that each of them comes from."""
+    """A hybrid has the override of the side that the source comes from."""
     plain = {"weights": {"format": "bfloat16"}, "activations": {"format": "none"}}
     fp8 = {"preset": "fp8-w8a8-per-channel", "compute": "bfloat16"}
     train = ref(compute="bfloat16")
@@ -75,7 +77,7 @@ def test_overrides_belong_to_weights_and_activations() -> None:
     assert words["weights"] == "fp8_e4m3 per_channel, 1 override"
 
 
-def test_both_ends_are_the_kernels_themselves() -> None:
+def test_end_points_are_the_original_kernels() -> None:
     infer = ref("torch.sdpa.flash", "bfloat16", weights=FP8)
     assert mixed(EAGER, infer, ()) is EAGER
     assert mixed(EAGER, infer, ("batch", "routing")) is EAGER
@@ -87,8 +89,8 @@ def test_both_ends_are_the_kernels_themselves() -> None:
     [(c, run) for c in ("float16", "bfloat16") for run in RUNS[1:]]
     + [("float64", run) for run in RUNS[1:-1]],
 )
-def test_every_kernel_between_keeps_its_claim(run: str, compute: str) -> None:
-    """The adapters of attention programs serve what is claimed of each combination."""
+def test_every_hybrid_satisfies_its_claim(run: str, compute: str) -> None:
+    """The adapters of attention programs support the claim of each combination."""
     more = {"accumulate": "float64"} if compute == "float64" else {}
     infer = ref(run, compute, weights=FP8, **more)
     own = different(EAGER, infer)
@@ -106,7 +108,7 @@ def test_every_kernel_between_keeps_its_claim(run: str, compute: str) -> None:
                 assert weights.to_json() == FP8
 
 
-def test_the_weaker_promise_of_both_is_kept_between() -> None:
+def test_hybrids_claim_the_weaker_of_both_promises() -> None:
     train = ref(casts="nearest")
     infer = ref("torch.sdpa.math", "bfloat16", casts="any")
     assert resolve(mixed(train, infer, ("precision",))).casts == "any"
@@ -114,7 +116,7 @@ def test_the_weaker_promise_of_both_is_kept_between() -> None:
     assert resolve(both).casts == "nearest"
 
 
-def test_claims_of_the_same_program_go_with_its_formats() -> None:
+def test_claims_of_one_program_depend_on_its_formats() -> None:
     train = ref("torch.sdpa.math", weights=FP8)
     infer = ref("torch.sdpa.math", "bfloat16")
     between = resolve(mixed(train, infer, ("precision",)))
@@ -122,14 +124,14 @@ def test_claims_of_the_same_program_go_with_its_formats() -> None:
     assert stored(between) is not None
 
 
-def test_what_a_program_does_goes_with_the_program() -> None:
-    """The sigmoid of ONNX Runtime is coarse, whatever weights it is given."""
+def test_errors_of_a_program_stay_with_the_program() -> None:
+    """The sigmoid of ONNX Runtime is inaccurate with any weights."""
     infer = ref("onnxruntime.dynamic_int8")
     assert resolve(mixed(EAGER, infer, ("operator",))).sigmoid == "absolute"
     assert resolve(mixed(EAGER, infer, ("weights", "activations"))).sigmoid == "relative"
 
 
-def test_settings_are_words() -> None:
+def test_settings_are_described_in_words() -> None:
     infer = ref("torch.scaled_mm", "bfloat16", weights=FP8, activations=TOKENS)
     assert [(s.source, s.train, s.infer) for s in settings(EAGER, infer)] == [
         ("operator", "torch.eager", "torch.scaled_mm"),
@@ -144,7 +146,7 @@ def test_every_source_belongs_to_a_term_of_the_paper() -> None:
     assert set(sources.TERMS.values()) == {"operator", "precision", "batch", "routing"}
 
 
-def test_hybrids_that_are_loaded_are_those_described() -> None:
+def test_loaded_hybrids_match_their_description() -> None:
     infer = ref("torch.sdpa.math", "bfloat16", weights=FP8)
     pair = pair_of(small_model(), EAGER, infer)
     assert hybrid(pair, ()).kernel is pair.train
@@ -154,8 +156,8 @@ def test_hybrids_that_are_loaded_are_those_described() -> None:
     assert (made.ref.run, made.numerics.compute) == ("torch.eager", "bfloat16")
 
 
-def test_simulated_inputs_are_those_of_the_definition() -> None:
-    """The first linear of a simulated kernel sees the values of codes, not what went in."""
+def test_simulated_inputs_equal_the_definition() -> None:
+    """The first linear of a simulated kernel gets the values of codes instead of the raw inputs."""
     import torch
 
     from kcdsl_backends.attack.quantised_inputs import to_nearest

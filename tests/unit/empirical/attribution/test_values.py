@@ -1,4 +1,4 @@
-"""Values of coalitions, their resamples, and when no interval is given."""
+"""Values of coalitions, their resamples, and missing intervals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def table(statistic: Statistic, better: str = "lower", n: int = 60, **sizes: flo
     return Table(statistic, better, columns)
 
 
-def test_a_mean_weighs_tokens_and_a_percentile_counts_requests_by_their_worst() -> None:
+def test_mean_weighs_tokens_and_percentile_counts_worst_tokens() -> None:
     values = [np.array([1.0, 2.0, 3.0]), np.array([10.0])]
     found = column(values, "lower", "m")
     assert Table("mean", "lower", {0: found}).values()[0] == 4.0
@@ -49,16 +49,14 @@ def test_a_mean_weighs_tokens_and_a_percentile_counts_requests_by_their_worst() 
 
 
 @pytest.mark.parametrize("bad", [[], [np.array([])], [np.array([1.0, math.nan])]])
-def test_what_is_no_evidence_has_no_value(bad: list[Array]) -> None:
+def test_invalid_evidence_has_no_value(bad: list[Array]) -> None:
     with pytest.raises(NotMeasurable):
         column(bad, "lower", "m")
 
 
 @pytest.mark.parametrize("statistic", ["mean", "p50", "p90", "max"])
 @pytest.mark.parametrize("better", ["lower", "higher"])
-def test_resamples_are_the_statistic_of_the_drawn_requests(
-    statistic: Statistic, better: str
-) -> None:
+def test_resamples_equal_the_statistic_of_drawn_requests(statistic: Statistic, better: str) -> None:
     from kcdsl_backends.empirical.statistics.bootstrap import resamples
 
     values = requests(23, 1.0)
@@ -71,7 +69,7 @@ def test_resamples_are_the_statistic_of_the_drawn_requests(
     assert own.resampled(5, 40)[0] == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_source_that_does_something_is_shown_and_noise_is_not() -> None:
+def test_real_sources_are_shown_and_noise_is_not() -> None:
     values = requests(60, 1.0)
     noise = [np.abs(v + 0.05 * RNG.standard_normal(v.size)) for v in values]
     zero = [np.zeros(v.size) for v in values]
@@ -85,7 +83,7 @@ def test_a_source_that_does_something_is_shown_and_noise_is_not() -> None:
     assert found["1"].low is not None
 
 
-def test_limits_of_a_column_are_wider_where_more_hold_together() -> None:
+def test_simultaneous_intervals_widen_with_their_number() -> None:
     own = table("mean", m0=0.0, m1=1.0)
     one = split(1, own.columns).shares[0]
     few = intervals(own, {"a": {"x": one}}, 0)["a"]["x"]
@@ -117,14 +115,14 @@ def test_too_few_requests_give_no_interval(statistic: Statistic, n: int, limited
     assert found.shown != limited
 
 
-def test_the_same_seed_gives_the_same_interval() -> None:
+def test_intervals_are_determined_by_the_seed() -> None:
     own = table("mean", m0=0.0, m1=1.0)
     wanted = {"a": {"x": split(1, own.columns).shares[0]}}
     assert intervals(own, wanted, 7) == intervals(own, wanted, 7)
     assert intervals(own, wanted, 7) != intervals(own, wanted, 8)
 
 
-def test_an_interval_that_touches_zero_shows_nothing() -> None:
+def test_interval_that_touches_zero_is_not_significant() -> None:
     assert not EstimatedNumber(1.0, 0.0, 2.0).shown
     assert not EstimatedNumber(1.0).shown
     assert not EstimatedNumber(0.0, 0.0, 0.0).shown
@@ -137,20 +135,20 @@ def test_an_interval_that_touches_zero_shows_nothing() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("level", "least"), [("normal", 0.9), ("lognormal 1.5", 0.78)])
-def test_intervals_of_shares_hold_together(level: str, least: float) -> None:
-    """On 20 requests. Limits of percentiles of resamples alone hold in 0.69 of the skewed ones."""
+def test_intervals_of_shares_have_joint_coverage(level: str, least: float) -> None:
+    """On 20 requests; simple percentile intervals cover in 0.69 of the skewed cases."""
     found = shares_held(LEVELS[level], 20, 150)
     assert found.together >= least
     assert found.wrong <= 0.08
     assert found.shown["first"] > 0.8
 
 
-def test_intervals_of_shares_of_a_percentile_hold_together() -> None:
+def test_intervals_of_shares_of_a_percentile_have_joint_coverage() -> None:
     assert shares_held(LEVELS["normal"], 20, 60, "p50").together >= 0.93
 
 
-def test_a_source_without_any_effect_has_exactly_nothing() -> None:
-    """A third of what is added and taken away again leaves no rounding that could be shown."""
+def test_source_without_effect_has_share_zero() -> None:
+    """Adding and subtracting a third of a value leaves no rounding error."""
     noise = 0.1 * RNG.standard_normal((4, 40)) + 1.0 / 3.0
     counts = np.full(40, 7.0)
     columns = {m: CoalitionColumn(noise[m & 3], counts, noise[m & 3]) for m in range(8)}
@@ -166,7 +164,7 @@ def test_a_source_without_any_effect_has_exactly_nothing() -> None:
 
 
 @pytest.mark.parametrize("known", [range(8), (0, 1, 3, 7), (0, 1, 2, 3, 7), (0, 4, 5, 6, 7)])
-def test_shares_of_means_sum_up_with_missing_coalitions(known: Sequence[int]) -> None:
+def test_shares_of_means_sum_to_the_total_with_missing_coalitions(known: Sequence[int]) -> None:
     every = game(np.random.default_rng(5), 30, LEVELS["lognormal 1"])
     own = replace(every, columns={m: every.columns[m] for m in known})
     shares = {str(i): c for i, c in enumerate(split(3, own.columns).shares)}

@@ -1,4 +1,4 @@
-"""The data of the charts: closed forms, a second implementation, and bounds of their size."""
+"""Chart data: closed forms, a second implementation, and limits of size."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ NUMBERS = st.lists(st.floats(0, 1e12, allow_subnormal=False), min_size=1, max_si
 # --- histograms ----------------------------------------------------------------------------------
 
 
-def test_values_are_counted_between_the_edges_that_are_stated() -> None:
+def test_values_are_counted_between_the_stated_edges() -> None:
     values = np.array([0.0, 1.0, 2.0, 3.0, 4.0])
     scale, edges = edges_of(values, bins=4)
     assert (scale, edges) == ("linear", [0.0, 1.0, 2.0, 3.0, 4.0])
     assert histogram(values, scale, edges)["counts"] == [1, 1, 1, 2]
 
 
-def test_a_log_scale_counts_zeros_apart() -> None:
+def test_log_scale_counts_zeros_separately() -> None:
     values = np.array([0.0, 0.0, 1e-6, 1e-3, 1.0])
     scale, edges = edges_of(values, bins=6)
     assert scale == "log"
@@ -50,7 +50,7 @@ def test_a_log_scale_counts_zeros_apart() -> None:
     assert found["counts"][0] == found["counts"][-1] == 1
 
 
-def test_equal_values_and_none_at_all() -> None:
+def test_histograms_of_equal_and_missing_values() -> None:
     assert edges_of(np.array([0.25, 0.25])) == ("linear", [0.25, 0.25])
     assert histogram(np.array([0.25, 0.25]), "linear", [0.25, 0.25])["counts"] == [2]
     assert edges_of(np.array([])) == ("linear", [])
@@ -69,7 +69,7 @@ def test_every_value_is_counted_once(values: list[float]) -> None:
     assert len(edges) <= 25
 
 
-def test_percentiles_are_order_statistics_towards_the_worse_end() -> None:
+def test_percentiles_are_rounded_to_the_worse_order_statistic() -> None:
     values = np.arange(1.0, 101.0)
     assert percentiles(values, higher_is_better=False) == {
         "p50": 50, "p90": 90, "p95": 95, "p99": 99, "worst": 100,
@@ -84,7 +84,7 @@ def test_percentiles_are_order_statistics_towards_the_worse_end() -> None:
 
 
 @given(st.lists(st.lists(st.sampled_from([0.4, 1.0]), min_size=1, max_size=30), min_size=1))
-def test_disagreement_is_that_of_the_metric(texts: list[list[float]]) -> None:
+def test_disagreement_curve_equals_the_metric(texts: list[list[float]]) -> None:
     found = disagreement([np.array(text) for text in texts])
     expected = {}
     for at in range(max(map(len, texts))):
@@ -95,7 +95,7 @@ def test_disagreement_is_that_of_the_metric(texts: list[list[float]]) -> None:
 
 
 def survivors(texts: list[list[float]], at: int) -> float:
-    """Return the product-limit estimate by position, as its definition has it."""
+    """Return the product-limit estimate by position, by definition."""
     agreeing = 1.0
     for position in range(at + 1):
         left = [t for t in texts if len(t) > position and all(v == 1 for v in t[:position])]
@@ -105,7 +105,7 @@ def survivors(texts: list[list[float]], at: int) -> float:
 
 
 @given(st.lists(st.lists(st.sampled_from([0.4, 1.0, 1.0]), min_size=1, max_size=12), min_size=1))
-def test_texts_that_end_neither_agree_nor_disagree_afterwards(texts: list[list[float]]) -> None:
+def test_ended_texts_are_censored(texts: list[list[float]]) -> None:
     found = disagreement([np.array(text) for text in texts])
     shares = [float(p["share"]) for p in found]
     assert shares == pytest.approx([survivors(texts, int(p["at"])) for p in found])
@@ -114,13 +114,13 @@ def test_texts_that_end_neither_agree_nor_disagree_afterwards(texts: list[list[f
         assert shares == pytest.approx([p["count"] / p["n"] for p in found])
 
 
-def test_a_curve_does_not_fall_where_a_text_ends_that_had_disagreed() -> None:
+def test_curve_is_monotone_where_a_diverged_text_ends() -> None:
     found = disagreement([np.array([0.0]), np.array([1.0, 1.0, 1.0])])
     assert [(p["count"], p["n"]) for p in found] == [(1, 2), (0, 1), (0, 1)]
     assert [p["share"] for p in found] == [0.5, 0.5, 0.5]
 
 
-def test_what_is_no_number_neither_agrees_nor_disagrees() -> None:
+def test_nan_neither_agrees_nor_disagrees() -> None:
     found = flips_by_margin(np.array([1.0, 2.0, 3.0]), np.array([0.0, math.nan, 1.0]))
     assert sum(point["n"] for point in found) == 2
     made = evidence(count=4)
@@ -131,7 +131,7 @@ def test_what_is_no_number_neither_agrees_nor_disagrees() -> None:
     assert charts["flips_by_margin"] == []
 
 
-def test_a_metric_of_both_signs_is_shown_by_its_size_with_the_limits_of_its_size() -> None:
+def test_signed_metric_is_shown_by_its_magnitude() -> None:
     made = evidence((clause("N-R", "max", "log_ratio", "1/50", magnitude=True),))
     document = conclude(made).to_json()
     (row,) = (c for c in document["charts"]["histograms"] if c["metric"] == "log_ratio")
@@ -142,7 +142,7 @@ def test_a_metric_of_both_signs_is_shown_by_its_size_with_the_limits_of_its_size
     assert [limit["clause"] for limit in row["limits"]] == ["N-R"]
 
 
-def test_long_texts_give_as_many_points_as_short_ones() -> None:
+def test_number_of_points_does_not_grow_with_text_length() -> None:
     assert positions(100_000)[0] == 0
     assert positions(100_000)[-1] == 99_999
     assert len(positions(100_000)) == 64
@@ -151,7 +151,7 @@ def test_long_texts_give_as_many_points_as_short_ones() -> None:
     assert disagreement([np.empty(0)]) == []
 
 
-def test_flips_stand_in_the_range_of_their_margin() -> None:
+def test_flips_are_counted_in_the_bin_of_their_margin() -> None:
     margins = np.arange(120.0)
     overlaps = np.where(margins < 10, 0.0, 1.0)
     found = flips_by_margin(margins, overlaps)
@@ -162,7 +162,7 @@ def test_flips_stand_in_the_range_of_their_margin() -> None:
 
 
 @given(st.lists(st.integers(0, 6).map(float), max_size=80))
-def test_ranges_hold_every_finite_key_once_and_equal_keys_together(keys: list[float]) -> None:
+def test_bins_contain_every_finite_key_once_and_keep_ties_together(keys: list[float]) -> None:
     array = np.array([*keys, math.nan])
     held = [(low, high, array[inside]) for low, high, inside in by_rank(array, 4)]
     assert sorted(np.concatenate([h for _, _, h in held]) if held else []) == sorted(keys)
@@ -171,12 +171,12 @@ def test_ranges_hold_every_finite_key_once_and_equal_keys_together(keys: list[fl
     assert len(held) <= 4
 
 
-def test_positions_double() -> None:
+def test_position_bins_double_in_width() -> None:
     found = [(low, high) for low, high, _ in by_doubling(np.arange(9.0))]
     assert found == [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15)]
 
 
-def test_drift_in_ranges_has_its_number_beside_it() -> None:
+def test_drift_bins_state_their_counts() -> None:
     keys, values = np.arange(40.0), np.arange(40.0) ** 2
     (first, second) = drift_by(by_rank(keys, 2), values)
     assert (first["low"], first["high"], first["n"]) == (0, 19, 20)
@@ -190,7 +190,7 @@ def test_drift_in_ranges_has_its_number_beside_it() -> None:
 
 
 @pytest.mark.full
-def test_charts_are_finite_json_of_bounded_size_however_many_requests() -> None:
+def test_charts_are_finite_json_of_bounded_size() -> None:
     sizes = []
     for count in (800, 3000):
         found = evidence(count=count)
@@ -200,14 +200,14 @@ def test_charts_are_finite_json_of_bounded_size_however_many_requests() -> None:
     assert sizes[1] < 1.2 * sizes[0]
 
 
-def test_charts_do_not_depend_on_the_order_in_which_values_are_stored() -> None:
+def test_charts_do_not_depend_on_storage_order() -> None:
     one = evidence()
     runs, certified = list(one.runs.items()), list(one.certified.items())
     other = evidence(runs=dict(runs[::-1]), certified=dict(certified[::-1]))
     assert conclude(one).dumps() == conclude(other).dumps()
 
 
-def test_each_slice_has_its_own_counts_on_common_edges() -> None:
+def test_slices_have_separate_counts_on_common_edges() -> None:
     found = evidence()
     charts = charts_of(found, slice_data(found), ())
     kl = next(c for c in charts["histograms"] if c["metric"] == "kl")
@@ -217,16 +217,16 @@ def test_each_slice_has_its_own_counts_on_common_edges() -> None:
     assert kl["edges"][0] == min(float(r.unit.values["kl"].max()) for r in found.runs.values())
 
 
-def test_what_clauses_ask_for_is_drawn_with_their_limits() -> None:
+def test_metrics_of_clauses_are_drawn_with_their_limits() -> None:
     charts = conclude(evidence()).to_json()["charts"]
     drawn = {c["metric"]: c for c in charts["histograms"]}
     assert "log_ratio" in drawn
     assert "margin" not in drawn
     assert [(x["clause"], x["threshold"]) for x in drawn["kl"]["limits"]] == [("N-KL", 1e-3)]
-    assert drawn["log_ratio"]["limits"] == []  # a limit of a mean is none of single requests
+    assert drawn["log_ratio"]["limits"] == []  # a limit of a mean is not drawn
 
 
-def test_bounds_stand_beside_measured_values_of_the_same_requests() -> None:
+def test_bounds_are_shown_beside_values_of_the_same_requests() -> None:
     found = evidence()
     charts = {c["metric"]: c for c in conclude(found).to_json()["charts"]["certified"]}
     assert charts["kl"]["n"] == 45
@@ -237,7 +237,7 @@ def test_bounds_stand_beside_measured_values_of_the_same_requests() -> None:
         assert point["certified"] == 50 * float(values.max())
 
 
-def test_what_corrections_would_do_is_counted_over_all_sampled_tokens() -> None:
+def test_correction_table_counts_all_sampled_tokens() -> None:
     found = evidence()
     tokens = sum(request.length for request in found.requests)
     rows = {row["rule"]: row for row in conclude(found).to_json()["charts"]["what_if"]}
@@ -248,7 +248,7 @@ def test_what_corrections_would_do_is_counted_over_all_sampled_tokens() -> None:
     assert rows["veto"]["high"] is None
 
 
-def test_encoders_have_charts_of_their_states() -> None:
+def test_encoders_have_charts_of_states() -> None:
     clauses = (clause("N-H", "max", "hidden_linf", "1"),)
     charts = conclude(evidence(clauses, encoder=True)).to_json()["charts"]
     assert [c["metric"] for c in charts["histograms"]][:2] == ["hidden_l2", "hidden_linf"]
@@ -258,6 +258,6 @@ def test_encoders_have_charts_of_their_states() -> None:
     assert charts["disagreement"] == []
 
 
-def test_without_values_there_are_no_charts() -> None:
+def test_missing_values_give_no_charts() -> None:
     nothing = evidence(count=0)
     assert charts_of(nothing, slice_data(nothing), ()) == {}

@@ -1,4 +1,4 @@
-"""Charts of recorded rollouts: every token once, and no position or text that nobody knows of."""
+"""Charts of recorded rollouts: every token counted once, no unsupported positions or texts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Evaluate = Callable[[int], dict[str, Any]]
 
 @pytest.fixture
 def evaluated(cli: Cli, tmp_path: Path) -> Evaluate:
-    """Return the report of 24 rollouts, so many of each prompt, every third of the slice math."""
+    """Return a function that evaluates 24 rollouts, `of_each` per prompt."""
 
     def run(of_each: int) -> dict[str, Any]:
         draw = random.Random(3)
@@ -62,7 +62,7 @@ TOKENS = sum(2 + i for i in range(24))
 
 
 @pytest.mark.parametrize("of_each", [1, 2, 4])
-def test_tokens_that_two_slices_share_are_counted_once(evaluated: Evaluate, of_each: int) -> None:
+def test_tokens_in_two_slices_are_counted_once(evaluated: Evaluate, of_each: int) -> None:
     report = evaluated(of_each)
     charts = report["charts"]
     assert (charts["pooled"], charts["tokens"]) == ("all", TOKENS)
@@ -72,7 +72,7 @@ def test_tokens_that_two_slices_share_are_counted_once(evaluated: Evaluate, of_e
     assert report["environment"]["unit"] == "prompt"
 
 
-def test_where_drift_is_can_be_told_of_texts_that_are_units(evaluated: Evaluate) -> None:
+def test_units_of_one_text_have_positions(evaluated: Evaluate) -> None:
     charts = evaluated(1)["charts"]
     assert {(c["by"], c["metric"], c["unit"]) for c in charts["drift_by"]} == {
         ("position", "k3", "nat"),
@@ -83,13 +83,13 @@ def test_where_drift_is_can_be_told_of_texts_that_are_units(evaluated: Evaluate)
     assert "veto" in {row["does"] for row in charts["what_if"]}
 
 
-def test_positions_and_texts_are_not_told_of_units_that_hold_several(evaluated: Evaluate) -> None:
+def test_units_of_several_texts_have_no_positions(evaluated: Evaluate) -> None:
     charts = evaluated(2)["charts"]
     assert charts["drift_by"] == []
     assert {row["does"] for row in charts["what_if"]} == {"truncate", "mask"}
 
 
-def test_the_page_counts_prompts(evaluated: Evaluate, tmp_path: Path) -> None:
+def test_report_page_counts_prompts(evaluated: Evaluate, tmp_path: Path) -> None:
     evaluated(4)
     text = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     cells = text[text.index('class="heat"') : text.index('id="beside"')]

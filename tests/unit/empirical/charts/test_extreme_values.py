@@ -1,4 +1,4 @@
-"""Whatever finite values were measured, the charts are finite and can be drawn."""
+"""Charts are finite and drawable for any finite measured values."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def test_any_finite_values_have_a_histogram(values: list[float], limit: float) -
         [-0.0, 0.0],
     ],
 )
-def test_the_ends_of_float64_have_one(values: list[float]) -> None:
+def test_extremes_of_float64_have_a_histogram(values: list[float]) -> None:
     assert _NOT_DRAWN.search(_one(values, 0.05)) is None
 
 
 @given(st.lists(POSITIVE, min_size=1, max_size=12))
-def test_any_finite_drift_is_drawn_by_range(values: list[float]) -> None:
+def test_any_finite_drift_is_drawn_in_bins(values: list[float]) -> None:
     points = drift_by(by_rank(np.arange(len(values), dtype=float)), np.array(values))
     assert all(math.isfinite(point["mean"]) for point in points)
     chart = {"metric": "m", "unit": "nat", "by": "entropy", "of": "token", "points": points}
@@ -90,13 +90,13 @@ def test_any_finite_drift_is_drawn_by_range(values: list[float]) -> None:
 
 
 @given(POSITIVE, POSITIVE)
-def test_any_bound_is_drawn_over_any_value(measured: float, certified: float) -> None:
+def test_any_bound_is_drawn_with_any_value(measured: float, certified: float) -> None:
     points = [{"request": "a", "measured": measured, "certified": certified}]
     chart = {"metric": "m", "unit": "nat", "points": points, "n": 1, "of": 1}
     assert _NOT_DRAWN.search(bounds.certified(chart, 0).svg) is None
 
 
-def test_a_mean_is_finite_where_its_sum_is_not() -> None:
+def test_mean_is_finite_even_if_the_sum_overflows() -> None:
     assert mean(np.full(40, 1.3e308)) == pytest.approx(1.3e308)
     assert mean(np.array([LARGEST, LARGEST])) == LARGEST
     assert mean(np.array([1.0, 2.0, 4.5])) == 2.5
@@ -104,5 +104,5 @@ def test_a_mean_is_finite_where_its_sum_is_not() -> None:
     assert math.isnan(mean(np.array([1.0, math.nan])))
 
 
-def test_numbers_without_digits_are_brief() -> None:
+def test_infinite_and_zero_numbers_are_formatted_briefly() -> None:
     assert [brief(x) for x in (math.inf, -math.inf, math.nan)] == ["∞", "-∞", "–"]

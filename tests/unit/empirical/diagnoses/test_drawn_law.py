@@ -1,4 +1,4 @@
-"""Tokens of another law than their ln-probabilities state: exact false alarms, and detection."""
+"""The test for tokens sampled from another law: exact false-alarm rate, and power."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def policy(z: Tensor, q: Tensor, tokens: Tensor) -> Policy:
 
 @pytest.mark.parametrize("stated", [0.7, 1.0, 1.3])
 @pytest.mark.parametrize("apart", [0.0, 1.5])
-def test_the_mean_of_each_factor_is_one_whatever_the_law_of_the_server(
+def test_mean_of_each_factor_is_one_for_any_server_distribution(
     stated: float, apart: float
 ) -> None:
     """Summed over the whole vocabulary: sum_y q(y) a(y) / q(y) = 1, also far from train."""
@@ -39,7 +39,7 @@ def test_the_mean_of_each_factor_is_one_whatever_the_law_of_the_server(
 
 
 def drawn(z: Tensor, law: Law, seed: int) -> Tensor:
-    """Draw one token of each row, by plain loops over the definition of the law."""
+    """Draw one token per row, by plain loops over the definition of the law."""
     random = np.random.default_rng(seed)
     found = []
     for row in torch.softmax(z / law.temperature, -1).numpy():
@@ -58,7 +58,7 @@ def drawn(z: Tensor, law: Law, seed: int) -> Tensor:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("apart", [0.0, 0.3, 2.0])
-def test_honest_tokens_are_called_so_however_far_the_kernels_are(apart: float) -> None:
+def test_correctly_sampled_tokens_pass_for_distant_kernels(apart: float) -> None:
     for seed in range(40):
         z = logits(150, seed)
         other = z + apart * logits(150, seed + 1000)
@@ -78,7 +78,7 @@ def test_honest_tokens_are_called_so_however_far_the_kernels_are(apart: float) -
         (Law(temperature=2.0), "temperature of 2"),
     ],
 )
-def test_tokens_of_another_law_are_named(law: Law, words: str) -> None:
+def test_tokens_of_another_distribution_are_reported(law: Law, words: str) -> None:
     z = logits(400, 7)
     q = torch.log_softmax(z, -1)
     check = drawn_law("sampling_law", [policy(z, q, drawn(z, law, 3))], 1.0)
@@ -88,7 +88,7 @@ def test_tokens_of_another_law_are_named(law: Law, words: str) -> None:
     assert check.value == law.temperature
 
 
-def test_a_token_over_the_edge_of_a_filter_does_not_hide_it() -> None:
+def test_token_outside_a_filter_does_not_hide_the_fault() -> None:
     z = logits(400, 7)
     q = torch.log_softmax(z, -1)
     tokens = drawn(z, Law(top_k=2), 3)
@@ -98,5 +98,5 @@ def test_a_token_over_the_edge_of_a_filter_does_not_hide_it() -> None:
     assert "top_k 2" in check.detail
 
 
-def test_nothing_is_said_of_no_token() -> None:
+def test_no_tokens_are_inconclusive() -> None:
     assert module.drawn_law("sampling_law", [], 1.0).outcome == "not_applicable"

@@ -1,4 +1,4 @@
-"""Tokens of another law than their lists state: exact false alarms, and detection."""
+"""The test of tokens against their listed probabilities: exact false-alarm rate, and power."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RAW = Semantics("raw")
 
 
 def laws(rows: int, seed: int) -> NDArray[np.float64]:
-    """Return ln-probabilities [rows, V]."""
+    """Return log-probabilities [rows, V]."""
     z = 2 * np.random.default_rng(seed).standard_normal((rows, VOCABULARY))
     return z - np.logaddexp.reduce(z, axis=1, keepdims=True)
 
@@ -32,7 +32,7 @@ def rollout(logs: NDArray[np.float64], tokens: NDArray[np.int64], depth: int) ->
 
 
 def drawn(logs: NDArray[np.float64], law: Law, seed: int) -> NDArray[np.int64]:
-    """Draw one token of each row, by plain loops over the definition of the law."""
+    """Draw one token per row, by plain loops over the definition of the law."""
     random = np.random.default_rng(seed)
     found = []
     for row in logs:
@@ -48,7 +48,7 @@ def drawn(logs: NDArray[np.float64], law: Law, seed: int) -> NDArray[np.int64]:
 
 
 @pytest.mark.parametrize("depth", [1, 3, VOCABULARY])
-def test_the_mean_of_each_factor_is_one(depth: int) -> None:
+def test_mean_of_each_factor_is_one_with_lists(depth: int) -> None:
     """Summed over the whole vocabulary: sum_y q(y) a(y) / q(y) = 1, listed or not."""
     logs = laws(1, 0)
     total = np.zeros(len(LAWS))
@@ -61,7 +61,7 @@ def test_the_mean_of_each_factor_is_one(depth: int) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [1, 5])
-def test_honest_tokens_are_called_so(depth: int) -> None:
+def test_correctly_sampled_tokens_pass(depth: int) -> None:
     for seed in range(60):
         logs = laws(150, seed)
         check = listed_law("sampling_law", [rollout(logs, drawn(logs, Law(), seed), depth)], 1.0)
@@ -79,7 +79,7 @@ def test_honest_tokens_are_called_so(depth: int) -> None:
         (Law(temperature=2.0), VOCABULARY, "temperature of 2"),
     ],
 )
-def test_another_law_is_named(law: Law, depth: int, words: str) -> None:
+def test_other_distribution_is_reported(law: Law, depth: int, words: str) -> None:
     logs = laws(400, 3)
     check = listed_law("sampling_law", [rollout(logs, drawn(logs, law, 3), depth)], 1.0)
     assert check.outcome == "failed"
@@ -87,7 +87,7 @@ def test_another_law_is_named(law: Law, depth: int, words: str) -> None:
     assert words in check.detail
 
 
-def test_only_tokens_that_count_are_asked() -> None:
+def test_only_unmasked_tokens_are_tested() -> None:
     logs = laws(400, 3)
     found = rollout(logs, drawn(logs, Law(top_k=1), 3), 5)
     masked = Rollout(found.key, found.prompt, found.tokens, np.arange(400) < 3, None, found.infer)
@@ -96,21 +96,21 @@ def test_only_tokens_that_count_are_asked() -> None:
     assert check.detail.startswith("3 tokens")
 
 
-def test_without_lists_nothing_is_said() -> None:
+def test_missing_lists_are_inconclusive() -> None:
     assert listed_law("sampling_law", recordings.rollouts(prompts=2), 1.0).outcome == (
         "not_applicable"
     )
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the law that takes the likeliest token."""
+    """Return the distribution of greedy decoding."""
     likeliest = logits.argmax(-1, keepdim=True)
     return torch.full_like(logits, -1e4).scatter(-1, likeliest, 0.0)
 
 
 @pytest.mark.full
-def test_greedy_tokens_of_the_model_are_named() -> None:
-    """Both sides raw and near each other: no ratio shows that nothing was drawn."""
+def test_greedy_tokens_are_reported() -> None:
+    """Both sides are unscaled and similar, so no ratio reveals that nothing was sampled."""
     found = recordings.rollouts(sampled=greedy, infer_law=unchanged, prompts=64, group=1, top=5)
     check = listed_law("sampling_law", found, 1.0)
     assert check.outcome == "failed"
