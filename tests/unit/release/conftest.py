@@ -37,7 +37,7 @@ VALID_AT = datetime(2026, 12, 1, tzinfo=UTC)
 
 @pytest.fixture(scope="session")
 def register_tables(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Return the statements that make the tables of a register in SQLite, as Alembic does."""
+    """Return the statements by which Alembic creates the tables of a register in SQLite."""
     place = tmp_path_factory.mktemp("tables") / "register.db"
     Register.open(place, create=True).close()
     with contextlib.closing(sqlite3.connect(place)) as made:
@@ -54,7 +54,7 @@ def _tables_from_statements(
     register_tables: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Make registers in SQLite without Alembic, which takes 50 ms; tests of registers run it."""
+    """Create SQLite registers without Alembic, which takes 50 ms; tests of registers use it."""
     if request.path.parent.name == "register":
         return
 
@@ -83,25 +83,25 @@ def program(folder: Path) -> Program:
 
 @pytest.fixture
 def bound_proof(program: Program, folder: Path) -> Callable[..., bytes]:
-    """Return a function that makes a stand-in with other fields."""
+    """Return a function that makes a placeholder proof with other fields."""
     return lambda **changes: stand_in(program, folder, **changes)
 
 
 @pytest.fixture
 def proof(program: Program, folder: Path) -> bytes:
-    """Return a stand-in for the proof of N-ATTN-0."""
+    """Return a placeholder for the proof of N-ATTN-0."""
     return stand_in(program, folder)
 
 
 @pytest.fixture
 def rest_on(program: Program) -> Callable[..., tuple[EvidenceFile, ...]]:
-    """Return a function that writes what measured results rest on, and says how it is named."""
+    """Return a function that writes the evidence of measured results and returns references."""
     return lambda folder, found, slices=SLICES: evidence_of(program, folder, found, slices)
 
 
 @pytest.fixture
 def evidence(program: Program, folder: Path, proof: bytes) -> tuple[EvidenceFile, ...]:
-    """Write what the results of the certificate rest on beside it."""
+    """Write the evidence of the certificate's results beside it."""
     found = results(program, folder, proof_reference("N-ATTN-0", proof))
     return evidence_of(program, folder / "out", found[1:])
 
@@ -129,7 +129,7 @@ def certificate(
     proof: bytes,
     evidence: tuple[EvidenceFile, ...],
 ) -> Path:
-    """Write a certificate about everything, with a stand-in for its proof."""
+    """Write a certificate of all clauses, with a placeholder for its proof."""
     write_bytes(folder / "out" / "N-ATTN-0.proof.json", proof)
     reference = proof_reference("N-ATTN-0", proof)
     bundle = issue(
@@ -147,8 +147,7 @@ def certificate(
 
 @pytest.fixture
 def while_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Run at a time when the certificate is valid, without credentials of this machine, and beside
-    no other client of a registry."""
+    """Set the clock to the certificate's validity, without credentials and registry clients."""
     monkeypatch.setattr("kcdsl.release.oci.repository.SETTLED", 0.0)
     monkeypatch.setattr("kcdsl.api.checking.moment_of", lambda text: VALID_AT)
     monkeypatch.setattr("kcdsl.release.issue.utc_now", lambda: VALID_AT)

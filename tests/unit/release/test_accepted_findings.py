@@ -1,4 +1,4 @@
-"""Findings that comments of a contract accept are in its certificates; a gate may refuse them."""
+"""Suppressed findings of a contract are listed in its certificates; a gate may refuse them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMENTS = """\
 
 @pytest.fixture
 def folder(folder: Path) -> Path:
-    """Return the folder of the tiny contract, with findings that comments accept."""
+    """Return the folder of the tiny contract, with suppressed findings."""
     path = folder / "contract.yaml"
     path.write_text(path.read_text().replace("  O-TRACE:", f"{COMMENTS}  O-TRACE:"))
     return folder
@@ -57,7 +57,7 @@ def certificate(
     return folder / "out" / "tiny.cert.json"
 
 
-def test_a_certificate_lists_them_those_of_a_solver_too(certificate: Path) -> None:
+def test_certificate_lists_suppressed_findings_of_solvers_too(certificate: Path) -> None:
     envelope = json.loads(certificate.read_text())["dsseEnvelope"]
     payload = json.loads(base64.b64decode(envelope["payload"]))
     assert payload["predicate"]["suppressions"] == [
@@ -66,7 +66,7 @@ def test_a_certificate_lists_them_those_of_a_solver_too(certificate: Path) -> No
     ]
 
 
-def test_check_shows_them(cli: Any, folder: Path, certificate: Path) -> None:
+def test_check_shows_suppressed_findings(cli: Any, folder: Path, certificate: Path) -> None:
     ran = cli("check", certificate, "--key", "kcdsl.key.pub", "--format", "json", cwd=folder)
     assert ran.code == 0
     (step,) = [c for c in json.loads(ran.stdout)["checks"] if c["name"] == "contract"]
@@ -75,7 +75,7 @@ def test_check_shows_them(cli: Any, folder: Path, certificate: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_gate_refuses_them(
+def test_gate_can_refuse_suppressed_findings(
     cli: Any, folder: Path, certificate: Path, kept: bool, tmp_path: Path
 ) -> None:
     expectation = tmp_path / "expectation.json"
@@ -90,7 +90,7 @@ def test_a_gate_refuses_them(
     words += ["--checkpoint", str(folder / "model.safetensors")]
     assert main(words) == 0
     assert main([*words, "--refuse-suppressions"]) == 4
-    if not kept:  # the comments are gone, but the certificate is about the contract that had them
+    if not kept:  # the comments are gone, but the certificate is about the contract with them
         path = folder / "contract.yaml"
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join(line for line in lines if "kcdsl: ignore" not in line))

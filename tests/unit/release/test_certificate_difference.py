@@ -1,4 +1,4 @@
-"""`kcdsl diff` of two certificates: what changed, and whether the new one states less."""
+"""`kcdsl diff` of two certificates: changes, and whether the new one states less."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def number(value: float) -> dict[str, str]:
     return {"hex": value.hex(), "decimal": repr(value)}
 
 
-def test_a_certificate_is_equal_to_itself(ask: Any) -> None:
+def test_certificate_is_equal_to_itself(ask: Any) -> None:
     code, document = ask(lambda predicate: None)
     assert (code, document["relation"]) == (0, "equal")
     assert document["triple"] == document["changes"] == []
@@ -100,7 +100,7 @@ def test_a_certificate_is_equal_to_itself(ask: Any) -> None:
         ("N-KL", {"sliceDigest": {"sha256": "0" * 64}}, "incomparable", "rows of the slice"),
     ],
 )
-def test_what_a_result_states_has_an_order(
+def test_results_are_ordered_by_strength(
     ask: Any, clause: str, change: dict[str, Any], relation: str, name: str
 ) -> None:
     code, document = ask(lambda predicate: result(predicate, clause).update(change))
@@ -120,7 +120,7 @@ def test_what_a_result_states_has_an_order(
         ("N-ATTN-0", {"low": number(0.0078125)}, "attained"),
     ],
 )
-def test_numbers_that_state_nothing_by_themselves_are_listed(
+def test_other_changed_numbers_are_listed(
     ask: Any, clause: str, change: dict[str, Any], name: str
 ) -> None:
     code, document = ask(lambda predicate: result(predicate, clause).update(change))
@@ -129,7 +129,7 @@ def test_numbers_that_state_nothing_by_themselves_are_listed(
     assert (code, document["relation"]) == (0, "equal")
 
 
-def test_a_lost_result_is_weaker_and_an_added_one_stricter(ask: Any) -> None:
+def test_lost_result_is_weaker_and_added_one_stricter(ask: Any) -> None:
     def lose(predicate: dict[str, Any]) -> None:
         predicate["clauses"] = [c for c in predicate["clauses"] if c["id"] != "O-TRACE"]
 
@@ -148,7 +148,7 @@ def test_a_lost_result_is_weaker_and_an_added_one_stricter(ask: Any) -> None:
     assert (code, document["relation"]) == (1, "incomparable")
 
 
-def test_the_component_of_the_triple_that_differs_is_named(ask: Any) -> None:
+def test_differing_component_of_the_triple_is_named(ask: Any) -> None:
     def change(predicate: dict[str, Any]) -> None:
         kernel = predicate["triple"]["kernels"]["infer"]
         kernel["fingerprint"]["numerics"]["compute"] = "float16"
@@ -176,7 +176,7 @@ def test_the_component_of_the_triple_that_differs_is_named(ask: Any) -> None:
         ({"suppressions": [{"code": "KC1", "reason": "so"}]}, "accepted finding", "weaker", 1),
     ],
 )
-def test_what_stands_around_the_results_is_compared(
+def test_metadata_of_certificates_is_compared(
     ask: Any, change: dict[str, Any], name: str, relation: str | None, code: int
 ) -> None:
     answered, document = ask(lambda predicate: predicate.update(change))
@@ -185,7 +185,7 @@ def test_what_stands_around_the_results_is_compared(
     assert answered == code
 
 
-def test_a_certificate_that_the_policy_refuses_states_nothing_for_sure(
+def test_refused_certificate_gives_no_sure_statement(
     cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.pub").write_bytes((VECTORS / "a.pub").read_bytes())
@@ -199,7 +199,7 @@ def test_a_certificate_that_the_policy_refuses_states_nothing_for_sure(
     assert cli("diff", valid, valid).code == 0
 
 
-def test_other_files_are_refused(cli: Any, tmp_path: Path) -> None:
+def test_files_other_than_certificates_are_refused(cli: Any, tmp_path: Path) -> None:
     valid = VECTORS / "valid.cert.json"
     contract = tmp_path / "contract.yaml"
     contract.write_text("kcdsl: 1\n")

@@ -1,4 +1,4 @@
-"""`kcdsl companions`: what is signed about an image, and that nothing is signed without a check."""
+"""`kcdsl companions`: signed statements about an image, only after a successful check."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AT = datetime(2026, 12, 1, tzinfo=UTC)
 def companion(
     cli: Cli, folder: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
-    """Return a function that runs `kcdsl companions` at a time when the certificate is valid."""
+    """Return a function that runs `kcdsl companions` while the certificate is valid."""
     monkeypatch.setattr("kcdsl.api.checking.moment_of", lambda text: AT)
     monkeypatch.setattr("kcdsl.release.issue.utc_now", lambda: AT)
 
@@ -56,7 +56,7 @@ def _payload(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_every_form_is_about_the_image_and_signed_by_each_key_in_a_file_of_its_own(
+def test_each_form_has_one_signed_file_per_key(
     companion: Callable[..., Any], cli: Cli, folder: Path, key: SigningKey, follows: Any
 ) -> None:
     assert cli("keygen", "-o", "two.key", cwd=folder).code == 0
@@ -100,9 +100,7 @@ def test_every_form_is_about_the_image_and_signed_by_each_key_in_a_file_of_its_o
     assert {path.name for path in made.iterdir()} >= {"tiny.policy.rego", "tiny.policy.cue"}
 
 
-def test_nothing_is_signed_for_a_certificate_that_is_not_valid(
-    companion: Callable[..., Any], folder: Path
-) -> None:
+def test_invalid_certificate_gets_no_companion(companion: Callable[..., Any], folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     ran = companion()
@@ -111,7 +109,7 @@ def test_nothing_is_signed_for_a_certificate_that_is_not_valid(
     assert not (folder / "made").exists()
 
 
-def test_nothing_is_signed_for_a_certificate_that_a_register_revoked(
+def test_revoked_certificate_gets_no_companion(
     companion: Callable[..., Any], folder: Path, certificate: Path, key: SigningKey
 ) -> None:
     place = folder / "r.db"
@@ -127,7 +125,7 @@ def test_nothing_is_signed_for_a_certificate_that_a_register_revoked(
     assert not (folder / "made").exists()
 
 
-def test_a_part_of_the_contract_is_not_enough(companion: Callable[..., Any], folder: Path) -> None:
+def test_partial_certificate_gets_no_companion(companion: Callable[..., Any], folder: Path) -> None:
     text = (folder / "contract.yaml").read_text()
     more = "  S-TOP1: {require: mean(top1_overlap) >= 0.5, slices: [all], level: L2}\n"
     (folder / "contract.yaml").write_text(text + more)
@@ -149,7 +147,7 @@ def test_a_part_of_the_contract_is_not_enough(companion: Callable[..., Any], fol
         f"oci://llm/tiny@sha256:{DIGEST}",
     ],
 )
-def test_an_image_is_named_by_digest_alone(
+def test_image_must_be_named_by_digest(
     image: str, companion: Callable[..., Any], folder: Path
 ) -> None:
     ran = companion(image=image)
@@ -157,13 +155,13 @@ def test_an_image_is_named_by_digest_alone(
     assert "NAME@sha256:DIGEST" in ran.stderr
 
 
-def test_without_a_key_nothing_is_written(companion: Callable[..., Any], folder: Path) -> None:
+def test_nothing_is_written_without_a_key(companion: Callable[..., Any], folder: Path) -> None:
     ran = companion(sign=())
     assert (ran.code, (folder / "made").exists()) == (2, False)
     assert "--sign KEY" in ran.stderr
 
 
-def test_certificates_that_were_not_accepted_have_no_companion() -> None:
+def test_rejected_certificates_get_no_companion() -> None:
     from kcdsl_certs.verification.report import Combined
 
     with pytest.raises(ValueError, match="whole contract"):

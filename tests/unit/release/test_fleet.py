@@ -1,4 +1,4 @@
-"""`kcdsl fleet`: which kernels agree pairwise under one contract, and the classes they form."""
+"""`kcdsl fleet`: pairwise agreement of kernels under one contract, and their classes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def text_of(train: str, infer: str, contract: str = CONTRACT) -> str:
 
 
 class Scene:
-    """A folder with the contracts of pairs, and certificates of them."""
+    """A folder with contracts of kernel pairs, and their certificates."""
 
     def __init__(self, folder: Path) -> None:
         tiny(folder)
@@ -78,7 +78,7 @@ class Scene:
         return path
 
     def words(self, *certificates: Path) -> list[Any]:
-        """Return the words of the command."""
+        """Return the arguments of the command."""
         found: list[Any] = ["fleet", *(certificates or self.certificates), *AT]
         for contract in self.contracts:
             found += ["--contract", contract]
@@ -86,15 +86,15 @@ class Scene:
 
 
 def failed(found: list[Any]) -> list[Any]:
-    """Return results of which the one of p99(kl) failed."""
+    """Return results in which p99(kl) failed."""
     return [
         replace(c, verdict=Verdict.FAILED, value=1, exceed=1) if c.id == "N-KL" else c
         for c in found
     ]
 
 
-def open_now(found: list[Any]) -> list[Any]:
-    """Return results of which the ones of p99(kl) are not decided."""
+def undecided(found: list[Any]) -> list[Any]:
+    """Return results in which p99(kl) is undecided."""
     return [
         replace(c, verdict=Verdict.INCONCLUSIVE, value=None, exceed=None, n=0)
         if c.id == "N-KL"
@@ -111,7 +111,7 @@ def made(tmp_path: Path) -> Scene:
 
 @pytest.fixture
 def ask(cli: Any, follows: Any) -> Callable[..., Any]:
-    """Return a function that runs the command: exit code, document and what the terminal shows."""
+    """Return a function that runs the command: exit code, document and terminal output."""
 
     def run(words: list[Any], code: int) -> tuple[dict[str, Any], str]:
         ran = cli(*words, "--format", "json")
@@ -127,7 +127,7 @@ def states(document: dict[str, Any]) -> dict[str, str]:
     return {pair["one"] + pair["two"]: pair["agreement"] for pair in document["pairs"]}
 
 
-def test_kernels_that_agree_in_both_directions_are_one_class(made: Scene, ask: Any) -> None:
+def test_mutually_agreeing_kernels_form_one_class(made: Scene, ask: Any) -> None:
     for one, two in itertools.permutations("abc", 2):
         made.pair(one, two)
     document, shown = ask(made.words(), 0)
@@ -139,9 +139,7 @@ def test_kernels_that_agree_in_both_directions_are_one_class(made: Scene, ask: A
     assert "class 1: K1, K2, K3 (6 certificates)" in shown
 
 
-def test_a_disagreeing_pair_parts_the_fleet_and_one_kernel_may_be_in_two_classes(
-    made: Scene, ask: Any
-) -> None:
+def test_disagreeing_pair_splits_the_fleet_into_overlapping_classes(made: Scene, ask: Any) -> None:
     for one, two in itertools.permutations("abc", 2):
         made.pair(one, two, failed if {one, two} == {"b", "c"} else None)
     document, shown = ask(made.words(), 1)
@@ -150,9 +148,7 @@ def test_a_disagreeing_pair_parts_the_fleet_and_one_kernel_may_be_in_two_classes
     assert "K3 against K2: N-KL on all is violated" in shown
 
 
-def test_nothing_is_concluded_from_a_third_kernel_or_from_one_direction(
-    made: Scene, ask: Any
-) -> None:
+def test_agreement_is_neither_transitive_nor_symmetric(made: Scene, ask: Any) -> None:
     for one, two in (("a", "b"), ("b", "a"), ("b", "c"), ("c", "b"), ("a", "c")):
         made.pair(one, two)
     document, shown = ask(made.words(), 3)
@@ -161,7 +157,7 @@ def test_nothing_is_concluded_from_a_third_kernel_or_from_one_direction(
     assert "no certificate is about it" in shown
 
 
-def test_a_part_of_the_contract_does_not_decide_a_pair(made: Scene, ask: Any) -> None:
+def test_partial_certificate_does_not_decide_a_pair(made: Scene, ask: Any) -> None:
     made.pair("a", "b", lambda found: [c for c in found if c.id != "R-LAT"])
     made.pair("b", "a")
     document, shown = ask(made.words(), 3)
@@ -170,7 +166,7 @@ def test_a_part_of_the_contract_does_not_decide_a_pair(made: Scene, ask: Any) ->
     assert [c["members"] for c in document["classes"]] == [["K1"], ["K2"]]
 
 
-def test_a_failed_and_a_passed_certificate_of_one_pair_disagree(made: Scene, ask: Any) -> None:
+def test_failed_certificate_outweighs_a_passed_one(made: Scene, ask: Any) -> None:
     made.pair("a", "b", failed)
     made.pair("a", "b")
     made.pair("b", "a")
@@ -178,13 +174,11 @@ def test_a_failed_and_a_passed_certificate_of_one_pair_disagree(made: Scene, ask
     assert states(document) == {"K1K2": "disagree"}
 
 
-def test_a_newer_result_that_did_not_pass_replaces_an_older_pass(
-    made: Scene, ask: Any, cli: Any
-) -> None:
+def test_newer_non_pass_replaces_an_older_pass(made: Scene, ask: Any, cli: Any) -> None:
     made.pair("b", "a")
     old = made.pair("a", "b", sequence=1)
     for sequence in (1, 2):
-        newer = made.pair("a", "b", open_now, sequence=sequence)
+        newer = made.pair("a", "b", undecided, sequence=sequence)
         document, _ = ask(made.words(*made.certificates[:2], newer), 3)
         assert states(document) == {"K1K2": "open"}
         assert [c["members"] for c in document["classes"]] == [["K1"], ["K2"]]
@@ -197,16 +191,16 @@ def test_a_newer_result_that_did_not_pass_replaces_an_older_pass(
     again = made.pair("a", "b", sequence=3)
     document, _ = ask(made.words(*made.certificates[:3], again), 0)
     assert states(document) == {"K1K2": "agree"}
-    made.pair("a", "b", open_now, sequence=4, stage="shadow")
+    made.pair("a", "b", undecided, sequence=4, stage="shadow")
     document, _ = ask(made.words(*made.certificates[:3], *made.certificates[4:]), 0)
 
 
-@pytest.mark.parametrize("spoil", [failed, open_now])
+@pytest.mark.parametrize("spoil", [failed, undecided])
 @pytest.mark.parametrize("how", ["expired", "revoked"])
-def test_a_result_that_did_not_pass_withdraws_older_passes_for_ever(
+def test_non_pass_withdraws_older_passes_permanently(
     made: Scene, ask: Any, tmp_path: Path, how: str, spoil: Any
 ) -> None:
-    """A failure does not end with its certificate, nor with its revocation."""
+    """A failure outlasts the validity and the revocation of its certificate."""
     made.pair("b", "a")
     old = made.pair("a", "b", sequence=1)
     short: dict[str, Any] = {"lifetime": timedelta(hours=1)} if how == "expired" else {}
@@ -226,15 +220,15 @@ def test_a_result_that_did_not_pass_withdraws_older_passes_for_ever(
     assert states(document) == {"K1K2": "agree"}
 
 
-def test_a_newer_open_result_does_not_hide_a_refutation(made: Scene, ask: Any) -> None:
+def test_newer_undecided_result_does_not_hide_a_violation(made: Scene, ask: Any) -> None:
     made.pair("b", "a")
     made.pair("a", "b", failed, sequence=1)
-    made.pair("a", "b", open_now, sequence=2)
+    made.pair("a", "b", undecided, sequence=2)
     document, _ = ask(made.words(), 1)
     assert states(document) == {"K1K2": "disagree"}
 
 
-def test_what_does_not_count_is_named(made: Scene, ask: Any, cli: Any) -> None:
+def test_ignored_certificates_are_named(made: Scene, ask: Any, cli: Any) -> None:
     good = made.pair("a", "b")
     made.pair("b", "a")
     foreign = made.pair("a", "c", key=generate(Algorithm.ED25519))
@@ -257,8 +251,8 @@ def test_what_does_not_count_is_named(made: Scene, ask: Any, cli: Any) -> None:
     assert (ran.code, "validity/expired" in ran.stderr) == (2, True)
 
 
-def test_a_contract_without_a_certificate_leaves_its_kernels_open(made: Scene, ask: Any) -> None:
-    """The kernels of the matrix are those of certificates: one may be missing there."""
+def test_contract_without_a_certificate_is_undecided(made: Scene, ask: Any) -> None:
+    """The matrix lists the kernels of certificates, so one may be missing there."""
     made.pair("a", "b")
     made.pair("b", "a")
     absent = made.folder / "ac.kc.yaml"
@@ -273,7 +267,7 @@ def test_a_contract_without_a_certificate_leaves_its_kernels_open(made: Scene, a
     assert str(foreign) in document["unused"]
 
 
-def test_contracts_that_differ_in_more_than_kernels_are_refused(made: Scene, cli: Any) -> None:
+def test_contracts_may_differ_in_kernels_only(made: Scene, cli: Any) -> None:
     made.pair("a", "b")
     made.pair("b", "a", text=text_of("b", "a").replace("<= 0.02", "<= 0.03"))
     ran = cli(*made.words())
@@ -282,7 +276,7 @@ def test_contracts_that_differ_in_more_than_kernels_are_refused(made: Scene, cli
     assert "in more than its kernels" in ran.stderr
 
 
-def test_other_weights_are_another_fleet(made: Scene, cli: Any) -> None:
+def test_certificates_of_other_weights_are_refused(made: Scene, cli: Any) -> None:
     made.pair("a", "b")
     (made.folder / "model.safetensors").write_bytes(
         (made.folder / "model.safetensors").read_bytes()[:-4] + b"\0\0\0\x41"
@@ -311,7 +305,7 @@ def fleet(n: int, edges: set[frozenset[int]]) -> Fleet:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_classes_are_the_largest_sets_that_agree_pairwise(seed: int) -> None:
+def test_classes_are_the_maximal_cliques(seed: int) -> None:
     import random
 
     chance, n = random.Random(seed), 7
@@ -336,7 +330,7 @@ def test_classes_are_the_largest_sets_that_agree_pairwise(seed: int) -> None:
 
 
 def signed_class(made: Scene, cli: Any) -> Path:
-    """Return the certificate of the class of two kernels, signed by a key of its own."""
+    """Return the certificate of the class of two kernels, signed by a separate key."""
     made.pair("a", "b")
     made.pair("b", "a")
     assert cli("keygen", "-o", made.folder / "class.key").code == 0
@@ -347,7 +341,7 @@ def signed_class(made: Scene, cli: Any) -> Path:
 
 
 def policy(made: Scene, *roles: str) -> list[Any]:
-    """Return the words for a policy in which the key of classes has these roles."""
+    """Return the arguments of a policy in which the key of classes has these roles."""
     text = f'{{path = "class.key.pub", roles = {json.dumps(list(roles))}}}' if roles else ""
     path = made.folder / "policy.toml"
     path.write_text(f'trusted-keys = ["key.pub", {text or chr(34) + "class.key.pub" + chr(34)}]\n')
@@ -358,7 +352,7 @@ def bare(made: Scene, *certificates: Path) -> list[Any]:
     return made.words(*certificates)[:-2]
 
 
-def test_a_class_is_signed_and_derived_again(
+def test_class_certificate_is_signed_and_rechecked(
     made: Scene, ask: Any, cli: Any, schemas: dict[str, Any]
 ) -> None:
     import base64
@@ -378,9 +372,7 @@ def test_a_class_is_signed_and_derived_again(
     assert payload["predicate"]["validUntil"] == "2027-02-28T12:00:00Z"
 
 
-def test_a_class_whose_key_or_certificates_do_not_carry_it_is_refused(
-    made: Scene, ask: Any, cli: Any
-) -> None:
+def test_class_with_invalid_key_or_certificates_is_refused(made: Scene, ask: Any, cli: Any) -> None:
     file = signed_class(made, cli)
     first, second = made.certificates
 
@@ -404,7 +396,7 @@ def test_a_class_whose_key_or_certificates_do_not_carry_it_is_refused(
     assert reason([*bare(made, first, second, refuting), *allowed]) == "class/pair-refuted"
 
 
-def test_a_class_that_states_more_than_its_certificates_is_refused(
+def test_class_that_claims_more_than_its_certificates_is_refused(
     made: Scene, ask: Any, cli: Any
 ) -> None:
     from kcdsl_certs.encoding.strict import strict_load

@@ -1,4 +1,4 @@
-"""Answers of a foreign backend are believed only as far as they can be looked at."""
+"""Answers of a foreign backend are accepted only as far as they can be verified."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ Ask = Callable[..., GoalOutcome]
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model and its rows, beside which the backend is installed."""
+    """Return a folder with a model and its rows, with the backend installed beside it."""
     folder = tmp_path_factory.mktemp("foreign")
     (folder / "installed").mkdir()
     (folder / "installed" / "foreign_backend.py").write_text(FOREIGN)
@@ -155,7 +155,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def prepare(work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
-    """Return a function that has the backend answer in a way about a contract with a limit."""
+    """Return a function that makes the backend answer in a given way about a contract."""
     monkeypatch.syspath_prepend(str(work / "installed"))
 
     def ready(way: str, limit: str = "0.01") -> Path:
@@ -168,7 +168,7 @@ def prepare(work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str],
 
 @pytest.fixture
 def ask(prepare: Callable[[str, str], Path]) -> Ask:
-    """Return a function that asks the foreign backend, which answers in a way."""
+    """Return a function that runs the foreign backend, which answers in a given way."""
 
     def run(way: str, limit: str = "0.01", seconds: float = 300.0) -> GoalOutcome:
         folder = prepare(way, limit)
@@ -183,7 +183,7 @@ def ask(prepare: Callable[[str, str], Path]) -> Ask:
 @pytest.mark.parametrize(
     ("limit", "code", "verdict"), [("0.01", 0, "held"), ("1e-9", 1, "violated")]
 )
-def test_what_can_be_looked_at_is_believed(
+def test_verifiable_answers_are_accepted(
     limit: str,
     code: int,
     verdict: str,
@@ -191,7 +191,7 @@ def test_what_can_be_looked_at_is_believed(
     cli: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the command; whatever the backend prints does not stand on stdout."""
+    """Through the command; output of the backend does not appear on stdout."""
     known = (*catalogue(), MINE)
     monkeypatch.setattr("kcdsl.route.catalogue.catalogue", lambda: known)
     monkeypatch.setattr("kcdsl.api.backends.catalogue", lambda: known)
@@ -226,7 +226,7 @@ def test_what_can_be_looked_at_is_believed(
         ("lower bounds", "proof/bound-not-confirmed"),
     ],
 )
-def test_what_is_not_shown_is_inconclusive(way: str, words: str, ask: Ask) -> None:
+def test_unproved_answers_are_inconclusive(way: str, words: str, ask: Ask) -> None:
     found = ask(way)
     assert isinstance(found.verdict, Inconclusive), found
     assert words in found.verdict.reason
@@ -235,7 +235,7 @@ def test_what_is_not_shown_is_inconclusive(way: str, words: str, ask: Ask) -> No
 
 
 @pytest.mark.parametrize("way", ["nan attack", "another word"])
-def test_what_no_run_can_have_is_invalid(way: str, ask: Ask) -> None:
+def test_impossible_runs_are_invalid(way: str, ask: Ask) -> None:
     assert isinstance(ask(way).verdict, InvalidEvidence)
 
 
@@ -254,7 +254,7 @@ def test_what_no_run_can_have_is_invalid(way: str, ask: Ask) -> None:
         ("strings", "AttributeError"),
     ],
 )
-def test_answers_to_something_else_are_refused(way: str, words: str, ask: Ask) -> None:
+def test_answers_about_another_subject_are_refused(way: str, words: str, ask: Ask) -> None:
     with pytest.raises(Refusal) as refused:
         ask(way)
     (diagnostic,) = refused.value.diagnostics
@@ -264,7 +264,7 @@ def test_answers_to_something_else_are_refused(way: str, words: str, ask: Ask) -
 
 
 @pytest.mark.full
-def test_a_backend_that_hangs_is_ended(ask: Ask) -> None:
+def test_hanging_backend_is_terminated(ask: Ask) -> None:
     started = time.monotonic()
     found = ask("hangs", seconds=3)
     assert time.monotonic() - started < 60
@@ -285,8 +285,10 @@ CATALOGUE = (
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install a distribution whose backend claims every fragment, before all others, and leaves a
-    mark where it is imported; return the mark's path."""
+    """Install a distribution whose backend claims every fragment with the lowest rank.
+
+    Its import creates a file; return the path of this file.
+    """
     place, mark = tmp_path / "site", tmp_path / "imported"
     (place / "theirs-1.dist-info").mkdir(parents=True)
     (place / "theirs-1.dist-info" / "METADATA").write_text("Name: theirs\nVersion: 1\n")
@@ -300,7 +302,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.full
-def test_only_the_own_backend_measures_plans_and_attributes(
+def test_only_the_built_in_backend_measures_plans_and_attributes(
     installed: Path, tmp_path: Path, cli: Any
 ) -> None:
     (found,) = (spec for spec in catalogue() if spec.name == "theirs")
@@ -313,5 +315,5 @@ def test_only_the_own_backend_measures_plans_and_attributes(
     (folder / "contract.yaml").write_text(head + clause)
     for words in (["evaluate"], ["plan"], ["attribute"]):
         ran = cli(*words, cwd=folder)
-        assert ran.code in (0, 3), (words, ran)  # one request says too little for some
+        assert ran.code in (0, 3), (words, ran)  # one request is too few for some
     assert not installed.exists()

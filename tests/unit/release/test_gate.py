@@ -1,4 +1,4 @@
-"""The gate: closed for what is not recorded, by exit code and over HTTP."""
+"""The gate, by exit code and over HTTP: closed unless the register shows otherwise."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ def record(
     candidate_state: CandidateState = CandidateState.ACTIVE,
     lifetime: timedelta = timedelta(days=30),
 ) -> dict[str, str]:
-    """Record certificates of every stage before one, and that a triple is in it now; return their
-    identities by stage."""
+    """Record certificates of every stage before one, and the candidate's state.
+
+    Return their identities by stage.
+    """
     found = {
         one: register.record_certificates(
             [certified(about, stage=one, lifetime=lifetime)], TRUSTED
@@ -116,11 +118,10 @@ def answer(register: Register, about: Triple, stage: str, now: datetime = NOW) -
     return ask(register, SLOT, stage, about.digest, now).answer
 
 
-def test_a_certificate_of_an_earlier_window_whose_run_is_not_trusted_closes_it(
+def test_untrusted_run_of_an_earlier_window_closes_the_gate(
     register: Register,
 ) -> None:
-    """A window that began anew keeps the certificates of its stage, and a candidate advances by
-    them."""
+    """A restarted window keeps the certificates of its stage, by which a candidate advances."""
     earlier = record(register, NEW, CANARY)
     report = EvidenceFile("report", "report.json", digest_of("report"))
     body = replace(predicate(NEW, stage=CANARY), evidence=(report,))
@@ -143,9 +144,11 @@ def test_a_certificate_of_an_earlier_window_whose_run_is_not_trusted_closes_it(
     assert answer(register, NEW, FULL) is GateAnswer.INCONCLUSIVE
 
 
-def test_what_a_run_that_is_not_trusted_gave_counts_in_no_other_bytes(register: Register) -> None:
-    """By its report, or by its trace under another report. Another report counts where a
-    certificate that is not revoked names it."""
+def test_untrusted_run_does_not_count_under_another_digest(register: Register) -> None:
+    """By its report, or by its trace under another report.
+
+    Another report counts if a certificate that is not revoked names it.
+    """
 
     def signed(sequence: int, report: str, trace: str) -> str:
         files = [EvidenceFile("report", "report.json", digest_of(report))]
@@ -187,7 +190,7 @@ def test_what_a_run_that_is_not_trusted_gave_counts_in_no_other_bytes(register: 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_not_recorded_may_not_serve(register: Register, stage: str) -> None:
+def test_unrecorded_triple_may_not_serve(register: Register, stage: str) -> None:
     gate = ask(register, SLOT, stage, NEW.digest, NOW)
     assert gate.answer is GateAnswer.INCONCLUSIVE
     assert not gate.known
@@ -198,7 +201,7 @@ def test_what_is_not_recorded_may_not_serve(register: Register, stage: str) -> N
 
 @pytest.mark.parametrize("asked", STAGES)
 @pytest.mark.parametrize("stage", [SHADOW, CANARY])
-def test_a_candidate_may_serve_up_to_its_stage(register: Register, stage: str, asked: str) -> None:
+def test_candidate_may_serve_up_to_its_stage(register: Register, stage: str, asked: str) -> None:
     record(register, NEW, stage)
     may = STAGES.index(asked) <= STAGES.index(stage)
     assert answer(register, NEW, asked) is (
@@ -215,7 +218,7 @@ def test_a_candidate_may_serve_up_to_its_stage(register: Register, stage: str, a
         (CandidateState.FROZEN, GateAnswer.INCONCLUSIVE),
     ],
 )
-def test_a_stopped_candidate_may_not_serve(
+def test_stopped_candidate_may_not_serve(
     register: Register, state: CandidateState, wanted: GateAnswer, asked: str
 ) -> None:
     record(register, NEW, CANARY, state=PromotionState.HELD, candidate_state=state)
@@ -224,7 +227,7 @@ def test_a_stopped_candidate_may_not_serve(
     assert "N-KL on long: 60 of 600 are beyond" in gate.reasons
 
 
-def test_a_revoked_certificate_of_any_stage_closes_it(register: Register) -> None:
+def test_revoked_certificate_of_any_stage_closes_the_gate(register: Register) -> None:
     for stage in (OFFLINE, SHADOW):
         about = triple(f"revoked at {stage}")
         found = record(register, about, CANARY)
@@ -235,7 +238,7 @@ def test_a_revoked_certificate_of_any_stage_closes_it(register: Register) -> Non
         assert "wrong data" in gate.reasons[0]
 
 
-def test_a_newer_certificate_that_did_not_pass_closes_it(register: Register) -> None:
+def test_newer_failed_certificate_closes_the_gate(register: Register) -> None:
     record(register, NEW, CANARY)
     failed = certified(NEW, stage=SHADOW, sequence=2, verdict=Verdict.FAILED)
     register.record_certificates([failed], TRUSTED)
@@ -251,10 +254,10 @@ def test_a_newer_certificate_that_did_not_pass_closes_it(register: Register) -> 
         (Verdict.PASSED, GateAnswer.SUCCESSFUL),
     ],
 )
-def test_a_certificate_of_the_present_stage_that_did_not_pass_closes_it(
+def test_failed_certificate_of_the_present_stage_closes_the_gate(
     register: Register, stage: str, verdict: Verdict, wanted: GateAnswer
 ) -> None:
-    """Until `promote` decides on it, or a newer one passes that stands."""
+    """Until `promote` decides about it, or a newer one in force passes."""
     newer: dict[str, Any] = {"stage": stage, "verdict": verdict}
     about = NEW
     if stage == FULL:
@@ -276,8 +279,8 @@ def test_a_certificate_of_the_present_stage_that_did_not_pass_closes_it(
     assert answer(register, about, stage) is wanted
 
 
-def test_a_failure_that_was_decided_leaves_the_gate_to_its_decision(register: Register) -> None:
-    """A clause of L1 blocks, and its candidate goes on."""
+def test_decided_failure_leaves_the_gate_to_the_decision(register: Register) -> None:
+    """A clause of L1 blocks, and its candidate continues."""
     record(register, NEW, CANARY)
     mild = recorded(register, certified(NEW, sequence=5, stage=CANARY, verdict=Verdict.FAILED))
     assert answer(register, NEW, CANARY) is GateAnswer.FAILED
@@ -290,10 +293,10 @@ def test_a_failure_that_was_decided_leaves_the_gate_to_its_decision(register: Re
 
 
 @pytest.mark.parametrize("stage", [SHADOW, CANARY])
-def test_a_failure_closes_it_also_after_its_certificate_ended(
+def test_failure_closes_the_gate_after_its_certificate_expired(
     register: Register, stage: str
 ) -> None:
-    """Of its stage, and of one before it."""
+    """Of its stage, and of an earlier one."""
     record(register, NEW, CANARY)
     later = NOW + timedelta(days=3)
     assert answer(register, NEW, CANARY, later) is GateAnswer.SUCCESSFUL
@@ -303,9 +306,7 @@ def test_a_failure_closes_it_also_after_its_certificate_ended(
 
 
 @pytest.mark.parametrize("how", ["failed", "revoked", "failed elsewhere"])
-def test_a_certificate_that_passed_does_not_hide_what_came_after_it(
-    register: Register, how: str
-) -> None:
+def test_passed_certificate_does_not_hide_later_results(register: Register, how: str) -> None:
     found = record(register, NEW, CANARY)[SHADOW]
     other = triple("successor")
     about = other if how == "failed elsewhere" else NEW
@@ -330,7 +331,7 @@ def test_a_certificate_that_passed_does_not_hide_what_came_after_it(
         "UPDATE certificates SET stage = 'full' WHERE verdict = 'FAILED'",
     ],
 )
-def test_a_failure_that_was_hidden_does_not_open_it(
+def test_hidden_failure_does_not_open_the_gate(
     register: Register, tmp_path: Path, change: str
 ) -> None:
     record(register, NEW, CANARY)
@@ -343,7 +344,7 @@ def test_a_failure_that_was_hidden_does_not_open_it(
         ask(register, SLOT, CANARY, NEW.digest, NOW)
 
 
-def test_it_closes_when_the_certificate_ends(register: Register) -> None:
+def test_gate_closes_when_the_certificate_expires(register: Register) -> None:
     record(register, NEW, CANARY, lifetime=timedelta(days=2))
     assert answer(register, NEW, CANARY, NOW + timedelta(days=1, hours=22)) is GateAnswer.SUCCESSFUL
     assert answer(register, NEW, CANARY, NOW + timedelta(days=2)) is GateAnswer.INCONCLUSIVE
@@ -351,10 +352,10 @@ def test_it_closes_when_the_certificate_ends(register: Register) -> None:
 
 @pytest.mark.parametrize("stage", [CANARY, FULL])
 @pytest.mark.parametrize("renewed", [False, True])
-def test_it_closes_when_one_of_the_certificates_ends(
+def test_gate_closes_when_one_of_the_certificates_expires(
     register: Register, stage: str, renewed: bool
 ) -> None:
-    """A proof that ended is not shown by a measurement in force; a newer proof shows it again."""
+    """A measurement does not replace an expired proof; a newer proof does."""
     record(
         register,
         NEW,
@@ -389,7 +390,7 @@ def test_it_closes_when_one_of_the_certificates_ends(
     assert "no other one shows N-ATTN/all/0" in told
 
 
-def test_another_live_triple_closes_it(register: Register) -> None:
+def test_other_live_triple_closes_the_gate(register: Register) -> None:
     record(register, NEW, CANARY)
     other = triple("other")
     record(register, other, FULL, state=PromotionState.PROMOTED)
@@ -399,9 +400,7 @@ def test_another_live_triple_closes_it(register: Register) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_triple_that_was_displaced_by_its_incumbent_may_not_serve(
-    register: Register, stage: str
-) -> None:
+def test_triple_displaced_by_its_incumbent_may_not_serve(register: Register, stage: str) -> None:
     record(register, NEW, FULL, state=PromotionState.PROMOTED)
     assert answer(register, NEW, stage) is GateAnswer.SUCCESSFUL
     again = replace(
@@ -426,13 +425,13 @@ OLDER, NEWER = triple("older"), triple("newer")
 
 @pytest.fixture
 def three(register: Register) -> dict[str, str]:
-    """Return the certificates of `OLDER`, of which `LIVE` was live before, and `NEWER` is after."""
+    """Return the certificates of `OLDER`; `LIVE` was live before, and `NEWER` is after."""
     found = record(register, OLDER, FULL, state=PromotionState.PROMOTED)
     record(register, NEWER, FULL, state=PromotionState.PROMOTED, incumbent=OLDER.digest)
     return found
 
 
-def test_a_rollback_goes_to_what_was_live_last(register: Register, three: dict[str, str]) -> None:
+def test_rollback_target_is_the_last_live_triple(register: Register, three: dict[str, str]) -> None:
     assert fallback(register, SLOT, NEWER.digest, NOW) == OLDER.digest
     assert fallback(register, SLOT, OLDER.digest, NOW) == NEWER.digest
     assert fallback(register, "chat/other", NEWER.digest, NOW) is None
@@ -441,7 +440,7 @@ def test_a_rollback_goes_to_what_was_live_last(register: Register, three: dict[s
 @pytest.mark.parametrize(
     "how", ["rolled back", "frozen", "blocked", "began anew", "revoked", "failed", "untrusted"]
 )
-def test_a_rollback_passes_over_what_may_not_serve(
+def test_rollback_skips_triples_that_may_not_serve(
     register: Register, three: dict[str, str], how: str
 ) -> None:
     """Also where a certificate of its canary is in force."""
@@ -479,13 +478,13 @@ def test_a_rollback_passes_over_what_may_not_serve(
     assert fallback(register, SLOT, NEWER.digest, NOW) is None
 
 
-def test_a_rollback_goes_to_nothing_whose_certificates_ended(
+def test_rollback_skips_triples_with_expired_certificates(
     register: Register, three: dict[str, str]
 ) -> None:
     assert fallback(register, SLOT, NEWER.digest, NOW + timedelta(days=30)) is None
 
 
-def test_a_decision_without_a_candidate_is_no_answer(register: Register) -> None:
+def test_decision_without_a_candidate_gives_no_answer(register: Register) -> None:
     slot = register.slot(SLOT)
     register.record_triple(NEW)
     register.promote(
@@ -500,7 +499,7 @@ def test_a_decision_without_a_candidate_is_no_answer(register: Register) -> None
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_exit_codes_of_the_command(
+def test_exit_codes_of_the_gate_command(
     register: Register, tmp_path: Path, cli: Callable[..., Any], follows: Callable[..., None]
 ) -> None:
     record(
@@ -571,7 +570,7 @@ def query(path: str, about: Triple | str = NEW, stage: str = CANARY, slot: str =
 
 
 def flagger(**metadata: Any) -> bytes:
-    """Return the body that Flagger sends."""
+    """Return a request body as Flagger sends it."""
     document = {
         "name": "chat", "namespace": "serving", "phase": "Progressing", "checksum": "85d557f47b",
         "metadata": metadata,
@@ -579,7 +578,7 @@ def flagger(**metadata: Any) -> bytes:
     return json.dumps(document).encode()
 
 
-def test_it_answers_by_the_status_and_by_the_document(
+def test_gate_answers_by_status_and_document(
     register: Register, follows: Callable[..., None]
 ) -> None:
     stopped, frozen = triple("stopped"), triple("frozen")
@@ -644,7 +643,7 @@ def test_it_answers_by_the_status_and_by_the_document(
         ("DELETE", query("/gate"), None, 501),
     ],
 )
-def test_bad_questions_are_never_answered_with_yes(
+def test_invalid_requests_never_open_the_gate(
     register: Register, method: str, path: str, body: bytes | None, status: int
 ) -> None:
     record(register, NEW, CANARY)
@@ -654,7 +653,7 @@ def test_bad_questions_are_never_answered_with_yes(
             try:
                 reply = client.getresponse()
             except ConnectionError:
-                assert status == 413  # closed before all of the body was sent
+                assert status == 413  # closed before the whole body was sent
                 return
             text = reply.read().decode()
         assert reply.status == status
@@ -662,7 +661,7 @@ def test_bad_questions_are_never_answered_with_yes(
         assert "/r.db" not in text
 
 
-def test_a_register_that_cannot_answer_is_no_yes() -> None:
+def test_failing_register_never_opens_the_gate() -> None:
     class Broken:
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("secret at /srv/register")
@@ -676,10 +675,10 @@ def test_a_register_that_cannot_answer_is_no_yes() -> None:
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced", "upgraded"])
-def test_a_register_that_changed_under_the_server_is_not_remembered(
+def test_changed_register_is_not_served_from_memory(
     register: Register, tmp_path: Path, how: str
 ) -> None:
-    """A file that is gone still has its bytes for whoever has it open."""
+    """A deleted file still has its contents for a process that has it open."""
     file, other = tmp_path / "r.db", tmp_path / "other.db"
     record(register, NEW, CANARY)
     with Register.open(file, clock=lambda: NOW) as read, serving(read) as server:
@@ -702,7 +701,7 @@ def test_a_register_that_changed_under_the_server_is_not_remembered(
             assert not file.exists() or how == "upgraded"
 
 
-def test_a_server_for_one_slot_needs_less_in_the_question(register: Register) -> None:
+def test_server_for_one_slot_needs_fewer_parameters(register: Register) -> None:
     record(register, NEW, CANARY)
     with serving(register, {"slot": SLOT, "stage": CANARY}) as server:
         assert send(server, "GET", f"/gate?triple={NEW.digest}")[0] == 200
@@ -713,7 +712,7 @@ def test_a_server_for_one_slot_needs_less_in_the_question(register: Register) ->
             assert (reply.status, reply.read()) == (204, b"")
 
 
-def test_a_silent_client_does_not_keep_others_out(
+def test_silent_client_does_not_block_others(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(register, NEW, CANARY)
@@ -728,7 +727,7 @@ def test_a_silent_client_does_not_keep_others_out(
                 one.close()
 
 
-def test_a_slow_client_is_cut_off(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_client_is_disconnected(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kcdsl.release.promotion.gate_server.SECONDS", 0.2)
     with serving(register) as server, socket.create_connection(place(server)) as slow:
         slow.settimeout(0.02)
@@ -746,13 +745,13 @@ def test_a_slow_client_is_cut_off(register: Register, monkeypatch: pytest.Monkey
             pytest.fail("it is still served")
 
 
-def test_a_length_beyond_integers_is_too_large(register: Register) -> None:
+def test_huge_content_length_is_refused(register: Register) -> None:
     with serving(register) as server:
         found = send(server, "POST", query("/gate"), None, **{"Content-Length": "9" * 5000})
     assert found[0] == 413
 
 
-def test_half_of_a_body_is_no_question(register: Register) -> None:
+def test_truncated_body_is_refused(register: Register) -> None:
     record(register, NEW, CANARY)
     with serving(register) as server, socket.create_connection(place(server)) as client:
         head = f"POST {query('/gate')} HTTP/1.0\r\nContent-Length: 9\r\n\r\n{{}}"
@@ -762,9 +761,7 @@ def test_half_of_a_body_is_no_question(register: Register) -> None:
             assert b" 408 " in reply.readline()
 
 
-def test_more_connections_than_are_served_are_closed(
-    register: Register, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_excess_connections_are_closed(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kcdsl.release.promotion.gate_server.MOST_AT_A_TIME", 2)
     with serving(register) as server:
         silent = [socket.create_connection(place(server)) for _ in range(2)]
@@ -787,7 +784,7 @@ def test_more_connections_than_are_served_are_closed(
 
 
 @pytest.mark.full
-def test_a_server_that_is_stopped_ends_its_answers_first(tmp_path: Path) -> None:
+def test_stopped_server_finishes_its_answers(tmp_path: Path) -> None:
     place = tmp_path / "r.db"
     Register.open(place, create=True).close()
     words = ["-m", "kcdsl", "gate", "--serve", "0", "--register", str(place)]

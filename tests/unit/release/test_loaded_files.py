@@ -1,4 +1,4 @@
-"""Signed files are those that were loaded: links, swaps and special files, each carried out."""
+"""Signed files are the loaded ones: attacks by links, swaps and special files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ clauses:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with weights and prompts, and a contract about them."""
+    """Return a folder with weights and prompts, and a contract about them."""
     home = tmp_path / "contract"
     home.mkdir()
     write_model(home, rows=[{"id": "a", "text": "hello"}])
@@ -58,7 +58,7 @@ def write(home: Path, checkpoint: str = "model.safetensors", data: str = "prompt
 
 
 def other_weights(path: Path, target: Path) -> None:
-    """Write weights of the same shapes, all a little larger."""
+    """Write weights of the same shapes, each slightly larger."""
     save_file({name: tensor * 1.01 for name, tensor in load_file(path).items()}, target)
 
 
@@ -66,10 +66,8 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_a_path_through_a_link_is_one_file_for_hashing_and_loading(
-    folder: Path, tmp_path: Path, cli: Any
-) -> None:
-    """`d/../model.safetensors` is what the system says: beside what d leads to."""
+def test_hashing_and_loading_resolve_a_path_alike(folder: Path, tmp_path: Path, cli: Any) -> None:
+    """The system resolves `d/../model.safetensors` relative to the target of d."""
     (folder / "deep" / "inner").mkdir(parents=True)
     other_weights(folder / "model.safetensors", folder / "deep" / "model.safetensors")
     (folder / "d").symlink_to("deep/inner")
@@ -80,7 +78,7 @@ def test_a_path_through_a_link_is_one_file_for_hashing_and_loading(
     check = ("check", "out/verify.cert.json", "--key", tmp_path / "k.key.pub", "--format", "json")
     assert cli(*check, cwd=folder).code == 0
     honest = cli(*check, "--checkpoint", folder / "model.safetensors", cwd=folder)
-    assert honest.code == 4  # the weights that did not run are not those of the certificate
+    assert honest.code == 4  # the certificate does not name weights that did not run
     assert cli(*check, "--checkpoint", folder / "deep" / "model.safetensors", cwd=folder).code == 0
 
 
@@ -102,10 +100,10 @@ def test_links_that_leave_the_folder_are_refused(
     assert cli("verify", "--attack", "off", cwd=folder).code == 0
 
 
-def test_weights_replaced_after_they_were_loaded_are_not_signed(
+def test_weights_replaced_after_loading_are_not_signed(
     folder: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other weights lie there only while they are loaded; the honest ones are hashed."""
+    """Other weights are in place only during loading; the original ones are hashed."""
     honest, other = folder / "model.safetensors", folder / "other.safetensors"
     other_weights(honest, other)
     good, bad = honest.read_bytes(), other.read_bytes()
@@ -125,7 +123,7 @@ def test_weights_replaced_after_they_were_loaded_are_not_signed(
     assert not list((folder / "out").glob("*.json"))
 
 
-def test_data_replaced_after_they_were_read_are_not_signed(
+def test_data_replaced_after_reading_are_not_signed(
     folder: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, decide = folder / "prompts.jsonl", verification._decide
@@ -143,9 +141,11 @@ def test_data_replaced_after_they_were_read_are_not_signed(
     assert (ran.code, "prompts.jsonl changed" in ran.stderr) == (2, True)
 
 
-def test_the_digest_is_of_the_tensors_whatever_another_thread_writes(tmp_path: Path) -> None:
-    """A thread rewrites the file in place as fast as it can. Whatever is loaded has its digest, and
-    does not change afterwards: the file is not mapped."""
+def test_digest_is_of_the_loaded_tensors_under_concurrent_writes(tmp_path: Path) -> None:
+    """A thread rewrites the file in place continuously.
+
+    Loaded tensors have their digest, and do not change afterwards: the file is not memory-mapped.
+    """
     path = tmp_path / "m.safetensors"
     contents = []
     for value in (1.0, 2.0):
@@ -179,7 +179,7 @@ def test_the_digest_is_of_the_tensors_whatever_another_thread_writes(tmp_path: P
     assert torch.equal(one.tensors["w"], before)
 
 
-def test_a_file_that_grows_or_shrinks_is_refused(
+def test_file_that_grows_or_shrinks_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.safetensors"
@@ -203,7 +203,7 @@ def test_a_file_that_grows_or_shrinks_is_refused(
     assert path.stat().st_size == size
 
 
-def test_recorded_logits_are_held_against_their_digest_when_they_are_read(tmp_path: Path) -> None:
+def test_recorded_logits_are_verified_by_digest_on_reading(tmp_path: Path) -> None:
     path = tmp_path / "logits.safetensors"
     save_file({"a": torch.randn(3, 5)}, path)
     ref = KernelRef("recorded", (), recording=Recording("logits", file="logits.safetensors"))
@@ -220,7 +220,7 @@ def test_recorded_logits_are_held_against_their_digest_when_they_are_read(tmp_pa
     assert caught.value.diagnostics[0].code is codes.CHANGED_MEANWHILE
 
 
-def test_logits_are_of_one_request_of_an_id(tmp_path: Path) -> None:
+def test_logits_file_must_match_one_request_id(tmp_path: Path) -> None:
     save_file({"1": torch.randn(3, 5)}, tmp_path / "logits.safetensors")
     ref = KernelRef("recorded", (), recording=Recording("logits", file="logits.safetensors"))
     one = Request("a.jsonl:1", "1", (1, 2, 3), {}, 1)
@@ -230,7 +230,7 @@ def test_logits_are_of_one_request_of_an_id(tmp_path: Path) -> None:
         load_recorded_logits(ref, files, [one, Request("b.jsonl:1", "1", (3, 2, 1), {}, 1)])
 
 
-def test_one_name_has_one_digest(tmp_path: Path) -> None:
+def test_one_name_cannot_have_two_digests(tmp_path: Path) -> None:
     files = Artefacts.of(tmp_path)
     (tmp_path / "a").write_bytes(b"one")
     files.read(files.find("a"), "a")
@@ -240,7 +240,7 @@ def test_one_name_has_one_digest(tmp_path: Path) -> None:
     assert caught.value.diagnostics[0].code is codes.CHANGED_MEANWHILE
 
 
-def test_a_copy_has_the_digest_of_what_was_copied(tmp_path: Path) -> None:
+def test_copy_has_the_digest_of_its_source(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(os.urandom(1 << 16))
     assert copy_hashed(tmp_path / "a", tmp_path / "b") == sha256(tmp_path / "b")
 
@@ -257,7 +257,7 @@ def test_every_file_of_the_model_is_recorded(folder: Path) -> None:
     }
 
 
-def test_the_source_of_a_factory_is_recorded_and_may_not_change_while_it_runs(
+def test_source_of_a_factory_must_not_change_during_the_run(
     tmp_path: Path,
 ) -> None:
     from kcdsl.ir.terms import ModelRef
@@ -279,7 +279,7 @@ def test_the_source_of_a_factory_is_recorded_and_may_not_change_while_it_runs(
     assert caught.value.diagnostics[0].code is codes.CHANGED_MEANWHILE
 
 
-def test_a_generation_config_that_changes_changes_the_triple(folder: Path) -> None:
+def test_changed_generation_config_changes_the_triple(folder: Path) -> None:
     from kcdsl.check.compile import load_program
     from kcdsl.release.requirements import build_triple
 
@@ -301,7 +301,7 @@ ENDLESS: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture
 def no_hang() -> Iterator[None]:
-    """Stop what waits for ever."""
+    """Fail a test that hangs."""
 
     def late(*given: object) -> None:
         raise TimeoutError("it waits")
@@ -316,7 +316,7 @@ def no_hang() -> Iterator[None]:
 @pytest.mark.usefixtures("no_hang")
 @pytest.mark.parametrize("kind", ENDLESS)
 @pytest.mark.parametrize("role", ["data", "checkpoint", "config", "tokenizer"])
-def test_what_is_no_regular_file_is_refused_and_never_quoted(
+def test_special_files_are_refused_and_never_quoted(
     folder: Path, cli: Any, kind: str, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERY_PRIVATE", "do-not-show-this")
@@ -338,7 +338,7 @@ def test_what_is_no_regular_file_is_refused_and_never_quoted(
 @pytest.mark.usefixtures("no_hang")
 @pytest.mark.parametrize("name", ["/proc/self/environ", "/dev/zero", "../../../../../etc/passwd"])
 @pytest.mark.parametrize("command", ["plan", "verify", "check"])
-def test_data_elsewhere_are_refused_by_every_command(
+def test_data_outside_the_folder_are_refused_by_every_command(
     folder: Path, cli: Any, command: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERY_PRIVATE", "do-not-show-this")
@@ -352,17 +352,17 @@ def test_data_elsewhere_are_refused_by_every_command(
     assert "root:" not in ran.stdout + ran.stderr
 
 
-def test_a_file_that_holds_more_than_its_size_says_is_refused(
+def test_file_larger_than_its_stated_size_is_refused(
     folder: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Allowed or not: the files of /proc state no size."""
+    """Allowed or not: files of /proc state no size."""
     monkeypatch.setenv("KCDSL_ALLOW_FOLDERS", "/proc")
     write(folder, data="/proc/self/status")
     ran = cli("plan", cwd=folder)
     assert (ran.code, "more bytes than its size says" in ran.stderr) == (2, True)
 
 
-def test_a_zero_byte_in_a_path_is_a_diagnostic(tmp_path: Path) -> None:
+def test_nul_byte_in_a_path_is_a_diagnostic(tmp_path: Path) -> None:
     for reference in ("a\0b", "package:a\0b/c", "\0"):
         with pytest.raises(Refusal) as caught:
             Artefacts.of(tmp_path).find(reference)
@@ -370,7 +370,7 @@ def test_a_zero_byte_in_a_path_is_a_diagnostic(tmp_path: Path) -> None:
         assert "\0" not in caught.value.diagnostics[0].message
 
 
-def test_a_file_cannot_allow_more_than_its_own_folder(
+def test_configuration_cannot_allow_more_than_its_own_folder(
     folder: Path, tmp_path: Path, cli: Any
 ) -> None:
     (tmp_path / "secret.jsonl").write_text('{"id": "a", "text": "x"}\n')
@@ -383,7 +383,7 @@ def test_a_file_cannot_allow_more_than_its_own_folder(
     assert cli("plan", cwd=folder).code == 0
 
 
-def test_an_import_from_elsewhere_is_refused_and_not_quoted(
+def test_import_from_outside_is_refused_and_not_quoted(
     folder: Path, tmp_path: Path, cli: Any
 ) -> None:
     (tmp_path / "secret.yaml").write_text("password: do-not-show-this\n")
@@ -395,10 +395,10 @@ def test_an_import_from_elsewhere_is_refused_and_not_quoted(
     assert "do-not-show-this" not in ran.stdout + ran.stderr
 
 
-def test_a_file_of_a_hugging_face_folder_is_loaded_from_a_private_copy(
+def test_hugging_face_folder_is_loaded_from_a_private_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What transformers reads of the folder cannot be swapped after it was hashed."""
+    """Files read by transformers cannot be swapped after hashing."""
     from kcdsl_backends.empirical.sources.kernels import foreign_models as engine
 
     for name in ("config.json", "model.safetensors"):

@@ -1,4 +1,4 @@
-"""Rows of a report as results of a certificate: nothing is overstated."""
+"""Report rows as results of a certificate: nothing is overstated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.quantities import statistic
 
 
 class Rows:
-    """As much of a report as is read."""
+    """The fields of a report that are read."""
 
     def __init__(self, *clauses: ClauseResult) -> None:
         self.clauses = clauses
@@ -60,8 +60,8 @@ def result(needed: RequiredClause, found: ClauseResult) -> CertifiedClause:
     return result_of(needed, needed.alternatives, found)
 
 
-def test_a_mean_of_nineteen_in_twenty_meets_its_threshold() -> None:
-    """The double next to 0.95 is less than 19/20; the exact quotient is not, and is stated."""
+def test_mean_of_19_in_20_meets_the_threshold_95_percent() -> None:
+    """The double next to 0.95 is less than 19/20; the certificate states the exact quotient."""
     found = result(required(">=", Fraction(19, 20)), row(Held(), 0.95))
     assert found.verdict == "PASSED"
     assert found.value == Fraction(19, 20)
@@ -69,19 +69,19 @@ def test_a_mean_of_nineteen_in_twenty_meets_its_threshold() -> None:
 
 
 @pytest.mark.parametrize("value", [Fraction(1, 3), Fraction(0.1), Fraction(-7, 2**60), Fraction(0)])
-def test_a_value_is_stated_exactly(value: Fraction) -> None:
+def test_value_is_stated_exactly(value: Fraction) -> None:
     found = result(required(">=", Fraction(-1)), row(Held(), 0.0, exact_value=value))
     assert CertifiedClause.from_json(found.to_json(), "clause").value == value
 
 
-def test_a_value_just_beyond_its_threshold_does_not_pass() -> None:
-    """By less than a double can tell."""
+def test_value_slightly_beyond_its_threshold_does_not_pass() -> None:
+    """The difference is below the resolution of doubles."""
     tau = Fraction(19, 20)
     below = row(Held(), 0.95, exact_value=tau - Fraction(1, 10**40))
     assert result(required(">=", tau), below).verdict == "FAILED"
 
 
-def test_a_verdict_that_the_value_contradicts_is_not_carried_over() -> None:
+def test_contradicted_verdict_is_not_copied() -> None:
     found = result(required(">=", Fraction(19, 20)), row(Held(), 0.90))
     assert found.verdict == "FAILED"
 
@@ -101,7 +101,7 @@ def test_verdicts_keep_their_meaning(verdict: Verdict, value: float | None, want
 
 
 @pytest.mark.parametrize(("n", "wanted"), [(59, "PASSED"), (58, "INCONCLUSIVE")])
-def test_a_sampled_budget_is_derived_again_from_its_counts(n: int, wanted: str) -> None:
+def test_sampled_budget_is_rederived_from_its_counts(n: int, wanted: str) -> None:
     counts = ExceedanceCount(0, n, "windows", 0.0, 0.05)
     sampled = row(Held(), 1.0, evidence="sample", budget="5% of windows", exceedance=counts)
     found = result(required(">=", Fraction(19, 20), Fraction(1, 20)), sampled)
@@ -110,7 +110,7 @@ def test_a_sampled_budget_is_derived_again_from_its_counts(n: int, wanted: str) 
 
 
 def test_rows_are_joined_to_their_comparisons_by_name(program: Program, folder: Path) -> None:
-    """In whatever order the rows of a conjunction stand."""
+    """In any order of the rows of a conjunction."""
     both = next(clause for clause in program.clauses if clause.id == "N-BOTH")
     rows = [
         row(Held(), value, clause="N-BOTH", obligation=each.id, metric="", op="", threshold=None)
@@ -122,7 +122,7 @@ def test_rows_are_joined_to_their_comparisons_by_name(program: Program, folder: 
     assert len({one.quantity for one in results[0]}) == 2
 
 
-def test_a_part_that_names_its_slice_is_decided_there_alone(folder: Path) -> None:
+def test_part_with_its_own_slice_is_decided_there_only(folder: Path) -> None:
     path = folder / "contract.yaml"
     parts = (
         f"(forall x in points({name}): norm_inf(measured_drift(attn_0, x)) <= {limit})"
@@ -146,7 +146,7 @@ def test_a_part_that_names_its_slice_is_decided_there_alone(folder: Path) -> Non
     assert [one.region.slice for one in results if one.region is not None] == ["all", "long"]
 
 
-def test_each_bucket_of_a_table_has_its_own_threshold(folder: Path) -> None:
+def test_each_bucket_of_a_table_is_stated_with_its_threshold(folder: Path) -> None:
     path = folder / "contract.yaml"
     text = path.read_text(encoding="utf-8")
     table = "tables: {t: {unit: nats, rows: [{where: length > 3, value: 0.5}], otherwise: 0.1}}\n"
@@ -169,10 +169,10 @@ def test_each_bucket_of_a_table_has_its_own_threshold(folder: Path) -> None:
 
 @pytest.mark.parametrize("verdict", [Held(), Violated()])
 @pytest.mark.parametrize("word", ["or", "and"])
-def test_counts_of_several_comparisons_are_stated_of_none_of_them(
+def test_joint_counts_are_not_stated_for_single_comparisons(
     folder: Path, word: str, verdict: Verdict
 ) -> None:
-    """No request is beyond `kl <= 1e-12 or tv <= 0.5`: that is no statement about `kl`."""
+    """No request violates `kl <= 1e-12 or tv <= 0.5`: this states nothing about `kl` alone."""
     path = folder / "contract.yaml"
     text = path.read_text(encoding="utf-8")
     both = f"max(kl) <= 1e-12 nats {word} max(tv) <= 0.5, budget: 10% of requests"
@@ -188,7 +188,7 @@ def test_counts_of_several_comparisons_are_stated_of_none_of_them(
     assert "several comparisons" in str(result.reason)
 
 
-def test_limits_of_one_of_two_terms_do_not_pass_for_limits_of_their_difference() -> None:
+def test_limits_of_one_term_are_not_those_of_a_difference() -> None:
     limits: dict[str, Any] = {"low": 0.96, "high": 0.99, "value": 0.97, "exact_value": None}
     found = result(required(">=", Fraction(0)), row(Held(), evidence="sample", **limits))
     assert (found.verdict, found.low, found.alpha) == ("INCONCLUSIVE", None, None)
@@ -202,7 +202,7 @@ def test_limits_of_one_of_two_terms_do_not_pass_for_limits_of_their_difference()
 @pytest.mark.parametrize(
     ("other", "derivable"), [("points(all)", True), ("ball(all, 0.001)", False)]
 )
-def test_two_regions_of_one_slice_are_not_stated_as_one(
+def test_two_regions_of_one_slice_are_stated_separately(
     folder: Path, other: str, derivable: bool
 ) -> None:
     path = folder / "contract.yaml"

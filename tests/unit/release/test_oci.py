@@ -1,4 +1,4 @@
-"""`kcdsl attach` and `kcdsl check oci://`: certificates beside images in registries."""
+"""`kcdsl attach` and `kcdsl check oci://`: certificates of images in registries."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def registry(request: pytest.FixtureRequest) -> Iterator[FakeRegistry]:
         yield served
 
 
-def test_what_is_attached_is_found_and_checked_as_the_file_is(
+def test_attached_certificate_is_checked_like_the_file(
     registry: FakeRegistry,
     attach: Any,
     check: Any,
@@ -82,9 +82,7 @@ def test_what_is_attached_is_found_and_checked_as_the_file_is(
     assert list(scratch.iterdir()) == []
 
 
-def test_a_second_attachment_sends_nothing_and_lists_nothing_twice(
-    registry: FakeRegistry, attach: Any
-) -> None:
+def test_second_attachment_is_idempotent(registry: FakeRegistry, attach: Any) -> None:
     image = registry.image()
     assert attach(image).code == 0
     before = dict(registry.documents)
@@ -96,7 +94,7 @@ def test_a_second_attachment_sends_nothing_and_lists_nothing_twice(
     assert registry.documents == before
 
 
-def test_an_attachment_that_was_cut_off_is_finished(
+def test_interrupted_attachment_is_completed(
     registry: FakeRegistry, attach: Any, check: Any
 ) -> None:
     image = registry.image()
@@ -111,7 +109,7 @@ def test_an_attachment_that_was_cut_off_is_finished(
     assert check(image).code == 0
 
 
-def test_a_stranger_that_may_write_changes_nothing(
+def test_untrusted_artefacts_are_ignored(
     registry: FakeRegistry, attach: Any, check: Any, folder: Path, certificate: Path
 ) -> None:
     image = registry.image()
@@ -121,14 +119,14 @@ def test_a_stranger_that_may_write_changes_nothing(
     document["dsseEnvelope"]["signatures"][0]["sig"] = "AA=="
     (other / certificate.name).write_text(json.dumps(document))
     assert attach(image, other / certificate.name).code == 0
-    assert check(image).code == 4  # nothing but what no trusted key signed
+    assert check(image).code == 4  # only artefacts without a trusted signature
     assert attach(image).code == 0
     ran = check(image, "--format", "json")
     assert ran.code == 0, ran.stdout
     assert json.loads(ran.stdout)["certificate"]  # that of one
 
 
-def test_files_of_what_no_trusted_key_signed_are_not_read(
+def test_files_of_untrusted_certificates_are_not_read(
     plain: FakeRegistry, attach: Any, check: Any, folder: Path
 ) -> None:
     image = plain.image()
@@ -141,9 +139,7 @@ def test_files_of_what_no_trusted_key_signed_are_not_read(
     assert len([path for path in plain.sent("GET") if "/blobs/" in path]) == 1
 
 
-def test_an_artefact_about_another_image_is_not_one_of_this(
-    plain: FakeRegistry, attach: Any, check: Any
-) -> None:
+def test_artefact_of_another_image_is_ignored(plain: FakeRegistry, attach: Any, check: Any) -> None:
     image = plain.image()
     assert attach(image).code == 0
     data = json.dumps({"schemaVersion": 2, "mediaType": "x", "config": {}}).encode()
@@ -158,7 +154,7 @@ def test_an_artefact_about_another_image_is_not_one_of_this(
 
 @pytest.mark.parametrize("part", ["manifests/", "blobs/"])
 @pytest.mark.parametrize("how", ["another", "shorter", "longer"])
-def test_what_is_not_what_its_digest_names_is_refused(
+def test_content_with_a_wrong_digest_is_refused(
     plain: FakeRegistry, attach: Any, check: Any, part: str, how: str
 ) -> None:
     image = plain.image()
@@ -174,7 +170,7 @@ def test_what_is_not_what_its_digest_names_is_refused(
     assert "error[KC655]" in ran.stderr
 
 
-def test_too_large_answers_are_not_read_to_their_end(
+def test_oversized_answers_are_not_read_completely(
     plain: FakeRegistry, attach: Any, check: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = plain.image()
@@ -186,7 +182,7 @@ def test_too_large_answers_are_not_read_to_their_end(
 
 
 @pytest.mark.parametrize("target", ["file:///etc/hostname?", "ftp://localhost", "data:,"])
-def test_redirects_lead_to_no_other_kind_of_address(
+def test_redirects_to_other_kinds_of_address_are_refused(
     plain: FakeRegistry, attach: Any, check: Any, target: str
 ) -> None:
     image = plain.image()
@@ -198,7 +194,7 @@ def test_redirects_lead_to_no_other_kind_of_address(
     assert "it redirects to" in ran.stderr
 
 
-def test_credentials_stay_with_the_registry(
+def test_credentials_are_sent_to_the_registry_only(
     plain: FakeRegistry, attach: Any, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = plain.image()
@@ -223,7 +219,7 @@ def test_credentials_stay_with_the_registry(
         assert store.sent("PUT") == []
 
 
-def test_no_program_is_run_for_credentials(
+def test_credential_helpers_are_not_run(
     plain: FakeRegistry, attach: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = plain.image()
@@ -246,21 +242,21 @@ def test_no_program_is_run_for_credentials(
     ],
 )
 @pytest.mark.usefixtures("certificate")
-def test_an_image_has_a_registry_and_a_digest(check: Any, image: str) -> None:
+def test_image_reference_needs_registry_and_digest(check: Any, image: str) -> None:
     ran = check(image)
     assert ran.code == 2
     assert "is no NAME@sha256:DIGEST" in ran.stderr or "names no registry" in ran.stderr
 
 
 @pytest.mark.usefixtures("certificate")
-def test_a_registry_that_does_not_answer_is_named(check: Any) -> None:
+def test_unreachable_registry_is_named(check: Any) -> None:
     ran = check("localhost:1/llm/tiny@sha256:" + "ab" * 32)
     assert ran.code == 2
     assert "error[KC654]" in ran.stderr
     assert "--plain-http" in ran.stderr
 
 
-def test_what_a_checker_would_refuse_is_not_attached(
+def test_invalid_certificate_is_not_attached(
     plain: FakeRegistry, attach: Any, certificate: Path
 ) -> None:
     image = plain.image()
@@ -272,7 +268,7 @@ def test_what_a_checker_would_refuse_is_not_attached(
     assert plain.sent("POST") == []
 
 
-def test_a_superseded_certificate_is_left_out_and_one_that_failed_is_not(
+def test_superseded_certificate_is_skipped_and_failed_one_is_not(
     plain: FakeRegistry,
     attach: Any,
     check: Any,
@@ -310,7 +306,7 @@ def test_a_superseded_certificate_is_left_out_and_one_that_failed_is_not(
         assert len(json.loads(ran.stdout).get("certificates", [0])) == count
 
 
-def test_a_signed_statement_of_another_kind_is_not_left_out(
+def test_signed_statement_of_another_kind_is_not_skipped(
     plain: FakeRegistry, attach: Any, check: Any, certificate: Path, key: SigningKey
 ) -> None:
     image = plain.image()
@@ -339,7 +335,7 @@ def issued(
     key: SigningKey,
     evidence: tuple[EvidenceFile, ...],
 ) -> Callable[..., Path]:
-    """Return a function that issues a certificate beside the other one."""
+    """Return a function that issues a second certificate."""
 
     def run(
         sequence: int,
@@ -368,7 +364,7 @@ SHORT = {"lifetime": timedelta(hours=1)}
 
 
 @pytest.mark.parametrize("earlier", [{"failed": True}, SHORT, {"part": slice(1)}])
-def test_a_certificate_that_a_later_one_states_anew_counts_no_more(
+def test_restated_certificate_no_longer_counts(
     plain: FakeRegistry,
     attach: Any,
     check: Any,
@@ -392,7 +388,7 @@ def test_a_certificate_that_a_later_one_states_anew_counts_no_more(
     [{"stage": "shadow"}, {"part": slice(1, None)}, {"sequence": LATER - 1}, {"failed": True}],
     ids=["another stage", "less", "earlier", "failed as well"],
 )
-def test_a_failure_counts_until_all_of_it_is_stated_anew(
+def test_failure_counts_until_it_is_completely_restated(
     plain: FakeRegistry, attach: Any, check: Any, issued: Any, later: dict[str, Any]
 ) -> None:
     image = plain.image()
@@ -403,10 +399,10 @@ def test_a_failure_counts_until_all_of_it_is_stated_anew(
     assert "clause/" in ran.stdout
 
 
-def test_a_superseded_certificate_states_nothing_anew(
+def test_superseded_certificate_restates_nothing(
     plain: FakeRegistry, attach: Any, check: Any, issued: Any
 ) -> None:
-    """Else a failure would be gone, and nothing that is left would say how it ended."""
+    """Otherwise a failure would disappear without a result that replaces it."""
     image = plain.image()
     assert attach(image, issued(LATER, failed=True)).code == 0
     whole = issued(LATEST)
@@ -418,7 +414,7 @@ def test_a_superseded_certificate_states_nothing_anew(
     assert check(image).code == 4
 
 
-def test_a_strangers_certificate_states_nothing_anew(
+def test_untrusted_certificate_restates_nothing(
     plain: FakeRegistry, attach: Any, check: Any, issued: Any
 ) -> None:
     image = plain.image()
@@ -427,7 +423,7 @@ def test_a_strangers_certificate_states_nothing_anew(
     assert check(image).code == 4
 
 
-def test_a_file_beside_a_certificate_may_have_any_name(
+def test_evidence_file_may_have_any_name(
     plain: FakeRegistry, attach: Any, check: Any, issued: Any, evidence: tuple[EvidenceFile, ...]
 ) -> None:
     image, path = plain.image(), issued(LATER)
@@ -438,7 +434,7 @@ def test_a_file_beside_a_certificate_may_have_any_name(
     assert ran.code == 0, ran.stdout
 
 
-def test_files_are_read_of_that_earlier_certificate_alone_which_a_transfer_names(
+def test_transfer_reads_files_of_its_base_certificate_only(
     plain: FakeRegistry, attach: Any, check: Any, certificate: Path, key: SigningKey
 ) -> None:
     payload = decode(parse_bundle(certificate.read_bytes())).payload
@@ -479,12 +475,12 @@ def test_files_are_read_of_that_earlier_certificate_alone_which_a_transfer_names
         plain.requests.clear()
         assert check(image).code == 4
         reads.append(len([p for p in plain.sent("GET") if "/blobs/" in p]))
-    assert reads[0] > 2  # the transfer, the certificate, and what this rests on
+    assert reads[0] > 2  # the transfer, its certificate, and the files of that
     assert reads[1] == 2
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_stage_that_is_asked_for_counts_alone(
+def test_requested_stage_counts_alone(
     plain: FakeRegistry, attach: Any, check: Any, issued: Any, failed: bool
 ) -> None:
     image = plain.image()
@@ -498,7 +494,7 @@ def test_a_stage_that_is_asked_for_counts_alone(
     assert "stage/mismatch" in ran.stdout
 
 
-def test_a_stage_does_not_hide_what_cannot_be_read(
+def test_unreadable_artefacts_are_reported_for_any_stage(
     plain: FakeRegistry, attach: Any, check: Any, issued: Any, key: SigningKey
 ) -> None:
     image, path = plain.image(), issued(LATEST, stage="shadow")

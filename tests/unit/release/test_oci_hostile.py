@@ -1,4 +1,4 @@
-"""Registries that answer wrongly, slowly, or for somebody else."""
+"""Registries with wrong, slow or misdirected answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("while_valid")
 def known(
     while_valid: None, plain: FakeRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let the registry ask for a token, and have its credentials."""
+    """Make the registry ask for a token, and provide its credentials."""
     plain.token = "secret"
     file = tmp_path / "auth.json"
     file.write_text(json.dumps({"auths": {plain.host: {"auth": "dXNlcjpwYXNz"}}}))
@@ -31,12 +31,12 @@ def known(
 
 
 def head(status: str, *lines: str) -> bytes:
-    """Return the beginning of an answer."""
+    """Return the head of an answer."""
     return "\r\n".join([f"HTTP/1.1 {status}", *lines, "", ""]).encode("latin-1")
 
 
 def only(method: str, part: str, *pieces: bytes) -> Any:
-    """Return what sends these pieces to requests of one method for paths with this part."""
+    """Return a hook that sends these pieces to requests with one method and a part of the path."""
 
     def raw(verb: str, path: str) -> Iterable[bytes] | None:
         return pieces if verb == method and part in path else None
@@ -45,7 +45,7 @@ def only(method: str, part: str, *pieces: bytes) -> Any:
 
 
 @pytest.mark.usefixtures("known")
-def test_a_token_that_may_only_read_is_not_the_last_one(
+def test_read_only_token_is_replaced_for_writing(
     plain: FakeRegistry, attach: Any, check: Any
 ) -> None:
     image, plain.scopes = plain.image(), True
@@ -78,7 +78,7 @@ ODD = [
     ],
     ids=["upload", "redirect", "realm"],
 )
-def test_an_address_that_is_none_is_a_wrong_answer(
+def test_invalid_address_is_a_wrong_answer(
     plain: FakeRegistry, attach: Any, check: Any, place: str, method: str, part: str, status: str,
     name: str,
 ) -> None:  # fmt: skip
@@ -93,7 +93,7 @@ def test_an_address_that_is_none_is_a_wrong_answer(
 
 
 @pytest.mark.parametrize("place", ODD)
-def test_a_next_page_that_is_nowhere_is_a_wrong_answer(
+def test_invalid_next_page_is_a_wrong_answer(
     plain: FakeRegistry, attach: Any, check: Any, place: str
 ) -> None:
     image = plain.image()
@@ -107,14 +107,14 @@ def test_a_next_page_that_is_nowhere_is_a_wrong_answer(
 
 
 @pytest.mark.usefixtures("certificate")
-def test_a_port_that_is_none_is_a_wrong_name(check: Any) -> None:
+def test_invalid_port_is_refused(check: Any) -> None:
     ran = check("localhost:99999/llm/tiny@sha256:" + "ab" * 32)
     assert ran.code == 2
     assert "error[KC6" in ran.stderr
 
 
 def drip(start: bytes, piece: bytes) -> Iterator[bytes]:
-    """Yield a piece every moment, for ever as far as a test is concerned."""
+    """Yield a piece repeatedly, without end within the time of a test."""
     yield start
     for _ in range(400):
         time.sleep(0.05)
@@ -133,7 +133,7 @@ def drip(start: bytes, piece: bytes) -> Iterator[bytes]:
     ids=["status", "headers", "continue", "body", "chunks"],
 )
 @pytest.mark.parametrize("part", ["/manifests/", "/blobs/"])
-def test_an_answer_that_never_ends_is_left_in_time(
+def test_endless_answer_is_aborted_in_time(
     plain: FakeRegistry, attach: Any, check: Any, monkeypatch: pytest.MonkeyPatch, part: str,
     start: bytes, piece: bytes,
 ) -> None:  # fmt: skip
@@ -148,9 +148,7 @@ def test_an_answer_that_never_ends_is_left_in_time(
     assert "error[KC65" in ran.stderr
 
 
-def test_referrers_of_others_do_not_matter_whatever_they_are(
-    plain: FakeRegistry, attach: Any, check: Any
-) -> None:
+def test_referrers_of_other_kinds_are_ignored(plain: FakeRegistry, attach: Any, check: Any) -> None:
     image = plain.image()
     assert attach(image).code == 0
     listed = json.loads(plain.referrers(image.rpartition("@")[2]))
@@ -169,7 +167,7 @@ def test_referrers_of_others_do_not_matter_whatever_they_are(
 
 
 def pages(registry: FakeRegistry, image: str, status: str, *links: str) -> Any:
-    """Return what lists nothing on the first page, and answers with a status on the next one."""
+    """Return a hook with an empty first page, and a status for the next one."""
     empty = json.dumps({"schemaVersion": 2, "manifests": []}).encode()
     data = registry.referrers(image.rpartition("@")[2])
 
@@ -193,7 +191,7 @@ def pages(registry: FakeRegistry, image: str, status: str, *links: str) -> Any:
         ('Link: <?page=2>; rel="last next"',),
     ],
 )
-def test_the_next_page_is_found_among_other_links(
+def test_next_page_is_found_among_other_links(
     plain: FakeRegistry, attach: Any, check: Any, links: tuple[str, ...]
 ) -> None:
     image = plain.image()
@@ -203,9 +201,7 @@ def test_the_next_page_is_found_among_other_links(
     assert ran.code == 0, ran.stderr
 
 
-def test_a_list_that_breaks_off_is_not_looked_for_elsewhere(
-    plain: FakeRegistry, attach: Any, check: Any
-) -> None:
+def test_interrupted_list_has_no_fallback(plain: FakeRegistry, attach: Any, check: Any) -> None:
     image = plain.image()
     plain.lists_referrers = False
     assert attach(image).code == 0  # so that the tag has a list
@@ -216,7 +212,7 @@ def test_a_list_that_breaks_off_is_not_looked_for_elsewhere(
     assert "error[KC6" in ran.stderr
 
 
-def test_a_tag_that_is_no_list_is_not_overwritten(
+def test_tag_that_is_not_a_list_is_not_overwritten(
     plain: FakeRegistry, attach: Any, check: Any
 ) -> None:
     image, plain.lists_referrers = plain.image(), False
@@ -229,7 +225,7 @@ def test_a_tag_that_is_no_list_is_not_overwritten(
     assert plain.documents[tag] == other
 
 
-def test_a_list_that_another_client_replaces_meanwhile_keeps_both(
+def test_concurrent_list_updates_keep_both_entries(
     plain: FakeRegistry, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image, plain.lists_referrers = plain.image(), False
@@ -253,7 +249,7 @@ def test_a_list_that_another_client_replaces_meanwhile_keeps_both(
 
 
 @pytest.mark.parametrize("odd", ["1.5", '"\\ud800"', "NaN", "1e999"])
-def test_a_list_with_odd_values_is_kept_or_refused(
+def test_list_with_unexpected_values_is_kept_or_refused(
     plain: FakeRegistry, attach: Any, odd: str
 ) -> None:
     image, plain.lists_referrers = plain.image(), False
@@ -274,7 +270,7 @@ def test_a_list_with_odd_values_is_kept_or_refused(
 
 
 @pytest.mark.usefixtures("known")
-def test_no_secret_and_no_sign_of_a_terminal_is_in_a_message(
+def test_messages_contain_no_secrets_and_terminal_controls(
     plain: FakeRegistry, attach: Any, check: Any
 ) -> None:
     image = plain.image()
@@ -289,7 +285,9 @@ def test_no_secret_and_no_sign_of_a_terminal_is_in_a_message(
 
 
 @pytest.mark.usefixtures("certificate")
-def test_tls_that_never_begins_is_left_in_time(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_tls_handshake_is_aborted_in_time(
+    check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transport, "SECONDS", 0.3)
 
     class Slow(socketserver.BaseRequestHandler):

@@ -1,4 +1,4 @@
-"""Own Python code of a contract is bound by what was compiled of it, files that it imports too."""
+"""Python code of a contract is bound by digest of its compiled sources, including imports."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ def taken():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return the folder of a contract whose factory imports two further files, one of them when it
-    is called; no module of an earlier folder is loaded."""
+    """Return the folder of a contract whose factory imports two more files, one on call.
+
+    No module of an earlier folder is loaded.
+    """
     for name in [name for name in sys.modules if name.partition(".")[0] == "own"]:
         del sys.modules[name]
     write_model(tmp_path, rows=[{"id": "a", "text": "hello"}])
@@ -67,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def evaluated(cli: Any, folder: Path, *words: str) -> dict[str, str]:
-    """Evaluate; return the digests of the inputs that the statement names."""
+    """Evaluate; return the digests of the inputs in the statement."""
     ran = cli("evaluate", "--allow-code", *words, cwd=folder)
     assert ran.code == 0, ran
     statement = json.loads((folder / "out" / "evaluate.statement.json").read_text())
@@ -79,7 +81,7 @@ def sha256(path: Path) -> str:
 
 
 @pytest.mark.full
-def test_the_statement_names_every_file_that_was_imported(cli: Any, folder: Path) -> None:
+def test_statement_names_every_imported_file(cli: Any, folder: Path) -> None:
     found = evaluated(cli, folder)
     for name in ("own/__init__.py", "own/parts.py", "own/late.py"):
         assert found[name] == sha256(folder / name)
@@ -87,7 +89,7 @@ def test_the_statement_names_every_file_that_was_imported(cli: Any, folder: Path
 
 
 @pytest.mark.full
-def test_a_changed_sibling_is_another_input(cli: Any, folder: Path) -> None:
+def test_changed_sibling_module_changes_the_inputs(cli: Any, folder: Path) -> None:
     evaluated(cli, folder)
     assert cli("keygen", cwd=folder).code == 0
     statement = "out/evaluate.statement.json"
@@ -108,8 +110,8 @@ def test_a_changed_sibling_is_another_input(cli: Any, folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_no_compiled_cache_is_read_or_written(cli: Any, folder: Path) -> None:
-    """The cache says of itself that it need not be compared with its source."""
+def test_bytecode_caches_are_neither_read_nor_written(cli: Any, folder: Path) -> None:
+    """The cache is marked as unchecked against its source."""
     stale = folder / "stale.py"
     stale.write_text(PARTS.replace("source", "cache"))
     cache = Path(cache_from_source(str(folder / "own" / "parts.py")))
@@ -121,7 +123,7 @@ def test_no_compiled_cache_is_read_or_written(cli: Any, folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_change_between_two_runs_of_one_process_is_imported(cli: Any, folder: Path) -> None:
+def test_change_between_two_runs_of_a_process_is_imported(cli: Any, folder: Path) -> None:
     evaluated(cli, folder)
     (folder / "own" / "parts.py").write_text(PARTS.replace("source", "changed"))
     found = evaluated(cli, folder)
@@ -130,7 +132,7 @@ def test_a_change_between_two_runs_of_one_process_is_imported(cli: Any, folder: 
 
 
 @pytest.mark.full
-def test_a_file_that_changes_meanwhile_gets_no_statement(cli: Any, folder: Path) -> None:
+def test_file_changed_during_the_run_gets_no_statement(cli: Any, folder: Path) -> None:
     late = folder / "own" / "late.py"
     (folder / "own" / "parts.py").write_text(
         PARTS + f"    open({str(late)!r}, 'a').write('# more\\n')\n"
@@ -164,7 +166,7 @@ def test_every_way_to_import_a_file_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
     way: str,
 ) -> None:
-    """The cache of compiled code would set another mark, if anything read it."""
+    """Compiled caches would set another mark if anything read them."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     place = (elsewhere if "PYTHONPATH" in way else folder / "own") / "another.py"
     real = elsewhere / "real.py" if "link" in way else place
@@ -200,7 +202,7 @@ def test_every_way_to_import_a_file_is_recorded(
     assert (folder / "mark").read_text().split() == ["source"]
 
 
-def test_a_package_that_was_imported_before_runs_as_its_files_are(
+def test_previously_imported_package_is_reloaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(folder)
@@ -211,7 +213,7 @@ def test_a_package_that_was_imported_before_runs_as_its_files_are(
     assert importlib.import_module("own.late").MARK == 234
 
 
-def test_a_helper_of_another_contract_is_not_taken_for_one_of_the_same_name(
+def test_helpers_of_two_contracts_may_share_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, name in enumerate(("one", "other")):
@@ -228,10 +230,10 @@ def test_a_helper_of_another_contract_is_not_taken_for_one_of_the_same_name(
         assert (folder / "helper_of_both.py").resolve() in imported_code(Artefacts.of(folder))
 
 
-def test_a_file_that_changes_between_two_imports_is_refused(
+def test_file_changed_between_two_imports_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A metric that is loaded after the model would import the new one."""
+    """A metric that is loaded after the model would import the new version."""
     program, files = load_program(folder / "contract.yaml"), Artefacts.of(folder)
     load_model(program.model, files)
     (folder / "own" / "parts.py").write_text(PARTS + "# another\n")
@@ -257,7 +259,7 @@ def gap(train_logits, infer_logits):
 
 
 @pytest.mark.full
-def test_modules_of_metrics_are_bound_with_what_they_import(cli: Any, folder: Path) -> None:
+def test_modules_of_metrics_are_bound_with_their_imports(cli: Any, folder: Path) -> None:
     (folder / "own" / "gauge.py").write_text(METRIC)
     (folder / "own" / "parts.py").write_text("gain = 1.0\n")
     (folder / "kcdsl.toml").write_text('metrics = ["own.gauge"]\n')
@@ -270,7 +272,9 @@ def test_modules_of_metrics_are_bound_with_what_they_import(cli: Any, folder: Pa
 
 
 @pytest.mark.full
-def test_code_of_another_contract_is_not_named(cli: Any, folder: Path, tmp_path: Path) -> None:
+def test_code_of_another_contract_is_not_in_the_statement(
+    cli: Any, folder: Path, tmp_path: Path
+) -> None:
     evaluated(cli, folder)
     other = tmp_path / "elsewhere"
     other.mkdir()
@@ -279,7 +283,7 @@ def test_code_of_another_contract_is_not_named(cli: Any, folder: Path, tmp_path:
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", ["evaluate", "verify"])
-def test_what_a_worker_alone_imports_is_bound(cli: Any, folder: Path, command: str) -> None:
+def test_imports_of_a_worker_are_bound(cli: Any, folder: Path, command: str) -> None:
     (folder / "own" / "alone.py").write_text("VALUE = 1\n")
     (folder / "own" / "net.py").write_text(
         NET.replace(
@@ -304,7 +308,7 @@ def test_what_a_worker_alone_imports_is_bound(cli: Any, folder: Path, command: s
     assert found["own/alone.py"] == sha256(folder / "own" / "alone.py")
 
 
-def test_what_an_earlier_run_imported_is_taken_over_with_its_journal(tmp_path: Path) -> None:
+def test_imports_of_a_resumed_run_are_bound(tmp_path: Path) -> None:
     late = tmp_path / "late.py"
     late.write_text("VALUE = 1\n")
     code = {str(late): ("late.py", sha256(late))}

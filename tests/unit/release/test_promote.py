@@ -1,4 +1,4 @@
-"""`promote` on real files: certificates are checked, windows counted, decisions recorded."""
+"""`promote` on real files: checked certificates, counted windows, recorded decisions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOON, ONE = "2026-11-30T12:00:00Z", "2026-11-30T13:00:00Z"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    """Return a scene in which the triple is in the stage canary, with traffic that fits."""
+    """Return a scene in which the triple is in the stage canary, with matching traffic."""
     pipeline = Pipeline.of(tmp_path_factory.mktemp("made"))
     pipeline.until("canary")
     return pipeline
@@ -41,13 +41,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Pipeline:
-    """Return a scene in which nothing was decided."""
+    """Return a scene without decisions."""
     return Pipeline.of(tmp_path)
 
 
 @pytest.fixture
 def in_canary(made: Pipeline, tmp_path: Path) -> Pipeline:
-    """Return a scene of this test in which the triple is in the stage canary."""
+    """Return a copy of the scene in which the triple is in the stage canary."""
     return made.copy(tmp_path / "canary")
 
 
@@ -60,7 +60,7 @@ def refusal_of(call: Callable[[], Any]) -> Any:
 # --- the way --------------------------------------------------------------------------------------
 
 
-def test_a_triple_goes_through_the_stages_and_serves(
+def test_triple_advances_through_the_stages_and_serves(
     pipeline: Pipeline, follows: Callable[..., None]
 ) -> None:
     seen = []
@@ -88,7 +88,7 @@ def test_a_triple_goes_through_the_stages_and_serves(
 
 
 @pytest.mark.full
-def test_another_triple_begins_at_the_first_stage(in_canary: Pipeline) -> None:
+def test_new_triple_begins_at_the_first_stage(in_canary: Pipeline) -> None:
     in_canary.change_weights(1.0, 3.0)
     problem = refusal_of(lambda: in_canary.promote("canary", in_canary.certificate("canary")))
     assert problem.code is codes.PROMOTION_STAGE
@@ -96,7 +96,7 @@ def test_another_triple_begins_at_the_first_stage(in_canary: Pipeline) -> None:
 
 
 @pytest.mark.full
-def test_a_changed_contract_is_another_triple(pipeline: Pipeline) -> None:
+def test_changed_contract_is_another_triple(pipeline: Pipeline) -> None:
     pipeline.until("shadow")
     text = pipeline.contract.read_text(encoding="utf-8")
     pipeline.contract.write_text(text.replace("<= 0.02", "<= 0.03"), encoding="utf-8")
@@ -107,8 +107,8 @@ def test_a_changed_contract_is_another_triple(pipeline: Pipeline) -> None:
 # --- windows --------------------------------------------------------------------------------------
 
 
-def test_a_clock_that_was_ahead_does_not_hide_a_violation(pipeline: Pipeline) -> None:
-    """A stability window that began in the future would leave out all traffic until then."""
+def test_fast_clock_does_not_hide_a_violation(pipeline: Pipeline) -> None:
+    """A stability window with a start in the future would exclude all traffic until then."""
     pipeline.now += timedelta(days=2)
     pipeline.until("shadow")
     pipeline.now -= timedelta(days=2)
@@ -121,7 +121,7 @@ def test_a_clock_that_was_ahead_does_not_hide_a_violation(pipeline: Pipeline) ->
 
 
 @pytest.mark.full
-def test_windows_add_up_over_looks(in_canary: Pipeline) -> None:
+def test_windows_accumulate_over_looks(in_canary: Pipeline) -> None:
     signed = in_canary.certificate("canary")
     first = in_canary.promote("canary", signed, in_canary.traffic("canary", n=200))
     assert first.step.outcome is PromotionOutcome.HELD
@@ -133,7 +133,7 @@ def test_windows_add_up_over_looks(in_canary: Pipeline) -> None:
 
 
 @pytest.mark.full
-def test_a_window_counts_once_whatever_it_is_called(in_canary: Pipeline) -> None:
+def test_window_counts_once_under_any_name(in_canary: Pipeline) -> None:
     start = in_canary.now
     window = in_canary.traffic("canary", n=200)
     in_canary.promote("canary", in_canary.certificate("canary"), window)
@@ -153,7 +153,7 @@ def test_a_window_counts_once_whatever_it_is_called(in_canary: Pipeline) -> None
 
 
 @pytest.mark.full
-def test_a_table_that_was_written_anew_counts_once(in_canary: Pipeline) -> None:
+def test_rewritten_table_counts_once(in_canary: Pipeline) -> None:
     start = in_canary.now
     window = in_canary.traffic("canary", n=200)
     found = in_canary.promote("canary", in_canary.certificate("canary"), window)
@@ -173,7 +173,7 @@ def test_a_table_that_was_written_anew_counts_once(in_canary: Pipeline) -> None:
 
 
 @pytest.mark.full
-def test_rows_that_were_mixed_anew_count_once(in_canary: Pipeline) -> None:
+def test_shuffled_rows_count_once(in_canary: Pipeline) -> None:
     start = in_canary.now
     window = in_canary.traffic("canary", n=200)
     in_canary.promote("canary", in_canary.certificate("canary"), window)
@@ -194,8 +194,8 @@ def test_rows_that_were_mixed_anew_count_once(in_canary: Pipeline) -> None:
 
 
 @pytest.mark.full
-def test_tokens_of_one_request_in_several_windows_are_one_request(in_canary: Pipeline) -> None:
-    """Otherwise a request that is beyond would be one of as many as there are windows."""
+def test_request_split_over_windows_counts_once(in_canary: Pipeline) -> None:
+    """Otherwise one violating request would count once per window."""
     signed = in_canary.certificate("canary")
     names = {"request": [f"same-{i}" for i in range(200)]}
     first = in_canary.promote("canary", signed, in_canary.traffic("canary", n=200, columns=names))
@@ -208,7 +208,7 @@ def test_tokens_of_one_request_in_several_windows_are_one_request(in_canary: Pip
 
 @pytest.mark.full
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_more_evidence_than_a_decision_can_keep_is_refused(
+def test_too_much_evidence_for_a_decision_is_refused(
     in_canary: Pipeline, dry_run: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert 80 * promotion._MOST_COUNTED < LARGEST_EVENT  # {"sha256":"…"}, and a comma
@@ -223,10 +223,8 @@ def test_more_evidence_than_a_decision_can_keep_is_refused(
 
 @pytest.mark.full
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_traffic_that_counts_in_one_slot_does_not_count_in_another(
-    in_canary: Pipeline, dry_run: bool
-) -> None:
-    """Nor does it for another candidate; certificates are of the triple, and count in both."""
+def test_traffic_counts_in_one_slot_only(in_canary: Pipeline, dry_run: bool) -> None:
+    """Nor for another candidate; certificates are about the triple, and count in both slots."""
     other = "chat/other"
     in_canary.now += timedelta(minutes=1)
     in_canary.promote("offline-ci", in_canary.certificate("offline-ci"), slot=other)
@@ -258,7 +256,7 @@ def test_traffic_that_counts_in_one_slot_does_not_count_in_another(
     assert in_canary.promote("canary", signed, slot=other, dry_run=dry_run).exit == 3
 
 
-def test_a_planted_regression_rolls_back_freezes_or_blocks_by_its_level(tmp_path: Path) -> None:
+def test_planted_regression_has_the_reaction_of_its_level(tmp_path: Path) -> None:
     for level, outcome, state in (
         ("L1", PromotionOutcome.BLOCKED, CandidateState.ACTIVE),
         ("L2", PromotionOutcome.FROZEN, CandidateState.FROZEN),
@@ -287,7 +285,7 @@ def test_a_planted_regression_rolls_back_freezes_or_blocks_by_its_level(tmp_path
 
 
 @pytest.mark.full
-def test_a_live_triple_is_rolled_back_to_the_one_before(pipeline: Pipeline) -> None:
+def test_live_triple_is_rolled_back_to_the_former_one(pipeline: Pipeline) -> None:
     pipeline.until("full")
     with pipeline.register() as register:
         first = register.slot(SLOT).triple
@@ -315,9 +313,7 @@ def test_a_live_triple_is_rolled_back_to_the_one_before(pipeline: Pipeline) -> N
 @pytest.mark.full
 @pytest.mark.parametrize("asked", ["offline-ci", "full"])
 @pytest.mark.parametrize("stopped", ["frozen", "revoked"])
-def test_a_live_triple_that_was_stopped_is_rolled_back(
-    pipeline: Pipeline, stopped: str, asked: str
-) -> None:
+def test_stopped_live_triple_is_rolled_back(pipeline: Pipeline, stopped: str, asked: str) -> None:
     pipeline.until("full")
     with pipeline.register() as register:
         first = register.slot(SLOT).triple
@@ -354,10 +350,10 @@ def test_a_live_triple_that_was_stopped_is_rolled_back(
 
 @pytest.mark.full
 @pytest.mark.parametrize("meanwhile", [False, True])
-def test_a_rollback_to_an_incumbent_without_a_certificate_in_force_empties_the_slot(
+def test_rollback_without_a_valid_incumbent_empties_the_slot(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, meanwhile: bool
 ) -> None:
-    """Also where another writer revokes it after the look, before the decision is recorded."""
+    """Also if another writer revokes it between the look and the decision."""
     real = Register.promote
 
     def revoke(register: Register) -> None:
@@ -392,8 +388,8 @@ def test_a_rollback_to_an_incumbent_without_a_certificate_in_force_empties_the_s
 
 
 @pytest.mark.full
-def test_a_rollback_does_not_go_to_an_incumbent_that_was_rolled_back(pipeline: Pipeline) -> None:
-    """The incumbent tried again behind the triple that replaced it, and failed in its canary."""
+def test_rollback_skips_a_rolled_back_incumbent(pipeline: Pipeline) -> None:
+    """The incumbent retried behind the triple that replaced it, and failed in its canary."""
     old = "N-KL: {require: p99(kl) <= 0.02, slices: [all, long], level: L2}"
     text = pipeline.contract.read_text(encoding="utf-8")
     assert old in text
@@ -430,7 +426,7 @@ def test_a_rollback_does_not_go_to_an_incumbent_that_was_rolled_back(pipeline: P
         ({"clauses": []}, "leaves N-KL on all out"),
     ],
 )
-def test_a_window_that_does_not_fit_does_not_count(
+def test_mismatched_window_does_not_count(
     in_canary: Pipeline, fields: dict[str, Any], why: str
 ) -> None:
     signed, window = in_canary.certificate("canary"), in_canary.traffic("canary")
@@ -457,7 +453,7 @@ def test_a_window_that_does_not_fit_does_not_count(
         {"schema": "kcdsl.aggregate/1"},
     ],
 )
-def test_a_malformed_window_is_refused(in_canary: Pipeline, fields: dict[str, Any]) -> None:
+def test_malformed_window_is_refused(in_canary: Pipeline, fields: dict[str, Any]) -> None:
     bad = edited(in_canary.traffic("canary"), **fields)
     problem = refusal_of(lambda: in_canary.promote("canary", bad))
     assert problem.code is codes.PROMOTION_EVIDENCE
@@ -465,7 +461,7 @@ def test_a_malformed_window_is_refused(in_canary: Pipeline, fields: dict[str, An
     assert problem.help
 
 
-def test_an_aggregate_without_its_time_is_no_window(in_canary: Pipeline) -> None:
+def test_aggregate_without_times_is_not_a_window(in_canary: Pipeline) -> None:
     document = json.loads(in_canary.traffic("canary").read_text(encoding="utf-8"))
     del document["window"]
     plain = in_canary.folder / "plain.json"
@@ -475,7 +471,7 @@ def test_an_aggregate_without_its_time_is_no_window(in_canary: Pipeline) -> None
 
 
 @pytest.mark.full
-def test_nan_and_missing_values_in_traffic_hold(in_canary: Pipeline) -> None:
+def test_nan_and_missing_values_hold_the_candidate(in_canary: Pipeline) -> None:
     signed = in_canary.certificate("canary")
     missing = in_canary.traffic("canary", columns={"kl": [None] + [0.001] * 599})
     found = in_canary.promote("canary", signed, missing)
@@ -492,7 +488,7 @@ def test_nan_and_missing_values_in_traffic_hold(in_canary: Pipeline) -> None:
 # --- certificates ---------------------------------------------------------------------------------
 
 
-def test_a_certificate_that_states_a_failure_blocks_with_the_clause_and_its_slices(
+def test_failed_certificate_blocks_and_names_clause_and_slices(
     pipeline: Pipeline,
 ) -> None:
     broken = [
@@ -513,7 +509,7 @@ def test_a_certificate_that_states_a_failure_blocks_with_the_clause_and_its_slic
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["stage", "key", "expired", "weights", "evidence", "damaged"])
-def test_a_certificate_that_is_not_valid_promotes_nothing(pipeline: Pipeline, how: str) -> None:
+def test_invalid_certificate_promotes_nothing(pipeline: Pipeline, how: str) -> None:
     signed = pipeline.certificate("shadow" if how == "stage" else "offline-ci")
     match how:
         case "key":
@@ -543,9 +539,7 @@ def test_a_certificate_that_is_not_valid_promotes_nothing(pipeline: Pipeline, ho
         assert register.promotions(slot=SLOT) == ()
 
 
-def test_a_key_promotes_only_the_stages_that_the_policy_gives_it(
-    pipeline: Pipeline, tmp_path: Path
-) -> None:
+def test_key_promotes_only_its_stages(pipeline: Pipeline, tmp_path: Path) -> None:
     policy = tmp_path / "policy.toml"
     for stages, exit in (('["shadow", "canary"]', 4), ('["offline-ci"]', 0)):
         policy.write_text(
@@ -560,8 +554,8 @@ def test_a_key_promotes_only_the_stages_that_the_policy_gives_it(
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_key_that_the_register_revoked_does_not_sign(pipeline: Pipeline, recorded: bool) -> None:
-    """Also where the certificate was recorded with fewer signatures than are asked for now."""
+def test_key_revoked_in_the_register_does_not_count(pipeline: Pipeline, recorded: bool) -> None:
+    """Also where the certificate was recorded under a smaller threshold of signatures."""
     assert run_here("keygen", "-o", "second.key", cwd=pipeline.folder).code == 0
     pipeline.keys = ("release.key", "second.key")
     signed = pipeline.certificate("offline-ci")
@@ -581,7 +575,7 @@ def test_a_key_that_the_register_revoked_does_not_sign(pipeline: Pipeline, recor
 
 
 @pytest.mark.full
-def test_an_older_certificate_after_a_failed_one_is_not_valid(pipeline: Pipeline) -> None:
+def test_older_certificate_after_a_failed_one_is_invalid(pipeline: Pipeline) -> None:
     good = pipeline.certificate("offline-ci")
     pipeline.now += timedelta(minutes=1)
     broken = [
@@ -596,9 +590,7 @@ def test_an_older_certificate_after_a_failed_one_is_not_valid(pipeline: Pipeline
 
 @pytest.mark.full
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_failure_that_has_ended_withdraws_an_older_certificate(
-    pipeline: Pipeline, recorded: bool
-) -> None:
+def test_expired_failure_withdraws_an_older_certificate(pipeline: Pipeline, recorded: bool) -> None:
     """Also in a dry run, and where the older one was not recorded before."""
     good = pipeline.certificate("offline-ci")
     pipeline.now += timedelta(minutes=1)
@@ -631,7 +623,7 @@ def test_a_failure_that_has_ended_withdraws_an_older_certificate(
         (Verdict.INCONCLUSIVE, PromotionOutcome.HELD),
     ],
 )
-def test_a_failure_decides_beside_an_older_certificate_that_passed(
+def test_failure_outweighs_an_older_passed_certificate(
     pipeline: Pipeline, verdict: Verdict, wanted: PromotionOutcome, dry_run: bool
 ) -> None:
     good = pipeline.certificate("offline-ci")
@@ -649,7 +641,7 @@ def test_a_failure_decides_beside_an_older_certificate_that_passed(
 
 
 @pytest.mark.full
-def test_a_revoked_certificate_stops_its_candidate(pipeline: Pipeline) -> None:
+def test_revoked_certificate_stops_its_candidate(pipeline: Pipeline) -> None:
     pipeline.until("shadow")
     with pipeline.register() as register:
         (identity,) = register.promotions(slot=SLOT)[-1].certificates
@@ -662,11 +654,10 @@ def test_a_revoked_certificate_stops_its_candidate(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.full
-def test_a_revoked_certificate_stops_its_candidate_though_it_is_given_again(
+def test_resubmitted_revoked_certificate_stops_its_candidate(
     in_canary: Pipeline,
 ) -> None:
-    """Beside a result that did not pass, certificates that do not count are left out, and the look
-    goes on."""
+    """Beside a non-passing result, ignored certificates are dropped, and the look continues."""
     good = in_canary.certificate("canary")
     in_canary.promote("canary", good)
     with in_canary.register() as register:
@@ -690,7 +681,7 @@ def test_a_revoked_certificate_stops_its_candidate_though_it_is_given_again(
 
 
 @pytest.mark.full
-def test_certificates_of_two_triples_are_refused(pipeline: Pipeline) -> None:
+def test_certificates_of_two_triples_are_refused_together(pipeline: Pipeline) -> None:
     pipeline.until("offline-ci")
     one = pipeline.certificate("offline-ci")
     pipeline.change_weights(7.0)
@@ -702,7 +693,7 @@ def test_certificates_of_two_triples_are_refused(pipeline: Pipeline) -> None:
 # --- the register ---------------------------------------------------------------------------------
 
 
-def test_a_dry_run_records_nothing(pipeline: Pipeline) -> None:
+def test_dry_run_records_nothing(pipeline: Pipeline) -> None:
     signed = pipeline.certificate("offline-ci")
     found = pipeline.promote("offline-ci", signed, dry_run=True)
     assert (found.step.outcome, found.recorded) == (PromotionOutcome.ADVANCED, False)
@@ -712,13 +703,13 @@ def test_a_dry_run_records_nothing(pipeline: Pipeline) -> None:
         assert register.slot(SLOT).version == 0
 
 
-def test_without_evidence_nothing_is_recorded(pipeline: Pipeline) -> None:
+def test_nothing_is_recorded_without_evidence(pipeline: Pipeline) -> None:
     found = pipeline.promote("offline-ci")
     assert (found.exit, found.recorded) == (3, False)
     assert found.step.lacking == ("a certificate of the stage offline-ci that is in force",)
 
 
-def test_a_slot_that_changed_meanwhile_is_looked_at_again(
+def test_concurrently_changed_slot_is_evaluated_again(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signed = pipeline.certificate("offline-ci")
@@ -739,7 +730,7 @@ def test_a_slot_that_changed_meanwhile_is_looked_at_again(
 
 
 @pytest.mark.full
-def test_another_candidate_that_was_faster_lets_the_evidence_be_looked_at_again(
+def test_concurrent_candidate_triggers_a_new_evaluation(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signed = pipeline.certificate("offline-ci")
@@ -773,10 +764,10 @@ def test_another_candidate_that_was_faster_lets_the_evidence_be_looked_at_again(
 
 
 @pytest.mark.full
-def test_a_report_whose_run_is_not_trusted_does_not_count(
+def test_report_of_an_untrusted_run_does_not_count(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A report is recorded as a run, and left out once the run is marked."""
+    """A report is recorded as a run, and ignored after the run is marked untrusted."""
     import kcdsl.api.stage_evidence as gathering
     from kcdsl.release.promotion import DocumentKind, EvidenceDocument, ObligationResult
     from tests.support.promotions import digest
@@ -818,8 +809,8 @@ def mark(pipeline: Pipeline, certificate: Path, *, trusted: bool = False) -> Non
 
 
 @pytest.mark.full
-def test_a_run_that_is_not_trusted_any_more_begins_the_window_anew(in_canary: Pipeline) -> None:
-    """What it showed is gone, and so are the counts; later traffic counts."""
+def test_untrusted_run_restarts_the_window(in_canary: Pipeline) -> None:
+    """Its results and counts are discarded; later traffic counts."""
     signed = in_canary.certificate("canary")
     first = in_canary.promote("canary", signed, in_canary.traffic("canary", n=200))
     assert first.step.candidate.window.counts["N-KL/all/0"] == (0, 200)
@@ -842,10 +833,10 @@ def test_a_run_that_is_not_trusted_any_more_begins_the_window_anew(in_canary: Pi
 
 
 @pytest.mark.full
-def test_a_triple_that_advanced_by_a_run_that_is_not_trusted_any_more_begins_anew(
+def test_triple_advanced_by_an_untrusted_run_restarts(
     pipeline: Pipeline,
 ) -> None:
-    """It stays live, its gate is closed, and a violation of L3 rolls it back."""
+    """It stays live, its gate closes, and a violation of L3 rolls it back."""
     from kcdsl.release.promotion.gate import GateAnswer, ask
 
     def gate() -> Any:
@@ -879,7 +870,7 @@ def test_a_triple_that_advanced_by_a_run_that_is_not_trusted_any_more_begins_ane
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_prints_and_answers(
+def test_command_prints_the_decision_and_returns_its_code(
     pipeline: Pipeline, cli: Callable[..., Any], follows: Callable[..., None]
 ) -> None:
     from kcdsl.release.issue import utc_now
@@ -920,7 +911,7 @@ def test_the_command_prints_and_answers(
         ("contract.yaml", "--register", "register.db", "--slot", SLOT, "--stage", "canary"),
     ],
 )
-def test_bad_input_is_refused(
+def test_invalid_input_is_refused(
     pipeline: Pipeline, cli: Callable[..., Any], words: tuple[str, ...]
 ) -> None:
     ran = cli("promote", *words, "--key", "release.key.pub", cwd=pipeline.folder)
@@ -947,7 +938,7 @@ def test_bad_input_is_refused(
         ),
     ],
 )  # fmt: skip
-def test_a_window_says_all_that_it_must(
+def test_window_must_have_every_required_field(
     pipeline: Pipeline, cli: Callable[..., Any], words: tuple[str, ...], told: str
 ) -> None:
     pipeline.traffic("canary", n=3)
@@ -957,7 +948,7 @@ def test_a_window_says_all_that_it_must(
     assert told in " ".join(ran.stderr.split())
 
 
-def test_a_window_follows_its_schema(pipeline: Pipeline, follows: Callable[..., None]) -> None:
+def test_window_follows_its_schema(pipeline: Pipeline, follows: Callable[..., None]) -> None:
     document = json.loads(pipeline.traffic("canary", n=3).read_text(encoding="utf-8"))
     follows(document)
     assert document["window"]["stage"] == "canary"

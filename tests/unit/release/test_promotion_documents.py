@@ -1,4 +1,4 @@
-"""Reports and windows that do not say what they must: refused, and never a pass."""
+"""Incomplete reports and windows are refused, and are never a pass."""
 
 from __future__ import annotations
 
@@ -86,16 +86,14 @@ def refused(read: Read, document: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("make", [report, window])
-def test_what_is_well_formed_is_read(read: Read, make: Any) -> None:
+def test_well_formed_documents_are_read(read: Read, make: Any) -> None:
     found = read(make(ROW)).results[RATE.obligation]
     assert (found.verdict, found.evidence, found.k, found.n) == ("held", "sample", 0, 600)
 
 
 @pytest.mark.parametrize("kind", ["ids", "values"])
 @pytest.mark.parametrize("sketch", [None, [], ["0"], [3], ["é" * 64], ["A" * 64]])
-def test_a_window_without_sketches_of_its_requests_is_refused(
-    read: Read, kind: str, sketch: Any
-) -> None:
+def test_window_without_request_sketches_is_refused(read: Read, kind: str, sketch: Any) -> None:
     document = window(ROW)
     found = read(document)
     assert digest("request") in found.parts
@@ -106,12 +104,12 @@ def test_a_window_without_sketches_of_its_requests_is_refused(
 
 @pytest.mark.parametrize("make", [report, window])
 @pytest.mark.parametrize("kind", [None, "", "None", "guess", "PROOF", 3, ["proof"]])
-def test_evidence_of_no_known_kind_is_refused(read: Read, make: Any, kind: Any) -> None:
+def test_unknown_kind_of_evidence_is_refused(read: Read, make: Any, kind: Any) -> None:
     refused(read, make({**ROW, "evidence": kind, "exceedance": None}))
 
 
 @pytest.mark.parametrize("kind", ["None", "guess", "census"])
-def test_only_a_proof_shows_a_rate_of_traffic_without_counts(kind: str) -> None:
+def test_rate_of_traffic_needs_counts_or_a_proof(kind: str) -> None:
     found = {RATE.obligation: counts(0, 600, kind)}
     document = EvidenceDocument(
         DocumentKind.REPORT, "report.json", digest("report"), frozenset(), found
@@ -128,38 +126,38 @@ def test_only_a_proof_shows_a_rate_of_traffic_without_counts(kind: str) -> None:
 @pytest.mark.parametrize(
     "counted", [{"k": 0, "n": 10**400}, {"k": 0, "n": 2**53}, {"k": -1, "n": 6}, {"k": 0, "n": 1e9}]
 )
-def test_counts_that_no_register_can_add_are_refused(read: Read, make: Any, counted: Any) -> None:
+def test_counts_beyond_the_register_are_refused(read: Read, make: Any, counted: Any) -> None:
     assert "the counts of N-KL" in refused(read, make({**ROW, "exceedance": counted}))
 
 
-def test_a_report_that_names_no_data_does_not_count(tmp_path: Path) -> None:
-    """By its data a second copy of a report is recognised."""
+def test_report_without_a_data_digest_does_not_count(tmp_path: Path) -> None:
+    """The digest identifies a second copy of a report."""
     path = tmp_path / "report.json"
     path.write_text(json.dumps(report(ROW)), encoding="utf-8")
     with pytest.raises(OtherSubject, match="no data"):
         read_evidence(path, [RATE], ABOUT, {"data.jsonl": digest("data")}, CANARY, ())
 
 
-def test_a_number_beyond_floats_is_refused(read: Read) -> None:
+def test_number_beyond_float64_is_refused(read: Read) -> None:
     worst = {**ROW, "verdict": "violated", "value": 10**400, "threshold": 1, "op": "<=", "unit": ""}
     refused(read, window(worst))
 
 
-def test_requests_that_no_register_can_add_are_refused(read: Read) -> None:
+def test_request_counts_beyond_the_register_are_refused(read: Read) -> None:
     assert "the requests of a slice" in refused(read, window(ROW, requests=10**17))
     assert read(window(ROW, requests=MOST_COUNTED)).requests == {"all": MOST_COUNTED}
 
 
-def test_half_of_a_surrogate_pair_is_refused(read: Read) -> None:
+def test_lone_surrogate_is_refused(read: Read) -> None:
     assert "surrogate" in refused(read, window({**ROW, "reason": "\ud800"}))
 
 
-def test_a_reason_is_cut_to_what_a_register_keeps(read: Read) -> None:
+def test_reason_is_truncated_to_the_register_limit(read: Read) -> None:
     reason = read(window({**ROW, "reason": "x" * 30_000})).results[RATE.obligation].reason
     assert reason == "x" * LONGEST_REASON
 
 
-def test_a_file_name_that_is_no_text_is_escaped(tmp_path: Path) -> None:
+def test_undecodable_file_name_is_escaped(tmp_path: Path) -> None:
     path = tmp_path / "traffic-\udcff.json"
     path.write_text(json.dumps(window(ROW)), encoding="utf-8")
     found = read_evidence(path, [RATE], ABOUT, {}, CANARY, ())

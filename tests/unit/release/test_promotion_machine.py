@@ -1,4 +1,4 @@
-"""Decisions about a candidate: advance, hold, freeze, roll back; nothing counts twice."""
+"""The promotion state machine: advance, hold, freeze, roll back; nothing counts twice."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ BOTH = (RATE, EVERY)
 # --- the way through the stages -------------------------------------------------------------------
 
 
-def test_a_candidate_passes_stage_by_stage() -> None:
+def test_candidate_advances_stage_by_stage() -> None:
     candidate, now, counted = at(OFFLINE), START, set[str]()
     for stage in STAGES:
         assert candidate.stage == stage
@@ -80,14 +80,14 @@ def test_a_candidate_passes_stage_by_stage() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_new_triple_begins_at_the_first_stage(stage: str) -> None:
+def test_unknown_triple_begins_at_the_first_stage(stage: str) -> None:
     found = enter(None, TRIPLE, LIVE, stage, START)
     assert isinstance(found, StagedCandidate if stage == OFFLINE else NotHere)
 
 
 @pytest.mark.parametrize("asked", STAGES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_no_stage_is_left_out_or_repeated(stage: str, asked: str) -> None:
+def test_no_stage_is_skipped_or_repeated(stage: str, asked: str) -> None:
     found = enter(at(stage), TRIPLE, TRIPLE if stage == FULL else LIVE, asked, START)
     if asked == stage:
         assert found == at(stage)
@@ -98,7 +98,7 @@ def test_no_stage_is_left_out_or_repeated(stage: str, asked: str) -> None:
 
 @pytest.mark.parametrize("state", [s for s in CandidateState if s is not CandidateState.ACTIVE])
 @pytest.mark.parametrize("asked", STAGES)
-def test_what_was_stopped_begins_anew(state: CandidateState, asked: str) -> None:
+def test_stopped_candidate_restarts(state: CandidateState, asked: str) -> None:
     stopped = at(
         CANARY,
         state=state,
@@ -122,14 +122,14 @@ def test_what_was_stopped_begins_anew(state: CandidateState, asked: str) -> None
     assert (found.certificates, found.shown) == ({}, {})
 
 
-def test_another_incumbent_lets_a_candidate_begin_anew() -> None:
+def test_changed_incumbent_restarts_a_candidate() -> None:
     assert isinstance(enter(at(CANARY), TRIPLE, digest("newer"), CANARY, START), NotHere)
     assert isinstance(enter(at(CANARY), TRIPLE, None, CANARY, START), NotHere)
     assert enter(at(FULL), TRIPLE, TRIPLE, FULL, START) == at(FULL)
 
 
 @pytest.mark.parametrize("asked", STAGES)
-def test_a_triple_that_was_displaced_by_its_incumbent_begins_anew(asked: str) -> None:
+def test_triple_displaced_by_its_incumbent_restarts(asked: str) -> None:
     found = enter(at(FULL), TRIPLE, LIVE, asked, START)
     if asked == OFFLINE:
         assert isinstance(found, StagedCandidate)
@@ -156,7 +156,7 @@ GONE = {digest(OFFLINE): "revoked: the key was lost"}
         (at(OFFLINE, attempt=2, state=CandidateState.BLOCKED), {}),
     ],
 )
-def test_a_violation_of_l3_rolls_back_a_live_triple_in_every_state(
+def test_l3_violation_rolls_back_a_live_triple_in_every_state(
     previous: StagedCandidate, withdrawn: dict[str, str], asked: str
 ) -> None:
     found = enter(previous, TRIPLE, TRIPLE, asked, START, withdrawn)
@@ -175,13 +175,13 @@ def test_a_violation_of_l3_rolls_back_a_live_triple_in_every_state(
             assert held.candidate.state is CandidateState.FROZEN
 
 
-def test_what_is_not_live_and_stopped_is_not_rolled_back() -> None:
+def test_stopped_candidate_that_is_not_live_is_not_rolled_back() -> None:
     found = enter(at(CANARY, state=CandidateState.FROZEN), TRIPLE, LIVE, CANARY, START)
     assert isinstance(found, NotHere)
     assert found.refutable is None
 
 
-def test_a_stopped_live_triple_is_refuted_without_counts_of_another_stage() -> None:
+def test_stopped_live_triple_ignores_counts_of_other_stages() -> None:
     counted = replace(at(FULL).window, counts={RATE.obligation: (60, 600)})
     found = enter(at(FULL, window=counted), TRIPLE, TRIPLE, CANARY, START)
     assert isinstance(found, NotHere)
@@ -190,8 +190,8 @@ def test_a_stopped_live_triple_is_refuted_without_counts_of_another_stage() -> N
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_a_slow_fault_of_a_stopped_live_triple_adds_up_over_looks(anew: bool) -> None:
-    """Whether it is frozen, or began anew meanwhile; nothing else comes of its traffic."""
+def test_slow_fault_of_a_stopped_live_triple_accumulates(anew: bool) -> None:
+    """Whether it is frozen or has restarted; its traffic has no other effect."""
     grave = demand("GRAVE", level=Level.L3)
     limits = PromotionLimits(1000 * HOUR, 1)
     candidate, counted = at(FULL, state=CandidateState.FROZEN), set[str]()
@@ -222,7 +222,7 @@ def test_a_slow_fault_of_a_stopped_live_triple_adds_up_over_looks(anew: bool) ->
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stopped_triple_neither_advances_nor_begins_its_window_anew(stage: str) -> None:
+def test_stopped_triple_neither_advances_nor_restarts_its_window(stage: str) -> None:
     mild = demand("MILD", level=Level.L1)
     bad = window("w", {mild.obligation: counts(100, 1000)}, requests=1000)
     for documents in (passing(stage, BOTH), (bad,)):
@@ -231,7 +231,7 @@ def test_a_stopped_triple_neither_advances_nor_begins_its_window_anew(stage: str
         assert (held.candidate.stage, held.candidate.epoch) == (stage, 1)
 
 
-def test_what_was_gathered_at_full_is_kept_until_the_triple_is_there_again() -> None:
+def test_counts_of_stage_full_are_kept_until_the_triple_returns() -> None:
     counted = replace(at(FULL).window, counts={RATE.obligation: (5, 200)})
     stopped = at(FULL, window=counted, state=CandidateState.FROZEN)
     anew = enter(stopped, TRIPLE, TRIPLE, OFFLINE, START)
@@ -248,7 +248,7 @@ def test_what_was_gathered_at_full_is_kept_until_the_triple_is_there_again() -> 
 # --- runs that are not trusted any more -----------------------------------------------------------
 
 
-def test_a_window_that_counted_what_is_not_trusted_begins_anew() -> None:
+def test_window_with_untrusted_counts_restarts() -> None:
     report = EvidenceDocument(
         DocumentKind.REPORT,
         "r",
@@ -275,7 +275,7 @@ def test_a_window_that_counted_what_is_not_trusted_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_without_evidence_nothing_passes(stage: str) -> None:
+def test_nothing_passes_without_evidence(stage: str) -> None:
     step = look(at(stage), BOTH)
     assert step.outcome is PromotionOutcome.HELD
     assert step.lacking
@@ -283,7 +283,7 @@ def test_without_evidence_nothing_passes(stage: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_contract_without_demands_passes_nothing(stage: str) -> None:
+def test_contract_without_demands_never_passes(stage: str) -> None:
     assert look(at(stage), [], *passing(stage, BOTH)).outcome is PromotionOutcome.HELD
 
 
@@ -299,7 +299,7 @@ def test_each_kind_of_evidence_is_needed(stage: str, left: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_certificate_that_is_not_valid_shows_nothing(stage: str) -> None:
+def test_invalid_certificate_shows_nothing(stage: str) -> None:
     documents = [replace(d, valid=d.kind is DocumentKind.WINDOW) for d in passing(stage, BOTH)]
     weak = {d.obligation: ObligationResult("inconclusive", "census") for d in BOTH}
     documents[0] = replace(documents[0], results=weak)
@@ -310,7 +310,7 @@ def test_a_certificate_that_is_not_valid_shows_nothing(stage: str) -> None:
 
 @pytest.mark.parametrize("verdict", ["inconclusive", "invalid_evidence"])
 @pytest.mark.parametrize("stage", [SHADOW, CANARY, FULL])
-def test_invalid_traffic_holds_and_begins_the_window_anew(stage: str, verdict: str) -> None:
+def test_invalid_traffic_holds_and_restarts_the_window(stage: str, verdict: str) -> None:
     one = demand("S", family=Family.STATISTICAL)
     shown, traffic = passing(stage, [one])
     bad = replace(
@@ -342,7 +342,7 @@ def test_traffic_without_usable_counts_shows_no_rate(result: ObligationResult) -
     assert step.rows[0].status == "open"
 
 
-def test_a_census_of_pinned_rows_shows_no_rate_of_traffic_and_a_proof_does() -> None:
+def test_rate_of_traffic_is_shown_by_a_proof_not_by_a_census() -> None:
     for evidence, wanted in (
         ("census", PromotionOutcome.HELD),
         ("proof", PromotionOutcome.ADVANCED),
@@ -353,7 +353,7 @@ def test_a_census_of_pinned_rows_shows_no_rate_of_traffic_and_a_proof_does() -> 
         assert look(at(CANARY), BOTH, shown, every, traffic).outcome is wanted
 
 
-def test_traffic_never_shows_that_no_unit_is_ever_beyond() -> None:
+def test_traffic_never_shows_a_zero_rate() -> None:
     clean = window(
         "w", {EVERY.obligation: ObligationResult("held", "census", 0, 10**6)}, requests=10**6
     )
@@ -361,13 +361,13 @@ def test_traffic_never_shows_that_no_unit_is_ever_beyond() -> None:
     assert step.outcome is PromotionOutcome.HELD
 
 
-def test_one_unit_beyond_refutes_that_none_is() -> None:
-    """Whatever the verdict of the row says."""
+def test_one_violating_unit_refutes_a_zero_rate() -> None:
+    """For any verdict of the row."""
     results = {EVERY.obligation: ObligationResult("held", "census", 1, 10**6)}
     assert look(at(CANARY), [EVERY], window("w", results)).outcome is PromotionOutcome.ROLLED_BACK
 
 
-def test_a_report_refutes_offline_and_shows_nothing_there() -> None:
+def test_report_can_refute_but_not_show_offline() -> None:
     report = EvidenceDocument(
         DocumentKind.REPORT, "r", digest("r"), frozenset(), {EVERY.obligation: HELD}
     )
@@ -393,14 +393,14 @@ def test_unknown_obligations_and_empty_documents_do_not_count() -> None:
 # --- the stability window -------------------------------------------------------------------------
 
 
-def test_the_window_needs_its_time() -> None:
+def test_window_must_last_long_enough() -> None:
     shown, traffic = passing(CANARY, BOTH)
     for minutes, wanted in ((59, PromotionOutcome.HELD), (60, PromotionOutcome.ADVANCED)):
         short = replace(traffic, period=Period(START, START + timedelta(minutes=minutes)))
         assert look(at(CANARY), BOTH, shown, short).outcome is wanted
 
 
-def test_time_that_several_windows_cover_counts_once() -> None:
+def test_overlapping_time_counts_once() -> None:
     shown, first = passing(CANARY, BOTH)
     half = timedelta(minutes=30)
     shards = [
@@ -414,7 +414,7 @@ def test_time_that_several_windows_cover_counts_once() -> None:
     assert look(at(CANARY), BOTH, shown, *shards, rest).outcome is PromotionOutcome.ADVANCED
 
 
-def test_every_slice_needs_its_requests() -> None:
+def test_every_slice_needs_enough_requests() -> None:
     rare = demand("RATE", "rare")
     shown, traffic = passing(CANARY, [RATE, rare])
     few = replace(traffic, requests={"all": 2000, "rare": 99})
@@ -423,7 +423,7 @@ def test_every_slice_needs_its_requests() -> None:
     assert step.lacking == ("100 requests of rare; there are 99",)
 
 
-def test_windows_of_the_future_and_of_another_stage_do_not_count() -> None:
+def test_future_windows_and_other_stages_do_not_count() -> None:
     shown, traffic = passing(CANARY, BOTH)
     early = window("early", traffic.results, start=START - HOUR, lasts=2 * HOUR)
     late = window("late", traffic.results, start=START, lasts=3 * HOUR)
@@ -436,7 +436,7 @@ def test_windows_of_the_future_and_of_another_stage_do_not_count() -> None:
 # --- nothing counts twice -------------------------------------------------------------------------
 
 
-def test_a_window_counts_once() -> None:
+def test_window_counts_once() -> None:
     traffic = window("w", {RATE.obligation: counts(0, 300)}, requests=300)
     copy = replace(traffic, name="copy", identity=digest("another text of the same tables"))
     step = look(at(CANARY), [RATE], traffic, copy, traffic)
@@ -447,7 +447,7 @@ def test_a_window_counts_once() -> None:
     assert again.counted == ()
 
 
-def test_a_window_with_a_table_that_was_counted_does_not_count() -> None:
+def test_window_with_a_counted_table_does_not_count() -> None:
     one, two = (window(n, {RATE.obligation: counts(0, 300)}) for n in ("one", "two"))
     later = Period(START, START + 2 * HOUR)
     joined = replace(two, name="joined", parts=one.parts | two.parts, period=later)
@@ -456,8 +456,8 @@ def test_a_window_with_a_table_that_was_counted_does_not_count() -> None:
     assert step.candidate.window.counts == {RATE.obligation: (0, 300)}
 
 
-def test_samples_of_the_same_requests_count_once() -> None:
-    """Measuring one file of requests ten times shows no more than measuring it once."""
+def test_samples_of_equal_requests_count_once() -> None:
+    """Ten measurements of one file of requests show no more than one."""
     once = counts(0, 300)
     reports = [
         EvidenceDocument(
@@ -486,9 +486,11 @@ def test_samples_of_the_same_requests_count_once() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_another_document_did_not_sample_is_no_repetition(first: int) -> None:
-    """Certificates of `verify` name the data too, and evaluations of single slices share its file:
-    whichever has the smaller digest, each obligation counts once."""
+def test_obligations_sampled_elsewhere_are_not_repetitions(first: int) -> None:
+    """Certificates of `verify` name the data too, and evaluations of single slices share its file.
+
+    In any order of digests, each obligation counts once.
+    """
     other = demand("RATE", "b")
     mean = ObligationResult("held", "sample")
     told: tuple[dict[str, ObligationResult], ...] = (
@@ -506,7 +508,7 @@ def test_what_another_document_did_not_sample_is_no_repetition(first: int) -> No
 
 
 @given(st.permutations(range(6)), st.integers(1, 5))
-def test_counts_do_not_depend_on_order_and_grouping(order: list[int], cut: int) -> None:
+def test_counts_are_independent_of_order_and_grouping(order: list[int], cut: int) -> None:
     parts = [(0, 100), (1, 50), (2, 400), (0, 7), (3, 500), (1, 90)]
     documents = [
         window(f"w{i}", {RATE.obligation: counts(*parts[i])}, lasts=timedelta(minutes=i + 1))
@@ -518,8 +520,8 @@ def test_counts_do_not_depend_on_order_and_grouping(order: list[int], cut: int) 
     assert then.candidate.documents == 6
 
 
-def test_invalid_evidence_holds_although_its_requests_counted_before() -> None:
-    """The second report of one file of requests has a NaN: it is no repetition to be left out."""
+def test_invalid_evidence_holds_even_for_counted_requests() -> None:
+    """The second report of one file of requests has a NaN: it is not skipped as a repetition."""
     first = certificate("c", {RATE.obligation: counts(0, 3000), EVERY.obligation: HELD})
     broken = ObligationResult("invalid_evidence", "sample", reason="3 values are not finite")
     report = EvidenceDocument(
@@ -541,8 +543,11 @@ def test_invalid_evidence_holds_although_its_requests_counted_before() -> None:
 
 
 def test_pinned_rows_do_not_dilute_traffic() -> None:
-    """Of 1000 requests of traffic 1.5 % are beyond the 1 % that may be; 20,000 pinned rows without
-    any would show 0.07 %. Traffic decides, in every order and over several looks."""
+    """Of 1000 requests of traffic 1.5 % violate, more than the admitted 1 %.
+
+    With 20,000 pinned rows without violations the rate would be 0.07 %. Traffic decides, in every
+    order and over several looks.
+    """
     report = EvidenceDocument(
         DocumentKind.REPORT,
         "r",
@@ -575,7 +580,7 @@ def test_pinned_rows_do_not_dilute_traffic() -> None:
 # --- alarms ---------------------------------------------------------------------------------------
 
 
-def test_a_rate_far_beyond_freezes() -> None:
+def test_rate_far_beyond_its_limit_freezes() -> None:
     step = look(at(CANARY), [RATE], window("w", {RATE.obligation: counts(100, 1000)}))
     assert step.outcome is PromotionOutcome.FROZEN
     assert "100 of 1000 are beyond (10 %), 1 % may be" in step.rows[0].reason
@@ -584,10 +589,10 @@ def test_a_rate_far_beyond_freezes() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("counted", [(None, None), (0, 0), (5, None), (5, 4)])
-def test_a_signed_failure_of_a_rate_without_counts_is_a_violation(
+def test_signed_failure_without_counts_is_a_violation(
     stage: str, counted: tuple[int | None, int | None]
 ) -> None:
-    """Certificates carry counts for clauses with a budget alone."""
+    """Certificates contain counts only for clauses with a budget."""
     grave = demand("R-P50", family=Family.RUNTIME, level=Level.L3)
     failed = ObligationResult("violated", "sample", *counted, "latency is 5 instead of <= 0.1")
     signed = certificate("c", {grave.obligation: failed}, valid=False)
@@ -602,22 +607,22 @@ def test_a_signed_failure_of_a_rate_without_counts_is_a_violation(
 
 
 @pytest.mark.parametrize("verdict", ["inconclusive", "held"])
-def test_a_certificate_of_a_rate_without_counts_that_states_no_failure_holds(verdict: str) -> None:
+def test_certificate_without_counts_and_failure_holds(verdict: str) -> None:
     undecided = certificate("c", {RATE.obligation: ObligationResult(verdict, "sample")})
     step = look(at(CANARY), [RATE], undecided)
     assert step.outcome is PromotionOutcome.HELD
     assert step.rows[0].status == "open"
 
 
-def test_chance_raises_no_alarm_and_shows_nothing() -> None:
-    """12 of 1000 beyond 1 %: more than allowed, and no evidence of it."""
+def test_excess_by_chance_neither_alarms_nor_shows() -> None:
+    """12 of 1000 beyond 1 %: more than admitted, but not significant."""
     step = look(at(CANARY), [RATE], window("w", {RATE.obligation: counts(12, 1000)}))
     assert step.outcome is PromotionOutcome.HELD
     assert step.rows[0].status == "open"
 
 
-def test_a_late_fault_is_seen_beside_much_good_traffic() -> None:
-    """10^6 good requests outweigh 60 bad ones of 1000 together, and not by themselves."""
+def test_late_fault_is_detected_after_much_good_traffic() -> None:
+    """Together 10^6 good requests outweigh 60 bad ones of 1000; separately they do not."""
     good = look(
         at(FULL),
         [RATE],
@@ -631,8 +636,8 @@ def test_a_late_fault_is_seen_beside_much_good_traffic() -> None:
     assert step.rows[0].reason.startswith(f"late (sha256:{digest('file late')[:12]}): ")
 
 
-def test_a_slow_fault_is_seen_over_the_whole_window() -> None:
-    """No window of 200 requests shows 2 % beside 1 %; thirty of them do."""
+def test_slow_fault_is_detected_over_the_whole_window() -> None:
+    """No window of 200 requests distinguishes 2 % from 1 %; thirty of them do."""
     candidate, counted = at(FULL), set[str]()
     for i in range(30):
         part = window(
@@ -650,7 +655,7 @@ def test_a_slow_fault_is_seen_over_the_whole_window() -> None:
     assert step.rows[0].reason.startswith("over the whole window")
 
 
-def test_a_violation_of_l1_begins_the_window_anew() -> None:
+def test_l1_violation_restarts_the_window() -> None:
     mild = demand("MILD", level=Level.L1)
     step = look(at(CANARY), [mild], window("w", {mild.obligation: counts(100, 1000)}))
     assert step.outcome is PromotionOutcome.BLOCKED
@@ -659,8 +664,8 @@ def test_a_violation_of_l1_begins_the_window_anew() -> None:
     assert step.candidate.documents == 1
 
 
-def test_an_alarm_gets_harder_with_each_window_and_each_clause() -> None:
-    """So that their chances of a false one add up to the error."""
+def test_alarm_threshold_rises_with_windows_and_clauses() -> None:
+    """The chances of false alarms then sum to the error."""
     borderline = counts(27, 1000)
     alone = look(at(FULL), [RATE], window("w", {RATE.obligation: borderline}))
     assert alone.outcome is PromotionOutcome.FROZEN
@@ -702,8 +707,8 @@ def test_false_decisions_are_rarer_than_the_error() -> None:
     assert passes / runs < 0.05
 
 
-def test_a_restarted_window_shows_at_a_smaller_error() -> None:
-    """377 without any show 1 % at 5 %; each restart asks for more."""
+def test_restarted_window_uses_a_smaller_error() -> None:
+    """377 without violations show 1 % at 5 %; each restart needs more."""
     fewest = {}
     for epoch in (1, 2, 5):
         n = next(
@@ -721,7 +726,7 @@ def test_a_restarted_window_shows_at_a_smaller_error() -> None:
 
 
 def sampled(name: str, verdict: str, looks: int = 1) -> EvidenceDocument:
-    """Return a report of new requests with a mean that was sampled."""
+    """Return a report of new requests with a sampled mean."""
     return EvidenceDocument(
         DocumentKind.REPORT,
         name,
@@ -733,7 +738,7 @@ def sampled(name: str, verdict: str, looks: int = 1) -> EvidenceDocument:
     )
 
 
-def test_a_mean_counts_within_the_fewest_looks_that_were_planned() -> None:
+def test_mean_counts_within_the_planned_number_of_looks() -> None:
     first = look(at(CANARY), [MEAN], sampled("one", "inconclusive"))
     assert first.rows[0].status == "open"
     second = look(first.candidate, [MEAN], sampled("two", "held"), counted=first.counted)
@@ -754,11 +759,11 @@ def test_a_mean_counts_within_the_fewest_looks_that_were_planned() -> None:
     assert third.candidate.planned["canary MEAN/all/0"] == 2
 
 
-def test_means_have_no_limits_at_any_number_of_looks() -> None:
+def test_means_have_no_anytime_limits() -> None:
     assert look(at(CANARY), [MEAN], sampled("one", "held", looks=0)).rows[0].status == "open"
 
 
-def test_looks_are_remembered_by_later_attempts() -> None:
+def test_looks_count_for_later_attempts() -> None:
     failed = look(
         at(OFFLINE),
         [MEAN],
@@ -774,7 +779,7 @@ def test_looks_are_remembered_by_later_attempts() -> None:
 # --- certificates that end ------------------------------------------------------------------------
 
 
-def test_what_a_certificate_showed_ends_with_it() -> None:
+def test_shown_results_expire_with_their_certificate() -> None:
     until = START + 2 * HOUR
     signed = certificate("c", {EVERY.obligation: HELD}, until=until)
     first = look(at(CANARY), [EVERY], signed, now=until - HOUR)
@@ -786,7 +791,7 @@ def test_what_a_certificate_showed_ends_with_it() -> None:
 
 
 @pytest.mark.parametrize("stage", [SHADOW, CANARY, FULL])
-def test_a_candidate_with_a_withdrawn_certificate_begins_anew(stage: str) -> None:
+def test_candidate_with_a_withdrawn_certificate_restarts(stage: str) -> None:
     withdrawn = {digest(OFFLINE): "revoked: the key was lost"}
     live = TRIPLE if stage == FULL else LIVE
     found = enter(at(stage), TRIPLE, live, stage, START, withdrawn)
@@ -797,14 +802,14 @@ def test_a_candidate_with_a_withdrawn_certificate_begins_anew(stage: str) -> Non
     assert (anew.attempt, anew.incumbent) == (2, LIVE)
 
 
-def test_a_live_candidate_that_begins_anew_keeps_its_incumbent() -> None:
+def test_restarted_live_candidate_keeps_its_incumbent() -> None:
     stopped = at(FULL, state=CandidateState.FROZEN)
     anew = enter(stopped, TRIPLE, TRIPLE, OFFLINE, START)
     assert isinstance(anew, StagedCandidate)
     assert anew.incumbent == LIVE
 
 
-def test_an_ended_certificate_of_an_earlier_stage_does_not_matter() -> None:
+def test_expired_certificate_of_an_earlier_stage_is_ignored() -> None:
     step = look(at(SHADOW), BOTH, *passing(SHADOW, BOTH), ended={digest(OFFLINE)})
     assert step.outcome is PromotionOutcome.ADVANCED
     full = look(at(FULL), [RATE], passing(FULL, [RATE])[1], ended={digest(CANARY)})
@@ -815,7 +820,7 @@ def test_an_ended_certificate_of_an_earlier_stage_does_not_matter() -> None:
 # --- as plain data --------------------------------------------------------------------------------
 
 
-def test_a_candidate_is_read_as_it_was_written() -> None:
+def test_candidate_survives_a_round_trip() -> None:
     shown, traffic = passing(CANARY, BOTH)
     signed = replace(shown, valid_until=START + 99 * HOUR)
     for candidate in (

@@ -35,7 +35,7 @@ BLOCKED, FROZEN, BACK = (
     PromotionOutcome.FROZEN,
     PromotionOutcome.ROLLED_BACK,
 )
-# Written out by hand, family by family: at offline-ci, shadow, canary, full.
+# Written by hand, family by family: at offline-ci, shadow, canary, full.
 REACTIONS: dict[
     tuple[Family, Level],
     tuple[PromotionOutcome, PromotionOutcome, PromotionOutcome, PromotionOutcome],
@@ -106,7 +106,7 @@ def test_every_stage_reacts_to_every_family_and_level(
 
 
 @pytest.mark.parametrize(("family", "hard", "repeatable"), list(DUE))
-def test_every_stage_demands_the_clauses_of_the_paper(
+def test_every_stage_demands_the_clauses_of_the_table(
     family: Family, hard: bool, repeatable: bool
 ) -> None:
     one = demand(family=family, hard=hard, repeatable=repeatable)
@@ -115,7 +115,7 @@ def test_every_stage_demands_the_clauses_of_the_paper(
 
 @pytest.mark.parametrize(("family", "hard", "repeatable"), list(DUE))
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_clause_without_evidence_holds_the_stages_that_demand_it(
+def test_clause_without_evidence_holds_its_stages(
     stage: str, family: Family, hard: bool, repeatable: bool
 ) -> None:
     shown = demand("OTHER")
@@ -134,9 +134,7 @@ def test_a_clause_without_evidence_holds_the_stages_that_demand_it(
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("level", list(Level))
 @pytest.mark.parametrize("action", ACTIONS)
-def test_an_action_makes_a_reaction_more_severe_and_never_milder(
-    action: str, level: Level, stage: str
-) -> None:
+def test_action_can_only_make_a_reaction_more_severe(action: str, level: Level, stage: str) -> None:
     order = list(Reaction)
     usual = reaction(stage, level, "log")
     found = reaction(stage, level, action)
@@ -149,14 +147,14 @@ def test_an_action_makes_a_reaction_more_severe_and_never_milder(
 
 @pytest.mark.parametrize("level", list(Level))
 @pytest.mark.parametrize("action", ACTIONS)
-def test_offline_only_a_live_triple_is_rolled_back(action: str, level: Level) -> None:
+def test_only_a_live_triple_is_rolled_back_offline(action: str, level: Level) -> None:
     back = level is Level.L3 or action in ("fallback", "rollback")
     wanted = Reaction.ROLL_BACK if back else Reaction.BLOCK
     assert reaction(OFFLINE, level, action, live=True) is wanted
     assert reaction(OFFLINE, level, action) is Reaction.BLOCK
 
 
-def test_the_worst_reaction_of_several_counts() -> None:
+def test_most_severe_reaction_applies() -> None:
     mild, grave = demand("MILD", level=Level.L1), demand("GRAVE", level=Level.L3)
     broken = {d.obligation: ObligationResult("violated", "census") for d in (mild, grave)}
     step = look(at(CANARY), [mild, grave], certificate("c", broken, valid=False))
@@ -172,7 +170,7 @@ def by_name(program: Program) -> dict[str, Demand]:
     return {one.obligation: one for one in demands_of(program, RULES)}
 
 
-def test_demands_are_the_obligations_of_the_contract(by_name: dict[str, Demand]) -> None:
+def test_demands_equal_the_obligations_of_the_contract(by_name: dict[str, Demand]) -> None:
     assert list(by_name) == [
         "N-ATTN-0/long/0", "N-KL/all/0", "N-KL/long/0", "N-BOTH/all/0", "N-BOTH/all/1",
         "R-LAT/all/0", "O-TRACE/all/0",
@@ -188,9 +186,7 @@ def test_demands_are_the_obligations_of_the_contract(by_name: dict[str, Demand])
     assert by_name["O-TRACE/all/0"].reaction(CANARY) is Reaction.ROLL_BACK
 
 
-def test_the_action_of_a_clause_counts_before_that_of_the_policy(
-    program: Program, folder: Path
-) -> None:
+def test_action_of_a_clause_precedes_the_policy(program: Program, folder: Path) -> None:
     path = folder / "contract.yaml"
     text = path.read_text(encoding="utf-8")
     old = "N-KL: {require: p99(kl) <= 0.02, slices: [all, long], level: L2}"

@@ -1,4 +1,4 @@
-"""`kcdsl check` from end to end: what was changed is named, and the exit code is 4."""
+"""`kcdsl check` end to end: changes are named, with exit code 4."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def test_an_untouched_certificate_is_valid(check: Check) -> None:
+def test_unchanged_certificate_is_valid(check: Check) -> None:
     code, report = check("--complete")
     assert (code, report["verdict"], report["schema"]) == (0, "valid", "kcdsl.check/2")
     assert report["signers"] == ["kcdsl.key.pub"]
@@ -85,9 +85,7 @@ def test_an_untouched_certificate_is_valid(check: Check) -> None:
     assert len(report["checks"]) == 17
 
 
-def test_a_long_check_shows_how_much_of_the_checkpoint_is_hashed(
-    check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_check_shows_hashing_progress(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[str, int, int]] = []
 
     @contextmanager
@@ -102,7 +100,7 @@ def test_a_long_check_shows_how_much_of_the_checkpoint_is_hashed(
     assert heard == [("MiB hashed", 0, 0)]
 
 
-def test_the_table_names_every_step(cli: Cli, folder: Path, certificate: Path) -> None:
+def test_check_table_names_every_step(cli: Cli, folder: Path, certificate: Path) -> None:
     ran = cli("check", certificate, "--at", AT, "--key", "kcdsl.key.pub", cwd=folder)
     assert ran.code == 0
     assert ran.stderr == ""
@@ -110,7 +108,7 @@ def test_the_table_names_every_step(cli: Cli, folder: Path, certificate: Path) -
         assert word in ran.stdout
 
 
-def test_assumptions_stand_before_the_verdict_of_what_is_accepted_alone(
+def test_assumptions_of_accepted_certificates_precede_the_verdict(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     done = tuple(Step(name, StepOutcome.OK) for name in STEPS)
@@ -151,7 +149,7 @@ def test_assumptions_stand_before_the_verdict_of_what_is_accepted_alone(
         ),
     ],
 )
-def test_a_change_of_the_triple_is_named(
+def test_changed_triple_is_named(
     file: str, old: str | None, new: str, reason: str, words: str, folder: Path, check: Check
 ) -> None:
     if old is None:
@@ -169,12 +167,12 @@ def test_a_change_of_the_triple_is_named(
     assert name in {"subject", "components"}
 
 
-def test_a_comment_in_the_contract_changes_nothing(folder: Path, check: Check) -> None:
+def test_comment_in_the_contract_changes_nothing(folder: Path, check: Check) -> None:
     _edit(folder / "contract.yaml", "kcdsl: 1", "# a comment\nkcdsl: 1")
     assert check()[0] == 0
 
 
-def test_a_changed_kernel_build_is_named(folder: Path, check: Check) -> None:
+def test_changed_kernel_build_is_named(folder: Path, check: Check) -> None:
     from kcdsl.check.compile import load_program
     from kcdsl.model.fingerprint import kernel_fingerprint
 
@@ -199,7 +197,7 @@ def _reload(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return bundle, json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
 
 
-def test_a_changed_clause_result_or_signature_is_named(certificate: Path, check: Check) -> None:
+def test_changed_result_or_signature_is_named(certificate: Path, check: Check) -> None:
     bundle, payload = _reload(certificate)
     payload["predicate"]["clauses"][1]["value"] = "0"
     inner = bundle["dsseEnvelope"]
@@ -219,7 +217,7 @@ def test_a_changed_clause_result_or_signature_is_named(certificate: Path, check:
     assert _first(report)[:2] == ("signatures", "signature/none-trusted")
 
 
-def test_another_key_is_not_trusted(folder: Path, check: Check) -> None:
+def test_other_key_is_not_trusted(folder: Path, check: Check) -> None:
     other = folder / "other.pub"
     other.write_bytes(generate().public.pem)
     code, report = check("--key", str(other))
@@ -231,7 +229,7 @@ def test_another_key_is_not_trusted(folder: Path, check: Check) -> None:
     assert (code, _first(report)[1]) == (4, "signature/threshold")
 
 
-def test_time_stage_and_sequence(check: Check) -> None:
+def test_time_stage_and_sequence_are_checked(check: Check) -> None:
     for words, at, reason in (
         ([], "2026-11-30T11:59:59Z", "validity/not-yet"),
         ([], "2027-02-28T12:00:00Z", "validity/expired"),
@@ -243,7 +241,7 @@ def test_time_stage_and_sequence(check: Check) -> None:
     assert check("--stage", "offline-ci", "--minimum-sequence", "0")[0] == 0
 
 
-def test_a_symlinked_checkpoint_is_invalid(folder: Path, check: Check) -> None:
+def test_symlinked_checkpoint_is_invalid(folder: Path, check: Check) -> None:
     (folder / "real").write_bytes((folder / "model.safetensors").read_bytes())
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to(folder / "real")
@@ -253,7 +251,7 @@ def test_a_symlinked_checkpoint_is_invalid(folder: Path, check: Check) -> None:
     assert (code, _first(report)[1]) == (4, "checkpoint/symlink")
 
 
-def test_a_changed_proof_file_is_invalid(certificate: Path, check: Check) -> None:
+def test_changed_proof_file_is_invalid(certificate: Path, check: Check) -> None:
     proof = certificate.parent / "N-ATTN-0.proof.json"
     code, report = check()
     assert (code, _reasons(report)["proofs"]) == (0, "proof/not-rederived")
@@ -271,7 +269,7 @@ def test_a_changed_proof_file_is_invalid(certificate: Path, check: Check) -> Non
     assert _reasons(report)["recount"] == "recount/no-data"
 
 
-def test_the_signature_alone_is_looked_at_where_it_is_asked_for(
+def test_signature_only_check_on_request(
     folder: Path, certificate: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from kcdsl_certs.__main__ import main
@@ -297,12 +295,12 @@ def test_the_signature_alone_is_looked_at_where_it_is_asked_for(
         assert main([*words, "--signature-only", more]) == 2
 
 
-def test_a_recheck_of_something_that_is_no_proof_is_invalid(check: Check) -> None:
+def test_recheck_of_an_invalid_proof_is_invalid(check: Check) -> None:
     code, report = check("--recheck")
     assert (code, _first(report)[:2]) == (4, ("proofs", "proof/not-confirmed"))
 
 
-def test_a_recheck_without_its_checker_is_invalid(
+def test_recheck_without_its_checker_is_invalid(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "kcdsl_certs.recheck", None)
@@ -311,7 +309,7 @@ def test_a_recheck_without_its_checker_is_invalid(
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"not json", b"\xff\xfe", b"[" * 10_000])
-def test_anything_else_than_a_certificate_is_invalid(
+def test_files_other_than_certificates_are_invalid(
     content: bytes, certificate: Path, check: Check
 ) -> None:
     certificate.write_bytes(content)
@@ -320,7 +318,7 @@ def test_anything_else_than_a_certificate_is_invalid(
 
 
 @pytest.mark.parametrize("words", [("check",), ("show",), ("register", "add", "--register", "r")])
-def test_a_statement_is_told_from_a_certificate(
+def test_unsigned_statement_is_distinguished_from_a_certificate(
     words: tuple[str, ...], folder: Path, certificate: Path, cli: Cli
 ) -> None:
     bundle = json.loads(certificate.read_bytes())
@@ -333,7 +331,7 @@ def test_a_statement_is_told_from_a_certificate(
 
 
 @pytest.mark.parametrize("command", ["check", "show"])
-def test_steps_that_were_not_run_are_one_line(
+def test_skipped_steps_are_one_line(
     command: str, folder: Path, certificate: Path, cli: Cli
 ) -> None:
     certificate.write_text("{}")
@@ -345,7 +343,7 @@ def test_steps_that_were_not_run_are_one_line(
     assert "step/earlier-failed" not in text
 
 
-def test_a_private_key_in_place_of_a_public_one_is_named(
+def test_private_key_given_as_public_key_is_named(
     folder: Path, certificate: Path, cli: Cli
 ) -> None:
     ran = cli("check", certificate, "--key", "kcdsl.key", cwd=folder)
@@ -353,7 +351,7 @@ def test_a_private_key_in_place_of_a_public_one_is_named(
     assert "help: name the file beside it that ends in .pub" in ran.stderr
 
 
-def test_the_stand_alone_checker_agrees(
+def test_standalone_checker_agrees(
     folder: Path,
     certificate: Path,
     cli: Cli,
@@ -381,7 +379,7 @@ EVIDENCE = ("trace.parquet", "trace.jsonl", "report.json", "kernels.json")
 
 
 @pytest.mark.parametrize("name", EVIDENCE)
-def test_a_changed_file_of_evidence_is_found_and_a_missing_one_said(
+def test_changed_and_missing_evidence_files_are_reported(
     name: str, certificate: Path, check: Check
 ) -> None:
     file = certificate.parent / name
@@ -407,7 +405,7 @@ ABSENT = {
 
 
 @pytest.mark.parametrize("name", ABSENT)
-def test_nothing_is_complete_where_a_file_that_it_rests_on_is_absent(
+def test_missing_evidence_makes_the_check_incomplete(
     name: str, folder: Path, certificate: Path, cli: Cli
 ) -> None:
     words = (
@@ -430,7 +428,7 @@ def test_nothing_is_complete_where_a_file_that_it_rests_on_is_absent(
 
 
 @pytest.mark.parametrize("option", ["--kernels", "--checkpoint", "--policy", "--revocations"])
-def test_nothing_is_complete_where_a_file_of_an_option_is_absent(
+def test_missing_file_of_an_option_makes_the_check_incomplete(
     option: str, folder: Path, certificate: Path, cli: Cli
 ) -> None:
     words = ("check", certificate, "--at", AT, "--key", "kcdsl.key.pub", "--complete")
@@ -440,13 +438,13 @@ def test_nothing_is_complete_where_a_file_of_an_option_is_absent(
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_every_kind_of_evidence_is_missed(role: str, tmp_path: Path) -> None:
+def test_every_missing_kind_of_evidence_is_reported(role: str, tmp_path: Path) -> None:
     found = EvidenceFolder(tmp_path)
     found.examine((EvidenceFile(role, "absent.file", "0" * 64),))
     assert found.missing == ["absent.file"]
 
 
-def test_coverage_is_not_recounted_without_data_and_that_is_said(
+def test_skipped_recount_without_data_is_reported(
     folder: Path, certificate: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from kcdsl_certs.__main__ import main
@@ -498,7 +496,7 @@ CASES = [_case(str(n), 6, f"centre {n}") for n in range(3)]
         ([*CASES[:2], _case("2", 1, "centre 2")], "recount/case-mismatch"),
     ],
 )
-def test_the_cases_of_a_proof_are_the_rows_of_the_slice(
+def test_cases_of_a_proof_must_match_the_rows_of_the_slice(
     cases: list[dict[str, Any]],
     reason: str | None,
     folder: Path,
@@ -506,7 +504,7 @@ def test_the_cases_of_a_proof_are_the_rows_of_the_slice(
     bound_proof: Callable[..., bytes],
     cli: Cli,
 ) -> None:
-    """Signed, bound to the clause, and as many cases as are stated: what is proved are others."""
+    """Signed, bound to the clause, with the stated number of cases, but about other rows."""
     (folder / "prompts.jsonl").write_text(THREE)
     program = load_program(folder / "contract.yaml")
     proof = bound_proof(cases=cases)
@@ -543,7 +541,7 @@ def test_the_cases_of_a_proof_are_the_rows_of_the_slice(
         (3, {"long": ("0", "1", "2")}, "recount/rows-missing"),
     ],
 )
-def test_the_units_of_a_measured_result_are_the_rows_of_the_slice(
+def test_units_of_a_result_must_match_the_rows_of_the_slice(
     n: int,
     slices: dict[str, tuple[str, ...]],
     reason: str | None,
@@ -552,7 +550,7 @@ def test_the_units_of_a_measured_result_are_the_rows_of_the_slice(
     rest_on: Callable[..., Any],
     cli: Cli,
 ) -> None:
-    """The report and the records that are signed say the same as the statement."""
+    """The signed report and records agree with the statement."""
     (folder / "prompts.jsonl").write_text(THREE)
     program = load_program(folder / "contract.yaml")
     required = next(r for r in required_clauses(program, folder) if r.id == "N-KL")
@@ -649,7 +647,7 @@ def test_two_certificates_cover_a_contract_together(
         (["CERT", "--at", "2026-12-01"], "KC647"),
     ],
 )
-def test_what_cannot_run_says_why(
+def test_impossible_checks_state_the_reason(
     words: list[str], code: str, folder: Path, certificate: Path, cli: Cli
 ) -> None:
     named = [str(certificate) if word == "CERT" else word for word in words]
@@ -662,7 +660,7 @@ def test_what_cannot_run_says_why(
     assert "Traceback" not in ran.stderr
 
 
-def test_without_a_trusted_key_the_way_out_is_said(
+def test_missing_trusted_key_is_reported_with_help(
     folder: Path, certificate: Path, cli: Cli
 ) -> None:
     ran = cli("check", certificate, cwd=folder)

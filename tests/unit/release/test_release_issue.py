@@ -1,4 +1,4 @@
-"""Issuing: the same results give the same payload, and nothing is overstated."""
+"""Issuing certificates: deterministic payloads, no overstatement."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _census(program: Program, folder: Path, **numbers: Any) -> CertifiedClause:
     return results_for(required, **{**filled, **numbers})
 
 
-def test_the_same_results_give_the_same_bytes(
+def test_equal_results_give_equal_bytes(
     program: Program, folder: Path, key: SigningKey, evidence: tuple[EvidenceFile, ...]
 ) -> None:
     fixed = ed25519_from_seed(bytes(32))
@@ -93,7 +93,7 @@ def test_the_same_results_give_the_same_bytes(
         ({"value": Fraction("0.03"), "verdict": Verdict.INCONCLUSIVE}, Verdict.FAILED),
     ],
 )
-def test_a_verdict_is_weakened_to_what_its_numbers_admit(
+def test_verdict_is_weakened_to_its_numbers(
     numbers: dict[str, Any], verdict: Verdict, program: Program, folder: Path
 ) -> None:
     assert _census(program, folder, **numbers).verdict is verdict
@@ -110,7 +110,7 @@ def test_a_verdict_is_weakened_to_what_its_numbers_admit(
         {"evidence": Evidence.PROOF_REAL, "bound": 0.01},
     ],
 )
-def test_results_that_support_nothing_are_refused(
+def test_results_without_support_are_refused(
     numbers: dict[str, Any], program: Program, folder: Path
 ) -> None:
     with pytest.raises(Refusal) as caught:
@@ -118,7 +118,7 @@ def test_results_that_support_nothing_are_refused(
     assert caught.value.diagnostics[0].code.id == "KC645"
 
 
-def test_what_the_contract_does_not_know_is_refused(
+def test_results_unknown_to_the_contract_are_refused(
     program: Program, folder: Path, key: SigningKey
 ) -> None:
     known = _census(program, folder, value=Fraction(1, 100))
@@ -132,7 +132,7 @@ def test_what_the_contract_does_not_know_is_refused(
         issue(program=program, base=folder, clauses=[], keys=[key])
 
 
-def test_measured_results_name_what_they_rest_on(
+def test_measured_results_name_their_evidence(
     program: Program, folder: Path, key: SigningKey, evidence: tuple[EvidenceFile, ...]
 ) -> None:
     clauses = [_census(program, folder, value=Fraction(1, 100))]
@@ -142,7 +142,7 @@ def test_measured_results_name_what_they_rest_on(
 
 
 @pytest.mark.parametrize(("named", "wanted"), [(True, "PASSED"), (False, "INCONCLUSIVE")])
-def test_times_of_a_machine_that_is_not_named_are_left_open(
+def test_times_of_an_unnamed_machine_are_inconclusive(
     program: Program,
     folder: Path,
     proof: bytes,
@@ -170,7 +170,7 @@ def test_times_of_a_machine_that_is_not_named_are_left_open(
     assert ("machine" in found.get("reason", "")) is not named
 
 
-def test_without_a_key_it_is_the_statement_alone(
+def test_unsigned_output_is_a_statement(
     program: Program, folder: Path, key: SigningKey, evidence: tuple[EvidenceFile, ...]
 ) -> None:
     def made(*keys: SigningKey) -> bytes:
@@ -183,7 +183,7 @@ def test_without_a_key_it_is_the_statement_alone(
         parse_bundle(made())
 
 
-def test_the_triple_needs_its_files(program: Program, folder: Path) -> None:
+def test_triple_needs_its_files(program: Program, folder: Path) -> None:
     before = build_triple(program, folder)
     (folder / "tokenizer.json").write_text("{}")
     after = build_triple(program, folder)
@@ -199,7 +199,7 @@ def test_fingerprints_with_floats_are_refused(program: Program, folder: Path) ->
         build_triple(program, folder, fingerprints=prints)
 
 
-def test_a_certificate_is_written_whole_or_not_at_all(
+def test_certificate_is_written_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "made" / "c.json"
@@ -245,11 +245,11 @@ def _texts(formula: Formula) -> list[list[str]]:
         (Not(HasFields(("x",))), []),
     ],
 )
-def test_normal_form(formula: Formula, expected: list[list[str]]) -> None:
+def test_disjunctive_normal_form(formula: Formula, expected: list[list[str]]) -> None:
     assert _texts(formula) == expected
 
 
-def test_quantifiers_and_large_forms() -> None:
+def test_normal_form_of_quantifiers_and_large_formulas() -> None:
     region = Region(RegionKind.POINTS, "all")
     inner = _at_most("a", 1)
     assert _texts(Quantified("forall", "x", region, inner)) == [["a <= 1"]]
@@ -260,7 +260,7 @@ def test_quantifiers_and_large_forms() -> None:
     assert alternatives(Connective("and", (either,) * 7)) == ()
 
 
-def test_weakening_keeps_what_is_right(program: Program, folder: Path) -> None:
+def test_weakening_keeps_supported_verdicts(program: Program, folder: Path) -> None:
     clause = _census(program, folder, value=Fraction(1, 100))
     assert weakened(clause) is clause
 
@@ -268,7 +268,7 @@ def test_weakening_keeps_what_is_right(program: Program, folder: Path) -> None:
 Cli = Callable[..., Any]
 
 
-def test_keygen(cli: Cli, tmp_path: Path) -> None:
+def test_keygen_writes_a_key_pair(cli: Cli, tmp_path: Path) -> None:
     ran = cli("keygen", cwd=tmp_path)
     assert ran.code == 0
     assert (tmp_path / "kcdsl.key").stat().st_mode & 0o777 == 0o600
@@ -282,7 +282,7 @@ def test_keygen(cli: Cli, tmp_path: Path) -> None:
     assert after["kcdsl.key"] != before["kcdsl.key"]
 
 
-def test_keygen_leaves_nothing_half_done(cli: Cli, tmp_path: Path) -> None:
+def test_keygen_writes_both_files_or_none(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "a.key.pub").write_text("mine")
     ran = cli("keygen", "-o", "a.key", cwd=tmp_path)
     assert (ran.code, "KC642" in ran.stderr) == (2, True)
@@ -297,7 +297,7 @@ def test_keygen_leaves_nothing_half_done(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["d.key", "d.key.pub"])
-def test_keygen_writes_through_no_link(cli: Cli, tmp_path: Path, name: str) -> None:
+def test_keygen_does_not_follow_symlinks(cli: Cli, tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to(tmp_path / "elsewhere")
     ran = cli("keygen", "-o", "d.key", "--force", cwd=tmp_path)
     assert (ran.code, "is a link" in ran.stderr) == (2, True)
@@ -315,10 +315,10 @@ def test_keygen_with_a_password(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [EvidenceKind.PROOF, EvidenceKind.PROOF_REAL])
-def test_a_proof_over_real_numbers_is_certified_as_that(
+def test_real_arithmetic_proof_is_certified_as_such(
     kind: EvidenceKind, program: Program, folder: Path, proof: bytes
 ) -> None:
-    """As any backend may find one: what it says it rests on stands in the certificate."""
+    """Any backend may find one; the certificate lists its assumptions."""
     (goal,) = goals(program)
     outcome = GoalOutcome(
         goal=goal,

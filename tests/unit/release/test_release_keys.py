@@ -1,4 +1,4 @@
-"""Key files: what is read, and what a missing or closed key says."""
+"""Key files: accepted forms, and messages about missing or encrypted keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def no_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PASSWORD_VARIABLE, raising=False)
 
 
-def test_keys_sign_where_they_are_named_and_each_once(tmp_path: Path) -> None:
+def test_named_keys_sign_once_each(tmp_path: Path) -> None:
     assert signing_keys(()) == ()
     one, other = tmp_path / "kcdsl.key", tmp_path / "other.key"
     for path in (one, other):
@@ -31,7 +31,7 @@ def test_keys_sign_where_they_are_named_and_each_once(tmp_path: Path) -> None:
     assert caught.value.diagnostics[0].code.id == "KC649"
 
 
-def test_a_private_key_that_others_may_read_is_told(
+def test_readable_private_key_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "kcdsl.key"
@@ -42,9 +42,7 @@ def test_a_private_key_that_others_may_read_is_told(
         assert ("others may read the private key" in capsys.readouterr().err) is told, oct(mode)
 
 
-def test_an_encrypted_key_opens_with_its_password_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encrypted_key_needs_its_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key, path = generate(), tmp_path / "kcdsl.key"
     path.write_bytes(key.to_pem(b"word"))
     for password in (None, "", "other"):
@@ -59,7 +57,7 @@ def test_an_encrypted_key_opens_with_its_password_alone(
     assert read_private_key(path).public.pem == key.public.pem
 
 
-def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
+def test_invalid_key_is_refused(tmp_path: Path) -> None:
     key = generate()
     (tmp_path / "a.pub").write_bytes(key.public.pem)
     (tmp_path / "a.key").write_bytes(key.to_pem(None))

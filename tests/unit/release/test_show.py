@@ -1,4 +1,4 @@
-"""`kcdsl show`: one certificate for people, whoever wrote it."""
+"""`kcdsl show`: display of one certificate, from any source."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def payload_of(name: str) -> dict[str, Any]:
 
 
 def signed(statement: dict[str, Any], folder: Path) -> tuple[Path, Path]:
-    """Return a certificate of a statement, and the public key that signed it."""
+    """Return a certificate of a statement, and the public key of its signer."""
     key = generate(Algorithm.ED25519)
     payload = json.dumps(statement, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     bundle = bundle_bytes(sign(payload.encode(), [key]), key.public.hint)
@@ -56,7 +56,7 @@ def signed(statement: dict[str, Any], folder: Path) -> tuple[Path, Path]:
     return folder / "own.cert.json", folder / "own.pub"
 
 
-def test_a_trusted_certificate_is_shown_whole(cli: Any) -> None:
+def test_trusted_certificate_is_shown_completely(cli: Any) -> None:
     ran = cli("show", VECTORS / "valid.cert.json", "--key", VECTORS / "a.pub", "--at", AT)
     assert ran.code == 0
     text = " ".join(ran.stdout.split())
@@ -92,7 +92,7 @@ def test_a_trusted_certificate_is_shown_whole(cli: Any) -> None:
         (("valid.cert.json", "--key", "a.pub", "--stage", "full"), 4, "stage/mismatch"),
     ],
 )
-def test_what_is_not_trusted_is_said_first(
+def test_missing_trust_is_stated_first(
     cli: Any, words: tuple[str, ...], code: int, said: str
 ) -> None:
     at = () if "expired.cert.json" in words else ("--at", AT)
@@ -108,7 +108,7 @@ def test_what_is_not_trusted_is_said_first(
     assert ("refuses it" in " ".join(ran.stdout.split())) is refused
 
 
-def test_a_policy_of_the_user_is_used_and_one_without_keys_is_refused(
+def test_user_policy_is_used_and_one_without_keys_is_refused(
     cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.pub").write_bytes((VECTORS / "a.pub").read_bytes())
@@ -139,7 +139,7 @@ def test_every_vector_is_shown_in_every_form(
         assert view.exit == (4 if view.refusals else 0)
 
 
-def test_a_transfer_is_shown(cli: Any, tmp_path: Path) -> None:
+def test_transfer_is_shown(cli: Any, tmp_path: Path) -> None:
     statement = payload_of("valid.cert.json")
     own = statement["predicate"]
     body = {
@@ -165,7 +165,7 @@ def test_a_transfer_is_shown(cli: Any, tmp_path: Path) -> None:
 
 
 def poisoned(value: Any) -> Any:
-    """Return a statement with an attack in every text that is no word of the format."""
+    """Return a statement with an attack in every text that is not fixed by the format."""
     if isinstance(value, dict):
         return {
             name: {**part, "preset": ATTACK} if name == "numerics" and "compute" in part
@@ -180,7 +180,7 @@ def poisoned(value: Any) -> Any:
 FREE = ("id", "version", "assumptions", "nonClaims", "counted", "reason", "unit", "run", "model")
 
 
-def test_foreign_texts_are_escaped_and_move_no_cursor(cli: Any, tmp_path: Path) -> None:
+def test_foreign_texts_are_escaped(cli: Any, tmp_path: Path) -> None:
     from kcdsl_certs.encoding.strict import canonical_digest
 
     statement = poisoned(payload_of("valid.cert.json"))
@@ -222,7 +222,7 @@ def test_numbers_of_any_size_are_shown(cli: Any, tmp_path: Path) -> None:
         assert "Traceback" not in ran.stderr
 
 
-def test_a_reading_imports_no_framework(tmp_path: Path) -> None:
+def test_show_imports_no_framework(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from kcdsl.cli import main\n"
@@ -239,7 +239,7 @@ def test_a_reading_imports_no_framework(tmp_path: Path) -> None:
     assert done.stderr.strip().splitlines()[-1] == "[]"
 
 
-def test_the_page_needs_no_other_file(tmp_path: Path, cli: Any) -> None:
+def test_page_needs_no_other_file(tmp_path: Path, cli: Any) -> None:
     page = tmp_path / "page.html"
     ran = cli("show", VECTORS / "valid.cert.json", "--at", AT, "--html", page)
     assert (ran.code, ran.stdout) == (3, "")
@@ -257,7 +257,7 @@ def test_the_page_needs_no_other_file(tmp_path: Path, cli: Any) -> None:
     assert text.index("SIGNATURE NOT VERIFIED") < text.index("<nav")
 
 
-def test_a_reading_without_a_run_says_nothing_of_a_ratio() -> None:
+def test_result_without_a_run_shows_no_ratio() -> None:
     moment = moment_of(AT)
     bundle = (VECTORS / "valid.cert.json").read_bytes()
     view: CertificateView = certificate_view("x", inspect(bundle, None, moment), None, moment)

@@ -1,4 +1,4 @@
-"""`kcdsl status`: proofs and measurements joined to C-convergence."""
+"""`kcdsl status`: proofs and measurements combined into C-convergence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def shown(every_result: Results, proof: bytes, folder: Path) -> list[CertifiedClause]:
-    """Return results that show every clause; the proof that they name lies in out."""
+    """Return results that show every clause; the proof that they name is in `out`."""
     (folder / "out").mkdir()
     reference = proof_reference("N-ATTN-0", proof)
     write_bytes(folder / "out" / reference.path, proof)
@@ -87,7 +87,7 @@ def verdicts(document: dict[str, Any]) -> dict[tuple[str, str], str]:
     return {(row["clause"], row["slice"]): row["verdict"] for row in document["clauses"]}
 
 
-def test_two_statements_together_decide_the_contract(
+def test_two_statements_jointly_decide_the_contract(
     status: Status, write: Write, shown: list[CertifiedClause]
 ) -> None:
     write("verify", [r for r in shown if r.evidence.is_proof])
@@ -103,7 +103,7 @@ def test_two_statements_together_decide_the_contract(
 
 
 @pytest.mark.parametrize("missing", range(7))
-def test_every_clause_on_every_slice_is_needed(
+def test_every_clause_is_needed_on_every_slice(
     status: Status, write: Write, shown: list[CertifiedClause], missing: int
 ) -> None:
     left = [r for i, r in enumerate(shown) if i != missing]
@@ -115,7 +115,7 @@ def test_every_clause_on_every_slice_is_needed(
     assert set(verdicts(document).values()) == {"held", "inconclusive"}
 
 
-def test_parts_of_several_statements_are_not_added_up(
+def test_parts_of_several_statements_are_not_summed(
     status: Status, write: Write, shown: list[CertifiedClause]
 ) -> None:
     both = [r for r in shown if r.id == "N-BOTH"]
@@ -126,7 +126,7 @@ def test_parts_of_several_statements_are_not_added_up(
     assert verdicts(status()[1])["N-BOTH", "all"] == "inconclusive"
 
 
-def test_a_refuted_clause_is_violated_whatever_another_statement_says(
+def test_violation_outweighs_other_statements(
     status: Status, write: Write, shown: list[CertifiedClause]
 ) -> None:
     write("a-good", shown)
@@ -140,7 +140,7 @@ def test_a_refuted_clause_is_violated_whatever_another_statement_says(
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_statement_about_something_else_counts_for_nothing(
+def test_statement_about_another_subject_does_not_count(
     status: Status, write: Write, shown: list[CertifiedClause], folder: Path, attack: str
 ) -> None:
     how: dict[str, Any] = {}
@@ -164,7 +164,7 @@ def test_a_statement_about_something_else_counts_for_nothing(
             (file.parent / "trace.jsonl").write_text("{}")
         case "report":
             (file.parent / "report.json").unlink()
-        case "scope":  # a part that calls itself the whole
+        case "scope":  # a partial statement that claims to be complete
             record = json.loads(file.read_bytes())
             results = record["predicate"]["clauses"]
             del results[1:]
@@ -182,7 +182,7 @@ def test_a_statement_about_something_else_counts_for_nothing(
     assert list(document["unused"]) == [str(file)]
 
 
-def test_nothing_at_all_is_no_pass(cli: Callable[..., Any], folder: Path) -> None:
+def test_missing_statements_are_not_a_pass(cli: Callable[..., Any], folder: Path) -> None:
     ran = cli("status", cwd=folder)
     assert ran.code == 3
     assert "not shown to be C-convergent" in ran.stdout

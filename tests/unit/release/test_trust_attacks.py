@@ -1,4 +1,4 @@
-"""Attacks on keys, policies and signing are refused, and their honest counterparts are not."""
+"""Attacks on keys, policies and signing are refused; their honest counterparts are accepted."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Act = Callable[[Scene], Outcome]
 
 @pytest.fixture
 def at(tmp_path: Path, cli: Any) -> Scene:
-    """A scene whose commands run in this process."""
+    """Return a scene whose commands run in this process."""
     return scene(tmp_path / "scene", cli)
 
 
 @pytest.mark.sample(23)
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_no_attack_is_accepted(at: Scene, attack: Act) -> None:
+def test_attacks_are_refused(at: Scene, attack: Act) -> None:
     outcome = attack(at)
     assert not outcome.accepted, outcome.said
     assert outcome.code in {0, 2, 4}
@@ -37,13 +37,13 @@ def test_no_attack_is_accepted(at: Scene, attack: Act) -> None:
     assert "internal" not in outcome.said
 
 
-def test_a_process_that_signs_runs_nothing_of_the_folder(tmp_path: Path, cli_process: Any) -> None:
+def test_signing_process_runs_no_code_of_the_folder(tmp_path: Path, cli_process: Any) -> None:
     outcome = sign_executes_contract_code(scene(tmp_path / "scene", cli_process))
     assert (outcome.accepted, outcome.code) == (False, 0), outcome.said
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
-def test_honest_uses_are_accepted_and_name_the_policy(at: Scene, control: Act) -> None:
+def test_honest_uses_are_accepted_and_name_the_policy_used(at: Scene, control: Act) -> None:
     outcome = control(at)
     assert outcome.accepted, outcome.said
     origin = {
@@ -90,14 +90,14 @@ def test_honest_uses_are_accepted_and_name_the_policy(at: Scene, control: Act) -
         ("\ufeff[", "KC605"),
     ],
 )
-def test_a_policy_that_cannot_be_used_is_refused(at: Scene, text: str, said: str) -> None:
+def test_invalid_policy_is_refused(at: Scene, text: str, said: str) -> None:
     policy = at.policy(text)
     outcome = at.check(at.deliver(at.payload, at.honest), "--policy", policy)
     assert (outcome.code, said in outcome.said) == (2, True), outcome.said
 
 
 @pytest.mark.parametrize("text", ["", "trusted-keys = []", "revoked-keys = 1", "{"])
-def test_a_file_of_revocations_that_says_nothing_is_refused(at: Scene, text: str) -> None:
+def test_empty_revocation_file_is_refused(at: Scene, text: str) -> None:
     policy = at.policy('trusted-keys = ["release.pub"]\n')
     listed = at.write(at.home / "revoked.toml", text)
     words = ("--policy", policy, "--revocations", listed)
@@ -106,7 +106,7 @@ def test_a_file_of_revocations_that_says_nothing_is_refused(at: Scene, text: str
     assert at.check(at.deliver(at.payload, at.honest), *words).code == 2
 
 
-def test_a_policy_that_is_named_and_missing_is_not_replaced_by_another(at: Scene) -> None:
+def test_missing_named_policy_is_not_replaced(at: Scene) -> None:
     at.policy('trusted-keys = ["../../release.pub"]\n', "configuration/kcdsl/policy.toml")
     certificate = at.deliver(at.payload, at.honest)
     assert at.check(certificate).code == 0
@@ -115,7 +115,7 @@ def test_a_policy_that_is_named_and_missing_is_not_replaced_by_another(at: Scene
     assert at.check(certificate, "--policy", at.home / "absent.toml").code == 2
 
 
-def test_the_report_says_what_it_went_by(
+def test_report_names_the_policy_and_keys(
     at: Scene, follows: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (
@@ -139,7 +139,7 @@ def test_the_report_says_what_it_went_by(
     assert (alone["trust"]["source"], alone["trust"]["policy"]) == ("--key", None)
 
 
-def test_both_signatures_count_after_one_is_added(at: Scene, cli: Any) -> None:
+def test_both_signatures_count_after_the_second_is_added(at: Scene, cli: Any) -> None:
     at.policy("")
     certificate = at.deliver(at.payload, at.honest)
     key = at.write(at.home / "other.key", at.stranger.to_pem())
@@ -153,7 +153,7 @@ def test_both_signatures_count_after_one_is_added(at: Scene, cli: Any) -> None:
     assert at.check(certificate, *words[:2]).code == 0
 
 
-def test_signing_shows_what_is_signed_and_needs_a_key_to_sign(at: Scene, cli: Any) -> None:
+def test_signing_shows_the_statement_and_needs_a_key(at: Scene, cli: Any) -> None:
     statement = at.write(at.vendor / "out" / "evaluate.statement.json", at.payload)
     shown = cli("sign", statement, cwd=at.vendor)
     assert shown.code == 0
@@ -163,7 +163,7 @@ def test_signing_shows_what_is_signed_and_needs_a_key_to_sign(at: Scene, cli: An
     assert not (at.vendor / "out" / "evaluate.cert.json").exists()
 
 
-def test_a_name_in_a_statement_does_not_steer_the_terminal(at: Scene, cli: Any) -> None:
+def test_names_in_a_statement_are_escaped(at: Scene, cli: Any) -> None:
     record = at.statement(evaluator={"id": "kcdsl", "version": "1"}, assumptions=["a\x1b[2Jb\nc"])
     statement = at.write(at.vendor / "out" / "evaluate.statement.json", record)
     shown = cli("sign", statement, cwd=at.vendor)

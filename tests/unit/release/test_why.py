@@ -1,4 +1,4 @@
-"""`kcdsl why`: planted causes of a failure are told apart, and nothing is guessed."""
+"""`kcdsl why`: planted causes of a failure are distinguished, without guesses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def states(found: Explanation) -> tuple[str, ...]:
 
 
 def words(found: Explanation, cause: int) -> str:
-    """Return all that is said of a cause."""
+    """Return all texts about a cause."""
     one = found.causes[cause]
     return " | ".join((*one.because, *one.missing))
 
@@ -43,7 +43,7 @@ def words(found: Explanation, cause: int) -> str:
 # --- planted causes -------------------------------------------------------------------------------
 
 
-def test_a_failure_inside_of_the_contract_means_that_it_is_too_loose(tmp_path: Path) -> None:
+def test_failure_within_the_contract_blames_the_contract(tmp_path: Path) -> None:
     scene = both(tmp_path, {NEW}, bad=3)
     found = scene.why(NEW, *OTHERS)
     assert states(found) == ("shown", "excluded", "excluded")
@@ -111,7 +111,7 @@ def test_a_refusal_after_which_the_triple_went_live_is_over(tmp_path: Path) -> N
     assert states(found)[0] == "shown"
 
 
-def test_a_new_kernel_build_that_breaks_a_clause_is_named(tmp_path: Path) -> None:
+def test_new_kernel_build_that_violates_a_clause_is_named(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {("old", "new"): 12})
     scene.register(scene.triple("old", "old"), scene.triple("old", "new"))
     found = scene.why(("old", "new"), OLD)
@@ -126,7 +126,7 @@ def test_a_new_kernel_build_that_breaks_a_clause_is_named(tmp_path: Path) -> Non
     assert row.high < 0
 
 
-def test_new_weights_that_break_a_clause_on_the_same_kernels_are_named(tmp_path: Path) -> None:
+def test_new_weights_that_violate_a_clause_are_named(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {("new", "old"): 12})
     scene.register(scene.triple("old", "old"), scene.triple("new", "old"))
     found = scene.why(("new", "old"), OLD)
@@ -149,7 +149,7 @@ EXPECTED = {
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("broken", EXPECTED, ids=str)
-def test_two_changes_are_told_apart_by_all_four_runs(
+def test_four_runs_distinguish_two_changes(
     tmp_path: Path, broken: tuple[tuple[str, str], ...]
 ) -> None:
     scene = both(tmp_path, {NEW, *broken})
@@ -160,7 +160,7 @@ def test_two_changes_are_told_apart_by_all_four_runs(
 
 
 @pytest.mark.full
-def test_what_fails_together_alone_is_an_interaction_with_its_size(tmp_path: Path) -> None:
+def test_failure_only_in_combination_is_an_interaction(tmp_path: Path) -> None:
     found = both(tmp_path, {NEW}).why(NEW, *OTHERS)
     row = found.row("interaction", "", "N-KL/all/0")
     assert row is not None
@@ -173,7 +173,7 @@ def test_what_fails_together_alone_is_an_interaction_with_its_size(tmp_path: Pat
     assert (none.worse, none.better, none.change) == (0, 0, "unchanged")
 
 
-def test_swapped_runs_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_runs_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(tmp_path, {("old", "new"): 12})
     scene.register(scene.triple("old", "old"), scene.triple("old", "new"))
     swapped = {key: places[::-1] for key, places in EFFECTS.items()}
@@ -186,9 +186,7 @@ def test_swapped_runs_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("missing", OTHERS)
-def test_a_missing_run_is_named_and_nothing_is_guessed(
-    tmp_path: Path, missing: tuple[str, str]
-) -> None:
+def test_missing_run_is_named_without_a_guess(tmp_path: Path, missing: tuple[str, str]) -> None:
     scene = both(tmp_path, {NEW})
     found = scene.why(NEW, *(one for one in OTHERS if one != missing))
     (lacking,) = [run for run in found.runs if run.source == "missing"]
@@ -201,7 +199,7 @@ def test_a_missing_run_is_named_and_nothing_is_guessed(
         assert states(found)[1:] == ("excluded", "shown")
 
 
-def test_without_other_runs_only_the_contract_is_decided(tmp_path: Path) -> None:
+def test_only_the_contract_is_decided_without_other_runs(tmp_path: Path) -> None:
     found = both(tmp_path, {NEW}).why(NEW)
     assert states(found) == ("excluded", "undecided", "undecided")
     assert found.exit == 3
@@ -209,7 +207,7 @@ def test_without_other_runs_only_the_contract_is_decided(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("marked", [OLD, ("old", "new")])
-def test_a_run_that_is_not_trusted_does_not_count(tmp_path: Path, marked: tuple[str, str]) -> None:
+def test_untrusted_run_does_not_count(tmp_path: Path, marked: tuple[str, str]) -> None:
     scene = Scene(tmp_path, {("old", "new"): 12})
     scene.register(scene.triple("old", "old"), scene.triple("old", "new"))
     scene.record(scene.trace(*marked), scene.triple(*marked), trusted=False)
@@ -220,7 +218,7 @@ def test_a_run_that_is_not_trusted_does_not_count(tmp_path: Path, marked: tuple[
         assert states(found) == ("undecided",) * 3
 
 
-def test_a_difference_that_is_not_shown_is_no_cause(tmp_path: Path) -> None:
+def test_insignificant_difference_is_not_a_cause(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {OLD: 4, ("old", "new"): 5})
     scene.register(scene.triple("old", "old"), scene.triple("old", "new"))
     found = scene.why(("old", "new"), OLD)
@@ -231,7 +229,7 @@ def test_a_difference_that_is_not_shown_is_no_cause(tmp_path: Path) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("which", ["present", "previous"])
 @pytest.mark.parametrize("how", ["nan", "empty", "failed"])
-def test_invalid_evidence_decides_nothing(tmp_path: Path, how: str, which: str) -> None:
+def test_invalid_evidence_names_no_cause(tmp_path: Path, how: str, which: str) -> None:
     scene = Scene(tmp_path, {("old", "new"): 12})
     scene.register(scene.triple("old", "old"), scene.triple("old", "new"))
     table = scene.table("old", {"present": "new", "previous": "old"}[which])
@@ -250,14 +248,14 @@ def test_invalid_evidence_decides_nothing(tmp_path: Path, how: str, which: str) 
     assert found.exit == 3
 
 
-def test_a_trace_without_requests_decides_nothing(tmp_path: Path) -> None:
+def test_trace_without_requests_names_no_cause(tmp_path: Path) -> None:
     scene = Scene(tmp_path, count=0)
     scene.register(scene.triple("old", "old"), scene.triple("old", "new"))
     found = scene.why(("old", "new"), OLD)
     assert states(found) == ("undecided", "undecided", "excluded")
 
 
-def test_a_register_without_the_triple_decides_the_contract_alone(tmp_path: Path) -> None:
+def test_register_without_the_triple_decides_only_the_contract(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {NEW: 12})
     scene.register(scene.triple("old", "old"))
     found = scene.why(NEW, OLD)
@@ -266,14 +264,14 @@ def test_a_register_without_the_triple_decides_the_contract_alone(tmp_path: Path
     assert list(found.unused.values()) == [found.found_by]
 
 
-def test_the_first_triple_of_a_contract_has_none_before_it(tmp_path: Path) -> None:
+def test_first_triple_of_a_contract_has_no_predecessor(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {NEW: 12})
     scene.register(scene.triple("new", "new"))
     assert "no earlier triple" in words(scene.why(NEW), 1)
 
 
 @pytest.mark.parametrize("limit", ["1/10", "1/100000"])
-def test_verdicts_of_another_question_count_for_nothing(tmp_path: Path, limit: str) -> None:
+def test_verdicts_of_another_obligation_do_not_count(tmp_path: Path, limit: str) -> None:
     scene = both(tmp_path, {NEW})
     earlier = Scene(tmp_path, clauses=(clause("N-KL", "quantile", "kl", limit, q="9/10"),))
     runs = [earlier.write(earlier.table(*one), f"other-{'-'.join(one)}") for one in OTHERS]
@@ -283,7 +281,7 @@ def test_verdicts_of_another_question_count_for_nothing(tmp_path: Path, limit: s
     assert "asks something else" in words(found, 2)
 
 
-def test_two_runs_of_another_question_exclude_nothing(tmp_path: Path) -> None:
+def test_two_runs_of_another_obligation_exclude_nothing(tmp_path: Path) -> None:
     scene = both(tmp_path, {NEW, ("old", "new")})
     loose = Scene(tmp_path, {}, (clause("N-KL", "quantile", "kl", "1/10", q="9/10"),))
     runs = [loose.write(loose.table(*one), "-".join(one)) for one in (OLD, ("new", "old"))]
@@ -294,7 +292,7 @@ def test_two_runs_of_another_question_exclude_nothing(tmp_path: Path) -> None:
 # --- which runs count -----------------------------------------------------------------------------
 
 
-def test_the_incumbent_of_the_last_decision_is_the_previous_triple(tmp_path: Path) -> None:
+def test_previous_triple_is_the_incumbent_of_the_last_decision(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {NEW: 12})
     scene.register(scene.triple("old", "old"), scene.triple("new", "new"), promoted=True)
     scene.register(scene.triple("other", "old"))
@@ -303,7 +301,7 @@ def test_the_incumbent_of_the_last_decision_is_the_previous_triple(tmp_path: Pat
     assert "the incumbent of decision" in found.found_by
 
 
-def test_runs_of_others_are_named_and_not_used(tmp_path: Path) -> None:
+def test_runs_of_other_triples_are_named_and_ignored(tmp_path: Path) -> None:
     scene = both(tmp_path, {NEW})
     fewer = Scene(tmp_path, count=39)
     other = scene.table("old", "old")
@@ -327,14 +325,14 @@ def test_runs_of_others_are_named_and_not_used(tmp_path: Path) -> None:
     assert len([run for run in found.runs if run.source == "missing"]) == 3
 
 
-def test_a_second_run_of_the_same_pair_is_named(tmp_path: Path) -> None:
+def test_second_run_of_the_same_pair_is_named(tmp_path: Path) -> None:
     scene = both(tmp_path, {NEW})
     again = scene.write(scene.table("old", "old", drift=2e-2), "second")
     found = scene.why(NEW, OLD, again)
     assert "same checkpoint and kernels" in found.unused[str(again)]
 
 
-def test_what_belongs_to_the_weights_is_told_apart_by_recorded_runs_alone(tmp_path: Path) -> None:
+def test_recorded_runs_distinguish_effects_of_the_weights(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {("old", "old"): 12})
     before = scene.triple("old", "old")
     other = replace(before.checkpoint, companions={"tokenizer": "2" * 64})
@@ -350,7 +348,7 @@ def test_what_belongs_to_the_weights_is_told_apart_by_recorded_runs_alone(tmp_pa
     assert [cell.run is not None for cell in found.runs] == [True, True]
 
 
-def test_another_host_is_no_other_kernel(tmp_path: Path) -> None:
+def test_other_host_is_not_another_kernel(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {NEW: 12})
     scene.register(scene.triple("old", "new"), scene.triple("new", "new"))
     table = scene.table("old", "new")
@@ -366,7 +364,7 @@ SAMPLED = (clause("N-KL", "mean", "kl", "1/1000", sample=True),)
 
 
 def sampled(folder: Path, **changes: Any) -> Scene:
-    """Return a scene with a clause that so few requests do not decide, and a certificate."""
+    """Return a scene with a clause that the few requests do not decide, and a certificate."""
     scene = Scene(folder, clauses=SAMPLED, count=6)
     triple = scene.triple("new", "new")
     scene.register(scene.triple("old", "old"), triple)
@@ -374,21 +372,21 @@ def sampled(folder: Path, **changes: Any) -> Scene:
     return scene
 
 
-def test_a_run_within_what_was_certified_is_inside_of_the_contract(tmp_path: Path) -> None:
+def test_run_within_the_certified_value_is_within_the_contract(tmp_path: Path) -> None:
     found = sampled(tmp_path).why(NEW)
     assert found.agreed[0].verdict == "inconclusive"
     assert states(found)[0] == "shown"
     assert "certified by sha256:" in words(found, 0)
 
 
-def test_a_revoked_certificate_shows_nothing(tmp_path: Path) -> None:
+def test_revoked_certificate_shows_nothing(tmp_path: Path) -> None:
     scene = sampled(tmp_path)
     with Register.open(scene.place, clock=clock) as register:
         register.revoke(register.certificates()[0].identity, "regression")
     assert states(scene.why(NEW))[0] == "undecided"
 
 
-def test_without_a_certificate_that_passed_an_open_clause_stays_open(tmp_path: Path) -> None:
+def test_undecided_clause_without_a_passed_certificate_stays_open(tmp_path: Path) -> None:
     scene = Scene(tmp_path, clauses=SAMPLED, count=6)
     scene.register(scene.triple("old", "old"), scene.triple("new", "new"))
     assert states(scene.why(NEW)) == ("undecided",) * 3
@@ -402,7 +400,7 @@ def test_without_a_certificate_that_passed_an_open_clause_stays_open(tmp_path: P
 PROOF = replace(clause("N-PROOF", "max", "tv", "1"), evidence=EvidenceKind.PROOF)
 
 
-def test_a_clause_that_demands_a_proof_is_open_without_a_certificate(tmp_path: Path) -> None:
+def test_clause_that_demands_a_proof_needs_a_certificate(tmp_path: Path) -> None:
     scene = Scene(tmp_path, clauses=(*CLAUSES, PROOF))
     triple = scene.triple("new", "new")
     scene.register(scene.triple("old", "old"), triple)
@@ -416,7 +414,7 @@ def test_a_clause_that_demands_a_proof_is_open_without_a_certificate(tmp_path: P
     assert states(scene.why(NEW))[0] == "shown"
 
 
-def test_a_bound_that_the_run_exceeds_certifies_nothing() -> None:
+def test_exceeded_bound_certifies_nothing() -> None:
     signed = certified()
     row = {
         "verdict": "inconclusive", "op": "<=", "obligation": "N-KL/all/0", "clause": "N-KL",
@@ -444,7 +442,7 @@ def test_a_bound_that_the_run_exceeds_certifies_nothing() -> None:
 # --- shown ----------------------------------------------------------------------------------------
 
 
-def test_a_report_alone_decides_the_contract(tmp_path: Path) -> None:
+def test_report_alone_decides_the_contract(tmp_path: Path) -> None:
     scene = both(tmp_path, {NEW})
     path = tmp_path / "report.json"
     path.write_text(json.dumps(conclude(scene.table("new", "new")).to_json()))
@@ -517,9 +515,7 @@ clauses:
 
 
 @pytest.mark.full
-def test_missing_runs_are_made_by_contracts_and_checkpoints_of_this_machine(
-    tmp_path: Path, cli: Any
-) -> None:
+def test_missing_runs_are_produced_from_local_contracts(tmp_path: Path, cli: Any) -> None:
     rows = [{"id": f"p{i}", "text": f"prompt {i}"} for i in range(8)]
     for name, scale in (("old", 0.2), ("new", 0.25)):
         (tmp_path / name).mkdir()

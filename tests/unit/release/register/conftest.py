@@ -21,7 +21,7 @@ def postgres_server() -> Iterator[Server]:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.programs)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return where a register may be made: a path, or the URL of an empty database."""
+    """Return a location for a new register: a path, or the URL of an empty database."""
     if request.param == "sqlite":
         return str(tmp_path / "register.db")
     server: Server = request.getfixturevalue("postgres_server")

@@ -1,4 +1,4 @@
-"""Changed registers: whatever is changed behind the program's back, an audit finds."""
+"""An audit finds every change that was made to a register outside the program."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ALL = trusted(KEY_A, KEY_B, KEY_C)
 
 @contextmanager
 def unguarded(place: str) -> Iterator[Callable[..., Any]]:
-    """Yield a function that runs SQL with the triggers gone; they are there again in the end."""
+    """Yield a function that runs SQL without the triggers, which are restored at the end."""
     if place.startswith("postgresql"):
         with psycopg.connect(place) as connection:
             tables = ("events", "bundles")
@@ -80,7 +80,7 @@ def postgres_template(postgres_server: Server) -> str:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.programs)])
 def filled(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return where a filled register is that a test may damage."""
+    """Return the location of a filled register that a test may damage."""
     if request.param == "sqlite":
         found = shutil.copy(request.getfixturevalue("sqlite_template"), tmp_path / "filled.db")
         return str(found)
@@ -102,7 +102,7 @@ def _body(run: Callable[..., Any], number: int) -> dict[str, Any]:
     return dict(json.loads(bytes(found[0])))
 
 
-def test_a_register_with_every_kind_of_event_is_sound(
+def test_register_with_every_kind_of_event_is_valid(
     filled: str, follows: Callable[..., None]
 ) -> None:
     with Register.open(filled, clock=clock) as register:
@@ -117,7 +117,7 @@ def test_a_register_with_every_kind_of_event_is_sound(
 
 
 def _rewritten(number: int, change: Callable[[dict[str, Any]], None], *, rehash: bool) -> Change:
-    """Change the body of an event, and with `rehash` its hash and the head, if it is the last."""
+    """Change the body of an event, and with `rehash` its hash and, if it is the last, the head."""
 
     def apply(run: Callable[..., Any]) -> None:
         document = _body(run, number)
@@ -187,7 +187,7 @@ CHAIN: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", CHAIN)
-def test_a_changed_chain_is_found(filled: str, name: str) -> None:
+def test_changed_chain_is_found(filled: str, name: str) -> None:
     change, reason = CHAIN[name]
     with unguarded(filled) as run:
         change(run)
@@ -225,7 +225,7 @@ FOLLOWS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", FOLLOWS)
-def test_a_table_that_does_not_follow_from_the_events_is_found(filled: str, name: str) -> None:
+def test_table_that_contradicts_the_events_is_found(filled: str, name: str) -> None:
     text, table = FOLLOWS[name]
     with unguarded(filled) as run:
         run(text)
@@ -233,7 +233,7 @@ def test_a_table_that_does_not_follow_from_the_events_is_found(filled: str, name
 
 
 def _answers(register: Register) -> None:
-    """Read what checks, gates and promotions read."""
+    """Read everything that checks, gates and promotions read."""
     for name in ("one", "two"):
         about = triple(name).digest
         register.refuse_changed(about)
@@ -264,8 +264,8 @@ HIDES = {
 
 
 @pytest.mark.parametrize("name", HIDES)
-def test_a_changed_table_gives_no_answer(filled: str, name: str) -> None:
-    """No audit is needed to see that a failure was hidden by a table alone."""
+def test_changed_table_is_detected_on_reading(filled: str, name: str) -> None:
+    """A failure hidden by a table alone is detected without an audit."""
     with Register.open(filled, clock=clock) as register:
         _answers(register)
     with unguarded(filled) as run:
@@ -276,7 +276,7 @@ def test_a_changed_table_gives_no_answer(filled: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("table", ["certificates", "runs", "promotions", "slots", "revocations"])
-def test_a_changed_entry_is_found(filled: str, table: str) -> None:
+def test_changed_entry_is_found(filled: str, table: str) -> None:
     with unguarded(filled) as run:
         number, text = run(f"SELECT event, record FROM {table} ORDER BY event").fetchone()
         changed = text.replace('"sha256":"', '"sha256":"0', 1)
@@ -295,14 +295,14 @@ def test_changed_missing_and_stray_bundles_are_found(filled: str) -> None:
     assert reasons(filled) == {"bundle/missing"}
 
 
-def test_a_bundle_that_no_event_records_is_found(filled: str) -> None:
+def test_bundle_without_an_event_is_found(filled: str) -> None:
     with unguarded(filled) as run:
         run("INSERT INTO bundles (digest, content) VALUES (?, ?)", hash_of(b"{}"), b"{}")
     assert reasons(filled) == {"bundle/stray"}
 
 
 def _forge(place: str, data: bytes, **changes: Any) -> None:
-    """Append a well-chained event about a bundle, past the conditions of the program."""
+    """Append a well-chained event about a bundle, bypassing the conditions of the program."""
     from kcdsl.release.register.appending import Chain
     from kcdsl.release.register.database import Location, RegisterDatabase
     from kcdsl.release.register.events import EventKind
@@ -325,12 +325,12 @@ def _forge(place: str, data: bytes, **changes: Any) -> None:
     database.close()
 
 
-def test_an_event_about_a_bundle_that_its_signer_did_not_sign_is_found(filled: str) -> None:
+def test_event_about_an_unsigned_bundle_is_found(filled: str) -> None:
     _forge(filled, certified(triple("one"), KEY_C, sequence=50))
     assert reasons(filled) == {"bundle/signature"}
 
 
-def test_an_event_that_says_more_than_its_bundle_is_found(filled: str) -> None:
+def test_event_that_claims_more_than_its_bundle_is_found(filled: str) -> None:
     failed = certified(triple("one"), sequence=50, verdict=Verdict.FAILED)
     _forge(filled, failed, verdict=Verdict.PASSED)
     assert reasons(filled) == {"bundle/content"}
@@ -339,7 +339,7 @@ def test_an_event_that_says_more_than_its_bundle_is_found(filled: str) -> None:
 # --- heads ----------------------------------------------------------------------------------------
 
 
-def test_a_register_that_goes_on_agrees_with_its_signed_heads(filled: str) -> None:
+def test_extended_register_agrees_with_its_signed_heads(filled: str) -> None:
     with Register.open(filled, clock=clock) as register:
         first = register.sign_head([KEY_A])
         register.revoke("7" * 64, "later")
@@ -347,7 +347,7 @@ def test_a_register_that_goes_on_agrees_with_its_signed_heads(filled: str) -> No
     assert reasons(filled, first, second) == set()
 
 
-def test_a_register_that_was_cut_is_found_by_a_signed_head(filled: str) -> None:
+def test_signed_head_reveals_a_truncated_register(filled: str) -> None:
     with Register.open(filled, clock=clock) as register:
         signed = register.sign_head([KEY_A])
         last = list(register.events())[-2]
@@ -355,11 +355,11 @@ def test_a_register_that_was_cut_is_found_by_a_signed_head(filled: str) -> None:
         run("DELETE FROM events WHERE number = ?", LAST)
         run("DELETE FROM revocations WHERE kind = 'key'")
         run("UPDATE head SET number = 14, hash = ?", last.hash)
-    assert reasons(filled) == set()  # nothing but the head tells
+    assert reasons(filled) == set()  # only the head reveals it
     assert reasons(filled, signed) == {"head/ahead"}
 
 
-def test_a_register_that_was_written_anew_is_found_by_a_signed_head(filled: str) -> None:
+def test_signed_head_reveals_a_rewritten_register(filled: str) -> None:
     with Register.open(filled, clock=clock) as register:
         signed = register.sign_head([KEY_A])
     change = _rewritten(LAST, _reason, rehash=True)
@@ -372,7 +372,7 @@ def test_a_register_that_was_written_anew_is_found_by_a_signed_head(filled: str)
     assert reasons(filled, signed) == {"head/not-prefix"}
 
 
-def test_another_register_is_found_by_a_signed_head(filled: str, tmp_path: Path) -> None:
+def test_signed_head_reveals_another_register(filled: str, tmp_path: Path) -> None:
     with Register.open(tmp_path / "other.db", create=True, clock=clock) as other:
         fill(other)
         signed = other.sign_head([KEY_A])
@@ -388,7 +388,7 @@ def test_another_register_is_found_by_a_signed_head(filled: str, tmp_path: Path)
         (KEY_A, trusted(KEY_A, KEY_B, threshold=2), "signature/threshold"),
     ],
 )
-def test_a_head_that_nobody_trusts_is_no_evidence(
+def test_untrusted_head_is_not_evidence(
     register: Register, signed_by: Any, policy: Any, reason: str
 ) -> None:
     signed = register.sign_head([signed_by])
@@ -397,7 +397,7 @@ def test_a_head_that_nobody_trusts_is_no_evidence(
     assert audit.heads == ()
 
 
-def test_a_certificate_is_no_head_and_a_head_is_no_certificate(register: Register) -> None:
+def test_heads_and_certificates_are_not_interchangeable(register: Register) -> None:
     audit = register.check([certified(triple("one"))], TRUSTED)
     assert {defect.reason for defect in audit.defects} == {"statement/predicate-type"}
     with pytest.raises(Refusal, match="predicate-type"):
@@ -405,7 +405,7 @@ def test_a_certificate_is_no_head_and_a_head_is_no_certificate(register: Registe
 
 
 @pytest.mark.parametrize("number", [0, -1, 2**60])
-def test_a_head_of_no_event_is_rejected(register: Register, number: int) -> None:
+def test_head_of_an_empty_register_is_rejected(register: Register, number: int) -> None:
     odd = replace(register.head(), number=number)
     try:
         signed = bundle_bytes(sign(head_bytes(odd), [KEY_A]), KEY_A.public.hint)
@@ -432,7 +432,7 @@ def test_a_head_of_no_event_is_rejected(register: Register, number: int) -> None
         "INSERT OR REPLACE INTO bundles SELECT digest, digest FROM bundles",
     ],
 )
-def test_the_database_refuses_to_change_events_and_bundles(filled: str, text: str) -> None:
+def test_database_refuses_changes_of_events_and_bundles(filled: str, text: str) -> None:
     if filled.startswith("postgresql"):
         if "OR REPLACE" in text:
             text = text.replace("INSERT OR REPLACE", "INSERT")  # by unique keys
@@ -470,14 +470,14 @@ def test_missing_triggers_are_found(filled: str) -> None:
         "UPDATE head SET number = 'x'",
     ],
 )
-def test_values_of_other_types_are_found(filled: str, text: str) -> None:
+def test_values_of_wrong_types_are_found(filled: str, text: str) -> None:
     with unguarded(filled) as run:
         run(text)
     assert reasons(filled)
 
 
 @pytest.mark.parametrize("filled", ["sqlite"], indirect=True)
-def test_a_file_that_is_cut_or_is_no_database_is_refused(filled: str) -> None:
+def test_truncated_or_foreign_file_is_refused(filled: str) -> None:
     path = Path(filled)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
@@ -488,7 +488,7 @@ def test_a_file_that_is_cut_or_is_no_database_is_refused(filled: str) -> None:
         reasons(filled)
 
 
-def test_a_damaged_definition_of_a_table_is_refused(tmp_path: Path) -> None:
+def test_damaged_table_definition_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "damaged.db"
     Register.open(path, create=True, clock=clock).close()
     data = path.read_bytes()

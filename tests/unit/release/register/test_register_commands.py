@@ -67,7 +67,7 @@ def issued(
 
 @pytest.fixture
 def trust(key: SigningKey) -> Callable[..., TrustPolicy]:
-    """Return a function to a policy that trusts the key of the folder, and others."""
+    """Return a function that writes a policy which trusts the folder's key and others."""
 
     def make(*others: SigningKey) -> TrustPolicy:
         records = [TrustedKey("key", k.public, frozenset(ROLES.values())) for k in (key, *others)]
@@ -123,26 +123,26 @@ Record = Callable[..., Certificate]
 # --- check ----------------------------------------------------------------------------------------
 
 
-def test_a_certificate_in_force_is_valid(check: Check, certificate: Path, record: Record) -> None:
+def test_certificate_in_force_is_valid(check: Check, certificate: Path, record: Record) -> None:
     record(certificate.read_bytes())
     code, steps = check("--complete")
     assert (code, steps["register"]["outcome"]) == (0, "ok")
     assert "event 3 of 4" in steps["register"]["detail"]
 
 
-def test_without_a_register_nothing_is_asked(check: Check) -> None:
+def test_check_without_a_register_skips_its_steps(check: Check) -> None:
     code, steps = check(register=None)
     assert code == 0
     assert "register" not in steps
 
 
-def test_an_unknown_certificate_is_invalid(check: Check) -> None:
+def test_unrecorded_certificate_is_invalid(check: Check) -> None:
     code, steps = check()
     assert (code, steps["register"]["reason"]) == (4, "register/unknown")
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_an_older_pass_is_invalid_after_a_newer_failure(
+def test_older_pass_is_invalid_after_a_newer_failure(
     check: Check, certificate: Path, record: Record, issued: Issued, fails: bool
 ) -> None:
     old = record(certificate.read_bytes())
@@ -158,7 +158,7 @@ def test_an_older_pass_is_invalid_after_a_newer_failure(
     assert check()[0] == (4 if fails else 0)
 
 
-def test_a_failure_of_another_stage_does_not_count(
+def test_failure_of_another_stage_does_not_count(
     check: Check, certificate: Path, record: Record, issued: Issued
 ) -> None:
     old = record(certificate.read_bytes())
@@ -166,7 +166,7 @@ def test_a_failure_of_another_stage_does_not_count(
     assert check()[0] == 0
 
 
-def test_a_certificate_that_says_it_supersedes_another_does(
+def test_superseding_certificate_invalidates_the_former(
     check: Check, certificate: Path, record: Record, issued: Issued
 ) -> None:
     old = record(certificate.read_bytes())
@@ -175,7 +175,7 @@ def test_a_certificate_that_says_it_supersedes_another_does(
     assert (code, steps["register"]["reason"]) == (4, "register/superseded")
 
 
-def test_a_revoked_certificate_is_invalid(
+def test_revoked_certificate_is_invalid(
     check: Check, certificate: Path, record: Record, place: Path
 ) -> None:
     found = record(certificate.read_bytes())
@@ -186,7 +186,7 @@ def test_a_revoked_certificate_is_invalid(
     assert "wrong data" in steps["register"]["detail"]
 
 
-def test_a_certificate_by_a_revoked_key_is_invalid(
+def test_certificate_by_a_revoked_key_is_invalid(
     check: Check, certificate: Path, record: Record, place: Path, key: SigningKey
 ) -> None:
     record(certificate.read_bytes())
@@ -196,10 +196,10 @@ def test_a_certificate_by_a_revoked_key_is_invalid(
     assert (code, steps["register"]["reason"]) == (4, "register/key-revoked")
 
 
-def test_a_signature_by_a_revoked_key_does_not_count_for_the_one_who_checks(
+def test_signature_by_a_revoked_key_does_not_count(
     check: Check, issued: Issued, record: Record, place: Path, folder: Path, key: SigningKey
 ) -> None:
-    """The register recorded two signatures; whoever checks trusts the revoked key alone."""
+    """The register recorded two signatures; the checker trusts only the revoked key."""
     other = generate()
     both = issued(keys=(key, other))
     record(both, other)
@@ -214,7 +214,7 @@ def test_a_signature_by_a_revoked_key_does_not_count_for_the_one_who_checks(
     assert check("--key", "other.pub", path=path)[0] == 0
 
 
-def test_what_is_not_authentic_is_not_looked_up(
+def test_unauthentic_certificate_is_not_looked_up(
     check: Check, issued: Issued, record: Record, certificate: Path
 ) -> None:
     other = generate()
@@ -230,7 +230,7 @@ def test_what_is_not_authentic_is_not_looked_up(
     ("name", "code"),
     [("no-such.db", "KC692"), ("", "KC692"), ("mysql://host/db", "KC901"), ("empty.db", "KC692")],
 )
-def test_a_register_that_cannot_be_asked_ends_the_check(
+def test_unavailable_register_ends_the_check(
     cli: Cli, folder: Path, certificate: Path, name: str, code: str
 ) -> None:
     sqlite3.connect(folder / "empty.db").close()
@@ -240,7 +240,7 @@ def test_a_register_that_cannot_be_asked_ends_the_check(
     assert "valid" not in ran.stdout
 
 
-def test_a_damaged_register_ends_the_check(
+def test_damaged_register_ends_the_check(
     cli: Cli, folder: Path, certificate: Path, place: Path, record: Record
 ) -> None:
     record(certificate.read_bytes())
@@ -255,10 +255,10 @@ def test_a_damaged_register_ends_the_check(
 
 
 @pytest.mark.parametrize("change", ["DELETE FROM revocations", "UPDATE revocations SET kind = 'k'"])
-def test_a_revocation_that_was_hidden_is_asked_for_in_vain(
+def test_hidden_revocation_ends_the_check(
     cli: Any, folder: Path, certificate: Path, place: Path, record: Any, change: str
 ) -> None:
-    """The table of revocations is no evidence: the events say that there is one."""
+    """The table of revocations is not evidence: the events record the revocation."""
     record(certificate.read_bytes())
     words = ("--key", "kcdsl.key.pub", "--at", AT, "--register", place)
     assert cli("check", certificate, *words, cwd=folder).code == 0
@@ -283,7 +283,7 @@ def _configuration(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> 
     return own / "kcdsl"
 
 
-def test_the_users_configuration_names_a_register(
+def test_user_configuration_names_a_register(
     check: Check, folder: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = _configuration(monkeypatch, folder, 'register = "mine.db"\n')
@@ -292,14 +292,14 @@ def test_the_users_configuration_names_a_register(
     assert (code, steps["register"]["reason"]) == (4, "register/unknown")
 
 
-def test_a_variable_names_a_register(
+def test_environment_variable_names_a_register(
     check: Check, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KCDSL_REGISTER", str(place))
     assert check(register=None)[1]["register"]["reason"] == "register/unknown"
 
 
-def test_a_file_beside_the_contract_names_no_register(
+def test_file_beside_the_contract_cannot_name_a_register(
     cli: Cli, folder: Path, certificate: Path, place: Path
 ) -> None:
     (folder / "kcdsl.toml").write_text(f'register = "{place}"\n')
@@ -308,7 +308,7 @@ def test_a_file_beside_the_contract_names_no_register(
     assert "KC605" in ran.stderr
 
 
-def test_a_register_that_is_configured_and_missing_ends_the_check(
+def test_configured_missing_register_ends_the_check(
     cli: Cli, folder: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _configuration(monkeypatch, folder, 'register = ""\n')
@@ -319,10 +319,10 @@ def test_a_register_that_is_configured_and_missing_ends_the_check(
 # --- commands -------------------------------------------------------------------------------------
 
 
-def test_a_register_from_the_command_line(
+def test_register_commands_end_to_end(
     cli: Cli, folder: Path, issued: Issued, follows: Callable[..., None]
 ) -> None:
-    """Make, add, show, log, revoke, sign the head and audit, as documents and as text."""
+    """Create, add, show, log, revoke, sign the head and audit, as documents and as text."""
 
     def run(*words: Any, code: int = 0) -> Ran:
         ran = cli("register", *words, "--register", "own.db", cwd=folder)
@@ -387,7 +387,7 @@ def _policy(folder: Path) -> Path:
     return path
 
 
-def test_slots_show_what_is_live_and_the_last_decision(
+def test_slots_show_the_live_triple_and_the_last_decision(
     cli: Cli,
     folder: Path,
     place: Path,
@@ -455,7 +455,7 @@ def test_slots_show_what_is_live_and_the_last_decision(
         ("add", "contract.yaml", "--key", "kcdsl.key.pub"),
     ],
 )
-def test_odd_words_are_refused_and_change_nothing(
+def test_invalid_arguments_are_refused_without_effect(
     cli: Cli, folder: Path, place: Path, key: SigningKey, words: tuple[str, ...]
 ) -> None:
     ran = cli("register", *words, "--register", place, cwd=folder)
@@ -466,13 +466,13 @@ def test_odd_words_are_refused_and_change_nothing(
     assert not (folder / "head.json").exists()
 
 
-def test_a_register_must_be_named(cli: Cli, folder: Path) -> None:
+def test_register_must_be_named(cli: Cli, folder: Path) -> None:
     ran = cli("register", "log", cwd=folder)
     assert ran.code == 2
     assert "--register" in ran.stderr
 
 
-def test_a_head_without_a_trusted_key_is_no_evidence(cli: Cli, folder: Path, place: Path) -> None:
+def test_head_without_a_trusted_key_is_not_evidence(cli: Cli, folder: Path, place: Path) -> None:
     (folder / "head.json").write_text("{}")
     ran = cli("register", "check", "--head", "head.json", "--register", place, cwd=folder)
     assert ran.code == 2
@@ -489,7 +489,9 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("words", [("init",), ("revoke", "ab" * 32, "--reason", "x")])
-def test_a_full_disk_is_no_damage(tmp_path: Path, cli: Cli, words: tuple[str, ...]) -> None:
+def test_full_disk_is_not_reported_as_damage(
+    tmp_path: Path, cli: Cli, words: tuple[str, ...]
+) -> None:
     place = str(tmp_path / "r.db")
     if words[0] != "init":
         assert cli("register", "init", "--register", place).code == 0
@@ -518,10 +520,10 @@ ENDLESS = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELEC
     ids=["a view", "a view of the revision", "a computed column", "a virtual table"],
 )
 @pytest.mark.parametrize("command", ["log", "check", "slots"])
-def test_a_file_that_computes_its_rows_is_refused(
+def test_database_with_views_is_refused(
     cli: Cli, tmp_path: Path, change: str, command: str
 ) -> None:
-    """Reading an endless view would never end."""
+    """An endless view would never finish."""
     assert cli("register", "init", "--register", tmp_path / "r.db").code == 0
     with closing(sqlite3.connect(tmp_path / "r.db")) as opened:
         opened.executescript(change)

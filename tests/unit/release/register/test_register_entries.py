@@ -65,7 +65,7 @@ def decision(
 # --- certificates ---------------------------------------------------------------------------------
 
 
-def test_a_certificate_is_kept_with_its_bundle_and_triple(register: Register) -> None:
+def test_certificate_is_stored_with_its_bundle_and_triple(register: Register) -> None:
     data = certified(ONE)
     found = recorded(register, data, TRUSTED)
     assert register.certificate(found.identity) == found
@@ -75,7 +75,7 @@ def test_a_certificate_is_kept_with_its_bundle_and_triple(register: Register) ->
     assert [event.kind for event in register.events()] == ["register", "triple", "certificate"]
 
 
-def test_a_certificate_is_recorded_once(register: Register) -> None:
+def test_certificate_is_recorded_once(register: Register) -> None:
     first = record(register)
     again = bundle(predicate(ONE), KEY_A, KEY_B)
     assert recorded(register, again, trusted(KEY_A, KEY_B)) == first
@@ -94,7 +94,7 @@ def test_a_certificate_is_recorded_once(register: Register) -> None:
         (certified(ONE, lifetime=timedelta(0)), TRUSTED, "validity/empty"),
     ],
 )
-def test_what_a_check_would_not_believe_is_not_recorded(
+def test_invalid_certificates_are_not_recorded(
     register: Register, data: bytes, policy: object, reason: str
 ) -> None:
     before = register.head()
@@ -103,7 +103,7 @@ def test_what_a_check_would_not_believe_is_not_recorded(
     assert register.head() == before
 
 
-def test_a_certificate_whose_verdict_contradicts_its_numbers_is_not_recorded(
+def test_contradictory_certificate_is_not_recorded(
     register: Register,
 ) -> None:
     body = predicate(ONE, verdict=Verdict.FAILED)
@@ -112,7 +112,7 @@ def test_a_certificate_whose_verdict_contradicts_its_numbers_is_not_recorded(
         recorded(register, bundle(lie), TRUSTED)
 
 
-def test_two_certificates_never_share_triple_stage_and_sequence(register: Register) -> None:
+def test_triple_stage_and_sequence_are_unique(register: Register) -> None:
     record(register, sequence=7)
     with pytest.raises(Refusal, match="sequence 7"):
         record(register, sequence=7, verdict=Verdict.FAILED)
@@ -121,7 +121,7 @@ def test_two_certificates_never_share_triple_stage_and_sequence(register: Regist
     assert len(register.certificates()) == 3
 
 
-def test_several_certificates_are_recorded_together_or_not_at_all(register: Register) -> None:
+def test_several_certificates_are_recorded_atomically(register: Register) -> None:
     good, taken = certified(ONE), certified(ONE, verdict=Verdict.FAILED)
     with pytest.raises(Refusal):
         register.record_certificates([good, taken], TRUSTED)
@@ -133,11 +133,11 @@ def test_several_certificates_are_recorded_together_or_not_at_all(register: Regi
 # --- standing -------------------------------------------------------------------------------------
 
 
-def test_an_unknown_certificate_is_unknown(register: Register) -> None:
+def test_unrecorded_certificate_has_standing_unknown(register: Register) -> None:
     assert register.status_of("0" * 64).standing is Standing.UNKNOWN
 
 
-def test_a_certificate_is_in_force_within_its_validity(register: Register) -> None:
+def test_certificate_is_in_force_within_its_validity(register: Register) -> None:
     found = record(register)
     assert register.status_of(found.identity).in_force
     ended = found.valid_until
@@ -147,7 +147,7 @@ def test_a_certificate_is_in_force_within_its_validity(register: Register) -> No
 
 
 @pytest.mark.parametrize("verdict", [Verdict.FAILED, Verdict.INCONCLUSIVE])
-def test_an_older_pass_does_not_count_after_a_newer_result_that_is_none(
+def test_older_pass_does_not_count_after_a_newer_non_pass(
     register: Register, verdict: Verdict
 ) -> None:
     old = record(register, sequence=1)
@@ -159,7 +159,7 @@ def test_an_older_pass_does_not_count_after_a_newer_result_that_is_none(
     assert register.status_of(old.identity).standing is Standing.SUPERSEDED
 
 
-def test_the_order_is_that_of_sequences_not_of_recording(register: Register) -> None:
+def test_order_is_by_sequence_and_not_by_recording(register: Register) -> None:
     record(register, sequence=2, verdict=Verdict.FAILED)
     late = record(register, sequence=1)
     assert register.status_of(late.identity).standing is Standing.SUPERSEDED
@@ -173,7 +173,7 @@ def test_results_of_another_stage_or_triple_do_not_count(register: Register) -> 
     assert register.status_of(old.identity).in_force
 
 
-def test_a_certificate_is_superseded_by_one_that_says_so(register: Register) -> None:
+def test_certificate_is_superseded_by_declaration(register: Register) -> None:
     old = record(register)
     new = record(register, TWO, supersedes=old.identity)
     status = register.status_of(old.identity)
@@ -181,9 +181,7 @@ def test_a_certificate_is_superseded_by_one_that_says_so(register: Register) -> 
 
 
 @pytest.mark.parametrize("stage", ["offline-ci", "canary"])
-def test_a_failure_counts_whatever_else_supersedes_a_certificate(
-    register: Register, stage: str
-) -> None:
+def test_failure_counts_even_if_superseded(register: Register, stage: str) -> None:
     old = record(register, sequence=1)
     named = old.identity
     if stage == "offline-ci":
@@ -195,7 +193,7 @@ def test_a_failure_counts_whatever_else_supersedes_a_certificate(
     assert register.status_of(named).by == failed.identity
 
 
-def test_a_revoked_failure_still_counts_against_older_passes(register: Register) -> None:
+def test_revoked_failure_still_counts_against_older_passes(register: Register) -> None:
     old = record(register, sequence=1)
     failed = record(register, sequence=2, verdict=Verdict.FAILED)
     register.revoke(failed.identity, "issued by mistake")
@@ -205,7 +203,7 @@ def test_a_revoked_failure_still_counts_against_older_passes(register: Register)
 # --- revocations ----------------------------------------------------------------------------------
 
 
-def test_a_revoked_certificate_is_never_in_force(register: Register) -> None:
+def test_revoked_certificate_is_never_in_force(register: Register) -> None:
     found = record(register)
     first = register.revoke(found.identity, "wrong data")
     assert register.revoke(found.identity, "again") == first
@@ -214,7 +212,7 @@ def test_a_revoked_certificate_is_never_in_force(register: Register) -> None:
     assert register.revocations() == (first,)
 
 
-def test_a_certificate_can_be_revoked_before_it_is_recorded(register: Register) -> None:
+def test_certificate_can_be_revoked_before_it_is_recorded(register: Register) -> None:
     data = predicate(ONE)
     with_it = record(register)
     register.revoke("f" * 64, "seen elsewhere")
@@ -223,7 +221,7 @@ def test_a_certificate_can_be_revoked_before_it_is_recorded(register: Register) 
     assert data.sequence == 1
 
 
-def test_certificates_fall_with_the_keys_that_had_to_sign(register: Register) -> None:
+def test_certificates_lose_force_with_their_required_keys(register: Register) -> None:
     alone = record(register)
     both = recorded(register, certified(TWO, KEY_A, KEY_B), trusted(KEY_A, KEY_B, threshold=1))
     two = recorded(register, certified(THREE, KEY_A, KEY_B), trusted(KEY_A, KEY_B, threshold=2))
@@ -236,14 +234,14 @@ def test_certificates_fall_with_the_keys_that_had_to_sign(register: Register) ->
 
 
 @pytest.mark.parametrize("subject", ["", "12", "F" * 64, "sha256:" + "f" * 64])
-def test_what_is_no_digest_is_not_revoked(register: Register, subject: str) -> None:
+def test_invalid_digest_is_not_revoked(register: Register, subject: str) -> None:
     with pytest.raises(Refusal):
         register.revoke(subject, "odd")
 
 
 @pytest.mark.parametrize("reason", ["bytes \udcff", "x" * 30_000], ids=["no text", "too long"])
-def test_a_reason_that_no_event_can_hold_is_no_damage(register: Register, reason: str) -> None:
-    """A command line may hold bytes that are no UTF-8."""
+def test_unencodable_reason_is_refused_without_damage(register: Register, reason: str) -> None:
+    """A command line may contain bytes that are not UTF-8."""
     register.record_triple(ONE)
     run = register.record_run(Run("evaluate", ONE.digest, "shadow", "1" * 64, "2" * 64))
     for call in (
@@ -259,7 +257,7 @@ def test_a_reason_that_no_event_can_hold_is_no_damage(register: Register, reason
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def test_a_run_is_recorded_once_and_can_be_marked(register: Register) -> None:
+def test_run_is_recorded_once_and_can_be_marked(register: Register) -> None:
     register.record_triple(ONE)
     run = Run("evaluate", ONE.digest, "shadow", "1" * 64, "2" * 64)
     kept = register.record_run(run)
@@ -272,7 +270,7 @@ def test_a_run_is_recorded_once_and_can_be_marked(register: Register) -> None:
     assert register.run(kept.identity) == marked
 
 
-def test_a_run_needs_its_triple_and_its_digests(register: Register) -> None:
+def test_run_needs_its_triple_and_digests(register: Register) -> None:
     run = Run("evaluate", ONE.digest, "shadow", "1" * 64)
     with pytest.raises(Refusal, match="triple"):
         register.record_run(run)
@@ -288,7 +286,7 @@ def test_a_run_needs_its_triple_and_its_digests(register: Register) -> None:
 # --- promotions -----------------------------------------------------------------------------------
 
 
-def test_a_promotion_moves_the_slot(register: Register) -> None:
+def test_promotion_updates_the_slot(register: Register) -> None:
     one = record(register)
     assert register.slot(SLOT) == Slot(SLOT)
     slot = register.promote(SLOT, 0, decision(one))
@@ -300,20 +298,20 @@ def test_a_promotion_moves_the_slot(register: Register) -> None:
     assert (kept.number, kept.version, kept.at) == (slot.promotion, 1, NOW)
 
 
-def test_a_stale_writer_is_told_what_is_live(register: Register) -> None:
+def test_stale_writer_is_refused_with_the_live_triple(register: Register) -> None:
     one, two = record(register), record(register, TWO)
     live = register.promote(SLOT, 0, decision(one))
     with pytest.raises(Stale) as stale:
         register.promote(SLOT, 0, decision(two))
     assert stale.value.slot == live
-    with pytest.raises(Stale) as other:  # the version is right, the incumbent is another
+    with pytest.raises(Stale) as other:  # the version is right, but the incumbent is another
         register.promote(SLOT, 1, decision(two, "f" * 64))
     assert other.value.slot == live
     assert register.slot(SLOT) == live
     assert len(register.promotions()) == 1
 
 
-def test_decisions_that_move_nothing_still_make_others_stale(register: Register) -> None:
+def test_decisions_without_a_move_make_others_stale(register: Register) -> None:
     one, two = record(register), record(register, TWO)
     register.promote(SLOT, 0, decision(one))
     why = (PromotionReason("N-KL", "p99 is 0.1", "long", {"p99": "0.1", "limit": "0.02"}),)
@@ -325,7 +323,7 @@ def test_decisions_that_move_nothing_still_make_others_stale(register: Register)
     assert register.promotions(candidate=two.triple)[0].reasons == why
 
 
-def test_a_rollback_returns_to_the_incumbent(register: Register) -> None:
+def test_rollback_returns_to_the_incumbent(register: Register) -> None:
     one, two = record(register), record(register, TWO)
     register.promote(SLOT, 0, decision(one))
     register.promote(SLOT, 1, decision(two, one.triple))
@@ -333,7 +331,7 @@ def test_a_rollback_returns_to_the_incumbent(register: Register) -> None:
     assert register.promote(SLOT, 2, back).triple == one.triple
 
 
-def test_a_rollback_goes_to_no_triple_that_was_never_live(register: Register) -> None:
+def test_rollback_to_a_never_live_triple_is_refused(register: Register) -> None:
     one, two, three = record(register), record(register, TWO), record(register, THREE)
     register.promote(SLOT, 0, decision(one))
     register.promote(SLOT, 1, decision(two, one.triple))
@@ -342,7 +340,7 @@ def test_a_rollback_goes_to_no_triple_that_was_never_live(register: Register) ->
         register.promote(SLOT, 2, back)
 
 
-def test_a_promotion_rests_on_certificates_that_are_in_force(register: Register) -> None:
+def test_promotion_needs_certificates_in_force(register: Register) -> None:
     one, two = record(register, sequence=1), record(register, TWO)
     with pytest.raises(Refusal, match="without a certificate"):
         register.promote(SLOT, 0, decision(one, certificates=()))
@@ -361,7 +359,7 @@ def test_a_promotion_rests_on_certificates_that_are_in_force(register: Register)
     assert register.slot(SLOT).version == 0
 
 
-def test_a_promotion_names_the_contract_and_triples_that_are_recorded(register: Register) -> None:
+def test_promotion_needs_recorded_contract_and_triples(register: Register) -> None:
     one = record(register)
     with pytest.raises(Refusal, match="contract"):
         register.promote(SLOT, 0, replace(decision(one), contract="a" * 64))
@@ -397,7 +395,7 @@ def test_events_follow_the_published_schema(register: Register, follows: object)
         follows(json.loads(event.body))  # type: ignore[operator]
 
 
-def test_a_clock_that_goes_back_does_not_turn_the_chain_back(place: str) -> None:
+def test_event_times_are_monotone_if_the_clock_goes_back(place: str) -> None:
     moments = iter([NOW, NOW, NOW - timedelta(days=1)])
     with Register.open(place, create=True, clock=lambda: next(moments)) as register:
         register.record_triple(ONE)
@@ -405,7 +403,7 @@ def test_a_clock_that_goes_back_does_not_turn_the_chain_back(place: str) -> None
         assert [event.time for event in register.events()] == [NOW] * 3
 
 
-def test_an_event_of_a_clock_that_was_ahead_ends_no_certificate(place: str) -> None:
+def test_event_of_a_fast_clock_ends_no_certificate(place: str) -> None:
     with Register.open(place, create=True, clock=lambda: NOW) as register:
         one = record(register)
         with Register.open(place, clock=lambda: NOW + timedelta(days=3650)) as ahead:

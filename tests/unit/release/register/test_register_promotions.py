@@ -1,4 +1,4 @@
-"""Questions of promotions to a register, on SQLite and on PostgreSQL."""
+"""Register queries of promotions, on SQLite and on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def held(register: Register, slot: str, name: str, *evidence: str) -> Promotion:
     return Promotion(slot, about.digest, None, contract, "canary", state, evidence=evidence)
 
 
-def test_traffic_counts_for_one_candidate_in_one_slot(register: Register) -> None:
+def test_traffic_counts_for_one_candidate_in_one_slot_only(register: Register) -> None:
     table, report = digest("table"), digest("report")
     first = held(register, SLOT, "one", table, report)
     register.promote(SLOT, 0, first, [table])
@@ -48,9 +48,7 @@ def test_traffic_counts_for_one_candidate_in_one_slot(register: Register) -> Non
     register.refuse_counted(SLOT, first.candidate, [digest("seen by nobody"), "%"])
 
 
-def test_a_decision_that_asks_the_register_is_recorded_in_the_state_that_it_saw(
-    register: Register, place: str
-) -> None:
+def test_decision_is_recorded_in_the_state_that_it_read(register: Register, place: str) -> None:
     first, seen = held(register, SLOT, "one"), []
 
     def decide(state: Register) -> Promotion:
@@ -74,13 +72,13 @@ def test_a_decision_that_asks_the_register_is_recorded_in_the_state_that_it_saw(
     assert register.slot(SLOT).version == 1
 
 
-def test_a_certificate_without_a_report_has_no_run(register: Register) -> None:
+def test_certificate_without_a_report_has_no_run(register: Register) -> None:
     assert register.run_of(recorded(register, certified(triple())).identity) is None
     assert register.run_of(digest("unknown")) is None
 
 
 @pytest.mark.full
-def test_a_triple_is_promoted_and_rolled_back(place: str, tmp_path: Path) -> None:
+def test_triple_is_promoted_and_rolled_back(place: str, tmp_path: Path) -> None:
     old = "N-KL: {require: p99(kl) <= 0.02, slices: [all, long], level: L2}"
     pipeline = Pipeline.of(tmp_path, place)
     text = pipeline.contract.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The tables of a register: made by migrations, opened, refused where they are of another kind."""
+"""Tables of a register: created by migrations, opened, and refused if of another kind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def stamp(place: str, revision: str) -> None:
     own.close()
 
 
-def test_the_migrations_make_the_tables_that_the_program_reads(place: str) -> None:
+def test_migrations_create_the_tables_of_the_program(place: str) -> None:
     own = opened(place)
     with own.reading() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
@@ -51,7 +51,7 @@ def test_the_migrations_make_the_tables_that_the_program_reads(place: str) -> No
     own.close()
 
 
-def test_the_program_knows_every_revision() -> None:
+def test_program_lists_every_revision() -> None:
     config = Config()
     config.set_main_option("script_location", MIGRATIONS)
     scripts = ScriptDirectory.from_config(config)
@@ -60,7 +60,7 @@ def test_the_program_knows_every_revision() -> None:
     assert list(database._KNOWN) == found[::-1]
 
 
-def test_a_newer_register_is_refused(place: str) -> None:
+def test_newer_register_is_refused(place: str) -> None:
     stamp(place, "9999")
     with pytest.raises(Refusal, match="9999") as refused:
         Register.open(place)
@@ -70,7 +70,7 @@ def test_a_newer_register_is_refused(place: str) -> None:
     assert code_of(again) is REGISTER_SCHEMA
 
 
-def test_an_older_register_is_refused_until_it_is_upgraded(
+def test_older_register_is_refused_until_upgraded(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as older:
@@ -93,8 +93,8 @@ def test_an_older_register_is_refused_until_it_is_upgraded(
         assert register.check(trusted=TRUSTED).is_sound
 
 
-def test_a_later_failure_is_found_by_an_index_of_failures(place: str) -> None:
-    """Certificates that passed are not looked at, however many are newer."""
+def test_later_failure_is_found_by_an_index(place: str) -> None:
+    """Passed certificates are not scanned, however many are newer."""
     index = "ix_certificates_not_passed"
     values = {"triple": "0" * 64, "stage": "canary", "sequence": 1, "identity": "0" * 64}
     own = opened(place)
@@ -114,7 +114,7 @@ def test_a_later_failure_is_found_by_an_index_of_failures(place: str) -> None:
     own.close()
 
 
-def test_a_database_without_a_register_is_refused(place: str) -> None:
+def test_database_without_a_register_is_refused(place: str) -> None:
     if not place.startswith("postgresql"):
         sqlite3.connect(place).close()
     with pytest.raises(Refusal) as refused:
@@ -125,14 +125,14 @@ def test_a_database_without_a_register_is_refused(place: str) -> None:
     assert code_of(again) is REGISTER_MISSING
 
 
-def test_making_a_register_twice_changes_nothing(place: str) -> None:
+def test_creating_a_register_twice_changes_nothing(place: str) -> None:
     with Register.open(place, create=True, clock=clock) as register:
         first = register.head()
     with Register.open(place, create=True, clock=clock) as register:
         assert register.head() == first
 
 
-def test_a_writer_that_waits_too_long_is_told(place: str) -> None:
+def test_writer_that_waits_too_long_is_refused(place: str) -> None:
     own = opened(place)
     with (
         own.writing(),
@@ -172,7 +172,7 @@ def test_readers_do_not_wait_for_a_writer(place: str) -> None:
         ("postgresql://kcdsl@/database?host=/no/such/folder", REGISTER_MISSING),
     ],
 )
-def test_what_names_no_register_is_refused(
+def test_invalid_register_location_is_refused(
     place: str, code: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -190,7 +190,7 @@ def test_postgresql_without_its_package_is_refused(monkeypatch: pytest.MonkeyPat
     assert code_of(refused) is NO_PACKAGE
 
 
-def test_no_command_without_a_register_imports_its_database(tmp_path: Path) -> None:
+def test_commands_without_a_register_do_not_import_sqlalchemy(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "import kcdsl.api.checking, kcdsl.cli.commands.release.check\n"

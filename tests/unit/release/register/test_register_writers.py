@@ -1,4 +1,4 @@
-"""Writers at the same time, and writers that are killed: nothing is lost, nothing is forked."""
+"""Concurrent and killed writers: no lost entries, no forked chains."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def _together(place: str, writers: int, rounds: int) -> None:
 
 
 @pytest.mark.full
-def test_writers_at_the_same_time_lose_nothing(place: str) -> None:
+def test_concurrent_writers_lose_nothing(place: str) -> None:
     _together(place, writers=8, rounds=2)
 
 
 @pytest.mark.slow
-def test_fifty_writers_lose_nothing(place: str) -> None:
+def test_fifty_concurrent_writers_lose_nothing(place: str) -> None:
     _together(place, writers=50, rounds=4)
 
 
@@ -47,7 +47,7 @@ def test_fifty_writers_lose_nothing(place: str) -> None:
     "writers",
     [4, pytest.param(50, marks=pytest.mark.slow)],
 )
-def test_of_several_promotions_at_the_same_time_one_succeeds(place: str, writers: int) -> None:
+def test_exactly_one_of_concurrent_promotions_succeeds(place: str, writers: int) -> None:
     with Register.open(place, create=True, clock=clock) as register:
         given = [certified(triple(str(number))) for number in range(writers)]
         candidates = register.record_certificates(given, TRUSTED)
@@ -72,18 +72,18 @@ def _killed(place: str, kills: int, every: int) -> None:
 
 
 @pytest.mark.full
-def test_writers_that_are_killed_lose_nothing_that_they_were_told(place: str) -> None:
+def test_killed_writers_lose_no_confirmed_entry(place: str) -> None:
     _killed(place, kills=20, every=10)
 
 
 @pytest.mark.slow
-def test_a_thousand_killed_writers_lose_nothing(place: str) -> None:
+def test_thousand_killed_writers_lose_nothing(place: str) -> None:
     _killed(place, kills=1000, every=100)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("place", ["sqlite"], indirect=True)
-def test_a_register_that_was_being_made_can_be_made_again(place: str, tmp_path: Path) -> None:
+def test_interrupted_creation_can_be_repeated(place: str, tmp_path: Path) -> None:
     for number in range(10):
         path = tmp_path / f"{number}.db"
         kill_writers(str(path), 1, number)
@@ -93,7 +93,7 @@ def test_a_register_that_was_being_made_can_be_made_again(place: str, tmp_path: 
 
 
 @pytest.mark.programs
-def test_writers_wait_whatever_the_isolation_of_a_database_is(postgres_server: Server) -> None:
+def test_writers_wait_under_any_isolation_level(postgres_server: Server) -> None:
     """A snapshot from before the lock of the head would make the second writer fail."""
     import psycopg
 
@@ -107,8 +107,8 @@ def test_writers_wait_whatever_the_isolation_of_a_database_is(postgres_server: S
 
 
 @pytest.mark.programs
-def test_a_server_that_was_restarted_is_asked_anew(postgres_server: Server) -> None:
-    """A gate that runs for weeks keeps connections, which a restart ends."""
+def test_connections_survive_a_server_restart(postgres_server: Server) -> None:
+    """A long-running gate keeps connections, which a restart closes."""
     import psycopg
 
     place = postgres_server.database()
@@ -140,7 +140,7 @@ def test_a_server_that_was_restarted_is_asked_anew(postgres_server: Server) -> N
         *("conflict", "deadlock", "corrupted"),
     ],
 )
-def test_a_server_that_does_not_write_is_no_damage(
+def test_read_only_server_is_not_reported_as_damage(
     postgres_server: Server, state: str, code: object
 ) -> None:
     import psycopg
@@ -159,10 +159,10 @@ def test_a_server_that_does_not_write_is_no_damage(
 
 
 @pytest.mark.programs
-def test_a_writer_that_was_stopped_does_not_keep_others_from_writing(
+def test_stopped_writer_does_not_block_others(
     postgres_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that stays open holds the lock of the head, until the server ends it."""
+    """An open connection holds the lock of the head until the server ends it."""
     from kcdsl.release.register import database
 
     monkeypatch.setattr(database, "STOPPED", 0.2)
@@ -175,10 +175,10 @@ def test_a_writer_that_was_stopped_does_not_keep_others_from_writing(
 
 @pytest.mark.programs
 @pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])
-def test_a_database_of_another_encoding_keeps_what_it_can(
+def test_database_in_another_encoding_works_or_refuses(
     postgres_server: Server, encoding: str
 ) -> None:
-    """Texts are not written in the encoding of the server, and an unknown one is no traceback."""
+    """Texts are not in the encoding of the server, and unencodable ones give no traceback."""
     import psycopg
 
     name = f"encoded_{encoding.lower()}"
@@ -199,8 +199,8 @@ def test_a_database_of_another_encoding_keeps_what_it_can(
         assert register.check(trusted=TRUSTED).is_sound
 
 
-def test_more_readers_than_connections_are_no_damage(place: str) -> None:
-    """A gate answers 32 questions at a time, and its pool has fewer connections."""
+def test_more_readers_than_connections_are_not_reported_as_damage(place: str) -> None:
+    """A gate answers 32 requests concurrently, and its pool has fewer connections."""
     Register.open(place, create=True, clock=clock).close()
     with Register.open(place, clock=clock) as register, ExitStack() as readers:
         pool = register._database._engine.pool
