@@ -15,19 +15,19 @@ from kcdsl.source.writing import NewFile, write_bytes, write_together
 
 
 def refused(path: Path) -> str:
-    """Return the code with which a file is refused."""
+    """Return the code of the refusal of a file."""
     with pytest.raises(Refusal) as caught:
         read_source(path)
     return caught.value.diagnostics[0].code.id
 
 
-def test_nothing_is_normalised(tmp_path: Path) -> None:
+def test_text_is_not_normalised(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_bytes("\ufeffa: é\r\n".encode())
     assert read_source(path).text == "\ufeffa: é\r\n"
 
 
-def test_unusable_files(tmp_path: Path) -> None:
+def test_unusable_files_are_refused(tmp_path: Path) -> None:
     assert refused(tmp_path / "absent.yaml") == "KC601"
     assert refused(tmp_path) == "KC601"
     bad = tmp_path / "latin.yaml"
@@ -46,7 +46,7 @@ def test_unusable_files(tmp_path: Path) -> None:
         ("kcdsl: 1".encode("utf-16"), 1, 1, "save it as UTF-8; it begins as UTF-16 does"),
     ],
 )
-def test_what_is_not_utf8_is_shown_at_its_place(
+def test_invalid_utf8_is_reported_at_its_position(
     data: bytes, line: int, column: int, help: str
 ) -> None:
     with pytest.raises(Refusal) as caught:
@@ -59,7 +59,7 @@ def test_what_is_not_utf8_is_shown_at_its_place(
     assert (at.line, at.column, found.help) == (line, column, help)
 
 
-def test_writing_is_complete_or_nothing(tmp_path: Path) -> None:
+def test_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     write_bytes(path, b"one")
     write_bytes(path, b"two\n")
@@ -75,7 +75,7 @@ def test_writing_is_complete_or_nothing(tmp_path: Path) -> None:
     assert [p.name for p in (target / "made").iterdir()] == ["x.json"]
 
 
-def test_several_files_are_written_together_or_none_is(tmp_path: Path) -> None:
+def test_several_files_are_written_atomically(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     files = [NewFile(one, b"1", 0o600), NewFile(two, b"2", 0o644)]
     write_together(files, replace=False)
@@ -106,7 +106,7 @@ def test_several_files_are_written_together_or_none_is(tmp_path: Path) -> None:
         ("1e99999999", None),
     ],
 )
-def test_exact_numbers(text: str, value: Fraction | None) -> None:
+def test_decimal_numbers_are_exact(text: str, value: Fraction | None) -> None:
     assert exact(text) == value
 
 
@@ -121,11 +121,11 @@ def test_exact_numbers(text: str, value: Fraction | None) -> None:
         (Fraction(15, 10**20), "1.5e-19"),
     ],
 )
-def test_spelling(value: Fraction, text: str) -> None:
+def test_numbers_keep_their_spelling(value: Fraction, text: str) -> None:
     assert spell(value) == text
 
 
-def test_a_place_of_the_user_is_never_in_the_working_folder(
+def test_user_folders_are_never_in_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, other = tmp_path / "home", tmp_path / "other"
@@ -138,10 +138,10 @@ def test_a_place_of_the_user_is_never_in_the_working_folder(
     assert user_place("XDG_CACHE_HOME", ".cache") is None
 
 
-def test_digests_of_libraries_are_not_taken_from_the_working_folder(
+def test_cached_digests_are_not_read_from_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that lie there would stand in fingerprints in the place of those of the files."""
+    """Files there could replace the digests of libraries in fingerprints."""
     root = str(tmp_path / "packages")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

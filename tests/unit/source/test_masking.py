@@ -1,4 +1,4 @@
-"""Unquoted expressions are read as they are meant, and nothing else changes."""
+"""Unquoted expressions are read completely, and other YAML is unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read(text: str) -> tuple[dict[str, str], list[str]]:
         ("{{require: {}}}", "quantile(0.9, abs(kl)) <= (1 + f(2, 3))"),
     ],
 )
-def test_what_yaml_would_cut_is_read_whole(around: str, expected: str) -> None:
+def test_expressions_that_yaml_would_cut_are_read_completely(around: str, expected: str) -> None:
     values, codes = read(around.format(expected))
     assert values == {"require": expected}
     assert codes == ["KC015"]
@@ -50,13 +50,13 @@ def test_what_yaml_would_cut_is_read_whole(around: str, expected: str) -> None:
         ("a: b # has(trace, [x])\n", {"a": "b"}),
     ],
 )
-def test_plain_yaml_stays_as_it_is(text: str, expected: dict[str, str]) -> None:
+def test_plain_yaml_is_unchanged(text: str, expected: dict[str, str]) -> None:
     values, codes = read(text)
     assert values == expected
     assert codes == []
 
 
-def test_the_replacement_keeps_offsets_and_avoids_characters_in_use() -> None:
+def test_replacement_keeps_offsets_and_avoids_used_characters() -> None:
     text = "\ue000\ue001 {require: f(a, b)}"
     masked = mask_expressions(text)
     assert len(masked.text) == len(text)
@@ -65,26 +65,26 @@ def test_the_replacement_keeps_offsets_and_avoids_characters_in_use() -> None:
     assert mask_expressions("a: 1").text == "a: 1"
 
 
-def test_the_note_is_a_note() -> None:
+def test_masking_is_reported_as_a_note() -> None:
     sink = Sink()
     parse_yaml(SourceFile("x.yaml", "{require: f(a, b)}"), sink)
     assert [d.severity for d in sink] == [Severity.NOTE]
 
 
-def test_an_escaped_character_is_not_taken_for_a_replacement() -> None:
+def test_escaped_character_is_not_taken_as_a_replacement() -> None:
     text = 'a: "\\ue000\\U0000E001\\uE002"\nb: forall x in points(all): no_flip(model, x)\n'
     values, _ = read(text)
     assert values["a"] == "\ue000\ue001\ue002"
     assert values["b"] == "forall x in points(all): no_flip(model, x)"
 
 
-def test_a_text_that_uses_every_private_character_is_left_as_it_is() -> None:
+def test_text_with_every_private_use_character_is_unchanged() -> None:
     every = "".join(map(chr, range(0xE000, 0xF900)))
     values, _ = read(f"a: '{every}'\nb: f(1, 2)\n")
     assert values == {"a": every, "b": "f(1, 2)"}
 
 
-def test_nested_brackets_take_no_longer_than_others() -> None:
+def test_nested_brackets_are_masked_in_time() -> None:
     deep = "(" * 100_000 + "," * 100_000 + ")" * 100_000
     assert mask_expressions(f"k: {deep}").back == {}
     assert mask_expressions("k: f((1, (2, [3])))").text.count(",") == 0

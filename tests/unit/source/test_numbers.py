@@ -1,4 +1,4 @@
-"""Numbers whose exact or float64 value would be out of reach are no numbers of a contract."""
+"""Numbers with an exact or float64 value out of range are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kcdsl.source.numbers import exact
 
 
 @pytest.mark.parametrize("text", ["1e400", "1e-400", "1e101", "1e-101", "9" * 61, "1e99999999999"])
-def test_a_number_that_is_never_meant_is_none(text: str) -> None:
+def test_implausible_numbers_are_refused_in_contracts(text: str) -> None:
     assert exact(text) is None
     assert exact("-" + text) is None
 
@@ -25,5 +25,5 @@ def test_a_number_that_is_never_meant_is_none(text: str) -> None:
         (".5", Fraction(1, 2)),
     ],
 )
-def test_other_numbers_are_exact(text: str, value: Fraction) -> None:
+def test_plausible_numbers_are_exact(text: str, value: Fraction) -> None:
     assert exact(text) == value

@@ -1,4 +1,4 @@
-"""The map from decoded characters to the source, for the cases that are easy to get wrong."""
+"""The map from decoded characters to source positions: corner cases."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def value(text: str) -> tuple[SourceFile, Scalar]:
         ("k: >-\n\n\n  target\n", "target"),
     ],
 )
-def test_a_word_is_found(text: str, word: str) -> None:
+def test_word_is_mapped_to_its_source(text: str, word: str) -> None:
     source, scalar = value(text)
     start = scalar.text.index(word)
     mapped = map_scalar(source, scalar)
@@ -49,7 +49,7 @@ def test_a_word_is_found(text: str, word: str) -> None:
     assert source.text[span.start : span.end] == word
 
 
-def test_the_end_of_the_text_is_just_after_its_last_character() -> None:
+def test_end_of_text_is_after_its_last_character() -> None:
     source, scalar = value("k: >-\n  abc\n\nz: 1\n")
     span = map_scalar(source, scalar).span(3, 4)
     assert (span.start, span.end) == (11, 11)
@@ -57,7 +57,7 @@ def test_the_end_of_the_text_is_just_after_its_last_character() -> None:
     assert map_scalar(source, scalar).span(0, 0).start == 4
 
 
-def test_a_decoding_that_differs_falls_back_to_the_whole_scalar() -> None:
+def test_differing_decoding_maps_to_the_whole_scalar() -> None:
     source, scalar = value("k: |\n  abc\n")
     mapped = map_scalar(source, scalar._replace(text="abd\n"))
     assert mapped.pieces is None
@@ -65,12 +65,12 @@ def test_a_decoding_that_differs_falls_back_to_the_whole_scalar() -> None:
 
 
 @pytest.mark.parametrize("text", ["k: |\n", "k: >-\n\nz: 1\n", "k: |+\n\n\n"])
-def test_empty_bodies(text: str) -> None:
+def test_empty_block_scalars_are_mapped(text: str) -> None:
     source, scalar = value(text)
     assert map_scalar(source, scalar).pieces is not None
 
 
-def test_every_node_that_is_refused_is_mapped_too() -> None:
+def test_refused_nodes_are_mapped() -> None:
     source, sink = SourceFile("x.yaml", "k: *a\n"), Sink()
     root = parse_yaml(source, sink)
     assert isinstance(root, Mapping)
@@ -82,7 +82,7 @@ def test_every_node_that_is_refused_is_mapped_too() -> None:
 
 @pytest.mark.parametrize("chomp", ["", "-", "+"])
 @pytest.mark.parametrize("body", ["  \n     \n", "\n", "", "    \n  a\n\n", "   a\n     \n  b\n"])
-def test_indentation_indicators(chomp: str, body: str) -> None:
+def test_indentation_indicators_are_mapped(chomp: str, body: str) -> None:
     for digit in (1, 2):
         for sign in "|>":
             for header in (f"{sign}{digit}{chomp}", f"{sign}{chomp}{digit}"):
@@ -92,14 +92,14 @@ def test_indentation_indicators(chomp: str, body: str) -> None:
                 assert len(mapped.pieces) == len(scalar.text)
 
 
-def test_a_deep_indentation_takes_no_longer_than_another() -> None:
+def test_deep_indentation_is_mapped_in_time() -> None:
     deep = " " * 60_000
     for text in (f"k: |1\n{deep}a\n", f"k: |\n{deep}\n", f"k: |+1\n{deep}\n"):
         source, scalar = value(text)
         assert map_scalar(source, scalar).pieces is not None
 
 
-def test_an_expression_whose_characters_are_not_found_is_refused() -> None:
+def test_unmappable_expression_is_refused() -> None:
     source, scalar = value("k: |\n  p99(klx) <= 0.02\n")
     sink = Sink()
     other = scalar._replace(text="p99(klx) <= 0.03\n")

@@ -1,4 +1,4 @@
-"""A path that leads nowhere is answered with a file beside it that has a close name."""
+"""A missing path gets the suggestion of a file with a similar name."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def folder(tmp_path: Path) -> Path:
         ("a\0/contract.yaml", None),
     ],
 )
-def test_neighbours(folder: Path, name: str, meant: str | None) -> None:
+def test_similar_names_are_suggested(folder: Path, name: str, meant: str | None) -> None:
     assert similar_file(folder / name) == meant
 
 
-def test_a_missing_file_is_refused_with_the_one_that_is_there(folder: Path) -> None:
+def test_missing_file_is_refused_with_a_suggestion(folder: Path) -> None:
     with pytest.raises(Refusal) as refused:
         read_source(folder / "contrct.yaml")
     (diagnostic,) = refused.value.diagnostics

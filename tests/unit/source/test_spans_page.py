@@ -1,4 +1,4 @@
-"""The tables of docs/reference/spans.md are what the map of scalars says."""
+"""The tables of docs/reference/spans.md equal the scalar map."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STYLES = {"plain": {"plain"}, "quoted": {"'", '"'}, "literal": {"|"}, "folded": 
 
 
 def rows() -> list[tuple[str, str, list[str]]]:
-    """Return the kind, the source and the ranges of each row, as they stand in a file."""
+    """Return the kind, the source and the ranges of each row, as stated on the page."""
     found = []
     for kind, lines in TABLE.findall(PAGE.read_text(encoding="utf-8")):
         for line in lines.splitlines():
@@ -34,7 +34,7 @@ def rows() -> list[tuple[str, str, list[str]]]:
 
 @pytest.mark.parametrize("eol", ["\n", "\r\n"])
 @pytest.mark.parametrize(("kind", "written", "ranges"), rows())
-def test_a_row(kind: str, written: str, ranges: list[str], eol: str) -> None:
+def test_row_equals_the_scalar_map(kind: str, written: str, ranges: list[str], eol: str) -> None:
     source = SourceFile("x.yaml", f"k: {written}".replace("\n", eol))
     root = parse_yaml(source, sink := Sink())
     assert isinstance(root, Mapping), [d.message for d in sink]
@@ -46,12 +46,12 @@ def test_a_row(kind: str, written: str, ranges: list[str], eol: str) -> None:
     assert [source.text[a:b] for a, b in pieces] == [text.replace("\n", eol) for text in ranges]
 
 
-def test_there_are_rows_of_every_kind() -> None:
+def test_table_has_rows_of_every_kind() -> None:
     assert {kind for kind, _, _ in rows()} == set(STYLES)
 
 
 @pytest.mark.parametrize("sign", ["\r", "\x85", "\u2028", "\u2029", "\x00", "\x1b", "\ufeff"])
-def test_what_is_not_accepted(sign: str) -> None:
+def test_unsupported_scalars_are_refused(sign: str) -> None:
     for text in (f"k: a{sign}b\n", f"k: 'a{sign}b'\n", f"k: 1  # a{sign}b\n"):
         sink = Sink()
         assert parse_yaml(SourceFile("x.yaml", text), sink) is None
@@ -65,7 +65,7 @@ def test_what_is_not_accepted(sign: str) -> None:
 @pytest.mark.parametrize(
     ("escape", "char"), [("r", "\r"), ("N", "\x85"), ("L", "\u2028"), ("P", "\u2029")]
 )
-def test_their_escapes_are_mapped(escape: str, char: str) -> None:
+def test_escapes_of_other_styles_are_mapped(escape: str, char: str) -> None:
     source = SourceFile("x.yaml", f'k: "a\\{escape}b"\n')
     root = parse_yaml(source, Sink())
     assert isinstance(root, Mapping)
@@ -75,7 +75,7 @@ def test_their_escapes_are_mapped(escape: str, char: str) -> None:
     assert map_scalar(source, scalar).pieces == ((4, 5), (5, 7), (7, 8))
 
 
-def test_half_a_surrogate_pair_is_reported() -> None:
+def test_lone_surrogate_is_reported() -> None:
     sink = Sink()
     parse_yaml(SourceFile("x.yaml", 'k: "\\ud835"\n'), sink)
     (found,) = sink
@@ -85,7 +85,7 @@ def test_half_a_surrogate_pair_is_reported() -> None:
 
 
 @pytest.mark.parametrize("escape", [r"\0", r"\x00", r"\u0000", r"\U00000000"])
-def test_an_escape_of_the_character_zero_is_reported(escape: str) -> None:
+def test_escaped_nul_is_reported(escape: str) -> None:
     sink = Sink()
     assert parse_yaml(SourceFile("x.yaml", f'k: "a{escape}b"\n'), sink) is None
     (found,) = sink

@@ -1,4 +1,4 @@
-"""Files are written whole; what is no file of its own stays what it is."""
+"""Files are replaced whole; links, pipes and devices are written through."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.source.writing import NewFile, refuse_targets, write_bytes, write_together
 
 
-def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_file_is_replaced_without_leftovers(tmp_path: Path) -> None:
     target = tmp_path / "new" / "out.json"
     write_bytes(target, b"one")
     write_bytes(target, b"two")
@@ -21,7 +21,7 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
     assert os.listdir(target.parent) == ["out.json"]
 
 
-def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path) -> None:
+def test_symlink_is_kept_and_its_target_written(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     real, link = tmp_path / "store" / "real.json", tmp_path / "link.json"
     link.symlink_to(real)
@@ -31,7 +31,7 @@ def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "store") == ["real.json"]
 
 
-def test_a_link_in_a_circle_is_refused(tmp_path: Path) -> None:
+def test_circular_symlink_is_refused(tmp_path: Path) -> None:
     link = tmp_path / "a"
     link.symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(link)
@@ -40,7 +40,7 @@ def test_a_link_in_a_circle_is_refused(tmp_path: Path) -> None:
     assert link.is_symlink()
 
 
-def test_what_is_no_file_takes_the_data_and_stays(tmp_path: Path) -> None:
+def test_special_file_receives_the_data_and_is_kept(tmp_path: Path) -> None:
     pipe, read = tmp_path / "pipe", []
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
@@ -51,13 +51,13 @@ def test_what_is_no_file_takes_the_data_and_stays(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
-def test_a_folder_is_refused(tmp_path: Path) -> None:
+def test_folder_as_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="is a folder"):
         write_bytes(tmp_path, b"one")
 
 
-def test_a_link_to_a_pipe_takes_the_data(tmp_path: Path) -> None:
-    """As the shell's >(command): a name below /dev/fd leads to a pipe that has no name."""
+def test_symlink_to_a_pipe_receives_the_data(tmp_path: Path) -> None:
+    """As for the shell's >(command), where a name below /dev/fd leads to an unnamed pipe."""
     reading, writing = os.pipe()
     try:
         write_bytes(Path(f"/dev/fd/{writing}"), b"data")
@@ -67,7 +67,7 @@ def test_a_link_to_a_pipe_takes_the_data(tmp_path: Path) -> None:
         assert stream.read() == b"data"
 
 
-def test_of_several_files_links_and_pipes_stay_too(tmp_path: Path) -> None:
+def test_links_and_pipes_among_several_files_are_kept(tmp_path: Path) -> None:
     real, link, pipe, read = tmp_path / "real", tmp_path / "link", tmp_path / "pipe", []
     link.symlink_to(real)
     os.mkfifo(pipe)
@@ -83,7 +83,7 @@ def test_of_several_files_links_and_pipes_stay_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("second", ["a", "./b/../a", "link"])
-def test_no_file_is_written_twice(tmp_path: Path, second: str) -> None:
+def test_duplicate_targets_are_refused(tmp_path: Path, second: str) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
     files = [NewFile(tmp_path / name, b"x", 0o644) for name in ("a", second)]
@@ -92,7 +92,7 @@ def test_no_file_is_written_twice(tmp_path: Path, second: str) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def test_targets_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_targets_are_checked_before_writing(tmp_path: Path) -> None:
     refuse_targets([tmp_path / "a", tmp_path / "new" / "b"], made=[tmp_path / "new"])
     for wrong in (tmp_path, tmp_path / "new" / "b"):
         with pytest.raises(Refusal, match="folder"):

@@ -1,4 +1,4 @@
-"""YAML nodes: scalars by the core schema, and every trap diagnosed at its place."""
+"""YAML nodes: scalars by the core schema, and every ambiguity diagnosed at its position."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kcdsl.source.yaml_nodes import (
 
 
 def read(text: str) -> tuple[Node | None, list[tuple[str, int, int]]]:
-    """Parse a text; return the root and (code, line, column) of what was reported."""
+    """Parse a text; return the root and (code, line, column) of the findings."""
     source, sink = SourceFile("x.yaml", text), Sink()
     root = parse_yaml(source, sink)
     places = []
@@ -61,7 +61,7 @@ def read(text: str) -> tuple[Node | None, list[tuple[str, int, int]]]:
         ("y", "y"),
     ],
 )
-def test_scalars(text: str, value: object) -> None:
+def test_scalars_by_the_core_schema(text: str, value: object) -> None:
     root, found = read(f"k: {text}\n")
     assert isinstance(root, Mapping)
     node = root.get("k")
@@ -93,7 +93,7 @@ def test_scalars(text: str, value: object) -> None:
         "=",
     ],
 )
-def test_scalars_that_readers_take_differently(text: str) -> None:
+def test_ambiguous_scalars_are_reported(text: str) -> None:
     root, found = read(f"k: {text}\n")
     assert found == [("KC007", 1, 4)]
     assert isinstance(root, Mapping)
@@ -104,7 +104,7 @@ def test_scalars_that_readers_take_differently(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [".inf", "-.INF", ".nan", "1e999", "1e-999", "9" * 61])
-def test_numbers_that_cannot_be_meant(text: str) -> None:
+def test_implausible_scalar_numbers_are_reported(text: str) -> None:
     assert read(f"k: {text}\n")[1] == [("KC014", 1, 4)]
 
 
@@ -130,21 +130,21 @@ def test_numbers_that_cannot_be_meant(text: str) -> None:
         ("a: @b\n", ("KC001", 1, 4)),
     ],
 )
-def test_traps(text: str, expected: tuple[str, int, int]) -> None:
+def test_yaml_ambiguities_are_reported(text: str, expected: tuple[str, int, int]) -> None:
     assert read(text)[1] == [expected]
 
 
-def test_depth_is_bounded_and_hostile_nesting_is_cheap() -> None:
+def test_nesting_depth_is_limited_in_linear_time() -> None:
     assert read("[" * 100_000)[1] == [("KC012", 1, DEPTH_LIMIT + 1)]
     assert read("[" * DEPTH_LIMIT + "]" * DEPTH_LIMIT)[1] == []
 
 
-def test_anchors_cannot_expand() -> None:
+def test_anchors_cannot_expand_exponentially() -> None:
     text = "a: &a [x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
     assert {code for code, _, _ in read(text)[1]} == {"KC003"}
 
 
-def test_places_count_code_points_and_skip_a_byte_order_mark() -> None:
+def test_positions_count_code_points_without_byte_order_mark() -> None:
     root, found = read("\ufeffk𝒳: [é𝒳, b]\r\n")
     assert found == []
     assert isinstance(root, Mapping)
@@ -167,7 +167,7 @@ def test_places_count_code_points_and_skip_a_byte_order_mark() -> None:
         ("k: !!map\n  a: 1\n", {"!!map"}),
     ],
 )
-def test_a_node_begins_behind_its_properties(text: str, reported: set[str]) -> None:
+def test_node_span_starts_after_its_properties(text: str, reported: set[str]) -> None:
     source, sink = SourceFile("x.yaml", text), Sink()
     root = parse_yaml(source, sink)
     assert isinstance(root, Mapping)
@@ -186,7 +186,7 @@ def test_a_node_begins_behind_its_properties(text: str, reported: set[str]) -> N
         ("k: &x\n  a: 1\n  a: 1\n", "k: &x\n  a: 1\n"),
     ],
 )
-def test_a_repeated_entry_is_removed_behind_an_anchor(text: str, wanted: str) -> None:
+def test_fix_of_a_repeated_entry_respects_anchors(text: str, wanted: str) -> None:
     source, sink = SourceFile("x.yaml", text), Sink()
     parse_yaml(source, sink)
     (fix,) = [d.fix for d in sink if d.code.id == "KC002"]
@@ -198,7 +198,7 @@ def test_a_repeated_entry_is_removed_behind_an_anchor(text: str, wanted: str) ->
 
 @pytest.mark.parametrize("text", ['"\\ud83d\\ude00"', '"a\\uD800"'])
 @pytest.mark.parametrize("loader", [yaml.SafeLoader, yaml.CSafeLoader])
-def test_half_a_character_is_refused_by_both_readers(
+def test_lone_surrogate_is_refused_by_both_readers(
     text: str, loader: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(yaml_nodes, "_LOADER", loader)
@@ -210,7 +210,7 @@ def test_half_a_character_is_refused_by_both_readers(
     assert "\\U0001f600" in found.help
 
 
-def test_an_unquoted_text_of_several_lines_is_quoted_on_one() -> None:
+def test_multi_line_plain_scalar_is_quoted_on_one_line() -> None:
     text = "x: forall y in points(all):\n\n  z\n"
     source, sink = SourceFile("x.yaml", text), Sink()
     parse_yaml(source, sink)
@@ -229,7 +229,7 @@ def test_an_unquoted_text_of_several_lines_is_quoted_on_one() -> None:
 
 
 @pytest.mark.full
-def test_many_anchors_and_repeated_keys_are_cheap() -> None:
+def test_many_anchors_and_repeated_keys_are_read_in_time() -> None:
     many = "".join(f"- &a{n} 1\n" for n in range(20_000))
     assert len(read(many)[1]) == ERRORS + 1
     large = "x" * LONGEST
@@ -243,14 +243,14 @@ def test_many_anchors_and_repeated_keys_are_cheap() -> None:
     [f"k: '{'x' * (LONGEST + 1)}'", "- 1\n" * NODES],
     ids=["value", "nodes"],
 )
-def test_a_document_that_no_person_writes_is_too_large(text: str) -> None:
+def test_oversized_document_is_refused(text: str) -> None:
     root, found = read(text)
     assert root is None
     assert [code for code, _, _ in found] == ["KC011"]
 
 
 @pytest.mark.full
-def test_a_document_of_the_largest_size_is_read() -> None:
+def test_document_of_the_maximum_size_is_read() -> None:
     root, found = read("- 1\n" * (NODES - 1))
     assert root is not None
     assert not found
@@ -262,8 +262,8 @@ PIECES = (
 )  # fmt: skip
 
 
-def test_what_is_taken_for_a_text_is_one_to_older_readers_too() -> None:
-    """Where PyYAML, which reads YAML 1.1, finds no text, neither do we, or it is reported."""
+def test_strings_are_strings_in_yaml_1_1_or_reported() -> None:
+    """PyYAML reads YAML 1.1: a scalar that it does not read as a string is reported."""
     resolver: Any = yaml.SafeLoader("")
     random = Random(0)
     texts = 0
@@ -279,7 +279,7 @@ def test_what_is_taken_for_a_text_is_one_to_older_readers_too() -> None:
     assert texts > 5_000
 
 
-def test_a_file_that_is_indented_by_tabs_is_indented_anew() -> None:
+def test_tab_indentation_is_fixed() -> None:
     text = "a:\n\tb:\n  # y\n\t\tc: 1  # \t x\n\n\t\td: [1,\n\t\t   2]\r\n\te: 3\n"
     source, sink = SourceFile("x.yaml", text), Sink()
     assert parse_yaml(source, sink) is None
@@ -289,7 +289,7 @@ def test_a_file_that_is_indented_by_tabs_is_indented_anew() -> None:
     for edit in reversed(found.fix.edits):
         text = text[: edit.span.start] + edit.text + text[edit.span.end :]
     assert text == "a:\n  b:\n  # y\n    c: 1  # \t x\n\n    d: [1,\n       2]\r\n  e: 3\n"
-    # Beside lines indented by spaces, one line is mended, as the line above it.
+    # Beside lines indented by spaces, one line is fixed to match the line above it.
     source, sink = SourceFile("x.yaml", "a:\n  b: 1\n\tc: 2\n\td: 3\n"), Sink()
     assert parse_yaml(source, sink) is None
     (found,) = sink

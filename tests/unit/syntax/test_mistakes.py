@@ -1,4 +1,4 @@
-"""Syntax errors say what could stand there, at the exact place."""
+"""Syntax errors list the expected tokens, at the exact position."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def only(expression: str, parse: object = parse_expression) -> Diagnostic:
         ("“a” == b", "use straight quotation marks"),
     ],
 )
-def test_classic_mistakes(marked: str, help: str | None) -> None:
+def test_common_syntax_errors(marked: str, help: str | None) -> None:
     marks = [marked.index(c) for c in "«»" if c in marked]
     start, end = (marks[0], marks[1] - 1) if marks else (0, 1)
     expression = marked.replace("«", "").replace("»", "")
@@ -67,13 +67,13 @@ def test_classic_mistakes(marked: str, help: str | None) -> None:
         assert help in (diagnostic.help or "")
 
 
-def test_the_end_is_at_the_end_of_the_text() -> None:
+def test_unexpected_end_is_at_the_end_of_the_text() -> None:
     diagnostic = only("max(a, b")
     assert diagnostic.span == Span(8, 8)
     assert "`)`" in diagnostic.message
 
 
-def test_expectations_are_words() -> None:
+def test_expected_tokens_are_described_in_words() -> None:
     message = only("p99(kl) <=").message
     assert (
         message
@@ -87,7 +87,7 @@ def test_expectations_are_words() -> None:
     assert not re.search(r"\b[A-Z]{2,}\b", only("a b").message)
 
 
-def test_every_terminal_of_the_grammar_is_named_and_has_a_word() -> None:
+def test_every_terminal_has_a_description() -> None:
     grammar = text("expression.lark")
     named = set(re.findall(r"^([A-Z]+)(?:\.1)?:", grammar, re.MULTILINE)) - {"WHITE"}
     assert named == TERMINALS
@@ -96,11 +96,11 @@ def test_every_terminal_of_the_grammar_is_named_and_has_a_word() -> None:
 
 
 @pytest.mark.parametrize("expression", ["", "   "])
-def test_nothing(expression: str) -> None:
+def test_empty_expression_is_refused(expression: str) -> None:
     assert only(expression).message == "the expression is empty"
 
 
-def test_hostile_input_is_refused_and_not_crashed_on() -> None:
+def test_hostile_input_is_refused_without_a_crash() -> None:
     assert only("(" * 5000 + "a" + ")" * 5000).code.id == "KC012"
     assert only("-" * 5000 + "a").code.id == "KC012"
     assert only("a + " * 4000 + "a").code.id == "KC012"
@@ -108,13 +108,13 @@ def test_hostile_input_is_refused_and_not_crashed_on() -> None:
     assert only("a <= 1e99999999999").code.id == "KC014"
 
 
-def test_budget_and_quantity() -> None:
+def test_syntax_errors_in_budgets_and_quantities() -> None:
     assert "of requests" in (only("1%", parse_budget).help or "")
     assert only("of requests", parse_budget).span == Span(0, 2)
     assert only("0.1 0.2", parse_quantity).span == Span(4, 7)
 
 
-def test_the_grammar_package_gives_its_files_alone() -> None:
+def test_grammar_package_serves_only_its_files() -> None:
     assert all(text(name) for name in FILES)
     with pytest.raises(FileNotFoundError):
         text("__init__.py")

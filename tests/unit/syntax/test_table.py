@@ -1,4 +1,4 @@
-"""The finished parse table is that of the grammar, and its driver reads what Lark reads."""
+"""The stored parse table equals the grammar, and its driver agrees with Lark."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def as_lark_does(tree: Any) -> Any:
 
 
 def as_ours(node: parser.ParseNode | parser.Token) -> Any:
-    """Return our tree in the same form."""
+    """Return the product's tree in the same form."""
     if isinstance(node, parser.Token):
         return (node.type, node.text, node.start, node.end)
     return (node.rule, node.start, node.end, [as_ours(child) for child in node.children])
@@ -116,18 +116,18 @@ def by_table(text: str, start: str) -> Any:
     return None if node is None else as_ours(node)
 
 
-def test_the_table_is_that_of_the_grammar() -> None:
+def test_stored_table_equals_the_grammar() -> None:
     stored = Path(kcdsl_grammar.__file__).parent / "expression_table.py"
     assert stored.read_text(encoding="utf-8") == table_module(), "run `make grammar`"
 
 
-def test_no_state_takes_both_a_name_and_a_unit() -> None:
-    # The driver of the table chooses between them by the state alone.
+def test_no_state_accepts_both_a_name_and_a_unit() -> None:
+    # The driver of the table selects between them by the state alone.
     assert not [row for row in STATES if {"NAME", "UNIT"} <= set(row)]
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_random_pieces_are_read_as_lark_reads_them(start: str) -> None:
+def test_random_token_sequences_are_parsed_as_by_lark(start: str) -> None:
     rng = random.Random(start)
     accepted = 0
     for _ in range(1500):
@@ -138,7 +138,7 @@ def test_random_pieces_are_read_as_lark_reads_them(start: str) -> None:
     assert accepted
 
 
-def test_expressions_of_the_corpus_and_their_damage(repository: Path) -> None:
+def test_corpus_expressions_and_damaged_ones_are_parsed_as_by_lark(repository: Path) -> None:
     texts = set()
     for path in (repository / "grammar" / "corpus").rglob("*.yaml"):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

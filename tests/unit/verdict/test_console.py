@@ -1,4 +1,4 @@
-"""Reports on a terminal: names from data steer nothing, and are no markup."""
+"""Reports on a terminal: names from data are escaped, and are not markup."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_nothing_from_data_steers_a_terminal() -> None:
+def test_data_cannot_control_a_terminal() -> None:
     table = Table()
     table.add_column(Text(HOSTILE))
     table.add_row(Text(HOSTILE))
@@ -32,14 +32,14 @@ def test_nothing_from_data_steers_a_terminal() -> None:
             assert harmful not in shown
 
 
-def test_colours_of_the_report_itself_stay() -> None:
+def test_colours_of_the_report_are_kept() -> None:
     stream = _Terminal()
     console = HarmlessConsole(file=stream, force_terminal=True, color_system="standard")
     console.print(Text("held", style="green"))
     assert "\x1b[32mheld" in stream.getvalue()
 
 
-def test_a_picture_with_a_hostile_name_is_xml() -> None:
+def test_picture_with_a_hostile_name_is_valid_xml() -> None:
     console = HarmlessConsole(record=True, width=80, file=io.StringIO(), force_terminal=True)
     console.print(Text(HOSTILE))
     assert "red" in minidom.parseString(console.export_svg(title="x")).toxml()

@@ -1,4 +1,4 @@
-"""Health score, severity and their combination: families x levels, tau = 0, NaN, many clauses."""
+"""Health score and severity: families x levels, tau = 0, NaN, many clauses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def row(
     slice: str = "all",
     budget: str | None = None,
 ) -> ClauseResult:
-    """Return a result; violated unless it is said otherwise."""
+    """Return a result, by default violated."""
     return ClauseResult(
         clause=clause,
         family="numerical",
@@ -69,7 +69,7 @@ def test_every_family_and_level_gives_its_documented_action(family: Family, leve
     ("first", "second"),
     list(itertools.combinations(list(itertools.product(Family, Level)), 2)),
 )
-def test_the_most_severe_of_two_violations_decides(
+def test_most_severe_violation_decides(
     first: tuple[Family, Level], second: tuple[Family, Level]
 ) -> None:
     called = [(level, POLICY.action(family, level)) for family, level in (first, second)]
@@ -83,9 +83,7 @@ def test_the_most_severe_of_two_violations_decides(
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("score", ["log", "guard", "fallback"])
-def test_paper_defect_6_the_score_raises_an_action_and_never_lowers_it(
-    action: str, score: str
-) -> None:
+def test_paper_defect_6_score_can_only_raise_an_action(action: str, score: str) -> None:
     chosen = recommend([row("L2", action=action)], Health(0.0, score, 1.0, 3.0))
     assert severity(chosen) == max(severity(action), severity(score))
 
@@ -93,7 +91,7 @@ def test_paper_defect_6_the_score_raises_an_action_and_never_lowers_it(
 @pytest.mark.parametrize("deviates", [0.0, 0.5, 74.0, 1e300, math.inf, math.nan])
 @pytest.mark.parametrize("verdict", [Violated(), InvalidEvidence("no values")])
 @pytest.mark.parametrize("count", [1, 2, 50])
-def test_the_score_reaches_each_threshold_exactly_on_an_event_of_its_level(
+def test_score_reaches_the_threshold_of_each_level(
     deviates: float, verdict: Verdict, count: int
 ) -> None:
     for level, asked in ((Level.L1, "log"), (Level.L2, "guard"), (Level.L3, "fallback")):
@@ -105,12 +103,12 @@ def test_the_score_reaches_each_threshold_exactly_on_an_event_of_its_level(
         assert (health.deviation >= 1, health.deviation >= 3) == (level >= "L2", level == "L3")
 
 
-def test_a_violated_l1_clause_alone_is_logged() -> None:
+def test_single_violated_l1_clause_is_logged() -> None:
     rows = [row("L1", deviates=math.inf, action="log")]
     assert recommend(rows, assess(rows, POLICY)) == "log"
 
 
-def test_a_soft_l2_clause_far_over_its_budget_is_no_fallback() -> None:
+def test_soft_l2_clause_far_over_budget_is_not_a_fallback() -> None:
     v = over_budget(0.75, 0.01)
     assert 0 < v < 1
     rows = [row("L2", deviates=v, action="other_decoding", budget="1% of requests")]
@@ -118,7 +116,7 @@ def test_a_soft_l2_clause_far_over_its_budget_is_no_fallback() -> None:
 
 
 @pytest.mark.parametrize(("level", "action"), [("L1", "log"), ("L2", "guard"), ("L3", "freeze")])
-def test_an_undecided_hard_clause_is_never_full_health_and_log(level: str, action: str) -> None:
+def test_undecided_hard_clause_reduces_health(level: str, action: str) -> None:
     rows = [row(level, Inconclusive("too few"), deviates=0.0, action=action)]
     health = assess(rows, POLICY)
     assert 0.5 < health.score < 1
@@ -128,7 +126,7 @@ def test_an_undecided_hard_clause_is_never_full_health_and_log(level: str, actio
     assert assess(soft, POLICY) == FINE
 
 
-def test_an_undecided_l3_clause_does_not_hide_the_action_of_a_violated_l2_clause() -> None:
+def test_undecided_l3_clause_does_not_hide_a_violated_l2_clause() -> None:
     rows = [
         row("L2", action="rollback"),
         row("L3", Inconclusive("too few"), action="freeze", clause="N-2"),
@@ -136,7 +134,7 @@ def test_an_undecided_l3_clause_does_not_hide_the_action_of_a_violated_l2_clause
     assert recommend(rows, assess(rows, POLICY)) == "rollback"
 
 
-def test_the_contract_sets_the_thresholds() -> None:
+def test_contract_sets_the_thresholds() -> None:
     policy = replace(POLICY, guard_from=Fraction(1, 10), fallback_from=Fraction(20))
     mild, bad, worst = (assess([row(level)], policy) for level in Level)
     assert mild.deviation < 0.1 <= bad.deviation < 20 <= worst.deviation
@@ -169,7 +167,7 @@ def test_more_events_never_improve_health(
     assert assess(rows[::-1], POLICY).deviation == pytest.approx(before)
 
 
-def test_no_event_asks_for_nothing_and_the_worst_slice_counts() -> None:
+def test_no_event_needs_no_action_and_the_worst_slice_counts() -> None:
     assert (FINE.deviation, FINE.score, FINE.action) == (0.0, 1.0, "log")
     assert recommend([], FINE) == "log"
     assert assess([row("L3", Held())], POLICY) == FINE
@@ -199,13 +197,13 @@ def test_deviation_is_relative_to_the_threshold(
     ("rate", "budget", "wanted"),
     [(0.0, 0.01, 0.0), (0.01, 0.01, 0.0), (1.0, 0.01, 1.0), (0.505, 0.01, 0.5), (0.5, 0.0, 0.5)],
 )
-def test_a_budget_is_exceeded_by_the_share_of_what_it_leaves(
+def test_deviation_of_a_budget_is_relative_to_the_remaining_share(
     rate: float, budget: float, wanted: float
 ) -> None:
     assert over_budget(rate, budget) == pytest.approx(wanted)
 
 
-def test_paper_defect_9_a_threshold_of_zero_is_defined_and_nan_fails_closed() -> None:
+def test_paper_defect_9_zero_threshold_is_defined_and_nan_fails() -> None:
     assert deviation(0.0, 0.0, "lower") == 0
     assert deviation(1e-300, 0.0, "lower") == math.inf
     for value, threshold in ((math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0)):

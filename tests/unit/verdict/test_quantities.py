@@ -1,4 +1,4 @@
-"""Numbers beside a threshold: in its unit, never read as it where they are not, never misquoted."""
+"""Values beside a threshold: in its unit, distinguishable from it, never misquoted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FINITE = st.floats(min_value=1e-30, max_value=1e15)
 
 
 def read(text: str) -> Fraction:
-    """Return the value that a reader takes from a text, in base units."""
+    """Return the value, in base units, that a reader takes from a text."""
     number, _, word = text.removesuffix("%").partition(" ")
     factors = {"ms": Fraction(1, 1000), "MB": Fraction(10**6), "GB": Fraction(10**9)}
     value = Fraction(number.replace(",", "")) * factors.get(word, Fraction(1))
@@ -37,7 +37,7 @@ def read(text: str) -> Fraction:
         (1e-9, "ratio", "1e-09"),
     ],
 )
-def test_a_threshold_is_quoted_as_it_was_stated(threshold: float, unit: str, text: str) -> None:
+def test_threshold_is_quoted_as_stated(threshold: float, unit: str, text: str) -> None:
     assert stated(threshold, unit) == text
 
 
@@ -63,17 +63,17 @@ def test_a_threshold_is_quoted_as_it_was_stated(threshold: float, unit: str, tex
         (2.5e12, None, "B", "2,500 GB"),
     ],
 )
-def test_a_value_is_told_from_its_threshold(
+def test_value_is_distinguishable_from_its_threshold(
     value: float | None, threshold: float | None, unit: str, text: str
 ) -> None:
     assert told(value, threshold, unit) == text
 
 
 @given(value=FINITE, factor=st.sampled_from([1.0, 1 + 1e-9, 1 - 1e-9, 1.0004, 0.5]), data=st.data())
-def test_what_is_read_stands_on_the_side_of_the_value(
+def test_printed_value_is_on_the_right_side_of_the_threshold(
     value: float, factor: float, data: st.DataObject
 ) -> None:
-    """Of thresholds with at most ten digits, which are quoted exactly."""
+    """For thresholds with at most ten digits, which are quoted exactly."""
     unit = data.draw(st.sampled_from(UNITS))
     threshold = float(f"{value * factor:.10g}")
     assume(value == threshold or abs(value - threshold) > 1e-14 * threshold)
@@ -83,11 +83,11 @@ def test_what_is_read_stands_on_the_side_of_the_value(
 
 
 @given(st.floats(min_value=0, max_value=1, exclude_max=True))
-def test_only_all_is_a_hundred_percent(value: float) -> None:
+def test_only_an_exact_share_of_1_prints_100_percent(value: float) -> None:
     assert quantity(value, "ratio") != "100%"
 
 
-def test_one_row_has_one_unit() -> None:
+def test_values_of_one_row_share_a_unit() -> None:
     assert scale("ratio", 0.001) == scale("ratio", 0.0) == "%"
     assert scale("ratio", 1e-9) == "1"
     assert scale("ratio", None) == "ratio"

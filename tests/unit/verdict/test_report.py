@@ -1,4 +1,4 @@
-"""The report document, its schema, its exit code and how it is shown."""
+"""The report document, its schema, its exit code and its display."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shown(document: Report) -> str:
 
 
 @pytest.mark.parametrize("verdicts", list(itertools.product(VERDICTS, repeat=2)))
-def test_the_exit_names_a_violation_before_anything_weaker(verdicts: tuple[Any, Any]) -> None:
+def test_violation_takes_precedence_in_the_exit_code(verdicts: tuple[Any, Any]) -> None:
     order = [Exit.VIOLATED, Exit.COULD_NOT_RUN, Exit.INCONCLUSIVE, Exit.HELD]
     single = [Exit.HELD, Exit.VIOLATED, Exit.INCONCLUSIVE, Exit.COULD_NOT_RUN]
     wanted = min((single[VERDICTS.index(v)] for v in verdicts), key=order.index)
@@ -39,11 +39,11 @@ def test_the_exit_names_a_violation_before_anything_weaker(verdicts: tuple[Any, 
     assert report(*rows).exit is wanted
 
 
-def test_a_report_without_clauses_is_never_a_pass() -> None:
+def test_report_without_clauses_is_never_a_pass() -> None:
     assert report().exit is Exit.COULD_NOT_RUN
 
 
-def test_the_document_follows_its_published_schema() -> None:
+def test_report_document_follows_its_published_schema() -> None:
     rows = [replace(ROW, verdict=v, deviation=math.inf, value=math.nan) for v in VERDICTS]
     document = json.loads(report(*rows).dumps())
     jsonschema.Draft202012Validator.check_schema(report_schema())
@@ -57,7 +57,7 @@ def test_the_document_follows_its_published_schema() -> None:
         jsonschema.validate({**document, "extra": 1}, report_schema())
 
 
-def test_the_printed_report_fits_and_names_everything() -> None:
+def test_printed_report_fits_and_is_complete() -> None:
     rows = [replace(ROW, verdict=v, clause=f"N-{i}") for i, v in enumerate(VERDICTS)]
     text = shown(report(*rows))
     assert max(map(len, text.splitlines())) <= 100
@@ -89,12 +89,12 @@ def test_long_names_do_not_widen_the_table() -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_markup_in_names_is_printed_as_it_is() -> None:
+def test_markup_in_names_is_printed_literally() -> None:
     row = replace(ROW, verdict=InvalidEvidence("[red]not markup[/red]"))
     assert "[red]not markup[/red]" in shown(report(row))
 
 
-def test_brackets_of_a_requirement_are_kept() -> None:
+def test_brackets_in_a_requirement_are_printed() -> None:
     row = replace(
         ROW,
         threshold=1.0,
@@ -114,7 +114,7 @@ def test_missing_fields_are_listed() -> None:
     assert "without the fields: a, b" in shown(report(row))
 
 
-def test_the_picture_is_an_svg_of_the_same_report() -> None:
+def test_picture_is_an_svg_of_the_same_report() -> None:
     picture = draw(report(ROW).to_json())
     assert picture.startswith("<svg")
     assert "url(http" not in picture
@@ -139,12 +139,14 @@ def test_the_picture_is_an_svg_of_the_same_report() -> None:
         (math.inf, "1", "–"),
     ],
 )
-def test_quantities_have_the_units_of_people(value: float | None, unit: str, text: str) -> None:
+def test_quantities_are_printed_in_readable_units(
+    value: float | None, unit: str, text: str
+) -> None:
     assert quantity(value, unit) == text
 
 
 @pytest.mark.parametrize("columns", ["40", "60", "80", "100", "160"])
-def test_no_number_is_cut_short_on_a_narrow_terminal(
+def test_numbers_are_not_truncated_on_a_narrow_terminal(
     columns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Terminal(io.StringIO):
@@ -176,7 +178,7 @@ def test_no_number_is_cut_short_on_a_narrow_terminal(
     assert not re.search(r"\d…", text)
 
 
-def test_a_clause_near_its_threshold_is_quoted_and_told_apart() -> None:
+def test_values_near_their_threshold_are_printed_distinguishably() -> None:
     row = replace(
         ROW,
         unit="ratio",

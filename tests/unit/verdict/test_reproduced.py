@@ -24,11 +24,11 @@ def changed(**more: Any) -> dict[str, Any]:
     return {**copy.deepcopy(REPORT), **more}
 
 
-def test_equal_reports_do_not_differ() -> None:
+def test_equal_reports_have_no_difference() -> None:
     assert differences(REPORT, changed()) == ()
 
 
-def test_the_last_bit_of_a_number_is_named() -> None:
+def test_difference_in_the_last_bit_is_named() -> None:
     other = changed()
     other["clauses"][0]["value"] = 0.10000000000000002
     assert differences(REPORT, other) == (
@@ -39,7 +39,7 @@ def test_the_last_bit_of_a_number_is_named() -> None:
 
 
 @pytest.mark.full
-def test_rows_and_sections_of_one_report_alone_are_named() -> None:
+def test_rows_and_sections_in_one_report_only_are_named() -> None:
     shorter = changed(clauses=REPORT["clauses"][:1])
     assert differences(REPORT, shorter) == ("A on all: in one of the reports alone",)
     assert differences(shorter, REPORT) == ("A on all: in one of the reports alone",)
@@ -48,7 +48,7 @@ def test_rows_and_sections_of_one_report_alone_are_named() -> None:
 
 
 @pytest.mark.full
-def test_what_is_no_report_differs_in_everything() -> None:
+def test_invalid_report_differs_in_everything() -> None:
     assert len(differences({}, REPORT)) == 5
     assert differences({"clauses": 3}, {"clauses": []}) == ()
     assert differences({"clauses": ["x"]}, {"clauses": ["y"]}) == (
