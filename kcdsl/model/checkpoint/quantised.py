@@ -251,7 +251,11 @@ def _decode_packed(
     need(tuple(packed.shape) == (shape[0], words), name, "its shape does not fit its words")
     code = unpacked(packed, bits)[:, : shape[1]].to(torch.float32) - half
     zero = None
-    if f"{base}.weight_zero_point" in kinds:
+    stored = kinds.get(f"{base}.weight_zero_point")
+    if stored == "I8":  # that of the tensor, which is not packed
+        zero = read(f"{base}.weight_zero_point").to(torch.float32)
+    elif stored is not None:
+        need(stored == "I32", name, f"its zero points are stored as {stored}")
         points = unpacked(read(f"{base}.weight_zero_point").T.contiguous(), bits).T
         zero = points[: shape[0]].to(torch.float32) - half
     form = {4: "int4", 8: "int8"}.get(bits, "")

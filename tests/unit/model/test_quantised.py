@@ -227,6 +227,28 @@ def test_both_programs_refuse_scales_that_are_not_those_of_the_configuration(
     assert rejected.value.reason in ("served/tensor", "served/method")
 
 
+@pytest.mark.parametrize("rows", [1, 8, 24])
+def test_a_zero_point_of_the_tensor_is_stored_as_it_is(tmp_path: Path, rows: int) -> None:
+    """compressed-tensors packs the zero points of groups and channels, and not that of a tensor."""
+    code = torch.randint(0, 16, (rows, 16), generator=torch.Generator().manual_seed(rows))
+    words = [sum(int(n) << (4 * k) for k, n in enumerate(part)) for part in code.reshape(-1, 8)]
+    packed = torch.tensor(words).to(torch.int32).reshape(rows, 2)
+    tensors = {
+        "w.weight_packed": packed,
+        "w.weight_scale": torch.tensor([0.25]),
+        "w.weight_zero_point": torch.tensor([-3], dtype=torch.int8),
+        "w.weight_shape": torch.tensor([rows, 16]),
+    }
+    config = weights_of("int4 group", strategy="tensor", group_size=None, symmetric=False)
+    meant = (code.float() - 8 + 3) * 0.25
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    kinds = {k: one.kind for k, one in file_header(tmp_path / "model.safetensors").items()}
+    assert torch.equal(scheme_of(config).decode(tensors.__getitem__, "w", kinds).value, meant)
+    theirs = read_served(tmp_path, {"w.weight"}).matrix("w.weight")
+    assert np.array_equal(theirs.value, meant.numpy())
+
+
 @pytest.mark.parametrize("indexed", [False, True])
 def test_the_last_group_of_gptq_may_be_smaller(tmp_path: Path, indexed: bool) -> None:
     """The width of groups is what the configuration says, not what their number suggests."""

@@ -163,8 +163,12 @@ def _compressed(served: Parts, base: str, method: Mapping[str, Any]) -> Decoded:
     codes = _fields(words, width)[:, :columns] - middle
     zeros = None
     if served.has(base, "weight_zero_point"):
-        packed = integers(served.part(base, "weight_zero_point"), "I32")
-        zeros = _fields(np.ascontiguousarray(packed.T), width).T[:rows] - middle
+        stored = served.part(base, "weight_zero_point")
+        if stored.dtype == "I8":  # one of the whole tensor, as it is
+            zeros = integers(stored, "I8").astype(np.int64)
+        else:
+            packed = np.ascontiguousarray(integers(stored, "I32").T)
+            zeros = _fields(packed, width).T[:rows] - middle
     kind = {4: "int4", 8: "int8"}.get(width, "")
     return _product(codes, served, base, kind, said, zeros)
 
