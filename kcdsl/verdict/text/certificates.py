@@ -58,9 +58,8 @@ def print_certificate(view: CertificateView, stream: TextIO) -> None:
     stopped = [step["name"] for step in view.steps if step["reason"] == EARLIER_FAILED]
     if stopped:
         print_on(stream, f"not run, because a step failed: {', '.join(stopped)}")
-    print_on(stream, "")
-    for colour, words in (view.gate, *view.gate_lines):
-        print_on(stream, Text(words, _COLOURS[colour]))
+    last = (view.gate, *view.gate_lines)
+    print_on(stream, "", *(Text(words, _COLOURS[colour]) for colour, words in last))
 
 
 def _content(view: CertificateView, content: Content) -> Iterator[RenderableType]:
