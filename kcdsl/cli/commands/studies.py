@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
-from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +34,12 @@ from kcdsl.cli.common.options import (
 )
 from kcdsl.cli.common.options import requirement as read_requirement
 from kcdsl.cli.common.output import deliver, progress_bars, say
-from kcdsl.diagnostics import Refusal, refuse
+from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import BAD_TIME, UNKNOWN_SLICE, USAGE
 from kcdsl.diagnostics.render.terminal import json_text
 from kcdsl.diagnostics.report import refuse_unknown
 from kcdsl.exits import Exit
-from kcdsl.source.files import in_contract, read_bytes
+from kcdsl.source.files import in_contract
 
 if TYPE_CHECKING:
     from kcdsl.ir.terms import Program
@@ -128,11 +127,13 @@ class AttributeCommand(RunsCode):
     seed: int = seed_option()
     format: OutputFormat = format_option()
     output: str | None = output_option(
-        "DIR", "folder for attribution.json and attribution.svg (default: out beside the contract)"
+        "DIR", "folder for attribution.json (default: out beside the contract)"
     )
 
     def run(self) -> Exit:
-        """Attribute, write the files, print the result."""
+        """Attribute, write the document, print the result."""
+        from kcdsl.source.writing import make_folder, result, write_together
+
         contract = read_contract(self.contract)
         refuse_foreign_code(contract, allowed=self.allow_code)
         folder = results_folder(self.output, contract.path)
@@ -151,30 +152,17 @@ class AttributeCommand(RunsCode):
                 seed=self.seed,
                 progress=progress,
             )
-        written = _write_attribution(folder, found)
+        make_folder(folder)
+        file = result(folder / "attribution.json", found.dumps().encode())
+        write_together([file], replace=True)
         if self.format is OutputFormat.JSON:
             sys.stdout.write(found.dumps())
         else:
             from kcdsl.verdict.text.attribution import print_attribution
 
             print_attribution(found, sys.stdout)
-        for name in written:
-            say(f"wrote {name}")
+        say(f"wrote {file.path}")
         return found.exit
-
-
-def _write_attribution(folder: Path, found: Attribution) -> list[Path]:
-    """Write both files, or none; return their names."""
-    from kcdsl.source.writing import make_folder, result, write_together
-    from kcdsl.verdict.html.distributions import picture
-
-    make_folder(folder)
-    files = [
-        result(folder / "attribution.json", found.dumps().encode()),
-        result(folder / "attribution.svg", picture(found.to_json()).encode()),
-    ]
-    write_together(files, replace=True)
-    return [file.path for file in files]
 
 
 # --- aggregate -----------------------------------------------------------------------------------
@@ -355,7 +343,7 @@ class ExperimentCommand(RunsCode):
     def run(self) -> Exit:
         """Run the experiment: write cells as they are measured, and the rest at the end."""
         from kcdsl.source.writing import make_folder, result, write_together
-        from kcdsl.verdict.html.experiment import experiment_page, maps
+        from kcdsl.verdict.html.experiment import experiment_page
 
         self._refuse_options_of_the_other()
         kind, contract = self.kind, read_contract(self.contract)
@@ -385,14 +373,8 @@ class ExperimentCommand(RunsCode):
             result(folder / f"{kind}.json", text.encode()),
             result(folder / f"{kind}.html", experiment_page(document).encode()),
         ]
-        for one in maps(document) if kind is ExperimentKind.E2 else ():
-            alone = one.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-            files.append(result(folder / f"{one.name}.svg", f"{alone}\n".encode()))
         make_folder(folder)
-        before = _pictures(folder / f"{kind}.json")
         write_together(files, replace=True)
-        for stale in before - {file.path.name for file in files}:
-            (folder / stale).unlink(missing_ok=True)
         if self.format is OutputFormat.JSON:
             sys.stdout.write(text)
         else:
@@ -412,19 +394,3 @@ class ExperimentCommand(RunsCode):
                 raise refuse(USAGE, f"--{name} is for {other}", help=f"`kcdsl experiment {other}`")
         if first and len(self.device) > 1:
             raise refuse(USAGE, "e1 runs on one device", help="give --device once")
-
-
-def _pictures(path: Path) -> set[str]:
-    """Return the names of the pictures that an earlier run wrote beside its document.
-
-    Other files in the folder are not returned, nor any for a damaged document.
-    """
-    from kcdsl.verdict.html.experiment import names
-    from kcdsl.verdict.report import LARGEST
-
-    try:
-        document = loads(read_bytes(path, LARGEST))
-        found = names(document) if document["experiment"] == "e2" else ()
-    except (Refusal, OSError, ValueError, KeyError, TypeError, RecursionError):
-        return set()
-    return {f"{name}.svg" for name in found}

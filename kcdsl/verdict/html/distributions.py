@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kcdsl.diagnostics.render.terminal import printable
 from kcdsl.verdict.html.svg import (
     Cells,
     Drawing,
@@ -280,37 +279,3 @@ def layers(found: Mapping[str, Any]) -> Figure | None:
 
 def _or_dash(value: Any) -> str:
     return "–" if value is None else brief(float(value))
-
-
-_ALONE = (
-    ":root{color-scheme:light dark}svg{background:#fff}"
-    "text{font:12px system-ui,sans-serif;fill:#1a1d21}.tick,.ax{fill:#545b64}.head{font-weight:600}"
-    ".axis{stroke:#545b64}.grid{stroke:#e6e9ed}.s1{fill:#2467a8}.s2{fill:#a85208}"
-    ".limit{stroke:#a3222b}.limit-name{fill:#a3222b}"
-    "@media(prefers-color-scheme:dark){svg{background:#1b1e23}text{fill:#e9ecef}"
-    ".tick,.ax{fill:#a6aeb8}.axis{stroke:#a6aeb8}.grid{stroke:#2a2f37}.s1{fill:#6aaef0}"
-    ".s2{fill:#f0a35c}.limit{stroke:#ff8f87}.limit-name{fill:#ff8f87}}"
-)
-_BLOCKS = 48
-"""The largest number of blocks in the chart: those with the largest gain or loss."""
-
-
-def picture(found: Mapping[str, Any]) -> str:
-    """Return an attribution document as one self-contained SVG picture."""
-    largest = sorted(found["layers"], key=lambda block: -abs(block["gain"]))[:_BLOCKS]
-    kept = {**found, "layers": [block for block in found["layers"] if block in largest]}
-    figures = tuple(filter(None, (attribution(kept), layers(kept))))
-    drawing = Drawing(width=500, height=8 + sum(figure.size[1] + 28 for figure in figures))
-    drawing.add("style", _ALONE)
-    top = 20.0
-    for figure in figures:
-        wide, high = figure.size
-        drawing.text(14, top, figure.title, "head")
-        drawing.add("svg", figure.svg, x=20, y=top + 8, width=wide, height=high)
-        top += high + 28
-    contract, status = found["contract"], found["status"].replace("_", " ")
-    title = f"{contract['name']}: {found['statistic']}({found['metric']}) by source"
-    size = {"width": drawing.width, "height": drawing.height}
-    described = f"{brief(found['total'])}; {status}"
-    xmlns = "http://www.w3.org/2000/svg"
-    return printable(drawing.svg("picture", title, described, xmlns=xmlns, **size) + "\n")

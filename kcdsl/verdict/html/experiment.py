@@ -49,7 +49,6 @@ _HUES = {
 class Map:
     """The pass rates of one clause on one slice over the cells of E2, as a picture."""
 
-    name: str
     title: str
     svg: str
     width: float
@@ -58,23 +57,10 @@ class Map:
 def maps(document: Mapping[str, Any]) -> list[Map]:
     """Return a heat map for each clause and slice of an experiment E2."""
     found: list[Map] = []
-    of = zip(names(document), columns(document), strict=True)
-    for number, (name, column) in enumerate(of):
+    for number, column in enumerate(columns(document)):
         title = f"{column[0]} on {column[1]}: {_requirement(document, column)}"
         svg = _map(document, column, f"map{number}", title)
-        found.append(Map(name, title, svg, _width(document["axes"])))
-    return found
-
-
-def names(document: Mapping[str, Any]) -> list[str]:
-    """Return the name of each heat map of an experiment E2, in the order of `maps`."""
-    found: list[str] = []
-    taken: set[str] = set()
-    for number, column in enumerate(columns(document)):
-        safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in "-".join(column))
-        name = safe if safe.lower() not in taken else f"{safe}-{number}"
-        taken.add(name.lower())
-        found.append(name)
+        found.append(Map(title, svg, _width(document["axes"])))
     return found
 
 
