@@ -71,8 +71,8 @@ def span_from_intervals(
     """Return (max hi - min lo)/T for dz_i in [lo_i, hi_i], rounded up."""
     exact_temperature = require_temperature(temperature)
     pairs = list(intervals)
-    low = require_finite((lo for lo, _ in pairs), "the lower ends", at_least=2)
-    high = require_finite((hi for _, hi in pairs), "the upper ends", at_least=2)
+    low = require_finite((lo for lo, _ in pairs), "the lower ends")
+    high = require_finite((hi for _, hi in pairs), "the upper ends")
     for index, (lo, hi) in enumerate(zip(low, high, strict=True)):
         if lo > hi:
             raise DomainError(f"interval {index} is empty: [{lo!r}, {hi!r}]")
@@ -320,11 +320,11 @@ def require_nonnegative(value: float, what: str, *, finite: bool = True) -> floa
     return number + 0.0
 
 
-def require_finite(values: Iterable[float], what: str, *, at_least: int = 1) -> list[float]:
-    """Return the values as finite floats; raise DomainError for too few, NaN or infinity."""
+def require_finite(values: Iterable[float], what: str) -> list[float]:
+    """Return two or more values as finite floats; raise DomainError for fewer, NaN or infinity."""
     numbers = [_number(value, what) for value in values]
-    if len(numbers) < at_least:
-        raise DomainError(f"{what}: {len(numbers)} values, at least {at_least} are needed")
+    if len(numbers) < 2:
+        raise DomainError(f"{what}: {len(numbers)} values, at least 2 are needed")
     for index, number in enumerate(numbers):
         if not math.isfinite(number):
             raise DomainError(f"{what}[{index}] is {number!r}")

@@ -85,13 +85,13 @@ def insertion(at: int, text: str, safe: bool = False) -> Fix:
     return Fix(f"add `{text.strip(', ' + chr(10))}`", (Edit(Span(at, at), text),), safe)
 
 
-def wrapped(span: Span, function: str, safe: bool = False) -> Fix:
+def wrapped(span: Span, function: str) -> Fix:
     """Return the fix that wraps the text of a span in a function call."""
     edits = (
         Edit(Span(span.start, span.start), f"{function}("),
         Edit(Span(span.end, span.end), ")"),
     )
-    return Fix(f"write `{function}(...)`", edits, safe)
+    return Fix(f"write `{function}(...)`", edits, False)
 
 
 class Suggestion(str):

@@ -413,9 +413,10 @@ def test_requests_too_large_to_bound_are_reported(
         model: Any, block: str, x: Any, train: Any, infer: Any, problem_factory: Any = None
     ) -> certified.CertifiedDrift:
         sizes.append(len(x))
-        return bound(model, block, x, train, infer, problem_factory, largest=300)
+        return bound(model, block, x, train, infer, problem_factory)
 
     monkeypatch.setattr(certified, "certified_block_drift", small)
+    monkeypatch.setattr(certified, "LARGEST", 300)
     rows = [*ROWS, {"id": "long", "text": "twelve bytes", "category": "chat"}]
     ran = cli("evaluate", "--format", "json", cwd=write(KL, compute="bfloat16", rows=rows))
     assert sorted(sizes) == [5, 5, 12]

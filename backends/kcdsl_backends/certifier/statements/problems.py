@@ -389,12 +389,11 @@ def certified_block_drift(
     train_numerics: Numerics,
     infer_numerics: Numerics,
     problem_factory: ProblemFactory | None = None,
-    largest: int = LARGEST,
 ) -> CertifiedDrift:
     """Bound the drift of a block on the float32 input x [T, D], elementwise.
 
     Pass the same `problem_factory` for many inputs, so that graphs and weights are built once. A
-    block with a result of more than `largest` elements, such as the scores of a long request, has
+    block with a result of more than `LARGEST` elements, such as the scores of a long request, has
     no bound.
     """
     factory = problem_factory or ProblemFactory(
@@ -405,8 +404,8 @@ def certified_block_drift(
     shape = problem.graph.node(problem.graph.output).shape
     results = [n for n in problem.graph.nodes if n.op not in ("param", "constant")]
     size = max(math.prod(node.shape) for node in results)
-    if size > largest:
-        reason = f"{block} has a result of {size:,} numbers, more than {largest:,}"
+    if size > LARGEST:
+        reason = f"{block} has a result of {size:,} numbers, more than {LARGEST:,}"
         return CertifiedDrift(float("inf"), np.full(shape, np.inf), reason)
     try:
         output = problem.bound(x.to(factory.device, torch.float64), radius).output

@@ -100,12 +100,11 @@ class Judge:
                 raise NotMeasurable("no_flip quantifies over all admissible runs")
         raise NotMeasurable(f"the formula {formula} has no meaning for measured values")
 
-    def sides(self, formula: Compare, negated: bool = False) -> _Reading:
+    def sides(self, formula: Compare) -> _Reading:
         """Return both sides of a comparison, and the number of units behind them. Of the tails of
-        an equality, that with the larger difference counts, or the smaller one under a negation."""
-        choose = min if negated else max
-        readings = self._readings(formula, negated)
-        return choose(readings, key=lambda read: abs(read[0].value - read[1].value))
+        an equality, that with the larger difference counts."""
+        readings = self._readings(formula, False)
+        return max(readings, key=lambda read: abs(read[0].value - read[1].value))
 
     def _readings(self, formula: Compare, negated: bool) -> list[_Reading]:
         """Return the sides of a comparison for the harmful tail; for an equality, for both

@@ -271,7 +271,6 @@ def clustered_statistic(
     seed: int,
     confidence: Confidence | None,
     count: int,
-    method: str = "cluster-bootstrap",
     bounds: Range = (None, None),
 ) -> Estimate:
     """Return a function of n requests, given by their numbers, with limits by resampling.
@@ -285,7 +284,7 @@ def clustered_statistic(
     value = statistic(range(n))
     if value is None:
         raise NotMeasurable("the requests have no such value")
-    bare = Estimate(value, None, None, n, method)
+    bare = Estimate(value, None, None, n, "cluster-bootstrap")
     if n < FEWEST_CLUSTERS or confidence is None or confidence.anytime:
         return bare
     wanted = resamples_needed(confidence.divided(2), count)

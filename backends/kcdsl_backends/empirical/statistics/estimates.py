@@ -201,9 +201,9 @@ def columns(fewest: int = 1, /, **values: ArrayLike) -> tuple[Array, ...]:
     return found
 
 
-def indicators(values: ArrayLike, name: str, *, fewest: int = 1) -> Array:
+def indicators(values: ArrayLike, name: str) -> Array:
     """Return a column of zeros and ones; raises NotMeasurable for any other value."""
-    found = column(values, name, fewest=fewest)
+    found = column(values, name)
     if not bool(np.isin(found, (0.0, 1.0)).all()):
         raise NotMeasurable(f"{name} must hold 0 or 1 only")
     return found

@@ -104,9 +104,9 @@ def units_with_unseen(
         return None
 
 
-def shown_by(n: int, confidence: Confidence = ONE_LOOK, *, k: int = 0) -> float:
-    """Return the upper limit of the rate for n units, k of them beyond."""
-    return limits(k, n, confidence)[1]
+def shown_by(n: int, confidence: Confidence = ONE_LOOK) -> float:
+    """Return the upper limit of the rate for n units, none of them beyond."""
+    return limits(0, n, confidence)[1]
 
 
 def _by_count(

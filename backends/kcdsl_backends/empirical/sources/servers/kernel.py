@@ -86,7 +86,7 @@ class ServerKernel(NotRun):
             "server": {**self.identity.to_json(), "system_fingerprint": self.stamp},
         }
 
-    def draw(self, prompt: Sequence[int], seed: int, tokens: int | None = None) -> Continuation:
+    def draw(self, prompt: Sequence[int], seed: int) -> Continuation:
         """Let the server draw tokens after a prompt: the number of the contract, limited by the
         context length of the model.
 
@@ -94,7 +94,7 @@ class ServerKernel(NotRun):
         ambiguous, and if another server or model answers than at first.
         """
         given = tuple(prompt)
-        reply = self._ask(given, seed, self._wanted(given, tokens))
+        reply = self._ask(given, seed, self._wanted(given))
         self._check_same(reply)
         return self._continuation(reply)
 
@@ -139,9 +139,9 @@ class ServerKernel(NotRun):
                 " machine that is fast enough to see single tokens",
             )
 
-    def _wanted(self, prompt: tuple[int, ...], tokens: int | None = None) -> int:
+    def _wanted(self, prompt: tuple[int, ...]) -> int:
         """Return the number of tokens to draw; refuse a prompt that leaves no room."""
-        wanted = self.service.tokens if tokens is None else tokens
+        wanted = self.service.tokens
         if self.longest is not None:
             wanted = min(wanted, self.longest - len(prompt))
         if wanted < 1:
