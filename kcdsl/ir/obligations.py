@@ -128,7 +128,7 @@ def obligations_of(clause: Clause, slice: str | None) -> tuple[Obligation, ...]:
     A part whose quantifiers name slices is an obligation on these only. A conjunction with a
     budget is one obligation: a unit is beyond if any part fails for it.
     """
-    parts = (clause.require,) if clause.budget is not None else tuple(_parts(clause.require))
+    parts = (clause.require,) if clause.budget is not None else tuple(conjuncts(clause.require))
     return tuple(
         Obligation(clause, replace(clause, require=part), number, slice, alternatives(part))
         for number, part in enumerate(parts)
@@ -147,10 +147,11 @@ def regions_of(formula: Formula) -> tuple[Region, ...]:
     return tuple(part.region for part in walk(formula) if isinstance(part, Quantified))
 
 
-def _parts(formula: Formula) -> Iterator[Formula]:
+def conjuncts(formula: Formula) -> Iterator[Formula]:
+    """Yield the parts of a conjunction; any other formula is one part."""
     if isinstance(formula, Connective) and formula.op == "and":
         for part in formula.parts:
-            yield from _parts(part)
+            yield from conjuncts(part)
     else:
         yield formula
 

@@ -13,6 +13,7 @@ from kcdsl.diagnostics.codes import OUTSIDE_FRAGMENTS
 from kcdsl.diagnostics.model import Diagnostic, Label
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.formulas import subterms, terms_of, walk
+from kcdsl.ir.obligations import conjuncts
 from kcdsl.ir.terms import (
     Abs,
     Clause,
@@ -139,7 +140,7 @@ def _on_one_slice(clause: Clause) -> Placement | None:
     different slices cannot be decided.
     """
     whole = clause.require
-    for part in _conjuncts(whole) if clause.budget is None else (whole,):
+    for part in conjuncts(whole) if clause.budget is None else (whole,):
         quantified = [inner for inner in walk(part) if isinstance(inner, Quantified)]
         if isinstance(part, Quantified) or not quantified:
             continue
@@ -154,14 +155,6 @@ def _on_one_slice(clause: Clause) -> Placement | None:
                 *(Blame(f"about {q.region.slice}", q.region.span) for q in (first, *others)),
             )
     return None
-
-
-def _conjuncts(formula: Formula) -> Iterator[Formula]:
-    if isinstance(formula, Connective) and formula.op == "and":
-        for part in formula.parts:
-            yield from _conjuncts(part)
-    else:
-        yield formula
 
 
 def _is_measured_outside(formula: Formula) -> bool:

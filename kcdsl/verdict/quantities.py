@@ -7,6 +7,7 @@ from it: 0.05001 is not 0.05, and 99.999 % is not 100 %.
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 UNREACHED = "–"
 """The text for a missing value."""
@@ -87,3 +88,11 @@ def rate_text(rate: float) -> str:
     if rate in (0.0, 1.0):
         return f"{100 * rate:.0f}%"
     return f"{min(99.9, max(0.1, 100 * rate)):.1f}%"
+
+
+def nearest_double(exact: Fraction) -> float:
+    """Return the nearest double; infinite where it overflows."""
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from kcdsl.exits import Exit
-from kcdsl.verdict.quantities import scale, stated, told
+from kcdsl.verdict.quantities import nearest_double, scale, stated, told
 from kcdsl.verdict.records import DocumentRecord, Record
 from kcdsl_certs.encoding.reals import real_text
 from kcdsl_certs.encoding.strict import time_text
@@ -104,8 +104,8 @@ class ResultView(Record):
         """Return a number of this result in the unit of its threshold."""
         found = getattr(self, name)
         if isinstance(found, str):
-            found = _nearest(Fraction(found))
-        limit = _nearest(Fraction(self.tau))
+            found = nearest_double(Fraction(found))
+        limit = nearest_double(Fraction(self.tau))
         return told(found, limit, scale(self.unit, limit))
 
     @property
@@ -474,15 +474,7 @@ def _comparison(clause: CertifiedClause) -> str:
     return f"{quantity} {clause.op} {_in_unit(clause.tau, clause.unit)}"
 
 
-def _nearest(exact: Fraction) -> float:
-    """Return the nearest double; infinite where it overflows."""
-    try:
-        return float(exact)
-    except OverflowError:
-        return math.inf if exact > 0 else -math.inf
-
-
 def _in_unit(exact: Fraction, unit: str) -> str:
     """Return a number as its author stated it; unchanged if it overflows a double."""
-    near = _nearest(exact)
+    near = nearest_double(exact)
     return stated(near, scale(unit, near)) if math.isfinite(near) else real_text(exact)

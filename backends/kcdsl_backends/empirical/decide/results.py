@@ -8,7 +8,6 @@ violated at its own level only is inconclusive, never a pass.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -32,6 +31,7 @@ from kcdsl.ir.terms import (
 from kcdsl.metrics import MetricDefinition
 from kcdsl.verdict.health import deviation, over_budget
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
+from kcdsl.verdict.quantities import nearest_double
 from kcdsl.verdict.report import Statistics
 from kcdsl.verdict.result import ClauseResult, Estimator, ExceedanceCount, Shown
 from kcdsl_backends.empirical.decide.judgement import (
@@ -215,11 +215,11 @@ def display_of(clause: Clause, judge: Judge) -> Display:
         term_text(comparison.left),
         _unit(comparison.left, judge.data),
         comparison.op,
-        _double(left.value),
+        nearest_double(left.value),
         None if left.low is None else round_down(left.low),
         None if left.high is None else round_up(left.high),
         n,
-        _double(right.value),
+        nearest_double(right.value),
         _compared(comparison, left, right, sample=judge.sample),
     )
 
@@ -251,7 +251,7 @@ def display_without_values(clause: Clause, data: SliceData) -> Display:
     if comparison is None:
         return Display(clause.text or clause.id)
     term, limit = comparison.left, comparison.right
-    threshold = _double(limit.value) if isinstance(limit, Number) else None
+    threshold = nearest_double(limit.value) if isinstance(limit, Number) else None
     unit = _unit(term, data)
     return Display(term_text(term), unit, comparison.op, threshold=threshold)
 
@@ -261,14 +261,6 @@ def _unit(term: Term, data: SliceData) -> str:
     if len(names) != 1:
         return "1"
     return unit_of(data.measures.get(names[0]))
-
-
-def _double(value: Fraction) -> float:
-    """Return the nearest float64; infinite beyond the largest."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
 
 
 # --- the row -------------------------------------------------------------------------------------
