@@ -34,7 +34,6 @@ from kcdsl_certs.verification.transfers import Earlier
 from kcdsl_certs.verification.verify import verify
 
 VALID, COULD_NOT_RUN, INVALID = 0, 2, 4
-_LARGEST_KEY = 64 * 1024
 _LARGEST_EXPECTATION = 64 * 1024 * 1024
 
 

@@ -17,7 +17,6 @@ from kcdsl.source.files import excerpt, read_bytes, shown
 MOST_SLICES = 6
 """The largest number of slices from columns of the data."""
 _LEAST_ROWS = 2
-_NAMES = 12
 
 PROMPTS = (
     ("question", "What is a kernel?"),

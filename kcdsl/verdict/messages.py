@@ -254,8 +254,6 @@ def beside_rows(
 # --- diagnostics ----------------------------------------------------------------------------------
 
 
-DIAGNOSTIC_FORMATS = ("junit", "github", "sarif", "concise", "text")
-"""The formats that show a report as diagnostics."""
 _FOUND = {
     "violated": (codes.CLAUSE_VIOLATED, Severity.ERROR),
     "invalid_evidence": (codes.CLAUSE_INVALID, Severity.ERROR),
@@ -272,7 +270,7 @@ def in_format(
     source: SourceFile | None = None,
     places: Places | None = None,
 ) -> str:
-    """Return a report in one of `DIAGNOSTIC_FORMATS`, located at its clauses."""
+    """Return a report as junit, github, sarif, concise or text, located at its clauses."""
     known = places or {}
     decided = dict.fromkeys(row["clause"] for row in report["clauses"])
     checked: tuple[Checked, ...] = ()

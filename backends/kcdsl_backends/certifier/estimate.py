@@ -18,8 +18,6 @@ from kcdsl_backends.drift.affine.row_sums import MANY
 WORTH_SAYING = 30.0
 """Least number of seconds for which an estimate is reported."""
 _PROBE = 512
-_START = 8.0
-"""Seconds until the search begins, and after it, as measured."""
 _SLOWER = 2.2
 """Ratio of the total time to that of the matrix products alone, as measured."""
 _CHECKED = 1.0

@@ -42,8 +42,6 @@ from kcdsl.exits import Exit
 if TYPE_CHECKING:
     from kcdsl.verdict.report import Report
 
-_UNCERTIFIED = "both kernels are recorded, so nothing ran the checkpoint"
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateCommand(Looks, RunsCode, Certifies):

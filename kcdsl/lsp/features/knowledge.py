@@ -53,15 +53,6 @@ def clause_named(analysis: Analysis, name: str | None) -> KnownClause | None:
     return next((item for item in known_clauses(analysis) if item.raw.id.text == name), None)
 
 
-def clause_at(analysis: Analysis, offset: int) -> KnownClause | None:
-    """Return the clause at an offset."""
-    for item in known_clauses(analysis):
-        end = max([item.raw.span.end, *(e.value.span.end for e in item.raw.fields)])
-        if min(item.raw.id.span.start, item.raw.span.start) <= offset <= end:
-            return item
-    return None
-
-
 def scope_in(expression: ast.Expression, scope: Scope) -> Scope:
     """Return the scope with the variables that the expression binds anywhere."""
     match expression:

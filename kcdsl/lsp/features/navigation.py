@@ -26,8 +26,6 @@ from kcdsl.lsp.text.nodes import (
 from kcdsl.lsp.text.positions import LinkTarget, Ranges
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, SequenceNode
 
-_START = Span(0, 0)
-
 
 def definition(snapshot: Snapshot, offset: int) -> list[LinkTarget]:
     """Return the declaration of the name at an offset."""

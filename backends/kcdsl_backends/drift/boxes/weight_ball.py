@@ -36,8 +36,6 @@ from kcdsl_backends.drift.boxes.quantisers import (
 )
 from kcdsl_backends.drift.boxes.rounding import power_of_two
 
-LARGEST_RHO = Fraction(1, 2)
-"""The largest ρ of a region around the weights: within it no element changes its sign."""
 _FLOAT32 = FORMATS["float32"]
 
 
