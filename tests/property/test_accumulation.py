@@ -1,4 +1,4 @@
-"""No order of summation is off by more than A_k,j: both implementations against random trees."""
+"""Every summation order is within A_k,j: both implementations compared with random trees."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def add_up(numbers: list[np.float16], choices: st.DataObject) -> np.float16:
 
 
 @given(terms, terms, st.data())
-def test_no_order_leaves_the_bound(a: list[float], b: list[float], data: st.DataObject) -> None:
+def test_random_summation_orders_are_within_the_bound(
+    a: list[float], b: list[float], data: st.DataObject
+) -> None:
     pairs = list(zip(a, b, strict=False))
     products = [np.float16(np.float16(x / 16) * np.float16(y / 16)) for x, y in pairs]
     exact = [

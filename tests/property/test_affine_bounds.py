@@ -1,4 +1,4 @@
-"""The bounds that norms and remainders rest on, in both programs: prices, norms, eigenvalues."""
+"""Bounds behind norms and remainders, in both programs: prices, norms, eigenvalues."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prover_adjoint(values: Floats) -> ProverAdjoint:
 
 
 def remainders(rng: np.random.Generator, kind: str) -> tuple[Floats, Floats, Floats]:
-    """Return low, high, total [1, n]: the total short, ample, zero, or caps with many zeros."""
+    """Return low, high, total [1, n]: the total short, ample or zero, or caps with many zeros."""
     n = int(rng.integers(1, 12))
     low, high = -rng.random((1, n)), rng.random((1, n))
     if kind == "ties":
@@ -48,7 +48,7 @@ def remainders(rng: np.random.Generator, kind: str) -> tuple[Floats, Floats, Flo
 
 
 def greatest(alpha: Floats, low: Floats, high: Floats, total: float) -> float:
-    """Return the greatest Σ α o over low <= o <= high, Σ|o| <= total: o = plus - minus."""
+    """Return the largest Σ α o over low <= o <= high, Σ|o| <= total: o = plus - minus."""
     n = alpha.size
     bounds = [*((0, h) for h in high), *((0, -k) for k in low)]
     found = linprog(
@@ -60,7 +60,7 @@ def greatest(alpha: Floats, low: Floats, high: Floats, total: float) -> float:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["short", "ample", "zero", "ties", "one side"])
-def test_the_price_is_that_of_the_linear_program(kind: str) -> None:
+def test_price_equals_the_linear_program(kind: str) -> None:
     for seed in range(20):
         rng = np.random.default_rng(seed)
         low, high, total = remainders(rng, kind)
@@ -79,7 +79,7 @@ def test_the_price_is_that_of_the_linear_program(kind: str) -> None:
 
 
 def inside(rng: np.random.Generator, low: Floats, high: Floats, total: Floats) -> Floats:
-    """Return a remainder on the edge of what is allowed: as much as fits, in a random order."""
+    """Return a maximal admitted remainder, filled in a random order."""
     o, left = np.zeros(low.shape), float(total[0, 0])
     for k in rng.permutation(low.shape[-1]):
         end = (low if rng.random() < 0.5 else high)[0, k]
@@ -89,7 +89,7 @@ def inside(rng: np.random.Generator, low: Floats, high: Floats, total: Floats) -
 
 
 @pytest.mark.parametrize("kind", ["short", "ample", "zero", "ties", "one side"])
-def test_norms_of_remainders_hold(kind: str) -> None:
+def test_norms_of_remainders_are_sound(kind: str) -> None:
     for seed in range(20):
         rng = np.random.default_rng(seed)
         low, high, total = remainders(rng, kind)
@@ -104,13 +104,13 @@ def test_norms_of_remainders_hold(kind: str) -> None:
 
 
 def norms_of_remainder(alpha: Floats, cap: Floats, total: Floats) -> tuple[float, float]:
-    """Return the norm of functionals of what is at most `cap`, of both programs."""
+    """Return the norm of functionals of a remainder of at most `cap`, from both programs."""
     prover = prover_remainder(-cap, cap, total).nonlinear().together(prover_adjoint(alpha))
     return prover, Remainder(-cap, cap, total).curve.together(Adjoint(alpha, (0, 0)))
 
 
-def test_rows_that_are_not_read_do_not_count() -> None:
-    """The programs carry windows of different sizes where a mask forbids columns of a row."""
+def test_rows_outside_the_window_do_not_count() -> None:
+    """The programs use windows of different sizes where a mask forbids columns of a row."""
     cap, total, few = np.ones((4, 6)), np.array([[1e-3], [3.0], [2.0], [50.0]]), [1, 2]
     alpha = np.zeros((12, 4, 6))
     alpha[:, few] = np.linalg.qr(np.random.default_rng(7).standard_normal((12, 12)))[0].reshape(
@@ -124,7 +124,7 @@ def test_rows_that_are_not_read_do_not_count() -> None:
     for found in wide:
         assert farthest <= found * (1 + 1e-12)
         assert found <= farthest * 1.001
-    alpha[:, 3] = 1.0  # now the row with the large total is read, and all of it may be at its cap
+    alpha[:, 3] = 1.0  # now the row with the large total is used, and all of it may be at its cap
     assert min(norms_of_remainder(alpha, cap, total)) > 6 * 12**0.5
 
 
@@ -136,7 +136,7 @@ def matrices() -> dict[str, Floats]:
     clustered = orthogonal * (1 - 1e-9 * np.arange(40)) @ orthogonal.T
     last = np.diag([*np.full(200, 1.0), 1.0 + 1e-6])
     alternating = np.outer((-1.0) ** np.arange(40), (-1.0) ** np.arange(40))
-    # rows sum to nothing: what starts from sums sees only the smaller eigenvalue
+    # rows sum to zero: a start from row sums sees only the smaller eigenvalue
     hidden = 5 * alternating / 40 + np.outer(np.ones(40), np.ones(40)) / 40
     return {
         "rank one": column @ column.T,
@@ -156,7 +156,7 @@ def matrices() -> dict[str, Floats]:
 
 @pytest.mark.parametrize("scale", [1.0, 1e-140, 1e-290, 1e140, 1e290])
 @pytest.mark.parametrize("name", matrices())
-def test_no_eigenvalue_is_larger(name: str, scale: float) -> None:
+def test_eigenvalue_bounds_are_sound(name: str, scale: float) -> None:
     gram = matrices()[name]
     truth, trace = float(np.linalg.eigvalsh(gram)[-1]) * scale, float(np.trace(gram)) * scale
     one = largest_eigenvalue(torch.from_numpy(gram * scale), trace)
@@ -169,7 +169,7 @@ def test_no_eigenvalue_is_larger(name: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_what_is_not_finite_has_no_small_bound(bad: float) -> None:
+def test_non_finite_matrices_have_no_finite_bound(bad: float) -> None:
     gram = np.eye(3)
     gram[1, 1] = bad
     assert not np.isfinite(largest(gram, bad))
@@ -177,15 +177,15 @@ def test_what_is_not_finite_has_no_small_bound(bad: float) -> None:
 
 
 @pytest.mark.parametrize("n", [3, 200])
-def test_products_that_underflow_are_bounded_by_their_trace(n: int) -> None:
-    """Products may all be 0 where the sum of squares, formed elsewhere, is not."""
+def test_underflowing_products_are_bounded_by_their_trace(n: int) -> None:
+    """Products may all underflow where the sum of squares, computed elsewhere, does not."""
     gram, trace = np.zeros((n, n)), 2.0**-1070
     assert largest(gram, trace) == trace
     assert largest_eigenvalue(torch.from_numpy(gram), trace) == trace
 
 
 def chain(rng: np.random.Generator, sizes: list[int]) -> tuple[ProverTape, Tape, list[Floats]]:
-    """Return both tapes of e_k = W_k e_(k-1) + o_k, and everything that is needed to run it."""
+    """Return both tapes of e_k = W_k e_(k-1) + o_k, and the data for running it."""
     region = rng.random((1, sizes[0]))
     one, two = ProverTape(torch.from_numpy(region)), Tape(region)
     reach = region
@@ -225,8 +225,8 @@ def through(weight: Floats, place: int) -> tuple[ProverPull, Pull]:
 
 
 @pytest.mark.parametrize("sizes", [[4], [3, 5], [12, 4, 9], [2, 16, 3], [6, 6, 6, 6]])
-def test_no_symbols_leave_the_norm(sizes: list[int]) -> None:
-    """Signs are turned, symbol by symbol, towards a larger norm."""
+def test_symbols_are_within_the_norm(sizes: list[int]) -> None:
+    """Signs of symbols are flipped one by one towards a larger norm."""
     for seed in range(12):
         rng = np.random.default_rng(seed)
         one, two, parts = chain(rng, sizes)
@@ -265,8 +265,8 @@ def climbed(matrix: Floats, offset: Floats, rng: np.random.Generator) -> float:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 6])
-def test_the_norm_of_a_row_is_that_of_all_its_elements(rows: int) -> None:
-    """However many rows there are: functionals of all rows are no weights of single elements."""
+def test_norm_of_a_row_covers_all_its_elements(rows: int) -> None:
+    """For any number of rows: functionals of all rows are not weights of single elements."""
     rng = np.random.default_rng(rows)
     region, weights = (torch.from_numpy(rng.random((rows, 4))) for _ in range(2))
     tape = ProverTape(region)
@@ -282,8 +282,8 @@ def test_the_norm_of_a_row_is_that_of_all_its_elements(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_what_norms_add_counts_where_a_pass_stops(rows: int) -> None:
-    """A norm adds shares of what it reads, in passes that stop at what it reads, too."""
+def test_additions_of_norms_count_where_a_pass_stops(rows: int) -> None:
+    """A norm adds shares of its inputs, also in passes that stop at these inputs."""
     shape, n = (rows, 4), 4
     ones = np.ones(shape)
     tape = Tape(None)
@@ -293,6 +293,6 @@ def test_what_norms_add_counts_where_a_pass_stops(rows: int) -> None:
     tape.add(TapeEntry(2 * ones, ((1, lambda a: a),), share=share))
     functionals = Adjoint(np.eye(rows * n).reshape(-1, *shape), (0, 0))
     found = surrounded(tape, 2, functionals, floor=1)
-    # every element may be off by 1, and by as much again that the norm adds
+    # every element may have an error of 1, and as much again that the norm adds
     assert (found.each >= 2).all()
     assert found.norm >= 2 * np.sqrt(n)

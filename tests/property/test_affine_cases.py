@@ -131,12 +131,12 @@ MODES = ("random", "signs", "up", "down")
 
 @pytest.fixture(autouse=True)
 def passes_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have both programs make the same passes: what is a step depends on them."""
+    """Make both programs run the same passes, on which the steps depend."""
     monkeypatch.setattr("kcdsl_backends.drift.affine_forms.coarsest", lambda *_: 0.0)
 
 
 def attention(rng: np.random.Generator) -> Any:
-    """Return attention straight on the input, as MiniLM's, without a mask."""
+    """Return attention directly on the input, as in MiniLM, without a mask."""
     g = proofs.Graph((ROWS, WIDTH))
     x = g.add("input", [], (ROWS, WIDTH))
     proofs.unmasked_attention(g, x, rng, ROWS, HEADS, SIZE)
@@ -166,10 +166,10 @@ def output(
 
 @pytest.mark.sample(1)
 @by_turns(name=KERNELS, radius=[0.0, 2.0**-12, 2.0**-8], seed=range(2))
-def test_no_run_leaves_what_both_programs_find(
+def test_runs_are_within_the_cases_of_both_programs(
     tmp_path: Path, name: str, seed: int, radius: float
 ) -> None:
-    """The box of the drift and functionals of rows; runs simulated apart from both programs."""
+    """The box of the drift, and functionals of rows; runs are simulated independently."""
     rng = np.random.default_rng([list(KERNELS).index(name), seed, int(radius * 2**12)])
     graph, record = attention(rng), KERNELS[name]
     centre = np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10
@@ -227,7 +227,7 @@ def test_no_run_leaves_what_both_programs_find(
 
 
 @pytest.mark.parametrize("form", ["fp8_e4m3", "fp8_e5m2"])
-def test_two_values_are_neighbours(form: str) -> None:
+def test_neighbouring_values_are_enumerated(form: str) -> None:
     """Exhaustively, in both programs."""
     codes = torch.arange(256, dtype=torch.uint8)
     dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[form]
@@ -250,7 +250,7 @@ def ends(rng: np.random.Generator) -> tuple[Floats, Floats]:
 
 
 @pytest.mark.parametrize("most", [1, 2, 6])
-def test_every_choice_is_in_a_case(most: int) -> None:
+def test_every_choice_belongs_to_a_case(most: int) -> None:
     for seed in range(20):
         rng = np.random.default_rng(seed)
         low, high = ends(rng)
@@ -272,8 +272,8 @@ def test_every_choice_is_in_a_case(most: int) -> None:
         assert np.allclose(narrow, (theirs.hi - theirs.lo).sum(axis=(0, 2, 3)))
 
 
-def test_functionals_of_cases() -> None:
-    """Against every combination of cases, on windows that hold whole blocks and parts of them."""
+def test_functionals_of_cases_are_sound() -> None:
+    """Compared with every combination of cases, on windows of whole blocks and parts of them."""
     for seed in range(30):
         rng = np.random.default_rng(seed)
         one, two = rng.standard_normal((2, 3, 2, 4))
@@ -303,7 +303,7 @@ def test_functionals_of_cases() -> None:
             assert (b >= most).all()
 
 
-def test_moves_keep_blocks_or_forget_cases() -> None:
+def test_data_movement_keeps_blocks_or_drops_cases() -> None:
     low = torch.arange(24.0, dtype=torch.float64).reshape(1, 2, 3, 4)
     found = prover.Cases(low, low, 4)
     other = checker.Cases(low.numpy(), low.numpy(), 4)
@@ -322,7 +322,7 @@ def test_moves_keep_blocks_or_forget_cases() -> None:
     assert (shaped.lo[0] == expected.numpy()).all()
 
 
-def test_an_impossible_case_stays_within_the_ends() -> None:
+def test_impossible_case_stays_within_the_ends() -> None:
     form = FORMATS["bfloat16"]
     low, high = torch.tensor([1.0]).double(), torch.tensor([1.25]).double()
     far = torch.tensor([[4.0]]).double()

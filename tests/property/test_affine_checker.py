@@ -1,4 +1,4 @@
-"""The checker's affine forms against simulated admitted runs: at every node, in every kernel."""
+"""The checker's affine forms compared with simulated runs: every node, every kernel."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ KERNELS = {
 }
 BLOCKS = ("attention", "encoder", "gelu", "silu", "tanh", "piecewise")
 MODES = ("random", "signs", "up", "down")
-# Coarse kernels through a norm, or far from their region, may have no bound; these must have one.
+# Coarse kernels behind a norm, or with large regions, may have no bound; these must have one.
 FINE = ("float32 any", "float32 any, fused", "float32 nearest, fused", "float64")
 
 
 def encoder(rng: np.random.Generator, rows: int = 4, heads: int = 2, size: int = 3) -> Any:
-    """Return attention straight on the input without a mask, residual, layer norm, gelu MLP."""
+    """Return attention directly on the input without a mask, residual, layer norm, gelu MLP."""
     width = heads * size
     g = proofs.Graph((rows, width))
     x = g.add("input", [], (rows, width))
@@ -143,7 +143,7 @@ def simulated(
 
 
 def unless_boundless(derive: Callable[[], Derived]) -> Derived | None:
-    """Return what is derived, None where that is said to have no bound."""
+    """Return the derived value, or None where no bound is reported."""
     try:
         return derive()
     except Rejected as rejection:
@@ -153,14 +153,14 @@ def unless_boundless(derive: Callable[[], Derived]) -> Derived | None:
 
 
 def stored_forms(found: Walk) -> list[tuple[str, Form]]:
-    """Return the forms of what is stored of every node."""
+    """Return the forms of the stored values of every node."""
     names = [name for name in found.forms if name not in found.named]
     forms = [(name, found.forms[found.reading(name)]) for name in names]
     return [(name, form) for name, form in forms if isinstance(form, Form)]
 
 
 def check_forms(found: Walk, values: dict[str, np.ndarray]) -> None:
-    """Every node lies within its reach of its reference."""
+    """Assert that every node is within the error bound of its reference."""
     for name, form in stored_forms(found):
         error = np.abs(values[name] - form.reference)
         slack = 2.0**-46 * np.abs(values[name]).max()
@@ -170,7 +170,7 @@ def check_forms(found: Walk, values: dict[str, np.ndarray]) -> None:
 def check_functionals(
     found: Walk, values: dict[str, np.ndarray], x: np.ndarray, rng: np.random.Generator
 ) -> None:
-    """Random functionals of random nodes lie within the bounds of their reverse pass."""
+    """Assert that random functionals of random nodes are within their reverse pass."""
     centre = found.scene.centre
     assert centre is not None
     for name, form in stored_forms(found):
@@ -195,7 +195,7 @@ def check_functionals(
 
 @pytest.mark.sample(2)
 @by_turns(block=BLOCKS, name=KERNELS, radius=[0.0, 2.0**-8])
-def test_runs_stay_inside_their_form(tmp_path: Path, block: str, name: str, radius: float) -> None:
+def test_runs_are_within_their_forms(tmp_path: Path, block: str, name: str, radius: float) -> None:
     which = [BLOCKS.index(block), list(KERNELS).index(name), int(radius * 1024)]
     rng = np.random.default_rng(which)
     graph, record = build(block, rng), KERNELS[name]
@@ -229,7 +229,7 @@ PAIRS = [
 @pytest.mark.parametrize("radius", [0.0, 2.0**-12])
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_the_drift_of_runs_stays_inside(
+def test_drift_of_runs_is_within_the_bound(
     tmp_path: Path, block: str, pair: tuple[str, str], radius: float
 ) -> None:
     rng = np.random.default_rng([BLOCKS.index(block), PAIRS.index(pair), int(radius * 2**14)])
@@ -257,15 +257,17 @@ def test_the_drift_of_runs_stays_inside(
 
 
 EXACT = KERNELS["float64"]
-# Rules whose remainder of second order the bound follows closely, whatever the size of the region.
+# Rules whose remainder of second order is bounded tightly, for any size of the region.
 CLOSE = ("relu", "tanh", "gelu", "silu", "mul", "linear", "rope", "moves")
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("radius", [2.0**-12, 2.0**-5, 0.25])
 @pytest.mark.parametrize("rule", RULES)
-def test_no_input_of_the_region_leaves_the_bounds(tmp_path: Path, rule: str, radius: float) -> None:
-    """In float64 the remainders of second order stand alone; inputs climb along their gradient."""
+def test_inputs_of_the_region_are_within_the_bounds(
+    tmp_path: Path, rule: str, radius: float
+) -> None:
+    """In float64 only the remainders of second order matter; inputs follow their gradient."""
     rng = np.random.default_rng([list(RULES).index(rule), int(radius * 4096)])
     graph = RULES[rule](rng)
     centre = np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10
@@ -325,7 +327,7 @@ def climb(
     radius: float,
     rng: np.random.Generator,
 ) -> list[np.ndarray]:
-    """Return corners of the region to which gradients point, from the middle and from a corner."""
+    """Return corners of the region in gradient directions, from the midpoint and from a corner."""
     found, step = [], radius * 2.0**-8
     x = centre
     for start in range(2):
@@ -346,8 +348,8 @@ def climb(
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_a_norm_whose_tangent_is_taken_away(tmp_path: Path, op: str) -> None:
-    """norm(x) - Jx drifts in second order alone: what multiplies J must not see the difference."""
+def test_difference_of_a_norm_and_its_tangent_is_of_second_order(tmp_path: Path, op: str) -> None:
+    """norm(x) - Jx drifts in second order only: the factor of J must not see the difference."""
     rng, width, radius = np.random.default_rng(3), 6, 2.0**-4
     centre = np.rint(rng.standard_normal((1, width)) * 2**10) / 2**10
     c = centre - centre.mean() if op == "layer_norm" else centre

@@ -1,4 +1,4 @@
-"""Ellipsoids around errors: runs lie inside, functionals below, and both programs find the same."""
+"""Ellipsoids around errors: runs inside, functionals below, both programs agree."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RADII = (0.0, 2.0**-10)
 
 
 def two_layers(rng: np.random.Generator) -> Any:
-    """Return two layers with norms after their residuals: ellipsoids are passed on."""
+    """Return two layers with norms after their residuals, so that ellipsoids are propagated."""
     first, second = encoder(rng), encoder(rng)
     shapes = {node["name"]: tuple(node["shape"]) for node in second.nodes}
     names = {}
@@ -62,7 +62,7 @@ def two_layers(rng: np.random.Generator) -> Any:
 
 
 def normed(rng: np.random.Generator) -> Any:
-    """Return an attention with its residual, and what the norm of the next block makes of it."""
+    """Return an attention with its residual, and the norm of the next block."""
     return followed(decoder(rng), rng)
 
 
@@ -75,7 +75,7 @@ def followed(graph: Any, rng: np.random.Generator) -> Any:
 
 
 def rotated(rng: np.random.Generator) -> Any:
-    """Return such an attention in which every head has keys and values of its own."""
+    """Return such an attention in which every head has its own keys and values."""
     return followed(proofs.attention(rng, rows=3, heads=2, kv_heads=2, size=2), rng)
 
 
@@ -90,7 +90,7 @@ GRAPHS = {
 def walked(
     folder: Path, graph: Any, record: Any, centre: Floats, radius: float, passes: Any = None
 ) -> Walk:
-    """Walk a kernel with the reverse passes that are named; without, with all that there are."""
+    """Return the walk of a kernel with the named reverse passes, by default with all."""
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     document = proofs.document(graph, record, record, sha256, centre, radius)
@@ -112,7 +112,7 @@ def surrounded(found: Walk) -> dict[str, Mapping[tuple[int, ...], Floats]]:
 
 
 def beyond(error: Floats, shape: Floats) -> float:
-    """Return eᵀ P⁻¹ e: at most 1 if and only if no functional of e is beyond its bound."""
+    """Return eᵀ P⁻¹ e: at most 1 if and only if no functional of e exceeds its bound."""
     scale = float(np.trace(shape))
     if scale == 0:
         return np.inf if error.any() else 0.0
@@ -120,8 +120,11 @@ def beyond(error: Floats, shape: Floats) -> float:
 
 
 def beyond_readings(error: Floats, shape: Floats, own: Floats | None) -> float:
-    """Return the least of (e - δ)ᵀ P⁻¹ (e - δ) over |δ| ≤ own: a reading of a node is in the sum of
-    the ellipsoid around what all readings have in common and of the box of its own roundings."""
+    """Return the minimum of (e - δ)ᵀ P⁻¹ (e - δ) over |δ| ≤ own.
+
+    A reading of a node is in the sum of the ellipsoid of the common error and the box of its own
+    roundings.
+    """
     scale = float(np.trace(shape))
     if own is None or not own.any() or scale == 0:
         return beyond(error, shape)
@@ -134,7 +137,9 @@ def beyond_readings(error: Floats, shape: Floats, own: Floats | None) -> float:
 @pytest.mark.parametrize("radius", RADII)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("kind", GRAPHS)
-def test_runs_stay_inside_of_both(tmp_path: Path, kind: str, name: str, radius: float) -> None:
+def test_runs_are_within_the_ellipsoids_of_both_programs(
+    tmp_path: Path, kind: str, name: str, radius: float
+) -> None:
     which = [list(GRAPHS).index(kind), list(KERNELS).index(name), RADII.index(radius)]
     rng = np.random.default_rng(which)
     graph, record = GRAPHS[kind](rng), KERNELS[name]
@@ -177,19 +182,19 @@ def test_runs_stay_inside_of_both(tmp_path: Path, kind: str, name: str, radius: 
                     ratio = beyond_readings(values[node][row] - reference[row], shape, alone)
                     assert ratio <= 1 + 2.0**-20, (node, row)
                     farthest = max(farthest, ratio)
-    assert farthest > 2.0**-12  # the ellipsoids are of the size of the errors
+    assert farthest > 2.0**-12  # the ellipsoids have the size of the errors
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", GRAPHS)
-def test_both_programs_find_the_same(tmp_path: Path, kind: str) -> None:
+def test_both_programs_agree_on_ellipsoids(tmp_path: Path, kind: str) -> None:
     rng = np.random.default_rng(list(GRAPHS).index(kind))
     graph, record = GRAPHS[kind](rng), KERNELS["float32"]
     centre = np.rint(rng.standard_normal(graph.input_shape) * 2**14) / 2**14
     spread = torch.full((1, 1), 2.0**-12, dtype=torch.float64)
     sides = block(graph), parameters(graph, record)
     run = affine_run(*sides, torch.from_numpy(centre), spread, 0.0)
-    passes = run.passes.to_json()  # what other passes say lowers the sizes of later roundings
+    passes = run.passes.to_json()  # bounds of other passes lower the sizes of later roundings
     known = surrounded(walked(tmp_path, graph, record, centre, 2.0**-12, passes))
     assert known
     for node, rows in known.items():
@@ -215,7 +220,7 @@ def members(rng: np.random.Generator, shape: Floats, count: int) -> Floats:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_sums_images_and_lengths_hold_their_members(seed: int) -> None:
+def test_sums_images_and_lengths_contain_their_members(seed: int) -> None:
     rng = np.random.default_rng(seed)
     n = int(rng.integers(2, 9))
     shapes = [positive(rng, n) * 4.0 ** rng.integers(-6, 6) for _ in range(4)]
@@ -265,7 +270,7 @@ def test_sums_images_and_lengths_hold_their_members(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_sums_of_images_hold_their_members(seed: int) -> None:
+def test_sums_of_images_contain_their_members(seed: int) -> None:
     rng = np.random.default_rng(seed)
     n, count = int(rng.integers(2, 9)), int(rng.integers(1, 16))
     matrix, other = rng.standard_normal((count, n)), rng.standard_normal((count, 3))
@@ -287,7 +292,7 @@ def test_sums_of_images_hold_their_members(seed: int) -> None:
         (checker.sum_of([plain, *theirs]), by_checker),
         (prover.around_sum([torch.from_numpy(plain), *ours]).numpy(), by_prover),
     ):
-        assert len(each) == 3  # two that the same functionals see are one
+        assert len(each) == 3  # two with equal functionals are one
         longest = sum(float(np.linalg.eigvalsh(part)[-1]) ** 0.5 for part in each)
         for point in total:
             assert beyond(point, around) <= 1 + 2.0**-20
@@ -301,20 +306,20 @@ def test_sums_of_images_hold_their_members(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_remainders_with_known_sums_lie_in_their_ellipsoids(seed: int) -> None:
+def test_remainders_with_bounded_sums_are_in_their_ellipsoids(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows, n, count = int(rng.integers(1, 4)), int(rng.integers(2, 9)), int(rng.integers(1, 12))
     low, high = -rng.uniform(0.1, 1, (rows, n)), rng.uniform(0.1, 1, (rows, n))
     caps = np.maximum(-low, high)
     sums = caps.max(axis=-1, keepdims=True) * rng.uniform(1, 2, (rows, 1))
     if seed == 3:
-        sums[0] = np.inf  # nothing is known of the sum but the caps
+        sums[0] = np.inf  # no bound of the sum except the caps
     values = rng.standard_normal((count, rows, n))
     if seed == 5:  # functionals of one element each
         count = rows * n
         values = np.diag(rng.standard_normal(count)).reshape(count, rows, n)
     if seed == 4 and rows > 1:
-        values[:, 0] = 0.0  # a window may hold rows that are not read
+        values[:, 0] = 0.0  # a window may contain unused rows
     theirs = curves.Remainder(low, high, sums).curve.around
     tensors = torch.from_numpy(low), torch.from_numpy(high), torch.from_numpy(sums)
     ours = tape.Remainder(*tensors).nonlinear().around
@@ -337,7 +342,7 @@ def test_remainders_with_known_sums_lie_in_their_ellipsoids(seed: int) -> None:
             assert ratio <= 1 + 2.0**-20
     assert farthest > 0.1
     alone = np.zeros((1, rows, n))
-    alone[0, -1, -1] = 1.0  # one element as large as its cap and the sum: nothing to spare
+    alone[0, -1, -1] = 1.0  # one element as large as its cap and the sum: attained
     single = np.zeros((rows, n))
     single[-1, -1] = 0.5
     exact = curves.Remainder(-single, single, single[:, -1:]).curve.around
@@ -346,7 +351,7 @@ def test_remainders_with_known_sums_lie_in_their_ellipsoids(seed: int) -> None:
     assert float(np.trace(around_one)) == pytest.approx(0.25, rel=1e-6)
 
 
-def test_what_is_not_finite_bounds_nothing() -> None:
+def test_non_finite_ellipsoids_bound_nothing() -> None:
     shape = np.array([[np.inf, 0.0], [0.0, 1.0]])
     for broken in (shape, shape * np.nan):
         functionals = np.eye(2)
@@ -360,7 +365,7 @@ def test_what_is_not_finite_bounds_nothing() -> None:
         assert not np.isfinite(prover.longest(tensors[0], torch.from_numpy(many)))
 
 
-def test_rows_without_an_ellipsoid_keep_their_reach() -> None:
+def test_rows_without_an_ellipsoid_keep_their_error_bound() -> None:
     rng = np.random.default_rng(5)
     shape, reach = positive(rng, 3), np.abs(rng.standard_normal((2, 3))) + 100.0
     values = rng.standard_normal((4, 2, 3))
@@ -407,7 +412,7 @@ def test_squares_below_float64_do_not_narrow_a_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_none_are_found_where_they_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_ellipsoids_beyond_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(7)
     graph, record = two_layers(rng), KERNELS["float32"]
     centre = torch.from_numpy(rng.standard_normal(graph.input_shape))

@@ -1,4 +1,4 @@
-"""Order, norm and span by affine forms: attacks, both programs, and claims that do not follow."""
+"""Order, norm and span by affine forms: attacks, both programs, and underivable claims."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for the weights of this module."""
+    """Return a folder for the weights of this module."""
     return tmp_path_factory.mktemp("orders")
 
 
@@ -74,7 +74,7 @@ class Case:
         self.margin = claim_margin(train, infer)
 
     def box(self) -> Box:
-        """Return the box of the drift, met with that of the interval domain."""
+        """Return the box of the drift, intersected with that of the interval domain."""
         box = self.forms.box()
         try:
             return box.meet(self.problem.bound(self.centre, self.radius).output.drift)
@@ -82,7 +82,7 @@ class Case:
             return box
 
     def proof(self, functional: str, claim: float, k: int = 1) -> bytes:
-        """Return a proof with this claim, whether it follows or not."""
+        """Return a proof with this claim, derivable or not."""
         factory = self.factory
         builder = ProofBuilder(
             factory.model, self.block, factory.train, factory.infer, functional, k
@@ -101,7 +101,7 @@ class Case:
         return builder.document()
 
     def checked(self, functional: str, claim: float, k: int = 1) -> str:
-        """Return what the independent checker says of a claim."""
+        """Return the independent checker's answer for a claim."""
         outcome = recheck(self.proof(functional, claim, k), self.factory.model.checkpoint.path)
         return outcome.reason
 
@@ -129,7 +129,7 @@ class Case:
 
 @cache
 def cases(kind: str, block: str, radius: float, pair: str, folder: Path) -> Case | None:
-    """Return a case, None where a coarse kernel has no bound."""
+    """Return a case, or None where a coarse kernel has no bound."""
     try:
         return Case(kind, block, radius, pair, folder)
     except NoBound:
@@ -138,7 +138,7 @@ def cases(kind: str, block: str, radius: float, pair: str, folder: Path) -> Case
 
 
 def push(kernel: Simulator, x: Tensor | None, row: int, first: int, second: int) -> Tensor:
-    """Return the output of a run in which z_first - z_second of a row was pushed down."""
+    """Return the output of a run that minimises z_first - z_second in a row."""
     symbols = {
         name: torch.zeros(shape, dtype=torch.float64, requires_grad=True)
         for name, shape in kernel.symbol_shapes().items()
@@ -163,7 +163,7 @@ def push(kernel: Simulator, x: Tensor | None, row: int, first: int, second: int)
 @pytest.mark.full
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("kind", "block", "radius"), CASES)
-def test_no_attack_changes_what_is_proved(
+def test_attacks_do_not_change_a_proved_order(
     kind: str, block: str, radius: float, pair: str, folder: Path
 ) -> None:
     case = cases(kind, block, radius, pair, folder)
@@ -189,7 +189,7 @@ def test_no_attack_changes_what_is_proved(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("kind", "block", "radius"), CASES)
-def test_both_programs_decide_the_same_order(
+def test_both_programs_decide_equal_orders(
     kind: str, block: str, radius: float, pair: str, folder: Path
 ) -> None:
     case = cases(kind, block, radius, pair, folder)
@@ -206,7 +206,7 @@ def test_both_programs_decide_the_same_order(
 
 @pytest.mark.full
 def test_some_orders_are_proved_and_some_are_not(folder: Path) -> None:
-    """Otherwise the tests above compare nothing."""
+    """Otherwise the tests above would be vacuous."""
     seen = set()
     for pair in PAIRS:
         case = cases("llama", "head", 0.0, pair, folder)
@@ -237,12 +237,12 @@ def test_norm_and_span_hold_and_are_confirmed(
             )
             assert float(seen.amax()) <= found * (1 + 1e-12) + 1e-13
         assert case.checked(functional, found * case.margin) == "ok"
-        if pair in ("the same", "float32"):  # elsewhere the checker may find less
+        if pair in ("the same", "float32"):  # elsewhere the checker may find a smaller bound
             assert case.checked(functional, found * 0.9) == "claim/too-small"
 
 
 @pytest.mark.full
-def test_norm_and_span_are_less_than_the_box_says(folder: Path) -> None:
+def test_norm_and_span_are_tighter_than_the_box(folder: Path) -> None:
     case = Case("llama", "model", 0.0, "float32", folder)
     box = case.forms.box()
     for functional, share in (("2", 0.95), ("span", 0.95)):
@@ -252,8 +252,8 @@ def test_norm_and_span_are_less_than_the_box_says(folder: Path) -> None:
     assert functional_bound(case.forms, box, "span", lambda bound: bound <= enough) == enough
 
 
-def test_a_span_is_at_least_that_of_every_pair(folder: Path) -> None:
-    """Of all pairs, bounded one by one: what is left out on the way is not larger."""
+def test_span_covers_every_pair(folder: Path) -> None:
+    """Compared with all pairs, bounded one by one: skipped pairs are not larger."""
     case = Case("bert", "mlp_0", 2.0**-9, "bfloat16 nearest", folder)
     box = case.forms.box()
     every = torch.arange(case.forms.shape[-1])
@@ -266,13 +266,13 @@ def test_a_span_is_at_least_that_of_every_pair(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("k", [-1, 0, 16, 17])
-def test_there_is_no_order_without_other_columns(k: int, folder: Path) -> None:
+def test_order_needs_other_columns(k: int, folder: Path) -> None:
     case = Case("llama", "attn_0", 0.0, "float32", folder)
     assert not bool((order_margins(case.forms, k) > -torch.inf).any())
     assert case.checked("no_flip", 0.0, k) == "document/field"
 
 
-def test_a_reference_that_is_no_number_shows_nothing(folder: Path) -> None:
+def test_nan_reference_shows_nothing(folder: Path) -> None:
     case = Case("llama", "head", 0.0, "float32", folder)
     entry = case.forms.ends[0]
     entry.reference[2, 7] = torch.nan

@@ -1,4 +1,4 @@
-"""The stored output: a free cast at a point is counted from what it is applied to."""
+"""The stored output: the error of a free cast at a point is relative to its operand."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ UNIT = 2.0**-8
 
 @pytest.mark.parametrize("weight", [1.5, -1.5])
 @pytest.mark.parametrize("radius", [0.0, 2.0**-10])
-def test_what_shrinks_is_rounded_less(tmp_path: Path, weight: float, radius: float) -> None:
-    """x(1 + a)w(1 + b) is off by 2u + u² where it grows and by 2u - u² where it shrinks."""
+def test_roundings_of_shrinking_values_are_smaller(
+    tmp_path: Path, weight: float, radius: float
+) -> None:
+    """x(1 + a)w(1 + b) has an error of 2u + u² where it grows and of 2u - u² where it shrinks."""
     g = proofs.Graph((1, 1))
     g.add("linear", [g.add("input", [], (1, 1)), g.param("w", np.array([[weight]]))], (1, 1))
     centre, wide = np.array([[0.75]]), torch.full((1, 1), radius).double()
@@ -61,7 +63,7 @@ def test_what_shrinks_is_rounded_less(tmp_path: Path, weight: float, radius: flo
     st.sampled_from(["float32", "bfloat16", "float16"]),
     st.sampled_from(["any", "any_direction"]),
 )
-def test_a_free_cast_of_a_box(low: float, width: float, name: str, casts: str) -> None:
+def test_free_cast_of_a_box(low: float, width: float, name: str, casts: str) -> None:
     form, high = FORMATS[name], low + width
     ends = (torch.tensor([v], dtype=torch.float64) for v in (low, high))
     kernel = Rounding(numerics(proofs.numerics(name, casts)))
@@ -78,8 +80,8 @@ def test_a_free_cast_of_a_box(low: float, width: float, name: str, casts: str) -
 @given(
     st.floats(-1e30, 1e30), st.floats(0, 1e30), st.sampled_from(["float32", "bfloat16", "float16"])
 )
-def test_a_free_cast_toward_zero_of_a_box(low: float, width: float, name: str) -> None:
-    """Nothing grows, nothing changes its sign, and nothing loses more than it may."""
+def test_free_cast_toward_zero_of_a_box(low: float, width: float, name: str) -> None:
+    """No value grows or changes its sign, and the loss is within its bound."""
     form, high = FORMATS[name], low + width
     ends = (torch.tensor([v], dtype=torch.float64) for v in (low, high))
     kernel = Rounding(numerics(proofs.numerics(name, "any_toward_zero")))

@@ -157,7 +157,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for the weights of this module."""
+    """Return a folder for the weights of this module."""
     return tmp_path_factory.mktemp("models")
 
 
@@ -173,7 +173,7 @@ def problem_factory(kind: str, pair: str, folder: Path) -> ProblemFactory:
 
 
 def region(kind: str, centre: Tensor | None) -> Tensor:
-    """Return the radius of a region: a point, a ball, or a hull that is wide somewhere."""
+    """Return the radius of a region: a point, a ball, or a hull that is wide in some elements."""
     if centre is None:
         return torch.zeros(1, 1, dtype=torch.float64)
     if kind == "hull":
@@ -207,15 +207,13 @@ def prove(
 
 
 BLOCKS = ("attn_0", "mlp_0", "norm_1")
-# Where several norms follow one another the coarse kernels have no bound.
+# Behind several consecutive norms the coarse kernels have no bound.
 DEEP = ("identical", "float32 fused", "float16 twice", "float64")
 
 
 @pytest.mark.sample(1)
 @by_turns(pair=PAIRS, block=BLOCKS, kind=["llama", "bert"])
-def test_what_is_proved_of_a_part_is_confirmed(
-    kind: str, block: str, pair: str, folder: Path
-) -> None:
+def test_proofs_of_parts_are_confirmed(kind: str, block: str, pair: str, folder: Path) -> None:
     factory = problem_factory(kind, pair, folder)
     for where, functional in (("points", "inf"), ("ball", "2"), ("hull", "span")):
         assert confirmed(factory, block, where, functional)
@@ -225,9 +223,7 @@ def test_what_is_proved_of_a_part_is_confirmed(
 @pytest.mark.parametrize("pair", DEEP)
 @pytest.mark.parametrize("block", ["layer_0", "model"])
 @pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_what_is_proved_of_a_model_is_confirmed(
-    kind: str, block: str, pair: str, folder: Path
-) -> None:
+def test_proofs_of_models_are_confirmed(kind: str, block: str, pair: str, folder: Path) -> None:
     factory = problem_factory(kind, pair, folder)
     found = confirmed(factory, block, "points", "inf")
     assert found or pair == "float16 twice"
@@ -243,7 +239,7 @@ def confirmed(factory: ProblemFactory, block: str, where: str, functional: str) 
     return True
 
 
-# Blocks, pairs and radii whose errors are so large that norms of them count.
+# Blocks, pairs and radii whose errors are so large that norms of them matter.
 LARGE = [
     ("norm_1", "bfloat16 any", 2.0**-7),
     ("mlp_0", "bfloat16 any", 2.0**-6),
@@ -302,7 +298,7 @@ def test_large_errors_are_bounded_by_norms(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("pair", ["float32 fused", "bfloat16 any", "bfloat16 nearest", "int8"])
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0", "norm_1"])
-def test_a_lower_claim_is_not(block: str, pair: str, folder: Path, follows: Any) -> None:
+def test_lower_claims_are_rejected(block: str, pair: str, folder: Path, follows: Any) -> None:
     factory = problem_factory("bert", pair, folder)
     for where in ("points", "ball", "hull"):
         proof = prove(factory, block, where, "2", 0.995)

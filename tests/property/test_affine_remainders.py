@@ -1,7 +1,7 @@
-"""Remainders of second order: far from the reference, no input of the region leaves the bounds.
+"""Remainders of second order: no input of a large region leaves the bounds.
 
-Float64 kernels on large regions: roundings vanish beside the curvature of softmax, norms,
-activations and products, which the attack on the input climbs.
+Float64 kernels: roundings are negligible beside the curvature of softmax, norms, activations and
+products, which the attack on the input exploits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOKENS = (1, 5, 2)
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """A small model whose scores are large enough for a softmax that is not flat."""
+    """Return a small model with scores large enough for a non-uniform softmax."""
     folder: Path = tmp_path_factory.mktemp(str(request.param))
     torch.manual_seed(5)
     config = CONFIGS[str(request.param)]
@@ -59,7 +59,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.full
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0", "norm_1", "layer_0"])
 @pytest.mark.parametrize("radius", [1e-6, 1e-3, 2e-2, 1e-1])
-def test_no_input_of_the_region_leaves_the_bounds(model: Model, block: str, radius: float) -> None:
+def test_inputs_of_a_large_region_are_within_the_bounds(
+    model: Model, block: str, radius: float
+) -> None:
     factory = ProblemFactory(model, EXACT, EXACT, torch.device("cpu"))
     problem, centre = factory.problem(block, TOKENS), factory.centre(block, TOKENS)
     assert centre is not None
@@ -112,7 +114,7 @@ def _climb(
     radius: float,
     generator: torch.Generator,
 ) -> list[Tensor]:
-    """Return inputs of the region on which an objective is large: sign ascent, and random ones."""
+    """Return inputs of the region with a large objective: sign ascent, and random ones."""
     found = []
     for start in range(3):
         x = centre + radius * (2 * torch.rand(centre.shape, generator=generator).double() - 1) * (

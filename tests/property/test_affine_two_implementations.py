@@ -1,4 +1,4 @@
-"""The affine domain is implemented twice: every entry of both tapes must agree, rule by rule."""
+"""Two implementations of the affine domain: every entry of both tapes agrees, rule by rule."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ KERNELS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def passes_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the prover make passes wherever a rule may, as the checker does without hints."""
+    """Make the prover run passes wherever a rule may, as the checker does without hints."""
     monkeypatch.setattr("kcdsl_backends.drift.affine_forms.coarsest", lambda *_: 0.0)
 
 
@@ -182,26 +182,26 @@ def checker(
 
 
 def confirmed(found: Floats, derived: Floats, noise: Floats | float, looser: float) -> None:
-    """Fail unless what the checker derives is what the prover found, or a little less."""
+    """Fail unless the checker's bound equals the prover's, or is slightly smaller."""
     assert (derived <= found * (1 + AGREE) + noise).all(), (found, derived)
     assert (derived >= found * (1 - looser) - noise).all(), (found, derived)
 
 
 # The programs round differently, and the checker forms more sums of rows in float32 (Rule 4.5);
-# nothing else may make it find more than the prover.
+# nothing else may make its bound larger than the prover's.
 AGREE = 2.0**-18
-# How much less it may find: products of small terms are collected in other ways. Eigenvalues are
-# bounded more closely than by the prover, and where one row of a node is bounded by reverse passes,
-# all are.
+# How much smaller it may be: products of small terms are collected differently. Eigenvalues
+# have tighter bounds than in the prover, and where one row of a node is bounded by reverse
+# passes, all are.
 LOOSER = 2.0**-10
 LOOSER_OF = dict.fromkeys((rule for rule in RULES if "norm" in rule), 1.0)
-LOOSER_OF["context of shared heads"] = 2.0**-8  # in bounds by chance
+LOOSER_OF["context of shared heads"] = 2.0**-8  # in probabilistic bounds
 
 
-# What is compared loosely is compared everywhere.
+# Whatever is compared loosely is compared everywhere.
 @pytest.mark.sample(15)
 @by_turns(whole=LOOSER_OF, rule=RULES, name=KERNELS, radius=[0.0, 2.0**-10, 2.0**-5])
-def test_entries_agree(tmp_path: Path, rule: str, name: str, radius: float) -> None:
+def test_entries_of_affine_forms_agree(tmp_path: Path, rule: str, name: str, radius: float) -> None:
     seed = [list(RULES).index(rule), list(KERNELS).index(name), int(radius * 1024)]
     rng = np.random.default_rng(seed)
     graph, record = RULES[rule](rng), KERNELS[name]
@@ -226,7 +226,7 @@ def test_entries_agree(tmp_path: Path, rule: str, name: str, radius: float) -> N
         mine, other = first.tape.entries[index], second.tape.entries[found.place]
         noise = 2.0**-42 * float(mine.size.max())
         apart = np.abs(mine.reference.numpy() - found.reference)
-        # Where casts go toward zero the reference is the middle of what a reach leaves.
+        # Where casts go toward zero the reference is the midpoint of the error interval.
         inward = record["casts"] in ("toward_zero", "any_toward_zero")
         assert (apart <= noise + inward * np.abs(mine.error_bound.numpy() - found.reach)).all()
         known = found.reference == 0  # masked columns, which the prover stores like any number
@@ -266,7 +266,7 @@ def test_independent_roundings_agree(tmp_path: Path, rule: str, name: str, radiu
         mine = first.tape.entries[first.computed[node["name"]]]
         other = second.tape.entries[found.place]
         noise, known = 2.0**-42 * float(mine.size.max()), found.reference == 0
-        if mine.roundings is None:  # all of the radius is sure, which the checker may spell out
+        if mine.roundings is None:  # the whole radius is certain, which the checker may write out
             assert other.split is None or not other.split.most.any()
         elif other.split is not None:
             centres = 0.0 if other.centre is None else 2.0**-30 * np.abs(other.centre)
@@ -285,11 +285,11 @@ def test_independent_roundings_agree(tmp_path: Path, rule: str, name: str, radiu
 
 @pytest.mark.parametrize("name", ["float32 any", "bfloat16 nearest"])
 @pytest.mark.parametrize("rule", BEYOND)
-def test_no_bound_where_eps_leaves_float32(tmp_path: Path, rule: str, name: str) -> None:
-    """Both domains of the prover, and the checker."""
+def test_eps_beyond_float32_has_no_bound(tmp_path: Path, rule: str, name: str) -> None:
+    """In both domains of the prover, and in the checker."""
     rng = np.random.default_rng(3)
     graph, record = BEYOND[rule](rng), KERNELS[name]
-    centre = rng.standard_normal(graph.input_shape) * 1e18  # whose squares float32 holds
+    centre = rng.standard_normal(graph.input_shape) * 1e18  # with squares that fit float32
     with pytest.raises(NoBound, match="sum of squares"):
         prover(graph, record, centre, 0.0)
     stored = parameters(graph, record)
@@ -300,8 +300,8 @@ def test_no_bound_where_eps_leaves_float32(tmp_path: Path, rule: str, name: str)
         checker(tmp_path, graph, record, centre, 0.0)
 
 
-def test_a_single_element_has_no_layer_norm(tmp_path: Path) -> None:
-    """Its variance is that of roundings alone: both programs refuse it, in both domains."""
+def test_layer_norm_of_a_single_element_is_refused(tmp_path: Path) -> None:
+    """Its variance consists of roundings: both programs refuse it, in both domains."""
     graph, record = proofs.Graph((3, 1)), KERNELS["float32 any"]
     graph.add("layer_norm", [graph.add("input", [], (3, 1))], (3, 1), eps=1e-5)
     centre, zero = np.ones((3, 1)), torch.zeros(1, 1, dtype=torch.float64)
@@ -325,7 +325,7 @@ def compare(
     centre = np.abs(b)
     a = none if mine.radius is None else mine.radius.numpy()
     b = none if other.radius is None else other.radius
-    # one of the programs pays for the sums of centres here, the other one where it forms them
+    # one program adds the error of sums of centres here, the other one where it forms them
     confirmed(np.where(known, b, a), b, noise + 2.0**-30 * centre, looser)
 
 
@@ -337,7 +337,7 @@ def functionals(
     noise: float,
     looser: float,
 ) -> None:
-    """Random functionals of a node, of one row and of all: one reverse pass in either program."""
+    """Compare random functionals of a node, of one row and of all: one reverse pass per program."""
     form = second.forms[name]
     assert isinstance(form, Form)
     assert form.place is not None
@@ -372,10 +372,10 @@ PAIRS = [
 ]
 
 
-# Of the drift, whose reaches have been met with boxes: what is collected in other ways is a larger
-# share of what is left.
+# For drifts, whose error bounds were intersected with boxes: terms collected differently are a
+# larger share of the rest.
 LESS = 2.0**-6
-# References of results cast toward zero follow reaches, which are lower where eigenvalues are.
+# References of results cast toward zero depend on error bounds, which eigenvalues lower.
 NORMS_AGREE = 2.0**-14
 
 
@@ -387,10 +387,10 @@ NORMS_AGREE = 2.0**-14
     alpha=[None, Fraction(1, 10**6)],
     radius=[0.0, 2.0**-10, 2.0**-7],
 )
-def test_drifts_agree(
+def test_boxes_of_drifts_agree(
     tmp_path: Path, rule: str, pair: tuple[str, str], radius: float, alpha: Fraction | None
 ) -> None:
-    """The box of the output's drift, both ends: centres and the common region count in it."""
+    """Compare both ends, so that centres and the common region count."""
     rng = np.random.default_rng([list(RULES).index(rule), PAIRS.index(pair), int(radius * 1024)])
     graph = RULES[rule](rng)
     centre = np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10

@@ -1,4 +1,4 @@
-"""One bound for every length: no run of any number of rows leaves it, in either program."""
+"""One bound for every length: runs of any number of rows are within it, in both programs."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Given:
         graph.constants["mask"] = sequences.masks(rng, rows)[kind]
         corner = rng.choice([-1.0, 1.0], (rows, 8))
         inside = np.rint(rng.uniform(-1, 1, (rows, 8)) * 512) / 512
-        # all rows at one corner, every row at its own, and in between
+        # all rows at one corner, every row at its own, and between
         x = self.centre + self.radius * [np.repeat(corner[:1], rows, 0), corner, inside][trial % 3]
         found = []
         for record, kernel, mode in zip(self.kernels, self.parsed, MODES[trial % 4], strict=True):
@@ -129,7 +129,7 @@ class Given:
         return found
 
     def left(self, found: list[Any]) -> list[str]:
-        """Return which nodes hold a number outside of the boxes that stand for every row."""
+        """Return the nodes with a number outside the boxes that cover every row."""
         outside = []
         for name, state in self.states.items():
             t, i = found[0][name], found[1][name]
@@ -149,7 +149,7 @@ def given(folder: Path, pair: str, radius: float, louder: float = 1.0) -> Given:
 
 @pytest.mark.sample(1)
 @by_turns(pair=PAIRS, radius=RADII, louder=[1.0, 8.0])
-def test_no_run_of_any_length_leaves_the_bounds(
+def test_runs_of_any_length_are_within_the_bounds(
     tmp_path: Path, pair: str, radius: str, louder: float
 ) -> None:
     here = given(tmp_path, pair, RADII[radius], louder)
@@ -168,8 +168,10 @@ def test_no_run_of_any_length_leaves_the_bounds(
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("radius", RADII)
 @pytest.mark.parametrize("pair", PAIRS)
-def test_both_programs_find_the_same_bound(tmp_path: Path, pair: str, radius: str) -> None:
-    """Up to the margin of claims: an end next to a boundary of a format may round either way."""
+def test_both_programs_find_the_same_bound_for_any_length(
+    tmp_path: Path, pair: str, radius: str
+) -> None:
+    """Up to the margin of claims: an end at a boundary of a format may round either way."""
     here = given(tmp_path, pair, RADII[radius])
     size, drift = here.output_of_the_prover()
     state = numeric(here.states[here.short.output])
@@ -180,16 +182,18 @@ def test_both_programs_find_the_same_bound(tmp_path: Path, pair: str, radius: st
     )
 
 
-def test_nothing_grows_with_the_length_but_rounding() -> None:
-    """From 3 to 300 rows the bound of exact sums stays; of float32 ones the rounding of sums of 300
-    terms comes to that of all others."""
+def test_only_rounding_grows_with_the_length() -> None:
+    """From 3 to 300 rows the bound with exact sums is constant.
+
+    With float32 sums, the rounding of 300 terms is about as large as all other errors.
+    """
     exact = N("float64", "any", accumulate="float64")
     coarse = N("float64", "any", accumulate="float64", weights=("fp8_e4m3", "per_channel"))
     for pair, most in (((exact, coarse), 1.0001), (PAIRS["float32"], 5.0)):
         found = []
         for longest in (3, 300):
             short, long = (sequences.decoder(np.random.default_rng(3), n) for n in (2, longest))
-            # positions are left out, as more of them hold more rotations
+            # positions are left out, as more of them contain more rotations
             tables = {n: np.ones_like(a) for n, a in sequences.tables_of(short, long).items()}
             problem = sequences.problem(short, tables, pair, longest)
             centre = torch.full((1, 8), 0.25, dtype=torch.float64)
@@ -202,7 +206,7 @@ def test_nothing_grows_with_the_length_but_rounding() -> None:
 
 
 def scene_of(longest: int, record: Any) -> Scene:
-    """Return a scene of one softmax and its context product, over the checker's rules alone."""
+    """Return a scene of one softmax and its context product, for the checker's rules alone."""
     graph = attention_alone(2)
     document = sequences.document(
         graph, {}, (record, record), "0" * 64, np.zeros((1, 3)), 1.0, longest
@@ -226,7 +230,7 @@ EXACT = N("float64", "nearest", accumulate="float64")
 
 
 def extremes(columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return scores and their drift, within ±1, that move as much of a row as there can be."""
+    """Return scores and their drift, within ±1, that change a row as much as possible."""
     half = max(1, columns // 2)
     drift = np.where(np.arange(columns) < half, 1.0, -1.0)
     # half of the weight before and half of it after: odds e^-R/2 and e^R/2
@@ -241,14 +245,14 @@ def softmax(s: np.ndarray) -> np.ndarray:
 
 
 def moved_and_cap(variation: float, columns: int) -> tuple[float, float]:
-    """Return how far Σ p v moves at the extremes, v = ±1, and what the cap grants."""
+    """Return the change of Σ p v at the extremes, v = ±1, and the cap."""
     s, d = extremes(columns)
     value = np.where(d > 0, 1.0, -1.0)
     return float(abs((softmax(s + d) - softmax(s)) @ value)), 2 * variation
 
 
 def variation_of(record: Any) -> float:
-    """Return the total variation that the checker grants to scores that drift within ±1."""
+    """Return the checker's total variation for scores that drift within ±1."""
     scene = scene_of(64, record)
     nodes = {node.op: node for node in scene.block.nodes}
     shape = (2, 2)
@@ -261,7 +265,7 @@ def variation_of(record: Any) -> float:
 
 
 @pytest.mark.parametrize("columns", [2, 3, 17, 64])
-def test_the_cap_of_a_row_is_attained_and_not_left(columns: int) -> None:
+def test_cap_of_a_row_is_attained_and_never_exceeded(columns: int) -> None:
     moved, cap = moved_and_cap(variation_of(EXACT), columns)
     assert moved <= cap
     assert columns == 3 or moved > 0.99 * cap
@@ -270,7 +274,7 @@ def test_the_cap_of_a_row_is_attained_and_not_left(columns: int) -> None:
 # --- planted bugs ---------------------------------------------------------------------------------
 
 
-def test_a_cap_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_small_cap_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     tanh = np.tanh
     monkeypatch.setattr(np, "tanh", lambda x: tanh(x / 2))
     moved, cap = moved_and_cap(variation_of(EXACT), 64)
@@ -278,7 +282,7 @@ def test_a_cap_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.full
-def test_roundings_of_one_column_for_all_are_seen(
+def test_missing_roundings_of_columns_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of 300 probabilities of 1/300 is rounded on the coarse grid of float8."""
@@ -293,7 +297,7 @@ def test_roundings_of_one_column_for_all_are_seen(
 
 
 def exact_theta(record: Any, columns: int, side: str) -> float:
-    """Return Θ of a row of so many columns from the rules for one length."""
+    """Return Θ of a row with `columns` columns from the rules for one length."""
     from kcdsl_backends.drift.boxes.rounding import Rounding
     from kcdsl_backends.drift.ops import softmax as one_length
     from tests.support import prover
@@ -311,7 +315,7 @@ def exact_theta(record: Any, columns: int, side: str) -> float:
 
 
 def theta_at_any_length(record: Any, longest: int, side: str) -> float:
-    """Return Θ that the rules for any length use, read off Σ|computed p - p|."""
+    """Return Θ in the rules for any length, derived from Σ|computed p - p|."""
     shape = np.ones((2, 2))
     if side == "checker":
         scene = scene_of(longest, record)
@@ -340,7 +344,7 @@ def theta_at_any_length(record: Any, longest: int, side: str) -> float:
 
 @pytest.mark.parametrize("side", ["checker", "prover"])
 @pytest.mark.parametrize("tile", [1, 16, 128])
-def test_the_roundings_of_a_row_are_those_of_the_longest(tile: int, side: str) -> None:
+def test_roundings_of_a_row_are_those_of_the_longest_row(tile: int, side: str) -> None:
     record = N("float32", "nearest", style="fused", tile=tile)
     most = theta_at_any_length(record, 300, side)
     for columns in (1, 2, 17, 129, 300):
@@ -349,7 +353,7 @@ def test_the_roundings_of_a_row_are_those_of_the_longest(tile: int, side: str) -
 
 
 @pytest.mark.parametrize("side", ["checker", "prover"])
-def test_a_wrong_number_of_tiles_is_seen(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_number_of_tiles_is_detected(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     record = N("float32", "nearest", style="fused", tile=16)
     before = exact_theta(record, 300, side)
     if side == "checker":
@@ -364,8 +368,8 @@ def test_a_wrong_number_of_tiles_is_seen(side: str, monkeypatch: pytest.MonkeyPa
     assert theta_at_any_length(record, 300, side) < before
 
 
-def test_an_unknown_mask_is_no_less_than_all(tmp_path: Path) -> None:
-    """What the mask of the graph shows does not change the bound: any mask is covered."""
+def test_unknown_mask_is_covered_by_the_full_one(tmp_path: Path) -> None:
+    """The visible part of the mask does not change the bound: any mask is covered."""
     here = given(tmp_path, "float32", RADII["narrow"])
     outcome = recheck(proofs.dump(here.document), here.path)
     assert outcome.ok, outcome

@@ -48,7 +48,7 @@ NUMERICS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """A small model with random weights: one key head for all, or one head."""
+    """Return a small model with random weights: one key head for all, or one head."""
     folder: Path = tmp_path_factory.mktemp(str(request.param))
     torch.manual_seed(6)
     config, build = (LLAMA, build_llama) if request.param == "llama" else (BERT, build_bert)
@@ -60,7 +60,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 # Each kernel of attention in both models, of the blocks without it by turns; the other cases are
-# slow. A layer has a norm of what attention made, which a coarse kernel leaves without a bound.
+# slow. A layer has a norm behind attention, which a coarse kernel leaves without a bound.
 CASES = [
     pytest.param(
         kind,
@@ -77,7 +77,7 @@ LAYERS = [(kind, "layer_0", "float32 fused") for kind in ("llama", "bert")]
 
 @pytest.mark.full
 @pytest.mark.parametrize(("model", "block", "name"), [*CASES, *LAYERS], indirect=["model"])
-def test_attacks_of_every_length_stay_inside(model: Model, block: str, name: str) -> None:
+def test_attacks_of_every_length_are_within_the_bounds(model: Model, block: str, name: str) -> None:
     train, infer = resolve({"preset": "torch-eager"}), resolve(NUMERICS[name])
     factory = ProblemFactory(model, train, infer, torch.device("cpu"))
     states = factory.centre(block, TOKENS)

@@ -1,6 +1,6 @@
-"""A row of probabilities times values: what the values are off by is averaged, not added up.
+"""Errors of values in a context product are averaged by the probabilities, not summed.
 
-Both implementations, against products formed from probabilities and errors at their extremes.
+Both implementations, compared with products of extreme probabilities and errors.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ of the errors of the probabilities [heads, T] and of the inputs [T, D]."""
 
 @dataclass(frozen=True)
 class Product:
-    """The product's operands: p̃ and ρ_p [heads, T, T], how far sums of rows may move [heads, T],
-    ṽ and |o| [heads, T, d], W [heads, d, D], ρ_x [T, D]; `shared`: all heads read the same o."""
+    """The operands: p̃ and ρ_p [heads, T, T], sum drifts [heads, T], ṽ and |o| [heads, T, d].
+
+    Also W [heads, d, D], ρ_x [T, D]; `shared`: all heads read the same o.
+    """
 
     p: Array
     moved: Array
@@ -80,7 +82,7 @@ class Names:
 
 
 def written(graph: Any, record: Any, centre: Array, radius: float) -> KernelRun:
-    """Return the run of a kernel that takes the casts of no linear apart."""
+    """Return the run of a kernel that does not separate the casts of linears."""
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     x = torch.from_numpy(centre)
     return affine_run(block(graph), parameters(graph, record), x, spread, 2.0**-60)
@@ -109,7 +111,7 @@ def prover(graph: Any, record: Any, centre: Array, radius: float, _: Path) -> Pr
         still = np.zeros(tuple(x.error_bound.shape))
         if isinstance(of_x, ProverAdjoint):
             still = of_x.dense().values[0].numpy()
-        elif of_x is not None:  # sums over rows, which nothing forms as a whole
+        elif of_x is not None:  # sums over rows, which are never formed completely
             still = _carried(p.reference[:, row].numpy(), alpha, heads.numpy())
         return float(high), of_p.numpy(), still
 
@@ -171,10 +173,10 @@ def checker(graph: Any, record: Any, centre: Array, radius: float, folder: Path)
 
 
 def extreme(product: Product, head: int, row: int, rng: np.random.Generator) -> Array:
-    """Return errors of a row of probabilities at the ends of their boxes, of an admitted sum."""
+    """Return extreme errors of a row of probabilities with an admitted sum."""
     reach = product.moved[head, row]
     error = reach * rng.choice([-1.0, 1.0], size=reach.size)
-    for _ in range(8):  # take what is too much off where there is room
+    for _ in range(8):  # move the excess to elements with room
         excess = error.sum() - np.clip(
             error.sum(), *(product.balance[head, row] * np.array([-1, 1]))
         )
@@ -188,13 +190,13 @@ def extreme(product: Product, head: int, row: int, rng: np.random.Generator) -> 
 def largest(
     product: Product, alpha: Array, row: int, rng: np.random.Generator
 ) -> tuple[float, float]:
-    """Return how much of an extreme run is not pulled back, and the bound of that."""
+    """Return the unprojected part of an extreme run, and its bound."""
     bound, of_p, of_x = product.claim(alpha, row)
     e_x = product.reach * rng.choice([-1.0, 1.0], size=product.reach.shape)
     total = -(of_x * e_x).sum()
     moved = np.stack([extreme(product, h, row, rng) for h in range(HEADS)])
     p = product.p[:, row] + moved
-    factors = p[:, :, None] * alpha[:, None]  # in front of the values' own errors [heads, T, d]
+    factors = p[:, :, None] * alpha[:, None]  # the factor of the values' own errors [heads, T, d]
     if product.shared:
         factors = np.broadcast_to(factors.sum(0), factors.shape)
     own = product.own * np.where(factors >= 0, 1.0, -1.0)
@@ -212,7 +214,7 @@ def largest(
     [(RULE, 0.0), (RULE, 2.0**-9), (RULE, 2.0**-7), (SHARED, 0.0), (SHARED, 2.0**-9)],
 )
 @pytest.mark.parametrize("name", KERNELS)
-def test_no_row_exceeds_its_bound_and_some_are_near(
+def test_rows_are_within_tight_bounds(
     tmp_path: Path, implementation: Callable[..., Product], radius: float, name: str, rule: str
 ) -> None:
     rng = np.random.default_rng([list(KERNELS).index(name), int(radius * 512)])
@@ -222,7 +224,7 @@ def test_no_row_exceeds_its_bound_and_some_are_near(
         centre = np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10
         product = implementation(graph, KERNELS[name], centre, radius, tmp_path)
         product = replace(product, shared=rule == SHARED)
-        # values whose own errors are large beside all others: what is averaged counts
+        # values with dominating errors of their own: averaging matters
         for _ in range(60):
             alpha = rng.standard_normal((HEADS, WIDTH)) * rng.choice([0.0, 1.0], size=(HEADS, 1))
             total, bound = largest(product, alpha, int(rng.integers(ROWS)), rng)
@@ -233,7 +235,7 @@ def test_no_row_exceeds_its_bound_and_some_are_near(
 
 @pytest.mark.parametrize("implementation", [prover, checker])
 @pytest.mark.parametrize("radius", [0.0, 2.0**-9])
-def test_rows_share_only_what_functionals_that_are_the_same_have(
+def test_rows_share_only_parts_of_equal_functionals(
     tmp_path: Path, implementation: Callable[..., Product], radius: float
 ) -> None:
     rng, record = np.random.default_rng(8), next(iter(KERNELS.values()))
@@ -251,8 +253,8 @@ def test_rows_share_only_what_functionals_that_are_the_same_have(
 
 @pytest.mark.full
 @pytest.mark.parametrize("missing", ["balance", "below", "around"])
-def test_a_bound_without_one_of_its_parts_is_exceeded(tmp_path: Path, missing: str) -> None:
-    """The runs above are extreme enough to see that each part is needed."""
+def test_every_part_of_the_bound_is_needed(tmp_path: Path, missing: str) -> None:
+    """The extreme runs above exceed a bound without any one of its parts."""
     rng = np.random.default_rng(3)
     exceeded = 0
     for _ in range(2000):
@@ -291,7 +293,7 @@ def _never(alpha: Array, row: int) -> tuple[float, Array, Array]:
 
 
 @pytest.mark.full
-def test_the_other_way_is_never_wider(tmp_path: Path) -> None:
+def test_alternative_bound_is_never_wider(tmp_path: Path) -> None:
     rng = np.random.default_rng(11)
     gained = 0.0
     for record, rule in pairs(KERNELS.values(), [RULE, SHARED]):

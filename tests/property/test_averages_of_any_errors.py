@@ -1,7 +1,7 @@
-"""Rows of products whose operands may be off by anything: what is averaged holds, and is needed.
+"""Context products with arbitrary operand errors: averaged bounds hold, and are needed.
 
-Beside the errors that kernels make, those here exceed the probabilities, leave rows unbalanced or
-hardly so, and come with values whose own errors are all that there is, or next to nothing.
+Beyond the errors of kernels, errors here exceed the probabilities, leave rows unbalanced or nearly
+balanced, and accompany values whose own errors dominate or are negligible.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ inputs [T, D]."""
 
 
 def product(rng: np.random.Generator, groups: int) -> Any:
-    """Return probabilities times values that every two of twice as many heads read."""
+    """Return probabilities times values, each read by two of twice as many heads."""
     g = proofs.Graph((ROWS, 6))
     x, heads = g.add("input", [], (ROWS, 6)), 2 * groups
     w = g.param("w", rng.standard_normal((heads * ROWS, 6)))
@@ -60,7 +60,7 @@ def product(rng: np.random.Generator, groups: int) -> Any:
 
 @dataclass(frozen=True)
 class Operands:
-    """p̃, ρ_p [heads, T, T], how far sums of rows may move [heads, T], |o| [heads, T, d] and ρ_x."""
+    """p̃, ρ_p [heads, T, T], sum drifts [heads, T], |o| [heads, T, d] and ρ_x."""
 
     p: Array
     moved: Array
@@ -84,7 +84,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Product:
-    """Operands with W [heads, d, D], ṽ [heads, T, d] and what a program says of functionals."""
+    """Operands with W [heads, d, D], ṽ [heads, T, d] and a program's bounds of functionals."""
 
     operands: Operands
     weight: Array
@@ -93,7 +93,7 @@ class Product:
 
 
 def written(graph: Any, centre: Array) -> KernelRun:
-    """Return the run of a kernel that takes the casts of no linear apart."""
+    """Return the run of a kernel that does not separate the casts of linears."""
     radius = torch.full((1, 1), RADIUS, dtype=torch.float64)
     x = torch.from_numpy(centre)
     return affine_run(block(graph), parameters(graph, RECORD), x, radius, 2.0**-60)
@@ -174,8 +174,10 @@ def checker(rng: np.random.Generator, groups: int, folder: Path) -> Product:
 
 
 def admitted(one: Operands, head: int, row: int, rng: np.random.Generator) -> Array:
-    """Return errors of a row of probabilities at the ends of what is admitted: all but one are at
-    an end of their own, and that one is where the sum lets it be."""
+    """Return extreme admitted errors of a row of probabilities.
+
+    All but one are at an end of their own interval, and that one is where the sum requires it.
+    """
     reach, balance = one.moved[head, row], one.balance[head, row]
     while True:
         error, last = reach * rng.choice([-1.0, 1.0], size=reach.size), rng.integers(reach.size)
@@ -191,13 +193,13 @@ def admitted(one: Operands, head: int, row: int, rng: np.random.Generator) -> Ar
 def attained(
     made: Product, alpha: Array, row: int, pulled: tuple[Array, Array], rng: np.random.Generator
 ) -> float:
-    """Return how much of an extreme run is not pulled back."""
+    """Return the unprojected part of an extreme run."""
     one, (of_p, of_x) = made.operands, pulled
     e_x = one.reach * rng.choice([-1.0, 1.0], size=one.reach.shape)
     moved = np.stack([admitted(one, h, row, rng) for h in range(len(alpha))])
     p = one.p[:, row] + moved
-    factors = p[:, :, None] * alpha[:, None]  # in front of the values' own errors [heads, T, d]
-    factors = np.repeat(factors[::2] + factors[1::2], 2, axis=0)  # the same of every two heads
+    factors = p[:, :, None] * alpha[:, None]  # the factor of the values' own errors [heads, T, d]
+    factors = np.repeat(factors[::2] + factors[1::2], 2, axis=0)  # equal for each two heads
     e_v = np.stack([e_x @ weight.T for weight in made.weight])
     e_v = e_v + one.own * np.where(factors >= 0, 1.0, -1.0)
     formed = np.einsum("hj,hjd->hd", moved, made.v) + np.einsum("hj,hjd->hd", p, e_v)
@@ -210,7 +212,7 @@ WINDOWS = [(slice(0, 4), slice(0, 3)), (slice(2, 4), slice(1, 3)), (slice(1, 4),
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("implementation", [prover, checker])
-def test_no_row_exceeds_its_bound_whatever_its_operands(
+def test_rows_are_within_the_bound_for_any_operands(
     tmp_path: Path, implementation: Callable[..., Product], groups: int
 ) -> None:
     rng, nearest = np.random.default_rng(8 + groups), []

@@ -1,8 +1,7 @@
-"""The formulas of relational-interval.md, evaluated a third time in ball arithmetic.
+"""The formulas of relational-interval.md, evaluated independently in ball arithmetic.
 
-Both programs must give what the formulas give, from above, and next to nothing more: neither end of
-a box may lie inside the box of the formulas, nor outside by more than a share of its width that
-float64 explains.
+Both programs must agree with the formulas from above, tightly: no end of a box may lie inside the
+box of the formulas, nor outside by more than a share of its width that float64 explains.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ PAIRS = [
 
 
 def read_again(rng: np.random.Generator) -> Any:
-    """Return norms of what is computed again for each of its readings."""
+    """Return norms of a value that is recomputed for each reading."""
     g, x = source()
     shape = (ROWS, WIDTH)
     w = g.param("w", rng.standard_normal((WIDTH, WIDTH)) / 2)
@@ -73,7 +72,7 @@ def read_again(rng: np.random.Generator) -> Any:
 
 
 def rows_read_again(rng: np.random.Generator) -> Any:
-    """Return a softmax of what is computed again, and a norm of a softmax."""
+    """Return a softmax of a recomputed value, and a norm of a softmax."""
     g, x = source()
     y = heads(g, x, rng, "h")
     shape = (2, ROWS, 2)
@@ -97,7 +96,7 @@ BLOCKS: dict[str, Any] = {
     "read again": read_again,
     "rows read again": rows_read_again,
 }
-# Of a width. What rounds to float32 has bounds so narrow that float64 counts for more in them.
+# Of a width. Bounds of values rounded to float32 are so narrow that float64 counts for more.
 AGREE, AGREE_FINE = 1e-9, 2e-5
 
 
@@ -117,7 +116,7 @@ def page(setting: Setting, folder: Path) -> Page:
         setting.centre,
         setting.radius,
     )
-    # a weight that only linears read stands as their weight
+    # a weight read only by linears is stored as their weight
     (plain_t, linear_t), (plain_i, linear_i) = found.parameters
     found.parameters = (
         (_leaf(setting.graph, plain_t, linear_t), linear_t),
@@ -141,7 +140,7 @@ def _leaf(graph: Any, plain: Any, linear: Any) -> Any:
 
 
 def compare(said: Ends, box: Box, scale: float, agree: float) -> str:
-    """Return what is wrong with the ends that a program says, "" if nothing is."""
+    """Return the errors of the ends that a program reports, or ""."""
     for index in np.ndindex(*box.lo.shape):
         low: arb = box.lo.item(index)
         high: arb = box.hi.item(index)
@@ -157,7 +156,7 @@ def compare(said: Ends, box: Box, scale: float, agree: float) -> str:
 
 @pytest.mark.sample(5)
 @by_turns(one_of=2, rule=BLOCKS, pair=PAIRS)
-def test_both_programs_say_what_the_formulas_say(
+def test_both_programs_agree_with_the_formulas(
     tmp_path: Path, rule: str, pair: tuple[str, str]
 ) -> None:
     rng = np.random.default_rng([list(BLOCKS).index(rule), PAIRS.index(pair)])

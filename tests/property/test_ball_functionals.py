@@ -1,7 +1,7 @@
-"""Functionals of single rows, of both programs: what float64 loses on the way is paid for.
+"""Functionals of single rows in both programs cover the float64 errors on the way.
 
-Kernels round nothing here, so all that bounds have is for the verifier; against 200 bits, without
-slack. Rows of products take other ways than whole results do: through keys and values at once.
+Kernels round nothing here, so bounds consist of the verifier's error; compared with 200 bits,
+without slack. Rows of products use separate rules: through keys and values at once.
 """
 
 from __future__ import annotations
@@ -76,8 +76,10 @@ def attended(oddly: str) -> Build:
 
 
 def turned_oddly(some: bool) -> Build:
-    """Return scores of keys that were moved after they were turned: only the last rows are read,
-    or rows stand where heads were."""
+    """Return scores of keys that were moved after their rotation.
+
+    Only the last rows are used, or rows take the place of heads.
+    """
 
     def build(rng: np.random.Generator) -> Any:
         g, x = source()
@@ -168,7 +170,7 @@ def rows(shape: tuple[int, ...], rng: np.random.Generator) -> Iterator[tuple[int
 @pytest.mark.parametrize("program", [prover, checker])
 @pytest.mark.parametrize("radius", [0.0, 2.0**-14])
 @pytest.mark.parametrize("rule", BLOCKS)
-def test_the_exact_error_of_a_row_lies_in_its_reverse_pass(
+def test_exact_error_of_a_row_is_within_its_reverse_pass(
     tmp_path: Path, rule: str, radius: float, program: Callable[[Setting, Path], Side]
 ) -> None:
     rng = np.random.default_rng([list(BLOCKS).index(rule), int(radius * 2**14)])
@@ -189,7 +191,7 @@ def test_the_exact_error_of_a_row_lies_in_its_reverse_pass(
                 low, high, region = bound(name, row, weights)
                 for k in range(BATCH):
                     seen, rounded = (numbers.balls(weights[k]) * error[row]).sum(), numbers.ZERO
-                    if region is not None:  # sums of it are rounded, which its reader pays for
+                    if region is not None:  # sums of it are rounded, which its reader covers
                         terms = numbers.balls(region[k]) * moved
                         seen, rounded = seen - terms.sum(), numbers.size(terms).sum()
                     rounded = rounded * numbers.power(-52)
@@ -198,7 +200,7 @@ def test_the_exact_error_of_a_row_lies_in_its_reverse_pass(
 
 
 def copies(kind: str) -> Any:
-    """Return one element of every row again and again, by copies of it or by joined operands."""
+    """Return copies of one element of every row, or concatenated operands."""
     g = proofs.Graph((3, 1))
     x = g.add("input", [], (3, 1))
     if kind == "copied":
@@ -210,11 +212,10 @@ def copies(kind: str) -> Any:
 
 @pytest.mark.parametrize("program", [prover, checker])
 @pytest.mark.parametrize("kind", ["copied", "joined"])
-def test_what_cancels_but_nearly_is_not_lost(
+def test_near_cancellation_is_covered(
     tmp_path: Path, kind: str, program: Callable[[Setting, Path], Side]
 ) -> None:
-    """Nothing rounds on the way to the input but the sum of forty numbers, which are all the rest
-    of 1 and -1."""
+    """Only the sum of forty numbers rounds on the way to the input: the remainders of 1 and -1."""
     graph = copies(kind)
     setting = Setting(graph, RECORD, RECORD, np.array([[0.5], [1.0], [2.0]]), 2.0**-14)
     _, bound = program(setting, tmp_path)

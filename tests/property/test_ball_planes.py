@@ -1,8 +1,8 @@
-"""The float64 errors of planes, alone: kernels that round nothing, one with coarser weights.
+"""Float64 errors of linear bounds in the checker: unrounded kernels, one with coarser weights.
 
-Formats of 400 bits leave of planes what covers the checker's own rounding and remainders of second
-order. The exact deviation and the exact drift must lie inside at every node, and so must every
-functional of both; at a point these bounds are small, else they would hide what they are to cover.
+With formats of 400 bits, linear bounds cover only the checker's own rounding and remainders of
+second order. The exact deviation and drift must lie inside at every node, and so must every
+functional of both; at a point these bounds must be small.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRAIN = proofs.numerics("float64", "nearest", accumulate="float64", exp_ulps=0)
 INFER = proofs.numerics(
     "float64", "nearest", accumulate="float64", exp_ulps=0, weights=("fp8_e4m3", "per_channel")
 )
-READ = sorted(set(RULES) - {"embedding"})  # what reads an input
+READ = sorted(set(RULES) - {"embedding"})  # operations directly on an input
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exactly(graph: Any, scene: Scene, x: Floats) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what both kernels hold at every node."""
+    """Return the values of both kernels at every node."""
     found = []
     for record, kernel in ((TRAIN, scene.train), (INFER, scene.infer)):
 
@@ -73,7 +73,7 @@ def inside(course: Context, name: str, e: Any, d: Any, rng: np.random.Generator)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("radius", [0.0, 2.0**-14])
 @pytest.mark.parametrize("rule", READ)
-def test_exact_deviations_and_drifts_lie_within_planes(
+def test_exact_deviations_and_drifts_are_within_linear_bounds(
     tmp_path: Path, rule: str, radius: float
 ) -> None:
     rng = np.random.default_rng([READ.index(rule), int(radius * 2**14)])

@@ -1,7 +1,7 @@
-"""The projection at the end of a softmax, in float64: whatever its numerator, its errors are paid.
+"""Float64 errors of the projection at the end of a softmax are covered for any numerator.
 
-Kernels round nothing here. With p the softmax of the reference scores and p̃ what float64 makes of
-it, a numerator v becomes (p - p̃) + v - p·Σv of real numbers; a reverse pass reads α·v - (α·p̃)·Σv.
+Kernels round nothing here. With p the softmax of the reference scores and p̃ its float64 value, a
+numerator v becomes (p - p̃) + v - p·Σv in real numbers; a reverse pass computes α·v - (α·p̃)·Σv.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def softmax(rng: np.random.Generator, masked: bool) -> Any:
-    """Return a softmax of what a linear makes of the input."""
+    """Return a softmax of a linear on the input."""
     g = proofs.Graph((3, 6))
     w = g.param("w", rng.standard_normal((6, 6)))
     y = g.add("linear", [g.add("input", [], (3, 6)), w], (3, 6))
@@ -56,8 +56,10 @@ def softmax(rng: np.random.Generator, masked: bool) -> Any:
 
 @dataclass(frozen=True)
 class Projection:
-    """Reference scores, p̃, the largest numerators, what the projection adds, and functionals
-    [B, ...] pulled back; `still`: it is of a drift, of which p - p̃ is no part."""
+    """Reference scores, p̃, the largest numerators, the error of the projection.
+
+    Also functionals [B, ...] pulled back; `still`: for a drift, which excludes p - p̃.
+    """
 
     scores: Floats
     p: Floats
@@ -127,7 +129,7 @@ def planes(setting: Setting, folder: Path) -> Iterator[Projection]:
 
 @pytest.mark.parametrize("program", [prover, checker, planes])
 @pytest.mark.parametrize("masked", [False, True])
-def test_what_float64_makes_of_a_projection_is_paid_for(
+def test_float64_error_of_a_projection_is_covered(
     tmp_path: Path, masked: bool, program: Callable[[Setting, Path], Iterator[Projection]]
 ) -> None:
     rng = np.random.default_rng(4)

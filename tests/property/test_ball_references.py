@@ -1,8 +1,8 @@
-"""The float64 errors of both programs, alone: kernels that round nothing, against 200 bits.
+"""Float64 errors of both programs alone: unrounded kernels, against 200 bits.
 
-Formats of 400 bits leave of every bound what covers the verifier's own rounding and remainders of
-second order. The exact function must lie inside, at every node, without slack; and at a point
-these bounds must be small, else they would hide what they are to cover.
+With formats of 400 bits a bound covers only the verifier's own rounding and remainders of second
+order. The exact function must lie inside, at every node, without slack; at a point these bounds
+must be small.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def exactly(setting: Setting, x: np.ndarray) -> dict[str, Any]:
 @pytest.mark.sample(11)
 @pytest.mark.parametrize("scale", [1.0, 2.0**10, 2.0**-20])
 @pytest.mark.parametrize("rule", BLOCKS)
-def test_the_exact_function_lies_in_what_float64_covers(
+def test_exact_function_is_within_the_float64_error(
     tmp_path: Path, rule: str, scale: float
 ) -> None:
     rng = np.random.default_rng([list(BLOCKS).index(rule), int(scale)])
@@ -71,10 +71,10 @@ def test_the_exact_function_lies_in_what_float64_covers(
 
 @pytest.mark.parametrize("radius", [0.0, 2.0**-14])
 @pytest.mark.parametrize("rule", BLOCKS)
-def test_functionals_of_the_exact_error_lie_in_their_reverse_pass(
+def test_functionals_of_the_exact_error_are_within_the_reverse_pass(
     tmp_path: Path, rule: str, radius: float
 ) -> None:
-    """Adjoints are formed in float64 too: what they are off by is paid for."""
+    """Adjoints are computed in float64 too; their error is covered."""
     rng = np.random.default_rng([list(BLOCKS).index(rule), int(radius * 2**14)])
     graph = BLOCKS[rule](rng)
     centre = rng.standard_normal(graph.input_shape)

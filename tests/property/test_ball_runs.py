@@ -1,7 +1,7 @@
-"""Runs in ball arithmetic never leave what either program says: no slack, and extreme inputs.
+"""Runs in ball arithmetic are within the bounds of both programs: no slack, extreme inputs.
 
-The roundings of a run are chosen at their limits and carried with 200 bits, so a bound that is
-exceeded by one part in 10^50 is found. "exact" runs round nothing: the real function.
+The roundings of a run are at their limits and carried with 200 bits, so a violation by one part in
+10^50 is detected. "exact" runs round nothing: the real function.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ def small(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
 
 
 def subnormal(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
-    """Below the normal numbers of float16, and of float32 in one row."""
+    """Return numbers below the normal range of float16, and of float32 in one row."""
     found = np.rint(rng.standard_normal(shape) * 64) * 2.0**-24
     found[0] *= 2.0**-118
     return found
 
 
 def uneven(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
-    """Rows with one number that is far larger than the others."""
+    """Return rows with one number far larger than the others."""
     found = rng.standard_normal(shape) * 2.0**-9
     found[..., 1] = 200.0
     return found
 
 
 def level(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
-    """Rows of nearly the same number: next to no variance."""
+    """Return rows of nearly equal numbers, with almost no variance."""
     return 1 + rng.standard_normal(shape) * 2.0**-10
 
 
@@ -87,12 +87,12 @@ INPUTS: dict[str, Callable[..., Floats]] = {
     f.__name__: f for f in (usual, large, small, subnormal, uneven, level, nothing)
 }
 BLOCKS: dict[str, Any] = {"decoder": decoder, "encoder": encoder, "gated": gated}
-# For these a bound must exist at a point, whatever the rule; else little would be shown.
+# For these a bound must exist at a point, for every rule; else little would be tested.
 MODEST = ("usual", "small", "uneven")
 
 
 def check(found: list[Enclosures], t: dict[str, Any], i: dict[str, Any]) -> None:
-    """Fail if a pair of runs lies outside of what any domain says, anywhere."""
+    """Fail if a pair of runs lies outside the bounds of any domain."""
     for said in found:
         for what, ends, value in (
             ("train", said.train, t.get),
@@ -122,7 +122,7 @@ def ran(setting: Setting, scene: Any, side: str, x: Floats, seed: int, mode: str
 
 @pytest.mark.sample(3)
 @by_turns(one_of=2, rule=RULES, inputs=INPUTS)
-def test_no_run_of_a_rule_leaves_what_either_program_says(
+def test_runs_of_every_rule_are_within_both_programs(
     tmp_path: Path, rule: str, inputs: str
 ) -> None:
     assert attacked(RULES[rule], tmp_path, rule, inputs) > 0 or inputs not in MODEST
@@ -131,14 +131,14 @@ def test_no_run_of_a_rule_leaves_what_either_program_says(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("inputs", ["usual", "large", "level"])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_no_run_of_a_block_leaves_what_either_program_says(
+def test_runs_of_every_block_are_within_both_programs(
     tmp_path: Path, block: str, inputs: str
 ) -> None:
     assert attacked(BLOCKS[block], tmp_path, block, inputs) > 0 or inputs not in MODEST
 
 
 def attacked(build: Any, folder: Path, name: str, inputs: str) -> int:
-    """Return how many enclosures were compared with runs; fail if a run leaves one."""
+    """Return the number of enclosures compared with runs; fail if a run leaves one."""
     which = [sum(name.encode()), list(INPUTS).index(inputs)]
     rng = np.random.default_rng(which)
     graph, bounded = build(rng), 0
@@ -160,8 +160,8 @@ def attacked(build: Any, folder: Path, name: str, inputs: str) -> int:
     return bounded
 
 
-def test_a_bound_that_is_too_small_by_little_is_found(tmp_path: Path) -> None:
-    """The comparison itself: shrink an enclosure by one part in 10^12."""
+def test_slightly_too_small_bound_is_detected(tmp_path: Path) -> None:
+    """Test the comparison itself: shrink an enclosure by one part in 10^12."""
     rng = np.random.default_rng(0)
     graph = RULES["scale"](rng)
     centre = np.full(graph.input_shape, 0.75)
@@ -170,7 +170,7 @@ def test_a_bound_that_is_too_small_by_little_is_found(tmp_path: Path) -> None:
     found = list(all_enclosures(setting, tmp_path))
     t = ran(setting, scene, "train", centre + 0.25, 0, "up")
     check(found, t, t)
-    moved = 2.0**-24 * 4  # the roundings inside are bounded by more than runs take
+    moved = 2.0**-24 * 4  # the inner roundings are bounded more generously than runs need
     for said in found:
         lo, hi = said.train[graph.output]
         said.train[graph.output] = lo * (1 - moved), hi * (1 - moved)

@@ -1,4 +1,4 @@
-"""Attention of PyTorch whose keys and values pass through 8-bit tensors, inside of its bounds."""
+"""Attention of PyTorch with keys and values stored in 8 bits, inside its bounds."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Cached:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """A small decoder with grouped queries."""
+    """Return a small decoder with grouped queries."""
     folder: Path = tmp_path_factory.mktemp("model")
     torch.manual_seed(3)
     module = build(LLAMA)
@@ -102,7 +102,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_module_with_a_cache_is_inside(model: Model, kind: str, compute: str, casts: str) -> None:
+def test_module_with_a_cache_is_within_its_bounds(
+    model: Model, kind: str, compute: str, casts: str
+) -> None:
     kernel = {"compute": compute, "kv_cache": KINDS[kind], "casts": casts}
     composed = casts == "nearest" or compute == "float16"
     preset = "torch-eager" if composed else "torch-sdpa-math"
@@ -147,7 +149,7 @@ CODES = {
 
 
 def numbers(kind: str, scale: float) -> np.ndarray:
-    """Return every code times a scale, every edge between two, and their neighbours in float32."""
+    """Return every code times a scale, every boundary between two, and their float32 neighbours."""
     if kind in CODES:
         codes = np.arange(256, dtype=np.uint8).view(CODES[kind]).astype(np.float64)
         codes = np.unique(codes[np.isfinite(codes)])
@@ -166,10 +168,10 @@ def numbers(kind: str, scale: float) -> np.ndarray:
 @pytest.mark.parametrize("part", ["keys", "values"])
 @pytest.mark.parametrize("scale", [1.0, 0.0371, 300.0])
 @pytest.mark.parametrize("kind", [*CODES, "int8", "int8_full"])
-def test_every_code_and_edge_is_stored_as_a_library_does(
+def test_codes_and_boundaries_are_stored_as_by_a_library(
     kind: str, scale: float, part: str
 ) -> None:
-    """In the simulator, and inside of what the rule says of points and of boxes around them."""
+    """In the simulator, and inside the rule for points and for boxes around them."""
     record = {
         "format": kind,
         "scale": "static",
@@ -202,11 +204,11 @@ def test_every_code_and_edge_is_stored_as_a_library_does(
 
 
 def _clipped(box: Box, x: Tensor) -> Box:
-    """Return a box that reaches no further than its numbers do."""
+    """Return a box clipped to the range of its numbers."""
     return Box(box.lo.clamp_min(float(x.min())), box.hi.clamp_max(float(x.max())))
 
 
-def test_a_number_beyond_a_static_scale_has_no_bound(model: Model) -> None:
+def test_number_beyond_a_static_scale_has_no_bound(model: Model) -> None:
     for given in (
         {"format": "fp8_e4m3", "scale": "static", "key_scale": 1e-4, "value_scale": 1.0},
         {"format": "int8", "scale": "static", "key_scale": 1.0, "value_scale": 1e-4},
@@ -220,7 +222,7 @@ def test_a_number_beyond_a_static_scale_has_no_bound(model: Model) -> None:
             factory.problem("attn_0", TOKENS).bound(x, POINT)
 
 
-def test_graphs_are_those_without_a_cache_where_there_is_none(model: Model) -> None:
+def test_graphs_without_a_cache_are_unchanged(model: Model) -> None:
     plain = resolve({"preset": "torch-eager"})
     graph = ProblemFactory(model, plain, plain, torch.device("cpu")).problem("attn_0", TOKENS).graph
     assert with_caches(graph, (plain, plain)) is graph

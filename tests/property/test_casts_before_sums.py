@@ -1,7 +1,7 @@
-"""Errors of an early cast are rounded once more with the sum that they go into.
+"""Errors of an early cast are rounded again with the following sum.
 
-All numbers are as good as zero, so that only the subnormals of casts are left: the first cast is
-off by η, the sum's rounding makes (1 + u)η of it, the last cast (1 + u_c)(1 + u)η + η.
+All numbers are nearly zero, so that only the subnormals of casts matter: the first cast has an
+error of η, the sum's rounding turns it into (1 + u)η, the last cast into (1 + u_c)(1 + u)η + η.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def turned() -> Any:
 
 
 def sizes(graph: Any, record: Any, folder: Path) -> dict[str, float]:
-    """Return how far the output may be from zero, by every domain that knows the block."""
+    """Return the largest output magnitude, by every domain that supports the block."""
     exact = proofs.numerics("float64", accumulate="float64", weights=("float64", "none"))
     centre, path = np.ones((1, 2)), folder / "model.safetensors"
     problem = BlockProblem(block(graph), parameters(graph, exact), parameters(graph, record))
@@ -70,15 +70,15 @@ def sizes(graph: Any, record: Any, folder: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("accumulate", SUMS)
-def test_the_sum_with_a_bias_is_rounded_after_the_cast(tmp_path: Path, accumulate: str) -> None:
+def test_bias_sum_is_rounded_after_the_cast(tmp_path: Path, accumulate: str) -> None:
     record = proofs.numerics("float16", accumulate=accumulate)
     most = FAINT * (1 + SUMS[accumulate]) * (1 + UNIT) + FAINT
     for domain, size in sizes(biased(), record, tmp_path).items():
         assert most <= size <= most * (1 + 2.0**-5), domain
 
 
-def test_the_sum_of_a_rotation_is_rounded_after_both_casts(tmp_path: Path) -> None:
-    """What is rotated is off by η already, half of it in either product."""
+def test_rotation_sum_is_rounded_after_both_casts(tmp_path: Path) -> None:
+    """The rotated values have an error of η already, half of it in either product."""
     most = (FAINT + 2 * FAINT) * (1 + TURNS) * (1 + UNIT) + FAINT
     for domain, size in sizes(turned(), proofs.numerics("float16"), tmp_path).items():
         assert most <= size <= most * (1 + 2.0**-5), domain

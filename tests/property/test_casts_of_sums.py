@@ -1,4 +1,4 @@
-"""Errors after free casts, bounded by their sums over rows: against every vertex."""
+"""Errors after free casts, bounded by row sums: compared with every vertex."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def vertices(centre: np.ndarray, bias: tuple[float, float] | None, signs: np.nda
 @pytest.mark.parametrize("signs", [(1.0, 1.0), (1.0, -1.0)])
 @pytest.mark.parametrize("bias", [None, (0.0, 0.0), (-0.5, 0.25)])
 @pytest.mark.parametrize("centre", [(1.0, 1.0), (1.0, -0.75), (0.5, 1.0)])
-def test_no_vertex_leaves_the_bound(
+def test_every_vertex_is_within_the_bound(
     centre: tuple[float, float], bias: tuple[float, float] | None, signs: tuple[float, float]
 ) -> None:
     x = np.array([centre])
@@ -71,10 +71,10 @@ def test_no_vertex_leaves_the_bound(
     _, high = run.tape.bound(place, a).with_region(run.tape.radius)
     found = vertices(x, bias, np.array(signs))
     assert found <= float(high)
-    assert float(high) - found < 12 * U**2  # of first order it is what a run attains
+    assert float(high) - found < 12 * U**2  # a run attains the term of first order
 
 
-def test_it_is_less_than_what_each_element_may_be_off_by() -> None:
+def test_bound_is_tighter_than_element_by_element() -> None:
     run = kernel(np.array([[1.0, 1.0]]), None)
     entry = run.tape.entries[run.computed["n2_linear"]]
     assert entry.apart is not None

@@ -1,8 +1,8 @@
-"""Chains are sound: no run through several links leaves what any of them claims.
+"""Chains are sound: no run through several links leaves the claims of any link.
 
 Random small models of two layers, with and without known input, in many pairs of formats. Runs are
-simulated through the whole block with explicit roundings; what both kernels have behind every link
-must lie in the boxes of that link, element by element, and the last in the bound.
+simulated through the whole block with explicit roundings; the values of both kernels behind every
+link must lie in the boxes of that link, element by element, and the last in the bound.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from kcdsl_certs.recheck.documents.document import load, numbers_of
 from kcdsl_certs.recheck.interval.tensors import read
 from tests.support.chains import CLAUSES, PAIRS, Chained, chained, small
 from tests.support.grids import LATER
-from tests.support.mutation.changes import array_of, record_of
+from tests.support.mutation.changes import array_of
+from tests.support.proofs import array
 from tests.support.rationals.exact import recheck_exactly
 
 CANCELLING = 99
@@ -45,7 +46,7 @@ BOTH = recheck, recheck_exactly
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for the models of this module."""
+    """Return a folder for the models of this module."""
     return tmp_path_factory.mktemp("chains")
 
 
@@ -56,7 +57,7 @@ def outputs(found: Chained) -> list[dict[str, Any]]:
 
 
 def leaving(found: Chained, count: int, seed: int = 3) -> list[str]:
-    """Return where simulated runs leave what a chain claims."""
+    """Return where simulated runs exceed the claims of a chain."""
     boxes = [
         [array_of(box[part][end]) for part in ("train", "drift") for end in ("low", "high")]
         for box in outputs(found)
@@ -78,7 +79,7 @@ def leaving(found: Chained, count: int, seed: int = 3) -> list[str]:
     return left
 
 
-# A model by turns, the other one is slow; an encoder has no first choice.
+# A model by turns, the other one is slow; an encoder has no top choice.
 STATED = [
     pytest.param(
         kind,
@@ -95,7 +96,7 @@ STATED = [
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "pair", "clause"), STATED)
-def test_runs_stay_in_every_link(kind: str, pair: str, clause: int, folder: Path) -> None:
+def test_runs_stay_within_every_link(kind: str, pair: str, clause: int, folder: Path) -> None:
     assert leaving(chained(folder, kind, pair, clause), 24) == []
 
 
@@ -110,11 +111,14 @@ HANDED = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "pair", "count"), HANDED)
-def test_ellipsoids_hold_what_links_return(
+def test_ellipsoids_contain_the_outputs_of_links(
     kind: str, pair: str, count: int | None, folder: Path
 ) -> None:
-    """Rows of the drift behind each link lie in the ellipsoids that the checker hands on, which are
-    those of the prover, and runs in all that is claimed with them. They are not far too large."""
+    """Rows of the drift behind each link lie in the ellipsoids of the checker.
+
+    The prover has the same ellipsoids, and runs lie in all claims that use them. They are not far
+    too large.
+    """
     found = chained(folder, kind, pair, count=count, ellipsoids=True)
     assert leaving(found, 24) == []
     outcome = recheck(found.document, found.checkpoint)
@@ -144,10 +148,8 @@ def farthest(held: Any, drift: np.ndarray) -> list[float]:
 
 
 @pytest.mark.full
-def test_ellipsoids_that_are_too_small_are_noticed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The checker makes its own, and confirms nothing that rests on smaller ones."""
+def test_too_small_ellipsoids_are_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checker computes its own, and confirms nothing that rests on smaller ones."""
 
     def smaller(forms: Any) -> Any:
         whole = output_ellipsoids(forms)
@@ -169,8 +171,8 @@ def test_ellipsoids_that_are_too_small_are_noticed(
         pytest.param("bert", "float32 fused", marks=LATER),
     ],
 )
-def test_attacks_stay_below_every_link(kind: str, pair: str, folder: Path) -> None:
-    """What a search finds at the end of each link is below what the link claims."""
+def test_attacks_stay_below_the_claim_of_every_link(kind: str, pair: str, folder: Path) -> None:
+    """The drift that an attack finds at the end of each link is below the claim of the link."""
     found = chained(folder, kind, pair)
     for link, outcome in zip(found.links, found.found.bounded.outcome.links, strict=True):
         train, infer = found.context.factory.problem_of_graph(
@@ -193,10 +195,10 @@ def test_attacks_stay_below_every_link(kind: str, pair: str, folder: Path) -> No
         ("bert", "bfloat16 nearest"),
     ],
 )
-def test_both_programs_agree(kind: str, pair: str, folder: Path) -> None:
-    """The checker's boxes lie in the claimed ones, which are no wider than by the margin of claims.
+def test_both_programs_agree_on_chains(kind: str, pair: str, folder: Path) -> None:
+    """The checker's boxes lie in the claimed ones, which are wider by the margin of claims at most.
 
-    Against float64 kernels the programs' own roundings count, and how wide they are is their own.
+    Against float64 kernels the programs' own roundings count, and their size may differ.
     """
     found = chained(folder, kind, pair)
     outcome = recheck(found.document, found.checkpoint)
@@ -219,8 +221,10 @@ def test_both_programs_agree(kind: str, pair: str, folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_same_in_rational_arithmetic(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rational arithmetic confirms a chain of operations that it knows, with no larger bound."""
+def test_chains_are_confirmed_in_rational_arithmetic(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rational arithmetic confirms a chain of supported operations, with no larger bound."""
 
     def none(self: BlockProblem, centre: Any, radius: Any, *_: Any) -> Any:
         raise NoBound("test", "intervals alone")
@@ -238,7 +242,7 @@ def test_the_same_in_rational_arithmetic(folder: Path, monkeypatch: pytest.Monke
     assert float.fromhex(exact.bound) <= float.fromhex(doubles.bound)
     document = json.loads(found.document)
     drift = document["cases"][0]["links"][1]["output"]["drift"]
-    drift["high"] = record_of(array_of(drift["high"]) * 0.9)
+    drift["high"] = array(array_of(drift["high"]) * 0.9)
     narrower = json.dumps(document).encode()
     for check in BOTH:
         outcome = check(narrower, found.checkpoint)
@@ -246,8 +250,8 @@ def test_the_same_in_rational_arithmetic(folder: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.full
-def test_ellipsoids_are_never_worse(folder: Path) -> None:
-    """They are read beside boxes; where drifts are sums of many roundings they say far more."""
+def test_ellipsoids_are_never_worse_than_boxes(folder: Path) -> None:
+    """They are used beside boxes; where drifts are sums of many roundings they are far tighter."""
     pairs = (
         ("llama", "float32 fused", 17),
         ("bert", "float16 any", 17),
@@ -262,9 +266,8 @@ def test_ellipsoids_are_never_worse(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_state_between_links_is_read_in_several_versions(folder: Path) -> None:
-    """r - relu(r) of a state r > 0: with one rounding for both readings of r it would be nothing
-    but what the link behind rounds by itself."""
+def test_readings_of_a_state_between_links_may_differ(folder: Path) -> None:
+    """r - relu(r) for a state r > 0: with equal readings only the next link's rounding is left."""
     small(folder, "plain", seed=CANCELLING)
     path = folder / f"plain-{CANCELLING}" / "own.safetensors"
     weights = load_file(path)
@@ -288,7 +291,7 @@ def test_a_state_between_links_is_read_in_several_versions(folder: Path) -> None
 
 
 def without_drift(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant the defect that every domain must not have: a drift that is read as none."""
+    """Plant the defect that a drift is treated as zero."""
 
     def none(node: Any, centre: Any, radius: Any, drift: Box, apart: Any) -> Any:
         zero = torch.zeros_like(drift.lo)
@@ -304,8 +307,8 @@ def without_drift(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full
-def test_a_drift_that_is_ignored_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above can fail: runs leave such a chain, and the checker does not confirm it."""
+def test_ignored_drift_is_detected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above can fail: runs leave such a chain, and the checker rejects it."""
     without_drift(monkeypatch)
     found = chained(folder, "llama", "bfloat16 nearest")
     assert any(name.startswith("layer_1") for name in leaving(found, 96))
@@ -315,9 +318,11 @@ def test_a_drift_that_is_ignored_is_noticed(folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.full
-def test_an_input_that_is_not_cast_again(folder: Path) -> None:
-    """What a link reads was stored by the one before, here in float32 by a kernel whose other
-    results are bfloat16: storing it again would add an error that no run has."""
+def test_input_of_a_link_is_not_cast_again(folder: Path) -> None:
+    """The previous link stored the input, here in float32 by a kernel with bfloat16 results.
+
+    Storing it again would add an error that no run has.
+    """
     found = chained(folder, "llama", "bfloat16 twice")
     chain = parse_chain(load(found.document))
     doubles = Derivation(chain.inner, read(found.checkpoint).tensors)

@@ -1,4 +1,4 @@
-"""Bounds as small as the roundings of both programs, or as their underflow, are confirmed too."""
+"""Bounds as small as the programs' own roundings or underflow are confirmed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ FP8: dict[str, dict[str, Any]] = {
 
 
 def changed(folder: Path, kind: str, change: str) -> None:
-    """Write a random model whose norms, or all of whose weights, are zeros; or whose embeddings are
-    before large weights."""
+    """Write a random model with zero norms, zero weights, or embeddings before large weights."""
     small(folder, kind)
     file = folder / f"{kind}-17" / "own.safetensors"
     state = load_file(file)
@@ -56,10 +55,10 @@ def changed(folder: Path, kind: str, change: str) -> None:
         ("plain", "nothing", 0),
     ],
 )
-def test_links_that_hold_nothing_but_zeros(
+def test_links_with_zero_states_are_confirmed(
     kind: str, change: str, clause: int, tmp_path: Path
 ) -> None:
-    """Each program leaves another trace of what underflows; the states between are all zero."""
+    """The programs' underflow differs; the states between are all zero."""
     changed(tmp_path, kind, change)
     found = chained(tmp_path, kind, "float64", clause)
     bound = found.found.bounded.outcome.bound
@@ -78,11 +77,13 @@ def test_links_that_hold_nothing_but_zeros(
         ("bert", "input", (1, 5, 2), "points(all): norm_inf(drift(layer_0, x))"),
     ],
 )
-def test_coarse_results_that_say_nothing_in_the_end(
+def test_results_that_round_to_one_number_are_confirmed(
     kind: str, coarse: str, tokens: tuple[int, ...], clause: str, tmp_path: Path
 ) -> None:
-    """A rotation by nothing is known, and so is what both kernels round to the same number: what is
-    left are roundings to float64, as large as those of either program."""
+    """A rotation by zero is exact, and so are values that both kernels round to one number.
+
+    The remaining errors are roundings to float64, as large as those of either program.
+    """
     model, _ = small(tmp_path, kind)
     program = write_contract(tmp_path / f"{kind}-17", f"forall x in {clause} <= 0.000000000000001")
     kernel = resolve({**EXACT, **FP8[coarse]})
@@ -101,7 +102,7 @@ def test_coarse_results_that_say_nothing_in_the_end(
     assert float.fromhex(outcome.bound) > bounded.outcome.bound / 5
 
 
-def test_claims_grow_no_further_than_they_must() -> None:
+def test_margins_of_claims_are_small() -> None:
     coarse, fine = Claims(1 + 2.0**-10, 4.0), Claims(1 + 2.0**-10, 1 + 2.0**-10)
     witness = {"a": (2.0, 1.0), "b": (8.0, 0.0)}
     assert coarse.claim(0.5, witness) == pytest.approx(0.5 * (1 + 2.0**-10), rel=1e-8)

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import pytest
 
-from kcdsl.diagnostics.codes import ALWAYS_HOLDS, CONTRADICTION, NEVER_HOLDS, Code
+from kcdsl.diagnostics.codes import ALWAYS_HOLDS, CONTRADICTION, NEVER_HOLDS
 from kcdsl.ir import terms as ir
 from kcdsl.verdict.studies.difference import ClauseDifference, ClauseStatus, Extent, Relation
 from kcdsl_backends.smt import BACKEND
 from kcdsl_backends.smt import consistency as module
 from kcdsl_backends.smt import vacuity as parts
-from kcdsl_backends.smt.claims import Claim
-from kcdsl_backends.smt.findings import Findings, Implication
+from kcdsl_backends.smt.findings import Implication
 from tests.support import small_worlds as small
+from tests.support.findings import Recorder
 from tests.support.semantics.evaluation import Answer
-
-
-@dataclass(slots=True)
-class Recorder(Findings):
-    """Findings that remember the claims themselves."""
-
-    heard: Any = None
-
-    def add(self, code: Code, claims: Sequence[Claim], reasons: Sequence[str] = ()) -> None:
-        self.heard.append((code, tuple(claims)))
-        Findings.add(self, code, claims, reasons)
-
-    def redundant(self, clause: ir.Clause, every: bool, found: Sequence[Implication]) -> None:
-        self.heard.extend(found)
-        Findings.redundant(self, clause, every, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +50,7 @@ def found_in(program: ir.Program, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def check(
     seeds: range, monkeypatch: pytest.MonkeyPatch, worlds: int = 40, division: float = 0.0
 ) -> Counter[str]:
-    """Look for a small world that speaks against any answer about contracts by chance."""
+    """Search for a small world that contradicts any answer about random contracts."""
     seen: Counter[str] = Counter()
     for seed in seeds:
         statements = small.Statements(seed)
@@ -114,13 +98,13 @@ def check(
 
 
 @pytest.mark.full
-def test_no_small_world_speaks_against_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_worlds_do_not_contradict_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = check(range(36), monkeypatch)
     assert min(seen[kind] for kind in KINDS) >= 50, seen
 
 
 @pytest.mark.full
-def test_no_small_world_speaks_against_an_answer_about_shares(
+def test_small_worlds_do_not_contradict_answers_about_shares(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = check(range(500, 510), monkeypatch, division=0.3)
@@ -128,7 +112,9 @@ def test_no_small_world_speaks_against_an_answer_about_shares(
 
 
 @pytest.mark.slow
-def test_thousands_of_small_worlds_speak_against_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_small_worlds_do_not_contradict_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for division in (0.0, 0.3):
         seen = check(range(1000, 1400), monkeypatch, 80, division)
         assert min(seen[kind] for kind in KINDS) >= 100, seen
@@ -138,7 +124,7 @@ def test_thousands_of_small_worlds_speak_against_no_answer(monkeypatch: pytest.M
 
 
 def changed(random: Any, old: ir.Program) -> ir.Program:
-    """Return a program that differs from another in a few clauses."""
+    """Return a program that differs from another one in a few clauses."""
     clauses = list(old.clauses)
     for _ in range(random.choice((1, 1, 2, 3))):
         n = random.randrange(len(clauses)) if clauses else 0
@@ -187,7 +173,7 @@ def _moved(random: Any, formula: ir.Formula) -> ir.Formula:
 
 
 class Pairs(small.Statements):
-    """Contracts by chance, and small changes of them."""
+    """Random contracts, and small changes of them."""
 
     levels = False
     """Whether levels are changed too."""
@@ -260,13 +246,13 @@ def compare(seeds: range, worlds: int = 40) -> Counter[str]:
 
 
 def is_shown(item: ClauseDifference) -> bool:
-    """Return whether values are shown that the new contract accepts and an old clause refuses."""
+    """Return whether shown values satisfy the new contract and violate an old clause."""
     whole = item.witness is not None and item.witness.extent is Extent.CONTRACT
     return whole and item.old_id is not None
 
 
 @pytest.mark.full
-def test_no_small_world_speaks_against_a_difference() -> None:
+def test_small_worlds_do_not_contradict_differences() -> None:
     seen = compare(range(60), worlds=100)
     assert min(seen[relation] for relation in Relation if relation != "undecided") >= 5, seen
     assert min(seen["at least as strict"], seen["at most as strict"]) >= 200, seen
@@ -274,7 +260,7 @@ def test_no_small_world_speaks_against_a_difference() -> None:
 
 
 @pytest.mark.slow
-def test_thousands_of_small_worlds_speak_against_no_difference() -> None:
+def test_thousands_of_small_worlds_do_not_contradict_differences() -> None:
     seen = compare(range(1000, 1800), worlds=80)
     assert seen["kept"] >= 80, seen
     assert 2 * seen["confirmed"] >= seen["witnessed"] >= 100, seen
@@ -290,7 +276,7 @@ TURNED = {
 
 
 @pytest.mark.full
-def test_a_difference_turned_round() -> None:
+def test_reversed_difference_has_the_reversed_relation() -> None:
     seen: Counter[str] = Counter()
     for seed in range(80):
         old, new = pair(seed, levels=True)
@@ -301,7 +287,7 @@ def test_a_difference_turned_round() -> None:
 
 
 @pytest.mark.full
-def test_relations_of_three_contracts_fit_together() -> None:
+def test_relations_of_three_contracts_are_transitive() -> None:
     seen: Counter[str] = Counter()
     for seed in range(40):
         random = Pairs(seed)

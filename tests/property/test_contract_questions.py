@@ -1,27 +1,27 @@
-"""Answers about contracts as a whole have no counterexample among measured worlds.
+"""Answers about whole contracts have no counterexample among measured worlds.
 
-Worlds are made of real distributions: logits by chance, and every metric computed from them, with
-several tokens for each request. The reference evaluator says what is true in them.
+Worlds consist of random logits and every metric computed from them, with several tokens for each
+request. The reference evaluator decides what is true in them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import pytest
 
-from kcdsl.diagnostics.codes import ALWAYS_HOLDS, CONTRADICTION, NEVER_HOLDS, Code
+from kcdsl.diagnostics.codes import ALWAYS_HOLDS, CONTRADICTION, NEVER_HOLDS
 from kcdsl.ir import terms as ir
 from kcdsl.logic.orders import CURVES, EDGES, TEMPERED, UNTEMPERED, curves, least_factor
 from kcdsl_backends.smt import consistency as module
-from kcdsl_backends.smt.claims import Claim
-from kcdsl_backends.smt.findings import Findings, Implication
+from kcdsl_backends.smt.findings import Implication
 from tests.support import contracts as made
 from tests.support.distributions import MeasuredWorlds, metrics_of_row
+from tests.support.findings import Recorder
 from tests.support.semantics.evaluation import Truth, answers
 from tests.support.semantics.interpretations import World
 
@@ -33,7 +33,7 @@ METRICS = (
 
 
 class Contracts(made.Contracts):
-    """Contracts about these metrics, with thresholds that worlds come near."""
+    """Contracts about these metrics, with thresholds near the values of worlds."""
 
     plain = False
     """Only upper bounds that worlds often keep, so that there is much to follow from them."""
@@ -71,7 +71,7 @@ class Contracts(made.Contracts):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("temperature", [Fraction(1, 2), Fraction(1), Fraction(3)])
-def test_no_distribution_breaks_an_order_or_a_curve(temperature: Fraction) -> None:
+def test_distributions_satisfy_every_order_and_bound_function(temperature: Fraction) -> None:
     random = made.Worlds(1)
     nearest: dict[tuple[str, str], float] = {}
     names = {e.small for e in (*EDGES, *TEMPERED, *UNTEMPERED)} | {c.small for c in CURVES}
@@ -93,25 +93,10 @@ def test_no_distribution_breaks_an_order_or_a_curve(temperature: Fraction) -> No
                     share = row[small] / float(bound) if bound else 0.0
                     nearest[small, large] = max(share, nearest.get((small, large), 0.0))
     assert {(c.small, c.large) for c in CURVES} <= set(nearest)
-    assert min(nearest.values()) > 0.2, nearest  # no curve is far from what occurs
+    assert min(nearest.values()) > 0.2, nearest  # no bound function is far from observed values
 
 
 # --- what is found -------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Recorder(Findings):
-    """Findings that remember the claims themselves."""
-
-    heard: Any = None
-
-    def add(self, code: Code, claims: Sequence[Claim], reasons: Sequence[str] = ()) -> None:
-        self.heard.append((code, tuple(claims)))
-        Findings.add(self, code, claims, reasons)
-
-    def redundant(self, clause: ir.Clause, every: bool, found: Sequence[Implication]) -> None:
-        self.heard.extend(found)
-        Findings.redundant(self, clause, every, found)
 
 
 def found_in(program: ir.Program, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -156,7 +141,7 @@ def check(seeds: range, monkeypatch: pytest.MonkeyPatch, worlds: int = 12) -> Co
 
 
 @pytest.mark.full
-def test_what_is_implied_or_contradictory_has_no_counterexample(
+def test_implications_and_contradictions_have_no_counterexample(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = check(range(60), monkeypatch)

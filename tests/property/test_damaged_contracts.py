@@ -1,4 +1,4 @@
-"""However a contract is damaged, compiling ends with a program or with placed diagnostics."""
+"""Compiling any damaged contract ends with a program or with positioned diagnostics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def damaged(text: str, seed: int, cuts: int) -> str:
 @settings(max_examples=400)
 @example(LIBRARY, 213, 1)
 @given(st.sampled_from(TEXTS), st.integers(0, 2**32), st.integers(1, 4))
-def test_no_damage_crashes_the_compiler(text: str, seed: int, cuts: int) -> None:
+def test_damaged_contracts_do_not_crash_the_compiler(text: str, seed: int, cuts: int) -> None:
     source, sink = SourceFile("damaged.kc.yaml", damaged(text, seed, cuts)), Sink()
     analysis = analyse(source, sink)
     program = analysis.program

@@ -1,4 +1,4 @@
-"""The digest of a contract depends on its meaning alone."""
+"""The digest of a contract depends on its meaning only."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BASE: dict[str, Any] = {
 
 
 def compiled(text: str) -> Program:
-    """Compile a text that must be right."""
+    """Compile a valid text."""
     sink = Sink()
     program = compile_source(SourceFile("generated.kc.yaml", text), sink)
     assert program is not None, [d.message for d in sink]
@@ -65,7 +65,7 @@ REFERENCE = digest(compiled(yaml.safe_dump(BASE)))
 
 @settings(max_examples=40)
 @given(st.randoms(use_true_random=False), st.sampled_from([20, 200]), st.booleans(), st.booleans())
-def test_order_comments_and_layout_take_no_part(
+def test_order_comments_and_layout_do_not_change_the_digest(
     order: random.Random, width: int, flow: bool, comments: bool
 ) -> None:
     text = yaml.safe_dump(
@@ -87,7 +87,7 @@ def test_order_comments_and_layout_take_no_part(
         ]
     )
 )
-def test_spelling_takes_no_part(pair: tuple[str, str]) -> None:
+def test_spelling_does_not_change_the_digest(pair: tuple[str, str]) -> None:
     text = yaml.safe_dump(BASE, width=200)
     assert pair[0] in text
     changed = {**BASE, "clauses": {k: dict(v) for k, v in BASE["clauses"].items()}}
@@ -111,13 +111,13 @@ def test_spelling_takes_no_part(pair: tuple[str, str]) -> None:
         ]
     )
 )
-def test_meaning_takes_part(pair: tuple[str, str]) -> None:
+def test_meaning_changes_the_digest(pair: tuple[str, str]) -> None:
     text = yaml.safe_dump(BASE, width=200)
     assert pair[0] in text
     assert digest(compiled(text.replace(*pair))) != REFERENCE
 
 
-def test_the_stored_form_loads_to_the_same_meaning() -> None:
+def test_stored_form_keeps_the_meaning() -> None:
     program = compiled(yaml.safe_dump(BASE))
     assert digest(from_json(to_json(program))) == REFERENCE
 
@@ -178,7 +178,7 @@ INLINE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the library."""
+    """Return a folder with the library."""
     place = tmp_path_factory.mktemp("imports")
     (place / "fleet.kc.yaml").write_text(LIBRARY)
     analysis = analyse(SourceFile("fleet.kc.yaml", LIBRARY), Sink(), place)
@@ -191,7 +191,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 @settings(max_examples=30)
 @given(st.randoms(use_true_random=False), st.booleans())
-def test_imports_and_their_order_take_no_part(
+def test_imports_and_their_order_do_not_change_the_digest(
     folder: Path, order: random.Random, flow: bool
 ) -> None:
     text = yaml.safe_dump(shuffled(IMPORTING, order), sort_keys=False, default_flow_style=flow)
@@ -249,11 +249,11 @@ def one_clause(body: str) -> str:
 
 
 @pytest.mark.parametrize("spellings", SAME, ids=lambda s: s[0])
-def test_one_meaning_has_one_digest(spellings: tuple[str, ...]) -> None:
+def test_equivalent_clauses_have_one_digest(spellings: tuple[str, ...]) -> None:
     assert len({one_clause(body) for body in spellings}) == 1
 
 
-def test_other_meanings_have_others() -> None:
+def test_different_clauses_have_different_digests() -> None:
     assert len({one_clause(spellings[0]) for spellings in SAME}) == len(SAME)
 
 
@@ -266,6 +266,6 @@ def test_other_meanings_have_others() -> None:
     ],
 )
 def test_laws_of_logic_and_arithmetic_are_not_applied(one: str, other: str) -> None:
-    """What is documented: only what the normal form names is made equal."""
+    """As documented, only forms named by the normal form are identified."""
     found = [one_clause(f"{{require: '{text}', level: L1}}") for text in (one, other)]
     assert found[0] != found[1]

@@ -48,13 +48,15 @@ AGREE = 2.0**-12
 
 @pytest.fixture(autouse=True)
 def passes_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the prover make passes wherever a rule may, as the checker does without hints."""
+    """Make the prover run passes wherever a rule may, as the checker does without hints."""
     monkeypatch.setattr("kcdsl_backends.drift.affine_forms.coarsest", lambda *_: 0.0)
 
 
 @pytest.mark.sample(21)
 @by_turns(rule=RULES, name=KERNELS, radius=RADII)
-def test_no_reach_exceeds_a_box(tmp_path: Path, rule: str, name: str, radius: float) -> None:
+def test_affine_error_bounds_are_within_the_boxes(
+    tmp_path: Path, rule: str, name: str, radius: float
+) -> None:
     case = (list(RULES).index(rule), list(KERNELS).index(name), RADII.index(radius))
     graph, centre = _drawn(rule, case)
     try:
@@ -88,8 +90,8 @@ def test_no_reach_exceeds_a_box(tmp_path: Path, rule: str, name: str, radius: fl
     assert compared > 0
 
 
-def test_boxes_lower_reaches_and_bounds(tmp_path: Path) -> None:
-    """Attention on a ball, whose linears quantise to nearest: boxes know more of them."""
+def test_boxes_tighten_affine_error_bounds(tmp_path: Path) -> None:
+    """Attention on a ball with nearest quantisers: boxes are tighter there."""
     graph, centre = _drawn("context straight from a linear", (1, 2, 3))
     kernel = KERNELS["fp8 per token"]
     built, radius = block(graph), torch.full((1, 1), 2.0**-6, dtype=torch.float64)
@@ -113,7 +115,7 @@ def test_boxes_lower_reaches_and_bounds(tmp_path: Path) -> None:
         assert float((hi - lo).max()) < float((apart.hi - apart.lo).max())
 
 
-def test_nodes_before_one_without_a_bound_are_met(tmp_path: Path) -> None:
+def test_nodes_before_an_overflow_are_intersected(tmp_path: Path) -> None:
     """Squares overflow float16 in the last operation: all before it have boxes."""
     g = proofs.Graph((2, 3))
     x = g.add("input", [], (2, 3))

@@ -1,7 +1,6 @@
-"""The drift between two kernels, at its exact largest: what either rounds, and what their weights
-make of an input that both read.
+"""The exact largest drift between two kernels, from their roundings and their weights.
 
-One number goes through one linear, so that the largest drift is known in closed form.
+One number passes through one linear, so that the largest drift is known in closed form.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Said = Callable[[Any, tuple[Any, Any], Floats, float, Path], tuple[Floats, Float
 
 
 def rounded(form: str, weights: tuple[str, str] = ("float64", "none")) -> Any:
-    """Return a kernel that stores its input and its output in a format, and else is exact."""
+    """Return a kernel that rounds its input and its output to a format, and is otherwise exact."""
     results = {"input": form, "linear": form}
     return proofs.numerics("float64", "any", accumulate="float64", results=results, weights=weights)
 
@@ -81,10 +80,10 @@ def linear(weights: list[float]) -> Any:
         ("float32", "bfloat16"),
     ],
 )
-def test_roundings_of_both_kernels_count(
+def test_roundings_of_both_kernels_add_up(
     tmp_path: Path, program: Said, train: str, infer: str, radius: float
 ) -> None:
-    """x·w(1 + a)(1 + b) of either, with its own a and b: the largest difference is attained."""
+    """x·w(1 + a)(1 + b) in each kernel, with separate a, b: the largest difference is attained."""
     graph, centre = linear([1.5, -1.5]), np.array([[0.75]])
     records = rounded(train), rounded(infer)
     lo, hi, witness = program(graph, records, centre, radius, tmp_path)
@@ -110,8 +109,10 @@ def test_roundings_of_both_kernels_count(
 
 @pytest.mark.parametrize("program", [prover, checker])
 @pytest.mark.parametrize("radius", [0.0, 2.0**-4])
-def test_other_weights_read_the_same_input(tmp_path: Path, program: Said, radius: float) -> None:
-    """(w' - w)x for every x of the region, and hardly more."""
+def test_drift_of_different_weights_on_one_input(
+    tmp_path: Path, program: Said, radius: float
+) -> None:
+    """(w' - w)x for every x of the region, up to a small excess."""
     values = [1.3, -0.7, 0.21]
     graph, centre = linear(values), np.array([[0.75]])
     coarse = ("bfloat16", "none")

@@ -1,8 +1,7 @@
-"""Passes before free casts (Rule 2.12), norms of the errors of a product behind them (Rule 3.8) and
-squares with weights (Rule 3.9): runs stay inside, and both programs find the same.
+"""Passes before free casts (Rule 2.12), norms (Rule 3.8) and weighted squares (Rule 3.9) of errors.
 
-A residual whose worst cases exceed it leads to a norm: box by box its casts would be larger than
-what any run meets, and the norm would have no bound.
+Runs stay inside, and both programs agree. A residual whose worst cases exceed it is followed by a
+norm: bounded box by box its casts would exceed those of any run, and the norm would have no bound.
 """
 
 from __future__ import annotations
@@ -44,9 +43,11 @@ MODES = ("random", "signs", "up", "down")
 
 
 def drawn(radius: float, *, gated: bool = False) -> tuple[Any, Floats, str]:
-    """Return a block that multiplies twice, adds, takes the norm and multiplies again, if `gated`
-    as the feed-forward half of a layer; a centre; and the name of the second product. There that is
-    next to nothing, and what was rounded before exceeds it."""
+    """Return a block that multiplies twice, adds, normalises and multiplies; a centre; and a name.
+
+    With `gated` it is the feed-forward half of a layer. The name is that of the second product,
+    whose value is tiny compared with the earlier roundings.
+    """
     rng = np.random.default_rng(3)
     x = np.rint(rng.standard_normal((ROWS, WIDTH)) * 2**6) / 2**6
     one = rng.standard_normal((INNER, WIDTH)) / WIDTH**0.5
@@ -104,23 +105,23 @@ def derived(
 
 
 def asked_of_itself(run: KernelRun) -> set[tuple[str, str]]:
-    """Return what nodes asked of themselves before their casts."""
+    """Return the nodes that ran a pass before their own cast."""
     return {(at, kind) for at, of, kind, _ in run.passes.rows if at == of and kind != "norm"}
 
 
 def asked_of_operands(run: KernelRun, kind: str) -> set[str]:
-    """Return the nodes that asked for this of another one's error."""
+    """Return the nodes that ran such a pass for another one's error."""
     return {at for at, of, asked, _ in run.passes.rows if at != of and asked == kind}
 
 
 def asks(run: KernelRun, kind: str, *operations: str) -> bool:
-    """Return whether all of these operations asked for this of another one's error."""
+    """Return whether all these operations ran such a pass for another one's error."""
     found = {at.rsplit("_", 1)[-1] for at in asked_of_operands(run, kind)}
     return found >= set(operations)
 
 
 def mistaken(run: KernelRun, walk: Walk, values: dict[str, Floats]) -> list[str]:
-    """Return the nodes at which a run leaves what a program says of a reading."""
+    """Return the nodes at which a run exceeds a program's bound of a reading."""
     found = []
     for name, value in values.items():
         if name in run.computed and name != run.graph.output:
@@ -139,7 +140,7 @@ def mistaken(run: KernelRun, walk: Walk, values: dict[str, Floats]) -> list[str]
 
 
 def too_long(entry: TapeEntry, walk: Walk, form: Form, value: Floats) -> list[str]:
-    """Return what a run has more of than programs say: norms of rows, squares with weights."""
+    """Return violations of bounds of row norms and weighted squares by a run."""
     assert form.place is not None
     errors, found = value - entry.reference.numpy(), []
     known, weights = walk.tape.entries[form.place], np.abs(errors) + np.abs(value)
@@ -173,7 +174,7 @@ def simulated(walk: Walk, record: Any, graph: Any, x: Floats, rounded: Any) -> d
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", RADII)
 @pytest.mark.parametrize("name", KERNELS)
-def test_runs_stay_inside_of_what_both_find(
+def test_runs_stay_within_the_bounds_of_both_programs(
     tmp_path: Path, name: str, kind: str, gated: bool
 ) -> None:
     record, radius = KERNELS[name], RADII[kind]
@@ -197,7 +198,7 @@ def test_runs_stay_inside_of_what_both_find(
     slopes = np.sign(graph.tensors["two"] @ graph.tensors["one"])
     for trial in range(24):
         x = centre + radius * rng.choice([-1.0, 1.0], centre.shape)
-        if trial < 12:  # an element of the second product as far off as it can be
+        if trial < 12:  # an element of the second product with its largest error
             x = centre + radius * slopes[trial]
         rounded = rng, MODES[trial % 4]
         train = simulated(both.train, TRAIN, graph, x, rounded)
@@ -209,7 +210,7 @@ def test_runs_stay_inside_of_what_both_find(
     assert (farthest > share * most).any(), (farthest / most).max()
 
 
-def test_passes_bound_less_than_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_are_tighter_than_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, centre, outer = drawn(0.0)
     record = KERNELS["any"]
     forms = forms_of(graph, record, centre, 0.0)
@@ -228,7 +229,7 @@ def test_passes_bound_less_than_boxes(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.full
 @pytest.mark.parametrize("rule", ["3.8", "3.9"])
-def test_norms_and_squares_bound_products_of_errors_by_less(
+def test_norms_and_squares_tighten_products_of_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
     radius = RADII["ball"]
@@ -257,11 +258,11 @@ def test_norms_and_squares_bound_products_of_errors_by_less(
 
 
 def private(run: KernelRun, name: str) -> Floats:
-    """Return what each reading adds by itself."""
+    """Return the separate error of each reading."""
     return run.private[name].error_bound.numpy()
 
 
-def test_a_pass_that_a_node_may_not_ask_of_itself_is_not_made(tmp_path: Path) -> None:
+def test_inadmissible_pass_is_not_run(tmp_path: Path) -> None:
     graph, centre, _ = drawn(0.0)
     record = KERNELS["any"]
     norm = next(node["name"] for node in graph.nodes if node["op"] == "rms_norm")
@@ -276,9 +277,7 @@ def test_a_pass_that_a_node_may_not_ask_of_itself_is_not_made(tmp_path: Path) ->
     assert not any(entry.ellipsoids for entry in walk.tape.entries)
 
 
-def test_ellipsoids_beyond_all_memory_are_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oversized_ellipsoids_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, centre, _ = drawn(0.0)
     record = KERNELS["any"]
     forms = forms_of(graph, record, centre, 0.0)

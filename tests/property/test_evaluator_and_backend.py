@@ -1,4 +1,4 @@
-"""Decisions of the running kernels are those of the reference evaluator on the same values."""
+"""Decisions of the empirical backend equal those of the reference evaluator on the same values."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def data_of(world: World) -> measured.SliceData:
 
 
 def decided(clause: ir.Clause, world: World) -> Truth:
-    """Return what the backend makes of a clause: every part of a conjunction must hold."""
+    """Return the backend's verdict on a clause: every part of a conjunction must hold."""
     rows = [
         decide_clause(each.part, made.program(clause), data_of(world), seed=0).verdict
         for each in obligations_of(clause, "all")
@@ -85,7 +85,7 @@ def hard(formula: ir.Formula, budget: ir.Budget | None = None) -> ir.Clause:
 
 
 @pytest.mark.full
-def test_hard_clauses() -> None:
+def test_hard_clauses_agree_with_the_evaluator() -> None:
     seen: Counter[Truth] = Counter()
     for seed in range(300):
         world, statements = Values(seed).world(1 + seed % 7), Statements(seed)
@@ -98,7 +98,7 @@ def test_hard_clauses() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("unit", ["requests", "windows"])
-def test_budgets(unit: str) -> None:
+def test_budgets_agree_with_the_evaluator(unit: str) -> None:
     seen: Counter[Truth] = Counter()
     for seed in range(60):
         world = Values(seed).world(1 + 7 * (seed % 7))
@@ -115,7 +115,7 @@ def test_budgets(unit: str) -> None:
     assert min(seen[Truth.TRUE], seen[Truth.FALSE]) >= 10, seen
 
 
-def test_values_that_are_no_numbers_are_never_true() -> None:
+def test_non_finite_values_never_hold() -> None:
     seen: Counter[Truth] = Counter()
     for seed in range(60):
         values = Values(seed)

@@ -1,4 +1,4 @@
-"""No format of a report or of an experiment shows as passed what is open, invalid or not run."""
+"""No format of reports and experiments shows undecided, invalid or missing results as passed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ verdicts: st.SearchStrategy[Verdict] = st.sampled_from(
 
 @st.composite
 def results(draw: st.DrawFn) -> ClauseResult:
-    """Return a result in which everything but the verdict may look like a pass."""
+    """Return a result in which everything but the verdict may resemble a pass."""
     n = draw(st.sampled_from((0, 1, 48)))
     k = draw(st.integers(0, n))
     counted = ExceedanceCount(k, n, "requests", None, draw(st.sampled_from((None, 0.06))))
@@ -101,7 +101,7 @@ def contract_of(found: Report) -> tuple[SourceFile, dict[str, Span]]:
 
 
 @given(reports)
-def test_verdict_and_exit_code_are_those_of_the_worst_result(found: Report) -> None:
+def test_verdict_and_exit_code_follow_the_worst_result(found: Report) -> None:
     name = worst_of(names_of(found))
     document = found.to_json()
     assert (document["verdict"], document["exit"]) == (name, int(EXITS[name]))
@@ -110,9 +110,7 @@ def test_verdict_and_exit_code_are_those_of_the_worst_result(found: Report) -> N
 
 @pytest.mark.full
 @given(reports, st.sets(st.sampled_from(NAMES)))
-def test_a_build_server_passes_a_clause_only_where_all_its_results_hold(
-    found: Report, unplaced: set[str]
-) -> None:
+def test_junit_passes_a_clause_only_if_all_results_hold(found: Report, unplaced: set[str]) -> None:
     source, places = contract_of(found)
     known = {name: place for name, place in places.items() if name not in unplaced}
     root = ElementTree.fromstring(
@@ -133,7 +131,7 @@ def test_a_build_server_passes_a_clause_only_where_all_its_results_hold(
 
 
 @given(reports, st.booleans())
-def test_annotations_name_each_result_that_does_not_hold(found: Report, placed: bool) -> None:
+def test_annotations_name_each_failing_result(found: Report, placed: bool) -> None:
     source, places = contract_of(found) if placed else (None, {})
     counted = Counter(names_of(found))
     bad = counted["violated"] + counted["invalid_evidence"]
@@ -160,7 +158,7 @@ def test_annotations_name_each_result_that_does_not_hold(found: Report, placed: 
 @pytest.mark.full
 @settings(max_examples=40)
 @given(reports)
-def test_a_terminal_and_its_picture_show_as_many_signs_as_there_are_verdicts(
+def test_terminal_and_picture_show_one_sign_per_verdict(
     found: Report,
 ) -> None:
     stream = io.StringIO()
@@ -178,7 +176,7 @@ def test_a_terminal_and_its_picture_show_as_many_signs_as_there_are_verdicts(
 @pytest.mark.full
 @settings(max_examples=60)
 @given(reports)
-def test_the_page_gives_each_clause_on_a_slice_the_colour_of_its_worst_result(
+def test_page_colours_clauses_by_their_worst_result(
     found: Report,
 ) -> None:
     document = found.to_json()
@@ -207,7 +205,7 @@ def test_the_page_gives_each_clause_on_a_slice_the_colour_of_its_worst_result(
 
 @st.composite
 def rows_of_cells(draw: st.DrawFn) -> dict[str, Any]:
-    """Return a row of a cell; rates may be whole whatever the verdict."""
+    """Draw a row of a cell; rates may be 0 or 1 for any verdict."""
     rate = draw(st.sampled_from((None, 0.0, 0.5, 1.0)))
     return {
         "clause": draw(st.sampled_from(NAMES[:2])),
@@ -231,7 +229,7 @@ def rows_of_cells(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def experiments(draw: st.DrawFn) -> dict[str, Any]:
-    """Return an experiment, E1 or E2, some of whose cells did not run."""
+    """Draw an experiment, E1 or E2, with some cells that did not run."""
     kind = draw(st.sampled_from(("e1", "e2")))
     cells = []
     for at in range(draw(st.integers(1, 4))):
@@ -273,7 +271,7 @@ def cells_of(document: dict[str, Any]) -> dict[tuple[str, str, int], str]:
 
 @pytest.mark.full
 @given(experiments())
-def test_an_experiment_shows_the_worst_part_of_every_clause_in_every_cell(
+def test_experiment_shows_the_worst_part_of_every_clause(
     document: dict[str, Any],
 ) -> None:
     wanted = Counter(cells_of(document).values())
@@ -300,7 +298,7 @@ def test_an_experiment_shows_the_worst_part_of_every_clause_in_every_cell(
 
 
 @given(experiments())
-def test_a_colour_of_what_holds_is_no_colour_of_what_does_not(document: dict[str, Any]) -> None:
+def test_colours_of_held_and_other_verdicts_differ(document: dict[str, Any]) -> None:
     if document["experiment"] != "e2":
         return
     green = []

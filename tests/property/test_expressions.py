@@ -1,4 +1,4 @@
-"""Parsing what the printer writes gives the same tree, and spans cut out what they name."""
+"""Parsing a printed expression gives the same tree, and spans delimit what they name."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ HEADER = "|1+\n "
 
 
 def written(text: str) -> str:
-    """Return a text as a literal scalar, in which every text may stand as it is."""
+    """Return a text as a literal block scalar, which needs no escapes."""
     return HEADER + text.replace("\n", "\n ")
 
 
@@ -79,7 +79,7 @@ def parsed(text: str) -> tuple[ast.Expression | None, Sink]:
 @pytest.mark.full
 @settings(max_examples=150)
 @given(EXPRESSIONS)
-def test_parse_after_print_is_the_identity(expression: ast.Expression) -> None:
+def test_parsing_inverts_printing(expression: ast.Expression) -> None:
     text = print_expression(expression)
     again, sink = parsed(text)
     assert again == expression, (text, [d.message for d in sink])
@@ -96,7 +96,7 @@ TOKEN = re.compile(
 @pytest.mark.full
 @settings(max_examples=150)
 @given(EXPRESSIONS, st.randoms(use_true_random=False))
-def test_white_space_between_tokens_changes_nothing(
+def test_white_space_between_tokens_does_not_matter(
     expression: ast.Expression, random: Random
 ) -> None:
     text = print_expression(expression)
@@ -114,7 +114,7 @@ def test_white_space_between_tokens_changes_nothing(
 @pytest.mark.full
 @settings(max_examples=100)
 @given(EXPRESSIONS)
-def test_brackets_that_say_nothing_change_nothing(expression: ast.Expression) -> None:
+def test_redundant_brackets_do_not_matter(expression: ast.Expression) -> None:
     text = print_expression(expression)
     again, _ = parsed(f"(( {text}))")
     assert again == expression
@@ -131,9 +131,9 @@ STATEMENTS = sorted(
 
 
 @pytest.mark.parametrize("text", STATEMENTS)
-def test_printing_a_parsed_text_is_stable(text: str) -> None:
+def test_printing_is_idempotent(text: str) -> None:
     tree, _ = parsed(text)
-    if tree is None:  # a document of the corpus that must be refused
+    if tree is None:  # an invalid document of the corpus
         return
     printed = print_expression(tree)
     again, _ = parsed(printed)
@@ -154,7 +154,7 @@ def nodes(value: object) -> list[ast.Expression]:
 @pytest.mark.full
 @settings(max_examples=100)
 @given(EXPRESSIONS)
-def test_the_text_of_a_span_parses_to_its_node(expression: ast.Expression) -> None:
+def test_text_of_a_span_parses_to_its_node(expression: ast.Expression) -> None:
     text = print_expression(expression)
     root, _ = parsed(text)
     assert root is not None
@@ -165,7 +165,7 @@ def test_the_text_of_a_span_parses_to_its_node(expression: ast.Expression) -> No
 
 @pytest.mark.full
 @given(VALUES, st.sampled_from([None, "%"]), st.sampled_from(["requests", "windows"]))
-def test_budgets(rate: Fraction, unit: str | None, counted: str) -> None:
+def test_printed_budgets_are_parsed(rate: Fraction, unit: str | None, counted: str) -> None:
     budget = ast.BudgetText(ast.Num(rate, unit), ast.Name(counted))
     text = f"{print_expression(budget.rate)} of {counted}"
     scalar = Scalar(text, text, "plain", Span(0, len(text)))

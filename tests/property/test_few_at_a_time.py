@@ -1,4 +1,4 @@
-"""However few functionals go through a reverse pass together, the bounds are the same."""
+"""Bounds do not depend on the number of functionals in a reverse pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAIRS: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("radius", [0.0, 2.0**-9])
 @pytest.mark.parametrize("rule", ["context straight from a linear", "context of shared heads"])
-def test_bounds_do_not_depend_on_how_many_come_together(
+def test_bounds_are_independent_of_the_batch_size(
     rule: str, radius: float, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng([len(rule), int(radius * 512)])
@@ -41,13 +41,13 @@ def test_bounds_do_not_depend_on_how_many_come_together(
     for most in (widest, 2 * widest, 5 * widest, 1):
         monkeypatch.setattr(reaches, "MOST_NUMBERS", most)
         few = affine_forms(built, train, infer, centre, spread).box()
-        # sums over rows are formed in float32, scaled by the largest of those that come together
+        # sums over rows are formed in float32, scaled by the largest functional of the batch
         noise = 2.0**-40 * (1 + many.mag()) + 2.0**-16 * (many.hi - many.lo)
         assert bool(((few.lo - many.lo).abs() <= noise).all())
         assert bool(((few.hi - many.hi).abs() <= noise).all())
 
 
-def test_as_many_come_together_as_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_size_is_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = RULES["linear"](np.random.default_rng(1))
     side, zero = parameters(graph, PAIRS[0][0]), torch.zeros(1, 1, dtype=torch.float64)
     run = affine_run(
@@ -60,8 +60,8 @@ def test_as_many_come_together_as_memory_holds(monkeypatch: pytest.MonkeyPatch) 
         assert reaches.at_once(run.tape) == expected
 
 
-def test_columns_that_the_mask_forbids_carry_nothing() -> None:
-    """Functionals of a row of probabilities before they are projected, read outside of the mask."""
+def test_masked_columns_carry_zero() -> None:
+    """Functionals of a row of probabilities before the projection, at masked columns."""
     rng = np.random.default_rng(4)
     graph = RULES["context of shared heads"](rng)
     centre = torch.from_numpy(np.rint(rng.standard_normal(graph.input_shape) * 8) / 8)

@@ -1,4 +1,4 @@
-"""Coarse matrix units may treat subnormal numbers as zero: that stays inside the bounds."""
+"""Tensor cores in coarse formats may flush subnormal numbers: bounds cover this."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kcdsl_backends.drift.boxes.state import StoredParameters
 
 
 @pytest.mark.parametrize("casts", ["any", "nearest"])
-def test_a_linear_of_subnormal_inputs(casts: str) -> None:
+def test_linear_of_subnormal_inputs_may_be_flushed(casts: str) -> None:
     """Inputs of 1e-39 times weights of 1e30: 1.6e-7 exactly, 0 where inputs are flushed."""
     weight = torch.full((16, 16), 1e30)
     graph = BlockGraph(

@@ -1,5 +1,8 @@
-"""Formats of nodes, casts and Python numbers: PyTorch's eager kernels and simulated runs inside the
-bounds of every domain of both programs, on random graphs."""
+"""Formats of nodes, casts and Python numbers, on random graphs.
+
+Runs of PyTorch's eager kernels and simulated runs lie inside the bounds of every domain of both
+programs.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ def random_problem(seed: int) -> tuple[Any, Pair, tuple[str, str], np.ndarray]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("first", range(0, 72, 12))
-def test_eager_and_simulated_runs_stay_inside(first: int, tmp_path: Path) -> None:
+def test_eager_and_simulated_runs_stay_within_the_bounds(first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 12):
         graph, pair, formats, x = random_problem(seed)
         found, again = boxes(graph, pair, x), checked(graph, pair, x, tmp_path)
@@ -105,7 +108,7 @@ def test_eager_and_simulated_runs_stay_inside(first: int, tmp_path: Path) -> Non
 
 
 def _simulated(graph: Any, pair: Pair, x: np.ndarray, seed: int) -> list[Tensor]:
-    """Return drifts of admitted runs with every rounding at an end of its allowance."""
+    """Return drifts of admitted runs with every rounding at its limit."""
     generator, found = torch.Generator().manual_seed(seed), []
     for _ in range(2):
         outputs = []
@@ -143,10 +146,10 @@ OPERATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
 @pytest.mark.parametrize(
     ("op", "name"), [("shift", "offset"), ("scale", "factor"), ("divide", "divisor")]
 )
-def test_a_number_may_be_rounded_first_or_not(
+def test_python_number_may_be_rounded_first_or_not(
     casts: str, form: str, op: str, name: str, tmp_path: Path
 ) -> None:
-    """-3.3 is no number of either format; a quarter is one, and then nothing is lost."""
+    """Neither format represents -3.3; both represent a quarter, which has no error."""
     rng = np.random.default_rng(5)
     x = torch.from_numpy(rng.standard_normal((2, 64))).to(getattr(torch, form))
     start, pair = x.double().numpy(), (N("float64", accumulate="float64"), N(form, casts))
@@ -169,7 +172,7 @@ def test_a_number_may_be_rounded_first_or_not(
             assert widths[-1] <= error * (1 + 2.0**-20) + 2.0**-40
 
 
-def test_a_number_that_the_format_does_not_hold_has_no_bound(tmp_path: Path) -> None:
+def test_unrepresentable_python_number_has_no_bound(tmp_path: Path) -> None:
     x = np.ones((2, 64))
     numbers: tuple[tuple[str, dict[str, Any]], ...] = (
         ("shift", {"offset": 1e5}),
@@ -184,7 +187,7 @@ def test_a_number_that_the_format_does_not_hold_has_no_bound(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("casts", ["any", "nearest"])
-def test_casts_round_only_where_the_format_holds_less(casts: str, tmp_path: Path) -> None:
+def test_only_narrowing_casts_round(casts: str, tmp_path: Path) -> None:
     x = np.random.default_rng(1).standard_normal((2, 64)).astype(np.float32).astype(np.float64)
     wide, narrow = N("float32", casts), N("bfloat16", casts)
     for pair, format, lost in (
@@ -203,8 +206,8 @@ def test_casts_round_only_where_the_format_holds_less(casts: str, tmp_path: Path
             assert (again[name] or 0.0) <= float(box.mag().amax()) * (1 + 2.0**-10) + 1e-290
 
 
-def test_a_pinned_format_decides_where_the_kernel_computes_in_another(tmp_path: Path) -> None:
-    """float32 in a float64 kernel rounds to float32; a pinned constant is not rounded again."""
+def test_pinned_format_precedes_that_of_the_kernel(tmp_path: Path) -> None:
+    """float32 in a float64 kernel is rounded to float32; a pinned constant is not rounded again."""
     x = np.random.default_rng(2).standard_normal((2, 8)).astype(np.float32).astype(np.float64)
     pair = N("float64", "nearest", accumulate="float64"), N("bfloat16", "nearest")
     graph = proofs.Graph((2, 8))
@@ -222,8 +225,8 @@ def test_a_pinned_format_decides_where_the_kernel_computes_in_another(tmp_path: 
 
 
 @pytest.mark.parametrize("op", ["add", "sub", "mul"])
-def test_an_operand_of_a_wider_format_has_no_bound(op: str, tmp_path: Path) -> None:
-    """Of a tensor without dimensions PyTorch rounds it in sums, and not in products."""
+def test_operand_of_a_wider_format_has_no_bound(op: str, tmp_path: Path) -> None:
+    """PyTorch rounds a zero-dimensional tensor in sums, but not in products."""
     graph = proofs.Graph((2, 8))
     x = graph.add("input", [], (2, 8))
     table = graph.constant("table", np.full((2, 8), 0.1, dtype=np.float32), "float32")
@@ -236,7 +239,7 @@ def test_an_operand_of_a_wider_format_has_no_bound(op: str, tmp_path: Path) -> N
 
 
 def norm(op: str, eps: float, names: tuple[str, ...], format: str = "") -> Any:
-    """Return a norm that is written out in these parts."""
+    """Return a norm composed of these parts."""
     graph = proofs.Graph((2, 64))
     x = graph.add("input", [], (2, 64))
     x = graph.add("cast", [x], (2, 64), "", format) if format else x
@@ -249,8 +252,8 @@ SQUARES = ("square", "mean", "shift", "root", "normed")
 
 
 @pytest.mark.parametrize("size", [300.0, 1e-6])
-def test_squares_that_leave_float16_have_no_bound(size: float, tmp_path: Path) -> None:
-    """Of 300 they are infinite, of 1e-6 they are zero, and eps is rounded to zero as well."""
+def test_overflowing_float16_squares_have_no_bound(size: float, tmp_path: Path) -> None:
+    """Those of 300 are infinite, those of 1e-6 are zero, and eps is rounded to zero as well."""
     x = np.random.default_rng(3).standard_normal((2, 64)) * size
     graph = norm("rms_norm", 1e-9, SQUARES)
     for compute, known in (("float16", 0), ("float32", 3)):
@@ -262,8 +265,8 @@ def test_squares_that_leave_float16_have_no_bound(size: float, tmp_path: Path) -
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(6))
-def test_norms_written_out_stay_inside_and_near(seed: int, tmp_path: Path) -> None:
-    """Whole blocks of rows against float64; every part of every way to write one is rounded."""
+def test_composed_norms_stay_within_tight_bounds(seed: int, tmp_path: Path) -> None:
+    """Whole blocks of rows against float64; every part of every composition is rounded."""
     rng = np.random.default_rng(seed)
     x = ((rng.standard_normal((2, 64)) + seed % 3) * 2.0).astype(np.float32).astype(np.float64)
     exact = N("float64", accumulate="float64")
@@ -285,11 +288,11 @@ def test_norms_written_out_stay_inside_and_near(seed: int, tmp_path: Path) -> No
                         assert bool(inside.all()), (name, spread, root)
                         assert worst <= most <= float(box.mag().amax()) * (1 + 2.0**-10)
                         assert most <= 16 * worst, (name, spread, root)
-                        if name == "interval":  # the two programs know the same losses
+                        if name == "interval":  # the programs agree on the errors
                             assert most >= float(box.mag().amax()) * (1 - 2.0**-10)
 
 
-def test_a_sigmoid_that_is_stored_costs_its_rounding(tmp_path: Path) -> None:
+def test_stored_sigmoid_includes_its_rounding(tmp_path: Path) -> None:
     x = np.random.default_rng(4).standard_normal((2, 64)).astype(np.float32).astype(np.float64)
     widths = {}
     for form in ("fused", "written"):
@@ -305,7 +308,7 @@ def test_a_sigmoid_that_is_stored_costs_its_rounding(tmp_path: Path) -> None:
     assert 1.3 < widths["written"] / widths["fused"] < 2
 
 
-def test_a_fused_attention_does_not_take_a_coarser_format(tmp_path: Path) -> None:
+def test_fused_attention_refuses_a_coarser_format(tmp_path: Path) -> None:
     graph = proofs.Graph((4, 4))
     x = graph.add("input", [], (4, 4))
     scores = graph.add("matmul", [x, x], (4, 4), "scores", "bfloat16")

@@ -1,4 +1,4 @@
-"""Formatting keeps the meaning and every comment, and formatting twice is formatting once."""
+"""Formatting keeps the meaning and every comment, and is idempotent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def formatted(text: str) -> str:
 
 
 def meaning(text: str) -> tuple[str | None, list[str]]:
-    """Return the digest, and the codes of the findings; that of missing quotes is the layout's."""
+    """Return the digest and the codes of findings; missing quotes are a matter of layout."""
     sink = Sink()
     program = analyse(SourceFile("c.kc.yaml", text), sink).program
     codes = sorted(str(d.code) for d in sink if str(d.code) != "KC015")
@@ -44,7 +44,7 @@ def comments(text: str) -> list[str]:
 @pytest.mark.full
 @given(st.integers(0, 10**9))
 @settings(max_examples=150, deadline=None)
-def test_generated_documents(seed: int) -> None:
+def test_generated_documents_keep_their_meaning(seed: int) -> None:
     writer = Writer(seed)
     text = writer.text()
     once = formatted(text)
@@ -59,7 +59,7 @@ def test_generated_documents(seed: int) -> None:
 
 
 @pytest.mark.full
-def test_the_corpus_and_the_examples(repository: Path) -> None:
+def test_corpus_and_examples_keep_their_meaning(repository: Path) -> None:
     seen = 0
     for folder in ("grammar/corpus", "examples"):
         for path in sorted((repository / folder).rglob("*.yaml")):
@@ -83,7 +83,7 @@ X = "x" * 48
 """Two of these are too wide for a line."""
 
 
-def test_what_is_not_yaml_is_left_alone() -> None:
+def test_invalid_yaml_is_unchanged() -> None:
     sink = Sink()
     assert format_text(SourceFile("c", "a: [1\n"), sink) is None
     assert [str(d.code) for d in sink] == ["KC001"]
@@ -92,7 +92,7 @@ def test_what_is_not_yaml_is_left_alone() -> None:
 @pytest.mark.full
 @given(st.integers(0, 10**9))
 @settings(max_examples=60, deadline=None)
-def test_edits_turn_one_text_into_the_other(seed: int) -> None:
+def test_edits_transform_one_text_into_the_other(seed: int) -> None:
     old = Writer(seed).text()
     new = formatted(old)
     text = old
@@ -140,6 +140,6 @@ def test_edits_turn_one_text_into_the_other(seed: int) -> None:
         ),
     ],
 )
-def test_single_layouts(given: str, wanted: str) -> None:
+def test_layouts_of_single_constructs(given: str, wanted: str) -> None:
     assert formatted(given) == wanted
     assert formatted(wanted) == wanted

@@ -1,4 +1,4 @@
-"""GELU by tanh: its range, slopes and curvature in both programs, lowered blocks, real kernels."""
+"""GELU by tanh: range, slopes and curvature in both programs, lowered blocks, real kernels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def exact(x: float, order: int = 0) -> mpmath.mpf:
 PLACES = [*np.linspace(-9, 9, 181), 0.0, -0.7524614220710163, 1.4185040087908284, -40.0, 50.0, 1e20]
 
 
-def test_values_slopes_and_curvatures_are_those_of_the_function() -> None:
+def test_values_slopes_and_curvatures_equal_the_function() -> None:
     for x in map(float, PLACES):
         here = torch.tensor([x], dtype=torch.float64)
         around, theirs = Box.point(here), box.exact(np.array([x]))
@@ -64,7 +64,7 @@ def test_values_slopes_and_curvatures_are_those_of_the_function() -> None:
 
 
 @pytest.mark.parametrize("width", [0.01, 0.7, 3.0, 40.0])
-def test_boxes_hold_what_lies_between_their_ends(width: float) -> None:
+def test_ranges_on_boxes_enclose_samples(width: float) -> None:
     """Range, slopes and curvature of boxes around every critical point, by dense samples."""
     middles = torch.linspace(-6, 6, 97, dtype=torch.float64)
     around = Box(middles - width / 2, middles + width / 2)
@@ -86,7 +86,7 @@ def test_boxes_hold_what_lies_between_their_ends(width: float) -> None:
             assert bool((low >= values.amin(0) - slack).all())
 
 
-def test_bounds_of_the_second_and_the_third_derivative() -> None:
+def test_bounds_of_second_and_third_derivatives() -> None:
     x = np.linspace(-12, 12, 400_001)
     second = gelu_tanh_second(x)
     assert np.abs(second).max() < 0.7979
@@ -110,7 +110,7 @@ def graph(rows: int = 5, width: int = 12) -> tuple[BlockGraph, dict[str, Tensor]
     return BlockGraph("mlp_0", nodes, "y", {}, (rows, width)), {"w": first, "v": second}
 
 
-def test_a_graph_evaluates_the_form_that_it_names() -> None:
+def test_graph_evaluates_the_named_form_of_gelu() -> None:
     block, tensors = graph()
     x = torch.randn(5, 12, dtype=torch.float64)
     found = run_graph(block, {k: v.double().numpy() for k, v in tensors.items()}, x.numpy())
@@ -128,9 +128,7 @@ def test_a_graph_evaluates_the_form_that_it_names() -> None:
 @pytest.mark.parametrize("size", [0.05, 1.0, 20.0])
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
-def test_real_kernels_lie_in_the_boxes_of_every_domain(
-    compute: str, casts: str, size: float
-) -> None:
+def test_real_kernels_are_within_every_domain(compute: str, casts: str, size: float) -> None:
     block, tensors = graph()
     x = torch.randn(5, 12, generator=torch.Generator().manual_seed(6)) * size
     specs = (
@@ -153,6 +151,6 @@ def test_real_kernels_lie_in_the_boxes_of_every_domain(
         assert bool((found.lo <= drift).all() & (drift <= found.hi).all())
 
 
-def test_the_constant_is_that_of_float64() -> None:
-    """0.044715 is rounded: in float64 here, in the kernel's arithmetic there."""
+def test_constant_is_rounded_to_float64() -> None:
+    """0.044715 is rounded to float64 here, and to the kernel's arithmetic there."""
     assert abs(Fraction(0.044715) - Fraction(44715, 10**6)) < Fraction(1, 2**57)

@@ -1,6 +1,7 @@
-"""Scales of 128 channels: runs stay inside of both programs' boxes, which are the same.
+"""Scales of 128 channels: runs stay inside the boxes of both programs, which agree.
 
-Blocks of the other property tests are narrower than one group; these have two and a part of one.
+Blocks of the other property tests are narrower than one group; these have two groups and a part of
+one.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def linear(rng: np.random.Generator) -> Any:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("radius", [0.0, 2.0**-10])
 @pytest.mark.parametrize("name", KERNELS)
-def test_runs_stay_inside_of_what_both_find(tmp_path: Path, name: str, radius: float) -> None:
+def test_runs_stay_within_the_boxes_of_both_programs(
+    tmp_path: Path, name: str, radius: float
+) -> None:
     rng = np.random.default_rng([list(KERNELS).index(name), int(radius * 1024)])
     graph, record = linear(rng), KERNELS[name]
     size = np.repeat([4.0, 0.5, 0.0625], 128)[:WIDTH]
@@ -127,8 +130,8 @@ def test_runs_stay_inside_of_what_both_find(tmp_path: Path, name: str, radius: f
             assert (moved <= box.hi.numpy() + 1e-12).all()
 
 
-def test_the_simulator_quantises_group_by_group() -> None:
-    """What an attack runs is what the formulas say, and a run of the numerics."""
+def test_simulator_quantises_group_by_group() -> None:
+    """The simulated run of an attack follows the formulas, and is a run of the numerics."""
     rng = np.random.default_rng(7)
     for name, record in KERNELS.items():
         if record["casts"] == "any":
@@ -143,7 +146,7 @@ def test_the_simulator_quantises_group_by_group() -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "int8", "int8_full", "uint8"])
-def test_doubles_enclose_rationals(kind: str) -> None:
+def test_float64_boxes_enclose_rational_ones(kind: str) -> None:
     rng = np.random.default_rng(9)
     kernel = parse_kernel(N("float32", "nearest", activations=(kind, "group_128")), "kernel")
     for wide in (0.0, 2.0**-12):
@@ -165,8 +168,8 @@ def _pairs(x: Box) -> list[tuple[Fraction, Fraction]]:
 
 @pytest.mark.parametrize("window", [(0, 300), (0, 128), (100, 130), (128, 300), (256, 257)])
 @pytest.mark.parametrize("scale", ["per_token", "group_128", "per_tensor"])
-def test_functionals_are_gathered_group_by_group(scale: str, window: tuple[int, int]) -> None:
-    """Sums over the elements that share a scale, and back to those that lead, on any window."""
+def test_functionals_are_summed_group_by_group(scale: str, window: tuple[int, int]) -> None:
+    """Sums over elements with a common scale, and back to the leading ones, on any window."""
     rng = np.random.default_rng(13)
     weights = rng.standard_normal((ROWS, WIDTH))
     values = rng.standard_normal((2, 2, window[1] - window[0]))

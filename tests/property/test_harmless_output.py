@@ -1,4 +1,4 @@
-"""Nothing that a terminal or the log of a build server obeys gets into what commands print."""
+"""Commands print no terminal controls and no commands of build servers."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ texts = st.lists(pieces, max_size=12).map("".join)
 
 
 def harmful(text: str) -> set[str]:
-    """Return the characters of a text that a terminal obeys, line ends left out."""
+    """Return the terminal control characters of a text, except line ends."""
     bidirectional = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
     kinds = {"Cc", "Zl", "Zp"}
     return {c for c in set(text) - {"\n"} if unicodedata.category(c) in kinds or c in bidirectional}
 
 
 def commands_in(text: str) -> list[str]:
-    """Return the lines that the log of a build server takes for workflow commands."""
+    """Return the lines of a text that the log of a build server treats as workflow commands."""
     return [line for line in text.splitlines() if line.lstrip().startswith("::") or "##[" in line]
 
 
 @given(texts)
-def test_texts(text: str) -> None:
+def test_escaped_texts_are_harmless(text: str) -> None:
     for function in (printable, one_line):
         assert not harmful(function(text))
         assert not commands_in(function(text))
@@ -51,7 +51,7 @@ def test_texts(text: str) -> None:
 
 
 @given(message=texts, name=texts, note=texts, help=texts, label=texts, line=texts)
-def test_every_renderer(
+def test_renderers_print_harmless_text(
     message: str, name: str, note: str, help: str, label: str, line: str
 ) -> None:
     source = SourceFile(name.replace("\0", "") or "c.yaml", f"{line}abc\n")
@@ -98,7 +98,7 @@ clauses:
 
 
 @pytest.mark.parametrize("text", [CONTRACT, SOUND], ids=["unsound", "sound"])
-def test_commands_on_hostile_names(cli: Cli, tmp_path: Path, text: str) -> None:
+def test_commands_print_hostile_names_escaped(cli: Cli, tmp_path: Path, text: str) -> None:
     folder = tmp_path / ("x" + COMMAND.replace("/", "") + EVIL.replace("\x85", ""))
     folder.mkdir()
     name = folder.name + ".kc.yaml"

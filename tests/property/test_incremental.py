@@ -1,4 +1,4 @@
-"""Checking a contract again after an edit finds what checking it anew finds."""
+"""An incremental check after an edit finds what a full check finds."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def fresh(source: SourceFile) -> list[Diagnostic]:
     return sink.found
 
 
-def test_the_layout_finds_every_clause(base: str) -> None:
+def test_layout_finds_every_clause(base: str) -> None:
     found = layout(base)
     assert found is not None
     assert found.names == (
@@ -90,7 +90,7 @@ def edited(text: str, rng: random.Random) -> str:
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(6))
-def test_random_edits(base: str, seed: int) -> None:
+def test_random_edits_equal_a_full_check(base: str, seed: int) -> None:
     rng = random.Random(seed)
     incremental = Incremental()
     text, reduced = base, 0
@@ -99,7 +99,7 @@ def test_random_edits(base: str, seed: int) -> None:
         analysis, sink = incremental.analyse(source)
         assert sink.found == fresh(source), text
         assert analysis().source == source
-        # Most edits start from the sound document again, as undone typing does.
+        # Most edits start from the valid document, as undone typing does.
         text = edited(base if rng.random() < 0.7 else text, rng)
         reduced += layout(text) is not None
     assert reduced > 20

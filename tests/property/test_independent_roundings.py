@@ -1,4 +1,4 @@
-"""Bounds by chance: against random runs, against exact probabilities, and what they rest on."""
+"""Probabilistic bounds compared with random runs and exact probabilities; assumptions of proofs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def symbols(sides: tuple[Simulator, Simulator], rng: np.random.Generator, terms:
 @pytest.mark.sample(19)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_random_runs_stay_within(name: str, kernel: str) -> None:
+def test_random_runs_stay_within_the_bounds(name: str, kernel: str) -> None:
     rng = np.random.default_rng([list(BLOCKS).index(name), list(KERNELS).index(kernel)])
     radius = float(rng.choice([0.0, 2.0**-8]))
     graph = BLOCKS[name](rng)
@@ -86,8 +86,8 @@ def test_random_runs_stay_within(name: str, kernel: str) -> None:
         assert bool(((drift >= box.lo) & (drift <= box.hi)).all())
 
 
-def test_few_roundings_may_all_point_one_way() -> None:
-    """Two roundings of one element are not one: four signs of them are all likely."""
+def test_few_roundings_may_all_have_one_sign() -> None:
+    """Two roundings of one element are separate: all four combinations of signs are probable."""
     rng = np.random.default_rng(3)
     g = proofs.Graph((1, 1))
     x = g.add("input", [], (1, 1))
@@ -113,8 +113,10 @@ def test_few_roundings_may_all_point_one_way() -> None:
     st.integers(0, 2**31),
     st.sampled_from([Fraction(1, 20), Fraction(1, 100), ALPHA]),
 )
-def test_what_is_likely_fails_no_more_often(sizes: list[float], seed: int, alpha: Fraction) -> None:
-    """Random signs times sizes exceed the bound with a frequency of at most alpha, and a little."""
+def test_probable_bound_fails_with_probability_at_most_alpha(
+    sizes: list[float], seed: int, alpha: Fraction
+) -> None:
+    """Random signs times sizes exceed the bound at most with frequency alpha, up to test noise."""
     values = np.array(sizes)
     found = _likely(values, values, alpha)
     assert found <= values.sum() * (1 + 2.0**-30)
@@ -124,7 +126,7 @@ def test_what_is_likely_fails_no_more_often(sizes: list[float], seed: int, alpha
 
 
 def _likely(most: np.ndarray, deviation: np.ndarray, alpha: Fraction) -> float:
-    """Return the prover's bound; the checker's must be the same."""
+    """Return the prover's bound, after a comparison with the checker's."""
     sizes, roots = (torch.from_numpy(v)[None] for v in (most, deviation))
     one = Parts(sizes, roots, torch.zeros(1).double())
     two = Likely(most[None], deviation[None], np.zeros(1))
@@ -133,7 +135,7 @@ def _likely(most: np.ndarray, deviation: np.ndarray, alpha: Fraction) -> float:
     return found
 
 
-def test_two_roundings_of_an_element_count_apart() -> None:
+def test_two_roundings_of_an_element_are_separate() -> None:
     one = torch.ones(1).double()
     parts = Roundings.one(0 * one, 3 * one).cast(4 * one, 0.0, CASTS["any"])
     assert float(parts.most) == pytest.approx(7)
@@ -143,7 +145,7 @@ def test_two_roundings_of_an_element_count_apart() -> None:
     assert _likely(np.array([7.0]), np.array([5.0]), ALPHA) == pytest.approx(7)
 
 
-def test_what_is_amplified_is_so_with_its_roundings() -> None:
+def test_amplified_errors_include_their_roundings() -> None:
     """One rounding of 3 below a rule of factor 1/4, which adds 2 of its own: 3 + 3/4 + 2."""
     one = torch.full((1, 1), 1.0).double()
     chance, budget = Chance(ALPHA, 8), Budget(ALPHA, 8)
@@ -170,10 +172,10 @@ def test_what_is_amplified_is_so_with_its_roundings() -> None:
     assert min(float(found), derived.item()) >= 5.75
 
 
-def test_there_are_no_more_functionals_than_are_spoken_of(
+def test_number_of_bounded_functionals_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A form that serves both kernels is of two runs, so each of its bounds counts twice."""
+    """A form that serves both kernels covers two runs, so each of its bounds counts twice."""
     rng = np.random.default_rng(1)
     graph = RULES["add"](rng)
     side = parameters(graph, KERNELS["bfloat16"])
@@ -198,7 +200,7 @@ def test_there_are_no_more_functionals_than_are_spoken_of(
 
 @pytest.fixture(scope="module")
 def proof(tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path]:
-    """A proof that leaves something to chance, with its checkpoint."""
+    """Return a probabilistic proof and its checkpoint."""
     document, path, _ = made("encoder, affine, by chance", tmp_path_factory.mktemp("chance"))
     return document, path
 
@@ -226,7 +228,7 @@ def _of_chance(**fields: Any) -> Callable[[Document], object]:
         (lambda d: d["cases"][0].pop("domain"), "document/field"),
     ],
 )
-def test_a_proof_says_what_it_leaves_to_chance(
+def test_proof_states_its_error_probability(
     proof: tuple[Document, Path], edit: Callable[[Document], object], reason: str
 ) -> None:
     document, path = proof

@@ -1,4 +1,4 @@
-"""Every inequality against the exact value, on random, adversarial and extremal pairs."""
+"""Every inequality compared with exact values, on random, adversarial and extremal pairs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def pairs() -> Iterator[tuple[Array, Array, float]]:
                     dz = np.where(rng.random((m, v)) < 1.5 / v, 1.0, 0.0)
                 case 4:
                     dz = rng.normal(size=(m, v)) * 0.1 + rng.normal(size=(m, 1)) * 100
-                case _:  # the training kernel's favourite is the one that moves
+                case _:  # the top token of the training kernel changes
                     dz = rng.normal(size=(m, v)) * 0.01
                     dz[np.arange(m), z.argmax(-1)] += 1.0
             yield z, dz * scale, temperature
@@ -118,25 +118,25 @@ def measured() -> dict[str, Array]:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*QUANTITIES, "w_log_w"])
-def test_no_random_pair_exceeds_a_bound(measured: dict[str, Array], name: str) -> None:
+def test_random_pairs_satisfy_every_bound(measured: dict[str, Array], name: str) -> None:
     limit = bounds_of(_BOUND_OF.get(name, name), measured["s"])
     assert len(limit) == PAIRS
     assert np.all(measured[name] <= limit * (1 + 1e-9) + 1e-12)
 
 
-def test_the_effective_sample_size_never_falls_below_its_bound(measured: dict[str, Array]) -> None:
+def test_effective_sample_size_satisfies_its_bound(measured: dict[str, Array]) -> None:
     ess = 1 / (1 + measured["chi2"])
     assert np.all(ess >= bounds_of("ess", measured["s"]) * (1 - 1e-9) - 1e-12)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "norm"), [("inf", "linf"), ("2", "l2"), ("2", "l2_centred")])
-def test_the_conversions_of_norms_hold(measured: dict[str, Array], kind: str, norm: str) -> None:
+def test_conversions_of_norms_hold(measured: dict[str, Array], kind: str, norm: str) -> None:
     s = np.array([span_from_norm(kind, value) for value in measured[norm].tolist()])
     assert np.all(measured["s"] <= s * (1 + 1e-12) + 1e-12)
 
 
-def test_the_quadratic_and_linear_forms_of_the_table_hold(measured: dict[str, Array]) -> None:
+def test_quadratic_and_linear_forms_of_the_table_hold(measured: dict[str, Array]) -> None:
     linf, l2, slack = measured["linf"], measured["l2"], 1e-12
     assert np.all(measured["tv"] <= linf / 2 * (1 + 1e-9) + slack)
     assert np.all(measured["tv"] <= l2 / (2 * math.sqrt(2)) * (1 + 1e-9) + slack)
@@ -158,7 +158,7 @@ def two_classes(s: float, points: int = 40_001) -> dict[str, Array]:
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("s", [1e-2, 0.3, 1.0, 2.5, 8.0])
 @pytest.mark.parametrize("name", QUANTITIES[:-1])
-def test_every_bound_is_attained_by_two_classes_and_not_exceeded(s: float, name: str) -> None:
+def test_two_classes_attain_every_bound(s: float, name: str) -> None:
     limit = bound(_BOUND_OF.get(name, name), s)
     best = float(two_classes(s)[name].max())
     assert best <= limit * (1 + 1e-9)
@@ -166,14 +166,14 @@ def test_every_bound_is_attained_by_two_classes_and_not_exceeded(s: float, name:
 
 
 @pytest.mark.parametrize("s", [1e-3, 0.5, 4.0])
-def test_the_log_ratio_is_attained_in_the_limit_of_a_rare_class(s: float) -> None:
+def test_rare_class_attains_the_log_ratio_bound_in_the_limit(s: float) -> None:
     z, u = np.array([[-40.0, 0.0]]), np.array([[s, 0.0]])
     assert measure(z, u)["abs_log_ratio"][0] == pytest.approx(bound("abs_log_ratio", s), rel=1e-6)
     assert measure(z, -u)["w_log_w"][0] == pytest.approx(bound("w_log_w", s), rel=1e-6)
 
 
 @pytest.mark.full
-def test_climbing_from_random_starts_does_not_exceed_the_bounds() -> None:
+def test_gradient_ascent_does_not_exceed_the_bounds() -> None:
     rng = np.random.default_rng(5)
     n, v, s = 400, 5, 2.0
     z, u = rng.normal(size=(n, v)), rng.uniform(0, s, size=(n, v))
@@ -219,7 +219,7 @@ def test_reward_and_gradient_bias_hold_and_are_attained() -> None:
     )
 
 
-def test_the_clip_width_of_a_certified_span_has_no_bias_and_zero_width_the_naive_one() -> None:
+def test_certified_clip_width_has_no_bias() -> None:
     rng = np.random.default_rng(12)
     z, u = rng.normal(size=(2_000, 7)), rng.normal(size=(2_000, 7))
     row = measure(z, u)
@@ -236,7 +236,7 @@ def test_the_clip_width_of_a_certified_span_has_no_bias_and_zero_width_the_naive
 # --- constants that must fail --------------------------------------------------------------------
 
 
-def test_an_eighth_of_the_squared_norms_is_no_bound_of_kl() -> None:
+def test_an_eighth_of_squared_norms_does_not_bound_kl() -> None:
     s = 1e-3
     z = np.zeros((1, 2))
     kl = measure(z, np.array([[s / 2, -s / 2]]))["kl"][0]  # l_inf = s/2, l_2 = s/sqrt(2)
@@ -258,7 +258,7 @@ rows = st.lists(
 
 
 @given(rows, st.sampled_from([Fraction(1, 2), Fraction(1), Fraction(7, 3)]))
-def test_no_row_inside_its_intervals_exceeds_a_bound(
+def test_rows_inside_intervals_satisfy_the_bounds(
     row: list[tuple[float, float]], t: Fraction
 ) -> None:
     drifts = [d for _, d in row]
@@ -274,6 +274,6 @@ def test_no_row_inside_its_intervals_exceeds_a_bound(
             assert float(exact[name][0]) <= limit * (1 + 1e-9) + 1e-12
 
 
-def test_names_are_all_covered_here() -> None:
+def test_every_bound_is_covered_here() -> None:
     covered = {_BOUND_OF.get(name, name) for name in QUANTITIES} | {"w_log_w", "ess"}
     assert covered == set(NAMES)

@@ -1,4 +1,4 @@
-"""The interface of a stage: centre and drift are added in float64, which rounds."""
+"""The interface of a stage: the float64 sum of centre and drift, with its rounding."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ KERNEL = proofs.numerics("bfloat16", "any")
 
 @pytest.mark.parametrize("held", [False, True], ids=["box", "ellipsoids"])
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_comes_in_lies_within_the_reach(seed: int, held: bool, tmp_path: Path) -> None:
-    """The drift is narrower than what the sum loses, and below zero as often as above."""
+def test_inputs_of_a_stage_are_within_the_error_bound(
+    seed: int, held: bool, tmp_path: Path
+) -> None:
+    """The drift is narrower than the rounding of the sum, and negative as often as positive."""
     rng = np.random.default_rng([41, seed])
     graph = proofs.Graph((ROWS, WIDTH))
     x = graph.add("input", [], (ROWS, WIDTH))
@@ -87,7 +89,7 @@ def _around(
     centre: np.ndarray,
     drift: np.ndarray,
 ) -> None:
-    """The exact centre + drift lies in the ellipsoid of its row: e·P⁻¹e is at most 1."""
+    """Assert that the exact centre + drift lies in the ellipsoid of its row: e·P⁻¹e <= 1."""
     for (row,), shape in ellipsoids.items():
         parts = zip(centre[row], drift[row], reference[row], strict=True)
         error = np.array([float(Fraction(c) + Fraction(d) - Fraction(r)) for c, d, r in parts])
@@ -99,7 +101,7 @@ def _around(
 def _holds(
     reference: np.ndarray, reach: np.ndarray, centre: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> None:
-    """Every exact centre + drift lies within the reach of the reference."""
+    """Assert that every exact centre + drift is within the error bound of the reference."""
     for at in np.ndindex(*centre.shape):
         middle, around = Fraction(float(reference[at])), Fraction(float(reach[at]))
         for end in (low, high):

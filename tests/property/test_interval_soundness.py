@@ -1,4 +1,4 @@
-"""No admissible run may leave the boxes: random models, adversarial and random roundings."""
+"""No admissible run leaves the boxes: random models, adversarial and random roundings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ NUMERICS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=["llama", "bert"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """A small model with random weights that are neither tiny nor symmetric."""
+    """Return a small model with random weights that are neither tiny nor symmetric."""
     folder: Path = tmp_path_factory.mktemp(str(request.param))
     torch.manual_seed(3)
     config, build = (LLAMA, build_llama) if request.param == "llama" else (BERT, build_bert)
@@ -92,7 +92,7 @@ def bound_or_none(
 
 
 def forms_or_none(problem: BlockProblem, centre: torch.Tensor | None, spread: torch.Tensor) -> Box:
-    """Return the box of the affine forms, or everything where they have no bound."""
+    """Return the box of the affine forms, unbounded where they have no bound."""
     try:
         return problem.forms(centre, spread).box()
     except NoBound:
@@ -108,7 +108,7 @@ def forms_or_none(problem: BlockProblem, centre: torch.Tensor | None, spread: to
     radius=[0.0, 1e-3],
     model=["llama", "bert"],
 )
-def test_no_attacked_run_leaves_the_bounds(
+def test_attacks_stay_within_the_bounds(
     model: Model, block: str, infer: str, radius: float
 ) -> None:
     problem = problem_of(model, block, infer)
@@ -117,7 +117,7 @@ def test_no_attacked_run_leaves_the_bounds(
     output = bound_or_none(problem, centre, spread)
     forms = forms_or_none(problem, centre, spread)
     if output is None:
-        # Intervals may give up on a second norm after coarse rounding, never on a single block.
+        # Intervals may fail at a second norm after coarse rounding, never on a single block.
         assert block == "layer_0"
         assert radius > 0 or infer not in ("float32", "float32 fused")
     boxes = [forms] if output is None else [forms, output.drift]
@@ -154,8 +154,8 @@ def _signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 @pytest.mark.full
-def test_whole_model_on_token_ids(model: Model) -> None:
-    """Float32 against another float32 program: the whole model has a finite bound that holds."""
+def test_bound_of_the_whole_model_on_token_ids(model: Model) -> None:
+    """Float32 against another float32 kernel: the whole model has a finite bound that holds."""
     factory = problem_factory(model, "float32 fused")
     problem = factory.problem("model", TOKENS)
     zero = torch.zeros(1, 1, dtype=torch.float64)
@@ -166,7 +166,7 @@ def test_whole_model_on_token_ids(model: Model) -> None:
 
 
 @pytest.mark.full
-def test_a_larger_region_never_gets_a_smaller_bound(model: Model) -> None:
+def test_bounds_grow_with_the_region(model: Model) -> None:
     factory = problem_factory(model, "bfloat16 any")
     problem, centre = factory.problem("attn_0", TOKENS), factory.centre("attn_0", TOKENS)
     bounds = [
@@ -177,7 +177,7 @@ def test_a_larger_region_never_gets_a_smaller_bound(model: Model) -> None:
 
 
 @pytest.mark.sample(1)
-def test_drift_vanishes_only_with_the_perturbation(model: Model) -> None:
+def test_bound_of_equal_float64_kernels_is_near_roundoff(model: Model) -> None:
     """A float64 kernel against itself: the bound is of the order of its own roundings."""
     exact: Numerics = resolve(EAGER | {"compute": "float64", "accumulate": "float64"})
     factory = ProblemFactory(model, exact, exact, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Quantised caches of keys and values: simulated runs inside of both programs' bounds."""
+"""Quantised caches of keys and values: simulated runs inside the bounds of both programs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def document_of(graph: Any, pair: tuple[Any, Any], centre: Any, radius: float, p
 
 @pytest.mark.sample(2)
 @by_turns(cache=CACHES, side=SIDES, kind=BLOCKS, radius=[0.0, 2.0**-9, 2.0**-5])
-def test_runs_lie_in_the_boxes_of_every_domain(
+def test_runs_with_a_cache_are_within_every_domain(
     tmp_path: Path, cache: str, side: str, kind: str, radius: float
 ) -> None:
     rng = np.random.default_rng([list(CACHES).index(cache), list(SIDES).index(side)])
@@ -146,7 +146,9 @@ def test_runs_lie_in_the_boxes_of_every_domain(
 
 @pytest.mark.sample(2)
 @by_turns(cache=CACHES, side=SIDES, radius=[0.0, 2.0**-9, 2.0**-6])
-def test_both_programs_find_the_same(tmp_path: Path, cache: str, side: str, radius: float) -> None:
+def test_both_programs_agree_on_caches(
+    tmp_path: Path, cache: str, side: str, radius: float
+) -> None:
     rng = np.random.default_rng([list(CACHES).index(cache), list(SIDES).index(side), 1])
     graph, pair = BLOCKS["grouped queries"](rng), pair_of(side, cache)
     centre = rng.standard_normal(graph.input_shape).astype(np.float32).astype(float)
@@ -178,8 +180,8 @@ def test_both_programs_find_the_same(tmp_path: Path, cache: str, side: str, radi
 
 
 @pytest.mark.full
-def test_runs_with_a_cache_leave_the_bounds_without_one(tmp_path: Path) -> None:
-    """The bounds above are not just wide: those of a kernel that has no cache do not do."""
+def test_runs_with_a_cache_exceed_bounds_without_one(tmp_path: Path) -> None:
+    """The bounds above are tight enough: those of a kernel without a cache do not hold."""
     outside = 0
     for cache in CACHES:
         rng = np.random.default_rng(list(CACHES).index(cache))

@@ -1,4 +1,4 @@
-"""No world breaks a law that solvers are told of measured quantities."""
+"""Every world satisfies the axioms about measured quantities that solvers use."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ KNOWN = {OWN: Interval(Fraction(0), Fraction(2))}
 
 
 def quantities(terms: Sequence[ir.Term], slices: Sequence[str]) -> list[Quantity]:
-    """Return every statistic of terms on slices, on each side that it has."""
+    """Return every statistic of terms on slices, on each of its sides."""
     found = []
     for name in slices:
         for of in terms:
@@ -76,7 +76,7 @@ def quantities(terms: Sequence[ir.Term], slices: Sequence[str]) -> list[Quantity
 def values(
     found: Sequence[Quantity], world: World, units: dict[str, tuple[Unit, ...]]
 ) -> list[Fraction | None]:
-    """Return what was measured on the units of each slice; None where there is nothing."""
+    """Return the measured values of the units of each slice; None where there are none."""
     return [
         value_of(quantity, Scope(world, lambda _: (), units[quantity.slice])) for quantity in found
     ]
@@ -92,8 +92,10 @@ def value_of(quantity: Quantity, scope: Scope) -> Fraction | None:
 
 
 def keeps(law: Law, value: Sequence[Fraction | None], slack: Fraction) -> bool | None:
-    """Return whether values keep a law; None where it says nothing of them. Orders may be missed by
-    `slack`, which is for values that were rounded."""
+    """Return whether values satisfy an axiom; None where it does not apply.
+
+    Orders may be violated by `slack`, for rounded values.
+    """
 
     def at(n: int) -> Fraction:
         found = value[n]
@@ -129,7 +131,7 @@ def keeps(law: Law, value: Sequence[Fraction | None], slack: Fraction) -> bool |
 
 
 def spoken(law: Law) -> Iterator[int]:
-    """Yield the quantities that a law speaks of."""
+    """Yield the quantities in an axiom."""
     for name in ("quantity", "small", "large", "mean", "other", "extreme", "quantile", "whole"):
         if hasattr(law, name):
             yield getattr(law, name)
@@ -165,7 +167,7 @@ NAMES = [item.name for item in SLICES]
 
 
 def with_own(world: World, random: Random) -> World:
-    """Return a world in which every request has a value of the user's metric."""
+    """Return a world in which every request has a value of the user metric."""
     units = tuple(
         replace(unit, values={**unit.values, OWN: (Fraction(random.choice((0, 0, 1, 2))),)})
         for unit in world.data["data.jsonl"]
@@ -178,7 +180,7 @@ def of_slices(world: World) -> dict[str, tuple[Unit, ...]]:
 
 
 @pytest.mark.full
-def test_laws_of_whole_slices() -> None:
+def test_axioms_about_whole_slices_hold() -> None:
     found, random = quantities(SMALL, NAMES), Random(1)
     setting = ContractFacts(
         inclusion(PROGRAM), Fraction(1), division(PROGRAM), KNOWN, frozenset({OWN})
@@ -204,7 +206,7 @@ def test_laws_of_whole_slices() -> None:
 
 
 @pytest.mark.full
-def test_laws_of_single_requests_and_windows() -> None:
+def test_axioms_about_requests_and_windows_hold() -> None:
     found, random = quantities(SMALL, ["all"]), Random(2)
     for size in (1, 2):
         setting = ContractFacts(
@@ -224,7 +226,7 @@ def test_laws_of_single_requests_and_windows() -> None:
 
 
 @pytest.mark.full
-def test_laws_of_distributions() -> None:
+def test_axioms_hold_for_distributions() -> None:
     found = quantities(OF_DISTRIBUTIONS, ["all"])
     bounds = [Fraction(n, 100) for n in (1, 5, 20, 50, 100, 300)]
     setting = ContractFacts(same_slice, Fraction(1))
@@ -241,8 +243,8 @@ def test_laws_of_distributions() -> None:
 
 
 @pytest.mark.full
-def test_both_translations_state_the_laws() -> None:
-    """What z3 is told and what a script says of values is what the laws say of them."""
+def test_both_translations_state_the_axioms() -> None:
+    """The statements of z3's translation and of scripts about values equal the axioms."""
     found = quantities(
         (*SMALL[:2], ir.Metric("kl"), ir.Metric("tv"), *OF_DISTRIBUTIONS[5:]), ["all"]
     )

@@ -1,4 +1,4 @@
-"""Chains whose links begin with a norm, or return numbers that nothing moves, are confirmed too."""
+"""Chains whose links begin with a norm, or return constants, are confirmed."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def build(config):
     ],
 )
 @pytest.mark.parametrize("ellipsoids", [False, True])
-def test_links_that_begin_with_a_norm(
+def test_links_that_begin_with_a_norm_are_confirmed(
     pair: str, seed: int, ellipsoids: bool, tmp_path: Path
 ) -> None:
-    """Both programs know as much of the state that such a link reads, in either kernel."""
+    """Both programs have equal bounds of the state that such a link reads, in either kernel."""
     own = tmp_path / f"plain-{seed}"
     own.mkdir()
     write_model(own)
@@ -87,7 +87,7 @@ def test_links_that_begin_with_a_norm(
 
 @pytest.mark.full
 @pytest.mark.parametrize("pair", ["float16 any", "float64", "float32 fused"])
-def test_links_with_numbers_that_nothing_moves(pair: str, tmp_path: Path) -> None:
+def test_links_with_constant_results_are_confirmed(pair: str, tmp_path: Path) -> None:
     """Where a norm has no gain its result is its bias, here zero, up to the programs' roundings."""
     small(tmp_path, "bert")
     file = tmp_path / "bert-17" / "own.safetensors"

@@ -1,5 +1,7 @@
-"""`kcdsl lint --fix` on every document that is wrong on purpose: findings go, none comes, comments
-stay, and a second run has nothing to do."""
+"""`kcdsl lint --fix` on every intentionally wrong document.
+
+Findings disappear, none appears, comments stay, and a second run changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,10 @@ def wrong() -> Iterator[tuple[str, str]]:
 
 
 def commented(text: str) -> str | None:
-    """Return a document with a comment above each line and behind it, but not inside of texts;
-    None where it is no YAML."""
+    """Return a document with a comment above and behind each line; None where it is not YAML.
+
+    Lines inside texts get none.
+    """
     source = SourceFile("contract.yaml", text)
     root = analyse(source, Sink()).root
     if root is None:
@@ -71,7 +75,7 @@ def comments(text: str) -> list[str] | None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with what the documents name, and the libraries of the corpus beside it."""
+    """Return a folder with the files that the documents name, and the libraries of the corpus."""
     shutil.copytree(CORPUS / "libraries", tmp_path / "libraries")
     (tmp_path / "here").mkdir()
     stand_in(tmp_path / "here")
@@ -79,7 +83,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def linted(cli: Cli, folder: Path, *words: str) -> Counter[tuple[str, str]]:
-    """Return code and severity of what `kcdsl lint` says, absent files apart."""
+    """Return code and severity of the findings of `kcdsl lint`, except for absent files."""
     ran = cli("lint", "contract.yaml", "--format", "json", *words, cwd=folder)
     assert ran.code in {0, 1}, ran
     found = json.loads(ran.stdout)
@@ -92,7 +96,7 @@ def errors(found: Counter[tuple[str, str]]) -> int:
 
 @pytest.mark.full
 @pytest.mark.parametrize("guesses", [False, True], ids=["safe", "unsafe"])
-def test_findings_go_and_comments_stay(cli: Cli, folder: Path, guesses: bool) -> None:
+def test_fixes_remove_findings_and_keep_comments(cli: Cli, folder: Path, guesses: bool) -> None:
     words = ("--fix", "--unsafe-fixes") if guesses else ("--fix",)
     path, mended = folder / "contract.yaml", 0
     for name, plain in wrong():

@@ -1,7 +1,7 @@
-"""Short cuts of both programs in long rows say no less than what they are short for.
+"""Optimisations for long rows are as sound as the full computations.
 
-Prices of remainders are found among some elements by the prover, sums with weights that were asked
-before are kept, windows lose what is zero at their ends, and eigenvalues are found by few steps.
+The prover searches prices of remainders among a subset of elements, caches sums with equal weights,
+trims zero ends of windows, and bounds eigenvalues in few steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def dearest(weights: Floats, caps: Floats, total: float) -> float:
 
 @pytest.mark.parametrize("share", [1e-4, 0.05, 0.5, 2.0])
 @pytest.mark.parametrize("even", [True, False])
-def test_no_price_says_less_than_the_dearest_choice(share: float, even: bool) -> None:
+def test_prices_bound_the_largest_weighted_sum(share: float, even: bool) -> None:
     rng = np.random.default_rng(11)
     values = rng.standard_normal((3, 1, LONG)) * np.exp(rng.standard_normal(LONG))
     low, high = -rng.random((1, LONG)), rng.random((1, LONG))
@@ -47,7 +47,7 @@ def test_no_price_says_less_than_the_dearest_choice(share: float, even: bool) ->
             assert most <= sign * two[place][k] <= most * (1 + 1e-9)
 
 
-def test_sums_are_kept_for_the_weights_and_the_row_that_they_are_of() -> None:
+def test_cached_sums_are_keyed_by_weights_and_row() -> None:
     rng, asked = np.random.default_rng(3), list[tuple[int, ...]]()
     high, total = np.ones((2, 8)), np.full((2, 1), 100.0)
     scale = np.array([0.25, 0.5])
@@ -80,7 +80,7 @@ def test_sums_are_kept_for_the_weights_and_the_row_that_they_are_of() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_windows_without_zeros_read_the_same(axis: int) -> None:
+def test_trimmed_windows_give_equal_results(axis: int) -> None:
     values = np.random.default_rng(2).standard_normal((4, 3, 5, 6))
     where = [slice(None)] * 4
     for ends in (slice(0, 1), slice(2, None) if axis == 0 else slice(-2, None)):
@@ -102,7 +102,7 @@ def test_windows_without_zeros_read_the_same(axis: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["one far above", "all alike", "slowly falling", "two alike"])
-def test_eigenvalues_found_by_few_steps_are_none_too_small(kind: str) -> None:
+def test_eigenvalue_bounds_of_few_steps_are_sound(kind: str) -> None:
     n = 224
     rng = np.random.default_rng(5)
     basis = np.linalg.qr(rng.standard_normal((n, n)))[0]
@@ -121,7 +121,7 @@ def test_eigenvalues_found_by_few_steps_are_none_too_small(kind: str) -> None:
         assert most <= found <= most * (1 + 1e-3)
 
 
-def test_eigenvalues_of_many_matrices_are_none_too_small() -> None:
+def test_batched_eigenvalue_bounds_are_sound() -> None:
     rng, scales = np.random.default_rng(7), np.zeros((20, 48))
     matrix = rng.standard_normal((12, 48))
     scales[1:] = rng.random((19, 48)) ** 6 * 2.0 ** rng.integers(-300, 300, (19, 1))

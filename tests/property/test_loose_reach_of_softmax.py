@@ -1,5 +1,7 @@
-"""Adjoints of a softmax round in the size of what its projection may carry (section 6), however
-little its probabilities can move: that is what passes for norms count a share of."""
+"""Rounding of softmax adjoints is relative to the projection's input (section 6).
+
+This holds however little the probabilities can change; passes for norms count a share of it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def walked(folder: Path, graph: Any, train: Any, record: Any, x: np.ndarray, rad
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("radius", [0.0, 0.25])
-def test_the_reach_holds_what_the_projection_carries(
+def test_error_bound_covers_the_input_of_the_projection(
     tmp_path: Path, name: str, radius: float
 ) -> None:
     rng = np.random.default_rng(4)
@@ -58,12 +60,14 @@ def test_the_reach_holds_what_the_projection_carries(
     assert (entry.reach >= carried * (1 - 2.0**-40))[moves].all()
     assert (entry.nearest <= entry.reach).all()
     assert (numerator <= 1 + 2.0**-40).all()
-    assert (entry.nearest < 0.9 * carried)[moves].any()  # what is known of probabilities is less
+    assert (entry.nearest < 0.9 * carried)[moves].any()  # the bound of probabilities is smaller
 
 
-def test_the_share_holds_for_scores_that_move_together(tmp_path: Path) -> None:
-    """All scores of a row move by one large number, which the projection removes but for what its
-    own sums of adjoints round."""
+def test_share_covers_scores_with_a_common_shift(tmp_path: Path) -> None:
+    """All scores of a row change by one large number, which the projection removes.
+
+    Only the rounding of its own sums of adjoints remains.
+    """
     rng = np.random.default_rng(0)
     rows, size, columns = 2, 4, 48
     graph = proofs.Graph((rows, size))

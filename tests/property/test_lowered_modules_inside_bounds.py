@@ -1,4 +1,4 @@
-"""Real runs of modules that users write are inside of the bounds of what was lowered from them."""
+"""Real runs of user-written modules lie inside the bounds of their lowered graphs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ MODULES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def composed_or_not(x: Tensor) -> Tensor:
-    """Return attention as the kernels of this test form it; traced, it is one operation."""
+    """Return attention as the kernels of this test compute it; traced, it is one operation."""
     if torch.compiler.is_exporting():
         return F.scaled_dot_product_attention(x, x, x)
     return composed_attention(x, x, x)
@@ -94,8 +94,8 @@ def composed_or_not(x: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:The use of")
 @pytest.mark.parametrize("format", HALVES)
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_is_inside_of_its_bounds(name: str, format: str) -> None:
-    """A module has bounds in every domain that reach what its runs are apart, or none."""
+def test_modules_are_within_their_bounds(name: str, format: str) -> None:
+    """A module has sound bounds in every domain, or none."""
     part = Part(MODULES[name]).eval().requires_grad_(False)
     train, infer = (resolve({"preset": "torch-eager", "compute": f}) for f in ("float32", format))
     factory = ProblemFactory(model_of(part, WIDTH), train, infer, torch.device("cpu"))
@@ -132,8 +132,8 @@ def bounds(factory: ProblemFactory, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.filterwarnings("ignore:The use of")
 @pytest.mark.parametrize("name", MODULES)
-def test_what_can_be_followed_is_lowered(name: str) -> None:
-    """Few of these modules are refused, so that the bounds above are not those of nothing."""
+def test_most_modules_are_lowered(name: str) -> None:
+    """Few of these modules are refused, so the test above is not vacuous."""
     train, infer = (
         resolve({"preset": "torch-eager", "compute": f}) for f in ("float32", "bfloat16")
     )
@@ -155,8 +155,8 @@ SUMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_a_sum_may_start_with_what_is_added_to_it(name: str) -> None:
-    """Kernels of products take the bias for the first term: small ones may be lost beside it."""
+def test_sum_may_start_with_the_added_bias(name: str) -> None:
+    """Kernels of products use the bias as the first term: small terms may be lost beside it."""
     terms, drawn = 300, torch.Generator().manual_seed(0)
     part = Part(SUMS[name])
     part.weight = nn.Parameter(torch.rand(2, terms, generator=drawn))
@@ -178,7 +178,7 @@ def test_a_sum_may_start_with_what_is_added_to_it(name: str) -> None:
 
 
 class Residual(nn.Module):
-    """x plus a product of many terms, all of which are lost where the sum starts with x."""
+    """x plus a product of many terms, which are all lost where the sum starts with x."""
 
     def __init__(self, terms: int) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.programs
-def test_a_compiled_sum_does_not_start_with_what_a_product_is_added_to() -> None:
+def test_compiled_sum_does_not_start_with_the_residual() -> None:
     model = model_of(Residual(6000), 64)
     claims = (("torch.eager", "float64"), ("torch.compile", "float32"))
     refs = [KernelRef(run, (("compute", compute),)) for run, compute in claims]

@@ -1,4 +1,4 @@
-"""Real blocks: many runs beside each other, and batches against the search without them."""
+"""Batched runs of real blocks, and batched attacks compared with the unbatched search."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def problem_of(model: Model, block: str, kernel: str) -> tuple[BlockProblem, tor
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_many_runs_are_what_each_is_alone(model: Model, kernel: str) -> None:
-    """Last bits may differ, and round another way: then by one step, and seldom."""
+def test_batched_runs_equal_single_runs(model: Model, kernel: str) -> None:
+    """Last bits may differ and change a rounding: by one step at most, and rarely."""
     generator = torch.Generator().manual_seed(2)
     problem, centre = problem_of(model, "layer_0", kernel)
     radius = torch.full((1, 1), 1e-2, dtype=torch.float64)
@@ -87,7 +87,7 @@ def test_many_runs_are_what_each_is_alone(model: Model, kernel: str) -> None:
         assert apart <= 1
 
 
-def test_matrix_units_are_simulated_alone(model: Model) -> None:
+def test_tensor_cores_are_simulated_unbatched(model: Model) -> None:
     unit = {"preset": "torch-eager", "compute": "bfloat16", "tensor_core": "ampere_16"}
     factory = ProblemFactory(model, resolve(KERNELS["mxfp8"]), resolve(unit), torch.device("cpu"))
     problem = factory.problem("mlp_0", TOKENS)
@@ -99,7 +99,7 @@ def test_matrix_units_are_simulated_alone(model: Model) -> None:
     ("attn_0", "fp8 w8a8"), ("mlp_0", "bfloat16 nearest"), ("attn_0", "mxfp8"),
     ("mlp_0", "fp8 per tensor"), ("mlp_0", "uint8"),
 ])  # fmt: skip
-def test_a_batch_only_adds_and_what_it_finds_is_replayed(
+def test_batch_never_worsens_an_attack_and_its_result_replays(
     model: Model, block: str, kernel: str
 ) -> None:
     problem, centre = problem_of(model, block, kernel)

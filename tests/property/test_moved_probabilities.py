@@ -1,5 +1,7 @@
-"""Probabilities whose scores move far, and products of rotated heads: no choice of errors leaves
-the bounds of either program, and some come close."""
+"""Probabilities with large drifts of scores, and products of rotated heads.
+
+No choice of errors leaves the bounds of either program, and some come close.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ Floats = np.ndarray
 
 
 def centred(t: Floats, p: Floats) -> Floats:
-    """Return t with its positive or its negative part made smaller, so that Σ p t = 0."""
+    """Return t with its positive or its negative part scaled down, so that Σ p t = 0."""
     up, down = (
         (p * t.clip(min=0)).sum(-1, keepdims=True),
         -(p * t.clip(max=0)).sum(-1, keepdims=True),
@@ -48,7 +50,7 @@ def moves(p: Floats, c: Floats, rng: np.random.Generator) -> Floats:
     return centred(np.concatenate([ends, inner, single, against, -against]), p)
 
 
-def test_probabilities_stay_within_what_both_programs_derive() -> None:
+def test_probabilities_stay_within_the_bounds_of_both_programs() -> None:
     rng = np.random.default_rng(3)
     nearest = {"low": 0.0, "high": 0.0, "probability": 0.0}
     for size in (1e-4, 0.3, 1.0, 8.0):
@@ -106,7 +108,7 @@ def errors(heads: TurnedHeads, rng: np.random.Generator) -> torch.Tensor:
 
 
 def scaled(heads: TurnedHeads, share: float) -> TurnedHeads:
-    """Return heads of which a share of what comes from x is left."""
+    """Return heads with a share of their part from x."""
     below = replace(heads.below, error_bound=heads.below.error_bound * share, ellipsoids={})
     return replace(heads, below=below)
 
@@ -118,7 +120,7 @@ def scaled(heads: TurnedHeads, share: float) -> TurnedHeads:
         pytest.param("scores of turned and shared keys", marks=pytest.mark.full),
     ],
 )
-def test_products_of_rotated_errors_stay_within_the_bound(rule: str) -> None:
+def test_products_of_rotated_errors_are_within_the_bound(rule: str) -> None:
     rng = np.random.default_rng(5)
     graph = RULES[rule](rng)
     centre = torch.from_numpy(np.rint(rng.standard_normal(graph.input_shape) * 8) / 8)

@@ -1,7 +1,7 @@
-"""Operations that only move numbers move functionals back: Σ a·f(x) = Σ (fᵀa)·x, in both programs.
+"""Data movement transposes functionals: Σ a·f(x) = Σ (fᵀa)·x, in both programs.
 
-Every entry and every functional is of a number of its own, so that no two elements, dimensions or
-copies may be taken for each other.
+All entries and functionals are distinct numbers, so that confused elements, dimensions or copies
+are detected.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ MOVES: dict[str, tuple[Shape, tuple[str, Shape, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_functionals_go_where_numbers_came_from(name: str, tmp_path: Path) -> None:
+def test_functionals_are_transposed_by_data_movement(name: str, tmp_path: Path) -> None:
     before, (op, after, attrs) = MOVES[name]
     rng = np.random.default_rng(list(MOVES).index(name))
     rows = (before[0], int(np.prod(before[1:])))

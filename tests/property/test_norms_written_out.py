@@ -1,5 +1,7 @@
-"""Errors of storing the parts of a norm (relational-interval.md, section 6, Written out): both
-programs against the formulas of the page, part by part."""
+"""Errors of storing the parts of a composed norm (relational-interval.md, section 6).
+
+Both programs are compared with the formulas of the page, part by part.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Input:
-    """A row x, how far readings of it are apart, eps, gain and bias."""
+    """A row x, the distance of its readings, eps, gain and bias."""
 
     x: np.ndarray
     away: np.ndarray
@@ -67,7 +69,7 @@ def an_input(seed: int, size: float = 1.0, eps: float = 2.0**-17, away: float = 
 
 
 class Page:
-    """The formulas of the page at one row; `sizes` says how large every part may be."""
+    """The formulas of the page at one row; `sizes` bounds every part."""
 
     def __init__(self, op: str, parts: Mapping[str, str], casts: str, at: Input) -> None:
         self.parts, self.casts, n = parts, casts, WIDTH
@@ -155,7 +157,7 @@ class Page:
 def prover(
     op: str, parts: Mapping[str, str], casts: str, at: Input, folder: Path
 ) -> dict[str, Any]:
-    """Return what the prover knows of the losses of a norm; it reads no `folder`."""
+    """Return the prover's errors of a norm; `folder` is unused."""
     found = graph(op, parts, at)
     kernel = Rounding(numerics(proofs.numerics("float32", casts)))
     x, one = torch.from_numpy(at.x), torch.ones((1, 1), dtype=torch.float64)
@@ -175,7 +177,7 @@ def prover(
 def checker(
     op: str, parts: Mapping[str, str], casts: str, at: Input, folder: Path
 ) -> dict[str, Any]:
-    """Return what the checker knows of them."""
+    """Return the checker's errors of a norm."""
     scene = scene_of(graph(op, parts, at), proofs.numerics("float32", casts), at.x, folder)
     node = scene.block.nodes[-1]
     middle = np.full((1, 1), at.x.mean() if op == "layer_norm" else 0.0)
@@ -236,7 +238,7 @@ INPUTS = {
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("form", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("way", WAYS)
-def test_both_programs_know_what_every_part_loses(
+def test_both_programs_bound_the_error_of_every_part(
     way: str, form: str, casts: str, tmp_path: Path
 ) -> None:
     op, refused = way.split(" ", 1)[0], 0
@@ -247,7 +249,7 @@ def test_both_programs_know_what_every_part_loses(
         for at in INPUTS.values():
             try:
                 page = Page(op, parts, casts, at)
-            except ValueError:  # the variance is lost: a root of something negative
+            except ValueError:  # the variance is lost: a root of a negative number
                 page = None
             for program in (prover, checker):
                 if page is None or not page.fits:
@@ -271,25 +273,25 @@ BEYOND = [
 
 
 def stretched(part: str, by: float, *, up: bool) -> Input:
-    """Return an input at which a part is larger the more it is stretched; inverse roots are large
-    where the input is not, or `up`, which the roots are."""
+    """Return an input at which a part grows with `by`.
+
+    Inverse roots are large where the input is small; `up` refers to the roots.
+    """
     at = an_input(6)
     match part:
         case "weighted":
             return Input(at.x, at.away, at.eps, at.gain * by, at.bias)
         case "root" | "reciprocal" if not up:
             return Input(at.x / by, at.away, 2.0**-90, at.gain, at.bias)
-        case "mean":  # far from 0, so that a mean is large beside the variance
+        case "mean":  # far from 0, so that the mean is large beside the variance
             return Input((at.x + 8) * by, at.away, at.eps, at.gain, at.bias)
         case _:
             return Input(at.x * by, at.away, at.eps, at.gain, at.bias)
 
 
 @pytest.mark.parametrize(("way", "part", "up"), BEYOND)
-def test_a_part_beyond_its_format_has_no_bound(
-    way: str, part: str, up: bool, tmp_path: Path
-) -> None:
-    """One part is of float16, and so large that it just fits, or just does not."""
+def test_part_beyond_its_format_has_no_bound(way: str, part: str, up: bool, tmp_path: Path) -> None:
+    """One part is in float16, and so large that it just fits, or just overflows."""
     op = way.split(" ", 1)[0]
     parts = {name: "float16" if name == part else "float32" for name in WAYS[way]}
     low, high = 2.0**-20, 2.0**20
@@ -317,10 +319,10 @@ def test_a_part_beyond_its_format_has_no_bound(
 
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("form", ["float16", "bfloat16", "float32"])
-def test_both_programs_know_what_a_stored_sigmoid_loses(
+def test_both_programs_bound_the_error_of_a_stored_sigmoid(
     form: str, casts: str, tmp_path: Path
 ) -> None:
-    """(u|y| + η|x| + w|x|/4 + what is inside) (1 + 2^-10), w how far readings of x are apart."""
+    """(u|y| + η|x| + w|x|/4 + inner error) (1 + 2^-10), with w the distance of readings of x."""
     found, record = proofs.Graph((1, WIDTH)), proofs.numerics(form, casts)
     found.add("silu", [found.add("input", [], (1, WIDTH))], (1, WIDTH), form="written")
     for size, away in ((3.0, 0.0), (3.0, 1e-2), (2.0**-18, 0.0)):

@@ -71,7 +71,7 @@ def run(
 @pytest.mark.parametrize("rounded_sum", [True, False])
 @pytest.mark.parametrize("stored", list(DTYPES))
 @pytest.mark.parametrize("tile", [1, 4, 16, 64])
-def test_no_tiling_leaves_the_bounds(tile: int, stored: str, rounded_sum: bool) -> None:
+def test_every_tiling_is_within_the_bounds(tile: int, stored: str, rounded_sum: bool) -> None:
     spec = resolve(
         {
             "preset": "torch-sdpa-flash",

@@ -1,4 +1,4 @@
-"""Linears with weights and activations of their own: runs inside every domain of both programs."""
+"""Linears with their own weights and activations: runs inside every domain of both programs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BLOCKS = {"attention": ("q", "k", "v", "o"), "mlp": ("up", "gate", "down")}
 
 
 def drawn(rng: np.random.Generator, names: tuple[str, ...], casts: str, compute: str) -> Any:
-    """Return a kernel, of whose linears some have sections of their own, by name or by pattern."""
+    """Return a kernel with sections for some linears, by name or by pattern."""
 
     def section() -> Any:
         return SECTIONS[rng.integers(len(SECTIONS))]
@@ -77,7 +77,7 @@ def drawn(rng: np.random.Generator, names: tuple[str, ...], casts: str, compute:
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("kind", sorted(BLOCKS))
 @pytest.mark.parametrize("seed", range(4))
-def test_runs_lie_in_the_boxes(
+def test_runs_with_overrides_are_within_the_boxes(
     tmp_path: Path, kind: str, casts: str, radius: float, seed: int
 ) -> None:
     rng = np.random.default_rng([sorted(BLOCKS).index(kind), seed, len(casts), int(radius > 0)])
@@ -131,8 +131,8 @@ def test_runs_lie_in_the_boxes(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_both_programs_store_the_same_weights(tmp_path: Path, seed: int) -> None:
-    """By name, by pattern, and as a kernel that has the section of the linear for all of them."""
+def test_both_programs_store_equal_weights_with_overrides(tmp_path: Path, seed: int) -> None:
+    """By name, by pattern, and as a kernel whose default equals the section of the linear."""
     rng = np.random.default_rng(seed)
     graph = proofs.attention(rng)
     record = drawn(rng, BLOCKS["attention"], "nearest", "bfloat16")
@@ -155,8 +155,8 @@ def test_both_programs_store_the_same_weights(tmp_path: Path, seed: int) -> None
         assert np.array_equal(mine, parameters(graph, alone).linear(node).numpy()), name
 
 
-def test_the_attack_quantises_what_it_should() -> None:
-    """A simulated run reads the inputs of each linear as the kernel of its section would."""
+def test_attack_quantises_inputs_by_override() -> None:
+    """A simulated run quantises the inputs of each linear as a kernel of its section does."""
     rng = np.random.default_rng(3)
     graph = proofs.mlp(rng, "silu")
     record = N(
@@ -188,7 +188,7 @@ def test_the_attack_quantises_what_it_should() -> None:
     assert names == [f"quantised {linears['up.weight'].name}"]
 
 
-def test_a_name_goes_before_patterns_and_patterns_must_agree() -> None:
+def test_name_precedes_patterns_and_patterns_must_agree() -> None:
     def section(format: str) -> dict[str, Any]:
         return {"weights": {"format": format}}
 
@@ -223,7 +223,7 @@ def test_a_name_goes_before_patterns_and_patterns_must_agree() -> None:
 
 @pytest.mark.sample(11)
 @pytest.mark.parametrize("seed", range(20))
-def test_patterns_fit_alike_in_three_programs(seed: int) -> None:
+def test_patterns_match_equally_in_three_implementations(seed: int) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(300):
         pattern = "".join(rng.choice(list("ab.*?*!\n"), rng.integers(1, 7)))
@@ -255,12 +255,12 @@ def test_patterns_fit_alike_in_three_programs(seed: int) -> None:
         ({f"{k}*": {"weights": {}} for k in range(65)}, "there are more than"),
     ],
 )
-def test_overrides_without_a_meaning_are_refused(overrides: Any, message: str) -> None:
+def test_invalid_overrides_are_refused(overrides: Any, message: str) -> None:
     with pytest.raises(Refusal, match=message):
         resolve({"preset": "torch-eager", "overrides": overrides})
 
 
-def test_what_rules_of_a_kernel_forbid_is_forbidden_in_overrides() -> None:
+def test_rules_of_a_kernel_apply_to_overrides() -> None:
     coded = {"activations": {"format": "int8", "scale": "per_token"}}
     for kernel in (
         {"preset": "torch-eager", "compute": "bfloat16", "casts": "toward_zero"},
@@ -279,7 +279,7 @@ def test_what_rules_of_a_kernel_forbid_is_forbidden_in_overrides() -> None:
     assert (checked.paired, checked.serving("up.weight").paired) == (True, False)
 
 
-def test_a_name_that_no_linear_has_is_refused() -> None:
+def test_override_of_an_unknown_linear_is_refused() -> None:
     spec = resolve(
         {"preset": "fp8-weights", "overrides": {"lm_haed": {"weights": {"format": "bfloat16"}}}}
     )
@@ -311,6 +311,6 @@ def test_a_name_that_no_linear_has_is_refused() -> None:
         [],
     ],
 )
-def test_records_without_a_meaning_are_rejected(change: Any) -> None:
+def test_invalid_override_records_are_rejected(change: Any) -> None:
     with pytest.raises(Rejected):
         parse_kernel(N("bfloat16", "any", overrides=change), "kernel")

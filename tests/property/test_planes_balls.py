@@ -1,7 +1,7 @@
-"""The float64 errors of planes in both programs, against 200 bits: kernels that round nothing.
+"""Float64 errors of linear bounds in both programs, against 200 bits and unrounded kernels.
 
-Formats of 400 bits leave of every bound what covers the verifier's own rounding and remainders of
-second order. Deviation and drift of the exact function must lie inside at every node, and random
+With formats of 400 bits a bound covers only the verifier's own rounding and remainders of second
+order. Deviation and drift of the exact function must lie inside at every node, and random
 functionals of them inside their reverse pass, without slack; at a point these bounds must be small.
 """
 
@@ -55,7 +55,7 @@ def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Checker:
-    """What the checker says of a graph on a region, node by node."""
+    """The checker's bounds of a graph on a region, node by node."""
 
     def __init__(
         self, graph: Any, infer: Any, centre: Floats | None, radius: float, path: Path
@@ -86,7 +86,7 @@ class Checker:
 
 
 class Prover:
-    """The same of the prover."""
+    """The prover's bounds of a graph on a region, node by node."""
 
     def __init__(self, graph: Any, infer: Any, centre: Floats | None, radius: float) -> None:
         problem = BlockProblem(block(graph), *(parameters(graph, side) for side in (TRAIN, infer)))
@@ -118,7 +118,7 @@ IDS = (4, 0, 4)
 
 
 def exactly(graph: Any, x: Floats | None, checker: Checker) -> tuple[dict[str, Any], ...]:
-    """Return the values of every node in both kernels, of 200 bits."""
+    """Return the values of every node in both kernels, with 200 bits."""
     found = []
     for kernel in (checker.proof.train, checker.proof.infer):
 
@@ -151,7 +151,7 @@ def wanted(shape: tuple[int, ...], rng: np.random.Generator) -> Iterator[tuple[A
 
 
 def nudged(graph: Any, rng: np.random.Generator, drift: int) -> None:
-    """Round weights to 11 bits, all but a few that it moves by 2^drift: so far do values drift."""
+    """Round weights to 11 bits, and change a few by 2^drift, so that values drift by as much."""
     for key, value in graph.tensors.items():
         kept = kernels.cast(value.astype(np.float64), "tfloat32")
         few = rng.random(kept.shape) < 0.25
@@ -162,11 +162,13 @@ def nudged(graph: Any, rng: np.random.Generator, drift: int) -> None:
 # In the fast tests the smallest drift and a ball, or a larger one and a ball of coarse weights.
 @pytest.mark.sample(8)
 @by_turns(one_of=2, rule=BLOCKS, region=[(0.0, -61), (0.0, -22), (2.0**-10, -30), (2.0**-10, None)])
-def test_the_exact_function_lies_in_planes(
+def test_exact_function_is_within_the_linear_bounds(
     tmp_path: Path, rule: str, region: tuple[float, int | None]
 ) -> None:
-    """At a point with a drift so small that nothing is of second order; in a ball with one that is
-    small beside it; and in a ball with coarse weights."""
+    """At a point with a drift too small for effects of second order; in a ball with a small drift.
+
+    Also in a ball with coarse weights.
+    """
     radius, drift = region
     rng = np.random.default_rng([list(BLOCKS).index(rule), int(radius * 2**14)])
     graph, infer = BLOCKS[rule](rng), COARSE if drift is None else FINE
@@ -189,7 +191,7 @@ def test_the_exact_function_lies_in_planes(
 def inside(
     program: Checker | Prover, name: str, values: Any, rng: np.random.Generator, small: bool
 ) -> bool:
-    """Compare what a program says of a node with exact values; `small`: it must be next to them."""
+    """Compare a program's bounds of a node with exact values; `small` demands tightness."""
     found = program.node(name)
     if found is None:
         return False
@@ -242,8 +244,8 @@ own way; what one of them leaves out or counts once in place of n times stands o
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("size", [USUAL, TINY])
 @pytest.mark.parametrize("rule", BLOCKS)
-def test_both_programs_cover_as_much(tmp_path: Path, rule: str, size: float) -> None:
-    """In a ball, and with a drift, so small that nothing of second order is seen beside it."""
+def test_both_programs_have_equally_tight_bounds(tmp_path: Path, rule: str, size: float) -> None:
+    """In a ball, with a drift too small for effects of second order."""
     rng = np.random.default_rng(list(BLOCKS).index(rule))
     graph, radius = BLOCKS[rule](rng), 2.0**-30
     nudged(graph, rng, -30)

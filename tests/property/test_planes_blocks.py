@@ -1,4 +1,4 @@
-"""Whole small blocks by planes: no attacked run leaves the bound, and it is met with intervals."""
+"""Whole small blocks by linear bounds: attacks stay inside, also with intervals intersected."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NUMERICS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=["llama", "bert"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """A small model with random weights that are neither tiny nor symmetric."""
+    """Return a small model with random weights that are neither tiny nor symmetric."""
     folder: Path = tmp_path_factory.mktemp(str(request.param))
     torch.manual_seed(3)
     config, build = (LLAMA, build_llama) if request.param == "llama" else (BERT, build_bert)
@@ -60,14 +60,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def bounds(problem: BlockProblem, centre: torch.Tensor, spread: torch.Tensor) -> tuple[Box, Box]:
-    """Return the boxes of the planes and of the interval domain."""
+    """Return the boxes of linear bounds and of the interval domain."""
     return (
         linear_bounds(problem.graph, problem.kernels(), centre, spread).box,
         problem.bound(centre, spread).output.drift,
     )
 
 
-# Of the parts of a layer each kernel in one of the models, by turns; the other cases are slow.
+# Each kernel on parts of a layer in one of the models, by turns; the other cases are slow.
 CASES = [
     pytest.param(
         kind,
@@ -83,7 +83,7 @@ CASES = [
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "block", "infer"), CASES, indirect=["model"])
-def test_no_attacked_run_leaves_the_planes(model: Model, block: str, infer: str) -> None:
+def test_attacks_stay_within_the_linear_bounds(model: Model, block: str, infer: str) -> None:
     numerics = resolve(EAGER | NUMERICS[infer])
     factory = ProblemFactory(model, resolve(EAGER), numerics, torch.device("cpu"))
     problem, centre = factory.problem(block, TOKENS), factory.centre(block, TOKENS)
@@ -106,8 +106,8 @@ def test_no_attacked_run_leaves_the_planes(model: Model, block: str, infer: str)
 
 
 @pytest.mark.full
-def test_nothing_of_the_size_of_the_box_squared_is_left(model: Model) -> None:
-    """Drifts much smaller than the box, where both kernels by themselves leave its square."""
+def test_error_of_second_order_in_the_box_cancels(model: Model) -> None:
+    """Drifts much smaller than the box: single-kernel bounds have its square as error."""
     fused = resolve(EAGER | NUMERICS["float32 fused"])
     factory = ProblemFactory(model, resolve(EAGER), fused, torch.device("cpu"))
     problem, centre = factory.problem("attn_0", TOKENS), factory.centre("attn_0", TOKENS)

@@ -1,4 +1,4 @@
-"""The checker of planes by itself: no run leaves what it derives, no part of it is too small."""
+"""The checker's linear bounds alone: sound on runs, with no term missing."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ PAIRS = {
 
 @pytest.mark.sample(6)
 @by_turns(rule=RULES, pair=PAIRS, radius=[0.0, 2.0**-4])
-def test_no_run_leaves_what_is_derived(tmp_path: Path, rule: str, pair: str, radius: float) -> None:
-    """Values and drifts of every node, to the last bit of what the checker derives."""
+def test_runs_are_within_the_derived_bounds(
+    tmp_path: Path, rule: str, pair: str, radius: float
+) -> None:
+    """Values and drifts of every node, to the last bit of the derived bounds."""
     rng = np.random.default_rng([list(RULES).index(rule), list(PAIRS).index(pair)])
     graph = RULES[rule](rng)
     path = tmp_path / "model.safetensors"
@@ -88,7 +90,7 @@ def dyadic(rng: np.random.Generator, *shape: int) -> Floats:
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("who", ["prover", "checker"])
-def test_planes_of_a_relu_touch_the_change_exactly(who: str, sign: float) -> None:
+def test_relu_bounds_touch_the_change_exactly(who: str, sign: float) -> None:
     rng = np.random.default_rng(17)
     count = 60
     n, d = dyadic(rng, 3, count), dyadic(rng, 3, count) / 2
@@ -125,8 +127,8 @@ def by_checker(low: Floats, high: Floats, place: Floats) -> Floats:
 
 
 @pytest.mark.parametrize("bound", [by_prover, by_checker])
-def test_scores_on_the_way_from_one_kernel_to_the_other(bound: Callable[..., Any]) -> None:
-    """Also where the box of a drift is not centred at the drift that stands in the middle."""
+def test_scores_between_the_two_kernels_are_covered(bound: Callable[..., Any]) -> None:
+    """Also where the box of a drift is not centred at the midpoint drift."""
     rng = np.random.default_rng(2)
     ends = np.sort(rng.standard_normal((2, 200)), axis=0)
     place = rng.standard_normal(200)

@@ -1,4 +1,4 @@
-"""No admitted pair of runs may leave the planes: of any node, for any functional, rule by rule."""
+"""No admitted pair of runs leaves the linear bounds: any node, any functional, rule by rule."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RUNS = 6
 def runs(
     problem: BlockProblem, names: list[str], centre: Tensor, radius: float, seed: int
 ) -> list[dict[str, tuple[Tensor, Tensor]]]:
-    """Return, of admitted pairs of runs, the values of both kernels at these nodes."""
+    """Return the values of both kernels at these nodes for admitted pairs of runs."""
     generator = torch.Generator().manual_seed(seed)
 
     def signs(shape: Any) -> Tensor:
@@ -70,7 +70,7 @@ def runs(
 def check(
     run: LinearRun, seen: list[dict[str, tuple[Tensor, Tensor]]], rng: np.random.Generator
 ) -> int:
-    """Hold boxes, elements and random functionals of every node against the runs."""
+    """Compare boxes, elements and random functionals of every node with the runs."""
     compared = 0
     for name, index in run.index.items():
         entry = run.tape.entries[index]
@@ -103,7 +103,7 @@ def check(
 
 @pytest.mark.sample(9)
 @by_turns(rule=RULES, numerics=PAIRS, radius=RADII)
-def test_no_run_leaves_the_planes(rule: str, numerics: str, radius: float) -> None:
+def test_runs_are_within_the_linear_bounds(rule: str, numerics: str, radius: float) -> None:
     seed = [list(RULES).index(rule), list(PAIRS).index(numerics), int(radius * 1024)]
     rng = np.random.default_rng(seed)
     graph = RULES[rule](rng)

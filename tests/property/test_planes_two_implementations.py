@@ -1,4 +1,4 @@
-"""Planes are implemented twice: every entry of both tapes must agree, rule by rule."""
+"""Two implementations of linear bounds: every entry of both tapes agrees, rule by rule."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ PAIRS = [
 ]
 BENT = {"relu", "relu of a linear", "relu twice", "piecewise"}
 Floats = np.ndarray
-# The programs round differently; nothing else may make either find more than the other.
+# The programs round differently; nothing else may make either bound tighter.
 AGREE = 2.0**-20
 
 
@@ -99,7 +99,7 @@ def checker(
     radius: float,
     hints: Any = None,
 ) -> Context:
-    """Derive with the hints of the prover, as a proof holds them."""
+    """Derive with the hints of the prover, as stored in a proof."""
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     ids = None if centre is not None else [int(k) for k in _ids(graph)]
@@ -121,7 +121,9 @@ def _ids(graph: Any) -> Any:
 
 @pytest.mark.sample(12)
 @by_turns(rule=RULES, pair=PAIRS, radius=[0.0, 2.0**-5])
-def test_entries_agree(tmp_path: Path, rule: str, pair: tuple[str, str], radius: float) -> None:
+def test_entries_of_linear_bounds_agree(
+    tmp_path: Path, rule: str, pair: tuple[str, str], radius: float
+) -> None:
     seed = [list(RULES).index(rule), PAIRS.index(pair), int(radius * 1024)]
     rng = np.random.default_rng(seed)
     graph = RULES[rule](rng)
@@ -167,7 +169,7 @@ def compare(mine: ProverEntry, other: BoundsEntry, noise: float, name: str) -> N
         (mine.drift, added.drift, added.drift_centre, other.radius[1], other.centre[1]),
     )
     for box, radius, centre, its_radius, its_centre in pairs:
-        # as narrow as the programs' own roundings, an element may be its box in one of them alone
+        # bounds as narrow as the programs' own roundings may be boxes in one of them alone
         some = (box.hi - box.lo).numpy() > noise
         wide = radius.numpy() * AGREE + noise
         assert (np.abs(radius.numpy() - its_radius) <= wide)[some].all(), name
@@ -199,8 +201,8 @@ def functionals(
 
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("rule", sorted(set(RULES) - BENT))
-def test_without_hints_the_checker_derives_no_more(tmp_path: Path, rule: str) -> None:
-    """Every functional is made then; only slopes of ReLUs are worse."""
+def test_hints_are_needed_only_for_slopes_of_relus(tmp_path: Path, rule: str) -> None:
+    """Without hints every functional is computed; only slopes of ReLUs are worse."""
     rng = np.random.default_rng(5)
     graph = RULES[rule](rng)
     records = KERNELS["float32 any"], KERNELS["bfloat16 any"]
@@ -215,8 +217,8 @@ def test_without_hints_the_checker_derives_no_more(tmp_path: Path, rule: str) ->
 
 
 @pytest.mark.full
-def test_slopes_of_single_elements_do_the_same(tmp_path: Path) -> None:
-    """Each element that has slopes of its own is as small as the prover found; no other moves."""
+def test_slopes_of_single_elements_agree(tmp_path: Path) -> None:
+    """Each element with its own slopes is as tight as in the prover; no other changes."""
     rng = np.random.default_rng(1)
     graph = feed_forward(rng, width=12, inner=24)
     records = KERNELS["float32 any"], KERNELS["fp8 weights"]

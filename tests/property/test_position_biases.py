@@ -1,4 +1,4 @@
-"""ALiBi: a bias by distance on the scores of every head, with a causal mask beside it or inside."""
+"""ALiBi: a distance bias on the scores of every head, with a causal mask beside it or inside."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CAUSAL = torch.ones(ROWS, ROWS, dtype=torch.bool).tril()
 
 
 def slopes(heads: int) -> Tensor:
-    """Return the slopes of the heads; of six heads no format holds them."""
+    """Return the slopes of the heads; those of six heads are not representable in any format."""
     return torch.tensor([2.0 ** (-8 * (head + 1) / heads) for head in range(heads)])
 
 
@@ -84,7 +84,7 @@ WAYS: dict[str, Attend] = {
 
 
 class Alibi(nn.Module):
-    """Attention with a bias by distance; `far` is how far neighbours are apart."""
+    """Attention with a distance bias; `far` is the distance of neighbours."""
 
     def __init__(self, attend: Attend, heads: int, far: int) -> None:
         super().__init__()
@@ -120,13 +120,13 @@ POINT = torch.zeros(1, 1, dtype=torch.float64)
 @pytest.mark.full
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_module_with_biases_is_inside_of_its_bounds(way: str, format: str) -> None:
+def test_module_with_biases_is_within_its_bounds(way: str, format: str) -> None:
     for heads, far in ((4, 1), (6, 1), (6, 300)):
         part = Alibi(WAYS[way], heads, far).eval().requires_grad_(False)
         x = torch.randn(ROWS, heads * SIZE, generator=torch.Generator().manual_seed(far))
         narrow: nn.Module = copy.deepcopy(part).to(FORMATS[format])
         rounds = way in ("written out", "fused without a mask") and format != "float32"
-        if rounds and heads == 6:  # biases made of what the format rounded
+        if rounds and heads == 6:  # biases computed from rounded values
             with pytest.raises(Refusal, match="a table whose values depend on the format"):
                 shop_of(part, {"preset": "torch-eager", "compute": format}).problem(*BLOCK)
             continue
@@ -144,7 +144,7 @@ def test_a_module_with_biases_is_inside_of_its_bounds(way: str, format: str) -> 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
-def test_biases_and_masks_keep_the_roles_of_attention(way: str) -> None:
+def test_biases_and_masks_keep_roles_of_attention(way: str) -> None:
     part = Alibi(WAYS[way], 4, 1).eval().requires_grad_(False)
     graph = shop_of(part, {"preset": "torch-eager"}).problem(*BLOCK).graph
     assert "add" in [node.op for node in graph.nodes if node.role == "scores"]
@@ -178,7 +178,7 @@ COMPUTED: dict[str, Attend] = {
 @pytest.mark.full
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("way", COMPUTED)
-def test_computed_biases_are_added_to_scores_that_are_not_stored(way: str, format: str) -> None:
+def test_computed_biases_are_added_to_unstored_scores(way: str, format: str) -> None:
     part = Alibi(COMPUTED[way], 4, 1).eval().requires_grad_(False)
     model = model_of(part, 4 * SIZE)
     claims = {"compute": format, "casts": "nearest"}
@@ -202,7 +202,7 @@ def test_computed_biases_are_added_to_scores_that_are_not_stored(way: str, forma
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("radius", [0.0, 1e-3])
 @pytest.mark.parametrize("way", WAYS | COMPUTED)
-def test_the_checker_confirms_biases(way: str, radius: float, tmp_path: Path) -> None:
+def test_checker_confirms_biases(way: str, radius: float, tmp_path: Path) -> None:
     part = Alibi((WAYS | COMPUTED)[way], 4, 1).eval().requires_grad_(False)
     preset = "torch-sdpa-math" if way in COMPUTED else "torch-eager"
     factory = shop_of(part, {"preset": preset, "compute": "bfloat16"}, tmp_path)

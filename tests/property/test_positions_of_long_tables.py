@@ -1,4 +1,4 @@
-"""Of any length, with tables longer than what is read at a time: every position counts."""
+"""Any length with position tables longer than one chunk: every position counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLACES = (0, 255, 256, 511, 512, 700, 1023, 1024, 1299)
 
 
 def turned(rows: int, place: int) -> Any:
-    """Return a rotation by nothing, but at one position, where all numbers become larger."""
+    """Return a zero rotation except at one position, where all numbers grow."""
     g = proofs.Graph((rows, WIDTH))
     x = g.add("input", [], (rows, WIDTH))
     cos, sin = np.ones((LONGEST, WIDTH), np.float32), np.zeros((LONGEST, WIDTH), np.float32)
@@ -41,7 +41,7 @@ def turned(rows: int, place: int) -> Any:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_no_position_is_left_out(place: int, tmp_path: Path) -> None:
+def test_every_position_is_covered(place: int, tmp_path: Path) -> None:
     short, long = turned(2, place), turned(LONGEST, place)
     tables = sequences.tables_of(short, long)
     centre = np.array([[1.1015625, -0.7001953125, 0.300048828125, 2.4951171875]])
@@ -83,9 +83,11 @@ def _run(record: Any, mode: str, graph: Any, x: np.ndarray, scene: Scene) -> np.
 
 @pytest.mark.parametrize("off", [0.0, 0.125, 0.75])
 @pytest.mark.parametrize("accumulate", ["float16", "bfloat16", "float32"])
-def test_products_read_what_the_probabilities_sum_up_to(accumulate: str, off: float) -> None:
-    """Stored probabilities sum up to 1 + off at most: sums of that size are rounded, and are off by
-    that share of the values besides."""
+def test_products_use_the_sum_of_stored_probabilities(accumulate: str, off: float) -> None:
+    """Stored probabilities sum to at most 1 + off.
+
+    Sums of that size are rounded, and the values have this share as an additional error.
+    """
     record = N("float32", "any", accumulate=accumulate)
     longest, value = 200, 3.0
     unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}[accumulate]

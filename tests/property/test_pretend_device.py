@@ -1,7 +1,6 @@
-"""The certifier on a device: what it answers on the CPU it answers there, bit for bit.
+"""The certifier on a device gives the answers of the CPU, bit for bit.
 
-The device is a pretended one (tests/support/pretend_device.py), which refuses a tensor that was
-left on the CPU.
+The device is a simulated one (tests/support/pretend_device.py), which refuses CPU tensors.
 """
 
 from __future__ import annotations
@@ -103,12 +102,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
 
 
 def on(device: str) -> AbstractContextManager[None]:
-    """Return where code runs that names this device."""
+    """Return a context in which code that names this device runs."""
     return pretend_device() if device == "cuda" else nullcontext()
 
 
 def plain(value: Any) -> Any:
-    """Return what an answer holds, of whatever device, as values that can be compared."""
+    """Return the contents of an answer from any device, as comparable values."""
     if isinstance(value, Held):
         return plain(value.inside)
     if isinstance(value, Tensor):
@@ -121,7 +120,7 @@ def plain(value: Any) -> Any:
 
 
 def said(factory: ProblemFactory, block: str, radius: float, wide: bool) -> list[Any]:
-    """Return what each domain says of a ball around some states; why, where it says nothing."""
+    """Return the result of each domain on a ball around states, or the reason for none."""
     problem, centre = factory.problem(block, TOKENS), factory.centre(block, TOKENS)
     assert centre is not None
     spread = torch.full((1, 1), radius, dtype=torch.float64, device=factory.device)
@@ -171,7 +170,7 @@ def _answer(asked: Callable[[], Any]) -> Any:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NUMERICS)
-def test_every_domain_answers_alike(models: tuple[Model, Model], name: str) -> None:
+def test_every_domain_gives_equal_answers(models: tuple[Model, Model], name: str) -> None:
     model = models[list(NUMERICS).index(name) % 2]
     blocks = [("mlp_0", BALL), *((("attn_0", BALL), ("attn_0", 0.0)) if name in ROWS else ())]
     train, infer = resolve({"preset": "torch-eager"}), resolve(NUMERICS[name])
@@ -196,7 +195,7 @@ CLAUSES = {
 
 @pytest.fixture
 def contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Program]:
-    """Return a folder with a decoder, two prompts and a contract that is broken; short searches."""
+    """Return a folder with a decoder, two prompts and a violated contract; short searches."""
     short = {"_SMOOTHED_STEPS": 2, "_SELECTION_PERIOD": 2, "_GRADIENTS": 1, "_MEMBERS": 2}
     short |= {"_REFINED": 1}
     for name, value in short.items():
@@ -211,7 +210,7 @@ def contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pro
 
 @pytest.fixture
 def stepped(contract: tuple[Path, Program]) -> tuple[Path, Program]:
-    """Return the same contract about a kernel that rounds to nearest: batches search there."""
+    """Return the same contract about a kernel that rounds to nearest, for batched attacks."""
     steps = write_contract(contract[0], *CLAUSES.values(), compute="bfloat16, casts: nearest")
     return contract[0], steps
 
@@ -219,7 +218,7 @@ def stepped(contract: tuple[Path, Program]) -> tuple[Path, Program]:
 def outcomes(
     place: tuple[Path, Program], device: str, names: str, attacks: bool = False, **more: Any
 ) -> list[GoalOutcome]:
-    """Return what the backend answers about some clauses, with proofs and counterexamples."""
+    """Return the backend's answers for some clauses, with proofs and counterexamples."""
     folder, program = place
     known = dict(zip(CLAUSES, goals(program), strict=True))
     how = {"attacks": attacks, "chain": more.pop("chain", False)}
@@ -230,8 +229,8 @@ def outcomes(
 
 
 @pytest.mark.full
-def test_attacks_of_the_device_are_runs_of_the_cpu(stepped: tuple[Path, Program]) -> None:
-    """Bounds, attacks, counterexamples, and these run again."""
+def test_attacks_on_the_device_are_reproduced_on_the_cpu(stepped: tuple[Path, Program]) -> None:
+    """Bounds, attacks, counterexamples, and their replays."""
     folder, program = stepped
     cheap = ("interval", "affine")
     here, there = (
@@ -262,10 +261,10 @@ def test_attacks_of_the_device_are_runs_of_the_cpu(stepped: tuple[Path, Program]
     ],
     ids=lambda mode: next(iter(mode)),
 )
-def test_proofs_of_the_device_are_those_of_the_cpu(
+def test_proofs_on_the_device_equal_those_on_the_cpu(
     contract: tuple[Path, Program], mode: dict[str, Any]
 ) -> None:
-    """Certificates are the same bytes, and the independent checker accepts them."""
+    """Certificates have equal bytes, and the independent checker accepts them."""
     names = {"chain": "model flip", "domains": "ball rows"}.get(next(iter(mode)), "point")
     easy: dict[str, Any] = {} if "domains" in mode else {"threshold": Fraction(99)}
     here, there = (outcomes(contract, device, names, **easy, **mode) for device in DEVICES)
@@ -276,7 +275,7 @@ def test_proofs_of_the_device_are_those_of_the_cpu(
 
 
 @pytest.mark.full
-def test_the_layer_of_a_large_model_is_bounded_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_of_a_large_model_is_bounded_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
     monkeypatch.setattr(large_layer, "CONFIG", {**large_layer.CONFIG, **small})
     for block in large_layer.BLOCKS:

@@ -1,7 +1,7 @@
-"""Whatever happens in whatever order: no stage is left out, and what failed does not serve.
+"""In any sequence of events no stage is skipped, and a failed triple does not serve.
 
-A slot is simulated beside the state machine, which is pure: looks at evidence of three triples,
-revocations, certificates that end, runs that are not trusted any more.
+A slot is simulated beside the pure state machine: looks at evidence of three triples, revocations,
+expiring certificates, runs marked as untrusted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FAILURES = (PromotionOutcome.BLOCKED, PromotionOutcome.FROZEN, PromotionOutcome.
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """A slot as `kcdsl.api.promotion` keeps it, and what each triple came to, told apart."""
+    """A slot as `kcdsl.api.promotion` keeps it, and the tracked state of each triple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(triple=triples, stage=stages, which=st.sampled_from(DEMANDS), signed=st.booleans())
     def violate(self, triple: str, stage: str, which: object, signed: bool) -> None:
-        """Give evidence that a clause is violated, beside evidence that it is not."""
+        """Give evidence of a violated clause, beside evidence of a held one."""
         assert which in DEMANDS
         name = next(one.obligation for one in DEMANDS if one is which)
         if signed:
@@ -104,7 +104,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(triple=triples, stage=stages, revoked=st.booleans())
     def withdraw(self, triple: str, stage: str, revoked: bool) -> None:
-        """Revoke what a stage rests on, or let it end."""
+        """Revoke the certificate of a stage, or let it expire."""
         if triple in self.candidates:
             signed = self.candidates[triple].certificates.get(stage, ())
             (self.gone if revoked else self.ended).update(signed)
@@ -112,14 +112,14 @@ class SlotMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live is not None)
     @rule(stage=stages, revoked=st.booleans())
     def withdraw_what_is_live(self, stage: str, revoked: bool) -> None:
-        """Revoke what a stage of the live triple rests on, or let it end."""
+        """Revoke a certificate of a stage of the live triple, or let it expire."""
         assert self.live is not None
         self.withdraw(self.live, stage, revoked)
 
     @precondition(lambda self: self.live is not None)
     @rule(stage=stages, signed=st.booleans())
     def violate_what_is_live(self, stage: str, signed: bool) -> None:
-        """Give evidence that a clause of L3 is violated by the live triple."""
+        """Give evidence that the live triple violates a clause of L3."""
         assert self.live is not None
         self.violate(self.live, stage, EVERY, signed)
 
@@ -145,7 +145,7 @@ class SlotMachine(RuleBasedStateMachine):
         return window(self._name(), {**good, **(changes or {})}, start=self.now, requests=20_000)
 
     def _look(self, triple: str, stage: str, *documents: EvidenceDocument) -> None:
-        """Do as `kcdsl promote` does: enter the stage, take a step, record what came of it."""
+        """Do as `kcdsl promote` does: enter the stage, take a step, record the result."""
         self.now += HOUR
         previous = self.candidates.get(triple)
         entered = enter(previous, triple, self.live, stage, self.now, self._withdrawn(previous))
@@ -197,7 +197,7 @@ class SlotMachine(RuleBasedStateMachine):
     def _tell(
         self, previous: StagedCandidate | None, found: PromotionStep, triple: str, stage: str
     ) -> None:
-        """Keep what came of a look, and move the slot."""
+        """Track the result of a look, and update the slot."""
         candidate, passed = self.candidates[triple], self.passed[triple]
         if previous is not None and previous.attempt != candidate.attempt:
             passed.clear()
@@ -230,7 +230,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_failed_does_not_serve(self) -> None:
-        """A gate is open at `full` for the live triple alone, and not after a failure."""
+        """Check that a gate is open at `full` only for the live triple, and not after a failure."""
         for triple in self.candidates:
             if self._serves(triple, self.live):
                 assert triple == self.live
@@ -241,22 +241,22 @@ class SlotMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_was_rolled_back_is_not_live(self) -> None:
-        """A live triple was promoted, and not rolled back since."""
+        """Check that a live triple was promoted, and not rolled back since."""
         if self.live is not None:
             assert self.live in self.promoted
             assert self.candidates[self.live].state is not CandidateState.ROLLED_BACK
 
     @invariant()
     def certificates_of_all_earlier_stages_are_there(self) -> None:
-        """A candidate that may go on has a certificate of every stage before."""
+        """Check that an active candidate has a certificate of every earlier stage."""
         for known in self.candidates.values():
             if known.state is CandidateState.ACTIVE:
                 for stage in STAGES[: STAGES.index(known.stage)]:
                     assert known.certificates.get(stage)
 
 
-def test_something_serves() -> None:
-    """The machine is not closed whatever happens."""
+def test_some_sequence_reaches_an_open_gate() -> None:
+    """The invariants above are not vacuous."""
     slot = SlotMachine()
     for triple in TRIPLES[:2]:
         slot.pass_all(triple)
@@ -271,6 +271,6 @@ def test_something_serves() -> None:
 @pytest.mark.parametrize(
     ("examples", "steps"), [(100, 25), pytest.param(300, 60, marks=pytest.mark.full)]
 )
-def test_random_sequences_of_events(examples: int, steps: int) -> None:
+def test_random_sequences_of_events_keep_the_invariants(examples: int, steps: int) -> None:
     few = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
     run_state_machine_as_test(SlotMachine, settings=few)

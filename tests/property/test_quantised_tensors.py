@@ -1,4 +1,4 @@
-"""Quantised tensors: simulated runs inside of both programs' bounds, also beyond the last codes."""
+"""Quantised tensors: simulated runs inside the bounds of both programs, beyond last codes too."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def pair_of(kernels: str, kind: str, *, both: bool = False) -> tuple[Any, Any]:
 
 @pytest.mark.sample(4)
 @by_turns(kind=QUANTISERS, kernels=KERNELS, graph=BLOCKS, radius=[0.0, 2.0**-9, 2.0**-4])
-def test_runs_lie_in_the_boxes_of_every_domain(
+def test_runs_with_quantisers_are_within_every_domain(
     tmp_path: Path, kind: str, kernels: str, graph: str, radius: float
 ) -> None:
     rng = np.random.default_rng([list(QUANTISERS).index(kind), list(KERNELS).index(kernels)])
@@ -157,7 +157,7 @@ def test_runs_lie_in_the_boxes_of_every_domain(
 
 @pytest.mark.sample(4)
 @by_turns(kind=QUANTISERS, kernels=KERNELS, graph=BLOCKS, radius=[0.0, 2.0**-9, 2.0**-4])
-def test_both_programs_find_the_same(
+def test_both_programs_agree_on_quantised_tensors(
     tmp_path: Path, kind: str, kernels: str, graph: str, radius: float
 ) -> None:
     rng = np.random.default_rng([list(QUANTISERS).index(kind), list(KERNELS).index(kernels), 1])
@@ -190,9 +190,7 @@ def test_both_programs_find_the_same(
 
 @pytest.mark.parametrize("scale", [2.0**-100, 0.0078125, 0.01, 0.37, 2.0**24])
 @pytest.mark.parametrize("zero", [0, 1, 128, 254, 255])
-def test_the_steps_of_both_programs_hold_every_number_around_every_edge(
-    scale: float, zero: int
-) -> None:
+def test_steps_of_both_programs_cover_every_edge(scale: float, zero: int) -> None:
     step = float(np.float32(scale))
     edges = (np.arange(-3, 260) - 0.5 - zero) * step
     near = np.concatenate([edges, edges + 0.25 * step, [(255 - zero) * step * 4, -zero * step * 4]])
@@ -218,16 +216,18 @@ def test_the_steps_of_both_programs_hold_every_number_around_every_edge(
             assert (found <= high).all()
         wide = (theirs.hi - theirs.lo) / step
         assert (wide <= 1.001).all()
-        assert (wide == 0).mean() > 0.3  # known but for the edges
+        assert (wide == 0).mean() > 0.3  # exact except at edges
     run = quantised_tensor(torch.from_numpy(v.astype(np.float64)), StaticQuantiser(step, zero))
     code = np.clip(np.rint(v / np.float32(step)) + np.float32(zero), 0, 255)
     assert (run.numpy() == ((code - zero) * np.float64(step)).astype(np.float32)).all()
 
 
 @pytest.mark.full
-def test_runs_leave_the_bounds_of_other_quantisers(tmp_path: Path) -> None:
-    """The bounds are not just wide: without quantisers, or with one that is finer or cuts off
-    nothing, they do not hold; so a proof that left one out would be of another kernel."""
+def test_runs_exceed_the_bounds_of_other_quantisers(tmp_path: Path) -> None:
+    """Without quantisers, or with a finer or unsaturated one, the bounds do not hold.
+
+    So a proof that omits a quantiser is about another kernel.
+    """
     outside = dict.fromkeys(("left out", "finer", "moved"), 0)
     for kind in QUANTISERS:
         rng = np.random.default_rng(list(QUANTISERS).index(kind))
@@ -257,7 +257,7 @@ def test_runs_leave_the_bounds_of_other_quantisers(tmp_path: Path) -> None:
     assert outside["moved"] >= 3
 
 
-def test_a_changed_proof_is_refused(tmp_path: Path) -> None:
+def test_changed_proof_is_refused(tmp_path: Path) -> None:
     rng = np.random.default_rng(7)
     built, pair = residual(rng), pair_of("any", "coarse")
     centre = rng.standard_normal(built.input_shape).astype(np.float32).astype(float)
@@ -294,7 +294,7 @@ def test_a_changed_proof_is_refused(tmp_path: Path) -> None:
         assert recheck(proofs.dump(changed), path).reason == "document/numerics"
 
 
-def test_nodes_that_change_nothing_are_left_out() -> None:
+def test_nodes_without_effect_are_removed() -> None:
     graph = block(residual(np.random.default_rng(0)))
     plain, infer = numerics(N()), numerics(pair_of("any", "fine")[1])
     assert "quantise" not in {n.op for n in with_quantisers(graph, (plain, plain)).nodes}
@@ -304,7 +304,7 @@ def test_nodes_that_change_nothing_are_left_out() -> None:
     assert [n.attrs["tensor"] for n in left if n.op == "quantise"] == ["r"]
 
 
-def test_a_tensor_that_was_only_moved_is_not_quantised_again() -> None:
+def test_moved_tensor_is_not_quantised_again() -> None:
     g = proofs.Graph((4, 6))
     x = g.add("quantise", [g.add("input", [], (4, 6))], (4, 6), tensor="x")
     y = g.add("quantise", [g.permute(g.add("relu", [x], (4, 6)), [1, 0])], (6, 4), tensor="h")

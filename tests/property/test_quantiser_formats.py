@@ -1,4 +1,4 @@
-"""Every format of codes with every layout of scales: three programs against other libraries."""
+"""Every format of codes with every layout of scales: three implementations and other libraries."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OTHERS: dict[str, Any] = {
 
 
 def fitting(format: str) -> list[str]:
-    """Return the layouts of scales that a format of codes may have."""
+    """Return the layouts of scales that a format of codes admits."""
     return [name for name, layout in LAYOUTS.items() if layout.fits(CODE_FORMATS[format])]
 
 
@@ -82,14 +82,14 @@ ENTERING: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def codes_of(format: str) -> NDArray[np.float64]:
-    """Return the finite numbers of a format of another library, over zero, in order."""
+    """Return the positive finite numbers of a format of another library, in order."""
     bits = {"fp8": 8, "fp6": 6, "fp4": 4}[format[:3]]
     every = np.arange(2**bits, dtype=np.uint8).view(OTHERS[format]).astype(np.float64)
     return np.unique(every[np.isfinite(every) & (every >= 0)])
 
 
 @pytest.mark.parametrize("format", OTHERS)
-def test_the_grids_are_those_of_another_library(format: str) -> None:
+def test_grids_equal_those_of_another_library(format: str) -> None:
     """Every code, and the rounding of every float16 number within the last code."""
     form, theirs = CODE_FORMATS[format], CODES[format].form
     grid = codes_of(format)
@@ -105,7 +105,7 @@ def test_the_grids_are_those_of_another_library(format: str) -> None:
 
 
 def weight(seed: int, rows: int = 130, columns: int = 160) -> Tensor:
-    """Return rows of very unlike sizes, one of zeros, one of one sign, one with an outlier."""
+    """Return rows of very different sizes: one of zeros, one of one sign, one with an outlier."""
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(rows, columns, generator=generator)
     w = w * torch.exp(3 * torch.randn(rows, 1, generator=generator))
@@ -116,7 +116,7 @@ def weight(seed: int, rows: int = 130, columns: int = 160) -> Tensor:
 
 
 def by_tiles(w: NDArray[np.float32], format: str, scale: str, kept: Any) -> NDArray[np.float32]:
-    """Quantise tile by tile, every step one numpy operation in float32."""
+    """Quantise tile by tile, with one float32 numpy operation per step."""
     form, layout = CODE_FORMATS[format], LAYOUTS[scale]
     height, width = layout.rows or w.shape[0], layout.columns or w.shape[1]
     found, one = np.empty_like(w), np.float32(1)
@@ -160,7 +160,7 @@ def scale_of(amax: np.float32, form: Any, rule: str) -> np.float32:
 
 
 def held(w: Tensor, numerics: dict[str, Any], tier: Any = Parameters) -> Any:
-    """Return what the checker says is stored."""
+    """Return the checker's stored weights."""
     value = w.numpy()
     digest = array_digest("float32", value.shape, value.tobytes())
     stored = Stored("F32", value.shape, memoryview(value.tobytes()))
@@ -171,7 +171,7 @@ def held(w: Tensor, numerics: dict[str, Any], tier: Any = Parameters) -> Any:
 @pytest.mark.sample(24)
 @pytest.mark.parametrize("kept", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("format", "scale"), STORED)
-def test_stored_weights_are_those_of_the_definition(format: str, scale: str, kept: str) -> None:
+def test_stored_weights_equal_the_definition(format: str, scale: str, kept: str) -> None:
     if kept != "float32" and LAYOUTS[scale].rule != "amax":
         return
     stored = {"format": format, "scale": scale, "scale_format": kept}
@@ -201,7 +201,7 @@ def test_scales_that_overflow_their_format_are_refused() -> None:
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1"])
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
-def test_mx_weights_are_torchaos(format: str, size: float) -> None:
+def test_mx_weights_equal_those_of_torchao(format: str, size: float) -> None:
     from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M2
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
 
@@ -220,7 +220,7 @@ def test_mx_weights_are_torchaos(format: str, size: float) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-5, 1.0, 1e4])
-def test_nvfp4_weights_are_torchaos(size: float) -> None:
+def test_nvfp4_weights_equal_those_of_torchao(size: float) -> None:
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
     w = torch.randn(16, 64, generator=torch.Generator().manual_seed(4)) * size
@@ -237,7 +237,7 @@ def test_nvfp4_weights_are_torchaos(size: float) -> None:
 
 
 def numbers(seed: int) -> Tensor:
-    """Return rows of unlike sizes, one of zeros."""
+    """Return rows of different sizes, one of zeros."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(5, 160, generator=generator)
     x = x * torch.exp2(torch.randint(-12, 3, (5, 1), generator=generator).float())
@@ -247,7 +247,7 @@ def numbers(seed: int) -> Tensor:
 
 
 def run(x: NDArray[np.float32], spec: Activations) -> NDArray[np.float64]:
-    """Quantise by the definition, every step rounded to float32, codes of another library."""
+    """Quantise by the definition, every step rounded to float32, with codes of another library."""
     if spec.scale == "nvfp4":
         return by_tiles(x, spec.format, "nvfp4", None).astype(np.float64)
     form, layout = CODE_FORMATS[spec.format], LAYOUTS[spec.scale]
@@ -287,11 +287,13 @@ def run(x: NDArray[np.float32], spec: Activations) -> NDArray[np.float64]:
 @pytest.mark.parametrize(
     ("format", "scale", "limits"), ENTERING, ids=lambda v: str(v).replace(" ", "")
 )
-def test_quantised_inputs_lie_in_the_boxes_of_both_programs(
+def test_quantised_inputs_are_within_the_boxes_of_both_programs(
     format: str, scale: str, limits: dict[str, Any], wide: float
 ) -> None:
-    """Random numbers of a box, by the definition: within Q, within the hull of steps; both programs
-    grant about the same, and the simulated kernel is the definition."""
+    """Random numbers of a box, by the definition, lie within Q and within the hull of steps.
+
+    Both programs have nearly equal bounds, and the simulated kernel equals the definition.
+    """
     given = {"format": format, "scale": scale, **limits}
     for casts in ("any", "nearest"):
         numerics = resolve({"preset": "torch-eager", "casts": casts, "activations": given})
@@ -331,8 +333,10 @@ def test_quantised_inputs_lie_in_the_boxes_of_both_programs(
 def by_reciprocals(
     x: NDArray[np.float32], whole: np.float32, least: float, ulps: int
 ) -> NDArray[np.float64]:
-    """Quantise to NVFP4 as vLLM's and TensorRT-LLM's kernels do: by reciprocals of the hardware,
-    which are off by up to an ulp, with multiples that are subnormal numbers of FP8 or 0."""
+    """Quantise to NVFP4 as vLLM's and TensorRT-LLM's kernels do, by hardware reciprocals.
+
+    These have an error of up to an ulp, with multiples that are subnormal numbers of FP8 or 0.
+    """
 
     def reciprocal(value: np.float32) -> np.float32:
         found = np.float32(1) / value
@@ -357,8 +361,8 @@ def by_reciprocals(
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("wide", [0.0, 1e-4, 0.05])
 @pytest.mark.parametrize("static", [0.0, 1e-4, 0.01, 3.0])
-def test_nested_scales_of_every_kernel_lie_in_the_boxes(static: float, wide: float) -> None:
-    """Of the tensor or calibrated, too small or too large; multiples with and without a least."""
+def test_nested_scales_of_every_kernel_are_within_the_boxes(static: float, wide: float) -> None:
+    """Dynamic or calibrated, too small or too large; multiples with and without a minimum."""
     given = {"format": "fp4_e2m1", "scale": "nvfp4"} | ({"input_scale": static} if static else {})
     for casts in ("any", "nearest"):
         numerics = resolve({"preset": "torch-eager", "casts": casts, "activations": given})
@@ -366,7 +370,7 @@ def test_nested_scales_of_every_kernel_lie_in_the_boxes(static: float, wide: flo
         for seed in range(6):
             x = numbers(seed)
             x[2] *= 1e-5
-            x[1, :16] = x[1, :16].sign() * torch.linspace(1.0, 1.07, 16)  # cut by rounded multiples
+            x[1, :16] = x[1, :16].sign() * torch.linspace(1.0, 1.07, 16)  # saturated
             low, high = (x.double() + side * wide * x.abs().double() for side in (-1, 1))
             granted = quantisation(kernel, box.Box(low.numpy(), high.numpy()), "a.weight")
             error = activation_error(Box(low, high), Rounding(numerics), "n", "a.weight")
@@ -389,8 +393,8 @@ def test_nested_scales_of_every_kernel_lie_in_the_boxes(static: float, wide: flo
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("size", [1e-30, 3e-34, 1e-35, 1e-36, 1e-37])
-def test_scales_whose_reciprocal_is_infinite_lie_in_the_boxes(size: float) -> None:
-    """torchao multiplies by 1/s: where that is infinite a zero becomes the largest code."""
+def test_scales_with_infinite_reciprocals_are_within_the_boxes(size: float) -> None:
+    """torchao multiplies by 1/s: where that is infinite, a zero becomes the largest code."""
     pytest.importorskip("torchao")
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
@@ -411,7 +415,7 @@ def test_scales_whose_reciprocal_is_infinite_lie_in_the_boxes(size: float) -> No
         assert (away <= each).all()
 
 
-def test_scales_of_tensors_are_one_for_a_linear_that_is_named() -> None:
+def test_tensor_scales_are_per_named_linear() -> None:
     given: dict[str, Any] = {"format": "fp4_e2m1", "scale": "nvfp4"}
     with pytest.raises(Refusal, match="one number for each linear"):
         resolve({"preset": "torch-eager", "activations": {**given, "input_scale": [0.1, 0.2]}})
@@ -434,7 +438,7 @@ def test_scales_of_tensors_are_one_for_a_linear_that_is_named() -> None:
         parse_kernel({**record, "tensor_core": {"linears": unit, "others": unit}}, "kernel")
 
 
-def test_a_batch_is_no_larger_than_it_is_said_to_be() -> None:
+def test_batch_limit_is_enforced() -> None:
     given = {"format": "fp8_e4m3", "scale": "per_batch", "batch_amax": 2.0}
     for casts in ("any", "nearest"):
         numerics = resolve({"preset": "torch-eager", "casts": casts, "activations": given})
@@ -446,8 +450,8 @@ def test_a_batch_is_no_larger_than_it_is_said_to_be() -> None:
             quantisation(kernel, box.Box(x.lo.numpy(), x.hi.numpy()))
 
 
-def test_a_batch_may_hold_larger_numbers_than_the_sequence() -> None:
-    """Whatever the largest number of the batch is, up to the one that is claimed."""
+def test_batch_may_contain_larger_numbers_than_the_sequence() -> None:
+    """For any maximum of the batch up to the claimed one."""
     given = {"format": "int8", "scale": "per_batch", "batch_amax": 64.0}
     for casts in ("any", "nearest"):
         numerics = resolve({"preset": "torch-eager", "casts": casts, "activations": given})
@@ -466,8 +470,8 @@ def test_a_batch_may_hold_larger_numbers_than_the_sequence() -> None:
                 assert bool((done <= steps.value.hi.numpy()).all())
 
 
-def test_vllms_least_scale_is_covered_by_its_preset_alone() -> None:
-    """A token of small numbers: vLLM divides by 1/(448·512), and loses more than amax/448 would."""
+def test_minimum_scale_of_vllm_is_covered_by_its_preset_only() -> None:
+    """For a token of small numbers, vLLM divides by 1/(448·512), which loses more than amax/448."""
     x = torch.full((1, 32), 2.0**-23) * torch.linspace(0.1, 1, 32)
     least = np.float32(1) / np.float32(448 * 512)
     scale = max(np.float32(x.abs().max() / 448), least)

@@ -1,4 +1,4 @@
-"""Random modules are what their graphs say, or refused: a sample of `make bench-lowering`."""
+"""Random modules equal their graphs, or are refused: a sample of `make bench-lowering`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEEDS = (10085, 10223, 10268, 10381, 10480, 10593, *range(5000, 5018))
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
-def test_random_modules_are_their_graphs() -> None:
+def test_random_modules_equal_their_graphs() -> None:
     campaign = Campaign()
     for seed in SEEDS:
         campaign.take(seed)
@@ -22,14 +22,14 @@ def test_random_modules_are_their_graphs() -> None:
     assert campaign.traced >= len(SEEDS) / 2
 
 
-def test_a_seed_gives_the_same_module() -> None:
+def test_seed_determines_the_module() -> None:
     one, two = random_module(7), random_module(7)
     assert (one.steps, one.rows, one.width) == (two.steps, two.rows, two.width)
     assert {name for seed in range(60) for name in random_module(seed).steps} == set(STEPS)
 
 
-def test_the_campaign_sees_another_graph() -> None:
-    """A graph of other numbers counts as wrong, and so does one of another type."""
+def test_campaign_detects_a_different_graph() -> None:
+    """A graph with other numbers counts as wrong, and so does one with another type."""
     variant = next(v for v in map(random_module, range(100)) if v.steps == ("activation",))
     other = next(
         v

@@ -1,5 +1,7 @@
-"""Kernels that read a result in several versions: rounded for one reader, not for another, computed
-again for a third. Every domain of both programs encloses them."""
+"""Kernels that round a result separately for each reader, or recompute it for some.
+
+Every domain of both programs encloses all readings.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ Path_ = tuple[Hashable, ...]
 
 @dataclass
 class Unfolded:
-    """A run that rounds every reading by itself; `lean` draws a number of [-1, 1] or of [0, 1]."""
+    """A run with separate rounding of every reading; `lean` draws from [-1, 1] or [0, 1]."""
 
     graph: Any
     record: Any
@@ -99,7 +101,7 @@ class Unfolded:
         return {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(self.record["compute"])
 
     def factor(self, node: Any) -> float:
-        """Return a factor as it is or as a number of the format; each reading takes its own."""
+        """Return a factor unchanged or rounded to the format; each reading chooses separately."""
         exact = float.fromhex(node["attrs"]["factor"])
         if self.form is None or self.rng.random() < 0.5:
             return exact
@@ -144,7 +146,7 @@ class Unfolded:
 
 
 def of_one_norm(path: Path_) -> Path_:
-    """Return the path of a reading of what is computed once: all by one norm are the same."""
+    """Return the path of a reading of a value computed once: all readings by one norm are equal."""
     for place in reversed(range(len(path))):
         match path[place]:
             case (norm, "rows" | "again"):
@@ -153,7 +155,7 @@ def of_one_norm(path: Path_) -> Path_:
 
 
 def random_graph(rng: np.random.Generator, ops: list[str]) -> Any:
-    """Return operations on whatever came before, which is read again and again."""
+    """Return random operations on earlier results, which have several readers."""
     g, shape = proofs.Graph((ROWS, WIDTH)), (ROWS, WIDTH)
     known = [g.add("input", [], shape)]
     known.append(g.add("add", [known[0], g.param("w", rng.standard_normal(shape))], shape))
@@ -177,7 +179,7 @@ def random_graph(rng: np.random.Generator, ops: list[str]) -> Any:
 
 
 def shared_once(rng: np.random.Generator) -> Any:
-    """Return what the value of a sum and its value as stored differ by: x + w - I(x + w)."""
+    """Return the difference of a sum and its stored value: x + w - I(x + w)."""
     g, shape = proofs.Graph((ROWS, WIDTH)), (ROWS, WIDTH)
     x = g.add("input", [], shape)
     y = g.add("add", [x, g.param("w", rng.standard_normal(shape))], shape)
@@ -246,7 +248,9 @@ def simulator(graph: Any, record: Any) -> Simulator:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("seed", range(24))
-def test_every_reading_may_be_rounded_by_itself(tmp_path: Path, seed: int, kernel: str) -> None:
+def test_separately_rounded_readings_are_within_the_bounds(
+    tmp_path: Path, seed: int, kernel: str
+) -> None:
     graph, record = graphs(seed), KERNELS[kernel]
     rng = np.random.default_rng([seed, list(KERNELS).index(kernel)])
     centre = rng.standard_normal((ROWS, WIDTH)).astype(np.float32).astype(np.float64)
@@ -271,7 +275,7 @@ def test_every_reading_may_be_rounded_by_itself(tmp_path: Path, seed: int, kerne
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_a_simulated_run_has_the_readings_of_an_unfolded_one(seed: int) -> None:
+def test_simulated_run_covers_readings_of_an_unfolded_run(seed: int) -> None:
     graph = graphs(seed)
     run = Unfolded(graph, KERNELS["bfloat16"], np.random.default_rng(0), np.ones((ROWS, WIDTH)))
     run.stored(graph.output)
@@ -287,7 +291,7 @@ def test_a_simulated_run_has_the_readings_of_an_unfolded_one(seed: int) -> None:
 
 
 def of_rows(op: str) -> Any:
-    """Return a norm of a sum of numbers, most of them alike: x + w has two readings."""
+    """Return a norm of a sum of nearly equal numbers: x + w has two readings."""
     g, shape = proofs.Graph((ROWS, WIDTH)), (ROWS, WIDTH)
     x = g.add("input", [], shape)
     w = np.array([[3.0, 1.0, 1.0, 1.0], [1.0, 1.0, 2.0, 1.0]])
@@ -297,7 +301,7 @@ def of_rows(op: str) -> Any:
 
 
 def recomputed() -> Any:
-    """Return z - I z of z = 0.75 (x + w), which is computed again for its second reader."""
+    """Return z - I z for z = 0.75 (x + w), which is recomputed for its second reader."""
     g, shape = proofs.Graph((ROWS, WIDTH)), (ROWS, WIDTH)
     x = g.add("input", [], shape)
     y = g.add("add", [x, g.param("w", np.ones(shape))], shape)
@@ -308,7 +312,7 @@ def recomputed() -> Any:
 
 GRAPHS: dict[str, tuple[Any, float]] = {
     "rms_norm": (of_rows("rms_norm"), 0.95),
-    # its mean and its root are of one reading, which the bounds do not know
+    # its mean and its root use one reading, which the bounds do not exploit
     "layer_norm": (of_rows("layer_norm"), 0.75),
     "recomputed": (recomputed(), 0.95),
 }
@@ -318,8 +322,8 @@ GRAPHS: dict[str, tuple[Any, float]] = {
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("form", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_the_attack_rounds_every_reading_by_itself(tmp_path: Path, name: str, form: str) -> None:
-    """It comes near the bounds, which it would not with one rounding of x + w for all readers."""
+def test_attack_rounds_every_reading_separately(tmp_path: Path, name: str, form: str) -> None:
+    """It comes close to the bounds, unlike one rounding of x + w for all readers."""
     (graph, share), record = GRAPHS[name], N(form, "any")
     centre = np.zeros((ROWS, WIDTH))
     zero = torch.zeros((1, 1), dtype=torch.float64)
@@ -331,8 +335,8 @@ def test_the_attack_rounds_every_reading_by_itself(tmp_path: Path, name: str, fo
     assert share * least < run.value <= least
 
 
-def test_a_shared_sum_is_not_one_rounding(tmp_path: Path) -> None:
-    """With one rounding for all readers x + w - I(x + w) would be nearly nothing."""
+def test_shared_sum_has_separate_roundings(tmp_path: Path) -> None:
+    """With one rounding for all readers, x + w - I(x + w) would be nearly zero."""
     graph, rng = graphs(0), np.random.default_rng(0)
     centre = rng.standard_normal((ROWS, WIDTH)).astype(np.float32).astype(np.float64)
     least = ROUNDOFF["bfloat16"] * np.abs(centre + graph.tensors["w"]).max()

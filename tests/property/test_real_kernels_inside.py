@@ -1,4 +1,4 @@
-"""Results of PyTorch lie inside the boxes: odd weights, odd inputs, every adapter."""
+"""Results of PyTorch lie inside the boxes: unusual weights, unusual inputs, every adapter."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def loaded(config: Mapping[str, Any], kind: str, folder: Path) -> Model:
 
 
 def inputs(model: Model, block: str, length: int, generator: torch.Generator) -> list[Tensor]:
-    """Return what enters the block for a prompt, and odd inputs."""
+    """Return the block inputs of a prompt, and unusual inputs."""
     real = model.block_inputs([1] * (length - 1) + [0], block)
     assert real is not None
     plain = torch.randn(length, 8, generator=generator)
@@ -103,8 +103,8 @@ def inputs(model: Model, block: str, length: int, generator: torch.Generator) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_real_kernels_stay_inside(weights: str, tmp_path: Path) -> None:
-    """Every second kernel against the float32 one, each on another block and length in turn."""
+def test_real_kernels_are_within_their_bounds(weights: str, tmp_path: Path) -> None:
+    """Every second kernel against the float32 one, each on another block and length by turns."""
     place = WEIGHTS.index(weights)
     model = loaded((LLAMA, BERT)[place % 2], weights, tmp_path)
     generator = torch.Generator().manual_seed(1)
@@ -131,7 +131,7 @@ def test_real_kernels_stay_inside(weights: str, tmp_path: Path) -> None:
 
 
 def _assert_inside_forms(factory: ProblemFactory, block: str, x: Tensor, measured: Tensor) -> None:
-    """The same of the box of affine forms, where there is one."""
+    """Assert the same for the box of affine forms, where it exists."""
     problem = factory.problem(block, tuple(range(x.shape[0])))
     try:
         box = problem.forms(x.double(), torch.zeros(1, 1, dtype=torch.float64)).box()
@@ -143,7 +143,7 @@ def _assert_inside_forms(factory: ProblemFactory, block: str, x: Tensor, measure
 
 
 @pytest.mark.full
-def test_a_kernel_that_does_more_than_it_claims_is_outside(tmp_path: Path) -> None:
+def test_kernel_that_violates_its_claim_is_outside(tmp_path: Path) -> None:
     """The comparison can fail: a drift of 1e-2 in one element is above any float32 bound."""
     model = loaded(LLAMA, "plain", tmp_path)
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))

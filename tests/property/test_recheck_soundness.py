@@ -176,12 +176,14 @@ def boxes(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], Any, An
 
 @pytest.mark.sample(4)
 @by_turns(pair=PAIRS, block=BLOCKS, radius=[0.0, 2.0**-10, 2.0**-5])
-def test_runs_stay_inside(tmp_path: Path, block: str, pair: str, radius: float) -> None:
+def test_simulated_runs_are_within_the_derived_boxes(
+    tmp_path: Path, block: str, pair: str, radius: float
+) -> None:
     rng = np.random.default_rng([BLOCKS.index(block), list(PAIRS).index(pair), int(radius * 1024)])
     graph = build(block, rng)
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
-    # centre and radius on a grid of float32, so that the vertices are float32 numbers too
+    # centre and radius on a float32 grid, so that the vertices are float32 numbers too
     centre = np.rint(rng.standard_normal(graph.input_shape) * 2**14) / 2**14
     train, infer = PAIRS[pair]
     document = proofs.document(graph, train, infer, sha256, centre, radius)
@@ -223,13 +225,13 @@ def test_runs_stay_inside(tmp_path: Path, block: str, pair: str, radius: float) 
                 (boxed.i, i, "I"),
                 (boxed.d, i - t, "D"),
             ):
-                # the simulation itself runs in float64
+                # the simulation runs in float64
                 slack = 2.0**-46 * np.maximum(np.abs(t), np.abs(i)).max()
                 inside = (box.lo - slack <= value) & (value <= box.hi + slack)
                 assert inside.all(), (name, what, trial, modes)
 
 
-def test_the_point_of_a_fine_kernel_is_bounded_closely(tmp_path: Path) -> None:
+def test_bound_at_a_point_of_a_float64_kernel_is_tight(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     graph = proofs.attention(rng)
     path = tmp_path / "model.safetensors"

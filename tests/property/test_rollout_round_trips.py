@@ -1,4 +1,4 @@
-"""Recordings of any shape come back as they were written, in every format and file."""
+"""Recordings of any shape survive a round trip, in every format and file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOGS = st.floats(-60, 0, allow_nan=False)
 
 @st.composite
 def rollouts(draw: st.DrawFn) -> list[Rollout]:
-    """Return rollouts whose prompts do not stand at the beginning of their tokens."""
+    """Return rollouts whose prompts are not at the beginning of their tokens."""
     found = []
     for i in range(draw(st.integers(1, 5))):
         prompt = draw(st.lists(st.integers(100, 199), min_size=1, max_size=4))
@@ -60,7 +60,7 @@ def table(found: list[Rollout], format: str) -> dict[str, list[object]]:
 @given(
     rollouts(), st.sampled_from(["rows", "verl", "trl"]), st.sampled_from([".jsonl", ".parquet"])
 )
-def test_rollouts_come_back(given_: list[Rollout], format: str, suffix: str) -> None:
+def test_rollouts_survive_a_round_trip(given_: list[Rollout], format: str, suffix: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"dump{suffix}"
         recordings.write(path, table(given_, format))
@@ -76,10 +76,10 @@ def test_rollouts_come_back(given_: list[Rollout], format: str, suffix: str) -> 
 
 
 @given(rollouts(), st.sampled_from(FORMATS), st.data())
-def test_a_value_that_is_no_log_probability_never_comes_back(
+def test_invalid_log_probabilities_are_refused(
     given_: list[Rollout], format: str, data: st.DataObject
 ) -> None:
-    """Where a token counts, what is no number, or a probability above 1, is refused."""
+    """At unmasked tokens, NaN and probabilities above 1 are refused."""
     counted = [(i, t) for i, r in enumerate(given_) for t in np.flatnonzero(r.mask).tolist()]
     if not counted:
         return
@@ -100,8 +100,8 @@ def test_a_value_that_is_no_log_probability_never_comes_back(
 
 @pytest.mark.full
 @given(rollouts(), st.randoms(use_true_random=False))
-def test_the_order_of_rows_changes_no_value(given_: list[Rollout], random: Random) -> None:
-    """Each unit holds the same numbers wherever its rows stand; only their order differs."""
+def test_order_of_rows_does_not_change_values(given_: list[Rollout], random: Random) -> None:
+    """Each unit has equal numbers in any order of its rows."""
 
     def values(rows: list[Rollout]) -> dict[tuple[int, ...], list[float]]:
         found = {}

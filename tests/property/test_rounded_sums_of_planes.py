@@ -1,4 +1,4 @@
-"""Functionals that come to a node on two ways are added, which rounds: planes pay for it."""
+"""Functionals that reach a node on two paths are added; linear bounds cover the rounding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE, SMALL = np.array([[1.0, -1.0]]), np.array([[2.0**-54, 0.0]])
 2^-54 of them."""
 
 
-def test_the_checker_pays() -> None:
+def test_checker_covers_the_rounding_of_added_functionals() -> None:
     unit, none = Box(np.full(2, -1.0), np.full(2, 1.0)), Box(np.zeros(2), np.zeros(2))
     zero = np.zeros(2), np.zeros(2)
     tape = checker.BoundsTape()
@@ -50,7 +50,7 @@ def test_the_checker_pays() -> None:
     assert high[0] <= 2.0**-48
 
 
-def test_the_prover_pays() -> None:
+def test_prover_covers_the_rounding_of_added_functionals() -> None:
     tape = prover.LinearTape()
 
     def part(values: np.ndarray) -> prover_functional.Functional:

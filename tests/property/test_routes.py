@@ -1,5 +1,8 @@
-"""Routes of mixtures of experts: no simulated run of either kernel chooses other experts than those
-of a graph whose premise was derived (relational-interval.md, Rule 5.8)."""
+"""Routes of mixtures of experts (relational-interval.md, Rule 5.8).
+
+No simulated run of either kernel chooses experts other than those of a graph whose premise was
+derived.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,10 @@ DOMAINS = ("interval", "affine")
 def router(
     gate: np.ndarray, route: list[list[int]], width: int, *, twice: bool = False
 ) -> proofs.Graph:
-    """Return a graph of the shares of a router with this route; `twice` it reads the logits for
-    two softmaxes, whose readings differ where casts are free."""
+    """Return a graph of the shares of a router with this route.
+
+    `twice` reads the logits in two softmaxes, whose readings differ where casts are free.
+    """
     rows, experts = len(route), len(gate)
     graph = proofs.Graph((rows, width))
     x, weight = graph.add("input", [], (rows, width)), graph.param("gate.weight", gate)
@@ -55,7 +60,7 @@ def problem_of(graph: proofs.Graph, pair: Any) -> BlockProblem:
 def confirmed(
     graph: proofs.Graph, pair: Any, x: np.ndarray, radius: float, domain: str, folder: Path
 ) -> str:
-    """Return "" where the checker derives a bound, else the reason why it does not."""
+    """Return "" where the checker derives a bound, else the reason."""
     sha256 = proofs.write_safetensors(folder / "model.safetensors", graph.tensors)
     train, infer = pair
     document = proofs.document(graph, train, infer, sha256, x, radius)
@@ -69,7 +74,7 @@ def confirmed(
 
 
 def bounded(problem: BlockProblem, x: np.ndarray, radius: float, domain: str) -> str:
-    """Return "" where the prover has a bound, else the reason why it does not."""
+    """Return "" where the prover has a bound, else the reason."""
     centre, spread = torch.from_numpy(x), torch.full((1, 1), radius, dtype=torch.float64)
     try:
         if domain == "interval":
@@ -82,8 +87,10 @@ def bounded(problem: BlockProblem, x: np.ndarray, radius: float, domain: str) ->
 
 
 def chosen_otherwise(problem: BlockProblem, x: np.ndarray, radius: float, runs: int) -> bool:
-    """Return whether a simulated run of a kernel may choose other experts than the graph, by its
-    logits or by shares of float32; ties count."""
+    """Return whether a simulated run of a kernel may choose other experts than the graph.
+
+    By its logits or by shares in float32; ties count.
+    """
     graph = problem.graph
     route = next(node for node in graph.nodes if node.op == "route")
     logits = type(graph)("logits", graph.nodes, route.inputs[0], graph.constants, (1,))
@@ -127,14 +134,17 @@ def random_router(seed: int) -> tuple[proofs.Graph, Any, np.ndarray, float]:
 
 
 def searched(problem: BlockProblem, x: np.ndarray, radius: float) -> OtherRoute | None:
-    """Return the run with another route that the search finds."""
+    """Return the run with another route that the attack finds."""
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     return other_route(*problem.simulators(), torch.from_numpy(x), spread)
 
 
 def compare(seed: int, runs: int, folder: Path) -> tuple[bool, bool, bool]:
-    """Compare both programs and simulated runs; return whether a bound was found, and a run that
-    chooses otherwise: at random, where ties count, and by the search."""
+    """Compare both programs and simulated runs.
+
+    Return whether a bound was found, and a run that chooses otherwise: at random, where ties count,
+    and by the attack.
+    """
     graph, pair, x, radius = random_router(seed)
     problem = problem_of(graph, pair)
     otherwise = chosen_otherwise(problem, x, radius, runs)
@@ -154,7 +164,7 @@ def compare(seed: int, runs: int, folder: Path) -> tuple[bool, bool, bool]:
 
 
 @pytest.mark.full
-def test_no_run_leaves_a_route_that_was_derived(tmp_path: Path) -> None:
+def test_runs_keep_a_derived_route(tmp_path: Path) -> None:
     found = [compare(seed, 4, tmp_path) for seed in range(16)]
     held, otherwise, searched = map(sum, zip(*found, strict=True))
     assert held > 3
@@ -163,7 +173,7 @@ def test_no_run_leaves_a_route_that_was_derived(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_no_run_leaves_many_routes_that_were_derived(tmp_path: Path) -> None:
+def test_runs_keep_many_derived_routes(tmp_path: Path) -> None:
     found = [compare(seed, 40, tmp_path) for seed in range(16, 316)]
     held, otherwise, searched = map(sum, zip(*found, strict=True))
     assert held > 80
@@ -172,7 +182,7 @@ def test_no_run_leaves_many_routes_that_were_derived(tmp_path: Path) -> None:
 
 
 def two_experts(apart: float) -> tuple[proofs.Graph, np.ndarray]:
-    """Return a router whose first expert has a logit that is higher by exactly this much."""
+    """Return a router whose first expert has a logit higher by exactly `apart`."""
     gate = np.array([[1.0, apart], [1.0, 0.0]], dtype=np.float32)
     return router(gate, [[0]], 2), np.array([[0.0, 1.0]])
 
@@ -182,7 +192,7 @@ def two_experts(apart: float) -> tuple[proofs.Graph, np.ndarray]:
     [(0.0, False), (2.0**-30, False), (2.0**-11, False), (2.0**-10, False), (2.0**-9, True)],
 )
 @pytest.mark.parametrize("domain", DOMAINS)
-def test_a_margin_covers_what_shares_are_off(
+def test_margin_covers_the_error_of_shares(
     apart: float, sure: bool, domain: str, tmp_path: Path
 ) -> None:
     graph, x = two_experts(apart)
@@ -197,8 +207,8 @@ def test_a_margin_covers_what_shares_are_off(
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("domain", DOMAINS)
-def test_both_kernels_choose(turned: bool, domain: str, tmp_path: Path) -> None:
-    """bfloat16 stores 1 + 2^-9 as 1: only the kernel in float32 chooses surely."""
+def test_both_kernels_must_keep_the_route(turned: bool, domain: str, tmp_path: Path) -> None:
+    """bfloat16 rounds 1 + 2^-9 to 1: only the route of the float32 kernel is certain."""
     gate = np.array([[1.0, 2.0**-9], [1.0, 0.0]], dtype=np.float32)
     graph, x = router(gate, [[0]], 2), np.array([[1.0, 1.0]])
     coarse = N("bfloat16", "nearest")
@@ -211,7 +221,7 @@ def test_both_kernels_choose(turned: bool, domain: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
-def test_a_region_that_crosses_a_boundary_has_no_bound(domain: str, tmp_path: Path) -> None:
+def test_region_that_crosses_a_routing_boundary_has_no_bound(domain: str, tmp_path: Path) -> None:
     graph, x = two_experts(1.0)
     for radius, sure in ((0.25, True), (1.5, False)):
         assert (bounded(problem_of(graph, (EXACT, EXACT)), x, radius, domain) == "") is sure
@@ -220,7 +230,7 @@ def test_a_region_that_crosses_a_boundary_has_no_bound(domain: str, tmp_path: Pa
 
 
 def test_affine_forms_compare_pairs_of_experts(tmp_path: Path) -> None:
-    """Both logits move by 30 in the region, and together."""
+    """Both logits change by 30 in the region, together."""
     gate = np.array([[1.0, 100.0], [0.5, 100.0]], dtype=np.float32)
     graph, x = router(gate, [[0]], 2), np.array([[1.0, 0.0]])
     for radius, sure in ((0.3, True), (1.0, False)):
@@ -232,8 +242,8 @@ def test_affine_forms_compare_pairs_of_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_every_reading_is_above(twice: bool, tmp_path: Path) -> None:
-    """The logits are 2^-5 apart, and free casts to bfloat16 move each by 2^-8 of itself, and x."""
+def test_every_reading_must_keep_the_route(twice: bool, tmp_path: Path) -> None:
+    """The logits differ by 2^-5; free casts to bfloat16 change each by 2^-8 of itself, and x."""
     for size, sure in ((1.25, True), (5.0, False)):
         gate = np.array([[size + 2.0**-5], [size]], dtype=np.float32)
         graph, x = router(gate, [[0]], 1, twice=twice), np.array([[1.0]])
@@ -245,7 +255,7 @@ def test_every_reading_is_above(twice: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
-def test_no_chosen_share_may_be_subnormal(domain: str, tmp_path: Path) -> None:
+def test_chosen_shares_must_be_normal_numbers(domain: str, tmp_path: Path) -> None:
     gate = np.array([[0.0], [-70.0], [-80.0]], dtype=np.float32)
     graph, x = router(gate, [[0, 1]], 1), np.array([[1.0]])
     assert "may be subnormal" in bounded(problem_of(graph, (EXACT, EXACT)), x, 0.0, domain)
@@ -268,7 +278,7 @@ def test_no_chosen_share_may_be_subnormal(domain: str, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("domain", DOMAINS)
-def test_another_route_in_a_proof_is_rejected(
+def test_other_route_in_a_proof_is_rejected(
     route: Any, reason: str, domain: str, tmp_path: Path
 ) -> None:
     gate = np.array([[3.0], [2.0], [1.0]], dtype=np.float32)
@@ -277,7 +287,7 @@ def test_another_route_in_a_proof_is_rejected(
     assert confirmed(graph, (EXACT, EXACT), x, 0.0, domain, tmp_path) == reason
 
 
-def test_positions_choose_as_many_experts(tmp_path: Path) -> None:
+def test_every_position_chooses_equally_many_experts(tmp_path: Path) -> None:
     gate = np.array([[3.0], [2.0], [1.0]], dtype=np.float32)
     graph, x = router(gate, [[0, 1], [0]], 1), np.array([[1.0], [1.0]])
     assert confirmed(graph, (EXACT, EXACT), x, 0.0, "interval", tmp_path) == "graph/field"
@@ -294,12 +304,12 @@ def test_scales_of_several_rows_have_no_rule(domain: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("domain", ["planes", "affine+planes"])
-def test_planes_have_no_rule(domain: str, tmp_path: Path) -> None:
+def test_linear_bounds_have_no_rule_for_routers(domain: str, tmp_path: Path) -> None:
     graph, x = two_experts(1.0)
     assert confirmed(graph, (EXACT, EXACT), x, 0.0, domain, tmp_path) == "document/domain"
 
 
-def test_a_simulated_run_chooses_by_its_own_logits() -> None:
+def test_simulated_run_routes_by_its_own_logits() -> None:
     graph, x = two_experts(1.0)
     simulator, _ = problem_of(graph, (EXACT, EXACT)).simulators()
     simulator.run(torch.from_numpy(x), {})
@@ -308,8 +318,8 @@ def test_a_simulated_run_chooses_by_its_own_logits() -> None:
             simulator.run(torch.tensor([[0.0, other]], dtype=torch.float64), {})
 
 
-def test_the_search_climbs_to_the_other_expert() -> None:
-    """The logits are x₁ apart, and x₁ is 1 at the centre of the region."""
+def test_attack_reaches_the_other_expert() -> None:
+    """The logits differ by x₁, which is 1 at the centre of the region."""
     graph, x = two_experts(1.0)
     problem = problem_of(graph, (EXACT, EXACT))
     assert searched(problem, x, 0.0) is None
@@ -322,9 +332,8 @@ def test_the_search_climbs_to_the_other_expert() -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_the_search_names_the_kernel(turned: bool) -> None:
-    """A factor of 1 ± 2^-8 of either logit in bfloat16 turns 1 + 2^-9 and 1 round; in float32 no
-    rounding does."""
+def test_attack_names_the_kernel(turned: bool) -> None:
+    """Factors of 1 ± 2^-8 in bfloat16 reverse logits 1 + 2^-9 and 1; float32 rounding does not."""
     gate = np.array([[1.0, 2.0**-9], [1.0, 0.0]], dtype=np.float32)
     graph, x = router(gate, [[0]], 2), np.array([[1.0, 1.0]])
     coarse = N("bfloat16")
@@ -335,7 +344,7 @@ def test_the_search_names_the_kernel(turned: bool) -> None:
     assert 0 < found.above < 2.0**-6
 
 
-def test_the_search_takes_every_router() -> None:
+def test_attack_covers_every_router() -> None:
     """The first router chooses by x₁ > 0, the second by x₁ > x₀ / 2, around the point (1, 1)."""
     graph, _ = two_experts(1.0)
     first = next(node["name"] for node in graph.nodes if node["op"] == "route")

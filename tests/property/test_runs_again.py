@@ -1,5 +1,8 @@
-"""A recorded run is the run: simulated again it attains the same, bit for bit; and true orders of
-float32 and bfloat16 sums stay below what the symbols attain and below every bound."""
+"""Recorded runs are reproduced bit for bit when simulated again.
+
+True orders of float32 and bfloat16 sums stay below the drift that symbols attain and below every
+bound.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ def problem_of(model: Model, block: str, infer: str) -> tuple[BlockProblem, torc
 
 
 def again(run: RunPair, simulators: tuple[Simulator, Simulator]) -> RunPair:
-    """Return a run that went through JSON."""
+    """Return a run after a JSON round trip."""
     record = json.loads(json.dumps(record_run(run)))
     return run_of(record, dict(zip(("train", "infer"), simulators, strict=True)))
 
@@ -93,9 +96,7 @@ def again(run: RunPair, simulators: tuple[Simulator, Simulator]) -> RunPair:
 @pytest.mark.full
 @pytest.mark.parametrize("infer", KERNELS)
 @pytest.mark.parametrize(("block", "radius"), [("attn_0", 0.0), ("mlp_0", 1e-3)])
-def test_a_recorded_run_attains_the_same(
-    model: Model, block: str, infer: str, radius: float
-) -> None:
+def test_recorded_run_is_reproduced(model: Model, block: str, infer: str, radius: float) -> None:
     problem, centre = problem_of(model, block, infer)
     simulators = problem.simulators()
     spread = torch.full((1, 1), radius, dtype=torch.float64)
@@ -118,7 +119,7 @@ def test_a_recorded_run_attains_the_same(
 
 
 @pytest.mark.full
-def test_the_same_search_finds_the_same_run(model: Model) -> None:
+def test_attack_is_reproducible(model: Model) -> None:
     problem, centre = problem_of(model, "attn_0", "bfloat16 any")
     spread = torch.full((1, 1), 1e-3, dtype=torch.float64)
     one, two = (
@@ -134,7 +135,7 @@ def test_the_same_search_finds_the_same_run(model: Model) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("infer", ["float32 fused", "bfloat16 any", "bfloat16 sums"])
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0"])
-def test_true_orders_stay_below_the_attack_and_the_bounds(
+def test_real_summation_orders_stay_below_attack_and_bounds(
     model: Model, block: str, infer: str
 ) -> None:
     problem, centre = problem_of(model, block, infer)
@@ -161,8 +162,8 @@ def test_true_orders_stay_below_the_attack_and_the_bounds(
 
 
 @pytest.mark.parametrize("infer", ["float32 fused", "bfloat16 any"])
-def test_the_sum_symbols_of_an_order_lie_inside(model: Model, infer: str) -> None:
-    """Node by node: what an order is off from the exact sum is a symbol in [-1, 1]."""
+def test_sum_symbols_of_an_order_are_admitted(model: Model, infer: str) -> None:
+    """At each node, the error of an order is a symbol in [-1, 1]."""
     problem, centre = problem_of(model, "attn_0", infer)
     _, simulator = problem.simulators()
     ones = {
@@ -180,7 +181,7 @@ def test_the_sum_symbols_of_an_order_lie_inside(model: Model, infer: str) -> Non
             assert bool((off <= allowed * (1 + 1e-9)).all())
 
 
-def test_a_value_beyond_its_format_is_no_run(model: Model) -> None:
+def test_value_beyond_its_format_is_not_a_run(model: Model) -> None:
     numerics = resolve({"preset": "torch-eager", "compute": "float16"})
     factory = ProblemFactory(model, numerics, numerics, torch.device("cpu"))
     problem = factory.problem("mlp_0", TOKENS)
@@ -191,7 +192,7 @@ def test_a_value_beyond_its_format_is_no_run(model: Model) -> None:
     assert attack_of(RunPair(x, {}), train, infer, "inf") is None
 
 
-def test_what_is_no_admitted_run_is_refused(model: Model) -> None:
+def test_inadmissible_run_is_refused(model: Model) -> None:
     problem, centre = problem_of(model, "attn_0", "bfloat16 any")
     simulators = dict(zip(("train", "infer"), problem.simulators(), strict=True))
     good = record_run(RunPair(centre, {}))

@@ -1,4 +1,4 @@
-"""Every decoded character of a scalar is found in the source, whatever the style."""
+"""Every decoded character of a scalar is found in the source, in every style."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def check(text: str, must_map: bool = True) -> list[Scalar]:
     explicit=st.booleans(),
     deep=st.integers(0, 2),
 )
-def test_block_scalars(
+def test_block_scalars_map_character_by_character(
     lines: list[str], style: str, chomp: str, end: str, explicit: bool, deep: int
 ) -> None:
     first = next((line for line in lines if line.strip()), "")
@@ -100,7 +100,7 @@ def test_block_scalars(
 @pytest.mark.full
 @settings(max_examples=300)
 @given(parts=st.lists(LINE, min_size=1, max_size=4), end=BREAK, gaps=st.integers(1, 3))
-def test_single_quoted_scalars_over_several_lines(parts: list[str], end: str, gaps: int) -> None:
+def test_multi_line_single_quoted_scalars_are_mapped(parts: list[str], end: str, gaps: int) -> None:
     text = (end * gaps + "    ").join(single(part)[1:-1] for part in parts)
     (_, value) = check(f"k: '{text}'{end}")
     assert value.style == "'"
@@ -109,7 +109,7 @@ def test_single_quoted_scalars_over_several_lines(parts: list[str], end: str, ga
 @pytest.mark.full
 @settings(max_examples=300)
 @given(text=WORDS, escaped=st.lists(st.booleans(), min_size=12, max_size=12))
-def test_double_quoted_scalars(text: str, escaped: list[bool]) -> None:
+def test_double_quoted_scalars_are_mapped(text: str, escaped: list[bool]) -> None:
     (_, value) = check(f"k: {double(text, escaped)}\n")
     assert value.text == text
 
@@ -120,7 +120,7 @@ def test_double_quoted_scalars(text: str, escaped: list[bool]) -> None:
     words=st.lists(st.text("abkl(é𝒳_)<=", min_size=1, max_size=6), min_size=1, max_size=6),
     breaks=st.lists(st.sampled_from([" ", "  ", "\n  ", "\n\n   ", "\r\n "]), min_size=5),
 )
-def test_plain_scalars(words: list[str], breaks: list[str]) -> None:
+def test_plain_scalars_are_mapped(words: list[str], breaks: list[str]) -> None:
     text = "x" + words[0]
     for gap, word in zip(breaks, words[1:], strict=False):
         text += gap + word
@@ -139,14 +139,14 @@ VALUES = st.recursive(
 @settings(max_examples=300)
 @given(value=VALUES, width=st.sampled_from([20, 80]), flow=st.booleans())
 @example(value={"_(": "A", ")": ""}, width=20, flow=True)
-def test_what_pyyaml_writes(value: object, width: int, flow: bool) -> None:
+def test_documents_written_by_pyyaml_are_mapped(value: object, width: int, flow: bool) -> None:
     text = yaml.safe_dump(
         {"k": value}, allow_unicode=True, width=width, default_flow_style=flow, sort_keys=False
     )
     source, sink = SourceFile("dumped.yaml", text), Sink()
     root = parse_yaml(source, sink)
     codes = {d.code.id for d in sink}
-    if root is None:  # perhaps with a note of a scalar before that
+    if root is None:  # possibly with a note about a scalar before that
         assert codes - {"KC015"} == {"KC001"}
         return
     for scalar in scalars(root):

@@ -1,4 +1,4 @@
-"""Weights whose scales are multiplied with sums of products of codes, as in Marlin's kernels."""
+"""Weights whose scales multiply sums of products of codes, as in Marlin's kernels."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def linear(rng: np.random.Generator, size: float, biased: bool) -> Any:
 
 
 def codes(w: Floats, format: str, layout: str) -> tuple[Floats, Floats]:
-    """Return codes, less their zero points, and their scales: by definition, in float32."""
+    """Return codes minus zero points, and their scales: by definition, in float32."""
     columns = int(w.shape[1])
     widths: dict[str, int] = {"per_channel": columns, "group_32": 32, "group_64": 64, "mx": 32}
     width = widths.get(layout, columns)
@@ -113,7 +113,7 @@ def run(
     x: Floats, code: Floats, scale: Floats, bias: Floats | None, compute: str, applied: str,
     rng: np.random.Generator,
 ) -> Floats:  # fmt: skip
-    """Return a run in float32: every group summed in some order, then times its scale."""
+    """Return a run in float32: every group summed in some order, then multiplied by its scale."""
     half = HALVES.get(compute, np.float32)
     x = x.astype(half).astype(np.float32)
     out = np.zeros((x.shape[0], code.shape[0]), np.float32)
@@ -168,7 +168,7 @@ def boxes(graph: Any, given: Any, centre: Floats, radius: float, path: Path) -> 
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("compute", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("stored", CASES, ids=" ".join)
-def test_runs_lie_in_every_box(
+def test_runs_with_late_scales_are_within_every_box(
     tmp_path: Path, stored: tuple[str, str, str], compute: str, casts: str, biased: bool,
     size: float,
 ) -> None:  # fmt: skip
@@ -202,8 +202,8 @@ def test_runs_lie_in_every_box(
             assert (moved <= found[1] + slack).all()
 
 
-def test_a_stored_sum_needs_more_room_than_a_dequantised_weight(tmp_path: Path) -> None:
-    """In bfloat16 runs with stored sums leave the bound of the same kernel without them."""
+def test_stored_sums_exceed_the_bound_of_dequantised_weights(tmp_path: Path) -> None:
+    """bfloat16 runs with stored sums exceed the bound of the same kernel without them."""
     rng = np.random.default_rng(1)
     graph = linear(rng, 1.0, True)
     centre = np.rint(rng.standard_normal((ROWS, WIDTH)) * 2**12) / 2**12
@@ -222,8 +222,8 @@ def test_a_stored_sum_needs_more_room_than_a_dequantised_weight(tmp_path: Path) 
     assert inside == [True, False]
 
 
-def test_sums_of_codes_that_may_overflow_have_no_bound(tmp_path: Path) -> None:
-    """Scales below one make codes larger than weights: float16 may not hold their sum."""
+def test_possibly_overflowing_sums_of_codes_have_no_bound(tmp_path: Path) -> None:
+    """Scales below one make codes larger than weights: their sum may overflow float16."""
     rng = np.random.default_rng(2)
     graph = linear(rng, 1.0, False)
     centre = np.full((ROWS, WIDTH), 16.0)
@@ -285,7 +285,7 @@ def test_sums_of_codes_that_may_overflow_have_no_bound(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_has_no_rule_is_refused(given: Any, message: str) -> None:
+def test_kernels_without_a_rule_are_refused(given: Any, message: str) -> None:
     with pytest.raises(Refusal, match=message):
         resolve({"preset": "torch-eager", **given})
     try:
@@ -301,7 +301,7 @@ def test_what_has_no_rule_is_refused(given: Any, message: str) -> None:
         parse_kernel(written, "kernel")
 
 
-def test_the_record_says_it() -> None:
+def test_numerics_record_states_late_scales() -> None:
     spec: Numerics = resolve(
         {
             "preset": "fp8-weights",
@@ -322,9 +322,7 @@ def test_the_record_says_it() -> None:
         ({"format": "fp4_e2m1", "scale": "mx"}, {"format": "fp8_e4m3", "scale": "per_token"}, 4),
     ],
 )
-def test_a_scale_that_is_a_product_is_rounded_itself(
-    weights: Any, activations: Any, expected: int
-) -> None:
+def test_product_scale_is_rounded_separately(weights: Any, activations: Any, expected: int) -> None:
     """float32(m·s), times the code, the input's code and its scale: five roundings."""
     spec = resolve({"preset": "torch-eager", "weights": weights, "activations": activations})
     assert term_roundings(Rounding(spec)) == expected

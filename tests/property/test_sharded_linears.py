@@ -1,4 +1,4 @@
-"""Linears split along their inputs: parts stored and added in the compute format, in any order."""
+"""Linears sharded along their inputs: parts stored and added in the compute format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH, OUTPUTS = 48, 10
 
 
 def reduced(parts: list[Tensor], order: str, seed: int) -> Tensor:
-    """Return the sum of the parts, every addition rounded to their format."""
+    """Return the sum of the parts, with every addition rounded to their format."""
     places = list(np.random.default_rng(seed).permutation(len(parts)))
     left = [parts[k] for k in places]
     while len(left) > 1:
@@ -37,7 +37,7 @@ def reduced(parts: list[Tensor], order: str, seed: int) -> Tensor:
 
 
 def problem(tensors: dict[str, Tensor], rows: int, numerics: Mapping[str, object]) -> BlockProblem:
-    """Return one linear, with a bias where there is one, against float64."""
+    """Return one linear, with a bias if there is one, against float64."""
     names = tuple(n for n in ("w", "b") if n in tensors)
     nodes = (
         *(Node(n, "param", (), tuple(tensors[n].shape), {"key": n}) for n in names),
@@ -55,14 +55,16 @@ def problem(tensors: dict[str, Tensor], rows: int, numerics: Mapping[str, object
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shards", [2, 4, 8])
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
-def test_sums_of_parts_lie_in_the_boxes(compute: str, shards: int, bias: bool, casts: str) -> None:
+def test_sums_of_parts_are_within_the_boxes(
+    compute: str, shards: int, bias: bool, casts: str
+) -> None:
     form = getattr(torch, compute)
     generator = torch.Generator().manual_seed(shards)
     left = False
     for kind in range(2):
         w = torch.randn(OUTPUTS, WIDTH, generator=generator)
         x = torch.randn(5, WIDTH, generator=generator)
-        if kind:  # large parts that cancel lose most
+        if kind:  # large parts that cancel have the largest error
             w[:, WIDTH // 2 :] = -w[:, : WIDTH // 2]
             x[:, WIDTH // 2 :] = x[:, : WIDTH // 2] * (1 + 2.0**-6)
         tensors = {"w": w, **({"b": torch.randn(OUTPUTS, generator=generator)} if bias else {})}
@@ -88,7 +90,7 @@ def test_sums_of_parts_lie_in_the_boxes(compute: str, shards: int, bias: bool, c
             for box in boxes:
                 assert bool((box.lo <= drift).all() & (drift <= box.hi).all())
             left = left or bool(((drift < narrow.lo) | (drift > narrow.hi)).any())
-    # where casts are free, the rounding of the input alone is as much
+    # with free casts, the rounding of the input alone is as large
     assert left or casts == "any", "no run leaves the bound of one device"
 
 
@@ -102,7 +104,7 @@ def test_parts_may_overflow_though_their_sum_does_not() -> None:
         problem({"w": w}, 2, {**numerics, "shards": 2}).bound(x.double(), POINT)
 
 
-def test_shards_are_a_number() -> None:
+def test_shards_must_be_a_number() -> None:
     for wrong in (0, 1025, 1.5, "two"):
         with pytest.raises(Refusal, match="shards"):
             resolve({"preset": "torch-eager", "shards": wrong})

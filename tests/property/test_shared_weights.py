@@ -1,8 +1,7 @@
-"""Weights that both kernels store alike are off alike in both (docs/proofs/weights-region.md,
-section 2).
+"""Errors of equally stored weights cancel (docs/proofs/weights-region.md, section 2).
 
-Where all is exact but one rounding, the largest drift over all weights of a region is known in
-closed form; elsewhere weights are searched for that take two kernels as far apart as they can.
+With all but one rounding exact, the largest drift over all weights of a ball is known in closed
+form; elsewhere weights are searched that maximise the drift of two kernels.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def forms(
 def walks(
     graph: Any, records: tuple[Any, Any], centre: Floats | None, rho: Fraction, folder: Path
 ) -> Pair:
-    """Return those of the checker."""
+    """Return the checker's forms for the same weights."""
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     ids = [1, 2] if centre is None else None
@@ -89,7 +88,7 @@ def exact(casts: str = "any", **results: str) -> Any:
 
 
 def chain(*weights: float, bias: float | None = None) -> Any:
-    """Return linears of one number each, one after the other."""
+    """Return linears of one number each, in sequence."""
     g = proofs.Graph((1, 1))
     x = g.add("input", [], (1, 1))
     for k, weight in enumerate(weights):
@@ -103,14 +102,14 @@ def chain(*weights: float, bias: float | None = None) -> Any:
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("weights", [(1.5,), (1.5, -1.25), (1.5, -1.25, 0.75)])
 @pytest.mark.parametrize("bias", [None, 0.5])
-def test_a_rounded_input_is_multiplied_with_the_same_weights(
+def test_rounded_input_is_multiplied_by_the_same_weights(
     tmp_path: Path,
     program: Program,
     bias: float | None,
     weights: tuple[float, ...],
     turned: bool,
 ) -> None:
-    """w'·x(1 + a) - w'·x: what the weights alone do is the same on both sides."""
+    """w'·x(1 + a) - w'·x: the effect of the weights alone is equal on both sides."""
     graph, x = chain(*weights, bias=bias), 0.75
     records = (exact(), exact(input="bfloat16"))
     if turned:
@@ -127,10 +126,10 @@ def test_a_rounded_input_is_multiplied_with_the_same_weights(
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("turned", [False, True])
-def test_weights_meet_inputs_that_are_known_to_differ(
+def test_weights_multiply_inputs_with_a_known_difference(
     tmp_path: Path, program: Program, turned: bool
 ) -> None:
-    """w'·x of one kernel and w' times x to the nearest bfloat16 of the other one."""
+    """w'·x in one kernel and w' times x rounded to bfloat16 in the other."""
     graph, away = chain(1.5), 2.0**-10
     records = (exact("nearest"), exact("nearest", input="bfloat16"))
     if turned:
@@ -145,7 +144,7 @@ def test_weights_meet_inputs_that_are_known_to_differ(
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("shape", [(1, 1), (1,)])
-def test_a_parameter_that_is_added_is_the_same_in_both(
+def test_added_parameter_is_the_same_in_both_kernels(
     tmp_path: Path, program: Program, shape: tuple[int, ...]
 ) -> None:
     graph, x = chain(1.5), 0.75
@@ -159,8 +158,8 @@ def test_a_parameter_that_is_added_is_the_same_in_both(
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_rows_of_a_table_are_the_same_in_both(tmp_path: Path, program: Program) -> None:
-    """w'·v' of one kernel, and w'·v'(1 + a) of the other one."""
+def test_rows_of_a_table_are_the_same_in_both_kernels(tmp_path: Path, program: Program) -> None:
+    """w'·v' in one kernel, and w'·v'(1 + a) in the other."""
     graph = proofs.Graph(None)
     table = graph.param("table", np.array([[0.5], [-0.75], [3.0]]))
     rows = graph.add("embedding", [table], (2, 1), ids=[1, 2])
@@ -175,9 +174,7 @@ def test_rows_of_a_table_are_the_same_in_both(tmp_path: Path, program: Program) 
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_two_kernels_that_are_exact_agree_on_other_weights(
-    tmp_path: Path, program: Program
-) -> None:
+def test_exact_kernels_agree_on_other_weights(tmp_path: Path, program: Program) -> None:
     graph = chain(1.5, bias=0.25)
     lo, hi = program(graph, (exact(), exact()), np.array([[0.75]]), RHO, tmp_path)
     assert max(hi.max(), -lo.min()) <= 2.0**-45
@@ -185,7 +182,7 @@ def test_two_kernels_that_are_exact_agree_on_other_weights(
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("rho", [Fraction(1, 2**20), Fraction(1, 2**6)])
-def test_a_cast_before_the_bias_counts_once_in_every_reading(
+def test_cast_before_the_bias_counts_once_per_reading(
     tmp_path: Path, program: Program, rho: Fraction
 ) -> None:
     """One kernel rounds x, the product and the result up, the other one down."""
@@ -194,7 +191,7 @@ def test_a_cast_before_the_bias_counts_once_in_every_reading(
     graph.add("concat", [y, y], (1, 2), dim=1)
     record = proofs.numerics("bfloat16")
     lo, hi = program(graph, (record, record), np.array([[x]]), rho, tmp_path)
-    if rho > 2.0**-8:  # else they are rounded to what they were
+    if rho > 2.0**-8:  # otherwise they are rounded to the former number
         w, b = w * (1 + float(rho)), b * (1 + float(rho))
     least, most = ((w * x * (1 + u) ** 2 + b) * (1 + u) for u in (-(2.0**-8), 2.0**-8))
     largest = most - least
@@ -205,8 +202,10 @@ def test_a_cast_before_the_bias_counts_once_in_every_reading(
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_known_step_hides_the_weights(tmp_path: Path, program: Program, turned: bool) -> None:
-    """One kernel stores 1.125 whatever the weights are, the other one w'·0.75."""
+def test_constant_quantised_result_hides_the_weights(
+    tmp_path: Path, program: Program, turned: bool
+) -> None:
+    """One kernel stores 1.125 for any weights, the other one w'·0.75."""
     graph, rho = chain(1.5), Fraction(1, 2**12)
     records = (exact("nearest", linear="bfloat16"), exact("nearest"))
     if turned:
@@ -219,8 +218,10 @@ def test_a_known_step_hides_the_weights(tmp_path: Path, program: Program, turned
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_known_step_beside_an_open_one(tmp_path: Path, program: Program, turned: bool) -> None:
-    """The first result is 1.125 whatever the weights are, the second one may be many numbers."""
+def test_constant_and_variable_quantised_results(
+    tmp_path: Path, program: Program, turned: bool
+) -> None:
+    """The first result is 1.125 for any weights, the second one may be many numbers."""
     g, rho = proofs.Graph((1, 2)), Fraction(1, 2**12)
     weights = np.array([[1.5, 0.0], [1.5, -1.5 + 2.0**-6]])
     g.add("linear", [g.add("input", [], (1, 2)), g.param("w", weights)], (1, 2))
@@ -235,10 +236,10 @@ def test_a_known_step_beside_an_open_one(tmp_path: Path, program: Program, turne
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_bias_of_two_ways_beside_weights_of_one(
+def test_differently_stored_bias_beside_equal_weights(
     tmp_path: Path, program: Program, turned: bool
 ) -> None:
-    """Weights are codes in both kernels; a bias is 1.5 in bfloat16, or what it is."""
+    """Both kernels store codes of weights; one rounds the bias to 1.5 in bfloat16."""
     g, rho = proofs.Graph((1, 2)), Fraction(1, 2**12)
     inputs = [g.add("input", [], (1, 2)), g.param("w", np.zeros((1, 2)))]
     g.add("linear", [*inputs, g.param("b", np.array([1.5]))], (1, 1))
@@ -258,7 +259,7 @@ def test_a_bias_of_two_ways_beside_weights_of_one(
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_gains_and_biases_are_the_same_in_both(
+def test_gains_and_biases_are_the_same_in_both_kernels(
     tmp_path: Path, program: Program, op: str, casts: str
 ) -> None:
     rng = np.random.default_rng(3)
@@ -266,12 +267,12 @@ def test_gains_and_biases_are_the_same_in_both(
     inputs = [g.add("input", [], (2, 6)), g.param("gain", 1 + 0.1 * rng.standard_normal(6))]
     inputs += [g.param("bias", rng.standard_normal(6))] if op == "layer_norm" else []
     g.add(op, inputs, (2, 6), eps=1e-6)
-    # no number is in the middle of two of bfloat16
+    # no number is a midpoint of two bfloat16 numbers
     centre = np.rint(rng.standard_normal((2, 6)) * 2**10) / 2**10 + 2.0**-13
     records = (exact(casts), exact(casts, input="bfloat16"))
     lo, hi = program(g, records, centre, RHO, tmp_path)
     least, most = program(g, records, centre, Fraction(1, 2**40), tmp_path)
-    # at the checkpoint, but for ρ times that
+    # at the checkpoint, up to ρ times that
     near = np.maximum(most, -least) * (1 + 8 * float(RHO)) + 2.0**-40
     assert (np.maximum(hi, -lo) <= near).all()
 
@@ -290,7 +291,7 @@ def test_gains_and_biases_are_the_same_in_both(
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_what_a_norm_shares_holds_every_gain_and_bias(tmp_path: Path, op: str) -> None:
+def test_shared_part_of_a_norm_covers_every_gain_and_bias(tmp_path: Path, op: str) -> None:
     """(g' - g)·n + b' - b at the corner of the region where no two terms cancel."""
     rng, x = np.random.default_rng(8), np.array([[0.75, -1.5, 0.25], [2.0, 0.5, -0.25]])
     gain, bias = rng.standard_normal(3), rng.standard_normal(3)
@@ -314,7 +315,7 @@ def test_what_a_norm_shares_holds_every_gain_and_bias(tmp_path: Path, op: str) -
 
 
 def one_more(op: str) -> tuple[Any, Floats | None, Callable[[dict[str, Any]], Floats]]:
-    """Return a block with parameters of one kind, its input, and what it computes."""
+    """Return a block with parameters of one kind, its input, and the computed value."""
     g, x = proofs.Graph((1, 2)), np.array([[0.75, -0.5]])
     weight, bias = np.array([[1.5, -2.0]]), np.array([0.5])
     if op == "embedding":
@@ -339,10 +340,10 @@ def one_more(op: str) -> tuple[Any, Floats | None, Callable[[dict[str, Any]], Fl
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("rho", [Fraction(1, 2**12), Fraction(1, 2**7)])
 @pytest.mark.parametrize("op", ["linear", "biased", "layer_norm", "add", "embedding"])
-def test_what_is_stored_in_two_ways_moves_apart(
+def test_differently_stored_parameters_drift(
     tmp_path: Path, program: Program, op: str, rho: Fraction, turned: bool
 ) -> None:
-    """One kernel stores θ' as it is, the other one what θ' is in bfloat16: up to 2^-9 that is θ."""
+    """One kernel stores θ' unrounded, the other one in bfloat16, which is θ up to 2^-9."""
     graph, centre, value = one_more(op)
     results = dict.fromkeys(("input", "linear", "layer_norm", "add"), "float64")
     coarse = proofs.numerics("bfloat16", "nearest", accumulate="float64")
@@ -453,7 +454,7 @@ def built(block: str, seed: int) -> tuple[Any, Floats]:
 
 @pytest.mark.sample(3)
 @by_turns(block=BLOCKS, kernel_pair=ALIKE, rho=RHOS)
-def test_both_programs_say_the_same(
+def test_both_programs_agree_on_shared_weights(
     tmp_path: Path, block: str, kernel_pair: str, rho: Fraction
 ) -> None:
     graph, centre = built(block, 11)
@@ -463,7 +464,7 @@ def test_both_programs_say_the_same(
             program(graph, ALIKE[kernel_pair], centre, rho, tmp_path) for program in PROGRAMS
         )
     )
-    # the checker knows more of a product of errors
+    # the checker bounds a product of errors more tightly
     assert (mine <= theirs * (1 + (0.5 if block == "piecewise" else 2.0**-3)) + 2.0**-60).all()
     assert (theirs <= mine * (1 + 2.0**-6) + 2.0**-60).all()
 
@@ -471,10 +472,10 @@ def test_both_programs_say_the_same(
 @pytest.mark.full
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_weights_cost_no_more_than_products_of_errors(
+def test_drift_of_shared_weights_is_of_second_order(
     tmp_path: Path, program: Program, block: str
 ) -> None:
-    """Twice the distance costs four times as much, not twice."""
+    """Twice the radius costs four times as much, not twice."""
     graph, centre = built(block, 12)
     records, widths = ALIKE["float32"], []
     for rho in (Fraction(1, 2**40), Fraction(1, 2**11), Fraction(1, 2**10)):
@@ -486,7 +487,7 @@ def test_weights_cost_no_more_than_products_of_errors(
 @pytest.mark.full
 @pytest.mark.parametrize("kernel_pair", ALIKE)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_no_weights_take_two_kernels_farther_apart(
+def test_searched_weights_stay_within_the_bound(
     tmp_path: Path, block: str, kernel_pair: str
 ) -> None:
     graph, centre = built(block, 13)

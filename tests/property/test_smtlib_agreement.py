@@ -1,5 +1,4 @@
-"""Exported scripts: two solvers read them, agree with each other, with z3's own translation of
-contracts, and with the reference evaluator."""
+"""Exported scripts: two solvers, z3's own translation and the reference evaluator agree."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ _INCONSISTENT = {"KC410", "KC411", "KC412"}
 
 
 def both(script: str) -> str:
-    """Return the answer of z3 and cvc5, which must not be opposite: unknown where either is."""
+    """Return the answer of z3 and cvc5, which must not be opposite; unknown if either is."""
     found = {made.ask_z3(script), made.ask_cvc5(script)}
     assert found != {"sat", "unsat"}, script
     assert found <= {"sat", "unsat", "unknown"}, found
@@ -54,7 +53,7 @@ def both(script: str) -> str:
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("path", CONTRACTS, ids=lambda p: p.name)
-def test_accepted_contracts_are_consistent_for_both_solvers(path: Path) -> None:
+def test_valid_contracts_are_consistent_for_both_solvers(path: Path) -> None:
     program = load_program(path)
     assert both(consistency(program)) == "sat"
     for clause in program.clauses:
@@ -62,7 +61,7 @@ def test_accepted_contracts_are_consistent_for_both_solvers(path: Path) -> None:
 
 
 def agreement(seeds: range) -> None:
-    """The third side is the translation of `kcdsl_backends.smt`, which makes its own formulas."""
+    """Compare two solvers and the independent translation of `kcdsl_backends.smt`."""
     seen: Counter[str] = Counter()
     finer = 0
     for seed in seeds:
@@ -72,7 +71,7 @@ def agreement(seeds: range) -> None:
         seen[answer] += 1
         if answer == "unsat":
             assert codes & _INCONSISTENT, (seed, codes)
-        # The backend also counts on what hard clauses say of single units.
+        # The backend also uses implications of hard clauses for single units.
         finer += answer == "sat" and bool(codes & _INCONSISTENT)
     assert seen["unknown"] == 0
     assert finer <= len(seeds) / 50
@@ -80,12 +79,12 @@ def agreement(seeds: range) -> None:
 
 
 @pytest.mark.full
-def test_generated_contracts_get_one_answer_from_three_sides() -> None:
+def test_three_translations_agree_on_generated_contracts() -> None:
     agreement(range(60))
 
 
 @pytest.mark.slow
-def test_hundreds_of_generated_contracts_get_one_answer() -> None:
+def test_three_translations_agree_on_hundreds_of_contracts() -> None:
     agreement(range(60, 660))
 
 
@@ -100,8 +99,8 @@ def alike(random: Any, program: ir.Program) -> ir.Clause:
 
 
 @pytest.mark.full
-def test_no_small_world_speaks_against_a_script() -> None:
-    """Every world with one to three requests, and some with forty, decides on both questions."""
+def test_small_worlds_do_not_contradict_a_script() -> None:
+    """Worlds with one to three requests, and some with forty, decide both questions."""
     seen: Counter[str] = Counter()
     for seed in range(90):
         statements = small.Statements(seed)
@@ -130,7 +129,7 @@ def test_no_small_world_speaks_against_a_script() -> None:
 
 
 @pytest.mark.full
-def test_products_and_quotients_of_measured_terms() -> None:
+def test_solvers_agree_on_products_and_quotients() -> None:
     seen: Counter[str] = Counter()
     for seed in range(100):
         contracts = made.Contracts(seed)
@@ -141,7 +140,7 @@ def test_products_and_quotients_of_measured_terms() -> None:
 
 
 @pytest.mark.full
-def test_a_clause_follows_where_its_negation_contradicts_the_others() -> None:
+def test_implication_equals_contradiction_of_the_negation() -> None:
     seen: Counter[str] = Counter()
     for seed in range(150):
         first, *others = made.Contracts(seed).program(2).clauses
@@ -167,8 +166,8 @@ def test_a_clause_follows_where_its_negation_contradicts_the_others() -> None:
 
 
 @pytest.mark.full
-def test_inclusions_that_facts_rest_on_hold_for_solvers() -> None:
-    """Slices are compared by looking at cases; the solvers look at their definitions."""
+def test_solvers_confirm_inclusions_of_slices() -> None:
+    """The product compares slices by cases; the solvers use their definitions."""
     random = made.Contracts(5)
     seen: Counter[bool | None] = Counter()
     for _ in range(80):
@@ -219,9 +218,12 @@ def world_of_tokens(seed: int) -> World:
 
 
 @pytest.mark.full
-def test_truth_in_a_world_is_what_solvers_make_of_its_values() -> None:
-    """With every measured term set to its value, the script is satisfiable where the clause is
-    true, and its negation where it is not; the facts about measured terms hold in the world."""
+def test_solvers_agree_with_the_truth_in_a_world() -> None:
+    """With measured terms fixed, the script is satisfiable exactly where the clause is true.
+
+    Its negation is satisfiable where it is false; the axioms about measured terms hold in the
+    world.
+    """
     seen: Counter[Truth] = Counter()
     for seed in range(150):
         contracts, world = made.Contracts(seed), world_of_tokens(seed)
@@ -252,9 +254,11 @@ def test_truth_in_a_world_is_what_solvers_make_of_its_values() -> None:
 
 
 @pytest.mark.full
-def test_truth_in_a_world_is_what_the_translation_for_z3_makes_of_its_values() -> None:
-    """Statements about measured terms are decided by them; of a true statement about inputs, the
-    instance that the translation makes is possible."""
+def test_z3_translation_agrees_with_the_truth_in_a_world() -> None:
+    """Statements about measured terms are decided by their values.
+
+    For a true statement about inputs, the instance in the translation is satisfiable.
+    """
     exact = decided = 0
     seen: Counter[tuple[bool, bool]] = Counter()
     for seed in range(200):
@@ -303,7 +307,7 @@ def test_truth_in_a_world_is_what_the_translation_for_z3_makes_of_its_values() -
 
 
 @pytest.mark.full
-def test_budgets_count_the_units_that_solvers_call_beyond() -> None:
+def test_budgets_count_the_units_that_solvers_find_violated() -> None:
     seen: Counter[bool] = Counter()
     for seed in range(60):
         contracts, world = made.Contracts(seed), world_of_tokens(seed)

@@ -21,8 +21,8 @@ columns = st.lists(st.tuples(numbers, widths, numbers, widths), min_size=1, max_
 corners = st.lists(st.sampled_from((-1.0, 0.0, 1.0)), min_size=10, max_size=10)
 
 
-# A drift may be as small as 1e-324 beside a score of 1: fewer digits than this lose it, and the
-# reference would call a row unmoved that moves.
+# A drift may be as small as 1e-324 beside a score of 1: with fewer digits than this the
+# reference would lose it.
 DIGITS = 400
 
 
@@ -40,7 +40,7 @@ def softmax_of(scores: list[mpmath.mpf]) -> list[mpmath.mpf]:
 @example([(0.0, 0.0, 0.0, 0.0), (-740.0, 0.0, 3.0, 0.0)], [0.0] * 10)
 @example([(0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 6.318943408260767e-178, 0.0)], [0.0] * 10)
 @example([(1.0, 0.0, 5e-324, 0.0), (-700.0, 0.0, 0.0, 0.0)], [0.0] * 10)
-def test_no_softmax_leaves_its_boxes(
+def test_exact_softmax_is_within_its_boxes(
     rows: list[tuple[float, float, float, float]], at: list[float]
 ) -> None:
     middle, half, drift, spread = (np.array([v]) for v in zip(*rows, strict=True))

@@ -1,4 +1,4 @@
-"""Every character of a scalar is found where it was written, whatever the style and the layout."""
+"""Every character of a scalar is found at its source position, in every style and layout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TAME = (" ", " ", " ", "  ", "\n", "\n\n", "\n\n\n", "")
 
 
 def some_text(random: Random, style: str) -> str:
-    """Return a text by chance; mostly one that the style can hold."""
+    """Return a random text; mostly one that the style can represent."""
     tame = style in {"plain", "'"} and random.random() < 0.8
     if tame:
         words = [random.choice(WORDS[:12]) for _ in range(random.randint(1, 9))]
@@ -54,7 +54,7 @@ def scalars(node: Node) -> list[Scalar]:
 
 
 def examine(made: Document, text: str) -> None:
-    """Assert that the scalar is read as the text, and each character is where it was written."""
+    """Assert that the scalar is decoded as the text, and each character is where it was written."""
     source, sink = SourceFile("made.yaml", made.source), Sink()
     root = parse_yaml(source, sink)
     assert root is not None, [d.message for d in sink]
@@ -74,7 +74,7 @@ def examine(made: Document, text: str) -> None:
 
 
 def in_utf16(made: Document) -> None:
-    """Assert that editors are told the same places, in their units."""
+    """Assert that editors get the same positions, in their encoding."""
     lines = Lines(made.source)
     for offset in {made.start, made.end, *(a for each in made.places for a, _ in each)}:
         place = lines.place(offset, Encoding.Utf16)
@@ -85,7 +85,7 @@ def in_utf16(made: Document) -> None:
 
 
 def run(style: str, count: int, seed: int, *, tabs: bool = True) -> Counter[str]:
-    """Examine a number of documents; return how many of each kind there were."""
+    """Examine a number of documents; return their number by kind."""
     kinds: Counter[str] = Counter()
     random = Random(f"{style} {seed}")
     while kinds["documents"] < count:
@@ -110,21 +110,21 @@ def run(style: str, count: int, seed: int, *, tabs: bool = True) -> Counter[str]
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("style", STYLES)
-def test_each_character_is_where_it_was_written(style: str) -> None:
+def test_characters_are_mapped_to_their_source_position(style: str) -> None:
     kinds = run(style, FAST, 0)
     assert min(kinds["several lines"], kinds["line ends with a return"], kinds["astral"]) > 50
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
-def test_each_character_of_thousands_of_documents(style: str) -> None:
+def test_characters_of_thousands_of_documents_are_mapped(style: str) -> None:
     assert run(style, MANY, 1)["documents"] == MANY
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_parser_in_python_gives_the_same_places(
+def test_pure_python_parser_gives_equal_positions(
     style: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It reads fewer documents: tabs are not white space to it everywhere.
+    # It reads fewer documents: it does not accept tabs as white space everywhere.
     monkeypatch.setattr(yaml_nodes, "_LOADER", yaml.SafeLoader)
     run(style, 60, 2, tabs=False)

@@ -1,5 +1,7 @@
-"""A mistake planted in an expression is reported at exactly its characters, in every style, and
-its fix, written over exactly them, mends it."""
+"""A planted error in an expression is reported at its exact characters, in every style.
+
+Its fix, applied to exactly these characters, repairs it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ UNMENDED = ("«y»)", "and«»", "<=«»", "«max(tv)»", "«'build)»")
 
 
 def laid_out(random: Random, marked: str, style: str) -> tuple[str, int, int]:
-    """Return an expression with other white space, and the range of what was marked."""
+    """Return an expression with other white space, and the range of the marked part."""
     spaces = [" ", " ", " ", "  "]
     spaces += ["\n", "\n\n"] if style in {"plain", "'"} else ["\n", "\n  ", "\t", "\n\n"]
     text = "".join(random.choice(spaces) if char == " " else char for char in marked)
@@ -71,7 +73,7 @@ def laid_out(random: Random, marked: str, style: str) -> tuple[str, int, int]:
 
 
 def contract(random: Random, field: str, text: str, style: str) -> tuple[str, int, Written] | None:
-    """Return a contract that holds an expression, where that begins, and how it is written."""
+    """Return a contract with an expression, its offset, and its written form."""
     eol = random.choice(["\n", "\r\n"])
     deep = 2 if field == "where" else random.choice([1, 2, 4])
     flow = style not in {"|", ">"} and random.random() < 0.3
@@ -93,7 +95,7 @@ def contract(random: Random, field: str, text: str, style: str) -> tuple[str, in
 
 
 def serious(text: str) -> list[Diagnostic]:
-    """Return what is reported, but for the note that an expression needs quotation marks."""
+    """Return the findings, except for the note that an expression needs quotation marks."""
     sink = Sink()
     analyse(SourceFile("c.kc.yaml", text), sink)
     return [d for d in sink if d.severity is not Severity.NOTE]
@@ -106,7 +108,7 @@ def mended(text: str, fix: Fix) -> str:
 
 
 def examine(random: Random, style: str) -> bool:
-    """Plant one mistake; False where the style cannot hold its expression."""
+    """Plant one error; False where the style cannot represent its expression."""
     field, code, marked = random.choice(MISTAKES)
     text, start, end = laid_out(random, marked, style)
     made = contract(random, field, text, style)
@@ -123,8 +125,8 @@ def examine(random: Random, style: str) -> bool:
     assert found[0].span is not None
     assert (found[0].span.start, found[0].span.end) == (first, last), (whole, shown)
     fix = found[0].fix
-    broken = "\n" in whole[first:last]  # by a line break that a backslash takes away
-    # A plain text may have the colon of a quantifier only where all of that is on one line.
+    broken = "\n" in whole[first:last]  # by a line break that a backslash escapes
+    # A plain scalar may contain the colon of a quantifier only if all of that is on one line.
     broken |= style == "plain" and "«no_flip»" in marked and "\n" in written.source
     assert (fix is not None) == (not marked.endswith(UNMENDED)) or broken, (whole, shown)
     if fix is not None:
@@ -142,18 +144,18 @@ def run(style: str, count: int, seed: int) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("style", STYLES)
-def test_a_mistake_is_reported_at_its_characters(style: str) -> None:
+def test_errors_are_reported_at_their_characters(style: str) -> None:
     run(style, FAST, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
-def test_thousands_of_mistakes(style: str) -> None:
+def test_thousands_of_errors_are_reported_at_their_characters(style: str) -> None:
     run(style, MANY, 1)
 
 
 @pytest.mark.parametrize(("field", "code", "marked"), CUT)
-def test_what_yaml_would_cut(field: str, code: str, marked: str) -> None:
+def test_errors_in_unquoted_flow_expressions(field: str, code: str, marked: str) -> None:
     """Without quotation marks in braces, where kcdsl reads the commas and brackets of a call."""
     text = marked.replace("«", "").replace("»", "")
     lead = BASE if field == "where" else BASE + "clauses:\n"

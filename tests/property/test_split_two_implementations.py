@@ -1,4 +1,4 @@
-"""Boxes of ReLU blocks that are split: layers in both programs, trees, and runs of kernels."""
+"""Split boxes of ReLU blocks: layers in both programs, trees, and runs of kernels."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def drawn(rule: str, pair: str) -> tuple[Any, Floats]:
 
 @pytest.mark.sample(9)
 @by_turns(rule=CHAINS, pair=PAIRS, radius=[0.0, 0.5])
-def test_layers_agree(tmp_path: Path, rule: str, pair: str, radius: float) -> None:
+def test_layers_of_both_programs_agree(tmp_path: Path, rule: str, pair: str, radius: float) -> None:
     graph, centre = drawn(rule, pair)
     mine = prover(graph, PAIRS[pair], centre, radius)
     document, path = stated(tmp_path, graph, PAIRS[pair], centre, radius, 1.0, [LEAF] * len(centre))
@@ -73,7 +73,7 @@ def test_layers_agree(tmp_path: Path, rule: str, pair: str, radius: float) -> No
 
 
 def follows(scene: Any, rows: int, claim: float) -> bool:
-    """Return whether a claim follows from trees that cut nothing."""
+    """Return whether a claim is derivable by trees without cuts."""
     try:
         with np.errstate(all="ignore"):
             derive_splits(scene, [LEAF] * rows, claim)
@@ -85,7 +85,7 @@ def follows(scene: Any, rows: int, claim: float) -> bool:
 
 
 def least(scene: Any, rows: int, most: float) -> float:
-    """Return about the least claim that follows, from one that may do so."""
+    """Return approximately the smallest derivable claim, from a derivable one."""
     low = 0.0
     while not follows(scene, rows, most):
         low, most = most, 2 * most
@@ -97,8 +97,10 @@ def least(scene: Any, rows: int, most: float) -> float:
 
 @pytest.mark.sample(6)
 @by_turns(rule=RUN, pair=PAIRS, radius=[2.0**-10, 0.25])
-def test_no_run_leaves_what_is_derived(tmp_path: Path, rule: str, pair: str, radius: float) -> None:
-    """Claims that are as small as the checker derives them, against runs of both kernels."""
+def test_runs_are_within_the_derived_claims(
+    tmp_path: Path, rule: str, pair: str, radius: float
+) -> None:
+    """Claims as small as the checker derives them, compared with runs of both kernels."""
     graph, centre = drawn(rule, pair)
     document, path = stated(tmp_path, graph, PAIRS[pair], centre, radius, 1.0, [LEAF] * len(centre))
     drift = float.fromhex(document["cases"][0]["witness"][-1]["drift"])
@@ -111,8 +113,8 @@ def test_no_run_leaves_what_is_derived(tmp_path: Path, rule: str, pair: str, rad
 
 @pytest.mark.full
 @pytest.mark.parametrize("pair", PAIRS)
-def test_a_search_is_derived_again(tmp_path: Path, pair: str) -> None:
-    """Trees of the prover, of a limit that needs cuts; less than runs attain is proved by none."""
+def test_trees_of_a_search_are_rechecked(tmp_path: Path, pair: str) -> None:
+    """Trees of the prover for a limit that needs cuts; no limit below attained drifts is proved."""
     graph, centre = drawn("relu twice", pair)
     network = prover(graph, PAIRS[pair], centre, 0.25)
     asked = problem(graph, PAIRS[pair])

@@ -1,5 +1,7 @@
-"""Squares with weights on an ellipsoid (Rule 3.9), and ellipsoids around one direction, in both
-programs: no member has more, and where the bound is exact nothing is lost."""
+"""Weighted squares on an ellipsoid (Rule 3.9), ellipsoids around one direction; both programs.
+
+No member exceeds the bound, and exact cases are attained.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def roots(shape: Floats, weights: Floats, length: float = np.inf) -> tuple[Float
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_member_has_larger_squares(seed: int) -> None:
+def test_members_are_within_the_bound_of_squares(seed: int) -> None:
     shape, weights = drawn(seed)
     found, again = roots(shape, weights)
     np.testing.assert_allclose(found, again, rtol=1e-4)
@@ -46,7 +48,7 @@ def test_no_member_has_larger_squares(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_norms_that_are_known_count(seed: int) -> None:
+def test_known_norms_tighten_the_bound_of_squares(seed: int) -> None:
     shape, _ = drawn(seed)
     most = float(np.linalg.eigvalsh(shape)[-1]) ** 0.5
     for share in (0.25, 1.0, 4.0):
@@ -54,7 +56,7 @@ def test_norms_that_are_known_count(seed: int) -> None:
             assert found[0] == pytest.approx(1.5 * min(share, 1.0) * most, rel=1e-3)
 
 
-def test_squares_of_long_rows_are_those_of_short_ones() -> None:
+def test_squares_of_long_and_short_rows_agree() -> None:
     rng, n = np.random.default_rng(5), 300  # more than one block of the product in both programs
     half = rng.standard_normal((n, 40))
     shape, weights = half @ half.T, np.abs(rng.standard_normal((7, n)))
@@ -70,7 +72,7 @@ def test_squares_of_long_rows_are_those_of_short_ones() -> None:
 
 
 @pytest.mark.parametrize(("size", "weight"), [(1e-90, 1e-90), (1e-150, 1.0), (1e-170, 1e40)])
-def test_squares_that_float64_cannot_hold_are_not_lost(size: float, weight: float) -> None:
+def test_underflowing_squares_are_covered(size: float, weight: float) -> None:
     shape, weights = drawn(2)
     for found in roots(shape * size, weights * weight):
         for each, bound in zip(weights, found, strict=True):
@@ -78,7 +80,7 @@ def test_squares_that_float64_cannot_hold_are_not_lost(size: float, weight: floa
             assert bound >= (float(np.linalg.eigvalsh(sized)[-1]) * size * weight) ** 0.5
 
 
-def test_one_axis_and_one_element_are_exact() -> None:
+def test_squares_of_one_axis_and_one_element_are_exact() -> None:
     rng = np.random.default_rng(1)
     axis, weights = rng.standard_normal(N), np.abs(rng.standard_normal((3, N)))
     for found in roots(np.outer(axis, axis), weights):
@@ -89,7 +91,7 @@ def test_one_axis_and_one_element_are_exact() -> None:
         assert found[0] == pytest.approx(3 * shape[4, 4] ** 0.5, rel=1e-3)
 
 
-def test_factors_and_own_errors_of_a_function_count() -> None:
+def test_factors_and_errors_of_a_function_are_included() -> None:
     shape, weights = drawn(3)
     factor, own = np.linspace(0.5, 2.0, N)[None], np.linspace(0.1, 0.9, N)[None]
     plain, _ = roots(shape, weights * factor[0] ** 2)
@@ -104,7 +106,7 @@ def test_factors_and_own_errors_of_a_function_count() -> None:
 
 
 @pytest.mark.parametrize("lost", [0.0, 1e-3, 10.0])
-def test_ellipsoids_hold_multiples_of_a_vector_and_what_was_lost(lost: float) -> None:
+def test_ellipsoids_contain_multiples_of_a_vector_and_its_rounding(lost: float) -> None:
     rng = np.random.default_rng(5)
     ends = rng.standard_normal(N)
     line, segment = RankOne.near(torch.from_numpy(ends), lost), checker.RankOne.near(ends, lost)
@@ -124,7 +126,7 @@ def test_ellipsoids_hold_multiples_of_a_vector_and_what_was_lost(lost: float) ->
             assert abs(functional @ (ends + off)) <= (functional @ shape @ functional) ** 0.5
 
 
-def test_images_of_rows_of_bounded_norm_hold_all_of_them() -> None:
+def test_images_of_rows_of_bounded_norm_are_contained() -> None:
     rng = np.random.default_rng(7)
     weight, own, length = rng.standard_normal((N, 5)), np.linspace(0.0, 0.4, N), 1.5
     mine = row_ellipsoids.LinearImage(

@@ -1,6 +1,6 @@
-"""Free casts of boxes and errors, in fractions: no last bit of float64 is lost.
+"""Free casts of boxes and errors compared with fractions, to the last bit of float64.
 
-Errors here are as large as what is cast or far larger, so that sums of both are rounded.
+Errors are as large as the cast values or far larger, so that sums of both are rounded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def checker(name: str, casts: str, box: Ends, error: Floats) -> tuple[Ends, Ends
 
 
 def made(rng: np.random.Generator) -> tuple[Ends, Floats]:
-    """Return boxes and errors of many sizes, with all their bits; a third are points."""
+    """Return boxes and errors of many sizes with full significands; a third are points."""
     scale = 2.0 ** rng.integers(-12, 12, COUNT)
     low = rng.standard_normal(COUNT) * scale
     high = low + rng.uniform(0, 1, COUNT) * scale * rng.choice([0.0, 2.0**-20, 1.0], COUNT)
@@ -56,7 +56,7 @@ def made(rng: np.random.Generator) -> tuple[Ends, Floats]:
 @pytest.mark.parametrize("program", [prover, checker])
 @pytest.mark.parametrize("casts", CASTS)
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
-def test_no_last_bit_is_lost(
+def test_stored_bounds_are_sound_to_the_last_bit(
     name: str, casts: str, program: Callable[[str, str, Ends, Floats], tuple[Ends, Ends]]
 ) -> None:
     rng, form = np.random.default_rng([len(name), list(CASTS).index(casts)]), FORMATS[name]

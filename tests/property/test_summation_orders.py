@@ -1,4 +1,4 @@
-"""Adverse orders of summation, added up exactly as each format rounds, stay inside A_k,j."""
+"""Adverse summation orders, rounded exactly as each format does, stay inside A_k,j."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def chain(terms: np.ndarray) -> float:
 
 
 def tree(terms: np.ndarray) -> float:
-    """Return the sum by halves."""
+    """Return the sum by recursive halving."""
     while len(terms) > 1:
         odd = terms[len(terms) // 2 * 2 :]
         pairs = [terms.dtype.type(a + b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
@@ -35,7 +35,7 @@ def tree(terms: np.ndarray) -> float:
 
 
 def orders(terms: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yield orders that lose much: positive terms first, large ones first, against each other."""
+    """Yield orders with large errors: positive terms first, large ones first, alternating."""
     wide = terms.astype(np.float64)
     signed, size = np.argsort(-wide, kind="stable"), np.argsort(-np.abs(wide), kind="stable")
     yield from (signed, signed[::-1], size, size[::-1])
@@ -47,7 +47,7 @@ def orders(terms: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
 
 
 def families(rng: np.random.Generator, n: int) -> Iterator[np.ndarray]:
-    """Yield terms that are even, of all sizes, nearly cancel, or are just too small to count."""
+    """Yield terms that are equal, of all sizes, nearly cancelling, or barely too small to count."""
     yield rng.uniform(0.5, 1, n)
     yield rng.standard_normal(n) * np.exp(rng.uniform(-8, 4, n))
     half = rng.uniform(0.5, 1, n)
@@ -58,7 +58,7 @@ def families(rng: np.random.Generator, n: int) -> Iterator[np.ndarray]:
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_no_order_loses_more_than_the_model(name: str) -> None:
+def test_every_order_is_within_the_model(name: str) -> None:
     spec = resolve({"preset": "torch-eager", "compute": name, "accumulate": name})
     kernel, dtype = Rounding(spec), DTYPES[name]
     rng = np.random.default_rng(0)

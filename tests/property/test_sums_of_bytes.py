@@ -1,4 +1,4 @@
-"""Sums of bytes two by two in 16 bits, as `vpmaddubsw` forms them, against their bounds."""
+"""Pairwise 16-bit sums of byte products, as in `vpmaddubsw`, compared with their bounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = ("plain", "one sign", "large together", "large apart", "odd")
 
 
 def saturating(activations: Codes, weights: Codes, order: Codes) -> Codes:
-    """Return activations @ weights.T, products added two by two in 16 bits, pairs in an order."""
+    """Return activations @ weights.T, with products added in pairs in 16 bits, in an order."""
     products = activations[:, None, order] * weights[None][:, :, order]
     if products.shape[-1] % 2:
         products = np.concatenate([products, np.zeros_like(products[..., :1])], -1)
@@ -41,7 +41,7 @@ def saturating(activations: Codes, weights: Codes, order: Codes) -> Codes:
 
 
 def weight_of(kind: str, seed: int) -> Tensor:
-    """Return a matrix whose codes saturate in one way or another."""
+    """Return a matrix whose codes saturate in one of several ways."""
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(6, 17 if kind == "odd" else 16, generator=generator)
     match kind:
@@ -55,7 +55,7 @@ def weight_of(kind: str, seed: int) -> Tensor:
 
 
 def quantised(x: Tensor) -> tuple[Codes, float, int]:
-    """Return the codes of a tensor as DynamicQuantizeLinear makes them, scale and zero point."""
+    """Return codes, scale and zero point by DynamicQuantizeLinear."""
     low, high = np.float32(min(float(x.min()), 0)), np.float32(max(float(x.max()), 0))
     step = np.float32((high - low) / np.float32(255))
     zero = int(np.clip(np.rint(-low / step), 0, 255))
@@ -64,7 +64,7 @@ def quantised(x: Tensor) -> tuple[Codes, float, int]:
 
 
 def run(weight: Tensor, x: Tensor, scale: str, order: Codes) -> NDArray[np.float64]:
-    """Return what a kernel with such sums makes of x @ weight.T, its scales included."""
+    """Return x @ weight.T by a kernel with such sums, with its scales."""
     activations, step, zero = quantised(x)
     amax = weight.abs().amax(1, keepdim=True) if scale == "per_channel" else weight.abs().amax()
     own = (amax / 127).float()
@@ -93,8 +93,8 @@ def problem(weight: Tensor, shape: tuple[int, int], numerics: dict[str, Any]) ->
 @pytest.mark.parametrize("casts", ["nearest", "any"])
 @pytest.mark.parametrize("scale", ["per_tensor", "per_channel"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_saturating_runs_lie_in_both_boxes(kind: str, scale: str, casts: str) -> None:
-    """Whatever is paired with what: as it stands, at random, and the largest with the largest."""
+def test_saturating_runs_are_within_both_boxes(kind: str, scale: str, casts: str) -> None:
+    """For any pairing: in order, at random, and largest with largest."""
     weight = weight_of(kind, 1)
     numerics = {**PAIRS, "casts": casts, "weights": {"format": "int8", "scale": scale}}
     left = False
@@ -124,7 +124,7 @@ def test_saturating_runs_lie_in_both_boxes(kind: str, scale: str, casts: str) ->
 
 
 @given(st.lists(st.integers(-127, 127), min_size=1, max_size=9), st.integers(0, 99))
-def test_no_pairing_loses_more_than_the_rule_grants(row: list[int], seed: int) -> None:
+def test_every_pairing_is_within_the_rule(row: list[int], seed: int) -> None:
     """Extreme codes in random pairs: the loss in units of both scales."""
     codes = np.array([[*row, 127]], dtype=np.int64)
     generator = np.random.default_rng(seed)
@@ -144,7 +144,7 @@ def test_no_pairing_loses_more_than_the_rule_grants(row: list[int], seed: int) -
 
 @pytest.mark.parametrize("scale", ["per_tensor", "per_channel"])
 @pytest.mark.parametrize("format", ["int8", "int8_full"])
-def test_both_programs_grant_the_same(format: str, scale: str) -> None:
+def test_both_programs_agree_on_saturation(format: str, scale: str) -> None:
     numerics = resolve({**PAIRS, "weights": {"format": format, "scale": scale}})
     kernel = parse_kernel(numerics.to_json(), "kernel")
     for kind in KINDS:
@@ -159,7 +159,7 @@ def test_both_programs_grant_the_same(format: str, scale: str) -> None:
         np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-5, atol=1e-300)
 
 
-def test_sums_of_bytes_need_bytes_and_known_weights() -> None:
+def test_saturating_sums_require_bytes_and_constant_weights() -> None:
     for wrong in (
         {"weights": {"format": "int8", "scale": "group_128"}},
         {"weights": {"format": "fp8_e4m3", "scale": "per_tensor"}},

@@ -1,4 +1,4 @@
-"""Products in TF32 beside float32 results: cut by bit masks or rounded, inside of every domain."""
+"""TF32 products with float32 results: truncated by bit masks or rounded, inside every domain."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def boxes(made: BlockProblem, x: Tensor) -> list[Box]:
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("short", [cut, rounded])
 @pytest.mark.parametrize("size", [1e-19, 1.0, 1e9])
-def test_short_products_lie_in_the_boxes(size: float, short: object, casts: str) -> None:
+def test_tf32_products_are_within_the_boxes(size: float, short: object, casts: str) -> None:
     assert callable(short)
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(16, 40, generator=generator) * size
     for kind in range(3):
         x = torch.randn(6, 40, generator=generator)
-        if kind == 1:  # numbers just below what fits lose most
+        if kind == 1:  # numbers slightly below a representable one have the largest error
             x = torch.sign(x) * (2 - 2.0**-23)
         if kind == 2:
             x = x.abs()
@@ -81,7 +81,7 @@ def test_short_products_lie_in_the_boxes(size: float, short: object, casts: str)
             assert bool((drift < outside.lo).any() | (drift > outside.hi).any())
 
 
-def test_short_products_are_of_float32() -> None:
+def test_tf32_products_require_float32() -> None:
     for wrong in ({"compute": "bfloat16"}, {"compute": "float64"}, {"accumulate": "float64"}):
         with pytest.raises(Refusal, match="it is for float32"):
             resolve({**TF32, **wrong})

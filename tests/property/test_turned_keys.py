@@ -1,6 +1,6 @@
-"""Functionals of one row of scores pass the rotation and the linear of the keys at once.
+"""Functionals of one row of scores pass the rotation and the linear of the keys in one step.
 
-The short way is the long one, step by step, in other words: both give the same bounds.
+The shortcut is equivalent to the step-by-step computation: both give equal bounds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def runs(rule: str) -> list[KernelRun]:
 
 
 def quotients(run: KernelRun) -> list[float]:
-    """Return short / long bounds of functionals of one row of the scores."""
+    """Return ratios shortcut / step-by-step of bounds of functionals of one row of the scores."""
     place = max(run.computed.values())
     entry, tape, found = run.tape.entries[place], run.tape, []
     assert entry.one_row is not None
@@ -70,7 +70,7 @@ def quotients(run: KernelRun) -> list[float]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("rule", [*TURNED, "scores straight from linears"])
-def test_both_ways_give_the_same_bounds(rule: str) -> None:
+def test_shortcut_and_step_by_step_bounds_agree(rule: str) -> None:
     short = 0
     for run in runs(rule):
         if run.tape.entries[max(run.computed.values())].one_row is not None:
@@ -85,7 +85,7 @@ def test_both_ways_give_the_same_bounds(rule: str) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("rule", TURNED)
 @pytest.mark.parametrize("broken", ["no rotation", "rotated the other way", "nothing added"])
-def test_a_mistake_in_the_short_way_would_be_seen(
+def test_planted_error_in_the_shortcut_is_detected(
     rule: str, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     back = RowRotation.back

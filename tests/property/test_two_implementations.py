@@ -1,4 +1,4 @@
-"""The backend and the checker implement the same page twice: their bounds must agree."""
+"""Prover and checker implement the same page independently: their bounds must agree."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def model(kind: str, folder: Path) -> Model:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for the weights of this module."""
+    """Return a folder for the weights of this module."""
     return tmp_path_factory.mktemp("models")
 
 
@@ -202,7 +202,7 @@ def exported(kind: str, block: str, folder: Path) -> BlockGraph:
 def compare(
     kind: str, block: str, train: Numerics, infer: Numerics, radius: float, folder: Path
 ) -> float:
-    """Return re-derived bound / found bound; fail unless the checker confirms the proof."""
+    """Return checker's bound / prover's bound; fail unless the checker confirms the proof."""
     loaded, graph = model(kind, folder), exported(kind, block, folder)
     sides = (
         StoredParameters(loaded.checkpoint.tensors, graph.constants, n, torch.device("cpu"))
@@ -228,7 +228,7 @@ def compare(
 
 @pytest.mark.sample(4)
 @by_turns(name=sorted(NUMERICS), block=["attn_0", "mlp_0", "norm_1"], kind=["llama", "bert"])
-def test_both_find_the_same_bound(kind: str, block: str, name: str, folder: Path) -> None:
+def test_both_programs_find_the_same_bound(kind: str, block: str, name: str, folder: Path) -> None:
     train, infer = resolve({"preset": "torch-eager"}), resolve(NUMERICS[name])
     for radius in (0.0, 1e-3):
         assert compare(kind, block, train, infer, radius, folder) == pytest.approx(1, rel=1e-4)
@@ -237,7 +237,7 @@ def test_both_find_the_same_bound(kind: str, block: str, name: str, folder: Path
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("block", ["attn_0", "layer_0", "layer_1", "model"])
 def test_float64_kernels_are_confirmed_within_the_margin(block: str, folder: Path) -> None:
-    """There the roundings of both programs are as large as what they bound."""
+    """The roundings of both programs are as large as the bounds there."""
     train = resolve({"preset": "torch-eager", "compute": "float64", "accumulate": "float64"})
     infer = resolve({"preset": "torch-sdpa-flash", "compute": "float64", "accumulate": "float64"})
     assert 0.2 < compare("llama", block, train, infer, 0.0, folder) < 4

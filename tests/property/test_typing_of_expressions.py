@@ -1,9 +1,9 @@
-"""No expression crashes the checker, and none that it accepts is typed wrongly.
+"""No expression crashes the checker, and no accepted expression is typed wrongly.
 
-Expressions are drawn in two ways: by sort, so that many are accepted, and from all of the
-grammar, so that most are not. Of each accepted requirement is asked that it has a fragment and a
-family, that the sorts agree with the types, and that it is *monotone*: where nothing was said about
-directions, no metric that gets worse turns a requirement that is not met into one that is.
+Expressions are drawn in two ways: by type, so that many are accepted, and from the whole grammar,
+so that most are not. Each accepted requirement must have a fragment and a family, consistent types,
+and be *monotone*: without an override of directions, a metric that gets worse never makes an
+unsatisfied requirement satisfied.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def measured(draw: st.DrawFn, metric: MetricDefinition) -> ast.Expression:
 def real_terms(
     draw: st.DrawFn, dimension: str, family: ir.Family | None = None, sign: int = 0, depth: int = 2
 ) -> ast.Expression:
-    """Draw a term of a dimension, most of them well typed.
+    """Draw a term of a dimension, mostly well typed.
 
-    With a `sign`, most of them get larger (1) or smaller (-1) where a metric gets worse.
+    With a `sign`, most terms get larger (1) or smaller (-1) where a metric gets worse.
     """
     if sign and draw(st.integers(0, 4)) == 0:
         sign = -sign
@@ -262,7 +262,7 @@ def checked(expression: ast.Expression, more: str = "") -> tuple[Analysis, Sink]
 
 
 def consistent(analysis: Analysis, sink: Sink) -> ir.Clause | None:
-    """Assert what holds of every contract; return its clause where it is accepted."""
+    """Assert invariants of every contract; return its clause where it is accepted."""
     accepted = analysis.program is not None
     assert accepted == (not sink.has_errors)
     for diagnostic in sink:
@@ -301,7 +301,7 @@ def test_accepted_requirements_have_a_fragment_and_a_family(
 
 
 @given(st.one_of(statements, anything))
-def test_sorts_are_total_and_those_of_accepted_requirements_are_known(
+def test_types_are_total_and_known_for_accepted_requirements(
     expression: ast.Expression,
 ) -> None:
     analysis, sink = checked(expression)
@@ -314,7 +314,7 @@ def test_sorts_are_total_and_those_of_accepted_requirements_are_known(
 
 
 @given(st.sampled_from(["1", "ratio", "nat", "s", "B"]).flatmap(real_terms))
-def test_sorts_and_types_agree_on_dimensions(expression: ast.Expression) -> None:
+def test_types_agree_on_dimensions(expression: ast.Expression) -> None:
     from kcdsl.diagnostics.report import Reporter
 
     scope = Scope({}, {})
@@ -336,7 +336,7 @@ Values = Mapping[str, Fraction]
 
 
 def value(of: ir.Term, values: Values) -> Fraction:
-    """Return a term where every request has one token, so that every statistic is its value."""
+    """Return the value of a term where every request has one token, the value of each statistic."""
     match of:
         case ir.Number(value=number):
             return number
@@ -372,7 +372,7 @@ def holds(formula: ir.Formula, values: Values) -> bool:
 
 
 def judged(formula: ir.Formula) -> bool:
-    """Return whether directions are judged: neither equality nor an assumption is in it."""
+    """Return whether directions are checked: without equality and override."""
     return not any(
         (isinstance(part, ir.Compare) and part.op == "==")
         or (isinstance(part, ir.Connective) and part.op == "implies")
@@ -391,8 +391,11 @@ GRID = [Fraction(n) for n in ("0", "1/5000", "1/800", "1/4", "3/5", "1", "7/4", 
 
 
 def steps(metric: MetricDefinition, *, magnitudes: bool = False) -> list[Fraction]:
-    """Return values of a metric from good to bad: over all of its range, or those of one sign, as
-    the magnitude of one that has both is larger on either side."""
+    """Return values of a metric from good to bad.
+
+    Over its whole range, or over one sign, since the magnitude of a signed metric grows on either
+    side.
+    """
     low = metric.lower if metric.lower is not None and not magnitudes else Fraction(0)
     found = [low + n for n in GRID if metric.upper is None or low + n <= metric.upper]
     return found if metric.better == "lower" else found[::-1]
@@ -401,7 +404,7 @@ def steps(metric: MetricDefinition, *, magnitudes: bool = False) -> list[Fractio
 @pytest.mark.full
 @settings(max_examples=max(500, settings().max_examples))
 @given(measurements, st.randoms(use_true_random=False))
-def test_no_requirement_is_met_because_a_metric_got_worse(
+def test_requirements_are_monotone_in_every_metric(
     expression: ast.Expression, random: Random
 ) -> None:
     analysis, sink = checked(expression)
@@ -427,7 +430,7 @@ def test_no_requirement_is_met_because_a_metric_got_worse(
 
 
 def met_with(requirement: ir.Formula, values: Values) -> bool | None:
-    """Return whether a requirement is met; None where a quotient has no value."""
+    """Return whether a requirement is satisfied; None where a quotient is undefined."""
     try:
         return holds(requirement, values)
     except ZeroDivisionError:

@@ -69,7 +69,7 @@ def check(seed: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_bounds_enclose_exact_values(seed: int, tmp_path: Path) -> None:
+def test_vnnlib_bounds_enclose_exact_values(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)
 
 

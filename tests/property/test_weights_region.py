@@ -1,4 +1,4 @@
-"""No run of two kernels on any θ' in the region around the weights leaves the boxes."""
+"""No run of two kernels on any θ' in a weight ball leaves the boxes."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def near(rng: np.random.Generator, w: np.ndarray, rho: Fraction, how: str) -> np
 
 
 def some_weights(rng: np.random.Generator) -> np.ndarray:
-    """Return a matrix with rows of many sizes, outliers, ties of formats, zeros, a row of zeros."""
+    """Return a matrix with rows of many sizes, outliers, ties of formats, zeros, a zero row."""
     w = rng.standard_normal((6, 40)) * 2.0 ** rng.integers(-6, 3, (6, 1))
     w[1, 3] = 30.0
     w[2, :8] = np.array([1.0625, 0.40625, 0.0, -1.0, 1.00390625, -0.5, 2.0**-9, 3.0])
@@ -171,7 +171,7 @@ def test_stored_values_and_their_difference_are_enclosed(one: int, rho: Fraction
 @pytest.mark.sample(16)
 @pytest.mark.parametrize("rho", RHOS[1:])
 @pytest.mark.parametrize("one", range(len(STORED)))
-def test_exact_arithmetic_says_the_same_of_what_is_stored(one: int, rho: Fraction) -> None:
+def test_exact_tier_agrees_on_stored_parameters(one: int, rho: Fraction) -> None:
     rng = np.random.default_rng([one, rho.denominator, 1])
     w = some_weights(rng)[:, ::5].copy()
     specs = _kernels(STORED[one], STORED[(one + 2) % len(STORED)])
@@ -195,7 +195,7 @@ def test_exact_arithmetic_says_the_same_of_what_is_stored(one: int, rho: Fractio
 
 
 @pytest.mark.parametrize("kernel_pair", PAIRS)
-def test_exact_arithmetic_confirms_the_other_tier(tmp_path: Path, kernel_pair: str) -> None:
+def test_exact_tier_confirms_the_float64_tier(tmp_path: Path, kernel_pair: str) -> None:
     graph = proofs.piecewise(np.random.default_rng(8))
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
@@ -221,8 +221,8 @@ def _agree(one: Box, two: Any, size: float) -> None:
         assert np.abs(a.numpy() - b).max() <= 2.0**-40 * size
 
 
-def test_the_boxes_are_not_wider_than_what_is_stored() -> None:
-    """At small ρ most codes are known, so the difference is known but for ρ itself."""
+def test_boxes_of_stored_parameters_are_tight() -> None:
+    """At small ρ most codes are certain, so the difference is known up to ρ itself."""
     rng = np.random.default_rng(3)
     w = some_weights(rng)
     node = Node("n", "param", (), w.shape, {"key": "w"}, "")
@@ -237,7 +237,7 @@ def test_the_boxes_are_not_wider_than_what_is_stored() -> None:
     assert contains(moved.difference, known)
 
 
-def test_a_parameter_that_both_kernels_store_alike_has_no_drift() -> None:
+def test_equally_stored_parameter_has_no_drift() -> None:
     w = some_weights(np.random.default_rng(1))
     node = Node("n", "param", (), w.shape, {"key": "w"}, "")
     coarse = prover.numerics(proofs.numerics("bfloat16"))
@@ -267,7 +267,7 @@ def around(document: Any, rho: Fraction) -> Any:
 
 @pytest.mark.full
 @by_turns(block=BLOCKS, kernel_pair=PAIRS, rho=RHOS[1:])
-def test_runs_on_later_weights_stay_inside(
+def test_runs_on_later_weights_are_within_the_boxes(
     tmp_path: Path, block: str, kernel_pair: str, rho: Fraction
 ) -> None:
     rng = np.random.default_rng(
@@ -342,8 +342,10 @@ def test_runs_on_later_weights_stay_inside(
 
 
 def _affine(problem: BlockProblem, scene: Any, centre: np.ndarray) -> tuple[Any, Any]:
-    """Return the boxes of the output and the sizes of all nodes by affine forms, of both programs;
-    nothing where the region is too wide for them."""
+    """Return the boxes of the output and the sizes of all nodes by affine forms of both programs.
+
+    Empty where the region is too wide for them.
+    """
     zero = torch.zeros(1, 1, dtype=torch.float64)
     try:
         forms = problem.forms(torch.from_numpy(centre), zero)
