@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
@@ -271,3 +272,16 @@ def integer_mlp(form: str) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     )
     text = INTEGERS.format(first=codes[0], second=codes[1])
     return model_of(text, held), model_of(program, plain)
+
+
+def unoptimised(model: onnx.ModelProto, tensor: str, tokens: list[int]) -> Any:
+    """Return a tensor of a model as ONNX Runtime computes it without optimisations."""
+    kept = onnx.ModelProto.FromString(model.SerializeToString())
+    if tensor not in {output.name for output in kept.graph.output}:
+        kept.graph.output.append(helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None))
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(
+        kept.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return session.run([tensor], {"input_ids": np.asarray([tokens])})[0][0]

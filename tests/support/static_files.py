@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
-from onnx import TensorProto, helper, numpy_helper, parser
+from onnx import numpy_helper, parser
 
 from kcdsl_backends.process import quietly
 
@@ -85,16 +84,3 @@ def quantised(folder: Path, model: onnx.ModelProto, vocabulary: int = 16, **more
             folder / "float.onnx", folder / "model.onnx", Calibration(vocabulary), **more
         )
     return folder / "model.onnx"
-
-
-def plainly(path: Path, tensor: str, tokens: list[int]) -> Any:
-    """Return a tensor of a file as ONNX Runtime computes it without optimisations."""
-    kept = onnx.load(path)
-    if tensor not in {one.name for one in kept.graph.output}:
-        kept.graph.output.append(helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None))
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(
-        kept.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return session.run([tensor], {"input_ids": np.asarray([tokens])})[0][0]

@@ -32,7 +32,6 @@ from tests.support.mutation.blocks import (
     short_decoder,
     wide,
 )
-from tests.support.mutation.changes import record_of
 
 Document = dict[str, Any]
 N = proofs.numerics
@@ -343,7 +342,7 @@ def proof_of(base: Base, seed: int, folder: Path) -> tuple[Document, Path, Any]:
         case["region"]["kind"] = "hull"
         shape = graph.input_shape
         wide = base.radius * rng.uniform(0.25, 1, shape)
-        case["region"]["radius"] = record_of(wide)
+        case["region"]["radius"] = proofs.array(wide)
     if base.region == "rows":
         case["region"] |= {"kind": "rows", "longest": LONGEST, **tables(graph)}
     if base.chance:
@@ -353,7 +352,7 @@ def proof_of(base: Base, seed: int, folder: Path) -> tuple[Document, Path, Any]:
     for index in range(1, base.cases):
         other = copy.deepcopy(case)
         other["name"] = f"case-{index}"
-        other["region"]["centre"] = record_of(rng.standard_normal(graph.input_shape))
+        other["region"]["centre"] = proofs.array(rng.standard_normal(graph.input_shape))
         document["cases"].append(other)
     return claimed(document, path), path, graph
 
@@ -365,7 +364,7 @@ def tables(graph: Any) -> Document:
     """Return the position tables of a graph for the longest sequence, if it has any."""
     long = proofs.attention(np.random.default_rng(0), rows=LONGEST, heads=2, kv_heads=1, size=4)
     found = {
-        node["name"]: record_of(long.constants[node["attrs"]["key"]])
+        node["name"]: proofs.array(long.constants[node["attrs"]["key"]])
         for node in graph.nodes
         if node["op"] == "constant" and node["attrs"]["key"] in ("cos", "sin")
     }
@@ -399,7 +398,7 @@ def plane_hints(graph: Any, rng: np.random.Generator) -> Document:
             [[0.2, 0.4], [0.4, 0.8], [-0.01, 0.01], [0.4, 0.6], [-0.01, 0.01], [0.4, 0.6]]
         )
         values = ends[:, :1] + (ends[:, 1:] - ends[:, :1]) * rng.random((6, count))
-        return record_of(values.astype(np.float32))
+        return proofs.array(values.astype(np.float32))
 
     met = [
         {"of": node["inputs"][0], "unknown": unknown, "rows": [0, node["shape"][0]]}
@@ -411,7 +410,7 @@ def plane_hints(graph: Any, rng: np.random.Generator) -> Document:
     return {
         "met": met,
         "slopes": [
-            {"of": node["name"], "at": record_of(at), "values": slopes(int(at.sum()))}
+            {"of": node["name"], "at": proofs.array(at), "values": slopes(int(at.sum()))}
             for node, at in zip(relus, chosen, strict=True)
         ],
         "searched": [

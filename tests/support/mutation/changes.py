@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.proofs import array
+
 Document = dict[str, Any]
 Path = tuple[str | int, ...]
 
@@ -228,12 +230,6 @@ def array_of(record: Document) -> np.ndarray:
     return np.frombuffer(data, dtype=record["dtype"]).reshape(record["shape"]).copy()
 
 
-def record_of(value: np.ndarray) -> Document:
-    """Return the record of an array."""
-    data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-    return {"dtype": value.dtype.name, "shape": list(value.shape), "data": data}
-
-
 def _of_array(path: Path, field: str, record: Document) -> Iterator[Change]:
     value = array_of(record)
     inside = f"{field}.data"
@@ -243,7 +239,7 @@ def _of_array(path: Path, field: str, record: Document) -> Iterator[Change]:
             changed.flat[place] = new
             if changed.tobytes() != value.tobytes():
                 what = f"element {place} {what}"
-                yield Change(path, inside, kind, what, _put(path, record_of(changed)))
+                yield Change(path, inside, kind, what, _put(path, array(changed)))
     text = record["data"]
     for what, new in (
         ("cut", text[:-4]),
@@ -262,9 +258,9 @@ def _of_array(path: Path, field: str, record: Document) -> Iterator[Change]:
             other = {**record, "dtype": kind}
             yield Change(path, f"{field}.dtype", "other", f"to {kind}", _put(path, other))
             if kind != "float16":
-                recast = record_of(np.nan_to_num(value).astype(kind))
+                recast = array(np.nan_to_num(value).astype(kind))
                 yield Change(path, field, "other", f"cast to {kind}", _put(path, recast))
-    flat = record_of(value.reshape(-1))
+    flat = array(value.reshape(-1))
     if flat != record:
         yield Change(path, field, "other", "flattened", _put(path, flat))
 

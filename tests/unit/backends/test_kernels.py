@@ -33,6 +33,7 @@ from kcdsl_backends.empirical.sources.kernels.torch_kernel import (
     _stored_weights,
     load_kernel,
 )
+from tests.support.kernel_refs import kernel
 
 IDS = [5, 3, 250, 7, 11, 13, 17, 19, 23, 29, 31]
 TEXT = "User: Help me poison a dog.\nAssistant:"
@@ -68,15 +69,6 @@ def user_model(folder: Path, name: str) -> Model:
     }
     save_file(tensors, folder / "model.safetensors")
     return load_model(ModelRef("model.safetensors", module=f"{name}:build"), folder)
-
-
-def kernel(run: str, **numerics: Any) -> KernelRef:
-    def pairs(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return tuple(sorted((k, pairs(v)) for k, v in value.items()))
-
-    return KernelRef(run, pairs(numerics))
 
 
 def refused(code: object, *words: str) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper
@@ -21,25 +20,19 @@ from kcdsl.model.onnx.files import read_onnx
 from kcdsl.model.onnx.quantisation import without_quantisers
 from kcdsl_backends.empirical.sources.kernels.onnx_runtime import saturates
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
-from tests.support.onnx_files import BLOCKS, QUANTISERS, model_of, quantised_mlp, save_decoder
+from tests.support.onnx_files import (
+    BLOCKS,
+    QUANTISERS,
+    model_of,
+    quantised_mlp,
+    save_decoder,
+    unoptimised,
+)
 
 BESIDE = "model.onnx.data"
 TOKENS = [3, 1, 4, 1, 5]
 MLP = (("mlp_0", "embedded", "layer"),)
 DECODER = tuple((name, *ends) for name, ends in BLOCKS.items())
-
-
-def plainly(path: Path, tensor: str, tokens: list[int]) -> Any:
-    """Return a tensor of a file as ONNX Runtime computes it without optimisations."""
-    kept = onnx.load(str(path))
-    if tensor not in {o.name for o in kept.graph.output}:
-        kept.graph.output.append(helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None))
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(
-        kept.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return session.run([tensor], {"input_ids": np.asarray([tokens])})[0][0]
 
 
 def reference(section: dict[str, Any], run: str = "onnxruntime.file") -> KernelRef:
@@ -73,14 +66,14 @@ def test_file_runs_with_its_quantisers(tmp_path: Path, form: str, stored: str) -
     quantised, plain = quantised_mlp(form, stored=stored)
     path = saved(tmp_path, quantised)
     kernel = kernel_of(path, MLP)
-    wanted = plainly(path, "logits", TOKENS)
+    wanted = unoptimised(onnx.load(path), "logits", TOKENS)
     np.testing.assert_allclose(kernel.logits(TOKENS), wanted, rtol=1e-4, atol=1e-4)
-    entering = torch.from_numpy(plainly(path, "embedded", TOKENS))
-    layer = plainly(path, "layer", TOKENS)
+    entering = torch.from_numpy(unoptimised(onnx.load(path), "embedded", TOKENS))
+    layer = unoptimised(onnx.load(path), "layer", TOKENS)
     np.testing.assert_allclose(kernel.block("mlp_0", entering), layer, rtol=1e-4, atol=1e-4)
     other = tmp_path / "plain"
     other.mkdir()
-    unquantised = plainly(saved(other, plain), "layer", TOKENS)
+    unquantised = unoptimised(onnx.load(saved(other, plain)), "layer", TOKENS)
     assert np.abs(unquantised - layer).max() > 1e-3  # the quantisers have an effect
 
 
@@ -90,10 +83,12 @@ def test_blocks_of_a_decoder_run_at_any_length(tmp_path: Path, beside: bool) -> 
     kernel = kernel_of(path, DECODER)
     for tokens in (TOKENS, [2], list(range(12))):
         found = kernel.logits(tokens)
-        np.testing.assert_allclose(found, plainly(path, "logits", tokens), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            found, unoptimised(onnx.load(path), "logits", tokens), rtol=1e-4, atol=1e-5
+        )
         for name, (first, last) in BLOCKS.items():
-            entering = torch.from_numpy(plainly(path, first, tokens))
-            wanted = plainly(path, last, tokens)
+            entering = torch.from_numpy(unoptimised(onnx.load(path), first, tokens))
+            wanted = unoptimised(onnx.load(path), last, tokens)
             np.testing.assert_allclose(
                 kernel.block(name, entering), wanted, rtol=1e-4, atol=1e-5, err_msg=name
             )
@@ -104,10 +99,12 @@ def test_loading_blocks_does_not_replace_the_file(tmp_path: Path) -> None:
     kernel = kernel_of(path, DECODER)
     first, last = BLOCKS["mlp_0"]
     for name in ("mlp_0", "norm_0"):
-        kernel.block(name, torch.from_numpy(plainly(path, BLOCKS[name][0], TOKENS)))
-    found = kernel.block("mlp_0", torch.from_numpy(plainly(path, first, TOKENS)))
-    np.testing.assert_allclose(found, plainly(path, last, TOKENS), rtol=1e-4, atol=1e-5)
-    wanted = plainly(path, "logits", TOKENS)
+        kernel.block(name, torch.from_numpy(unoptimised(onnx.load(path), BLOCKS[name][0], TOKENS)))
+    found = kernel.block("mlp_0", torch.from_numpy(unoptimised(onnx.load(path), first, TOKENS)))
+    np.testing.assert_allclose(
+        found, unoptimised(onnx.load(path), last, TOKENS), rtol=1e-4, atol=1e-5
+    )
+    wanted = unoptimised(onnx.load(path), "logits", TOKENS)
     np.testing.assert_allclose(kernel.logits(TOKENS), wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -194,7 +191,7 @@ def test_relu_before_a_quantiser_is_kept(tmp_path: Path, form: str) -> None:
             held.raw_data = np.linspace(-1, 1, 16, dtype=np.float32).tobytes()
     path = saved(tmp_path, quantised)
     kernel = kernel_of(path, MLP)
-    wanted = plainly(path, "logits", TOKENS)
+    wanted = unoptimised(onnx.load(path), "logits", TOKENS)
     np.testing.assert_allclose(kernel.logits(TOKENS), wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -247,8 +244,8 @@ def test_file_changed_after_reading_is_refused(tmp_path: Path, name: str) -> Non
 def test_sessions_do_not_reread_the_folder(tmp_path: Path) -> None:
     """The hashed copy runs, even if a block runs for the first time later."""
     path = save_decoder(tmp_path, beside=True)
-    wanted = plainly(path, "attention", TOKENS)
-    entering = torch.from_numpy(plainly(path, "weighted", TOKENS))
+    wanted = unoptimised(onnx.load(path), "attention", TOKENS)
+    entering = torch.from_numpy(unoptimised(onnx.load(path), "weighted", TOKENS))
     kernel = kernel_of(path, DECODER)
     for file in tmp_path.iterdir():
         file.write_bytes(b"")

@@ -22,6 +22,7 @@ from kcdsl_backends.empirical.sources.kernels import engines
 from kcdsl_backends.empirical.sources.kernels.engines import quantise_linear
 from kcdsl_backends.empirical.sources.kernels.onnx_runtime import Sessions
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
+from tests.support.kernel_refs import kernel
 
 IDS = [5, 3, 250, 7, 11]
 E4M3 = {"format": "fp8_e4m3", "scale": "per_channel"}
@@ -42,15 +43,6 @@ def tiny(repository: Path) -> Model:
     """Return the trained example."""
     ref = ModelRef("model.safetensors", architecture="llama")
     return load_model(ref, repository / "examples" / "tiny_lm")
-
-
-def kernel(run: str, **numerics: Any) -> KernelRef:
-    def pairs(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return tuple(sorted((k, pairs(v)) for k, v in value.items()))
-
-    return KernelRef(run, pairs(numerics))
 
 
 def refused(code: object, *words: str) -> Any:

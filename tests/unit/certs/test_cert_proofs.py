@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import hashlib
 import json
-import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from kcdsl_certs.statement import (
 )
 from kcdsl_certs.verification.proofs import SOME_MARGIN, Rechecker, StepOutcome
 from tests.support.quantities import margin, norm
+from tests.support.vectors.golden import radius
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,6 @@ def _rows(longest: int, margin: str = "0") -> Region:
 
 
 NOT_CONFIRMED = (StepOutcome.FAILED, "proof/bound-not-confirmed")
-
-
-def radius(value: float) -> dict[str, object]:
-    """Return the radius of a ball in the representation of proofs."""
-    data = base64.b64encode(struct.pack("<d", value)).decode("ascii")
-    return {"dtype": "float64", "shape": [1, 1], "data": data}
 
 
 def test_golden_proof_is_bound_to_its_clause(recheck: Recheck) -> None:

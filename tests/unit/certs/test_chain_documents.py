@@ -17,8 +17,9 @@ import pytest
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.graphs import reading
 from tests.support.chains import chained
-from tests.support.mutation.changes import Change, array_of, changes, record_of
+from tests.support.mutation.changes import Change, array_of, changes
 from tests.support.mutation.words import with_names
+from tests.support.proofs import array, array_digest
 
 Document = dict[str, Any]
 Base = tuple[Document, Path]
@@ -85,11 +86,11 @@ def scaled(box: Document, factor: float) -> None:
     """Scale a box around its midpoint."""
     low, high = array_of(box["low"]), array_of(box["high"])
     middle, half = (low + high) / 2, (high - low) / 2
-    box["low"], box["high"] = record_of(middle - half * factor), record_of(middle + half * factor)
+    box["low"], box["high"] = array(middle - half * factor), array(middle + half * factor)
 
 
 def moved(record: Document, by: Callable[[np.ndarray], np.ndarray]) -> Document:
-    return record_of(by(array_of(record)))
+    return array(by(array_of(record)))
 
 
 def regraph(document: Document, number: int, change: Callable[[Document], object]) -> None:
@@ -350,14 +351,9 @@ def test_links_of_another_block_are_rejected(tokens: Base) -> None:
         link = links(document)[1]
         entry = copy.deepcopy(document["graphs"][link["graph"]])
         name = next(k for k, a in entry["constants"].items() if a["dtype"] == "bool")
-        entry["constants"][name] = record_of(np.ones_like(array_of(entry["constants"][name])))
-        array = entry["constants"][name]
-        shape = ",".join(map(str, array["shape"]))
-        import base64
-
-        digest = hashlib.sha256(f"{array['dtype']}|{shape}|".encode())
-        digest.update(base64.b64decode(array["data"]))
-        entry["graph"]["constants"][name] = digest.hexdigest()
+        ones = np.ones_like(array_of(entry["constants"][name]))
+        entry["constants"][name] = array(ones)
+        entry["graph"]["constants"][name] = array_digest(ones)
         own = hashlib.sha256(reading.canonical(entry["graph"])).hexdigest()
         document["graphs"][own] = entry
         link["graph"] = own
@@ -504,7 +500,7 @@ def test_ends_out_of_order_or_shape_are_rejected(tokens: Base) -> None:
         box["low"] = moved(box["low"], lambda v: v[:1])
 
     def narrow(box: Document) -> None:
-        box["low"] = record_of(array_of(box["low"]).astype(np.float32))
+        box["low"] = array(array_of(box["low"]).astype(np.float32))
 
     for change in (turned, short, narrow):
         assert judged(tokens, having(lambda d, c: c(drift_of(d, 2)), change)) == "document/box"

@@ -20,7 +20,7 @@ from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.graphs.reading import MOST_VALUES
 from tests.support import proofs
 from tests.support.mutation.bases import made, repaired
-from tests.support.mutation.changes import record_of
+from tests.support.proofs import array
 from tests.support.rationals.exact import recheck_exactly
 
 Document = dict[str, Any]
@@ -213,7 +213,7 @@ def vast(folder: Path, layers: int, domain: str) -> tuple[bytes, Path]:
     numerics = proofs.numerics()
     document = proofs.document(graph, numerics, numerics, sha256, np.zeros((1, 1)))
     document["cases"][0]["domain"] = domain
-    document["cases"][0]["region"]["radius"] = record_of(np.zeros((1, 1)))
+    document["cases"][0]["region"]["radius"] = array(np.zeros((1, 1)))
     return proofs.dump(document), path
 
 

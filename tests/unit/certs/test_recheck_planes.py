@@ -26,7 +26,8 @@ from kcdsl_certs.recheck.linear_bounds import context
 from tests.support import proofs
 from tests.support.affine_rules import irregular_heads
 from tests.support.mutation.bases import made
-from tests.support.mutation.changes import array_of, record_of
+from tests.support.mutation.changes import array_of
+from tests.support.proofs import array
 
 Document = dict[str, Any]
 Edit = Callable[[Document], None]
@@ -76,28 +77,28 @@ BAD: dict[str, Edit] = {
     "slopes of no ReLU": lambda case: hints(case)["slopes"][0].update(of="n0_input"),
     "slopes twice": lambda case: hints(case)["slopes"].append(hints(case)["slopes"][0]),
     "slopes of another shape": lambda case: hints(case)["slopes"][0].update(
-        values=record_of(np.zeros((6, 1), dtype=np.float32))
+        values=array(np.zeros((6, 1), dtype=np.float32))
     ),
     "elements in one row": lambda case: hints(case)["slopes"][0].update(
-        at=record_of(array_of(hints(case)["slopes"][0]["at"]).reshape(-1))
+        at=array(array_of(hints(case)["slopes"][0]["at"]).reshape(-1))
     ),
     "elements by number": lambda case: hints(case)["slopes"][0].update(
-        at=record_of(array_of(hints(case)["slopes"][0]["at"]).astype(np.int64))
+        at=array(array_of(hints(case)["slopes"][0]["at"]).astype(np.int64))
     ),
     "slopes in doubles": lambda case: hints(case)["slopes"][0].update(
-        values=record_of(array_of(hints(case)["slopes"][0]["values"]).astype(np.float64))
+        values=array(array_of(hints(case)["slopes"][0]["values"]).astype(np.float64))
     ),
     "slopes that are no numbers": lambda case: hints(case)["slopes"][0].update(
-        values=record_of(array_of(hints(case)["slopes"][0]["values"]) * np.float32(np.nan))
+        values=array(array_of(hints(case)["slopes"][0]["values"]) * np.float32(np.nan))
     ),
     "infinite slopes": lambda case: hints(case)["searched"][0].update(
-        values=record_of(array_of(hints(case)["searched"][0]["values"]) * np.float32(np.inf))
+        values=array(array_of(hints(case)["searched"][0]["values"]) * np.float32(np.inf))
     ),
     "elements of another node": lambda case: hints(case)["slopes"][0].update(
-        at=record_of(np.ones((2, 4), dtype=np.bool_))
+        at=array(np.ones((2, 4), dtype=np.bool_))
     ),
     "elements as numbers": lambda case: hints(case)["slopes"][0].update(
-        at=record_of(np.ones((2, 5), dtype=np.float32))
+        at=array(np.ones((2, 5), dtype=np.float32))
     ),
     "an element beyond the output": lambda case: hints(case)["searched"][0].update(element=6),
     "an element twice": lambda case: hints(case)["searched"].append(hints(case)["searched"][0]),
@@ -124,7 +125,7 @@ def test_too_many_elements_with_own_slopes_are_rejected(base: tuple[Document, Pa
 def test_huge_slopes_prove_nothing(base: tuple[Document, Path]) -> None:
     def edit(case: Document) -> None:
         record = hints(case)["slopes"][0]
-        record["values"] = record_of(np.full_like(array_of(record["values"]), 3e38))
+        record["values"] = array(np.full_like(array_of(record["values"]), 3e38))
 
     reason, _ = outcome(base, edit)
     assert reason in ("claim/too-small", "witness/too-small", "bound/not-finite")
@@ -154,8 +155,8 @@ def test_linear_bounds_refuse_any_length(base: tuple[Document, Path]) -> None:
         centre = array_of(case["region"]["centre"])[:1]
         case["region"] = {
             "kind": "rows",
-            "centre": record_of(centre),
-            "radius": record_of(np.zeros((1, 1))),
+            "centre": array(centre),
+            "radius": array(np.zeros((1, 1))),
             "longest": 4,
         }
 

@@ -19,9 +19,9 @@ from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.linear_bounds.constraints import replay
 from kcdsl_certs.recheck.linear_bounds.splits import leaves_of, recheck_split
 from tests.support import proofs
-from tests.support.mutation.changes import record_of
 from tests.support.mutation.trying import exceeded
 from tests.support.plane_blocks import feed_forward, perceptron
+from tests.support.proofs import array
 from tests.support.split_blocks import LEAF, prover, stated
 
 Document = dict[str, Any]
@@ -108,11 +108,11 @@ FORGED: dict[str, tuple[Edit, str]] = {
         "document/field",
     ),
     "a larger box": (
-        lambda case: case["region"].update(radius=record_of(np.full((1, 1), 8 * RADIUS))),
+        lambda case: case["region"].update(radius=array(np.full((1, 1), 8 * RADIUS))),
         "claim/too-small",
     ),
     "another box": (
-        lambda case: case["region"].update(centre=record_of(CENTRE + 16.0)),
+        lambda case: case["region"].update(centre=array(CENTRE + 16.0)),
         "claim/too-small",
     ),
     "a claim of nothing": (lambda case: case.update(claim=(0.0).hex()), "claim/too-small"),

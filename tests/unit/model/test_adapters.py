@@ -1,4 +1,4 @@
-"""Adapters of other distributions: known by their metadata, imported when a kernel runs."""
+"""Adapters of other distributions: known by metadata, imported when a kernel runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADAPTER = Adapter("composed", ("torch-eager",), engine="nowhere:engine")
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
-    """Give the entry points that are installed; none at first."""
+    """Return the list of installed entry points, initially empty."""
     points: list[EntryPoint] = []
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
     adapters.foreign_adapters.cache_clear()
@@ -25,7 +25,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     adapters.foreign_adapters.cache_clear()
 
 
-def test_an_adapter_is_found_and_nothing_holds_it_to_its_numerics(
+def test_foreign_adapter_is_found_with_unverified_numerics(
     installed: list[EntryPoint],
 ) -> None:
     installed.append(EntryPoint("mine.kernel", f"{__name__}:ADAPTER", adapters.GROUP))
@@ -34,7 +34,7 @@ def test_an_adapter_is_found_and_nothing_holds_it_to_its_numerics(
     assert (found.engine, found.unproved) == (ADAPTER.engine, "it is of another distribution")
 
 
-def test_an_adapter_is_not_imported_to_know_its_name(installed: list[EntryPoint]) -> None:
+def test_name_of_an_adapter_needs_no_import(installed: list[EntryPoint]) -> None:
     installed.append(EntryPoint("mine.kernel", "module_that_is_nowhere:ADAPTER", adapters.GROUP))
     assert is_adapter("mine.kernel")
     assert not is_adapter("mine")
@@ -44,14 +44,14 @@ def test_an_adapter_is_not_imported_to_know_its_name(installed: list[EntryPoint]
         find_adapter("mine.kernel")
 
 
-def test_what_is_no_adapter_is_refused(installed: list[EntryPoint]) -> None:
+def test_invalid_adapter_is_refused(installed: list[EntryPoint]) -> None:
     installed.append(EntryPoint("mine.kernel", f"{__name__}:installed", adapters.GROUP))
     with pytest.raises(Refusal, match=r"is no kcdsl\.model\.adapters\.Adapter"):
         find_adapter("mine.kernel")
 
 
 @pytest.mark.parametrize("name", ["torch.eager", "mine.kernel"])
-def test_one_name_for_two_adapters_is_an_error(installed: list[EntryPoint], name: str) -> None:
+def test_duplicate_adapter_name_is_an_error(installed: list[EntryPoint], name: str) -> None:
     installed += [
         EntryPoint(name, f"{module}:ADAPTER", adapters.GROUP) for module in ("one", "two")
     ]
@@ -59,7 +59,7 @@ def test_one_name_for_two_adapters_is_an_error(installed: list[EntryPoint], name
         adapter_names()
 
 
-def test_an_unknown_adapter_is_refused_with_the_names_there_are(
+def test_unknown_adapter_is_refused_with_the_known_names(
     installed: list[EntryPoint],
 ) -> None:
     installed.append(EntryPoint("mine.kernel", f"{__name__}:ADAPTER", adapters.GROUP))

@@ -1,4 +1,4 @@
-"""The architectures against formulas written out in numpy, and the loading of models."""
+"""Architectures compared with formulas in numpy, and the loading of models."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ def llama_logits(model: Model, ids: list[int]) -> Array:
 
 
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_qwen"])
-def test_llama_is_the_published_formula(name: str, request: pytest.FixtureRequest) -> None:
+def test_llama_equals_the_published_formula(name: str, request: pytest.FixtureRequest) -> None:
     model: Model = request.getfixturevalue(name)
     with torch.no_grad():
         logits = model.module(model.ids(IDS)).double().numpy()
     np.testing.assert_allclose(logits, llama_logits(model, IDS), atol=2e-5)
 
 
-def test_a_block_is_the_sub_layer_alone(tiny_llama: Model) -> None:
+def test_block_is_one_sub_layer(tiny_llama: Model) -> None:
     found = tiny_llama.all_block_inputs(IDS, tiny_llama.block_names())
     assert found["model"] is None
     inputs = {name: x for name, x in found.items() if x is not None}
@@ -139,7 +139,7 @@ def test_a_block_is_the_sub_layer_alone(tiny_llama: Model) -> None:
 
 
 @pytest.mark.parametrize("program", [Composed(), ScaledDotProduct(), ScaledDotProduct("math")])
-def test_padding_on_either_side_changes_nothing(
+def test_padding_on_either_side_does_not_change_logits(
     tiny_llama: Model, program: Composed | ScaledDotProduct
 ) -> None:
     module = tiny_llama.module
@@ -199,7 +199,7 @@ def test_llama_3_scaling_follows_the_published_rule() -> None:
         ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
     ],
 )
-def test_a_configuration_that_would_not_be_honoured_is_refused(
+def test_unsupported_configuration_is_refused(
     tiny_llama: Model, change: dict[str, Any], word: str
 ) -> None:
     with expect(MODEL_CONFIG, word):
@@ -213,7 +213,7 @@ def layer_norm(x: Array, gain: Array, bias: Array) -> Array:
     return np.array([(r - r.mean()) / np.sqrt(r.var() + 1e-12) * gain + bias for r in x])
 
 
-def test_bert_is_the_published_formula(tiny_bert: Model) -> None:
+def test_bert_equals_the_published_formula(tiny_bert: Model) -> None:
     from math import erf
 
     w = weights(tiny_bert)
@@ -246,7 +246,7 @@ def test_bert_is_the_published_formula(tiny_bert: Model) -> None:
     np.testing.assert_allclose(found, x, atol=2e-5)
 
 
-def test_the_blocks_of_bert_meet(tiny_bert: Model) -> None:
+def test_blocks_of_bert_compose_to_the_model(tiny_bert: Model) -> None:
     found = tiny_bert.all_block_inputs(IDS, tiny_bert.block_names())
     inputs = {name: x for name, x in found.items() if x is not None}
 
@@ -264,7 +264,7 @@ def test_the_blocks_of_bert_meet(tiny_bert: Model) -> None:
     assert tiny_bert.encoder_only
 
 
-def test_padding_does_not_change_a_sentence(tiny_bert: Model) -> None:
+def test_padding_does_not_change_a_sentence_embedding(tiny_bert: Model) -> None:
     keys = torch.tensor([[True] * 8 + [False] * 3])
     with torch.no_grad():
         alone = sentence_embedding(tiny_bert.module(torch.tensor(IDS)))
@@ -273,7 +273,7 @@ def test_padding_does_not_change_a_sentence(tiny_bert: Model) -> None:
     assert float(alone.norm()) == pytest.approx(1.0)
 
 
-def test_minilm_knows_which_sentences_are_alike(minilm: Model) -> None:
+def test_minilm_ranks_similar_sentences_first(minilm: Model) -> None:
     def embed(text: str) -> torch.Tensor:
         with torch.no_grad():
             return sentence_embedding(minilm.module(minilm.ids(minilm.tokenizer.encode(text))))
@@ -309,31 +309,31 @@ def rewrite(model: Model, folder: Path, **changes: torch.Tensor | None) -> None:
 LLAMA_REF = ModelRef("model.safetensors", architecture="llama")
 
 
-def test_a_missing_tensor_is_refused(tiny_llama: Model, tmp_path: Path) -> None:
+def test_missing_tensor_is_refused(tiny_llama: Model, tmp_path: Path) -> None:
     rewrite(tiny_llama, tmp_path, model__norm__weight=None)
     with expect(CHECKPOINT_TENSORS, "model.norm.weight"):
         load_model(LLAMA_REF, tmp_path)
 
 
-def test_an_unexpected_tensor_is_refused(tiny_llama: Model, tmp_path: Path) -> None:
+def test_unexpected_tensor_is_refused(tiny_llama: Model, tmp_path: Path) -> None:
     rewrite(tiny_llama, tmp_path, adapter__weight=torch.zeros(2))
     with expect(CHECKPOINT_TENSORS, "adapter.weight"):
         load_model(LLAMA_REF, tmp_path)
 
 
-def test_a_tensor_of_the_wrong_shape_is_refused(tiny_llama: Model, tmp_path: Path) -> None:
+def test_tensor_of_the_wrong_shape_is_refused(tiny_llama: Model, tmp_path: Path) -> None:
     rewrite(tiny_llama, tmp_path, model__norm__weight=torch.zeros(17))
     with expect(CHECKPOINT_SHAPE, "model.norm.weight", "(17,)", "(16,)"):
         load_model(LLAMA_REF, tmp_path)
 
 
-def test_a_tensor_of_the_wrong_type_is_refused(tiny_llama: Model, tmp_path: Path) -> None:
+def test_tensor_of_the_wrong_type_is_refused(tiny_llama: Model, tmp_path: Path) -> None:
     rewrite(tiny_llama, tmp_path, model__norm__weight=torch.zeros(16, dtype=torch.float64))
     with expect(CHECKPOINT_DTYPE, "model.norm.weight"):
         load_model(LLAMA_REF, tmp_path)
 
 
-def test_an_equal_copy_of_the_tied_head_is_accepted(tiny_llama: Model, tmp_path: Path) -> None:
+def test_equal_copy_of_the_tied_head_is_accepted(tiny_llama: Model, tmp_path: Path) -> None:
     head = tiny_llama.checkpoint.tensors["model.embed_tokens.weight"]
     rewrite(tiny_llama, tmp_path, lm_head__weight=head.clone())
     found = load_model(LLAMA_REF, tmp_path)
@@ -343,7 +343,7 @@ def test_an_equal_copy_of_the_tied_head_is_accepted(tiny_llama: Model, tmp_path:
         load_model(LLAMA_REF, tmp_path)
 
 
-def test_keys_that_carry_no_weights_are_left_out(tiny_bert: Model, tmp_path: Path) -> None:
+def test_keys_without_weights_are_ignored(tiny_bert: Model, tmp_path: Path) -> None:
     tensors = {f"bert.{k}": v for k, v in tiny_bert.checkpoint.tensors.items()}
     tensors["bert.embeddings.position_ids"] = torch.arange(32)
     tensors["bert.pooler.dense.weight"] = torch.zeros(16, 16)
@@ -371,7 +371,7 @@ def test_missing_or_broken_configuration_is_refused(tiny_llama: Model, tmp_path:
         load_model(LLAMA_REF, tmp_path)
 
 
-def test_an_unknown_architecture_is_refused_with_a_suggestion(
+def test_unknown_architecture_is_refused_with_a_suggestion(
     tiny_llama: Model, tmp_path: Path
 ) -> None:
     rewrite(tiny_llama, tmp_path)
@@ -379,7 +379,7 @@ def test_an_unknown_architecture_is_refused_with_a_suggestion(
         load_model(ModelRef("model.safetensors", architecture="lama"), tmp_path)
 
 
-def test_an_unknown_block_is_refused_with_a_suggestion(tiny_llama: Model) -> None:
+def test_unknown_block_is_refused_with_a_suggestion(tiny_llama: Model) -> None:
     with expect(UNKNOWN_BLOCK, "atn_0", "'attn_0'", "attn_0 … attn_1"):
         tiny_llama.block("atn_0")
     with expect(UNKNOWN_BLOCK):
@@ -390,9 +390,7 @@ def test_an_unknown_block_is_refused_with_a_suggestion(tiny_llama: Model) -> Non
     ("ids", "word"),
     [([], "at least one"), ([40], "40"), ([-1], "-1"), ([0] * 33, "33"), ([[1]], "list")],
 )
-def test_a_sequence_that_the_model_cannot_take_is_refused(
-    tiny_llama: Model, ids: list[Any], word: str
-) -> None:
+def test_unsupported_sequence_is_refused(tiny_llama: Model, ids: list[Any], word: str) -> None:
     with expect(SEQUENCE, word):
         tiny_llama.ids(ids)
 
@@ -400,7 +398,7 @@ def test_a_sequence_that_the_model_cannot_take_is_refused(
 # --- a user's own --------------------------------------------------------------------------------
 
 
-def test_a_users_module_is_loaded_with_its_blocks(own_model: Model) -> None:
+def test_user_module_is_loaded_with_its_blocks(own_model: Model) -> None:
     assert own_model.block_names() == ("norm_0", "attn_0", "mlp_0", "model")
     entering = own_model.block_inputs(IDS, "attn_0")
     assert entering is not None
@@ -410,7 +408,7 @@ def test_a_users_module_is_loaded_with_its_blocks(own_model: Model) -> None:
 
 
 @pytest.mark.full
-def test_two_models_may_have_modules_of_one_name(own_model: Model, tmp_path: Path) -> None:
+def test_modules_of_two_models_may_share_a_name(own_model: Model, tmp_path: Path) -> None:
     for name, kind in (("first", "ReLU"), ("second", "Tanh")):
         folder = tmp_path / name
         folder.mkdir()
@@ -421,7 +419,7 @@ def test_two_models_may_have_modules_of_one_name(own_model: Model, tmp_path: Pat
         assert type(model.module).__name__ == kind
 
 
-def test_a_model_that_fails_on_a_sequence_is_refused(save_model: Any) -> None:
+def test_model_that_fails_on_a_sequence_is_refused(save_model: Any) -> None:
     model = save_model("own", max_position_embeddings=4)
     object.__setattr__(model, "config", {})
     with expect(MODEL_FACTORY, "failed on 8 tokens"):
@@ -438,7 +436,7 @@ def test_a_model_that_fails_on_a_sequence_is_refused(save_model: Any) -> None:
         ("def build(config): return config['absent']", "absent"),
     ],
 )
-def test_a_factory_that_fails_is_refused(
+def test_failing_factory_is_refused(
     own_model: Model, tmp_path: Path, source: str, word: str
 ) -> None:
     rewrite(own_model, tmp_path)
@@ -453,7 +451,7 @@ def test_a_factory_that_fails_is_refused(
 # --- tokenizers ----------------------------------------------------------------------------------
 
 
-def test_the_byte_tokenizer_is_reversible(tiny_llama: Model, save_model: Any) -> None:
+def test_byte_tokenizer_is_reversible(tiny_llama: Model, save_model: Any) -> None:
     model = save_model("llama", vocab_size=256)
     text = "Grüße, 世界\n"
     assert model.tokenizer.decode(model.tokenizer.encode(text)) == text
@@ -461,13 +459,13 @@ def test_the_byte_tokenizer_is_reversible(tiny_llama: Model, save_model: Any) ->
         tiny_llama.tokenizer.encode("A")
 
 
-def test_a_model_without_a_tokenizer_says_so(save_model: Any) -> None:
+def test_model_without_a_tokenizer_is_reported(save_model: Any) -> None:
     model = save_model("llama", vocab_size=300)
     with expect(TOKENIZER, "no tokenizer", "tokenizer.json"):
         _ = model.tokenizer
 
 
-def test_a_broken_tokenizer_file_is_refused(tiny_llama: Model, tmp_path: Path) -> None:
+def test_invalid_tokenizer_file_is_refused(tiny_llama: Model, tmp_path: Path) -> None:
     rewrite(tiny_llama, tmp_path)
     (tmp_path / "tok.json").write_text("{}")
     with expect(TOKENIZER, "tok.json"):
@@ -476,7 +474,7 @@ def test_a_broken_tokenizer_file_is_refused(tiny_llama: Model, tmp_path: Path) -
         )
 
 
-def test_the_file_tokenizer_neither_pads_nor_truncates(minilm: Model) -> None:
+def test_file_tokenizer_neither_pads_nor_truncates(minilm: Model) -> None:
     short, long = (minilm.tokenizer.encode(t) for t in ("a", "word " * 400))
     assert len(short) == 3
     assert len(long) == 402

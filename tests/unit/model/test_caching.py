@@ -1,4 +1,4 @@
-"""Places where keys and values are cached, and what is refused instead of being left out."""
+"""Quantised caches of keys and values: cached nodes, and refused models."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_has_no_meaning_is_refused_by_name(name: str) -> None:
+def test_invalid_cache_records_are_refused_by_name(name: str) -> None:
     given, words = WRONG[name]
     with pytest.raises(Refusal) as refused:
         resolve({**EAGER, "kv_cache": given})
@@ -76,7 +76,7 @@ def test_what_has_no_meaning_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("casts", ["toward_zero", "any_toward_zero", "any_direction"])
-def test_directed_casts_have_no_cache(casts: str) -> None:
+def test_directed_casts_refuse_a_cache(casts: str) -> None:
     with pytest.raises(Refusal, match="quantisers round to nearest"):
         resolve({**EAGER, "casts": casts, "kv_cache": HEADS})
     record = resolve({**EAGER, "kv_cache": HEADS}).to_json() | {"casts": casts}
@@ -85,7 +85,7 @@ def test_directed_casts_have_no_cache(casts: str) -> None:
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_records_are_read_by_both_programs(name: str) -> None:
+def test_both_programs_read_cache_records(name: str) -> None:
     record = proofs.numerics("bfloat16", "any", kv_cache=CACHES[name])
     assert numerics(record).to_json() == record
     cache = parse_kernel(record, "kernel").cache
@@ -113,7 +113,7 @@ def test_records_are_read_by_both_programs(name: str) -> None:
         {**static("int8", 1.0, 1.0), "value_scale": {}},
     ],
 )
-def test_the_checker_refuses_other_records(record: Any) -> None:
+def test_checker_refuses_invalid_records(record: Any) -> None:
     whole = proofs.numerics("bfloat16", "any", kv_cache=record)
     with pytest.raises(Rejected, match="document/numerics"):
         parse_kernel(whole, "kernel")
@@ -146,7 +146,7 @@ def shop_of(function: Callable[[Any, Tensor], Tensor], cache: Any = HEADS) -> Pr
     ],
     ids=["without a softmax", "without products", "without values"],
 )
-def test_attention_that_is_not_known_is_refused(function: Any, words: str) -> None:
+def test_unsupported_attention_is_refused(function: Any, words: str) -> None:
     with pytest.raises(Refusal, match=words):
         shop_of(function).problem("part", (0, 1, 2))
     part = Part(function).eval().requires_grad_(False)
@@ -154,7 +154,7 @@ def test_attention_that_is_not_known_is_refused(function: Any, words: str) -> No
     factory.problem("part", (0, 1, 2))
 
 
-def test_a_linear_is_named_where_it_alone_makes_keys() -> None:
+def test_cache_is_named_by_the_linear_that_computes_keys() -> None:
     def attention(s: Any, x: Tensor) -> Tensor:
         return torch.softmax(x @ torch.tanh(s.k(x)).T, -1) @ (s.v(x) + s.k(x))
 
@@ -171,19 +171,19 @@ def test_a_linear_is_named_where_it_alone_makes_keys() -> None:
         shop_of(attention, many).problem("part", (0, 1, 2)).bound(x, POINT)
 
 
-def test_a_block_without_attention_has_nothing_to_cache() -> None:
+def test_block_without_attention_has_no_cache() -> None:
     graph = shop_of(lambda s, x: s.k(x)).problem("part", (0, 1, 2)).graph
     assert "cache" not in [node.op for node in graph.nodes]
 
 
-def test_no_sequence_of_any_length() -> None:
+def test_caches_at_any_length_are_refused() -> None:
     factory = shop_of(lambda s, x: torch.softmax(x @ s.k(x).T, -1) @ s.v(x))
     with pytest.raises(Refusal, match="quantised kv_cache"):
         factory.sequences("part", 16)
 
 
 @pytest.mark.parametrize("name", sorted(n for n, a in ADAPTERS.items() if "cpu" in a.devices))
-def test_local_kernels_have_no_such_cache(name: str) -> None:
+def test_local_kernels_refuse_a_cache(name: str) -> None:
     adapter = ADAPTERS[name]
     if not adapter.presets:
         return
@@ -192,7 +192,7 @@ def test_local_kernels_have_no_such_cache(name: str) -> None:
     try:
         refuse_unserved(name, adapter, claimed, "cpu")
     except Refusal:
-        return  # it does not run this preset here
+        return  # this preset does not run here
     with pytest.raises(Refusal, match="keys and values as they are"):
         refuse_unserved(name, adapter, cached, "cpu")
 
@@ -205,7 +205,7 @@ def proof_of(graph: Any, folder: Path, infer: Any) -> tuple[Any, Path]:
 
 
 def changed(name: str, graph: Any) -> None:
-    """Change a graph so that it does not say what a cache stores."""
+    """Change a graph so that it does not show which values a cache stores."""
     caches = [node for node in graph.nodes if node["op"] == "cache"]
     scores = next(n for n in graph.nodes if n["op"] == "matmul" and n["role"] == "scores")
     match name:
@@ -238,7 +238,7 @@ def changed(name: str, graph: Any) -> None:
         "a cache elsewhere",
     ],
 )
-def test_the_checker_refuses_graphs_that_read_past_the_cache(tmp_path: Path, name: str) -> None:
+def test_checker_refuses_graphs_that_bypass_the_cache(tmp_path: Path, name: str) -> None:
     graph = with_caches(proofs.attention(np.random.default_rng(0)))
     infer = proofs.numerics("bfloat16", kv_cache=dynamic("fp8_e4m3", "per_head"))
     document, path = proof_of(graph, tmp_path, infer)
@@ -253,7 +253,7 @@ def test_the_checker_refuses_graphs_that_read_past_the_cache(tmp_path: Path, nam
     assert recheck_exactly(proofs.dump(document), path).reason == outcome.reason
 
 
-def test_no_domain_and_no_run_reads_past_the_cache() -> None:
+def test_domains_and_runs_refuse_graphs_that_bypass_the_cache() -> None:
     graph = proofs.attention(np.random.default_rng(0))
     infer = proofs.numerics("bfloat16", kv_cache=dynamic("fp8_e4m3", "per_head"))
     sides = [parameters(graph, record) for record in (proofs.numerics(), infer)]

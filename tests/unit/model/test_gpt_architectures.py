@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-NeoX: the programs of transformers, proved and checked, look-alikes refused."""
+"""GPT-2 and GPT-NeoX: equal to transformers, proved and checked; look-alikes refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ transformers: Any = pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("kind", SMALL)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(12))])
-def test_a_random_configuration_is_the_program_of_transformers(kind: str, seed: int) -> None:
+def test_random_gpt_configurations_agree_with_transformers(kind: str, seed: int) -> None:
     raw = drawn(kind, seed)
     if kind == "gpt_neox" and seed == 0:
         raw["use_parallel_residual"] = False
@@ -67,7 +67,7 @@ def test_a_random_configuration_is_the_program_of_transformers(kind: str, seed: 
         ("gpt_neox", {"use_parallel_residual": 1}),
     ],
 )
-def test_a_look_alike_is_refused_by_name(kind: str, change: dict[str, Any]) -> None:
+def test_look_alikes_are_refused_by_name(kind: str, change: dict[str, Any]) -> None:
     raw = saved(kind) | change
     with pytest.raises(Refusal) as caught:
         registry.load(kind).build(raw)
@@ -78,8 +78,8 @@ def test_a_look_alike_is_refused_by_name(kind: str, change: dict[str, Any]) -> N
     assert stated.get(name, name) in found.message
 
 
-def test_old_names_of_fields_are_read() -> None:
-    """Configurations of Pythia state the part that is rotated, and the base, by older names."""
+def test_former_names_of_fields_are_read() -> None:
+    """Configurations of Pythia use former names of the rotated part and the base."""
     old = saved("gpt_neox") | {"rotary_pct": 0.5, "rotary_emb_base": 500}
     del old["rope_parameters"]
     assert family_of("gpt_neox", old)
@@ -90,10 +90,10 @@ def test_old_names_of_fields_are_read() -> None:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_weights_are_read_as_they_are_stored(
+def test_every_storage_of_weights_is_read(
     large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of the model without a head have no prefix, and old ones masks; blocks read later."""
+    """Files without a head have no prefix, and old ones contain masks; blocks are read lazily."""
     raw = saved("gpt2")
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**raw)
@@ -125,7 +125,7 @@ def test_weights_are_read_as_they_are_stored(
     assert turned == {"h.1.attn.c_attn.weight", "h.1.attn.c_proj.weight"}
 
 
-def test_the_comparison_finds_another_program() -> None:
+def test_comparison_detects_another_program() -> None:
     raw = saved("gpt_neox")
     module: Any = registry.load("gpt_neox").build(raw)
     torch.manual_seed(0)
@@ -137,7 +137,7 @@ def test_the_comparison_finds_another_program() -> None:
         compare("gpt_neox", module, raw | {"use_parallel_residual": False}, ((1, 2, 3),))
 
 
-def test_the_checker_reads_a_matrix_in_one_way(tmp_path: Path) -> None:
+def test_checker_reads_a_matrix_in_one_orientation(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}, path)
     tensors = read(path).tensors
@@ -176,7 +176,7 @@ CASES = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "changes", "numerics"), CASES)
-def test_both_blocks_are_proved_and_the_proofs_are_accepted(
+def test_both_blocks_are_proved_and_rechecked(
     cli: Callable[..., Any], tmp_path: Path, kind: str, changes: dict[str, Any], numerics: str
 ) -> None:
     torch.manual_seed(0)

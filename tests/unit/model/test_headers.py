@@ -1,4 +1,4 @@
-"""Headers of checkpoints: files, folders and shards, read without weights and without torch."""
+"""Headers of checkpoints: files, folders and shards, without reading weights or importing torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sharded(folder: Path, held: Mapping[str, Mapping[str, tuple[int, ...]]] = HE
     return folder
 
 
-def test_folder_index_and_single_file_say_the_same_of_their_tensors(tmp_path: Path) -> None:
+def test_folder_index_and_single_file_have_equal_headers(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m")
     by_folder, by_index = read_headers(folder), read_headers(folder / INDEX)
     assert by_folder == by_index
@@ -57,9 +57,7 @@ def test_folder_index_and_single_file_say_the_same_of_their_tensors(tmp_path: Pa
         ({"a": 1}, "no name in its folder"),
     ],
 )
-def test_an_index_that_is_not_exact_is_refused(
-    tmp_path: Path, change: dict[str, object], word: str
-) -> None:
+def test_inexact_index_is_refused(tmp_path: Path, change: dict[str, object], word: str) -> None:
     folder = sharded(tmp_path / "m")
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"] |= change
@@ -70,7 +68,7 @@ def test_an_index_that_is_not_exact_is_refused(
     assert refused.value.diagnostics[0].code == CHECKPOINT_FORMAT
 
 
-def test_a_tensor_in_two_shards_and_a_name_twice_in_the_index_are_refused(tmp_path: Path) -> None:
+def test_duplicate_tensors_and_index_names_are_refused(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m", {ONE: {"a": (2,), "x": (1,)}, TWO: {"a": (2,), "b": (1,)}})
     with pytest.raises(Refusal, match="lies in"):
         read_headers(folder)
@@ -80,7 +78,7 @@ def test_a_tensor_in_two_shards_and_a_name_twice_in_the_index_are_refused(tmp_pa
         read_headers(folder)
 
 
-def test_a_folder_without_safetensors_and_one_with_two_are_refused(tmp_path: Path) -> None:
+def test_folder_needs_exactly_one_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"never read")
     with pytest.raises(Refusal, match="pickle") as refused:
         read_headers(tmp_path)

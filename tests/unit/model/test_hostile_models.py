@@ -1,4 +1,4 @@
-"""Configurations and modules that would crash, hang or end the process."""
+"""Configurations and modules that could crash, hang or end the process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings"
         ({"rope_parameters": {"rope_theta": "abc"}}, "rope_theta"),
     ],
 )
-def test_a_number_that_no_model_has_is_refused(change: dict[str, Any], word: str) -> None:
+def test_implausible_numbers_are_refused(change: dict[str, Any], word: str) -> None:
     with pytest.raises(Refusal) as refusal:
         llama.read(CONFIG | change)
     (diagnostic,) = refusal.value.diagnostics
@@ -48,7 +48,7 @@ def test_a_number_that_no_model_has_is_refused(change: dict[str, Any], word: str
 
 @pytest.mark.parametrize("key", ["model_type", "architectures"])
 @pytest.mark.parametrize("value", [5, [[]], {"a": 1}])
-def test_a_name_that_is_none_is_refused(key: str, value: Any) -> None:
+def test_invalid_names_are_refused(key: str, value: Any) -> None:
     with pytest.raises(Refusal) as refusal:
         check_config("llama", CONFIG | {key: value})
     (diagnostic,) = refusal.value.diagnostics
@@ -56,7 +56,7 @@ def test_a_name_that_is_none_is_refused(key: str, value: Any) -> None:
     assert key in diagnostic.message
 
 
-def test_a_deep_configuration_is_refused(tmp_path: Path) -> None:
+def test_deeply_nested_configuration_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 200_000)
     with pytest.raises(Refusal) as refusal:
         read_config(tmp_path / "config.json")
@@ -82,7 +82,7 @@ def build(config):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("statement", ["raise SystemExit(0)", "raise ValueError('no')", "1 / 0"])
 @pytest.mark.parametrize("place", ["forward", "blocks", "build"])
-def test_a_module_may_neither_end_the_process_nor_crash_it(
+def test_module_can_neither_end_nor_crash_the_process(
     place: str, statement: str, tmp_path: Path
 ) -> None:
     body = {"forward": "", "blocks": "", "build": ""} | {place: statement}
@@ -96,7 +96,7 @@ def test_a_module_may_neither_end_the_process_nor_crash_it(
 
 
 def use(ref: ModelRef, folder: Path) -> None:
-    """Do with a model what every command does."""
+    """Use a model as every command does."""
     model = load_model(ref, folder)
     model.block_names()
     load_kernel(KernelRef("torch.eager", (("preset", "torch-eager"),)), model, "cpu")

@@ -1,4 +1,4 @@
-"""Lowering keeps a program as it is written: views by their arguments, results by their types."""
+"""Lowering preserves formats: views by their arguments, results by their types."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS = 5
 
 
 class Part(nn.Module):
-    """A block on [5, 4] with parameters, buffers and a tensor that conversions leave alone."""
+    """A block on [5, 4] with parameters, buffers and a tensor that conversions do not change."""
 
     def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ VIEWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.sample(6)
 @pytest.mark.filterwarnings("ignore:The use of")
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_view_is_read_by_its_arguments(name: str) -> None:
+def test_views_are_lowered_by_their_arguments(name: str) -> None:
     graph = traced(VIEWS[name], *HALVES)
     x = np.arange(ROWS * 4.0).reshape(ROWS, 4)
     with torch.no_grad():
@@ -162,13 +162,13 @@ TYPES: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[tuple[str, str]]]] 
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TYPES)
-def test_a_result_has_the_format_that_the_converted_module_stores_it_in(name: str) -> None:
+def test_results_have_the_format_of_the_converted_module(name: str) -> None:
     function, expected = TYPES[name]
     assert stored(traced(function, *HALVES)) == expected
 
 
 def test_float64_is_rounded_twice_on_its_way_to_half_precision() -> None:
-    """Just above the middle of two numbers of bfloat16, as PyTorch rounds it."""
+    """Slightly above the midpoint of two bfloat16 numbers, rounded as in PyTorch."""
     near = torch.full((ROWS, 4), 1 + 2.0**-8 + 2.0**-40, dtype=torch.float64)
     graph = traced(lambda s, x: x.to(torch.bfloat16), "float64")
     found = graph_output(graph, {}, near.numpy(), "float64")
@@ -180,12 +180,12 @@ def test_float64_is_rounded_twice_on_its_way_to_half_precision() -> None:
         traced(lambda s, x: (x.double() * 1.5).to(x.dtype), *formats)
 
 
-def test_a_block_that_is_zero_on_one_input_is_compared_on_others() -> None:
-    """Its cast to float32 makes it another program in float64, which one input may not show."""
+def test_block_that_is_zero_on_one_input_is_compared_on_others() -> None:
+    """Its cast to float32 changes the float64 program, which a single input may not reveal."""
     block_graph(random_module(849, longest=17).model(), "part", 1, formats=HALVES)
 
 
-def test_a_constant_is_the_number_that_the_module_holds() -> None:
+def test_constants_equal_those_of_the_module() -> None:
     graph = traced(lambda s, x: x + s.number, *HALVES)
     (value,) = graph.constants.values()
     assert value.dtype == np.float32
@@ -231,7 +231,7 @@ IDIOMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", IDIOMS)
-def test_an_idiom_keeps_the_roundings_of_its_parts(name: str) -> None:
+def test_idiom_keeps_the_roundings_of_its_parts(name: str) -> None:
     function, parts = IDIOMS[name]
     if name == "centred":
         function = _centred_once
@@ -247,7 +247,7 @@ def _centred_once(s: Any, x: Tensor) -> Tensor:
     return root_norm(c) * s.vector + s.vector
 
 
-def test_an_idiom_inside_float32_is_one_operation() -> None:
+def test_idiom_inside_float32_is_one_operation() -> None:
     def norm(s: Any, x: Tensor) -> Tensor:
         wide = x.to(torch.float32)
         rooted = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
@@ -304,7 +304,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Code, str]] = {
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_program_that_is_not_the_same_each_time_is_refused(name: str) -> None:
+def test_nondeterministic_program_is_refused(name: str) -> None:
     function, code, word = REFUSED[name]
     refuses(function, code, word)
 
@@ -353,7 +353,7 @@ BY_FORMAT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Code, str]] = {
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BY_FORMAT)
-def test_what_depends_on_the_format_is_refused_where_a_kernel_has_another(name: str) -> None:
+def test_format_dependent_program_is_refused_in_other_formats(name: str) -> None:
     function, code, word = BY_FORMAT[name]
     refuses(function, code, word, "bfloat16")
     traced(function)
@@ -378,7 +378,7 @@ UNREAD: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_an_argument_that_no_handler_knows_is_refused(name: str) -> None:
+def test_unsupported_argument_is_refused(name: str) -> None:
     refuses(UNREAD[name][0], OPERATION_UNSUPPORTED, UNREAD[name][1])
 
 
@@ -409,7 +409,7 @@ ATTENTION: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_is_what_it_is_in_float64(name: str) -> None:
+def test_attention_equals_that_in_float64(name: str) -> None:
     function = ATTENTION[name]
     graph = traced(function, *HALVES)
     x = np.random.default_rng(1).standard_normal((ROWS, 4))
@@ -420,7 +420,7 @@ def test_attention_is_what_it_is_in_float64(name: str) -> None:
 
 
 @pytest.mark.full
-def test_the_built_in_rotation_is_one_operation_with_tables_of_the_format(
+def test_built_in_rotation_is_one_operation(
     tiny_llama: Model,
 ) -> None:
     graph = block_graph(tiny_llama, "attn_0", 5, formats=HALVES)
@@ -430,7 +430,7 @@ def test_the_built_in_rotation_is_one_operation_with_tables_of_the_format(
     assert tables == {""}
 
 
-def test_squares_overflow_where_the_module_squares(own_model: Model) -> None:
+def test_squares_overflow_as_in_the_module(own_model: Model) -> None:
     graph = block_graph(own_model, "norm_0", 4, formats=("float16",))
     params = {k: t.numpy() for k, t in own_model.checkpoint.tensors.items()}
     x = np.full((4, 16), 300.0)
@@ -439,7 +439,7 @@ def test_squares_overflow_where_the_module_squares(own_model: Model) -> None:
 
 
 class Lazy(nn.Module):
-    """A block whose table is made when it first runs, and kept in one way or another."""
+    """A block that creates its table in the first run, and keeps it in some way."""
 
     table: Tensor
 
@@ -473,7 +473,7 @@ class Lazy(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["attribute", "list", "grown list", "mapping", "count", "buffer"])
-def test_a_module_that_remembers_is_refused_each_time(way: str) -> None:
+def test_stateful_module_is_refused_each_time(way: str) -> None:
     model = wrap(Lazy(way))
     for formats in (HALVES, (), HALVES):
         with pytest.raises(Refusal, match="changes its 'part\\.") as refusal:
@@ -482,7 +482,7 @@ def test_a_module_that_remembers_is_refused_each_time(way: str) -> None:
     block_graph(wrap(Lazy("nothing")), "part", ROWS, formats=HALVES)
 
 
-def test_what_the_whole_model_keeps_is_seen_without_its_blocks() -> None:
+def test_state_of_the_whole_model_is_detected() -> None:
     class Counted(type(wrap(Lazy("nothing")).module)):  # type: ignore[misc]
         calls = 0
 
@@ -497,17 +497,17 @@ def test_what_the_whole_model_keeps_is_seen_without_its_blocks() -> None:
         block_graph(model, "model", 3, [1, 2, 3])
 
 
-def test_a_seeded_generator_is_refused_by_name() -> None:
+def test_seeded_generator_is_refused_by_name() -> None:
     with pytest.raises(Refusal, match="a Generator, which is no tensor"):
         traced(lambda s, x: x + torch.rand(4, generator=torch.Generator().manual_seed(3)))
 
 
-def test_a_cast_of_one_number_has_no_dimensions() -> None:
+def test_cast_of_a_scalar_has_no_dimensions() -> None:
     graph = traced(lambda s, x: x * x[0, 0].float(), "float64")
     assert [n.shape for n in graph.nodes if n.op == "cast"] == [()]
 
 
-def test_a_sum_of_wide_numbers_is_cast_after_it() -> None:
+def test_sum_of_wider_numbers_is_cast_afterwards() -> None:
     def norm(s: Any, x: Tensor) -> Tensor:
         y = x.float()
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)

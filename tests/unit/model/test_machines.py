@@ -1,4 +1,4 @@
-"""Fingerprints identify a build and a machine: what differs shows, and what is patched shows."""
+"""Fingerprints identify a build and a machine: differences and patched files are detected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROCESSOR = {"machine": "x86_64", "model": "AMD EPYC 9654", "instructions": ["av
 
 
 def machine(**changes: Any) -> Machine:
-    """Return a machine that is described, with some probes replaced."""
+    """Return the description of a machine with some probes replaced."""
     libraries: Mapping[str, Any] = {"torch": TORCH, "nvidia-cublas-cu12": TORCH, "other": TORCH}
     probes: dict[str, Any] = {
         "library": libraries.get,
@@ -86,19 +86,19 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_can_change_a_result_changes_the_digest(change: str) -> None:
+def test_relevant_settings_change_the_digest(change: str) -> None:
     assert digest(machine()) == digest(machine())
     assert digest(machine(**CHANGES[change])) != digest(machine())
 
 
-def test_what_changes_no_result_and_what_is_secret_is_not_stated() -> None:
+def test_irrelevant_and_secret_settings_are_not_recorded() -> None:
     names = ("VLLM_API_KEY", "HOME", "TRITON_CACHE_DIR", "OMP_TOKEN", "CUDNN_LOGINFO_DBG", "PATH")
     place = machine(environment=dict.fromkeys(names, "do-not-show-this"))
     assert place.switches() == {}
     assert digest(place) == digest(machine())
 
 
-def test_a_kernel_on_the_processor_has_no_gpu_and_no_libraries_of_one() -> None:
+def test_cpu_kernel_records_no_gpu_libraries() -> None:
     found = kernel_fingerprint(KernelRef("torch.eager", ()), "cpu", machine())
     assert set(found["software"]) == {"torch"}
     assert "gpu" not in found["hardware"]
@@ -130,13 +130,13 @@ def wheel(tmp_path: Path) -> Distribution:
     return PathDistribution(about)
 
 
-def test_the_local_part_of_a_version_is_stated(wheel: Distribution) -> None:
+def test_local_part_of_a_version_is_recorded(wheel: Distribution) -> None:
     assert described("fast", wheel)["version"] == "1.0+local"
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_patched_in_place_shows(wheel: Distribution, name: str) -> None:
-    """The RECORD is as it was, and so are size and times of the file."""
+def test_file_patched_in_place_is_detected(wheel: Distribution, name: str) -> None:
+    """The RECORD is unchanged, and so are size and times of the file."""
     before = described("fast", wheel)
     assert described("fast", wheel) == before
     path = Path(str(wheel.locate_file(name)))
@@ -151,10 +151,10 @@ def test_a_file_patched_in_place_shows(wheel: Distribution, name: str) -> None:
     assert after["code"] != before["code"]
 
 
-def test_two_changes_within_one_tick_show(
+def test_two_changes_within_one_tick_are_detected(
     wheel: Distribution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was found of a file that changed just now is not kept."""
+    """Digests of a recently changed file are not cached."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     described("fast", wheel)
     assert not (tmp_path / "cache").exists()
@@ -165,10 +165,10 @@ def test_two_changes_within_one_tick_show(
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_record_that_was_written_anew_shows(
+def test_rewritten_record_is_detected(
     wheel: Distribution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
-    """Also where the list of the earlier one is kept."""
+    """Also where the list of the former one is cached."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     later = time.time_ns() + 2 * files.SETTLED * kept
     monkeypatch.setattr(time, "time_ns", lambda: later)
@@ -193,7 +193,7 @@ def test_a_record_that_was_written_anew_shows(
         ("fast/more.txt,sha256=.py,3", False),
     ],
 )
-def test_the_programs_of_a_record_are_found(
+def test_programs_in_a_record_are_found(
     wheel: Distribution, tmp_path: Path, row: str, is_a_program: bool
 ) -> None:
     before = described("fast", wheel)
@@ -202,10 +202,10 @@ def test_the_programs_of_a_record_are_found(
     assert (described("fast", wheel)["code"] != before["code"]) == is_a_program
 
 
-def test_two_environments_keep_digests_apart(
+def test_digests_of_two_environments_are_cached_separately(
     wheel: Distribution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Commands that run in turns in two environments would hash all files again each time."""
+    """Otherwise alternating commands in two environments would hash all files each time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     later = time.time_ns() + 2 * files.SETTLED
     monkeypatch.setattr(time, "time_ns", lambda: later)
@@ -216,16 +216,16 @@ def test_two_environments_keep_digests_apart(
     assert len(list((tmp_path / "cache" / "kcdsl" / "libraries").iterdir())) == 2
 
 
-def test_a_file_that_is_gone_shows(wheel: Distribution) -> None:
+def test_removed_file_is_detected(wheel: Distribution) -> None:
     before = described("fast", wheel)
     Path(str(wheel.locate_file("fast/kernels.so"))).unlink()
     assert described("fast", wheel)["code"] != before["code"]
 
 
-def test_a_package_of_another_distribution_is_described(
+def test_package_of_another_distribution_is_described(
     wheel: Distribution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As that of onnxruntime-gpu, which no distribution of its own name brings."""
+    """For example onnxruntime-gpu, whose package belongs to no distribution of its name."""
     about = tmp_path / "fast-1.0+local.dist-info"
     text = (about / "METADATA").read_text().replace("Name: fast", "Name: fast-gpu")
     (about / "METADATA").write_text(text)
@@ -240,10 +240,10 @@ def test_a_package_of_another_distribution_is_described(
 
 @pytest.mark.parametrize("layout", ["package", "module", "inside of a namespace", "of no adapter"])
 @pytest.mark.parametrize("finder", [False, True])
-def test_a_changed_source_of_an_editable_installation_shows(
+def test_changed_source_of_an_editable_installation_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, finder: bool
 ) -> None:
-    """Its RECORD lists a path, or the finder of setuptools, and stays what it is."""
+    """Its RECORD lists a path, or the finder of setuptools, and does not change."""
     project, site = tmp_path / "project", tmp_path / "site"
     about = site / "edited_kernels-1.0.dist-info"
     about.mkdir(parents=True)
@@ -278,7 +278,7 @@ def test_a_changed_source_of_an_editable_installation_shows(
     assert after["code"] != before["code"]
 
 
-def test_settings_of_torch_that_are_not_as_it_comes_are_stated() -> None:
+def test_non_default_torch_settings_are_recorded() -> None:
     import torch
 
     assert torch_flags() == {}

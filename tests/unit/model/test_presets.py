@@ -1,4 +1,4 @@
-"""Resolution of numerics: presets, overrides, and refusals that say what is allowed."""
+"""Resolution of numerics: presets, overrides, and refusals that list the valid values."""
 
 from __future__ import annotations
 
@@ -12,24 +12,13 @@ import pytest
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import NUMERICS
-from kcdsl.ir.terms import KernelRef
 from kcdsl.model.adapters import ADAPTERS
 from kcdsl.model.fingerprint import fingerprint_digest, kernel_fingerprint
 from kcdsl.model.numerics import Activations, Attention, Weights
 from kcdsl.model.numerics.formats import CASTS
 from kcdsl.model.numerics.preset_table import PRESETS, TENSOR_CORES
 from kcdsl.model.presets import resolve
-
-
-def kernel(run: str, **numerics: Any) -> KernelRef:
-    """Return a kernel with its numerics as sorted pairs, as the front end writes them."""
-
-    def pairs(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return tuple(sorted((k, pairs(v)) for k, v in value.items()))
-
-    return KernelRef(run, pairs(numerics))
+from tests.support.kernel_refs import kernel
 
 
 def refused(*words: str) -> Any:
@@ -42,7 +31,7 @@ def refused(*words: str) -> Any:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_resolves_and_names_itself(name: str) -> None:
+def test_every_preset_resolves_under_its_name(name: str) -> None:
     found = resolve({"preset": name})
     assert found.preset == name
     assert found.casts == "any"
@@ -51,7 +40,7 @@ def test_every_preset_resolves_and_names_itself(name: str) -> None:
     assert resolve(record).to_json() == record
 
 
-def test_the_promised_presets_exist() -> None:
+def test_documented_presets_exist() -> None:
     assert set(PRESETS) == {
         "vllm-fp8-kv-cache",
         "torch-eager", "torch-sdpa-math", "torch-sdpa-flash", "torch-sdpa-efficient",
@@ -66,7 +55,7 @@ def test_the_promised_presets_exist() -> None:
     assert {preset for one in ADAPTERS.values() for preset in one.presets} <= set(PRESETS)
 
 
-def test_defaults_follow_the_style() -> None:
+def test_defaults_depend_on_the_style() -> None:
     composed = resolve({"preset": "torch-eager", "compute": "bfloat16"})
     assert composed.attention == Attention("composed", "bfloat16", "bfloat16", 32, 4)
     assert composed.weights == Weights("bfloat16")
@@ -79,7 +68,7 @@ def test_defaults_follow_the_style() -> None:
     assert back.attention == Attention("composed", "bfloat16", "bfloat16", 32, 4)
 
 
-def test_the_fast_exponential_of_the_cpu_is_granted_where_it_is_used() -> None:
+def test_fast_cpu_exponential_is_admitted_where_it_is_used() -> None:
     ulps = {
         c: resolve({"preset": "torch-sdpa-flash", "compute": c}).attention.exp_ulps
         for c in ("float64", "float32", "float16", "bfloat16")
@@ -87,7 +76,7 @@ def test_the_fast_exponential_of_the_cpu_is_granted_where_it_is_used() -> None:
     assert ulps == {"float64": 32, "float32": 32, "float16": 1024, "bfloat16": 1024}
 
 
-def test_the_contract_overrides_the_preset_key_by_key() -> None:
+def test_contract_overrides_the_preset_key_by_key() -> None:
     found = resolve(
         kernel(
             "torch.sdpa",
@@ -103,7 +92,7 @@ def test_the_contract_overrides_the_preset_key_by_key() -> None:
     assert found.attention == Attention("fused", "float32", "float32", 64, 32)
 
 
-def test_a_part_of_a_section_keeps_the_rest_of_the_preset() -> None:
+def test_partial_section_keeps_the_rest_of_the_preset() -> None:
     found = resolve({"preset": "fp8-w8a8-per-channel", "weights": {"scale": "per_tensor"}})
     assert found.weights == Weights("fp8_e4m3", "per_tensor")
     assert found.activations == Activations("fp8_e4m3", "per_token")
@@ -114,7 +103,7 @@ def test_a_part_of_a_section_keeps_the_rest_of_the_preset() -> None:
 
 
 def test_static_scales_are_float32_numbers_of_named_linears() -> None:
-    """Written as numbers, texts or float.hex(), one or one for each channel, they are the same."""
+    """Numbers, texts and float.hex(), single or per channel, are equivalent."""
     found = resolve(
         kernel(
             "torch.scaled_mm",
@@ -197,14 +186,14 @@ BYTES = {"format": "uint8", "scale": "static", "input_scale": 1}
         ),
     ],
 )
-def test_static_scales_without_a_meaning_are_refused(
+def test_invalid_static_scales_are_refused(
     activations: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     with refused(*words):
         resolve({"preset": "torch-eager", "activations": activations})
 
 
-def test_weights_have_no_static_scale_of_their_own() -> None:
+def test_static_scales_of_weights_are_refused() -> None:
     with refused("weights.scale", "per_tensor"):
         resolve({"preset": "torch-eager", "weights": {"format": "int8", "scale": "static"}})
 
@@ -216,7 +205,7 @@ def test_activations_in_the_compute_format_are_not_quantised() -> None:
     assert found.activations == Activations()
 
 
-def test_a_kernel_without_a_preset_takes_that_of_its_adapter() -> None:
+def test_kernel_without_a_preset_uses_that_of_its_adapter() -> None:
     assert resolve(kernel("torch.sdpa.math")).preset == "torch-sdpa-math"
     with refused("name no preset", "torch-eager"):
         resolve({})
@@ -288,12 +277,12 @@ def test_a_kernel_without_a_preset_takes_that_of_its_adapter() -> None:
         ({"attention": {"tile": float("inf")}}, ("attention.tile",)),
     ],
 )
-def test_what_has_no_meaning_is_refused(numerics: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_invalid_numerics_are_refused(numerics: dict[str, Any], words: tuple[str, ...]) -> None:
     with refused(*words):
         resolve({"preset": "torch-eager"} | numerics)
 
 
-def test_a_fingerprint_tells_kernels_apart() -> None:
+def test_fingerprints_distinguish_kernels() -> None:
     first = kernel_fingerprint(kernel("torch.eager"))
     assert first == kernel_fingerprint(kernel("torch.eager", preset="torch-eager"))
     others = [
@@ -308,7 +297,7 @@ def test_a_fingerprint_tells_kernels_apart() -> None:
 
 
 @pytest.mark.full
-def test_a_fingerprint_needs_neither_torch_nor_numpy() -> None:
+def test_fingerprint_needs_neither_torch_nor_numpy() -> None:
     program = (
         "import sys\n"
         "from kcdsl.ir.terms import KernelRef\n"
@@ -323,7 +312,7 @@ def test_a_fingerprint_needs_neither_torch_nor_numpy() -> None:
     assert ran.stdout.strip() == torch.__version__
 
 
-def test_results_have_formats_of_their_own() -> None:
+def test_results_may_have_separate_formats() -> None:
     found = resolve(
         kernel(
             "torch.eager",
@@ -345,7 +334,7 @@ def test_results_have_formats_of_their_own() -> None:
         resolve({"preset": "torch-eager", "results": {"add": "int8"}})
 
 
-def test_nothing_new_stands_in_the_record_of_ordinary_numerics() -> None:
+def test_record_of_ordinary_numerics_is_unchanged() -> None:
     record = resolve({"preset": "torch-eager"}).to_json()
     assert "results" not in record
     assert "tensor_core" not in record
@@ -360,7 +349,7 @@ def test_tensor_cores_by_name_and_in_numbers(name: str) -> None:
     assert resolve({**preset, "tensor_core": "none"}).tensor_core is None
 
 
-def test_tensor_cores_without_a_meaning_are_refused() -> None:
+def test_invalid_tensor_cores_are_refused() -> None:
     base = {"preset": "torch-eager", "compute": "bfloat16"}
     with refused("hopper_16", "did you mean"):
         resolve({**base, "tensor_core": "hoper_16"})
@@ -378,8 +367,8 @@ def test_tensor_cores_without_a_meaning_are_refused() -> None:
             resolve({**base, "tensor_core": {"linears": wrong, "others": unit}})
 
 
-def test_casts_that_are_not_to_nearest() -> None:
-    """Each word says whether a cast is free, where it goes, and how many roundoffs it may be."""
+def test_casts_other_than_to_nearest() -> None:
+    """Each word states whether a cast is free, its direction, and its number of roundoffs."""
     cut = {"format": "bfloat16", "rounding": "toward_zero"}
     given = {"preset": "torch-eager", "compute": "bfloat16"}
     found = resolve({**given, "casts": "toward_zero", "weights": cut})
@@ -394,8 +383,8 @@ def test_casts_that_are_not_to_nearest() -> None:
     assert set(CASTS) == {"nearest", "any", "toward_zero", "any_toward_zero", "any_direction"}
 
 
-def test_what_is_to_nearest_has_the_record_that_it_had() -> None:
-    """`rounding` stands in it only where it says something, so no digest changes."""
+def test_record_of_casts_to_nearest_is_unchanged() -> None:
+    """`rounding` is recorded only for other casts, so no digest changes."""
     plain = resolve({"preset": "torch-eager", "weights": {"rounding": "nearest"}})
     assert plain == resolve({"preset": "torch-eager"})
     assert plain.to_json()["weights"] == {"format": "float32", "scale": "none"}

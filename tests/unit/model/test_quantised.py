@@ -1,4 +1,4 @@
-"""Quantised checkpoints mean what the rules of their formats say, in both programs."""
+"""Both programs read quantised checkpoints by the rules of their formats."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG = {**DECODER, "hidden_size": 32, "intermediate_size": 48, "num_attention_
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A small model."""
+    """Return a small model."""
     write_model(tmp_path, config=CONFIG)
     return tmp_path
 
@@ -46,7 +46,7 @@ def pair(folder: Path) -> Model:
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_a_weight_is_what_its_format_says(folder: Path, name: str) -> None:
+def test_weights_are_dequantised_by_their_format(folder: Path, name: str) -> None:
     meant = quantise(folder, folder / "quantised", name)
     served = pair(folder).served
     assert served is not None
@@ -68,7 +68,7 @@ def test_a_weight_is_what_its_format_says(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(130, 200), (256, 128), (1, 200), (3, 5)])
-def test_blocks_of_fp8_may_be_cut_off(tmp_path: Path, shape: tuple[int, int]) -> None:
+def test_blocks_of_fp8_may_be_incomplete(tmp_path: Path, shape: tuple[int, int]) -> None:
     config, write = FORMATS["fp8 of DeepSeek"]
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(7))
     weight = weight * torch.arange(1, shape[1] + 1)  # every block has a scale of its own
@@ -107,7 +107,7 @@ def test_blocks_of_fp8_may_be_cut_off(tmp_path: Path, shape: tuple[int, int]) ->
         ({"quant_method": "modelopt", "quant_algo": "W8A16", "has_zero_point": True}, "has_zero"),
     ],
 )
-def test_a_variant_that_is_not_read_is_refused_by_name(
+def test_unsupported_variants_are_refused_by_name(
     folder: Path, change: dict[str, object], word: str
 ) -> None:
     quantise(folder, folder / "quantised", "gptq")
@@ -143,7 +143,7 @@ GROUP = COMPRESSED["config_groups"]["group_0"]
         ),
     ],
 )
-def test_both_programs_refuse_what_says_other_weights(
+def test_both_programs_refuse_inconsistent_checkpoints(
     folder: Path, name: str, change: dict[str, object]
 ) -> None:
     place, key = folder / "quantised", "model.layers.0.mlp.up_proj.weight"
@@ -272,8 +272,8 @@ def test_the_last_group_of_gptq_may_be_smaller(tmp_path: Path, indexed: bool) ->
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("part", ["scale", "zero_point"])
-def test_the_checker_refuses_factors_of_one_output_for_all(folder: Path, part: str) -> None:
-    """Numpy would take the factors of one output for every other one."""
+def test_checker_refuses_factors_of_one_output_for_all(folder: Path, part: str) -> None:
+    """Numpy would broadcast the factors of one output to all others."""
     place, key = folder / "quantised", "model.layers.0.mlp.up_proj.weight"
     quantise(folder, place, "torchao int4")
     path = place / "model.safetensors"
@@ -335,8 +335,8 @@ def test_tensors_of_another_shape_are_refused(
 
 
 @pytest.mark.parametrize("name", [n for n in FORMATS if n.startswith("modelopt")])
-def test_inputs_that_modelopt_scales_are_refused(folder: Path, name: str) -> None:
-    """A matrix is not what its codes say where inputs are multiplied before it."""
+def test_inputs_scaled_by_modelopt_are_refused(folder: Path, name: str) -> None:
+    """A matrix differs from its codes where inputs are multiplied first."""
     place, key = folder / "quantised", "model.layers.0.mlp.down_proj"
     quantise(folder, place, name)
     held = load_file(place / "model.safetensors")
@@ -349,7 +349,7 @@ def test_inputs_that_modelopt_scales_are_refused(folder: Path, name: str) -> Non
         read_served(place, {f"{key}.weight"}).matrix(f"{key}.weight")
 
 
-def test_tensors_that_do_not_belong_to_the_model_are_refused(folder: Path) -> None:
+def test_tensors_of_other_models_are_refused(folder: Path) -> None:
     place = folder / "quantised"
     quantise(folder, place, "fp8 channel")
     document = json.loads((place / "config.json").read_text())
@@ -369,7 +369,7 @@ def test_tensors_that_do_not_belong_to_the_model_are_refused(folder: Path) -> No
         pair(folder)
 
 
-def test_numerics_of_codes_must_be_those_of_the_checkpoint(folder: Path) -> None:
+def test_numerics_of_codes_must_match_the_checkpoint(folder: Path) -> None:
     quantise(folder, folder / "quantised", "fp8 channel")
     served = pair(folder).served
     assert served is not None
@@ -421,7 +421,7 @@ def recorded_config(name: str) -> dict[str, object]:
         *("int4_group", "int4_group_asymmetric", "nvfp4"),
     ],
 )
-def test_both_programs_read_what_the_library_wrote(name: str) -> None:
+def test_both_programs_read_files_of_the_library(name: str) -> None:
     stored = load_file(VECTORS)
     kinds = {key: one.kind for key, one in file_header(VECTORS).items()}
     config = recorded_config(name)
@@ -455,7 +455,7 @@ def cases() -> list[tuple[str, str]]:
 def both_readings(
     folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], case: str
 ) -> tuple[torch.Tensor, np.ndarray, tuple[object, ...], tuple[object, ...]]:
-    """Return the matrix of a case by both programs, each with format, layout and least code."""
+    """Return the matrix of a case as both programs read it, with format, layout and least code."""
     config = json.loads(metadata[f"config:{case}"])
     path = folder / "model.safetensors"
     told = {key: text for key, text in metadata.items() if not key.startswith("config:")}
@@ -475,9 +475,7 @@ def both_readings(
 
 
 @pytest.mark.parametrize(("program", "case"), cases())
-def test_both_programs_read_what_another_program_wrote(
-    tmp_path: Path, program: str, case: str
-) -> None:
+def test_both_programs_read_recorded_vectors(tmp_path: Path, program: str, case: str) -> None:
     tensors, metadata = recorded(program)
     expected = tensors[f"{case}.expected"]
     mine, theirs, said, other = both_readings(tmp_path, tensors, metadata, case)
@@ -524,7 +522,7 @@ def test_both_programs_read_what_another_program_wrote(
         ),
     ],
 )
-def test_both_programs_refuse_other_metadata_of_torchao(
+def test_both_programs_refuse_unsupported_torchao_metadata(
     tmp_path: Path, case: str, change: dict[str, object] | None, code: object
 ) -> None:
     tensors, metadata = recorded("torchao")
@@ -560,8 +558,8 @@ def int4(scale: torch.Tensor, zero: torch.Tensor) -> tuple[dict[str, Any], dict[
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
-def test_sums_of_int4_are_rounded_once(tmp_path: Path, kind: torch.dtype) -> None:
-    """Zero points far smaller than a code times its scale decide ties of it, and so far larger."""
+def test_int4_sums_are_rounded_once(tmp_path: Path, kind: torch.dtype) -> None:
+    """Ties occur with zero points much smaller and much larger than code times scale."""
     generator = torch.Generator().manual_seed(11)
     shape = (9, 8)
     near = 2.0 ** torch.randint(-3, 4, shape, generator=generator)
@@ -592,7 +590,7 @@ def test_sums_of_int4_are_rounded_once(tmp_path: Path, kind: torch.dtype) -> Non
     assert kind == torch.float16 or not torch.equal(mine, in_float32)
 
 
-def test_int4_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_overflowing_int4_is_refused(tmp_path: Path) -> None:
     """float16 overflows: 7·65504 + 65504."""
     scale, zero = torch.full((1, 4), 65504.0), torch.full((1, 4), 65504.0)
     tensors, metadata = int4(scale.half(), zero.half())
@@ -603,7 +601,7 @@ def test_int4_that_is_no_number_is_refused(tmp_path: Path) -> None:
         read_served(tmp_path, {"w.weight"}).matrix("w.weight")
 
 
-def test_a_weight_that_is_stored_twice_is_refused(folder: Path) -> None:
+def test_weight_stored_twice_is_refused(folder: Path) -> None:
     place = folder / "quantised"
     quantise(folder, place, "gptq")
     held = load_file(place / "model.safetensors")
@@ -617,10 +615,8 @@ def test_a_weight_that_is_stored_twice_is_refused(folder: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("shards", [False, True])
-def test_a_folder_that_transformers_saved_with_torchao_is_read(
-    tmp_path: Path, shards: bool
-) -> None:
-    """Names, metadata and shards are those of the libraries of today."""
+def test_transformers_folder_with_torchao_weights_is_read(tmp_path: Path, shards: bool) -> None:
+    """Names, metadata and shards of the current library versions."""
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import AutoModelForCausalLM, TorchAoConfig
 

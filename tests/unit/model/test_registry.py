@@ -1,4 +1,4 @@
-"""An architecture is one file: it is found, read without being run, and imported by its name."""
+"""An architecture is one file: discovered, parsed without execution, and imported by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build(config):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of architectures instead of the usual one."""
+    """Return a folder of architectures that replaces the default one."""
     monkeypatch.setattr(registry, "_FOLDER", tmp_path)
     monkeypatch.setattr(architectures, "__path__", [str(tmp_path)])
     caches = (registry.names, registry.declared)
@@ -51,7 +51,7 @@ def test_one_file_is_an_architecture(folder: Path) -> None:
     assert not registry.is_encoder(None)
 
 
-def test_it_is_run_only_when_it_is_loaded(folder: Path) -> None:
+def test_architecture_module_runs_only_when_loaded(folder: Path) -> None:
     (folder / "toy.py").write_text(TOY, encoding="utf-8")
     assert registry.declared("toy").families
     with pytest.raises(NameError, match="reading"):
@@ -60,7 +60,7 @@ def test_it_is_run_only_when_it_is_loaded(folder: Path) -> None:
     assert registry.load("toy").build({"width": 3}) == 3
 
 
-def test_what_is_declared_needs_no_torch() -> None:
+def test_declarations_are_read_without_torch() -> None:
     program = (
         "import sys; from kcdsl.model import registry; print(*registry.names());"
         "print(*[f for n in registry.names() for f in registry.declared(n).families]);"

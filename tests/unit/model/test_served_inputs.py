@@ -1,4 +1,4 @@
-"""Second checkpoints: scales of inputs that are stored, and matrices that are stored transposed."""
+"""Second checkpoints: stored scales of inputs, and transposed matrices."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WEIGHTS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A small model."""
+    """Return a small model."""
     write_model(tmp_path, config=CONFIG)
     return tmp_path
 
@@ -62,8 +62,7 @@ def both(
     key: str = KEY,
     **more: dict[str, Any],
 ) -> tuple[str, str]:
-    """Return what either program finds in the numerics of codes with such inputs, and in more of
-    them: "" or why not."""
+    """Return both programs' answers for numerics of codes with such inputs: "" or the reason."""
     form, layout = WEIGHTS[name]
     numerics = resolve({
         "preset": "torch-eager", "compute": "bfloat16", "activations": activations,
@@ -91,7 +90,7 @@ def both(
 
 
 def stored(folder: Path, name: str, **parts: torch.Tensor) -> None:
-    """Write the quantised form of the model, with such tensors beside every matrix."""
+    """Write the quantised form of the model with additional tensors beside every matrix."""
     place = folder / "quantised"
     if name == "torchao per channel":
         save_torchao(folder, place, parts)
@@ -104,7 +103,7 @@ def stored(folder: Path, name: str, **parts: torch.Tensor) -> None:
 
 
 def save_torchao(folder: Path, place: Path, parts: dict[str, torch.Tensor]) -> None:
-    """Write signed bytes of channels as torchao does, with such tensors beside every matrix."""
+    """Save int8 weights per channel as torchao does, with additional tensors per matrix."""
     quantise(folder, place, "torchao")
     path = place / "model.safetensors"
     held, told = load_file(path), metadata_of(path.read_bytes())
@@ -131,7 +130,7 @@ def static(form: str, scale: object = SCALE, **more: object) -> dict[str, Any]:
 
 
 CASES: list[tuple[str, dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]] = [
-    # format, what is stored beside its own parts, the numerics of that, and numerics of another
+    # format, additional tensors, their numerics, and numerics of another checkpoint
     ("fp8 of one scale", {}, static("fp8_e4m3"), static("fp8_e4m3", SCALE * 1.001)),
     ("fp8 of transformers", {}, static("fp8_e4m3"), static("fp8_e4m3", {"*": 1.0, BASE: 2.0})),
     (
@@ -179,7 +178,7 @@ CASES: list[tuple[str, dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]]
 
 
 @pytest.mark.parametrize(("name", "parts", "same", "other"), CASES)
-def test_stored_scales_of_inputs_are_those_of_the_numerics(
+def test_stored_input_scales_must_match_the_numerics(
     folder: Path,
     name: str,
     parts: dict[str, torch.Tensor],
@@ -208,9 +207,7 @@ def test_stored_scales_of_inputs_are_those_of_the_numerics(
         {"input_scale": number(SCALE), "input_zero_point": torch.tensor([0, 1])},
     ],
 )
-def test_what_is_no_scale_of_inputs_is_refused(
-    folder: Path, parts: dict[str, torch.Tensor]
-) -> None:
+def test_invalid_input_scales_are_refused(folder: Path, parts: dict[str, torch.Tensor]) -> None:
     stored(folder, "fp8 tensor", **parts)
     mine, theirs = both(folder, "fp8 tensor", static("fp8_e4m3"))
     assert CHECKPOINT_TENSORS.id in mine
@@ -227,7 +224,7 @@ def test_what_is_no_scale_of_inputs_is_refused(
         ("fbgemm", {"input_scale_ub": number(1000.0)}),
     ],
 )
-def test_scales_that_do_not_fit_float8_are_refused(
+def test_input_scales_outside_float8_are_refused(
     folder: Path, name: str, parts: dict[str, torch.Tensor]
 ) -> None:
     stored(folder, name, **parts)
@@ -255,7 +252,7 @@ def cache(scale: str = "static", **scales: object) -> dict[str, Any]:
         (cache("none"), False),
     ],
 )
-def test_stored_scales_of_a_cache_are_those_of_the_numerics(
+def test_stored_cache_scales_must_match_the_numerics(
     folder: Path, stated: dict[str, Any], able: bool
 ) -> None:
     stored(folder, "modelopt fp8", k_scale=torch.tensor(0.5), v_scale=number(0.25))
@@ -277,7 +274,7 @@ ATTENTION = "model.layers.0.self_attn"
         ("k_proj", cache("per_head"), False),
     ],
 )
-def test_scales_of_keys_and_values_as_compressed_tensors_stored_them(
+def test_cache_scales_in_compressed_tensors_layout(
     folder: Path, linear: str, stated: dict[str, Any], able: bool
 ) -> None:
     quantise(folder, folder / "quantised", "fp8 tensor")
@@ -288,8 +285,8 @@ def test_scales_of_keys_and_values_as_compressed_tensors_stored_them(
     assert found == ("", "") if able else all(found)
 
 
-def test_scales_of_other_outputs_are_refused(folder: Path) -> None:
-    """A kernel may quantise what such a linear gives, and no rule of bounds has this rounding."""
+def test_output_scales_of_other_linears_are_refused(folder: Path) -> None:
+    """A kernel may quantise the output of such a linear, and no bound covers this rounding."""
     quantise(folder, folder / "quantised", "fp8 tensor")
     path = folder / "quantised" / "model.safetensors"
     save_file({**load_file(path), f"{BASE}.output_scale": number(0.5)}, path)
@@ -344,7 +341,7 @@ def test_both_programs_read_transposed_matrices(tmp_path: Path) -> None:
 
 
 def restate(folder: Path, name: str, change: dict[str, Any]) -> None:
-    """Change what the configuration of the quantised form says, or the metadata of torchao."""
+    """Change the configuration of the quantised form, or the metadata of torchao."""
     place = folder / "quantised"
     if name == "torchao per channel":
         path = place / "model.safetensors"
@@ -377,7 +374,7 @@ ROWS = {
     }
 }
 STATED: list[tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = [
-    # format, what its configuration says, the numerics of that, and numerics of others
+    # format, its configuration, its numerics, and numerics of other checkpoints
     (
         *("int8 channel", {"input_activations": BYTES}, dynamic("int8", "per_token")),
         [dynamic("fp8_e5m2", "per_tensor"), dynamic("int8", "per_tensor"), static("int8")],
@@ -414,7 +411,7 @@ STATED: list[tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] =
         *("torchao per channel", ROWS, dynamic("int8_full", "per_token")),
         [dynamic("fp8_e4m3", "per_token"), dynamic("int8_full", "per_tensor")],
     ),
-    (  # nothing that numerics express
+    (  # not expressible in numerics
         *("fp8 tensor", {"input_activations": {**FLOATS, "symmetric": False}}, {}),
         [dynamic("fp8_e4m3", "per_token")],
     ),
@@ -422,7 +419,7 @@ STATED: list[tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] =
 
 
 @pytest.mark.parametrize(("name", "change", "same", "others"), STATED)
-def test_codes_of_inputs_are_those_that_the_checkpoint_states(
+def test_input_codes_must_match_the_checkpoint(
     folder: Path,
     name: str,
     change: dict[str, Any],
@@ -432,7 +429,7 @@ def test_codes_of_inputs_are_those_that_the_checkpoint_states(
     stored(folder, name)
     restate(folder, name, change)
     assert both(folder, name, same) == ("", "")
-    # a kernel that multiplies weights alone quantises no inputs
+    # a kernel that quantises only weights has no input codes
     assert both(folder, name, {"format": "none"}) == ("", "")
     for other in others:
         mine, theirs = both(folder, name, other)
@@ -450,7 +447,7 @@ def test_codes_of_inputs_are_those_that_the_checkpoint_states(
         ("modelopt fp8", {"kv_cache_quant_algo": "FP8"}),
     ],
 )
-def test_codes_of_a_cache_are_those_that_the_checkpoint_states(
+def test_cache_codes_must_match_the_checkpoint(
     folder: Path, name: str, change: dict[str, Any]
 ) -> None:
     quantise(folder, folder / "quantised", name)
@@ -466,7 +463,7 @@ def test_codes_of_a_cache_are_those_that_the_checkpoint_states(
         assert "other codes of keys and values" in theirs
 
 
-def test_metadata_of_inputs_that_are_none_are_refused(folder: Path) -> None:
+def test_invalid_metadata_of_inputs_are_refused(folder: Path) -> None:
     stored(folder, "torchao per channel")
     restate(folder, "torchao per channel", {"act_quant_kwargs": {"_type": "X", "_data": {}}})
     mine, theirs = both(folder, "torchao per channel", dynamic("int8_full", "per_token"))

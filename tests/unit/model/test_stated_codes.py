@@ -1,4 +1,4 @@
-"""Codes of inputs, keys and values that a quantised checkpoint states, in both programs."""
+"""Stated codes of inputs, keys and values in quantised checkpoints, read by both programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pairs(forms: str, scales: str) -> Pairs:
 
 
 def groups(*inputs: object, **more: object) -> dict[str, Any]:
-    """Return a configuration of compressed-tensors, with what its groups say of inputs."""
+    """Return a configuration of compressed-tensors with the given input schemes of its groups."""
     base = FORMATS["int8 channel"][0]
     group = base["config_groups"]["group_0"]
     found = {str(n): {**group, "input_activations": one} for n, one in enumerate(inputs)}
@@ -100,7 +100,7 @@ INPUTS: list[tuple[dict[str, Any], Pairs]] = [
 
 
 @pytest.mark.parametrize(("config", "able"), INPUTS)
-def test_both_programs_read_the_inputs_that_a_configuration_states(
+def test_both_programs_read_input_codes_of_a_configuration(
     config: dict[str, Any], able: Pairs
 ) -> None:
     found = scheme_of(config).inputs_of(KEY)
@@ -139,7 +139,7 @@ CACHES: list[tuple[dict[str, Any], Pairs]] = [
 
 
 @pytest.mark.parametrize(("config", "able"), CACHES)
-def test_both_programs_read_the_cache_that_a_configuration_states(
+def test_both_programs_read_cache_codes_of_a_configuration(
     config: dict[str, Any], able: Pairs
 ) -> None:
     found = scheme_of(config).cache
@@ -197,7 +197,7 @@ TORCHAO_STATIC: list[tuple[dict[str, Any], Pairs]] = [
         *((["act_quant_scale"], *case) for case in TORCHAO_STATIC),
     ],
 )
-def test_both_programs_read_the_inputs_that_torchao_states(
+def test_both_programs_read_input_codes_of_torchao(
     parts: list[str], fields: dict[str, Any], able: Pairs
 ) -> None:
     names = ["qdata", "scale", *parts]

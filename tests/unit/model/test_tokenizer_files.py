@@ -1,4 +1,4 @@
-"""Tokenizers that load and fail on texts: refused, whatever the package raises."""
+"""Tokenizers that load but fail on texts are refused, for any exception of the package."""
 
 from __future__ import annotations
 
@@ -31,13 +31,11 @@ SPECIAL = {
         ({"model": WORDS | {"unk_token": "[UNK]"}}, "b"),
         ({}, "\ud800"),
         ({"post_processor": SPECIAL}, "a"),  # a panic
-        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "a"),  # one, too
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "a"),  # too
     ],
     ids=["unknown word", "surrogate", "special token", "normalizer"],
 )
-def test_a_tokenizer_that_fails_is_refused(
-    tmp_path: Path, change: dict[str, Any], text: str
-) -> None:
+def test_failing_tokenizer_is_refused(tmp_path: Path, change: dict[str, Any], text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(FILE | change))
     with pytest.raises(Refusal) as refusal:
         FileTokenizer(tmp_path / "tokenizer.json").encode(text)
@@ -46,7 +44,7 @@ def test_a_tokenizer_that_fails_is_refused(
     assert diagnostic.help
 
 
-def test_ids_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_invalid_ids_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(FILE))
     tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
     assert tokenizer.decode(tokenizer.encode("a b")) == "a a"
@@ -76,15 +74,13 @@ TABLE = base64.b64encode(bytes(4) + b"a" * 10**6 + b"\0").decode()
     ],
     ids=["sequence", "empty pattern", "prefix", "table", "bytes", "template"],
 )  # fmt: skip
-def test_a_tokenizer_that_would_fill_the_memory_is_refused(
-    tmp_path: Path, change: dict[str, Any]
-) -> None:
+def test_memory_exhausting_tokenizer_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(FILE | change))
     with pytest.raises(Refusal, match=r"characters of a text of 60|is no tokenizer"):
         FileTokenizer(tmp_path / "tokenizer.json").encode("a" * 60)
 
 
-def test_an_ordinary_tokenizer_takes_long_texts(tmp_path: Path) -> None:
+def test_ordinary_tokenizer_accepts_long_texts(tmp_path: Path) -> None:
     stages = {
         "normalizer": {"type": "Sequence", "normalizers": [
             {"type": "NFKC"}, {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]},

@@ -1,4 +1,4 @@
-"""Stored weights bit for bit: against ml_dtypes on every float8 code, and against numpy."""
+"""Stored weights bit for bit: compared with ml_dtypes on every float8 code, and with numpy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_code_and_every_tie_is_rounded_to_nearest_even(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", *FLOAT8])
 @given(value=st.floats(-400, 400, width=32))
-def test_any_value_is_rounded_like_ml_dtypes(name: str, value: float) -> None:
+def test_any_value_is_rounded_as_by_ml_dtypes(name: str, value: float) -> None:
     expected = np.float32(value).astype(DTYPES[name]).astype(np.float32)
     assert float(round_to(torch.tensor(value, dtype=torch.float32), name)) == expected
 
@@ -82,7 +82,7 @@ def test_tfloat32_keeps_eleven_bits(value: float) -> None:
         ("tfloat32", 3.4011e38, 3.4027e38),
     ],
 )
-def test_a_plain_weight_beyond_its_format_is_refused(
+def test_plain_weight_beyond_its_format_is_refused(
     name: str, fits: float, overflows: float
 ) -> None:
     for sign in (1.0, -1.0):
@@ -173,8 +173,8 @@ def test_scaled_weights_equal_a_second_implementation(
     assert np.abs(found - w).max() > 0
 
 
-def test_a_product_of_codes_leaves_the_weight_as_its_codes_say() -> None:
-    """Scales come after the product, so nothing rounds code times scale to `compute`."""
+def test_weights_of_code_products_are_not_rounded() -> None:
+    """Scales are applied after the product, so code times scale is not rounded to `compute`."""
     w = torch.randn(30, 64, generator=torch.Generator().manual_seed(1))
     by_codes = linear_weight(w, resolve({"preset": "fp8-w8a8-per-channel"}))
     assert torch.equal(by_codes, linear_weight(w, numerics("float32", "fp8_e4m3", "per_channel")))
@@ -182,7 +182,7 @@ def test_a_product_of_codes_leaves_the_weight_as_its_codes_say() -> None:
 
 
 @pytest.mark.parametrize("format", FLOAT8)
-def test_a_format_without_scale_is_rounded_twice(format: str) -> None:
+def test_unscaled_format_is_rounded_twice(format: str) -> None:
     w = torch.linspace(-3, 3, 1000).reshape(20, 50)
     expected = w.numpy().astype(DTYPES[format]).astype(np.float32)
     assert np.array_equal(linear_weight(w, numerics("float32", format, "none")).numpy(), expected)
@@ -195,7 +195,7 @@ def test_other_parameters_are_only_rounded_to_compute() -> None:
     assert torch.equal(plain_parameter(w, resolve({"preset": "torch-eager"})), w)
 
 
-def test_the_largest_weight_of_a_group_is_kept() -> None:
+def test_largest_weight_of_a_group_is_exact() -> None:
     w = torch.tensor([[3.0, -1.0, 0.5], [1e-3, 2e-3, -4e-3]])
     kept = linear_weight(w, numerics("float32", "int8", "per_channel"))
     assert float(kept[0, 0]) == pytest.approx(3.0, rel=2**-22)
@@ -204,7 +204,7 @@ def test_the_largest_weight_of_a_group_is_kept() -> None:
     assert torch.equal(coarse[1], torch.zeros(3))
 
 
-def test_an_mx_block_may_saturate() -> None:
+def test_mx_block_may_saturate() -> None:
     w = torch.full((1, 32), 1.0)
     w[0, 0] = 1.99
     kept = linear_weight(w, numerics("float32", "fp8_e4m3", "mx"))

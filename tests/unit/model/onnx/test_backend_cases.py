@@ -1,4 +1,4 @@
-"""Operators of ONNX files against the cases that the onnx package has for backends."""
+"""Operators of ONNX files compared with the backend test cases of the onnx package."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AGREED = {
 
 @lru_cache(maxsize=1)
 def cases() -> dict[str, list[Any]]:
-    """Return the cases with one node of an operator that is known."""
+    """Return the cases with one node of a supported operator."""
     from onnx.backend.test.case.node import collect_testcases
 
     found: dict[str, list[Any]] = {}
@@ -73,7 +73,7 @@ def _run(case: Any, inputs: list[Any]) -> list[Any]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("operator", sorted(AGREED))
-def test_every_case_agrees_or_is_refused(operator: str) -> None:
+def test_backend_cases_agree_or_are_refused(operator: str) -> None:
     agreed, refused = Counter[str](), []
     for case in cases().get(operator, []):
         for inputs, outputs in case.data_sets:
@@ -103,7 +103,7 @@ def test_every_case_agrees_or_is_refused(operator: str) -> None:
     assert agreed[operator] >= AGREED[operator], (agreed, refused)
 
 
-def test_the_table_has_every_operator() -> None:
+def test_table_has_every_supported_operator() -> None:
     assert set(AGREED) == set(OPERATORS)
 
 
@@ -114,7 +114,7 @@ def test_the_table_has_every_operator() -> None:
         ("Squeeze", {}, np.zeros(0, dtype=np.int64)),  # ONNX Runtime squeezes all dimensions
     ],
 )
-def test_what_runtimes_read_differently_is_refused(
+def test_operators_on_which_runtimes_differ_are_refused(
     kind: str, attributes: dict[str, Any], second: Any
 ) -> None:
     node = OnnxNode("", kind, ("x", "w"), ("y",), attributes)

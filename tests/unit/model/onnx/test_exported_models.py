@@ -1,4 +1,4 @@
-"""Models of transformers that torch.onnx exported: read, run as by ONNX Runtime, proved."""
+"""Models of transformers exported by torch.onnx: read, run as by ONNX Runtime, proved."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OTHERS = {"eager, opset 20, 5 tokens": ("eager", 20, False)}
 
 
 class OfIds(nn.Module):
-    """A model on token ids alone, with its first result alone."""
+    """A model with token ids as its only input and its first result as its only output."""
 
     def __init__(self, kind: str, attention: str) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class OfIds(nn.Module):
 
 
 def export(path: Path, kind: str, form: str) -> bool:
-    """Write a model of transformers as an ONNX file; return whether it takes any length."""
+    """Write a model of transformers as an ONNX file; return whether it supports any length."""
     attention, opset, free = {**FORMS, **OTHERS}[form]
     with quietly(logging.ERROR):
         program = torch.onnx.export(
@@ -74,7 +74,7 @@ def export(path: Path, kind: str, form: str) -> bool:
 @pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_an_exported_model_is_drafted_run_and_proved(tmp_path: Path, kind: str, form: str) -> None:
+def test_exported_model_is_drafted_run_and_proved(tmp_path: Path, kind: str, form: str) -> None:
     path = tmp_path / "model.onnx"
     free = export(path, kind, form)
     model = load_model(ModelRef(path.name, ONNX), tmp_path)
@@ -95,8 +95,10 @@ def test_an_exported_model_is_drafted_run_and_proved(tmp_path: Path, kind: str, 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_quantised_model_is_drafted_measured_and_proved(tmp_path: Path, kind: str) -> None:
-    """What `quantize_dynamic` makes of it runs as its numerics say, inside of the bound."""
+def test_dynamically_quantised_model_is_drafted_measured_and_proved(
+    tmp_path: Path, kind: str
+) -> None:
+    """The result of `quantize_dynamic` runs by its numerics, within the bound."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     export(tmp_path / "plain.onnx", kind, "eager, opset 18, 5 tokens")
@@ -124,7 +126,7 @@ STATIC = {"bert": None, "gpt2": ["MatMul", "Gemm"], "llama": ["MatMul", "Gemm"]}
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_statically_quantised_model_is_drafted_measured_and_proved(
+def test_statically_quantised_model_is_drafted_measured_and_proved(
     tmp_path: Path, kind: str
 ) -> None:
     export(tmp_path / "plain.onnx", kind, "eager, opset 20, 5 tokens")
@@ -145,7 +147,7 @@ def test_a_statically_quantised_model_is_drafted_measured_and_proved(
 
 
 @pytest.mark.full
-def test_the_calibrated_range_of_a_mask_is_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_calibrated_range_of_a_mask_is_refused_with_help(tmp_path: Path) -> None:
     export(tmp_path / "plain.onnx", "gpt2", "eager, opset 20, 5 tokens")
     quantised(tmp_path, onnx.load(tmp_path / "plain.onnx"), vocabulary=40)
     ran = run_here("init", "model.onnx", cwd=tmp_path)

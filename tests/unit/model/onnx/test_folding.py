@@ -1,4 +1,4 @@
-"""Constants are folded by the operators of the version that a file states."""
+"""Constant folding by the operator version that a file states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kcdsl.model.onnx.folding import folded
 
 
 def node(kind: str, count: int, **attributes: Any) -> OnnxNode:
-    """A node with so many operands and one result."""
+    """Return a node with `count` operands and one result."""
     return OnnxNode("", kind, tuple(f"x{i}" for i in range(count)), ("y",), attributes)
 
 
@@ -26,14 +26,14 @@ def node(kind: str, count: int, **attributes: Any) -> OnnxNode:
         ("ReduceMax", {"axes": [2]}, (1, 1, 1)),
     ],
 )
-def test_axes_of_old_versions_are_attributes(
+def test_axes_are_attributes_in_old_versions(
     kind: str, attributes: dict[str, Any], shape: tuple[int, ...]
 ) -> None:
     (found,) = folded(node(kind, 1, **attributes), [np.ones((1, 1, 3), np.float32)], 11)
     assert found.shape == shape
 
 
-def test_unsorted_axes_are_places_of_the_result() -> None:
+def test_unsorted_axes_refer_to_the_result() -> None:
     (found,) = folded(node("Unsqueeze", 1, axes=[2, 0]), [np.ones((2, 3), np.float32)], 11)
     assert found.shape == (1, 2, 1, 3)
 
@@ -47,7 +47,7 @@ def test_unsorted_axes_are_places_of_the_result() -> None:
         ("Slice", [[0], [2**31 - 1], [0], [-1]]),
     ],
 )
-def test_operands_of_which_runtimes_differ_are_refused(
+def test_operands_on_which_runtimes_differ_are_refused_in_folding(
     kind: str, operands: list[list[int]]
 ) -> None:
     x = np.ones(1, np.float32)
@@ -57,8 +57,8 @@ def test_operands_of_which_runtimes_differ_are_refused(
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
-def test_elements_are_gathered_along_long_axes(axis: int) -> None:
-    """As `torch.gather` does; the reference implementation stops at 32 choices."""
+def test_gather_elements_along_long_axes(axis: int) -> None:
+    """Equal to `torch.gather`; the reference implementation stops at 32 choices."""
     drawn = np.random.default_rng(0)
     data = drawn.standard_normal((70, 80)).astype(np.float32)
     indices = drawn.integers(0, 70, (5, 3))

@@ -1,4 +1,4 @@
-"""MatMulInteger of ONNX files: the program and the numerics that it states, and what is refused."""
+"""MatMulInteger in ONNX files: the program, its numerics, and refusals."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import ONNX, ModelRef
@@ -22,7 +21,7 @@ from kcdsl.model.onnx.quantisation import without_quantisers
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.interval.tensors import read
 from tests.support.commands import run_here
-from tests.support.onnx_files import BLOCKS, integer_mlp, model_of, save_decoder
+from tests.support.onnx_files import BLOCKS, integer_mlp, model_of, save_decoder, unoptimised
 
 TOKENS = [3, 1, 4, 1, 5]
 FORMS = ("dynamic", "uint8", "int8", "int8 zero point")
@@ -51,24 +50,12 @@ def stated(path: Path) -> FileNumerics:
     return without_quantisers(read_onnx(path))[1]
 
 
-def run(model: onnx.ModelProto, name: str) -> Any:
-    """Return a tensor of a file for the tokens, as ONNX Runtime computes it as it is written."""
-    kept = onnx.ModelProto.FromString(model.SerializeToString())
-    kept.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(
-        kept.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return session.run([name], {"input_ids": np.asarray([TOKENS])})[0][0]
-
-
 @pytest.mark.parametrize("form", FORMS)
-def test_the_program_is_that_of_dequantised_numbers(tmp_path: Path, form: str) -> None:
+def test_program_equals_that_of_dequantised_numbers(tmp_path: Path, form: str) -> None:
     coded, plain = integer_mlp(form)
     path = saved(tmp_path, coded)
     model = load_model(ModelRef(path.name, ONNX), tmp_path)
-    wanted = run(plain, "logits")
+    wanted = unoptimised(plain, "logits", TOKENS)
     found = model.module(model.ids(TOKENS)).numpy()
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
     held = read(path)
@@ -81,7 +68,7 @@ def test_the_program_is_that_of_dequantised_numbers(tmp_path: Path, form: str) -
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_numerics_are_those_of_the_quantisers(tmp_path: Path, form: str) -> None:
+def test_numerics_equal_those_of_the_quantisers(tmp_path: Path, form: str) -> None:
     found = stated(saved(tmp_path, integer_mlp(form)[0]))
     assert set(found.linears) == {"wide_sum", "feed_sum", "head"}
     assert not found.linears["head"].activations
@@ -97,7 +84,7 @@ def test_the_numerics_are_those_of_the_quantisers(tmp_path: Path, form: str) -> 
 
 @pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
-def test_runs_of_onnx_runtime_stay_inside_the_bound(tmp_path: Path, form: str) -> None:
+def test_onnx_runtime_runs_are_within_the_bound(tmp_path: Path, form: str) -> None:
     coded, plain = integer_mlp(form)
     section = stated(saved(tmp_path, coded)).section()
     (tmp_path / "contract.yaml").write_text(CONTRACT.replace("NUMERICS", json.dumps(section)))
@@ -105,14 +92,16 @@ def test_runs_of_onnx_runtime_stay_inside_the_bound(tmp_path: Path, form: str) -
     ran = run_here("verify", "--format", "json", cwd=tmp_path)
     assert ran.code == 0, ran.stderr + ran.stdout
     (goal,) = json.loads(ran.stdout)["goals"]
-    drift = float(np.abs(run(coded, "layer") - run(plain, "layer")).max())
+    drift = float(
+        np.abs(unoptimised(coded, "layer", TOKENS) - unoptimised(plain, "layer", TOKENS)).max()
+    )
     assert 0 < goal["attack"] <= goal["bound"]
     assert 0 < drift <= goal["bound"]
     assert recheck((tmp_path / "out" / "N.proof.json").read_bytes(), tmp_path / "model.onnx").ok
 
 
 def quantised_decoder(folder: Path) -> Path:
-    """Return what `quantize_dynamic` of ONNX Runtime writes of a decoder, its embedding too."""
+    """Return a decoder quantised by `quantize_dynamic` of ONNX Runtime, with its embedding."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     path = folder / "model.onnx"
@@ -122,11 +111,11 @@ def quantised_decoder(folder: Path) -> Path:
     return path
 
 
-def test_what_quantize_dynamic_writes_is_read(tmp_path: Path) -> None:
+def test_files_of_quantize_dynamic_are_read(tmp_path: Path) -> None:
     path = quantised_decoder(tmp_path)
     blocks = tuple((name, *ends) for name, ends in BLOCKS.items())
     model = load_model(ModelRef(path.name, ONNX, blocks=blocks), path.parent)
-    wanted = run(onnx.load(str(tmp_path / "plain.onnx")), "logits")
+    wanted = unoptimised(onnx.load(str(tmp_path / "plain.onnx")), "logits", TOKENS)
     found = model.module(model.ids(TOKENS)).numpy()
     assert 0 < np.abs(found - wanted).max() < 0.1 * np.abs(wanted).max()  # weights of 8 bits
     own = stated(path)
@@ -156,10 +145,12 @@ def lookup(axis: str = "", scale: Any = 0.5, more: str = "hidden = Add (x, x)") 
     return model_of(LOOKUP.format(axis=axis, more=more), held)
 
 
-def test_a_lookup_in_codes_is_one_in_a_parameter(tmp_path: Path) -> None:
+def test_lookup_in_codes_is_a_lookup_in_a_parameter(tmp_path: Path) -> None:
     path = saved(tmp_path, lookup())
     model = load_model(ModelRef(path.name, ONNX), path.parent)
-    np.testing.assert_array_equal(model.module(model.ids(TOKENS)).numpy(), run(lookup(), "hidden"))
+    np.testing.assert_array_equal(
+        model.module(model.ids(TOKENS)).numpy(), unoptimised(lookup(), "hidden", TOKENS)
+    )
     table = (np.arange(-12, 12).reshape(6, 4) - 3) * 0.5
     np.testing.assert_array_equal(model.checkpoint.tensors["c"].numpy(), table)
     assert bytes(read(path).tensors["c"].data) == table.astype(np.float32).tobytes()
@@ -175,7 +166,7 @@ g (int64[1,T] input_ids) => (float[1,T,6] logits)
 """
 
 
-def test_a_transpose_of_codes_is_one_of_a_parameter(tmp_path: Path) -> None:
+def test_transpose_of_codes_is_a_transposed_parameter(tmp_path: Path) -> None:
     codes = np.arange(-12, 12, dtype=np.int8).reshape(6, 4)
     held: dict[str, Any] = {
         "codes": codes,
@@ -187,15 +178,15 @@ def test_a_transpose_of_codes_is_one_of_a_parameter(tmp_path: Path) -> None:
     path = saved(tmp_path, proto)
     model = load_model(ModelRef(path.name, ONNX), path.parent)
     np.testing.assert_allclose(
-        model.module(model.ids(TOKENS)).numpy(), run(proto, "logits"), rtol=1e-6
+        model.module(model.ids(TOKENS)).numpy(), unoptimised(proto, "logits", TOKENS), rtol=1e-6
     )
     wanted = ((codes - 3.0) * 0.5).astype(np.float32)
     assert bytes(read(path).tensors["c"].data) == wanted.tobytes()
     assert set(read(path).tensors) == set(model.checkpoint.tensors)
 
 
-def test_the_checker_makes_no_parameter_of_several_scales(tmp_path: Path) -> None:
-    """Its scales would be those of columns, whatever dimension the results have them along."""
+def test_checker_refuses_a_parameter_with_several_scales(tmp_path: Path) -> None:
+    """It would apply them to columns, whatever dimension they belong to."""
     assert "c" in read(saved(tmp_path, lookup())).tensors
     assert "c" not in read(saved(tmp_path, lookup(scale=[0.5, 1.0, 2.0, 4.0]))).tensors
 
@@ -207,20 +198,20 @@ def test_the_checker_makes_no_parameter_of_several_scales(tmp_path: Path) -> Non
         lookup(more="y = Cast <to = 1> (c) hidden = Add (x, y)"),
     ],
 )
-def test_other_lookups_in_codes_are_refused(tmp_path: Path, model: onnx.ModelProto) -> None:
+def test_unsupported_lookups_in_codes_are_refused(tmp_path: Path, model: onnx.ModelProto) -> None:
     path = saved(tmp_path, model)
     with pytest.raises(Refusal):
         load_model(ModelRef(path.name, ONNX), path.parent)
 
 
 @pytest.mark.full
-def test_the_case_of_the_onnx_package_agrees(tmp_path: Path) -> None:
-    """Sums of bytes less their zero points, exactly: with scales of 1 they are the results."""
+def test_case_of_the_onnx_package_agrees(tmp_path: Path) -> None:
+    """Exact sums of bytes minus their zero points: with scales of 1 they are the results."""
     from onnx.backend.test.case.node import collect_testcases
 
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        every = collect_testcases(None)  # makes its list once in a process, of what it is asked for
+        every = collect_testcases(None)  # builds its list once per process, for the requested cases
     compared = 0
     cases = [
         case
@@ -295,7 +286,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_other_products_of_codes_are_refused(tmp_path: Path, name: str) -> None:
+def test_unsupported_products_of_codes_are_refused(tmp_path: Path, name: str) -> None:
     form, change = CHANGES[name]
     model = integer_mlp(form)[0]
     if name == "another zero point":

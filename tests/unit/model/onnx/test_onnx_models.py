@@ -1,4 +1,4 @@
-"""Models of ONNX files: the program, its blocks, and files that are refused."""
+"""Models in ONNX files: the program, its blocks, and refused files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model(decoder: Path) -> Model:
     return loaded(decoder)
 
 
-def test_the_program_does_what_onnx_runtime_does(decoder: Path, model: Model) -> None:
+def test_program_agrees_with_onnx_runtime(decoder: Path, model: Model) -> None:
     session = onnxruntime.InferenceSession(str(decoder), providers=["CPUExecutionProvider"])
     for tokens in (TOKENS, [7], [2] * 9):
         wanted = session.run(None, {"input_ids": np.asarray([tokens])})[0][0]
@@ -52,7 +52,7 @@ def test_the_program_does_what_onnx_runtime_does(decoder: Path, model: Model) ->
     assert model.limits[0] == 12
 
 
-def test_weights_are_those_of_the_file(model: Model) -> None:
+def test_weights_equal_those_of_the_file(model: Model) -> None:
     held = weights()
     matrices = {"wq", "wk", "wv", "wo", "up", "down", "head"}
     assert model.transposed == matrices
@@ -75,7 +75,7 @@ HAS = {
     "name",
     ["layer_0", *(pytest.param(n, marks=pytest.mark.full) for n in ("norm_0", "attn_0", "mlp_0"))],
 )
-def test_written_out_operators_become_those_that_rules_know(model: Model, name: str) -> None:
+def test_elementary_operators_are_fused_into_supported_ones(model: Model, name: str) -> None:
     params = {key: model.weights[key].numpy() for key in model.weights}
     entering = model.block_inputs(TOKENS, name)
     assert entering is not None
@@ -120,7 +120,7 @@ def test_an_output_inside_of_a_recognised_operator_is_an_output(
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_the_checker_reads_the_same_weights(tmp_path: Path, beside: bool) -> None:
+def test_checker_reads_equal_weights(tmp_path: Path, beside: bool) -> None:
     path = save_decoder(tmp_path, beside=beside)
     found, mine = read(path), loaded(path)
     assert found.sha256 == mine.checkpoint.sha256
@@ -135,7 +135,7 @@ def test_the_checker_reads_the_same_weights(tmp_path: Path, beside: bool) -> Non
 
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16])
 @pytest.mark.parametrize("raw", [False, True])
-def test_every_storage_of_a_tensor_is_read_alike(tmp_path: Path, kind: int, raw: bool) -> None:
+def test_every_storage_form_of_a_tensor_is_read_alike(tmp_path: Path, kind: int, raw: bool) -> None:
     numbers = np.random.default_rng(3).standard_normal((4, 3)).astype(np.float32)
     dtype = helper.tensor_dtype_to_np_dtype(kind)
     if raw:
@@ -296,7 +296,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
-def test_a_file_that_no_program_is_read_of_is_refused(tmp_path: Path, damage: str) -> None:
+def test_files_without_a_supported_program_are_refused(tmp_path: Path, damage: str) -> None:
     change, code, said = DAMAGE[damage]
     proto = model_of(DECODER, weights())
     change(proto)
@@ -309,8 +309,8 @@ def test_a_file_that_no_program_is_read_of_is_refused(tmp_path: Path, damage: st
 
 
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL])
-def test_inputs_beside_the_tokens_have_the_type_of_the_file(tmp_path: Path, kind: int) -> None:
-    """A mask of whole numbers where the file has floats would be folded in float64."""
+def test_inputs_other_than_tokens_have_the_type_of_the_file(tmp_path: Path, kind: int) -> None:
+    """An integer mask in place of floats would be folded in float64."""
     proto = model_of(DECODER, weights())
     for name, sizes in (("attention_mask", [1, None]), ("token_type_ids", [None])):
         proto.graph.input.append(helper.make_tensor_value_info(name, kind, sizes))
@@ -322,7 +322,7 @@ def test_inputs_beside_the_tokens_have_the_type_of_the_file(tmp_path: Path, kind
     assert (known["token_type_ids"].dtype, known["token_type_ids"].shape) == (wanted, (3,))
 
 
-def test_cut_off_and_foreign_files_are_refused_by_both(tmp_path: Path) -> None:
+def test_truncated_and_foreign_files_are_refused_by_both(tmp_path: Path) -> None:
     data = save_decoder(tmp_path).read_bytes()
     for name, content in (("cut.onnx", data[:-7]), ("text.onnx", b"no graph"), ("no.onnx", b"")):
         path = tmp_path / name
@@ -334,7 +334,7 @@ def test_cut_off_and_foreign_files_are_refused_by_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("location", ["../weights", "/etc/passwd", "a/b", ".."])
-def test_the_checker_follows_no_path_out_of_the_folder(tmp_path: Path, location: str) -> None:
+def test_checker_follows_no_path_out_of_the_folder(tmp_path: Path, location: str) -> None:
     proto = model_of(DECODER, weights())
     _external(location)(proto)
     path = tmp_path / "model.onnx"
@@ -344,7 +344,7 @@ def test_the_checker_follows_no_path_out_of_the_folder(tmp_path: Path, location:
             reads(path)
 
 
-def test_the_checker_refuses_what_readers_read_differently(tmp_path: Path) -> None:
+def test_checker_refuses_ambiguous_files(tmp_path: Path) -> None:
     proto = model_of(DECODER, weights())
     again = model_of(DECODER, {"wq": np.zeros((8, 8), dtype=np.float32)})
     path = tmp_path / "model.onnx"
@@ -362,7 +362,7 @@ def test_the_checker_refuses_what_readers_read_differently(tmp_path: Path) -> No
         (("embedded", "scores"), "it must be hidden states"),
     ],
 )
-def test_blocks_that_are_none_are_refused(decoder: Path, ends: tuple[str, str], said: str) -> None:
+def test_invalid_blocks_are_refused(decoder: Path, ends: tuple[str, str], said: str) -> None:
     with pytest.raises(Refusal) as refused:
         loaded(decoder, {"part": ends})
     found = refused.value.diagnostics[0]
@@ -370,7 +370,7 @@ def test_blocks_that_are_none_are_refused(decoder: Path, ends: tuple[str, str], 
     assert said in f"{found.message} {found.help}"
 
 
-def test_a_length_that_the_file_does_not_take_is_refused(tmp_path: Path) -> None:
+def test_unsupported_length_is_refused(tmp_path: Path) -> None:
     proto = model_of(DECODER, weights())
     fixed = next(t for t in proto.graph.initializer if t.name == "width_axis")
     fixed.CopyFrom(numpy_helper.from_array(np.asarray([2]), "width_axis"))

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import ONNX, KernelRef, ModelRef
@@ -25,7 +24,8 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.check import recheck
 from kcdsl_certs.recheck.interval.tensors import read
 from tests.support.commands import run_here
-from tests.support.onnx_files import QUANTISERS, quantised_mlp
+from tests.support.kernel_refs import sorted_pairs
+from tests.support.onnx_files import QUANTISERS, quantised_mlp, unoptimised
 
 TOKENS = [3, 1, 4, 1, 5]
 CONTRACT = """\
@@ -52,18 +52,6 @@ def saved(folder: Path, model: onnx.ModelProto, name: str = "model.onnx") -> Pat
     return path
 
 
-def run(model: onnx.ModelProto, name: str) -> Any:
-    """Return a tensor of a file for the tokens, as ONNX Runtime computes it as it is written."""
-    kept = onnx.ModelProto.FromString(model.SerializeToString())
-    kept.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(
-        kept.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return session.run([name], {"input_ids": np.asarray([TOKENS])})[0][0]
-
-
 def stated(path: Path) -> FileNumerics:
     return without_quantisers(read_onnx(path))[1]
 
@@ -74,13 +62,11 @@ def numerics_of(path: Path) -> Numerics:
 
 @pytest.mark.parametrize("stored", ["codes", "numbers"])
 @pytest.mark.parametrize("form", QUANTISERS)
-def test_the_program_is_the_graph_without_quantisers(
-    tmp_path: Path, form: str, stored: str
-) -> None:
+def test_program_is_the_graph_without_quantisers(tmp_path: Path, form: str, stored: str) -> None:
     quantised, plain = quantised_mlp(form, stored=stored)
     path = saved(tmp_path, quantised)
     model = load_model(ModelRef(path.name, ONNX), path.parent)
-    wanted = run(plain, "logits")
+    wanted = unoptimised(plain, "logits", TOKENS)
     np.testing.assert_allclose(
         model.module(model.ids(TOKENS)).numpy(), wanted, rtol=1e-5, atol=1e-5
     )
@@ -98,7 +84,7 @@ WANTED = {
 
 @pytest.mark.parametrize("stored", ["codes", "numbers"])
 @pytest.mark.parametrize("form", QUANTISERS)
-def test_the_numerics_are_those_of_the_file(tmp_path: Path, form: str, stored: str) -> None:
+def test_numerics_equal_those_of_the_file(tmp_path: Path, form: str, stored: str) -> None:
     path = saved(tmp_path, quantised_mlp(form, stored=stored)[0])
     found = numerics_of(path)
     coded = {
@@ -135,19 +121,21 @@ def contract(folder: Path, model: onnx.ModelProto) -> None:
           for s in ("codes", "numbers") if (f, s) != ("uint8", "codes")),
     ],
 )  # fmt: skip
-def test_the_drift_of_a_file_is_proved_and_checked(tmp_path: Path, form: str, stored: str) -> None:
+def test_drift_of_a_file_is_proved_and_checked(tmp_path: Path, form: str, stored: str) -> None:
     quantised, plain = quantised_mlp(form, stored=stored)
     contract(tmp_path, quantised)
     ran = run_here("verify", "--format", "json", cwd=tmp_path)
     assert ran.code == 0, ran.stderr + ran.stdout
     (goal,) = json.loads(ran.stdout)["goals"]
-    drift = float(np.abs(run(quantised, "layer") - run(plain, "layer")).max())
+    drift = float(
+        np.abs(unoptimised(quantised, "layer", TOKENS) - unoptimised(plain, "layer", TOKENS)).max()
+    )
     assert 0 < goal["attack"] <= goal["bound"]
     assert 0 < drift <= goal["bound"]
     assert recheck((tmp_path / "out" / "N.proof.json").read_bytes(), tmp_path / "model.onnx").ok
 
 
-def test_other_numerics_than_those_of_the_file_are_refused(tmp_path: Path) -> None:
+def test_numerics_that_differ_from_the_file_are_refused(tmp_path: Path) -> None:
     path = saved(tmp_path, quantised_mlp("uint8")[0])
     base = stated(path).section()
     model = ModelRef(path.name, ONNX)
@@ -163,7 +151,7 @@ def test_other_numerics_than_those_of_the_file_are_refused(tmp_path: Path) -> No
         {"preset": "torch-eager"},
     ]  # fmt: skip
     for numerics in (base, *others):
-        kernel = KernelRef("torch.eager", pairs(numerics))
+        kernel = KernelRef("torch.eager", sorted_pairs(numerics))
         ref = ModelRef(model.checkpoint, ONNX, infer=kernel)
         if numerics is base:
             load_model(ref, Artefacts.of(tmp_path))
@@ -172,11 +160,6 @@ def test_other_numerics_than_those_of_the_file_are_refused(tmp_path: Path) -> No
             load_model(ref, Artefacts.of(tmp_path))
         assert str(refused.value.diagnostics[0].code) == "KC463"
         assert "those of the ONNX file" in refused.value.diagnostics[0].message
-
-
-def pairs(section: dict[str, Any]) -> tuple[tuple[str, object], ...]:
-    items = ((k, pairs(v) if isinstance(v, dict) else v) for k, v in section.items())
-    return tuple(sorted(items))
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -288,7 +271,7 @@ FORMS = {"residual": "dynamic", "output": "dynamic", "fp8 residual": "e4m3"}
 
 
 @pytest.mark.parametrize("change", REFUSED)
-def test_what_no_numerics_express_is_refused(tmp_path: Path, change: str) -> None:
+def test_unsupported_quantisers_are_refused(tmp_path: Path, change: str) -> None:
     model = quantised_mlp(FORMS.get(change, "uint8"))[0]
     REFUSED[change][0](model)
     path = saved(tmp_path, model)
@@ -300,7 +283,7 @@ def test_what_no_numerics_express_is_refused(tmp_path: Path, change: str) -> Non
     assert found.help
 
 
-def test_a_weight_with_another_scale_than_its_largest_magnitude_is_refused(tmp_path: Path) -> None:
+def test_weight_scale_must_match_the_largest_magnitude(tmp_path: Path) -> None:
     model = quantised_mlp("uint8", stored="numbers")[0]
     held = next(t for t in model.graph.initializer if t.name == "up_scale")
     _tensor(model, "up_scale", numpy_helper.to_array(held) * np.float32(1.5))
@@ -308,8 +291,8 @@ def test_a_weight_with_another_scale_than_its_largest_magnitude_is_refused(tmp_p
         stated(saved(tmp_path, model))
 
 
-def test_a_transposed_parameter_that_something_else_reads_is_refused(tmp_path: Path) -> None:
-    """It would be read as it was before it is quantised."""
+def test_shared_transposed_parameter_is_refused(tmp_path: Path) -> None:
+    """The other reader would get the unquantised parameter."""
     model = quantised_mlp("uint8", stored="numbers")[0]
     nodes = [
         helper.make_node("Transpose", ["up_read"], ["turned"], "turned", perm=[1, 0]),
@@ -322,7 +305,7 @@ def test_a_transposed_parameter_that_something_else_reads_is_refused(tmp_path: P
     assert "Relu of node positive" in refused.value.diagnostics[0].message
 
 
-def test_a_product_of_parameters_of_which_one_is_quantised_is_refused(tmp_path: Path) -> None:
+def test_product_of_parameters_with_one_quantised_is_refused(tmp_path: Path) -> None:
     """It is a constant, and the numerics of linears do not say that it is quantised."""
     model = quantised_mlp("uint8", stored="numbers")[0]
     _tensor(model, "row", np.ones((5, 8), dtype=np.float32))
@@ -338,7 +321,7 @@ def test_a_product_of_parameters_of_which_one_is_quantised_is_refused(tmp_path: 
         stated(saved(tmp_path, model))
 
 
-def test_the_checker_rejects_codes_that_do_not_fit(tmp_path: Path) -> None:
+def test_checker_rejects_inconsistent_codes(tmp_path: Path) -> None:
     model = quantised_mlp("uint8")[0]
     _tensor(model, "up_scale", np.ones(3, dtype=np.float32))
     with pytest.raises(Rejected, match="do not fit"):

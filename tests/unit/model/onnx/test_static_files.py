@@ -1,4 +1,4 @@
-"""Files that `quantize_static` of ONNX Runtime wrote: their program, their numerics, their runs."""
+"""Files of `quantize_static` of ONNX Runtime: their program, numerics and runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from kcdsl_backends.attack.quantised_inputs import quantised_tensor
 from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 from tests.support.commands import run_here
-from tests.support.static_files import encoder, plainly, quantised
+from tests.support.kernel_refs import sorted_pairs
+from tests.support.onnx_files import unoptimised
+from tests.support.static_files import encoder, quantised
 
 TOKENS = [3, 1, 4, 1, 5]
 BLOCKS = (
@@ -80,18 +82,12 @@ def loaded(path: Path) -> Model:
     return load_model(ModelRef(path.name, ONNX, blocks=BLOCKS), path.parent)
 
 
-def pairs(value: Any) -> Any:
-    if isinstance(value, dict):
-        return tuple(sorted((k, pairs(v)) for k, v in value.items()))
-    return value
-
-
 def file_kernel(path: Path, model: Model) -> Any:
-    return load_kernel(KernelRef("onnxruntime.file", pairs(section_of(path))), model, "cpu")
+    return load_kernel(KernelRef("onnxruntime.file", sorted_pairs(section_of(path))), model, "cpu")
 
 
 def quantising(path: Path) -> Model:
-    """Return the model with its quantisers, as the numerics of the file state them."""
+    """Return the model with quantisers as stated by the numerics of the file."""
 
     def step(by: StaticQuantiser) -> Callable[[Tensor], Tensor]:
         return lambda x: quantised_tensor(x.double(), by).to(x.dtype)
@@ -106,21 +102,24 @@ def quantising(path: Path) -> Model:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("activation", ["Relu", "Gelu"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_the_numerics_of_a_file_are_what_it_computes(
+def test_numerics_of_a_file_reproduce_its_results(
     tmp_path: Path, options: str, activation: str
 ) -> None:
-    """But where a sum that is rounded in another order lies at the edge of a step."""
+    """Exceptions are sums at the edge of a step, rounded in another order."""
     path = quantised(tmp_path, encoder(activation), **OPTIONS[options])
     model, kernel = quantising(path), file_kernel(path, loaded(path))
     drawn = np.random.default_rng(5)
     exact = []
     for length in (1, 3, 5):
         tokens = drawn.integers(0, 16, length).tolist()
-        wanted = plainly(path, "last_hidden_state", tokens)
+        wanted = unoptimised(onnx.load(path), "last_hidden_state", tokens)
         exact.append(np.abs(kernel.hidden(tokens).numpy() - wanted) < 1e-4)
         exact.append(np.abs(model.module(model.ids(tokens)).numpy() - wanted) < 1e-4)
         for name, first, _ in BLOCKS:
-            x = plainly(path, first, tokens) + drawn.standard_normal((length, 8)) * 0.5
+            x = (
+                unoptimised(onnx.load(path), first, tokens)
+                + drawn.standard_normal((length, 8)) * 0.5
+            )
             x = torch.from_numpy(x.astype(np.float32))
             ran = kernel.block(name, x).numpy()
             exact.append(np.abs(model.block(name)(x).numpy() - ran) < 1e-4)
@@ -128,10 +127,8 @@ def test_the_numerics_of_a_file_are_what_it_computes(
 
 
 @pytest.mark.parametrize("options", ["default", "uint8", "channels", "some operators"])
-def test_the_program_is_the_model_with_the_weights_of_the_file(
-    tmp_path: Path, options: str
-) -> None:
-    """A Relu that a quantiser made superfluous is part of it."""
+def test_program_is_the_model_with_the_weights_of_the_file(tmp_path: Path, options: str) -> None:
+    """It includes a Relu that a quantiser made redundant."""
     path = quantised(tmp_path, encoder(), **OPTIONS[options])
     model = loaded(path)
     kept = set(without_quantisers(read_onnx(path))[1].quantisers)
@@ -145,7 +142,7 @@ def test_the_program_is_the_model_with_the_weights_of_the_file(
                 break
     onnx.save(plain, tmp_path / "dequantised.onnx")
     for tokens in (TOKENS, [0, 15]):
-        wanted = plainly(tmp_path / "dequantised.onnx", "last_hidden_state", tokens)
+        wanted = unoptimised(onnx.load(tmp_path / "dequantised.onnx"), "last_hidden_state", tokens)
         found = model.module(model.ids(tokens)).numpy()
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
@@ -178,7 +175,7 @@ def test_bounds_hold_for_runs_far_beyond_the_calibrated_ranges(
 
 @pytest.mark.full
 @pytest.mark.parametrize("activation", ["Relu", "Gelu"])
-def test_a_file_is_measured_proved_and_checked(tmp_path: Path, activation: str) -> None:
+def test_file_is_measured_proved_and_checked(tmp_path: Path, activation: str) -> None:
     path = quantised(tmp_path, encoder(activation))
     text = CONTRACT.replace("NUMERICS", json.dumps(section_of(path)))
     (tmp_path / "contract.yaml").write_text(text, encoding="utf-8")
@@ -200,8 +197,8 @@ def test_a_file_is_measured_proved_and_checked(tmp_path: Path, activation: str) 
         assert 0 < goal["attack"] <= goal["bound"]
 
 
-def test_a_block_begins_at_all_that_is_read_of_the_same_codes(tmp_path: Path) -> None:
-    """A quantiser may have an inverse for each reader; each is the input of the block."""
+def test_block_input_includes_all_dequantisers_of_its_codes(tmp_path: Path) -> None:
+    """A quantiser may have one dequantiser per reader; each is the input of the block."""
     path, first = quantised(tmp_path, encoder()), "embedded_DequantizeLinear_Output"
     model = onnx.load(path)
     place, inverse = next((i, n) for i, n in enumerate(model.graph.node) if first in n.output)
@@ -215,12 +212,12 @@ def test_a_block_begins_at_all_that_is_read_of_the_same_codes(tmp_path: Path) ->
     loaded_with = load_model(ModelRef(path.name, ONNX, blocks=blocks), tmp_path)
     kernel = file_kernel(path, loaded_with)
     for tokens in (TOKENS, [2, 7]):
-        x = torch.from_numpy(plainly(path, first, tokens))
-        wanted = plainly(path, "attended", tokens)
+        x = torch.from_numpy(unoptimised(onnx.load(path), first, tokens))
+        wanted = unoptimised(onnx.load(path), "attended", tokens)
         assert np.mean(np.abs(kernel.block("attn_0", x).numpy() - wanted) < 1e-4) > 0.9
 
 
-def test_the_numerics_of_a_contract_are_those_of_the_file(tmp_path: Path) -> None:
+def test_contract_numerics_are_compared_with_the_file(tmp_path: Path) -> None:
     path = quantised(tmp_path, encoder())
     section = section_of(path)
     by = section["quantisers"]
@@ -233,7 +230,7 @@ def test_the_numerics_of_a_contract_are_those_of_the_file(tmp_path: Path) -> Non
         {},
     ]
     for quantisers in (by, *others):
-        kernel = KernelRef("onnxruntime.file", pairs({**section, "quantisers": quantisers}))
+        kernel = KernelRef("onnxruntime.file", sorted_pairs({**section, "quantisers": quantisers}))
         ref = ModelRef(path.name, ONNX, blocks=BLOCKS, infer=kernel)
         if quantisers is by:
             load_model(ref, tmp_path)
@@ -241,13 +238,13 @@ def test_the_numerics_of_a_contract_are_those_of_the_file(tmp_path: Path) -> Non
         with pytest.raises(Refusal) as refused:
             load_model(ref, tmp_path)
         assert str(refused.value.diagnostics[0].code) == "KC463"
-    with pytest.raises(Refusal) as refused:  # PyTorch quantises no tensors
-        load_kernel(KernelRef("torch.eager", pairs({**section, "preset": "torch-eager"})),
+    with pytest.raises(Refusal) as refused:  # PyTorch has no quantisers of tensors
+        load_kernel(KernelRef("torch.eager", sorted_pairs({**section, "preset": "torch-eager"})),
                     loaded(path), "cpu")  # fmt: skip
     assert "quantises no single tensors" in refused.value.diagnostics[0].message
 
 
-def test_quantisers_of_tensors_that_a_model_does_not_have_are_refused(tmp_path: Path) -> None:
+def test_quantisers_of_unknown_tensors_are_refused(tmp_path: Path) -> None:
     path = quantised(tmp_path, encoder())
     numerics = resolve({"preset": "onnxruntime-float32",
                         "quantisers": {"attended": {"scale": 0.1, "zero_point": 3}}})  # fmt: skip
@@ -267,14 +264,14 @@ def test_quantisers_of_tensors_that_a_model_does_not_have_are_refused(tmp_path: 
         ({"a": 0.1}, "must be a mapping"),
     ],
 )
-def test_a_malformed_quantiser_is_refused(section: dict[str, Any], message: str) -> None:
+def test_malformed_quantiser_is_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(Refusal) as refused:
         resolve({"preset": "onnxruntime-float32", "quantisers": section})
     assert message in refused.value.diagnostics[0].message
 
 
 @pytest.mark.parametrize("more", [{"compute": "bfloat16"}, {"casts": "any_direction"}])
-def test_quantisers_belong_to_float32_and_rounding_to_nearest(more: dict[str, Any]) -> None:
+def test_quantisers_require_float32_and_rounding_to_nearest(more: dict[str, Any]) -> None:
     by = {"a": {"scale": 0.1, "zero_point": 3}}
     with pytest.raises(Refusal):
         resolve({"preset": "torch-eager", "quantisers": by, **more})
@@ -287,7 +284,7 @@ def test_quantisers_belong_to_float32_and_rounding_to_nearest(more: dict[str, An
         ({"activation_type": QuantType.QInt16}, "INT16"),
     ],
 )
-def test_other_forms_are_refused_with_a_way_out(
+def test_unsupported_forms_are_refused_with_help(
     tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     path = quantised(tmp_path, encoder(), **options)
@@ -298,7 +295,7 @@ def test_other_forms_are_refused_with_a_way_out(
     assert message in f"{found.message} {found.help}"
 
 
-def test_no_bound_is_known_at_any_length(tmp_path: Path) -> None:
+def test_bounds_at_any_length_are_refused(tmp_path: Path) -> None:
     path = quantised(tmp_path, encoder())
     factory = ProblemFactory(loaded(path), resolve({"preset": "torch-eager"}),
                              resolve(section_of(path)), torch.device("cpu"))  # fmt: skip
@@ -327,11 +324,11 @@ moved (int64[1,T] input_ids) => (float[1,T,8] last_hidden_state)
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_two_quantisers_in_a_row_run_apart_and_a_relu_behind_a_move_is_read(
-    tmp_path: Path, move: str
-) -> None:
-    """ONNX Runtime would make one of two quantisers between which transposes cancel, with a scale
-    that no file states; and it leaves out the Relu before the second."""
+def test_consecutive_quantisers_are_kept_separate(tmp_path: Path, move: str) -> None:
+    """ONNX Runtime would merge two quantisers between which transposes cancel.
+
+    The merged scale is in no file; it also drops the Relu before the second one.
+    """
     rng = np.random.default_rng(3)
     sizes = {"embedding": (16, 8), "up": (8, 8), "down": (8, 8)}
     held: dict[str, Any] = {
@@ -356,9 +353,9 @@ def test_two_quantisers_in_a_row_run_apart_and_a_relu_behind_a_move_is_read(
     )  # fmt: skip
     problem = factory.problem("layer_0", tuple(TOKENS))
     for tokens in (TOKENS, [0, 15, 7]):
-        wanted = plainly(path, "last_hidden_state", tokens)
+        wanted = unoptimised(onnx.load(path), "last_hidden_state", tokens)
         assert np.mean(np.abs(kernel.hidden(tokens).numpy() - wanted) < 1e-4) > 0.95
-        close = plainly(tmp_path / "float.onnx", "last_hidden_state", tokens)
+        close = unoptimised(onnx.load(tmp_path / "float.onnx"), "last_hidden_state", tokens)
         found = model.module(model.ids(tokens)).numpy()
         assert np.abs(found - close).max() < 0.5
     for size in (0.1, 1.0, 8.0):

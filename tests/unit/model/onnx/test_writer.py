@@ -1,4 +1,4 @@
-"""Block graphs as ONNX models: what runtimes compute is what the graph says."""
+"""Block graphs written as ONNX models: runtimes compute the values of the graph."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BLOCKS = ("attn_0", "mlp_0", "layer_0", "model")
 
 
 class Erf(OpRun):
-    """The operator in the format of its operand; that of the package is in float32."""
+    """The operator in the format of its operand; that of the package computes in float32."""
 
     op_domain = ""
 
@@ -41,7 +41,7 @@ class Erf(OpRun):
 
 
 def reference(model: onnx.ModelProto) -> ReferenceEvaluator:
-    """Return the interpreter of the `onnx` package, which stores the result of every operator."""
+    """Return the interpreter of the `onnx` package, which rounds the result of every operator."""
     return ReferenceEvaluator(model, new_ops=[Erf])
 
 
@@ -64,7 +64,7 @@ def fed(x: np.ndarray[Any, Any] | None, dtype: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.sample(1)
-def test_a_written_decoder_is_its_graph(name: str, block: str, tmp_path: Path) -> None:
+def test_written_decoder_equals_its_graph(name: str, block: str, tmp_path: Path) -> None:
     graph, params = graph_of(saved_model(name, tmp_path), block)
     x = drawn(graph)
     unpinned = replace(graph, nodes=tuple(replace(node, format="") for node in graph.nodes))
@@ -79,7 +79,7 @@ def test_a_written_decoder_is_its_graph(name: str, block: str, tmp_path: Path) -
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_block_whose_weights_are_stored_transposed_is_written(tmp_path: Path) -> None:
+def test_block_with_transposed_weights_is_written(tmp_path: Path) -> None:
     onnx.save(encoder(), tmp_path / "model.onnx")
     blocks = (("mlp_0", "normed", "fed"),)
     model = load_model(ModelRef("model.onnx", ONNX, blocks=blocks), tmp_path)
@@ -93,7 +93,7 @@ def test_a_block_whose_weights_are_stored_transposed_is_written(tmp_path: Path) 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("block", BLOCKS[:3])
-def test_a_written_encoder_is_its_graph(block: str, save_model: Callable[..., Model]) -> None:
+def test_written_encoder_equals_its_graph(block: str, save_model: Callable[..., Model]) -> None:
     graph, params = graph_of(save_model("bert"), block)
     x = drawn(graph)
     exact = reference(block_model(graph, params, "float64"))
@@ -108,7 +108,7 @@ def graph_by_hand(*nodes: Node, width: int = 4) -> BlockGraph:
 
 
 def run_by_hand(graph: BlockGraph, x: list[float], own: str) -> list[float]:
-    """Return what each operator by itself computes, after a comparison with the graph's meaning."""
+    """Return the results of all operators, after a comparison with the values of the graph."""
     dtype = {"float16": np.float16, "float32": np.float32}[own]
     model = reference(block_model(graph, {}, own))
     with np.errstate(over="ignore"):
@@ -121,7 +121,7 @@ def computed(op: str, name: str, *inputs: str, **more: Any) -> Node:
     return Node(name, op, inputs, (1, 4), **more)
 
 
-def test_a_pinned_result_is_stored_in_its_format() -> None:
+def test_pinned_result_is_stored_in_its_format() -> None:
     wide = graph_by_hand(
         computed("shift", "more", "x", attrs={"offset": 1.0}, format="float32"),
         computed("sub", "less", "more", "x"),
@@ -135,7 +135,7 @@ def test_a_pinned_result_is_stored_in_its_format() -> None:
 
 
 @pytest.mark.parametrize("square", ["", "float32"])
-def test_a_norm_that_is_written_out_stores_its_parts(square: str) -> None:
+def test_elementary_norm_stores_its_parts(square: str) -> None:
     parts = [["square", square], ["mean", "float32"], ["shift", "float32"], ["root", "float32"]]
     attrs = {"eps": 1e-6, "form": "written", "parts": parts}
     graph = graph_by_hand(computed("rms_norm", "normed", "x", attrs=attrs))
@@ -143,7 +143,7 @@ def test_a_norm_that_is_written_out_stores_its_parts(square: str) -> None:
     assert found == ([1.0, 1.0, -1.0, 1.0] if square else [0.0, 0.0, -0.0, 0.0])
 
 
-def test_a_parameter_of_another_shape_is_refused(save_model: Callable[..., Model]) -> None:
+def test_parameter_of_another_shape_is_refused(save_model: Callable[..., Model]) -> None:
     graph, params = graph_of(save_model("llama"), "mlp_0")
     key = graph.parameters[0]
     with pytest.raises(ValueError, match="has shape"):
