@@ -17,7 +17,7 @@ MOST = {
     "metric": (1, 1),
     "operation": (4, 1),
 }
-"""How many files an addition may touch: of the product, and of the tests."""
+"""The largest number of files that an addition may change: in the product, and in the tests."""
 
 
 def test_every_patch_has_a_size_limit() -> None:

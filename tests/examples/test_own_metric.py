@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.conftest import Cli
 
 QUICK = ("--seconds", "1", "--bound-seconds", "0", "--allow-code")
-"""Neither times nor bounds of the whole model are looked at here, and our own code may run."""
+"""Without times and bounds of the whole model; the folder's own code may run."""
 
 
 @pytest.fixture

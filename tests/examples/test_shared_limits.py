@@ -48,7 +48,7 @@ FEW = [
     for category, short in (("safety", True), ("json", True), ("json", False), ("chat", True))
     for row in [r for r in ROWS if r["category"] == category and (r["length"] <= 80) is short][:2]
 ]
-"""Two prompts of each kind that the contract below tells apart, so that an evaluation is quick."""
+"""Two prompts of each kind that the contract below distinguishes, for a quick evaluation."""
 
 
 def write_prompts(folder: Path, *more: dict[str, Any]) -> None:

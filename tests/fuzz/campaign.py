@@ -21,11 +21,11 @@ from tests.fuzz.mutants import Mutant, mutant
 from tests.fuzz.reduction import reduce
 
 SILENCE = 600.0
-"""Seconds of wall time after which a worker is given up; what hangs says so itself before that."""
+"""Seconds of wall time after which a worker is killed; the watchdog reports hangs before that."""
 MEMORY = 4 * 2**30
 """Bytes of address space of a worker."""
 _MOST_REDUCED = 3
-"""Findings of one kind that are made small."""
+"""The largest number of findings of one kind that are reduced."""
 
 Examine = Callable[[Mutant], Examined]
 
@@ -46,14 +46,14 @@ class Tally:
 
     examined: int = 0
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """How many there are of a kind of mutation and an outcome."""
+    """The number of mutants by kind of mutation and outcome."""
     slowest: dict[str, tuple[float, int]] = field(default_factory=dict)
     """For each stage the longest time in seconds, and the number of the mutant."""
     codes: set[str] = field(default_factory=set)
     texts: set[bytes] = field(default_factory=set)
     """The digests of the documents."""
     changed: int = 0
-    """How many accepted documents are formatted to another text."""
+    """The number of accepted documents that formatting changes."""
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
     """The wall time of the campaign."""

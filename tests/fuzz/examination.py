@@ -42,7 +42,7 @@ class Failure:
     key: str
     detail: str
     raised: bool = False
-    """Whether it is a traceback."""
+    """True for a traceback."""
 
 
 @dataclass(slots=True)
@@ -54,9 +54,9 @@ class Examined:
     times: Table[str, float] = field(default_factory=dict)
     """The processor time of each stage, of its slowest run."""
     codes: frozenset[str] = frozenset()
-    """The codes of what was found."""
+    """The codes of the findings."""
     changed: bool = False
-    """Whether formatting makes another text of it."""
+    """True if formatting changes the document."""
 
 
 def examine(

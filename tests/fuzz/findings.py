@@ -18,7 +18,7 @@ from kcdsl.lsp.text.positions import Lines
 from tests.fuzz.promise import expect
 
 _MOST_PLACES = 200
-"""Places of a file that are turned into those of an editor and back."""
+"""The largest number of offsets per file that are converted to editor positions and back."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _GITHUB = re.compile(r"::(?:error|warning|notice) [^\n]*::[^\n]+")
 

@@ -67,7 +67,7 @@ class _Note:
     at: int
     also: frozenset[int]
     last: bool
-    """Whether it stands behind a closing bracket."""
+    """True if it is behind a closing bracket."""
 
 
 def _check_notes(before: list[_Note], after: list[_Note]) -> None:

@@ -13,7 +13,7 @@ from tests.fuzz.trees import TREES
 KINDS = {"bytes": BYTES, "tokens": TOKENS, "trees": TREES}
 SIZE_LIMIT = 100_000
 MILD = 0.5
-"""The part of the mutants that an author could have written."""
+"""The share of plausible mutants, as an author could have written."""
 _TRIES = 5
 
 

@@ -23,11 +23,11 @@ from kcdsl.lsp.text.positions import Lines
 from tests.fuzz.promise import expect
 
 CURSORS = 5
-"""Places that are asked about."""
+"""The largest number of cursor positions."""
 _CONVERTER = get_converter()
 _WORD_END = re.compile(r"(?<=\w)(?!\w)|(?<=[(\[{:,])")
 NEW_NAME = "new_name"
-"""What everything is renamed to."""
+"""The new name in renames."""
 
 
 def asked(source: SourceFile, before: str | None, folder: Path) -> Question:

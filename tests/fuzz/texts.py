@@ -9,7 +9,7 @@ from random import Random
 from tests.fuzz.vocabulary import CHARACTERS, EVERYTHING, EXPRESSIONS, NUMBERS, YAML
 
 Change = Callable[[bytes, bytes, Random], bytes]
-"""Makes a document from one document and another one to borrow from."""
+"""A function that makes a document from one document and another one to borrow from."""
 
 _TOKEN = re.compile(r"[ \t]+|\r?\n[ \t]*|[A-Za-z_]\w*|[0-9][0-9.eE]*|[<>=!]=|.", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z_]\w*")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PATIENCE = 30
-"""How many times its limit work may last on a busy machine; beyond that it waits for something."""
+"""The factor of the limit that bounds wall time; a busy machine needs more than processor time."""
 
 
 class Hang(Exception):

@@ -31,7 +31,7 @@ from tests.support.small_models import DECODER, write_model
 
 HOPPER = (9, 0)
 KERNELS = [pair for pair in cases(HOPPER) if ADAPTERS[pair[1].run].engine != "compile"]
-"""All but compiled ones: Inductor writes code for a device that there is none of."""
+"""All but compiled kernels: Inductor would generate code for a missing device."""
 LOADED = [name for name, one in ADAPTERS.items() if one.tier == "A" and "cuda" in one.devices]
 
 

@@ -25,7 +25,7 @@ ATTENTION = [
     for compute in ("float32", "bfloat16", "float16")
 ]
 FREE = Case("torch.scaled_mm", {"preset": "fp8-w8a8-per-tensor"})
-"""Its scores are of bfloat16, and freely cast."""
+"""Numerics with scores in bfloat16 and free casts."""
 BY_SEQUENCE = [
     Case("torch.sdpa.flash", {"compute": "bfloat16", **NEAREST}),
     Case("torch.scaled_mm"),

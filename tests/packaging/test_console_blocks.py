@@ -84,7 +84,7 @@ class Reason:
 
     words: str
     holds: Callable[[str, Path], bool]
-    """Said of a command, in an empty folder."""
+    """Test the reason for a command, in an empty folder."""
 
 
 def _recipe(command: str) -> str:
@@ -215,7 +215,7 @@ NOT_RUN = {
 # --- nothing escapes -----------------------------------------------------------------------------
 
 COMMAND = re.compile(r"\$ |(?:kcdsl|python3?|pip|make|npm|npx|sh|git) +[\w.\-\[]")
-"""How a line that is not in a block of commands begins if it is a command."""
+"""The beginning of a command line outside of command blocks."""
 READABLE = {"console", "sh", "file", "python", "yaml", "toml", "json", "lua", "elisp", "text", ""}
 
 
@@ -426,7 +426,7 @@ FOLDERS: dict[str, Callable[[Path, Path], Path]] = {
     "examples/own_metric/README.md": _example("own_metric"),
     "examples/minilm/README.md": _example("minilm"),
 }
-"""Where the commands of a page are run; elsewhere that is a folder of a small model."""
+"""The folders of pages whose commands do not run in that of a small model."""
 
 
 def shown_by(repository: Path) -> Iterator[str]:

@@ -54,9 +54,9 @@ OTHERS = {
     "docs/reference/verify.md": {"kcdsl/certifier"},
     "grammar/README.md": {"metrics.py"},
 }  # fmt: skip
-"""Files of users and of other projects, by the page that names them."""
+"""Files of users and of other projects, by page."""
 WRITTEN = ("bench/results/", "out/", "dist/", "build/")
-"""What commands write."""
+"""Files that commands write."""
 OTHER_OPTIONS = {
     "--count", "--seed", "--within", "--only", "--jobs", "--modules", "--write", "--share",
     "--resume", "--list", "--tokens", "--block",

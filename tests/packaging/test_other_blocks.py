@@ -22,7 +22,7 @@ from tests.support.pages import Block
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCTESTS = {"docs/reference/ir.md"}
-"""Pages whose Python is a dialogue; tests/packaging/test_ir_page.py has it."""
+"""Pages with doctests, which tests/packaging/test_ir_page.py runs."""
 
 
 def blocks(*languages: str) -> Iterator[tuple[str, Block]]:

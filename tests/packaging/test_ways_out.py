@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 HELP_AT = {"refuse": 99, "Diagnostic": 7, "error": 4}
-"""How many arguments by position each maker of errors has where the last of them is its help."""
+"""The number of positional arguments of each error constructor whose last one is its help."""
 
 
 def without_help(source: str) -> list[int]:

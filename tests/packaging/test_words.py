@@ -34,7 +34,7 @@ TEXT = {
 
 
 QUESTIONS = {"What", "How", "Where", "Which", "Whether", "Why", "When", "Who"}
-"""No first words of a module's docstring: it names its subject."""
+"""Words that must not begin a module docstring, which names its subject."""
 
 
 def opening(text: str) -> str | None:

@@ -38,8 +38,8 @@ RULE, SHARED = "context straight from a linear", "context of shared heads"
 HEADS, ROWS, WIDTH, INPUTS = 2, 3, 3, 6
 Array = np.ndarray
 Claim = Callable[[Array, int], tuple[float, Array, Array]]
-"""Of one functional [heads, d] of a row: the bound of what is not pulled back, and the functionals
-of the errors of the probabilities [heads, T] and of the inputs [T, D]."""
+"""For one functional [heads, d] of a row: the bound of the unprojected part, and the functionals of
+the errors of the probabilities [heads, T] and of the inputs [T, D]."""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ ROWS, WIDTH, RADIUS = 3, 3, 2.0**-9
 Array = np.ndarray
 Window = tuple[slice, slice]
 Claim = Callable[[Array, int, Window], tuple[float, Array, Array]]
-"""Of one functional [heads, d] of a row, zero outside of some heads and columns: the bound of what
-is not pulled back, and the functionals of the errors of the probabilities [heads, T] and of the
+"""For one functional [heads, d] of a row, zero outside of some heads and columns: the bound of the
+unprojected part, and the functionals of the errors of the probabilities [heads, T] and of the
 inputs [T, D]."""
 
 

@@ -32,7 +32,7 @@ Floats = np.ndarray
 RECORD = proofs.numerics("float64", "nearest", accumulate="float64", exp_ulps=0)
 BATCH = 6
 CaseBound = tuple[Floats, Floats, Floats | None]
-"""Of functionals [B]: bounds from below and above, and the functionals of the input [B, T, D]."""
+"""For functionals [B]: lower and upper bounds, and the functionals of the input [B, T, D]."""
 Side = tuple[dict[str, Floats], Callable[[str, tuple[int, ...], Floats], CaseBound]]
 """The reference of every node, and bounds of functionals [B, n] of one of its rows."""
 

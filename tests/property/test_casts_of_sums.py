@@ -18,7 +18,7 @@ from tests.support.prover import block, parameters
 
 U = 2.0**-8
 TURN = np.array([[1.0, 1.0], [1.0, -1.0]])
-"""Both errors of a result cannot be as large as each of them can."""
+"""A weight under which the errors of both results cannot be maximal at once."""
 
 
 def graph(bias: tuple[float, float] | None) -> Any:

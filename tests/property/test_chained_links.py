@@ -41,7 +41,7 @@ from tests.support.rationals.exact import recheck_exactly
 
 CANCELLING = 99
 BOTH = recheck, recheck_exactly
-"""Seed of a model whose weights a test writes by itself."""
+"""Seed of a model whose weights the test writes."""
 
 
 @pytest.fixture(scope="module")

@@ -176,7 +176,7 @@ class Pairs(small.Statements):
     """Random contracts, and small changes of them."""
 
     levels = False
-    """Whether levels are changed too."""
+    """True if levels change too."""
 
 
 def pair(seed: int, levels: bool = False) -> tuple[ir.Program, ir.Program]:

@@ -36,7 +36,7 @@ class Contracts(made.Contracts):
     """Contracts about these metrics, with thresholds near the values of worlds."""
 
     plain = False
-    """Only upper bounds that worlds often keep, so that there is much to follow from them."""
+    """Only upper bounds that most worlds satisfy, so that many implications hold."""
 
     def formula(self, depth: int = 2) -> ir.Formula:
         return self.compare() if self.plain else super().formula(depth)

@@ -335,7 +335,7 @@ DECLARED = {
 Site = tuple[type, str]
 """A field: the class and its name."""
 Path = tuple[Site, ...]
-"""The fields that lead to a value, from the outside in."""
+"""The fields on the way to a value, outermost first."""
 
 
 def mutated(node: Any) -> Iterator[tuple[Path, Any]]:

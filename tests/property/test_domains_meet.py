@@ -43,7 +43,7 @@ KERNELS: dict[str, Any] = {
 }
 RADII = [0.0, 2.0**-10, 2.0**-4]
 AGREE = 2.0**-12
-"""Shared scales are off by a float32 rounding, which is a large share of small reaches."""
+"""Shared scales have a float32 rounding error, a large share of small error bounds."""
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from tests.support.prover import block, parameters
 
 Floats = np.ndarray
 Said = Callable[[Any, tuple[Any, Any], Floats, float, Path], tuple[Floats, Floats, Floats]]
-"""Both ends of the drift's box, and the largest size and drift that the output has."""
+"""Both ends of the drift's box, and the largest size and drift of the output."""
 
 
 def rounded(form: str, weights: tuple[str, str] = ("float64", "none")) -> Any:

@@ -161,7 +161,7 @@ def check(
 
 ODD = ir.FieldTest("category", "==", "odd")
 SLICES = (*small.SLICES, ir.Slice("mixed", where=ir.NoneOf(ir.AllOf((ODD, small.LONG)))))
-"""`odd` and `mixed` make up all requests and share some; `long` and `brief` share none."""
+"""`odd` and `mixed` cover all requests and overlap; `long` and `brief` are disjoint."""
 PROGRAM = replace(small.program(), slices=SLICES)
 NAMES = [item.name for item in SLICES]
 

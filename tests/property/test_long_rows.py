@@ -17,7 +17,7 @@ from kcdsl_certs.recheck.affine import curves, ellipsoids
 from kcdsl_certs.recheck.interval.box import Floats
 
 LONG = 1800
-"""Elements of a row, more than the prover looks at for a price."""
+"""Row length above the subset that the prover searches for a price."""
 
 
 def dearest(weights: Floats, caps: Floats, total: float) -> float:

@@ -236,9 +236,9 @@ LEAST: dict[str, tuple[float, float, float, float]] = {
     "numerator": (0.005, 0.01, 0.01, 0.5),
     "softmax": (2.0, 1.2, 2.0, 0.9),
 }
-"""How much the checker covers, at least, for each unit that the prover covers: of deviation and
-drift at usual inputs, then of both at tiny ones. The programs bound the same roundings, each in its
-own way; what one of them leaves out or counts once in place of n times stands out."""
+"""The smallest ratio of the checker's bound to the prover's: of deviation and drift at usual
+inputs, then of both at tiny ones. The programs bound the same roundings by different rules; an
+omitted rounding, or one counted once instead of n times, is conspicuous."""
 
 
 @pytest.mark.sample(8)

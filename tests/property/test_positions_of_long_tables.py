@@ -26,7 +26,7 @@ N = proofs.numerics
 LONGEST, WIDTH = 1300, 4
 PAIR = (N("float64", "any", accumulate="float64"), N("bfloat16", "any"))
 PLACES = (0, 255, 256, 511, 512, 700, 1023, 1024, 1299)
-"""Of all numbers that are read at a time in either program: the first, one inside and the last."""
+"""Positions in the chunk that either program reads: the first, one inside and the last."""
 
 
 def turned(rows: int, place: int) -> Any:

@@ -87,9 +87,9 @@ NUMERICS: dict[str, dict[str, Any]] = {
 
 
 ROWS = ("bfloat16, nearest", "fp8 probabilities")
-"""Numerics with which attention is bounded too, at a point and on a ball."""
+"""Numerics under which attention has bounds at a point and on a ball."""
 WIDE = ("bfloat16, nearest", "fp8 tensor")
-"""Numerics with which every mode of the domains is asked."""
+"""Numerics under which every mode of the domains is tested."""
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ KERNELS: dict[str, tuple[dict[str, Any], str]] = {
     "both free": ({"casts": "any"}, "any"),
     "bfloat16": ({"compute": "bfloat16", "casts": "any"}, "nearest"),
 }
-"""What the training kernel is, and the casts of the other one."""
+"""The training kernel, and the casts of the other kernel."""
 
 
 def residual(rng: np.random.Generator) -> Any:

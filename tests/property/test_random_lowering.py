@@ -9,7 +9,7 @@ from kcdsl.model.lowering import block_graph
 from tests.support.random_modules import STEPS, random_module
 
 SEEDS = (10085, 10223, 10268, 10381, 10480, 10593, *range(5000, 5018))
-"""The first are of rows that are nearly constant before a norm."""
+"""Seeds; the first ones have nearly constant rows before a norm."""
 
 
 @pytest.mark.full

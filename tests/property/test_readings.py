@@ -316,7 +316,7 @@ GRAPHS: dict[str, tuple[Any, float]] = {
     "layer_norm": (of_rows("layer_norm"), 0.75),
     "recomputed": (recomputed(), 0.95),
 }
-"""Graphs, and the share of the least bound that an attack reaches."""
+"""Graphs, and the share of the smallest bound that an attack attains."""
 
 
 @pytest.mark.sample(2)

@@ -37,7 +37,8 @@ FP8 = {"format": "fp8_e4m3", "scale": "per_channel"}
 INT8 = {"format": "int8", "scale": "per_tensor"}
 BLOCKS = ("attn_0", "mlp_0", "norm_0", "norm_1", "layer_0")
 FLUSHED = 1e-35
-"""Some processors flush subnormal bfloat16 numbers, which no numerics admits: below is not told."""
+"""Some processors flush subnormal bfloat16 numbers, which no numerics admit: smaller drifts are
+ignored."""
 
 
 def kernel(program: tuple[str, str], **numerics: Any) -> KernelRef:

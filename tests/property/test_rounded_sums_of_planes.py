@@ -15,8 +15,8 @@ from kcdsl_certs.recheck.linear_bounds import tape as checker
 from kcdsl_certs.recheck.linear_bounds import tape as checker_functional
 
 ONE, SMALL = np.array([[1.0, -1.0]]), np.array([[2.0**-54, 0.0]])
-"""Their sum is rounded to the first; of two equal numbers the first makes nothing, both make
-2^-54 of them."""
+"""SMALL is less than half a unit in the last place of ONE, so their float64 sum is ONE. On equal
+numbers ONE gives zero, and the exact sum gives 2^-54 of them."""
 
 
 def test_checker_covers_the_rounding_of_added_functionals() -> None:

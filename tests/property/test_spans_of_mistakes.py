@@ -54,9 +54,9 @@ MISTAKES = (
     ("where", "KC207", "length > 128 and category == «safety»"),
     ("where", "KC207", "not category in ['a', «safety»]"),
 )
-"""The field, the code, and the expression with its place marked; at the end, just behind it."""
+"""Field, code, and expression with its marked part; a mark at the end means just behind it."""
 CUT = tuple(mistake for mistake in MISTAKES if "'" not in mistake[2])
-"""Those that kcdsl reads without quotation marks inside braces."""
+"""Expressions that kcdsl reads without quotation marks inside braces."""
 UNMENDED = ("«y»)", "and«»", "<=«»", "«max(tv)»", "«'build)»")
 
 

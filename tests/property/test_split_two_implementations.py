@@ -39,7 +39,7 @@ PAIRS: dict[str, Any] = {
     "bfloat16 sums / float32": (N("bfloat16", accumulate="bfloat16"), N("float32", weights=FP8)),
 }
 RUN = [rule for rule in CHAINS if rule != "with casts"]
-"""What the runs of `exceeded` know."""
+"""The options of the runs of `exceeded`."""
 
 
 def drawn(rule: str, pair: str) -> tuple[Any, Floats]:

@@ -26,7 +26,7 @@ from tests.support.prover import numerics
 Floats = np.ndarray
 Ends = tuple[Floats, Floats]
 CASTS = {"any": 1, "any_direction": 2, "any_toward_zero": 2}
-"""How many units of u and η one cast may be off by."""
+"""The largest error of one cast, in units of u and η."""
 COUNT = 400
 
 

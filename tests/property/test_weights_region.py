@@ -61,7 +61,7 @@ STORED = (
         activations=("uint8", "per_tensor"),
     ),
 )
-"""What is stored of a parameter differs among all of these."""
+"""Numerics with different storage of parameters."""
 
 
 PAIRS = {

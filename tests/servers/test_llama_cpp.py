@@ -25,7 +25,7 @@ from tests.support.llama_cpp import llama_cpp_server, write_gguf
 pytestmark = pytest.mark.usefixtures("shared_files")
 
 FLOAT_NOISE = 1e-4
-"""ln-probabilities of two float32 programs of this model differ by some 1e-5 at most."""
+"""The largest difference of log-probabilities of two float32 programs of this model, about 1e-5."""
 
 
 def largest(found: ServerRollouts) -> float:

@@ -34,7 +34,7 @@ from tests.support.fake_server import Answer, FakeServer, serving
 
 BYTES = Vocabulary(256, ByteTokenizer())
 WORDS = ("a", "b", "ab", "Ġa", "Ġb", "Ġab")
-"""Tokens of a byte-level BPE: Ġ stands for a space before."""
+"""Tokens of a byte-level BPE; Ġ is a leading space."""
 
 
 @pytest.fixture(scope="module")

@@ -219,7 +219,7 @@ def shared_context(rng: np.random.Generator) -> Any:
 
 
 ODDLY = ("values of one column", "rows and heads mixed", "heads of one row")
-"""Kinds of operands that only look like the heads of a linear."""
+"""Kinds of operands that resemble the heads of a linear."""
 
 
 def irregular_heads(kind: str) -> Build:
@@ -294,4 +294,4 @@ BEYOND: dict[str, Build] = {
     "rms_norm": norm("rms_norm", True, 1e39),
     "layer_norm": norm("layer_norm", True, 1e39),
 }
-"""Norms whose eps leaves float32: a kernel divides by infinity there."""
+"""Norms whose eps overflows float32: a kernel then divides by infinity."""

@@ -11,4 +11,4 @@ DECODER: dict[str, Any] = {
     "max_position_embeddings": 32, "tie_word_embeddings": True,
 }  # fmt: skip
 DECODER_TEXT = json.dumps({**DECODER, "vocab_size": 256, "max_position_embeddings": 1024})
-"""The text of a config.json where only its soundness matters."""
+"""The text of a valid config.json, for tests that do not depend on its values."""

@@ -168,7 +168,7 @@ class Worlds(Random):
     """Random finite worlds."""
 
     tokens = 1
-    """The most values of a request."""
+    """The largest number of values of a request."""
 
     def unit(self, number: int) -> Unit:
         count = self.randint(1, self.tokens)
@@ -234,7 +234,7 @@ class ExactWorlds(Worlds):
 
     tokens = 3
     spoilt = 0.0
-    """How often a value is not a finite number."""
+    """The probability of a value that is not a finite number."""
 
     def unit(self, number: int) -> Unit:
         count = self.randint(1, self.tokens)

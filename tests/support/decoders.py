@@ -78,16 +78,16 @@ FORMS: dict[str, Form] = {
         },
     ),
 }  # fmt: skip
-"""Every form of which all blocks are proved, by the name that tables show."""
+"""Every form with proofs of all blocks, by its name in tables."""
 
 MIXTURES: dict[str, Form] = {
     "Mixtral": Form("llama", "mixtral", {"num_local_experts": 5, "sliding_window": 3}),
     "Qwen2-MoE": Form("llama", "qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 7}),
     "Qwen3-MoE": Form("qwen3", "qwen3_moe", _EXPERTS | {"head_dim": 8, "norm_topk_prob": True}),
 }
-"""Forms with a router: of a block with one, a bound needs that both kernels choose alike."""
+"""Forms with a router: a bound of its block needs equal routes of both kernels."""
 SURE = {"Mixtral": 0, "Qwen2-MoE": 17, "Qwen3-MoE": 59}
-"""Seeds of small random mixtures whose routes are sure in bfloat16, on rows of bench.first_hour."""
+"""Seeds of small random mixtures with stable routes in bfloat16, on rows of bench.first_hour."""
 
 EVERY_FORM = FORMS | MIXTURES
 

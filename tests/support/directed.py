@@ -22,4 +22,4 @@ DIRECTED: dict[str, dict[str, Any]] = {
         "casts": "any_direction",
     },
 }
-"""Casts that are steps, with weights cut off too; free casts toward zero; free ones either way."""
+"""Nearest casts with truncated weights; free casts toward zero; free casts in both directions."""

@@ -38,7 +38,7 @@ class FakeServer:
     said: float | None = None
     greedy: bool = False
     cut: int = 0
-    """Draws are cut off to so many tokens, whatever the question says."""
+    """The number of tokens that samples are truncated to, whatever the request states."""
     change: Change = lambda answer, question: answer
     statuses: list[int] = field(default_factory=list)
     wait: float = 0.0
@@ -46,19 +46,19 @@ class FakeServer:
     questions: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     streams: bool = True
-    """False: it answers as a whole, whether a question asks for a stream or not."""
+    """False: it answers as a whole, even if a request asks for a stream."""
     lumps: tuple[int, ...] = ()
-    """How many events of a stream are sent at a time, if not each by itself."""
+    """The number of events of a stream that are sent together."""
     each: int = 1
-    """How many tokens an event has."""
+    """The number of tokens per event."""
     pace: Callable[[int], None] = lambda sent: None
-    """Called before each sending of a stream, the headers first, with how many there were."""
+    """Called before each chunk of a stream, headers first, with the number of earlier chunks."""
     stamp: str | None = None
     """The `system_fingerprint` of its answers."""
     inside: int = 0
-    """How many questions are before it now."""
+    """The number of requests in progress."""
     most: int = 0
-    """How many were before it at a time."""
+    """The largest number of concurrent requests so far."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def get(self, path: str) -> Any:

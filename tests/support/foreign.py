@@ -28,15 +28,15 @@ class Outcome(StrEnum):
     """The outcome of an attack."""
 
     ACCEPTED = "accepted"
-    """The command went on as if nothing were wrong."""
+    """The command continued as if nothing were wrong."""
     REFUSED = "refused"
-    """A diagnostic said why it did not."""
+    """The command ended with a diagnostic."""
     EXECUTED = "executed"
     """Code of the folder ran."""
     HUNG = "hung"
     """The command did not end in time."""
     CRASHED = "crashed"
-    """It ended by a traceback, a signal or an internal error."""
+    """The command ended with a traceback, a signal or an internal error."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def packages() -> tuple[str, ...]:
 
 
 BEFORE_US = frozenset({"sitecustomize", "usercustomize", "_distutils_hack"})
-"""What Python itself imports before any program runs, from entries of PYTHONPATH too."""
+"""Modules that Python imports before any program runs, also from entries of PYTHONPATH."""
 
 
 def executed_traps(folder: Path) -> tuple[str, ...]:
@@ -328,8 +328,8 @@ OF_USED: Mapping[str, tuple[tuple[str, ...], int]] = {
     ),
     "why": (("why", "later/trace.parquet", "--contract", "contract.yaml", *_REGISTER), 2),
 }
-"""One run of each command that reads documents, in the folder of `used_contract`, and how it ends:
-those that would run code ask first (2)."""
+"""One run of each command that reads documents, in the folder of `used_contract`, with its exit
+code: those that would run code ask first (2)."""
 
 
 READING: Mapping[str, tuple[str, ...]] = {
@@ -369,7 +369,7 @@ READING: Mapping[str, tuple[str, ...]] = {
     "config": ("config", "show"),
     "completion": ("completion", "bash"),
 }
-"""Commands that read: the words of one run of each in the folder of `hostile_contract`. The
+"""Reading commands, with the arguments of one run of each in the folder of `hostile_contract`. The
 language server is one more: see `editor_session`."""
 RUNNING: Mapping[str, tuple[str, ...]] = {
     "verify": ("verify", "contract.yaml", "--cache", "off"),
@@ -386,7 +386,7 @@ RUNNING: Mapping[str, tuple[str, ...]] = {
     ),
     "why": ("why", "trace.parquet", "--contract", "contract.yaml"),
 }
-"""Commands that run code of a contract once their user allows that."""
+"""Commands that run code of a contract with the user's permission."""
 
 SCRIPT = "import sys; sys.argv[0] = 'kcdsl'; from kcdsl.cli import main; sys.exit(main())"
 

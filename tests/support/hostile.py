@@ -53,7 +53,7 @@ CONTRACTS: Mapping[str, str] = {
     "words of regions": "forall x in points(" * 50_000,
     "broken clauses": HEAD + "".join(f'  C{i}: {{require: "}}\n' for i in range(20_000)),
 }
-"""Texts of contracts; `kcdsl lint` and its like read them."""
+"""Texts of contracts, for `kcdsl lint` and similar commands."""
 
 LIBRARY = "kcdsl: 1\nlibrary: lib\nversion: 1.0.0\nslices: {own: {data: prompts.jsonl}}\n"
 """Text of `lib.yaml`, which the contracts of `ZEROS` import."""
@@ -83,7 +83,7 @@ ZEROS: Mapping[str, str] = {
     "the data of a slice": _NAMING.replace('{data: "', r'{data: "\0'),
     "the name of a slice": _NAMING.replace('"other"', r'"oth\0er"'),
 }
-"""Contracts with a zero byte, written as an escape, in one of their paths or names."""
+"""Contracts with an escaped zero byte in a path or name."""
 ZEROS_OF_CONFIGURATIONS: Mapping[str, str] = {
     "contract": r'contract = "a\u0000b"',
     "metrics": r'metrics = ["a\u0000b.py"]',
@@ -109,8 +109,8 @@ READERS: tuple[tuple[str, ...], ...] = (
 )
 """Commands that read a contract; every one refuses those of `ZEROS`."""
 READERS_OF_CONFIGURATIONS = tuple(words for words in READERS if words[0] != "explain")
-"""Commands that refuse a configuration in error; `explain` explains the clause and says that there
-is an error."""
+"""Commands that refuse an invalid configuration; `explain` explains the clause and reports the
+error."""
 
 CONFIGURATIONS: Mapping[str, str] = {
     "deep": "a = " + "[" * 100_000,
@@ -158,7 +158,7 @@ def _checkpoint(header: bytes) -> bytes:
 
 
 CHECKPOINT = _checkpoint(b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}')
-"""Bytes of weights that are not hostile."""
+"""Bytes of harmless weights."""
 CHECKPOINTS: Mapping[str, bytes] = {
     "length": struct.pack("<Q", 2**63) + b"{",
     "blanks": _checkpoint(b"{}" + b" " * (90 * 2**20)),

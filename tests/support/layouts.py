@@ -18,7 +18,7 @@ SHORT = {
     "\x1b": "e", " ": " ", '"': '"', "/": "/", "\\": "\\", "\x85": "N", "\xa0": "_",
     "\u2028": "L", "\u2029": "P",
 }  # fmt: skip
-"""The short escapes of YAML 1.2, section 5.7, but that of NUL, which is refused."""
+"""The short escapes of YAML 1.2, section 5.7, except that of NUL, which is refused."""
 
 
 @dataclass(slots=True)

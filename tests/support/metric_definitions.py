@@ -217,7 +217,7 @@ PAIRS: Mapping[str, Pair] = {
     "top1_flip": flips,
     "flip_hazard": lambda a, b: 1000 * flips(a, b),
 }
-"""Of the logits of both kernels at one position."""
+"""Functions of the logits of both kernels at one position."""
 
 
 # --- sampled tokens ------------------------------------------------------------------------------
@@ -253,14 +253,14 @@ RATIOS: Mapping[str, Callable[[float], float]] = {
     "oob_icepop": lambda w: float(not 0.5 <= w <= 5),
     "oob_veto": lambda w: float(w < 1e-4),
 }
-"""Of w = p(y)/q(y) at a sampled token."""
+"""Functions of w = p(y)/q(y) at a sampled token."""
 
 COINS: Mapping[str, Callable[[float, float], float]] = {
     "prob_absdiff": lambda p, q: abs(p - q),
     "binary_tv": lambda p, q: (abs(p - q) + abs((1 - p) - (1 - q))) / 2,
     "binary_kl": lambda p, q: max(binary(p, q), binary(q, p)),
 }
-"""Of p(y) and q(y)."""
+"""Functions of p(y) and q(y)."""
 
 
 def correlation(x: Sequence[float], y: Sequence[float]) -> float:
@@ -435,7 +435,7 @@ OF_TEXTS: Mapping[str, Callable[[Text], list[float]]] = {
         math.fsum(x * y for x, y in zip(*embeddings(text), strict=True))
     ],
 }
-"""Of one request: its values, one for each position or one for the whole."""
+"""Functions of one request: its values, one per position or one in all."""
 
 
 def pooled(texts: Sequence[Text]) -> list[tuple[float, float]]:
@@ -458,7 +458,7 @@ OF_SLICES: Mapping[str, Callable[[Sequence[Text]], float]] = {
         2 * 2.0 * 3.0 * fmean(tv for text in texts for tv in of_positions(tv_of)(text))
     ),
 }
-"""Of all requests; the constants of `grad_bias` are A_max 2 and G 3."""
+"""Functions of all requests; the constants of `grad_bias` are A_max 2 and G 3."""
 
 
 # --- rollouts ------------------------------------------------------------------------------------
@@ -589,7 +589,7 @@ OF_ROLLOUTS: Mapping[str, Callable[[Sequence_], list[float]]] = {
     "tpot": lambda r: [fmean(b - a for a, b in pairwise(r.stamps))],
     "latency": lambda r: [r.stamps[-1] - r.arrived],
 }
-"""Of one rollout: its values."""
+"""Functions of one rollout: its values."""
 
 
 def all_ratios(rollouts: Sequence[Sequence_]) -> Row:
@@ -622,9 +622,9 @@ OF_BATCHES: Mapping[str, Callable[[Sequence[Sequence_]], float]] = {
         2 * math.prod(r.cache[:3]) * (r.prompt + len(r.tokens)) * r.cache[3] for r in rs
     ),
 }
-"""Of all rollouts, each of a prompt of its own."""
+"""Functions of all rollouts, which have distinct prompts."""
 
 OF_RUNS = ("peak_memory", "failure_rate", "determinism")
-"""Counted by the clock and the memory counter of the machine: the test states their numbers."""
+"""Metrics of clocks and memory counters; the test states their numbers."""
 DEFINED = frozenset({*OF_TEXTS, *OF_SLICES, *OF_ROLLOUTS, *OF_BATCHES, *OF_RUNS})
-"""Every metric that has a definition here."""
+"""Every metric with a definition here."""

@@ -46,7 +46,7 @@ BASE = {
     "slices": 'slices:\n  all: {}\n  long: {where: "length > 128"}\n',
     "clauses": "clauses:\n  BASE: {require: mean(tv) <= 5%, slices: [long], level: L1}\n",
 }
-"""The sections that an example which leaves them out gets."""
+"""The default sections of an example."""
 _OPTION = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 PAGES = Path(kcdsl.__file__).parent / "diagnostics" / "pages"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -260,7 +260,8 @@ def _pattern(line: str, numbers: list[float] | None) -> str:
 
 
 _TINY = 1e-9
-"""Such a divergence is the square of a drift by roundings to float32, and so is its factor."""
+"""A divergence this small is the square of a float32 rounding drift, so its relative error is
+squared."""
 
 
 def _near(one: float, other: float) -> bool:

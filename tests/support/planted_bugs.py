@@ -362,7 +362,7 @@ _CLEAN_PAIRS: tuple[tuple[tuple[str, Numerics], tuple[str, Numerics]], ...] = (
     (("torch.sdpa.flash", BFLOAT16), ("torch.scaled_mm", {"preset": "fp8-w8a8-per-tensor"})),
 )
 CLEAN = tuple((pair, start) for pair in _CLEAN_PAIRS for start in (0, 8, 17, 26, 36))
-"""Fifty clean runs: pairs of kernels, and the prompt that a subset of 12 starts with."""
+"""Fifty correct runs: pairs of kernels, and the first prompt of a subset of 12."""
 
 
 def clean_run(run: int) -> tuple[Precheck, ...]:

@@ -36,7 +36,7 @@ _NUMBERS_ELSEWHERE = _words(
     floordiv mod and or xor iadd isub imul itruediv iand ior
     """
 )
-"""Operations that take a CPU tensor of no dimensions as a number: those of two arguments
+"""Operations that accept a zero-dimensional CPU tensor as a number: those of two arguments
 (`allow_cpu_scalars` of TensorIterator), and some that move it themselves."""
 _PRODUCTS = _words("mm bmm matmul rmatmul imatmul linear einsum addmm mv dot tensordot")
 _DRAWS = _words(
@@ -54,7 +54,7 @@ _ABSENT = {
 }
 _MOVES = frozenset(("to", "cpu", "cuda"))
 _SIZES_ALONE = frozenset(("expand_as", "view_as", "reshape_as"))
-"""Operations that read of their second argument how large it is, wherever it may be."""
+"""Operations that use only the size of their second argument, on any device."""
 _ANSWERS = {"device": CUDA, "is_cuda": True, "is_cpu": False, "get_device": 0}
 
 

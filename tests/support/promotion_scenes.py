@@ -43,7 +43,7 @@ class Pipeline:
     keys: tuple[str, ...] = ("release.key",)
     """The files of the keys that sign certificates."""
     url: str | None = None
-    """Where the register is; None for a file in the folder."""
+    """The URL of the register; None for a file in the folder."""
 
     @classmethod
     def of(cls, folder: Path, url: str | None = None) -> Pipeline:

@@ -19,7 +19,7 @@ from torch import Tensor
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 Written = tuple[dict[str, Tensor], Tensor]
-"""The tensors of one matrix by their last names, and the matrix that they mean."""
+"""The tensors of one matrix by the last parts of their names, and the dequantised matrix."""
 
 
 def _words(numbers: list[int], bits: int) -> list[int]:
@@ -239,7 +239,7 @@ TORCHAO_INT4 = json.dumps({
     "_tensor_data_names": ["qdata", "scale", "zero_point"],
 })  # fmt: skip
 TEXTS = {"torchao": TORCHAO, "torchao int4": TORCHAO_INT4}
-"""What the metadata of a file says of a matrix."""
+"""The metadata of a matrix in a file."""
 
 
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
@@ -347,7 +347,7 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
     "torchao": ({"quant_method": "torchao"}, torchao),
     "torchao int4": ({"quant_method": "torchao"}, torchao_int4),
 }
-"""Every format: its quantisation configuration, and what stores a matrix in it."""
+"""Every format: its quantisation configuration, and the function that stores a matrix."""
 
 
 def quantise(source: Path, folder: Path, name: str) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from tests.support.mutation.blocks import (
 
 RECORDED = Path(__file__).with_suffix(".json")
 FAINT = 2.0**-1040
-"""A size of inputs at which the least float64 numbers count."""
+"""A size of inputs at which the smallest float64 numbers matter."""
 ONE, OTHER = (
     N("float64", "nearest", accumulate="float64"),
     N("float64", "any", accumulate="float64", style="fused"),

@@ -22,11 +22,11 @@ from tests.support import planted_bugs
 
 PROMPT, LENGTH, PROMPTS, GROUP = 12, 20, 16, 4
 _AT = (6, 14, 22, 30)
-"""Where prompts begin in the texts, many of which begin alike."""
+"""The offset of prompts in the texts, many of which begin alike."""
 Change = Callable[[Tensor], Tensor]
-"""Logits [..., V] to those of another law."""
+"""A function from logits [..., V] to those of another distribution."""
 Program = tuple[str, tuple[tuple[str, Any], ...]]
-"""An adapter and the numerics it runs under."""
+"""An adapter and its numerics."""
 FLOAT32: Program = ("torch.eager", (("compute", "float32"),))
 BFLOAT16: Program = ("torch.eager", (("compute", "bfloat16"),))
 FP8: Program = ("torch.eager", (("preset", "fp8-weights"),))

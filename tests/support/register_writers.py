@@ -25,11 +25,11 @@ from tests.support.registers import CONTRACT, TRUSTED, certified, clock, recorde
 
 SLOT = "chat/full"
 _FORK = get_context("fork")
-"""Children have the modules of this process; each opens a register of its own."""
+"""Children inherit the modules of this process; each opens its own register."""
 SHORT = 0.03
-"""Seconds until a writer is killed at the latest, from when it got as far as it was to get."""
+"""The longest time in seconds from a writer's last planned entry to its kill."""
 LONGEST = 300.0
-"""Seconds for which the entries of a writer are waited for."""
+"""The longest time in seconds to wait for the entries of a writer."""
 
 
 def promotion(
@@ -60,9 +60,9 @@ class Written:
     runs: list[str] = field(default_factory=list)
     revoked: list[str] = field(default_factory=list)
     promoted: dict[int, str] = field(default_factory=dict)
-    """The candidate that was promoted, by the version that it made."""
+    """The promoted candidate by resulting version."""
     stale: int = 0
-    """How often a writer was refused, because another one had been faster."""
+    """The number of refusals because another writer was faster."""
 
     def add(self, line: str) -> None:
         """Parse one line that a writer wrote."""

@@ -128,7 +128,7 @@ def recorded(register: Register, data: bytes, policy: TrustPolicy = TRUSTED) -> 
 
 FILLED = "chat/canary"
 LAST = 15
-"""The slot, and the number of the last event, of a register that is filled."""
+"""The slot, and the number of the last event, of a filled register."""
 
 
 def fill(register: Register) -> None:

@@ -28,17 +28,17 @@ class FakeRegistry:
 
     lists_referrers: bool = True
     token: str = ""
-    """Asked for in `Authorization`, where it is not empty."""
+    """The token demanded in `Authorization`, if not empty."""
     changed: Callable[[str, bytes], bytes] = lambda _, data: data
-    """What is sent for a path in the place of its bytes."""
+    """Replacement contents by path."""
     redirect: str = ""
-    """Where blobs are, if not here."""
+    """The location of blobs, if elsewhere."""
     place: str = ""
-    """Where uploads go, if not here."""
+    """The location of uploads, if elsewhere."""
     scopes: bool = False
-    """Whether a token lets its owner write only where the challenge that it answers said so."""
+    """True if a token allows writing only when its challenge asked for it."""
     raw: Callable[[str, str], Iterable[bytes] | None] = lambda method, path: None
-    """What is sent for a method and a path in the place of a whole answer, in pieces."""
+    """A hook that replaces the answer to a method and path, in pieces."""
     host: str = ""
     documents: dict[str, tuple[str, bytes]] = field(default_factory=dict)
     blobs: dict[str, bytes] = field(default_factory=dict)

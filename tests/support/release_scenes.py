@@ -59,7 +59,7 @@ clauses:
   O-TRACE: {require: "has(trace, [rng_seed])", slices: [all], level: L3}
 """
 SLICES = {"all": tuple(str(number) for number in range(1, 601)), "long": ("1",)}
-"""The rows of each slice: one is long, and enough are timed."""
+"""The rows of each slice: one is long, and enough rows are timed."""
 TEXTS = {"1": "hello"}
 NOW = datetime(2026, 11, 30, 12, tzinfo=UTC)
 

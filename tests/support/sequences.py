@@ -96,7 +96,7 @@ def mutable_copy(value: Document) -> Document:
 
 
 WIDTH = 4
-"""Numbers in a row of graphs that are built by hand."""
+"""Numbers per row in hand-written graphs."""
 
 
 def rows_of(rows: int = 2, width: int = WIDTH) -> tuple[Any, str]:

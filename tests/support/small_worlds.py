@@ -25,7 +25,7 @@ SLICES = (
 )
 FIELDS = ("rng_seed", "build_fingerprint")
 TOKENS = ((0, 0), (1, 1), (1, 2), (2, 2))
-"""(hidden_linf, hidden_l2) of one token; the first is never above the second."""
+"""(hidden_linf, hidden_l2) of one token; the first is at most the second."""
 NUMBERS = tuple(Fraction(n, 2) for n in range(5))
 
 
@@ -35,7 +35,7 @@ class Statements(Random):
     parts = 2
     """The depth of connectives."""
     division = 0.0
-    """How often a term is a share."""
+    """The probability that a term is a share."""
 
     def statistic(self) -> ir.Statistic:
         kind = self.choice(("mean", "max", "min", "quantile", "quantile"))

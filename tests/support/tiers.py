@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 LATER = ("full", "slow", "gpu", "programs")
-"""Marks of what the first tier leaves out."""
+"""Marks of tests outside the first tier."""
 
 Case = tuple[tuple[str, Any], ...]
 """The parameters of a case: names and values."""

@@ -77,7 +77,7 @@ OTHER_SPELLINGS = tuple(
         "edffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
     )
 )
-"""Encodings of some of them that are not canonical."""
+"""Non-canonical encodings of some of them."""
 
 
 class Ran(Protocol):

@@ -103,7 +103,7 @@ CHANGES: dict[str, tuple[Change, bool]] = {
     "expired": (lambda s: s["predicate"].update(validUntil="2025-01-01T00:00:00Z"), True),
     "not yet": (lambda s: s["predicate"].update(issuedAt="2125-01-01T00:00:00Z"), True),
 }
-"""Changes of a statement that a policy must reject, and whether only one with a clock can."""
+"""Changes of a statement that a policy must reject; true if the rejection needs a clock."""
 
 
 def test_policies_accept_the_statement_and_reject_every_change(

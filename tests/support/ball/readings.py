@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 ONCE = ("linear", "matmul")
-"""Operations that are computed once; a context product is a matmul."""
+"""Operations that are never recomputed; a context product is a matmul."""
 TWICE = ("softmax", "rms_norm", "layer_norm")
-"""Operations that read their first operand once more, for sums over its rows."""
+"""Operations that read their first operand again, for sums over its rows."""
 
 
 def counted(graph: Any) -> dict[str, int]:

@@ -18,9 +18,9 @@ from tests.support.semantics.norms import Length, Undefined, difference, keeps_f
 Side = Literal["largest", "smallest"]
 SIDES: tuple[Side, Side] = ("largest", "smallest")
 Inputs = Mapping[str, str]
-"""The input that each variable stands for, by its key."""
+"""The input of each variable, by key."""
 Runs = Mapping[tuple[str, str], Pair]
-"""The pair of runs that is looked at, for each block and input."""
+"""The selected pair of runs of each block and input."""
 
 NO_RUNS: Runs = {}
 

@@ -71,7 +71,7 @@ SLICES = {
     "short": {"field": "length", "op": "<=", "value": {"real": "1"}},
     "long": {"field": "length", "op": ">", "value": {"real": "160"}},
 }
-"""Of rows with 1 to 200 bytes: every row, the first one, the last forty."""
+"""Slices of rows with 1 to 200 bytes: every row, the first one, the last forty."""
 
 
 def sha(text: str) -> str:

@@ -25,7 +25,7 @@ CASES: dict[str, tuple[View, tuple[int, ...], Callable[[Tensor], Tensor]]] = {
         lambda x: x.reshape(2, 3, 2, 2)[:, 1:].permute(2, 0, 1, 3).reshape(4, 4),
     ),
 }  # fmt: skip
-"""A view, the shape that it reads, and what it is."""
+"""A view, its input shape, and its attributes."""
 
 
 @pytest.mark.parametrize("op", CASES)

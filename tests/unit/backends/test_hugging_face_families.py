@@ -53,7 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 FLOAT8 = (("format", "fp8_e4m3"), ("scale", "per_channel"))
 COMPOSED = frozenset({"gemma2", "bloom", "mamba"})
-"""Families for which transformers has no `scaled_dot_product_attention`."""
+"""Families without `scaled_dot_product_attention` in transformers."""
 Saved = Callable[[str], Path]
 
 

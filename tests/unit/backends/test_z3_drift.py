@@ -42,7 +42,7 @@ KERNELS: dict[str, dict[str, Any]] = {
     },
 }
 CORNER = torch.tensor([[-1.0, 1.0]], dtype=torch.float64)
-"""An input next to which signs of `Rectified(2, 4)` are open."""
+"""An input near which signs of `Rectified(2, 4)` are undecided."""
 REAL = "forall x in ball(all, 0.001): norm_inf(drift(attn_0, x)) <= "
 
 

@@ -622,9 +622,8 @@ WEIGHTLESS = {
     "cases[].region.radius.data": {"lower"},
     "claim": {"raise"},
 }
-"""Fields of which some change is accepted, and the kinds of change (docs/proofs/chains.md).
-Lowerings are those by less than the margin of claims, or of the first region, which is another
-statement."""
+"""Fields with accepted changes, and the kinds of change (docs/proofs/chains.md). Accepted lowerings
+are within the margin of claims, or concern the first region, which is another statement."""
 
 
 @pytest.mark.sample(1)

@@ -26,7 +26,7 @@ Document = dict[str, Any]
 Place = tuple[str | int, ...]
 Made = Callable[[str], tuple[Document, Path]]
 EACH = 4
-"""How many pairs of each kind are tried of a proof."""
+"""The number of pairs of each kind that are tried per proof."""
 
 
 @pytest.fixture(scope="module")

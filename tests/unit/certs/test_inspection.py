@@ -21,7 +21,7 @@ VECTORS = Path("certs/vectors")
 INDEX = json.loads((VECTORS / "index.json").read_text())["vectors"]
 NOW = datetime(2026, 12, 1, tzinfo=UTC)
 ALONE = (*STEPS[:7], "validity")
-"""The steps that need nothing but the certificate, the policy and the time."""
+"""Steps that need only the certificate, the policy and the time."""
 
 
 def trusting(*names: str, threshold: int | None = None, revocations: Sequence[str] = ()) -> Trust:

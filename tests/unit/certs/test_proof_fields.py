@@ -183,7 +183,7 @@ def test_accepted_changes_equal_the_list(tmp_path: Path) -> None:
 
 
 PARTS = 4
-"""Into how many parts the changes of a base are divided, so that processes end together."""
+"""The number of parts of the changes of a base, for balanced processes."""
 
 
 def accepted_of_a_part(name: str, part: int, folder: Path) -> tuple[int, Counter[tuple[str, str]]]:

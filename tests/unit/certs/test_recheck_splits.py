@@ -260,7 +260,7 @@ def test_leaves_cover_the_box_once(tree: bytes, random: Any) -> None:
 
 ONE = ([[1.0]], [0.0])
 SAFE: list[Any] = [([0.0], [-1.0], [], Fraction(-3))]
-"""-f <= -3 cannot be met by f = x in [0, 2]."""
+"""-f <= -3 is unsatisfiable by f = x in [0, 2]."""
 
 
 def split(network: Any, facts: Any, high: Any = 2, *, low: Any = 0, second: Any = None) -> int:

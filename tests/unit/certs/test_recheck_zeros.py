@@ -15,7 +15,7 @@ from tests.support import proofs
 from tests.support.prover import block, parameters
 
 MARGIN = 4.0
-"""The factor of claims against a kernel that computes in float64."""
+"""The margin of claims against a float64 kernel."""
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])

@@ -19,7 +19,7 @@ TOLERANCE = {"coarse": 1e-7, "fine": 1e-3}
 
 
 PARTS = ("coarse", "faint", "fine")
-"""Proofs of coarse kernels, of float64 kernels at faint inputs, and of these elsewhere."""
+"""Proofs of coarse kernels, of float64 kernels at tiny inputs, and of these at other inputs."""
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -234,7 +234,7 @@ OWN = re.compile(
     r"|val \.kernels\.infer\.columns\.\w+"
     r"|key \.clauses\[1\]\.B|key \.imports\[0\]\.\w+\.(lim|talk)"
 )
-"""Where the author chooses a name; no other is right."""
+"""Fields whose names the author chooses; there is no right one."""
 
 
 @pytest.fixture(scope="module")

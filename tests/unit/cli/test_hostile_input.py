@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from tests.support.commands import Ran
 
 SECONDS = 20.0
-"""The most that one command may take; each takes less than five on a machine of two cores."""
+"""The time limit of one command; each takes less than five seconds on a machine of two cores."""
 LONGEST = 2_000_000
-"""The most characters that one command may print."""
+"""The largest number of characters that one command may print."""
 
 Soon = Callable[..., "Ran"]
 

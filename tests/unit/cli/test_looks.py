@@ -26,7 +26,7 @@ clauses:
 """
 
 QUICK = ("--seconds", "0.1", "--bound-seconds", "0")
-"""Neither times nor bounds of whole models are looked at here."""
+"""Without times and bounds of whole models."""
 
 
 @pytest.fixture(scope="module")

@@ -43,9 +43,9 @@ RUNS = {
         ("sign", "out/verify-mlp_0.statement.json", "--key", "../own.key"),
     ),
 }
-"""Commands that write results, with what must have been run before the last of each."""
+"""Commands that write results; all but the last of each list are preparations."""
 JOURNALS = {"evaluate": ("out/evaluate.journal",)}
-"""What is removed when a command ends."""
+"""Files that are removed when a command ends."""
 
 
 @pytest.fixture(scope="module")

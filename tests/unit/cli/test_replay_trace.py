@@ -49,7 +49,7 @@ clauses:
   O: {require: "has(trace, [rng_seed, build_fingerprint])", slices: [all], level: L3}
 """
 EVALUATE = ("evaluate", "--bound-seconds", "0")
-"""Without what is bounded for a time only: it might reach further in another run."""
+"""Without bounds under a time limit, which may reach further in another run."""
 ROWS = ("hello", "world", "a longer prompt", "another one", "short", "the end", "twelve", "x y z")
 
 

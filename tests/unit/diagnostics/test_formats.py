@@ -166,7 +166,7 @@ RUN = _object(
 SARIF = _object(
     "version runs", "$schema", version={"const": "2.1.0"}, runs={"minItems": 1, **_list(RUN)}
 )
-"""What SARIF 2.1.0 (OASIS standard, sections 3.13 to 3.58) demands of the objects that we write."""
+"""The objects of SARIF 2.1.0 (OASIS standard, sections 3.13 to 3.58) that are written here."""
 
 
 def kept(document: dict[str, Any]) -> dict[str, Any]:

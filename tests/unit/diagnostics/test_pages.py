@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 ALONG_WITH = {"KC905": {"KC203"}, "KC906": {"KC208"}}
-"""Codes that come with another: a comment that accepts nothing does not take the finding away."""
+"""Codes that accompany another: an ineffective suppression does not remove the finding."""
 
 
 def the_page(name: str) -> Page:

@@ -105,7 +105,7 @@ def test_bounds_hold_and_are_tight(scale: float, values: bool, keys: bool, heads
 
 
 NEAR = 5.0
-"""By how much norms may exceed exact sums of rows whose errors differ in size from row to row."""
+"""The largest excess of norms over exact sums of rows with errors of different sizes."""
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])

@@ -169,7 +169,7 @@ def test_statistic_without_a_value_has_no_limits() -> None:
 
 
 _RARE = 0.05
-"""The share of requests in which a kernel differs; the others hide it."""
+"""The share of requests in which a kernel differs, which the others hide."""
 _HIDDEN = {
     "nll_gap": lambda differs: {"nll_gap": np.full(8, differs)},
     "brier_gap": lambda differs: {"brier_gap": np.full(8, differs)},

@@ -35,7 +35,7 @@ from tests.support.metric_definitions import DEFINED, Sequence_, Text
 
 WORDS, WIDTH = 24, 5
 SCALES = (1e-6, 1e-3, 0.02, 0.3, 1.5, 4.0)
-"""How far the kernels are apart at a position."""
+"""The distances of the kernels at a position."""
 REPEATS, PEAK = (7, 9), 1.25e9
 
 

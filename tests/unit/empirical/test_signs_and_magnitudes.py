@@ -22,7 +22,7 @@ from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK
 from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
 
 FIXED = {name: replace(measure, noisy=False) for name, measure in MEASURES.items()}
-"""Metrics of which a pinned file is a census, so that every clause is held or violated."""
+"""Metrics for which a pinned file is a census, so that every clause is decided."""
 MINUS = Number(Fraction(-1))
 TAU = Fraction(1, 4)
 

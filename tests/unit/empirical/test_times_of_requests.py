@@ -20,7 +20,7 @@ from kcdsl_backends.empirical.table.evidence import Array, SamplingUnit, SliceDa
 
 REQUESTS, RUNS, SAMPLES = 30, 10, 150
 NOISE = 3 * (0.05 * 0.95 / SAMPLES) ** 0.5
-"""By how much a rate of 5 % may be exceeded in so many samples."""
+"""The tolerance of a rate of 5 % in so many samples."""
 
 
 def timed(seconds: Array, tokens: int = 10) -> SliceData:

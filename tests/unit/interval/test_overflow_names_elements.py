@@ -20,7 +20,7 @@ from tests.support.prover import block, parameters
 
 ROWS, WIDTH = 3, 4
 PLACE = (1, 2)
-"""The element that is large."""
+"""The index of the large element."""
 Floats = np.ndarray
 
 

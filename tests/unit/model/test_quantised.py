@@ -394,7 +394,7 @@ def test_numerics_of_codes_must_match_the_checkpoint(folder: Path) -> None:
 
 VECTORS = Path(__file__).parents[2] / "support" / "vectors" / "compressed_tensors.safetensors"
 """Matrices that compressed-tensors 0.20.0 quantised, packed and dequantised, with float32 scales:
-`NAME.weight…` as it stores them, `NAME.expected` as it reads them."""
+`NAME.weight…` as stored, `NAME.expected` as dequantised."""
 
 
 def recorded_config(name: str) -> dict[str, object]:

@@ -142,7 +142,7 @@ def stored(w: Array, format: str, scale: str) -> Array:
 
 
 LAYOUTS = ("per_tensor", "per_channel", "block_128", "group_32", "group_64", "group_128", "mx")
-"""Of the formats here; tests/property/test_quantiser_formats.py tries every layout."""
+"""Layouts of the formats here; tests/property/test_quantiser_formats.py tries every layout."""
 CASES = [
     (f, s)
     for f in ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full", "int4_full")

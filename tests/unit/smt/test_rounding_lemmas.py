@@ -198,7 +198,7 @@ def cut(code: z3.ArithRef, low: z3.ArithRef, high: z3.ArithRef) -> z3.ArithRef:
 
 
 ROUNDINGS = 2.0**-14
-"""What the roundings of a scale and of a zero point come to, in steps (section 2)."""
+"""The roundings of a scale and of a zero point, in steps (section 2)."""
 
 
 @pytest.mark.parametrize(("centred", "holds"), [(True, True), (False, False)])

@@ -20,7 +20,7 @@ PLAIN = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
 FIXED = {"Where": (0,), "Slice": (1, 2, 3, 4), "Reshape": (1,), "Expand": (1,), "Split": (1,),
          "Squeeze": (1,), "Unsqueeze": (1,), "ReduceMean": (1,), "Gather": (1,), "Pow": (1,),
          "RotaryEmbedding": (1, 2, 3), "Dropout": (1, 2)}  # fmt: skip
-"""Operands that are fixed in the programs of exporters."""
+"""Operands that are constants in the programs of exporters."""
 AGREED = {
     "Add": 2, "Attention": 25, "Cast": 2, "Concat": 12, "Conv": 3, "Div": 2, "Dropout": 2,
     "Erf": 1, "Expand": 2, "Flatten": 9, "Gather": 4, "Gelu": 4, "Gemm": 4, "Identity": 1,
@@ -29,7 +29,7 @@ AGREED = {
     "Slice": 5, "Softmax": 5, "Split": 6, "Sqrt": 2, "Squeeze": 2, "Sub": 3, "Swish": 1, "Tanh": 2,
     "Transpose": 7, "Unsqueeze": 5, "Where": 1,
 }  # fmt: skip
-"""The least number of cases of each operator that must be run, and agree; others are refused."""
+"""The least number of agreeing cases per operator; others are refused."""
 
 
 @lru_cache(maxsize=1)

@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FORMS = {"eager, opset 18, 5 tokens": ("eager", 18, False), "sdpa, opset 23": ("sdpa", 23, True)}
 OTHERS = {"eager, opset 20, 5 tokens": ("eager", 20, False)}
-"""GELU is one operator from version 20 on; quantisers would stand between its parts."""
+"""Opsets: GELU is one operator from version 20 on; before, quantisers would separate its parts."""
 
 
 class OfIds(nn.Module):
@@ -121,7 +121,7 @@ def test_dynamically_quantised_model_is_drafted_measured_and_proved(
 
 
 STATIC = {"bert": None, "gpt2": ["MatMul", "Gemm"], "llama": ["MatMul", "Gemm"]}
-"""The operators that are quantised: a mask on scores would spoil the range of their sum."""
+"""The quantised operators: a mask on scores would distort the range of their sum."""
 
 
 @pytest.mark.full

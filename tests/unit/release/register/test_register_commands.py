@@ -485,7 +485,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 from kcdsl.cli import main
 sys.exit(main())
 """
-"""A process in which no file grows."""
+"""A process in which no file can grow."""
 
 
 @pytest.mark.parametrize("words", [("init",), ("revoke", "ab" * 32, "--reason", "x")])
