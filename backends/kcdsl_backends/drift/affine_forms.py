@@ -23,7 +23,7 @@ from kcdsl_backends.drift.affine.error_bounds import (
 from kcdsl_backends.drift.affine.independent import Chance, room
 from kcdsl_backends.drift.affine.kernel import KernelRun, StoredSpread
 from kcdsl_backends.drift.affine.result_rounding import cast_freely
-from kcdsl_backends.drift.affine.tape import INPUT, Range, TapeEntry
+from kcdsl_backends.drift.affine.tape import INPUT, Range, TapeEntry, reads_many
 from kcdsl_backends.drift.affine_run import affine_run, coarsest
 from kcdsl_backends.drift.boxes import SAFE, Box, NoBound, down, gamma, up
 from kcdsl_backends.drift.boxes.rounding import Apart
@@ -42,6 +42,8 @@ IGNORED = 2.0**-12
 BESIDE = 2.0**-9
 """Parts of the training error up to this share of the width of the inference kernel's stored output
 are not propagated further."""
+BESIDE_MANY = 2.0**-5
+"""The same where the output has many rows (`reads_many`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,8 @@ class AffineForms:
         infer = _stored(self.infer, self.output)
         if self.infer is self.train:
             return infer - infer
-        return infer - _stored(self.train, self.output, BESIDE * (infer.hi - infer.lo) / 2)
+        share = BESIDE_MANY if reads_many(self.shape, self.shape[-1]) else BESIDE
+        return infer - _stored(self.train, self.output, share * (infer.hi - infer.lo) / 2)
 
     @property
     def readings(self) -> tuple[Apart, Apart]:

@@ -14,7 +14,7 @@ from kcdsl_certs.recheck.affine.form import Form, Operand, Passes, Uncast, Walk,
 from kcdsl_certs.recheck.affine.independent import Budget
 from kcdsl_certs.recheck.affine.many_rows import RowReach
 from kcdsl_certs.recheck.affine.reverse_passes import AT_ONCE, kept, room, room_of_rows
-from kcdsl_certs.recheck.affine.tape import Bound, Tape, TapeEntry
+from kcdsl_certs.recheck.affine.tape import Bound, Tape, TapeEntry, reads_many
 from kcdsl_certs.recheck.documents.document import Hints
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
@@ -29,6 +29,10 @@ Row = tuple[int, ...]
 # Adjoints of the training kernel stop at an entry where their bound is at most this share of the
 # error of the inference kernel. Claims exceed a prover's bound by 2^-10, room for a few such parts.
 _FAINT = 2.0**-12
+
+# The same where the output has many rows: less than the share of a prover, 2^-5, so that a prover
+# stops there as well.
+_FAINT_OF_MANY = 2.0**-5 - 2.0**-9
 
 
 def walk(
@@ -152,7 +156,8 @@ class Pair:
                 hi[where] = np.minimum(hi[where], box.add_up(apart.hi[where], found.hi))
         if steps or free:
             infer = _stored(self.infer, self.i)
-            train = _stored(self.train, self.t, _FAINT * (infer.hi - infer.lo) / 2)
+            share = _FAINT_OF_MANY if reads_many(self.shape, self.shape[-1]) else _FAINT
+            train = _stored(self.train, self.t, share * (infer.hi - infer.lo) / 2)
             stored = box.sub(infer, train)
             lo, hi = np.maximum(lo, stored.lo), np.minimum(hi, stored.hi)
         return box.checked(Box(lo, hi), "the drift of the output")

@@ -57,6 +57,13 @@ SMALL = 2.0**-9
 """Up to this multiple of the linear part a remainder is worth no ellipsoids."""
 INPUT = 0
 """The entry of the block input."""
+MANY_PRODUCTS = 2**26
+"""From so many products on, small terms of a functional are bounded without reverse passes."""
+
+
+def reads_many(shape: Sequence[int], inputs: int) -> bool:
+    """Return whether a linear with this many inputs takes many products for results of a shape."""
+    return math.prod(shape) * inputs >= MANY_PRODUCTS
 
 
 @dataclass(frozen=True, slots=True)

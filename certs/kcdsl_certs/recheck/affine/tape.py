@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,8 +26,14 @@ from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import UNIT, Bools, Floats
 
 _SLIGHT = 2.0**-10  # for smaller ratios no ellipsoids are used
+_MANY = 2**26  # products of a linear; from there on small terms are bounded without reverse passes
 Pull = Callable[[Adjoint], Adjoint | None]
 RowPull = Callable[[Adjoint], Adjoint | ManyRows | None]
+
+
+def reads_many(shape: tuple[int, ...], inputs: int) -> bool:
+    """Return whether a linear of so many inputs has many products for results of a shape."""
+    return math.prod(shape) * inputs >= _MANY
 
 
 @dataclass(frozen=True, slots=True)
