@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bench.first_hour_verify import OPTIONS, Row, write_case
+from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.row_sums import (
     BoundedRows,
     KeyRows,
@@ -20,8 +21,10 @@ from kcdsl_backends.drift.affine.row_sums import (
     RowSums,
     ValueRows,
     Vectors,
+    WeightedRows,
 )
-from kcdsl_certs.recheck.affine.many_rows import Line, ManyRows, Places, RowReach, Through
+from kcdsl_certs.recheck.affine import adjoint as checker_adjoint
+from kcdsl_certs.recheck.affine.many_rows import Line, ManyRows, Places, RowReach, Through, Weighted
 
 HEADS, COUNT, KEYS, WIDTH, INPUTS = 3, 40, 37, 4, 24
 OWN = 5
@@ -144,6 +147,25 @@ def test_checker_confirms_norm_bounds_of_attention(
     assert exact < norms <= 1.5 * exact
 
 
+@pytest.mark.full
+def test_checker_confirms_norm_bounds_of_small_functionals(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: Any
+) -> None:
+    goals = list[dict[str, Any]]()
+    write_case(tmp_path, Row("attn_0", 128, 6))
+    prover, checker = "kcdsl_backends.drift.affine.tape", "kcdsl_certs.recheck.affine.tape"
+    for least in (2**40, 1):
+        monkeypatch.setattr(f"{prover}.MANY_PRODUCTS", least)
+        monkeypatch.setattr(f"{checker}._MANY", least)
+        ran = cli("verify", tmp_path / "contract.yaml", "--format", "json", *OPTIONS[2:])
+        assert ran.code == 0, ran.stderr
+        goals += json.loads(ran.stdout)["goals"]
+    exact, norms = (goal["bound"] for goal in goals)
+    assert all(goal["verdict"] == "held" and goal["evidence"]["confirmed"] for goal in goals)
+    assert exact < norms <= 1.1 * exact
+    assert all(0.7 * exact <= goal["attack"] <= goal["bound"] for goal in goals)
+
+
 def test_norms_are_exact_for_equal_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kcdsl_backends.drift.affine.row_sums.MANY", 1)
     monkeypatch.setattr("kcdsl_certs.recheck.affine.many_rows._LARGE", 1)
@@ -157,6 +179,64 @@ def test_norms_are_exact_for_equal_elements(monkeypatch: pytest.MonkeyPatch) -> 
     for _, bound, _ in (_prover(drawn), _checker(drawn)):
         assert (bound >= exact).all()
         assert (bound <= exact * (1 + 2.0**-12)).all()
+
+
+def _through_weight(
+    drawn: dict[str, Any], weight: np.ndarray, alpha: np.ndarray, first: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what both programs say of functionals [B, m] of outputs of row 5, from `first` on."""
+    tensors = {name: torch.from_numpy(drawn[name]) for name in ("radius", "along", "size")}
+    bound = BoundedRows.of(RowBound(tensors["radius"], tensors["along"], tensors["size"]))
+    window, shape = ((OWN, OWN + 1), (first, first + alpha.shape[1])), (KEYS, len(weight))
+    prover = WeightedRows(torch.from_numpy(weight), bound)
+    one = prover.magnitude(Adjoint(torch.from_numpy(alpha[:, None]), window, shape)).numpy()
+    lines = [Line(*pair) for pair in zip(drawn["along"], drawn["size"], strict=True)]
+    checker = Weighted(weight, RowReach(drawn["radius"], tuple(lines)))
+    return one, checker.bound(checker_adjoint.Adjoint(alpha[:, None], (OWN, first)))
+
+
+@pytest.mark.parametrize("outputs", [9, 60])
+@pytest.mark.parametrize(("scale", "by"), [(1.0, 1.0), (1e-30, 1e20), (1e30, 1e-200)])
+def test_functionals_through_a_weight_are_bounded_without_their_product(
+    scale: float, by: float, outputs: int
+) -> None:
+    drawn, rng = _draw(scale, values=False, keys=False), np.random.default_rng(outputs)
+    weight = rng.standard_normal((outputs, INPUTS)) * 2.0 ** rng.integers(-9, 9, (outputs, 1))
+    alpha = rng.standard_normal((COUNT, 7)) * by
+    alpha[0] = 0.0
+    product = alpha @ weight[2:9]
+    exact = np.abs(product) @ drawn["radius"][OWN]
+    for along, size in zip(drawn["along"], drawn["size"], strict=True):
+        exact += np.abs(product @ along[OWN]) * size[OWN]
+    one, two = _through_weight(drawn, weight, alpha, 2)
+    assert (one >= exact).all()
+    assert (two >= exact).all()
+    assert np.allclose(one[1:], two[1:], rtol=2.0**-14, atol=0)
+    assert max(one[0], two[0]) <= 2.0**-100 * scale
+
+
+def test_a_weight_with_one_direction_meets_its_bound() -> None:
+    """Of all functionals the one along the only left singular vector is as large as the bound says,
+    where the radius of the row is as large as the product."""
+    drawn, rng = _draw(1.0, values=False, keys=False), np.random.default_rng(8)
+    left, right = rng.standard_normal(11), rng.standard_normal(INPUTS)
+    drawn["radius"] = np.tile(np.abs(right), (KEYS, 1))
+    drawn["size"][:] = 0
+    measure = np.abs(right) / np.abs(right).max()
+    weight, alpha = np.outer(left, right / measure), left[None] / np.linalg.norm(left)
+    exact = np.abs(alpha @ weight) @ drawn["radius"][OWN]
+    for found in _through_weight(drawn, weight, alpha, 0):
+        assert exact <= found
+        assert found <= exact * (1 + 2.0**-12)
+
+
+@pytest.mark.parametrize("scale", [2.0**-600, 2.0**-520])
+def test_squares_below_float64_leave_a_bound(scale: float) -> None:
+    drawn, rng = _draw(1.0, values=False, keys=False), np.random.default_rng(2)
+    weight, alpha = rng.standard_normal((9, INPUTS)), rng.standard_normal((4, 9)) * scale
+    exact = np.abs(alpha @ weight) @ drawn["radius"][OWN]
+    for found in _through_weight(drawn, weight, alpha, 0):
+        assert (found >= exact).all()
 
 
 def test_rows_without_errors_contribute_almost_nothing() -> None:

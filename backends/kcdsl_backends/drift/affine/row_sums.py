@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine.adjoint import Adjoint, largest_eigenvalue, square_of
 from kcdsl_backends.drift.boxes import SAFE, gamma
 from kcdsl_backends.process import exact_products
 
@@ -31,6 +31,8 @@ _FAINT = 2.0**-100
 """More than float32 loses below its normal numbers, of a sum of products of numbers up to 1."""
 _NOTHING = 2.0**-200
 """More than float64 loses below its normal numbers, of a sum of products of numbers up to 1."""
+_ROOT = 2.0**-480
+"""More than a norm loses where squares are below the normal numbers of float64."""
 MANY = 2**19
 """Products of rows, columns and heads from which on rows are bounded by their norms."""
 _ROWS, _FUNCTIONALS = 32, 32
@@ -99,6 +101,50 @@ class BoundedRows:
         metric = (sizes.mean(0) / sizes.amax()).clamp_min(2.0**-100)
         lengths = (sizes.square() / metric).sum(-1).sqrt() * (1 + gamma(rows.radius.shape[1] + 32))
         return BoundedRows(rows, rows.whole, _Single(above, single.scale), metric, lengths)
+
+
+@dataclass(frozen=True)
+class WeightedRows:
+    """A bound of functionals α of single rows j of W e, for a bound of the rows of e.
+
+    |α·W e_j| <= |α|₂ gain lengths_j + Σ_k |α·W along_kj| size_kj,
+
+    where no product α W is formed.
+    """
+
+    weight: Tensor
+    bound: BoundedRows
+
+    @cached_property
+    def gain(self) -> float:
+        """Bound the largest singular value of W √metric, times the scale of the radius."""
+        scale = power(self.weight)
+        sides = (self.weight.double() / scale) * self.bound.metric.sqrt()
+        sides = sides if len(sides) <= sides.shape[1] else sides.T
+        trace = float(sides.square().sum()) * (1 + 2.0**-30)
+        largest = largest_eigenvalue(square_of(sides), trace)
+        return math.sqrt(largest) * scale * self.bound.radius.scale * SAFE
+
+    @cached_property
+    def lines(self) -> tuple[Tensor, Tensor]:
+        """Return W along_kj [K, T, outputs], and a bound [T, outputs] of the float64 error of
+        functionals of it, times the size, for functionals of 1."""
+        rows, weight = self.bound.rows, self.weight.double().T
+        sizes = ((rows.along.abs() @ weight.abs()) * rows.size[..., None]).sum(0)
+        lost = 2 * gamma(sum(weight.shape) + 16) * sizes * SAFE
+        return rows.along @ weight, lost
+
+    def magnitude(self, a: Adjoint) -> Tensor:
+        """Bound |α·W e_j| of functionals of one row [B]."""
+        row, columns, values = a.first[0], slice(*a.window[-1]), a.values.flatten(1)
+        norms = values.norm(dim=-1) * (1 + gamma(values.shape[1] + 8)) + _ROOT
+        total: Tensor = norms * (self.gain * float(self.bound.lengths[row]))
+        size = self.bound.rows.size[:, row]
+        if len(size):
+            along, lost = self.lines
+            total = total + (values @ along[:, row, columns].T).abs() @ size
+            total = total + values.abs() @ lost[row, columns]
+        return total * SAFE
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from kcdsl_backends.drift.affine.ellipsoids import (
     reached,
 )
 from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings
-from kcdsl_backends.drift.affine.row_sums import BoundedRows, RowSums
+from kcdsl_backends.drift.affine.row_sums import BoundedRows, RowSums, WeightedRows
 from kcdsl_backends.drift.boxes import SAFE, gamma
 from kcdsl_backends.process import refuse_late
 
@@ -57,6 +57,8 @@ SMALL = 2.0**-9
 """Up to this multiple of the linear part a remainder is worth no ellipsoids."""
 INPUT = 0
 """The entry of the block input."""
+OF_REST = 2.0**-3
+"""Up to this share of what a pass has found so far, a bound of the rest by norms suffices."""
 MANY_PRODUCTS = 2**26
 """From so many products on, small terms of a functional are bounded without reverse passes."""
 
@@ -201,7 +203,8 @@ class TapeEntry:
     bounds by chance, `apart` for others, `shared` for those of both kernels together. `balance`
     [..., 1] bounds |Σ e| of every row of probabilities. `one_row` is for functionals of one row of
     a product, `gathered` for ellipsoids around many of them, `rows` for functionals of many rows at
-    once. `moved` is the entry whose elements these are, with the map that moved or copied them.
+    once, `weighed` for small ones of single rows of a linear, instead of a pass. `moved` is the
+    entry whose elements these are, with the map that moved or copied them.
     `squares` bounds weighted squares of errors, and `length` [..., 1] the norms of their rows.
     """
 
@@ -228,6 +231,7 @@ class TapeEntry:
     gathered: Gather | None = None
     shared: Shared | None = None
     rows: BoundedRows | None = None
+    weighed: WeightedRows | None = None
     moved: tuple[int, Callable[[Tensor], Tensor]] | None = None
     squares: RowEnergies | None = None
     length: Tensor | None = None
@@ -437,6 +441,13 @@ class Tape:
             if nonlinear is not None:
                 low, high = nonlinear.between(functional)
                 middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
+            if entry.weighed is not None and functional.single_row and not shared:
+                far = entry.weighed.magnitude(functional)
+                few = far <= OF_REST * spread
+                spread = spread + torch.where(few, far, 0.0)
+                if bool(few.all()):
+                    continue
+                functional = functional.without(few)
             adjoints = list[tuple[int, Adjoint]]()
             for source, read in vjp(functional):
                 if isinstance(read, RowSums):

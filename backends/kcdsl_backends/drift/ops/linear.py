@@ -21,7 +21,15 @@ from kcdsl_backends.drift.affine.error_bounds import norms, rows
 from kcdsl_backends.drift.affine.independent import Roundings, of_sums
 from kcdsl_backends.drift.affine.kernel import KernelRun, StoredSpread
 from kcdsl_backends.drift.affine.result_rounding import Early, Result, round_result
-from kcdsl_backends.drift.affine.tape import PASS, Adjoints, Shared, Tape, TapeEntry
+from kcdsl_backends.drift.affine.row_sums import WeightedRows
+from kcdsl_backends.drift.affine.tape import (
+    PASS,
+    Adjoints,
+    Shared,
+    Tape,
+    TapeEntry,
+    reads_many,
+)
 from kcdsl_backends.drift.boxes import (
     SAFE,
     Box,
@@ -233,7 +241,11 @@ def affine_linear(run: KernelRun, node: Node) -> None:
     result = Result(
         reference, vjp, error_bound, internal, roundings=parts, early=early, shared=shared
     )
-    round_result(run, node, result, accumulates=True)
+    place = round_result(run, node, result, accumulates=True)
+    entry, below = run.tape.entries[place], run.tape.entries[index].rows
+    plain = entry.kept and len(entry.shape) == 2 and reads_many(entry.shape, terms)
+    if below is not None and plain and not still:
+        run.tape.entries[place] = replace(entry, weighed=WeightedRows(weight, below))
 
 
 @dataclass(slots=True)
@@ -254,12 +266,22 @@ class _LastProduct:
         weight = self.weight[slice(*a.window[-1])].to(torch.float64)
         alone = diagonal(a.values.flatten(1)) if a.single_row else None
         if alone is None:
-            found = a.values @ weight
+            found = _product(a.values, weight)
         else:
             found = (alone[:, None] * weight).reshape(*a.values.shape[:-1], -1)
         if a.single_row:
             self.last = a, found
         return found
+
+
+def _product(functionals: Tensor, weight: Tensor) -> Tensor:
+    """Return functionals [B, ..., out] times a weight; those that are zero take no time."""
+    some = functionals.flatten(1).any(-1)
+    if bool(some.all()):
+        return functionals @ weight
+    found = functionals.new_zeros(*functionals.shape[:-1], weight.shape[1])
+    found[some] = functionals[some] @ weight
+    return found
 
 
 def _saturated(run: KernelRun, node: Node, weight: Tensor, key: str) -> Tensor | float:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.ellipsoids import norm_of
 from kcdsl_certs.recheck.interval.box import UNIT, Floats, raised
 from kcdsl_certs.recheck.interval.state import gamma
 
@@ -25,6 +26,7 @@ Singles = NDArray[np.float32]
 _SINGLE = 2.0**-24  # unit roundoff of float32
 _VANISHED = 2.0**-100  # exceeds the underflow error of a sum of products of numbers up to 1
 _LEAST = 2.0**-200  # exceeds the float64 underflow error of such a sum
+_FLOOR = 2.0**-960  # exceeds the float64 underflow error of a sum of squares
 _LARGE = 2**19  # rows · columns · heads; above it rows are bounded by norms
 _TALL, _WIDE = 32, 32  # rows and columns of one block
 
@@ -68,6 +70,50 @@ class RowReach:
     def widened(self, own: Floats) -> RowReach:
         """Return the bound of e with up to `own` added to every element."""
         return RowReach(raised(self.radius + own), self.lines)
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """The bound of functionals α of one row t of W e by that of the rows of e, without α W.
+
+    |α·W e_t| ≤ |α|₂ σ(W √measure) √(Σ_n radius_tn²/measure_n) + Σ |α·W direction_t| size_t.
+    """
+
+    weight: Floats
+    rows: RowReach
+
+    @cached_property
+    def stretch(self) -> float:
+        """Return a bound of σ(W √measure)."""
+        return norm_of(self.weight * np.sqrt(self.rows.measure), 1.0)
+
+    @cached_property
+    def across(self) -> Floats:
+        """Return a bound of √(Σ_n radius_tn²/measure_n) of every row t."""
+        unit, n = self.rows.unit, self.rows.radius.shape[1]
+        scaled = self.rows.radius / unit
+        sums = (scaled * scaled / self.rows.measure).sum(axis=-1)
+        return raised(np.sqrt(sums * (1 + 4 * gamma(n + 8, UNIT)) + _LEAST) * unit)
+
+    @cached_property
+    def lines(self) -> list[tuple[Floats, Floats]]:
+        """Return W direction [T, outputs] of every line, with a bound of the float64 error of its
+        sums with a functional of ones."""
+        turned = self.weight.T
+        lost = 4 * gamma(sum(turned.shape) + 16, UNIT)
+        each = [line.direction for line in self.rows.lines]
+        return [(one @ turned, raised(np.abs(one) @ np.abs(turned)) * lost) for one in each]
+
+    def bound(self, adjoint: Adjoint) -> Floats:
+        """Return bounds [B] of functionals of one row."""
+        t, columns = adjoint.start[0], adjoint.window[-1]
+        alpha = adjoint.values.reshape(adjoint.batch, -1)
+        squares = np.einsum("bn,bn->b", alpha, alpha) * (1 + 2 * gamma(alpha.shape[1], UNIT))
+        found = np.sqrt(squares + _FLOOR) * (self.stretch * float(self.across[t]))
+        for line, (along, lost) in zip(self.rows.lines, self.lines, strict=True):
+            off = np.abs(alpha) @ lost[t, columns]
+            found = found + (np.abs(alpha @ along[t, columns]) + off) * float(line.size[t])
+        return raised(found * (1 + 2 * gamma(alpha.shape[1] + 8, UNIT)))
 
 
 def _unit(values: Floats | Singles) -> float:

@@ -21,11 +21,12 @@ from kcdsl_certs.recheck.affine.ellipsoids import (
     rows_of,
 )
 from kcdsl_certs.recheck.affine.independent import Budget, Likely, Split, read
-from kcdsl_certs.recheck.affine.many_rows import ManyRows, RowReach
+from kcdsl_certs.recheck.affine.many_rows import ManyRows, RowReach, Weighted
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import UNIT, Bools, Floats
 
 _SLIGHT = 2.0**-10  # for smaller ratios no ellipsoids are used
+_OF_REST = 2.0**-3 - 2.0**-7  # a share of the rest, less than that of a prover
 _MANY = 2**26  # products of a linear; from there on small terms are bounded without reverse passes
 Pull = Callable[[Adjoint], Adjoint | None]
 RowPull = Callable[[Adjoint], Adjoint | ManyRows | None]
@@ -149,6 +150,7 @@ class TapeEntry:
     gather: Gather | None = None  # for ellipsoids of functionals of one row of a product
     shared: Shared | None = None  # for functionals of both kernels, instead of the radius
     rows: RowReach | None = None  # for functionals of single rows, instead of a pass
+    weighted: Weighted | None = None  # for small functionals of one row of a linear, so too
     squares: Squares | None = None  # of errors, with weights
     length: Floats | None = None  # a bound of the norms of rows [..., 1]
 
@@ -339,6 +341,13 @@ class Tape:
                 entry = replace(entry, curved=(other.curve,))
                 operands = other.operands
             self._add_entry(entry, adjoint, frames, not pending and not many, shared)
+            if entry.weighted is not None and not apart and adjoint.extent[-2] == 1:
+                beyond = entry.weighted.bound(adjoint)
+                few = beyond <= _OF_REST * frames[-1].radius
+                frames[-1].radius = frames[-1].radius + np.where(few, beyond, 0.0)
+                if few.all():
+                    continue
+                adjoint = adjoint.without(few)
             kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
             for operand, pull in operands:
                 if self._still[operand]:

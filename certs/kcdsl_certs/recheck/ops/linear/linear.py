@@ -12,8 +12,9 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, reads_one_each
 from kcdsl_certs.recheck.affine.form import Form, Operand, Origin, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.independent import of_sum, only_sure
+from kcdsl_certs.recheck.affine.many_rows import Weighted
 from kcdsl_certs.recheck.affine.storing import Early, Formed, settle_form
-from kcdsl_certs.recheck.affine.tape import Pull, Shared, TapeEntry
+from kcdsl_certs.recheck.affine.tape import Pull, Shared, TapeEntry, reads_many
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Box, Floats, magnitude, raised
@@ -263,6 +264,11 @@ def linear_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     entry = None if form.place is None else walk.tape.entries[form.place]
     if entry is None or entry.kept is not None or not entry.operands or x is not before:
         return form
+    below = walk.tape.entries[entry.operands[0][0]].rows
+    plain = len(form.shape) == 2 and reads_many(form.shape, n)
+    if below is not None and plain and form.place is not None:
+        entry = replace(entry, weighted=Weighted(weight, below))
+        walk.tape.entries[form.place] = entry
     rest = raised(bilinear.radius_of(entry))
     version = walk.versions.get(node.name)
     rest = rest if version is None else raised(rest + version.own)
@@ -353,13 +359,23 @@ def _through(weight: Floats) -> Pull:
             if alone and reads_one_each(flat):
                 found = np.diagonal(flat)[:, None] * weight[columns]
             else:
-                found = flat @ weight[columns]
+                found = _product(flat, weight[columns])
             if alone:
                 last.append((flat.copy(), columns, found))
         values = found.reshape(adjoint.batch, *adjoint.extent[:-1], weight.shape[1])
         return Adjoint(values, (*adjoint.start[:-1], 0))
 
     return pull
+
+
+def _product(functionals: Floats, weight: Floats) -> Floats:
+    """Return functionals times a weight; those that are zero take no time."""
+    some = functionals.any(axis=-1)
+    if some.all():
+        return np.asarray(functionals @ weight)
+    found = np.zeros((len(functionals), weight.shape[1]))
+    found[some] = functionals[some] @ weight
+    return found
 
 
 def linear_bounds(context: Context, node: Node) -> None:
