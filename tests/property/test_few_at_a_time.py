@@ -60,6 +60,29 @@ def test_batch_size_is_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         assert reaches.at_once(run.tape) == expected
 
 
+def test_deviations_of_the_elements_that_are_read_are_those_of_all() -> None:
+    """Elements outside of the mask get no pass, and windows end where the mask does."""
+    rng = np.random.default_rng(9)
+    graph = RULES["context of shared heads"](rng)
+    centre = torch.from_numpy(np.rint(rng.standard_normal(graph.input_shape) * 8) / 8)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    tape = affine_run(block(graph), parameters(graph, PAIRS[0][1]), centre, zero, 0.0).tape
+    place = next(i for i, e in enumerate(tape.entries) if e.name.endswith("/numerator"))
+    (scores, _), *_ = tape.entries[place].vjp(reaches.on_row(*_unit_of(tape.entries[place].shape)))
+    p = tape.entries[place + 1].reference
+    needed = torch.ones(*p.shape[:-1], 1, dtype=torch.bool)
+    every = reaches.deviations(tape, scores, p, needed)
+    some = reaches.deviations(tape, scores, p, needed, read=p > 0)
+    assert bool((p == 0).any())
+    assert torch.allclose(some[p > 0], every[p > 0], rtol=2.0**-40, atol=0)
+    assert bool((some[p == 0] >= every[p == 0]).all())
+
+
+def _unit_of(shape: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Return one functional of the last row of a tensor, with its row and the tensor's shape."""
+    return torch.ones(1, shape[-1], dtype=torch.float64), tuple(n - 1 for n in shape[:-1]), shape
+
+
 def test_masked_columns_carry_zero() -> None:
     """Functionals of a row of probabilities before the projection, at masked columns."""
     rng = np.random.default_rng(4)

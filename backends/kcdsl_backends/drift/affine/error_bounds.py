@@ -443,7 +443,12 @@ def _bounds_from_passes(run: KernelRun, name: str) -> bool:
 
 
 def deviations(
-    tape: Tape, index: int, weights: Tensor, needed: Tensor, floor: int = INPUT
+    tape: Tape,
+    index: int,
+    weights: Tensor,
+    needed: Tensor,
+    floor: int = INPUT,
+    read: Tensor | None = None,
 ) -> Tensor:
     """Bound |e_j - Σ_k weights_k e_k| in every row of an entry [..., n], each row by a pass of its
     own: rules for functionals of one row do not hold for several rows together.
@@ -452,14 +457,18 @@ def deviations(
         weights: [..., n], for every row the weights of a mean.
         needed: [..., 1] bool: rows for which reverse passes are made.
         floor: where the passes may stop, see `Tape.bound`.
+        read: [..., n] bool: the elements j for which they are made, those with weights among them;
+            None: all.
     """
     entry = tape.entries[index]
     wide = (entry.error_bound + (weights.abs() * entry.error_bound).sum(-1, keepdim=True)) * SAFE
     found = wide.clone()
     unit = torch.eye(entry.shape[-1], dtype=torch.float64, device=weights.device)
     for row in _chosen(needed):
-        functionals = on_row(unit - weights[row], row, entry.shape)
-        found[row] = tape.bound(index, functionals, floor).magnitude(tape.radius)
+        some = slice(None) if read is None else read[row].nonzero()[:, 0]
+        functionals = on_row(unit[some] - weights[row], row, entry.shape)
+        functionals = functionals if read is None else functionals.narrowed(-1)
+        found[row][some] = tape.bound(index, functionals, floor).magnitude(tape.radius)
     return torch.minimum(found, wide)
 
 

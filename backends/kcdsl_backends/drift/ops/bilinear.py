@@ -68,7 +68,9 @@ class Heads:
     @property
     def lengths(self) -> Tensor:
         """Return bounds of |W_h e_x|₂ [heads, T]: √n times the largest singular value of W_h ρ."""
-        found = self.own.new_empty(self.own.shape[:-1])
+        found = self.own.new_zeros(self.own.shape[:-1])
+        if not bool(self.error_bound.any()):
+            return found
         for h in range(found.shape[0]):
             weight = self.part(h)
             for first in range(0, found.shape[1], _TOKENS):

@@ -267,11 +267,12 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
     columns = p.shape[-1]
     c = (scores.error_bound + (p * scores.error_bound).sum(-1, keepdim=True)) * SAFE
     several = mask & (mask.sum(-1, keepdim=True) > 1)  # one column alone has the probability 1
+    read = several.expand(p.shape)
     for floor in run.tape.floors:
         c = torch.where(several, c, 0.0)
         needed = ~(c.amax(-1, keepdim=True) <= math.sqrt(run.negligible))
         if run.passing(node, index, "deviations", needed, floor):
-            c = torch.minimum(c, deviations(run.tape, index, p, needed, floor))
+            c = torch.minimum(c, deviations(run.tape, index, p, needed, floor, read))
     usual = (p * scores.error_bound).sum(-1, keepdim=True)
     # for e minus its mean by the exact probabilities
     c = torch.where(several, c + 4 * trust * (scores.error_bound + usual), 0.0)

@@ -316,7 +316,9 @@ def norm_of(matrix: Floats, size: float) -> float:
 
 def norms_of(matrix: Floats, scales: Floats, size: float) -> Floats:
     """Return bounds [T] of |M diag(s_t) x|₂ for |x|₂ ≤ size and every row of scales [T, n]."""
-    found = np.empty(len(scales))
+    found = np.zeros(len(scales))
+    if not scales.any():
+        return found
     for first in range(0, len(scales), _AT_A_TIME):
         some = slice(first, first + _AT_A_TIME)
         scaled = matrix * scales[some, None]
