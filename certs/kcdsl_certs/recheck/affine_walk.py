@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -25,6 +26,8 @@ from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.table import computed, operation_of
 
 Row = tuple[int, ...]
+
+_FEW = 128  # functionals of an output row in one pass, so that the cache of a core holds them
 
 # Adjoints of the training kernel stop at an entry where their bound is at most this share of the
 # error of the inference kernel. Claims exceed a prover's bound by 2^-10, room for a few such parts.
@@ -270,9 +273,11 @@ def _stored(at: Walk, form: Form, spare: Floats | None = None) -> Box:
     around = box.widen(box.exact(reference), form.reach if entry is None else entry.nearest)
     lo, hi = around.lo.copy(), around.hi.copy()
     step, floor = room_of_rows(at), at.tape.last_floor
-    for first in range(0, form.shape[-1], step):
-        count = min(step, form.shape[-1] - first)
-        for row in np.ndindex(*form.shape[:-1]):
+    n = form.shape[-1]
+    for begin in range(0, n, step):
+        parts = range(begin, min(begin + step, n), _FEW)
+        for row, first in itertools.product(np.ndindex(*form.shape[:-1]), parts):
+            count = min(_FEW, begin + step - first, n - first)
             where = (*row, slice(first, first + count))
             functionals = units(form.shape, row, first, count)
             less = None if spare is None else spare[where]

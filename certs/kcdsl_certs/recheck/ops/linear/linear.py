@@ -9,7 +9,7 @@ from operator import itemgetter
 import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.affine.adjoint import Adjoint, reads_one_each
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, reads_one_each, same
 from kcdsl_certs.recheck.affine.form import Form, Operand, Origin, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.independent import of_sum, only_sure
 from kcdsl_certs.recheck.affine.many_rows import Weighted
@@ -343,8 +343,11 @@ def _same(adjoint: Adjoint) -> Adjoint:
     return adjoint
 
 
+_HELD = 2**22  # numbers in cached products, beside the last one
+
+
 def _through(weight: Floats) -> Pull:
-    """Return the pullback of x @ weight.T, which caches its last product for a single row: those of
+    """Return the pullback of x @ weight.T, which caches its last products for single rows: those of
     other rows are often the same."""
     last: list[tuple[Floats, slice, Floats]] = []
 
@@ -352,10 +355,12 @@ def _through(weight: Floats) -> Pull:
         columns = adjoint.window[-1]
         alone = adjoint.values.size == adjoint.batch * adjoint.extent[-1]
         flat = adjoint.values.reshape(-1, adjoint.extent[-1])
-        if last and last[0][1] == columns and np.array_equal(last[0][0], flat):
-            found = last[0][2]
+        known = [one[2] for one in last if one[1] == columns and same(one[0], flat)]
+        if known:
+            found = known[0]
         else:
-            last.clear()
+            while last and sum(one[2].size for one in last) > _HELD:
+                del last[0]
             if alone and reads_one_each(flat):
                 found = np.diagonal(flat)[:, None] * weight[columns]
             else:

@@ -3,14 +3,15 @@ are averaged, and queries times keys; both read many rows of their source (secti
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
-from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, same
 from kcdsl_certs.recheck.affine.form import Form, Origin, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.many_rows import ManyRows, Places, RowReach, Through
+from kcdsl_certs.recheck.affine.reverse_passes import OF_ROWS
 from kcdsl_certs.recheck.affine.tape import Averaged, NonlinearPart, RowPull
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Floats, raised
 from kcdsl_certs.recheck.interval.state import gamma
@@ -51,9 +52,9 @@ def averages(
 
     def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
         heads, rows, columns = adjoint.window
-        t, inside, same = rows.start, range(heads.start, heads.stop), last.of(adjoint)
+        t, inside, known = rows.start, range(heads.start, heads.stop), last.of(adjoint)
         size, read = np.abs(adjoint.values).reshape(adjoint.batch, -1), slice(0, last_read[t])
-        own = same.own[:, :, read]  # [heads, B, keys]
+        own = known.own[:, :, read]  # [heads, B, keys]
         averaged, plain, below_p = np.moveaxis(own @ factors[heads, t, read], -1, 0)
         found = np.zeros(adjoint.batch)
         if not second:
@@ -66,7 +67,7 @@ def averages(
             near = off[..., 0] + m[..., 0] * price[:, None] + below_p
             averaged = averaged + np.minimum(near, plain)
             if by_norms is not None:
-                found = found + same.far[:, t]
+                found = found + known.far[:, t]
             elif rows_of is None:
                 for k, h in enumerate(inside):
                     pulled = np.abs(adjoint.values[:, k, 0] @ weight[h][columns])
@@ -153,21 +154,22 @@ class _LastContextRow:
     reference: Floats
     moved: Floats
     rows: RowReach | None
-    same: _ContextRow | None = None
+    known: list[_ContextRow] = field(default_factory=list)
 
     def of(self, adjoint: Adjoint) -> _ContextRow:
         """Return functionals of one row with their cached products."""
         heads, _, columns = adjoint.window
-        known, alpha = self.same, adjoint.values
-        if known is not None and (known.heads, known.columns) != (heads, columns):
-            known = None
-        if known is not None and (known.alpha is alpha or np.array_equal(known.alpha, alpha)):
-            return known
-        self.same = None
-        self.same = _ContextRow(
+        alpha = adjoint.values
+        for row in self.known:
+            if (row.heads, row.columns) == (heads, columns) and same(row.alpha, alpha):
+                return row
+        while self.known and adjoint.batch + sum(len(row.alpha) for row in self.known) > OF_ROWS:
+            del self.known[0]
+        row = _ContextRow(
             *(alpha, heads, columns, self.values, self.reference, self.moved, self.rows)
         )
-        return self.same
+        self.known.append(row)
+        return row
 
 
 def _readers(origin: Origin) -> list[tuple[int, ...]] | None:
