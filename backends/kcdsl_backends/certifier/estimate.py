@@ -14,6 +14,7 @@ from kcdsl.model.graph import BlockGraph
 from kcdsl_backends.drift.affine.error_bounds import BATCH
 from kcdsl_backends.drift.affine.row_ellipsoids import LARGEST
 from kcdsl_backends.drift.affine.row_sums import MANY
+from kcdsl_backends.drift.affine.tape import MANY_PRODUCTS
 
 WORTH_SAYING = 30.0
 """Least number of seconds for which an estimate is reported."""
@@ -26,6 +27,9 @@ _MOVED, _ELLIPSOIDS, _READ = 9e3, 4.0, 2e3
 """Cost of the ellipsoids of a layer in operations, as measured: memory traffic for each token and
 parameter, products for each of these and element of a row, and for each element of two rows of
 attention."""
+_FEW_ROWS, _PASSED = 0.25, 1e3
+"""Where most rows of attention are bounded without products with weights: the share of the others,
+and memory traffic for each functional, head and key."""
 _BASE = 6e8
 """Bytes of a process that has imported torch."""
 
@@ -48,6 +52,10 @@ class Cost:
         inputs = max((shape[1] for shape in weights), default=width)
         functionals = tokens * width
         operations = 4.0 * functionals * parameters / max(1, len(weights))
+        alone = 0 < len(weights) <= len(scores) * 4  # attention without a feed-forward part
+        if alone and functionals * inputs >= MANY_PRODUCTS:  # most rows by norms
+            read = max(math.prod(shape[:-2]) * shape[-1] for shape in scores)
+            operations = _FEW_ROWS * operations + _PASSED * functionals * read
         peak = 6.0 * parameters
         if not scores:  # norms of errors, row by row
             operations += 8.0 * tokens * width**3
