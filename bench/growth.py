@@ -112,8 +112,8 @@ def _random(size: int, folder: Path) -> ProblemFactory:
     from safetensors.torch import save_file
 
     from kcdsl.ir.terms import ModelRef
-    from kcdsl.model.architecture import load_model
     from kcdsl.model.architectures.bert import build
+    from kcdsl.model.loading import load_model
     from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.statements.problems import ProblemFactory
 

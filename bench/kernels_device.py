@@ -72,8 +72,8 @@ def random_model(folder: Path) -> Model:
     from safetensors.torch import save_file
 
     from kcdsl.ir.terms import ModelRef
-    from kcdsl.model.architecture import load_model
     from kcdsl.model.architectures import llama
+    from kcdsl.model.loading import load_model
 
     generator = torch.Generator().manual_seed(5)
     state = {

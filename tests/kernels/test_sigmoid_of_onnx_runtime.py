@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import KernelRef, ModelRef
-from kcdsl.model.architecture import load_model
 from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.loading import load_model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes.state import StoredParameters

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import KERNEL_NUMERICS
 from kcdsl.ir.terms import KernelRef, ModelRef
-from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.architecture import Model
+from kcdsl.model.loading import load_model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.drift.boxes import NoBound

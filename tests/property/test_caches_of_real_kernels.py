@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kcdsl.ir.terms import ModelRef
-from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.architecture import Model
 from kcdsl.model.architectures.llama import build
 from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
 from kcdsl.model.graph import Node
+from kcdsl.model.loading import load_model
 from kcdsl.model.lowering.caching import with_caches
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve

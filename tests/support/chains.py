@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kcdsl.ir.terms import ModelRef, Program
-from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.architecture import Model
 from kcdsl.model.architectures.bert import build as build_bert
 from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.graph import BlockGraph
+from kcdsl.model.loading import load_model
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal, goals
 from kcdsl_backends.certifier.composition import CompositionTask, StagePlan

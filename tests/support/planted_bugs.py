@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from kcdsl.ir.terms import KernelRef, ModelRef
-from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.architecture import Model
 from kcdsl.model.attention import attention_mask
+from kcdsl.model.loading import load_model
 from kcdsl.model.numerics.weights import linear_weight
 from kcdsl.model.presets import resolve
 from kcdsl.verdict.report import Precheck

@@ -16,9 +16,10 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import EvidenceKind, KernelRef, Program, RegionKind
 from kcdsl.model.adapters import find_adapter, refuse_unserved, unproved
-from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.architecture import Model
 from kcdsl.model.attention import caps_scores
 from kcdsl.model.files import Artefacts
+from kcdsl.model.loading import load_model
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl.route.catalogue import Execution

@@ -213,8 +213,8 @@ def _block_model(path: Path, block: str, length: int) -> bytes:
     Refuse a model with own code of the contract, and a block whose graph depends on the input: one
     that reads token ids, or has experts.
     """
-    from kcdsl.model.architecture import load_model
     from kcdsl.model.files import Artefacts
+    from kcdsl.model.loading import load_model
     from kcdsl.model.lowering.evaluate import traced_format
     from kcdsl.model.lowering.export import block_graph
     from kcdsl.model.lowering.routes import routers

@@ -15,7 +15,8 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import KERNEL_FAILED, KERNEL_NUMERICS, NO_PACKAGE
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.adapters import ADAPTERS, refuse_unserved
-from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.architecture import Model
+from kcdsl.model.loading import load_model
 from kcdsl.model.numerics.weights import linear_weight
 from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.sources.kernels import engines

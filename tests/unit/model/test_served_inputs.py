@@ -16,9 +16,9 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import CHECKPOINT_TENSORS, NUMERICS
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model import registry
-from kcdsl.model.architecture import load_model
 from kcdsl.model.checkpoint.headers import metadata_of
 from kcdsl.model.checkpoint.modules import transposed_names
+from kcdsl.model.loading import load_model
 from kcdsl.model.numerics.weights import plain_parameter
 from kcdsl.model.presets import resolve
 from kcdsl_certs.encoding.rejected import Rejected

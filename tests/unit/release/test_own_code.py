@@ -15,8 +15,8 @@ import pytest
 
 from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal
-from kcdsl.model.architecture import load_model
 from kcdsl.model.files import Artefacts
+from kcdsl.model.loading import load_model
 from kcdsl.model.own_code import imported_code, watch
 from kcdsl_backends.empirical.collection.resume import OwnCode, taken_over_code
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint

@@ -20,10 +20,11 @@ from kcdsl.ir.canonical import digest
 from kcdsl.ir.tables import expand_tables, gaps, whole_of
 from kcdsl.ir.terms import KernelRef, Program, Slice
 from kcdsl.model.adapters import unproved
-from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.architecture import Model
 from kcdsl.model.checkpoint.ranges import weights_digest
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import fingerprint_digest
+from kcdsl.model.loading import load_model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.comparison import compared_program
 from kcdsl_backends.empirical.bounds.blocks import Certify

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kcdsl.ir.terms import ModelRef
-from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.architecture import Model
+from kcdsl.model.loading import load_model
 from kcdsl.verdict.studies.attribution import Attribution
 from kcdsl_backends.empirical.attribution.hybrids import (
     Batches,
