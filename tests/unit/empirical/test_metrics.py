@@ -191,7 +191,7 @@ def test_logit_drifts_have_their_closed_forms() -> None:
     assert one(reference.margin(swapped(pair))) == 1
 
 
-def test_paper_defect_4_l2_is_not_shift_invariant_but_span_and_policy_metrics_are() -> None:
+def test_paper_defect_4_l2_is_not_shift_invariant_but_span_is() -> None:
     pair = random_pair(0.1)
     moved = policy_pair(pair.train_logits, pair.infer_logits + 5.0, 1.0)
     assert bool((reference.logit_l2(moved) > reference.logit_l2(pair) + 1).all())
@@ -254,7 +254,7 @@ def test_swapped_sides_invert_w() -> None:
     assert one(SAMPLED_FUNCTIONS["importance_ratio"](log_ratio(swapped(pair), token))) == 0.5
 
 
-def test_tokens_are_drawn_from_the_inference_policy_and_repeat_with_the_seed() -> None:
+def test_tokens_are_drawn_from_infer_and_repeat_with_the_seed() -> None:
     n = 200_000
     base = pair_of(P, Q)
     pair = PolicyPair(
