@@ -66,7 +66,7 @@ from kcdsl_certs.verification.verify import verify
 from tests.support import proofs
 from tests.support.mutation.bases import made
 from tests.support.mutation.changes import Change, changes
-from tests.support.mutation.page import accepted_if_derived, stated
+from tests.support.mutation.documented import accepted_if_derived, stated
 
 BASE = "piecewise and tanh, interval"
 NOW = datetime(2026, 12, 1, tzinfo=UTC)

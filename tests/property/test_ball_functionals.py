@@ -23,8 +23,8 @@ from tests.support import proofs
 from tests.support.affine_rules import RULES, Build, rotated_heads, scores, source
 from tests.support.ball import numbers, runs
 from tests.support.ball.bounds import Setting
-from tests.support.ball.exactly import round_nothing
 from tests.support.ball.points import corner
+from tests.support.ball.unrounded import round_nothing
 from tests.support.mutation.blocks import decoder, encoder, gated
 from tests.support.prover import block, parameters
 

@@ -21,8 +21,8 @@ from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch
 from tests.support import proofs
 from tests.support.ball import numbers, runs
 from tests.support.ball.bounds import Setting
-from tests.support.ball.exactly import round_nothing
 from tests.support.ball.points import corner
+from tests.support.ball.unrounded import round_nothing
 from tests.support.plane_blocks import RULES
 
 Floats = np.ndarray

@@ -25,7 +25,7 @@ from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch
 from tests.support import proofs
 from tests.support.ball import numbers
 from tests.support.ball.bounds import Setting
-from tests.support.ball.exactly import round_nothing
+from tests.support.ball.unrounded import round_nothing
 from tests.support.prover import block, parameters
 
 Floats = np.ndarray

@@ -20,8 +20,8 @@ from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.ball import numbers, runs
 from tests.support.ball.bounds import Setting, all_enclosures
-from tests.support.ball.exactly import round_nothing
 from tests.support.ball.points import corner
+from tests.support.ball.unrounded import round_nothing
 from tests.support.mutation.blocks import decoder, encoder, gated
 
 BLOCKS: dict[str, Any] = {**RULES, "decoder": decoder, "encoder": encoder, "gated": gated}

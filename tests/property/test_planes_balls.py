@@ -28,8 +28,8 @@ from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch
 from tests.support import kernels, proofs
 from tests.support.ball import numbers, runs
-from tests.support.ball.exactly import round_nothing
 from tests.support.ball.points import corner
+from tests.support.ball.unrounded import round_nothing
 from tests.support.grids import by_turns
 from tests.support.mutation.blocks import decoder, encoder, gated
 from tests.support.plane_blocks import RULES

@@ -22,7 +22,7 @@ from kcdsl_certs.recheck.ops.attention import softmax
 from tests.support import proofs
 from tests.support.grids import by_turns
 from tests.support.mutation.bases import claimed
-from tests.support.mutation.trying import exceeded
+from tests.support.mutation.trials import exceeded
 from tests.support.plane_blocks import RULES
 
 N = proofs.numerics

@@ -14,7 +14,7 @@ from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.split_walk import derive_splits, walk
 from tests.support import proofs
 from tests.support.grids import by_turns
-from tests.support.mutation.trying import exceeded
+from tests.support.mutation.trials import exceeded
 from tests.support.plane_blocks import CHAINS
 from tests.support.split_blocks import LEAF, Floats, problem, prover, scene_of, stated
 

@@ -31,7 +31,7 @@ from kcdsl_backends.certifier.worker_pool import (
     threads_of,
 )
 from kcdsl_backends.executors import _group_memory, available_memory, cores
-from tests.support.pieces import Crash, CrashOnce, Echo, RaiseError
+from tests.support.failing_tasks import Crash, CrashOnce, Echo, RaiseError
 from tests.support.small_models import write_contract, write_model
 
 

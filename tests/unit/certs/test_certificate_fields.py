@@ -41,7 +41,7 @@ from kcdsl_certs.verification.verify import verify
 from tests.support import proofs
 from tests.support.mutation.bases import made
 from tests.support.mutation.changes import Change, changes, field_of, places
-from tests.support.mutation.page import stated
+from tests.support.mutation.documented import stated
 from tests.support.quantities import norm
 
 Check = Callable[[bytes], Report]

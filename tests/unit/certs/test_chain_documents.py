@@ -18,7 +18,7 @@ from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.graphs import reading
 from tests.support.chains import chained
 from tests.support.mutation.changes import Change, array_of, changes
-from tests.support.mutation.words import with_names
+from tests.support.mutation.vocabulary import with_names
 from tests.support.proofs import array, array_digest
 
 Document = dict[str, Any]

@@ -20,7 +20,7 @@ import pytest
 from kcdsl_certs.recheck import recheck
 from tests.support.mutation.bases import BASES, made, repaired
 from tests.support.mutation.changes import DIGEST, HEX_REAL, at, field_of, places
-from tests.support.mutation.trying import every_change, exceeded
+from tests.support.mutation.trials import every_change, exceeded
 
 Document = dict[str, Any]
 Place = tuple[str | int, ...]

@@ -22,8 +22,8 @@ import pytest
 from kcdsl_certs.recheck import recheck
 from tests.support.mutation.bases import BASES, made, repaired
 from tests.support.mutation.changes import Change, field_of, places
-from tests.support.mutation.page import accepted_if_derived, stated
-from tests.support.mutation.trying import every_change, exceeded, tried
+from tests.support.mutation.documented import accepted_if_derived, stated
+from tests.support.mutation.trials import every_change, exceeded, tried
 
 Document = dict[str, Any]
 Made = Callable[[str], tuple[Document, Path]]

@@ -19,7 +19,7 @@ from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.linear_bounds.constraints import replay
 from kcdsl_certs.recheck.linear_bounds.splits import leaves_of, recheck_split
 from tests.support import proofs
-from tests.support.mutation.trying import exceeded
+from tests.support.mutation.trials import exceeded
 from tests.support.plane_blocks import feed_forward, perceptron
 from tests.support.proofs import array
 from tests.support.split_blocks import LEAF, prover, stated

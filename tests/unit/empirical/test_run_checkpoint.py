@@ -29,7 +29,7 @@ from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun
 from kcdsl_backends.requests import Request
 from kcdsl_backends.secret import user_secret
-from tests.support.evidences import same
+from tests.support.evidence_strategies import same
 
 
 class Killed(BaseException):

@@ -42,7 +42,7 @@ from kcdsl_backends.empirical.table.trace import (
     trace_bytes,
 )
 from tests.support.evaluation import Evaluation, evaluate
-from tests.support.evidences import evidences, programs, same
+from tests.support.evidence_strategies import evidences, programs, same
 
 Write = Callable[[bytes], Path]
 

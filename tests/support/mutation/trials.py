@@ -16,7 +16,7 @@ from kcdsl_certs.recheck.check import Outcome
 from tests.support import kernels, proofs
 from tests.support.mutation.bases import repaired
 from tests.support.mutation.changes import Change, array_of, changes
-from tests.support.mutation.words import with_names
+from tests.support.mutation.vocabulary import with_names
 
 Document = dict[str, Any]
 
