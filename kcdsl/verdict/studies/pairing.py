@@ -207,6 +207,11 @@ def baseline_lines(found: RunComparison) -> Iterator[str]:
         banded = [row for row in found.rows if row.band is not None]
         runs = counted(found.history, "run")
         yield f"history: {runs}; {len(active)} of {len(banded)} rows have a band"
+    floored = [row.floor for row in found.rows if row.floor is not None]
+    if found.references:
+        stricter = sum(floor.above for floor in floored)
+        reports = counted(found.references, "reference report")
+        yield f"noise floors: {reports}; {stricter} of {len(floored)} thresholds are stricter"
     for row in found.rows:
         if row.floor is not None and row.floor.above:
             yield f"below the noise floor: {floor_text(row)}"

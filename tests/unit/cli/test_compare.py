@@ -235,7 +235,7 @@ def test_incomparable_and_untrusted_runs_are_ignored(
     assert why["other"] == "it is about other data"
     assert why["bad"] == "named by --untrusted"
     assert why["report"] == why["copy"]
-    assert "named twice" in why["copy"]
+    assert "of one named before" in why["copy"]
 
 
 def test_runs_marked_untrusted_in_a_register_are_ignored(
@@ -351,6 +351,10 @@ def test_threshold_is_at_least_the_noise_floor_of_reference_builds(
     assert (mean["change"], mean["floor"]["above"]) == ("within_noise", True)
     shown = cli("compare", fine, coarse, "--reference", wide).stdout
     assert "below the noise floor: KL all asks <=" in " ".join(shown.split())
+    stricter = sum(one["floor"] is not None and one["floor"]["above"] for one in rows.values())
+    floored = sum(one["floor"] is not None for one in rows.values())
+    words = f"noise floors: 1 reference report; {stricter} of {floored} thresholds are stricter"
+    assert words in shown
     narrow = report(tmp_path, fine, "narrow", value_of(1e-30))
     document = _compare(cli, fine, coarse, 1, "--reference", narrow)
     rows = {row["obligation"]: row for row in document["rows"]}

@@ -55,7 +55,7 @@ def usable(
                 candidate, document, checkpoint=bool(place)
             )
             if not why and any(document == other for other in seen):
-                why = "the report of the candidate itself, or one that is named twice"
+                why = "its content is that of the candidate's report, or of one named before"
             if why:
                 unused[file] = why
                 continue
