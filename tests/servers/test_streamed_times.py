@@ -12,7 +12,7 @@ import pytest
 
 from kcdsl.check.compile import load_contract
 from kcdsl.diagnostics import Refusal, codes
-from kcdsl.verdict.model import Inconclusive, InvalidEvidence, verdict_name
+from kcdsl.verdict.model import InvalidEvidence, verdict_name
 from kcdsl.verdict.report import Report
 from kcdsl_backends.empirical.backend import BACKEND
 from kcdsl_backends.empirical.sources.kernels import timing as runtime
@@ -39,6 +39,7 @@ slices: {{all: {{}}}}
 clauses:
   R-TTFT: {{require: p50(ttft) <= 1000 s, level: L1}}
   R-TPOT: {{require: p50(tpot) <= 20 ms, level: L1}}
+  R-TAIL: {{require: p95(ttft) <= 1000 s, level: L1}}
   R-WHOLE: {{require: p50(latency) <= 1000 s, level: L1}}
   R-RATE: {{require: throughput >= 0.001 tok/s, level: L1}}
 """
@@ -278,20 +279,15 @@ def test_timing_clauses_are_decided_on_a_running_server(
     report = decided()
     rows = {row.clause: row for row in report.clauses}
     verdicts = {id: verdict_name(row.verdict) for id, row in rows.items() if id != "R-RATE"}
-    assert verdicts == {"R-TTFT": "held", "R-TPOT": "violated", "R-WHOLE": "held"}
+    assert verdicts == {
+        "R-TTFT": "held", "R-TPOT": "violated", "R-TAIL": "inconclusive", "R-WHOLE": "held"
+    }  # fmt: skip
     assert rows["R-RATE"].value == pytest.approx(TOKENS / (PREFILL + STEP * (TOKENS - 1)))
     assert rows["R-TTFT"].value == PREFILL
     assert rows["R-TPOT"].value == STEP
     assert rows["R-WHOLE"].value == PREFILL + STEP * (TOKENS - 1)
     assert rows["R-TTFT"].n == 8  # requests, not their runs
     assert any("8 streamed tokens" in note for note in report.notes)
-
-
-@pytest.mark.full
-def test_too_few_timed_runs_are_inconclusive(decided: Callable[..., Report]) -> None:
-    rows = {row.clause: row for row in decided(seconds=1.0).clauses}
-    assert rows["R-TTFT"].n == 8
-    assert isinstance(rows["R-TTFT"].verdict, Inconclusive)
 
 
 @pytest.mark.full
