@@ -5,9 +5,10 @@ without quantisation; every pixel ± 3. The question is whether |quantised - ori
 output of the image's class, with ε of 1, 2, 4, 6, 8. Published are the intervals and answers of the
 difference analysis (DRA), and its answers with a mixed-integer solver (Gurobi, an hour for each).
 
-Our bound uses linear bounds with optimised slopes, without splitting (bench/qebverif_bounds.py); an
-independent program re-derives it (bench/qebverif_checker.py). A violation is an integer image found
-by a local search; the checker replays its difference in exact arithmetic.
+Our bound uses linear bounds with optimised slopes (bench/qebverif_bounds.py) and splits the levels
+of hidden values where it is close to ε (bench/qebverif_splits.py). An independent program derives
+it again (bench/qebverif_checker.py). A violation is an integer image that a search finds
+(bench/qebverif_search.py). The checker replays its difference in exact arithmetic.
 
     KCDSL_QEBVERIF=FOLDER python -m bench.peers --only qebverif
 
@@ -35,28 +36,37 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from bench.common import Better, Figure
 from bench.neurodiff_splits import differences, ends_of
-from bench.qebverif_bounds import FixedPointPair, Functionals
+from bench.qebverif_bounds import THOROUGH, FixedPointPair, Functionals
 from bench.qebverif_checker import SlopeProof, recheck_fixed_point
+from bench.qebverif_search import (
+    LONG,
+    PIXELS,
+    SHORT,
+    Layers,
+    Search,
+    hidden_format,
+    quantised,
+)
+from bench.qebverif_splits import Splitting
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.linear_bounds.constraints import Grid, replay
 
-PIXELS = 3
 NAMES = {
     "P1: 784_100_10": "PTQ_mnist_1blk_100_in_8_relu_0.h5",
     "P2: 784_100_100_10": "PTQ_mnist_2blk_100_100_in_8_relu_0.h5",
     "P4: 784_100_100_100_10": "PTQ_mnist_3blk_100_100_100_in_8_relu_0.h5",
 }
 
-STARTS, SIGN_STEPS = 32, 12
-CLIMBS, CLIMB_STEPS = 3, 60
-MANY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
-"""Numbers of pixels that a search step changes at once."""
+NEAR = 0.82
+"""Limits below this part of a bound are not worth a search for a better bound."""
+CLOSE = {1: 0.915, 2: 0.975, 3: 0.985}
+"""The same for splits, by the number of hidden layers."""
+PARTS = {1: 5000, 2: 512, 3: 256}
+"""Parts of a tree of splits at most."""
 
-Layers = list[tuple[Tensor, Tensor]]
 Interval = tuple[float, float]
 
 
@@ -127,10 +137,33 @@ def decided(
 
     interval, proof = bounded(FixedPointPair(networks, grid, low, high), label)
     size = max(map(abs, interval))
-    left = [limit for limit in limits if limit <= size]
-    largest, pixels = attacked(layers, bits, image, label, max(left)) if left else (-1.0, image)
+    largest, pixels = -1.0, image
+    signs: tuple[float, ...] = (1.0, -1.0)
+    for effort in (SHORT, LONG):
+        left = [limit for limit in limits if largest < limit <= size]
+        if not left:
+            break
+        search = Search.of(layers, bits, image, label, effort)
+        top, reached, sign = search.attacked(signs, max(left))
+        signs = (sign,)
+        if top > largest:
+            largest, pixels = top, reached
+    left = [limit for limit in limits if NEAR * size <= limit <= size and limit > largest]
+    least: float = math.nextafter(size, math.inf)
+    if left:
+        pair = FixedPointPair(networks, grid, low, high, THOROUGH)
+        closer, proof_of_closer = bounded(pair, label)
+        if max(map(abs, closer)) < size:
+            interval, proof, size = closer, proof_of_closer, max(map(abs, closer))
+            least = math.nextafter(size, math.inf)
+        hidden = len(layers) - 1
+        for limit in [limit for limit in left if size * CLOSE[hidden] <= limit <= size]:
+            found = split(pair, label, limit, PARTS[hidden])
+            if found is not None:
+                proof, least = found, limit
+                break
     answers = {
-        limit: True if size < limit else False if largest >= limit else None for limit in limits
+        limit: True if least <= limit else False if largest >= limit else None for limit in limits
     }
     plain = [[(w.numpy(), b.numpy()) for w, b in one] for one in networks]
     below = [limit for limit, answer in answers.items() if answer]
@@ -167,137 +200,21 @@ def bounded(pair: FixedPointPair, label: int) -> tuple[Interval, SlopeProof]:
     return (-float(below), float(above)), pair.proof(slopes)
 
 
-def quantised(layers: Layers, bits: int) -> Layers:
-    """Quantise weights with one integer bit and biases with two; return float64."""
-    return [(_nearest(w, bits, bits - 1), _nearest(b, bits, bits - 2)) for w, b in layers]
-
-
-def _nearest(values: Tensor, bits: int, after: int) -> Tensor:
-    """Round values to a fixed-point format, halves away from zero."""
-    scaled = values.double() * 2.0**after
-    whole = torch.sign(scaled) * (scaled.abs() + 0.5).floor()
-    return whole.clamp(-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) / 2.0**after
-
-
-def hidden_format(bits: int) -> tuple[float, float]:
-    """Return step and largest number of hidden values, which have two integer bits."""
-    return 2.0 ** -(bits - 2), (2.0**bits - 1) * 2.0 ** -(bits - 2)
-
-
-def quantised_run(layers: Layers, bits: int, pixels: Tensor, rounds: bool = True) -> Tensor:
-    """Return outputs [B, 10] of quantised layers for integer pixels [B, 784].
-
-    All values are exact in float64. Without `rounds` hidden values are only clipped.
-    """
-    h = pixels / 256
-    for number, (weight, bias) in enumerate(layers):
-        h = h @ weight.T + bias
-        if number < len(layers) - 1:
-            h = hidden_values(h, bits, rounds)
-    return h
-
-
-def hidden_values(sums: Tensor, bits: int, rounds: bool = True) -> Tensor:
-    """Clip sums to the hidden format, and round them to it."""
-    step, most = hidden_format(bits)
-    clipped = sums.clamp(0, most)
-    return ((clipped / step + 0.5).floor() * step).clamp(0, most) if rounds else clipped
-
-
-def attacked(
-    layers: Layers, bits: int, image: list[int], label: int, enough: float
-) -> tuple[float, list[int]]:
-    """Return the largest |difference| of an output that a search over images finds, and its pixels.
-
-    Sign steps start from random images and follow the gradient of the network without rounding;
-    then changes of one or many pixels increase the difference of the rounded network. The search
-    ends when the difference is large enough.
-    """
-    served, generator = quantised(layers, bits), torch.Generator().manual_seed(0)
-    low, high = (torch.tensor(v).double() for v in _whole_ends(image))
-    signs = torch.tensor([1.0, -1.0]).double().repeat(STARTS // 2)
-    x = torch.where(torch.rand(STARTS, len(image), generator=generator) < 0.5, low, high)
-    size, images = torch.full_like(signs, -math.inf), x.clone()
-    for _ in range(SIGN_STEPS):
-        found = _difference(layers, served, bits, x)[:, label] * signs
-        images = torch.where((found > size).unsqueeze(1), x, images)
-        size = torch.maximum(size, found)
-        y = x.clone().requires_grad_(True)
-        value = (_difference(layers, served, bits, y, rounds=False)[:, label] * signs).sum()
-        (slope,) = torch.autograd.grad(value, y)
-        kept = torch.rand(x.shape, generator=generator) < 0.1
-        x = torch.where(kept, x, torch.where(slope > 0, high, low))
-    best, pixels = float(size.max()), images[int(size.argmax())]
-    for place in size.argsort(descending=True)[:CLIMBS].tolist():
-        if best >= enough:
-            break
-        search = _Search(layers, served, bits, label, float(signs[place]), (low, high), generator)
-        top, reached = search.from_image(images[place])
-        if top > best:
-            best, pixels = top, reached
-    return best, [int(v) for v in pixels.tolist()]
-
-
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """A local search over integer pixels for the largest difference of one sign."""
-
-    layers: Layers
-    served: Layers
-    bits: int
-    label: int
-    sign: float
-    ends: tuple[Tensor, Tensor]
-    generator: torch.Generator
-
-    def from_image(self, x: Tensor) -> tuple[float, Tensor]:
-        """Return the largest difference found from a start image, and its image."""
-        (weight, bias), (other, shift) = self.layers[0], self.served[0]
-        weight, other = weight.double() / 255, other / 256
-        low, high = self.ends
-        best = float(self._differences(x @ weight.T + bias, x @ other.T + shift))
-        for step in range(CLIMB_STEPS):
-            share = torch.rand(len(x), generator=self.generator).double()
-            share = share.round() if step % 2 == 0 else share
-            change = (low + share * (high - low)).round() - x
-            places = torch.nonzero(change).flatten()
-            each = change[places].unsqueeze(1)
-            z, served = x @ weight.T + bias, x @ other.T + shift
-            found = self._differences(z + each * weight.T[places], served + each * other.T[places])
-            order = places[found.argsort(descending=True)]
-            rising = int((found > best).sum())
-            many = [k for k in MANY if k <= rising]
-            if not many:
-                continue
-            tried = x.repeat(len(many), 1)
-            for row, count in zip(tried, many, strict=True):
-                row[order[:count]] += change[order[:count]]
-            found = self._differences(tried @ weight.T + bias, tried @ other.T + shift)
-            if float(found.max()) > best:
-                best, x = float(found.max()), tried[int(found.argmax())]
-        found = _difference(self.layers, self.served, self.bits, x.unsqueeze(0))[0, self.label]
-        return float(found) * self.sign, x
-
-    def _differences(self, z: Tensor, served: Tensor) -> Tensor:
-        """Return signed differences, given sums of the first layer [..., n] of both networks."""
-        for (weight, bias), (other, shift) in zip(self.layers[1:], self.served[1:], strict=True):
-            z = z.clamp_min(0) @ weight.double().T + bias.double()
-            served = hidden_values(served, self.bits) @ other.T + shift
-        return self.sign * (served - z)[..., self.label]
-
-
-def _difference(
-    layers: Layers, served: Layers, bits: int, pixels: Tensor, rounds: bool = True
-) -> Tensor:
-    h = pixels / 255
-    for number, (weight, bias) in enumerate(layers):
-        h = h @ weight.double().T + bias.double()
-        h = h if number == len(layers) - 1 else h.clamp_min(0)
-    return quantised_run(served, bits, pixels, rounds) - h
-
-
-def _whole_ends(image: list[int]) -> tuple[list[int], list[int]]:
-    return [max(v - PIXELS, 0) for v in image], [min(v + PIXELS, 255) for v in image]
+def split(pair: FixedPointPair, label: int, limit: int, parts: int) -> SlopeProof | None:
+    """Return a proof with splits that |difference| of one output is below a limit."""
+    cuts, leaves = list[list[int]](), list[Any]()
+    for sign in (1.0, -1.0):
+        signs = torch.zeros(1, len(pair.networks[0][-1][1]), dtype=torch.float64)
+        signs[0, label] = sign
+        row = Functionals(-signs, signs)
+        tree = Splitting(pair, row, float(limit) * (1 - 2.0**-30)).searched(
+            pair.bounded(row)[1], parts
+        )
+        if tree is None:
+            return None
+        cuts += tree.cuts
+        leaves.append(tree.slopes)
+    return SlopeProof(pair.hidden, np.concatenate(leaves), np.array(cuts))
 
 
 def read_h5(path: Path) -> Layers:

@@ -22,10 +22,19 @@ from kcdsl_backends.drift.linear.constraints import Layers
 from kcdsl_backends.drift.linear.paired import chord, nearest
 from kcdsl_certs.recheck.linear_bounds.constraints import Grid
 
-_STEPS = 100
-"""Steps of the optimisation of slopes for the outputs."""
-_RATE, _LAST = 0.1, 0.05
-"""Size of the first step, and ratio of the last step to it."""
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Gradient steps on slopes: their number, the size of the first, its ratio to the last."""
+
+    count: int
+    size: float = 0.03
+    ratio: float = 0.01
+
+
+QUICK = Steps(100, 0.1, 0.05), Steps(0)
+"""Steps for outputs, and for the differences of hidden elements."""
+THOROUGH = Steps(500), Steps(20, 0.006, 0.3)
 
 Slopes = list[tuple[Tensor, Tensor]]
 """Slopes in z and in z + D [M, n] of each hidden layer."""
@@ -40,34 +49,50 @@ class Functionals:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranges:
+class Ranges:
     """Boxes [n] of z, D and z + D in a layer."""
 
     z: tuple[Tensor, Tensor]
     d: tuple[Tensor, Tensor]
     other: tuple[Tensor, Tensor]
 
-    def points(self, grid: Grid) -> _Points:
-        """Return the points [C, n] of section 9."""
-        (z_low, z_high), (d_low, d_high), (low, high) = self.z, self.d, self.other
-        bends = torch.stack([low, high, d_low, d_high, *(a + b for a in self.z for b in self.d)])
+    def points(self, grid: Grid, least: Tensor, largest: Tensor) -> Points:
+        """Return the points of section 9 where z + D is rounded to levels [M, n] in a range."""
+        (z_low, z_high), (d_low, d_high), step = self.z, self.d, grid.step
+        low = torch.where(least > 0, (least - 0.5) * step, self.other[0])
+        low = torch.maximum(low, self.other[0])
+        high = torch.where(largest < grid.most, (largest + 0.5) * step, self.other[1])
+        high = torch.maximum(low, torch.minimum(high, self.other[1]))
+        ends = (low, high, d_low, d_high, *(a + b for a in self.z for b in self.d))
+        bends = torch.stack([end.expand(low.shape) for end in ends])
         bends = torch.minimum(torch.maximum(bends, low), high)
-        step = grid.step
         jumps = torch.cat([(bends / step + 0.5).floor() - 0.5, (bends / step - 0.5).ceil() + 0.5])
-        jumps = step * jumps.clamp(0.5, grid.most - 0.5)
+        jumps = step * torch.minimum(torch.maximum(jumps, least + 0.5), largest - 0.5)
         second = torch.cat([bends, torch.where((jumps >= low) & (jumps <= high), jumps, low)])
-        least = torch.maximum(z_low, second - d_high)
-        largest = torch.maximum(least, torch.minimum(z_high, second - d_low))
-        zero = torch.minimum(torch.maximum(torch.zeros_like(least), least), largest)
-        first, second = torch.cat([least, largest, zero]), torch.cat([second] * 3)
-        upper, lower = (second / step + 0.5).floor(), (second / step - 0.5).ceil()
-        ends = (step * level.clamp(0, grid.most) for level in (upper, lower))
-        return _Points(first, second, first.clamp_min(0), *ends)
+        second = _distinct(second)
+        z_least = torch.maximum(z_low, second - d_high)
+        z_most = torch.maximum(z_least, torch.minimum(z_high, second - d_low))
+        zero = torch.minimum(torch.maximum(torch.zeros_like(z_least), z_least), z_most)
+        first, second = torch.cat([z_least, z_most, zero]), torch.cat([second] * 3)
+        levels = (
+            step * torch.minimum(torch.maximum(level, least), largest)
+            for level in ((second / step + 0.5).floor(), (second / step - 0.5).ceil())
+        )
+        return Points(first, second, first.clamp_min(0), *levels)
+
+
+def _distinct(values: Tensor) -> Tensor:
+    """Sort along the first dimension, without numbers that every column has more than once."""
+    values = values.sort(0).values
+    new = torch.ones_like(values, dtype=torch.bool)
+    new[1:] = values[1:] > values[:-1]
+    order = (~new).byte().argsort(dim=0, stable=True)
+    return values.gather(0, order[: int(new.sum(0).max())])
 
 
 @dataclass(frozen=True, slots=True)
-class _Points:
-    """Points [C, n]: z, z + D, relu(z), and the largest and least rounded value of z + D."""
+class Points:
+    """Points [C, M or 1, n]: z, z + D, relu(z), and the largest and least rounded z + D."""
 
     first: Tensor
     second: Tensor
@@ -76,10 +101,16 @@ class _Points:
     low: Tensor
 
     def most(self, p: Tensor, q: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Return the sum [M] of the largest p relu(z) + q g - a z - b (z + D) of each element."""
-        p, q, a, b = (part.unsqueeze(1) for part in (p, q, a, b))
-        heights = p * self.value + q * torch.where(q > 0, self.high, self.low)
-        return (heights - a * self.first - b * self.second).amax(1).sum(-1)
+        """Return the largest p relu(z) + q g - a z - b (z + D) of each element, [M, n] each."""
+        parts = (self.first, self.second, self.value, self.high, self.low)
+        with torch.no_grad():
+            heights = p * self.value - a * self.first - b * self.second
+            heights += q.clamp_min(0) * self.high + q.clamp_max(0) * self.low
+            place = heights.argmax(0, keepdim=True)
+        first, second, value, high, low = (
+            part.expand(len(part), *p.shape).gather(0, place)[0] for part in parts
+        )
+        return p * value + q * torch.where(q > 0, high, low) - a * first - b * second
 
 
 @dataclass(slots=True)
@@ -94,9 +125,10 @@ class FixedPointPair:
     grid: Grid
     low: Sequence[Fraction]
     high: Sequence[Fraction]
+    steps: tuple[Steps, Steps] = QUICK
     box: Tensor = field(init=False)
-    ranges: list[_Ranges] = field(init=False, default_factory=list)
-    points: list[_Points] = field(init=False, default_factory=list)
+    ranges: list[Ranges] = field(init=False, default_factory=list)
+    points: list[Points] = field(init=False, default_factory=list)
     hidden: list[NDArray[np.float32]] = field(init=False, default_factory=list)
     """The slopes of the proofs of the ranges."""
 
@@ -119,7 +151,20 @@ class FixedPointPair:
         none = torch.zeros_like(one)
         p = torch.cat([one, -one, -one, one, none, none])
         q = torch.cat([none, none, one, -one, one, -one])
-        found, slopes = self._started(number, Functionals(p, q))
+        count, changes = len(one), slice(2 * len(one), 4 * len(one))
+        parts = [
+            self._optimised(number, Functionals(p[part], q[part]), steps)
+            for part, steps in (
+                (slice(2 * count), Steps(0)),
+                (changes, self.steps[1]),
+                (slice(4 * count, None), Steps(0)),
+            )
+        ]
+        found = torch.cat([bounds for bounds, _ in parts])
+        slopes = [
+            (torch.cat([a for a, _ in both]), torch.cat([b for _, b in both]))
+            for both in zip(*(slopes for _, slopes in parts), strict=True)
+        ]
         self.hidden.append(packed(slopes, len(p)))
         if not bool(torch.isfinite(found).all()):
             raise NoBound(f"layer {number}", "a hidden element has no bound")
@@ -128,23 +173,29 @@ class FixedPointPair:
         )
         lower, upper = torch.maximum(lower, low + d_low), torch.minimum(upper, high + d_high)
         d_low, d_high = torch.maximum(d_low, lower - high), torch.minimum(d_high, upper - low)
-        self.ranges.append(_Ranges((low, high), (d_low, d_high), (lower, upper)))
-        self.points.append(self.ranges[-1].points(self.grid))
+        self.ranges.append(Ranges((low, high), (d_low, d_high), (lower, upper)))
+        levels = (
+            torch.zeros(1, count).double(),
+            torch.full((1, count), float(self.grid.most)).double(),
+        )
+        self.points.append(self.ranges[-1].points(self.grid, *levels))
 
     def bounded(self, rows: Functionals) -> tuple[Tensor, Slopes]:
         """Return upper bounds [M] of functionals of the outputs, and their slopes.
 
         The slopes are optimised by gradient steps on the bounds.
         """
-        number = len(self.networks[0]) - 1
+        return self._optimised(len(self.networks[0]) - 1, rows, self.steps[0])
+
+    def _optimised(self, number: int, rows: Functionals, steps: Steps) -> tuple[Tensor, Slopes]:
         best, kept = self._started(number, rows)
         own = [(a.clone(), b.clone()) for a, b in kept]
         flat = [part.requires_grad_() for both in own for part in both]
-        if not flat:
+        if not flat or not steps.count:
             return best, kept
-        optimiser = torch.optim.Adam(flat, lr=_RATE)
-        for step in range(_STEPS):
-            optimiser.param_groups[0]["lr"] = _RATE * _LAST ** (step / _STEPS)
+        optimiser = torch.optim.Adam(flat, lr=steps.size)
+        for step in range(steps.count):
+            optimiser.param_groups[0]["lr"] = steps.size * steps.ratio ** (step / steps.count)
             found, _ = self._above(number, rows, own)
             best, kept = _better(best, kept, found.detach(), own)
             optimiser.zero_grad()
@@ -184,7 +235,7 @@ class FixedPointPair:
             else:
                 a, b = _of_either(self.ranges[k - 1], self.grid, p, q)
             used.append((a, b))
-            total = total + self.points[k - 1].most(p, q, a, b)
+            total = total + self.points[k - 1].most(p, q, a, b).sum(-1)
             p, q = a, b
         back = p + q
         total = total + back.clamp_min(0) @ self.box[1] + back.clamp_max(0) @ self.box[0]
@@ -209,7 +260,7 @@ def packed(slopes: Slopes, count: int) -> NDArray[np.float32]:
     return np.asarray(torch.cat(both, 1).detach().float().numpy(), dtype=np.float32)
 
 
-def _of_either(ranges: _Ranges, grid: Grid, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+def _of_either(ranges: Ranges, grid: Grid, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """Return slopes of ReLU in z, and of the rounded and clipped value in z + D."""
     (z_low, z_high), (low, high) = ranges.z, ranges.other
     half, top = grid.step / 2, grid.step * grid.most
@@ -225,7 +276,7 @@ def _of_either(ranges: _Ranges, grid: Grid, p: Tensor, q: Tensor) -> tuple[Tenso
     return in_z, q * torch.where(q > 0, upper, lower)
 
 
-def _of_the_change(ranges: _Ranges, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+def _of_the_change(ranges: Ranges, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """Return the slopes of Rule 9.3, ignoring roundings."""
     (z_low, z_high), (d_low, d_high) = ranges.z, ranges.d
     middle = (z_low + z_high) / 2, (d_low + d_high) / 2

@@ -31,11 +31,54 @@ class SlopeProof:
     Args:
         hidden: for each hidden layer of n elements after N earlier hidden elements, [6 n, N, 2], of
             z, -z, D, -D, z + D, -(z + D).
-        outputs: of the constraints [constraints, hidden elements, 2].
+        outputs: of the leaves of the constraints' trees [leaves, hidden elements, 2].
+        cuts: the trees in preorder, integers [nodes, 2]: the hidden element that is split and the
+            largest level of the first part, or `LEAF`. None: every constraint has one leaf.
     """
 
     hidden: Sequence[NDArray[np.floating]]
     outputs: NDArray[np.floating]
+    cuts: NDArray[np.integer] | None = None
+
+
+LEAF = [-1, -1]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """The constraint [M] of each leaf, and its least and largest levels [M, hidden elements]."""
+
+    places: NDArray[np.int64]
+    low: Floats
+    high: Floats
+
+    @staticmethod
+    def of(cuts: NDArray[np.integer] | None, constraints: int, elements: int, most: int) -> Leaves:
+        """Read the trees of all constraints. Raises Rejected "document/splits"."""
+        places, found = list[int](), list[tuple[Floats, Floats]]()
+        nodes = np.array([LEAF] * constraints) if cuts is None else cuts
+        if nodes.ndim != 2 or nodes.shape[1] != 2 or not np.issubdtype(nodes.dtype, np.integer):
+            raise Rejected("document/splits", f"splits of {nodes.dtype}, shape {nodes.shape}")
+        given = iter(nodes.tolist())
+        for place in range(constraints):
+            parts = [(np.zeros(elements), np.full(elements, float(most)))]
+            while parts:
+                low, high = parts.pop()
+                node = next(given, [elements, 0])
+                if node == LEAF:
+                    places.append(place)
+                    found.append((low, high))
+                    continue
+                element, level = node
+                if not (0 <= element < elements and low[element] <= level < high[element]):
+                    raise Rejected("document/splits", f"no split of {element} at {level}")
+                first, second = high.copy(), low.copy()
+                first[element], second[element] = level, level + 1
+                parts += [(second, high), (low, first)]
+        if next(given, None) is not None:
+            raise Rejected("document/splits", "trees of more constraints")
+        low, high = (np.stack(part) for part in zip(*found, strict=True))
+        return Leaves(np.array(places), low, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +99,8 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Corners:
-    """Points [C, n] that contain the maximum of a functional of an element: z, z + D, relu(z), and
-    the largest and least value to which z + D is rounded there."""
+    """Points [C, M or 1, n] that contain the maximum of a functional of an element: z, z + D,
+    relu(z), and the largest and least value to which z + D is rounded there."""
 
     first: Floats
     second: Floats
@@ -66,30 +109,33 @@ class Corners:
     low: Floats
 
     @staticmethod
-    def of(ranges: Ranges, grid: Grid) -> Corners:
-        """Return the points of section 9."""
+    def of(ranges: Ranges, grid: Grid, low: Floats, high: Floats) -> Corners:
+        """Return the points of section 9 where z + D is rounded to levels [M, n] in a range."""
         (z_low, z_high), (d_low, d_high) = ranges.z, ranges.d
-        ends = [*ranges.other, d_low, d_high]
+        least = np.where(low > 0, (low - 0.5) * grid.step, -np.inf)
+        largest = np.where(high < grid.most, (high + 0.5) * grid.step, np.inf)
+        least = np.maximum(ranges.other[0], least)
+        largest = np.maximum(least, np.minimum(ranges.other[1], largest))
+        ends = [least, largest, d_low, d_high]
         ends += [z_low + d_low, z_low + d_high, z_high + d_low, z_high + d_high]
-        bends = np.clip(np.stack(ends), *ranges.other)
+        bends = np.clip(np.stack(np.broadcast_arrays(*ends)), least, largest)
         near = np.floor(bends / grid.step + 0.5)
-        jumps = np.concatenate([np.clip(near + k, 1, grid.most) for k in (-1, 0, 1, 2)])
+        jumps = np.concatenate([np.clip(near + k, low + 1, high) for k in (-1, 0, 1, 2)])
         jumps = (jumps - 0.5) * grid.step
-        inside = (jumps >= ranges.other[0]) & (jumps <= ranges.other[1])
-        second = np.concatenate([bends, np.where(inside, jumps, ranges.other[0])])
-        least = np.maximum(z_low, second - d_high)
-        most = np.maximum(least, np.minimum(z_high, second - d_low))
-        first = np.concatenate([least, most, np.clip(0.0, least, most)])
+        inside = (jumps >= least) & (jumps <= largest)
+        second = np.concatenate([bends, np.where(inside, jumps, least)])
+        first_least = np.maximum(z_low, second - d_high)
+        most = np.maximum(first_least, np.minimum(z_high, second - d_low))
+        first = np.concatenate([first_least, most, np.clip(0.0, first_least, most)])
         second = np.concatenate([second] * 3)
         levels = np.floor(second / grid.step + 0.5), np.ceil(second / grid.step - 0.5)
-        high, low = (np.clip(part, 0.0, grid.most) * grid.step for part in levels)
-        return Corners(first, second, np.maximum(first, 0.0), high, low)
+        above, below = (np.clip(part, low, high) * grid.step for part in levels)
+        return Corners(first, second, np.maximum(first, 0.0), above, below)
 
     def most(self, p: Floats, q: Floats, a: Floats, b: Floats) -> Floats:
         """Return the largest p relu(z) + q g - a z - b (z + D), all [M, n], of each element."""
-        rise, fall = np.maximum(q, 0.0)[:, None], np.minimum(q, 0.0)[:, None]
-        values = p[:, None] * self.value + rise * self.high + fall * self.low
-        found: Floats = (values - a[:, None] * self.first - b[:, None] * self.second).max(1)
+        values = p * self.value + np.maximum(q, 0.0) * self.high + np.minimum(q, 0.0) * self.low
+        found: Floats = (values - a * self.first - b * self.second).max(0)
         return found
 
 
@@ -110,8 +156,12 @@ class Bounds:
         rows: tuple[Floats, Floats],
         slopes: NDArray[np.floating],
         direct: Floats | None = None,
+        levels: tuple[Floats, Floats] | None = None,
     ) -> Floats:
         """Bound P·z + Q·(z + D) of a layer, and direct·x, from above: [M, n] each -> [M].
+
+        Args:
+            levels: the least and largest levels [M, hidden elements before]; without, all.
 
         Raises Rejected "document/splits": the slopes [M, hidden elements before, 2] do not fit.
         """
@@ -125,12 +175,25 @@ class Bounds:
             part = slice(start, start + _ROWS)
             own = None if direct is None else direct[part]
             p, q = (side[part] for side in rows)
-            found.append(self._most(number, p, q, slopes[part].astype(np.float64), own))
+            corners = self.corners
+            if levels is not None:
+                ends = [np.split(end[part], np.cumsum(behind)[:-1], axis=1) for end in levels]
+                corners = [
+                    Corners.of(ranges, self.grid, *own_levels)
+                    for ranges, *own_levels in zip(self.ranges, *ends, strict=True)
+                ]
+            found.append(self._most(number, (p, q), slopes[part].astype(np.float64), own, corners))
         return np.concatenate(found)
 
     def _most(
-        self, number: int, p: Floats, q: Floats, slopes: Floats, direct: Floats | None
+        self,
+        number: int,
+        rows: tuple[Floats, Floats],
+        slopes: Floats,
+        direct: Floats | None,
+        all_corners: Sequence[Corners],
     ) -> Floats:
+        p, q = rows
         known, lost = np.zeros(len(p)), np.zeros(len(p))
         place = slopes.shape[1]
         for k in range(number, -1, -1):
@@ -154,7 +217,7 @@ class Bounds:
             p, q = p @ layer.weight, q @ layer.served
             if not k:
                 break
-            ranges, corners = self.ranges[k - 1], self.corners[k - 1]
+            ranges, corners = self.ranges[k - 1], all_corners[k - 1]
             place -= len(ranges.z[0])
             part = slopes[:, place : place + len(ranges.z[0])]
             a, b = part[..., 0], part[..., 1]
@@ -190,7 +253,8 @@ class Bounds:
         )
         d = np.maximum(d[0], -above(z[1] - other[0])), np.minimum(d[1], above(other[1] - z[0]))
         self.ranges.append(Ranges(z, d, other))
-        self.corners.append(Corners.of(self.ranges[-1], self.grid))
+        levels = np.zeros((1, n)), np.full((1, n), float(self.grid.most))
+        self.corners.append(Corners.of(self.ranges[-1], self.grid, *levels))
 
 
 def recheck_fixed_point(
@@ -216,7 +280,13 @@ def recheck_fixed_point(
         raise Rejected("document/splits", f"slopes of {len(proof.hidden)} hidden layers")
     for slopes in proof.hidden:
         bounds.grow(slopes)
-    rows = -query.first, -query.second
-    most = bounds.most(len(layers) - 1, rows, proof.outputs, -query.direct)
+    elements = sum(len(ranges.z[0]) for ranges in bounds.ranges)
+    leaves = Leaves.of(proof.cuts, len(query.first), elements, grid.most)
+    rows = -query.first[leaves.places], -query.second[leaves.places]
+    levels = None if proof.cuts is None else (leaves.low, leaves.high)
+    direct = -query.direct[leaves.places]
+    found = bounds.most(len(layers) - 1, rows, proof.outputs, direct, levels)
+    most = np.full(len(query.first), -np.inf)
+    np.maximum.at(most, leaves.places, found)
     if not bool(query.cannot(most[None]).all()):
         raise Rejected("claim/too-small", "the bounds do not show the claim")

@@ -7,13 +7,14 @@ import random
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from bench import equivalence, neurodiff_splits, peers, peers_blocks, qebverif
+from bench import equivalence, neurodiff_splits, peers, peers_blocks, qebverif, qebverif_search
 from bench.equivalence_peers import BOX, Answer, Pair, product, vnnlib
-from bench.qebverif_bounds import FixedPointPair
+from bench.qebverif_bounds import THOROUGH, FixedPointPair
 from kcdsl_certs.recheck.linear_bounds.constraints import _exactly
 
 HELD, BROKEN, OPEN = Answer(True), Answer(False), Answer(None, "too slow")
@@ -129,18 +130,18 @@ def stored(value: float, bits: int, after: int) -> Fraction:
 
 def images(count: int) -> list[list[int]]:
     draw = random.Random(3)
-    low, high = qebverif._whole_ends(IMAGE)
+    low, high = qebverif_search.whole_ends(IMAGE)
     return [[draw.randint(a, b) for a, b in zip(low, high, strict=True)] for _ in range(count)]
 
 
 @pytest.mark.parametrize("bits", [4, 6, 10])
 def test_quantised_run_equals_the_integer_run(bits: int) -> None:
     given = layers(*SIZES, lift=0.5)  # some hidden values are clipped, some weights too
-    served = qebverif.quantised(given, bits)
+    served = qebverif_search.quantised(given, bits)
     (_, other), grid = qebverif.fixed_point(given, bits)
     shown = [[(weight.numpy(), bias.numpy()) for weight, bias in other]] * 2
     for pixels in images(10):
-        found = qebverif.quantised_run(served, bits, torch.tensor([pixels]).double())
+        found = qebverif_search.quantised_run(served, bits, torch.tensor([pixels]).double())
         expected = in_integers(given, bits, pixels)
         assert [Fraction(v) for v in found[0].tolist()] == expected
         assert _exactly(shown[1], grid, [Fraction(p, 255) for p in pixels]) == expected
@@ -154,29 +155,45 @@ def test_quantised_runs_stay_in_their_interval(bits: int, lift: float) -> None:
     pair = FixedPointPair(networks, grid, *neurodiff_splits.ends_of(IMAGE, 3))
     top = grid.step * grid.most
     assert bool((pair.ranges[-1].other[1] > top).any()) is (lift > 0)
-    served = qebverif.quantised(given, bits)
+    served = qebverif_search.quantised(given, bits)
     errors = [
-        qebverif._difference(given, served, bits, torch.tensor([pixels]).double())[0]
+        qebverif_search.difference(given, served, bits, torch.tensor([pixels]).double())[0]
         for pixels in images(40)
     ]
-    ends = zip(*qebverif._whole_ends(IMAGE), strict=True)
+    ends = zip(*qebverif_search.whole_ends(IMAGE), strict=True)
     for label in range(SIZES[-1]):
         low, high = qebverif.bounded(pair, label)[0]
-        largest, pixels = qebverif.attacked(given, bits, IMAGE, label, math.inf)
+        largest, pixels, _ = searched(given, bits, label, qebverif_search.Effort(4, 20, 1))
         assert max(-low, high) >= largest
         assert all(low <= float(error[label]) <= high for error in errors)
         assert all(a <= x <= b for x, (a, b) in zip(pixels, ends, strict=False))
 
 
-def test_single_pixel_search_improves_on_sign_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = layers(*SIZES)
+def searched(
+    given: Layers, bits: int, label: int, effort: qebverif_search.Effort
+) -> tuple[float, list[int], float]:
+    search = qebverif_search.Search.of(given, bits, IMAGE, label, effort)
+    return search.attacked((1.0, -1.0), math.inf)
 
-    def found() -> list[float]:
-        return [qebverif.attacked(given, 4, IMAGE, k, math.inf)[0] for k in range(SIZES[-1])]
 
-    climbed = found()
-    monkeypatch.setattr(qebverif, "CLIMBS", 0)
-    assert sum(climbed) > sum(found())
+def test_each_step_of_the_search_raises_the_difference() -> None:
+    given, efforts = layers(*SIZES), ((12, 0, 0), (12, 100, 0), (12, 100, 2))
+    random_images, annealed, climbed = (
+        sum(searched(given, 4, k, qebverif_search.Effort(*one))[0] for k in range(SIZES[-1]))
+        for one in efforts
+    )
+    assert random_images < annealed < climbed
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_softened_rounding_becomes_the_rounding(bits: int) -> None:
+    step, most = qebverif_search.hidden_format(bits)
+    levels = torch.linspace(-2, most / step + 2, 997, dtype=torch.float64)
+    middles = levels[((levels % 1) - 0.5).abs() > 0.1] * step
+    soft = qebverif_search.softened(middles, bits, 0.005)
+    assert bool(((soft - qebverif_search.hidden_values(middles, bits)).abs() < 1e-6 * step).all())
+    jump = torch.tensor([1.5 - 1e-9, 1.5 + 1e-9]).double() * step
+    assert float(qebverif_search.softened(jump, bits, 0.2).diff()) < 1e-6 * step
 
 
 def test_answers_are_confirmed_by_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +207,20 @@ def test_answers_are_confirmed_by_the_checker(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(qebverif, "bounded", lambda *_: ((-1e-9, 1e-9), proof))
     found = qebverif.decided(given, 4, IMAGE, 0, [0, 1])[1]
     assert found == {0: None, 1: None}
+
+
+@pytest.mark.full
+def test_splits_decide_what_one_bound_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = layers(6, 30, 3)
+    networks, grid = qebverif.fixed_point(given, 4)
+    pair = FixedPointPair(networks, grid, *neurodiff_splits.ends_of(IMAGE, 3), THOROUGH)
+    size = max(map(abs, qebverif.bounded(pair, 0)[0]))
+    limit: Any = Fraction(size - (size - searched(given, 4, 0, qebverif_search.LONG)[0]) / 5)
+    monkeypatch.setattr(qebverif, "CLOSE", {1: 0.5})
+    monkeypatch.setattr(qebverif, "NEAR", 0.5)
+    assert qebverif.decided(given, 4, IMAGE, 0, [limit])[1] == {limit: True}
+    monkeypatch.setattr(qebverif, "PARTS", {1: 2})
+    assert qebverif.decided(given, 4, IMAGE, 0, [limit])[1] == {limit: None}
 
 
 def test_published_table_is_parsed(tmp_path: Path) -> None:

@@ -14,11 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from bench.qebverif_bounds import FixedPointPair, Functionals
-from bench.qebverif_checker import (
-    Bounds,
-    SlopeProof,
-    recheck_fixed_point,
-)
+from bench.qebverif_checker import LEAF, Bounds, Leaves, SlopeProof, recheck_fixed_point
+from bench.qebverif_splits import Splitting
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.linear_bounds.constraints import Grid, replay
 from kcdsl_certs.recheck.linear_bounds.splits import paired
@@ -71,6 +68,10 @@ def hidden_and_outputs(
             levels = [(v / step + Fraction(1, 2)).__floor__() for v in sums[-1]]
             h = [min(max(level, 0), grid.most) * step for level in levels]
     return sums[:-1], sums[-1]
+
+
+def levels_of(sums: list[list[Fraction]], grid: Grid) -> list[int]:
+    return [grid.level(value) for layer in sums for value in layer]
 
 
 def apart(limit: Fraction, output: int = 0) -> list[Any]:
@@ -140,6 +141,65 @@ def test_checker_derives_the_bound_of_the_search(grid: Grid, seed: int) -> None:
         recheck_fixed_point(both, grid, LOW, HIGH, apart(largest), proof)
 
 
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_run_leaves_the_bounds_of_its_leaf(grid: Grid, seed: int) -> None:
+    both, draw = networks(seed, grid.step), np.random.default_rng(seed)
+    ends = [np.array([float(v) for v in end]) for end in (LOW, HIGH)]
+    bounds = Bounds(paired(both), grid, ends[0], np.nextafter(ends[1], 2), [], [])
+    behind = 0
+    for n in SIZES[1:-1]:
+        bounds.grow(np.zeros((6 * n, behind, 2)))
+        behind += n
+    runs = [
+        [hidden_and_outputs(*one) for one in ((both[0], point, None), (both[1], point, grid))]
+        for point in points(60, seed)
+    ]
+    seen = [levels_of(second[0], grid) for _, second in runs]
+    element = max(range(behind), key=lambda k: len({levels[k] for levels in seen}))
+    first, *_, last = sorted({levels[element] for levels in seen})
+    assert first < last
+    leaves = Leaves.of(np.array([[element, first], LEAF, LEAF]), 1, behind, grid.most)
+    size, held = 3.0 * draw.normal(size=(2, behind, 2)), [0, 0]
+    row = draw.normal(size=(2, 1, SIZES[-1])).repeat(2, axis=1)
+    most = bounds.most(2, (row[0], row[1]), size, None, (leaves.low, leaves.high))
+    for ((_, f), (_, g)), levels in zip(runs, seen, strict=True):
+        leaf = int(levels[element] > first)
+        assert leaves.low[leaf, element] <= levels[element] <= leaves.high[leaf, element]
+        found = float(row[0, 0] @ [float(v) for v in f] + row[1, 0] @ [float(v) for v in g])
+        assert found <= most[leaf] + 1e-9
+        held[leaf] += 1
+    assert min(held) > 0
+
+
+@pytest.mark.full
+def test_splits_show_more_than_one_bound() -> None:
+    grid = GRIDS[0]
+    both = networks(0, grid.step)
+    pair = FixedPointPair((tensors(both[0]), tensors(both[1])), grid, LOW, HIGH)
+    trees, size = [], 0.0
+    for sign in (1.0, -1.0):
+        one = torch.tensor([[sign, 0.0]]).double()
+        size = max(size, float(pair.bounded(Functionals(-one, one))[0]))
+    limit = size * 0.96
+    for sign in (1.0, -1.0):
+        one = torch.tensor([[sign, 0.0]]).double()
+        row = Functionals(-one, one)
+        trees.append(Splitting(pair, row, limit * 0.999999).searched(pair.bounded(row)[1], 400))
+    first, second = trees
+    assert first is not None
+    assert second is not None
+    slopes = np.concatenate([first.slopes, second.slopes])
+    proof = SlopeProof(pair.hidden, slopes, np.array([*first.cuts, *second.cuts]))
+    assert len(slopes) > 2
+    recheck_fixed_point(both, grid, LOW, HIGH, apart(Fraction(limit)), proof)
+    with pytest.raises(Rejected, match="claim/too-small"):
+        recheck_fixed_point(both, grid, LOW, HIGH, apart(Fraction(limit * 0.99)), proof)
+    joined = replace(proof, outputs=slopes[[0, -1]], cuts=None)
+    with pytest.raises(Rejected, match="claim/too-small"):
+        recheck_fixed_point(both, grid, LOW, HIGH, apart(Fraction(limit)), joined)
+
+
 def test_proof_for_a_grid_is_rejected_for_a_coarser_one() -> None:
     both, bound, proof = proved(0, GRIDS[1])
     with pytest.raises(Rejected, match="claim/too-small"):
@@ -173,6 +233,10 @@ def _with_hidden_slope(value: float) -> Callable[[SlopeProof], SlopeProof]:
     return changed
 
 
+def _cut(proof: SlopeProof, nodes: list[list[int]]) -> SlopeProof:
+    return replace(proof, cuts=np.array(nodes, dtype=np.int64).reshape(-1, 2))
+
+
 FORGED: dict[str, tuple[Callable[[SlopeProof], SlopeProof], str]] = {
     "no number": (_with_slope(float("nan")), "bound/not-finite"),
     "infinite": (_with_slope(float("inf")), "bound/not-finite"),
@@ -190,6 +254,24 @@ FORGED: dict[str, tuple[Callable[[SlopeProof], SlopeProof], str]] = {
         "document/splits",
     ),
     "other layers": (lambda proof: replace(proof, hidden=proof.hidden[::-1]), "document/splits"),
+    "no splits": (lambda proof: _cut(proof, []), "document/splits"),
+    "one tree": (lambda proof: _cut(proof, [LEAF]), "document/splits"),
+    "three trees": (lambda proof: _cut(proof, [LEAF] * 3), "document/splits"),
+    "a tree without its end": (lambda proof: _cut(proof, [LEAF, [0, 0], LEAF]), "document/splits"),
+    "a split without slopes": (
+        lambda proof: _cut(proof, [LEAF, [0, 0], LEAF, LEAF]),
+        "document/splits",
+    ),
+    "no such element": (lambda proof: _cut(proof, [[13, 0], *[LEAF] * 3]), "document/splits"),
+    "a negative element": (lambda proof: _cut(proof, [[-1, 0], *[LEAF] * 3]), "document/splits"),
+    "a level below": (lambda proof: _cut(proof, [[0, -1], *[LEAF] * 3]), "document/splits"),
+    "the last level": (lambda proof: _cut(proof, [[0, 7], *[LEAF] * 3]), "document/splits"),
+    "twice": (lambda proof: _cut(proof, [[0, 0], [0, 0], *[LEAF] * 4]), "document/splits"),
+    "half a level": (
+        lambda proof: replace(proof, cuts=np.array([[0, 0.5], *[LEAF] * 3])),
+        "document/splits",
+    ),
+    "flat splits": (lambda proof: replace(proof, cuts=np.array(LEAF * 2)), "document/splits"),
     "other signs": (lambda proof: replace(proof, outputs=-proof.outputs), "claim/too-small"),
 }
 
