@@ -301,15 +301,15 @@ def test_finds_a_server_that_misses_findings(monkeypatch: pytest.MonkeyPatch) ->
 
 
 PLANTED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
-    "a link to nowhere": (
+    "a symbol beyond the end": (
         lsp.TEXT_DOCUMENT_DOCUMENT_SYMBOL,
         lambda found: [replace_range(found[0], lsp.Range(place(0, 0), place(99, 0)))],
         "a range outside of textDocument/documentSymbol",
     ),
     "a range that ends before it begins": (
-        lsp.TEXT_DOCUMENT_SELECTION_RANGE,
-        lambda _: [lsp.SelectionRange(lsp.Range(place(1, 0), place(0, 0)))],
-        "a range outside of textDocument/selectionRange",
+        lsp.TEXT_DOCUMENT_HOVER,
+        lambda _: lsp.Hover("x", lsp.Range(place(1, 0), place(0, 0))),
+        "a range outside of textDocument/hover",
     ),
     "an answer that cannot be sent": (
         lsp.TEXT_DOCUMENT_HOVER,
@@ -359,8 +359,8 @@ def place(line: int, character: int) -> lsp.Position:
 
 
 def replace_range(symbol: Any, range: lsp.Range) -> Any:
-    """Return a symbol of a flat outline at another range."""
-    return lsp.SymbolInformation(lsp.Location(symbol.location.uri, range), symbol.name, symbol.kind)
+    """Return a symbol at another range."""
+    return lsp.DocumentSymbol(symbol.name, symbol.kind, range, range)
 
 
 def offers(edit: lsp.TextEdit | None) -> lsp.CompletionList:

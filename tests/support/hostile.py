@@ -89,7 +89,6 @@ ZEROS_OF_CONFIGURATIONS: Mapping[str, str] = {
     "metrics": r'metrics = ["a\u0000b.py"]',
     "allow-folders": r'allow-folders = ["a\u0000b"]',
     "exclude": r'exclude = ["a\u0000b"]',
-    "format": r'format = "json=a\u0000b"',
     "docs-url": r'docs-url = "a\u0000b"',
 }
 """Texts of `kcdsl.toml` with a zero byte in a path."""
