@@ -187,3 +187,10 @@ def test_both_programs_agree_with_the_formulas(
                     assert not wrong, (said.source, part, name, radius, wrong)
                     compared += 1
     assert compared > 0
+
+
+@pytest.mark.parametrize("rule", BLOCKS)
+def test_every_operation_has_a_formula(rule: str) -> None:
+    graph = BLOCKS[rule](np.random.default_rng(0))
+    lacking = {node["op"] for node in graph.nodes if not hasattr(Page, f"_{node['op']}")}
+    assert not lacking

@@ -130,22 +130,16 @@ class Page:
         self.apart[node["name"]] = (move(h_t), move(h_i))
         return State(x.t.map(move), x.i.map(move), x.d.map(move))
 
-    def _reshape(self, node: Any) -> State:
-        return self._moved(node, lambda v: v.reshape(node["attrs"]["shape"]))
-
-    def _expand(self, node: Any) -> State:
-        return self._moved(node, lambda v: np.broadcast_to(v, node["attrs"]["shape"]))
-
-    def _permute(self, node: Any) -> State:
-        return self._moved(node, lambda v: np.transpose(v, node["attrs"]["dims"]))
-
-    def _slice(self, node: Any) -> State:
-        attrs = node["attrs"]
+    def _view(self, node: Any) -> State:
+        attrs, shape = node["attrs"], node["shape"]
+        split = attrs["split"]
 
         def move(v: Balls) -> Balls:
-            index: list[Any] = [slice(None)] * v.ndim
-            index[attrs["dim"]] = slice(attrs["start"], attrs["stop"], attrs["step"])
-            return np.asarray(v[tuple(index)], dtype=object)
+            ranges = attrs.get("ranges", [(0, size, 1) for size in split])
+            taken = v.reshape(split)[tuple(slice(*each) for each in ranges)]
+            turned = taken.transpose(attrs.get("order", range(len(split))))
+            found = np.broadcast_to(turned, attrs.get("sizes", turned.shape)).reshape(shape)
+            return np.asarray(found, dtype=object)
 
         return self._moved(node, move)
 
