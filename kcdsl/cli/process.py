@@ -68,8 +68,9 @@ def _find_z3_in_its_package() -> None:
 
 
 def collect_seldom() -> None:
-    """Collect cyclic garbage after 10,000 new objects, not 700: large contracts are trees."""
-    gc.set_threshold(10_000)
+    """Collect cyclic garbage after 100,000 new objects, not 700: large contracts are trees, and a
+    short command ends before."""
+    gc.set_threshold(100_000)
 
 
 def leave_garbage() -> None:

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 
 from kcdsl.api.contract import Contract, read_contract
 from kcdsl.cli.common import switch, value, values
-from kcdsl.cli.common.options import (
+from kcdsl.cli.common.execution import (
     Certifies,
     Device,
     Engine,
     Looks,
     RunsCode,
-    contract_argument,
     device_option,
     engine_option,
     jobs_option,
+)
+from kcdsl.cli.common.options import (
+    contract_argument,
     not_negative,
     output_option,
     positive,

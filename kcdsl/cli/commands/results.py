@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.api.backends import choose_device, measuring_backend, replaying_backend
 from kcdsl.api.contract import Contract, read_contract, refuse_foreign_code
 from kcdsl.cli.common import Command, argument, choice, value, values
+from kcdsl.cli.common.execution import Device, RunsCode, device_option
 from kcdsl.cli.common.options import (
     KERNELS,
-    Device,
     OutputFormat,
-    RunsCode,
     contract_argument,
-    device_option,
     fingerprints_in,
     format_option,
     output_option,

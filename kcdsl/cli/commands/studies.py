@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.api.backends import attributor, choose_device, measuring_backend, planner
 from kcdsl.api.contract import read_contract, refuse_foreign_code, results_folder
 from kcdsl.cli.common import argument, choice, switch, value, values
+from kcdsl.cli.common.execution import Device, Looks, RunsCode, device_option
 from kcdsl.cli.common.options import (
     KERNELS,
-    Device,
-    Looks,
     OutputFormat,
-    RunsCode,
     Stage,
     contract_argument,
     count,
-    device_option,
     fingerprints_in,
     format_option,
     gigabytes,

@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.contract import read_contract
 from kcdsl.cli.common import Command, argument, choice, switch, value, values
-from kcdsl.cli.common.options import (
+from kcdsl.cli.common.execution import (
     Certifies,
     Device,
     Engine,
-    OutputFormat,
     RunsCode,
-    contract_argument,
-    count,
     device_option,
     engine_option,
-    format_option,
     jobs_option,
+)
+from kcdsl.cli.common.options import (
+    OutputFormat,
+    contract_argument,
+    count,
+    format_option,
     output_option,
     positive,
     seconds,

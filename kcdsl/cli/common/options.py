@@ -6,17 +6,15 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from kcdsl.cli.common.declare import Command, argument, choice, switch, value, values
+from kcdsl.cli.common.declare import Command, argument, choice, value, values
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import FAMILIES, USAGE, all_codes
-from kcdsl.route.catalogue import ENGINES
 from kcdsl.source.config import load_config
 
 if TYPE_CHECKING:
@@ -139,21 +137,6 @@ KERNELS = (
 RECHECK = "re-derive every proof with the independent checker"
 
 
-class Device(StrEnum):
-    """Where kernels run."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Engine(StrEnum):
-    """Where workers run."""
-
-    PROCESSES = ENGINES[0]
-    RAY = ENGINES[1]
-
-
 def contract_argument() -> Any:
     """Declare the contract that a command is about."""
     return argument("CONTRACT", "default: the one here", "?")
@@ -214,24 +197,6 @@ def register_place(given: str | None) -> str:
     return found
 
 
-def device_option(default: Device = Device.AUTO) -> Any:
-    """Declare `--device`."""
-    return choice(Device, "device of the kernels; auto uses CUDA if available", default)
-
-
-def jobs_option(what: str, usual: str) -> Any:
-    """Declare `--jobs`; `usual` describes the default."""
-    return value(
-        "N", f"number of {what} run in parallel; 1: in this process (default: {usual})", read=count
-    )
-
-
-def engine_option(what: str) -> Any:
-    """Declare `--engine`."""
-    help = f"where {what} run: in processes of this machine, or on a ray cluster"
-    return choice(Engine, help, Engine.PROCESSES)
-
-
 def fingerprints_in(kernels: str | None) -> Fingerprints | None:
     """Return the fingerprints of the file that `--kernels` names."""
     if kernels is None:
@@ -244,10 +209,6 @@ def fingerprints_in(kernels: str | None) -> Fingerprints | None:
 # --- options that go together ---------------------------------------------------------------------
 
 
-MOST_LOOKS = 10_000
-LONGEST_DAYS = 3660
-
-
 class Stage(StrEnum):
     """What a certificate is for."""
 
@@ -255,65 +216,6 @@ class Stage(StrEnum):
     SHADOW = "shadow"
     CANARY = "canary"
     FULL = "full"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunsCode(Command):
-    """A command that runs Python code of its contract, where the user allows that."""
-
-    epilog: ClassVar[str | None] = (
-        "This command runs code of the contract, once that is allowed: a model factory, and "
-        "metrics of its own. `kcdsl explain security` says when."
-    )
-    allow_code: bool = switch(
-        "run the Python code that the contract names, with your privileges (default: only if the "
-        "contract is below trusted-folders of your own configuration)"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Looks(Command):
-    """The number of looks at growing data."""
-
-    looks: int = value(
-        "K",
-        "number of evaluations of growing data that share the error, including this one",
-        1,
-        read=whole(1, MOST_LOOKS),
-        group="looks",
-    )
-    anytime: bool = switch("use limits that hold at any number of looks", group="looks")
-
-    @property
-    def looks_taken(self) -> int | None:
-        """Return the number of looks that share the error; None for any number."""
-        return None if self.anytime else self.looks
-
-
-@dataclass(frozen=True, kw_only=True)
-class Signs(Command):
-    """Who signs what the command writes."""
-
-    sign: tuple[str, ...] = values(
-        "KEY",
-        "private key to sign with in this process, which also runs the kernels; repeatable. "
-        "`kcdsl sign` keeps the key out of that process (default: write a statement for it)",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Certifies(Signs):
-    """What a certificate says beside its results."""
-
-    stage: Stage = choice(Stage, "stage of use of the certificate", Stage.OFFLINE_CI)
-    valid_for: int = value(
-        "DAYS", "validity of the certificate in days", 90, read=whole(1, LONGEST_DAYS)
-    )
-
-    @property
-    def lifetime(self) -> timedelta:
-        """Return how long the certificate is valid."""
-        return timedelta(days=self.valid_for)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.api.backends import formal_backend
 from kcdsl.api.contract import Contract, read_contract, refuse_foreign_code
 from kcdsl.cli.common import argument, switch, value
+from kcdsl.cli.common.execution import RunsCode, Signs
 from kcdsl.cli.common.options import (
     KERNELS,
     RECHECK,
     OutputFormat,
-    RunsCode,
-    Signs,
     Trusts,
     fingerprints_in,
     format_option,

@@ -9,15 +9,8 @@ from pathlib import Path
 
 from kcdsl.cli.commands.release.promotion import digest
 from kcdsl.cli.common import argument, values
-from kcdsl.cli.common.options import (
-    Device,
-    OutputFormat,
-    RunsCode,
-    device_option,
-    format_option,
-    register_option,
-    register_place,
-)
+from kcdsl.cli.common.execution import Device, RunsCode, device_option
+from kcdsl.cli.common.options import OutputFormat, format_option, register_option, register_place
 from kcdsl.cli.common.output import print_json, progress_bars
 from kcdsl.exits import Exit
 
