@@ -218,16 +218,18 @@ def _code_digest(name: str, found: Distribution, record: str, sha256: str) -> st
     """Return the sha256 over the names and digests of a distribution's code files."""
     root = str(found.locate_file(""))
     known = _DigestCache.of(name, root)
-    paths = {path: os.path.join(root, path) for path in known.listing(sha256, record)}
+    # Paths in RECORD are relative to the folder, with few exceptions.
+    paths = {
+        path: path if path.startswith(os.sep) else f"{root}{os.sep}{path}"
+        for path in known.listing(sha256, record)
+    }
     if not record or _is_linked(found):
         paths |= _programs_of_packages(name, found)
     if not paths:
         return None
-    digest = hashlib.sha256()
-    for path, place in paths.items():
-        digest.update(f"{path} {known.digest(place)}\n".encode())
+    lines = [f"{path} {known.digest(place)}\n" for path, place in paths.items()]
     known.keep()
-    return digest.hexdigest()
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _is_linked(found: Distribution) -> bool:
