@@ -351,7 +351,9 @@ def test_interrupt_ends_all_workers(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert out == b""
-    assert err.decode().strip() == "kcdsl: interrupted"
+    *progress, last = err.decode().splitlines()
+    assert last == "kcdsl: interrupted"
+    assert all(line.startswith(("progress: ", "note: ")) for line in progress)
     assert _gone(workers)
     assert not (tmp_path / "out").exists()
 
