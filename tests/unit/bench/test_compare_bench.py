@@ -44,20 +44,21 @@ def test_one_round_suffices_without_a_regression(tmp_path: Path) -> None:
     assert json.loads((before / "bench" / "count").read_text()) == 1
 
 
-def test_regression_triggers_more_rounds_and_medians_decide(tmp_path: Path) -> None:
-    before, now = tree(tmp_path / "a", [2.0, 2.0, 2.0]), tree(tmp_path / "b", [9.0, 2.0, 2.0])
+def test_regression_triggers_more_rounds_and_the_best_values_decide(tmp_path: Path) -> None:
+    before, now = tree(tmp_path / "a", [2.0, 4.0, 8.0]), tree(tmp_path / "b", [9.0, 3.0, 2.0])
     seconds, _ = compared("small", before, now)
     assert (seconds.value, seconds.within) == (1.0, True)
+    assert json.loads((now / "bench" / "count").read_text()) == 3
 
 
 def test_lasting_regression_is_reported(tmp_path: Path) -> None:
-    before, now = tree(tmp_path / "a", [2.0] * 3), tree(tmp_path / "b", [3.0] * 3)
+    before, now = tree(tmp_path / "a", [2.0] * 5), tree(tmp_path / "b", [3.0] * 5)
     seconds, _ = compared("small", before, now)
     assert (seconds.value, seconds.within) == (1.5, False)
 
 
 def test_nan_figure_is_a_regression(tmp_path: Path) -> None:
-    before, now = tree(tmp_path / "a", [2.0] * 3), tree(tmp_path / "b", [None] * 3)
+    before, now = tree(tmp_path / "a", [2.0] * 5), tree(tmp_path / "b", [None] * 5)
     seconds, _ = compared("small", before, now)
     assert math.isnan(seconds.value)
     assert not seconds.within
@@ -70,6 +71,10 @@ def test_higher_is_better_figures_and_missing_figures() -> None:
     assert (missing.value, missing.conditions, missing.within) == (1, "b", False)
     assert losses("x", [(values(a=0.0), values(a=0.0))])[0].value == 1.0
     assert losses("x", [(values(a=0.0), values(a=1.0))])[0].value == math.inf
+    rates = [({"rate": (old, Better.HIGHER)}, {"rate": (2.0, Better.HIGHER)}) for old in (3.0, 4.0)]
+    assert losses("x", rates)[0].value == 2.0
+    once = [(values(a=1.0), values(a=new)) for new in (math.nan, 1.0)]
+    assert math.isnan(losses("x", once)[0].value)
 
 
 def test_benchmark_without_results_ends_the_run(tmp_path: Path) -> None:
