@@ -13,14 +13,13 @@ import numpy as np
 
 from kcdsl_certs.encoding.files import open_regular
 from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.recheck.interval import decoding
 from kcdsl_certs.recheck.interval.decoding import (
     Decoded,
     Parts,
-    decode,
     largest_amax,
     method_name,
     parsed,
-    told_by_torchao,
 )
 from kcdsl_certs.recheck.interval.stated import fits_cache, fits_inputs, fits_torchao
 from kcdsl_certs.recheck.interval.tensors import (
@@ -32,6 +31,7 @@ from kcdsl_certs.recheck.interval.tensors import (
     read_file,
     read_index,
 )
+from kcdsl_certs.recheck.interval.torchao import told_by_torchao, torchao
 from kcdsl_certs.statement.manifest import Manifest, Resource
 from kcdsl_certs.statement.weights import CONFIGURATIONS, SINGLE, index_of
 
@@ -44,6 +44,15 @@ _PARTS = (
     *("input_scale", "activation_scale", "input_global_scale", "_weight_act_quant_scale"),
     *("input_zero_point", "_weight_act_quant_zero_point", "k_scale", "v_scale", "output_scale"),
 )  # fmt: skip
+_METHODS = {
+    "compressed-tensors": decoding.compressed_tensors,
+    "gptq": decoding.gptq,
+    "awq": decoding.awq,
+    "modelopt": decoding.modelopt,
+    "fp8": decoding.fp8,
+    "fbgemm_fp8": decoding.fbgemm_fp8,
+    "torchao": torchao,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +104,12 @@ class Served:
         try:
             if len(self._codes(base)) > 1:
                 raise ValueError("it is stored twice")
-            found = decode(Parts(self.tensors, self.method, self.metadata), base)
+            if not isinstance(self.method, dict):
+                raise Rejected("served/config", "the quantisation configuration is no object")
+            name = method_name(self.method)
+            if name not in _METHODS:
+                raise Rejected("served/method", f"{name[:40]!r} is not known")
+            found = _METHODS[name](Parts(self.tensors, self.method, self.metadata), base)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise Rejected("served/tensor", f"{key[:80]!r}: {error}") from None
         if not np.isfinite(found.value).all() or not np.isfinite(found.largest_scale):
