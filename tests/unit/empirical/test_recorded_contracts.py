@@ -633,6 +633,27 @@ def test_recorded_values_are_renormalised_by_listed_mass(
     assert verdicts(report) == {"N-NEAR": "invalid_evidence"}
 
 
+@pytest.mark.parametrize(
+    ("listed", "sampled"), [(-math.inf, -math.inf), (-9999.0, -9999.0), (-5.0, -0.1)]
+)
+def test_kept_tokens_without_their_mass_are_invalid_evidence(
+    decide: Callable[..., dict[str, Any]], listed: float, sampled: float
+) -> None:
+    table = {
+        "prompt": [[7 + i, 8] for i in range(6)],
+        "tokens": [[5]] * 6,
+        "mask": [[1]] * 6,
+        "train_logs": [[sampled]] * 6,
+        "infer_logs": [[0.0]] * 6,
+        "infer_kept": [[[5]]] * 6,
+        "train_top_ids": [[[5, 6]]] * 6,
+        "train_top_logs": [[[listed, -1.0]]] * 6,
+    }
+    report = decide(NEAR, table, infer=CUT)
+    assert verdicts(report) == {"N-NEAR": "invalid_evidence"}
+    assert "6 of 6 rollouts have ln-ratios that are not finite" in json.dumps(report["prechecks"])
+
+
 @pytest.mark.full
 def test_trainer_that_replays_candidate_sets_must_declare_it(
     decide: Callable[..., dict[str, Any]],

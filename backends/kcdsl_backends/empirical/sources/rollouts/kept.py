@@ -81,7 +81,8 @@ def restricted_logits(logits: Tensor, kept: Kept) -> Tensor:
 def restricted(rollout: Rollout, kept: Kept) -> Rollout | None:
     """Return the rollout with recorded log-probabilities of train renormalised over the kept sets.
 
-    None if its list of the likeliest tokens lacks a kept one, whose mass is then not known.
+    None if its list of the likeliest tokens lacks a kept one, whose mass is then not known. A value
+    is NaN, which is invalid evidence, where the kept set has no mass, or less than the sampled token.
     """
     train = rollout.train
     if train is None or train.top is None:
@@ -97,9 +98,9 @@ def restricted(rollout: Rollout, kept: Kept) -> Rollout | None:
         known.setdefault(rollout.tokens[at], train.logs[at])
         if len(known) != ids.size:
             return None
-        mass = math.log(math.fsum(math.exp(v) for v in known.values()))
-        value = train.logs[at] - mass
-        logs[at] = 0.0 if 0 < value <= ROUNDING else value
+        mass = math.fsum(math.exp(v) for v in known.values())
+        value = train.logs[at] - math.log(mass) if mass else math.nan
+        logs[at] = min(value, 0.0) if value <= ROUNDING else math.nan
     return replace(rollout, train=Side(logs, train.semantics, None))
 
 
