@@ -24,7 +24,7 @@ from kcdsl.diagnostics.model import Refusal, refuse
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Slice
 from kcdsl.model.files import Artefacts
-from kcdsl.source.files import MARK, MARKED, UNMARKED, read_source, shown, unique_pairs
+from kcdsl.source.files import MARK, MARKED, UNMARKED, json_value, read_source, shown
 
 SIZE_LIMIT = 256 * 2**20
 """Largest request file in bytes."""
@@ -161,12 +161,7 @@ def _read_row(
     if number == 1 and line.startswith(MARK):
         raise refusal(MARKED, UNMARKED)
     try:
-        row = json.loads(
-            line,
-            parse_float=_decimal,
-            parse_constant=_decimal,
-            object_pairs_hook=unique_pairs,
-        )
+        row = json_value(line, parse_float=_decimal, parse_constant=_decimal)
     except (ValueError, RecursionError) as error:
         raise refusal(f"not a JSON object: {error}") from None
     if not isinstance(row, dict):
@@ -187,8 +182,6 @@ def _read_row(
         if first.span is not None:
             raise
         raise _refuse_line(first.code, first.message, source, number, first.help) from error
-    if "\\u" in line and not _is_unicode(json.dumps(row, ensure_ascii=False, default=str)):
-        raise refusal("the row holds a lone surrogate, which is no Unicode character")
     fields = {key: value for key, raw in row.items() if (value := _plain(raw)) is not None}
     fields.setdefault("length", Fraction(len(tokens)))
     return Request(f"{name}:{identifier}", identifier, tokens, fields, number)
@@ -216,8 +209,8 @@ def _tokens(
     if text is None:
         tokens = tuple(given or ())
     else:
-        if not isinstance(text, str) or not _is_unicode(text):
-            raise refusal("`text` must be a string of Unicode characters")
+        if not isinstance(text, str):
+            raise refusal("`text` must be a string")
         if tokenize is None:
             raise refusal(
                 "the row has a `text`, but the model has no tokenizer",
@@ -268,11 +261,6 @@ def _with_floats(cell: Any) -> Any:
         case dict():
             return {name: _with_floats(one) for name, one in cell.items()}
     return cell
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether a string has no lone surrogates, which no tokenizer can read."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _plain(raw: Any) -> str | bool | Fraction | None:

@@ -11,7 +11,6 @@ Needs no tensor library, so that `kcdsl compile` can already refuse a configurat
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from kcdsl.ir.terms import ONNX, ModelRef
 from kcdsl.model.checkpoint.headers import weights_folder
 from kcdsl.model.files import Artefacts, companion
 from kcdsl.model.registry import ModelFamily, declared, load
-from kcdsl.source.files import read_bytes, shown, unique_pairs
+from kcdsl.source.files import json_value, read_bytes, shown
 
 LARGEST_COUNT = 1 << 24
 """The largest width, vocabulary or length; larger numbers would exhaust the memory."""
@@ -119,7 +118,7 @@ def parse_config(path: Path, data: bytes) -> dict[str, Any]:
     try:
         if len(data) > _LARGEST_CONFIG:
             raise ValueError(f"it is larger than {_LARGEST_CONFIG} bytes")
-        raw = json.loads(data.decode("utf-8"), object_pairs_hook=unique_pairs)
+        raw = json_value(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise refuse(
             codes.MODEL_CONFIG,

@@ -166,6 +166,22 @@ def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def json_value(text: str, **hooks: Any) -> Any:
+    """Return the value of a JSON text; `hooks` are those of `json.loads`.
+
+    Raises ValueError for a repeated key, and for half a surrogate pair, which no file can hold.
+    """
+    import json
+
+    found = json.loads(text, object_pairs_hook=unique_pairs, **hooks)
+    if "\\u" in text:
+        try:
+            json.dumps(found, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            raise ValueError("half a surrogate pair is no character") from None
+    return found
+
+
 def missing(path: Path, notes: tuple[str, ...] = ()) -> Refusal:
     """Return the refusal of a path where there is no file."""
     return refuse(FILE_MISSING, f"there is no file {path}", help=neighbours(path), notes=notes)

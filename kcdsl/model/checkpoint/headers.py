@@ -18,10 +18,10 @@ from kcdsl.source.files import (
     excerpt,
     is_file,
     is_folder,
+    json_value,
     open_file,
     read_bytes,
     shown,
-    unique_pairs,
 )
 
 SINGLE = "model.safetensors"
@@ -234,10 +234,8 @@ def _header(data: bytes | memoryview) -> dict[str, Any]:
 
 def _object(data: bytes, what: str) -> dict[str, Any]:
     """Return a JSON object; ValueError for anything else and for a repeated key."""
-    import json
-
     try:
-        found = json.loads(data.decode(), object_pairs_hook=unique_pairs)
+        found = json_value(data.decode())
     except RecursionError:
         raise ValueError(f"{what} is nested too deeply") from None
     if not isinstance(found, dict):

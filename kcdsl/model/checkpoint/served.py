@@ -7,7 +7,6 @@ dequantised by their storage format (`quantised`); every other tensor is read as
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -46,7 +45,7 @@ from kcdsl.model.checkpoint.tensors import TYPES
 from kcdsl.model.checkpoint.torchao import torchao_scheme
 from kcdsl.model.numerics.formats import CODE_FORMATS, LAYOUTS
 from kcdsl.model.numerics.specification import Numerics
-from kcdsl.source.files import excerpt, is_file, read_bytes, shown, unique_pairs
+from kcdsl.source.files import excerpt, is_file, json_value, read_bytes, shown
 from kcdsl_certs.statement.manifest import Resource
 
 CONFIG, QUANTISATION = "config.json", "hf_quant_config.json"
@@ -388,7 +387,7 @@ def _refuse_other_model(train: Mapping[str, Any], infer: Mapping[str, Any]) -> N
 
 def _object(path: Path, data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data.decode(), object_pairs_hook=unique_pairs)
+        found = json_value(data.decode())
     except (ValueError, RecursionError) as error:
         raise refuse(
             codes.MODEL_CONFIG,

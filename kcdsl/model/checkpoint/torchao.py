@@ -7,7 +7,6 @@ its blocks. A class is a rule of docs/reference/quantised-checkpoints.md; no cla
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +26,7 @@ from kcdsl.model.checkpoint.quantised import (
     unknown,
 )
 from kcdsl.model.numerics.formats import FORMATS, Format
-from kcdsl.source.files import excerpt, unique_pairs
+from kcdsl.source.files import excerpt, json_value
 
 _CLASSES = {
     "Float8Tensor": {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"},
@@ -99,7 +98,7 @@ def _refuse_limits(name: str, kwargs: object) -> None:
 
 def _object(name: str, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text, object_pairs_hook=unique_pairs)
+        found = json_value(text)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

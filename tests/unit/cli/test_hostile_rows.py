@@ -59,3 +59,19 @@ def test_configuration_with_a_duplicate_key_is_refused(
     (folder / "config.json").write_text(text + ', "hidden_size": 8}')
     ran = run_here(*command, cwd=folder)
     assert (ran.code, "KC455" in ran.stderr, "given twice" in ran.stderr) == (2, True, True)
+
+
+@pytest.mark.parametrize("command", [("compile",), ("verify", "--block", "mlp_0")])
+@pytest.mark.parametrize("place", ["config.json", "model.safetensors"])
+def test_lone_surrogate_in_the_model_is_refused(
+    folder: Path, place: str, command: tuple[str, ...]
+) -> None:
+    path = folder / place
+    data = path.read_bytes()
+    start = 0 if place == "config.json" else 8
+    end = len(data) if not start else 8 + int.from_bytes(data[:8], "little")
+    field = {"torch_dtype": "\ud800"} if not start else {"__metadata__": {"a": "\ud800"}}
+    own = json.dumps({**json.loads(data[start:end]), **field}).encode()
+    path.write_bytes((len(own).to_bytes(8, "little") if start else b"") + own + data[end:])
+    ran = run_here(*command, cwd=folder)
+    assert (ran.code, "half a surrogate pair" in ran.stderr) == (2, True), ran.stderr

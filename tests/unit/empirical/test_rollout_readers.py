@@ -229,6 +229,13 @@ def test_malformed_parquet_rows_are_refused_with_their_position(tmp_path: Path, 
     assert message in refused.value.diagnostics[0].message
 
 
+def test_lone_surrogate_in_a_row_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    recordings.write(path, {**recordings.columns(rollouts()), "train_version": ["\ud800"] * 3})
+    with pytest.raises(Refusal, match=r"rows\.jsonl, line 1: .*half a surrogate pair"):
+        read(path)
+
+
 def test_masked_token_may_have_nan(tmp_path: Path) -> None:
     """Trainers store NaN at tokens of tools, which are masked."""
     table = recordings.columns(rollouts())

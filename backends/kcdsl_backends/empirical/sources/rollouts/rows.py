@@ -7,7 +7,6 @@ with its file, row and column. Nothing is repaired or filled in.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Refusal
-from kcdsl.source.files import MARK, MARKED, UNMARKED, read_bytes, shown, unique_pairs
+from kcdsl.source.files import MARK, MARKED, UNMARKED, json_value, read_bytes, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +229,7 @@ def _object(path: Path, number: int, data: bytes) -> dict[str, Any]:
     if number == 1 and line.startswith(MARK):
         raise refuse(codes.MALFORMED_ROLLOUT, f"{shown(path)}, line 1: {MARKED}", help=UNMARKED)
     try:
-        row = json.loads(line, object_pairs_hook=unique_pairs)
+        row = json_value(line)
     except (ValueError, RecursionError) as error:
         raise refuse(
             codes.MALFORMED_ROLLOUT,
