@@ -82,7 +82,7 @@ def restricted(rollout: Rollout, kept: Kept) -> Rollout | None:
     """Return the rollout with recorded log-probabilities of train renormalised over the kept sets.
 
     None if its list of the likeliest tokens lacks a kept one, whose mass is then not known. A value
-    is NaN, which is invalid evidence, where the kept set has no mass, or less than the sampled token.
+    is NaN, which is invalid evidence, where the kept set has no mass, or less than its token.
     """
     train = rollout.train
     if train is None or train.top is None:
