@@ -106,6 +106,17 @@ def test_queries_about_two_networks(tmp_path: Path, networks: dict[str, Path]) -
             assert float(lines[3]) == 1.0
 
 
+def test_networks_without_relu_are_split(tmp_path: Path) -> None:
+    """Each assertion can hold alone, and both only if they are less apart."""
+    weight = numpy_helper.from_array(np.array([[1, 1], [-1, 1]], dtype=np.float32), "w")
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    files = {"N": saved(model_of([node], [weight], [1, 2], [1, 2]), tmp_path / "N.onnx")}
+    for least, expected in (("0.5", "unsat"), ("-0.5", "sat")):
+        both = f"(assert (and (>= Y[0,0] {least}) (<= Y[0,0] (- (* 0.5 X[0,0]) (* 0.5 X[0,1])))))"
+        text = ONE + both + "(assert (<= (- X[0,0] X[0,1]) 0.25))"
+        assert answer(tmp_path, text, files).startswith(f"{expected}\n")
+
+
 def test_equal_networks_with_separate_inputs(tmp_path: Path, networks: dict[str, Path]) -> None:
     text = (
         START

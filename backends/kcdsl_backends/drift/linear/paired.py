@@ -219,7 +219,8 @@ class _Walk:
         lost = ROUNDINGS * EPS * (total.abs() + found.abs()) + TINIEST
         wide = SAFE * (back.abs() @ half.unsqueeze(-1)).squeeze(-1)
         total = up(total + (wide + lost), 2)
-        return total.masked_fill(~(total.abs() <= LARGEST), torch.inf), back
+        slopes = back.expand(len(self.low), -1, -1)  # without units they are those of all boxes
+        return total.masked_fill(~(total.abs() <= LARGEST), torch.inf), slopes
 
 
 def _hidden(
