@@ -104,8 +104,9 @@ class OnnxPlan:
         wanted: set[str] = set()
         for node in reversed(self.file.nodes):
             if node.outputs[0] in dynamic:
+                tables = node.inputs[1:] if node.kind == "RotaryEmbedding" else ()
                 for name in node.inputs:
-                    if name in views:
+                    if name in views and name not in tables:
                         wanted.add(name)
                     elif name not in dynamic:
                         needed.add(name)

@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import ONNX, ModelRef
@@ -87,6 +88,35 @@ def test_elementary_operators_are_fused_into_supported_ones(model: Model, name: 
     assert HAS[name] <= {node.op for node in graph.nodes}
     roles = {node.role for node in graph.nodes if node.op == "softmax"}
     assert roles <= {"probabilities"}
+
+
+ROTATED = """
+<ir_version: 11, opset_import: ["" : 23]>
+rotated (int64[1,T] input_ids, int64[1,T] position_ids) => (float[1,T,8] turned)
+{
+  row = Gather <axis = 0> (table, input_ids)
+  queries = MatMul (row, weight)
+  turned = RotaryEmbedding <num_heads = 2> (queries, cosines, sines, position_ids)
+}
+"""
+
+
+def test_rotations_read_their_tables_from_initializers(tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    shapes = {"table": (6, 8), "weight": (8, 8), "cosines": (9, 2), "sines": (9, 2)}
+    tensors = {n: random.uniform(-1, 1, s).astype(np.float32) for n, s in shapes.items()}
+    file = model_of(ROTATED, tensors)
+    onnx.save(file, tmp_path / "model.onnx")
+    model = loaded(tmp_path / "model.onnx", {"turn": ("row", "turned")})
+    tokens = [3, 1, 4, 1, 5]
+    given = {"input_ids": np.asarray([tokens]), "position_ids": np.arange(5)[None]}
+    wanted = ReferenceEvaluator(file).run(None, given)[0][0]
+    np.testing.assert_allclose(model.module(model.ids(tokens)), wanted, rtol=1e-5, atol=1e-6)
+    params = {key: model.weights[key].numpy() for key in model.weights}
+    entering = model.block_inputs(tokens, "turn")
+    assert entering is not None
+    found = graph_output(block_graph(model, "turn", 5), params, entering.numpy())
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 GELU = """
