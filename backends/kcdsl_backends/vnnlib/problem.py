@@ -49,6 +49,8 @@ _TYPES = {
     "bool": TensorProto.BOOL,
 }
 """ONNX types of the supported element types besides real."""
+_ENDS = {"bool": (0, 1), "int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1)}
+"""The least and the greatest number of element types that have no fractions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +114,20 @@ def query_problem(query: Query, files: Mapping[str, OnnxFile]) -> QueryProblem:
             f"{len(found)} cases of {count} inputs have more than {_MOST_BOUNDS} bounds",
             help="split the query into several, one for each part of its disjunctions",
         )
-    regions, polynomials = _regions([_mapped(case, places) for case in found], count)
+    whole, narrow = [False] * count, [False] * count
+    lo: list[Fraction | None] = [None] * count
+    hi: list[Fraction | None] = [None] * count
+    for (name, _), place in places.items():
+        type = owner[name].type
+        narrow[place] |= type not in ("float64", "real")
+        if type in _ENDS:
+            least, most = map(Fraction, _ENDS[type])
+            whole[place] = True
+            lo[place] = max(v for v in (lo[place], least) if v is not None)
+            hi[place] = min(v for v in (hi[place], most) if v is not None)
+    regions, polynomials = _regions([_mapped(case, places) for case in found], lo, hi)
     program, tensors, layers = _programs(query, files, places, count, polynomials)
     sums = _sums(program, tensors, polynomials)
-    whole, narrow = [False] * count, [False] * count
-    for (name, _), place in places.items():
-        whole[place] |= owner[name].type.startswith(("int", "uint", "bool"))
-        narrow[place] |= owner[name].type != "float64" and owner[name].type != "real"
     return QueryProblem(
         query,
         dense(program),
@@ -269,15 +278,17 @@ def _mapped(
 
 
 def _regions(
-    found: Sequence[list[QueryComparison]], count: int
+    found: Sequence[list[QueryComparison]],
+    least: Sequence[Fraction | None],
+    most: Sequence[Fraction | None],
 ) -> tuple[tuple[InputRegion, ...], list[Polynomial]]:
-    """Return the boxes of the cases with their conjunctions, and the polynomials of these."""
+    """Return the boxes of the cases, within bounds of every input element, with their conjunctions,
+    and the polynomials of these."""
     rows: dict[tuple[Any, ...], int] = {}
     polynomials: list[Polynomial] = []
     boxes: dict[Any, list[Conjunction]] = {}
     for case in found:
-        lo: list[Fraction | None] = [None] * count
-        hi: list[Fraction | None] = [None] * count
+        lo, hi = list(least), list(most)
         left = _boxed(case, lo, hi)
         empty = any(a is not None and b is not None and a > b for a, b in zip(lo, hi, strict=True))
         if left is None or empty:

@@ -418,7 +418,7 @@ def _refuse_unlike(
 
 # --- version 1 ------------------------------------------------------------------------------------
 
-_PLAIN = re.compile(r"([XY])_(\d{1,8})")
+_PLAIN = re.compile(r"([XY])_(0|[1-9]\d{0,7})")
 
 
 @dataclass(slots=True)

@@ -117,6 +117,35 @@ def test_networks_without_relu_are_split(tmp_path: Path) -> None:
         assert answer(tmp_path, text, files).startswith(f"{expected}\n")
 
 
+@pytest.mark.parametrize(
+    ("type", "asserted", "expected"),
+    [
+        ("bool", "(> Y[0] 1.0)", "unsat"),
+        ("bool", "(< Y[0] 0.0)", "unsat"),
+        ("bool", "(and (> Y[0] 0.0) (< Y[0] 1.0))", "unsat"),
+        ("bool", "(>= Y[0] 1.0)", "sat"),
+        ("int32", "(> Y[0] 2147483647.0)", "unsat"),
+        ("int32", "(<= Y[0] -2147483648.0)", "sat"),
+    ],
+)
+def test_inputs_are_numbers_of_their_type(
+    type: str, asserted: str, expected: str, tmp_path: Path
+) -> None:
+    node = helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT)
+    model = model_of([node], [], [1], [1])
+    model.graph.input[0].type.tensor_type.elem_type = getattr(TensorProto, type.upper())
+    files = {"N": saved(model, tmp_path / "N.onnx")}
+    declared = f"(declare-input X {type} [1]) (declare-output Y float32 [1])"
+    text = f"{START}(declare-network N {declared})(assert {asserted})"
+    assert answer(tmp_path, text, files).startswith(f"{expected}\n")
+
+
+def test_elements_have_one_spelling(tmp_path: Path, networks: dict[str, Path]) -> None:
+    text = FIRST + "(declare-const X_00 Real) (assert (>= X_00 2)) (assert (>= Y_0 0))"
+    with pytest.raises(Refusal, match="expected a declaration"):
+        answer(tmp_path, text, {"N": networks["N"]})
+
+
 def test_equal_networks_with_separate_inputs(tmp_path: Path, networks: dict[str, Path]) -> None:
     text = (
         START
