@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.draft.clauses import DraftEvidence, DraftPurpose, clauses_for
-from kcdsl.draft.folder import COMPUTE, ModelFolder, quantisation_of, read_folder
+from kcdsl.draft.folder import COMPUTE, QUANTISED, ModelFolder, quantisation_of, read_folder
 from kcdsl.draft.graph import own_file_kernel
 from kcdsl.draft.quantisation import serving_kernel, stored_kernel, training_kernel
 from kcdsl.draft.rows import given_rows, own_rows, slices_of
@@ -191,7 +191,8 @@ def _of_model(
         notes.append(f"nothing is proved, only measured: {model.unproved}")
     if not rows.short:
         notes.append(
-            "nothing is proved about rows with `messages`: `kcdsl verify` runs no chat template"
+            "nothing is proved about rows with `messages`, since `kcdsl verify` runs no chat template,"
+            " nor about rows of a length that no slice can test"
         )
     clauses = clauses_for(
         purpose,
@@ -223,9 +224,19 @@ def _of_model(
 
 
 def _refuse_quantised(model: ModelFolder) -> None:
-    plain = model.stored in COMPUTE
-    if model.quantised is None or plain:
+    if model.quantised is None:
         return
+    if model.stored in COMPUTE:
+        stated = next((key for key in QUANTISED if key in model.config), None)
+        if stated is None or model.architecture == "hf":
+            return
+        raise refuse(
+            codes.MODEL_CONFIG,
+            f"the config.json of {shown(model.path)} has a {stated}, and its weights are not "
+            f"quantised ({model.stored})",
+            help=f"move {stated} into the config.json of another folder, and name that folder: "
+            f"kcdsl init {shown(model.path)} --quantised FOLDER",
+        )
     raise refuse(
         codes.CHECKPOINT_DTYPE,
         f"{shown(model.path)} holds quantised weights ({model.stored}) and not those that were "

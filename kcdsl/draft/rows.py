@@ -183,7 +183,25 @@ def slices_of(
         above = sum(size >= most for size in sizes)
         if most > least and above >= _LEAST_ROWS:
             found.append(DraftSlice("long", f"length >= {most}", f"the {above} longest"))
-    return (*found, *_by_columns(rows, skip))
+    found += _by_columns(rows, skip)
+    return tuple(one for one in found if not one.where or _compiles(one.where))
+
+
+def _compiles(where: str) -> bool:
+    """Return whether a predicate compiles without a finding: a column may have the name of a
+    keyword or one like `length`, and a value may be too long or too large."""
+    from kcdsl.check.expressions.fields import predicate
+    from kcdsl.diagnostics import Sink
+    from kcdsl.diagnostics.report import Reporter
+    from kcdsl.diagnostics.spans import SourceFile, Span
+    from kcdsl.source.yaml_nodes import Scalar
+    from kcdsl.syntax.parser import parse_expression
+
+    source, sink = SourceFile("", where), Sink()
+    text = Scalar(where, where, "plain", Span(0, len(where)))
+    tree = parse_expression(source, text, sink)
+    found = None if tree is None else predicate(tree, Reporter(source, sink))
+    return found is not None and not any(sink)
 
 
 def _by_columns(rows: Sequence[Mapping[str, Any]], skip: Sequence[str]) -> list[DraftSlice]:

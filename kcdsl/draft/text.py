@@ -173,8 +173,10 @@ def _comment(text: str) -> Iterator[str]:
 
 
 def _scalar(text: str) -> str:
-    plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS_OF_YAML
-    return text if plain else json.dumps(text, ensure_ascii=False)
+    if _PLAIN.fullmatch(text) and text.lower() not in _WORDS_OF_YAML:
+        return text
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in quoted)
 
 
 def _quoted(text: str) -> str:

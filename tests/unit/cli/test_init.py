@@ -492,6 +492,51 @@ def test_quantised_weights_beside_trained_ones(cli: Any, tmp_path: Path) -> None
     assert load_program(tmp_path / "contract.yaml").infer.run == "torch.scaled_mm"
 
 
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_quantisation_of_weights_that_are_not_quantised_is_refused(
+    cli: Any, tmp_path: Path, key: str
+) -> None:
+    """No contract about such a config.json compiles."""
+    write_model(tmp_path)
+    config = {**DECODER, key: {"quant_method": "fbgemm_fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ran = cli("init", cwd=tmp_path)
+    assert (ran.code, "KC455" in ran.stderr, "--quantised FOLDER" in ran.stderr) == (2, True, True)
+    assert not (tmp_path / "contract.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    "column", ["true", "false", "forall", "exists", "not", "and", "of", "Length", "length_"]
+)
+def test_columns_of_any_name_give_a_draft_that_compiles(
+    cli: Any, tmp_path: Path, column: str
+) -> None:
+    write_model(tmp_path, rows=[{"tokens": [1] * (i + 1), column: "ab"[i % 2]} for i in range(4)])
+    assert cli("init", cwd=tmp_path).code == 0
+    accepted(cli, tmp_path / "contract.yaml")
+
+
+@pytest.mark.parametrize("row", [{"length": 1e300}, {"length": 5e-324}, {"cat": "a" * 20_000}])
+def test_values_beyond_the_language_give_a_draft_that_compiles(
+    cli: Any, tmp_path: Path, row: dict[str, Any]
+) -> None:
+    rows = [{"tokens": [1, 2], **(row if i % 2 else row | {"cat": "b"})} for i in range(4)]
+    write_model(tmp_path, rows=rows)
+    assert cli("init", cwd=tmp_path).code == 0
+    accepted(cli, tmp_path / "contract.yaml")
+
+
+@pytest.mark.parametrize("name", ["a\u2028b", "a\x7fb", "\u202ea", "a\x85b"])
+def test_folders_of_any_name_give_a_draft_that_compiles(
+    cli: Any, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    write_model(tmp_path / name)
+    assert cli("init", name, cwd=tmp_path).code == 0
+    accepted(cli, tmp_path / "contract.yaml")
+    assert all(c.isprintable() for c in (tmp_path / "contract.yaml").read_text() if c != "\n")
+
+
 @pytest.mark.parametrize(
     ("config", "read"),
     [
