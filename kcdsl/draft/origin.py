@@ -191,8 +191,8 @@ def _of_model(
         notes.append(f"nothing is proved, only measured: {model.unproved}")
     if not rows.short:
         notes.append(
-            "nothing is proved about rows with `messages`, since `kcdsl verify` runs no chat template,"
-            " nor about rows of a length that no slice can test"
+            "nothing is proved about rows with `messages`, since `kcdsl verify` runs no chat "
+            "template, nor about rows of a length that no slice can test"
         )
     clauses = clauses_for(
         purpose,
