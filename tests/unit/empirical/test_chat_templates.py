@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,32 @@ def test_forbidden_operations_of_templates_are_refused(folder: Path, template: s
     with pytest.raises(Refusal) as error:
         _render(folder, {"messages": MESSAGES})
     assert "the chat template of" in str(error.value)
+
+
+GROWN = "{% set n = namespace(x=START) %}{% for i in range(40) %}{% set n.x = STEP %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "steps"),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+         "{% set x = f(60) %}", "steps"),
+        (GROWN.replace("START", "'aaaa'").replace("STEP", "n.x ~ n.x"), "memory"),
+        (GROWN.replace("START", "'aaaa'").replace("STEP", "n.x + n.x"), "memory"),
+        (GROWN.replace("START", "'aaaa'").replace("STEP", "n.x.replace('a', n.x)"), "memory"),
+        (GROWN.replace("START", "999999").replace("STEP", "n.x * n.x"), "bits"),
+        ("{% set x = 'a'.ljust(10 * 999999999) %}", "memory"),
+        ("{{ '%09999999999d' | format(1) }}", ""),
+    ],
+)  # fmt: skip
+def test_steps_and_memory_of_templates_are_limited(folder: Path, template: str, said: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    before = sys.gettrace(), resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(Refusal) as error:
+        _render(folder, {"messages": MESSAGES})
+    assert said in str(error.value)
+    assert (sys.gettrace(), resource.getrlimit(resource.RLIMIT_AS)) == before
 
 
 def test_reading_commands_do_not_run_templates(folder: Path) -> None:

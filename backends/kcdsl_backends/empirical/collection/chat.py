@@ -2,13 +2,15 @@
 
 A template is code of the checkpoint. It is run only by commands that run the model too, in jinja2's
 immutable sandbox: no attribute that begins with an underscore, no change of its inputs. It has no
-clock, since a row must always give the same tokens.
+clock, since a row must always give the same tokens, and limits of steps and memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +25,12 @@ _LARGEST = 16 * 2**20
 """Largest number of bytes of a template, or of the text of one row."""
 _LONGEST = 10**6
 """Largest length of the result of a product in a template."""
+_BITS = 4096
+"""Largest number of bits of a product of integers in a template."""
+_STEPS = 10**7
+"""Largest number of lines of Python that a template may run for one row: a few seconds."""
+_MEMORY = 2**29
+"""Largest number of bytes that a template may allocate, on systems with such a limit."""
 _FAULTS = (
     TypeError, ValueError, RecursionError, ArithmeticError, LookupError, AttributeError, MemoryError
 )  # fmt: skip
@@ -67,11 +75,14 @@ class ChatTemplate:
         parts: list[str] = []
         size = 0
         try:
-            for part in template.generate(messages=messages, **given):
-                parts.append(part)
-                size += len(part)
-                if size > _LARGEST:
-                    raise self.refusal("writes more than 16 MiB for one row")
+            with _limited():
+                for part in template.generate(messages=messages, **given):
+                    parts.append(part)
+                    size += len(part)
+                    if size > _LARGEST:
+                        raise self.refusal("writes more than 16 MiB for one row")
+        except MemoryError:
+            raise self.refusal("takes more than 512 MiB of memory for one row") from None
         except (*_FAULTS, TemplateError) as error:
             raise self.refusal(f"fails on the row: {excerpt(error, 200)}") from None
         return "".join(parts)
@@ -81,8 +92,10 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            return _environment().from_string(self.text)
-        except (TemplateError, RecursionError) as error:
+            environment = _environment()
+            with _limited():
+                return environment.from_string(self.text)
+        except (*_FAULTS, TemplateError) as error:
             raise self.refusal(f"is no template: {excerpt(error, 200)}") from None
 
     def refusal(self, what: str) -> Exception:
@@ -162,6 +175,48 @@ def _text_of(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Limit the lines of Python that run in this thread, and the memory of the process."""
+    from jinja2 import TemplateError
+
+    left, before = _STEPS, sys.gettrace()
+
+    def count(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise TemplateError(f"it takes more than {_STEPS} steps for one row")
+        return count
+
+    with _memory_limited():
+        sys.settrace(count)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+@contextmanager
+def _memory_limited() -> Iterator[None]:
+    """Limit the address space to what the process has now, and `_MEMORY`."""
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (ImportError, OSError):  # not on this system
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + _MEMORY
+    if soft == resource.RLIM_INFINITY or most < soft:
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 def _environment() -> Any:
     from jinja2 import TemplateError, nodes
     from jinja2.exceptions import SecurityError
@@ -179,6 +234,9 @@ def _environment() -> Any:
                 size = len(left) * right if isinstance(right, int) else left * len(right)
                 if size > _LONGEST:
                     raise SecurityError(f"a product of {size} items")
+            elif operator == "*" and isinstance(left, int) and isinstance(right, int):
+                if left.bit_length() + right.bit_length() > _BITS:
+                    raise SecurityError(f"a product of more than {_BITS} bits")
             elif operator == "**" or not plain:
                 raise SecurityError(f"`{operator}` of these values is not allowed")
             return super().call_binop(context, operator, left, right)
