@@ -202,6 +202,17 @@ def test_no_clause_with_a_missing_value_holds(lenient: Program, data: st.DataObj
     assert sum(isinstance(row.verdict, Held) for row in rows if row.metric == "max(js)") > 0
 
 
+@pytest.mark.parametrize("requirement", ["min(margin) >= 0.5", "p50(margin) >= 0.5"])
+@pytest.mark.parametrize("budget", [{}, {"budget": "50% of requests"}, {"evidence": "sample"}])
+def test_infinity_on_the_harmless_side_is_invalid(
+    tmp_path: Path, requirement: str, budget: dict[str, str]
+) -> None:
+    rows = {"request": ["a", "a", "b"], "slice": ["chat"] * 3, "margin": [1.0, math.inf, 1.0]}
+    program = contract(tmp_path, requirement, **budget)
+    (verdict,) = verdicts(program, write(tmp_path, rows))
+    assert "not finite" in invalid(verdict)
+
+
 # --- metrics of requests -------------------------------------------------------------------------
 
 

@@ -221,7 +221,10 @@ def test_windows_partition_the_units() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [[], [[math.nan]], [[math.inf]], [[-math.inf]], [[0.0], [math.nan]], [[0.0], []]],
+    [
+        *([], [[math.nan]], [[math.inf]], [[-math.inf]], [[0.0], [math.nan]], [[0.0], []]),
+        [[0.0, math.inf]],  # infinite on the harmless side of a lower bound
+    ],
 )
 @pytest.mark.parametrize(
     ("kind", "q", "op"),

@@ -88,23 +88,31 @@ def unit_values(
 
 
 def worst_of_units(term: Term, data: SliceData, side: Side) -> Array:
-    """Return the worst value of every unit, for percentiles and counts."""
+    """Return the worst value of every unit, for percentiles and counts; NaN if one of its values is
+    not finite."""
     if data.reduced is not None:
-        return column_of(term, data.reduced).worst(side)
+        return _worst_of_rows(term, data.reduced, side)
     units = counted_units(data, timed=is_timed(term, data))
     return _worst(unit_values(term, units, data.measures), side)
 
 
 def extreme_of_requests(term: Term, data: SliceData, side: Side) -> Array:
-    """Return the worst value of every request, of all its timed runs, for extremes."""
+    """Return the worst value of every request, of all its timed runs, for extremes; NaN if one of
+    its values is not finite."""
     if data.reduced is not None:
-        return column_of(term, data.reduced).worst(side)
+        return _worst_of_rows(term, data.reduced, side)
     return _worst(request_values(term, data), side)
+
+
+def _worst_of_rows(term: Term, reduced: Reduced, side: Side) -> Array:
+    column = column_of(term, reduced)
+    return np.where(column.infinite > 0, np.nan, column.worst(side))
 
 
 def _worst(values: Sequence[Array], side: Side) -> Array:
     reduce = np.max if side == "upper" else np.min
-    return np.array([float(reduce(v)) for v in values], dtype=np.float64)
+    worst = [float(reduce(v)) if np.isfinite(v).all() else np.nan for v in values]
+    return np.array(worst, dtype=np.float64)
 
 
 def request_values(term: Term, data: SliceData) -> list[Array]:
