@@ -6,6 +6,7 @@ Errors of probabilities and values stay inside, and one case attains the bound i
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from kcdsl_backends.drift.ops.attention import _second_order
 from kcdsl_backends.drift.ops.bilinear import Heads
 from kcdsl_certs.recheck.affine import ellipsoids as checker
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.ops.linear.bilinear import Straight, context_curve
+from kcdsl_certs.recheck.ops.linear.bilinear import Straight, _norms, context_curve
 
 Floats = np.ndarray
 HEADS, ROWS, KEYS, WIDTH, INPUTS, COUNT = 2, 2, 3, 3, 4, 5
@@ -51,6 +52,13 @@ def _checker(alpha: Floats, moved: Floats, weight: Floats, reach: Floats, own: F
 
 
 PROGRAMS: dict[str, Callable[..., Found]] = {"prover": _prover, "checker": _checker}
+
+
+@pytest.fixture(params=[2**40, 1], ids=["few", "many"], autouse=True)
+def _least(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the number of products from which on one singular value serves all rows."""
+    monkeypatch.setattr("kcdsl_backends.drift.affine.tape.MANY_PRODUCTS", request.param)
+    monkeypatch.setattr("kcdsl_certs.recheck.affine.tape._MANY", request.param)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -102,3 +110,36 @@ def test_both_programs_compute_equal_norms() -> None:
     one, two = (program(alpha, moved, weight, reach, own) for program in PROGRAMS.values())
     assert two[0] == pytest.approx(one[0], rel=2.0**-12)
     np.testing.assert_allclose(two[1][0], one[1][0], rtol=2.0**-12)
+
+
+def test_norms_of_many_rows_are_attained_where_errors_are_alike() -> None:
+    rng = np.random.default_rng(3)
+    rows: list[list[tuple[int, ...]]] = [[(j,) for j in range(KEYS)]]
+    for scale in (1.0, 1e-60, 1e60):
+        sizes, times = rng.random(INPUTS) ** 4 + 1e-3, scale * rng.random(KEYS) ** 4
+        times[0] = 0.0
+        reach, own = np.outer(times, sizes), np.zeros((1, KEYS, 2))
+        weight = np.stack([rng.choice([-1.0, 1.0], INPUTS) / sizes, np.zeros(INPUTS)])[None]
+        kept, rest, bound = (torch.from_numpy(part) for part in (weight, own, reach))
+        prover = Heads(kept, rest, bound, 0).lengths[0].numpy()
+        checker = _norms(Straight(weight, reach[None], own, "x", rows, {}), 0)
+        exact = times * INPUTS  # of the errors with the signs of the weight
+        for found in (prover, checker):
+            assert (found >= exact).all()
+            assert (found <= exact * (1 + 1e-3) + max(scale, 1e-30) * 1e-100).all()
+
+
+def test_norms_of_many_rows_hold_where_errors_differ() -> None:
+    rng = np.random.default_rng(4)
+    weight = rng.standard_normal((1, WIDTH, INPUTS))
+    reach, own = rng.random((KEYS, INPUTS)) ** 6, np.zeros((1, KEYS, WIDTH))
+    reach[1] = 0.0
+    reach[:, 2] = (1.0, 0.0, 1e-30)
+    rows: list[list[tuple[int, ...]]] = [[(j,) for j in range(KEYS)]]
+    kept, rest, bound = (torch.from_numpy(part) for part in (weight, own, reach))
+    for found in (
+        Heads(kept, rest, bound, 0).lengths[0].numpy(),
+        _norms(Straight(weight, reach[None], own, "x", rows, {}), 0),
+    ):
+        for signs in product((-1.0, 1.0), repeat=INPUTS):
+            assert (np.linalg.norm(weight[0] @ (reach * signs).T, axis=0) <= found).all()

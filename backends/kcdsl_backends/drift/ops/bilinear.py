@@ -24,7 +24,13 @@ from kcdsl_backends.drift.affine.row_sums import (
     Vectors,
     power,
 )
-from kcdsl_backends.drift.affine.tape import PASS, Nonlinear, SingleRow, TapeEntry
+from kcdsl_backends.drift.affine.tape import (
+    PASS,
+    Nonlinear,
+    SingleRow,
+    TapeEntry,
+    reads_many,
+)
 from kcdsl_backends.drift.boxes import SAFE, gamma
 from kcdsl_backends.drift.linear import LinearRun
 from kcdsl_backends.drift.linear.tape import LinearEntry
@@ -67,19 +73,28 @@ class Heads:
 
     @property
     def lengths(self) -> Tensor:
-        """Return bounds of |W_h e_x|₂ [heads, T]: √n times the largest singular value of W_h ρ."""
-        found = self.own.new_zeros(self.own.shape[:-1])
+        """Return bounds of |W_h e_x|₂ [heads, T]: of every row the largest singular value of W_h ρ
+        times √n; for many products that of W_h √ω times the norm of ρ/√ω, ω the mean of ρ²."""
         if not bool(self.error_bound.any()):
-            return found
-        for h in range(found.shape[0]):
+            return self.own.new_zeros(self.own.shape[:-1])
+        scales, columns = self.error_bound, self.error_bound.shape[-1]
+        across = self.own.new_tensor([math.sqrt(columns)])
+        if reads_many(self.own.shape, columns):
+            top = power(scales)
+            squares = (scales / top).square()
+            metric = squares.mean(0).clamp_min(2.0**-100)
+            sums = (squares / metric).sum(-1) * (1 + gamma(columns + 16))
+            scales, across = metric.sqrt()[None], (sums + 2.0**-800).sqrt() * top
+        found = self.own.new_empty(len(self.own), len(scales))
+        for h in range(len(found)):
             weight = self.part(h)
-            for first in range(0, found.shape[1], _TOKENS):
+            for first in range(0, len(scales), _TOKENS):
                 some = slice(first, first + _TOKENS)
-                scaled = weight * self.error_bound[some, None]
+                scaled = weight * scales[some, None]
                 products = torch.bmm(scaled, scaled.mT)
                 traces = products.diagonal(dim1=1, dim2=2).sum(-1) * (1 + 2.0**-30)
                 found[h, some] = largest_eigenvalues(products, traces).sqrt()
-        found = found * math.sqrt(self.error_bound.shape[-1]) * SAFE
+        found = found * across * SAFE
         for (t,), matrix in self.ellipsoids.items():
             for h in range(found.shape[0]):
                 found[h, t] = min(float(found[h, t]), longest(matrix, self.part(h)))

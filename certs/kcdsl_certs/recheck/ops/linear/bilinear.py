@@ -24,7 +24,7 @@ from kcdsl_certs.recheck.affine.ellipsoids import (
 )
 from kcdsl_certs.recheck.affine.form import Form, Origin, Turned, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.reverse_passes import until
-from kcdsl_certs.recheck.affine.tape import NonlinearPart, TapeEntry
+from kcdsl_certs.recheck.affine.tape import NonlinearPart, TapeEntry, reads_many
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Floats, raised
 from kcdsl_certs.recheck.interval.state import gamma
@@ -188,11 +188,24 @@ def _second_order(left: Straight, right: Straight) -> Floats:
 def _norms(operand: Straight, h: int) -> Floats:
     """Return bounds [T] of |W_h e|₂, by the reach of e and by its ellipsoids."""
     weight = operand.weight[h]
-    found = norms_of(weight, operand.reach[h], math.sqrt(weight.shape[1]))
+    if reads_many(operand.rest.shape, weight.shape[1]):
+        found = _norms_of_many(weight, operand.reach[h])
+    else:
+        found = norms_of(weight, operand.reach[h], math.sqrt(weight.shape[1]))
     for t, row in enumerate(operand.rows[h]):
         if row in operand.ellipsoids:
             found[t] = min(found[t], longest(operand.ellipsoids[row], weight))
     return found
+
+
+def _norms_of_many(weight: Floats, reach: Floats) -> Floats:
+    """Return bounds [T] of |W e_t|₂ for |e_t| ≤ reach_t: |e_t|₂ in the measure 1/w, times the
+    largest singular value of W √w, with w the mean of reach² over the rows."""
+    unit = math.ldexp(1.0, min(max(math.frexp(float(reach.max()))[1], -900), 1000))
+    squares = (reach / unit) ** 2
+    mean = np.maximum(squares.mean(axis=0), 2.0**-100)
+    sums = (squares / mean).sum(axis=-1) * (1 + 2 * gamma(reach.shape[1] + 8, UNIT)) + 2.0**-800
+    return np.asarray(raised(np.sqrt(sums) * norm_of(weight * np.sqrt(mean), unit)))
 
 
 def context_curve(p: Floats, v: Straight, rest: Floats) -> NonlinearPart:
