@@ -5,15 +5,19 @@ No member exceeds the bound, and exact cases are attained.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from kcdsl_backends.drift.affine import ellipsoids as prover
-from kcdsl_backends.drift.affine import row_ellipsoids
+from kcdsl_backends.drift.affine import row_ellipsoids, tape
+from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.ellipsoids import RankOne, around_sum
 from kcdsl_certs.recheck.affine import curves
 from kcdsl_certs.recheck.affine import ellipsoids as checker
+from kcdsl_certs.recheck.affine.adjoint import Adjoint as RowAdjoint
 
 N, SEEDS = 12, range(8)
 Floats = np.ndarray
@@ -153,3 +157,22 @@ def test_images_of_rows_of_bounded_norm_are_contained() -> None:
         functional = rng.standard_normal(N)
         assert (functional @ error) ** 2 <= functional @ shape @ functional
     assert norm <= 1.5 * np.linalg.norm(weight, 2) + np.linalg.norm(own) + 1e-6
+
+
+def test_bounds_of_functionals_read_again_are_kept() -> None:
+    n, asked = 4, list[int]()
+
+    def sums(row: Any, weights: Any) -> Any:
+        asked.append(len(weights))
+        return weights.sum(-1)
+
+    ends, values = np.ones((2, n)), np.eye(n)[:, None]
+    one = curves.Remainder(-ends, ends, 9 * ends[:, :1], sums)
+    two = tape.Remainder(*(torch.from_numpy(x) for x in (-ends, ends, 9 * ends[:, :1])), sums)
+    for row in (0, 1, 1):
+        window = ((row, row + 1), (0, n))
+        one.curve.between(RowAdjoint(values, (row, 0)))
+        two.nonlinear().between(Adjoint(torch.from_numpy(values), window, (2, n)))
+    one.curve.between(RowAdjoint(-values, (1, 0)))  # other ends may be read
+    two.nonlinear().between(Adjoint(torch.from_numpy(-values), ((1, 2), (0, n)), (2, n)))
+    assert asked == [n] * 6

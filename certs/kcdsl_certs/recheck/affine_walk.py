@@ -14,7 +14,7 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
 from kcdsl_certs.recheck.affine.form import Form, Operand, Passes, Uncast, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import Budget
 from kcdsl_certs.recheck.affine.many_rows import RowReach
-from kcdsl_certs.recheck.affine.reverse_passes import AT_ONCE, kept, room, room_of_rows
+from kcdsl_certs.recheck.affine.reverse_passes import AT_ONCE, FEW, kept, room, room_of_rows
 from kcdsl_certs.recheck.affine.tape import Bound, Tape, TapeEntry, reads_many
 from kcdsl_certs.recheck.documents.document import Hints
 from kcdsl_certs.recheck.graphs.graph import Node
@@ -26,8 +26,6 @@ from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.table import computed, operation_of
 
 Row = tuple[int, ...]
-
-_FEW = 128  # functionals of an output row in one pass, so that the cache of a core holds them
 
 # Adjoints of the training kernel stop at an entry where their bound is at most this share of the
 # error of the inference kernel. Claims exceed a prover's bound by 2^-10, room for a few such parts.
@@ -275,9 +273,9 @@ def _stored(at: Walk, form: Form, spare: Floats | None = None) -> Box:
     step, floor = room_of_rows(at), at.tape.last_floor
     n = form.shape[-1]
     for begin in range(0, n, step):
-        parts = range(begin, min(begin + step, n), _FEW)
+        parts = range(begin, min(begin + step, n), FEW)
         for row, first in itertools.product(np.ndindex(*form.shape[:-1]), parts):
-            count = min(_FEW, begin + step - first, n - first)
+            count = min(FEW, begin + step - first, n - first)
             where = (*row, slice(first, first + count))
             functionals = units(form.shape, row, first, count)
             less = None if spare is None else spare[where]

@@ -552,13 +552,26 @@ class Remainder:
     high: Tensor
     total: Tensor
     sums: RowBounds | None = None
-    known: dict[tuple[Row, bytes], Tensor] = field(default_factory=dict)
-    """Such sums by row and digest of the weights: the next passes often have the same ones."""
+    known: dict[tuple[Row, bytes], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Bounds of functionals of one row by the row and their digest: the next passes often have the
+    same ones."""
 
     def nonlinear(self) -> Nonlinear:
         return Nonlinear(self._between, self._norm, self._around)
 
     def _between(self, a: Adjoint) -> tuple[Tensor, Tensor]:
+        if self.sums is None or not a.single_row:
+            return self._by_total(a)
+        row, values = a.first[:-1], a.on((*a.window[:-1], (0, a.shape[-1]))).flatten(1).contiguous()
+        key = row, hashlib.sha256(values.cpu().numpy().data).digest()
+        if key not in self.known:
+            low, high = self._by_total(a)
+            size = self.sums(row, values.abs())
+            self.known[key] = torch.maximum(low, -size), torch.minimum(high, size)
+        return self.known[key]
+
+    def _by_total(self, a: Adjoint) -> tuple[Tensor, Tensor]:
+        """Return the smallest and largest values by the ends and the total of each row."""
         part = at(a.window)
         weights, low, high = a.values.abs(), -self.low[part], self.high[part]
         total = self.total[part[:-1]]
@@ -569,17 +582,7 @@ class Remainder:
             positive = a.values > 0
             most = _largest(weights, torch.where(positive, high, low), total, order)
             least = _largest(weights, torch.where(positive, low, high), total, order)
-        if self.sums is not None and a.single_row:
-            size = self._summed(self.sums, a.first[:-1], a.on((*a.window[:-1], (0, a.shape[-1]))))
-            least, most = torch.minimum(least, size), torch.minimum(most, size)
         return -least, most
-
-    def _summed(self, sums: RowBounds, row: Row, values: Tensor) -> Tensor:
-        weights = values.flatten(1).abs().contiguous()
-        key = row, hashlib.sha256(weights.cpu().numpy().data).digest()
-        if key not in self.known:
-            self.known[key] = sums(row, weights)
-        return self.known[key]
 
     def _around(self, a: Adjoint) -> list[Part]:
         """Return an ellipsoid around A o: as Σ o²/cap <= Σ|o|, that of A∘√cap."""

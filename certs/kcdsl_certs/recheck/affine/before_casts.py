@@ -8,7 +8,7 @@ import numpy as np
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.affine.form import Walk
-from kcdsl_certs.recheck.affine.reverse_passes import AT_ONCE, room, rows, surrounded
+from kcdsl_certs.recheck.affine.reverse_passes import FEW, room, rows, surrounded
 from kcdsl_certs.recheck.affine.tape import TapeEntry
 from kcdsl_certs.recheck.documents.document import Pass
 from kcdsl_certs.recheck.graphs.graph import Node
@@ -44,7 +44,7 @@ def passed(walk: Walk, node: Node, entry: TapeEntry) -> Floats | None:
     if not _named(walk, node) or node.op != "linear" or not needed.any():
         return None
     found, above = np.full(shape, np.inf), len(walk.tape.entries)
-    step = min(AT_ONCE, room(walk))
+    step = min(FEW, room(walk))
     for first in range(0, shape[-1], step):  # the same columns of all rows in turn
         count = min(step, shape[-1] - first)
         for row in rows(needed):

@@ -41,14 +41,14 @@ _MORE = 1 + 2.0**-38
 @dataclass(frozen=True, slots=True)
 class Remainder:
     """o with low ≤ o ≤ high, low ≤ 0 ≤ high [..., n], and Σ|o| ≤ total [..., 1] in each row; `sums`
-    bounds Σ|α o| of one row for |α| [B, n], and `known` caches its results by row and digest of
-    |α|: a later pass often reads the same."""
+    bounds Σ|α o| of one row for |α| [B, n]. `known` caches the bounds of functionals of one row by
+    the row and a digest: a later pass often reads the same."""
 
     low: Floats
     high: Floats
     total: Floats
     sums: Callable[[Row, Floats], Floats] | None = None
-    known: dict[tuple[Row, bytes], Floats] = field(default_factory=dict)
+    known: dict[tuple[Row, bytes], tuple[Floats, Floats]] = field(default_factory=dict)
 
     @property
     def curve(self) -> NonlinearPart:
@@ -56,6 +56,20 @@ class Remainder:
         return NonlinearPart(self._between, self._length, self._around)
 
     def _between(self, adjoint: Adjoint) -> tuple[Floats, Floats]:
+        if self.sums is None or any(size != 1 for size in adjoint.extent[:-1]):
+            return self._by_total(adjoint)
+        row, columns = tuple(map(int, adjoint.start[:-1])), adjoint.window[-1]
+        values = np.zeros((adjoint.batch, self.low.shape[-1]))
+        values[:, columns] = adjoint.values.reshape(adjoint.batch, -1)
+        key = row, hashlib.sha256(values.data).digest()
+        if key not in self.known:
+            low, high = self._by_total(adjoint)
+            size = self.sums(row, np.abs(values))
+            self.known[key] = np.maximum(low, -size), np.minimum(high, size)
+        return self.known[key]
+
+    def _by_total(self, adjoint: Adjoint) -> tuple[Floats, Floats]:
+        """Return the smallest and the largest values by the ends and the total of each row."""
         below, above = -self.low[adjoint.window], self.high[adjoint.window]
         up, weights = adjoint.values > 0, np.abs(adjoint.values)
         total, order = self.total[adjoint.window[:-1]], np.argsort(-weights, axis=-1)
@@ -64,14 +78,6 @@ class Remainder:
         else:
             least = most_of(weights, np.where(up, below, above), total, order)
             most = most_of(weights, np.where(up, above, below), total, order)
-        if self.sums is not None and all(size == 1 for size in adjoint.extent[:-1]):
-            whole = np.zeros((adjoint.batch, self.low.shape[-1]))
-            whole[:, adjoint.window[-1]] = weights.reshape(adjoint.batch, -1)
-            key = tuple(map(int, adjoint.start[:-1])), hashlib.sha256(whole.data).digest()
-            if key not in self.known:
-                self.known[key] = self.sums(key[0], whole)
-            size = self.known[key]
-            least, most = np.minimum(least, size), np.minimum(most, size)
         return -least, most
 
     def _caps(self, adjoint: Adjoint) -> tuple[Floats, float]:
