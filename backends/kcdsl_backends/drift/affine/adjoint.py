@@ -329,7 +329,7 @@ STEPS = 48
 """Steps of the Lanczos iteration."""
 AGAIN = 6
 """Steps after which the largest eigenvalue found so far is looked at."""
-SETTLED = 2.0**-28
+SETTLED = 2.0**-22
 """By what share of itself it may grow in so many steps and count as found."""
 SMALL = 160
 """Up to this size all eigenvalues are computed."""
@@ -348,7 +348,7 @@ def largest_eigenvalue(products: Tensor, trace: float, known: float = math.inf) 
     n = products.shape[0]
     even = products / 2 / trace
     even = even + even.T
-    value = _estimate(even)
+    value = _estimate(even, known / trace)
     if trace * value >= known:
         return known
     below = even.neg_()
@@ -390,9 +390,9 @@ def largest_eigenvalues(products: Tensor, traces: Tensor) -> Tensor:
     return traces * found * (1 + 2.0**-50)
 
 
-def _estimate(even: Tensor) -> float:
+def _estimate(even: Tensor, enough: float) -> float:
     """Return an estimate of the largest eigenvalue by the Lanczos iteration, which stops when the
-    estimate has not grown for some steps."""
+    estimate has not grown for some steps, or is `enough`: it only grows."""
     n = even.shape[0]
     if n <= SMALL:
         return _eigenvalue_estimate(even)
@@ -410,7 +410,7 @@ def _estimate(even: Tensor) -> float:
         projected[step, : step + 1] = known @ vector
         if step % AGAIN == AGAIN - 1 or step == STEPS - 1:
             before, found = found, _eigenvalue_estimate(projected[: step + 1, : step + 1])
-            if found - before <= SETTLED * found:
+            if found - before <= SETTLED * found or found >= enough:
                 break
         for _ in range(2):
             vector = vector - known.T @ (known @ vector)

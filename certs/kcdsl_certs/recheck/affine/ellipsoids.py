@@ -18,7 +18,7 @@ from kcdsl_certs.recheck.interval.state import gamma
 _AT_A_TIME = 16  # matrices
 _SMALL = 160  # up to this size all eigenvalues are computed
 _STEPS = 48  # of the Lanczos iteration
-_LOOKS, _STILL = 5, 2.0**-28  # steps between two checks, relative growth that ends the iteration
+_LOOKS, _STILL = 5, 2.0**-24  # steps between two checks, relative growth that ends the iteration
 _RISES = (-20, -14, -12, -10, -8, -6, -4)
 
 
@@ -35,7 +35,7 @@ def largest(gram: Floats, trace: float, otherwise: float = math.inf) -> float:
     n = gram.shape[0]
     even = gram / 2 / trace
     even = even + even.T
-    value = _estimate(even)
+    value = _estimate(even, otherwise / trace)
     if value * trace >= otherwise:
         return otherwise
     rest = np.negative(even, out=even)
@@ -52,8 +52,9 @@ def largest(gram: Floats, trace: float, otherwise: float = math.inf) -> float:
     return trace
 
 
-def _estimate(even: Floats) -> float:
-    """Return an estimate of the largest eigenvalue: by Lanczos steps until it is constant."""
+def _estimate(even: Floats, enough: float) -> float:
+    """Return an estimate of the largest eigenvalue: by Lanczos steps until it is constant, or
+    `enough`."""
     n = even.shape[0]
     if n <= _SMALL:
         return float(np.linalg.eigvalsh(even)[-1])
@@ -73,7 +74,7 @@ def _estimate(even: Floats) -> float:
         ends = size < 2.0**-40 or step == _STEPS - 1
         if ends or step % _LOOKS == 0:
             last, best = best, float(np.linalg.eigvalsh(inner[: step + 1, : step + 1])[-1])
-            if ends or best - last <= _STILL * best:
+            if ends or best - last <= _STILL * best or best >= enough:
                 break
         vector = vector / size
     return best
