@@ -39,10 +39,11 @@ import torch
 
 from bench.common import Better, Figure
 from bench.neurodiff_splits import differences, ends_of
-from bench.qebverif_bounds import THOROUGH, FixedPointPair, Functionals
-from bench.qebverif_checker import SlopeProof, recheck_fixed_point
+from bench.qebverif_bounds import THOROUGH, Assumed, FixedPointPair, Functionals, packed
+from bench.qebverif_checker import LEAF, SlopeProof, recheck_fixed_point
 from bench.qebverif_search import (
     LONG,
+    OTHERS,
     PIXELS,
     SHORT,
     Layers,
@@ -50,7 +51,7 @@ from bench.qebverif_search import (
     hidden_format,
     quantised,
 )
-from bench.qebverif_splits import Splitting
+from bench.qebverif_splits import Splitting, Tree
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.linear_bounds.constraints import Grid, replay
 
@@ -60,12 +61,35 @@ NAMES = {
     "P4: 784_100_100_100_10": "PTQ_mnist_3blk_100_100_100_in_8_relu_0.h5",
 }
 
+REACH = 0.88
+"""Limits that a search came so near to are searched again."""
 NEAR = 0.82
 """Limits below this part of a bound are not worth a search for a better bound."""
-CLOSE = {1: 0.915, 2: 0.975, 3: 0.985}
-"""The same for splits, by the number of hidden layers."""
-PARTS = {1: 5000, 2: 512, 3: 256}
-"""Parts of a tree of splits at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How long a question is tried with rounds and splits.
+
+    Args:
+        near: limits below this part of a bound are not tried.
+        rounds: rounds of bounds at most.
+        close: limits below this part of a bound after the rounds are not tried with splits.
+        parts: parts of a tree of splits at most.
+    """
+
+    near: float
+    rounds: int
+    close: float
+    parts: int
+
+
+SPLITS = {
+    1: Splits(0.91, 0, 0.91, 12000),
+    2: Splits(0.7, 10, 0.95, 400),
+    3: Splits(0.75, 6, 0.96, 256),
+}
+"""By the number of hidden layers."""
 
 Interval = tuple[float, float]
 
@@ -139,8 +163,10 @@ def decided(
     size = max(map(abs, interval))
     largest, pixels = -1.0, image
     signs: tuple[float, ...] = (1.0, -1.0)
-    for effort in (SHORT, LONG):
+    for effort in (SHORT, LONG, *OTHERS):
         left = [limit for limit in limits if largest < limit <= size]
+        if effort in OTHERS:
+            left = [limit for limit in left if largest >= REACH * limit]
         if not left:
             break
         search = Search.of(layers, bits, image, label, effort)
@@ -148,7 +174,9 @@ def decided(
         signs = (sign,)
         if top > largest:
             largest, pixels = top, reached
-    left = [limit for limit in limits if NEAR * size <= limit <= size and limit > largest]
+    most = SPLITS[len(layers) - 1]
+    near = min(NEAR, most.near)
+    left = [limit for limit in limits if near * size <= limit <= size and limit > largest]
     least: float = math.nextafter(size, math.inf)
     if left:
         pair = FixedPointPair(networks, grid, low, high, THOROUGH)
@@ -156,9 +184,8 @@ def decided(
         if max(map(abs, closer)) < size:
             interval, proof, size = closer, proof_of_closer, max(map(abs, closer))
             least = math.nextafter(size, math.inf)
-        hidden = len(layers) - 1
-        for limit in [limit for limit in left if size * CLOSE[hidden] <= limit <= size]:
-            found = split(pair, label, limit, PARTS[hidden])
+        for limit in [limit for limit in left if size * most.near <= limit <= size]:
+            found = shown(pair, label, limit, most)
             if found is not None:
                 proof, least = found, limit
                 break
@@ -200,21 +227,30 @@ def bounded(pair: FixedPointPair, label: int) -> tuple[Interval, SlopeProof]:
     return (-float(below), float(above)), pair.proof(slopes)
 
 
-def split(pair: FixedPointPair, label: int, limit: int, parts: int) -> SlopeProof | None:
-    """Return a proof with splits that |difference| of one output is below a limit."""
-    cuts, leaves = list[list[int]](), list[Any]()
+def shown(pair: FixedPointPair, label: int, limit: int, effort: Splits) -> SlopeProof | None:
+    """Return a proof with rounds and splits that |difference| of one output is below a limit."""
+    cuts, leaves, rounds = list[list[int]](), list[Any](), list[Any]()
     for sign in (1.0, -1.0):
         signs = torch.zeros(1, len(pair.networks[0][-1][1]), dtype=torch.float64)
         signs[0, label] = sign
-        row = Functionals(-signs, signs)
-        tree = Splitting(pair, row, float(limit) * (1 - 2.0**-30)).searched(
-            pair.bounded(row)[1], parts
-        )
-        if tree is None:
+        row, below = Functionals(-signs, signs), float(limit) * (1 - 2.0**-30)
+        found, slopes = pair.bounded(row)
+        own = pair.copied()
+        reached = Assumed(slopes, float(found), [])
+        own.assume(row, reached, below, effort.rounds)
+        if reached.bound < below:
+            tree = Tree([LEAF], packed(reached.slopes, 0))
+        elif reached.bound * effort.close < below:
+            split = Splitting(own, row, below).searched(reached.slopes, effort.parts)
+            if split is None:
+                return None
+            tree = split
+        else:
             return None
         cuts += tree.cuts
         leaves.append(tree.slopes)
-    return SlopeProof(pair.hidden, np.concatenate(leaves), np.array(cuts))
+        rounds.append(reached.rounds)
+    return SlopeProof(pair.hidden, np.concatenate(leaves), np.array(cuts), rounds)
 
 
 def read_h5(path: Path) -> Layers:

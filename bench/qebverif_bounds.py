@@ -6,8 +6,9 @@ hidden values to multiples of a step. A result is a proof only if the checker re
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bench.qebverif_checker import SlopeProof
+from bench.qebverif_checker import Round, SlopeProof
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.linear.constraints import Layers
 from kcdsl_backends.drift.linear.paired import chord, nearest
@@ -35,6 +36,11 @@ class Steps:
 QUICK = Steps(100, 0.1, 0.05), Steps(0)
 """Steps for outputs, and for the differences of hidden elements."""
 THOROUGH = Steps(500), Steps(20, 0.006, 0.3)
+
+PROGRESS = 0.001
+"""Rounds end where one lowers the bound by a smaller part of the limit."""
+STEPS, RATE = 60, 0.03
+_ROWS = 100
 
 Slopes = list[tuple[Tensor, Tensor]]
 """Slopes in z and in z + D [M, n] of each hidden layer."""
@@ -55,6 +61,36 @@ class Ranges:
     z: tuple[Tensor, Tensor]
     d: tuple[Tensor, Tensor]
     other: tuple[Tensor, Tensor]
+
+    @staticmethod
+    def of(found: Tensor) -> Ranges:
+        """Return the boxes from bounds [6 n] of the functionals of `_each`."""
+        high, low, d_high, d_low, upper, lower = (
+            sign * part for sign, part in zip((1, -1) * 3, found.chunk(6), strict=True)
+        )
+        lower, upper = torch.maximum(lower, low + d_low), torch.minimum(upper, high + d_high)
+        d_low, d_high = torch.maximum(d_low, lower - high), torch.minimum(d_high, upper - low)
+        return Ranges((low, high), (d_low, d_high), (lower, upper))
+
+    @property
+    def empty(self) -> bool:
+        """Return whether no value meets all boxes of some element."""
+        return any(bool((low > high).any()) for low, high in (self.z, self.d, self.other))
+
+    def bounds(self) -> Tensor:
+        """Return the bounds [6 n] that `of` takes."""
+        return torch.cat(
+            [
+                sign * end
+                for box in (self.z, self.d, self.other)
+                for sign, end in zip((1, -1), box[::-1], strict=True)
+            ]
+        )
+
+    def all_points(self, grid: Grid) -> Points:
+        """Return the points where z + D is rounded to any level."""
+        least = torch.zeros(1, len(self.z[0]), dtype=torch.float64)
+        return self.points(grid, least, torch.full_like(least, float(grid.most)))
 
     def points(self, grid: Grid, least: Tensor, largest: Tensor) -> Points:
         """Return the points of section 9 where z + D is rounded to levels [M, n] in a range."""
@@ -78,7 +114,17 @@ class Ranges:
             step * torch.minimum(torch.maximum(level, least), largest)
             for level in ((second / step + 0.5).floor(), (second / step - 0.5).ceil())
         )
-        return Points(first, second, first.clamp_min(0), *levels)
+        table = torch.stack([first.clamp_min(0), *levels, first, second], -1)
+        return Points(table.permute(1, 2, 0, 3).contiguous())
+
+
+def _each(count: int) -> Functionals:
+    """Return the functionals z, -z, D, -D, z + D, -(z + D) of all elements of a layer."""
+    one = torch.eye(count, dtype=torch.float64)
+    none = torch.zeros_like(one)
+    return Functionals(
+        torch.cat([one, -one, -one, one, none, none]), torch.cat([none, none, one, -one, one, -one])
+    )
 
 
 def _distinct(values: Tensor) -> Tensor:
@@ -92,25 +138,39 @@ def _distinct(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """Points [C, M or 1, n]: z, z + D, relu(z), and the largest and least rounded z + D."""
+    """Points [M or 1, n, C, 5]: relu(z), the largest and least rounded z + D, z, z + D."""
 
-    first: Tensor
-    second: Tensor
-    value: Tensor
-    high: Tensor
-    low: Tensor
+    table: Tensor
 
     def most(self, p: Tensor, q: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return the largest p relu(z) + q g - a z - b (z + D) of each element, [M, n] each."""
-        parts = (self.first, self.second, self.value, self.high, self.low)
+        weights = torch.stack([p, q.clamp_min(0), q.clamp_max(0), -a, -b], -1)
         with torch.no_grad():
-            heights = p * self.value - a * self.first - b * self.second
-            heights += q.clamp_min(0) * self.high + q.clamp_max(0) * self.low
-            place = heights.argmax(0, keepdim=True)
-        first, second, value, high, low = (
-            part.expand(len(part), *p.shape).gather(0, place)[0] for part in parts
-        )
-        return p * value + q * torch.where(q > 0, high, low) - a * first - b * second
+            if len(self.table) == 1:
+                place = torch.bmm(self.table[0], weights.permute(1, 2, 0)).argmax(1).T
+            else:
+                place = torch.matmul(self.table, weights.unsqueeze(-1)).squeeze(-1).argmax(2)
+        table = self.table.expand(len(p), *self.table.shape[1:])
+        chosen = table.gather(2, place[..., None, None].expand(-1, -1, 1, 5)).squeeze(2)
+        return (chosen * weights).sum(-1)
+
+
+@dataclass(slots=True)
+class Assumed:
+    """Slopes and a bound of a functional where it is at least a limit, and the rounds for it."""
+
+    slopes: Slopes
+    bound: float
+    rounds: list[Round]
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """const + first·z + second·(z + D) of a hidden layer, [1], [1, n] and [1, n]."""
+
+    const: Tensor
+    first: Tensor
+    second: Tensor
 
 
 @dataclass(slots=True)
@@ -147,13 +207,13 @@ class FixedPointPair:
             self._grow(number)
 
     def _grow(self, number: int) -> None:
-        one = torch.eye(len(self.networks[0][number][1]), dtype=torch.float64)
-        none = torch.zeros_like(one)
-        p = torch.cat([one, -one, -one, one, none, none])
-        q = torch.cat([none, none, one, -one, one, -one])
-        count, changes = len(one), slice(2 * len(one), 4 * len(one))
+        rows = _each(len(self.networks[0][number][1]))
+        count, changes = (
+            len(rows.first) // 6,
+            slice(2 * len(rows.first) // 6, 4 * len(rows.first) // 6),
+        )
         parts = [
-            self._optimised(number, Functionals(p[part], q[part]), steps)
+            self._optimised(number, Functionals(rows.first[part], rows.second[part]), steps)
             for part, steps in (
                 (slice(2 * count), Steps(0)),
                 (changes, self.steps[1]),
@@ -165,20 +225,11 @@ class FixedPointPair:
             (torch.cat([a for a, _ in both]), torch.cat([b for _, b in both]))
             for both in zip(*(slopes for _, slopes in parts), strict=True)
         ]
-        self.hidden.append(packed(slopes, len(p)))
+        self.hidden.append(packed(slopes, len(rows.first)))
         if not bool(torch.isfinite(found).all()):
             raise NoBound(f"layer {number}", "a hidden element has no bound")
-        high, low, d_high, d_low, upper, lower = (
-            sign * part for sign, part in zip((1, -1) * 3, found.chunk(6), strict=True)
-        )
-        lower, upper = torch.maximum(lower, low + d_low), torch.minimum(upper, high + d_high)
-        d_low, d_high = torch.maximum(d_low, lower - high), torch.minimum(d_high, upper - low)
-        self.ranges.append(Ranges((low, high), (d_low, d_high), (lower, upper)))
-        levels = (
-            torch.zeros(1, count).double(),
-            torch.full((1, count), float(self.grid.most)).double(),
-        )
-        self.points.append(self.ranges[-1].points(self.grid, *levels))
+        self.ranges.append(Ranges.of(found))
+        self.points.append(self.ranges[-1].all_points(self.grid))
 
     def bounded(self, rows: Functionals) -> tuple[Tensor, Slopes]:
         """Return upper bounds [M] of functionals of the outputs, and their slopes.
@@ -223,9 +274,7 @@ class FixedPointPair:
         used: Slopes = []
         p, q, total = rows.first, rows.second, torch.zeros_like(rows.first[:, 0])
         for k in range(number, -1, -1):
-            (weight, bias), (other, shift) = (network[k] for network in self.networks)
-            total = total + p @ bias + q @ shift
-            p, q = p @ weight, q @ other
+            total, p, q = self._through(k, total, p, q)
             if not k:
                 break
             if slopes is not None:
@@ -241,6 +290,133 @@ class FixedPointPair:
         total = total + back.clamp_min(0) @ self.box[1] + back.clamp_max(0) @ self.box[0]
         return total, used[::-1]
 
+    def _through(self, k: int, total: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, ...]:
+        (weight, bias), (other, shift) = (network[k] for network in self.networks)
+        return total + p @ bias + q @ shift, p @ weight, q @ other
+
+    def _before(self, rows: Functionals, slopes: Slopes) -> list[tuple[Tensor, ...]]:
+        """Return k [M], a, b [M, n] of an upper bound k + a z + b (z + D) by hidden layer."""
+        p, q, total = rows.first, rows.second, torch.zeros_like(rows.first[:, 0])
+        found = list[tuple[Tensor, ...]]()
+        for k in range(len(slopes), 0, -1):
+            total, p, q = self._through(k, total, p, q)
+            a, b = slopes[k - 1]
+            total, p, q = total + self.points[k - 1].most(p, q, a, b).sum(-1), a, b
+            found.append((total, p, q))
+        return found[::-1]
+
+    def single(self) -> FixedPointPair:
+        """Return a copy in float32, for gradients."""
+        pair = copy.copy(self)
+        first, second = ([(w.float(), b.float()) for w, b in one] for one in self.networks)
+        pair.networks, pair.box = (first, second), self.box.float()
+        pair.points = [Points(points.table.float()) for points in self.points]
+        return pair
+
+    def assume(self, row: Functionals, found: Assumed, limit: float, most: int) -> None:
+        """Bound a functional [1, outputs] in rounds, where it is at least a limit.
+
+        Every round bounds the hidden elements where the bound by the last slopes reaches the limit.
+        The ranges of this pair become theirs.
+        """
+        starts: list[Slopes | None] = [None] * len(self.ranges)
+        shares = [torch.full((6 * len(r.z[0]),), 0.1).double() for r in self.ranges]
+        for _ in range(most if found.bound >= limit else 0):
+            slopes = _rounded(found.slopes)
+            multipliers, hidden = [], []
+            for k, (const, a, b) in enumerate(self._before(row, slopes)):
+                goal = Goal(const - limit, a, b)
+                bounds, starts[k], shares[k] = self._where(k, goal, starts[k], shares[k], slopes)
+                multipliers.append(shares[k].clamp_min(0).float().numpy())
+                hidden.append(packed(starts[k], len(bounds)))
+                self.ranges[k] = Ranges.of(torch.minimum(bounds, self.ranges[k].bounds()))
+                self.points[k] = self.ranges[k].all_points(self.grid)
+                if self.ranges[k].empty:
+                    break
+            found.rounds.append(Round(packed(slopes, 0)[0], multipliers, hidden))
+            last = found.bound
+            if self.ranges[k].empty:
+                found.bound = -math.inf
+                break
+            found.bound, found.slopes = self._improved(row, found.slopes)
+            if found.bound < limit or found.bound > last - PROGRESS * limit:
+                break
+
+    def _where(
+        self, number: int, goal: Goal, slopes: Slopes | None, shares: Tensor, of_goal: Slopes
+    ) -> tuple[Tensor, Slopes, Tensor]:
+        """Bound all elements [6 n] of a hidden layer where a goal is not negative."""
+        rows, single = _each(len(goal.first[0])), self.single()
+        if slopes is None:
+            slopes = [
+                (a + shares[:, None] * c, b + shares[:, None] * d)
+                for (a, b), (c, d) in zip(self._started(number, rows)[1], of_goal, strict=False)
+            ]
+        parts = list[tuple[Tensor, ...]]()
+        for start in range(0, len(shares), _ROWS):
+            part = slice(start, start + _ROWS)
+            flat = [side[part].float() for both in slopes for side in both]
+            flat = [*flat, shares[part].float()]
+
+            def bound(*own: Tensor, part: slice = part) -> Tensor:
+                return single._goal(number, rows, goal, part, own)
+
+            parts.append(_descended(flat, bound, STEPS))
+        *flat, shares = (torch.cat(each).double() for each in zip(*parts, strict=True))
+        slopes = list(zip(flat[::2], flat[1::2], strict=True))
+        return self._goal(number, rows, goal, slice(None), (*flat, shares)), slopes, shares
+
+    def _goal(
+        self, number: int, rows: Functionals, goal: Goal, part: slice, own: Sequence[Tensor]
+    ) -> Tensor:
+        *flat, shares = own
+        share, kind = shares.clamp_min(0).unsqueeze(1), shares.dtype
+        p, q = rows.first[part].to(kind), rows.second[part].to(kind)
+        moved = Functionals(p + share * goal.first.to(kind), q + share * goal.second.to(kind))
+        slopes = list(zip(flat[::2], flat[1::2], strict=True))
+        return self._above(number, moved, slopes)[0] + share[:, 0] * goal.const.to(kind)
+
+    def copied(self) -> FixedPointPair:
+        """Return a copy whose ranges can be changed."""
+        pair = copy.copy(self)
+        pair.ranges, pair.points = list(self.ranges), list(self.points)
+        return pair
+
+    def _improved(self, row: Functionals, slopes: Slopes) -> tuple[float, Slopes]:
+        """Improve slopes of a functional of the outputs, in float32; bound it in float64."""
+        single, number = self.single(), len(self.networks[0]) - 1
+        own = Functionals(row.first.float(), row.second.float())
+
+        def bound(*flat: Tensor) -> Tensor:
+            return single._above(number, own, list(zip(flat[::2], flat[1::2], strict=True)))[0]
+
+        flat = _descended([side.float() for both in slopes for side in both], bound, 2 * STEPS)
+        flat = [side.double() for side in flat]
+        slopes = list(zip(flat[::2], flat[1::2], strict=True))
+        return float(self._above(number, row, slopes)[0]), slopes
+
+
+def _descended(start: list[Tensor], bounds: Callable[..., Tensor], count: int) -> list[Tensor]:
+    """Return the numbers [M, ...] at which each of M bounds was least in some gradient steps."""
+    own = [part.clone().requires_grad_() for part in start]
+    kept, best = start, torch.full((len(start[0]),), math.inf)
+    optimiser = torch.optim.Adam(own, lr=RATE)
+    for step in range(count + 1):
+        found = bounds(*own)
+        lower = found.detach() < best
+        best = torch.minimum(best, found.detach())
+        kept = [
+            torch.where(lower.reshape(-1, *[1] * (a.dim() - 1)), a.detach(), b)
+            for a, b in zip(own, kept, strict=True)
+        ]
+        if step == count:
+            break
+        optimiser.param_groups[0]["lr"] = RATE * 0.05 ** (step / count)
+        optimiser.zero_grad()
+        torch.autograd.backward(found.sum())
+        optimiser.step()
+    return kept
+
 
 def _better(best: Tensor, kept: Slopes, found: Tensor, slopes: Slopes) -> tuple[Tensor, Slopes]:
     """Return the lower bound of each functional, and its slopes."""
@@ -250,6 +426,10 @@ def _better(best: Tensor, kept: Slopes, found: Tensor, slopes: Slopes) -> tuple[
         for (a, b), (c, d) in zip(slopes, kept, strict=True)
     ]
     return torch.minimum(best, found), chosen
+
+
+def _rounded(slopes: Slopes) -> Slopes:
+    return [(a.float().double(), b.float().double()) for a, b in slopes]
 
 
 def packed(slopes: Slopes, count: int) -> NDArray[np.float32]:

@@ -7,7 +7,7 @@ numbers; the offsets are derived here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -25,6 +25,21 @@ _ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Round:
+    """Bounds of all hidden elements where a constraint holds.
+
+    Args:
+        outputs: slopes [hidden elements, 2] of the constraint.
+        shares: multipliers [6 n] of the constraint, for each hidden layer.
+        hidden: slopes as in `SlopeProof`, for each hidden layer.
+    """
+
+    outputs: NDArray[np.floating]
+    shares: Sequence[NDArray[np.floating]]
+    hidden: Sequence[NDArray[np.floating]]
+
+
+@dataclass(frozen=True, slots=True)
 class SlopeProof:
     """Slopes of all functionals in z and z + D of the hidden elements before them.
 
@@ -34,11 +49,13 @@ class SlopeProof:
         outputs: of the leaves of the constraints' trees [leaves, hidden elements, 2].
         cuts: the trees in preorder, integers [nodes, 2]: the hidden element that is split and the
             largest level of the first part, or `LEAF`. None: every constraint has one leaf.
+        rounds: of each constraint, before its tree. None: no constraint has any.
     """
 
     hidden: Sequence[NDArray[np.floating]]
     outputs: NDArray[np.floating]
     cuts: NDArray[np.integer] | None = None
+    rounds: Sequence[Sequence[Round]] | None = None
 
 
 LEAF = [-1, -1]
@@ -89,6 +106,24 @@ class Ranges:
     d: tuple[Floats, Floats]
     other: tuple[Floats, Floats]
 
+    @staticmethod
+    def of(found: Floats) -> Ranges:
+        """Return the boxes from bounds [6 n] of the functionals of `_each`."""
+        parts = np.split(found, 6)
+        z, d, other = ((-parts[k + 1], parts[k]) for k in (0, 2, 4))
+        other = (
+            np.maximum(other[0], -above(-(z[0] + d[0]))),
+            np.minimum(other[1], above(z[1] + d[1])),
+        )
+        d = np.maximum(d[0], -above(z[1] - other[0])), np.minimum(d[1], above(other[1] - z[0]))
+        return Ranges(z, d, other)
+
+    def bounds(self) -> Floats:
+        """Return the bounds [6 n] that `of` takes."""
+        return np.concatenate(
+            [part for low, high in (self.z, self.d, self.other) for part in (high, -low)]
+        )
+
     @property
     def size(self) -> Floats:
         """Return a bound of |z| + |D| + |z + D|."""
@@ -107,6 +142,12 @@ class Corners:
     value: Floats
     high: Floats
     low: Floats
+
+    @staticmethod
+    def of_all(ranges: Ranges, grid: Grid) -> Corners:
+        """Return the points where z + D is rounded to any level."""
+        none = np.zeros((1, len(ranges.z[0])))
+        return Corners.of(ranges, grid, none, none + float(grid.most))
 
     @staticmethod
     def of(ranges: Ranges, grid: Grid, low: Floats, high: Floats) -> Corners:
@@ -157,11 +198,13 @@ class Bounds:
         slopes: NDArray[np.floating],
         direct: Floats | None = None,
         levels: tuple[Floats, Floats] | None = None,
+        added: tuple[int, Floats, Floats] | None = None,
     ) -> Floats:
         """Bound P·z + Q·(z + D) of a layer, and direct·x, from above: [M, n] each -> [M].
 
         Args:
             levels: the least and largest levels [M, hidden elements before]; without, all.
+            added: a hidden layer, and the P and Q [M, n] of it that are added.
 
         Raises Rejected "document/splits": the slopes [M, hidden elements before, 2] do not fit.
         """
@@ -182,7 +225,9 @@ class Bounds:
                     Corners.of(ranges, self.grid, *own_levels)
                     for ranges, *own_levels in zip(self.ranges, *ends, strict=True)
                 ]
-            found.append(self._most(number, (p, q), slopes[part].astype(np.float64), own, corners))
+            more = None if added is None else (added[0], added[1][part], added[2][part])
+            values = slopes[part].astype(np.float64)
+            found.append(self._most(number, (p, q), values, own, corners, more))
         return np.concatenate(found)
 
     def _most(
@@ -192,6 +237,7 @@ class Bounds:
         slopes: Floats,
         direct: Floats | None,
         all_corners: Sequence[Corners],
+        added: tuple[int, Floats, Floats] | None,
     ) -> Floats:
         p, q = rows
         known, lost = np.zeros(len(p)), np.zeros(len(p))
@@ -226,6 +272,8 @@ class Bounds:
             reach = np.abs(p) + np.abs(q) + np.abs(a) + np.abs(b)
             lost = lost + 4 * self.layers[k - 1].spare * (reach @ size)
             p, q = a, b
+            if added is not None and k - 1 == added[0]:
+                p, q = p + added[1], q + added[2]
         total = p + q if direct is None else p + q + direct
         reach = np.abs(p) + np.abs(q) + (0.0 if direct is None else np.abs(direct))
         lost = lost + self.layers[0].spare * (
@@ -239,22 +287,75 @@ class Bounds:
     def grow(self, slopes: NDArray[np.floating]) -> None:
         """Bound the next hidden layer."""
         number = len(self.ranges)
-        n = len(self.layers[number].bias)
-        one, none = np.eye(n), np.zeros((n, n))
-        p = np.concatenate([one, -one, -one, one, none, none])
-        q = np.concatenate([none, none, one, -one, one, -one])
-        found = self.most(number, (p, q), slopes).reshape(6, n)
+        found = self.most(number, _each(len(self.layers[number].bias)), slopes)
         if not bool(np.isfinite(found).all()):
             raise Rejected("bound/not-finite", f"hidden layer {number} has no bound")
-        z, d, other = ((-found[k + 1], found[k]) for k in (0, 2, 4))
-        other = (
-            np.maximum(other[0], -above(-(z[0] + d[0]))),
-            np.minimum(other[1], above(z[1] + d[1])),
+        self.ranges.append(Ranges.of(found))
+        self.corners.append(Corners.of_all(self.ranges[-1], self.grid))
+
+    def narrowed(
+        self, rounds: Sequence[Round], row: tuple[Floats, Floats, Floats], limit: float
+    ) -> Bounds | None:
+        """Return the bounds where P·f + Q·g + direct·x of a row [1, n] each is at least a limit.
+
+        None: no input meets that. Raises Rejected "document/splits": a round does not fit.
+        """
+        bounds = replace(self, ranges=list(self.ranges), corners=list(self.corners))
+        sizes = [len(one.z[0]) for one in self.ranges]
+        for one in rounds:
+            if not len(one.shares) == len(one.hidden) <= len(sizes):
+                raise Rejected("document/splits", f"a round of {len(one.hidden)} hidden layers")
+            for k, (shares, slopes) in enumerate(zip(one.shares, one.hidden, strict=True)):
+                if not bounds._narrow(k, one.outputs, shares, slopes, row, limit):
+                    return None
+        return bounds
+
+    def _narrow(
+        self,
+        number: int,
+        outputs: NDArray[np.floating],
+        shares: NDArray[np.floating],
+        slopes: NDArray[np.floating],
+        row: tuple[Floats, Floats, Floats],
+        limit: float,
+    ) -> bool:
+        """Bound a hidden layer again with multiples of a constraint; return whether any is left."""
+        sizes = [len(one.z[0]) for one in self.ranges]
+        before, rows = sum(sizes[:number]), 6 * sizes[number]
+        if outputs.shape != (sum(sizes), 2) or shares.shape != (rows,):
+            raise Rejected("document/splits", f"a round of shapes {outputs.shape}, {shares.shape}")
+        if slopes.shape != (rows, before, 2):
+            raise Rejected("document/splits", f"slopes of shape {slopes.shape}")
+        share = shares.astype(np.float64)
+        if not bool((np.isfinite(share) & (share >= 0)).all()):
+            raise Rejected("bound/not-finite", "a multiplier is negative or no number")
+        behind = share[:, None, None] * outputs[None, before:].astype(np.float64)
+        p, q, direct = (share[:, None] * part for part in row)
+        found = self.most(
+            len(self.layers) - 1,
+            (p, q),
+            np.concatenate([slopes.astype(np.float64), behind], axis=1),
+            direct,
+            None,
+            (number, *_each(sizes[number])),
         )
-        d = np.maximum(d[0], -above(z[1] - other[0])), np.minimum(d[1], above(other[1] - z[0]))
-        self.ranges.append(Ranges(z, d, other))
-        levels = np.zeros((1, n)), np.full((1, n), float(self.grid.most))
-        self.corners.append(Corners.of(self.ranges[-1], self.grid, *levels))
+        least = share * limit
+        found = above(found - least + 4 * _ROUNDOFF * (np.abs(found) + np.abs(least)) + _FAINT)
+        ranges = Ranges.of(
+            np.minimum(np.where(np.isfinite(found), found, np.inf), self.ranges[number].bounds())
+        )
+        self.ranges[number] = ranges
+        self.corners[number] = Corners.of_all(ranges, self.grid)
+        return all(bool((low <= high).all()) for low, high in (ranges.z, ranges.d, ranges.other))
+
+
+def _each(count: int) -> tuple[Floats, Floats]:
+    """Return P and Q of z, -z, D, -D, z + D, -(z + D) of all elements of a layer."""
+    one, none = np.eye(count), np.zeros((count, count))
+    return (
+        np.concatenate([one, -one, -one, one, none, none]),
+        np.concatenate([none, none, one, -one, one, -one]),
+    )
 
 
 def recheck_fixed_point(
@@ -282,11 +383,20 @@ def recheck_fixed_point(
         bounds.grow(slopes)
     elements = sum(len(ranges.z[0]) for ranges in bounds.ranges)
     leaves = Leaves.of(proof.cuts, len(query.first), elements, grid.most)
-    rows = -query.first[leaves.places], -query.second[leaves.places]
-    levels = None if proof.cuts is None else (leaves.low, leaves.high)
-    direct = -query.direct[leaves.places]
-    found = bounds.most(len(layers) - 1, rows, proof.outputs, direct, levels)
+    rounds = [()] * len(query.first) if proof.rounds is None else proof.rounds
+    if len(rounds) != len(query.first) or len(proof.outputs) != len(leaves.places):
+        raise Rejected("document/splits", "rounds or slopes of other constraints")
     most = np.full(len(query.first), -np.inf)
-    np.maximum.at(most, leaves.places, found)
+    for place, own in enumerate(rounds):
+        one = slice(place, place + 1)
+        row = -query.first[one], -query.second[one], -query.direct[one]
+        narrowed = bounds.narrowed(own, row, query.limits[place])
+        if narrowed is None:
+            continue
+        leaf = leaves.places == place
+        levels = None if proof.cuts is None else (leaves.low[leaf], leaves.high[leaf])
+        p, q, direct = (np.repeat(part, int(leaf.sum()), axis=0) for part in row)
+        found = narrowed.most(len(layers) - 1, (p, q), proof.outputs[leaf], direct, levels)
+        most[place] = found.max()
     if not bool(query.cannot(most[None]).all()):
         raise Rejected("claim/too-small", "the bounds do not show the claim")

@@ -14,8 +14,8 @@ from torch import Tensor
 PIXELS = 3
 """Every pixel may change by so much."""
 CLIMB_STEPS = 60
-FIRST_SOFTNESS, LAST_SOFTNESS = 0.5, 0.02
-"""Widths of the softened jumps, in levels."""
+LAST_SOFTNESS = 0.02
+"""Width of the softened jumps at the end, in levels."""
 PIXEL_STEP = 0.3
 MANY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 """Numbers of pixels that a search step changes at once."""
@@ -69,14 +69,20 @@ def softened(sums: Tensor, bits: int, softness: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Starts of each sign, gradient steps, and how many images are then changed pixel by pixel."""
+    """Starts of each sign, gradient steps, and how many images are then changed pixel by pixel.
+
+    Args:
+        softness: width of the softened jumps at the beginning, in levels.
+    """
 
     starts: int
     steps: int
     climbs: int
+    softness: float = 0.5
 
 
 SHORT, LONG = Effort(12, 150, 2), Effort(40, 800, 6)
+OTHERS = tuple(Effort(60, 500, 6, softness) for softness in (0.25, 0.12, 0.18))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +134,7 @@ class Search:
         mean, square = torch.zeros_like(x), torch.zeros_like(x[:, :1])
         for step in range(self.effort.steps):
             part = step / self.effort.steps
-            softness = FIRST_SOFTNESS * (LAST_SOFTNESS / FIRST_SOFTNESS) ** part
+            softness = self.effort.softness * (LAST_SOFTNESS / self.effort.softness) ** part
             x.requires_grad_(True)
             z, served = x / 255, x / 256
             for number, ((weight, bias), (other, shift)) in enumerate(zip(*sides, strict=True)):

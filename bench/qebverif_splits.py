@@ -7,7 +7,7 @@ hidden element are bounded on their own, with slopes of their own, and split aga
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -49,13 +49,17 @@ class Tree:
     slopes: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Splitting:
     """A search for splits that show a functional [1, outputs] of the outputs below a limit."""
 
     pair: FixedPointPair
     row: Functionals
     limit: float
+    single: FixedPointPair = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.single = self.pair.single()
 
     def searched(self, slopes: Slopes, most: int) -> Tree | None:
         """Return the tree, or None after `most` parts; the search starts with these slopes."""
@@ -82,37 +86,42 @@ class Splitting:
         levels = torch.stack([part.levels for part in parts])
         each = zip(self.pair.ranges, torch.split(levels, sizes, 2), strict=True)
         points = [r.points(self.pair.grid, low_high[:, 0], low_high[:, 1]) for r, low_high in each]
-        slopes = torch.stack([part.slopes for part in parts]).requires_grad_()
-        best, kept = torch.full((len(parts),), math.inf).double(), slopes.detach().clone()
+        faster = [Points(one.table.float()) for one in points]
+        slopes = torch.stack([part.slopes for part in parts]).float().requires_grad_()
+        best, kept = torch.full((len(parts),), math.inf), slopes.detach().clone()
         optimiser = torch.optim.Adam([slopes], lr=_RATE)
-        image, counted = torch.zeros(len(parts), self.pair.box.shape[1]).double(), 0
+        image, counted = torch.zeros(len(parts), self.pair.box.shape[1]), 0
         for step in range(_STEPS):
             optimiser.param_groups[0]["lr"] = _RATE * _LAST ** (step / _STEPS)
-            walk = self._walked(points, torch.split(slopes, sizes, 1))
+            walk = self._walked(self.single, faster, torch.split(slopes, sizes, 1))
             lower = walk.bound.detach() < best
             kept[lower] = slopes.detach()[lower]
             best = torch.minimum(best, walk.bound.detach())
             if step >= _STEPS // 3:
                 image, counted = image + walk.image, counted + 1
-            if bool((best < self.limit).all()):
+            if bool((best < self.limit * (1 - 2.0**-18)).all()):
                 break
             optimiser.zero_grad()
             torch.autograd.backward(walk.bound.sum())
             optimiser.step()
         with torch.no_grad():
-            walk = self._walked(points, torch.split(kept, sizes, 1))
-            gaps, second = self._gaps(walk, image / counted if counted else walk.image)
+            kept = kept.double()
+            walk = self._walked(self.pair, points, torch.split(kept, sizes, 1))
+            mean = (image / counted).double() if counted else walk.image
+            gaps, second = self._gaps(walk, mean)
         elements, at = self._split(levels, gaps, second)
-        for part, *found in zip(parts, kept, best.tolist(), elements, at, strict=True):
+        for part, *found in zip(parts, kept, walk.bound.tolist(), elements, at, strict=True):
             part.slopes, part.bound, part.split = found[0], found[1], (found[2], found[3])
 
-    def _walked(self, points: list[Points], slopes: tuple[Tensor, ...]) -> _Walk:
+    def _walked(
+        self, pair: FixedPointPair, points: list[Points], slopes: tuple[Tensor, ...]
+    ) -> _Walk:
         """Bound the functional in all parts."""
-        count = len(slopes[0])
-        p, q = (side.expand(count, -1) for side in (self.row.first, self.row.second))
-        bound, terms = torch.zeros(count).double(), list[tuple[Tensor, ...]]()
+        count, kind = len(slopes[0]), slopes[0].dtype
+        p, q = (side.to(kind).expand(count, -1) for side in (self.row.first, self.row.second))
+        bound, terms = torch.zeros(count, dtype=kind), list[tuple[Tensor, ...]]()
         for k in range(len(slopes), -1, -1):
-            (weight, bias), (other, shift) = (network[k] for network in self.pair.networks)
+            (weight, bias), (other, shift) = (network[k] for network in pair.networks)
             bound = bound + p @ bias + q @ shift
             p, q = p @ weight, q @ other
             if k:
@@ -120,7 +129,7 @@ class Splitting:
                 most = points[k - 1].most(p, q, a, b)
                 terms.append((p, q, a, b, most))
                 bound, p, q = bound + most.sum(-1), a, b
-        image = torch.where(p + q > 0, self.pair.box[1], self.pair.box[0]).detach()
+        image = torch.where(p + q > 0, pair.box[1], pair.box[0]).detach()
         return _Walk(bound + ((p + q) * image).sum(-1), image, terms[::-1])
 
     def _gaps(self, walk: _Walk, image: Tensor) -> tuple[Tensor, Tensor]:

@@ -216,10 +216,9 @@ def test_splits_decide_what_one_bound_does_not(monkeypatch: pytest.MonkeyPatch) 
     pair = FixedPointPair(networks, grid, *neurodiff_splits.ends_of(IMAGE, 3), THOROUGH)
     size = max(map(abs, qebverif.bounded(pair, 0)[0]))
     limit: Any = Fraction(size - (size - searched(given, 4, 0, qebverif_search.LONG)[0]) / 5)
-    monkeypatch.setattr(qebverif, "CLOSE", {1: 0.5})
-    monkeypatch.setattr(qebverif, "NEAR", 0.5)
+    monkeypatch.setattr(qebverif, "SPLITS", {1: qebverif.Splits(0.5, 0, 0.5, 5000)})
     assert qebverif.decided(given, 4, IMAGE, 0, [limit])[1] == {limit: True}
-    monkeypatch.setattr(qebverif, "PARTS", {1: 2})
+    monkeypatch.setattr(qebverif, "SPLITS", {1: qebverif.Splits(0.5, 0, 0.5, 2)})
     assert qebverif.decided(given, 4, IMAGE, 0, [limit])[1] == {limit: None}
 
 

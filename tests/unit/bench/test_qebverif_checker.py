@@ -13,8 +13,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from bench.qebverif_bounds import FixedPointPair, Functionals
-from bench.qebverif_checker import LEAF, Bounds, Leaves, SlopeProof, recheck_fixed_point
+from bench.qebverif_bounds import Assumed, FixedPointPair, Functionals, packed
+from bench.qebverif_checker import (
+    LEAF,
+    Bounds,
+    Leaves,
+    Round,
+    SlopeProof,
+    recheck_fixed_point,
+)
 from bench.qebverif_splits import Splitting
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.linear_bounds.constraints import Grid, replay
@@ -198,6 +205,122 @@ def test_splits_show_more_than_one_bound() -> None:
     joined = replace(proof, outputs=slopes[[0, -1]], cuts=None)
     with pytest.raises(Rejected, match="claim/too-small"):
         recheck_fixed_point(both, grid, LOW, HIGH, apart(Fraction(limit)), joined)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [0.0, 0.5, 3.0])
+def test_runs_that_meet_a_constraint_stay_in_its_bounds(grid: Grid, seed: int, size: float) -> None:
+    both, draw = networks(seed, grid.step), np.random.default_rng(seed)
+    ends = [np.array([float(v) for v in end]) for end in (LOW, HIGH)]
+    bounds = Bounds(paired(both), grid, ends[0], np.nextafter(ends[1], 2), [], [])
+    behind, hidden, shares = 0, [], []
+    for n in SIZES[1:-1]:
+        bounds.grow(np.zeros((6 * n, behind, 2)))
+        hidden.append(size * draw.normal(size=(6 * n, behind, 2)))
+        shares.append(2 * size * draw.random(6 * n))
+        behind += n
+    row = draw.normal(size=(3, 1, SIZES[-1]))
+    direct = draw.normal(size=(1, 3))
+    runs = []
+    for point in points(60, seed):
+        (first, f), (second, g) = (
+            hidden_and_outputs(*one) for one in ((both[0], point, None), (both[1], point, grid))
+        )
+        value = row[0, 0] @ [float(v) for v in f] + row[1, 0] @ [float(v) for v in g]
+        runs.append((float(value + direct[0] @ [float(v) for v in point]), first, second))
+    limit = sorted(value for value, _, _ in runs)[-8] - 1e-9
+    rounds = [Round(size * draw.normal(size=(behind, 2)), shares, hidden)] * 2
+    narrowed = bounds.narrowed(rounds, (row[0], row[1], direct), limit)
+    assert narrowed is not None
+    for _, first, second in (run for run in runs if run[0] >= limit):
+        for ranges, z, other in zip(narrowed.ranges, first, second, strict=True):
+            for (low, high), values in (
+                (ranges.z, z),
+                (ranges.other, other),
+                (ranges.d, [b - a for a, b in zip(z, other, strict=True)]),
+            ):
+                assert all(a <= v <= b for a, v, b in zip(low, values, high, strict=True))
+
+
+def in_rounds() -> tuple[tuple[Network, Network], Fraction, SlopeProof]:
+    """Return networks, a limit below the bound of the first output, and its proof with rounds."""
+    grid = GRIDS[0]
+    both = networks(0, grid.step)
+    pair = FixedPointPair((tensors(both[0]), tensors(both[1])), grid, LOW, HIGH)
+    rows = []
+    for sign in (1.0, -1.0):
+        one = torch.tensor([[sign, 0.0]]).double()
+        rows.append((Functionals(-one, one), pair.bounded(Functionals(-one, one))))
+    limit = 0.96 * max(float(bound) for _, (bound, _) in rows)
+    leaves, rounds = [], []
+    for row, (bound, slopes) in rows:
+        found = Assumed(slopes, float(bound), [])
+        pair.copied().assume(row, found, limit * 0.999999, 12)
+        assert found.bound < limit
+        leaves.append(packed(found.slopes, 0))
+        rounds.append(found.rounds)
+    proof = SlopeProof(pair.hidden, np.concatenate(leaves), None, rounds)
+    return both, Fraction(limit), proof
+
+
+def _round(**changes: Any) -> Callable[[SlopeProof], SlopeProof]:
+    """Return an edit of the first round of the proof."""
+
+    def changed(proof: SlopeProof) -> SlopeProof:
+        assert proof.rounds is not None
+        rounds = [list(own) for own in proof.rounds]
+        place = next(k for k, own in enumerate(rounds) if own)
+        one = rounds[place][0]
+        rounds[place][0] = replace(one, **{k: edit(getattr(one, k)) for k, edit in changes.items()})
+        return replace(proof, rounds=rounds)
+
+    return changed
+
+
+FORGED_ROUNDS: dict[str, tuple[Callable[[SlopeProof], SlopeProof], str]] = {
+    "none": (lambda proof: replace(proof, rounds=None), "claim/too-small"),
+    "of one constraint": (
+        lambda proof: replace(proof, rounds=(proof.rounds or [])[:1]),
+        "document/splits",
+    ),
+    "of other constraints": (
+        lambda proof: replace(proof, rounds=(proof.rounds or [])[::-1]),
+        "claim/too-small",
+    ),
+    "negative multipliers": (
+        _round(shares=lambda all_: [-np.abs(one) - 1 for one in all_]),
+        "bound/not-finite",
+    ),
+    "no number": (_round(shares=lambda all_: [one * np.nan for one in all_]), "bound/not-finite"),
+    "no number in slopes": (_round(outputs=lambda one: one * np.nan), "bound/not-finite"),
+    "one multiplier": (_round(shares=lambda all_: [one[:1] for one in all_]), "document/splits"),
+    "few slopes": (_round(outputs=lambda one: one[1:]), "document/splits"),
+    "few hidden slopes": (
+        _round(hidden=lambda all_: [one[1:] for one in all_]),
+        "document/splits",
+    ),
+    "a layer less of slopes": (_round(hidden=lambda all_: all_[:-1]), "document/splits"),
+    "a layer more": (
+        _round(hidden=lambda all_: [*all_, all_[0]], shares=lambda all_: [*all_, all_[0]]),
+        "document/splits",
+    ),
+}
+
+
+def test_rounds_show_more_than_one_bound() -> None:
+    both, limit, proof = in_rounds()
+    recheck_fixed_point(both, GRIDS[0], LOW, HIGH, apart(limit), proof)
+    with pytest.raises(Rejected, match="claim/too-small"):
+        recheck_fixed_point(both, GRIDS[0], LOW, HIGH, apart(limit * Fraction(4, 5)), proof)
+
+
+@pytest.mark.parametrize("name", FORGED_ROUNDS)
+def test_forged_rounds_are_rejected(name: str) -> None:
+    both, limit, proof = in_rounds()
+    edit, reason = FORGED_ROUNDS[name]
+    with pytest.raises(Rejected, match=reason):
+        recheck_fixed_point(both, GRIDS[0], LOW, HIGH, apart(limit), edit(proof))
 
 
 def test_proof_for_a_grid_is_rejected_for_a_coarser_one() -> None:
