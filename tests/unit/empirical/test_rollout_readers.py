@@ -229,6 +229,23 @@ def test_malformed_parquet_rows_are_refused_with_their_position(tmp_path: Path, 
     assert message in refused.value.diagnostics[0].message
 
 
+@pytest.mark.parametrize(
+    "ids", [[0, [1, 2]], [2**64 - 1], [2**70], [-1], [0.5], [None], ["a"], [[0]], 3, None]
+)
+def test_kept_tokens_that_are_no_ids_are_refused(tmp_path: Path, ids: Any) -> None:
+    table = recordings.columns(rollouts())
+    kept = [[[token] for token in tokens] for tokens in table["tokens"]]
+    path = tmp_path / "rows.jsonl"
+    recordings.write(path, {**table, "infer_kept": kept})
+    assert all("infer_kept" in rollout.arrays for rollout in read(path).rollouts)
+    kept[1][0] = ids
+    recordings.write(path, {**table, "infer_kept": kept})
+    with pytest.raises(
+        Refusal, match=r"line 2, column `infer_kept`: must hold a list of token ids"
+    ):
+        read(path)
+
+
 def test_lone_surrogate_in_a_row_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     recordings.write(path, {**recordings.columns(rollouts()), "train_version": ["\ud800"] * 3})

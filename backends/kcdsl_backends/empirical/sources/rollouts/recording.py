@@ -275,12 +275,14 @@ class _Reader:
         cell = self.rows.listed(row, column)
         if len(cell) != wide:
             raise self.rows.refusal(row, column, f"{len(cell)} values for {wide} tokens")
-        parts = [np.asarray(ids) for ids, there in zip(cell, keep, strict=True) if there]
-        for ids in parts:
-            if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or int(ids.min()) < 0)):
+        parts = [_nothing()]
+        for ids in (ids for ids, there in zip(cell, keep, strict=True) if there):
+            found = _token_ids(ids)
+            if found is None:
                 raise self.rows.refusal(row, column, "must hold a list of token ids for each token")
-        ends = np.cumsum([ids.size for ids in parts], dtype=np.int64)
-        flat = np.concatenate([_nothing(), *(ids.astype(np.int64) for ids in parts)])
+            parts.append(found)
+        ends = np.cumsum([ids.size for ids in parts[1:]], dtype=np.int64)
+        flat = np.concatenate(parts)
         return {"infer_kept": flat, "infer_kept_ends": ends}
 
     def _advantages(self, row: int, wide: int, keep: NDArray[np.bool_]) -> Array:
@@ -359,6 +361,18 @@ class _Reader:
 
 def _nothing() -> NDArray[np.int64]:
     return np.zeros(0, dtype=np.int64)
+
+
+def _token_ids(cell: Any) -> NDArray[np.int64] | None:
+    """Return a list of token ids; None for anything else."""
+    try:
+        found = np.asarray(cell)
+    except ValueError:  # lists of several lengths
+        return None
+    if found.ndim != 1 or found.size == 0:
+        return _nothing() if found.ndim == 1 else None
+    fits = found.dtype.kind in "iu" and int(found.min()) >= 0 and int(found.max()) < 2**53
+    return found.astype(np.int64) if fits else None
 
 
 def _below_zero(logs: Array) -> Array:
