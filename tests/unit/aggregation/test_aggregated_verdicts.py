@@ -126,7 +126,7 @@ def _within(value: float | None) -> float | None:
 def tables(draw: st.DrawFn, values: st.SearchStrategy[float | None]) -> Rows:
     n = draw(st.integers(1, 40))
     requests = draw(st.lists(st.sampled_from([f"r{i}" for i in range(40)]), min_size=n, max_size=n))
-    slices = draw(st.lists(st.sampled_from(["chat", "chat", "code"]), min_size=n, max_size=n))
+    slices = [("chat", "chat", "code")[int(name[1:]) % 3] for name in requests]
     shares = st.sampled_from([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
     return Rows(
         requests,

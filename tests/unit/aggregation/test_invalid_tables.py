@@ -186,7 +186,7 @@ def test_no_clause_with_a_missing_value_holds(lenient: Program, data: st.DataObj
     """One missing value in many, also where a budget would allow one violation."""
     n = data.draw(st.integers(30, 60))
     requests = [f"r{data.draw(st.integers(0, 25))}" for _ in range(n)]
-    slices = data.draw(st.lists(st.sampled_from(["chat", "code"]), min_size=n, max_size=n))
+    slices = [("chat", "code")[int(name[1:]) % 2] for name in requests]
     values: list[float | None] = data.draw(st.lists(st.floats(0, 0.3), min_size=n, max_size=n))
     at = data.draw(st.integers(0, n - 1))
     values[at] = data.draw(st.sampled_from([None, math.nan, math.inf, -math.inf, -0.5, -1e300]))
@@ -246,6 +246,26 @@ def test_slice_fields_that_differ_within_a_request_are_refused(tmp_path: Path) -
     assert message.startswith("the request `a` has several values of `length`, by which slices")
     whole = write(tmp_path, {**columns, "length": [4, 4, 2]})
     assert not isinstance(verdicts(program, whole)[0], Held)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("chat", "left"), (["chat"], ["left"]), (["chat", "left"], ["left"])]
+)
+@pytest.mark.parametrize("with_contract", [True, False])
+def test_requests_in_several_named_slices_are_refused(
+    tmp_path: Path, one: Any, other: Any, with_contract: bool
+) -> None:
+    """The token beyond the threshold would be in a slice that no clause is about."""
+    columns = {"request": ["a", "a", "b"], "slice": [one, other, one], "kl": [0.01, 9.0, 0.01]}
+    program = contract(tmp_path, "max(kl) <= 0.05") if with_contract else None
+    message = refused(program, write(tmp_path, columns))
+    assert message.startswith("the request `a` has several values of `slice`, by which slices")
+
+
+def test_order_and_repetition_in_lists_of_slices_do_not_matter(tmp_path: Path) -> None:
+    lists = [["chat", "left"], ["left", "chat", "chat"]]
+    file = write(tmp_path, {"request": ["a", "a"], "slice": lists, "kl": [0.01, 0.02]})
+    assert isinstance(verdicts(contract(tmp_path, "max(kl) <= 0.05"), file)[0], Held)
 
 
 @pytest.mark.parametrize("names", [[["chat"], []], [["chat"], [None]], [["chat"], ["chat", None]]])

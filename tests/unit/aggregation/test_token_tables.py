@@ -198,9 +198,10 @@ def test_results_are_independent_of_files_threads_and_memory(tmp_path: Path) -> 
     generator = np.random.default_rng(0)
     n = 5000
     values: list[float | None] = np.exp(generator.normal(-7, 3, n)).tolist()
+    requests = np.sort(generator.integers(0, 300, n))
     rows = Rows(
-        [f"r{i}" for i in np.sort(generator.integers(0, 300, n))],
-        [("chat", "code", "maths")[i] for i in generator.integers(0, 3, n)],
+        [f"r{i}" for i in requests],
+        [("chat", "code", "maths")[i % 3] for i in requests],
         {"kl": values},
     )
     limits = {"kl": (ValueLimit("<=", Fraction("0.01")),)}

@@ -140,9 +140,10 @@ def field_query(table: TokenTable, fields: Sequence[str]) -> str:
     return f"SELECT {', '.join(parts)} FROM tokens"
 
 
-def split_query(field: str) -> str:
-    """Return the query of a request of which a field has several values."""
-    x = quoted(field)
+def split_query(field: str, kind: str | None = None) -> str:
+    """Return the query of a request of which a field has several values; `kind` is that of a column
+    of slices, whose lists are sets."""
+    x = f"list_sort(list_distinct({quoted(field)}))" if kind == "lists" else quoted(field)
     return (
         f"SELECT {quoted(REQUEST)}::VARCHAR AS request FROM tokens\n"
         f"GROUP BY {quoted(REQUEST)} HAVING min({x}) <> max({x})\nORDER BY request LIMIT 1"
@@ -208,8 +209,10 @@ def check_rows(database: Database, members: Sequence[Member] | None) -> None:
     if members is None:  # counting detects a missing name, but not an empty list
         named = table.slices == "lists"
     _refuse_lacking(database, [*fields, *([SLICE] if named else [])])
+    if table.slices is not None and (members is None or any(m.named for m in members)):
+        fields = sorted({*fields, SLICE})
     for field in fields:
-        torn = database.rows(split_query(field))
+        torn = database.rows(split_query(field, table.slices if field == SLICE else None))
         if torn:
             raise refuse(
                 codes.REQUEST_FIELD,
