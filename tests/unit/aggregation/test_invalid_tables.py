@@ -268,6 +268,21 @@ def test_order_and_repetition_in_lists_of_slices_do_not_matter(tmp_path: Path) -
     assert isinstance(verdicts(contract(tmp_path, "max(kl) <= 0.05"), file)[0], Held)
 
 
+@pytest.mark.parametrize(
+    ("where", "inside"),
+    [
+        ("n <= 1e60", True), ("n < -1e60", False), ("n >= -1e60", True), ("n > 1e60", False),
+        ("n == 1e60", False), ("n != 1e60", True),
+    ],
+)  # fmt: skip
+def test_predicates_beyond_integers_are_decided(tmp_path: Path, where: str, inside: bool) -> None:
+    program = contract(tmp_path, "max(kl) <= 1", slices=f'{{chat: {{where: "{where}"}}}}')
+    integers = pa.array([2**64 - 1, 0], pa.uint64())
+    file = write(tmp_path, {"request": ["a", "b"], "kl": [0.1, 0.1], "n": integers})
+    found = verdicts(program, file)[0]
+    assert isinstance(found, Held if inside else InvalidEvidence)
+
+
 @pytest.mark.parametrize("names", [[["chat"], []], [["chat"], [None]], [["chat"], ["chat", None]]])
 @pytest.mark.parametrize("with_contract", [True, False])
 def test_rows_in_no_slice_are_not_dropped(

@@ -188,8 +188,9 @@ def _test(column: str, op: str, value: str | bool | Fraction, kind: str) -> str:
             return "TRUE" if op == "!=" else "FALSE"
         sign = f"{op[0]}="
     down = op in ("<=", "<", "==", "!=")
-    if kind == "integer":
-        return f"{column} {sign} {math.floor(value) if down else math.ceil(value)}"
+    if kind == "integer":  # of at most 64 bits, and DuckDB reads literals of at most 128
+        whole = math.floor(value) if down else math.ceil(value)
+        return f"{column} {sign} {min(max(whole, -(2**65)), 2**65)}"
     return f"{column}::DOUBLE {sign} {double(below(value) if down else above(value))}"
 
 
