@@ -24,17 +24,18 @@ COMMON = ("--traceback", COLOR)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see `kcdsl.exits`)."""
-    from kcdsl.cli.process import collect_seldom, coloured, isolate, leave_garbage, mend_streams
+    from kcdsl.cli import process
 
     if argv is None:
-        isolate()  # the process is ours; a program that calls `main` keeps its search path
-        collect_seldom()
+        process.isolate()  # it is ours; a program that calls `main` keeps its search path
+        process.use_large_pages()
+        process.collect_seldom()
     words = list(sys.argv[1:] if argv is None else argv)
-    mend_streams()
-    with coloured(words):
+    process.mend_streams()
+    with process.coloured(words):
         code = _guarded(words)
     if argv is None:
-        leave_garbage()
+        process.leave_garbage()
     return code
 
 

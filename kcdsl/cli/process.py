@@ -39,6 +39,12 @@ def isolate() -> None:
     _find_z3_in_its_package()
 
 
+def use_large_pages() -> None:
+    """Let torch place large tensors in large pages of memory, unless the user chose otherwise: the
+    system clears them many times faster."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
 def _parent(file: str | None) -> str:
     return "" if file is None else str(Path(file).resolve().parent.parent)
 

@@ -27,6 +27,7 @@ from kcdsl.cli import COMMANDS, application, main
 from kcdsl.cli.commands import GROUPS, load
 from kcdsl.cli.common import Argument, Command
 from kcdsl.cli.common.options import Stage
+from kcdsl.cli.process import use_large_pages
 from kcdsl.diagnostics import Refusal
 from kcdsl.exits import Exit
 from kcdsl_certs.statement import build_manifest
@@ -437,3 +438,12 @@ def test_settings_accept_the_values_of_options() -> None:
     assert (found.stage, type(found.stage)) == ("canary", str)
     assert found.lifetime == timedelta(days=3)
     assert (found.blocks, found.attack) == (("mlp_0",), False)
+
+
+def test_torch_gets_large_pages_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, used in ((None, "1"), ("0", "0")):
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", given or "")
+        if given is None:
+            monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
+        use_large_pages()
+        assert os.environ["THP_MEM_ALLOC_ENABLE"] == used
