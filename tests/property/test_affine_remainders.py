@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,9 @@ from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.loading import load_model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.statements.problems import ProblemFactory
+from kcdsl_backends.drift.affine import kernel
 from kcdsl_backends.drift.affine.adjoint import Adjoint
+from kcdsl_backends.drift.affine_forms import affine_forms
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.boxes import NoBound
 
@@ -38,6 +41,8 @@ CONFIGS = {
         "type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
     },
 }  # fmt: skip
+COARSE = resolve({"preset": "torch-eager", "compute": "bfloat16"})
+FLOAT32 = resolve({"preset": "torch-eager", "compute": "float32"})
 EXACT = resolve({"preset": "torch-eager", "compute": "float64", "accumulate": "float64"})
 TOKENS = (1, 5, 2)
 
@@ -127,3 +132,23 @@ def _climb(
             x = centre + radius * torch.sign(gradient)
             found.append(x)
     return found
+
+
+@pytest.mark.parametrize("radius", [0.0, 1e-4])
+def test_training_kernels_get_no_passes_for_what_the_other_hides(
+    model: Model, monkeypatch: pytest.MonkeyPatch, radius: float
+) -> None:
+    monkeypatch.setattr(kernel, "NEGLIGIBLE", 2.0**-40)  # without the other, for any remainder
+    factory = ProblemFactory(model, FLOAT32, COARSE, torch.device("cpu"))
+    problem, centre = factory.problem("layer_0", TOKENS), factory.centre("layer_0", TOKENS)
+    assert centre is not None
+    spread = torch.full((1, 1), radius, dtype=torch.float64)
+    forms = affine_forms(problem.graph, problem.train, problem.infer, centre, spread)
+    alone = affine_run(problem.graph, problem.train, centre, spread, 2.0**-9, side=0)
+    made, every = set(forms.train.passes.rows), set(alone.passes.rows)
+    if radius:  # errors that both kernels share hide nothing of the drift
+        assert made == every
+        return
+    assert made < every
+    known, tight = forms.box(), replace(forms, train=alone).box()
+    assert float(known.mag().amax()) <= 1.001 * float(tight.mag().amax())

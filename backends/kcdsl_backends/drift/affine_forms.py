@@ -285,7 +285,9 @@ def affine_forms(
     grain = max(grain, coarsest(graph, train, infer))
     chances = [None if alpha is None else Chance(alpha, room(graph)) for _ in met]
 
-    def run(side: int, common: Mapping[str, Tensor] | None = None) -> KernelRun:
+    def run(
+        side: int, common: Mapping[str, Tensor] | None = None, other: KernelRun | None = None
+    ) -> KernelRun:
         stored = (train, infer)[side]
         spread = None if ball is None else StoredSpread(ball, stored, side)
         return affine_run(
@@ -295,12 +297,14 @@ def affine_forms(
             chance=chances[side],
             boxes=met[side],
             common=common,
+            other=other,
         )
 
     if entering.drift is None and _same(train, infer):
         one = two = run(0)
     elif ball is None:  # first the inference kernel, which is coarser and fails earlier
-        one, two = reversed([run(side) for side in (1, 0)])
+        two = run(1)
+        one = run(0, other=None if bool(radius.any()) else two)
     else:
         one = run(0)
         two = run(1, one.common)

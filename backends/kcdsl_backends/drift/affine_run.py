@@ -44,6 +44,7 @@ def affine_run(
     chance: Chance | None = None,
     boxes: Mapping[str, Box] | None = None,
     common: Mapping[str, Tensor] | None = None,
+    other: KernelRun | None = None,
 ) -> KernelRun:
     """Return the reference run of a kernel on the centre of a region, with the tape of its errors.
 
@@ -61,6 +62,7 @@ def affine_run(
         chance: the probability with which bounds hold; None: in the worst case.
         boxes: boxes of this kernel's results by another domain, by node.
         common: the operands of the other kernel's operations with weights (`KernelRun.common`).
+        other: the run of the inference kernel, for that of the training kernel (`KernelRun.other`).
 
     Raises:
         NoBound: some result has no finite bound.
@@ -74,6 +76,7 @@ def affine_run(
     if rounding.free:
         run.several = several(graph, followed=entering.followed)
     run.common.update(common or {})
+    run.other = other
     run.handed = entering.drift is not None
     tape.add(TapeEntry("region", torch.zeros_like(tape.radius), tape.radius, lambda a: []))
     for node in graph.nodes:

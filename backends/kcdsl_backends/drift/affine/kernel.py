@@ -95,6 +95,8 @@ class Private:
 
 NEGLIGIBLE = 2.0**-3
 """No reverse passes are made for a remainder up to this share of a rounding."""
+FAINT = 2.0**-10
+"""Nor, in the training kernel, for one up to this share of the inference kernel's error bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,9 @@ class KernelRun:
     `private`, and not in the entries."""
     private: dict[str, Private] = field(default_factory=dict)
     readings: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    other: KernelRun | None = None
+    """The run of the inference kernel, in that of the training kernel at a point: both errors are
+    part of the drift there."""
     lowered: set[str] = field(default_factory=set)
     """Results whose error bounds are from passes before their casts."""
 
@@ -150,6 +155,15 @@ class KernelRun:
     def negligible(self) -> float:
         """Return the share of a result up to which a remainder gets no reverse passes."""
         return NEGLIGIBLE * self.grain
+
+    def small(self, node: Node, sizes: Tensor) -> Tensor:
+        """Return sums [..., 1] of the rows of a remainder of a result up to which no reverse passes
+        are made for it; `sizes` [..., 1] are the sums of the magnitudes of the result."""
+        share = self.negligible * sizes
+        if self.other is None or node.name not in self.other.computed:
+            return share
+        entry = self.other.tape.entries[self.other.computed[node.name]]
+        return torch.maximum(share, FAINT * entry.error_bound.sum(-1, keepdim=True))
 
     def passing(
         self, node: Node, index: int, kind: Kind, needed: Tensor, floor: int = INPUT

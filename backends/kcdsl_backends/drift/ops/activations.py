@@ -298,7 +298,7 @@ def affine_activation(choice: Choice, run: KernelRun, node: Node) -> None:
     function = choice(node)
     index, x = run.entry(node, 0)
     h, slope = x.reference, function.derivative(x.reference)
-    worth = run.negligible * function.value(h).abs().clamp_max(1.0).sum(-1, keepdim=True)
+    worth = run.small(node, function.value(h).abs().clamp_max(1.0).sum(-1, keepdim=True))
 
     before = before_linear(run, node)
 

@@ -224,10 +224,10 @@ def affine_mul(run: KernelRun, node: Node) -> None:
     """Append a * b."""
     refuse_wide(run.nodes, node, run.rounding.numerics)
     _same_shape(node, run.operand(node, 0), run.operand(node, 1))
-    tighten_product(run, node, torch.mul, run.tape.floors[:1])
+    tighten_product(run, node, torch.mul, run.tape.floors[:1], by_row=True)
     sums = _sums(run, node)
     if sums is None or bool(run.tape.radius.any()):
-        tighten_product(run, node, torch.mul, run.tape.floors[1:])
+        tighten_product(run, node, torch.mul, run.tape.floors[1:], by_row=True)
     a, b = run.operand(node, 0), run.operand(node, 1)
     reference = a.reference * b.reference
     linear = (a.error_bound * b.reference.abs() + a.reference.abs() * b.error_bound) * SAFE
@@ -264,7 +264,7 @@ def _sums(run: KernelRun, node: Node) -> tuple[Tensor, RowBounds | None] | None:
     if a.index is None or b.index is None or floor == INPUT:
         return None
     sums = (a.error_bound * b.error_bound).sum(-1, keepdim=True) * SAFE
-    worth = run.negligible * (a.reference * b.reference).abs().sum(-1, keepdim=True)
+    worth = run.small(node, (a.reference * b.reference).abs().sum(-1, keepdim=True))
     needed, lengths = ~(sums <= worth), []
     linear = (a.error_bound * b.reference.abs() + a.reference.abs() * b.error_bound).sum(
         -1, keepdim=True

@@ -137,7 +137,7 @@ def affine_context(run: KernelRun, node: Node) -> None:
     cases = _in_cases(run, p, v, result.internal)
     tight = bool((run.tape.radius > 0).any())
     values = heads(run, node, 1)
-    matters = second.sum() > run.negligible * result.reference.abs().sum()
+    matters = second.sum() > run.small(node, result.reference.abs().sum(-1, keepdim=True)).sum()
     rows = torch.ones_like(v.error_bound[..., :1], dtype=torch.bool) & matters
     nonlinear = None
     if values is not None and v.index is not None and run.passing(node, v.index, "product", rows):

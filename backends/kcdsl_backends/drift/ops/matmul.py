@@ -92,19 +92,24 @@ def tighten_product(
     node: Node,
     times: Callable[[Tensor, Tensor], Tensor],
     floors: Sequence[int] | None = None,
+    *,
+    by_row: bool = False,
 ) -> None:
-    """Tighten the error bounds of both factors of a product while their product matters, by passes
-    that stop at `floors`; by default everywhere where they may."""
+    """Tighten the error bounds of both factors of a product while their product matters, in rows
+    where it does if it is elementwise (`by_row`), by passes that stop at `floors`; by default
+    everywhere where they may."""
     a, b = run.operand(node, 0), run.operand(node, 1)
     if a.index is None or b.index is None:
         return
-    worth = run.negligible * times(a.reference, b.reference).abs().sum()
+    worth = run.small(node, times(a.reference, b.reference).abs().sum(-1, keepdim=True))
     for index, other in ((a.index, b.index), (b.index, a.index)):
 
         def matters(error_bound: Tensor, index: int = index, other: int = other) -> Tensor:
             rest = run.tape.entries[other].error_bound
             pair = (error_bound, rest) if index == a.index else (rest, error_bound)
-            return (error_bound > 0).any(-1, keepdim=True) & (times(*pair).sum() > worth)
+            sums = times(*pair).sum(-1, keepdim=True)
+            large = sums > worth if by_row else sums.sum() > worth.sum()
+            return (error_bound > 0).any(-1, keepdim=True) & large
 
         tighten_error(run, node, index, matters, floors)
 

@@ -270,7 +270,9 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
     read = several.expand(p.shape)
     for floor in run.tape.floors:
         c = torch.where(several, c, 0.0)
+        curved = (p * c.square()).sum(-1, keepdim=True)
         needed = ~(c.amax(-1, keepdim=True) <= math.sqrt(run.negligible))
+        needed &= ~(curved <= run.small(node, torch.zeros_like(curved)))
         if run.passing(node, index, "deviations", needed, floor):
             c = torch.minimum(c, deviations(run.tape, index, p, needed, floor, read))
     usual = (p * scores.error_bound).sum(-1, keepdim=True)
