@@ -144,7 +144,8 @@ class _Open:
 _ALIAS = re.compile(r"\*([0-9A-Za-z_-]+)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _FORBIDDEN = re.compile(
-    "\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]"
+    "\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff"
+    "\ufffe\uffff]"
 )
 _BREAKS = {"\r": "\\r", "\x85": "\\N", "\u2028": "\\L", "\u2029": "\\P"}
 """What ends a line, even a comment, for some readers and editors and not for others, and how a text
@@ -188,6 +189,9 @@ class _Builder:
             at = bad.start() + self._shift
             name, escape = f"U+{ord(bad[0]):04X}", _BREAKS.get(bad[0])
             message, help = f"the character {name} may not occur in YAML", None
+            if "\u202a" <= bad[0] <= "\u202e" or "\u2066" <= bad[0] <= "\u2069":
+                message = f"the character {name} changes the order in which a line is shown"
+                help = f"remove it, or write `\\u{ord(bad[0]):04x}` in double quotation marks"
             if escape is not None:
                 message = f"the character {name} ends a line for some readers and not for others"
                 help = f"remove it, or write `{escape}` in a text in double quotation marks"

@@ -50,7 +50,11 @@ def test_table_has_rows_of_every_kind() -> None:
     assert {kind for kind, _, _ in rows()} == set(STYLES)
 
 
-@pytest.mark.parametrize("sign", ["\r", "\x85", "\u2028", "\u2029", "\x00", "\x1b", "\ufeff"])
+ORDERING = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+"""What changes the order in which a line is shown."""
+
+
+@pytest.mark.parametrize("sign", ["\r", *"\x85\u2028\u2029\x00\x1b\ufeff", *ORDERING])
 def test_unsupported_scalars_are_refused(sign: str) -> None:
     for text in (f"k: a{sign}b\n", f"k: 'a{sign}b'\n", f"k: 1  # a{sign}b\n"):
         sink = Sink()
