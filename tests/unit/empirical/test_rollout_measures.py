@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -258,9 +259,10 @@ def test_texts_of_both_sides_are_evaluated() -> None:
     names = {"json_parse_gap", "tool_schema_gap", "exact_match_gap"}
     data = on_slice([rollout([-1.0], [-1.0], fields=fields)], names, groups=False)
     assert [value(name, data) for name in sorted(names)] == [1.0, 0.0, 1.0]
-    wrong = rollout([-1.0], [-1.0], fields={**fields, "role:schema": {"city": "word"}})
-    with pytest.raises(NotMeasurable, match="'word' is no type"):
-        measure_rollout(wrong, {"tool_schema_gap"})
+    for kind in (["string"], {}, None, "word"):
+        wrong = rollout([-1.0], [-1.0], fields={**fields, "role:schema": {"city": kind}})
+        with pytest.raises(NotMeasurable, match=f"{re.escape(repr(kind))} is no type"):
+            measure_rollout(wrong, {"tool_schema_gap"})
     unusable = on_slice([wrong], {"tool_schema_gap"}, groups=False)
     with pytest.raises(NotMeasurable, match="is no type"):
         value("tool_schema_gap", unusable)
@@ -319,6 +321,9 @@ def test_timestamps_give_times_and_the_cache_its_bytes() -> None:
     assert value("tpot", data, "max") == 0.25
     assert value("throughput", data) == 3.0
     assert value("kv_memory", data) == 2 * 2 * 4 * 8 * (1 + 3) * 2
+    wrong = replace(row, arrays={**row.arrays, "cache": np.array([1e308, 4, 8, 2])})
+    with pytest.raises(NotMeasurable, match="cache: write"):
+        measure_rollout(wrong, {"kv_memory"})
 
 
 # --- units ---------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def _schema(rollout: Rollout) -> Mapping[str, type | tuple[type, ...]]:
     schema = rollout.fields["role:schema"]
     if not isinstance(schema, dict) or not schema:
         raise NotMeasurable('schema: write fields with their types, such as {"city": "string"}')
-    unknown = [kind for kind in schema.values() if kind not in TYPES]
+    unknown = [kind for kind in schema.values() if not isinstance(kind, str) or kind not in TYPES]
     if unknown:
         raise NotMeasurable(f"schema: {unknown[0]!r} is no type; types: {', '.join(TYPES)}")
     return {str(name): TYPES[kind] for name, kind in schema.items()}
@@ -220,7 +220,8 @@ def _router_margin(rollout: Rollout) -> dict[str, Array]:
 
 def _cache(rollout: Rollout) -> dict[str, Array]:
     sizes = rollout.arrays["cache"]
-    if sizes.size != 4 or bool((sizes[:3] != np.floor(sizes[:3])).any()):
+    whole = (sizes == np.floor(sizes)) & (sizes < 2**53)
+    if sizes.size != 4 or not bool(whole[:3].all()):
         raise NotMeasurable("cache: write [layers, heads, width, bytes of one number]")
     layers, heads, width = (int(s) for s in sizes[:3])
     tokens = len(rollout.prompt) + len(rollout.tokens)
