@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
+from kcdsl.ir.formulas import subterms
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
 from kcdsl.logic.orders import MAGNITUDE_OF_LOG_RATIO, SQRT2_UP, curves, least_factor
 from kcdsl.metrics import find_metric
@@ -233,10 +234,19 @@ def interval(term: Term, known: Mapping[str, Interval] | None = None) -> Interva
             return Interval(Fraction(0), None)
         case Abs(of):
             return _magnitude(interval(of, known))
+        case Arith("-", left, right) if left == right and _has_one_value(left):
+            return Interval(Fraction(0), Fraction(0))
         case Arith(op, left, right):
             return _arithmetic(op, interval(left, known), interval(right, known))
         case Statistic() | TableValue():
             return EVERYTHING
+
+
+def _has_one_value(term: Term) -> bool:
+    """Return whether a term is the same number on both sides of a difference: a percentile is not,
+    whose requests are represented by their worst token on either side."""
+    parts = [part for part in subterms(term) if isinstance(part, Statistic)]
+    return not any(part.kind in ("quantile", "aggregate") for part in parts)
 
 
 def _magnitude(x: Interval) -> Interval:

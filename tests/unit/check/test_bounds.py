@@ -107,6 +107,20 @@ def test_vacuous_comparisons_are_reported(expression: str) -> None:
     assert codes(expression) == ["KC404"]
 
 
+@pytest.mark.parametrize(
+    ("expression", "vacuous"),
+    [
+        ("mean(abs(kl - kl)) <= 0", True),
+        ("mean(kl) - mean(kl) <= 0", True),
+        ("max(kl - kl) <= 1e-9", True),
+        ("p99(kl) - p99(kl) <= 0", False),  # the worst token of each request, less its best
+        ("mean(kl - js) <= 0", False),
+    ],
+)
+def test_difference_of_a_term_and_itself_is_vacuous(expression: str, vacuous: bool) -> None:
+    assert ("KC404" in codes(expression)) is vacuous
+
+
 def test_override_affects_the_direction_only() -> None:
     more = "    override: direction\n"
     assert codes("p99(kl) >= 0.1", more) == []
