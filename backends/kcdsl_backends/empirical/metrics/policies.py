@@ -139,7 +139,9 @@ def _with_rest(log_probabilities: Tensor) -> Tensor:
     taken = log_probabilities.exp().sum(dim=-1)
     if bool((taken > 1 + _SLACK).any()):
         raise NotMeasurable("the probabilities of a position sum to more than 1")
-    rest = torch.log((1 - taken).clamp(min=0.0))
+    left = 1 - taken
+    noise = 2.0**-52 * (log_probabilities.shape[-1] + 1)  # of a list of all tokens
+    rest = torch.log(torch.where(left > noise, left, torch.zeros_like(left)))
     whole = torch.cat([log_probabilities, rest[:, None]], dim=-1)
     return torch.where((taken > 1)[:, None], whole - taken.clamp(min=1.0).log()[:, None], whole)
 
