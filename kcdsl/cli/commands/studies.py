@@ -28,6 +28,7 @@ from kcdsl.cli.common.options import (
     probability,
     seed_option,
     slice_option,
+    thread_count,
 )
 from kcdsl.cli.common.options import requirement as read_requirement
 from kcdsl.cli.common.output import deliver, progress_bars, say
@@ -192,7 +193,7 @@ class AggregateCommand(Looks):
     memory: int | None = value(
         "GIB", "memory limit (default: half of the free memory)", read=gigabytes
     )
-    threads: int | None = value("N", "number of threads (default: all cores)", read=count)
+    threads: int | None = value("N", "number of threads (default: all cores)", read=thread_count)
     spill: str | None = value(
         "DIR", "parent of the temporary folder for data that exceeds the memory limit"
     )

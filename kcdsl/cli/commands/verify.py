@@ -23,11 +23,11 @@ from kcdsl.cli.common.execution import (
 from kcdsl.cli.common.options import (
     OutputFormat,
     contract_argument,
-    count,
     format_option,
     output_option,
     positive,
     seconds,
+    thread_count,
 )
 from kcdsl.cli.common.output import print_json, progress_bars, say
 from kcdsl.diagnostics import refuse
@@ -89,7 +89,7 @@ class VerifyCommand(RunsCode, Certifies):
     threads: int | None = value(
         "N",
         "threads per case (default: the cores, divided among the cases)",
-        read=count,
+        read=thread_count,
     )
     time_limit: float | None = value(
         "S",

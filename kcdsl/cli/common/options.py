@@ -49,6 +49,8 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 count = whole(1)
 """Read how many of something, at least one."""
+thread_count = whole(1, 1024)
+"""Read a number of threads."""
 seed = whole(0, LARGEST_SEED)
 """Read a seed."""
 

@@ -60,6 +60,7 @@ def test_exact_numbers_are_parsed() -> None:
         ("aggregate", "t.parquet", "--percentile", "1e-999999999"),
         ("aggregate", "t.parquet", "--seed", "-1"),
         ("aggregate", "t.parquet", "--memory", "much"),
+        ("aggregate", "t.parquet", "--threads", "99999999999999999999"),
         ("attribute", "--batch", "0"),
         ("evaluate", "--seed", "99999999999999999999"),
         ("evaluate", "--looks", "often"),
@@ -67,6 +68,7 @@ def test_exact_numbers_are_parsed() -> None:
         ("experiment", "e1", "--seconds", "nan"),
         ("experiment", "e2", "--seed", "-3"),
         ("experiment", "e2", "--length", "0"),
+        ("verify", "--threads", "1025"),
     ],
 )
 def test_error_states_the_valid_values_of_an_option(cli: Any, words: tuple[str, ...]) -> None:
