@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bench.first_hour_verify import OPTIONS, Row, write_case
-from kcdsl_backends.drift.affine.adjoint import Adjoint
-from kcdsl_backends.drift.affine.error_bounds import deviations
+from kcdsl_backends.drift.affine.adjoint import Adjoint, at
+from kcdsl_backends.drift.affine.error_bounds import deviations, unit_functionals
 from kcdsl_backends.drift.affine.tape import INPUT, Nonlinear, SingleRow, Tape, TapeEntry
 
 
@@ -32,6 +32,17 @@ def test_deviations_use_bounds_of_single_rows() -> None:
     found = deviations(tape, index, ones / 2, needed)
     assert (found[:2] <= 1e-12).all()
     assert (found[2] >= 1.0).all()
+
+
+def test_unit_functionals_read_no_other_columns() -> None:
+    read = torch.zeros(2, 3, 10, dtype=torch.float64)
+    for i, start, stop, unit in unit_functionals((2, 3, 10), read.device, by_row=True, size=4):
+        first, last = unit.window[-1]
+        assert torch.equal(unit.values.flatten(1), torch.eye(last - first, dtype=torch.float64))
+        assert i == unit.window[0][0]
+        assert (start, stop) == tuple(10 * unit.window[1][0] + k for k in (first, last))
+        read[at(unit.window)] += 1
+    assert (read == 1).all()
 
 
 @pytest.mark.full

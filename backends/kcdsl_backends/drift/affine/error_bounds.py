@@ -342,11 +342,13 @@ def unit_functionals(
     rest, count = shape[1:], math.prod(shape[1:])
     if len(shape) > 1 and (by_row or len(shape) == 2 or count > min(size, REST)):
         for start in range(0, shape[-1], size):
-            part = _unit(start, min(shape[-1], start + size), shape[-1], device)
+            stop = min(shape[-1], start + size)
+            part = torch.eye(stop - start, dtype=torch.float64, device=device)
             for row in rows(shape):
                 before = sum(k * math.prod(shape[axis + 2 :]) for axis, k in enumerate(row[1:]))
-                first = before + start
-                yield row[0], first, first + len(part), on_row(part, row, shape)
+                window = (*((i, i + 1) for i in row), (start, stop))
+                values = part.reshape(-1, *(1 for _ in row), stop - start)
+                yield row[0], before + start, before + stop, Adjoint(values, window, shape)
         return
     for i in range(shape[0]):  # so that windows stay small
         for start in range(0, count, size):
