@@ -229,6 +229,14 @@ def test_malformed_parquet_rows_are_refused_with_their_position(tmp_path: Path, 
     assert message in refused.value.diagnostics[0].message
 
 
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    column = pa.array([[1, 2]])
+    pq.write_table(pa.Table.from_arrays([column, column], names=["tokens", "tokens"]), path)
+    with pytest.raises(Refusal, match="two columns have one name"):
+        read(path)
+
+
 @pytest.mark.parametrize(
     "ids", [[0, [1, 2]], [2**64 - 1], [2**70], [-1], [0.5], [None], ["a"], [[0]], 3, None]
 )

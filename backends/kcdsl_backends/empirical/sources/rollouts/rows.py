@@ -272,11 +272,11 @@ def _parquet(path: Path, name: str) -> FileRows:
     data = read_bytes(path)
     try:
         table = read_parquet(data)
+        if len(set(table.column_names)) < len(table.column_names):
+            raise ValueError("two columns have one name")
         columns = {n: _column(table.column(n)) for n in table.column_names}
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _damaged(path, str(error).splitlines()[0]) from None
-    if len(columns) != len(table.column_names):
-        raise _damaged(path, "two columns have one name")
     return FileRows(name, hashlib.sha256(data).hexdigest(), table.num_rows, columns)
 
 
