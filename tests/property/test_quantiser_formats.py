@@ -199,6 +199,20 @@ def test_scales_that_overflow_their_format_are_refused() -> None:
             held(w, numerics, tier)
 
 
+@pytest.mark.parametrize(
+    ("format", "scale"),
+    [("int8_full", "per_channel"), ("uint4", "group_32"), ("fp8_e4m3", "block_128_e8m0")],
+)
+def test_dequantised_weights_beyond_float32_are_refused(format: str, scale: str) -> None:
+    """A code times its scale, or the range of a group, may exceed the largest number."""
+    numerics = {"preset": "torch-eager", "weights": {"format": format, "scale": scale}}
+    w = torch.tensor([[3.4e38, -3.4e38, 1.0, 0.0]])
+    with pytest.raises(Refusal, match="does not fit float32"):
+        linear_weight(w, resolve(numerics))
+    with pytest.raises(Rejected, match=r"overflow|scale"):
+        held(w, numerics)
+
+
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1"])
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_mx_weights_equal_those_of_torchao(format: str, size: float) -> None:

@@ -57,6 +57,7 @@ def linear_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tens
     if stored.layout is None:
         return _cast(_cast(w, stored.format, numerics, name), numerics.compute, numerics, name)
     value = dequantised(w.to(torch.float32), stored, name)
+    _refuse_beyond(value, FORMATS["float32"], FORMATS["float32"].nearest, name)
     return round_to(value, "float32" if numerics.by_codes else numerics.compute, name)
 
 
