@@ -73,7 +73,7 @@ class Splits:
 
     Args:
         near: limits below this part of a bound are not tried.
-        rounds: rounds of bounds at most.
+        rounds: rounds of bounds where the limit is reached, at most.
         close: limits below this part of a bound after the rounds are not tried with splits.
         parts: parts of a tree of splits at most.
     """
@@ -86,8 +86,8 @@ class Splits:
 
 SPLITS = {
     1: Splits(0.91, 0, 0.91, 12000),
-    2: Splits(0.7, 10, 0.95, 400),
-    3: Splits(0.75, 6, 0.96, 256),
+    2: Splits(0.7, 24, 0.95, 400),
+    3: Splits(0.75, 16, 0.96, 256),
 }
 """By the number of hidden layers."""
 
