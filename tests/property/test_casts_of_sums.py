@@ -83,3 +83,18 @@ def test_bound_is_tighter_than_element_by_element() -> None:
     rest = Box(*entry.apart.rest.between(a)).mag()
     whole = a.magnitude(entry.radius) - a.magnitude(entry.apart.radius)
     assert float(rest) == pytest.approx(float(whole) / 2**0.5, rel=1e-2)
+
+
+@pytest.mark.parametrize("signs", [(1.0, 1.0), (1.0, -1.0)])
+def test_large_linears_whose_rows_have_a_bound_are_not_split(
+    monkeypatch: pytest.MonkeyPatch, signs: tuple[float, float]
+) -> None:
+    monkeypatch.setattr("kcdsl_backends.drift.affine.tape.MANY_PRODUCTS", 1)
+    x = np.array([[1.0, -0.75]])
+    run = kernel(x, None)
+    entry = run.tape.entries[run.computed["n2_linear"]]
+    assert entry.weighed is not None
+    assert entry.apart is None
+    a = Adjoint(torch.tensor([[signs]], dtype=torch.float64), ((0, 1), (0, 2)), (1, 2))
+    _, high = run.tape.bound(run.computed["n2_linear"], a).with_region(run.tape.radius)
+    assert vertices(x, None, np.array(signs)) <= float(high)

@@ -22,6 +22,7 @@ from kcdsl_backends.drift.affine.cases import Cases, Ends, Together, beyond, on_
 from kcdsl_backends.drift.affine.error_bounds import elements, norms
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun, Private
+from kcdsl_backends.drift.affine.row_sums import WeightedRows
 from kcdsl_backends.drift.affine.tape import (
     VJP,
     Amplified,
@@ -48,7 +49,8 @@ class Result:
     inside, float64 errors); `extra` bounds the rest: `centre`, `nonlinear` and `amplified`. `cases`
     hold v; `roundings` split `internal`, and `shared` splits off the part of both kernels. `early`
     was a free cast before the last operation, its error not counted in `internal`. `again` bounds
-    the additional error of readings of the operands other than those of the entries.
+    the additional error of readings of the operands other than those of the entries. `weighed`
+    bounds small functionals of L e.
     """
 
     reference: Tensor
@@ -66,6 +68,7 @@ class Result:
     gathered: Gather | None = None
     shared: Shared | None = None
     again: Apart = None
+    weighed: WeightedRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +262,8 @@ def _apart(
     cast = run.rounding.unit(form)
     share = early.unit + cast * (1 + early.unit)
     needed = (whole > 0) & (min(share, run.grain) * whole >= run.negligible * size)
+    if result.weighed is not None:  # rules of its rows need a result that is not split
+        needed &= whole > size
     place = run.tape.add(entry)
     total, floor = whole, run.tape.near
     columns = entry.shape[-1]

@@ -238,14 +238,20 @@ def affine_linear(run: KernelRun, node: Node) -> None:
         return [(index, Adjoint(values, (*a.window[:-1], (0, terms)), (*a.shape[:-1], terms)))]
 
     internal, parts = (error + own) * SAFE, parts.beside(own)
+    below, weighed = run.tape.entries[index].rows, None
+    if below is not None and reference.dim() == 2 and reads_many(reference.shape, terms):
+        weighed = None if still else WeightedRows(weight, below)
     result = Result(
-        reference, vjp, error_bound, internal, roundings=parts, early=early, shared=shared
+        *(reference, vjp, error_bound, internal),
+        roundings=parts,
+        early=early,
+        shared=shared,
+        weighed=weighed,
     )
     place = round_result(run, node, result, accumulates=True)
-    entry, below = run.tape.entries[place], run.tape.entries[index].rows
-    plain = entry.kept and len(entry.shape) == 2 and reads_many(entry.shape, terms)
-    if below is not None and plain and not still:
-        run.tape.entries[place] = replace(entry, weighed=WeightedRows(weight, below))
+    entry = run.tape.entries[place]
+    if entry.kept and weighed is not None:
+        run.tape.entries[place] = replace(entry, weighed=weighed)
 
 
 @dataclass(slots=True)
