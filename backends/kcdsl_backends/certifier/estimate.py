@@ -70,7 +70,7 @@ class Cost:
             operations += functionals * keys * each * (1 if rows > 1 else 2)
         heads = max((shape[0] for shape in scores if len(shape) == 3), default=1)
         largest = max(math.prod(shape) for shape in shapes.values())
-        batch = min(2 * BATCH if scores else BATCH, width)
+        batch = min(4 * BATCH if scores else BATCH, width)
         peak += 2 * heads * batch * inputs + 40 * largest
         return Cost(operations, _BASE + 8.0 * peak)
 

@@ -66,7 +66,8 @@ def _prover(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     found = None
     if "p" in drawn:
         vectors = Vectors.of(tensors["each"], tensors["weight"], bound)
-        found = RowSums(bound, OWN, 0, KEYS, COUNT, values=ValueRows(vectors, tensors["p"]))
+        values = ValueRows(vectors, tensors["p"], tensors["p"])
+        found = RowSums(bound, OWN, 0, KEYS, COUNT, values=values)
     if "s" in drawn:
         ways, top = tensors["k"], 2.0 ** math.frexp(float(tensors["k"].abs().max()))[1]
         known = KeyVectors(ways / top, top, bound, 1, KEYS - 2)
@@ -83,10 +84,10 @@ def _checker(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     rows, found = RowReach(drawn["radius"], tuple(lines)), None
     if "p" in drawn:
         through = Through.of(drawn["each"], drawn["weight"], rows)
-        found = ManyRows(rows, OWN, COUNT, drawn["p"], through)
+        found = ManyRows(rows, OWN, COUNT, drawn["p"], through, drawn["p"])
     if "s" in drawn:
         weights, places = drawn["s"].swapaxes(0, 1), Places(drawn["k"], rows, 1)
-        other = ManyRows(rows, OWN, COUNT, None, None, weights, places)
+        other = ManyRows(rows, OWN, COUNT, weights=weights, places=places)
         found = other if found is None else found.joined(other)
     assert found is not None
     return found.row.values[:, 0], found.bound(), found.all_rows.values
@@ -105,6 +106,22 @@ def test_bounds_hold_and_are_tight(scale: float, values: bool, keys: bool, heads
         assert (bound <= exact * (1 + 2.0**-12)).all()
         assert np.allclose(row, alpha[:, OWN], rtol=1e-5, atol=1e-6 * np.abs(alpha).max())
         assert np.allclose(rows, alpha, rtol=1e-5, atol=1e-6 * np.abs(alpha).max())
+
+
+def test_own_parts_of_rows_are_formed_some_at_a_time() -> None:
+    drawn = _draw(1.0, values=True, keys=False)
+    alpha, _ = _exact(drawn)
+    tensors = {name: torch.from_numpy(part) for name, part in drawn.items()}
+    bound = BoundedRows.of(RowBound(tensors["radius"], tensors["along"], tensors["size"]))
+    vectors = Vectors.of(tensors["each"], tensors["weight"], bound)
+    lines = [Line(*pair) for pair in zip(drawn["along"], drawn["size"], strict=True)]
+    rows = RowReach(drawn["radius"], tuple(lines))
+    through = Through.of(drawn["each"], drawn["weight"], rows)
+    for t in (0, OWN, OWN + 1, 3, KEYS - 1, 8, 7):
+        one = vectors.row(tensors["p"], t).numpy()
+        two = ManyRows(rows, t, COUNT, drawn["p"], through, drawn["p"]).row.values[:, 0]
+        for found in (one, two):
+            assert np.allclose(found, alpha[:, t], rtol=1e-5, atol=1e-6 * np.abs(alpha).max())
 
 
 NEAR = 5.0

@@ -322,7 +322,7 @@ def _compressed(tape: Tape, functionals: Adjoint) -> Adjoint:
 
 
 BATCH = 512
-"""Functionals bounded by one reverse pass; twice as many where they read many rows in sums."""
+"""Functionals bounded by one reverse pass; four times as many where they read many rows in sums."""
 REST = 128
 """Elements of the rows of a head from which on each row is bounded by a pass of its own."""
 MOST_NUMBERS = 2**28
@@ -367,12 +367,16 @@ def _unit(start: int, stop: int, count: int, device: torch.device) -> Tensor:
 
 def at_once(tape: Tape) -> int:
     """Return how many functionals go through a reverse pass together, so that memory is bounded for
-    any number of tokens."""
-    matrices = (entry.reference for entry in tape.entries if entry.reference.dim() == 2)
-    widest = max((matrix.numel() for matrix in matrices), default=1)
+    any number of tokens. In sums over rows, where a block has one softmax, each takes the numbers
+    of one row for every head: the more of them, the less often what they share is formed."""
+    matrices = [entry.reference for entry in tape.entries if entry.reference.dim() == 2]
+    softmaxes = [entry.reference for entry in tape.entries if entry.balance is not None]
     sums = any(entry.rows is not None for entry in tape.entries) and not tape.last_floor
-    summed = sums and any(entry.one_row is not None for entry in tape.entries)
-    return max(1, min(BATCH * (2 if summed else 1), MOST_NUMBERS // widest))
+    if sums and len(softmaxes) == 1:
+        columns = max(matrix.shape[1] for matrix in matrices)
+        return max(1, min(4 * BATCH, MOST_NUMBERS // (len(softmaxes[0]) * columns)))
+    widest = max((matrix.numel() for matrix in matrices), default=1)
+    return max(1, min(BATCH, MOST_NUMBERS // widest))
 
 
 def elements(tape: Tape, index: int, needed: Tensor, floor: int = INPUT) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -37,6 +37,8 @@ MANY = 2**19
 """Products of rows, columns and heads from which on rows are bounded by their norms."""
 _ROWS, _FUNCTIONALS = 32, 32
 """Rows and functionals that are formed at a time, so that they stay in the cache of a core."""
+_AHEAD = 8
+"""Rows t whose own parts are formed at a time: what they are formed of is large, and read once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ class Vectors:
     along: Tensor
     most: Tensor
     gram: Tensor | None
+    ahead: dict[int, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(each: Tensor, weight: Tensor, bound: BoundedRows) -> Vectors:
@@ -198,11 +201,17 @@ class Vectors:
         return found * SAFE
 
     @exact_products()
-    def row(self, shares: Tensor) -> Tensor:
-        """Return Σ_h shares_h c_h [B, n]."""
+    def row(self, own: Tensor, t: int) -> Tensor:
+        """Return Σ_h own_ht c_h [B, n] of row t of shares [heads, T]; some rows are formed at a
+        time."""
         heads, count, columns = self.sizes.shape
-        found = shares.float() @ self.single.values.view(heads, -1)
-        return found.view(count, columns).double() * self.single.scale
+        block, place = divmod(t, _AHEAD)
+        if block not in self.ahead:
+            self.ahead.clear()
+            some = own[:, block * _AHEAD : (block + 1) * _AHEAD].T.float()
+            found = some @ self.single.values.view(heads, -1)
+            self.ahead[block] = found.view(-1, count, columns)
+        return self.ahead[block][place].double() * self.single.scale
 
 
 def _gram(single: Tensor, metric: Tensor) -> Tensor:
@@ -231,10 +240,12 @@ def _weighed(sizes: Tensor, scale: float, weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ValueRows:
-    """Rows from 0 on: row j is Σ_h shares_hj c_h, shares [heads, keys] >= 0."""
+    """Rows from 0 on: row j is Σ_h shares_hj c_h, shares [heads, keys] >= 0; `own` [heads, T] are
+    those with which every row t reads itself."""
 
     vectors: Vectors
     shares: Tensor
+    own: Tensor
 
     @property
     def bounds(self) -> Tensor:
@@ -410,7 +421,7 @@ class RowSums:
         shape, at = tuple(self.bound.whole.shape), slice(self.own, self.own + 1)
         found = self.bound.whole.new_zeros(self.count, shape[1])
         if self.values is not None and self.own < self.values.shares.shape[1]:
-            found = found + self.values.vectors.row(self.values.shares[:, self.own])
+            found = found + self.values.vectors.row(self.values.own, self.own)
         if self.keys is not None and self._reads(self.keys, at):
             weights, _ = self.keys.part(at)
             found = found + weights[..., 0] @ self.keys.formed(at)[:, 0]

@@ -465,7 +465,8 @@ def row_of_values(
         back = of_row.back[:, :, None, read]
         found = [(place, Adjoint(back, window, tuple(weights.shape)))]
         if of_row.many is not None and bound is not None and ends[row]:
-            shares = ValueRows(of_row.many, weights[heads, row, : ends[row]])
+            own = weights[heads].diagonal(dim1=1, dim2=2)
+            shares = ValueRows(of_row.many, weights[heads, row, : ends[row]], own)
             count = a.values.shape[0]
             found.append((source, RowSums(bound, row, 0, ends[row], count, values=shares)))
         elif carries and ends[row]:

@@ -29,6 +29,7 @@ _LEAST = 2.0**-200  # exceeds the float64 underflow error of such a sum
 _FLOOR = 2.0**-960  # exceeds the float64 underflow error of a sum of squares
 _LARGE = 2**19  # rows · columns · heads; above it rows are bounded by norms
 _TALL, _WIDE = 32, 32  # rows and columns of one block
+_TOGETHER = 8  # rows t whose own parts are formed at a time, from numbers that are read once
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ class Through:
     along: Floats
     most: Floats
     squares: Floats | None = None
+    formed: dict[int, Singles] = field(default_factory=dict)
 
     @staticmethod
     def of(alpha: Floats, weight: Floats, rows: RowReach) -> Through:
@@ -159,6 +161,16 @@ class Through:
         most = raised(most * (1 + gamma(2 * n, UNIT)))
         squares = _squares(single, rows.measure) if heads * n * tokens >= _LARGE else None
         return Through(single, unit, along, most, squares)
+
+    def row(self, diagonal: Floats, t: int) -> Singles:
+        """Return Σ_h p_htt u_h as [n, B], of shares p of each row in itself [heads, T]."""
+        block, place = divmod(t, _TOGETHER)
+        if block not in self.formed:
+            self.formed.clear()
+            some = diagonal[:, block * _TOGETHER : (block + 1) * _TOGETHER].T.astype(np.float32)
+            found = some @ self.single.reshape(len(self.single), -1)
+            self.formed[block] = found.reshape(len(some), *self.single.shape[1:])
+        return self.formed[block][place]
 
     def sizes(self, shares: Floats, reach: Floats) -> Floats:
         """Bound Σ_h |u_h| · (shares_ht reach) [B, T] for shares [heads, T, J] ≥ 0 of rows with a
@@ -243,7 +255,8 @@ class Places:
 class ManyRows:
     """Functionals α [B] of an entry, as above, with the bound of its rows; `own` is the row t.
 
-    `shares` p are [heads, J] of rows 0 to J, with `through` u; `weights` w [B, heads, J'] are those
+    `shares` p are [heads, J] of rows 0 to J, with `through` u, and `diagonal` [heads, T] those of
+    every row in itself; `weights` w [B, heads, J'] are those
     of some `heads` of the `places` v.
     """
 
@@ -252,6 +265,7 @@ class ManyRows:
     batch: int
     shares: Floats | None = None
     through: Through | None = None
+    diagonal: Floats | None = None
     weights: Floats | None = None
     places: Places | None = None
     heads: slice = field(default_factory=lambda: slice(None))
@@ -264,7 +278,7 @@ class ManyRows:
         if one.weights is not None or two.through is not None:
             return None
         return ManyRows(
-            *(self.rows, self.own, self.batch, one.shares, one.through),
+            *(self.rows, self.own, self.batch, one.shares, one.through, one.diagonal),
             *(two.weights, two.places, two.heads),
         )
 
@@ -272,10 +286,8 @@ class ManyRows:
     def row(self) -> Adjoint:
         """Return the part of row t; its float32 error is part of `bound`."""
         found = np.empty((self.batch, self.rows.radius.shape[1]))
-        if self.through is not None and self.shares is not None and self._in_values(self.own):
-            p = self.shares[:, self.own].astype(np.float32)
-            flat = p @ self.through.single.reshape(len(p), -1)
-            each = flat.reshape(-1, self.batch).T
+        if self.through is not None and self.diagonal is not None and self._in_values(self.own):
+            each = self.through.row(self.diagonal, self.own).T
             np.multiply(each, self.through.unit, out=found, dtype=np.float64)
         else:
             found[:] = 0.0

@@ -403,7 +403,7 @@ Row = tuple[int, ...]
 _WIDEST = 64  # unit functionals at a time: their windows are cut to the columns they touch
 AT_ONCE = 256  # functionals of an output row, and of a result before its cast, which share reads
 FEW = 128  # of these in one pass, so that the cache of a core holds them
-OF_ROWS = 1024  # functionals of one row, if sums over rows are bounded row by row
+OF_ROWS = 2048  # functionals of one row, if sums over rows are bounded row by row
 _LARGEST = 2**24  # doubles in one batch of adjoints of the largest node
 
 

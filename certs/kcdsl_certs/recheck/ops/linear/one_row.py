@@ -93,11 +93,10 @@ def averages(
     def to_inputs(adjoint: Adjoint) -> Adjoint | ManyRows:
         heads, rows, columns = adjoint.window
         if rows_of is not None:
-            shares, through = (
-                _trimmed(p.reference[heads, rows.start]),
-                last.of(adjoint).through(rows_of),
-            )
-            return ManyRows(rows_of, rows.start, adjoint.batch, shares, through)
+            t, through = rows.start, last.of(adjoint).through(rows_of)
+            own = np.diagonal(p.reference[heads], axis1=1, axis2=2)
+            shares = _trimmed(p.reference[heads, t])
+            return ManyRows(rows_of, t, adjoint.batch, shares, through, own)
         each = np.einsum("bhd,hdn->bhn", adjoint.values[:, :, 0], weight[heads, columns])
         found = np.einsum("hj,bhn->bjn", p.reference[heads, rows.start], each)
         return Adjoint(np.ascontiguousarray(found), (0, 0))
@@ -304,7 +303,8 @@ def keys(walk: Walk, q: Form, k: Form) -> Averaged | None:
         (alpha, at), (heads, rows, _) = row(adjoint), adjoint.window
         if not alpha.shape[-1]:
             return None
-        return ManyRows(rows_of, rows.start, adjoint.batch, None, None, alpha, at.places, heads)
+        t, batch = rows.start, adjoint.batch
+        return ManyRows(rows_of, t, batch, weights=alpha, places=at.places, heads=heads)
 
     def to_queries(adjoint: Adjoint) -> Adjoint:
         heads, _, columns = adjoint.window
