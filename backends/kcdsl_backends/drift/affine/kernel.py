@@ -95,7 +95,7 @@ class Private:
 
 NEGLIGIBLE = 2.0**-3
 """No reverse passes are made for a remainder up to this share of a rounding."""
-FAINT = 2.0**-10
+FAINT = 2.0**-11
 """Nor, in the training kernel, for one up to this share of the inference kernel's error bounds."""
 
 
