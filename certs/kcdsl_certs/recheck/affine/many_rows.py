@@ -170,7 +170,8 @@ class Through:
             some = diagonal[:, block * _TOGETHER : (block + 1) * _TOGETHER].T.astype(np.float32)
             found = some @ self.single.reshape(len(self.single), -1)
             self.formed[block] = found.reshape(len(some), *self.single.shape[1:])
-        return self.formed[block][place]
+        row: Singles = self.formed[block][place]
+        return row
 
     def sizes(self, shares: Floats, reach: Floats) -> Floats:
         """Bound Σ_h |u_h| · (shares_ht reach) [B, T] for shares [heads, T, J] ≥ 0 of rows with a
