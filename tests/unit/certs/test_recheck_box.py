@@ -54,6 +54,12 @@ def test_elementwise_operations_enclose_the_exact_result(a: box.Box, b: box.Box)
     assert encloses(box.neg(a), x.each(lambda p: (-p[1], -p[0])))
 
 
+def test_difference_of_points_is_a_point_if_it_is_exact() -> None:
+    one, two = box.exact(np.array([1.0, 3.0])), box.exact(np.array([0.75, 2.0**-60]))
+    assert box.sub(one, box.exact(two.lo * 2.0**30)).point
+    assert not box.sub(one, two).point
+
+
 @given(boxes((2, 5)), boxes((5, 3)))
 def test_matrix_product_encloses_the_exact_result(a: box.Box, b: box.Box) -> None:
     # the exact range of each element; midpoint and radius may only be wider

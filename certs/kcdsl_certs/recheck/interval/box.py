@@ -121,7 +121,11 @@ def add(a: Box, b: Box) -> Box:
 
 
 def sub(a: Box, b: Box) -> Box:
-    """Return a - b."""
+    """Return a - b; of two points, a point if every difference is a double."""
+    if a.point and b.point:
+        total, rest = _sum(a.lo, -b.lo)
+        if not rest.any():
+            return exact(total)
     return Box(add_down(a.lo, -b.hi), add_up(a.hi, -b.lo))
 
 
