@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kcdsl.model.graph import BlockGraph
-from kcdsl_backends.drift.affine.error_bounds import BATCH
+from kcdsl_backends.drift.affine.error_bounds import BATCH, of_sums
 from kcdsl_backends.drift.affine.row_ellipsoids import LARGEST
 from kcdsl_backends.drift.affine.row_sums import MANY
 from kcdsl_backends.drift.affine.tape import MANY_PRODUCTS
@@ -70,7 +70,7 @@ class Cost:
             operations += functionals * keys * each * (1 if rows > 1 else 2)
         heads = max((shape[0] for shape in scores if len(shape) == 3), default=1)
         largest = max(math.prod(shape) for shape in shapes.values())
-        batch = min(4 * BATCH if scores else BATCH, width)
+        batch = min(of_sums(tokens) if scores else BATCH, width)
         peak += 2 * heads * batch * inputs + 40 * largest
         return Cost(operations, _BASE + 8.0 * peak)
 

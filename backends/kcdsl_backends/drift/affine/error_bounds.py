@@ -322,7 +322,7 @@ def _compressed(tape: Tape, functionals: Adjoint) -> Adjoint:
 
 
 BATCH = 512
-"""Functionals bounded by one reverse pass; four times as many where they read many rows in sums."""
+"""Functionals bounded by one reverse pass."""
 REST = 128
 """Elements of the rows of a head from which on each row is bounded by a pass of its own."""
 MOST_NUMBERS = 2**28
@@ -365,6 +365,12 @@ def _unit(start: int, stop: int, count: int, device: torch.device) -> Tensor:
     return values
 
 
+def of_sums(tokens: int) -> int:
+    """Return how many are bounded by one pass where they read rows of many tokens in sums: the more
+    rows, the more work they share."""
+    return min(4 * BATCH, max(2 * BATCH, 16 * tokens))
+
+
 def at_once(tape: Tape) -> int:
     """Return how many functionals go through a reverse pass together, so that memory is bounded for
     any number of tokens. In sums over rows, where a block has one softmax, each takes the numbers
@@ -374,7 +380,8 @@ def at_once(tape: Tape) -> int:
     sums = any(entry.rows is not None for entry in tape.entries) and not tape.last_floor
     if sums and len(softmaxes) == 1:
         columns = max(matrix.shape[1] for matrix in matrices)
-        return max(1, min(4 * BATCH, MOST_NUMBERS // (len(softmaxes[0]) * columns)))
+        most = MOST_NUMBERS // (len(softmaxes[0]) * columns)
+        return max(1, min(of_sums(softmaxes[0].shape[-1]), most))
     widest = max((matrix.numel() for matrix in matrices), default=1)
     return max(1, min(BATCH, MOST_NUMBERS // widest))
 
