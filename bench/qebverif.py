@@ -85,8 +85,8 @@ class Splits:
 
 
 SPLITS = {
-    1: Splits(0.91, 0, 0.91, 12000),
-    2: Splits(0.7, 24, 0.95, 400),
+    1: Splits(0.89, 0, 0.89, 16000),
+    2: Splits(0.7, 24, 0.9, 1500),
     3: Splits(0.75, 16, 0.96, 256),
 }
 """By the number of hidden layers."""

@@ -114,8 +114,7 @@ class Ranges:
             step * torch.minimum(torch.maximum(level, least), largest)
             for level in ((second / step + 0.5).floor(), (second / step - 0.5).ceil())
         )
-        table = torch.stack([first.clamp_min(0), *levels, first, second], -1)
-        return Points(table.permute(1, 2, 0, 3).contiguous())
+        return Points(torch.stack([first.clamp_min(0), *levels, first, second]))
 
 
 def _each(count: int) -> Functionals:
@@ -138,21 +137,23 @@ def _distinct(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """Points [M or 1, n, C, 5]: relu(z), the largest and least rounded z + D, z, z + D."""
+    """Points [5, C, M or 1, n]: relu(z), the largest and least rounded z + D, z, z + D."""
 
     table: Tensor
 
     def most(self, p: Tensor, q: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return the largest p relu(z) + q g - a z - b (z + D) of each element, [M, n] each."""
-        weights = torch.stack([p, q.clamp_min(0), q.clamp_max(0), -a, -b], -1)
+        value, high, low, first, second = self.table
         with torch.no_grad():
-            if len(self.table) == 1:
-                place = torch.bmm(self.table[0], weights.permute(1, 2, 0)).argmax(1).T
-            else:
-                place = torch.matmul(self.table, weights.unsqueeze(-1)).squeeze(-1).argmax(2)
-        table = self.table.expand(len(p), *self.table.shape[1:])
-        chosen = table.gather(2, place[..., None, None].expand(-1, -1, 1, 5)).squeeze(2)
-        return (chosen * weights).sum(-1)
+            level = torch.where(q > 0, high, low)
+            heights = p * value + q * level - a * first - b * second
+            share = (heights == heights.amax(0)).to(p.dtype)
+            share /= share.sum(0)
+            value, level, first, second = (
+                (share * part).sum(0) for part in (value, level, first, second)
+            )
+        found: Tensor = p * value + q * level - a * first - b * second
+        return found
 
 
 @dataclass(slots=True)
@@ -326,9 +327,10 @@ class FixedPointPair:
             multipliers, hidden = [], []
             for k, (const, a, b) in enumerate(self._before(row, slopes)):
                 goal = Goal(const - limit, a, b)
-                bounds, starts[k], shares[k] = self._where(k, goal, starts[k], shares[k], slopes)
+                bounds, own, shares[k] = self._where(k, goal, starts[k], shares[k], slopes)
+                starts[k] = own
                 multipliers.append(shares[k].clamp_min(0).float().numpy())
-                hidden.append(packed(starts[k], len(bounds)))
+                hidden.append(packed(own, len(bounds)))
                 self.ranges[k] = Ranges.of(torch.minimum(bounds, self.ranges[k].bounds()))
                 self.points[k] = self.ranges[k].all_points(self.grid)
                 if self.ranges[k].empty:
@@ -361,7 +363,7 @@ class FixedPointPair:
             def bound(*own: Tensor, part: slice = part) -> Tensor:
                 return single._goal(number, rows, goal, part, own)
 
-            parts.append(_descended(flat, bound, STEPS))
+            parts.append(tuple(_descended(flat, bound, STEPS)))
         *flat, shares = (torch.cat(each).double() for each in zip(*parts, strict=True))
         slopes = list(zip(flat[::2], flat[1::2], strict=True))
         return self._goal(number, rows, goal, slice(None), (*flat, shares)), slopes, shares

@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.qebverif_bounds import FixedPointPair, Functionals, Points, Slopes, packed
 from bench.qebverif_checker import LEAF
 
-_BATCH, _STEPS, _RATE, _LAST = 64, 30, 0.03, 0.05
+_BATCH, _STEPS, _RATE, _LAST = 64, 50, 0.01, 0.1
 _FEW = 4
 """An element with more levels is split at the bend of ReLU first."""
 

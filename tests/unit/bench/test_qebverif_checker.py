@@ -338,6 +338,22 @@ def test_searched_slopes_give_smaller_bounds_than_default_slopes() -> None:
     assert float(pair.bounded(Functionals(-one, one))[0]) < 0.999 * float(first)
 
 
+def test_most_is_the_largest_value_at_the_points() -> None:
+    first, second = networks(0, 0.25)
+    pair = FixedPointPair((tensors(first), tensors(second)), GRIDS[0], LOW, HIGH)
+    n = SIZES[1]
+    p, q, a, b = torch.randn(4, 20, n, generator=torch.Generator().manual_seed(0)).double()
+    p[0], q[0], a[0], b[0] = 0.0, 0.0, 0.0, 0.0  # all points attain the largest value
+    for points in (
+        pair.points[0],
+        pair.ranges[0].points(pair.grid, torch.ones(20, n).double(), torch.full((20, n), 3.0)),
+    ):
+        value, high, low, z, other = points.table
+        heights = p * value - a * z - b * other
+        largest = (heights + torch.maximum(q * high, q * low)).amax(0)
+        assert torch.allclose(points.most(p, q, a, b), largest, rtol=0, atol=1e-12)
+
+
 def _with_slope(value: float) -> Callable[[SlopeProof], SlopeProof]:
     def changed(proof: SlopeProof) -> SlopeProof:
         outputs = proof.outputs.copy()
