@@ -47,7 +47,7 @@ def test_prices_bound_the_largest_weighted_sum(share: float, even: bool) -> None
             assert most <= sign * two[place][k] <= most * (1 + 1e-9)
 
 
-def test_cached_sums_are_keyed_by_weights_and_row() -> None:
+def test_cached_bounds_are_keyed_by_functionals_and_row() -> None:
     rng, asked = np.random.default_rng(3), list[tuple[int, ...]]()
     high, total = np.ones((2, 8)), np.full((2, 1), 100.0)
     scale = np.array([0.25, 0.5])
@@ -76,7 +76,7 @@ def test_cached_sums_are_keyed_by_weights_and_row() -> None:
                 two = other.curve.between(reader.Adjoint(values, (row, 0)))[1]
                 np.testing.assert_array_equal(one, wanted)
                 np.testing.assert_array_equal(two, wanted)
-    assert len(asked) == 8, "two rows and two kinds of weights in two programs"
+    assert len(asked) == 12, "two rows and three kinds of functionals in two programs"
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])

@@ -21,7 +21,7 @@ FAST, MANY = 300, 4000
 WORDS = (
     "abc", "x", "kl", "p99(kl) <= 0.02", "forall x in points(all): no_flip(model, x)", "é", "𝒳🚀",
     "it's", '"', "'", "\\", "a#b", "a: b", "#", "- ", "--- ", "...", "%", "[a, b]", "{", "|", ">-",
-    "quantile(0.9, kl)", "\ue000", "\u202a", "&x", "*x", "!!str",
+    "quantile(0.9, kl)", "\ue000", "\u200b", "&x", "*x", "!!str",
 )  # fmt: skip
 WHITE = (" ", " ", " ", "  ", "\t", "\n", "\n", "\n\n", "\n\n\n", "\n ", "\n  ", " \n", "\n\t", "")
 
