@@ -168,7 +168,8 @@ def test_bounds_of_functionals_read_again_are_kept() -> None:
 
     ends, values = np.ones((2, n)), np.eye(n)[:, None]
     one = curves.Remainder(-ends, ends, 9 * ends[:, :1], sums)
-    two = tape.Remainder(*(torch.from_numpy(x) for x in (-ends, ends, 9 * ends[:, :1])), sums)
+    low, high, total = (torch.from_numpy(x) for x in (-ends, ends, 9 * ends[:, :1]))
+    two = tape.Remainder(low, high, total, sums)
     for row in (0, 1, 1):
         window = ((row, row + 1), (0, n))
         one.curve.between(RowAdjoint(values, (row, 0)))

@@ -259,7 +259,8 @@ def test_texts_of_both_sides_are_evaluated() -> None:
     names = {"json_parse_gap", "tool_schema_gap", "exact_match_gap"}
     data = on_slice([rollout([-1.0], [-1.0], fields=fields)], names, groups=False)
     assert [value(name, data) for name in sorted(names)] == [1.0, 0.0, 1.0]
-    for kind in (["string"], {}, None, "word"):
+    kinds: tuple[Any, ...] = (["string"], {}, None, "word")
+    for kind in kinds:
         wrong = rollout([-1.0], [-1.0], fields={**fields, "role:schema": {"city": kind}})
         with pytest.raises(NotMeasurable, match=f"{re.escape(repr(kind))} is no type"):
             measure_rollout(wrong, {"tool_schema_gap"})

@@ -110,7 +110,8 @@ def test_rotations_read_their_tables_from_initializers(tmp_path: Path) -> None:
     model = loaded(tmp_path / "model.onnx", {"turn": ("row", "turned")})
     tokens = [3, 1, 4, 1, 5]
     given = {"input_ids": np.asarray([tokens]), "position_ids": np.arange(5)[None]}
-    wanted = ReferenceEvaluator(file).run(None, given)[0][0]
+    results: Any = ReferenceEvaluator(file).run(None, given)
+    wanted = results[0][0]
     np.testing.assert_allclose(model.module(model.ids(tokens)), wanted, rtol=1e-5, atol=1e-6)
     params = {key: model.weights[key].numpy() for key in model.weights}
     entering = model.block_inputs(tokens, "turn")
