@@ -316,7 +316,8 @@ def quantised(
     ratio = (weight / np.where(scales == 0, np.float32(1), scales)).astype(np.float64)
     last = CODES[kind].last
     code = np.clip(CODES[kind].rounded(np.clip(ratio, -last, last)), -last, last)
-    return np.asarray(code.astype(np.float32) * scales, dtype=np.float32)
+    with np.errstate(over="ignore"):
+        return np.asarray(code.astype(np.float32) * scales, dtype=np.float32)
 
 
 def _kept(scales: Singles, stored: Format, name: str) -> Singles:
@@ -346,7 +347,8 @@ def _full_range(weight: Singles, scale: str, name: str, of: CodeGrid, stored: Fo
     with np.errstate(divide="ignore"):
         inverse = np.where(scales == 0, np.float32(1), np.float32(1) / scales)
     code = np.clip(np.rint(weight * inverse), -of.below, of.last)
-    return np.asarray(code * scales, dtype=np.float32)
+    with np.errstate(over="ignore"):
+        return np.asarray(code * scales, dtype=np.float32)
 
 
 def _amax(weight: Singles, scale: str) -> Singles:
