@@ -82,7 +82,10 @@ class Effort:
 
 
 SHORT, LONG = Effort(12, 150, 2), Effort(40, 800, 6)
-OTHERS = tuple(Effort(60, 500, 6, softness) for softness in (0.25, 0.12, 0.18))
+OTHERS = (
+    *(Effort(60, 500, 6, softness) for softness in (0.25, 0.12, 0.18)),
+    Effort(80, 500, 10, 0.08),
+)
 
 
 @dataclass(frozen=True, slots=True)
