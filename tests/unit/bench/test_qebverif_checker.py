@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -77,6 +77,19 @@ def hidden_and_outputs(
     return sums[:-1], sums[-1]
 
 
+def assert_inside(
+    bounds: Sequence[Any], first: list[list[Fraction]], second: list[list[Fraction]]
+) -> None:
+    """Assert that hidden values of both networks, and their differences, are within bounds."""
+    for ranges, z, other in zip(bounds, first, second, strict=True):
+        for (low, high), values in (
+            (ranges.z, z),
+            (ranges.other, other),
+            (ranges.d, [b - a for a, b in zip(z, other, strict=True)]),
+        ):
+            assert all(a <= v <= b for a, v, b in zip(low, values, high, strict=True))
+
+
 def levels_of(sums: list[list[Fraction]], grid: Grid) -> list[int]:
     return [grid.level(value) for layer in sums for value in layer]
 
@@ -118,13 +131,7 @@ def test_bounds_enclose_every_run_for_arbitrary_slopes(grid: Grid, seed: int, si
         (first, f), (second, g) = (
             hidden_and_outputs(*one) for one in ((both[0], point, None), (both[1], point, grid))
         )
-        for ranges, z, other in zip(bounds.ranges, first, second, strict=True):
-            for (low, high), values in (
-                (ranges.z, z),
-                (ranges.other, other),
-                (ranges.d, [b - a for a, b in zip(z, other, strict=True)]),
-            ):
-                assert all(a <= v <= b for a, v, b in zip(low, values, high, strict=True))
+        assert_inside(bounds.ranges, first, second)
         found = rows[0] @ [float(v) for v in f] + rows[1] @ [float(v) for v in g]
         assert bool((found <= most + 1e-9).all())
 
@@ -234,13 +241,7 @@ def test_runs_that_meet_a_constraint_stay_in_its_bounds(grid: Grid, seed: int, s
     narrowed = bounds.narrowed(rounds, (row[0], row[1], direct), limit)
     assert narrowed is not None
     for _, first, second in (run for run in runs if run[0] >= limit):
-        for ranges, z, other in zip(narrowed.ranges, first, second, strict=True):
-            for (low, high), values in (
-                (ranges.z, z),
-                (ranges.other, other),
-                (ranges.d, [b - a for a, b in zip(z, other, strict=True)]),
-            ):
-                assert all(a <= v <= b for a, v, b in zip(low, values, high, strict=True))
+        assert_inside(narrowed.ranges, first, second)
 
 
 def in_rounds() -> tuple[tuple[Network, Network], Fraction, SlopeProof]:
