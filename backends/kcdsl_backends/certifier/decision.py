@@ -95,8 +95,11 @@ def decide_batch(
 def _counted(
     progress: Progress, places: Sequence[OpenGoal], stage: str
 ) -> Callable[[int, TaskResult], None]:
-    """Return a callback for answers that reports the progress of each goal."""
+    """Return a callback for answers that reports the progress of each goal; report the first one's
+    stage as begun."""
     totals, done = Counter(map(id, places)), Counter[int]()
+    if places:
+        progress(f"{places[0].goal.clause.id}{stage}", 0, totals[id(places[0])])
 
     def told(index: int, answer: TaskResult) -> None:
         one = places[index]

@@ -195,28 +195,48 @@ _EVERY = 30.0
 """Seconds between two lines of progress."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """Work that has `done` of `total` steps, `first` of them when it was first reported, at the
+    second `since`."""
+
+    name: str
+    done: int
+    total: int
+    since: float
+    first: int
+
+    def text(self, now: float) -> str:
+        """Return the steps and the seconds that remain; before the first step, those it took."""
+        if not self.name:
+            return ""
+        line, took = f", {self.name}: {self.done} of {self.total}", now - self.since
+        if self.done >= self.total:
+            return line
+        if self.done == self.first or took <= 1:
+            return f"{line} for {took:.0f} s"
+        left = took / (self.done - self.first) * (self.total - self.done)
+        return f"{line}, about {left:.0f} s left"
+
+
 @contextmanager
 def _progress_lines() -> Iterator[Progress]:
     """Write the progress of the latest stage and the remaining time to stderr every 30 s."""
     import threading
 
     started, over = time.monotonic(), threading.Event()
-    latest = [("", 0, 0, started)]
+    latest = [_Stage("", 0, 0, started, 0)]
 
     def report(stage: str, done: int, total: int) -> None:
-        since = latest[0][3] if latest[0][0] == stage else time.monotonic()
-        latest[0] = stage, done, total, since
+        last = latest[0]
+        known = last.name == stage
+        since, first = (last.since, last.first) if known else (time.monotonic(), done)
+        latest[0] = _Stage(stage, done, total, since, first)
 
     def tell() -> None:
         while not over.wait(_EVERY):
-            stage, done, total, since = latest[0]
             now = time.monotonic()
-            line = f"{now - started:.0f} s"
-            if stage:
-                line += f", {stage}: {done} of {total}"
-            if 0 < done < total and now - since > 1:
-                line += f", about {(now - started) / done * (total - done):.0f} s left"
-            say(f"progress: {line}")
+            say(f"progress: {now - started:.0f} s{latest[0].text(now)}")
 
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()
