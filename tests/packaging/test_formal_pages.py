@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 PAGES = (
+    "bound-chain.md",
     "relational-interval.md",
     "affine-forms.md",
     "difference-planes.md",
@@ -19,7 +20,9 @@ PAGES = (
 )
 STATEMENT = re.compile(r"^\*\*(Definition|Lemma|Rule|Statement|Assumption) (\d+\.\d+)\b", re.M)
 LINK = re.compile(r"\[`(\w+(?:\.\w+)?)`\]\(((?:\.\./)+[^)]+\.py)\)")
-PROVER, CHECKER = "../../backends/kcdsl_backends/", "../../certs/kcdsl_certs/"
+PROVER = ("../../backends/kcdsl_backends/", "../../kcdsl/", "../../bench/")
+CHECKER = ("../../certs/kcdsl_certs/", "../../bench/qebverif_checker.py")
+IMPLEMENTED = {"Definition", "Lemma", "Rule"}
 
 
 def table(text: str) -> list[tuple[list[str], list[tuple[str, str]], list[tuple[str, str]]]]:
@@ -56,7 +59,7 @@ def defined(path: Path) -> set[str]:
 def test_statements_are_numbered_in_order(repository: Path, page: str) -> None:
     text = (repository / "docs" / "proofs" / page).read_text(encoding="utf-8")
     numbers = [tuple(map(int, number.split("."))) for _, number in STATEMENT.findall(text)]
-    assert len(numbers) > 5
+    assert len(numbers) >= 5
     assert numbers == sorted(set(numbers))
     for section in {section for section, _ in numbers}:
         own = [number for where, number in numbers if where == section]
@@ -69,14 +72,15 @@ def test_every_rule_has_an_implementation_in_both_programs(repository: Path, pag
     text = path.read_text(encoding="utf-8")
     rows = table(text)
     listed = [rule for rules, _, _ in rows for rule in rules]
-    assert sorted(listed) == sorted({n for kind, n in STATEMENT.findall(text) if kind == "Rule"})
+    assert sorted(listed) == sorted(
+        {n for kind, n in STATEMENT.findall(text) if kind in IMPLEMENTED}
+    )
     for rules, prover, checker in rows:
+        assert {file for _, file in prover}.isdisjoint(file for _, file in checker), rules
         for side, found in ((PROVER, prover), (CHECKER, checker)):
             assert found, f"{rules}: none in {side}"
             for name, file in found:
-                assert file.startswith((side, "../../kcdsl/model/") if side == PROVER else side), (
-                    file
-                )
+                assert file.startswith(side), file
                 assert name in defined(path.parent / file), f"{name} is not in {file}"
 
 
