@@ -36,7 +36,7 @@ def drawn(seed: int) -> tuple[Floats, Floats]:
 
 def roots(shape: Floats, weights: Floats, length: float = np.inf) -> tuple[Floats, Floats]:
     """Return the bounds of both programs."""
-    one = prover.Energy.of(torch.from_numpy(shape), length).root(torch.from_numpy(weights))
+    one = prover.WeightedSquares.of(torch.from_numpy(shape), length).root(torch.from_numpy(weights))
     return one.numpy(), checker.RowSquares.of(shape, length).root(weights)
 
 
@@ -100,8 +100,10 @@ def test_factors_and_errors_of_a_function_are_included() -> None:
     factor, own = np.linspace(0.5, 2.0, N)[None], np.linspace(0.1, 0.9, N)[None]
     plain, _ = roots(shape, weights * factor[0] ** 2)
     expected = plain + np.sqrt(weights @ own[0] ** 2)
-    energy = prover.Energy.of(torch.from_numpy(shape), np.inf)
-    one = prover.RowEnergies({(0,): energy}, torch.from_numpy(factor), torch.from_numpy(own))
+    weighted_squares = prover.WeightedSquares.of(torch.from_numpy(shape), np.inf)
+    one = prover.RowSquares(
+        {(0,): weighted_squares}, torch.from_numpy(factor), torch.from_numpy(own)
+    )
     two = checker.Squares({(0,): checker.RowSquares.of(shape, np.inf)}, factor, own)
     np.testing.assert_allclose(one.root((0,), torch.from_numpy(weights)), expected, rtol=1e-6)
     np.testing.assert_allclose(two.root((0,), weights), expected, rtol=1e-6)
@@ -143,17 +145,17 @@ def test_images_of_rows_of_bounded_norm_are_contained() -> None:
         weight @ weight.T, float(np.linalg.norm(weight, 2)), np.array([[length]]), own[None]
     )
     wide = torch.eye(N, dtype=torch.float64) * 1e6
-    energy, (shape, norm, elements) = mine.energy((0,), wide), other.row((0,))
-    np.testing.assert_allclose(energy.squares.numpy(), shape**2, rtol=2e-6, atol=1e-9)
+    weighted_squares, (shape, norm, elements) = mine.weighted_squares((0,), wide), other.row((0,))
+    np.testing.assert_allclose(weighted_squares.squares.numpy(), shape**2, rtol=2e-6, atol=1e-9)
     np.testing.assert_allclose(mine.elements.numpy()[0], elements, rtol=1e-6)
     narrow = wide * 1e-12
-    assert torch.equal(mine.energy((0,), narrow).squares, narrow.square())
+    assert torch.equal(mine.weighted_squares((0,), narrow).squares, narrow.square())
     for k in range(64):
         inner = weight[k % N] if k < N else rng.standard_normal(5)
         off = own * rng.choice([-1.0, 1.0], N)
         error = weight @ (inner / np.linalg.norm(inner) * length) + off
         assert (np.abs(error) <= elements).all()
-        assert error @ error <= min(norm**2, energy.largest)
+        assert error @ error <= min(norm**2, weighted_squares.largest)
         functional = rng.standard_normal(N)
         assert (functional @ error) ** 2 <= functional @ shape @ functional
     assert norm <= 1.5 * np.linalg.norm(weight, 2) + np.linalg.norm(own) + 1e-6

@@ -46,8 +46,8 @@ class ValueRanges:
 class SmoothedGradient:
     """Apply roundings with the slope of a secant as gradient.
 
-    `factor`, a scalar or one number for each run of a batch, multiplies all widths. Wide secants
-    take distant rounding steps into account, narrow ones only near steps.
+    `factor`, a scalar or one number for each run of a batch, multiplies all widths. With a wide
+    secant the slope depends on distant rounding steps too, with a narrow one on near steps only.
     """
 
     half: Widths

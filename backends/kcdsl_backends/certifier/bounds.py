@@ -1,9 +1,9 @@
 """Bound one case by one domain after another until the goal holds.
 
 A domain takes a `Problem` and yields `Bound`s, each with the `Proof` that the independent checker
-re-derives. The domains, cheapest first, are boxes, affine forms, planes, planes on split boxes,
-and, for goals that admit probabilistic evidence, forms with independent roundings. Later domains
-may intersect their bounds with earlier ones.
+re-derives. The domains, cheapest first, are boxes, affine forms, linear bounds, linear bounds on
+split boxes, and, for goals that admit probabilistic evidence, forms with independent roundings.
+Later domains may intersect their bounds with earlier ones.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def strict_base64(text: str) -> bytes:
     except binascii.Error as error:
         raise Rejected("base64/padding", str(error)) from None
     if base64.b64encode(value).decode("ascii") != plain:
-        raise Rejected("base64/not-canonical", "another spelling of the same bytes is canonical")
+        raise Rejected("base64/not-canonical", "the base64 is not the canonical one of its bytes")
     return value
 
 

@@ -46,7 +46,7 @@ def refuse_weak_key(encoding: bytes) -> None:
 
 
 def is_strong_commitment(signature: bytes) -> bool:
-    """Return whether R, the first half of a signature, is spelt canonically and not of small
+    """Return whether R, the first half of a signature, is encoded canonically and not of small
     order."""
     try:
         return len(signature) == 64 and not _is_small(_decode(signature[:32], "signature"))
@@ -60,7 +60,7 @@ def _decode(encoding: bytes, what: str) -> _Point:
     whole = int.from_bytes(encoding, "little")
     y, odd = whole & (2**255 - 1), whole >> 255
     if y >= _P:
-        raise Rejected(f"{what}/encoding", "the point is not spelt canonically")
+        raise Rejected(f"{what}/encoding", "the point is not encoded canonically")
     square = (y * y - 1) * pow(_D * y * y + 1, -1, _P) % _P
     x = pow(square, (_P + 3) // 8, _P)
     if x * x % _P != square:
@@ -68,7 +68,7 @@ def _decode(encoding: bytes, what: str) -> _Point:
     if x * x % _P != square:
         raise Rejected(f"{what}/encoding", "the bytes are no point of the curve")
     if x == 0 and odd:
-        raise Rejected(f"{what}/encoding", "the point is not spelt canonically")
+        raise Rejected(f"{what}/encoding", "the point is not encoded canonically")
     if x & 1 != odd:
         x = _P - x
     return x, y, 1, x * y % _P
@@ -129,7 +129,7 @@ class PublicKey:
         if _algorithm_of(key) is not self.algorithm:
             raise Rejected("key/algorithm-mismatch", f"the key is no {self.algorithm}")
         if _spki(key) != self.spki:
-            raise Rejected("key/encoding", "another spelling of the same key is canonical")
+            raise Rejected("key/encoding", "the key has another, canonical encoding")
         if isinstance(key, ed25519.Ed25519PublicKey):
             refuse_weak_key(key.public_bytes_raw())
 

@@ -261,7 +261,7 @@ def reached(ellipsoids: Ellipsoids, error_bound: Tensor, functional: Adjoint) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Energy:
+class WeightedSquares:
     """Bounds of Σ β_k e_k² of one row for weights β >= 0, with e in an ellipsoid Q.
 
     `largest` bounds Σ e_k²; `squares` [n, n] are the Q_kl², `rows` their sums.
@@ -272,12 +272,12 @@ class Energy:
     rows: Tensor
 
     @staticmethod
-    def of(matrix: Tensor, length: float) -> Energy:
+    def of(matrix: Tensor, length: float) -> WeightedSquares:
         """Return the bounds for errors in an ellipsoid with norm at most `length`."""
         most = largest_eigenvalue(matrix, float(matrix.diagonal().sum()) * SAFE, length**2)
         squares = matrix.square()
         squares.diagonal().copy_((matrix.diagonal() + FAINT).square())
-        return Energy(min(most + FAINT, length**2) * SAFE, squares, squares.sum(-1))
+        return WeightedSquares(min(most + FAINT, length**2) * SAFE, squares, squares.sum(-1))
 
     def _mixed(self, weights: Tensor) -> Tensor:
         """Return Σ_kl β_k β_l Q_kl² [B], from one triangle of Q."""
@@ -309,10 +309,10 @@ class Energy:
 
 
 @dataclass(frozen=True, slots=True)
-class RowEnergies:
-    """`Energy` by rows, of errors |e_k| <= factor_k |x_k| + own_k with x in an ellipsoid."""
+class RowSquares:
+    """Weighted squares by rows, of errors |e_k| <= factor_k |x_k| + own_k, x in an ellipsoid."""
 
-    rows: Mapping[Row, Energy]
+    rows: Mapping[Row, WeightedSquares]
     factor: Tensor | None = None
     own: Tensor | None = None
 

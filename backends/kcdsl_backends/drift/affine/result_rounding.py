@@ -325,20 +325,20 @@ def _stepped(entry: TapeEntry, form: Format, kernel: Rounding, formed: Cases | N
     low, high = casts.step(around.lo, form), casts.step(around.hi, form)
     ends = Ends.of(low, high, form, casts)
     cases = None if formed is None else on_grid(formed, ends)
-    stairs = (high - low) / 2 <= half
+    by_steps = (high - low) / 2 <= half
     if cases is not None:
-        stairs, hull = stairs | (cases.widest <= half), cases.hull
+        by_steps, hull = by_steps | (cases.widest <= half), cases.hull
         low, high = hull.lo, hull.hi
     gap = up((high - low) / 2, 2) * (high > low)
-    keep = (~stairs).to(half.dtype)
+    keep = (~by_steps).to(half.dtype)
     assert entry.radius is not None
     vjp, nonlinear, amplified = entry.vjp, entry.nonlinear, entry.amplified
-    reference = torch.where(stairs, low / 2 + high / 2, reference)
+    reference = torch.where(by_steps, low / 2 + high / 2, reference)
     radius, parts = (entry.radius + cast) * SAFE, entry.roundings
     parts = None if parts is None else replace(parts, sure=(parts.sure + cast) * SAFE)
     shared = _more(entry.shared, cast)
     if shared is not None:
-        shared = Shared(shared.size, torch.where(stairs, gap * SAFE, shared.rest), keep)
+        shared = Shared(shared.size, torch.where(by_steps, gap * SAFE, shared.rest), keep)
 
     def kept(adjoint: Adjoint) -> Sequence[tuple[int, Adjoint]]:
         return vjp(adjoint.times(keep))
@@ -346,18 +346,18 @@ def _stepped(entry: TapeEntry, form: Format, kernel: Rounding, formed: Cases | N
     return TapeEntry(
         entry.name,
         reference,
-        torch.where(stairs, gap, entry.error_bound + cast) * SAFE,
+        torch.where(by_steps, gap, entry.error_bound + cast) * SAFE,
         kept,
         None if entry.centre is None else entry.centre * keep,
-        torch.where(stairs, gap * SAFE, radius),
+        torch.where(by_steps, gap * SAFE, radius),
         None if nonlinear is None else nonlinear.where(keep),
         None if amplified is None else replace(amplified, loose=amplified.loose * keep),
-        kept=not bool(stairs.any()),
+        kept=not bool(by_steps.any()),
         ends=ends,
         cases=cases,
-        together=None if cases is None else _together(cases, reference, stairs, radius),
+        together=None if cases is None else _together(cases, reference, by_steps, radius),
         before=entry,
-        roundings=None if parts is None else parts.where(~stairs, gap * SAFE),
+        roundings=None if parts is None else parts.where(~by_steps, gap * SAFE),
         one_row=None if entry.one_row is None else entry.one_row.where(keep),
         shared=shared,
         carried=None if entry.carried is None else (entry.carried + cast) * SAFE,
@@ -404,8 +404,8 @@ def cast_freely(box: Box, form: Format, kernel: Rounding) -> Box:
     return Box(down(low, 2), up(box.hi + up(unit * box.hi.abs() + faint, 2), 2))
 
 
-def _together(cases: Cases, reference: Tensor, stairs: Tensor, radius: Tensor) -> Together:
+def _together(cases: Cases, reference: Tensor, by_steps: Tensor, radius: Tensor) -> Together:
     """Return the bounds of o: the cases of elements known by steps, elsewhere the radius."""
-    low = torch.where(stairs, down(cases.low - reference), 0.0)
-    high = torch.where(stairs, up(cases.high - reference), 0.0)
-    return Together(Cases(low, high, cases.width), torch.where(stairs, 0.0, radius))
+    low = torch.where(by_steps, down(cases.low - reference), 0.0)
+    high = torch.where(by_steps, up(cases.high - reference), 0.0)
+    return Together(Cases(low, high, cases.width), torch.where(by_steps, 0.0, radius))

@@ -11,9 +11,9 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import Row
 from kcdsl_backends.drift.affine.ellipsoids import (
-    Energy,
     RankOne,
-    RowEnergies,
+    RowSquares,
+    WeightedSquares,
     around_sum,
     product_of,
     stretch,
@@ -27,7 +27,7 @@ LARGEST = 2**27
 """Most numbers in the ellipsoids of an operand; larger ones are not made."""
 
 
-def squares(run: KernelRun, node: Node, index: int, needed: Tensor) -> RowEnergies | None:
+def squares(run: KernelRun, node: Node, index: int, needed: Tensor) -> RowSquares | None:
     """Return bounds of weighted squares of an operand's errors in the rows [..., 1] needed, by
     ellipsoids from passes that stop at those of the cut; None without these, or if they were too
     large."""
@@ -40,10 +40,14 @@ def squares(run: KernelRun, node: Node, index: int, needed: Tensor) -> RowEnergi
     image, single = LinearImage.of(run, index), torch.full_like(entry.error_bound, torch.inf)
     found = {}
     for row, matrix, elements in each_ellipsoid(tape, index, needed, tape.near):
-        found[row] = Energy.of(matrix, torch.inf) if image is None else image.energy(row, matrix)
+        found[row] = (
+            WeightedSquares.of(matrix, torch.inf)
+            if image is None
+            else image.weighted_squares(row, matrix)
+        )
         single[row] = elements
     tape.tighten(index, single)
-    known = RowEnergies(found)
+    known = RowSquares(found)
     tape.entries[index] = replace(tape.entries[index], squares=known)
     if image is not None:
         tape.tighten(index, image.elements)
@@ -76,17 +80,17 @@ class LinearImage:
         weight = run.parameters.kept(run.source(linear, 1)).to(torch.float64)
         return LinearImage(product_of(weight), stretch(weight), length, entry.radius)
 
-    def energy(self, row: Row, matrix: Tensor) -> Energy:
-        """Return `Energy` of a row's errors by an ellipsoid or by that of the image, whichever has
-        the smaller trace."""
+    def weighted_squares(self, row: Row, matrix: Tensor) -> WeightedSquares:
+        """Return the weighted squares of a row's errors by an ellipsoid or by that of the image,
+        whichever has the smaller trace."""
         length, own = float(self.length[row]), float(self.own[row].norm()) * SAFE
         norm = (self.largest * length + own) * SAFE
         by_length = math.sqrt(float(self.products.trace())) * length
         if (by_length + own * math.sqrt(len(matrix))) ** 2 >= float(matrix.trace()):
-            return Energy.of(matrix, norm)  # whose trace is less than that of the other
+            return WeightedSquares.of(matrix, norm)  # whose trace is less than that of the other
         rest = RankOne(self.own[row], 0.0, own**2)
         ball = around_sum([self.products * (length**2 * SAFE), rest])
-        return Energy.of(ball, norm)
+        return WeightedSquares.of(ball, norm)
 
     @property
     def elements(self) -> Tensor:

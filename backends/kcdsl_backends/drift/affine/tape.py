@@ -34,7 +34,7 @@ from kcdsl_backends.drift.affine.ellipsoids import (
     ImageEllipsoid,
     Part,
     RankOne,
-    RowEnergies,
+    RowSquares,
     quadratic,
     reached,
 )
@@ -233,7 +233,7 @@ class TapeEntry:
     rows: BoundedRows | None = None
     weighed: WeightedRows | None = None
     moved: tuple[int, Callable[[Tensor], Tensor]] | None = None
-    squares: RowEnergies | None = None
+    squares: RowSquares | None = None
     length: Tensor | None = None
 
     @property

@@ -312,18 +312,18 @@ def affine_activation(choice: Choice, run: KernelRun, node: Node) -> None:
         sums = sums * SAFE
         if before is not None:
             steepest = torch.maximum(least.abs(), most.abs())
-            sums = torch.minimum(sums, before.energy(run.tape, steepest))
+            sums = torch.minimum(sums, before.weighted_squares(run.tape, steepest))
         return least, most, sums, large
 
     def matters(error_bound: Tensor) -> Tensor:
         _, _, sums, large = known(error_bound)
         return large & ~(sums <= worth)
 
-    near, energies = run.tape.near, None
+    near, row_squares = run.tape.near, None
     if run.again(node, 0) is None:
         linear = (slope * x.error_bound).abs().sum(-1, keepdim=True)
         bent = bool((known(x.error_bound)[2] > STEEP * linear).any())
-        energies = squares(run, node, index, matters(x.error_bound) & bent)
+        row_squares = squares(run, node, index, matters(x.error_bound) & bent)
     later = near != INPUT and not bool(run.tape.radius.any())  # passes may go on to the input
     floors = run.tape.floors
     tighten_error(run, node, index, matters, floors[:1] if later else floors)
@@ -333,10 +333,10 @@ def affine_activation(choice: Choice, run: KernelRun, node: Node) -> None:
         needed = ~large & ~(sums <= worth)
         if run.passing(node, before.source, "norm", needed, near):
             sharper = before.sharpened(run.tape, steepest, sharper, needed, near)
-    if energies is not None:
-        sharper = torch.minimum(sharper, energies.whole(steepest).square() / 2 * SAFE)
+    if row_squares is not None:
+        sharper = torch.minimum(sharper, row_squares.whole(steepest).square() / 2 * SAFE)
     needed = large & ~(torch.minimum(sums, sharper) <= worth)
-    if energies is None and run.passing(node, index, "norm", needed, near):
+    if row_squares is None and run.passing(node, index, "norm", needed, near):
         together = weighted_norms(run.tape, index, steepest.sqrt() * SAFE, needed, near)
         sharper = torch.minimum(sharper, together.square() / 2 * SAFE)
     if later:
@@ -371,17 +371,17 @@ def affine_activation(choice: Choice, run: KernelRun, node: Node) -> None:
 
     half = torch.maximum(least.abs(), most.abs()) / 2 * SAFE
 
-    def by_energy(row: Row, weights: Tensor) -> Tensor:
-        assert energies is not None
-        return energies.root(row, weights * half[row]).square() * SAFE
+    def by_squares(row: Row, weights: Tensor) -> Tensor:
+        assert row_squares is not None
+        return row_squares.root(row, weights * half[row]).square() * SAFE
 
-    remainder = Remainder(low, high, sums, None if energies is None else by_energy).nonlinear()
+    remainder = Remainder(low, high, sums, None if row_squares is None else by_squares).nonlinear()
     extra = torch.maximum(-low, high)
     result = Result(reference, vjp, linear, internal, nonlinear=remainder, extra=extra, again=again)
     place = round_result(run, node, result)
     radius = run.tape.entries[place].radius
-    if energies is not None and node.name not in run.private and radius is not None:
-        found = replace(energies, factor=slopes.mag(), own=radius)
+    if row_squares is not None and node.name not in run.private and radius is not None:
+        found = replace(row_squares, factor=slopes.mag(), own=radius)
         run.tape.entries[place] = replace(run.tape.entries[place], squares=found)
 
 

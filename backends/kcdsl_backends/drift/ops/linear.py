@@ -336,9 +336,9 @@ def _affine_quantised(run: KernelRun, node: Node) -> tuple[int, TapeEntry]:
     error = activation_error(box, run.rounding, node.name, weight)
     if error is None:
         return index, x
-    stairs = quantise(run, node.name, weight, index, x, error)
-    if stairs is not None:
-        return run.tape.add(stairs), stairs
+    quantised_entry = quantise(run, node.name, weight, index, x, error)
+    if quantised_entry is not None:
+        return run.tape.add(quantised_entry), quantised_entry
     error_bound = (x.error_bound + error) * SAFE
     quantised = TapeEntry(
         f"{node.name}/input",
@@ -386,7 +386,7 @@ class BeforeLinear:
     source: int
     known: dict[Row, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def energy(self, tape: Tape, weights: Tensor) -> Tensor:
+    def weighted_squares(self, tape: Tape, weights: Tensor) -> Tensor:
         """Bound Σ_k weights_k e_k²/2 in every row of the operand, [..., 1], from |e_x| <= ρ.
 
         The root of the sum is at most (√λ √n + |√weights own|)/√2, with λ the largest eigenvalue
@@ -396,11 +396,11 @@ class BeforeLinear:
         for row in rows(tuple(found.shape)):
             before = self.known.get(row)
             if before is None or not torch.equal(before[0], weights[row]):
-                self.known[row] = weights[row], self._energy(tape, weights[row], row)
+                self.known[row] = weights[row], self._weighted_squares(tape, weights[row], row)
             found[row] = self.known[row][1]
         return found
 
-    def _energy(self, tape: Tape, weights: Tensor, row: Row) -> Tensor:
+    def _weighted_squares(self, tape: Tape, weights: Tensor, row: Row) -> Tensor:
         source = tape.entries[self.source]
         error_bound = source.error_bound[row]
         moved = self._stretch(weights, error_bound) * math.sqrt(len(error_bound))
@@ -412,8 +412,8 @@ class BeforeLinear:
     def sharpened(
         self, tape: Tape, weights: Tensor, sums: Tensor, needed: Tensor, floor: int
     ) -> Tensor:
-        """Lower bounds of `energy` in the rows needed by the norm of e_x, from a reverse pass that
-        may stop at `floor`."""
+        """Lower bounds of `weighted_squares` in the rows needed by the norm of e_x, from a reverse
+        pass that may stop at `floor`."""
         error_bound = tape.entries[self.source].error_bound
         unit = torch.eye(error_bound.shape[-1], dtype=error_bound.dtype, device=error_bound.device)
         lengths = norms(tape, self.source, unit, needed, floor)

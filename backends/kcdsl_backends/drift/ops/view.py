@@ -421,11 +421,11 @@ def affine_cache(run: KernelRun, node: Node) -> None:
     low, high, error = found.value.lo, found.value.hi, found.error.mag()
     middle = low / 2 + high / 2
     half = up(torch.maximum(high - middle, middle - low), 2)
-    stairs = (half <= error) if not run.rounding.free else torch.zeros_like(error).bool()
-    keep = (~stairs).to(error.dtype)
-    reference = torch.where(stairs, middle, x.reference)
-    linear = torch.where(stairs, 0.0, x.error_bound)
-    internal = torch.where(stairs, half, error) * SAFE
+    by_steps = (half <= error) if not run.rounding.free else torch.zeros_like(error).bool()
+    keep = (~by_steps).to(error.dtype)
+    reference = torch.where(by_steps, middle, x.reference)
+    linear = torch.where(by_steps, 0.0, x.error_bound)
+    internal = torch.where(by_steps, half, error) * SAFE
 
     def vjp(a: Adjoint) -> Adjoints:
         return [(index, a.times(keep))]

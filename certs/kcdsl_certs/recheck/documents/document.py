@@ -211,7 +211,7 @@ def _graphs(record: Reader) -> dict[str, Block]:
     found = {}
     for digest in record.entries("graphs"):
         if not _SHA256.match(digest):
-            raise Rejected("graph/digest", f"a graph stands under {digest[:80]!r}")
+            raise Rejected("graph/digest", f"a graph has the key {digest[:80]!r}")
         entry = graphs.reader(digest).exactly("graph", "constants")
         constants = {
             key: parse_array(value, f"constant {key[:80]!r}")

@@ -130,7 +130,7 @@ def parse_block(digest: str, record: Reader, constants: Mapping[str, Array]) -> 
     )
     graph.choice("schema", (GRAPH_SCHEMA,))
     if hashlib.sha256(reading.canonical(value)).hexdigest() != digest:
-        raise Rejected("graph/digest", f"{place} does not have the digest it stands under")
+        raise Rejected("graph/digest", f"{place} does not have the digest that is its key")
     _check_constants(graph, constants)
     nodes = tuple(_node(item, place) for item in graph.items("nodes"))
     output = graph.text("output")

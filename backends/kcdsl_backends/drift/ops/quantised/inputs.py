@@ -187,19 +187,19 @@ def quantise(
     if x.cases is not None:
         least = (((each.high - each.low) / 2).amax(0) * safe.hi + rounding) * SAFE
     along = middle.abs() * scale.error_bound
-    stairs = known & (least <= error)
+    by_steps = known & (least <= error)
     if scale.index is not None:
-        stairs &= along <= SHARE * error
+        by_steps &= along <= SHARE * error
     error = torch.where(known, torch.minimum(error, _widest_step(spec, found, by, x)), error)
-    keep = (~stairs).to(own.dtype)
-    weights = torch.where(stairs, middle, 0.0)
-    carried = torch.zeros_like(own) if scale.index is None else torch.where(stairs, along, 0.0)
-    reference = torch.where(stairs, middle * scale.reference, x.reference)
-    error_bound = torch.where(stairs, own + carried, x.error_bound + error) * SAFE
+    keep = (~by_steps).to(own.dtype)
+    weights = torch.where(by_steps, middle, 0.0)
+    carried = torch.zeros_like(own) if scale.index is None else torch.where(by_steps, along, 0.0)
+    reference = torch.where(by_steps, middle * scale.reference, x.reference)
+    error_bound = torch.where(by_steps, own + carried, x.error_bound + error) * SAFE
     apart = up(torch.maximum(hull.hi - reference, reference - hull.lo), 2)
     error_bound = torch.where(known, torch.minimum(error_bound, apart), error_bound)
-    radius = torch.where(stairs, own + gamma(own.numel() + PASS) * carried, error) * SAFE
-    straight, layout = bool(stairs.all()), spec.layout
+    radius = torch.where(by_steps, own + gamma(own.numel() + PASS) * carried, error) * SAFE
+    straight, layout = bool(by_steps.all()), spec.layout
 
     def vjp(a: Adjoint) -> Adjoints:
         parts = [] if straight else [(index, a.times(keep))]
@@ -208,10 +208,10 @@ def quantise(
             parts.append((scale.index, _gathered(weighed, layout)))
         return parts
 
-    kept, together = not bool(stairs.any()), None
+    kept, together = not bool(by_steps.any()), None
     if x.cases is not None:
-        added = _steps(each, middle, safe, rounding, stairs)
-        rest = torch.where(stairs, gamma(own.numel() + PASS) * carried, error) * SAFE
+        added = _steps(each, middle, safe, rounding, by_steps)
+        rest = torch.where(by_steps, gamma(own.numel() + PASS) * carried, error) * SAFE
         together = Together(Cases(added.lo, added.hi, x.cases.width), rest)
     return TapeEntry(
         f"{name}/input", reference, error_bound, vjp, None, radius, kept=kept, together=together
@@ -241,12 +241,12 @@ def _widest_step(spec: Activations, found: Codes, by: Quantiser, x: TapeEntry) -
     return torch.where(inside, off, torch.inf)
 
 
-def _steps(each: Codes, middle: Tensor, scale: Box, rounding: Tensor, stairs: Tensor) -> Box:
-    """Return (c - ĉ)·s in every case, with its rounding; 0 outside of `stairs`."""
+def _steps(each: Codes, middle: Tensor, scale: Box, rounding: Tensor, by_steps: Tensor) -> Box:
+    """Return (c - ĉ)·s in every case, with its rounding; 0 outside of `by_steps`."""
     low, high = each.low - middle, each.high - middle
     least = torch.minimum(low * scale.lo, low * scale.hi) - rounding
     most = torch.maximum(high * scale.lo, high * scale.hi) + rounding
-    return Box(torch.where(stairs, down(least, 2), 0.0), torch.where(stairs, up(most, 2), 0.0))
+    return Box(torch.where(by_steps, down(least, 2), 0.0), torch.where(by_steps, up(most, 2), 0.0))
 
 
 def _scale_shape(shape: tuple[int, ...], layout: ScaleLayout) -> tuple[int, ...]:

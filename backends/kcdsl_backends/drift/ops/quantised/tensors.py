@@ -69,20 +69,20 @@ def affine_tensor(run: KernelRun, node: Node, by: StaticQuantiser) -> None:
     middle, shift = low / 2 + high / 2, error.lo / 2 + error.hi / 2
     half = up(torch.maximum(high - middle, middle - low), 2)
     wide = up(torch.maximum(error.hi - shift, shift - error.lo), 2)
-    stairs = half <= wide
+    by_steps = half <= wide
     moved = x.reference + shift
-    keep = (~stairs).to(wide.dtype)
-    reference = torch.where(stairs, middle, moved)
-    radius = torch.where(stairs, half, wide + 2.0**-52 * moved.abs()) * SAFE
+    keep = (~by_steps).to(wide.dtype)
+    reference = torch.where(by_steps, middle, moved)
+    radius = torch.where(by_steps, half, wide + 2.0**-52 * moved.abs()) * SAFE
     farthest = up(torch.maximum(high - reference, reference - low), 2)
     error_bound = torch.minimum((x.error_bound * keep + radius) * SAFE, farthest)
 
     def vjp(a: Adjoint) -> Adjoints:
-        return [] if bool(stairs.all()) else [(index, a.times(keep))]
+        return [] if bool(by_steps.all()) else [(index, a.times(keep))]
 
     certain = None if run.tape.chance is None else Roundings.none(radius)
     entry = TapeEntry(
         node.name, reference, error_bound, vjp, None, radius,
-        kept=not bool(stairs.any()), roundings=certain,
+        kept=not bool(by_steps.any()), roundings=certain,
     )  # fmt: skip
     run.computed[node.name] = run.tape.add(entry)

@@ -393,7 +393,7 @@ def _testable(cell: Any) -> str | bool | Fraction | None:
     return None
 
 
-# --- joining -------------------------------------------------------------------------------------
+# --- order of recorded rows --------------------------------------------------------------------
 
 
 def joined(rollouts: Sequence[Rollout]) -> tuple[tuple[Rollout, ...], int]:
