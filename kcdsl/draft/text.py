@@ -30,6 +30,11 @@ class RecordedKernel:
     temperature: str
     recomputed: bool = False
 
+    @property
+    def tempered(self) -> bool:
+        """Return whether its log-probabilities are those of another temperature than 1."""
+        return self.values == "processed" and self.temperature != "1"
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -96,6 +101,10 @@ def _lines(draft: Draft) -> Iterator[str]:
         yield f"  {role}:"
         yield from (f"    {line}" for line in _kernel(kernel, recomputed=role == "train"))
     yield ""
+    if isinstance(draft.infer, RecordedKernel) and draft.infer.tempered:
+        yield from _comment("The policy that clauses compare divides logits by the temperature.")
+        yield f"constants: {{temperature: {draft.infer.temperature}}}"
+        yield ""
     yield from _comment("The requests that are measured, one JSON object a line or a row each.")
     yield f"data: {_scalar(draft.data)}"
     yield ""

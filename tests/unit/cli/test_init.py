@@ -349,6 +349,8 @@ def rollouts(path: Path, *, trained: bool = True, kind: str = "rows") -> None:
         row: dict[str, Any] = dict(zip(names, ([i, i + 1], ids, logs, near, f"g{i}"), strict=True))
         if not trained:
             del row[names[3]]
+        if kind == "verl":
+            row["attention_mask"] = [1] * 7
         rows.append({**row, "task": "math" if i % 2 else "code"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -377,6 +379,21 @@ def test_recorded_tokens_are_scored_by_the_model(cli: Any, tmp_path: Path) -> No
     assert program.infer.recording is not None
     assert program.train.recording is None
     assert program.data == "r.jsonl"
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_the_sampling_temperature_is_that_of_the_policy(
+    cli: Any, tmp_path: Path, scored: bool
+) -> None:
+    rollouts(tmp_path / "batch.jsonl", kind="verl")
+    if scored:
+        write_model(tmp_path)
+    given = ["--data", "batch.jsonl"] if scored else ["batch.jsonl"]
+    assert cli("init", *given, "--temperature", "0.7", cwd=tmp_path).code == 0
+    assert load_program(tmp_path / "contract.yaml").constants.temperature == Fraction(7, 10)
+    report = cli("evaluate", "contract.yaml", *QUICK, "--format", "json", cwd=tmp_path)
+    found = {check["name"]: check["outcome"] for check in json.loads(report.stdout)["prechecks"]}
+    assert found["logprob_semantics"] == "passed"
 
 
 def test_layouts_of_trainers_are_recognised(cli: Any, tmp_path: Path) -> None:

@@ -631,6 +631,7 @@ def test_recorded_values_are_renormalised_by_listed_mass(
         NEAR, {**without(table, "infer_top", "train_top"), "infer_kept": kept}, infer=CUT
     )
     assert verdicts(report) == {"N-NEAR": "invalid_evidence"}
+    assert "record its lists of them (`train_top_ids`" in json.dumps(report["prechecks"])
 
 
 @pytest.mark.parametrize(

@@ -305,6 +305,21 @@ def test_declared_semantics_of_both_sides_are_compared(
     assert blocked(checks)
 
 
+def test_failed_checks_of_positions_and_mass_say_what_to_look_at() -> None:
+    checks = prechecks(_shifted(1)())
+    assert checks["alignment_shift"].detail.endswith("infer fits one position later")
+    cut = recordings.rollouts(sampled=recordings.nucleus(0.5))
+    checks = prechecks(cut)
+    assert "declare the filter in `logprobs` of infer" in checks["truncation_mass"].detail
+    lowered = [
+        recordings.with_logs(r, "infer", r.infer.logs - 1)
+        for r in recordings.rollouts()
+        if r.infer is not None
+    ]
+    checks = prechecks(lowered)
+    assert "look for a filter, wrong columns or a wrong mask" in checks["support_check"].detail
+
+
 def test_semantics_are_described_in_words() -> None:
     assert str(Law(0.7, 0.9, 40, 0.05)) == "temperature 0.7, top_p 0.9, top_k 40, min_p 0.05"
     assert Semantics("raw", 0.7).law == Law()

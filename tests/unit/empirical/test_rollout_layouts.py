@@ -199,3 +199,14 @@ def test_candidate_sets_of_slime_are_split_by_offsets(tmp_path: Path) -> None:
     assert found.arrays["infer_kept_ends"].tolist() == [2, 3, 3, 5]
     with pytest.raises(Refusal, match="does not cut 5 ids for 4 tokens"):
         _read(tmp_path, "slime", [slime(ROWS[0], **kept | {"rollout_top_p_token_offsets": [0, 5]})])
+
+
+def test_a_padded_batch_may_have_columns_of_its_own(tmp_path: Path) -> None:
+    row = {
+        "prompts": [0, 5], "responses": [1, 2, 0], "attention_mask": [0, 1, 1, 1, 0],
+        "response_mask": [1, 1, 0], "rollout_log_probs": [-0.5, -1.0, 0.0],
+        "old_log_probs": [-0.5, -1.25, 0.0], "infer_kept": [[1, 8], [2], []],
+    }  # fmt: skip
+    (found,) = _read(tmp_path, "verl", [row])
+    assert found.arrays["infer_kept"].tolist() == [1, 8, 2]
+    assert found.arrays["infer_kept_ends"].tolist() == [2, 3]

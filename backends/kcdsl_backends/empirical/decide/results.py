@@ -113,6 +113,8 @@ def decide_clause(
         case _:
             enough = None if anew else needed(clause, display, exceedance, confidence)
             why = why_open(clause, display, shows, enough, confidence)
+            if data.batch and clause.evidence is None and display.low is display.high is None:
+                why += "; `evidence: census` in the clause asks about this batch alone"
             verdict = Inconclusive(chance or why)
     obstacle = blocked or _demand(clause, data)
     if blocked is not None:

@@ -204,4 +204,10 @@ def support_check(ratios: Sequence[Array]) -> Precheck:
     mean, error = mean * scale, error * scale
     if good and tokens <= _ERRORS**2:
         return not_applicable(name, f"{tokens} tokens are too few to show that a mean is not 1")
-    return outcome(name, good, f"mean w = {mean:.9g}, standard error {error:.2g}", mean)
+    detail = f"mean w = {mean:.9g}, standard error {error:.2g}"
+    if not good:
+        detail += (
+            "; it is 1 for tokens that infer drew, each with its own ln-probabilities: look for a "
+            "filter, wrong columns or a wrong mask"
+        )
+    return outcome(name, good, detail, mean)

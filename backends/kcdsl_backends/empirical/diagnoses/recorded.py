@@ -114,16 +114,24 @@ def logprob_semantics(subject: Recorded) -> Precheck:
     assert subject.infer is not None
     train, infer = subject.train.law, subject.infer.law
     whole = replace(infer, top_p=1.0, top_k=0, min_p=0.0) if subject.kept else infer
-    problem = _differ(train, infer) or _not_the_policy(whole, subject.temperature)
+    told = any("infer_kept" in r.arrays for r in subject.rollouts)
+    problem = _differ(train, infer, told) or _not_the_policy(whole, subject.temperature)
     shown = f"train: {subject.train.values}, {train}; infer: {subject.infer.values}, {infer}"
     if problem is not None:
         return outcome(name, False, f"{problem} ({shown})")
     return outcome(name, True, shown)
 
 
-def _differ(train: Law, infer: Law) -> str | None:
+def _differ(train: Law, infer: Law, told: bool) -> str | None:
+    """Return how the laws differ. `told`: the rows tell which tokens the sampler kept."""
     if abs(train.temperature - infer.temperature) > _NEAR:
         return "the sides are at different temperatures"
+    if train.filters != infer.filters and told:
+        return (
+            "the sides are cut off differently, and nothing tells the mass that the training kernel"
+            " gives to the tokens that were kept: record its lists of them (`train_top_ids`,"
+            " `train_top_logs`), or let the training kernel score the tokens"
+        )
     if train.filters != infer.filters:
         return (
             "the sides are cut off differently, and nothing tells which tokens the sampler kept:"

@@ -105,7 +105,9 @@ def alignment(rollouts: Sequence[Rollout]) -> Repair:
     stated = _unequal_list(rollouts)
     if stated is not None and left >= 1.0:
         return stated
-    return Repair(name, f"mean |ln w| at shift {shown}", left, float(best))
+    where = {-1: "; infer fits one position earlier", 1: "; infer fits one position later"}
+    detail = f"mean |ln w| at shift {shown}{where.get(best, '')}"
+    return Repair(name, detail, left, float(best))
 
 
 def _unequal_list(rollouts: Sequence[Rollout]) -> Repair | None:
@@ -306,7 +308,8 @@ def truncation(
     what = "" if side == 0 or not policies else _filter(policies, stated)
     detail = (
         f"{SIDES[side]} was cut off{what}: mean w {_mean_weight(delta)}, "
-        f"{lost:.3g} nats of mass are lost on average"
+        f"{lost:.3g} nats of mass are lost on average; declare the filter in `logprobs` of "
+        f"{SIDES[side]}, and record the tokens that it kept"
     )
     return Repair(name, detail, 0.05 + (1 - one_sided) / 4, lost)
 

@@ -123,8 +123,11 @@ class Mapped:
 
 
 def mapped(format: str, overrides: Mapping[str, str]) -> Mapped:
-    """Return the columns of a format, with the user's overrides."""
-    return Mapped({**FORMATS[format], **overrides}, frozenset(overrides))
+    """Return the columns of a format, with the user's overrides. Columns of padded formats that
+    the trainer does not write, such as `infer_kept`, are named as their roles."""
+    own = {role: role for role in ROLES if role.startswith(("train_", "infer_"))}
+    added = own if format in PADDED else {}
+    return Mapped({**added, **FORMATS[format], **overrides}, frozenset(overrides))
 
 
 OF_TEXT_DUMPS = "write the batch itself, with its tokens: `kcdsl explain rollouts`"
