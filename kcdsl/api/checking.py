@@ -48,11 +48,16 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CheckResult(Shows):
     """The results of checking certificates, step by step."""
 
     combined: Combined
+
+    @property
+    def says(self) -> str:
+        """Return whether the certificates are valid, and why not."""
+        return "valid" if self.valid else f"invalid: {', '.join(self.reasons)}"
 
     @property
     def valid(self) -> bool:
@@ -65,8 +70,11 @@ class CheckResult(Shows):
     @property
     def reasons(self) -> tuple[str, ...]:
         """Return the reasons why certificates are not valid, each once."""
-        found = (reason for _, report in self.combined.reports for reason in report.reasons)
-        return tuple(dict.fromkeys(found))
+        found = [reason for _, report in self.combined.reports for reason in report.reasons]
+        coverage = self.combined.coverage
+        if coverage is not None and not self.valid:
+            found.append(coverage.reason)
+        return tuple(dict.fromkeys(reason for reason in found if reason))
 
     def to_json(self) -> dict[str, Any]:
         """Return the document `kcdsl.check/2`."""

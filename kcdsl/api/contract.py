@@ -49,7 +49,7 @@ class Verifies(TypedDict, total=False):
     time_limit: float | None
     cache: str | None
     output: str | None
-    sign: Sequence[str]
+    sign: str | Sequence[str]
     stage: str
     lifetime: timedelta
     allow_code: bool
@@ -67,7 +67,7 @@ class Evaluates(TypedDict, total=False):
     jobs: int | None
     engine: str
     output: str | None
-    sign: Sequence[str]
+    sign: str | Sequence[str]
     stage: str
     lifetime: timedelta
     allow_code: bool
@@ -76,11 +76,14 @@ class Evaluates(TypedDict, total=False):
 _WHOLE = {"looks": 1, "jobs": 1, "threads": 1, "seed": 0}
 _LARGEST = 2**63 - 1
 _SECONDS = ("seconds", "bound_seconds", "backend_seconds", "time_limit")
+_SWITCHES = ("attack", "chain", "confirm", "fresh", "allow_code")
+_DEVICES = ("auto", "cpu", "cuda")
 
 
 def refuse_values(settings: Any) -> None:
-    """Raise Refusal for an invalid number or stage, by the name of the option; the command line
-    checks its own arguments."""
+    """Raise Refusal for an invalid value, by the name of the option; the command line checks its
+    own arguments."""
+    from kcdsl.route.catalogue import ENGINES
     from kcdsl_certs.statement import STAGES
 
     for name, least in _WHOLE.items():
@@ -92,12 +95,21 @@ def refuse_values(settings: Any) -> None:
         value = getattr(settings, name, None)
         if value is not None and not (isinstance(value, Real) and 0 <= float(value) < math.inf):
             raise refuse(USAGE, f"{name} is {value!r}", help="a number of seconds, from 0 on")
-    if settings.stage not in STAGES:
-        allowed = ", ".join(STAGES)
-        raise refuse(USAGE, f"stage is {settings.stage!r}", help=f"allowed: {allowed}")
+    for name in _SWITCHES:
+        value = getattr(settings, name, False)
+        if not isinstance(value, bool):
+            raise refuse(USAGE, f"{name} is {value!r}", help="True or False")
+    choices = {"device": _DEVICES, "engine": ENGINES, "stage": STAGES}
+    for name, allowed in choices.items():
+        value = getattr(settings, name)
+        if value not in allowed:
+            raise refuse(USAGE, f"{name} is {value!r}", help=f"allowed: {', '.join(allowed)}")
+    if not isinstance(settings.lifetime, timedelta):
+        help = "a datetime.timedelta, such as timedelta(days=90)"
+        raise refuse(USAGE, f"lifetime is {settings.lifetime!r}", help=help)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Contract(Shows):
     """A contract that was found and compiled, with its accepted findings."""
 
@@ -106,6 +118,11 @@ class Contract(Shows):
     accepted: tuple[Suppressed, ...]
     source: str
     """The sha256 (hex) of the text that was compiled, in UTF-8."""
+
+    @property
+    def says(self) -> str:
+        """Return its name, its version and its file."""
+        return f"{self.program.name} {self.program.version}, {self.path}"
 
     @property
     def base(self) -> Path:
@@ -128,6 +145,7 @@ class Contract(Shows):
         clauses if any, and write a certificate or its statement. Raises Refusal."""
         from kcdsl.api.verification import VerifySettings, verify
 
+        options["sign"] = _several(options.get("sign", ()))
         return verify(
             self, VerifySettings(blocks=_several(block), clauses=_several(clause), **options)
         )
@@ -139,6 +157,7 @@ class Contract(Shows):
         the certificate or its statement. Raises Refusal."""
         from kcdsl.api.evaluation import EvaluateSettings, evaluate
 
+        options["sign"] = _several(options.get("sign", ()))
         return evaluate(self, EvaluateSettings(slices=_several(slices), **options))
 
     def rows(self) -> list[dict[str, Any]]:
@@ -158,7 +177,7 @@ class Contract(Shows):
 
 
 def _several(names: str | Sequence[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
+    return (names,) if isinstance(names, str | os.PathLike) else tuple(names)
 
 
 def load(path: str | os.PathLike[str] | None = None) -> Contract:

@@ -69,7 +69,7 @@ class EvaluateSettings:
         refuse_values(self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Evaluation(Shows):
     """The report of an evaluation, and the files that were written."""
 
@@ -78,6 +78,11 @@ class Evaluation(Shows):
     target: Target
     uncertified: str | None
     """Why there is no certificate or statement; None where there is one."""
+
+    @property
+    def says(self) -> str:
+        """Return the verdict and the action."""
+        return f"{self.report.verdict}, action {self.report.action}"
 
     @property
     def exit(self) -> Exit:

@@ -91,7 +91,7 @@ class PromoteSettings:
     clock: Callable[[], datetime] = utc_now
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Promoted(Shows):
     """The result of a look; `step` is None where a certificate is not valid."""
 
@@ -108,6 +108,12 @@ class Promoted(Shows):
     notes: tuple[str, ...] = ()
     invalid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Reasons why certificates are not valid, by file."""
+
+    @property
+    def says(self) -> str:
+        """Return the slot, the stage and the outcome."""
+        outcome = "invalid certificates" if self.step is None else self.step.outcome.value
+        return f"{self.slot} at {self.stage}, {outcome}"
 
     @property
     def exit(self) -> Exit:

@@ -27,6 +27,14 @@ class Shows(ABC):
 
     __slots__ = ()
 
+    @property
+    @abstractmethod
+    def says(self) -> str:
+        """Return the result in a line."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.says}>"
+
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
         """Return the result as rows of plain values."""
@@ -53,7 +61,9 @@ class Shows(ABC):
 
     @offered
     def _repr_html_(self) -> str:
-        return html_table(self.rows())
+        from html import escape
+
+        return f"<p>{escape(self.says)}</p>{html_table(self.rows())}"
 
 
 def html_table(rows: list[dict[str, Any]]) -> str:

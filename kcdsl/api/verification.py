@@ -94,7 +94,7 @@ class VerifySettings:
         refuse_values(self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Verification(Shows):
     """The outcomes, and the file of the certificate or its statement."""
 
@@ -104,6 +104,12 @@ class Verification(Shows):
     target: Target
     exit: Exit
     cache: Path | None
+
+    @property
+    def says(self) -> str:
+        """Return the verdict and the file."""
+        verdicts = {code: name for name, code in EXITS.items()}
+        return f"{verdicts[self.exit]}, {self.path}"
 
     @property
     def path(self) -> Path:

@@ -44,6 +44,8 @@ def test_contract_is_loaded_and_displayed(folder: Path) -> None:
     assert [clause.id for clause in contract.clauses] == ["N-0", "N-1"]
     assert contract.to_arrow().column("clause").to_pylist() == ["N-0", "N-1"]
     assert "<td>N-0</td>" in contract._repr_html_()
+    assert repr(contract).startswith("<Contract: ")
+    assert len(repr(contract)) < 200
     assert "p99(kl) &lt;= 1/10" in contract._repr_html_() or "kl" in contract._repr_html_()
 
 
@@ -74,9 +76,14 @@ def test_results_equal_those_of_the_commands(cli: Any, folder: Path, follows: An
     assert result.valid
     follows(result.to_json())
     assert {step["outcome"] for step in result.rows()} <= {"ok", "not_run"}
+    assert repr(proved) == f"<Verification: held, {proved.path}>"
+    assert repr(result) == "<CheckResult: valid>"
     other = kcdsl.check(proved.path, key=key + ".pub", contract=folder, at="2020-01-01T00:00:00Z")
     assert not other
     assert other.reasons
+    whole = kcdsl.check(proved.path, key=key + ".pub", contract=folder, complete=True)
+    assert not whole
+    assert whole._repr_html_().startswith("<p>invalid: clause/missing</p>")
 
 
 @pytest.mark.full
@@ -109,6 +116,10 @@ def test_checker_name_remains_a_package() -> None:
         {"seconds": float("nan")},
         {"bound_seconds": -1.0},
         {"stage": "production"},
+        {"device": "gpu"},
+        {"engine": "threads"},
+        {"lifetime": 30},
+        {"allow_code": "yes"},
     ],
     ids=str,
 )
@@ -120,9 +131,23 @@ def test_values_refused_by_the_command_are_refused(folder: Path, option: dict[st
     (found,) = refusal.value.diagnostics
     assert found.message.startswith(f"{name} is ")
     assert not (folder / "out").exists()
-    if name in ("jobs", "stage"):
+    if name not in ("looks", "seed", "seconds", "bound_seconds"):
         with pytest.raises(kcdsl.Refusal):
             kcdsl.load(folder).verify(**option)
+
+
+def test_switches_are_true_or_false(folder: Path) -> None:
+    """`attack="off"`, as on the command line, would be true."""
+    options: dict[str, Any] = {"attack": "off"}
+    with pytest.raises(kcdsl.Refusal, match="attack is 'off'"):
+        kcdsl.load(folder).verify("attn_0", **options)
+
+
+def test_one_key_may_be_named_by_itself(folder: Path) -> None:
+    with pytest.raises(kcdsl.Refusal, match=r"there is no key missing\.key"):
+        kcdsl.load(folder).verify("attn_0", sign="missing.key")
+    with pytest.raises(kcdsl.Refusal, match=r"there is no key missing\.key"):
+        kcdsl.load(folder).evaluate(sign="missing.key")
 
 
 def test_check_without_certificates_is_refused(folder: Path) -> None:
