@@ -20,7 +20,7 @@ from kcdsl.ir.terms import ONNX
 from kcdsl.model.checkpoint.headers import INDEX, SINGLE, read_headers
 from kcdsl.model.configuration import read_config
 from kcdsl.model.files import Artefacts
-from kcdsl.source.files import is_file, missing, shown
+from kcdsl.source.files import excerpt, is_file, missing, shown
 
 CONTRACT, PROMPTS = "contract.yaml", "prompts.jsonl"
 _DUMPS = (".jsonl", ".parquet")
@@ -171,7 +171,7 @@ def _of_model(
     quantised = request.quantised
     own_file = quantised if quantised is not None and is_onnx(quantised.name) else None
     folder = request.quantised if own_file is None else None
-    config = None if folder is None else _quantisation(folder)
+    config = None if folder is None else _quantisation(folder, model)
     if config is None:
         config = model.quantised
     infer = None
@@ -210,7 +210,7 @@ def _of_model(
         purpose,
         _reference(model.checkpoint, base),
         model.architecture,
-        _about(model),
+        _about(model, served=bool(served)),
         train,
         infer,
         rows.path,
@@ -246,15 +246,33 @@ def _refuse_quantised(model: ModelFolder) -> None:
     )
 
 
-def _quantisation(folder: Path) -> Any:
-    """Return the quantisation configuration of the folder of served weights; refuse if missing."""
+_OF_THE_MODEL = (
+    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "intermediate_size", "tie_word_embeddings"),
+)
+"""Keys of config.json that quantisation leaves as they are."""
+
+
+def _quantisation(folder: Path, model: ModelFolder) -> Any:
+    """Return the quantisation configuration of the folder of served weights; refuse if missing, and
+    the folder of another model."""
     if not is_file(folder / "config.json"):
         raise refuse(
             codes.HF_FOLDER,
             f"{shown(folder)} has no config.json",
             help="name the folder of the quantised model",
         )
-    found = quantisation_of(folder, read_config(folder / "config.json"))
+    config = read_config(folder / "config.json")
+    for key in _OF_THE_MODEL:
+        own, other = model.config.get(key), config.get(key)
+        if own is not None and other is not None and own != other:
+            raise refuse(
+                codes.MODEL_CONFIG,
+                f"{shown(folder)} has {key} {excerpt(repr(other))}, {shown(model.path)} has "
+                f"{excerpt(repr(own))}: it is not the same model",
+                help=f"name the folder with the quantised weights of {shown(model.path)}",
+            )
+    found = quantisation_of(folder, config)
     if found is None:
         raise refuse(
             codes.MODEL_CONFIG,
@@ -268,13 +286,15 @@ def _has_weights(folder: Path) -> bool:
     return any(is_file(folder / name) for name in (SINGLE, INDEX))
 
 
-def _about(model: ModelFolder) -> str:
+def _about(model: ModelFolder, *, served: bool = False) -> str:
+    """Return a comment on the weights. `served`: the inference kernel reads others."""
     count = sum(_size(one.shape) for one in model.tensors.values())
     beside = "config.json and the tokenizer lie beside them."
     if not is_file(model.path / "tokenizer.json"):
         beside = "config.json lies beside them."
+    which = "trained weights" if served else "weights that both kernels read"
     return (
-        f"The weights that both kernels read: {_millions(count)} parameters in "
+        f"The {which}: {_millions(count)} parameters in "
         f"{len(model.tensors)} tensors, stored as {model.stored}. The architecture says which "
         f"program they belong to; {beside}"
     )

@@ -122,8 +122,14 @@ def given_rows(file: Path, path: str, model: ModelFolder) -> DraftRows:
         if isinstance(row.get("tokens"), list):
             row.setdefault("length", len(row["tokens"]))
         elif isinstance(row.get("text"), str):
-            tokens = None if encode is None else encode(row["text"])
-            row.setdefault("length", len(tokens if tokens is not None else row["text"]) or 1)
+            if encode is None:
+                raise refuse(
+                    codes.MALFORMED_REQUEST,
+                    f"{shown(file)}, line {number}: the row has a `text`, and {shown(model.path)} "
+                    "has no tokenizer.json",
+                    help="save the tokenizer there, or name rows with `tokens`: --data FILE",
+                )
+            row.setdefault("length", len(encode(row["text"])) or 1)
         elif isinstance(row.get("messages"), list):
             lengths = False
         else:

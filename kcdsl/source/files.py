@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from io import BufferedReader
@@ -188,14 +188,16 @@ def missing(path: Path, notes: tuple[str, ...] = ()) -> Refusal:
 
 
 def neighbours(path: Path) -> str:
-    """Return a help text for a missing file: the files of the same kind beside it."""
-    close = similar_file(path)
+    """Return a help text for a missing file: the files of the same kind beside it; the folders for
+    a name without a suffix of letters."""
+    folders = [] if path.suffix[1:].isalpha() else _names(path.parent, os.DirEntry.is_dir)
+    close = similar_file(path) or _similar(path, folders)
     if close is not None:
         return f"did you mean {path.with_name(close)}?"
     if not is_folder(path.parent):
         return f"there is no folder {shown(path.parent)} either"
     place = "this folder" if path.parent.resolve() == Path.cwd() else str(shown(path.parent))
-    kind = [name for name in _names(path.parent) if Path(name).suffix == path.suffix]
+    kind = folders or [n for n in _names(path.parent) if Path(n).suffix == path.suffix]
     if not kind:
         return f"no file of {place} is of this kind; name one that is there"
     listed = excerpt(", ".join(sorted(kind)[:_LISTED]), 200)
@@ -239,19 +241,27 @@ def is_there(path: Path) -> bool:
 
 def similar_file(path: Path) -> str | None:
     """Return the name of a file in the same folder similar to a missing path, or None."""
+    return _similar(path, _names(path.parent))
+
+
+def _similar(path: Path, names: list[str]) -> str | None:
     if len(path.name) > _LONGEST_NAME:
         return None
     from difflib import get_close_matches
 
-    close = get_close_matches(path.name, _names(path.parent), n=1, cutoff=0.8)
+    close = get_close_matches(path.name, names, n=1, cutoff=0.8)
     return close[0] if close else None
 
 
-def _names(folder: Path) -> list[str]:
-    """Return the names of the first files of a folder; none where it cannot be read."""
+def _names(
+    folder: Path, kind: Callable[[os.DirEntry[str]], bool] = os.DirEntry.is_file
+) -> list[str]:
+    """Return the names of the first files of a folder, or of its first folders that are not hidden;
+    none where it cannot be read."""
     try:
         with os.scandir(folder) as entries:
-            return [entry.name for entry in islice(entries, _NEIGHBOURS) if entry.is_file()]
+            found = [entry.name for entry in islice(entries, _NEIGHBOURS) if kind(entry)]
+            return [one for one in found if kind is os.DirEntry.is_file or one[:1] not in "._"]
     except (OSError, ValueError):
         return []
 

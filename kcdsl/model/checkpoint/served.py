@@ -43,6 +43,7 @@ from kcdsl.model.checkpoint.ranges import HashedFile, changed, hashed_file, mani
 from kcdsl.model.checkpoint.schemes import scheme_of
 from kcdsl.model.checkpoint.tensors import TYPES
 from kcdsl.model.checkpoint.torchao import torchao_scheme
+from kcdsl.model.configuration import INERT
 from kcdsl.model.numerics.formats import CODE_FORMATS, LAYOUTS
 from kcdsl.model.numerics.specification import Numerics
 from kcdsl.source.files import excerpt, is_file, json_value, read_bytes, shown
@@ -374,8 +375,10 @@ def matched(
 
 
 def _refuse_other_model(train: Mapping[str, Any], infer: Mapping[str, Any]) -> None:
-    """Refuse configurations that differ in any key except those about storage (`OF_FILES`)."""
-    for key in sorted((train.keys() | infer.keys()) - OF_FILES):
+    """Refuse the configuration of another program, by a key that tells them apart: keys about
+    storage (`OF_FILES`) do not, and those that change no result come last."""
+    keys = (train.keys() | infer.keys()) - OF_FILES
+    for key in sorted(keys, key=lambda key: (key != "model_type", key in INERT, key)):
         if train.get(key) != infer.get(key):
             raise refuse(
                 codes.MODEL_CONFIG,

@@ -509,6 +509,28 @@ def test_quantised_weights_beside_trained_ones(cli: Any, tmp_path: Path) -> None
     assert load_program(tmp_path / "contract.yaml").infer.run == "torch.scaled_mm"
 
 
+def test_the_quantised_folder_of_another_model_is_refused(cli: Any, tmp_path: Path) -> None:
+    """The draft would not compile."""
+    write_model(tmp_path)
+    (tmp_path / "served").mkdir()
+    config = {**DECODER, "hidden_size": 4096, "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "served" / "config.json").write_text(json.dumps(config))
+    ran = cli("init", "--quantised", "served", cwd=tmp_path)
+    assert ran.code == 2
+    assert "served has hidden_size 4096, " in ran.stderr
+    assert not (tmp_path / "contract.yaml").exists()
+
+
+def test_texts_for_a_model_without_a_tokenizer_are_refused(cli: Any, tmp_path: Path) -> None:
+    """The draft would compile, and `kcdsl evaluate` would refuse its first row."""
+    write_model(tmp_path, config={**DECODER, "vocab_size": 512})
+    (tmp_path / "prompts.jsonl").write_text('{"text": "a b"}\n')
+    ran = cli("init", cwd=tmp_path)
+    assert ran.code == 2
+    assert "prompts.jsonl, line 1: the row has a `text`, and . has no tokenizer.json" in ran.stderr
+    assert not (tmp_path / "contract.yaml").exists()
+
+
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 def test_quantisation_of_weights_that_are_not_quantised_is_refused(
     cli: Any, tmp_path: Path, key: str

@@ -357,6 +357,10 @@ def test_tensors_of_other_models_are_refused(folder: Path) -> None:
     (place / "config.json").write_text(json.dumps({**document, "rms_norm_eps": 0.5}))
     with pytest.raises(Refusal, match="rms_norm_eps"):
         pair(folder)
+    other = {**document, "rms_norm_eps": 0.5, "bos_token_id": 77, "eos_token_id": 78}
+    (place / "config.json").write_text(json.dumps(other))
+    with pytest.raises(Refusal, match="rms_norm_eps"):  # ids of tokens change no result
+        pair(folder)
     del document["quantization_config"]
     (place / "config.json").write_text(json.dumps(document))
     with pytest.raises(Refusal, match="quantisation configuration") as refused:

@@ -38,6 +38,8 @@ def test_similar_names_are_suggested(folder: Path, name: str, meant: str | None)
 
 
 def test_missing_file_is_refused_with_a_suggestion(folder: Path) -> None:
+    (folder / "model-7b-instruct").mkdir()
+    (folder / ".cache").mkdir()
     with pytest.raises(Refusal) as refused:
         read_source(folder / "contrct.yaml")
     (diagnostic,) = refused.value.diagnostics
@@ -46,6 +48,9 @@ def test_missing_file_is_refused_with_a_suggestion(folder: Path) -> None:
     for name, help in (
         ("other.yaml", f"in {folder} there is contract.yaml"),
         ("other.onnx", f"no file of {folder} is of this kind; name one that is there"),
+        ("model-7b", f"in {folder} there is model, model-7b-instruct"),
+        ("model-2.5-7b", f"in {folder} there is model, model-7b-instruct"),
+        ("model-7b-instrct", f"did you mean {folder / 'model-7b-instruct'}?"),
         ("gone/other.yaml", f"there is no folder {folder / 'gone'} either"),
     ):
         with pytest.raises(Refusal) as refused:
