@@ -270,6 +270,15 @@ def intact() -> bytes:
     return trace_bytes(found.evidence, found.report.to_json())
 
 
+@pytest.fixture(scope="module")
+def timed() -> bytes:
+    from tests.unit.empirical.conftest import Lab
+
+    lab = Lab()
+    found = evaluated(lab, *whole(lab))
+    return trace_bytes(found.evidence, found.report.to_json())
+
+
 def code_of(path: Path) -> str:
     with pytest.raises(Refusal) as refused:
         read_trace(path)
@@ -388,6 +397,23 @@ def _timed_run_less(table: pa.Table, header: dict[str, Any]) -> pa.Table:
     return table
 
 
+def _shorter(name: str) -> Callable[[pa.Table, dict[str, Any]], pa.Table]:
+    """Leave the last value of an array out, in every row that has one."""
+
+    def change(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+        rows = table.column("metrics").to_pylist()
+        for row in rows:
+            row[name] = row[name][:-1] if row[name] else row[name]
+        return _with("metrics", rows, table.schema.field("metrics").type)(table, header)
+
+    return change
+
+
+def _no_division(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+    fields = ['{"a":{"number":"1/0"}}', *["{}"] * (table.num_rows - 1)]
+    return _with("fields", fields, pa.string())(table, header)
+
+
 DAMAGED = {
     "schema": (_header(schema="kcdsl.trace/4"), "its schema is kcdsl.trace/4, not kcdsl.trace/3"),
     "no seed": (_header_without("seed"), "KeyError: 'seed'"),
@@ -408,6 +434,15 @@ DAMAGED = {
     "the last row less": (_last_less, "it lacks rows"),
     "a timed run less": (_timed_run_less, "it lacks rows"),
     "the first row less": (_first_less, "lacks a request"),
+    "a field 1/0": (_no_division, "ZeroDivisionError"),
+    "a negative seed": (_header(seed=-1), "its seed is -1"),
+    "a seed of text": (_header(seed="0"), "its seed is '0'"),
+    "no looks": (_header(looks=0), "its number of looks is 0"),
+    "looks of text": (_header(looks="1"), "its number of looks is '1'"),
+    "no kernels": (_header(kernels={}), "KeyError: 'train'"),
+    "no environment": (_header(environment=None), "is no object"),
+    "no reasons": (_header(spoiled={"all": 1}), "is no text"),
+    "names of metrics": (_header(measured=[1]), "is no text"),
 }
 
 
@@ -418,6 +453,22 @@ def test_resealed_trace_must_be_consistent(intact: bytes, write: Write, damage: 
         read_trace(write(rewritten(intact, change)))
     assert [found.code.id for found in refused.value.diagnostics] == ["KC630"]
     assert refused.value.diagnostics[0].help
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("latency", "has no time, or several"),
+        ("ece_infer", "ece_infer, ece_infer_right differ in their numbers of values"),
+        ("margin", "margin, top1_overlap differ in their numbers of values"),
+    ],
+)
+def test_arrays_of_a_resealed_trace_must_belong_together(
+    timed: bytes, write: Write, name: str, why: str
+) -> None:
+    with pytest.raises(Refusal, match=why) as refused:
+        read_trace(write(rewritten(timed, _shorter(name))))
+    assert [found.code.id for found in refused.value.diagnostics] == ["KC630"]
 
 
 def test_missing_trace_and_folder_are_refused_by_name(tmp_path: Path) -> None:

@@ -202,6 +202,10 @@ def _pointwise(term: Term, unit: SamplingUnit, measures: Mapping[str, MetricDefi
             return np.abs(_pointwise(of, unit, measures))
         case Arith(op, left, right):
             a, b = _pointwise(left, unit, measures), _pointwise(right, unit, measures)
+            if a.size != b.size and 1 not in (a.size, b.size):
+                raise NotMeasurable(
+                    f"{term_text(term)}: the request {unit.key}: {a.size} and {b.size} values"
+                )
             with np.errstate(all="ignore"):
                 match op:
                     case "+":

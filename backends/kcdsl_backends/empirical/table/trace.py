@@ -32,6 +32,7 @@ from kcdsl.check.stored import formula_from_json, from_json
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.canonical import digest, document_json, formula_json
 from kcdsl.ir.terms import Clause, Program
+from kcdsl.metrics.definition import CONFIDENCES, LOGS, RANKED
 from kcdsl.source.files import read_bytes
 from kcdsl.verdict.report import CrossCheck, ImpliedClause, Precheck
 from kcdsl_backends.empirical.table import rows
@@ -120,13 +121,15 @@ def read_trace(path: Path) -> Trace:
             help=_WAY_OUT,
         )
     try:
-        return _read(data, name, stated)
+        found = _read(data, name, stated)
+        _check_arrays(found.evidence)
+        return found
     except (pa.ArrowException, OSError) as error:
         raise _unusable(name, str(error).splitlines()[0]) from error
     except Refusal as error:
         raise _unusable(name, str(error)) from error
     except (
-        KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError,
+        LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError,
     ) as error:  # fmt: skip
         raise _unusable(name, f"{type(error).__name__}: {error}") from error
 
@@ -149,6 +152,23 @@ def _read(data: bytes, name: str, stated: str) -> Trace:
     table = read_parquet(data).select(expected.names)
     evidence = evidence_of(header, list(rows.rows_of(table, header["metrics"])))
     return Trace(evidence, header["report"], f"sha256:{stated}")
+
+
+_TOGETHER = (CONFIDENCES, RANKED, LOGS, ("margin", "top1_overlap"))
+"""Arrays that one function reads, entry by entry."""
+
+
+def _check_arrays(evidence: EvidenceTable) -> None:
+    """Raise ValueError for arrays of shapes that no measurement gives."""
+    for unit in (run.unit for run in evidence.runs.values()):
+        for names in _TOGETHER:
+            if len({unit.values[name].size for name in names if name in unit.values}) > 1:
+                raise ValueError(
+                    f"{unit.key}: {', '.join(names)} differ in their numbers of values"
+                )
+    for unit in evidence.timing.runs:
+        if "latency" not in unit.values or unit.values["latency"].size != 1:
+            raise ValueError(f"a timed run of {unit.key} has no time, or several")
 
 
 def _unusable(name: str, why: str) -> Refusal:
@@ -227,6 +247,7 @@ def evidence_of(header: Mapping[str, Any], rows: Sequence[Row]) -> EvidenceTable
 
     Raises KeyError, TypeError, ValueError or Refusal if they do not belong together.
     """
+    _check_header(header)
     program = stated_program(header["program"])
     if header["contract"]["digest"] != f"sha256:{header['program']['canonical']['digest']}":
         raise ValueError("the program is another than the contract's digest says")
@@ -265,6 +286,28 @@ def evidence_of(header: Mapping[str, Any], rows: Sequence[Row]) -> EvidenceTable
         looks=header["looks"],
         **{name: header[name] for name in _PLAIN},
     )
+
+
+_OBJECTS = (*_PLAIN, "program", "rows", "report")
+_TEXTS = ("measured", "metrics", "slices", "notes", "accepted")
+
+
+def _check_header(header: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for entries that `header_of` does not write."""
+    kernels = [header["kernels"][side] for side in ("train", "infer")]
+    objects = [*(header[name] for name in _OBJECTS), *kernels, *header["data"]]
+    if not all(isinstance(value, dict) for value in objects):
+        raise TypeError("an entry of its header is no object")
+    texts = [text for name in _TEXTS for text in header[name]]
+    texts += [*header["contract"].values(), *header["spoiled"].values()]
+    texts += [side["digest"] for side in kernels]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("an entry of its header is no text")
+    seed, looks = header["seed"], header["looks"]
+    if type(seed) is not int or seed < 0:
+        raise ValueError(f"its seed is {seed!r}")
+    if looks is not None and (type(looks) is not int or looks < 1):
+        raise ValueError(f"its number of looks is {looks!r}")
 
 
 def _requests(rows: Sequence[Row]) -> tuple[tuple[Request, ...], dict[str, RequestRun]]:
