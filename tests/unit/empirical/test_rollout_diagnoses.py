@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -243,6 +244,29 @@ def test_list_of_another_token_is_a_shift() -> None:
         top = replace(r.infer.top, logs=np.roll(r.infer.top.logs, 1, axis=0))
         found.append(replace(r, infer=replace(r.infer, top=top)))
     assert "alignment_shift" in failed(prechecks(found))
+
+
+@pytest.mark.parametrize("side", ["train", "infer"])
+def test_one_token_with_another_value_in_its_list_is_reported(side: str) -> None:
+    given = recordings.rollouts(top=5)
+    assert "alignment_shift" not in failed(prechecks(given))
+    at, r = next(
+        (i, r) for i, r in enumerate(given) if r.train and r.train.top and 0 in _listed(r, side)
+    )
+    own: Any = getattr(r, side)
+    logs = own.logs.copy()
+    logs[0] -= 0.05 + 0.01 * abs(logs[0])
+    found = [*given[:at], replace(r, **{side: replace(own, logs=logs)}), *given[at + 1 :]]
+    checks = prechecks(found)
+    assert checks["alignment_shift"].outcome == "failed"
+    assert f"first {r.place} at position 0" in checks["alignment_shift"].detail
+    assert blocked(checks)
+
+
+def _listed(rollout: Rollout, side: str) -> set[int]:
+    """Return the positions whose sampled token is in the list of a side."""
+    top: Any = getattr(rollout, side).top
+    return {i for i, token in enumerate(rollout.tokens) if token in top.ids[i]}
 
 
 @pytest.mark.full

@@ -404,3 +404,12 @@ def test_problems_of_rollouts_are_reported() -> None:
     assert problem_of(listed) == (
         "train_top_logs", "the probabilities of a position sum to more than 1"
     )  # fmt: skip
+    others = TopLogs(np.array([[1], [0]]), np.log(np.full((2, 1), 0.9)))
+    listed = replace(good, tokens=(0, 0), train=Side(np.log([0.3, 0.9]), RAW, others))
+    assert problem_of(listed) == (
+        "train_top_logs", "the probabilities of a position sum to more than 1"
+    )  # fmt: skip
+    assert problem_of(replace(listed, mask=np.array([False, True]))) is None
+    strange = replace(others, ids=np.array([[2], [0]]))
+    listed = replace(good, train=Side(np.array([-3.0, -3.0]), RAW, strange))
+    assert problem_of(listed, 2) == ("train_top_ids", "2 is no token id of a vocabulary of 2")

@@ -37,6 +37,9 @@ _LARGEST_LOG = 700.0
 """Slightly below ln of the largest float64."""
 _FIRM = 5.0
 """Standard errors beyond which a mean ratio is not 1."""
+_LISTED, _RELATIVE = 1e-3, 2.0**-8
+"""Absolute and relative difference that rounding, to bfloat16 at worst, leaves between the
+ln-probability of a token and its entry in a list."""
 _ROUNDING = 1e-4
 """Mean |ln w| (nats), all of one sign, that the normaliser of a softmax in float32 may cause."""
 
@@ -97,24 +100,24 @@ def alignment(rollouts: Sequence[Rollout]) -> Repair:
     means = {shift: _mean(parts) for shift, parts in gaps.items()}
     here = means[0]
     if here is None:
-        return Repair(name, f"no rollout with {_SHORTEST} tokens in a row that count", None)
+        alone = Repair(name, f"no rollout with {_SHORTEST} tokens in a row that count", None)
+        return _unequal_list(rollouts) or alone
     known = {shift: gap for shift, gap in means.items() if gap is not None}
     shown = ", ".join(f"{shift:+d}: {gap:.3g}" for shift, gap in known.items())
     best = min(known, key=lambda shift: known[shift])
     left = known[best] / here if best != 0 and here > SMALLEST else 1.0
-    stated = _unequal_list(rollouts)
-    if stated is not None and left >= 1.0:
-        return stated
     where = {-1: "; infer fits one position earlier", 1: "; infer fits one position later"}
     detail = f"mean |ln w| at shift {shown}{where.get(best, '')}"
-    return Repair(name, detail, left, float(best))
+    moved = Repair(name, detail, left, float(best))
+    return moved if moved.explains else _unequal_list(rollouts) or moved
 
 
 def _unequal_list(rollouts: Sequence[Rollout]) -> Repair | None:
     """Find a side whose sampled tokens have another ln-probability in its own list of the likeliest
-    tokens, so that its arrays belong to different positions."""
+    tokens: of many tokens, its arrays belong to different positions."""
     for side in SIDES:
         differ = total = 0
+        first = ""
         for r in rollouts:
             own = r.train if side == "train" else r.infer
             if own is None or own.top is None:
@@ -122,14 +125,20 @@ def _unequal_list(rollouts: Sequence[Rollout]) -> Repair | None:
             here = own.top.ids == np.array(r.tokens, dtype=np.int64)[:, None]
             rows = here.any(axis=1) & r.mask & np.isfinite(own.logs)
             listed = np.where(here, own.top.logs, 0.0).sum(axis=1)
-            differ += int((np.abs(listed - own.logs)[rows] > 1e-3).sum())
+            gap = np.abs(listed - np.where(rows, own.logs, 0.0))
+            found = np.flatnonzero(rows & (gap > _LISTED + _RELATIVE * np.abs(own.logs)))
+            differ += found.size
             total += int(rows.sum())
-        if differ > _SHORTEST and 20 * differ > total:
+            if found.size and not first:
+                at = int(found[0])
+                first = f"{r.place} at position {at}, {own.logs[at]:g} and {listed[at]:g} there"
+        if differ:
             detail = (
                 f"{side}: {differ} of {total} sampled tokens have another ln-probability in the "
-                "side's own list of the likeliest tokens"
+                f"side's own list of the likeliest tokens; first {first}"
             )
-            return Repair("alignment_shift", detail, 0.0)
+            many = differ > _SHORTEST and 20 * differ > total
+            return Repair("alignment_shift", detail, 0.0 if many else 1.0, seen=True)
     return None
 
 

@@ -180,7 +180,8 @@ def problem_of(rollout: Rollout, vocabulary: int | None = None) -> tuple[str, st
     """Return (column, fault) of a rollout that cannot be used; None if it can.
 
     Faults are different lengths, token ids out of range, NaN, +inf, a drawn token whose probability
-    is 0 in float64, and probabilities above 1 beyond rounding.
+    is 0 in float64, and probabilities above 1 beyond rounding, also that of a list and of the
+    sampled token together.
     """
     length = len(rollout.tokens)
     if rollout.mask.shape != (length,):
@@ -196,7 +197,7 @@ def problem_of(rollout: Rollout, vocabulary: int | None = None) -> tuple[str, st
     for side, found in (("train", rollout.train), ("infer", rollout.infer)):
         if found is None:
             continue
-        said = _problem_of_side(found, length, rollout.mask)
+        said = _problem_of_side(found, rollout, vocabulary)
         if said is not None:
             column, what = said
             return f"{side}_{column}", what
@@ -209,7 +210,10 @@ def problem_of(rollout: Rollout, vocabulary: int | None = None) -> tuple[str, st
     return None
 
 
-def _problem_of_side(side: Side, length: int, mask: NDArray[np.bool_]) -> tuple[str, str] | None:
+def _problem_of_side(
+    side: Side, rollout: Rollout, vocabulary: int | None
+) -> tuple[str, str] | None:
+    length, mask = len(rollout.tokens), rollout.mask
     if side.logs.shape != (length,):
         return "logs", f"{side.logs.size} values for {length} tokens"
     bad = np.flatnonzero(_invalid_logs(side.logs) & mask)
@@ -224,9 +228,13 @@ def _problem_of_side(side: Side, length: int, mask: NDArray[np.bool_]) -> tuple[
     ordered = np.sort(top.ids, axis=1)
     if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
         return "top_ids", "a token occurs twice in the list of one position"
+    if vocabulary is not None and top.ids.size and int(top.ids.max()) >= vocabulary:
+        return "top_ids", f"{int(top.ids.max())} is no token id of a vocabulary of {vocabulary}"
     if bool(_invalid_logs(top.logs).any()):
         return "top_logs", "a value is no log-probability"
-    if bool((np.exp(top.logs).sum(axis=1) > 1 + 10 * ROUNDING).any()):
+    unlisted = (top.ids != np.array(rollout.tokens, dtype=np.int64)[:, None]).all(axis=1) & mask
+    sums = np.exp(top.logs).sum(axis=1) + np.exp(np.where(unlisted, side.logs, -np.inf))
+    if bool((sums > 1 + 10 * ROUNDING).any()):
         return "top_logs", "the probabilities of a position sum to more than 1"
     return None
 
