@@ -437,6 +437,10 @@ class _First(_Reader):
             words = [i.text if isinstance(i, _Token) else "(" for i in getattr(form, "items", ())]
             found = _PLAIN.fullmatch(words[1]) if len(words) == 3 else None
             if head == "declare-const" and found is not None and words[2] == "Real":
+                if int(found[2]) in counts[found[1]]:
+                    raise self.wrong(
+                        form, f"{words[1]} is declared twice", "leave one of the declarations out"
+                    )
                 counts[found[1]].add(int(found[2]))
             elif head == "assert" and isinstance(form, _Form) and len(words) == 2:
                 asserted.append(self.formula(form.items[1]))

@@ -140,10 +140,16 @@ def test_inputs_are_numbers_of_their_type(
     assert answer(tmp_path, text, files).startswith(f"{expected}\n")
 
 
-def test_elements_have_one_spelling(tmp_path: Path, networks: dict[str, Path]) -> None:
-    text = FIRST + "(declare-const X_00 Real) (assert (>= X_00 2)) (assert (>= Y_0 0))"
-    with pytest.raises(Refusal, match="expected a declaration"):
+@pytest.mark.parametrize(
+    ("name", "why"), [("X_00", "expected a declaration"), ("X_0", "X_0 is declared twice")]
+)
+def test_elements_have_one_spelling_and_one_declaration(
+    name: str, why: str, tmp_path: Path, networks: dict[str, Path]
+) -> None:
+    text = f"{FIRST}(declare-const {name} Real) (assert (>= {name} 2)) (assert (>= Y_0 0))"
+    with pytest.raises(Refusal, match=why) as refused:
         answer(tmp_path, text, {"N": networks["N"]})
+    assert refused.value.diagnostics[0].span is not None
 
 
 def test_equal_networks_with_separate_inputs(tmp_path: Path, networks: dict[str, Path]) -> None:
