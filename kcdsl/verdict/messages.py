@@ -12,7 +12,7 @@ from typing import Any
 
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Diagnostic, Severity
-from kcdsl.diagnostics.render import Checked, LintRun, render
+from kcdsl.diagnostics.render import WITHOUT_FILE, Checked, LintRun, render
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.verdict.model import HELD, SIGNS, WORST_FIRST
 from kcdsl.verdict.quantities import quantity, scale, told
@@ -274,6 +274,9 @@ def in_format(
     known = places or {}
     decided = dict.fromkeys(row["clause"] for row in report["clauses"])
     checked: tuple[Checked, ...] = ()
+    if source is None and format == "junit":  # no places: a number tells the clauses apart
+        known = {name: Span(at, at) for at, name in enumerate(decided)}
+        checked = (Checked(WITHOUT_FILE, tuple(known.items())),)
     if source is not None:
         clauses = tuple((name, known[name]) for name in decided if name in known)
         checked = (Checked(source.name, clauses),)

@@ -13,6 +13,8 @@ SUFFIXES = {".json": "json", ".sarif": "sarif", ".xml": "junit", ".txt": "text"}
 """The format of a file that is written, by its suffix."""
 DOCUMENTS = ("json", "sarif", "junit")
 """The formats that write a document even without findings."""
+WITHOUT_FILE = "kcdsl"
+"""The name of the suite of findings that are in no file."""
 
 
 class Checked(NamedTuple):

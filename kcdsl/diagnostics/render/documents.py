@@ -13,7 +13,7 @@ from xml.etree import ElementTree as xml
 from kcdsl import __version__
 from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Severity, Suppressed
-from kcdsl.diagnostics.render import page_url
+from kcdsl.diagnostics.render import WITHOUT_FILE, page_url
 from kcdsl.diagnostics.render.lines import render_concise
 from kcdsl.diagnostics.render.terminal import json_text, printable
 from kcdsl.diagnostics.spans import SourceFile, Span
@@ -252,7 +252,7 @@ def render_junit(diagnostics: Iterable[Diagnostic], run: LintRun) -> str:
     by_file: dict[str, list[_Finding]] = {file.name: [] for file in run.files}
     accepted = ((item.diagnostic, item.reason) for item in run.suppressed)
     for diagnostic, reason in (*((found, None) for found in diagnostics), *accepted):
-        name = diagnostic.source.name if diagnostic.source is not None else "kcdsl"
+        name = diagnostic.source.name if diagnostic.source is not None else WITHOUT_FILE
         by_file.setdefault(name, []).append((diagnostic, reason))
     clauses = {file.name: file for file in run.files}
     root = xml.Element("testsuites", {"name": run.command})

@@ -87,6 +87,18 @@ def test_findings_are_positioned_at_their_clauses(
     assert "N-OTHER" not in cases  # an undecided clause is not a passed test case
 
 
+@pytest.mark.parametrize("verdict", EXITS)
+def test_junit_without_the_contract_has_a_case_for_each_clause(
+    cli: Cli, kinds: dict[str, Path], verdict: str
+) -> None:
+    ran = cli("report", kinds[verdict], "--format", "junit")
+    cases = {c.get("name"): c for c in ElementTree.fromstring(ran.stdout).iter("testcase")}
+    rows = json.loads(kinds[verdict].read_text())["clauses"]
+    assert cases.keys() == {"kcdsl", *(row["clause"] for row in rows)}
+    failed = {name for name, case in cases.items() if case.find("failure") is not None}
+    assert failed == {row["clause"] for row in rows if row["verdict"] != "held"}
+
+
 def test_page_includes_the_attribution(cli: Cli, tmp_path: Path, kinds: dict[str, Path]) -> None:
     document = {"schema": "kcdsl.attribution/1", "metric": "kl", "statistic": "mean", "total": 1.0}
     source = {"name": "precision", "shapley": 1.0, "alone": 1.0, "can_explain": None}
