@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from kcdsl.release.register.records import CertificateStatus, Revoked, Standing
+from kcdsl.release.register.records import (
+    Certificate,
+    CertificateStatus,
+    Promotion,
+    PromotionState,
+    Revoked,
+    Standing,
+)
 from kcdsl.release.register.store import Register
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.signatures import TrustPolicy
@@ -23,7 +30,8 @@ def with_register(
     """Return a report with the additional required step of the register.
 
     Reasons: `register/unknown`, `register/revoked`, `register/key-revoked`, `register/superseded`,
-    `register/outside-validity`. Raises Refusal where the register cannot be read.
+    `register/outside-validity`, `register/rolled-back`. Raises Refusal where the register cannot be
+    read.
     """
     check = register_check(report.certificate, bundle, register, trusted, moment)
     steps = (*report.steps, STEP)
@@ -61,13 +69,16 @@ def _step(
 
         return earlier
     status, head = register.status_of(identity, moment), register.head()
+    decided: tuple[Promotion, ...] = ()
     if status.certificate is not None:
         register.refuse_changed(status.certificate.triple)
+        decided = register.promotions(candidate=status.certificate.triple)
     revoked = revoked_keys(register)
 
     def step() -> str:
         refuse_standing(status)
         assert status.certificate is not None
+        refuse_rolled_back(status.certificate, decided)
         if trusted is not None:
             refuse_keys(bundle, trusted, revoked, status.certificate.stage, moment)
         return f"event {status.certificate.number} of {head.number}, in force"
@@ -97,6 +108,15 @@ def refuse_standing(status: CertificateStatus) -> None:
             reason = "register/outside-validity"
     by = "" if status.by is None else f" (sha256:{status.by})"
     raise Rejected(reason, f"{status.detail}{by}")
+
+
+def refuse_rolled_back(certificate: Certificate, decided: Sequence[Promotion]) -> None:
+    """Raise Rejected for a certificate whose triple was rolled back, in any slot, after it was
+    recorded: the triple needs new certificates."""
+    for each in decided:
+        if each.state is PromotionState.ROLLED_BACK and each.number > certificate.number:
+            detail = f"its triple was rolled back in {each.slot} by event {each.number}"
+            raise Rejected("register/rolled-back", detail)
 
 
 def refuse_keys(

@@ -186,6 +186,31 @@ def test_revoked_certificate_is_invalid(
     assert "wrong data" in steps["register"]["detail"]
 
 
+def test_certificate_of_a_triple_that_was_rolled_back_is_invalid(
+    check: Check, certificate: Path, record: Record, place: Path, issued: Issued
+) -> None:
+    """Until the triple has a certificate that is newer than the decision."""
+    old = record(certificate.read_bytes())
+    with Register.open(place, clock=lambda: LATER) as register:
+        contract = register.triples()[0].contract.digest
+        decided = Promotion(
+            "chat", old.triple, None, contract, "canary", PromotionState.ADVANCED,
+            certificates=(old.identity,),
+        )  # fmt: skip
+        register.promote("chat", 0, decided)
+        assert check()[0] == 0
+        back = replace(decided, state=PromotionState.ROLLED_BACK, certificates=())
+        register.promote("chat", 1, back)
+    code, steps = check()
+    assert (code, steps["register"]["reason"]) == (4, "register/rolled-back")
+    assert "rolled back in chat by event" in steps["register"]["detail"]
+    newer = certificate.with_name("newer.cert.json")
+    write_bytes(newer, issued(sequence=old.sequence + 1))
+    record(newer.read_bytes())
+    assert check(path=newer)[0] == 0
+    assert check()[0] == 4
+
+
 def test_certificate_by_a_revoked_key_is_invalid(
     check: Check, certificate: Path, record: Record, place: Path, key: SigningKey
 ) -> None:
