@@ -13,6 +13,7 @@ import pytest
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.files import Artefacts
 from kcdsl.model.tokenizer import ByteTokenizer
+from kcdsl_backends.empirical.collection import chat
 from kcdsl_backends.empirical.collection.chat import renderer
 from kcdsl_backends.requests import load_requests
 
@@ -87,6 +88,7 @@ def test_template_file_precedes_the_configuration(folder: Path) -> None:
         "{{ 10 ** 10 ** 10 }}",
         "{{ '%99999999999d' % 1 }}",
         "{{ 'a' | center(99999999999) }}",
+        "{{ [[1], [2]] | sum(start=[]) }}",
         "{{ raise_exception('roles must alternate') }}",
         "{{ strftime_now('%d %b %Y') }}",
         "{{ nothing.at.all }}",
@@ -124,6 +126,16 @@ def test_steps_and_memory_of_templates_are_limited(folder: Path, template: str, 
         _render(folder, {"messages": MESSAGES})
     assert said in str(error.value)
     assert (sys.gettrace(), resource.getrlimit(resource.RLIMIT_AS)) == before
+
+
+def test_time_of_templates_is_limited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "{% set a = [0] * 999999 %}{% for i in range(99999) %}{% set b = a + a %}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(long)
+    monkeypatch.setattr(chat, "_SECONDS", 0.5)
+    with pytest.raises(Refusal, match=r"it takes more than 0\.5 s for one row"):
+        _render(folder, {"messages": MESSAGES})
+    (folder / "chat_template.jinja").write_text("{{ [1, 2.5] | sum }} {{ [1] | sum(start=2) }}")
+    assert _render(folder, {"messages": MESSAGES}) == "3.5 3"
 
 
 def test_reading_commands_do_not_run_templates(folder: Path) -> None:

@@ -2,13 +2,14 @@
 
 A template is code of the checkpoint. It is run only by commands that run the model too, in jinja2's
 immutable sandbox: no attribute that begins with an underscore, no change of its inputs. It has no
-clock, since a row must always give the same tokens, and limits of steps and memory.
+clock, since a row must always give the same tokens, and limits of steps, time and memory.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ _BITS = 4096
 """Largest number of bits of a product of integers in a template."""
 _STEPS = 10**7
 """Largest number of lines of Python that a template may run for one row: a few seconds."""
+_SECONDS = 60.0
+"""Most processor seconds for one row: a step may copy a long list. One call is not interrupted."""
+_BETWEEN = 64
+"""Steps between two looks at the clock."""
 _MEMORY = 2**29
 """Largest number of bytes that a template may allocate, on systems with such a limit."""
 _FAULTS = (
@@ -177,16 +182,19 @@ def _text_of(token: Any) -> str | None:
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """Limit the lines of Python that run in this thread, and the memory of the process."""
+    """Limit the lines of Python that run in this thread, their time, and the memory of the
+    process."""
     from jinja2 import TemplateError
 
-    left, before = _STEPS, sys.gettrace()
+    left, before, end = _STEPS, sys.gettrace(), time.thread_time() + _SECONDS
 
     def count(frame: Any, event: str, argument: Any) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
             raise TemplateError(f"it takes more than {_STEPS} steps for one row")
+        if left % _BETWEEN == 0 and time.thread_time() > end:
+            raise TemplateError(f"it takes more than {_SECONDS:g} s for one row")
         return count
 
     with _memory_limited():
@@ -218,9 +226,10 @@ def _memory_limited() -> Iterator[None]:
 
 
 def _environment() -> Any:
-    from jinja2 import TemplateError, nodes
+    from jinja2 import TemplateError, nodes, pass_environment
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
+    from jinja2.filters import do_sum
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Sandbox(ImmutableSandboxedEnvironment):
@@ -260,8 +269,14 @@ def _environment() -> Any:
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
+    @pass_environment
+    def total(environment: Any, values: Any, attribute: Any = None, start: Any = 0) -> Any:
+        if not isinstance(start, int | float):
+            raise SecurityError("`sum` of anything but numbers")  # quadratic, in one call
+        return do_sum(environment, values, attribute, start)
+
     found = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    found.filters["tojson"] = tojson
+    found.filters |= {"tojson": tojson, "sum": total}
     del found.filters["center"]  # of any width
     found.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return found
