@@ -51,10 +51,18 @@ class Fields:
             raise self._refusal(message)
 
     def count(
-        self, name: str, default: int | None = None, most: int = LARGEST_COUNT, least: int = 1
+        self,
+        name: str,
+        default: int | None = None,
+        most: int = LARGEST_COUNT,
+        least: int = 1,
+        *,
+        null: bool = False,
     ) -> int:
-        """Return an integer from `least` to `most`; a missing or null field takes the default."""
+        """Return an integer from `least` to `most`; a missing field takes the default, and one that
+        is null if `null`."""
         value = self._raw.get(name)
+        self.check(null or value is not None or name not in self._raw, f"{name!r} is null")
         value = default if value is None else value
         self.check(value is not None, f"the field {name!r} is missing")
         good = isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -43,8 +43,9 @@ class ModelFamily:
 
     `read` are keys that the forward pass reads and checks itself, `only` keys with the values that
     it implements, `inert` keys that change no result, `needed` keys whose default differs between
-    families, `rope` the forms of RoPE scaling, with "by layer" if each kind of layer may have its
-    own and "partial" if a part of each head is rotated.
+    families, `null` counts that take their default where they are null, `rope` the forms of RoPE
+    scaling, with "by layer" if each kind of layer may have its own and "partial" if a part of each
+    head is rotated.
     """
 
     classes: tuple[str, ...]
@@ -52,6 +53,7 @@ class ModelFamily:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
+    null: frozenset[str] = frozenset()
     rope: tuple[str, ...] = _ROPE
 
 
@@ -89,6 +91,7 @@ def declared(name: str) -> Architecture:
             said.get("only", {}),
             frozenset(said.get("inert", ())),
             frozenset(said.get("needed", ())),
+            frozenset(said.get("null", ())),
             tuple(said.get("rope", _ROPE)),
         )
         for kind, said in found.get("FAMILIES", {}).items()

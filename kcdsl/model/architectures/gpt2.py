@@ -66,7 +66,7 @@ class GPT2Config:
         return cls(
             vocabulary=f.count("vocab_size"),
             width=width,
-            inner_width=f.count("n_inner", 4 * width),
+            inner_width=f.count("n_inner", 4 * width, null=True),
             layers=f.count("n_layer", most=LARGEST_DEPTH),
             heads=heads,
             eps=f.number("layer_norm_epsilon", 1e-5),

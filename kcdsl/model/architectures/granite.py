@@ -21,7 +21,12 @@ READ = (
     "hidden_act", "attention_bias", "mlp_bias", "embedding_multiplier", "attention_multiplier",
     "residual_multiplier", "logits_scaling",
 )  # fmt: skip
-FAMILIES = {"granite": {"classes": ("GraniteForCausalLM", "GraniteModel")}}
+FAMILIES = {
+    "granite": {
+        "classes": ("GraniteForCausalLM", "GraniteModel"),
+        "null": ("num_key_value_heads",),
+    },
+}
 
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:

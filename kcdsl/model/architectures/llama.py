@@ -28,18 +28,21 @@ FAMILIES = {
         "classes": ("LlamaForCausalLM", "LlamaModel"),
         "read": ("attention_bias", "mlp_bias"),
         "only": {"pretraining_tp": (1,), "sliding_window": (None,)},
+        "null": ("num_key_value_heads", "head_dim"),
     },
     "mistral": {
         "classes": ("MistralForCausalLM", "MistralModel"),
         "read": ("sliding_window",),
         "only": {"attention_bias": (False,), "mlp_bias": (False,)},
         "needed": ("num_key_value_heads", "max_position_embeddings", "sliding_window"),
+        "null": ("head_dim",),
     },
     "qwen2": {
         "classes": ("Qwen2ForCausalLM", "Qwen2Model"),
         "read": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
         "only": {"mlp_bias": (False,), "use_mrope": (False,)},
         "needed": ("num_key_value_heads", "max_position_embeddings"),
+        "null": ("num_key_value_heads",),
     },
     "mixtral": {
         "classes": ("MixtralForCausalLM", "MixtralModel"),
@@ -54,6 +57,7 @@ FAMILIES = {
             "num_local_experts",
             "num_experts_per_tok",
         ),
+        "null": ("head_dim",),
     },
     "qwen2_moe": {
         "classes": ("Qwen2MoeForCausalLM", "Qwen2MoeModel"),

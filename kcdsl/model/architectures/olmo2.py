@@ -18,7 +18,9 @@ __all__ = ["build", "canonical_key", "read"]
 
 DECODER = True
 READ = ("hidden_act", "attention_bias")
-FAMILIES = {"olmo2": {"classes": ("Olmo2ForCausalLM", "Olmo2Model")}}
+FAMILIES = {
+    "olmo2": {"classes": ("Olmo2ForCausalLM", "Olmo2Model"), "null": ("num_key_value_heads",)},
+}
 
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:

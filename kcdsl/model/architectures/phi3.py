@@ -36,6 +36,7 @@ FAMILIES = {
         },
         "inert": ("embd_pdrop", "resid_pdrop"),
         "needed": ("max_position_embeddings", "original_max_position_embeddings"),
+        "null": ("num_key_value_heads",),
         "rope": ("default", "longrope"),
     },
 }

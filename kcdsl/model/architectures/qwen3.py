@@ -28,6 +28,7 @@ FAMILIES = {
         "classes": ("Qwen3ForCausalLM", "Qwen3Model"),
         "read": ("layer_types",),
         "needed": ("num_key_value_heads", "max_position_embeddings", "head_dim"),
+        "null": ("num_key_value_heads",),
     },
     "qwen3_moe": {
         "classes": ("Qwen3MoeForCausalLM", "Qwen3MoeModel"),

@@ -28,6 +28,7 @@ FAMILIES = {
         "classes": ("SmolLM3ForCausalLM", "SmolLM3Model"),
         "inert": ("max_window_layers", "pretraining_tp"),
         "needed": ("num_key_value_heads", "max_position_embeddings"),
+        "null": ("num_key_value_heads",),
     },
 }
 

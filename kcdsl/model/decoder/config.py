@@ -96,12 +96,12 @@ def read_common(
     `eps` and `tied` are defaults of the family. Raises Refusal (KC455) for keys that no family of
     the architecture has, and for values that the decoder does not implement.
     """
-    family_of(architecture, raw)
+    null = family_of(architecture, raw).null
     f = Fields(raw, architecture)
     heads, width = f.count("num_attention_heads"), f.count("hidden_size")
     layers = f.count("num_hidden_layers", most=LARGEST_DEPTH)
-    kv_heads = f.count("num_key_value_heads", heads)
-    head_width = f.count("head_dim", max(1, width // heads))
+    kv_heads = f.count("num_key_value_heads", heads, null="num_key_value_heads" in null)
+    head_width = f.count("head_dim", max(1, width // heads), null="head_dim" in null)
     f.check(heads % kv_heads == 0, "num_attention_heads is no multiple of num_key_value_heads")
     f.check(head_width % 2 == 0, "head_dim must be even for RoPE")
     f.check(
@@ -183,7 +183,7 @@ def qwen_mixture(
     """Return the mixture of a Qwen-MoE, None where no layer has one; `shared`: with a network that
     all positions use. Refuse inconsistent counts and layer numbers out of range."""
     f = Fields(raw, architecture)
-    names = [n for n in ("num_experts", "num_local_experts") if raw.get(n) is not None]
+    names = [n for n in ("num_experts", "num_local_experts") if n in raw]
     f.check(len(names) == 1, "'num_experts' is missing, or stated under two names")
     step, dense = f.count("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     whole = isinstance(dense, list) and all(type(i) is int and 0 <= i < layers for i in dense)

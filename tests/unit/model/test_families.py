@@ -123,6 +123,30 @@ def test_family_dependent_defaults_must_be_stated(kind: str) -> None:
             family_of("llama", raw)
 
 
+COUNTS = (
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "n_positions"),
+    *("type_vocab_size", "decoder_sparse_step", "no_rope_layer_interval", "num_local_experts"),
+)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_count_that_is_null_is_refused_or_read_as_transformers_does(kind: str) -> None:
+    """transformers 5 builds no model of a null that a family does not declare."""
+    name, family = architecture_of(kind), FAMILIES[kind]
+    wide = {"hidden_size": 64} if kind == "gpt_neox" else {}
+    for key in sorted(family.read & set(COUNTS)):
+        raw = saved(kind, **wide) | {key: None}
+        if key not in family.null:
+            with pytest.raises(Refusal, match=f"'{key}' is null"):
+                load(name).build(raw)
+            continue
+        module = load(name).build(raw)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.uniform_(-0.5, 0.5)
+        assert compare(name, module.eval(), raw, ROWS).startswith("it was compared")
+
+
 def build(kind: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
     """Return the built-in module with random weights, and its configuration."""
     raw = saved(kind, **changes)
