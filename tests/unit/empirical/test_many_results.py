@@ -96,6 +96,30 @@ def test_units_needed_for_a_mean() -> None:
     assert planning.units_for_mean(1.0, 0.1, 0.8, ANYTIME) is None
 
 
+@pytest.mark.parametrize(("side", "distance"), [(1, 0.3), (1, 0.6), (-1, 0.6)])
+def test_planned_requests_show_a_skewed_mean(side: int, distance: float) -> None:
+    """As many as the normal approximation asks for show it in 58 and 49 % of runs, not in 80 %."""
+    import numpy as np
+
+    tail = side * (np.random.default_rng(1).exponential(size=20_000) - 1.0)
+    needed = planning.units_for_mean(1.0, distance, 0.8, residuals=tail)
+    normal = planning.units_for_mean(1.0, distance, 0.8)
+    assert needed is not None
+    assert normal is not None
+    if side < 0:
+        assert needed == normal
+        return
+    assert needed > 1.3 * normal
+    runs, shown = 200, {needed: 0, normal: 0}
+    for n in shown:
+        for run in range(runs):
+            values = np.random.default_rng(run).exponential(size=n)
+            found = bootstrap.clustered_ratio(values, np.ones(n), seed=run)
+            shown[n] += found.high is not None and found.high <= 1.0 + distance
+    assert shown[normal] < 0.65 * runs
+    assert 0.7 * runs <= shown[needed] <= 0.9 * runs
+
+
 def test_percentile_threshold_needs_enough_units() -> None:
     import numpy as np
 

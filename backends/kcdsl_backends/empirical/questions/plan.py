@@ -264,7 +264,10 @@ def _mean(row: PlanRow, case: _Case, confidence: Confidence, power: float) -> Pl
     if seen is None or seen.value is None or seen.variance is None:
         return row if row.note else replace(row, note=case.unseen)
     distance = _slack(case.obligation.part, seen.value)
-    needed = planning.units_for_mean(seen.variance, distance, power, confidence)
+    residuals = seen.residuals
+    if residuals is not None and _grows_worse(case.obligation.part, seen.value) < 0:
+        residuals = -residuals
+    needed = planning.units_for_mean(seen.variance, distance, power, confidence, residuals)
     why = "the mean of the prior trace is not within the threshold"
     if bounded is not None and seen.value == bounded.best:
         needed = row.without_any
@@ -297,6 +300,14 @@ def _slack(part: Clause, value: float) -> float:
     term, op, tau = found
     magnitude = abs(value) if isinstance(term, Abs) else value
     return magnitude - float(tau) if op in (">=", ">") else float(tau) - magnitude
+
+
+def _grows_worse(part: Clause, value: float) -> int:
+    """Return the sign of the changes that bring a mean nearer to its threshold."""
+    found = threshold(part.require)
+    assert found is not None
+    term, op, _ = found
+    return -1 if (op in (">=", ">")) != (isinstance(term, Abs) and value < 0) else 1
 
 
 def _shows(units: int | None, confidence: Confidence) -> float | None:

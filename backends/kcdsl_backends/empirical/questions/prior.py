@@ -30,13 +30,14 @@ from kcdsl_backends.empirical.table.trace import read_trace
 @dataclass(frozen=True, slots=True)
 class Observed:
     """n units; either `k` of them are beyond the threshold, with the `worst` value of each, or they
-    have the mean `value` and the `variance` of one unit, and `away` of them another mean than the
-    best."""
+    have the mean `value`, the `variance` of one unit, the `residuals` of all, positive where they
+    make the mean larger, and `away` of them another mean than the best."""
 
     n: int
     k: int | None = None
     value: float | None = None
     variance: float | None = None
+    residuals: Array | None = None
     worst: Array | None = None
     away: int | None = None
 
@@ -98,7 +99,8 @@ def _mean_of(of: Term, data: SliceData, upward: bool) -> Observed | None:
         return None
     error, means = linear_error(sums, sizes, value), sums / sizes
     away = int(np.count_nonzero(means != (means.max() if upward else means.min())))
-    return Observed(sums.size, value=value, variance=sums.size * error**2, away=away)
+    residuals, variance = sums - value * sizes, sums.size * error**2
+    return Observed(sums.size, None, value, variance, residuals, away=away)
 
 
 def _meets(value: float, op: str, tau: Fraction) -> bool:

@@ -30,7 +30,7 @@ from kcdsl_backends.empirical.statistics.estimates import (
 RESAMPLES = 1999
 FEWEST_CLUSTERS = 20
 """Smallest number of requests for a limit by bootstrap."""
-_COCHRAN = 25
+COCHRAN = 25
 """n requests support a limit without correction if n > 25 G^2, G their skewness (Cochran 1977)."""
 _TAIL = 10
 """Smallest number of resamples beyond a limit."""
@@ -91,9 +91,8 @@ def clustered_ratio(
         return bare
     low, high = _studentised_limits(above, below, confidence, seed, count)
     residual = above - value * below
-    scaled = residual / np.abs(residual).max()
-    skew = float((scaled**3).mean() / (scaled**2).mean() ** 1.5)
-    if n <= _COCHRAN * skew**2:
+    skew = skewness(residual)
+    if n <= COCHRAN * skew**2:
         worst = int(residual.argmax() if skew > 0 else residual.argmin())
         again = np.append(above, above[worst]), np.append(below, below[worst])
         wider = _studentised_limits(*again, confidence, seed, count)
@@ -153,10 +152,9 @@ def clustered_function(
     low, high = limits
     slope = _gradient(smooth.value, smooth.rows.sum(axis=0)[None])[0]
     influence = (smooth.rows - smooth.rows.mean(axis=0)) @ slope
-    scaled = influence / np.abs(influence).max()
-    skew = float((scaled**3).mean() / (scaled**2).mean() ** 1.5)
-    if n <= _COCHRAN * skew**2:
-        worst = smooth.beyond(smooth.rows[scaled.argmax() if skew > 0 else scaled.argmin()])
+    skew = skewness(influence)
+    if n <= COCHRAN * skew**2:
+        worst = smooth.beyond(smooth.rows[influence.argmax() if skew > 0 else influence.argmin()])
         wider = None
         if worst is not None:
             again = np.vstack([smooth.rows, worst])
@@ -168,6 +166,12 @@ def clustered_function(
         low=_clip(smooth.back(low), bounds) if math.isfinite(low) else None,
         high=_clip(smooth.back(high), bounds) if math.isfinite(high) else None,
     )
+
+
+def skewness(residuals: Array) -> float:
+    """Return the skewness of residuals around 0, of which one is not 0."""
+    scaled = residuals / np.abs(residuals).max()
+    return float((scaled**3).mean() / (scaled**2).mean() ** 1.5)
 
 
 def _smooth_limits(

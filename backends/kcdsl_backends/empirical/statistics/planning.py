@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 
+import numpy as np
 from scipy import stats
 
-from kcdsl_backends.empirical.statistics.bootstrap import FEWEST_CLUSTERS
-from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK, Confidence, check_rate
+from kcdsl_backends.empirical.statistics.bootstrap import COCHRAN, FEWEST_CLUSTERS, skewness
+from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK, Array, Confidence, check_rate
 from kcdsl_backends.empirical.statistics.rates import limits, shows_below
 
 MOST_UNITS = 10**12
@@ -52,19 +53,54 @@ def units_with_power(
 
 
 def units_for_mean(
-    variance: float, distance: float, power: float, confidence: Confidence = ONE_LOOK
+    variance: float,
+    distance: float,
+    power: float,
+    confidence: Confidence = ONE_LOOK,
+    residuals: Array | None = None,
 ) -> int | None:
     """Return the number of requests that show a mean at `distance` within its threshold.
 
-    `variance` is that of one request. The normal approximation: ((z_α + z_β) σ / distance)^2, at
-    least as many as a bootstrap needs. None if the distance is not positive, and for limits at
-    every look.
+    `variance` is that of one request, `residuals` are those of an earlier sample, positive towards
+    the threshold. Without a long tail there, the normal approximation: ((z_α + z_β) σ /
+    distance)^2, at least as many as a bootstrap needs; with one, as many as its wider limits need.
+    None if the distance is not positive, and for limits at every look.
     """
     if not distance > 0 or not math.isfinite(variance) or confidence.anytime:
         return None
-    z = float(stats.norm.isf(float(confidence.error)) + stats.norm.ppf(power))
-    needed = variance * (z / distance) ** 2
-    return None if needed > MOST_UNITS else max(FEWEST_CLUSTERS, math.ceil(needed))
+    z_error, z_power = float(stats.norm.isf(float(confidence.error))), float(stats.norm.ppf(power))
+    needed = variance * ((z_error + z_power) / distance) ** 2
+    if needed > MOST_UNITS:
+        return None
+    normal = max(FEWEST_CLUSTERS, math.ceil(needed))
+    if residuals is None or not residuals.any() or not (skew := skewness(residuals)) > 0:
+        return normal
+    ordered = np.sort(residuals / math.sqrt(float(np.mean(residuals**2))))
+
+    def enough(n: int) -> bool:
+        limit = _studentised_limit(n, skew, ordered, z_error)
+        error = math.sqrt((1 + limit * skew) / n)  # of mean and limit, which vary together
+        return math.sqrt(variance) * (limit + z_power * error) <= distance
+
+    try:
+        return _least(normal, enough)
+    except ValueError:
+        return None
+
+
+def _studentised_limit(n: int, skew: float, ordered: Array, z: float) -> float:
+    """Return the expected distance of the limit of `bootstrap.clustered_ratio` from the mean of n
+    requests, in standard deviations of one; `ordered` are standardised residuals.
+
+    The quantile of the studentised mean has the term of its skewness (Hall 1992). If n requests are
+    too few for it, the worst one counts twice.
+    """
+    shift, variance = 0.0, 1.0
+    if n <= COCHRAN * skew**2:
+        worst = float(ordered[int(ordered.size * (1 - 1 / n))])
+        shift, variance = worst / n, 1 + worst**2 / n
+        skew = (skew + worst**3 / n) / variance**1.5
+    return shift + math.sqrt(variance / n) * (z + skew * (2 * z**2 + 1) / (6 * math.sqrt(n)))
 
 
 def units_with_some(share: Fraction, power: float, confidence: Confidence = ONE_LOOK) -> int | None:
