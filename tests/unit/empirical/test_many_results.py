@@ -49,6 +49,7 @@ def test_family_of_results_contains_its_candidates() -> None:
 def test_needed_units_are_minimal(rate: Fraction, confidence: Confidence) -> None:
     for k in (0, 1, 7):
         n = planning.units_for_budget(rate, confidence, k=k)
+        assert n is not None
         assert rates.shows_below(k, n, rate, confidence)
         assert not rates.shows_below(k, n - 1, rate, confidence)
     half = planning.units_at_rate(rate, rate / 2, confidence)
@@ -84,6 +85,14 @@ def test_power_is_reached_and_counted_exactly() -> None:
         assert planning.units_with_power(rate, true, 0.8) is None
         assert planning.units_at_rate(rate, true) is None
     assert planning.units_at_rate(rate, rate - Fraction(1, 10**9)) is None
+
+
+@pytest.mark.parametrize("confidence", [Confidence(), ANYTIME])
+def test_rates_that_too_many_units_show_have_no_number(confidence: Confidence) -> None:
+    rate = Fraction(1, 10**14)
+    assert planning.units_for_budget(rate, confidence) is None
+    assert planning.units_at_rate(rate, Fraction(0), confidence) is None
+    assert planning.units_with_power(rate, rate / 2, 0.8, confidence) is None
 
 
 def test_units_needed_for_a_mean() -> None:

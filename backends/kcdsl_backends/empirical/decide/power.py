@@ -124,7 +124,7 @@ def _what_decides(
     if allowed == 0:
         return "no sample shows that none ever is: a proof or a census does"
     wanted = f"at most {100 * float(allowed):.6g} %"
-    if found.k == 0:
+    if found.k == 0 and enough is not None:
         return f"{enough} without any would show {wanted}"
     if enough is None:
         return f"no number of units like these shows {wanted}"

@@ -223,11 +223,13 @@ def _rate(
         prior=_rate_prior(case, allowed, confidence, power),
         note=row.note or (case.unseen if case.has_prior and case.seen is None else ""),
     )
+    if fewest is None:
+        found = replace(found, note=f"it needs more than {planning.MOST_UNITS:g} {row.unit}")
     if row.have is None:
         return replace(found, note="the data is not here yet")
     return replace(
         found,
-        state="enough" if row.have >= fewest else "too_few",
+        state="enough" if fewest is not None and row.have >= fewest else "too_few",
         note=found.note or (_ONE_EACH if reads_times(case.obligation.part.require) else ""),
         may_exceed=most_exceedances(row.have, allowed, confidence),
         shows=_shows(row.have, confidence),

@@ -17,10 +17,12 @@ MOST_UNITS = 10**12
 """Largest number of units that is reported."""
 
 
-def units_for_budget(rate: Fraction, confidence: Confidence = ONE_LOOK, *, k: int = 0) -> int:
+def units_for_budget(
+    rate: Fraction, confidence: Confidence = ONE_LOOK, *, k: int = 0
+) -> int | None:
     """Return the fewest units with which k beyond still show a rate of at most `rate`.
 
-    Raises ValueError for a rate of 0, which no sample shows.
+    None for more than `MOST_UNITS`. Raises ValueError for a rate of 0, which no sample shows.
     """
     check_rate(rate)
     return _least(k + 1, lambda n: shows_below(k, n, rate, confidence))
@@ -82,10 +84,7 @@ def units_for_mean(
         error = math.sqrt((1 + limit * skew) / n)  # of mean and limit, which vary together
         return math.sqrt(variance) * (limit + z_power * error) <= distance
 
-    try:
-        return _least(normal, enough)
-    except ValueError:
-        return None
+    return _least(normal, enough)
 
 
 def _studentised_limit(n: int, skew: float, ordered: Array, z: float) -> float:
@@ -134,10 +133,7 @@ def units_with_unseen(
         mean = max(0.0, away + z * math.sqrt(variance / n))
         return mean + (1 - mean) * (1 - math.pow(confidence.error, 1 / n)) <= share
 
-    try:
-        return _least(FEWEST_CLUSTERS, enough)
-    except ValueError:
-        return None
+    return _least(FEWEST_CLUSTERS, enough)
 
 
 def shown_by(n: int, confidence: Confidence = ONE_LOOK) -> float:
@@ -151,7 +147,8 @@ def _by_count(
     """Return the number of units for the smallest k exceedances with `enough(k, units)`."""
 
     def reached(k: int) -> bool:
-        return enough(k, units_for_budget(rate, confidence, k=k))
+        units = units_for_budget(rate, confidence, k=k)
+        return units is None or enough(k, units)
 
     high = 1
     if reached(0):
@@ -163,15 +160,16 @@ def _by_count(
     return units_for_budget(rate, confidence, k=_between(high // 2, high, reached))
 
 
-def _least(start: int, holds: Callable[[int], bool]) -> int:
-    """Return the least number from `start` on for which `holds`, which must be monotone."""
+def _least(start: int, holds: Callable[[int], bool]) -> int | None:
+    """Return the least number from `start` on for which `holds`, which must be monotone; None for
+    more than `MOST_UNITS`."""
     if holds(start):
         return start
     step = 1
     while not holds(start + step):
         step *= 2
         if step > MOST_UNITS:
-            raise ValueError("no number of units is enough")
+            return None
     return _between(start + step // 2, start + step, holds)
 
 
