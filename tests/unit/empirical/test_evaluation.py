@@ -85,6 +85,27 @@ def test_equal_kernels_satisfy_every_clause(lab: Any) -> None:
     assert required | {"evidence"} <= set(document["clauses"][0])
 
 
+def test_limits_do_not_depend_on_the_order_of_requests(lab: Any) -> None:
+    """Otherwise another order of a file may give another verdict."""
+    tokens = np.random.default_rng(0).integers(0, 16, (40, 24)).tolist()
+    rows = [replace(r, tokens=tuple(t)) for r, t in zip(lab.requests(40), tokens, strict=True)]
+    terms = (
+        lab.statistic("mean", "k3"),
+        lab.statistic("aggregate", "ess_frac"),
+        lab.statistic("aggregate", "ece_gap"),
+    )
+    clauses = [
+        lab.clause(term, evidence=EvidenceKind.SAMPLE, id=f"S-{i}") for i, term in enumerate(terms)
+    ]
+    found = []
+    for order in (rows, rows[::-1], rows[20:] + rows[:20]):
+        kernel = lab.kernel(lab.drifting(0.3))
+        report = lab.evaluate(*clauses, infer=kernel, rows=tuple(order)).report
+        found.append([(row.value, row.low, row.high) for row in report.clauses])
+    assert all(None not in row for row in found[0])
+    assert found[0] == found[1] == found[2]
+
+
 def test_evaluation_is_reproducible(lab: Any) -> None:
     kernel = lab.kernel(lab.drifting(1e-3))
     first, second = (lab.evaluate(*strict(lab), infer=kernel) for _ in range(2))

@@ -315,7 +315,8 @@ def _joined(name: str, data: SliceData, settings: Settings) -> Estimate:
     """Return the number computed from the arrays of all requests, with limits by resampling
     requests: from their sums if the number is a function of sums."""
     aggregate = AGGREGATES.get(name) or RECORDED_AGGREGATES[name]
-    parts = [[recorded(of, unit) for of in aggregate.inputs] for unit in data.requests]
+    units = sorted(data.requests, key=lambda unit: unit.key)
+    parts = [[recorded(of, unit) for of in aggregate.inputs] for unit in units]
     try:
         value = float(estimates.check_values([aggregate.of(parts)], name)[0])
         if name in SHARES:

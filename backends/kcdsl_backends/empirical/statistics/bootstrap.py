@@ -70,6 +70,8 @@ def clustered_ratio(
         raise ValueError("one numerator and one denominator per request")
     if bool((below <= 0).any()):
         raise NotMeasurable(f"{what}: a request has nothing to divide by")
+    order = np.lexsort((below, above))  # limits do not depend on the order of requests
+    above, below = above[order], below[order]
     n = int(above.size)
     weight = Fraction(math.fsum(below))
     total = rounded_sum(above)
@@ -139,6 +141,7 @@ def clustered_function(
     neither have fewer than 20 requests; requests too skewed for their number are treated as in
     `clustered_ratio`, with the row of `beyond` added.
     """
+    smooth = replace(smooth, rows=smooth.rows[np.lexsort(smooth.rows.T)])
     n = len(smooth.rows)
     bare = Estimate(value, None, None, n, "cluster-bootstrap-t")
     if n < FEWEST_CLUSTERS or confidence is None or confidence.anytime:
