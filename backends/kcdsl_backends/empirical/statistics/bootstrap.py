@@ -56,13 +56,13 @@ def clustered_ratio(
     """Return sum(numerators) / sum(denominators) with limits by the studentised bootstrap.
 
     One entry of each is one request: the sum of its token values and their number, or its tokens
-    and its seconds. Requests are resampled whole, with a fixed seed. `bounds` is the range of a
-    single value: if every value is at one end of it, resampling has no spread, and the limit is
-    that of n equal draws instead. If the requests are too skewed for their number, the limit on the
-    side of the long tail is that of the same requests with the worst one counted twice, since a
-    sample hardly has all rare, large values. In a bounded range no limit is nearer to the value
-    than that of equal draws. Fewer than 20 requests give no limits, and neither does a confidence
-    for every look.
+    and its seconds. Requests are resampled whole, with a fixed seed; their order changes nothing.
+    `bounds` is the range of a single value: if every value is at one end of it, resampling has no
+    spread, and the limit is that of n equal draws instead. If the requests are too skewed for their
+    number, the limit on the side of the long tail is that of the same requests with the worst one
+    counted twice, since a sample hardly has all rare, large values. In a bounded range no limit is
+    nearer to the value than that of equal draws. Fewer than 20 requests give no limits, and neither
+    does a confidence for every look.
     """
     above = check_values(numerators, what)
     below = check_values(denominators, what)
