@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
@@ -24,7 +24,7 @@ from kcdsl.diagnostics.model import Refusal, refuse
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Slice
 from kcdsl.model.files import Artefacts
-from kcdsl.source.files import MARK, MARKED, UNMARKED, json_value, read_source, shown
+from kcdsl.source.files import MARK, MARKED, UNMARKED, excerpt, json_value, read_source, shown
 
 SIZE_LIMIT = 256 * 2**20
 """Largest request file in bytes."""
@@ -273,11 +273,15 @@ def _plain(raw: Any) -> str | bool | Fraction | None:
 
 
 def _decimal(digits: str) -> Decimal:
-    number = Decimal(digits)
-    if not number.is_finite():
+    """Return an exact number; raises ValueError for one whose fraction has very many digits."""
+    if not digits[-1].isdigit():
         raise ValueError(f"{digits} is not a JSON value")
-    if number and abs(number.adjusted()) > 400:
-        raise ValueError(f"the number {digits} is out of range")
+    try:
+        number = Decimal(digits)
+    except InvalidOperation:  # an exponent of many digits
+        number = None
+    if number is None or len(digits) > 1000 or (number and abs(number.adjusted()) > 400):
+        raise ValueError(f"the number {excerpt(digits)} is out of range")
     return number
 
 

@@ -75,6 +75,8 @@ def test_given_length_is_kept(tmp_path: Path) -> None:
         '{"id": "a", "text": "x", "score": NaN}',
         '{"id": "a", "text": "x", "score": Infinity}',
         '{"id": "a", "text": "x", "score": 1e999999999}',
+        '{"id": "a", "text": "x", "score": 1e99999999999999999999}',
+        f'{{"id": "a", "text": "x", "score": 0.{"1" * 5000}}}',
         '{"id": "a", "text": "x", "text": "y"}',
         '{"id": "a", "text": "x"} {"id": "b", "text": "y"}',
     ],

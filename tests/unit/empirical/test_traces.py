@@ -409,9 +409,14 @@ def _shorter(name: str) -> Callable[[pa.Table, dict[str, Any]], pa.Table]:
     return change
 
 
-def _no_division(table: pa.Table, header: dict[str, Any]) -> pa.Table:
-    fields = ['{"a":{"number":"1/0"}}', *["{}"] * (table.num_rows - 1)]
-    return _with("fields", fields, pa.string())(table, header)
+def _field(number: str) -> Callable[[pa.Table, dict[str, Any]], pa.Table]:
+    text = json.dumps({"a": {"number": number}})
+
+    def change(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+        fields = [text, *["{}"] * (table.num_rows - 1)]
+        return _with("fields", fields, pa.string())(table, header)
+
+    return change
 
 
 DAMAGED = {
@@ -434,7 +439,8 @@ DAMAGED = {
     "the last row less": (_last_less, "it lacks rows"),
     "a timed run less": (_timed_run_less, "it lacks rows"),
     "the first row less": (_first_less, "lacks a request"),
-    "a field 1/0": (_no_division, "ZeroDivisionError"),
+    "a field 1/0": (_field("1/0"), "ZeroDivisionError"),
+    "a field of many digits": (_field("1e300000"), "ValueError: invalid literal"),
     "a negative seed": (_header(seed=-1), "its seed is -1"),
     "a seed of text": (_header(seed="0"), "its seed is '0'"),
     "no looks": (_header(looks=0), "its number of looks is 0"),

@@ -220,7 +220,8 @@ def read_fields(text: str) -> dict[str, str | bool | Fraction]:
     found: dict[str, str | bool | Fraction] = {}
     for name, value in json.loads(text).items():
         if isinstance(value, dict):
-            found[name] = Fraction(value["number"])
+            above, _, below = value["number"].partition("/")  # "1e9999999" would take all memory
+            found[name] = Fraction(int(above), int(below))
         elif isinstance(value, str | bool):
             found[name] = value
         else:
