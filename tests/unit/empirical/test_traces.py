@@ -477,6 +477,24 @@ def test_arrays_of_a_resealed_trace_must_belong_together(
     assert [found.code.id for found in refused.value.diagnostics] == ["KC630"]
 
 
+@pytest.mark.parametrize("equal", [0, 1, -1])
+def test_repeats_of_a_resealed_trace_must_have_been_made(
+    timed: bytes, write: Write, equal: int
+) -> None:
+    """0 of 0 equal repeats would count as deterministic."""
+
+    def change(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+        known = table.column("repeats_made").to_pylist()
+        for name, number in (("repeats_equal", equal), ("repeats_made", 0)):
+            cells = [None if made is None else number for made in known]
+            table = _with(name, cells, pa.int64())(table, header)
+        return table
+
+    with pytest.raises(Refusal, match=f"{equal} of 0 repeats of .* are equal") as refused:
+        read_trace(write(rewritten(timed, change)))
+    assert [found.code.id for found in refused.value.diagnostics] == ["KC630"]
+
+
 def test_missing_trace_and_folder_are_refused_by_name(tmp_path: Path) -> None:
     assert code_of(tmp_path / "none.parquet") != "KC630"
     assert code_of(tmp_path) != "KC630"

@@ -159,7 +159,7 @@ _TOGETHER = (CONFIDENCES, RANKED, LOGS, ("margin", "top1_overlap"))
 
 
 def _check_arrays(evidence: EvidenceTable) -> None:
-    """Raise ValueError for arrays of shapes that no measurement gives."""
+    """Raise ValueError for arrays of shapes, and counts of repeats, that no measurement gives."""
     for unit in (run.unit for run in evidence.runs.values()):
         for names in _TOGETHER:
             if len({unit.values[name].size for name in names if name in unit.values}) > 1:
@@ -169,6 +169,9 @@ def _check_arrays(evidence: EvidenceTable) -> None:
     for unit in evidence.timing.runs:
         if "latency" not in unit.values or unit.values["latency"].size != 1:
             raise ValueError(f"a timed run of {unit.key} has no time, or several")
+    for key, (equal, made) in evidence.timing.repeats.items():
+        if not 0 <= equal <= made or made == 0:
+            raise ValueError(f"{equal} of {made} repeats of {key} are equal")
 
 
 def _unusable(name: str, why: str) -> Refusal:
