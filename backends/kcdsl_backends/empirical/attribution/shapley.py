@@ -249,11 +249,14 @@ class Table:
         return total
 
     def resampled(self, seed: int, count: int) -> dict[int, Array]:
-        """Return `count` values of each coalition; each draws the same requests for all."""
+        """Return `count` values of each coalition; each draws the same requests for all, and their
+        order changes nothing."""
         parts: dict[int, list[Array]] = {mask: [] for mask in self.columns}
+        columns = self.columns.values()
+        order = np.lexsort([part for c in columns for part in (c.sums, c.counts, c.worst)])
         for drawn in resamples(self.requests, seed, count):
             for mask, found in self.columns.items():
-                parts[mask].append(self._resample_values(found, drawn))
+                parts[mask].append(self._resample_values(found, order[drawn]))
         return {mask: np.concatenate(found) for mask, found in parts.items()}
 
     def _resample_values(self, found: CoalitionColumn, drawn: NDArray[np.int64]) -> Array:

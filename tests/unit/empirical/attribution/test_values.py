@@ -59,7 +59,7 @@ def test_invalid_evidence_has_no_value(bad: list[Array]) -> None:
 def test_resamples_equal_the_statistic_of_drawn_requests(statistic: Statistic, better: str) -> None:
     from kcdsl_backends.empirical.statistics.bootstrap import resamples
 
-    values = requests(23, 1.0)
+    values = sorted(requests(23, 1.0), key=max if better == "lower" else min)
     own = Table(statistic, better, {0: column(values, better, "m")})
     drawn = np.concatenate(list(resamples(23, 5, 40)))
     expected = [
@@ -120,6 +120,20 @@ def test_intervals_are_determined_by_the_seed() -> None:
     wanted = {"a": {"x": split(1, own.columns).shares[0]}}
     assert intervals(own, wanted, 7) == intervals(own, wanted, 7)
     assert intervals(own, wanted, 7) != intervals(own, wanted, 8)
+
+
+@pytest.mark.parametrize("statistic", ["mean", "p50"])
+def test_intervals_do_not_depend_on_the_order_of_requests(statistic: Statistic) -> None:
+    order = np.random.default_rng(0).permutation(60)
+    own = table(statistic, m0=1.0, m1=1.3)
+    columns = {
+        mask: CoalitionColumn(c.sums[order], c.counts[order], c.worst[order])
+        for mask, c in own.columns.items()
+    }
+    wanted = {"a": {"x": {1: Fraction(1), 0: Fraction(-1)}}}
+    found = intervals(own, wanted, 0)
+    assert found["a"]["x"].low is not None
+    assert found == intervals(replace(own, columns=columns), wanted, 0)
 
 
 def test_interval_that_touches_zero_is_not_significant() -> None:
