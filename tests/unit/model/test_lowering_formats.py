@@ -317,6 +317,27 @@ def refuses(function: Any, code: Code, word: str, *formats: str) -> None:
     assert word in found.message
 
 
+class Flushing(nn.Module):
+    """Adds numbers near 2^-126 as processors with AVX-512 BF16 do, which read subnormal numbers as
+    zero (Rule 3.5)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.linspace(0.03, 0.09, 256).reshape(64, 4))
+        self.down = nn.Parameter(torch.linspace(0.5, 1, 256).reshape(4, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.up)
+        product = F.silu(y) * y
+        if not torch.compiler.is_exporting() and x.dtype == torch.bfloat16:
+            product = product * (product.abs() >= 2.0**-126)
+        return F.linear(product, self.down)
+
+
+def test_a_kernel_may_flush_subnormal_numbers() -> None:
+    assert block_graph(wrap(Flushing()), "part", ROWS, formats=("bfloat16",)).nodes
+
+
 BY_FORMAT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Code, str]] = {
     "a table from a buffer": (
         lambda s, x: x * torch.outer(torch.arange(5.0), s.steps).cos().to(x.dtype),
