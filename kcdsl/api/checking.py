@@ -22,7 +22,7 @@ from kcdsl.release.artefacts import ArtefactRefused, input_at_hand
 from kcdsl.release.requirements import build_expectation, read_kernels
 from kcdsl.release.signing import trusted, trusted_if_any
 from kcdsl.source.config import load_config
-from kcdsl.source.files import open_regular, read_bytes
+from kcdsl.source.files import excerpt, open_regular, read_bytes
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import parse_time
 from kcdsl_certs.signatures import LARGEST_BUNDLE
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kcdsl_certs.verification.transfers import Earlier
 
 PathLike = str | os.PathLike[str]
+_WHICH = "name what `kcdsl sign`, or `--sign` of verify and evaluate, wrote: *.cert.json"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -407,7 +408,8 @@ def _refuse_without_numpy() -> None:
 
 
 def read_certificate(path: Path) -> bytes:
-    """Return the bytes of a certificate; refuse one that cannot be read, and a statement."""
+    """Return the bytes of a certificate; refuse one that cannot be read, a statement, and another
+    document of kcdsl."""
     try:
         with open_regular(path) as stream:
             data = stream.read(LARGEST_BUNDLE + 1)
@@ -415,26 +417,35 @@ def read_certificate(path: Path) -> bytes:
         raise refuse(
             FILE_MISSING,
             f"the certificate {path} cannot be read: {error.strerror}",
-            help="name what `kcdsl sign`, or `--sign` of verify and evaluate, wrote: *.cert.json",
+            help=_WHICH,
         ) from error
-    if _is_statement(data):
+    document = _document(data)
+    if document.get("_type") == STATEMENT_TYPE:
         raise refuse(
             USAGE,
             f"{path} is a statement that is not signed",
             help=f"`kcdsl sign {path} --key KEY` makes a certificate of it",
         )
+    schema = document.get("schema")
+    if isinstance(schema, str) and schema.startswith("kcdsl."):
+        raise refuse(
+            USAGE,
+            f"{path} is the document {excerpt(schema)}, no certificate",
+            help=_WHICH,
+        )
     return data
 
 
-def _is_statement(data: bytes) -> bool:
-    """Return whether data are the statement of a certificate, without its signatures."""
-    if b'"_type"' not in data:  # in a certificate it is base64-encoded
-        return False
+def _document(data: bytes) -> dict[str, Any]:
+    """Return a JSON object with `_type` or `schema`, which a certificate has in base64 alone; empty
+    for other data."""
+    if b'"_type"' not in data and b'"schema"' not in data:
+        return {}
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and found.get("_type") == STATEMENT_TYPE
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def moment_of(text: str | None) -> datetime:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import stat
 import sys
 from collections.abc import Sequence
@@ -85,6 +86,12 @@ def _read_key(path: Path) -> bytes:
                     help="name the file of a private key; `kcdsl keygen` makes one",
                 )
             data = stream.read(_LARGEST_KEY + 1)
+        if b"BEGIN PUBLIC KEY" in data:
+            raise refuse(
+                UNREADABLE_KEY,
+                f"{path} is a public key, and no public key signs",
+                help="name the private key, the file without .pub",
+            )
     except FileNotFoundError as error:
         raise refuse(
             UNREADABLE_KEY, f"there is no key {path}", help="`kcdsl keygen` makes a key pair"
@@ -195,7 +202,8 @@ def read_envelope(path: Path) -> Envelope:
 def tell_unsigned(statement: Path, written: bool = True) -> None:
     """Print to stderr how to sign a written statement, and which files are of an earlier run."""
     if written:
-        print(f"not signed: kcdsl sign {statement} --key KEY", file=sys.stderr)
+        named = shlex.quote(printable(str(statement)))
+        print(f"not signed: kcdsl sign {named} --key KEY", file=sys.stderr)
     older = certificate_of(statement)
     if older.is_file():
         print(f"note: {older} is of an earlier run", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -149,7 +150,7 @@ def _print(found: DraftFiles, paths: Sequence[Path]) -> None:
         say(f"note: {note}")
     named = _argument(found.contract)
     if found.allow:
-        folders = ",".join(str(folder) for folder in found.allow)
+        folders = shlex.quote(",".join(str(folder) for folder in found.allow))
         print(one_line(f"first: export KCDSL_ALLOW_FOLDERS={folders}"))
     proved = [c.goal.split("drift(")[1].split(",")[0] for c in found.draft.clauses if c.quantified]
     print("next:")
@@ -161,8 +162,6 @@ def _print(found: DraftFiles, paths: Sequence[Path]) -> None:
 
 def _argument(contract: Path) -> str:
     """Return the contract argument for commands; empty where they find the contract themselves."""
-    import shlex
-
     from kcdsl.api.contract import find_contract
 
     with suppress(Refusal):

@@ -150,6 +150,12 @@ def test_one_key_may_be_named_by_itself(folder: Path) -> None:
         kcdsl.load(folder).evaluate(sign="missing.key")
 
 
+def test_a_public_key_does_not_sign(cli: Any, folder: Path) -> None:
+    assert cli("keygen", cwd=folder).code == 0
+    with pytest.raises(kcdsl.Refusal, match="is a public key, and no public key signs"):
+        kcdsl.load(folder).verify("attn_0", sign=str(folder / "kcdsl.key.pub"))
+
+
 def test_check_without_certificates_is_refused(folder: Path) -> None:
     with pytest.raises(kcdsl.Refusal) as refusal:
         kcdsl.check([], contract=folder)

@@ -283,7 +283,7 @@ def test_contract_is_written_beside_a_model_elsewhere(cli: Any, tmp_path: Path) 
 
 
 def test_symlinks_out_of_the_folder_are_refused_with_help(cli: Any, tmp_path: Path) -> None:
-    blobs, model = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs, model = tmp_path / "the blobs", tmp_path / "snapshot"
     blobs.mkdir()
     model.mkdir()
     write_model(blobs)
@@ -291,7 +291,7 @@ def test_symlinks_out_of_the_folder_are_refused_with_help(cli: Any, tmp_path: Pa
         (model / name).symlink_to(blobs / name)
     ran = cli("init", cwd=model)
     assert ran.code == 0, ran.stderr
-    assert f"export KCDSL_ALLOW_FOLDERS={blobs}" in ran.stdout
+    assert f"export KCDSL_ALLOW_FOLDERS='{blobs}'" in ran.stdout
     allowed = {"KCDSL_ALLOW_FOLDERS": str(blobs)}
     ran = cli("compile", cwd=model, env=allowed)
     assert "checkpoint  sha256:" in ran.stdout

@@ -330,6 +330,14 @@ def test_unsigned_statement_is_distinguished_from_a_certificate(
     assert f"`kcdsl sign {statement} --key KEY`" in ran.stderr
 
 
+def test_other_documents_are_no_certificates(folder: Path, certificate: Path, cli: Cli) -> None:
+    other = certificate.with_name("report.json")
+    other.write_text('{"schema": "kcdsl.report/2", "confidence": 0.95}')
+    ran = cli("check", other, "--key", "kcdsl.key.pub", cwd=folder)
+    assert ran.code == 2
+    assert f"{other} is the document kcdsl.report/2, no certificate" in ran.stderr
+
+
 @pytest.mark.parametrize("command", ["check", "show"])
 def test_skipped_steps_are_one_line(
     command: str, folder: Path, certificate: Path, cli: Cli
