@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -15,6 +16,7 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
+from types import ModuleType
 from typing import Any, TypeVar
 
 from kcdsl.diagnostics import codes, refuse
@@ -80,8 +82,9 @@ class _Worker(SpawnProcess):
     variables: dict[str, str]
 
     def start(self) -> None:
-        """Start with SIGINT blocked; the worker inherits this."""
-        with _environment(self.variables), _interrupts_blocked():
+        """Start with SIGINT blocked, which the worker inherits, and without running the program of
+        this process again: a script that calls kcdsl may have no `if __name__ == "__main__"`."""
+        with _environment(self.variables), _interrupts_blocked(), _unnamed_program():
             super().start()
 
 
@@ -120,6 +123,17 @@ def _interrupts_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _unnamed_program() -> Iterator[None]:
+    """Hide the file of the running program, which a spawned process would import."""
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = program
 
 
 def _initialise() -> None:

@@ -98,6 +98,22 @@ def test_evaluation_returns_a_report(folder: Path, follows: Any) -> None:
     assert (folder / "out" / "report.json").is_file()
 
 
+@pytest.mark.full
+def test_a_script_needs_no_guard_for_workers(folder: Path) -> None:
+    """Workers that import the script would run it again, and could not start."""
+    script = folder / "script.py"
+    script.write_text(
+        "import kcdsl\n"
+        "print('started')\n"
+        "contract = kcdsl.load('contract.yaml')\n"
+        "print(contract.verify('attn_0', attack=False, jobs=2, cache='off').held)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, script], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout.split() == ["started", "True"], ran.stderr
+
+
 def test_checker_name_remains_a_package() -> None:
     import kcdsl.check.compile as compiled
 
