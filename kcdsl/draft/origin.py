@@ -156,6 +156,13 @@ def _of_model(
     contract = request.output or _beside(model.path, here) / CONTRACT
     base = contract.parent
     request = replace(request, data=request.data or _prompts_there(base))
+    if request.data is not None and request.data.suffix.lower() not in (*_DUMPS, ".safetensors"):
+        raise refuse(
+            codes.MALFORMED_REQUEST,
+            f"{shown(request.data)}: requests are a .jsonl file, and recordings a .jsonl, .parquet "
+            "or .safetensors file",
+            help='write one object a line, such as {"id": "a", "text": "..."}',
+        )
     recorded = None if request.data is None else recordings(request.data)
     if recorded is not None and "infer_logs" in recorded[1]:
         return _scored(

@@ -521,6 +521,14 @@ def test_the_quantised_folder_of_another_model_is_refused(cli: Any, tmp_path: Pa
     assert not (tmp_path / "contract.yaml").exists()
 
 
+def test_requests_are_a_jsonl_file(cli: Any, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "requests.csv").write_text("text\nhello\n")
+    ran = cli("init", "--data", "requests.csv", cwd=tmp_path)
+    assert ran.code == 2
+    assert "requests.csv: requests are a .jsonl file" in ran.stderr
+
+
 def test_texts_for_a_model_without_a_tokenizer_are_refused(cli: Any, tmp_path: Path) -> None:
     """The draft would compile, and `kcdsl evaluate` would refuse its first row."""
     write_model(tmp_path, config={**DECODER, "vocab_size": 512})
