@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -190,6 +191,8 @@ def missing(path: Path, notes: tuple[str, ...] = ()) -> Refusal:
 def neighbours(path: Path) -> str:
     """Return a help text for a missing file: the files of the same kind beside it; the folders for
     a name without a suffix of letters."""
+    if re.search(r"-of-\d+\.", path.name):
+        return "a part of the checkpoint: fetch it, or save the checkpoint again"
     folders = [] if path.suffix[1:].isalpha() else _names(path.parent, os.DirEntry.is_dir)
     close = similar_file(path) or _similar(path, folders)
     if close is not None:

@@ -32,6 +32,7 @@ INDEX_SUFFIX = ".index.json"
 ADAPTER = "adapter_config.json"
 """The file of an adapter, which transformers adds to the weights of its folder if PEFT is there."""
 _LARGEST_HEADER = 100_000_000
+_POINTER = "it is a pointer of Git LFS, without the weights"
 _LARGEST_INDEX = 1 << 26
 _MOST_SHARDS = 10_000
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -183,7 +184,7 @@ def _beginning(path: Path) -> tuple[bytes, int]:
     with open_file(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         first = stream.read(8)
-        length = int.from_bytes(first, "little")
+        length = _length(first)
         if length > _LARGEST_HEADER:
             raise ValueError("its header is cut off")
         return first + stream.read(length), size
@@ -191,10 +192,13 @@ def _beginning(path: Path) -> tuple[bytes, int]:
 
 def not_readable(path: Path, error: Exception) -> Refusal:
     """Return the refusal of a file that is no valid safetensors file."""
+    pointer = str(error) == _POINTER
     return refuse(
         codes.CHECKPOINT_FORMAT,
         f"{shown(path)} is not a readable safetensors file: {error}",
-        help="save the weights with safetensors.torch.save_file",
+        help="fetch the weights: git lfs pull"
+        if pointer
+        else "save the weights with safetensors.torch.save_file, or fetch them again",
     )
 
 
@@ -225,8 +229,15 @@ def metadata_of(data: bytes | memoryview) -> dict[str, str]:
     return found
 
 
+def _length(data: bytes | memoryview) -> int:
+    """Return the length of a header from the first bytes of a file; ValueError for a pointer."""
+    if data[:8] == b"version ":
+        raise ValueError(_POINTER)
+    return int.from_bytes(data[:8], "little")
+
+
 def _header(data: bytes | memoryview) -> dict[str, Any]:
-    length = int.from_bytes(data[:8], "little")
+    length = _length(data)
     if len(data) < 8 or not 2 <= length <= min(len(data) - 8, _LARGEST_HEADER):
         raise ValueError("its header is cut off")
     return _object(bytes(data[8 : 8 + length]), "its header")

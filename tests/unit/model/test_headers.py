@@ -68,6 +68,16 @@ def test_inexact_index_is_refused(tmp_path: Path, change: dict[str, object], wor
     assert refused.value.diagnostics[0].code == CHECKPOINT_FORMAT
 
 
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 12\n"
+    (tmp_path / SINGLE).write_text(pointer)
+    with pytest.raises(Refusal) as refused:
+        read_headers(tmp_path / SINGLE)
+    (found,) = refused.value.diagnostics
+    assert "it is a pointer of Git LFS" in found.message
+    assert found.help == "fetch the weights: git lfs pull"
+
+
 def test_duplicate_tensors_and_index_names_are_refused(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m", {ONE: {"a": (2,), "x": (1,)}, TWO: {"a": (2,), "b": (1,)}})
     with pytest.raises(Refusal, match="lies in"):

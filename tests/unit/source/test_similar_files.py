@@ -40,6 +40,7 @@ def test_similar_names_are_suggested(folder: Path, name: str, meant: str | None)
 def test_missing_file_is_refused_with_a_suggestion(folder: Path) -> None:
     (folder / "model-7b-instruct").mkdir()
     (folder / ".cache").mkdir()
+    (folder / "model-00001-of-00005.safetensors").touch()
     with pytest.raises(Refusal) as refused:
         read_source(folder / "contrct.yaml")
     (diagnostic,) = refused.value.diagnostics
@@ -48,6 +49,10 @@ def test_missing_file_is_refused_with_a_suggestion(folder: Path) -> None:
     for name, help in (
         ("other.yaml", f"in {folder} there is contract.yaml"),
         ("other.onnx", f"no file of {folder} is of this kind; name one that is there"),
+        (
+            "model-00002-of-00005.safetensors",
+            "a part of the checkpoint: fetch it, or save the checkpoint again",
+        ),
         ("model-7b", f"in {folder} there is model, model-7b-instruct"),
         ("model-2.5-7b", f"in {folder} there is model, model-7b-instruct"),
         ("model-7b-instrct", f"did you mean {folder / 'model-7b-instruct'}?"),
