@@ -285,7 +285,9 @@ def _report_cost(
         if one.goal.domains is None or "affine" in one.goal.domains:
             with at(one.goal.span):
                 graphs += [problem_of(context.factory, one.goal, case).graph for case in one.cases]
-    for line in CostEstimate.of(graphs, jobs, checked=checked).messages():
+    limit = context.setting.limit
+    left = None if limit is None else max(0.0, limit - time.time())
+    for line in CostEstimate.of(graphs, jobs, checked=checked).messages(left):
         tell(line)
 
 

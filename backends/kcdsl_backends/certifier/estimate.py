@@ -30,6 +30,7 @@ attention."""
 _FEW_ROWS, _PASSED = 0.25, 1e3
 """Where most rows of attention are bounded without products with weights: the share of the others,
 and memory traffic for each functional, head and key."""
+_LESS = "--domains interval, --chain or --device cuda"
 _BASE = 6e8
 """Bytes of a process that has imported torch."""
 
@@ -92,14 +93,19 @@ class CostEstimate:
         largest = max((cost.peak for cost in costs), default=0.0)
         return CostEstimate(seconds / jobs, largest * jobs, _free())
 
-    def messages(self) -> Iterable[str]:
-        """Yield messages for users about a large cost."""
-        if self.seconds >= WORTH_SAYING:
+    def messages(self, limit: float | None = None) -> Iterable[str]:
+        """Yield messages for users about a large cost. `limit`: the seconds that it may take."""
+        if limit is not None and self.seconds > limit:
+            yield (
+                f"about {_time(self.seconds)} within a factor of 3, and the time limit is "
+                f"{_time(limit)}: fewer or shorter rows, {_LESS} need less"
+            )
+        elif self.seconds >= WORTH_SAYING:
             yield f"about {_time(self.seconds)} and {self.peak / 1e9:.1f} GB, within a factor of 3"
         if self.free is not None and self.peak > self.free:
             yield (
                 f"this may need {self.peak / 1e9:.1f} GB, and {self.free / 1e9:.1f} GB are free: "
-                "fewer --jobs, shorter rows, --domains interval, --chain or --device cuda need less"
+                f"fewer --jobs, shorter rows, {_LESS} need less"
             )
 
 

@@ -82,9 +82,9 @@ def test_several_processes_give_equal_outcomes(
     assert found[0].proof == alone[0].proof
     assert found[0].confirmed
     assert all(one.seconds > 0 and one.peak_bytes > 0 for one in found)
-    assert stages["N-0"] == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert stages["N-0: attack"] == [(1, 1)]
-    assert stages["N-0: check"] == [(1, 2), (2, 2)]
+    assert stages["N-0"] == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+    assert stages["N-0: attack"] == [(0, 1), (1, 1)]
+    assert stages["N-0: check"] == [(0, 2), (1, 2), (2, 2)]
 
 
 @pytest.mark.full

@@ -63,6 +63,8 @@ def test_time_estimates_grow_with_tokens_and_are_reported(factory: ProblemFactor
     assert list(CostEstimate(1e4, 1e9, math.inf).messages()) == [
         "about 167 min and 1.0 GB, within a factor of 3"
     ]
+    (line,) = CostEstimate(200.0, 1e9, math.inf).messages(limit=20.0)
+    assert line.startswith("about 3 min within a factor of 3, and the time limit is 20 s: fewer or")
     (line,) = CostEstimate(1.0, 9e9, 4e9).messages()
     assert "9.0 GB" in line
     assert "--domains interval" in line
