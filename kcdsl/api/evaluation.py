@@ -169,7 +169,7 @@ def evaluate(contract: Contract, settings: EvaluateSettings) -> Evaluation:
     folder = results_folder(settings.output, contract.path)
     stem = folder / "evaluate"
     refuse_targets(_targets(settings, folder, written_as(stem, bool(keys))), made=(folder,))
-    target = Target.of(stem, keys)
+    target = Target.of(stem, keys, program.name)
     backend = measuring_backend()
     kept = backend.checkpoint(folder / "evaluate.journal", fresh=settings.fresh, tell=settings.tell)
     with closing(kept) as checkpoint:

@@ -164,7 +164,8 @@ def verify(contract: Contract, settings: VerifySettings) -> Verification:
     execution = replace(execution, seconds=settings.time_limit)
     folder = results_folder(settings.output, contract.path)
     refuse_folder(folder)
-    target = Target.of(folder / "-".join(["verify", *settings.blocks, *settings.clauses]), keys)
+    stem = folder / "-".join(["verify", *settings.blocks, *settings.clauses])
+    target = Target.of(stem, keys, program.name)
     files = Artefacts.of(contract.base)
     refuse_untrusted(program, files)
     with in_contract(contract.path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shlex
 import stat
@@ -133,19 +134,23 @@ def written_as(stem: Path, signed: bool) -> Path:
 class Target:
     """The file of a certificate, or of its unsigned statement if there is no key.
 
-    `replaces`: there is an earlier certificate of the same keys.
+    `replaces`: there is an earlier certificate of the same keys; `other` is its contract, where
+    that is another one.
     """
 
     path: Path
     keys: tuple[SigningKey, ...]
     replaces: bool
+    other: str | None = None
 
     @classmethod
-    def of(cls, stem: Path, keys: tuple[SigningKey, ...]) -> Target:
-        """Return the target from the path without a suffix; raises Refusal where other keys signed
-        the existing file."""
+    def of(cls, stem: Path, keys: tuple[SigningKey, ...], contract: str) -> Target:
+        """Return the target of the contract of this name from the path without a suffix; raises
+        Refusal where other keys signed the existing file."""
         path = written_as(stem, bool(keys))
-        return cls(path, keys, bool(keys) and refuse_other_signers(path, keys))
+        replaces = bool(keys) and refuse_other_signers(path, keys)
+        earlier = _contract_of(path) if replaces else None
+        return cls(path, keys, replaces, None if earlier == contract else earlier)
 
     def tell(self, written: bool = True) -> None:
         """Print to stderr the signing keys, and the replaced file."""
@@ -153,7 +158,12 @@ class Target:
             tell_unsigned(self.path, written)
         elif self.replaces:
             named = printable(str(self.path))
-            print(f"note: {named} replaces an earlier one by the same keys", file=sys.stderr)
+            whose = (
+                ""
+                if self.other is None
+                else (f", of the contract {printable(self.other)}: -o gives each contract a folder")
+            )
+            print(f"note: {named} replaces an earlier one by the same keys{whose}", file=sys.stderr)
 
 
 def certificate_of(statement: Path) -> Path:
@@ -183,6 +193,15 @@ def refuse_other_signers(path: Path, keys: Sequence[SigningKey]) -> bool:
         if not any(key.public.verifies(signature.value, message) for key in keys):
             raise _occupied(path, "carries the signature of another key")
     return True
+
+
+def _contract_of(path: Path) -> str | None:
+    """Return the name of the contract of a signed file; None where it states none."""
+    try:
+        triple = json.loads(read_envelope(path).payload)["predicate"]["triple"]
+        return str(triple["contract"]["id"])
+    except (LookupError, TypeError, ValueError, RecursionError):
+        return None
 
 
 def _occupied(path: Path, why: str) -> Refusal:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kcdsl.check.compile import load_program
 from kcdsl_certs.signatures import decode, parse_bundle
 from kcdsl_certs.statement import Predicate, parse_predicate
 from tests.support.small_models import write_contract, write_model
@@ -76,7 +77,15 @@ def test_second_run_never_removes_a_foreign_signature(cli: Any, folder: Path) ->
 def test_signer_may_replace_a_certificate_with_a_notice(cli: Any, folder: Path) -> None:
     words = ("--sign", "one.key")
     assert "replaces" not in cli("verify", *QUICK, *words, cwd=folder).stderr
-    assert "replaces an earlier one" in cli("verify", *QUICK, *words, cwd=folder).stderr
+    again = cli("verify", *QUICK, *words, cwd=folder).stderr
+    assert "replaces an earlier one by the same keys\n" in again
+    contract = folder / "contract.yaml"
+    name = load_program(contract).name
+    text = contract.read_text()
+    contract.write_text(text.replace(f"contract: {name}", "contract: second"))
+    assert load_program(contract).name == "second"
+    other = cli("verify", *QUICK, *words, cwd=folder).stderr
+    assert f"by the same keys, of the contract {name}: -o gives" in other
     (folder / "out" / "verify.cert.json").write_text("notes of somebody")
     ran = cli("verify", *QUICK, *words, cwd=folder)
     assert (ran.code, "is no certificate" in ran.stderr) == (2, True)
