@@ -219,6 +219,13 @@ class StatusCommand(Command):
         contract = read_contract(self.contract)
         named = [Path(name) for name in self.files]
         files = named or _written(contract.path.parent / "out")
+        kinds = contract.program.train, contract.program.infer
+        if not files and all(kernel.recording is not None for kernel in kinds):
+            raise refuse(
+                codes.CANNOT_CERTIFY,
+                "both kernels are recorded, so there are no certificates to combine",
+                help="what `kcdsl evaluate` decides is the verdict on such a contract",
+            )
         kernels = fingerprints_in(self.kernels)
         try:
             expectation = build_expectation(contract.program, contract.base, fingerprints=kernels)

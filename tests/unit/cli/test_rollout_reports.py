@@ -71,6 +71,9 @@ def test_prompts_are_counted_wherever_units_are(cli: Any, folder: Path) -> None:
     assert {row["exceedance"]["of"] for row in report["clauses"]} == {"prompts"}
     assert {row["budget"] for row in report["clauses"]} == {None, "5% of prompts"}
     assert cli("replay", "out/trace.parquet", cwd=folder).code == 1
+    ran = cli("status", cwd=folder)
+    assert ran.code == 2
+    assert "both kernels are recorded, so there are no certificates" in ran.stderr
 
 
 def test_plan_counts_prompts(cli: Any, folder: Path) -> None:
