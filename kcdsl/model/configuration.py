@@ -161,7 +161,7 @@ def find_config(ref: ModelRef, checkpoint: Path, base: Path | Artefacts) -> dict
 
 # --- what an architecture implements --------------------------------------------------------------
 
-INERT = frozenset({
+_INERT = frozenset({
     *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"),
     *("use_cache", "return_dict", "output_attentions", "output_hidden_states"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"),
@@ -252,7 +252,7 @@ def family_of(architecture: str, raw: Mapping[str, Any]) -> ModelFamily:
     for key, value in raw.items():
         if key in only:
             _one_of(architecture, key, value, only[key])
-        elif key not in family.read | family.inert | INERT:
+        elif key not in family.read | family.inert | _INERT:
             raise _refusal(
                 architecture,
                 f"{key!r} is no key that the architecture implements for {name}, and it may change "

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,6 @@ from kcdsl.model.checkpoint.ranges import HashedFile, changed, hashed_file, mani
 from kcdsl.model.checkpoint.schemes import scheme_of
 from kcdsl.model.checkpoint.tensors import TYPES
 from kcdsl.model.checkpoint.torchao import torchao_scheme
-from kcdsl.model.configuration import INERT
 from kcdsl.model.numerics.formats import CODE_FORMATS, LAYOUTS
 from kcdsl.model.numerics.specification import Numerics
 from kcdsl.source.files import excerpt, is_file, json_value, read_bytes, shown
@@ -325,7 +325,7 @@ def matched(
         `train`.
     """
     if served.config and not same_program(served.config):
-        _refuse_other_model(train, served.config)
+        _refuse_other_model(train, served.config, same_program)
     served = replace(served, transposed=transposed)
     names: dict[str, tuple[int, ...]] = {}
     unknown: list[str] = []
@@ -374,18 +374,25 @@ def matched(
     return found
 
 
-def _refuse_other_model(train: Mapping[str, Any], infer: Mapping[str, Any]) -> None:
-    """Refuse the configuration of another program, by a key that tells them apart: keys about
-    storage (`OF_FILES`) do not, and those that change no result come last."""
-    keys = (train.keys() | infer.keys()) - OF_FILES
-    for key in sorted(keys, key=lambda key: (key != "model_type", key in INERT, key)):
-        if train.get(key) != infer.get(key):
-            raise refuse(
-                codes.MODEL_CONFIG,
-                f"config.json of the inference kernel's checkpoint has {excerpt(key)} "
-                f"{excerpt(infer.get(key))}; that of the model has {excerpt(train.get(key))}",
-                help="both kernels run one model: give the quantised form of its checkpoint",
-            )
+def _refuse_other_model(
+    train: Mapping[str, Any],
+    infer: Mapping[str, Any],
+    same_program: Callable[[Mapping[str, Any]], bool],
+) -> None:
+    """Refuse the configuration of another program, by a key that makes it another one; keys about
+    storage (`OF_FILES`) do not."""
+    keys = sorted(
+        (train.keys() | infer.keys()) - OF_FILES, key=lambda key: (key != "model_type", key)
+    )
+    differ = [key for key in keys if train.get(key) != infer.get(key)]
+    telling = (key for key in differ if not same_program({**train, key: infer.get(key)}))
+    for key in (*islice(telling, 1), *differ)[:1]:
+        raise refuse(
+            codes.MODEL_CONFIG,
+            f"config.json of the inference kernel's checkpoint has {excerpt(key)} "
+            f"{excerpt(infer.get(key))}; that of the model has {excerpt(train.get(key))}",
+            help="both kernels run one model: give the quantised form of its checkpoint",
+        )
 
 
 def _object(path: Path, data: bytes) -> dict[str, Any]:
