@@ -132,33 +132,68 @@ def test_ellipsoids_contain_multiples_of_a_vector_and_its_rounding(lost: float) 
             assert abs(functional @ (ends + off)) <= (functional @ shape @ functional) ** 0.5
 
 
+def images(
+    weight: Floats, length: float, own: Floats
+) -> tuple[row_ellipsoids.LinearImage, checker.LinearImage]:
+    """Return the images of both programs, of one row."""
+    lengths, rest = np.array([[length]]), own[None]
+    maps = prover.Maps.of(torch.from_numpy(weight))
+    one = row_ellipsoids.LinearImage(maps, torch.from_numpy(lengths), torch.from_numpy(rest))
+    return one, checker.LinearImage(checker.WeightNorms.of(weight), lengths, rest)
+
+
 def test_images_of_rows_of_bounded_norm_are_contained() -> None:
     rng = np.random.default_rng(7)
     weight, own, length = rng.standard_normal((N, 5)), np.linspace(0.0, 0.4, N), 1.5
-    mine = row_ellipsoids.LinearImage(
-        torch.from_numpy(weight @ weight.T),
-        float(np.linalg.norm(weight, 2)),
-        torch.tensor([[length]]),
-        torch.from_numpy(own[None]),
-    )
-    other = curves._Image(
-        weight @ weight.T, float(np.linalg.norm(weight, 2)), np.array([[length]]), own[None]
-    )
-    wide = torch.eye(N, dtype=torch.float64) * 1e6
-    weighted_squares, (shape, norm, elements) = mine.weighted_squares((0,), wide), other.row((0,))
-    np.testing.assert_allclose(weighted_squares.squares.numpy(), shape**2, rtol=2e-6, atol=1e-9)
-    np.testing.assert_allclose(mine.elements.numpy()[0], elements, rtol=1e-6)
-    narrow = wide * 1e-12
-    assert torch.equal(mine.weighted_squares((0,), narrow).squares, narrow.square())
+    mine, other = images(weight, length, own)
+    weighted, squares = mine.ball((0,)), other.row((0,))
+    elements, norm = mine.elements.numpy()[0], float(mine.lengths[0, 0])
+    np.testing.assert_allclose(elements, other.elements[0], rtol=1e-6)
+    np.testing.assert_allclose(weighted.rows.numpy(), squares.sums, rtol=1e-6)
+    assert norm == pytest.approx(float(other.totals[0, 0]), rel=1e-3)
+    assert weighted.largest == pytest.approx(squares.whole, rel=1e-3)
+    assert mine.smaller((0,), torch.eye(N, dtype=torch.float64) * 1e6)
+    assert not mine.smaller((0,), torch.eye(N, dtype=torch.float64))
+    weights = np.abs(rng.standard_normal((40, N))) ** 2
+    bounds = weighted.root(torch.from_numpy(weights)).numpy(), squares.root(weights)
+    np.testing.assert_allclose(*bounds, rtol=1e-2)
     for k in range(64):
         inner = weight[k % N] if k < N else rng.standard_normal(5)
         off = own * rng.choice([-1.0, 1.0], N)
         error = weight @ (inner / np.linalg.norm(inner) * length) + off
         assert (np.abs(error) <= elements).all()
-        assert error @ error <= min(norm**2, weighted_squares.largest)
-        functional = rng.standard_normal(N)
-        assert (functional @ error) ** 2 <= functional @ shape @ functional
-    assert norm <= 1.5 * np.linalg.norm(weight, 2) + np.linalg.norm(own) + 1e-6
+        assert error @ error <= min(norm**2, weighted.largest)
+        for bound in bounds:
+            assert (np.sqrt(weights @ error**2) <= bound).all()
+    exact = 1.5 * np.linalg.norm(weight, 2) + np.linalg.norm(own)
+    assert norm == pytest.approx(exact, rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_worst_members_of_an_image_are_within_its_bound(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    weight, nothing = rng.standard_normal((N, 1 + 2 * seed)), np.zeros(N)
+    weights = np.abs(rng.standard_normal((9, N))) ** (1 + seed % 4)
+    weights[0], weights[1, 1:] = 1.0, 0.0
+    mine, other = images(weight, 0.5, nothing)
+    found = mine.ball((0,)).root(torch.from_numpy(weights)).numpy(), other.row((0,)).root(weights)
+    worst = np.array([0.5 * np.linalg.norm(np.sqrt(w)[:, None] * weight, 2) for w in weights])
+    for bound in found:
+        assert (worst <= bound).all()
+        assert (bound <= 5 * worst).all()
+        assert bound[0] == pytest.approx(worst[0], rel=1e-3)
+
+
+def test_images_of_numbers_whose_squares_underflow_are_covered() -> None:
+    weights = drawn(3)[1]
+    for size in (1e-90, 1e-170):
+        for error in (size * np.eye(N)[0], size * np.ones(N) / N):
+            one, two = images(np.eye(N), size, np.zeros(N))
+            for scale in (1.0, 1e-100, 1e40):
+                sized = weights * scale
+                mine = one.ball((0,)).root(torch.from_numpy(sized)).numpy()
+                for bound in (mine, two.row((0,)).root(sized)):
+                    assert (np.sqrt(sized) @ np.abs(error) / N**0.5 <= bound).all()
 
 
 def test_bounds_of_functionals_read_again_are_kept() -> None:

@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from bench.first_hour_verify import OPTIONS, Row, write_case
+from kcdsl.model.graph import Node
+from kcdsl_backends.drift.affine import before_casts, row_ellipsoids
 from kcdsl_backends.drift.affine.adjoint import Adjoint, at
 from kcdsl_backends.drift.affine.error_bounds import deviations, unit_functionals
+from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.tape import INPUT, Nonlinear, SingleRow, Tape, TapeEntry
+from kcdsl_certs.recheck.ops.linear import linear
 
 
 def test_deviations_use_bounds_of_single_rows() -> None:
@@ -54,3 +58,27 @@ def test_checker_confirms_a_layer_of_several_tokens(tmp_path: Path, cli: Any, wi
     (goal,) = json.loads(ran.stdout)["goals"]
     assert goal["verdict"] == "held"
     assert goal["evidence"]["confirmed"]
+
+
+@pytest.mark.full
+def test_checker_confirms_a_layer_whose_linears_are_bounded_by_norms(
+    tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = list[str]()
+
+    def bounded(run: KernelRun, node: Node, entry: TapeEntry) -> row_ellipsoids.LinearImage | None:
+        found = row_ellipsoids.bounded_by_length(run, node, entry)
+        used.extend([] if found is None else [node.name])
+        return found
+
+    monkeypatch.setattr(before_casts, "bounded_by_length", bounded)
+    for module, names in ((row_ellipsoids, ("MANY_WEIGHTS", "FAR")), (linear, ("_MANY", "_FAR"))):
+        for name, value in zip(names, (1, 0.5), strict=True):
+            monkeypatch.setattr(module, name, value)
+    write_case(tmp_path, Row("layer_0", 64, 6))
+    ran = cli("verify", tmp_path / "contract.yaml", "--format", "json", *OPTIONS[2:])
+    assert ran.code == 0, ran.stdout
+    (goal,) = json.loads(ran.stdout)["goals"]
+    assert used == ["linear:4", "linear:5"]
+    assert goal["evidence"]["confirmed"]
+    assert 0 < goal["attack"] <= goal["bound"]

@@ -10,6 +10,7 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.error_bounds import elements, surround_rows
 from kcdsl_backends.drift.affine.kernel import KernelRun
+from kcdsl_backends.drift.affine.row_ellipsoids import bounded_by_length
 from kcdsl_backends.drift.affine.tape import TapeEntry
 from kcdsl_backends.drift.boxes import SAFE
 from kcdsl_backends.drift.boxes.rounding import ONCE, reads_twice
@@ -23,8 +24,12 @@ FAR = 8.0
 def lowered(run: KernelRun, node: Node, entry: TapeEntry) -> TapeEntry:
     """Return the entry of a result before its free cast, which is not on the tape. For a linear it
     gets error bounds from reverse passes that stop at ellipsoids from before another cast, in rows
-    where its bounds exceed the result itself."""
+    where its bounds exceed the result itself; or from norms of its input."""
     needed = _loose(run, node, entry)
+    image = bounded_by_length(run, node, entry) if bool(needed.any()) else None
+    if image is not None:
+        less = torch.minimum(entry.error_bound, image.elements)
+        return replace(entry, error_bound=less, carried=entry.widest)
     stops = run.tape.cut == run.tape.settled
     if node.op != "linear" or not stops or not bool(needed.any()):
         return entry

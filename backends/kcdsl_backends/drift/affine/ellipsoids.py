@@ -83,13 +83,6 @@ def stretch(functionals: Tensor) -> float:
     return math.sqrt(largest_eigenvalue(products, trace)) * MORE
 
 
-def product_of(functionals: Tensor) -> Tensor:
-    """Return A Aᵀ of functionals A [B, n], with its float64 error added on the diagonal."""
-    products = square_of(functionals)
-    lost = 4 * gamma(functionals.shape[1] + 8) * float(functionals.square().sum())
-    return products + lost * torch.eye(len(products), dtype=products.dtype).to(products)
-
-
 def _rounding(matrix: Tensor, functionals: Tensor) -> Tensor:
     """Return the float64 error of aᵀ P a: γ (Σ |a_i| √P_ii)², as |P_ij| <= √P_ii √P_jj, of an
     ellipsoid P or of its diagonal."""
@@ -260,6 +253,10 @@ def reached(ellipsoids: Ellipsoids, error_bound: Tensor, functional: Adjoint) ->
     return total * MORE
 
 
+PRICED, HALVINGS = 256, 8
+"""About so many elements of a row are looked at for a price, in so many steps."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightedSquares:
     """Bounds of Σ β_k e_k² of one row for weights β >= 0, with e in an ellipsoid Q.
@@ -309,10 +306,70 @@ class WeightedSquares:
 
 
 @dataclass(frozen=True, slots=True)
-class RowSquares:
-    """Weighted squares by rows, of errors |e_k| <= factor_k |x_k| + own_k, x in an ellipsoid."""
+class Excess:
+    """The same bounds, without the squares themselves: of weights, only the excess over a price
+    counts. `rows` [n] bound Σ_l Q_kl²."""
 
-    rows: Mapping[Row, WeightedSquares]
+    largest: float
+    rows: Tensor
+
+    def root(self, weights: Tensor) -> Tensor:
+        """Bound √(Σ β_k e_k²) for weights β [B, n] -> [B].
+
+        Σ β e² <= c Σ e² + Σ (β - c)₊ e², for every c >= 0. The second sum is at most the root of
+        Σ_kl f_k f_l Q_kl² <= Σ_k f_k² Σ_l Q_kl² with f = (β - c)₊.
+        """
+        weights = (weights + FAINT) * SAFE
+        over = (weights - self._price(weights)).clamp_min_(0)
+        price = weights.sub(over).amax(-1)  # as rounded
+        found = price * self.largest + (over.square_() @ self.rows).sqrt()
+        return (found * MORE + FAINT**2).sqrt() * SAFE
+
+    def _price(self, weights: Tensor) -> Tensor:
+        """Return the price [B, 1] with about the least bound, which is a convex function of it, by
+        some of the elements."""
+        step = max(1, weights.shape[-1] // PRICED)
+        some, rows = weights[:, ::step], self.rows[::step] * step
+        low = torch.zeros_like(some[:, :1])
+        high = weights.amax(-1, keepdim=True)
+        for _ in range(HALVINGS):
+            price = (low + high) / 2
+            over = (some - price).clamp_min(0)
+            sized = over * rows
+            falls = sized.sum(-1) > self.largest * torch.einsum("bn,bn->b", sized, over).sqrt()
+            low = torch.where(falls[:, None], price, low)
+            high = torch.where(falls[:, None], high, price)
+        return high
+
+
+@dataclass(frozen=True, slots=True)
+class Maps:
+    """Bounds of a weight W [m, n]: the norms of its rows, Σ_l (W_k·W_l)² of each row k, the largest
+    singular value, and the norm of all elements; `inputs` is n."""
+
+    norms: Tensor
+    crossed: Tensor
+    largest: float
+    whole: float
+    inputs: int
+
+    @staticmethod
+    def of(weight: Tensor) -> Maps:
+        """Return the bounds of a weight in float64."""
+        gram, inexact = square_of(weight.T), gamma(2 * sum(weight.shape) + 16)
+        norms = weight.norm(dim=-1) * SAFE
+        lost = 4 * inexact * (weight.abs() @ gram.diagonal().sqrt()).square()
+        crossed = (torch.einsum("kn,kn->k", weight @ gram, weight).clamp_min(0) + lost) * SAFE
+        whole = float(norms.norm()) * SAFE
+        largest = math.sqrt(largest_eigenvalue(gram, whole**2 * MORE)) * MORE
+        return Maps(norms, crossed, largest, whole, weight.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class RowSquares:
+    """Bounds by rows, of errors |e_k| <= factor_k |x_k| + own_k with x in an ellipsoid."""
+
+    rows: Mapping[Row, WeightedSquares | Excess]
     factor: Tensor | None = None
     own: Tensor | None = None
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node, weight_of
+from kcdsl_backends.drift.affine.ellipsoids import Maps
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.row_sums import BoundedRows
 from kcdsl_backends.drift.affine.tape import INPUT, Shared, SplitError, Tape, TapeEntry
@@ -150,6 +151,10 @@ class KernelRun:
     part of the drift there."""
     lowered: set[str] = field(default_factory=set)
     """Results whose error bounds are from passes before their casts."""
+    by_length: set[str] = field(default_factory=set)
+    """Linears whose errors are bounded by norms of their inputs, without passes."""
+    maps: dict[str, Maps] = field(default_factory=dict)
+    """Bounds of their weights, by linear."""
 
     @property
     def negligible(self) -> float:

@@ -22,6 +22,7 @@ from kcdsl_backends.drift.affine.cases import Cases, Ends, Together, beyond, on_
 from kcdsl_backends.drift.affine.error_bounds import elements, norms
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun, Private
+from kcdsl_backends.drift.affine.row_ellipsoids import LinearImage
 from kcdsl_backends.drift.affine.row_sums import WeightedRows
 from kcdsl_backends.drift.affine.tape import (
     VJP,
@@ -251,7 +252,8 @@ def _apart(
 
     A cast of w = w̃ + e adds at most u|w̃| + u|e|. The first part is known element by element; the
     sum of |e| over a row of n is at most √n times its norm, for which a pass is made unless these
-    `lengths` [..., 1] are known. `lower` is an entry whose error bounds hold for e as well.
+    `lengths` [..., 1] are known, or those of an image. `lower` is an entry whose error bounds hold
+    for e as well.
     """
     early = result.early or Early.none(result.internal)
     entry = _formed(run, node, result, result.internal)
@@ -264,6 +266,8 @@ def _apart(
     needed = (whole > 0) & (min(share, run.grain) * whole >= run.negligible * size)
     if result.weighed is not None:  # rules of its rows need a result that is not split
         needed &= whole > size
+    image = LinearImage.of(run, entry) if node.name in run.by_length else None
+    lengths = lengths if image is None else image.lengths
     place = run.tape.add(entry)
     total, floor = whole, run.tape.near
     columns = entry.shape[-1]

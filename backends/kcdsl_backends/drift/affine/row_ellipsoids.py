@@ -1,4 +1,5 @@
-"""Ellipsoids around the operands of products and activations (Rule 3.9)."""
+"""Ellipsoids around the operands of products and activations, and balls around images by a linear
+of rows of bounded norm (Rule 3.9)."""
 
 from __future__ import annotations
 
@@ -9,44 +10,44 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
-from kcdsl_backends.drift.affine.adjoint import Row
-from kcdsl_backends.drift.affine.ellipsoids import (
-    RankOne,
-    RowSquares,
-    WeightedSquares,
-    around_sum,
-    product_of,
-    stretch,
-)
-from kcdsl_backends.drift.affine.error_bounds import each_ellipsoid
+from kcdsl_backends.drift.affine.adjoint import MORE, Row
+from kcdsl_backends.drift.affine.ellipsoids import FAINT, Excess, Maps, RowSquares, WeightedSquares
+from kcdsl_backends.drift.affine.error_bounds import each_ellipsoid, rows
 from kcdsl_backends.drift.affine.kernel import KernelRun
-from kcdsl_backends.drift.affine.tape import INPUT
+from kcdsl_backends.drift.affine.tape import INPUT, TapeEntry
 from kcdsl_backends.drift.boxes import SAFE
 
 LARGEST = 2**27
 """Most numbers in the ellipsoids of an operand; larger ones are not made."""
+MANY_WEIGHTS = 2**21
+"""Weights of a linear from which on norms of its input may bound its errors without passes."""
+FAR = 8.0
+"""Ratio of error bounds to a result above which they do."""
 
 
 def squares(run: KernelRun, node: Node, index: int, needed: Tensor) -> RowSquares | None:
     """Return bounds of weighted squares of an operand's errors in the rows [..., 1] needed, by
     ellipsoids from passes that stop at those of the cut; None without these, or if they were too
-    large."""
+    large. No passes are made for a linear that is bounded by lengths."""
     tape, entry = run.tape, run.tape.entries[index]
     if entry.squares is not None or tape.chance is not None or tape.near == INPUT:
         return entry.squares
-    numbers = entry.reference.numel() * entry.shape[-1]
-    if numbers > LARGEST or not run.passing(node, index, "ellipsoid", needed, tape.near):
-        return None
-    image, single = LinearImage.of(run, index), torch.full_like(entry.error_bound, torch.inf)
-    found = {}
-    for row, matrix, elements in each_ellipsoid(tape, index, needed, tape.near):
-        found[row] = (
-            WeightedSquares.of(matrix, torch.inf)
-            if image is None
-            else image.weighted_squares(row, matrix)
-        )
-        single[row] = elements
-    tape.tighten(index, single)
+    image, found = LinearImage.of(run, entry), dict[Row, WeightedSquares | Excess]()
+    if image is not None and entry.name in run.by_length:
+        found = {row: image.ball(row) for row in rows(entry.shape)}
+    else:
+        numbers = entry.reference.numel() * entry.shape[-1]
+        if numbers > LARGEST or not run.passing(node, index, "ellipsoid", needed, tape.near):
+            return None
+        single = torch.full_like(entry.error_bound, torch.inf)
+        for row, matrix, elements in each_ellipsoid(tape, index, needed, tape.near):
+            if image is not None and image.smaller(row, matrix):
+                found[row] = image.ball(row)
+            else:
+                length = torch.inf if image is None else float(image.lengths[row])
+                found[row] = WeightedSquares.of(matrix, length)
+            single[row] = elements
+        tape.tighten(index, single)
     known = RowSquares(found)
     tape.entries[index] = replace(tape.entries[index], squares=known)
     if image is not None:
@@ -54,22 +55,30 @@ def squares(run: KernelRun, node: Node, index: int, needed: Tensor) -> RowSquare
     return known
 
 
+def bounded_by_length(run: KernelRun, node: Node, entry: TapeEntry) -> LinearImage | None:
+    """Return the image that bounds the error of a linear, which is not on the tape yet, in place of
+    passes: of a large one with error bounds far above its result. None of others."""
+    error, size = (x.sum(-1) for x in (entry.error_bound, entry.reference.abs()))
+    if not run.rounding.free or run.tape.near == INPUT or not bool((error > FAR * size).any()):
+        return None
+    image = LinearImage.of(run, entry)
+    if image is None or len(image.maps.norms) * image.maps.inputs < MANY_WEIGHTS:
+        return None
+    run.by_length.add(node.name)
+    return image
+
+
 @dataclass(frozen=True, slots=True)
 class LinearImage:
-    """Rows W e_x + o with |e_x|₂ <= `length` [..., 1] and |o| <= `own` [..., n].
+    """Rows W e_x + o with |e_x|₂ <= `length` [..., 1] and |o| <= `own` [..., n]."""
 
-    `products` is W Wᵀ, `largest` bounds the largest singular value of W.
-    """
-
-    products: Tensor
-    largest: float
+    maps: Maps
     length: Tensor
     own: Tensor
 
     @staticmethod
-    def of(run: KernelRun, index: int) -> LinearImage | None:
+    def of(run: KernelRun, entry: TapeEntry) -> LinearImage | None:
         """Return the image by a linear of rows of bounded norm; None for other entries."""
-        entry = run.tape.entries[index]
         linear = run.nodes.get(entry.name)
         if linear is None or linear.op != "linear" or run.quantises(linear):
             return None
@@ -77,22 +86,39 @@ class LinearImage:
         length = None if below is None else run.tape.entries[below].length
         if length is None or entry.radius is None or not entry.kept:
             return None
-        weight = run.parameters.kept(run.source(linear, 1)).to(torch.float64)
-        return LinearImage(product_of(weight), stretch(weight), length, entry.radius)
-
-    def weighted_squares(self, row: Row, matrix: Tensor) -> WeightedSquares:
-        """Return the weighted squares of a row's errors by an ellipsoid or by that of the image,
-        whichever has the smaller trace."""
-        length, own = float(self.length[row]), float(self.own[row].norm()) * SAFE
-        norm = (self.largest * length + own) * SAFE
-        by_length = math.sqrt(float(self.products.trace())) * length
-        if (by_length + own * math.sqrt(len(matrix))) ** 2 >= float(matrix.trace()):
-            return WeightedSquares.of(matrix, norm)  # whose trace is less than that of the other
-        rest = RankOne(self.own[row], 0.0, own**2)
-        ball = around_sum([self.products * (length**2 * SAFE), rest])
-        return WeightedSquares.of(ball, norm)
+        maps = run.maps.get(linear.name)
+        if maps is None:
+            weight = run.parameters.kept(run.source(linear, 1)).to(torch.float64)
+            maps = run.maps[linear.name] = Maps.of(weight)
+        return LinearImage(maps, length, entry.radius)
 
     @property
     def elements(self) -> Tensor:
         """Return bounds of the errors element by element."""
-        return (self.products.diagonal().sqrt() * self.length + self.own) * SAFE * SAFE
+        found: Tensor = (self.maps.norms * self.length + self.own) * SAFE * SAFE
+        return found
+
+    @property
+    def lengths(self) -> Tensor:
+        """Return bounds [..., 1] of the norms of the rows."""
+        own = self.own.norm(dim=-1, keepdim=True) * SAFE
+        found: Tensor = (self.maps.largest * self.length + own) * SAFE
+        return found
+
+    def smaller(self, row: Row, matrix: Tensor) -> bool:
+        """Return whether the ellipsoid of `ball` has a smaller trace than another one."""
+        return sum(self._roots(row)) ** 2 < float(matrix.trace())
+
+    def ball(self, row: Row) -> Excess:
+        """Return bounds of a row by an ellipsoid around sums of two: l² W Wᵀ and |o|² 1."""
+        image, own = self._roots(row)
+        length, radius = float(self.length[row]), float(self.own[row].norm()) * SAFE
+        one = (image + own) / image * length**2 if image > 0 else 0.0
+        two = (image + own) / own * radius**2 if own > 0 else 0.0
+        rows = one**2 * self.maps.crossed + 2 * one * two * self.maps.norms.square() + two**2
+        return Excess(float(self.lengths[row]) ** 2 * SAFE + FAINT, rows * MORE + FAINT**2)
+
+    def _roots(self, row: Row) -> tuple[float, float]:
+        """Return the roots of the traces of both parts of a row: of W e_x, and of o."""
+        own = float(self.own[row].norm()) * math.sqrt(self.own.shape[-1])
+        return self.maps.whole * float(self.length[row]), own

@@ -300,7 +300,7 @@ def affine_activation(choice: Choice, run: KernelRun, node: Node) -> None:
     h, slope = x.reference, function.derivative(x.reference)
     worth = run.small(node, function.value(h).abs().clamp_max(1.0).sum(-1, keepdim=True))
 
-    before = before_linear(run, node)
+    before = None if node.inputs[0] in run.by_length else before_linear(run, node)
 
     def known(error_bound: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the range of the second derivative, a bound of Σ|o| in every row, and the rows

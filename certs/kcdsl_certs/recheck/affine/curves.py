@@ -16,15 +16,16 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint, reads_one_each, units
 from kcdsl_certs.recheck.affine.before_casts import LARGEST
 from kcdsl_certs.recheck.affine.ellipsoids import (
     EllipsoidImage,
+    LinearImage,
     Part,
     RankOne,
     Row,
+    RowExcess,
     RowSquares,
     Squares,
+    WeightNorms,
     largest,
     longest,
-    moved,
-    norm_of,
     reached,
     rows_of,
     sum_of,
@@ -72,7 +73,7 @@ class Remainder:
         """Return the smallest and the largest values by the ends and the total of each row."""
         below, above = -self.low[adjoint.window], self.high[adjoint.window]
         up, weights = adjoint.values > 0, np.abs(adjoint.values)
-        total, order = self.total[adjoint.window[:-1]], np.argsort(-weights, axis=-1)
+        total, order = self.total[adjoint.window[:-1]], _order(weights)
         if np.array_equal(below, above):
             least = most = most_of(weights, above, total, order)
         else:
@@ -116,23 +117,37 @@ def most_of(
 
     It is λ·total + Σ max(w - λ, 0)·caps for any λ ≥ 0; the best λ is where the caps of elements of
     larger weight sum to the total. weights and caps are [B, ..., n] (or caps those of all), total
-    [..., 1]; the result is [B]. `order` sorts the weights, the largest first.
+    [..., 1]; the result is [B]. `order` sorts some of the weights, the largest first: λ is looked
+    up among every second, third, ... of a long row.
     """
-    order = np.argsort(-weights, axis=-1) if order is None else order
-    n, alike = weights.shape[-1], caps.size == caps.shape[-1]
+    order = _order(weights) if order is None else order
+    n, step, alike = weights.shape[-1], _step(weights), caps.size == caps.shape[-1]
     caps = np.broadcast_to(caps, weights.shape)
+    some, count = weights[..., ::step], order.shape[-1]
     if alike:  # one row of caps for all: a plain index is fastest
-        used = np.cumsum(caps.reshape(-1, n)[0].take(order), axis=-1)
+        used = np.cumsum(caps.reshape(-1, n)[0, ::step].take(order), axis=-1)
     else:
-        used = np.cumsum(np.take_along_axis(caps, order, axis=-1), axis=-1)
-    last = (used < total).sum(axis=-1, keepdims=True)
-    place = np.take_along_axis(order, np.minimum(last, n - 1), axis=-1)
-    price = np.where(last < n, np.take_along_axis(weights, place, axis=-1), 0.0)
+        used = np.cumsum(np.take_along_axis(caps[..., ::step], order, axis=-1), axis=-1)
+    last = (used * step < total).sum(axis=-1, keepdims=True)
+    place = np.take_along_axis(order, np.minimum(last, count - 1), axis=-1)
+    price = np.where(last < count, np.take_along_axis(some, place, axis=-1), 0.0)
     rest = weights - price
     over = np.einsum("...n,...n->...", np.maximum(rest, 0.0, out=rest), caps)
     # λ = 0 contributes 0 also if the total is infinite
     paid = np.where(price > 0, price * np.where(price > 0, total, 0.0), 0.0)[..., 0]
     return np.asarray((over + paid).reshape(weights.shape[0], -1).sum(axis=-1) * _MORE)
+
+
+_SAMPLE = 384  # about so many elements of a row are sorted to find a price
+
+
+def _step(weights: Floats) -> int:
+    return max(1, int(weights.shape[-1]) // _SAMPLE)
+
+
+def _order(weights: Floats) -> NDArray[np.int64]:
+    """Return the order of every so many weights of a row, the largest first."""
+    return np.argsort(-weights[..., :: _step(weights)], axis=-1)
 
 
 def symbol(walk: Walk, held: Held, middle: Floats, half: Floats, reference: Floats) -> int:
@@ -171,7 +186,8 @@ def ball(radius: Floats) -> Floats:
 
 def squares(walk: Walk, node: Node, name: str) -> Squares | None:
     """Return bounds of weighted squares of an operand's errors: the known ones, or ellipsoids by
-    the passes that the hints name for an operation, which also lower the operand's reach.
+    the passes that the hints name for an operation, which also lower the operand's reach; without
+    passes, those of a linear whose input bounds it by norms.
 
     Raises Rejected "document/passes".
     """
@@ -183,57 +199,41 @@ def squares(walk: Walk, node: Node, name: str) -> Squares | None:
     if entry.squares is not None or not named or form.place <= cut:
         return entry.squares
     needed = walk.chosen(node, name, "ellipsoid", cut)
-    if not needed.any():
+    alone = form.origin is not None and form.origin.norms is not None
+    if not (alone or needed.any()):
         return None
     if int(needed.sum()) * form.shape[-1] ** 2 > LARGEST:
         raise Rejected("document/passes", f"the ellipsoids of {name} are too large")
-    reach, image = form.reach.copy(), _Image.of(walk, form)
-    found: dict[Row, RowSquares] = {}
+    image, found = _image(walk, form), dict[Row, RowSquares | RowExcess]()
+    reach = form.reach.copy() if image is None else np.minimum(form.reach, image.elements)
+    if image is not None and alone:
+        found = {row: image.row(row) for row in np.ndindex(*form.shape[:-1])}
     for row in reverse_passes.rows(needed):
         functionals = units(form.shape, row, 0, form.shape[-1])
         around = reverse_passes.surrounded(walk.tape, form.place, functionals, cut)
-        shape, norm, each = around.shape, math.inf, around.each
+        where, length = tuple(map(int, row)), math.inf
+        reach[row] = np.minimum(reach[row], around.each)
         if image is not None:
-            ball, norm, elements = image.row(row)
-            shape = ball if np.trace(ball) < np.trace(shape) else shape
-            each = np.minimum(each, elements)
-        found[tuple(map(int, row))] = RowSquares.of(shape, norm)
-        reach[row] = np.minimum(reach[row], each)
+            length = float(image.totals[row][0])
+            if image.trace(where) < np.trace(around.shape):
+                found[where] = image.row(where)
+                continue
+        found[where] = RowSquares.of(around.shape, length)
     reverse_passes.kept(walk, name, reach)
     known, entry = Squares(found), walk.tape.entries[form.place]
     walk.tape.entries[form.place] = replace(entry, squares=known)
     return known
 
 
-@dataclass(frozen=True, slots=True)
-class _Image:
-    """Rows W e_x + o, |e_x|₂ ≤ lengths [..., 1], |o| ≤ rest: W Wᵀ, and a bound of |W|₂."""
-
-    square: Floats
-    stretch: float
-    lengths: Floats
-    rest: Floats
-
-    @staticmethod
-    def of(walk: Walk, form: Form) -> _Image | None:
-        """Return the image by a linear of rows of bounded norm; None for other results."""
-        origin = form.origin
-        if origin is None or origin.rest.shape != form.shape:
-            return None
-        straight = np.arange(form.reference.size).reshape(form.shape)
-        source = form_of(walk.forms[origin.source]).place
-        below = None if source is None else walk.tape.entries[source].length
-        if below is None or not np.array_equal(origin.index, straight):
-            return None
-        weight = origin.weight
-        square = moved(np.eye(weight.shape[1]), weight)
-        return _Image(square, norm_of(weight, 1.0), below, origin.rest)
-
-    def row(self, row: Row) -> tuple[Floats, float, Floats]:
-        """Return an ellipsoid around a row, a bound of its norm, and bounds of its elements."""
-        length, rest = float(self.lengths[row][0]), self.rest[row]
-        own = float(np.linalg.norm(rest)) * _MORE + TINY
-        rounding = RankOne(rest, 0.0, own**2)
-        shape = sum_of([self.square * (length**2 * _MORE), rounding])
-        elements = raised(np.sqrt(np.diagonal(self.square)) * length * _MORE + rest) + TINY
-        return shape, (self.stretch * length + own) * _MORE, elements
+def _image(walk: Walk, form: Form) -> LinearImage | None:
+    """Return the image by a linear of rows of bounded norm; None for other results."""
+    origin = form.origin
+    if origin is None or origin.rest.shape != form.shape:
+        return None
+    straight = np.arange(form.reference.size).reshape(form.shape)
+    source = form_of(walk.forms[origin.source]).place
+    below = None if source is None else walk.tape.entries[source].length
+    if below is None or not np.array_equal(origin.index, straight):
+        return None
+    norms = WeightNorms.of(origin.weight) if origin.norms is None else origin.norms
+    return LinearImage(norms, below, origin.rest)

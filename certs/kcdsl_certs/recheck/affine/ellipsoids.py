@@ -83,6 +83,7 @@ def _estimate(even: Floats, enough: float) -> float:
 Row = tuple[int, ...]
 Ellipsoids = Mapping[Row, Floats]
 _MORE = 1 + 2.0**-30
+_SAMPLE, _HALVINGS = 384, 10  # elements of a row and steps to find a price
 _FAINT = 2.0**-240  # so that float64 holds products of squares of weights and shapes
 
 
@@ -398,10 +399,103 @@ class RowSquares:
 
 
 @dataclass(frozen=True, slots=True)
+class RowExcess:
+    """The same without the squares: of weights, what exceeds a price counts."""
+
+    whole: float
+    sums: Floats
+
+    def root(self, weights: Floats) -> Floats:
+        """Return bounds [B] of √(Σ β e²) for weights β ≥ 0 [B, n].
+
+        Σ β e² ≤ c·whole + √(Σ_kl f_k f_l Q_kl²) for every c ≥ 0, with f = max(β - c, 0), and 2 f_k
+        f_l ≤ f_k² + f_l².
+        """
+        weights = (weights + _FAINT) * _MORE
+        step = max(1, weights.shape[-1] // _SAMPLE)
+        some, sums = weights[:, ::step], self.sums[::step] * step
+        least, most = np.zeros((len(weights), 1)), weights.max(axis=-1, keepdims=True)
+        for _ in range(_HALVINGS):  # a convex function of the price
+            price = (least + most) / 2
+            above = np.maximum(some - price, 0.0)
+            scaled = above * sums
+            slope = self.whole * np.sqrt(np.einsum("bn,bn->b", scaled, above))
+            more = (slope < scaled.sum(axis=-1))[:, None]
+            least, most = np.where(more, price, least), np.where(more, most, price)
+        above = np.maximum(weights - most, 0.0)
+        below = (weights - above).max(axis=-1)
+        found = below * self.whole + np.sqrt(above**2 @ self.sums)
+        return np.asarray(np.sqrt(found * _MORE + _FAINT**2) * _MORE)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNorms:
+    """Bounds of a weight W [m, n]: |W_k|, Σ_l (W_k·W_l)² by rows k, |W|₂ and the root of Σ W²."""
+
+    rows: Floats
+    products: Floats
+    largest: float
+    all: float
+
+    @staticmethod
+    def of(weight: Floats) -> WeightNorms:
+        """Return the bounds of a weight."""
+        inner = weight.T @ weight
+        rows = np.linalg.norm(weight, axis=-1) * _MORE + _FAINT
+        whole = float(np.linalg.norm(rows)) * _MORE
+        off = (np.abs(weight) @ np.sqrt(np.diagonal(inner))) ** 2
+        products = np.maximum(np.einsum("kn,kn->k", weight @ inner, weight), 0.0)
+        products = (products + off * 4 * gamma(2 * sum(weight.shape) + 32, UNIT)) * _MORE
+        most = math.sqrt(largest(inner, whole**2 * _MORE)) * _MORE
+        return WeightNorms(rows, products, most, whole)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearImage:
+    """Rows W e_x + o, |e_x|₂ ≤ lengths [..., 1], |o| ≤ rest [..., m]."""
+
+    norms: WeightNorms
+    lengths: Floats
+    rest: Floats
+
+    @property
+    def elements(self) -> Floats:
+        """Return bounds of the elements."""
+        return np.asarray((self.norms.rows * self.lengths + self.rest) * _MORE + _FAINT)
+
+    @property
+    def totals(self) -> Floats:
+        """Return bounds [..., 1] of the norms of rows."""
+        own = np.linalg.norm(self.rest, axis=-1, keepdims=True) * _MORE + _FAINT
+        return np.asarray((self.norms.largest * self.lengths + own) * _MORE)
+
+    def _parts(self, row: Row) -> tuple[float, float]:
+        """Return the roots of the traces of l² W Wᵀ and |o|² 1."""
+        rest = self.rest[row]
+        return self.norms.all * float(self.lengths[row][0]), float(
+            np.linalg.norm(rest) * math.sqrt(len(rest))
+        )
+
+    def trace(self, row: Row) -> float:
+        """Return the trace of the ellipsoid around a row."""
+        return sum(self._parts(row)) ** 2
+
+    def row(self, row: Row) -> RowExcess:
+        """Return bounds of a row by the ellipsoid around sums of members of both parts."""
+        (image, own), length = self._parts(row), float(self.lengths[row][0])
+        radius = float(np.linalg.norm(self.rest[row])) * _MORE
+        a = 0.0 if image == 0 else (image + own) / image * length**2
+        b = 0.0 if own == 0 else (image + own) / own * radius**2
+        sums = a**2 * self.norms.products + 2 * a * b * self.norms.rows**2 + b**2
+        whole = float(self.totals[row][0]) ** 2 * _MORE + _FAINT
+        return RowExcess(whole, sums * _MORE + _FAINT**2)
+
+
+@dataclass(frozen=True, slots=True)
 class Squares:
     """Rows |e_k| ≤ factor_k·|x_k| + own_k, with bounds `rows` of x."""
 
-    rows: Mapping[Row, RowSquares]
+    rows: Mapping[Row, RowSquares | RowExcess]
     factor: Floats | None = None
     own: Floats | None = None
 

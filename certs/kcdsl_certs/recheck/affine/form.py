@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.cases import Cases, Ends
+from kcdsl_certs.recheck.affine.ellipsoids import WeightNorms
 from kcdsl_certs.recheck.affine.tape import Apart, Tape, TapeEntry
 from kcdsl_certs.recheck.documents.document import Pass
 from kcdsl_certs.recheck.graphs.graph import Node, View
@@ -58,6 +59,7 @@ class Origin:
     index: NDArray[np.int64]
     plain: bool
     place: int | None
+    norms: WeightNorms | None = None  # if norms of x bound o and the error of the result
 
 
 @dataclass(frozen=True, slots=True)

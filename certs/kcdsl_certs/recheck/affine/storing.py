@@ -11,6 +11,7 @@ from kcdsl_certs.recheck.affine import before_casts, cases
 from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.affine.cases import Cases, Ends, Together
 from kcdsl_certs.recheck.affine.curves import Remainder
+from kcdsl_certs.recheck.affine.ellipsoids import LinearImage
 from kcdsl_certs.recheck.affine.form import Form, StepRemainder, Uncast, Version, Walk
 from kcdsl_certs.recheck.affine.independent import Split, only_sure
 from kcdsl_certs.recheck.affine.reverse_passes import length, room, rows
@@ -75,6 +76,7 @@ class Formed:
     gather: Gather | None = None
     shared: Shared | None = None  # its rest is the radius without the shared part
     own: Floats | None = None  # additional error of other readings of the operands
+    image: LinearImage | None = None  # a linear bounded by norms of its input, without its radius
 
     @property
     def cast_early(self) -> Formed:
@@ -133,6 +135,11 @@ def settle_form(
     loose, passed = formed.loose, None
     if rounds and sums:
         passed = before_casts.passed(walk, node, _unstored(walk, formed))
+    norms = None
+    if formed.image is not None:
+        elements = replace(formed.image, rest=formed.radius).elements
+        passed = elements if passed is None else np.minimum(passed, elements)
+        norms = replace(formed.image, rest=bare.radius).totals
     if passed is not None:
         deviation = np.minimum(deviation, passed)
     radius, split = raised(formed.radius) + TINY, _radius_parts(walk, formed)
@@ -152,7 +159,7 @@ def settle_form(
         else:
             split = split and split.with_cast(kernel, unit, eta)
             if sums and walk.tape.budget is None:
-                apart = _apart(walk, bare, form, node.name, lower=passed)
+                apart = _apart(walk, bare, form, node.name, lower=passed, norms=norms)
         radius, reach = raised(radius + cast), raised(deviation + cast)
         beside = None if beside is None else raised(beside + cast)
     elif rounds and form.precision < max(FLOAT32.precision, inner.precision):

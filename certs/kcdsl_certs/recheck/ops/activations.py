@@ -107,7 +107,8 @@ def _activation_affine(choice: Choice, walk: Walk, node: Node, inputs: list[Oper
     apart = walk.own(node, 0)
     around = None if apart is not None else squares(walk, node, node.inputs[0])
     x = until(walk, node, node.inputs[0])
-    total = _total(walk, node, bend, x)
+    by_norms = x.origin is not None and x.origin.norms is not None
+    total = _sums_of(bend, x) if by_norms else _total(walk, node, bend, x)
     steepest = raised(_steepest(bend, x) / 2)
     if around is not None:
         total = np.minimum(total, raised(around.each(steepest) ** 2) + TINY)
@@ -155,9 +156,7 @@ def _steepest(bend: Bend, x: Form) -> Floats:
 
 def _plain(walk: Walk, bend: Bend, x: Form) -> Floats:
     """Return a bound of Σ K e²/2 in every row without reverse passes: by ρ, and by the weight."""
-    steepest = _steepest(bend, x)
-    plain = (steepest * raised(x.reach**2) / 2).sum(axis=-1, keepdims=True)
-    plain = raised(plain * (1 + x.shape[-1] * 4 * UNIT)) + TINY
+    steepest, plain = _steepest(bend, x), _sums_of(bend, x)
     reach = _below(walk, x)
     if reach is None:
         return plain
@@ -172,6 +171,12 @@ def _plain(walk: Walk, bend: Bend, x: Form) -> Floats:
         found = _halved(size, x.origin.rest[row], steepest[row])
         plain[row] = np.minimum(plain[row], raised(np.array(found)) + TINY)
     return plain
+
+
+def _sums_of(bend: Bend, x: Form) -> Floats:
+    """Return a bound of Σ K e²/2 in every row by ρ."""
+    plain = (_steepest(bend, x) * raised(x.reach**2) / 2).sum(axis=-1, keepdims=True)
+    return np.asarray(raised(plain * (1 + x.shape[-1] * 4 * UNIT)) + TINY)
 
 
 def _below(walk: Walk, x: Form) -> Floats | None:
