@@ -96,7 +96,10 @@ class ReportCommand(Command):
                 attribution=attribution,
             )
         except _malformed() as error:
-            raise unusable(file, str(error) or type(error).__name__) from None
+            why = str(error) or type(error).__name__
+            if attribution is not None:
+                why = f"it or {self.attribution}: {why}"
+            raise unusable(file, why) from None
         deliver(text, self.output)
         if self.output is not None:
             say(f"wrote {self.output}")

@@ -112,6 +112,16 @@ def test_page_includes_the_attribution(cli: Cli, tmp_path: Path, kinds: dict[str
     assert "precision" in text
 
 
+def test_malformed_attribution_is_named(cli: Cli, tmp_path: Path, kinds: dict[str, Path]) -> None:
+    attribution = tmp_path / "attribution.json"
+    attribution.write_text(
+        json.dumps({"schema": "kcdsl.attribution/1", "sources": [{}], "layers": []})
+    )
+    ran = cli("report", kinds["held"], "--attribution", attribution)
+    assert ran.code == 2
+    assert f"it or {attribution}: " in ran.stderr
+
+
 DAMAGE: dict[str, Any] = {
     "no JSON": lambda text: text[: len(text) // 2],
     "not a number": lambda text: text.replace('"exit": 0', '"exit": NaN'),
