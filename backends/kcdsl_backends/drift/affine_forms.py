@@ -43,7 +43,12 @@ BESIDE = 2.0**-9
 """Parts of the training error up to this share of the width of the inference kernel's stored output
 are not propagated further."""
 BESIDE_MANY = 2.0**-5
-"""The same where the output has many rows (`reads_many`)."""
+"""The same where the output has many rows (`reads_many`), or wide ones: there it is a share of the
+largest width of all elements."""
+
+
+OTHERS = 2.0**-6
+"""Up to this share of the largest bound of a wide sum, its other operands are worth no passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +156,10 @@ class AffineForms:
         infer = _stored(self.infer, self.output)
         if self.infer is self.train:
             return infer - infer
-        share = BESIDE_MANY if reads_many(self.shape, self.shape[-1]) else BESIDE
-        return infer - _stored(self.train, self.output, share * (infer.hi - infer.lo) / 2)
+        many, spare = reads_many(self.shape, self.shape[-1]), (infer.hi - infer.lo) / 2
+        if self.train.wide:
+            many, spare = True, spare.amax().expand(self.shape)
+        return infer - _stored(self.train, self.output, spare * (BESIDE_MANY if many else BESIDE))
 
     @property
     def readings(self) -> tuple[Apart, Apart]:
@@ -222,6 +229,8 @@ def _stored(run: KernelRun, output: str, spare: Tensor | None = None) -> Box:
     low, high = torch.empty_like(entry.reference), torch.empty_like(entry.reference)
     size = at_once(run.tape)
     each = unit_functionals(entry.shape, low.device, by_row=entry.by_row, size=size)
+    if formed is not None and spare is None and _passed(run, output, formed):
+        low, high, each = -formed.error_bound, formed.error_bound, iter(())
     for i, start, stop, functionals in each:
         less = None if spare is None else spare[i].reshape(-1)[start:stop]
         found = run.tape.bound(
@@ -242,6 +251,17 @@ def _stored(run: KernelRun, output: str, spare: Tensor | None = None) -> Box:
     node = run.nodes[output]
     kernel = run.rounding.at(node)
     return cast_freely(around, kernel.format_for(node.role, node.op), kernel)
+
+
+def _passed(run: KernelRun, output: str, formed: TapeEntry) -> bool:
+    """Return whether passes of a wide output find little: it is a sum, passes have bounded one of
+    its operands before its cast, and what the others add is a small share of the largest bound."""
+    node = run.nodes[output]
+    if not run.wide or node.op not in ("add", "sub"):
+        return False
+    known = [run.tape.entries[run.computed[name]] for name in node.inputs if name in run.lowered]
+    least = [(formed.error_bound - entry.error_bound).amax() for entry in known]
+    return any(bool(rest <= OTHERS * formed.error_bound.amax()) for rest in least)
 
 
 def output_entry(run: KernelRun, output: str) -> TapeEntry:

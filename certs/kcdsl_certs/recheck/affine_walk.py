@@ -11,6 +11,7 @@ import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
+from kcdsl_certs.recheck.affine.before_casts import asked
 from kcdsl_certs.recheck.affine.form import Form, Operand, Passes, Uncast, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import Budget
 from kcdsl_certs.recheck.affine.many_rows import RowReach
@@ -34,6 +35,8 @@ _FAINT = 2.0**-12
 # The same where the output has many rows: less than the share of a prover, 2^-5, so that a prover
 # stops there as well.
 _FAINT_OF_MANY = 2.0**-5 - 2.0**-9
+
+_OTHERS = 2.0**-6 - 2.0**-8  # of other operands of a wide sum, less than that of a prover
 
 
 def walk(
@@ -157,8 +160,10 @@ class Pair:
                 hi[where] = np.minimum(hi[where], box.add_up(apart.hi[where], found.hi))
         if steps or free:
             infer = _stored(self.infer, self.i)
-            share = _FAINT_OF_MANY if reads_many(self.shape, self.shape[-1]) else _FAINT
-            train = _stored(self.train, self.t, share * (infer.hi - infer.lo) / 2)
+            many, spare = reads_many(self.shape, self.shape[-1]), (infer.hi - infer.lo) / 2
+            if self.train.wide:
+                many, spare = True, np.full(self.shape, spare.max())
+            train = _stored(self.train, self.t, spare * (_FAINT_OF_MANY if many else _FAINT))
             stored = box.sub(infer, train)
             lo, hi = np.maximum(lo, stored.lo), np.minimum(hi, stored.hi)
         return box.checked(Box(lo, hi), "the drift of the output")
@@ -272,6 +277,8 @@ def _stored(at: Walk, form: Form, spare: Floats | None = None) -> Box:
     lo, hi = around.lo.copy(), around.hi.copy()
     step, floor = room_of_rows(at), at.tape.last_floor
     n = form.shape[-1]
+    if entry is not None and spare is None and steps is None and _passed(at, entry.nearest):
+        n = 0
     for begin in range(0, n, step):
         parts = range(begin, min(begin + step, n), FEW)
         for row, first in itertools.product(np.ndindex(*form.shape[:-1]), parts):
@@ -293,6 +300,21 @@ def _stored(at: Walk, form: Form, spare: Floats | None = None) -> Box:
     stored = steps.ends.within(Box(lo, hi))
     reached = box.widen(box.exact(form.reference), form.reach)
     return Box(np.maximum(stored.lo, reached.lo), np.minimum(stored.hi, reached.hi))
+
+
+def _passed(at: Walk, reach: Floats) -> bool:
+    """Return whether passes of a wide output find little: it is a sum, the hints name passes of all
+    rows of one of its operands before a cast, and what the others add is little."""
+    block = at.scene.block
+    node = block.named[block.output]
+    if not at.wide or node.op not in ("add", "sub"):
+        return False
+    for name in node.inputs:
+        form = form_of(at.forms[name])
+        deep, near = asked(at, name, "reach", form.shape)
+        if (deep | near).all() and (reach - form.reach).max() <= _OTHERS * reach.max():
+            return block.named[name].op == "linear"
+    return False
 
 
 def _free_cast_box(around: Box, to: Uncast) -> Box:

@@ -72,8 +72,9 @@ def test_checker_confirms_a_layer_whose_linears_are_bounded_by_norms(
         return found
 
     monkeypatch.setattr(before_casts, "bounded_by_length", bounded)
-    for module, names in ((row_ellipsoids, ("MANY_WEIGHTS", "FAR")), (linear, ("_MANY", "_FAR"))):
-        for name, value in zip(names, (1, 0.5), strict=True):
+    mine, theirs = ("WEIGHTS", "MANY_WEIGHTS", "FAR"), ("_SOME", "_MANY", "_FAR")
+    for module, names in ((row_ellipsoids, mine), (linear, theirs)):
+        for name, value in zip(names, (1, 1, 0.5), strict=True):
             monkeypatch.setattr(module, name, value)
     write_case(tmp_path, Row("layer_0", 64, 6))
     ran = cli("verify", tmp_path / "contract.yaml", "--format", "json", *OPTIONS[2:])

@@ -452,7 +452,7 @@ def _bounds_from_passes(run: KernelRun, name: str) -> bool:
     of the operand of an elementwise function."""
     while name in run.nodes and run.nodes[name].op in ("silu", "gelu", "tanh"):
         name = run.nodes[name].inputs[0]
-    return name in run.lowered
+    return name in run.lowered or name in run.by_length
 
 
 def deviations(

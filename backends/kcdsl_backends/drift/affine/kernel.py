@@ -98,6 +98,10 @@ NEGLIGIBLE = 2.0**-3
 """No reverse passes are made for a remainder up to this share of a rounding."""
 FAINT = 2.0**-11
 """Nor, in the training kernel, for one up to this share of the inference kernel's error bounds."""
+FAINT_WIDE = 2.0**-3
+"""The same for results with rows of `WIDE` or more elements, whose passes cost the most."""
+WIDE = 2**10
+"""Elements of a row from which on a result is wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +172,23 @@ class KernelRun:
         if self.other is None or node.name not in self.other.computed:
             return share
         entry = self.other.tape.entries[self.other.computed[node.name]]
-        return torch.maximum(share, FAINT * entry.error_bound.sum(-1, keepdim=True))
+        faint = FAINT_WIDE if node.shape[-1] >= WIDE else FAINT
+        return torch.maximum(share, faint * entry.error_bound.sum(-1, keepdim=True))
+
+    @property
+    def wide(self) -> bool:
+        """Return whether the rows of the output have many elements."""
+        return self.nodes[self.graph.output].shape[-1] >= WIDE
+
+    def far_below(self, index: int) -> Tensor:
+        """Return the rows [..., 1] of a wide entry of the training kernel whose error bounds are a
+        small share of those of the inference kernel: their casts are worth no passes."""
+        entry = self.tape.entries[index]
+        sums, wide = entry.error_bound.sum(-1, keepdim=True), entry.shape[-1] >= WIDE
+        if self.other is None or not wide or entry.name not in self.other.computed:
+            return torch.zeros_like(sums, dtype=torch.bool)
+        other = self.other.tape.entries[self.other.computed[entry.name]]
+        return sums <= FAINT_WIDE * other.error_bound.sum(-1, keepdim=True)
 
     def passing(
         self, node: Node, index: int, kind: Kind, needed: Tensor, floor: int = INPUT

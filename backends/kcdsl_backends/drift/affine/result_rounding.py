@@ -22,7 +22,7 @@ from kcdsl_backends.drift.affine.cases import Cases, Ends, Together, beyond, on_
 from kcdsl_backends.drift.affine.error_bounds import elements, norms
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun, Private
-from kcdsl_backends.drift.affine.row_ellipsoids import LinearImage
+from kcdsl_backends.drift.affine.row_ellipsoids import known_lengths
 from kcdsl_backends.drift.affine.row_sums import WeightedRows
 from kcdsl_backends.drift.affine.tape import (
     VJP,
@@ -266,17 +266,20 @@ def _apart(
     needed = (whole > 0) & (min(share, run.grain) * whole >= run.negligible * size)
     if result.weighed is not None:  # rules of its rows need a result that is not split
         needed &= whole > size
-    image = LinearImage.of(run, entry) if node.name in run.by_length else None
-    lengths = lengths if image is None else image.lengths
+    if node.name in run.by_length:
+        lengths = known_lengths(run, node, entry)
     place = run.tape.add(entry)
+    needed &= ~run.far_below(place)
     total, floor = whole, run.tape.near
     columns = entry.shape[-1]
     asked = lengths is None and node.op in SUMMED
     if node.name in run.lowered and not _summed(run, node):  # its elements have bounds from passes
         asked = False
     if asked and run.passing(node, place, "norm", needed, floor):
-        unit = torch.eye(columns, dtype=torch.float64, device=whole.device)
-        lengths = norms(run.tape, place, unit, needed, floor)
+        lengths = known_lengths(run, node, entry)
+        if lengths is None:
+            unit = torch.eye(columns, dtype=torch.float64, device=whole.device)
+            lengths = norms(run.tape, place, unit, needed, floor)
     if lengths is not None:
         total = torch.minimum(whole, lengths * math.sqrt(columns) * SAFE)
     run.tape.entries.pop()

@@ -21,8 +21,10 @@ LARGEST = 2**27
 """Most numbers in the ellipsoids of an operand; larger ones are not made."""
 MANY_WEIGHTS = 2**21
 """Weights of a linear from which on norms of its input may bound its errors without passes."""
+WEIGHTS = 2**20
+"""Weights from which on they bound norms of its result in any case."""
 FAR = 8.0
-"""Ratio of error bounds to a result above which they do."""
+"""Ratio of error bounds to a result above which they do; in the training kernel it is 1."""
 
 
 def squares(run: KernelRun, node: Node, index: int, needed: Tensor) -> RowSquares | None:
@@ -30,10 +32,11 @@ def squares(run: KernelRun, node: Node, index: int, needed: Tensor) -> RowSquare
     ellipsoids from passes that stop at those of the cut; None without these, or if they were too
     large. No passes are made for a linear that is bounded by lengths."""
     tape, entry = run.tape, run.tape.entries[index]
-    if entry.squares is not None or tape.chance is not None or tape.near == INPUT:
+    alone = entry.name in run.by_length
+    if entry.squares is not None or tape.chance is not None or (tape.near == INPUT and not alone):
         return entry.squares
     image, found = LinearImage.of(run, entry), dict[Row, WeightedSquares | Excess]()
-    if image is not None and entry.name in run.by_length:
+    if image is not None and alone:
         found = {row: image.ball(row) for row in rows(entry.shape)}
     else:
         numbers = entry.reference.numel() * entry.shape[-1]
@@ -59,13 +62,23 @@ def bounded_by_length(run: KernelRun, node: Node, entry: TapeEntry) -> LinearIma
     """Return the image that bounds the error of a linear, which is not on the tape yet, in place of
     passes: of a large one with error bounds far above its result. None of others."""
     error, size = (x.sum(-1) for x in (entry.error_bound, entry.reference.abs()))
-    if not run.rounding.free or run.tape.near == INPUT or not bool((error > FAR * size).any()):
+    far = FAR if run.other is None else 1.0
+    if not run.rounding.free or run.tape.chance is not None or not bool((error > far * size).any()):
         return None
     image = LinearImage.of(run, entry)
     if image is None or len(image.maps.norms) * image.maps.inputs < MANY_WEIGHTS:
         return None
     run.by_length.add(node.name)
     return image
+
+
+def known_lengths(run: KernelRun, node: Node, entry: TapeEntry) -> Tensor | None:
+    """Return bounds [..., 1] of the norms of the rows of a linear with many weights by those of its
+    input, in place of passes; None of others."""
+    if node.op != "linear" or run.parameters.kept(run.source(node, 1)).numel() < WEIGHTS:
+        return None
+    image = LinearImage.of(run, entry)
+    return None if image is None else image.lengths
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,7 +261,7 @@ def _sums(run: KernelRun, node: Node) -> tuple[Tensor, RowBounds | None] | None:
     passes that stop at ellipsoids, in rows where error bounds do not show that it is negligible;
     None if there are no such rows, or no ellipsoids."""
     a, b, floor = run.operand(node, 0), run.operand(node, 1), run.tape.near
-    if a.index is None or b.index is None or floor == INPUT:
+    if a.index is None or b.index is None:
         return None
     sums = (a.error_bound * b.error_bound).sum(-1, keepdim=True) * SAFE
     worth = run.small(node, (a.reference * b.reference).abs().sum(-1, keepdim=True))
@@ -276,6 +276,8 @@ def _sums(run: KernelRun, node: Node) -> tuple[Tensor, RowBounds | None] | None:
         sums = torch.minimum(sums, one.whole(every) * two.whole(every) * SAFE)
         return sums, lambda row, weights: one.root(row, weights) * two.root(row, weights) * SAFE
     unit = torch.eye(a.reference.shape[-1], dtype=torch.float64, device=sums.device)
+    if floor == INPUT:
+        return None
     for index in (a.index, b.index):
         if not run.passing(node, index, "norm", needed, floor):
             return None

@@ -73,7 +73,7 @@ class Remainder:
         """Return the smallest and the largest values by the ends and the total of each row."""
         below, above = -self.low[adjoint.window], self.high[adjoint.window]
         up, weights = adjoint.values > 0, np.abs(adjoint.values)
-        total, order = self.total[adjoint.window[:-1]], _order(weights)
+        total, order = self.total[adjoint.window[:-1]], np.argsort(-weights, axis=-1)
         if np.array_equal(below, above):
             least = most = most_of(weights, above, total, order)
         else:
@@ -117,37 +117,23 @@ def most_of(
 
     It is λ·total + Σ max(w - λ, 0)·caps for any λ ≥ 0; the best λ is where the caps of elements of
     larger weight sum to the total. weights and caps are [B, ..., n] (or caps those of all), total
-    [..., 1]; the result is [B]. `order` sorts some of the weights, the largest first: λ is looked
-    up among every second, third, ... of a long row.
+    [..., 1]; the result is [B]. `order` sorts the weights, the largest first.
     """
-    order = _order(weights) if order is None else order
-    n, step, alike = weights.shape[-1], _step(weights), caps.size == caps.shape[-1]
+    order = np.argsort(-weights, axis=-1) if order is None else order
+    n, alike = weights.shape[-1], caps.size == caps.shape[-1]
     caps = np.broadcast_to(caps, weights.shape)
-    some, count = weights[..., ::step], order.shape[-1]
     if alike:  # one row of caps for all: a plain index is fastest
-        used = np.cumsum(caps.reshape(-1, n)[0, ::step].take(order), axis=-1)
+        used = np.cumsum(caps.reshape(-1, n)[0].take(order), axis=-1)
     else:
-        used = np.cumsum(np.take_along_axis(caps[..., ::step], order, axis=-1), axis=-1)
-    last = (used * step < total).sum(axis=-1, keepdims=True)
-    place = np.take_along_axis(order, np.minimum(last, count - 1), axis=-1)
-    price = np.where(last < count, np.take_along_axis(some, place, axis=-1), 0.0)
+        used = np.cumsum(np.take_along_axis(caps, order, axis=-1), axis=-1)
+    last = (used < total).sum(axis=-1, keepdims=True)
+    place = np.take_along_axis(order, np.minimum(last, n - 1), axis=-1)
+    price = np.where(last < n, np.take_along_axis(weights, place, axis=-1), 0.0)
     rest = weights - price
     over = np.einsum("...n,...n->...", np.maximum(rest, 0.0, out=rest), caps)
     # λ = 0 contributes 0 also if the total is infinite
     paid = np.where(price > 0, price * np.where(price > 0, total, 0.0), 0.0)[..., 0]
     return np.asarray((over + paid).reshape(weights.shape[0], -1).sum(axis=-1) * _MORE)
-
-
-_SAMPLE = 384  # about so many elements of a row are sorted to find a price
-
-
-def _step(weights: Floats) -> int:
-    return max(1, int(weights.shape[-1]) // _SAMPLE)
-
-
-def _order(weights: Floats) -> NDArray[np.int64]:
-    """Return the order of every so many weights of a row, the largest first."""
-    return np.argsort(-weights[..., :: _step(weights)], axis=-1)
 
 
 def symbol(walk: Walk, held: Held, middle: Floats, half: Floats, reference: Floats) -> int:

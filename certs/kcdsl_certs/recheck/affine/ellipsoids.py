@@ -452,11 +452,13 @@ class WeightNorms:
 
 @dataclass(frozen=True, slots=True)
 class LinearImage:
-    """Rows W e_x + o, |e_x|₂ ≤ lengths [..., 1], |o| ≤ rest [..., m]."""
+    """Rows W e_x + o, |e_x|₂ ≤ lengths [..., 1], |o| ≤ rest [..., m]. `far`: errors are so far
+    above the result that these bounds replace passes for elements and squares, too."""
 
     norms: WeightNorms
     lengths: Floats
     rest: Floats
+    far: bool = False
 
     @property
     def elements(self) -> Floats:

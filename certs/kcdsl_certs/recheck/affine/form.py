@@ -150,6 +150,9 @@ class Version:
     apart: Apart | None = None
 
 
+_WIDE = 2**10  # elements
+
+
 @dataclass(frozen=True, slots=True)
 class Walk:
     """The state of one kernel on its walk through the block."""
@@ -168,6 +171,19 @@ class Walk:
     """Readings of nodes that are read in several versions; the form of a node is common to all."""
     named: dict[str, str] = field(default_factory=dict)
     """The node of every reading that has a form of its own, by the reading's name in `forms`."""
+
+    @property
+    def trained(self) -> bool:
+        """Return whether this is the training kernel of two, at a point."""
+        region, scene = self.tape.region, self.scene
+        point = region is None or not region.any()
+        other = scene.infer != scene.train or scene.drift is not None
+        return point and other and not scene.rho and not self.moved
+
+    @property
+    def wide(self) -> bool:
+        """Return whether rows of the output have many elements."""
+        return self.scene.block.named[self.scene.block.output].shape[-1] >= _WIDE
 
     def own(self, node: Node, place: int) -> Floats | None:
         """Return a bound of the distance of readings of an operand from its form, if the rule reads

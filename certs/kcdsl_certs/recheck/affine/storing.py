@@ -76,7 +76,7 @@ class Formed:
     gather: Gather | None = None
     shared: Shared | None = None  # its rest is the radius without the shared part
     own: Floats | None = None  # additional error of other readings of the operands
-    image: LinearImage | None = None  # a linear bounded by norms of its input, without its radius
+    image: LinearImage | None = None  # of a large linear whose input has norms, in place of passes
 
     @property
     def cast_early(self) -> Formed:
@@ -135,11 +135,9 @@ def settle_form(
     loose, passed = formed.loose, None
     if rounds and sums:
         passed = before_casts.passed(walk, node, _unstored(walk, formed))
-    norms = None
-    if formed.image is not None:
+    if formed.image is not None and formed.image.far:
         elements = replace(formed.image, rest=formed.radius).elements
         passed = elements if passed is None else np.minimum(passed, elements)
-        norms = replace(formed.image, rest=bare.radius).totals
     if passed is not None:
         deviation = np.minimum(deviation, passed)
     radius, split = raised(formed.radius) + TINY, _radius_parts(walk, formed)
@@ -159,7 +157,7 @@ def settle_form(
         else:
             split = split and split.with_cast(kernel, unit, eta)
             if sums and walk.tape.budget is None:
-                apart = _apart(walk, bare, form, node.name, lower=passed, norms=norms)
+                apart = _apart(walk, bare, form, node.name, lower=passed)
         radius, reach = raised(radius + cast), raised(deviation + cast)
         beside = None if beside is None else raised(beside + cast)
     elif rounds and form.precision < max(FLOAT32.precision, inner.precision):
@@ -327,6 +325,8 @@ def _apart(
     shape = formed.reference.shape
     deep, near = before_casts.asked(walk, name, "norm", shape)
     asked = deep | near
+    if formed.image is not None and (formed.image.far or asked.any()):
+        norms = replace(formed.image, rest=formed.radius).totals
     if norms is not None:
         asked = np.zeros_like(asked)
     elif not asked.any():

@@ -10,6 +10,7 @@ import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, reads_one_each, same
+from kcdsl_certs.recheck.affine.before_casts import asked
 from kcdsl_certs.recheck.affine.ellipsoids import LinearImage, WeightNorms
 from kcdsl_certs.recheck.affine.form import Form, Operand, Origin, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.independent import of_sum, only_sure
@@ -259,7 +260,7 @@ def linear_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         early=early,
     )
     if x is before:
-        formed = replace(formed, image=_by_norms(walk, formed, weight))
+        formed = replace(formed, image=_by_norms(walk, node, formed, weight))
     if shared is not None:
         rest = raised(alone + shared.rest + terms_back * carried + error)
         formed = replace(formed, shared=replace(shared, rest=rest))
@@ -279,22 +280,26 @@ def linear_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     rest = rest.reshape(-1, weight.shape[0])
     plain = entry.centre is None and entry.apart is None
     place = form.place if version is None else None
-    norms = None if formed.image is None else formed.image.norms
+    far = formed.image is not None and formed.image.far
+    norms = formed.image.norms if formed.image is not None and far else None
     origin = Origin(weight, node.inputs[0], rest, index, plain, place, norms)
     return replace(form, origin=origin)
 
 
-def _by_norms(walk: Walk, formed: Formed, weight: Floats) -> LinearImage | None:
-    """Return the bounds of a large linear by norms of its input, if its reach is far above its
-    result in some row: a prover makes no passes for it. None of others."""
+def _by_norms(walk: Walk, node: Node, formed: Formed, weight: Floats) -> LinearImage | None:
+    """Return the bounds of a large linear by norms of its input. They are `far` if its reach is far
+    above its result in some row: a prover makes no passes for it. None of others."""
     tape = walk.tape
-    if not formed.operands or weight.size < _MANY or walk.kernel.stepped or tape.budget is not None:
+    if not formed.operands or weight.size < _SOME or walk.kernel.stepped or tape.budget is not None:
         return None
     lengths = tape.entries[formed.operands[0][0]].length
-    sizes = _FAR * np.abs(formed.reference).sum(axis=-1)
-    if lengths is None or not (formed.loose.sum(axis=-1) > sizes).any():
+    ratio = _FAR_OF_TRAINING if walk.trained else _FAR
+    sizes = ratio * np.abs(formed.reference).sum(axis=-1)
+    far = weight.size >= _MANY and bool((formed.loose.sum(axis=-1) > sizes).any())
+    named = any(part.any() for part in asked(walk, node.name, "norm", formed.reference.shape))
+    if lengths is None or not (far or named):
         return None
-    return LinearImage(WeightNorms.of(weight), lengths, formed.radius)
+    return LinearImage(WeightNorms.of(weight), lengths, formed.radius, far)
 
 
 def _shared(
@@ -361,7 +366,8 @@ def _same(adjoint: Adjoint) -> Adjoint:
     return adjoint
 
 
-_MANY, _FAR = 2**21, 7.5  # weights, and ratio of reach and result, less than that of a prover
+_SOME, _MANY = 2**20, 2**21  # weights: for norms of rows, and for far more than the result
+_FAR, _FAR_OF_TRAINING = 7.5, 0.95  # ratios of reach and result, less than those of a prover
 _HELD = 2**22  # numbers in cached products, beside the last one
 
 
