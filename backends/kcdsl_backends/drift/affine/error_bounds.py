@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import (
+    MORE,
     Adjoint,
     Row,
     at,
@@ -42,6 +43,10 @@ ROUNDED = 2.0**-36
 """More than the relative error of a product of adjoints in a reverse pass."""
 FACTORED = 2.0**-24
 """More than √n times the relative error of the columns of a QR factorisation."""
+
+
+MANY = 2**10
+"""Functionals from which on their norm is that of the ellipsoid around them, to save time."""
 
 
 @dataclass(slots=True)
@@ -213,7 +218,11 @@ class _Gram:
     def rest(self) -> float:
         return float(self.middle.norm() + self.loose.norm()) + self.further
 
-    def norm(self) -> float:
+    def norm(self, matrix: Tensor | None = None) -> float:
+        """Bound the norm of the functionals; of many, by this ellipsoid around them alone."""
+        if matrix is not None and len(matrix) >= MANY:
+            trace = float(matrix.diagonal().sum()) * MORE
+            return math.sqrt(largest_eigenvalue(matrix, trace)) * MORE
         together = math.sqrt(self.trace * largest_eigenvalue(self.products, self.trace))
         self.parts = list[Part](joined(self.parts))
         for part in joined(self.parts):
@@ -532,7 +541,8 @@ def surround_rows(tape: Tape, index: int, needed: Tensor, floor: int) -> tuple[T
     single, found = torch.full_like(entry.error_bound, torch.inf), {}
     norm = torch.full_like(entry.error_bound[..., :1], torch.inf)
     for row, gram in _surrounded(tape, index, needed, floor):
-        found[row], single[row], norm[row] = gram.ellipsoid(), gram.elements, gram.norm()
+        matrix = found[row] = gram.ellipsoid()
+        single[row], norm[row] = gram.elements, gram.norm(matrix)
     tape.surround(index, found)
     return single, norm
 

@@ -322,7 +322,8 @@ class Tape:
         """Return the entries where reverse passes may stop, the cheapest first."""
         if self.cut == self.settled:
             return (self.cut,)
-        return (INPUT,) if self.cut == INPUT or self.chance else (self.cut, INPUT)
+        known = self.entries[self.cut].rows is not None  # a bound down to the input
+        return (INPUT,) if known or self.cut == INPUT or self.chance else (self.cut, INPUT)
 
     @property
     def last_floor(self) -> int:

@@ -30,6 +30,7 @@ _ROUNDED = 2.0**-36  # bounds the relative error of an adjoint
 _FACTORED = 2.0**-24  # bounds √n times the error of a column of a QR factorisation
 _LOST = 2.0**-450  # squares of smaller columns underflow
 _MORE = 1 + 2.0**-30
+_MANY = 2**10  # functionals, of whose norms eigenvalues of parts take too long
 
 
 def length(
@@ -70,7 +71,9 @@ class Surrounded:
 
     @property
     def norm(self) -> float:
-        """Return a bound of the norm of all functionals."""
+        """Return a bound of the norm of all functionals; of many, by the ellipsoid alone."""
+        if len(self.shape) >= _MANY:
+            return math.sqrt(largest(self.shape, float(np.trace(self.shape)) * _MORE)) * _MORE
         total = self.rest
         for part in self.parts:
             if isinstance(part, RankOne):
