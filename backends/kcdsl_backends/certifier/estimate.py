@@ -12,7 +12,7 @@ import torch
 
 from kcdsl.model.graph import BlockGraph
 from kcdsl_backends.drift.affine.error_bounds import BATCH, of_sums
-from kcdsl_backends.drift.affine.row_ellipsoids import LARGEST
+from kcdsl_backends.drift.affine.row_ellipsoids import LARGEST, MANY_WEIGHTS
 from kcdsl_backends.drift.affine.row_sums import MANY
 from kcdsl_backends.drift.affine.tape import MANY_PRODUCTS
 
@@ -61,7 +61,8 @@ class Cost:
         if not scores:  # norms of errors, row by row
             operations += 8.0 * tokens * width**3
         elif len(weights) > len(scores) * 4:  # ellipsoids as well; attention reads all rows
-            products = sum(math.prod(shape) * max(shape) for shape in weights)
+            some = [shape for shape in weights if math.prod(shape) < MANY_WEIGHTS]
+            products = sum(math.prod(shape) * max(shape) for shape in some)  # others: by norms
             operations += tokens * (_MOVED * parameters + _ELLIPSOIDS * products)
             operations += _READ * len(scores) * (tokens * width) ** 2
             peak += 2.0 * min(tokens * inputs**2, LARGEST)
