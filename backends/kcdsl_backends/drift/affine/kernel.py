@@ -172,7 +172,7 @@ class KernelRun:
         if self.other is None or node.name not in self.other.computed:
             return share
         entry = self.other.tape.entries[self.other.computed[node.name]]
-        faint = FAINT_WIDE if node.shape[-1] >= WIDE else FAINT
+        faint = FAINT_WIDE if self.wide and node.shape[-1] >= WIDE else FAINT
         return torch.maximum(share, faint * entry.error_bound.sum(-1, keepdim=True))
 
     @property
@@ -185,7 +185,7 @@ class KernelRun:
         small share of those of the inference kernel: their casts are worth no passes."""
         entry = self.tape.entries[index]
         sums, wide = entry.error_bound.sum(-1, keepdim=True), entry.shape[-1] >= WIDE
-        if self.other is None or not wide or entry.name not in self.other.computed:
+        if self.other is None or not (wide and self.wide) or entry.name not in self.other.computed:
             return torch.zeros_like(sums, dtype=torch.bool)
         other = self.other.tape.entries[self.other.computed[entry.name]]
         return sums <= FAINT_WIDE * other.error_bound.sum(-1, keepdim=True)
